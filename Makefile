@@ -1,0 +1,59 @@
+# `make plan` and `make test` need Python 3.11 or newer, make and a package index; nothing else.
+# pip obeys its own variables: PIP_EXTRA_INDEX_URL=... make test
+
+VENV := .venv
+PY := $(VENV)/bin/python
+CLUSTER_OF_MAKE_PLAN := --model llama3-70b --nodes 16
+
+# The first Python on this machine that is new enough; `make PYTHON=/path/to/python plan` overrides it.
+NEW_ENOUGH := import sys, ensurepip, venv; raise SystemExit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$p && break; done)
+
+# What no ordinary machine has.
+NO_ACCELERATOR := not gpu and not neuron and not nxd and not slurm
+PYTEST := $(PY) -m pytest --cov
+
+.DEFAULT_GOAL := help
+.PHONY: help plan test test-all check bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+plan: $(VENV)/.base  ## plan Llama-3 70B on 16 trn1 nodes and print the table
+	$(VENV)/bin/autoshard plan $(CLUSTER_OF_MAKE_PLAN)
+
+test: $(VENV)/.dev  ## every test that passes without an accelerator, but the slow ones; the coverage gate
+	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow"
+
+test-all: $(VENV)/.dev  ## the slow tests too
+	$(PYTEST) -m "$(NO_ACCELERATOR)"
+
+check: export CI := true
+check: $(VENV)/.dev  ## exactly what CI does: format, lint, types, floors, tests
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/pyright --pythonpath $(PY)
+	$(VENV)/bin/lint-imports
+	$(MAKE) test
+
+bench: $(VENV)/.dev  ## every benchmark, as a table
+	$(PY) -m benchmarks all
+
+clean:  ## remove the environment, caches and built files
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: a second run installs nothing, a changed dependency installs again. `plan` never installs torch.
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "autoshard needs Python 3.11 or newer (with venv); give one: make PYTHON=/path/to/python $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/.created
+	$(PY) -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.created
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $(VENV)/.base $@

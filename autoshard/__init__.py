@@ -1,0 +1,35 @@
+"""autoshard: finds the fastest way to cut a training run over a cluster that fits in memory, and says why.
+
+>>> import autoshard
+>>> plan = autoshard.plan("tiny-llama", "local")
+>>> plan.prediction.capacity_bytes
+4294967296
+"""
+
+import types
+from typing import TYPE_CHECKING, Any
+
+import autoshard.plan
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "plan"]
+
+if TYPE_CHECKING:
+    from autoshard.search.api import plan as plan
+
+
+class _CallablePackage(types.ModuleType):
+    """The folder ``autoshard/plan`` and the verb ``autoshard.plan(...)`` share a name; this makes both work.
+
+    The planner is imported when it is first called, so that ``import autoshard`` stays cheap.
+    """
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Search: see ``autoshard.search.api.plan``."""
+        from autoshard.search.api import plan
+
+        return plan(*args, **options)
+
+
+if not TYPE_CHECKING:
+    autoshard.plan.__class__ = _CallablePackage

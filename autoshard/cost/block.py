@@ -1,0 +1,315 @@
+"""Seconds and bytes of one block on one rank, read off its sharded graph; for numbers or columns alike."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from autoshard.cost.calibration import Calibration
+from autoshard.cost.rings import Number, Ring, axis_of_atoms
+from autoshard.graph.block import Block, Fused
+from autoshard.graph.kinds.attention import Attend, AttendGradient
+from autoshard.graph.kinds.linear import Collect, Deliver
+from autoshard.graph.kinds.optimizer import Accumulate
+from autoshard.graph.op import Op, Tensor
+from autoshard.layout.layout import Cuts, local_sizes
+from autoshard.layout.natural import NaturalSharding
+from autoshard.spec.cluster import Cluster
+
+PASSES = ("F", "I", "W")
+Moved = tuple[str, Tensor]  # an operation, and a tensor that it reads or writes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One layout's numbers: sizes of the dims before sharding, sizes of the atoms, rings; or columns of them."""
+
+    sequence_parallel: bool
+    sizes: Mapping[str, Number]
+    atoms: Mapping[str, Number]
+    rings: Mapping[tuple[str, ...], Ring]
+    zero: Literal[0, 1, 3]
+    cp_order: Literal["contiguous", "zigzag"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What one rank reaches per second."""
+
+    matrix_flops_per_s: float
+    vector_flops_per_s: float
+    memory_bytes_per_s: float
+
+    @classmethod
+    def of(cls, cluster: Cluster, dtype: str, calibration: Calibration) -> "Rates":
+        """Take the peaks of a cluster's chip down by what the calibration says."""
+        return cls(
+            matrix_flops_per_s=cluster.rank_matrix_flops_per_s(dtype) * calibration.matrix_efficiency,
+            vector_flops_per_s=cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
+            memory_bytes_per_s=cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRun:
+    """Operations of one pass that run as one kernel, and the tensors that it reads from and writes to memory."""
+
+    pass_: str
+    ops: tuple[Op, ...]
+    touched: tuple[Moved, ...]
+    fresh: tuple[Moved, ...]  # of these, what needs memory beside states and kept activations
+    skips_masked: bool
+    flops_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedBlock:
+    """A block with its sharding and its kernels: everything but the sizes.
+
+    ``tied`` names the weights that share their values with another block's.
+    """
+
+    block: Block
+    sharding: NaturalSharding
+    runs: tuple[KernelRun, ...]
+    tied: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        block: Block,
+        sharding: NaturalSharding,
+        *,
+        whole: "ShardedBlock | None" = None,
+        tied: Iterable[str] = (),
+    ) -> "ShardedBlock":
+        """Group the operations of a block into kernel runs; ``whole`` is the same block without recompute."""
+        source = (whole.block, whole.sharding) if whole else (block, sharding)
+        held = {entry.storage: source[1].saved_cuts(entry) for entry in source[0].saved}
+        runs = tuple(_kernel_runs(block, sharding, held))
+        return cls(block=block, sharding=sharding, runs=runs, tied=frozenset(tied))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCost:
+    """One execution of a block: seconds by pass and part, bytes sent by axis, bytes kept and needed for a moment."""
+
+    seconds: Mapping[str, Mapping[str, Number]]  # pass -> part (compute, tp, cp, ep) -> seconds
+    sent_bytes: Mapping[str, Number]  # axis -> bytes
+    saved_bytes: Number
+    remade_bytes: Number  # what recompute brings back while this block is in backward
+    working_bytes: Number  # of the largest kernel, beside states and kept activations
+    weights: Mapping[tuple[str, ...], Number]  # atoms that the gradient's sum is pending over -> weights on the rank
+    tied_weights: Mapping[tuple[str, ...], Number]  # likewise, those that share their values with another block's
+
+    def part_s(self, part: str) -> Number:
+        """Return the seconds of one part over all passes."""
+        return sum(self.seconds[name].get(part, 0.0) for name in PASSES)
+
+
+def block_cost(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, rates: Rates) -> BlockCost:
+    """Price a block: every kernel by its roofline, every message by its ring; ``whole`` is it without recompute."""
+    seconds: dict[str, dict[str, Number]] = {name: defaultdict(float) for name in PASSES}
+    working: Number = 0
+    local = _local_sizes(sharded, setting)
+    for run in sharded.runs:
+        parts = seconds[run.pass_]
+        parts["compute"] = parts["compute"] + _run_s(sharded.block, run, local, rates, setting)
+        working = np.maximum(working, _num_bytes(run.fresh, local))
+    sent: dict[str, Number] = defaultdict(float)
+    for message in sharded.sharding.messages:
+        tensor, ring = sharded.block.tensors[message.tensor], setting.rings[message.collective.atoms]
+        message_bytes = tensor.num_bytes(local_sizes(setting.sizes, message.cuts, setting.atoms))
+        axis = axis_of_atoms(message.collective.atoms)
+        parts = seconds[message.pass_]
+        parts[axis] = parts[axis] + ring.time_s(message.collective, message_bytes)
+        sent[axis] = sent[axis] + ring.sent_bytes(message.collective, message_bytes)
+    saved = saved_bytes(sharded, setting)
+    return BlockCost(
+        seconds=seconds,
+        sent_bytes=sent,
+        saved_bytes=saved,
+        remade_bytes=saved_bytes(whole, setting) - saved,
+        working_bytes=working,
+        weights=local_parameters(sharded, setting, tied=False),
+        tied_weights=local_parameters(sharded, setting, tied=True),
+    )
+
+
+def _local_sizes(sharded: ShardedBlock, setting: Setting) -> Mapping[str, Mapping[str, Number]]:
+    """Return a rank's sizes for every operation; operations that are cut alike share them."""
+    known: dict[tuple[object, ...], Mapping[str, Number]] = {}
+    local: dict[str, Mapping[str, Number]] = {}
+    for name, cuts in sharded.sharding.op_cuts.items():
+        key = tuple(cuts.items())
+        if key not in known:
+            known[key] = local_sizes(setting.sizes, cuts, setting.atoms)
+        local[name] = known[key]
+    return local
+
+
+def saved_bytes(sharded: ShardedBlock, setting: Setting) -> Number:
+    """Return what a rank keeps of a block from forward to backward, for one micro-batch."""
+    total: Number = 0
+    for entry in sharded.block.saved:
+        cuts = sharded.sharding.saved_cuts(entry)
+        total = total + entry.tensor.num_bytes(local_sizes(setting.sizes, cuts, setting.atoms))
+    return total
+
+
+def local_parameters(sharded: ShardedBlock, setting: Setting, *, tied: bool) -> Mapping[tuple[str, ...], Number]:
+    """Return how many of one block's tied or other weights a rank holds, by the atoms their gradients' sums await."""
+    counts: dict[tuple[str, ...], Number] = defaultdict(int)
+    for tensor in sharded.block.parameters:
+        if (tensor.name in sharded.tied) == tied:
+            local = local_sizes(setting.sizes, sharded.sharding.parameter_cuts[tensor.name], setting.atoms)
+            pending = sharded.sharding.parameter_pending[tensor.name]
+            counts[pending] = counts[pending] + tensor.num_elements(local)
+    return counts
+
+
+def _run_s(
+    block: Block, run: KernelRun, local: Mapping[str, Mapping[str, Number]], rates: Rates, setting: Setting
+) -> Number:
+    """Return a kernel's time: that of the slowest of matrix unit, vector unit and memory."""
+    matrix: Number = 0
+    vector: Number = 0
+    for op in run.ops:
+        call = block.call(op, local[op.name])
+        share = _met_share(op, setting) if run.skips_masked else 1.0
+        matrix = matrix + run.flops_ratio * share * op.kind.matrix_flops(call)
+        vector = vector + share * op.kind.vector_flops(call)
+    compute_s = np.maximum(matrix / rates.matrix_flops_per_s, vector / rates.vector_flops_per_s)
+    return np.maximum(compute_s, _num_bytes(run.touched, local) / rates.memory_bytes_per_s)
+
+
+def _num_bytes(moved: Iterable[Moved], local: Mapping[str, Mapping[str, Number]]) -> Number:
+    return sum(tensor.num_bytes(local[op]) for op, tensor in moved)
+
+
+def _met_share(op: Op, setting: Setting) -> Number:
+    """Return which part of its (query, key) pairs the slowest cp rank does not skip as masked.
+
+    In zig-zag order all ranks have the same. In contiguous order the last one meets all keys before its own, so
+    without a window 2 - 1/cp times the average.
+    """
+    if not isinstance(op.kind, Attend | AttendGradient):
+        return 1.0
+    seq, pieces = setting.sizes["seq"], setting.atoms["cp"] if setting.cp_order == "contiguous" else 1
+    seen = _visible_pairs(op.kind.window, seq) - _visible_pairs(op.kind.window, seq - seq / pieces)
+    return seen * pieces / seq**2
+
+
+def _visible_pairs(window: int | None, seq_len: Number) -> Number:
+    """Count the pairs as ``Attend.visible_pairs`` does, for a column of lengths."""
+    reach = np.minimum(window or seq_len, seq_len)
+    return reach * (reach + 1) / 2 + (seq_len - reach) * reach
+
+
+def _kernel_runs(block: Block, sharding: NaturalSharding, held: Mapping[str, Cuts]) -> Iterable[KernelRun]:
+    """Group the operations: a fused forward kernel, its backward in one, weight gradients each on their own."""
+    owner = {name: group for group in block.fused for name in group.ops}
+    members: dict[tuple[str, ...], list[Op]] = defaultdict(list)
+    for op in block.select("micro_batch"):
+        if op.source in owner:
+            alone = op.pass_ == "W" or isinstance(op.kind, Accumulate)
+            members[(op.name,) if alone else (owner[op.source].ops[0], op.pass_, str(op.again))].append(op)
+    links = _Links.of(block, held)
+    for ops in members.values():
+        group, forward = owner[ops[0].source], ops[0].pass_ == "F" or ops[0].again
+        touched = tuple(links.forward(ops, group) if forward else links.backward(ops, group))
+        yield KernelRun(
+            pass_=ops[0].pass_,
+            ops=tuple(ops),
+            touched=touched,
+            fresh=tuple((op, tensor) for op, tensor in touched if links.is_fresh(sharding, op, tensor)),
+            skips_masked=group.skips_masked,
+            flops_ratio=1.0 if forward else group.backward_flops_ratio,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Links:
+    """Who reads what in a block; a tensor that a deliver hands on is the one it came from."""
+
+    block: Block
+    held: Mapping[str, Cuts]  # what is kept for backward when nothing is recomputed, and how it is cut
+    origins: Mapping[str, frozenset[str]]  # what delivers hand on -> the tensors that it is, or is the sum of
+    resident: frozenset[str]  # sums of gradients: they take the place of the sums before
+    readers: Mapping[str, frozenset[str]]  # tensor -> operations that read it, directly or through delivers
+    source: Mapping[str, str]  # operation -> the forward operation that it belongs to
+
+    @classmethod
+    def of(cls, block: Block, held: Mapping[str, Cuts]) -> "_Links":
+        """Walk the operations backwards for what is read, and forwards for where it comes from."""
+        readers: dict[str, set[str]] = defaultdict(set)
+        for op in reversed(block.ops):
+            passes_on = isinstance(op.kind, Deliver | Collect)
+            for name in op.inputs:
+                readers[name] |= readers[op.outputs[0]] or {op.name} if passes_on else {op.name}
+        origins: dict[str, frozenset[str]] = {}
+        for op in block.ops:
+            if isinstance(op.kind, Deliver | Collect):
+                found = [origins.get(name, frozenset({name})) for name in op.inputs]
+                origins[op.outputs[0]] = frozenset[str]().union(*found)
+        return cls(
+            block=block,
+            held=held,
+            origins=origins,
+            resident=frozenset(name for op in block.ops if isinstance(op.kind, Accumulate) for name in op.outputs),
+            readers={name: frozenset(found) for name, found in readers.items()},
+            source={op.name: op.source for op in block.ops},
+        )
+
+    def forward(self, ops: Sequence[Op], group: Fused) -> Iterable[Moved]:
+        """List what a forward kernel moves: what others made, what others read, what it keeps; once each.
+
+        What only its own backward reads and the kernel does not keep, is never written.
+        """
+        made = {output for op in ops for output in op.outputs}
+        moved: dict[str, Moved] = {}
+        for op in ops:
+            for name in op.inputs:
+                if not self._come_from(name) <= made:
+                    moved.setdefault(name, (op.name, self.block.tensors[name]))
+            for name in op.outputs:
+                sources = {self.source[reader] for reader in self.readers.get(name, ())}
+                if not sources or sources - set(group.ops) or self._storage(name) in self.held:
+                    moved.setdefault(name, (op.name, self.block.tensors[name]))
+        return [*moved.values(), *self._copies(group)]
+
+    def backward(self, ops: Sequence[Op], group: Fused) -> Iterable[Moved]:
+        """List what a backward kernel moves; for what was not kept as it was it reads the forward kernel's copies."""
+        names, made = {op.name for op in ops}, {output for op in ops for output in op.outputs}
+        reads = [(op.name, name) for op in ops for name in op.inputs if not self._come_from(name) <= made]
+        lost = [name for _, name in reads if self._is_lost(name)]
+        writes = [
+            (op.name, name)
+            for op in ops
+            for name in op.outputs
+            if not self.readers.get(name, frozenset()) or self.readers[name] - names
+        ]
+        moved = {name: (op, self.block.tensors[name]) for op, name in (*reads, *writes) if name not in lost}
+        return [*moved.values(), *(self._copies(group) if lost else ())]
+
+    def is_fresh(self, sharding: NaturalSharding, op: str, tensor: Tensor) -> bool:
+        """Whether a tensor needs memory of its own: it is no state, and is not kept in just the cut of this reader."""
+        if tensor.name in self.resident or tensor.role in ("parameter", "state"):
+            return False
+        return self.held.get(self._storage(tensor.name)) != sharding.read_cuts(op, tensor.dims)
+
+    def _storage(self, name: str) -> str:
+        """Return what a tensor is kept as; a clone's result takes the place of what was dropped."""
+        return min(self._come_from(name)).removesuffix(".again")
+
+    def _come_from(self, name: str) -> frozenset[str]:
+        return self.origins.get(name, frozenset({name}))
+
+    def _is_lost(self, name: str) -> bool:
+        return self.block.tensors[name].role == "activation" and self._storage(name) not in self.held
+
+    def _copies(self, group: Fused) -> Sequence[Moved]:
+        """List what a kernel keeps beside the tensors of the graph."""
+        return [(group.ops[0], save.tensor) for save in group.saves if save.tensor.name not in self.block.tensors]

@@ -1,0 +1,108 @@
+"""What a pipeline is made of, for pricing: stages with their layers, sends, buckets, the schedule."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.cost.block import BlockCost
+from autoshard.cost.rings import Number
+from autoshard.plan.recompute import Recompute
+from autoshard.schedule.schedule import Schedule
+
+Price = Callable[[str, Recompute], BlockCost]  # block kind and recompute -> cost
+PARTS = ("compute", "tp", "cp", "ep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayers:
+    """What a stage holds: how many layers of each kind of recompute, and whether it is the first or the last."""
+
+    layers: tuple[tuple[Recompute, int], ...]
+    is_first: bool
+    is_last: bool
+
+    @classmethod
+    def of(cls, num_layers: int, drop: Recompute, *, is_first: bool, is_last: bool) -> "StageLayers":
+        """Split a stage's layers by kind of recompute: ``full:K`` is full for K layers and none for the rest."""
+        kinds = Counter(drop.of_layer(index) for index in range(num_layers))
+        return cls(layers=tuple(kinds.items()), is_first=is_first, is_last=is_last)
+
+    def contents(self) -> list[tuple[str, Recompute, int]]:
+        """List its blocks: kind, recompute, how many."""
+        contents = [("layer", drop, count) for drop, count in self.layers]
+        if self.is_first:
+            contents.insert(0, ("embed", Recompute(), 1))
+        if self.is_last:
+            contents.append(("head", Recompute(), 1))
+        return contents
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How stages follow each other: schedule, what each stage holds, the hidden state between them, buckets."""
+
+    schedule: Schedule
+    stages: tuple[StageLayers, ...]
+    boundary_bytes: Number
+    send_s: Number  # to hand the hidden state on, once
+    bucket_bytes: Number  # of the data-parallel buckets that stand ready
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCost:
+    """One micro-batch through all stages of one pipeline rank."""
+
+    seconds: Mapping[str, Number]
+    sent_bytes: Mapping[str, Number]
+    saved_bytes: Number  # of its fullest stage
+    working_bytes: Number
+    weights: Mapping[tuple[str, ...], Number]
+    largest_block: Number  # weights of its largest block
+
+    @property
+    def time_s(self) -> Number:
+        """Forward and backward of all its stages."""
+        return sum(self.seconds.values())
+
+
+def rank_cost(stages: tuple[StageLayers, ...], price: Price) -> RankCost:
+    """Add up the blocks of a rank's stages."""
+    seconds: dict[str, Number] = dict.fromkeys(PARTS, 0.0)
+    sent: dict[str, Number] = defaultdict(float)
+    fullest: Number = 0
+    working: Number = 0
+    for stage in stages:
+        saved: Number = 0
+        for kind, drop, count in stage.contents():
+            cost = price(kind, drop)
+            for part in PARTS:
+                seconds[part] = seconds[part] + count * cost.part_s(part)
+            for axis, size in cost.sent_bytes.items():
+                sent[axis] = sent[axis] + count * size
+            saved = saved + count * cost.saved_bytes
+            working = np.maximum(working, cost.working_bytes + cost.remade_bytes)
+        fullest = np.maximum(fullest, saved)
+    weights, largest = _weights(stages, price)
+    return RankCost(
+        seconds=seconds,
+        sent_bytes=sent,
+        saved_bytes=fullest,
+        working_bytes=working,
+        weights=weights,
+        largest_block=largest,
+    )
+
+
+def _weights(stages: tuple[StageLayers, ...], price: Price) -> tuple[Mapping[tuple[str, ...], Number], Number]:
+    """Return a rank's weights, and how many its largest block has; tied ones that meet on one rank count once."""
+    weights: dict[tuple[str, ...], Number] = defaultdict(int)
+    largest: Number = 0
+    meets = any(stage.is_first for stage in stages) and any(stage.is_last for stage in stages)
+    for kind, drop, count in [entry for stage in stages for entry in stage.contents()]:
+        cost = price(kind, drop)
+        for pending, number in (*cost.weights.items(), *(() if meets else cost.tied_weights.items())):
+            weights[pending] = weights[pending] + count * number
+        largest = np.maximum(largest, sum(cost.weights.values()) + sum(cost.tied_weights.values()))
+    return weights, largest

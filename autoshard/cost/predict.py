@@ -1,0 +1,100 @@
+"""From a plan to what it promises."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+
+from autoshard.cost.block import BlockCost, Setting
+from autoshard.cost.calibration import Calibration, uncalibrated
+from autoshard.cost.pipeline import Pipeline, StageLayers
+from autoshard.cost.rings import Number, send_ring
+from autoshard.cost.setting import Question, boundary_bytes, price_block, setting_of
+from autoshard.cost.sharded import step_graph
+from autoshard.cost.step import StepCost, step_cost
+from autoshard.graph.count import model_flops_per_token
+from autoshard.plan.codec import fingerprint
+from autoshard.plan.plan import Plan
+from autoshard.plan.prediction import Prediction, StageMemory, rounded
+from autoshard.plan.recompute import Recompute
+
+
+def predict(plan: Plan, calibration: Calibration | None = None) -> Prediction:
+    """Return time, memory and traffic of one step of a plan."""
+    question = question_of(plan, calibration or uncalibrated())
+    cost = plan_cost(plan, question)
+    seconds = {part: rounded(float(value)) for part, value in sorted(cost.seconds.items()) if float(value) > 0}
+    step_time_s = rounded(sum(seconds.values()))
+    interval = question.calibration.interval
+    return Prediction(
+        step_time_s=step_time_s,
+        low_s=rounded(step_time_s * (1 - interval)),
+        high_s=rounded(step_time_s * (1 + interval)),
+        time_parts=seconds,
+        stage_memory=tuple(
+            StageMemory(num_weights=int(weights), parts=_whole(parts))
+            for weights, parts in zip(cost.weights, cost.memory, strict=True)
+        ),
+        capacity_bytes=plan.cluster.rank_memory_bytes,
+        tokens_per_s=rounded(plan.workload.tokens_per_step / step_time_s),
+        mfu=rounded(utilisation(question, step_time_s)),
+        communication_bytes=_whole(cost.sent_bytes),
+        basis=question.calibration.basis,
+        of=fingerprint(plan),
+    )
+
+
+def predicted(plan: Plan, calibration: Calibration | None = None) -> Plan:
+    """Return the plan with its prediction filled in."""
+    return replace(plan, prediction=predict(plan, calibration))
+
+
+def question_of(plan: Plan, calibration: Calibration) -> Question:
+    """Return what a plan answers."""
+    return Question(
+        model=plan.model,
+        cluster=plan.cluster,
+        workload=plan.workload,
+        kernels=plan.kernels,
+        calibration=calibration,
+    )
+
+
+def plan_cost(plan: Plan, question: Question) -> StepCost:
+    """Price a plan's step."""
+    setting = setting_of(question, plan.candidate)
+
+    @cache
+    def price(kind: str, drop: Recompute) -> BlockCost:
+        return price_block(question, setting, kind, drop)
+
+    return step_cost(question, setting, _pipeline(plan, question, setting), price)
+
+
+def utilisation(question: Question, step_time_s: float) -> float:
+    """Return the share of the matrix peak that the model's own FLOPs use, masked pairs counted as published ones do."""
+    graph = step_graph(question.model, question.workload, question.kernels)
+    flops = model_flops_per_token(graph) * question.workload.tokens_per_step
+    peak = question.cluster.rank_matrix_flops_per_s(question.workload.precision.activations)
+    return flops / (step_time_s * peak * question.cluster.num_ranks)
+
+
+def _pipeline(plan: Plan, question: Question, setting: Setting) -> Pipeline:
+    last = len(plan.stages) - 1
+    stages = tuple(
+        StageLayers.of(stage.num_layers, stage.recompute, is_first=number == 0, is_last=number == last)
+        for number, stage in enumerate(plan.stages)
+    )
+    size = boundary_bytes(question, setting)
+    send_s = send_ring(plan.cluster, plan.mesh, question.calibration.link_efficiency).send_s(size)
+    return Pipeline(
+        schedule=plan.schedule,
+        stages=stages,
+        boundary_bytes=size,
+        send_s=send_s,
+        bucket_bytes=plan.buckets.total_bytes,
+    )
+
+
+def _whole(parts: Mapping[str, Number]) -> Mapping[str, int]:
+    """Return whole bytes; a part may stand in a numpy scalar."""
+    return {name: round(float(value)) for name, value in sorted(parts.items())}

@@ -1,0 +1,77 @@
+"""What one Collective costs: bytes over the slowest link of its ring, and the latency of every hop."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.layout.collective import Collective
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.mesh import Mesh, axis_bandwidth_bytes_per_s
+
+Number = Any  # a number, or a numpy column of one number per candidate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """A group of ranks as its collectives see it; numbers or columns of numbers."""
+
+    size: Number
+    bandwidth_bytes_per_s: Number  # of one direction, when all such groups talk at once
+    latency_s: Number  # once around
+
+    def time_s(self, collective: Collective, message_bytes: Number) -> Number:
+        """Return the time of a Collective; ``message_bytes`` is a rank's buffer where it is largest.
+
+        Bandwidth-optimal rings: gather and scatter send (n-1)/n of the whole, all-reduce does both, an all-to-all
+        keeps 1/n at home, a permutation in n-1 rounds shows each rank all other parts.
+        """
+        passes = 2 if collective.kind == "all_reduce" else 1
+        sent_bytes = self.sent_bytes(collective, message_bytes)
+        return sent_bytes / self.bandwidth_bytes_per_s + passes * self.latency_s
+
+    def sent_bytes(self, collective: Collective, message_bytes: Number) -> Number:
+        """Return the bytes that one rank sends."""
+        passes = 2 if collective.kind == "all_reduce" else 1
+        share = (self.size - 1) if collective.kind == "permute" else (self.size - 1) / self.size
+        return passes * share * message_bytes
+
+    def send_s(self, message_bytes: Number) -> Number:
+        """Return the time of handing a message to the next rank."""
+        return message_bytes / self.bandwidth_bytes_per_s + self.latency_s
+
+
+def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], efficiency: float) -> Ring:
+    """Return the ring along some atoms of a mesh."""
+    held = tuple(atom for atom in atoms if mesh.atoms_of(atom))
+    group = mesh.group_of(0, held)
+    bandwidth = axis_bandwidth_bytes_per_s(cluster, mesh, held) * efficiency
+    return Ring(size=len(group), bandwidth_bytes_per_s=bandwidth, latency_s=_latency_s(cluster, group))
+
+
+def send_ring(cluster: Cluster, mesh: Mesh, efficiency: float) -> Ring:
+    """Return what a rank sees when it hands something to the next pipeline rank, while all ranks do the same."""
+    bandwidth = axis_bandwidth_bytes_per_s(cluster, mesh, ("pp",)) * efficiency
+    latency_s = cluster.link_of(mesh.group_of(0, ("pp",))[:2]).latency_s if mesh.size("pp") > 1 else 0.0
+    return Ring(size=mesh.size("pp"), bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
+
+
+def _latency_s(cluster: Cluster, group: tuple[int, ...]) -> float:
+    """Add up the hops of a ring that visits a node's members before it goes on to the next node."""
+    if len(group) == 1:
+        return 0.0
+    num_nodes = len({cluster.node_of(rank) for rank in group})
+    inside = len(group) - num_nodes
+    first = [rank for rank in group if cluster.node_of(rank) == cluster.node_of(group[0])]
+    near = cluster.link_of(first).latency_s if inside else 0.0
+    far = cluster.link_of(group).latency_s if num_nodes > 1 else 0.0
+    return inside * near + (num_nodes - 1) * far
+
+
+def axis_of_atoms(atoms: tuple[str, ...]) -> str:
+    """Return the axis whose traffic a Collective over these atoms is counted as.
+
+    >>> axis_of_atoms(("rep",)), axis_of_atoms(("edp", "ep", "cp"))
+    ('tp', 'dp')
+    """
+    axis: Mapping[str, str] = {"edp": "dp", "ep": "ep", "cp": "cp", "kv": "tp", "rep": "tp", "pp": "pp"}
+    return axis[atoms[0]]

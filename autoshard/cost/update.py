@@ -1,0 +1,82 @@
+"""The step phase: reducing gradients, updating the optimizer's shards, gathering the new weights."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.cost.block import Setting
+from autoshard.cost.rings import Number
+from autoshard.cost.setting import Question
+from autoshard.cost.sharded import PerWeight, split_pending
+from autoshard.layout.collective import Collective, CollectiveKind
+from autoshard.spec.workload import DTYPE_BYTES, Precision
+
+Weights = Mapping[tuple[str, ...], Number]  # the atoms that a gradient's sum is pending over -> weights on the rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateCost:
+    """One step phase of a rank: seconds by part, bytes sent by axis."""
+
+    seconds: Mapping[str, Number]  # dp, tp, update
+    sent_bytes: Mapping[str, Number]
+
+
+def num_shards(pending: tuple[str, ...], setting: Setting) -> Number:
+    """Return over how many ranks the optimizer's work for such weights is divided."""
+    return math.prod(setting.atoms[atom] for atom in split_pending(pending)[0]) if setting.zero else 1
+
+
+def state_bytes(weights: Weights, setting: Setting, precision: Precision) -> Mapping[str, Number]:
+    """Return a rank's weights, gradients and optimizer state in bytes; ZeRO-1 divides the state, ZeRO-3 all three."""
+    per_master = DTYPE_BYTES[precision.masters] if precision.masters else 0
+    per_state = per_master + 2 * DTYPE_BYTES[precision.moments]
+    parts: dict[str, Number] = {"weights": 0, "gradients": 0, "optimizer": 0}
+    for pending, count in weights.items():
+        shard = -(-count // num_shards(pending, setting))
+        resident = shard if setting.zero == 3 else count
+        parts["weights"] = parts["weights"] + resident * DTYPE_BYTES[precision.weights]
+        parts["gradients"] = parts["gradients"] + resident * DTYPE_BYTES[precision.gradients]
+        parts["optimizer"] = parts["optimizer"] + shard * per_state
+    return parts
+
+
+def update_cost(
+    weights: Weights, setting: Setting, question: Question, per_weight: PerWeight, num_micro_batches: int
+) -> UpdateCost:
+    """Price the step phase of a rank that holds these weights.
+
+    ZeRO-0 sums gradients everywhere; ZeRO-1 scatters the sums and gathers new weights; ZeRO-3 does so for every
+    micro-batch, and gathers the weights twice (forward and backward).
+    """
+    seconds: dict[str, Number] = {"dp": 0.0, "tp": 0.0, "update": 0.0}
+    sent: dict[str, Number] = defaultdict(float)
+    precision, rates = question.workload.precision, question.rates
+    gradient, weight = DTYPE_BYTES[precision.gradients], DTYPE_BYTES[precision.weights]
+    for pending, count in weights.items():
+        shards, rest = split_pending(pending)
+        traffic = _traffic(setting.zero, count * gradient, count * weight, num_micro_batches)
+        for part, atoms, entries in (("dp", shards, traffic), ("tp", rest, _traffic(0, count * gradient, 0, 1))):
+            for kind, size, times in entries if atoms else ():
+                ring, collective = setting.rings[atoms], Collective(kind=kind, dim=None, atoms=atoms)
+                seconds[part] = seconds[part] + times * ring.time_s(collective, size)
+                sent[part] = sent[part] + times * ring.sent_bytes(collective, size)
+        share = count / num_shards(pending, setting)
+        compute_s = share * per_weight.vector_flops / rates.vector_flops_per_s
+        memory_s = share * per_weight.traffic_bytes / rates.memory_bytes_per_s
+        seconds["update"] = seconds["update"] + np.maximum(compute_s, memory_s)
+    return UpdateCost(seconds=seconds, sent_bytes=sent)
+
+
+def _traffic(
+    zero: int, gradient_bytes: Number, weight_bytes: Number, num_micro_batches: Number
+) -> Sequence[tuple[CollectiveKind, Number, Number]]:
+    """List what data parallelism sends in a step: kind, bytes, how often."""
+    if zero == 0:
+        return [("all_reduce", gradient_bytes, 1)]
+    times = num_micro_batches if zero == 3 else 1
+    gathers = 2 * num_micro_batches if zero == 3 else 1
+    return [("reduce_scatter", gradient_bytes, times), ("all_gather", weight_bytes, gathers)]

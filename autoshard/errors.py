@@ -1,0 +1,106 @@
+"""Every exception of autoshard, on one screen.
+
+AutoshardError
+    InputError      something the user wrote cannot be used; exit code 2
+    NoPlan          the question is fine, but no plan answers it; exit code 1
+    CheckFailed     a plan or a file did not pass a check; exit code 1
+    RunFailed       a run started and did not end well; exit code 3
+
+A candidate that may not run is not an exception: it is a Rejection, a value (see ``autoshard.plan.rules``).
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that is wrong: where it stands, and what to do about it."""
+
+    where: str
+    message: str
+
+    def __str__(self) -> str:
+        """Print as one line."""
+        return f"{self.where}: {self.message}" if self.where else self.message
+
+    def under(self, parent: str) -> "Fault":
+        """Return the same fault seen from the value that contains it, or from the option that it was given with."""
+        if not parent or not self.where:
+            return Fault(where=parent or self.where, message=self.message)
+        joint = " " if parent.startswith("--") else "" if self.where.startswith("[") else "."
+        return Fault(where=f"{parent}{joint}{self.where}", message=self.message)
+
+
+class AutoshardError(Exception):
+    """Base of all errors that autoshard raises on purpose."""
+
+    exit_code = 2
+
+
+class InputError(AutoshardError):
+    """What the user wrote cannot be used; holds every fault that was found, not only the first."""
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        self.faults: tuple[Fault, ...] = tuple(faults)
+        assert self.faults, "an InputError without a fault explains nothing"
+        super().__init__("\n".join(str(fault) for fault in self.faults))
+
+    @classmethod
+    def of(cls, where: str, message: str) -> "InputError":
+        """Make an error of a single fault."""
+        return cls([Fault(where=where, message=message)])
+
+    def under(self, parent: str) -> "InputError":
+        """Return the same error seen from the value that contains the faulty one."""
+        return InputError(fault.under(parent) for fault in self.faults)
+
+
+class NoPlan(AutoshardError):
+    """The question is well formed, but no plan answers it."""
+
+    exit_code = 1
+
+
+class CheckFailed(AutoshardError):
+    """A check said no."""
+
+    exit_code = 1
+
+
+class RunFailed(AutoshardError):
+    """A run started and did not end well."""
+
+    exit_code = 3
+
+
+def require(*checks: tuple[bool, str, str]) -> None:
+    """Raise one InputError that names every check which does not hold.
+
+    Each check is ``(holds, where, message)``; this is how values refuse to exist with impossible numbers.
+
+    >>> require((1 > 0, "nodes", "must be positive"))
+    >>> require((False, "nodes", "must be positive, not 0"))
+    Traceback (most recent call last):
+    autoshard.errors.InputError: nodes: must be positive, not 0
+    """
+    faults = [Fault(where=where, message=message) for holds, where, message in checks if not holds]
+    if faults:
+        raise InputError(faults)
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Say which known names look like the one given, as the end of a sentence; nothing about a name that is known.
+
+    >>> nearest("lama3-8b", ["llama3-8b", "gpt2-xl"])
+    'Did you mean llama3-8b?'
+    >>> nearest("zzz", ["b", "a"])
+    'Known: a, b.'
+    """
+    if name in known:
+        return ""
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    if close:
+        return f"Did you mean {' or '.join(close)}?"
+    return f"Known: {', '.join(sorted(known))}."

@@ -1,0 +1,153 @@
+"""A block of the model with its forward, backward and step operations; the graph of one training step."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from autoshard.graph.kinds.linear import Deliver
+from autoshard.graph.kinds.optimizer import Accumulate
+from autoshard.graph.op import Call, Op, Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A tensor kept from forward to backward; two entries with the same storage are the same memory.
+
+    ``op`` is the operation whose share of it a rank keeps; None for what the block before has made.
+    """
+
+    storage: str
+    tensor: Tensor
+    op: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """Forward operations that run as one kernel, and what the kernel keeps for backward."""
+
+    ops: tuple[str, ...]
+    saves: tuple[Saved, ...]
+    skips_masked: bool = False
+    backward_flops_ratio: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Operations that occur together, ``repeat`` times in a row, each time with weights of their own.
+
+    ``carry_in`` and ``carry_out`` name the hidden state that it takes from the block before and hands on.
+    """
+
+    kind: str
+    repeat: int
+    tensors: Mapping[str, Tensor]
+    ops: tuple[Op, ...]
+    fused: tuple[Fused, ...]
+    saved: tuple[Saved, ...]
+    carry_in: str | None
+    carry_out: str | None
+    recompute: str = "none"
+
+    def __post_init__(self) -> None:
+        """Verify: defined before use, shapes as inferred, one gradient per parameter, all reads delivered."""
+        object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+        self._check_names()
+        produced = {output for op in self.ops for output in op.outputs}
+        defined = {name for name in self.tensors if name not in produced}
+        for op in self.ops:
+            late = [name for name in op.inputs if name not in defined]
+            assert not late, f"{self.kind}.{op.name} reads {late} before they exist"
+            doubled = [name for name in op.outputs if name in defined]
+            assert not doubled, f"{self.kind}.{op.name} defines {doubled} again"
+            self._check_shapes(op)
+            defined.update(op.outputs)
+        self._check_gradients()
+        self._check_deliveries()
+
+    def call(self, op: Op, sizes: Mapping[str, int]) -> Call:
+        """Return an operation applied to its tensors, with these sizes of the dims."""
+        inputs = tuple(self.tensors[name] for name in op.inputs)
+        return Call(inputs=inputs, outputs=tuple(self.tensors[name] for name in op.outputs), sizes=sizes)
+
+    def op(self, name: str) -> Op:
+        """Return the operation of that name."""
+        return next(op for op in self.ops if op.name == name)
+
+    def select(self, phase: str, passes: str = "") -> tuple[Op, ...]:
+        """Return the operations of a phase (``micro_batch`` or ``step``) and of passes (``F``, ``IW``)."""
+        return tuple(op for op in self.ops if op.phase == phase and (not passes or op.pass_ in passes))
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Its weights."""
+        return tuple(tensor for tensor in self.tensors.values() if tensor.role == "parameter")
+
+    def _check_names(self) -> None:
+        missing = {name for op in self.ops for name in (*op.inputs, *op.outputs)} - set(self.tensors)
+        missing |= {name for name in (self.carry_in, self.carry_out) if name} - set(self.tensors)
+        assert not missing, f"{self.kind} speaks of {sorted(missing)}, which it does not declare"
+        names = [op.name for op in self.ops]
+        assert len(names) == len(set(names)), f"{self.kind} has two operations of one name"
+
+    def _check_shapes(self, op: Op) -> None:
+        inferred = op.kind.infer([self.tensors[name] for name in op.inputs])
+        stated = [self.tensors[name] for name in op.outputs]
+        agree = [(out.dims, out.dtype) for out in inferred] == [(tensor.dims, tensor.dtype) for tensor in stated]
+        assert agree, f"{self.kind}.{op.name} gives {inferred}, not {stated}"
+
+    def _check_gradients(self) -> None:
+        sums = [op for op in self.select("micro_batch") if isinstance(op.kind, Accumulate)]
+        given = sorted((op.outputs[0], self.tensors[op.outputs[0]].dims) for op in sums)
+        expected = sorted((f"{tensor.name}.sum", tensor.dims) for tensor in self.parameters)
+        assert given == expected, f"{self.kind}: gradients {given} for parameters {expected}"
+
+    def _check_deliveries(self) -> None:
+        delivered = {name for op in self.ops if isinstance(op.kind, Deliver) for name in op.outputs}
+        for op in self.select("micro_batch", "F"):
+            activations = [name for name in op.inputs if self.tensors[name].role == "activation"]
+            direct = [name for name in activations if name not in delivered]
+            assert isinstance(op.kind, Deliver) or not direct, f"{self.kind}.{op.name} reads {direct} undelivered"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpGraph:
+    """One training step: blocks in order, then ``update``, which makes the clip factor of all gradients.
+
+    ``tied`` maps a parameter (``head.unembed.weight``) to the one that it shares its values with
+    (``embed.embed.weight``).
+    """
+
+    sizes: Mapping[str, int]
+    blocks: tuple[Block, ...]
+    update: Block
+    tied: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        """Verify that neighbouring blocks agree on the hidden state."""
+        for before, after in zip(self.blocks, self.blocks[1:], strict=False):
+            assert before.carry_out and after.carry_in, f"nothing goes from {before.kind} to {after.kind}"
+            given, taken = before.tensors[before.carry_out], after.tensors[after.carry_in]
+            assert (given.dims, given.dtype) == (taken.dims, taken.dtype), f"{given} is not {taken}"
+
+    def block(self, kind: str) -> Block:
+        """Return the block of that kind."""
+        return next(block for block in self.blocks if block.kind == kind)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers lie between the embedding and the head."""
+        return sum(block.repeat for block in self.blocks[1:-1])
+
+    def num_parameters(self) -> int:
+        """Return the number of weights, tied ones once."""
+        return sum(
+            block.repeat * tensor.num_elements(self.sizes)
+            for block in self.blocks
+            for tensor in block.parameters
+            if f"{block.kind}.{tensor.name}" not in self.tied
+        )
+
+
+def distinct_bytes(saved: Iterable[Saved], sizes: Mapping[str, int]) -> int:
+    """Return the bytes of saved tensors, each storage counted once."""
+    return sum(entry.tensor.num_bytes(sizes) for entry in {entry.storage: entry for entry in saved}.values())

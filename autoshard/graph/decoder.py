@@ -1,0 +1,228 @@
+"""The decoder-only transformer as a graph, operation by operation."""
+
+from collections.abc import Mapping
+from fractions import Fraction
+from types import MappingProxyType
+
+from autoshard.graph.backward import add_backward, add_update
+from autoshard.graph.block import Block, OpGraph
+from autoshard.graph.builder import BlockBuilder
+from autoshard.graph.fusing import Flow, fuse, saved_tensors
+from autoshard.graph.kinds.attention import Attend, Rotary
+from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
+from autoshard.graph.kinds.indexing import Lookup, Pick
+from autoshard.graph.kinds.linear import Einsum
+from autoshard.graph.kinds.norm import Norm, Softmax
+from autoshard.graph.kinds.optimizer import ClipScale
+from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Unary
+from autoshard.graph.op import Dims
+from autoshard.spec.kernels import Kernels
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import Workload
+
+_RESIDUAL: Dims = ("batch", "seq", "hidden")
+_HEADS: Dims = ("kv_heads", "q_group", "head_dim")
+_KV: Dims = ("kv_heads", "head_dim")
+_KEYS_ALONG = (("seq", "kv_seq"),)
+_NO_TIES: Mapping[str, str | None] = MappingProxyType({})
+
+
+def decoder_graph(model: ModelSpec, workload: Workload, kernels: Kernels, *, micro_batch: int) -> OpGraph:
+    """Write down one training step; ``micro_batch`` counts the sequences of a micro-batch over all of dp.
+
+    >>> from autoshard.spec.model_catalogue import load_model
+    >>> from autoshard.spec.kernels import load_kernels
+    >>> from autoshard.spec.workload import Precision
+    >>> workload = Workload(seq_len=64, global_batch=8, precision=Precision.named("bf16"))
+    >>> graph = decoder_graph(load_model("tiny-llama"), workload, load_kernels("torch_cpu"), micro_batch=1)
+    >>> [block.kind for block in graph.blocks]
+    ['embed', 'layer', 'head']
+    """
+    tied = {"head.unembed.weight": "embed.embed.weight"} if model.tied_embeddings else {}
+    blocks = (
+        _embed_block(model, workload, kernels),
+        _layer_block(model, workload, kernels),
+        _head_block(model, workload, kernels),
+    )
+    update = _update_block(workload, blocks)
+    return OpGraph(sizes=dim_sizes(model, workload, micro_batch), blocks=blocks, update=update, tied=tied)
+
+
+def dim_sizes(model: ModelSpec, workload: Workload, micro_batch: int) -> Mapping[str, int]:
+    """Return the size of every dim; slots hold all choices, evenly spread, times the capacity."""
+    sizes = {
+        "batch": micro_batch,
+        "seq": workload.seq_len,
+        "kv_seq": workload.seq_len,
+        "kv_heads": model.num_kv_heads,
+        "q_group": model.queries_per_kv_head,
+        "head_dim": model.head_dim,
+        "hidden": model.hidden,
+        "ffn": model.ffn,
+        "vocab": model.vocab,
+    }
+    if model.positions == "learned":
+        sizes["positions"] = model.max_positions
+    if model.num_experts:
+        sizes["experts"], sizes["choices"] = model.num_experts, model.experts_per_token
+        choices = micro_batch * workload.seq_len * model.experts_per_token
+        capacity = Fraction(workload.expert_capacity or 1).limit_denominator(1000)
+        sizes["slots"] = -(-choices * capacity.numerator // (model.num_experts * capacity.denominator))
+    return sizes
+
+
+def _embed_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
+    b = BlockBuilder(workload.precision)
+    tokens = b.add("tokens", ("batch", "seq"), "int64", "input")
+    x = b.emit("embed", Lookup(), b.weight("embed.weight", "vocab", "hidden"), tokens)
+    if model.positions == "learned":
+        positions = b.add("positions", ("seq",), "int64", "input")
+        place = b.emit("place", Lookup(), b.weight("place.weight", "positions", "hidden"), positions)
+        x = b.emit("embed_add", Add(), x, place)
+    ties = {"embed.weight": "head.unembed.weight.sum"} if model.tied_embeddings else {}
+    return _finish(b, "embed", kernels, carry=(None, x), ties=ties)
+
+
+def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
+    b = BlockBuilder(workload.precision)
+    x = b.deliver_as(b.add("x", _RESIDUAL), "block_in")
+    attended = _attention(b, model, x)
+    after = b.deliver_as(b.emit("attn_add", Add(), x, attended), "mlp_residual")
+    source = x if model.parallel_residual else after
+    normed = b.deliver_as(_norm(b, model, "mlp_norm", source, "hidden"), "mlp_in")
+    made = _experts(b, model, normed) if model.num_experts else _mlp(b, model, normed)
+    y = b.emit("mlp_add", Add(), after, made)
+    return _finish(b, "layer", kernels, carry=(x, y), repeat=model.num_layers)
+
+
+def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
+    b = BlockBuilder(workload.precision)
+    x = b.deliver_as(b.add("x", _RESIDUAL), "head_in")
+    labels = b.add("labels", ("batch", "seq"), "int64", "input")
+    token_weight = b.add("token_weight", ("batch", "seq"), "fp32", "input")
+    normed = b.deliver_as(_norm(b, model, "final_norm", x, "hidden"), "unembed_in")
+    weight = b.weight("unembed.weight", "vocab", "hidden")
+    logits = b.emit("unembed", Einsum(dims=("batch", "seq", "vocab")), normed, weight)
+    if workload.precision.activations != "fp32":
+        logits = b.emit("logits_fp32", Cast(dtype="fp32"), logits)
+    top = b.emit("top", Reduce(function="max", over=("vocab",)), logits)
+    shifted = b.emit("shifted", Add(sign=-1), logits, top)
+    power = b.emit("power", Unary(function="exp"), shifted)
+    total = b.emit("total", Reduce(function="sum", over=("vocab",)), power)
+    log_total = b.emit("log_total", Unary(function="log"), total)
+    picked = b.emit("picked", Pick(over="vocab"), shifted, labels)
+    token_loss = b.emit("token_loss", Add(sign=-1), log_total, picked)
+    weighted = b.emit("weighted", Multiply(), token_loss, token_weight)
+    b.emit("loss", Reduce(function="sum", over=("batch", "seq")), weighted)
+    ties = {"unembed.weight": None} if model.tied_embeddings else {}
+    return _finish(b, "head", kernels, carry=(x, None), ties=ties)
+
+
+def _norm(b: BlockBuilder, model: ModelSpec, name: str, x: str, over: str) -> str:
+    weights = [b.weight(f"{name}.weight", over)]
+    if model.norm_has_bias:
+        weights.append(b.weight(f"{name}.bias", over))
+    return b.emit(name, Norm(function=model.norm, over=over, eps=model.norm_eps), x, *weights)
+
+
+def _linear(b: BlockBuilder, name: str, x: str, out: Dims, contracted: Dims, *, bias: bool) -> str:
+    """A product with a weight, and its bias; ``out`` replaces the ``contracted`` dims of ``x``."""
+    kept = tuple(dim for dim in b.tensors[x].dims if dim not in contracted)
+    product = b.emit(name, Einsum(dims=(*kept, *out)), x, b.weight(f"{name}.weight", *out, *contracted))
+    if not bias:
+        return product
+    return b.emit(f"{name}_shift", Add(), product, b.weight(f"{name}_shift.bias", *out))
+
+
+def _attention(b: BlockBuilder, model: ModelSpec, x: str) -> str:
+    normed = b.deliver_as(_norm(b, model, "attn_norm", x, "hidden"), "attn_in")
+    query = _linear(b, "q", normed, _HEADS, ("hidden",), bias=model.qkv_bias)
+    key = _linear(b, "k", normed, _KV, ("hidden",), bias=model.qkv_bias)
+    value = _linear(b, "v", normed, _KV, ("hidden",), bias=model.qkv_bias)
+    positions = b.add("positions", ("seq",), "int64", "input")
+    key_positions = b.add("key_positions", ("kv_seq",), "int64", "input")
+    if model.qk_norm:
+        query = _norm(b, model, "q_norm", query, "head_dim")
+        key = _norm(b, model, "k_norm", key, "head_dim")
+    if model.positions == "rotary":
+        rotary = Rotary(fraction=model.rotary_fraction, theta=model.rotary_theta, scaling=model.rotary_scaling)
+        query = b.emit("q_rotary", rotary, query, positions)
+        key = b.emit("k_rotary", rotary, key, positions)
+    b.deliver_as(query, "q_in")
+    b.deliver_as(key, "k_in", _KEYS_ALONG)
+    b.deliver_as(value, "v_in", _KEYS_ALONG)
+    mixed = b.emit("attend", Attend(window=model.window), query, key, value, positions, key_positions)
+    result = _linear(b, "o", b.deliver_as(mixed, "o_in"), ("hidden",), _HEADS, bias=model.out_bias)
+    return b.deliver_as(result, "attn_out")
+
+
+def _mlp(b: BlockBuilder, model: ModelSpec, x: str) -> str:
+    inner = _linear(b, "up", x, ("ffn",), ("hidden",), bias=model.mlp_bias)
+    if model.gated_mlp:
+        gate = _linear(b, "gate", x, ("ffn",), ("hidden",), bias=model.mlp_bias)
+        active = b.emit("act", Unary(function=model.activation), gate)
+        inner = b.emit("product", Multiply(), active, inner)
+    else:
+        inner = b.emit("act", Unary(function=model.activation), inner)
+    result = _linear(b, "down", b.deliver_as(inner, "down_in"), ("hidden",), ("ffn",), bias=model.mlp_bias)
+    return b.deliver_as(result, "mlp_out")
+
+
+def _experts(b: BlockBuilder, model: ModelSpec, x: str) -> str:
+    logits = _linear(b, "router", x, ("experts",), ("hidden",), bias=False)
+    chosen = b.emit("choose", TopK(), logits)
+    share = b.emit("share", Softmax(over="choices"), chosen)
+    expert = "choose.expert"
+    place = b.emit("queue", Slot(), expert)
+    slots = b.deliver_as(b.emit("dispatch", Dispatch(), x, expert, place), "expert_in")
+    gate = _expert_linear(b, "gate", slots, "ffn", "hidden")
+    up = _expert_linear(b, "up", slots, "ffn", "hidden")
+    active = b.emit("act", Unary(function=model.activation), gate)
+    inner = b.deliver_as(b.emit("product", Multiply(), active, up), "down_in")
+    down = b.deliver_as(_expert_linear(b, "down", inner, "hidden", "ffn"), "expert_out")
+    return b.deliver_as(b.emit("combine", Combine(), down, share, expert, place), "mlp_out")
+
+
+def _expert_linear(b: BlockBuilder, name: str, x: str, out: str, contracted: str) -> str:
+    weight = b.weight(f"{name}.weight", "experts", out, contracted)
+    return b.emit(name, Einsum(dims=("experts", "slots", out)), x, weight)
+
+
+def _finish(
+    b: BlockBuilder, kind: str, kernels: Kernels, *, carry: tuple[str | None, str | None], repeat: int = 1,
+    ties: Mapping[str, str | None] = _NO_TIES,
+) -> Block:  # fmt: skip
+    """Derive backward and step phase, decide what is kept, and freeze; ``carry`` goes in and comes out."""
+    carry_in, carry_out = carry
+    result = carry_out or "loss"
+    seed = b.add(f"d.{result}", b.tensors[result].dims, b.tensors[result].dtype, "gradient")
+    add_backward(b, carry_in, {result: seed})
+    add_update(b, ties)
+    flow = Flow(b.tensors, b.ops)
+    fused = fuse(flow, kernels)
+    return Block(
+        kind=kind, repeat=repeat, tensors=b.tensors, ops=tuple(b.ops), fused=fused,
+        saved=saved_tensors(flow, fused), carry_in=carry_in, carry_out=carry_out,
+    )  # fmt: skip
+
+
+def _update_block(workload: Workload, blocks: tuple[Block, ...]) -> Block:
+    """Write the one place that sees all gradients: every ``<block>.<parameter>.square``, repeats summed."""
+    b = BlockBuilder(workload.precision)
+    squares = [
+        b.add(f"{block.kind}.{op.name}", (), "fp32", "input")
+        for block in blocks
+        for op in block.select("step")
+        if op.name.endswith(".square")
+    ]
+    b.append("clip", ClipScale(limit=workload.clip_norm), squares, source="clip", phase="step")
+    return Block(
+        kind="update",
+        repeat=1,
+        tensors=b.tensors,
+        ops=tuple(b.ops),
+        fused=(),
+        saved=(),
+        carry_in=None,
+        carry_out=None,
+    )

@@ -1,0 +1,159 @@
+"""One whole training step computed with numpy, straight from the graph: what engines must agree with."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.graph.block import Block, OpGraph
+from autoshard.graph.op import Array, Op, float_dtype
+
+Arrays = Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step gives; weights and gradients are named ``<block>.<number>.<parameter>``."""
+
+    loss: float
+    norm: float
+    gradients: Arrays
+    weights: Arrays
+
+
+def instances(graph: OpGraph) -> Iterator[tuple[str, Block]]:
+    """Yield every block as often as it occurs, in order, with its name.
+
+    The names are ``embed.0``, ``layer.0``, ``layer.1``, ..., ``head.0``.
+    """
+    for block in graph.blocks:
+        for number in range(block.repeat):
+            yield f"{block.kind}.{number}", block
+
+
+def random_weights(graph: OpGraph, generator: np.random.Generator, scale: float = 0.5) -> Arrays:
+    """Return random weights for every instance; tied ones are the same array."""
+    weights: dict[str, Array] = {}
+    for name, block in instances(graph):
+        for tensor in block.parameters:
+            owner = graph.tied.get(f"{block.kind}.{tensor.name}")
+            shape = [graph.sizes[dim] for dim in tensor.dims]
+            drawn = generator.normal(size=shape) * scale
+            weights[f"{name}.{tensor.name}"] = weights[owner.replace(".", ".0.", 1)] if owner else drawn
+    return weights
+
+
+def evaluate_step(
+    graph: OpGraph, weights: Arrays, micro_batches: Sequence[Arrays], *, learning_rate: float = 1e-2
+) -> StepResult:
+    """Run forward and backward over all micro-batches, then reduce, clip and update (first step of AdamW).
+
+    A micro-batch holds ``tokens``, ``labels``, ``positions``, ``key_positions`` and ``token_weight``. Experts
+    drop what does not fit their slots, so a dropless model needs sizes in which ``slots`` is the number of
+    tokens.
+    """
+    sums: dict[str, Array] = {}
+    loss = 0.0
+    for batch in micro_batches:
+        environments = _run_forward(graph, weights, batch)
+        loss += float(environments[-1]["loss"])
+        _run_backward(graph, environments, sums)
+    return _run_update(graph, weights, sums, loss, learning_rate)
+
+
+def run_ops(block: Block, ops: Sequence[Op], sizes: Mapping[str, int], environment: dict[str, Array]) -> None:
+    """Evaluate operations in order, adding their outputs to the environment."""
+    for op in ops:
+        call = block.call(op, sizes)
+        results = op.kind.evaluate(call, *(environment[name] for name in op.inputs))
+        for tensor, result in zip(call.outputs, results, strict=True):
+            expected = tuple(sizes[dim] for dim in tensor.dims)
+            assert result.shape == expected, f"{block.kind}.{op.name}: {tensor} has shape {result.shape}"
+            environment[tensor.name] = result
+
+
+def _run_forward(graph: OpGraph, weights: Arrays, batch: Arrays) -> list[dict[str, Array]]:
+    environments: list[dict[str, Array]] = []
+    hidden: Array | None = None
+    for name, block in instances(graph):
+        environment = {
+            tensor.name: batch[tensor.name].astype(float_dtype(tensor.dtype))
+            for tensor in block.tensors.values()
+            if tensor.role == "input" and tensor.name in batch
+        }
+        environment |= {tensor.name: weights[f"{name}.{tensor.name}"] for tensor in block.parameters}
+        if block.carry_in:
+            assert hidden is not None
+            environment[block.carry_in] = hidden
+        run_ops(block, block.select("micro_batch", "F"), graph.sizes, environment)
+        hidden = environment[block.carry_out] if block.carry_out else None
+        environments.append(environment)
+    return environments
+
+
+def _run_backward(graph: OpGraph, environments: list[dict[str, Array]], sums: dict[str, Array]) -> None:
+    upstream = np.float64(1.0)
+    for (name, block), environment in reversed(list(zip(instances(graph), environments, strict=True))):
+        environment[f"d.{block.carry_out or 'loss'}"] = np.asarray(upstream)
+        for tensor in block.parameters:
+            zeros = np.zeros([graph.sizes[dim] for dim in tensor.dims])
+            environment[f"{tensor.name}.grad"] = sums.get(f"{name}.{tensor.name}", zeros)
+        run_ops(block, block.select("micro_batch", "IW"), graph.sizes, environment)
+        for tensor in block.parameters:
+            sums[f"{name}.{tensor.name}"] = environment[f"{tensor.name}.sum"]
+        if block.carry_in:
+            upstream = environment[_gradient_of_input(block)]
+
+
+def _gradient_of_input(block: Block) -> str:
+    deliver = next(op for op in block.ops if op.inputs == (block.carry_in,))
+    return f"{deliver.name}.d0"
+
+
+def _run_update(graph: OpGraph, weights: Arrays, sums: Arrays, loss: float, learning_rate: float) -> StepResult:
+    gradients: dict[str, Array] = {}
+    environments: dict[str, dict[str, Array]] = {}
+    for name, block in instances(graph):
+        environment = _step_environment(graph, name, block, weights, sums)
+        before = [op for op in block.select("step") if op.name.rsplit(".", 1)[1] in ("tie", "reduce", "square")]
+        run_ops(block, before, graph.sizes, environment)
+        gradients |= {f"{name}.{op.source}": environment[op.outputs[0]] for op in before if op.name.endswith(".reduce")}
+        environments[name] = environment
+    clip, norm = _clip(graph, environments)
+    updated: dict[str, Array] = {}
+    for name, block in instances(graph):
+        environment = environments[name]
+        environment |= {
+            "clip": clip,
+            "learning_rate": np.asarray(learning_rate),
+            "step_number": np.asarray(1),
+        }
+        after = [op for op in block.select("step") if op.name.rsplit(".", 1)[1] in ("update", "cast", "gather")]
+        run_ops(block, after, graph.sizes, environment)
+        updated |= {f"{name}.{op.source}": environment[op.outputs[0]] for op in after if op.name.endswith(".gather")}
+    return StepResult(loss=loss, norm=float(norm), gradients=gradients, weights=updated)
+
+
+def _step_environment(graph: OpGraph, name: str, block: Block, weights: Arrays, sums: Arrays) -> dict[str, Array]:
+    """Return what the step phase starts from: masters equal to the weights, moments zero, tied gradients."""
+    environment: dict[str, Array] = {}
+    for tensor in block.parameters:
+        weight = weights[f"{name}.{tensor.name}"]
+        environment[tensor.name] = environment[f"{tensor.name}.master"] = weight
+        environment[f"{tensor.name}.moment1"] = environment[f"{tensor.name}.moment2"] = np.zeros_like(weight)
+        environment[f"{tensor.name}.sum"] = sums[f"{name}.{tensor.name}"]
+    for other in graph.tied:
+        kind, parameter = other.split(".", 1)
+        environment[f"{other}.sum"] = sums[f"{kind}.0.{parameter}"]
+    return environment
+
+
+def _clip(graph: OpGraph, environments: Mapping[str, Arrays]) -> tuple[Array, Array]:
+    squares: dict[str, Array] = {}
+    for tensor in graph.update.tensors.values():
+        if tensor.role == "input":
+            kind, square = tensor.name.split(".", 1)
+            parts = [values[square] for name, values in environments.items() if name.split(".")[0] == kind]
+            squares[tensor.name] = np.asarray(sum(parts))
+    run_ops(graph.update, graph.update.ops, graph.sizes, squares)
+    return squares["clip"], squares[graph.update.op("clip").outputs[1]]

@@ -1,0 +1,182 @@
+"""Rotary positions and attention."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.graph.op import (
+    Array,
+    Call,
+    Differentiable,
+    Dims,
+    GradientStep,
+    OpKind,
+    Output,
+    Tensor,
+    aligned,
+)
+from autoshard.spec.model import RotaryScaling
+
+_QUERY: Dims = ("batch", "seq", "kv_heads", "q_group", "head_dim")
+_KEY: Dims = ("batch", "kv_seq", "kv_heads", "head_dim")
+_SCORES: Dims = ("batch", "kv_heads", "q_group", "seq", "kv_seq")
+_SOFTMAX_FLOPS = 5  # derived: scale, mask, subtract the maximum, exponentiate, accumulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary(Differentiable):
+    """Rotate the two halves of the first part of each head by an angle that grows with the position."""
+
+    fraction: float
+    theta: float
+    scaling: RotaryScaling | None = None
+    backward: bool = False
+
+    @property
+    def label(self) -> str:
+        """Which way it turns."""
+        return "rotary_back" if self.backward else "rotary"
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Keep dims and dtype; the second input holds the positions."""
+        assert inputs[0].dims[-1] == "head_dim", f"{inputs[0]} does not end in the dim that is turned"
+        return (Output(dims=inputs[0].dims, dtype=inputs[0].dtype),)
+
+    def rotated(self, head_dim: int) -> int:
+        """Return how many numbers of a head are turned."""
+        return int(head_dim * self.fraction)
+
+    def frequencies(self, head_dim: int) -> Array:
+        """Return the angle per position of every rotated pair."""
+        rotated = self.rotated(head_dim)
+        base = self.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
+        return base if self.scaling is None else _stretched(base, self.scaling)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Rotate; the gradient rotates back."""
+        x, positions = arrays
+        tensor = call.inputs[0]
+        frequencies = self.frequencies(call.sizes["head_dim"])
+        angles = aligned(positions, call.inputs[1].dims, tensor.dims) * frequencies
+        half = len(frequencies)
+        cos, sin = np.cos(angles), np.sin(angles) * (-1 if self.backward else 1)
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return (np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1),)
+
+    def vector_flops(self, call: Call) -> int:
+        """Two products and a sum per rotated element."""
+        return 3 * self.rotated(call.sizes["head_dim"]) * call.elements(call.inputs[0].dims[:-1])
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """A rotation's gradient is the rotation back."""
+        kind = Rotary(fraction=self.fraction, theta=self.theta, scaling=self.scaling, backward=not self.backward)
+        return (GradientStep(kind=kind, reads=("d0", "in1"), gives=(0,)),)
+
+
+def _stretched(base: Array, scaling: RotaryScaling) -> Array:
+    """Slow the frequencies down as the model card says (Llama 3.1: only those of long wavelength)."""
+    if scaling.kind == "linear":
+        return base / scaling.factor
+    turns = scaling.original_positions * base / (2 * math.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - share) * base / scaling.factor + share * base
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attend(Differentiable):
+    """Causal attention; query heads are key/value heads times group, so shared heads need no copies.
+
+    Inputs: queries, keys, values, positions of the queries and of the keys. ``window`` limits how far it
+    looks.
+    """
+
+    window: int | None = None
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Give the attended values and, in FP32, the log of the softmax's denominator."""
+        query, key, value = inputs[:3]
+        assert (query.dims, key.dims, value.dims) == (_QUERY, _KEY, _KEY), f"attend({query}, {key}, {value})"
+        return (Output(dims=_QUERY, dtype=query.dtype), Output(dims=_QUERY[:-1], dtype="fp32", suffix="lse"))
+
+    def visible(self, query_positions: Array, key_positions: Array) -> Array:
+        """Return which keys each query may see."""
+        distance = query_positions[:, None] - key_positions[None, :]
+        return (distance >= 0) & (distance < self.window) if self.window else distance >= 0
+
+    def visible_pairs(self, seq_len: int) -> int:
+        """Return how many (query, key) pairs are seen in a whole sequence.
+
+        >>> Attend().visible_pairs(4), Attend(window=2).visible_pairs(4)
+        (10, 7)
+        """
+        reach = min(self.window or seq_len, seq_len)
+        return reach * (reach + 1) // 2 + (seq_len - reach) * reach
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Score, mask, normalise, mix the values."""
+        query, key, value, query_positions, key_positions = arrays
+        scores = _scores(query, key)
+        scores = np.where(self.visible(query_positions, key_positions), scores, -np.inf)
+        top = scores.max(axis=-1, keepdims=True)
+        powers = np.exp(scores - top)
+        total = powers.sum(axis=-1, keepdims=True)
+        result = np.einsum("bkgst,btkd->bskgd", powers / total, value, optimize=True)
+        return result, (np.log(total) + top)[..., 0].transpose(0, 3, 1, 2)
+
+    def matrix_flops(self, call: Call) -> int:
+        """Two products over every (query, key) pair, seen or not: the convention of published model FLOPs."""
+        return 2 * 2 * call.elements((*_SCORES, "head_dim"))
+
+    def vector_flops(self, call: Call) -> int:
+        """The softmax."""
+        return _SOFTMAX_FLOPS * call.elements(_SCORES)
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """One operation gives all three, from the inputs, the result and the saved denominator."""
+        reads = ("d0", "in0", "in1", "in2", "in3", "in4", "out0", "out1")
+        return (GradientStep(kind=AttendGradient(window=self.window), reads=reads, gives=(0, 1, 2)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttendGradient(OpKind):
+    """The gradients of queries, keys and values."""
+
+    window: int | None = None
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Give the dims of queries, keys and values."""
+        dtype = inputs[1].dtype
+        return (
+            Output(dims=_QUERY, dtype=dtype, suffix="query"),
+            Output(dims=_KEY, dtype=dtype, suffix="key"),
+            Output(dims=_KEY, dtype=dtype, suffix="value"),
+        )
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Rebuild the probabilities from the denominator, then apply the chain rule."""
+        upstream, query, key, value, query_positions, key_positions, result, lse = arrays
+        visible = Attend(window=self.window).visible(query_positions, key_positions)
+        exponent = _scores(query, key) - lse.transpose(0, 2, 3, 1)[..., None]
+        probability = np.exp(np.where(visible, exponent, -np.inf))
+        d_value = np.einsum("bkgst,bskgd->btkd", probability, upstream, optimize=True)
+        d_probability = np.einsum("bskgd,btkd->bkgst", upstream, value, optimize=True)
+        mean = (upstream * result).sum(axis=-1).transpose(0, 2, 3, 1)[..., None]
+        d_scores = probability * (d_probability - mean) / math.sqrt(query.shape[-1])
+        d_query = np.einsum("bkgst,btkd->bskgd", d_scores, key, optimize=True)
+        d_key = np.einsum("bkgst,bskgd->btkd", d_scores, query, optimize=True)
+        return d_query, d_key, d_value
+
+    def matrix_flops(self, call: Call) -> int:
+        """Four products over every pair: twice the forward (a kernel may rebuild the scores with a fifth)."""
+        return 4 * 2 * call.elements((*_SCORES, "head_dim"))
+
+    def vector_flops(self, call: Call) -> int:
+        """The softmax again and its slope."""
+        return 2 * _SOFTMAX_FLOPS * call.elements(_SCORES)
+
+
+def _scores(query: Array, key: Array) -> Array:
+    return np.einsum("bskgd,btkd->bkgst", query, key, optimize=True) / math.sqrt(query.shape[-1])

@@ -1,0 +1,176 @@
+"""Mixture of experts: choose experts per token, send tokens to their slots, bring the results back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.graph.op import Array, Call, Differentiable, GradientStep, OpKind, Output, Tensor
+
+_TOKENS = ("batch", "seq")
+_CHOICES = ("batch", "seq", "choices")
+_SLOTS = ("experts", "slots", "hidden")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopK(Differentiable):
+    """The largest router logits of each token and the experts they belong to; ties go to the lower number."""
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Give the values and the chosen experts."""
+        return (
+            Output(dims=_CHOICES, dtype=inputs[0].dtype),
+            Output(dims=_CHOICES, dtype="int64", suffix="expert"),
+        )
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Sort and take the first."""
+        expert = np.argsort(-arrays[0], axis=-1, kind="stable")[..., : call.sizes["choices"]]
+        return np.take_along_axis(arrays[0], expert, axis=-1), expert
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """Only the chosen logits get a gradient."""
+        return (GradientStep(kind=TopKGradient(), reads=("d0", "out1"), gives=(0,)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopKGradient(OpKind):
+    """The gradient of the router logits: zero but for the chosen."""
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Give one value per token and expert."""
+        return (Output(dims=(*_TOKENS, "experts"), dtype=inputs[0].dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Place the values."""
+        result = np.zeros([call.sizes[dim] for dim in (*_TOKENS, "experts")], dtype=arrays[0].dtype)
+        np.put_along_axis(result, arrays[1], arrays[0], axis=-1)
+        return (result,)
+
+    def vector_flops(self, call: Call) -> int:
+        """Nothing is computed."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot(Differentiable):
+    """The place of each (token, choice) in its expert's queue, in token order; -1 where the queue is full."""
+
+    @property
+    def stops_gradient(self) -> bool:
+        """A place has no gradient."""
+        return True
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Give one place per token and choice."""
+        return (Output(dims=_CHOICES, dtype="int64"),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Count the tokens that came before to the same expert."""
+        chosen = arrays[0].reshape(-1)
+        mine = np.arange(call.sizes["experts"]) == chosen[:, None]
+        place = (np.cumsum(mine, axis=0) - 1)[np.arange(chosen.size), chosen]
+        return (np.where(place < call.sizes["slots"], place, -1).reshape(arrays[0].shape),)
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """A place has no gradient."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch(Differentiable):
+    """Tokens copied to the slots of their experts: inputs are tokens, experts, places."""
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Give the filled slots."""
+        return (Output(dims=_SLOTS, dtype=inputs[0].dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Copy; a slot that nobody takes stays zero."""
+        tokens, expert, place = arrays
+        slots = np.zeros([call.sizes[dim] for dim in _SLOTS], dtype=tokens.dtype)
+        kept = place >= 0
+        copies = np.broadcast_to(tokens[..., None, :], (*place.shape, tokens.shape[-1]))
+        slots[expert[kept], place[kept]] = copies[kept]
+        return (slots,)
+
+    def vector_flops(self, call: Call) -> int:
+        """Nothing is computed."""
+        return 0
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """A token's gradient is the sum over its copies."""
+        return (GradientStep(kind=DispatchGradient(), reads=("d0", "in1", "in2"), gives=(0,)),)
+
+
+def _fetch(slots: Array, expert: Array, place: Array) -> Array:
+    """Return what lies in each (token, choice)'s slot, zero where it was dropped."""
+    rows = slots[expert, np.maximum(place, 0)]
+    return np.where((place >= 0)[..., None], rows, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchGradient(OpKind):
+    """The gradient of tokens that were copied to slots."""
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Give one row per token."""
+        return (Output(dims=(*_TOKENS, "hidden"), dtype=inputs[0].dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Fetch and sum over the choices."""
+        return (_fetch(*arrays).sum(axis=2),)
+
+    def vector_flops(self, call: Call) -> int:
+        """A sum per choice."""
+        return call.elements((*_CHOICES, "hidden"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combine(Differentiable):
+    """Expert results brought back to their tokens and mixed: inputs are slots, weights, experts, places."""
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Give one row per token."""
+        return (Output(dims=(*_TOKENS, "hidden"), dtype=inputs[0].dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Fetch, weigh, sum over the choices."""
+        slots, weight, expert, place = arrays
+        return ((_fetch(slots, expert, place) * weight[..., None]).sum(axis=2),)
+
+    def vector_flops(self, call: Call) -> int:
+        """A product and a sum per choice."""
+        return 2 * call.elements((*_CHOICES, "hidden"))
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """Slots get the weighted gradient of their token; weights get the product with the fetched row."""
+        reads = ("d0", "in0", "in1", "in2", "in3")
+        return (GradientStep(kind=CombineGradient(), reads=reads, gives=(0, 1)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CombineGradient(OpKind):
+    """The gradients of expert results and of their weights."""
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Give the dims of slots and weights."""
+        slots, weight = inputs[1], inputs[2]
+        return (
+            Output(dims=slots.dims, dtype=slots.dtype, suffix="slots"),
+            Output(dims=weight.dims, dtype=weight.dtype, suffix="weight"),
+        )
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Scatter the weighted gradient; multiply with what was fetched."""
+        upstream, slots, weight, expert, place = arrays
+        d_weight = (_fetch(slots, expert, place) * upstream[..., None, :]).sum(axis=-1)
+        d_slots = np.zeros_like(slots)
+        kept = place >= 0
+        weighted = upstream[..., None, :] * weight[..., None]
+        d_slots[expert[kept], place[kept]] = weighted[kept]
+        return d_slots, d_weight
+
+    def vector_flops(self, call: Call) -> int:
+        """For each choice a product for the slot, and a product and a sum for the weight."""
+        return 3 * call.elements((*_CHOICES, "hidden"))

@@ -1,0 +1,122 @@
+"""Reading and writing rows by index: embeddings and the label's logit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.graph.op import (
+    Array,
+    Call,
+    Differentiable,
+    Dims,
+    GradientStep,
+    OpKind,
+    Output,
+    Tensor,
+    axis_of,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup(Differentiable):
+    """Rows of a table (first input) at the given indices (second input)."""
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Give the index's dims followed by the row's."""
+        table, index = inputs
+        return (Output(dims=(*index.dims, *table.dims[1:]), dtype=table.dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Take the rows."""
+        return (arrays[0][arrays[1]],)
+
+    def vector_flops(self, call: Call) -> int:
+        """Nothing is computed."""
+        return 0
+
+    def traffic_bytes(self, call: Call) -> int:
+        """Only the rows that are read move, not the table."""
+        return 2 * call.outputs[0].num_bytes(call.sizes) + call.inputs[1].num_bytes(call.sizes)
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """Add each row's gradient to the row of the table that it came from."""
+        return (GradientStep(kind=ScatterAdd(dims=inputs[0].dims), reads=("d0", "in1"), gives=(0,)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScatterAdd(OpKind):
+    """A table of zeros to which rows are added at the given indices."""
+
+    dims: Dims
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Give the table's dims."""
+        return (Output(dims=self.dims, dtype=inputs[0].dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Add the rows."""
+        rows, index = arrays
+        table = np.zeros([call.sizes[dim] for dim in self.dims], dtype=rows.dtype)
+        np.add.at(table, index, rows)
+        return (table,)
+
+    def vector_flops(self, call: Call) -> int:
+        """One addition per element of the rows."""
+        return call.elements(call.inputs[0].dims)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pick(Differentiable):
+    """The element at an index along one dim: the label's logit."""
+
+    over: str
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Drop the dim."""
+        tensor, index = inputs
+        rest = tuple(dim for dim in tensor.dims if dim != self.over)
+        assert rest == index.dims, f"{index} does not choose along {self.over} of {tensor}"
+        return (Output(dims=rest, dtype=tensor.dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Take it."""
+        axis = axis_of(call.inputs[0], self.over)
+        return (np.take_along_axis(arrays[0], np.expand_dims(arrays[1], axis), axis).squeeze(axis),)
+
+    def vector_flops(self, call: Call) -> int:
+        """Nothing is computed."""
+        return 0
+
+    def traffic_bytes(self, call: Call) -> int:
+        """Only what is picked moves."""
+        return 2 * call.outputs[0].num_bytes(call.sizes) + call.inputs[1].num_bytes(call.sizes)
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """Put the gradient back where the element was taken."""
+        kind = Place(over=self.over, dims=inputs[0].dims)
+        return (GradientStep(kind=kind, reads=("d0", "in1"), gives=(0,)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place(OpKind):
+    """Zeros, but for the given values at an index along one dim."""
+
+    over: str
+    dims: Dims
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Give the stated dims."""
+        return (Output(dims=self.dims, dtype=inputs[0].dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Place the values."""
+        axis = self.dims.index(self.over)
+        result = np.zeros([call.sizes[dim] for dim in self.dims], dtype=arrays[0].dtype)
+        values, index = (np.expand_dims(array, axis) for array in arrays)
+        np.put_along_axis(result, index, values, axis)
+        return (result,)
+
+    def vector_flops(self, call: Call) -> int:
+        """Nothing is computed."""
+        return 0

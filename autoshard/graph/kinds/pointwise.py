@@ -1,0 +1,257 @@
+"""Element-wise operations, sums over dims, and their gradients."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from autoshard.graph.op import (
+    Array,
+    Call,
+    Differentiable,
+    Dims,
+    GradientStep,
+    OpKind,
+    Output,
+    Tensor,
+    aligned,
+)
+from autoshard.spec.workload import Dtype
+
+Function = Literal["silu", "gelu", "gelu_tanh", "relu", "exp", "log", "negate"]
+_GELU_SLOPE = math.sqrt(2 / math.pi)  # derived: the tanh form of GELU matches the slope of erf at zero
+_GELU_CUBIC = 0.044715  # cited: Hendrycks and Gimpel, Gaussian Error Linear Units (arXiv 1606.08415)
+
+
+def _erf(x: Array) -> Array:
+    return np.vectorize(math.erf, otypes=[np.float64])(x)
+
+
+def _sigmoid(x: Array) -> Array:
+    return 0.5 * (1 + np.tanh(x / 2))  # cannot overflow, unlike 1 / (1 + exp(-x))
+
+
+def _gelu_inner(x: Array) -> Array:
+    return np.tanh(_GELU_SLOPE * (x + _GELU_CUBIC * x**3))
+
+
+def _gelu_tanh_slope(x: Array) -> Array:
+    inner = _gelu_inner(x)
+    return 0.5 * (1 + inner) + 0.5 * x * (1 - inner**2) * _GELU_SLOPE * (1 + 3 * _GELU_CUBIC * x**2)
+
+
+def _gelu_slope(x: Array) -> Array:
+    return 0.5 * (1 + _erf(x / math.sqrt(2))) + x * np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+
+
+_VALUES: Mapping[Function, Callable[[Array], Array]] = {
+    "silu": lambda x: x * _sigmoid(x),
+    "gelu": lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + _gelu_inner(x)),
+    "relu": lambda x: np.maximum(x, 0),
+    "exp": np.exp,
+    "log": np.log,
+    "negate": np.negative,
+}
+_SLOPES: Mapping[Function, Callable[[Array], Array]] = {
+    "silu": lambda x: _sigmoid(x) * (1 + x * (1 - _sigmoid(x))),
+    "gelu": _gelu_slope,
+    "gelu_tanh": _gelu_tanh_slope,
+    "relu": lambda x: (x > 0).astype(x.dtype),
+    "exp": np.exp,
+    "log": lambda x: 1 / x,
+    "negate": lambda x: -np.ones_like(x),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unary(Differentiable):
+    """A function of each element."""
+
+    function: Function
+
+    @property
+    def label(self) -> str:
+        """The function's own name."""
+        return self.function
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Keep dims and dtype."""
+        return (Output(dims=inputs[0].dims, dtype=inputs[0].dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Apply the function."""
+        return (_VALUES[self.function](arrays[0]),)
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """Multiply by the slope; where the result gives the slope, read the result instead of the input."""
+        if self.function == "exp":
+            return (GradientStep(kind=Multiply(), reads=("d0", "out0"), gives=(0,)),)
+        if self.function == "negate":
+            return (GradientStep(kind=Unary(function="negate"), reads=("d0",), gives=(0,)),)
+        return (GradientStep(kind=UnaryGradient(function=self.function), reads=("d0", "in0"), gives=(0,)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnaryGradient(OpKind):
+    """The gradient of a function of each element: slope at the input times the gradient of the result."""
+
+    function: Function
+
+    @property
+    def label(self) -> str:
+        """The function's name, marked as its gradient."""
+        return f"{self.function}_gradient"
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Keep dims and dtype of the function's input."""
+        assert inputs[0].dims == inputs[1].dims, f"{inputs[0]} is not a gradient for {inputs[1]}"
+        return (Output(dims=inputs[1].dims, dtype=inputs[1].dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Multiply by the slope."""
+        return (arrays[0] * _SLOPES[self.function](arrays[1]),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Multiply(Differentiable):
+    """The element-wise product of two tensors with the same dims."""
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Keep dims and dtype of the first."""
+        left, right = inputs
+        assert left.dims == right.dims, f"cannot multiply {left} by {right}"
+        return (Output(dims=left.dims, dtype=left.dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Multiply."""
+        return (arrays[0] * arrays[1],)
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """Each factor's gradient is the other factor times the upstream gradient."""
+        return tuple(GradientStep(kind=Multiply(), reads=("d0", f"in{1 - i}"), gives=(i,)) for i in needed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Add(Differentiable):
+    """A signed sum of two tensors; the second is repeated along the dims it lacks, as a bias is."""
+
+    sign: Literal[1, -1] = 1
+
+    @property
+    def label(self) -> str:
+        """The word for this sign."""
+        return "add" if self.sign == 1 else "subtract"
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Keep dims and dtype of the first."""
+        left, right = inputs
+        assert set(right.dims) <= set(left.dims), f"cannot repeat {right} along {left}"
+        return (Output(dims=left.dims, dtype=left.dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Add or subtract."""
+        left, right = call.inputs
+        return (arrays[0] + self.sign * aligned(arrays[1], right.dims, left.dims),)
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """The first gets the gradient as it is; the second summed over the dims that it lacks, and signed."""
+        steps: list[GradientStep] = []
+        if 0 in needed:
+            steps.append(GradientStep(kind=None, reads=("d0",), gives=(0,)))
+        if 1 in needed:
+            over = tuple(dim for dim in inputs[0].dims if dim not in inputs[1].dims)
+            last = 1 if self.sign == 1 else None
+            read = f"step{len(steps)}"
+            summed = Reduce(function="sum", over=over) if over else None
+            steps.append(GradientStep(kind=summed, reads=("d0",), gives=(last,)))
+            if self.sign == -1:
+                steps.append(GradientStep(kind=Unary(function="negate"), reads=(read,), gives=(1,)))
+        return tuple(steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduce(Differentiable):
+    """The sum or the maximum over some dims.
+
+    A maximum passes no gradient: it only keeps exponentials in range, and the result does not depend on it.
+    """
+
+    function: Literal["sum", "max"]
+    over: Dims
+
+    @property
+    def label(self) -> str:
+        """The function's own name."""
+        return self.function
+
+    @property
+    def stops_gradient(self) -> bool:
+        """A maximum is taken as a constant."""
+        return self.function == "max"
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Drop the dims that are reduced."""
+        (tensor,) = inputs
+        return (Output(dims=tuple(d for d in tensor.dims if d not in self.over), dtype=tensor.dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Reduce."""
+        axes = tuple(call.inputs[0].dims.index(dim) for dim in self.over)
+        return (arrays[0].sum(axis=axes) if self.function == "sum" else arrays[0].max(axis=axes),)
+
+    def vector_flops(self, call: Call) -> int:
+        """One operation per element that is read."""
+        return call.elements(call.inputs[0].dims)
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """Repeat the gradient of a sum along the dims that were summed."""
+        if self.function == "max":
+            return ()
+        return (GradientStep(kind=Repeat(dims=inputs[0].dims), reads=("d0",), gives=(0,)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat(OpKind):
+    """A tensor repeated along the dims that it lacks."""
+
+    dims: Dims
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Give the stated dims."""
+        return (Output(dims=self.dims, dtype=inputs[0].dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Repeat."""
+        shape = [call.sizes[dim] for dim in self.dims]
+        return (np.broadcast_to(aligned(arrays[0], call.inputs[0].dims, self.dims), shape),)
+
+    def vector_flops(self, call: Call) -> int:
+        """Nothing is computed."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast(Differentiable):
+    """The same numbers in another format."""
+
+    dtype: Dtype
+
+    @property
+    def label(self) -> str:
+        """The format that it casts to."""
+        return f"to_{self.dtype}"
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Change the dtype."""
+        return (Output(dims=inputs[0].dims, dtype=self.dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Numpy evaluation is exact: every float format is computed in float64."""
+        return arrays
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """Cast back."""
+        return (GradientStep(kind=Cast(dtype=inputs[0].dtype), reads=("d0",), gives=(0,)),)

@@ -1,0 +1,160 @@
+"""Tensors with named dims, operations on them, and what every kind of operation must be able to say."""
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from autoshard.spec.workload import DTYPE_BYTES, Dtype
+
+Array: TypeAlias = npt.NDArray[Any]
+Dims: TypeAlias = tuple[str, ...]
+Role = Literal["input", "parameter", "activation", "gradient", "state"]
+Phase = Literal["micro_batch", "step"]
+Pass = Literal["F", "I", "W"]
+
+DIMS = (
+    "batch", "seq", "kv_seq", "kv_heads", "q_group", "head_dim", "hidden", "ffn",
+    "experts", "slots", "choices", "positions", "vocab",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A named array before sharding; each of its dims has a name, never only a position."""
+
+    name: str
+    dims: Dims
+    dtype: Dtype
+    role: Role = "activation"
+
+    def num_elements(self, sizes: Mapping[str, int]) -> int:
+        """Return how many numbers it holds when its dims have these sizes."""
+        return math.prod(sizes[dim] for dim in self.dims)
+
+    def num_bytes(self, sizes: Mapping[str, int]) -> int:
+        """Return its bytes when its dims have these sizes."""
+        return self.num_elements(sizes) * DTYPE_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        """Print as ``name[dims]``."""
+        return f"{self.name}[{' '.join(self.dims)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What a kind says about one of its results; ``suffix`` completes the op's name."""
+
+    dims: Dims
+    dtype: Dtype
+    suffix: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A kind applied to tensors whose dims have sizes: all of them, or one rank's share."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    sizes: Mapping[str, int]
+
+    def elements(self, dims: Sequence[str]) -> int:
+        """Return the product of the sizes of these dims."""
+        return math.prod(self.sizes[dim] for dim in dims)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientStep:
+    """One operation of a gradient rule: its kind, what it reads, and whose gradient each output is.
+
+    ``reads`` names ``in0``, ``in1``, ... and ``out0``, ... (tensors of the forward op), ``d0``, ...
+    (gradients of its outputs) or ``step0``, ... (first output of an earlier step). ``gives`` holds an input's
+    index per output, or None. Without a kind the step hands on what it reads.
+    """
+
+    kind: "OpKind | None"
+    reads: tuple[str, ...]
+    gives: tuple[int | None, ...]
+
+
+class OpKind(ABC):
+    """What every kind of operation can say about itself."""
+
+    @property
+    def label(self) -> str:
+        """The name that is printed: einsum, rms_norm, top_k ..."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(self).__name__).lower()
+
+    @abstractmethod
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Return dims and dtype of every output."""
+
+    @abstractmethod
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Compute the outputs with numpy; the definition that every engine must agree with."""
+
+    def matrix_flops(self, call: Call) -> int:
+        """Return multiplications and additions done on the matrix unit."""
+        return 0
+
+    def vector_flops(self, call: Call) -> int:
+        """Return element-wise operations, by default one per element of the tensor with the most dims."""
+        return call.elements(max((*call.inputs, *call.outputs), key=lambda tensor: len(tensor.dims)).dims)
+
+    def traffic_bytes(self, call: Call) -> int:
+        """Return the bytes that it moves from and to memory when it runs on its own."""
+        distinct = {tensor.name: tensor for tensor in (*call.inputs, *call.outputs)}
+        return sum(tensor.num_bytes(call.sizes) for tensor in distinct.values())
+
+
+class Differentiable(OpKind):
+    """A kind that may stand in a forward pass."""
+
+    @property
+    def stops_gradient(self) -> bool:
+        """Whether its results are taken as constants."""
+        return False
+
+    @abstractmethod
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """Return the steps that give the gradients of the ``needed`` inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operation of the training step."""
+
+    name: str
+    kind: OpKind
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    phase: Phase = "micro_batch"
+    pass_: Pass = "F"
+    source: str  # the forward op it belongs to (its own name in the forward pass)
+    again: bool = False  # a clone made by recompute
+
+
+def float_dtype(dtype: Dtype) -> type[np.generic]:
+    """Return the numpy type that a numpy evaluation uses for this dtype: exactness comes before width."""
+    return np.int64 if dtype == "int64" else np.float64
+
+
+def axis_of(tensor: Tensor, dim: str) -> int:
+    """Return the position of a dim in a tensor's array."""
+    return tensor.dims.index(dim)
+
+
+def aligned(array: Array, dims: Dims, target: Dims) -> Array:
+    """Lay an array out along ``target`` dims, with length-1 axes for the dims it lacks.
+
+    >>> aligned(np.zeros((3, 2)), ("seq", "batch"), ("batch", "seq", "hidden")).shape
+    (2, 3, 1)
+    """
+    present = [dim for dim in target if dim in dims]
+    moved = array.transpose([dims.index(dim) for dim in present])
+    return moved.reshape([moved.shape[present.index(dim)] if dim in dims else 1 for dim in target])

@@ -1,0 +1,138 @@
+"""From a candidate to a plan: every default resolved, every size written down."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from autoshard.errors import InputError
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.plan import SCHEMA, Buckets, Plan, Stage
+from autoshard.plan.rules.columns import Engine
+from autoshard.plan.stages import layers_of
+from autoshard.schedule.schedule import Schedule
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.mesh import Mesh
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import Workload
+
+_MIB = 2**20
+# aws-neuron/neuronx-distributed src/neuronx_distributed/trainer/trainer.py: larger buckets gave NaN, and the
+# cap of the all-gather is that of the reduce-scatter divided by dp (without cp), in whole MiB of at least 1.
+NXD_BUCKET_MIB = 130
+# torch.nn.parallel.DistributedDataParallel, bucket_cap_mb (PyTorch 2.13).
+TORCH_BUCKET_MIB = 25
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+def build_plan(
+    candidate: Candidate,
+    model: ModelSpec,
+    cluster: Cluster,
+    workload: Workload,
+    engine: Engine,
+    *,
+    provenance: Mapping[str, str] = NOTHING,
+) -> Plan:
+    """Make the plan of a candidate, without a prediction; a candidate that has no shape is an InputError.
+
+    Whether the plan may run is for the Rules to say.
+    """
+    return Plan(
+        schema=SCHEMA,
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        engine=engine,
+        kernels=candidate.kernels or cluster.kernels,
+        mesh=mesh_of(candidate, model, cluster),
+        micro_batch=candidate.mbs,
+        sp=candidate.sequence_parallel,
+        zero=candidate.zero,
+        cp_kind=candidate.cp_kind,
+        cp_order=candidate.cp_order,
+        stages=_stages(candidate, model),
+        schedule=schedule_of(candidate, workload),
+        strategies={},
+        boundary=candidate.boundary,
+        buckets=buckets_of(candidate, engine),
+        padding=padding_of(model, candidate.tp),
+        prediction=None,
+        provenance=provenance,
+    )
+
+
+def num_kv_replicas(model: ModelSpec, tp: int) -> int:
+    """Say how many ranks of a tp group hold the same KV head.
+
+    tp = kv * rep: beyond one KV head per rank, the heads repeat.
+    """
+    return max(1, tp // model.num_kv_heads)
+
+
+def mesh_of(candidate: Candidate, model: ModelSpec, cluster: Cluster) -> Mesh:
+    """Lay the candidate's axes on the cluster."""
+    sizes = {
+        "pp": candidate.pp,
+        "dp": candidate.dp,
+        "ep": candidate.ep,
+        "cp": candidate.cp,
+        "tp": candidate.tp,
+    }
+    replicas = num_kv_replicas(model, candidate.tp)
+    return Mesh.laid_on(cluster, {**sizes, "rep": replicas}, candidate.place)
+
+
+def schedule_of(candidate: Candidate, workload: Workload) -> Schedule:
+    """Give the candidate's schedule, with the micro-batches that the workload leaves to each rank."""
+    num_micro_batches, rest = divmod(workload.global_batch, candidate.dp * candidate.mbs)
+    if rest:
+        where = f"dp={candidate.dp},mbs={candidate.mbs}"
+        raise InputError.of(where, f"a step of {workload.global_batch} sequences does not divide by dp*mbs")
+    return Schedule(
+        builder=candidate.schedule,
+        num_ranks=candidate.pp,
+        num_chunks=candidate.vp,
+        num_micro_batches=num_micro_batches,
+    )
+
+
+def padding_of(model: ModelSpec, tp: int) -> Mapping[str, int]:
+    """Give the dims that must grow to divide by tp; empty when all do.
+
+    A vocabulary is cut over tp by embedding, head and loss; 50257 entries over 8 ranks become 50264.
+    """
+    padded = -(-model.vocab // tp) * tp
+    return {} if padded == model.vocab else {"vocab": padded}
+
+
+def _stages(candidate: Candidate, model: ModelSpec) -> tuple[Stage, ...]:
+    layers = layers_of(candidate, model.num_layers)
+    faults = _stage_faults(candidate, model, layers)
+    if faults:
+        raise InputError.of("stages", faults)
+    starts = [sum(layers[:stage]) for stage in range(len(layers))]
+    return tuple(
+        Stage(
+            rank=stage % candidate.pp,
+            chunk=stage // candidate.pp,
+            first_layer=starts[stage],
+            num_layers=layers[stage],
+            recompute=candidate.recompute_of(stage),
+        )
+        for stage in range(candidate.num_stages)
+    )
+
+
+def _stage_faults(candidate: Candidate, model: ModelSpec, layers: tuple[int, ...]) -> str:
+    if len(layers) != candidate.num_stages or len(candidate.recompute) not in (1, candidate.num_stages):
+        return f"pp*vp is {candidate.num_stages}; stages and recompute must list as many, or be left out"
+    if min(layers) < 1 or sum(layers) != model.num_layers:
+        return f"{model.num_layers} layers of {model.name} do not fill {candidate.num_stages} stages this way"
+    return ""
+
+
+def buckets_of(candidate: Candidate, engine: Engine) -> Buckets:
+    """Give the sizes in which the engine sends gradients and parameters."""
+    if engine == "torch":
+        return Buckets(reduce_scatter_bytes=TORCH_BUCKET_MIB * _MIB, all_gather_bytes=TORCH_BUCKET_MIB * _MIB)
+    gathered = max(1, NXD_BUCKET_MIB // candidate.dp)
+    return Buckets(reduce_scatter_bytes=NXD_BUCKET_MIB * _MIB, all_gather_bytes=gathered * _MIB)

@@ -1,0 +1,148 @@
+"""Plans as files: canonical JSON out, strict JSON in."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from autoshard.errors import Fault, InputError
+from autoshard.plan.plan import SCHEMA, Plan
+from autoshard.spec.record import decode, encode, json_schema
+
+# From a schema number to the function that rewrites a file of that number into the next one's form.
+Migrations = Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]
+MIGRATIONS: Migrations = {}
+
+
+def dump(plan: Plan) -> str:
+    """Write a plan as JSON: the same plan gives the same bytes."""
+    return json.dumps(encode(plan), indent=2, allow_nan=False) + "\n"
+
+
+def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:
+    """Read a plan from JSON text, or from the file at a Path; all faults are reported in one InputError."""
+    if isinstance(source, str):
+        return _load_text(source, migrations)
+    try:
+        return _load_text(_read(source), migrations)
+    except InputError as error:
+        raise InputError(
+            Fault(where=f"{source}: {fault.where}".rstrip(": "), message=fault.message) for fault in error.faults
+        ) from error
+
+
+def fingerprint(plan: Plan) -> str:
+    """Hash all of a plan but its prediction; ``prediction.of`` holds it, so that an edit shows."""
+    return hashlib.sha256(dump(replace(plan, prediction=None)).encode()).hexdigest()
+
+
+def schema_text() -> str:
+    """Give the JSON Schema of plan files, as it is shipped beside this module."""
+    schema = json_schema(Plan)
+    schema["title"] = f"autoshard plan, schema {SCHEMA}"
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError.of("", f"cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # bytes that are no text; a path that no file can have
+        raise InputError.of("", f"is not text in UTF-8: {error}") from error
+
+
+def _load_text(text: str, migrations: Migrations) -> Plan:
+    data = _parse(text)
+    if not isinstance(data, dict):
+        raise InputError.of("plan", "must be a JSON object")
+    return decode(Plan, _migrated(cast(dict[str, Any], data), migrations))
+
+
+class _Repeating(dict[str, Any]):
+    """A JSON object in which a key stands twice; it waits for its path to be known."""
+
+    repeated: tuple[str, ...] = ()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    repeating = _Repeating(found)
+    keys = [key for key, _ in pairs]
+    repeating.repeated = tuple(key for key in found if keys.count(key) > 1)
+    return repeating
+
+
+def _parse(text: str) -> object:
+    try:
+        data: object = json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        raise InputError.of(f"line {error.lineno}, column {error.colno}", f"is not JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise InputError.of("plan", "is nested too deeply") from error
+    except ValueError as error:  # a whole number of thousands of digits
+        raise InputError.of("plan", f"is not usable JSON: {error}") from error
+    faults = [Fault(where=path, message="this key stands twice; keep one") for path in _repeated_paths(data)]
+    if faults:
+        raise InputError(faults)
+    return data
+
+
+def _repeated_paths(data: object) -> list[str]:
+    """Find the keys that stand twice, without recursion, because a file may nest deeply."""
+    paths: list[str] = []
+    pending: list[tuple[str, object]] = [("", data)]
+    while pending:
+        where, value = pending.pop()
+        if isinstance(value, _Repeating):
+            paths += [_inside(where, key) for key in value.repeated]
+        if isinstance(value, dict):
+            pairs = cast(dict[str, object], value)
+            pending += [(_inside(where, key), item) for key, item in pairs.items()]
+        elif isinstance(value, list):
+            items = cast(list[object], value)
+            pending += [(f"{where}[{index}]", item) for index, item in enumerate(items)]
+    return sorted(paths)
+
+
+def _inside(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _migrated(data: dict[str, Any], migrations: Migrations) -> dict[str, Any]:
+    number = _schema_number(data)
+    if number > SCHEMA:
+        raise InputError.of("schema", _newer(data, number))
+    while number < SCHEMA:
+        if number not in migrations:
+            raise InputError.of("schema", f"{number} cannot be read; this version reads {_readable(migrations)}")
+        data = {**migrations[number](data), "schema": number + 1}
+        number += 1
+    return data
+
+
+def _schema_number(data: Mapping[str, object]) -> int:
+    number = data.get("schema")
+    if number is None:
+        raise InputError.of("schema", f"missing; a plan file starts with its schema number, now {SCHEMA}")
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise InputError.of("schema", f"expected a whole number, for example {SCHEMA}")
+    return number
+
+
+def _newer(data: Mapping[str, object], number: int) -> str:
+    provenance = data.get("provenance")
+    version = cast(Mapping[str, object], provenance).get("autoshard") if isinstance(provenance, dict) else None
+    writer = f"autoshard {version}" if isinstance(version, str) else f"an autoshard that knows schema {number}"
+    return f"{number} is newer than {SCHEMA}, the newest that this version reads. Use {writer} or later"
+
+
+def _readable(migrations: Migrations) -> str:
+    oldest = SCHEMA
+    while oldest - 1 in migrations:
+        oldest -= 1
+    return f"schema {SCHEMA}" if oldest == SCHEMA else f"schemas {oldest} to {SCHEMA}"

@@ -1,0 +1,127 @@
+"""The plan: the only thing that crosses from the planner to the runtime."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autoshard.errors import require
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.prediction import Prediction
+from autoshard.plan.recompute import Recompute
+from autoshard.plan.stages import even_stages
+from autoshard.schedule.schedule import Schedule
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.mesh import Mesh
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.placement import MAX_RANKS_PER_NODE, Placement
+from autoshard.spec.workload import Workload
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Contiguous layers run as one unit; the first stage also holds the embedding, the last the head."""
+
+    rank: int  # pipeline rank
+    chunk: int  # its index among the stages of that rank
+    first_layer: int
+    num_layers: int
+    recompute: Recompute
+
+    def __post_init__(self) -> None:
+        """Refuse impossible numbers."""
+        counts = ("rank", "chunk", "first_layer")
+        require(
+            *((getattr(self, name) >= 0, name, f"must be at least 0, not {getattr(self, name)}") for name in counts),
+            (self.num_layers >= 1, "num_layers", f"must be at least 1, not {self.num_layers}"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """How much a data-parallel collective sends at a time."""
+
+    reduce_scatter_bytes: int
+    all_gather_bytes: int
+
+    def __post_init__(self) -> None:
+        """Refuse empty buckets."""
+        require(
+            (self.reduce_scatter_bytes >= 1, "reduce_scatter_bytes", "must be at least 1"),
+            (self.all_gather_bytes >= 1, "all_gather_bytes", "must be at least 1"),
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory of one bucket of each kind."""
+        return self.reduce_scatter_bytes + self.all_gather_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One training run, decided: what lies where, in which order it runs, and what that will cost."""
+
+    schema: int
+    model: ModelSpec
+    cluster: Cluster
+    workload: Workload
+    engine: Literal["nxd", "torch"]
+    kernels: str
+    mesh: Mesh
+    micro_batch: int  # sequences
+    sp: bool
+    zero: Literal[0, 1, 3]
+    cp_kind: Literal["ring", "all_to_all"]
+    cp_order: Literal["contiguous", "zigzag"]
+    stages: tuple[Stage, ...]
+    schedule: Schedule
+    strategies: Mapping[str, Mapping[str, str]] = field(hash=False)  # block kind -> op -> Strategy in text
+    boundary: str | None
+    buckets: Buckets
+    padding: Mapping[str, int] = field(hash=False)  # dim -> size after padding
+    prediction: Prediction | None
+    provenance: Mapping[str, str] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        """Refuse plans that no edit of another field could make right."""
+        require(
+            (self.schema == SCHEMA, "schema", f"must be {SCHEMA}, not {self.schema}"),
+            (self.micro_batch >= 1, "micro_batch", f"must be at least 1, not {self.micro_batch}"),
+            (bool(self.stages), "stages", "must hold at least one stage"),
+            *((size >= 1, f"padding.{dim}", f"must be at least 1, not {size}") for dim, size in self.padding.items()),
+        )
+
+    @property
+    def candidate(self) -> Candidate:
+        """The plan's choices as one line of text; pasted after ``--at`` it gives this plan again."""
+        tp = self.mesh.size("tp")
+        return Candidate(
+            tp=tp,
+            pp=self.mesh.size("pp"),
+            cp=self.mesh.size("cp"),
+            ep=self.mesh.size("ep"),
+            dp=self.mesh.size("dp"),
+            vp=self.schedule.num_chunks,
+            mbs=self.micro_batch,
+            sp=self.sp,
+            zero=self.zero,
+            schedule=self.schedule.builder,
+            recompute=tuple(stage.recompute for stage in self.stages),
+            stages=self._uneven_stages(),
+            place=None if self.mesh.placement == default_place(self.cluster, tp) else self.mesh.placement,
+            kernels=None if self.kernels == self.cluster.kernels else self.kernels,
+            cp_kind=self.cp_kind,
+            cp_order=self.cp_order,
+            boundary=self.boundary,
+            lnc=self.cluster.lnc,
+        )
+
+    def _uneven_stages(self) -> tuple[int, ...] | None:
+        layers = tuple(stage.num_layers for stage in self.stages)
+        return None if layers == even_stages(self.model.num_layers, len(layers)) else layers
+
+
+def default_place(cluster: Cluster, tp: int) -> Placement | None:
+    """Give the cluster's own placement for a size of tp; None for nodes too large to be placed."""
+    return cluster.default_placement(tp) if cluster.ranks_per_node <= MAX_RANKS_PER_NODE else None

@@ -1,0 +1,89 @@
+"""Which activations of a stage are dropped after the forward and computed again before their backward use."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from autoshard.errors import InputError, require
+from autoshard.plan.run_length import compress, expand
+
+_TEXT = re.compile(r"none|full(?::(?P<layers>[0-9]{1,9}))?|selective\[(?P<ops>[^\[\]]*)\]")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """``none``; ``selective[ops]``; ``full``; or ``full:K``, full for the first K of the stage's layers.
+
+    >>> str(Recompute.parse("selective[attend,act]")), Recompute.parse("full:4").num_layers
+    ('selective[act,attend]', 4)
+    """
+
+    kind: Literal["none", "selective", "full"] = "none"
+    ops: tuple[str, ...] = ()  # selective only: op names, or a framework's names of op sets; a set, kept sorted
+    num_layers: int | None = None  # full only; None means every layer of the stage
+
+    def __post_init__(self) -> None:
+        """Refuse mixtures, and bring the ops into their one order."""
+        object.__setattr__(self, "ops", tuple(sorted(set(self.ops))))
+        bad_names = [name for name in self.ops if not _NAME.fullmatch(name)]
+        require(
+            (
+                bool(self.ops) == (self.kind == "selective"),
+                "ops",
+                "name the ops of selective, and of nothing else: selective[attend]",
+            ),
+            (not bad_names, "ops", f"not a name: {', '.join(map(repr, bad_names))}"),
+            (
+                self.num_layers is None or (self.kind == "full" and self.num_layers >= 1),
+                "num_layers",
+                f"only full takes a number of layers, of at least 1, not {self.num_layers}. Use none",
+            ),
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> "Recompute":
+        """Read the text form of one stage."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise InputError.of("", f"{text!r} is not a recompute. Write none, full, full:4 or selective[attend,act]")
+        if text.startswith("selective"):
+            return cls(kind="selective", ops=tuple(name.strip() for name in match["ops"].split(",")))
+        if text == "none":
+            return cls()
+        return cls(kind="full", num_layers=None if match["layers"] is None else int(match["layers"]))
+
+    def __str__(self) -> str:
+        """Print the text form."""
+        if self.kind == "selective":
+            return f"selective[{','.join(self.ops)}]"
+        return self.kind if self.num_layers is None else f"{self.kind}:{self.num_layers}"
+
+    @property
+    def kinds(self) -> tuple["Recompute", ...]:
+        """List what single layers do under it: ``full:K`` has full layers and plain ones.
+
+        >>> [str(kind) for kind in Recompute.parse("full:4").kinds]
+        ['full', 'none']
+        """
+        return (self,) if self.num_layers is None else (Recompute(kind="full"), Recompute())
+
+    def of_layer(self, index: int) -> "Recompute":
+        """Give what holds for one layer of the stage, counted from 0.
+
+        >>> [str(Recompute.parse("full:1").of_layer(index)) for index in range(2)]
+        ['full', 'none']
+        """
+        if self.num_layers is None:
+            return self
+        return Recompute(kind="full") if index < self.num_layers else Recompute()
+
+
+def parse_stages(text: str) -> tuple[Recompute, ...]:
+    """Read one Recompute for all stages, or one per stage: ``selective[attend]*7/full:4``."""
+    return tuple(Recompute.parse(item) for item in expand(text))
+
+
+def show_stages(stages: tuple[Recompute, ...]) -> str:
+    """Print what parse_stages reads."""
+    return compress(map(str, stages))

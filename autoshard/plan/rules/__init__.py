@@ -1,0 +1,1 @@
+"""What may run: legality and capability Rules, each with its reason and its source."""

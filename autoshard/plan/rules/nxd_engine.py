@@ -1,0 +1,224 @@
+"""Rules of the nxd engine: what neuronx-distributed (release 2.29) executes, and what it gets wrong."""
+
+from autoshard.plan.rules.columns import Column, Columns
+from autoshard.plan.rules.neuron import on_trn1
+from autoshard.plan.rules.rule import Rule, one_of
+
+_NXD = "aws-neuron/neuronx-distributed src/neuronx_distributed/"
+_NXDT = "aws-neuron/neuronx-distributed-training src/neuronx_distributed_training/"
+_SDK = "aws-neuron/aws-neuron-sdk "
+FLASH_TILE = 2048  # tokens: kernels/flash_attn.py:199
+RING_TILE = 1024  # tokens: kernels/ring_attention_kernel.py:148
+
+
+def on_nxd(c: Columns) -> bool:
+    """Hold for plans of the nxd engine."""
+    return c.engine == "nxd"
+
+
+def _cluster(c: Columns) -> str:
+    return f"engine=nxd: runs on Trainium only, not on {c.cluster.name}. Use --engine torch"
+
+
+def _schedule(c: Columns) -> str:
+    return f"schedule={c.schedule}: NxD builds only 1f1b and interleaved. Use schedule=1f1b"
+
+
+def _zero_allows(c: Columns) -> Column:
+    if c.workload.precision.masters is not None:
+        return c.zero == 1
+    return one_of(c.zero, (0, 1))
+
+
+def _zero(c: Columns) -> str:
+    if c.zero == 3:
+        return "zero=3: NxD has no ZeRO-3; its parameters stay whole on every data-parallel rank. Use zero=1"
+    return f"zero={c.zero}: NxD keeps {c.workload.precision.masters} masters only inside ZeRO-1. Use zero=1"
+
+
+def _ep(c: Columns) -> str:
+    return (
+        f"ep={c.ep}: NxD reduces the expert layer's output over all ranks instead of tp, which mixes the "
+        "tokens of different data-parallel ranks. Use ep=1"
+    )
+
+
+def _tied(c: Columns) -> str:
+    return (
+        f"pp={c.pp}: {c.model.name} ties its output head to its embedding, and NxD pipelines do not support "
+        "that. Use pp=1, or a card with untied embeddings"
+    )
+
+
+def _cp_form_allows(c: Columns) -> Column:
+    return (c.cp == 1) | ((c.cp_kind == "ring") & (c.cp_order == "contiguous"))
+
+
+def _cp_form(c: Columns) -> str:
+    return (
+        f"cp_kind={c.cp_kind},cp_order={c.cp_order}: NxD runs context parallelism as a ring over contiguous "
+        "pieces. Use cp_kind=ring,cp_order=contiguous"
+    )
+
+
+def _cp_platform(c: Columns) -> str:
+    return f"cp={c.cp}: NxD documents ring attention on trn1 only, not on {c.cluster.name}. Use cp=1"
+
+
+def _ring_seq_allows(c: Columns) -> Column:
+    return (c.cp == 1) | (c.workload.seq_len // c.cp % RING_TILE == 0)
+
+
+def _ring_seq(c: Columns) -> str:
+    return (
+        f"cp={c.cp}: NxD's ring attention works on tiles of {RING_TILE} tokens, and each rank has "
+        f"{c.workload.seq_len // c.cp}. Use a --seq-len that is a multiple of {RING_TILE * c.cp}"
+    )
+
+
+def _flash_seq_allows(c: Columns) -> Column:
+    return (c.cp > 1) | (c.workload.seq_len % FLASH_TILE == 0)
+
+
+def _flash_seq(c: Columns) -> str:
+    seq = c.workload.seq_len
+    return (
+        f"seq_len={seq}: NxD's flash attention takes multiples of {FLASH_TILE} tokens. Use --seq-len "
+        f"{max(1, round(seq / FLASH_TILE)) * FLASH_TILE}"
+    )
+
+
+def _qkv_bias_allows(c: Columns) -> Column:
+    return (c.model.num_kv_heads % c.tp == 0) if c.model.qkv_bias else True
+
+
+def _qkv_bias(c: Columns) -> str:
+    return (
+        f"tp={c.tp}: {c.model.name} has biases on q, k and v, and NxD's layer that replicates the "
+        f"{c.model.num_kv_heads} KV heads cannot hold them. Use a tp that divides {c.model.num_kv_heads}"
+    )
+
+
+def _window_allows(c: Columns) -> Column:
+    return c.model.window is None or c.workload.seq_len <= c.model.window
+
+
+def _window(c: Columns) -> str:
+    return (
+        f"seq_len={c.workload.seq_len}: {c.model.name} attends to a window of {c.model.window} tokens, and "
+        f"NxD's kernels have no window. Use --seq-len {c.model.window} or less, where the window hides "
+        "nothing"
+    )
+
+
+def _fp16(c: Columns) -> str:
+    return (
+        f"precision: fp16 with tp={c.tp}, but NxD's cut embedding returns bf16 for every type but fp32. "
+        "Use bf16, or tp=1"
+    )
+
+
+RULES = (
+    Rule(
+        id="nxd-cluster",
+        subject="engine",
+        applies=on_nxd,
+        allows=lambda c: c.cluster.engine == "nxd",
+        message=_cluster,
+        source=_NXD + "utils/utils.py: reads the Neuron hardware type of the instance",
+    ),
+    Rule(
+        id="nxd-schedule",
+        subject="schedule",
+        applies=on_nxd,
+        allows=lambda c: one_of(c.schedule, ("1f1b", "interleaved")),
+        message=_schedule,
+        source=_NXD + "pipeline/scheduler.py: Train1F1BSchedule and TrainInterleavedSchedule are all there are",
+    ),
+    Rule(
+        id="nxd-zero",
+        subject="zero",
+        applies=on_nxd,
+        allows=_zero_allows,
+        message=_zero,
+        source=_NXD + "trainer/trainer.py: use_master_weights without zero_one_enabled raises; "
+        "there is no sharding of parameters",
+    ),
+    Rule(
+        id="nxd-ep",
+        subject="ep",
+        applies=on_nxd,
+        allows=lambda c: c.ep == 1,
+        message=_ep,
+        source=_NXD + "modules/moe/model.py:227-240 reduces over the world group under expert parallelism; "
+        "router gradients are wrong too (model.py:206)",
+    ),
+    Rule(
+        id="nxd-tied",
+        subject="pp",
+        applies=on_nxd,
+        allows=lambda c: c.pp == 1 if c.model.tied_embeddings else True,
+        message=_tied,
+        source=_SDK + "archive/nxd-training/known_issues.rst: weight sharing between embedding and head under a "
+        "pipeline. NxD's own pipeline code can share weights (pipeline/partition.py); the stated limit is "
+        "followed",
+    ),
+    Rule(
+        id="nxd-cp-form",
+        subject="cp_kind,cp_order",
+        applies=on_nxd,
+        allows=_cp_form_allows,
+        message=_cp_form,
+        source=_NXD + "utils/batch_utils.py cuts contiguous pieces; kernels/ring_attention_kernel.py is the only "
+        "context-parallel attention",
+    ),
+    Rule(
+        id="nxd-cp-trn1",
+        subject="cp",
+        applies=lambda c: on_nxd(c) and not on_trn1(c),
+        allows=lambda c: c.cp == 1,
+        message=_cp_platform,
+        source=_SDK + "release-notes/components/nxd-core.rst and nxd-training.rst, 2.23: context parallelism up to 32k "
+        "tokens on trn1, beta; nothing is said about trn2",
+    ),
+    Rule(
+        id="nxd-ring-seq",
+        subject="cp",
+        applies=on_nxd,
+        allows=_ring_seq_allows,
+        message=_ring_seq,
+        source=_NXD + "kernels/ring_attention_kernel.py:148",
+    ),
+    Rule(
+        id="nxd-flash-seq",
+        subject="seq_len",
+        applies=on_nxd,
+        allows=_flash_seq_allows,
+        message=_flash_seq,
+        source=_NXD + "kernels/flash_attn.py:199 raises for other lengths",
+    ),
+    Rule(
+        id="nxd-qkv-bias",
+        subject="tp",
+        applies=on_nxd,
+        allows=_qkv_bias_allows,
+        message=_qkv_bias,
+        source=_NXD + "modules/qkv_linear.py:607-631: GQAQKVColumnParallelLinear raises when a bias is made",
+    ),
+    Rule(
+        id="nxd-window",
+        subject="seq_len",
+        applies=on_nxd,
+        allows=_window_allows,
+        message=_window,
+        source=_NXD + "kernels/flash_attn.py and ring_attention_kernel.py: causal is the only mask",
+    ),
+    Rule(
+        id="nxd-fp16",
+        subject="precision,tp",
+        applies=on_nxd,
+        allows=lambda c: (c.tp == 1) | (c.workload.precision.weights != "fp16"),
+        message=_fp16,
+        source=_NXD + "parallel_layers/layers.py:363: ParallelEmbedding forces bfloat16 when tp is above 1",
+    ),
+)

@@ -1,0 +1,217 @@
+"""Every reason why a plan cannot run on its cluster and engine: structure, Rules, predicted memory."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoshard.errors import Fault
+from autoshard.plan.build import num_kv_replicas, padding_of
+from autoshard.plan.codec import fingerprint
+from autoshard.plan.plan import Plan
+from autoshard.plan.prediction import Prediction
+from autoshard.plan.rules.check import rejections
+from autoshard.plan.rules.rule import Rejection, Rule
+from autoshard.schedule.schedule import Schedule
+from autoshard.schedule.verify import verify_actions
+from autoshard.spec.mesh import Mesh
+from autoshard.units import format_bytes
+
+_STRUCTURE = "autoshard: the parts of a plan must agree with each other"
+_PREDICTED = "autoshard: the plan's own prediction"
+
+
+def verify(plan: Plan, *, extra_rules: Sequence[Rule] = ()) -> tuple[Rejection, ...]:
+    """Give every reason why a plan may not run; empty when there is none.
+
+    That the sharded program computes the same as the whole one is not checked here: see ``notices``.
+    """
+    misfits = _cluster_misfits(plan)
+    if misfits:  # on another cluster every other answer would be about the wrong thing
+        return misfits
+    by_rules = rejections(plan.candidate, plan.model, plan.cluster, plan.workload, plan.engine, extra_rules=extra_rules)
+    return (
+        *_mesh_misfits(plan),
+        *_stage_misfits(plan),
+        *_schedule_misfits(plan),
+        *_padding_misfits(plan),
+        *_strategy_misfits(plan),
+        *by_rules,
+        *(_prediction_misfits(plan, plan.prediction) if plan.prediction else ()),
+    )
+
+
+def notices(plan: Plan) -> tuple[str, ...]:
+    """Say what a plan that may run still does not promise."""
+    found: list[str] = []
+    if not plan.strategies:
+        found.append(
+            "strategies: the table is empty, so there is no numeric proof yet that the sharded program "
+            "equals the whole one; the engine uses its own layouts"
+        )
+    if plan.prediction is None:
+        found.append("prediction: there is none, so nothing is said about memory and time")
+    elif plan.prediction.basis.startswith("uncalibrated"):
+        found.append("prediction: uncalibrated; no number in it was compared with a measurement")
+    return tuple(found)
+
+
+def _reject(rule_id: str, message: str, source: str = _STRUCTURE) -> Rejection:
+    return Rejection(rule_id=rule_id, message=message, source=source)
+
+
+def _cluster_misfits(plan: Plan) -> tuple[Rejection, ...]:
+    mesh, cluster = plan.mesh, plan.cluster
+    found: list[Rejection] = []
+    if mesh.ranks_per_node != cluster.ranks_per_node:
+        found.append(
+            _reject(
+                "plan-node",
+                f"mesh: places {mesh.ranks_per_node} ranks on a node, but a node of {cluster.name} has "
+                f"{cluster.ranks_per_node}. End it with: on 0-{cluster.ranks_per_node - 1}",
+            )
+        )
+    if mesh.num_ranks != cluster.num_ranks:
+        found.append(
+            _reject(
+                "plan-ranks",
+                f"mesh: has {mesh.num_ranks} ranks, but {cluster.num_nodes} nodes of {cluster.name} have "
+                f"{cluster.num_ranks}. Change a size, or cluster.num_nodes",
+            )
+        )
+    return tuple(found)
+
+
+def _mesh_misfits(plan: Plan) -> list[Rejection]:
+    mesh, tp = plan.mesh, plan.mesh.size("tp")
+    sizes = {name: mesh.size(name) for name in ("pp", "dp", "ep", "cp", "tp")}
+    replicas = num_kv_replicas(plan.model, tp)
+    if tp % replicas:
+        return []  # the Rule kv-heads says so
+    expected = Mesh.laid_on(plan.cluster, {**sizes, "rep": replicas}, mesh.placement)
+    if mesh == expected:
+        return []
+    return [
+        _reject(
+            "plan-mesh",
+            f"mesh: engines lay out the axes of {plan.model.name} on {plan.cluster.name} as {expected}. "
+            f"Type mesh: {expected}",
+        )
+    ]
+
+
+def _stage_misfits(plan: Plan) -> list[Rejection]:
+    found = _stage_count_misfits(plan)
+    start = 0
+    for index, stage in enumerate(plan.stages):
+        where = f"stages[{index}]"
+        if stage.first_layer != start:
+            message = f"{where}.first_layer: is {stage.first_layer}, but {start} layers lie before. Type {start}"
+            found.append(_reject("plan-layers", message))
+        if index < plan.schedule.num_stages and plan.schedule.place_of(index) != (stage.rank, stage.chunk):
+            rank, chunk = plan.schedule.place_of(index)
+            message = (
+                f"{where}: is chunk {stage.chunk} of rank {stage.rank}, but the schedule places stage "
+                f"{index} elsewhere. Type rank {rank}, chunk {chunk}"
+            )
+            found.append(_reject("plan-place", message))
+        start += stage.num_layers
+    if start != plan.model.num_layers:
+        difference = plan.model.num_layers - start
+        message = (
+            f"stages: hold {start} layers, but {plan.model.name} has {plan.model.num_layers}. "
+            f"{'Add' if difference > 0 else 'Remove'} {abs(difference)}"
+        )
+        found.append(_reject("plan-layers", message))
+    return found
+
+
+def _stage_count_misfits(plan: Plan) -> list[Rejection]:
+    schedule, found = plan.schedule, list[Rejection]()
+    if schedule.num_ranks != plan.mesh.size("pp"):
+        message = (
+            f"schedule.num_ranks: is {schedule.num_ranks}, but pp of the mesh is {plan.mesh.size('pp')}. "
+            f"Type {plan.mesh.size('pp')}"
+        )
+        found.append(_reject("plan-pipeline", message))
+    if schedule.num_stages != len(plan.stages):
+        message = (
+            f"stages: lists {len(plan.stages)}, but the schedule has {schedule.num_ranks} ranks with "
+            f"{schedule.num_chunks} stages each. List {schedule.num_stages}"
+        )
+        found.append(_reject("plan-pipeline", message))
+    return found
+
+
+def _schedule_misfits(plan: Plan) -> list[Rejection]:
+    found: list[Rejection] = []
+    group = plan.micro_batch * plan.mesh.size("dp")
+    have = plan.schedule.num_micro_batches * group
+    if have != plan.workload.global_batch:
+        needed, rest = divmod(plan.workload.global_batch, group)
+        remedy = "Change micro_batch or workload.global_batch" if rest else f"Type {needed}"
+        message = (
+            f"schedule.num_micro_batches: {plan.schedule.num_micro_batches} micro-batches of "
+            f"{plan.micro_batch} on {plan.mesh.size('dp')} data-parallel ranks are {have} sequences, not "
+            f"{plan.workload.global_batch}. {remedy}"
+        )
+        found.append(_reject("plan-batch", message))
+    found += [_reject("plan-actions", f"schedule.{fault}") for fault in _action_faults(plan.schedule)]
+    return found
+
+
+def _action_faults(schedule: Schedule) -> tuple[Fault, ...]:
+    if schedule.actions is not None:
+        return verify_actions(schedule)
+    if schedule.placement is None:
+        return ()  # the builders' tests prove these for all sizes
+    # A builder's order repeats from round to round, so a few rounds stand for all of them.
+    few = min(schedule.num_micro_batches, 4 * schedule.num_ranks)
+    return verify_actions(replace(schedule, num_micro_batches=few))
+
+
+def _padding_misfits(plan: Plan) -> list[Rejection]:
+    tp, found = plan.mesh.size("tp"), list[Rejection]()
+    least = padding_of(plan.model, tp)
+    for dim in sorted({*plan.padding, *least}):
+        if dim != "vocab":
+            message = f"padding.{dim}: only vocab can be padded. Remove it"
+            found.append(_reject("plan-padding", message))
+            continue
+        size = plan.padding.get(dim, plan.model.vocab)
+        if size < plan.model.vocab or size % tp:
+            remedy = f"Type {least[dim]}" if dim in least else "Remove it"
+            message = f"padding.vocab: {size} does not hold {plan.model.vocab} entries in {tp} equal parts. {remedy}"
+            found.append(_reject("plan-padding", message))
+    return found
+
+
+def _strategy_misfits(plan: Plan) -> list[Rejection]:
+    if not plan.strategies:
+        return []
+    message = "strategies: this version obeys no Strategy table, so one would have no effect. Type {}"
+    return [_reject("plan-strategies", message)]
+
+
+def _prediction_misfits(plan: Plan, prediction: Prediction) -> list[Rejection]:
+    found: list[Rejection] = []
+    if prediction.of != fingerprint(plan):
+        message = (
+            "prediction: was made for other choices than those that now stand in the plan. Predict again "
+            f"with autoshard plan --at {plan.candidate}, or type prediction: null"
+        )
+        found.append(_reject("prediction-stale", message, _PREDICTED))
+    if len(prediction.stage_memory) != plan.schedule.num_ranks:
+        message = (
+            f"prediction.stage_memory: lists {len(prediction.stage_memory)} pipeline ranks, but there are "
+            f"{plan.schedule.num_ranks}. Predict again"
+        )
+        found.append(_reject("prediction-ranks", message, _PREDICTED))
+    for rank, memory in enumerate(prediction.stage_memory):
+        if memory.total > prediction.capacity_bytes:
+            message = (
+                f"prediction.stage_memory[{rank}]: pipeline rank {rank} is predicted to need "
+                f"{format_bytes(memory.total)} of {format_bytes(prediction.capacity_bytes)}, "
+                f"{format_bytes(memory.total - prediction.capacity_bytes)} too much. Use more recompute, a "
+                "smaller mbs, or more tp or pp"
+            )
+            found.append(_reject("memory", message, _PREDICTED))
+    return found

@@ -1,0 +1,104 @@
+"""What ``autoshard list`` shows: the names that commands take, each with what one would ask first."""
+
+from autoshard.units import format_bytes, format_count
+
+Entry = dict[str, str]
+
+
+def entries(what: str) -> list[Entry]:
+    """Return one entry per name; only the catalogue that is asked for is read."""
+    sources = {
+        "models": _models,
+        "clusters": _clusters,
+        "engines": _engines,
+        "schedules": _schedules,
+        "kernels": _kernels,
+        "rules": _rules,
+    }
+    return sources[what]()
+
+
+def listing_text(rows: list[Entry]) -> str:
+    """Lay entries out as columns under their keys; the last column is as long as it is.
+
+    >>> print(listing_text([{"name": "a", "about": "first"}, {"name": "bcd", "about": "second"}]))
+    name  about
+    a     first
+    bcd   second
+    """
+    keys = list(rows[0])
+    table = [keys, *([row[key] for key in keys] for row in rows)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(keys) - 1)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]) for line in table
+    )
+
+
+def _models() -> list[Entry]:
+    from autoshard.spec.model_catalogue import load_model, model_names
+
+    return [
+        {
+            "name": model.name,
+            "parameters": format_count(model.num_parameters),
+            "layers": str(model.num_layers),
+            "hidden": str(model.hidden),
+            "heads": f"{model.num_heads}/{model.num_kv_heads}",
+            "experts": str(model.num_experts or "-"),
+            "context": str(model.max_positions),
+        }
+        for model in map(load_model, model_names())
+    ]
+
+
+def _clusters() -> list[Entry]:
+    from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
+
+    return [
+        {
+            "name": cluster.name,
+            "chips a node": f"{cluster.chips_per_node} x {cluster.chip.name}",
+            "ranks a node": f"{cluster.ranks_per_node}{f' (lnc {cluster.lnc})' if cluster.lnc else ''}",
+            "memory a rank": format_bytes(cluster.rank_memory_bytes),
+            "bf16 a rank": format_count(cluster.rank_matrix_flops_per_s("bf16"), "FLOP/s"),
+            "engine": cluster.engine,
+            "kernels": cluster.kernels,
+        }
+        for cluster in map(load_cluster, cluster_names())
+    ]
+
+
+def _engines() -> list[Entry]:
+    return [
+        {
+            "name": "nxd",
+            "runs on": "trn1, trn1n, trn2, trn2u",
+            "through": "neuronx-distributed; plans only, so far",
+        },
+        {
+            "name": "torch",
+            "runs on": "GPUs, this machine",
+            "through": "PyTorch (NCCL, gloo); plans only, so far",
+        },
+    ]
+
+
+def _schedules() -> list[Entry]:
+    from autoshard.schedule.schedule import schedule_meaning, schedule_names
+
+    return [{"name": name, "meaning": schedule_meaning(name)} for name in schedule_names()]
+
+
+def _kernels() -> list[Entry]:
+    from autoshard.spec.kernels import kernels_names, load_kernels
+
+    return [
+        {"name": name, "selective recompute": ", ".join(sorted(load_kernels(name).selective))}
+        for name in kernels_names()
+    ]
+
+
+def _rules() -> list[Entry]:
+    from autoshard.plan.rules.check import all_rules
+
+    return [{"name": rule.id, "judges": rule.subject, "source": rule.source} for rule in all_rules()]

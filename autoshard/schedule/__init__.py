@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: actions, builders, closed forms, proof of order."""

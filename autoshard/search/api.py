@@ -1,0 +1,126 @@
+"""The planner from Python: one verb that takes small parts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TypeVar
+
+from autoshard.cost.calibration import Calibration
+from autoshard.errors import Fault, InputError, NoPlan
+from autoshard.plan.candidate import parse_pins
+from autoshard.plan.plan import Plan
+from autoshard.plan.rules.columns import Engine
+from autoshard.plan.rules.rule import Rule
+from autoshard.search.planner import Found, Request, search as search_all
+from autoshard.search.remedy import why_none
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.recipe import Recipe
+from autoshard.spec.workload import Precision, Workload
+
+LONGEST_DEFAULT = 8192
+BATCH = 1024
+LOCAL_BATCH = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """How to look: pinned keys in text, Rules of your own beside the built-in ones, another way to search."""
+
+    pins: str = ""
+    rules: tuple[Rule, ...] = ()
+    method: Callable[[Request], Found] = search_all
+
+
+def plan(
+    model: ModelSpec | str | Path,
+    cluster: Cluster | str | Path,
+    workload: Workload | None = None,
+    *,
+    cost: Calibration | None = None,
+    search: Search | None = None,
+) -> Plan:
+    """Return the best plan, or raise NoPlan; names are looked up in the catalogue.
+
+    >>> plan("tiny-llama", "local", search=Search(pins="tp=2")).mesh.size("tp")
+    2
+    """
+    the_model = model if isinstance(model, ModelSpec) else load_model(model)
+    the_cluster = cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster))
+    how = search or Search()
+    request = Request(
+        model=the_model,
+        cluster=the_cluster,
+        workload=workload or default_workload(the_model, the_cluster),
+        engines=(the_cluster.engine,),
+        pins=parse_pins(how.pins) if how.pins else {},
+        calibration=cost,
+        extra_rules=how.rules,
+    )
+    found = how.method(request)
+    if not found.plans:
+        raise NoPlan(why_none(request, found))
+    return found.plans[0]
+
+
+def request_of(recipe: Recipe) -> Request:
+    """Look up everything that a recipe names; all faults are reported at once, under the option they came from."""
+    faults: list[Fault] = []
+    model = _looked_up(faults, "model", lambda: load_model(recipe.model))
+    cluster = _looked_up(
+        faults, "cluster", lambda: load_cluster(recipe.cluster, recipe.nodes, lnc=recipe.lnc, ranks=recipe.ranks)
+    )
+    pins = _looked_up(faults, "fix", lambda: parse_pins(recipe.fix) if recipe.fix else {})
+    if model is None or cluster is None or pins is None:
+        raise InputError(faults)
+    lengths = {"seq_len": recipe.seq_len, "global_batch": recipe.global_batch}
+    workload = _looked_up(
+        faults, "precision", lambda: default_workload(model, cluster, precision=recipe.precision, **lengths)
+    )
+    if workload is None:
+        raise InputError(faults)
+    engines = engines_of(cluster, recipe.engine)
+    return Request(model=model, cluster=cluster, workload=workload, engines=engines, pins=pins)
+
+
+def default_workload(
+    model: ModelSpec,
+    cluster: Cluster,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: str = "bf16",
+) -> Workload:
+    """Return the workload of a question that leaves some of it open.
+
+    The sequence is the card's context, at most 8192 tokens; 1024 sequences a step, 32 on this machine.
+    """
+    return Workload(
+        seq_len=min(model.max_positions, LONGEST_DEFAULT) if seq_len is None else seq_len,
+        global_batch=(LOCAL_BATCH if cluster.name == "local" else BATCH) if global_batch is None else global_batch,
+        precision=Precision.named(precision),
+    )
+
+
+def engines_of(cluster: Cluster, engine: str | None) -> tuple[Engine, ...]:
+    """Return the engines that may run a plan: the cluster's own, the one named, or any."""
+    if engine == "any":
+        return ("nxd", "torch")
+    return (cluster.engine,) if engine is None else ("nxd",) if engine == "nxd" else ("torch",)
+
+
+Value = TypeVar("Value")
+
+
+def _looked_up(faults: list[Fault], option: str, look_up: Callable[[], Value]) -> Value | None:
+    """Do one look-up and keep its faults for the joint message, each under the option that it is about."""
+    try:
+        return look_up()
+    except InputError as error:
+        for fault in error.faults:
+            own = fault.where in {field.name for field in fields(Recipe)}
+            name = (fault.where if own else option).replace("_", "-")
+            faults.append(Fault(where="" if own else fault.where, message=fault.message).under(f"--{name}"))
+        return None

@@ -1,0 +1,197 @@
+"""The price of many layouts at once: the same formulas as for one, over numpy columns."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_origin
+
+import numpy as np
+
+from autoshard.cost.block import BlockCost, Setting
+from autoshard.cost.pipeline import Pipeline, StageLayers
+from autoshard.cost.rings import Ring, mesh_ring, send_ring
+from autoshard.cost.setting import ATOMS, Question, all_blocks, boundary_bytes, price_block
+from autoshard.cost.sharded import atom_groups
+from autoshard.cost.step import step_cost
+from autoshard.graph.decoder import dim_sizes
+from autoshard.plan.build import buckets_of, mesh_of
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.recompute import Recompute
+from autoshard.plan.stages import layers_of
+from autoshard.schedule.schedule import Schedule
+from autoshard.search.space import Space
+from autoshard.spec.mesh import Mesh
+
+Column = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """Step time and peak memory of every candidate: a row per layout, a column per kind of recompute."""
+
+    time_s: Column
+    peak_bytes: Column
+
+
+def evaluate(question: Question, space: Space) -> Evaluated:
+    """Price all candidates of a space of legal layouts.
+
+    With tp 1 it makes no difference how the sequence is cut over tp, so these layouts go with the larger part.
+    """
+    shape = (len(space.recomputes), space.num_layouts)
+    time_s, peak_bytes = np.full(shape, np.inf), np.full(shape, np.inf)
+    cut = space.sequence_parallel | ((space.rows["tp"] == 1) & bool(np.any(space.sequence_parallel)))
+    for sequence_parallel in (False, True):
+        mine = np.flatnonzero(cut == sequence_parallel)
+        if len(mine):
+            part = space.keep(mine)
+            priced = _priced(question, part, sequence_parallel)
+            time_s[:, mine], peak_bytes[:, mine] = priced
+    return Evaluated(time_s=time_s.T, peak_bytes=peak_bytes.T)
+
+
+def _priced(question: Question, space: Space, sequence_parallel: bool) -> tuple[Column, Column]:
+    """Price all kinds of recompute in one go: they are further columns, one stretch of layouts after the other."""
+    setting, sends = _columns(question, space, sequence_parallel)
+    table = _block_table(question, space, setting)
+    stretches = len(space.recomputes)
+    wide_setting, wide_sends = (
+        tiled(setting, space.num_layouts, stretches),
+        tiled(sends, space.num_layouts, stretches),
+    )
+    buckets = [buckets_of(space.at(index, 0), space.engine).total_bytes for index in range(space.num_layouts)]
+    wide_buckets = np.tile(np.array(buckets, dtype=np.float64), stretches)
+    time_s = np.empty(stretches * space.num_layouts)
+    peak_bytes = np.empty_like(time_s)
+    for layouts in _groups(question, space):
+        rows = (np.arange(stretches)[:, None] * space.num_layouts + layouts).reshape(-1)
+        local = {key: at(cost, rows) for key, cost in table.items()}
+        here = at(wide_setting, rows)
+        candidate = space.at(int(layouts[0]), 0)
+        pipeline = _pipeline(question, candidate, here, at(wide_sends, rows), wide_buckets[rows])
+        cost = step_cost(question, here, pipeline, lambda kind, drop, found=local: found[kind, drop], folded=True)
+        time_s[rows], peak_bytes[rows] = cost.time_s, cost.peak_bytes
+    shape = (stretches, space.num_layouts)
+    return time_s.reshape(shape), peak_bytes.reshape(shape)
+
+
+def _block_table(question: Question, space: Space, setting: Setting) -> Mapping[tuple[str, Recompute], BlockCost]:
+    """Price the blocks; several kinds of recompute stand as stretches of columns under the key of the first."""
+    count, stretches = space.num_layouts, len(space.recomputes)
+    table = {
+        (kind, Recompute()): tiled(price_block(question, setting, kind, Recompute()), count, stretches)
+        for kind in ("embed", "head")
+    }
+    if stretches == 1:
+        drops = {drop for entry in space.recomputes[0] for drop in entry.kinds}
+        return table | {
+            ("layer", drop): tiled(price_block(question, setting, "layer", drop), count, 1) for drop in drops
+        }
+    costs = [price_block(question, setting, "layer", drop) for (drop,) in space.recomputes]
+    return table | {("layer", space.recomputes[0][0]): joined(costs, count)}
+
+
+def _groups(question: Question, space: Space) -> list[Column]:
+    """Group the layouts that share their stages and the number of micro-batches."""
+    rows = space.rows
+    counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
+    found, inverse = np.unique(np.stack([rows["pp"], counts], axis=1), axis=0, return_inverse=True)
+    return [np.flatnonzero(inverse.reshape(-1) == number) for number in range(len(found))]
+
+
+def _pipeline(question: Question, candidate: Candidate, setting: Setting, send: Ring, bucket_bytes: Column) -> Pipeline:
+    layers = layers_of(candidate, question.model.num_layers)
+    last = len(layers) - 1
+    size = boundary_bytes(question, setting)
+    return Pipeline(
+        schedule=Schedule(
+            builder=candidate.schedule,
+            num_ranks=candidate.pp,
+            num_chunks=candidate.vp,
+            num_micro_batches=question.workload.global_batch // (candidate.dp * candidate.mbs),
+        ),
+        stages=tuple(
+            StageLayers.of(count, candidate.recompute_of(stage), is_first=stage == 0, is_last=stage == last)
+            for stage, count in enumerate(layers)
+        ),
+        boundary_bytes=size,
+        send_s=send.send_s(size),
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def _columns(question: Question, space: Space, sequence_parallel: bool) -> tuple[Setting, Ring]:
+    """Return the numbers of all layouts, and the links of their pipelines."""
+    rows = {key: column.astype(np.float64) for key, column in space.rows.items()}
+    meshes = [mesh_of(space.at(index, 0), question.model, question.cluster) for index in range(space.num_layouts)]
+    groups = atom_groups(all_blocks(question, sequence_parallel))
+    sizes = dim_sizes(question.model, question.workload, rows["mbs"] * rows["dp"])
+    setting = Setting(
+        sequence_parallel=sequence_parallel,
+        sizes=sizes,
+        atoms={atom: np.array([mesh.size(atom) for mesh in meshes], dtype=np.float64) for atom in ATOMS},
+        rings={atoms: _ring_column(question, meshes, atoms) for atoms in groups},
+        zero=space.base.zero,
+        cp_order=space.base.cp_order,
+    )
+    return setting, _ring_column(question, meshes, ("pp",))
+
+
+def _ring_column(question: Question, meshes: Sequence[Mesh], atoms: tuple[str, ...]) -> Ring:
+    """Return the rings of many meshes, each distinct one computed once."""
+    cluster, efficiency = question.cluster, question.calibration.link_efficiency
+    known: dict[object, Ring] = {}
+    rings: list[Ring] = []
+    for mesh in meshes:
+        key = (mesh.steps(atoms), mesh.placement)
+        if key not in known:
+            send = atoms == ("pp",)
+            known[key] = send_ring(cluster, mesh, efficiency) if send else mesh_ring(cluster, mesh, atoms, efficiency)
+        rings.append(known[key])
+    return Ring(
+        size=np.array([ring.size for ring in rings], dtype=np.float64),
+        bandwidth_bytes_per_s=np.array([ring.bandwidth_bytes_per_s for ring in rings]),
+        latency_s=np.array([ring.latency_s for ring in rings]),
+    )
+
+
+def at(value: Any, rows: Column) -> Any:
+    """Return some rows of every column inside a value."""
+
+    def picked(column: Column) -> Column:
+        return column[rows]
+
+    return mapped(picked, value)
+
+
+def tiled(value: Any, count: int, times: int) -> Any:
+    """Return a value whose columns, each of ``count`` rows, stand several times one after the other."""
+
+    def repeated(column: Column) -> Column:
+        return np.tile(np.broadcast_to(column, count), times)
+
+    return mapped(repeated, value)
+
+
+def joined(values: Sequence[Any], count: int) -> Any:
+    """Return one value whose columns are those of several values one after the other."""
+
+    def end_to_end(*columns: Column) -> Column:
+        return np.concatenate([np.broadcast_to(column, count) for column in columns])
+
+    return mapped(end_to_end, *values)
+
+
+def mapped(change: Callable[..., Any], first: Any, *others: Any) -> Any:
+    """Apply a function to every number or column inside alike values made of dataclasses and dicts."""
+    values = (first, *others)
+    if isinstance(first, dict):
+        keys = {key: None for value in values for key in cast(dict[Any, Any], value)}
+        return {key: mapped(change, *(cast(dict[Any, Any], value).get(key, 0.0) for value in values)) for key in keys}
+    if isinstance(first, BlockCost | Setting | Ring):
+        names = [field.name for field in dataclasses.fields(first) if get_origin(field.type) is not Literal]
+        changed = {name: mapped(change, *(getattr(value, name) for value in values)) for name in names}
+        return dataclasses.replace(first, **changed)
+    if isinstance(first, np.ndarray | np.number | int | float) and not isinstance(first, bool):
+        return change(*cast(tuple[Any, ...], values))
+    return cast(Any, first)

@@ -1,0 +1,155 @@
+"""The outer space of the search: every way to divide ranks and batch over the axes, as columns of numbers."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.recompute import Recompute
+from autoshard.plan.rules.columns import Columns, Engine
+from autoshard.plan.rules.names import kernels_fault
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import Workload
+
+KEYS = ("tp", "pp", "cp", "ep", "dp", "mbs")
+Pins = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The sizes of every layout, one column per key, and what all of them share."""
+
+    rows: Mapping[str, Any]  # numpy columns of whole numbers, one per key of KEYS
+    base: Candidate  # holds what is pinned beside the sizes
+    engine: Engine
+    sp: bool | None  # pinned; a Candidate forgets a value that is the default of its own tp
+    recomputes: tuple[tuple[Recompute, ...], ...]
+
+    @property
+    def num_layouts(self) -> int:
+        """Layouts, whatever they recompute."""
+        return len(self.rows["tp"])
+
+    @property
+    def num_candidates(self) -> int:
+        """Layouts times kinds of recompute."""
+        return self.num_layouts * len(self.recomputes)
+
+    @property
+    def sequence_parallel(self) -> Any:
+        """Whether each layout cuts the sequence over tp between the products."""
+        return self.rows["tp"] > 1 if self.sp is None else np.full(self.num_layouts, self.sp)
+
+    def at(self, index: int, recompute: int) -> Candidate:
+        """Return one candidate."""
+        sizes = {key: int(self.rows[key][index]) for key in KEYS}
+        return replace(self.base, **sizes, sp=self.sp, recompute=self.recomputes[recompute])
+
+    def keep(self, mask: Any) -> "Space":
+        """Return the space of the layouts where the mask holds."""
+        rows = {key: column[mask] for key, column in self.rows.items()}
+        return replace(self, rows=rows)
+
+    def columns(self, model: ModelSpec, cluster: Cluster, workload: Workload) -> Columns:
+        """Return the layouts as the Rules read them."""
+        single = Columns.of(self.base, model, cluster, workload, self.engine)
+        shared = {name: getattr(single, name) for name in Columns.names() if name not in ("sp", *KEYS)}
+        return Columns(
+            model=model,
+            cluster=cluster,
+            workload=workload,
+            engine=self.engine,
+            **{**shared, **self.rows, "sp": self.sequence_parallel},
+        )
+
+
+def whole_space(model: ModelSpec, cluster: Cluster, workload: Workload, engine: Engine, pins: Pins) -> Space:
+    """Enumerate all divisors of the ranks for tp, pp, cp and ep, and of the batch for mbs; what is pinned stays.
+
+    Sizes that no layout of this model can use (more stages than layers, more tp than heads) are not enumerated.
+    """
+    ranks = divisors(cluster.num_ranks)
+    choices = {
+        "tp": [size for size in ranks if size <= model.num_heads],
+        "pp": [size for size in ranks if size <= model.num_layers],
+        "cp": [size for size in ranks if size <= workload.seq_len],
+        "ep": [size for size in ranks if size <= max(1, model.num_experts)],
+    }
+    sizes = [[pins[key]] if key in pins else choices[key] for key in ("tp", "pp", "cp", "ep")]
+    rows = [
+        (tp, pp, cp, ep, dp, mbs)
+        for tp, pp, cp, ep in itertools.product(*sizes)
+        for dp in _dp_sizes(cluster.num_ranks, tp * pp * cp, pins)
+        for mbs in _micro_batches(workload.global_batch, dp, pins)
+    ]
+    table = np.array(rows, dtype=np.int64).reshape(-1, len(KEYS))
+    kernels = pins.get("kernels") or default_kernels(cluster, engine)
+    others = {key: value for key, value in pins.items() if key not in (*KEYS, "sp", "recompute")}
+    base = replace(Candidate(), **{**others, "kernels": None if kernels == cluster.kernels else kernels})
+    recomputes = (pins["recompute"],) if "recompute" in pins else recompute_choices(kernels)
+    return Space(
+        rows=dict(zip(KEYS, table.T, strict=True)),
+        base=base,
+        engine=engine,
+        sp=pins.get("sp"),
+        recomputes=recomputes,
+    )
+
+
+def default_kernels(cluster: Cluster, engine: Engine) -> str:
+    """Return the Kernels that an engine runs on a cluster when nobody says otherwise."""
+    return (
+        cluster.kernels if not kernels_fault(cluster.kernels, engine) else {"nxd": "nxd", "torch": "torch_cuda"}[engine]
+    )
+
+
+def recompute_choices(kernels: str) -> tuple[tuple[Recompute, ...], ...]:
+    """Return the kinds of recompute that are tried, each for all stages: none, sets of operations, full.
+
+    >>> [str(entry) for (entry,) in recompute_choices("te")][:3]
+    ['none', 'selective[core_attn]', 'selective[layernorm]']
+    """
+    table = load_kernels(kernels)
+    names = sorted(table.selective)
+    sets = [
+        subset
+        for count in range(1, len(names) + 1)
+        for subset in itertools.combinations(names, count)
+        if _without_overlap(table.selective, subset)
+    ]
+    selective = [Recompute(kind="selective", ops=subset) for subset in sets]
+    return tuple((entry,) for entry in (Recompute(), *selective, Recompute(kind="full")))
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors in order.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
+def _dp_sizes(num_ranks: int, product: int, pins: Pins) -> list[int]:
+    if "dp" in pins:
+        return [pins["dp"]]
+    exact = num_ranks % product == 0
+    return [num_ranks // product] if exact else []
+
+
+def _micro_batches(global_batch: int, dp: int, pins: Pins) -> list[int]:
+    if "mbs" in pins:
+        return [pins["mbs"]]
+    return divisors(global_batch // dp) if global_batch % dp == 0 else []
+
+
+def _without_overlap(sets: Mapping[str, tuple[str, ...]], subset: tuple[str, ...]) -> bool:
+    ops = [op for name in subset for op in sets[name]]
+    return len(ops) == len(set(ops))

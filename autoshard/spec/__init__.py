@@ -1,0 +1,1 @@
+"""What the user states: models, clusters, workloads, kernels, recipes; frozen, checked, with sources."""

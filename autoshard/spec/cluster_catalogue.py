@@ -1,0 +1,279 @@
+"""Clusters by name or from a user's own file: a node type from JSON, laid out as so many nodes."""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from autoshard.errors import Fault, InputError, nearest, require
+from autoshard.spec.chip import Chip
+from autoshard.spec.cluster import Cluster, EngineName, KvOrder
+from autoshard.spec.files import YAML_SUFFIXES, read_data
+from autoshard.spec.link import Domain, Link, LinkKind
+from autoshard.spec.placement import PlacementRule
+from autoshard.spec.record import decode
+from autoshard.spec.sources import source_checks
+
+_CATALOGUE = Path(__file__).parent / "clusters"
+_FILE_SUFFIXES = (".json", *YAML_SUFFIXES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLink:
+    """A link as a node type states it: per chip, because the ranks of a chip depend on the LNC."""
+
+    name: str
+    kind: LinkKind
+    domain: Domain
+    bandwidth_bytes_per_s: float  # per port, one direction; in domain chip: of the whole chip, for its ranks to share
+    chips_per_port: int | None = None  # None in domain chip, where every rank has a port
+    latency_s: float
+    sources: Mapping[str, str] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        """Refuse impossible numbers and numbers without a source."""
+        inside = self.domain == "chip"
+        numbers = ("bandwidth_bytes_per_s", "latency_s", *(() if inside else ("chips_per_port",)))
+        require(
+            (bool(self.name.strip()), "name", "must not be empty"),
+            (
+                inside == (self.chips_per_port is None),
+                "chips_per_port",
+                "must be left out in domain chip" if inside else "missing",
+            ),
+            (self.chips_per_port is None or self.chips_per_port >= 1, "chips_per_port", "must be at least 1"),
+            (self.bandwidth_bytes_per_s > 0, "bandwidth_bytes_per_s", "must be positive"),
+            (self.latency_s >= 0, "latency_s", "must not be negative"),
+            *source_checks(numbers, self.sources),
+        )
+
+    def with_ranks(self, ranks_per_chip: int) -> Link:
+        """Return the link as the ranks of chips divided in this way see it."""
+        chips = self.chips_per_port
+        ports = "one port a rank" if chips is None else f"{chips} chips a port"
+        source = self.sources.get("chips_per_port") or self.sources.get("default") or "an equal share of the chip"
+        return Link(
+            name=self.name,
+            kind=self.kind,
+            domain=self.domain,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s / (ranks_per_chip if chips is None else 1),
+            ranks_per_port=1 if chips is None else chips * ranks_per_chip,
+            latency_s=self.latency_s,
+            sources={**self.sources, "ranks_per_port": f"{ports}, {ranks_per_chip} ranks a chip; {source}"},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way in which software may divide the chips of a node type into ranks."""
+
+    ranks_per_chip: int
+    lnc: int | None = None
+    placements: tuple[PlacementRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse impossible numbers."""
+        require(
+            (self.ranks_per_chip >= 1, "ranks_per_chip", f"must be at least 1, not {self.ranks_per_chip}"),
+            (self.lnc is None or self.lnc >= 1, "lnc", f"must be at least 1, or null, not {self.lnc}"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeType:
+    """What a cluster file states: one kind of node, from which clusters of any size are made."""
+
+    name: str
+    chip: Chip
+    chips_per_node: int
+    max_chips_per_node: int | None = None  # given where the user may choose the number of chips
+    variants: tuple[Variant, ...]  # the default first; more than one only where there is an LNC to choose
+    links: tuple[NodeLink, ...]  # innermost domain first
+    nodes_per_ultraserver: int = 1
+    engine: EngineName
+    kernels: str
+    kv_order: KvOrder = "adjacent"
+    price_usd_per_node_hour: float | None = None
+    sources: Mapping[str, str] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        """Refuse a node type of which no cluster can be made, naming every fault of every variant."""
+        choices = [variant.lnc for variant in self.variants]
+        most = self.max_chips_per_node
+        faults: dict[Fault, None] = {}  # as an ordered set: variants share most of their faults
+        checks = (
+            (bool(choices), "variants", "must hold at least one variant"),
+            (
+                len(set(choices)) == len(choices) and (None not in choices or len(choices) == 1),
+                "variants",
+                "several variants must each have an lnc of their own",
+            ),
+            (
+                most is None or most >= self.chips_per_node,
+                "max_chips_per_node",
+                f"must be at least chips_per_node ({self.chips_per_node}), or null",
+            ),
+            *source_checks(("max_chips_per_node",) if most is not None else (), self.sources),
+        )
+        faults.update((Fault(where=where, message=says), None) for holds, where, says in checks if not holds)
+        for index, variant in enumerate(self.variants):
+            try:
+                self.cluster(variant, num_nodes=1)
+            except InputError as error:
+                faults.update((_in_variant(fault, index), None) for fault in error.faults)
+        if faults:
+            raise InputError(faults)
+
+    @property
+    def max_nodes(self) -> float:
+        """The most nodes that the links can join."""
+        reach = {"cluster": math.inf, "ultraserver": self.nodes_per_ultraserver}
+        return reach.get(self.links[-1].domain, 1)
+
+    def cluster(self, variant: Variant, num_nodes: int, chips_per_node: int | None = None) -> Cluster:
+        """Make a cluster of so many nodes whose chips are divided as this variant says."""
+        return Cluster(
+            name=self.name,
+            chip=self.chip,
+            num_nodes=num_nodes,
+            chips_per_node=self.chips_per_node if chips_per_node is None else chips_per_node,
+            ranks_per_chip=variant.ranks_per_chip,
+            lnc=variant.lnc,
+            links=tuple(link.with_ranks(variant.ranks_per_chip) for link in self.links),
+            engine=self.engine,
+            kernels=self.kernels,
+            nodes_per_ultraserver=self.nodes_per_ultraserver,
+            kv_order=self.kv_order,
+            placements=variant.placements,
+            price_usd_per_node_hour=self.price_usd_per_node_hour,
+            sources=self.sources,
+        )
+
+
+@functools.cache
+def cluster_names() -> tuple[str, ...]:
+    """List the names that ``load_cluster`` knows."""
+    return tuple(sorted(path.stem for path in _CATALOGUE.glob("*.json")))
+
+
+def load_node_type(name_or_path: str) -> NodeType:
+    """Return the node type of this name, or the one that a JSON or YAML file describes.
+
+    EC2 names may carry the prefix ``ml.``, as SageMaker writes them.
+    """
+    name = name_or_path.removeprefix("ml.") if name_or_path.count(".") > 1 else name_or_path
+    if name in cluster_names():
+        return _catalogue_entry(name)
+    path = Path(name_or_path)
+    if path.suffix.lower() in _FILE_SUFFIXES or path.is_file():
+        return _node_type_of(path)
+    known = f"{nearest(name, cluster_names())} A path to a cluster file also works"
+    raise InputError.of("cluster", f"{name_or_path!r} is not a cluster. {known}")
+
+
+def load_cluster(name_or_path: str, num_nodes: int = 1, lnc: int | None = None, ranks: int | None = None) -> Cluster:
+    """Return a cluster of so many nodes of the type that is named, or described in a file.
+
+    ``lnc`` picks the logical NeuronCore configuration where there is one; ``ranks`` the size of ``local``.
+
+    >>> cluster = load_cluster("ml.trn2.48xlarge", num_nodes=2, lnc=1)
+    >>> cluster.name, cluster.num_ranks, cluster.rank_memory_bytes // 2**30
+    ('trn2.48xlarge', 256, 12)
+    """
+    faults = [] if num_nodes >= 1 else [Fault(where="nodes", message=f"must be at least 1, not {num_nodes}")]
+    try:
+        node_type = load_node_type(name_or_path)
+    except InputError as error:
+        raise InputError([*error.faults, *faults]) from error
+    faults += _misfits(node_type, num_nodes, lnc, ranks)
+    if faults:
+        raise InputError(faults)
+    (variant, *_) = (each for each in node_type.variants if lnc in (None, each.lnc))
+    return node_type.cluster(variant, num_nodes, None if ranks is None else ranks // variant.ranks_per_chip)
+
+
+def _misfits(node_type: NodeType, num_nodes: int, lnc: int | None, ranks: int | None) -> list[Fault]:
+    """List what this node type cannot do of what is asked."""
+    name, offered = node_type.name, [variant.lnc for variant in node_type.variants]
+    misfits: list[tuple[bool, str, str]] = [
+        (
+            num_nodes > node_type.max_nodes,
+            "nodes",
+            f"{name} has no network that joins {num_nodes} nodes. Use at most {node_type.max_nodes}",
+        ),
+        (
+            lnc is not None and offered == [None],
+            "lnc",
+            f"{name} has no logical NeuronCore configuration. Leave lnc out",
+        ),
+        (
+            lnc is not None and offered != [None] and lnc not in offered,
+            "lnc",
+            f"{name} has no lnc {lnc}. Use {' or '.join(map(str, sorted(filter(None, offered))))}",
+        ),
+        _ranks_misfit(node_type, ranks),
+    ]
+    return [Fault(where=where, message=message) for misfit, where, message in misfits if misfit]
+
+
+def _ranks_misfit(node_type: NodeType, ranks: int | None) -> tuple[bool, str, str]:
+    per_chip, most = node_type.variants[0].ranks_per_chip, node_type.max_chips_per_node
+    if most is None:
+        fixed = per_chip * node_type.chips_per_node
+        return ranks is not None, "ranks", f"{node_type.name} always has {fixed} a node. Leave ranks out"
+    fits = ranks is None or (per_chip <= ranks <= most * per_chip and ranks % per_chip == 0)
+    return not fits, "ranks", f"{node_type.name} takes {per_chip} to {most * per_chip}, not {ranks}"
+
+
+def _in_variant(fault: Fault, index: int) -> Fault:
+    """Point at the place in the file where the value that a cluster complains about was written."""
+    where = fault.where.replace("ranks_per_port", "chips_per_port")
+    varies = where.startswith(("placements", "ranks_per_chip", "lnc"))
+    return Fault(where=f"variants[{index}].{where}" if varies else where, message=fault.message)
+
+
+@functools.cache
+def _catalogue_entry(name: str) -> NodeType:
+    return _node_type_of(_CATALOGUE / f"{name}.json")
+
+
+def _node_type_of(path: Path) -> NodeType:
+    faults: list[Fault] = []
+    data = _with_parts(read_data(path), faults)
+    try:
+        node_type = decode(NodeType, data)
+    except InputError as error:
+        # A part that was not found is still a name where an object belongs: say only the first.
+        named = {fault.where for fault in faults}
+        faults.extend(fault for fault in error.faults if fault.where not in named)
+    else:
+        if not faults:
+            return node_type
+    raise InputError(Fault(where=f"{path}: {fault.where}".rstrip(": "), message=fault.message) for fault in faults)
+
+
+def _with_parts(data: object, faults: list[Fault]) -> object:
+    """Put the chip and the links that are only named, not written out, in the place of their names."""
+    if not isinstance(data, Mapping):
+        return data
+    whole = dict(cast(Mapping[str, object], data))
+    if isinstance(whole.get("chip"), str):
+        whole["chip"] = _part("chips", cast(str, whole["chip"]), "chip", faults)
+    links = whole.get("links")
+    if isinstance(links, list):
+        whole["links"] = [
+            _part("links", link, f"links[{index}]", faults) if isinstance(link, str) else link
+            for index, link in enumerate(cast(list[object], links))
+        ]
+    return whole
+
+
+def _part(folder: str, name: str, where: str, faults: list[Fault]) -> object:
+    """Read a chip or a link of the catalogue."""
+    known = sorted(path.stem for path in (_CATALOGUE / folder).glob("*.json"))
+    if name not in known:
+        faults.append(Fault(where=where, message=f"{name!r} is not in the catalogue. {nearest(name, known)}"))
+        return name
+    return read_data(_CATALOGUE / folder / f"{name}.json")

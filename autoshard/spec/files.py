@@ -1,0 +1,58 @@
+"""Reading what a user wrote: JSON or YAML by suffix, into plain data."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, cast
+
+from autoshard.errors import InputError
+
+YAML_SUFFIXES = (".yaml", ".yml")
+_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+
+
+def read_data(path: Path) -> object:
+    """Parse a JSON file, or a YAML file if its suffix says so; whatever is wrong becomes an InputError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError.of(str(path), f"cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError.of(str(path), "is not text in UTF-8") from error
+    try:
+        return _parsed_yaml(text, path) if path.suffix.lower() in YAML_SUFFIXES else _parsed_json(text, path)
+    except RecursionError as error:
+        raise InputError.of(str(path), "is nested too deeply") from error
+
+
+def _parsed_json(text: str, path: Path) -> object:
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except json.JSONDecodeError as error:
+        message = f"is not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
+        raise InputError.of(str(path), message) from error
+    except InputError as error:
+        raise InputError.of(str(path), str(error)) from error
+    except ValueError as error:  # a whole number of thousands of digits
+        raise InputError.of(str(path), f"is not usable JSON: {error}") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise InputError.of("", f"the key {key!r} stands twice in one object")
+    return dict(pairs)
+
+
+def _parsed_yaml(text: str, path: Path) -> object:
+    import yaml  # here, because planning from JSON must not pay for it
+
+    class Loader(yaml.SafeLoader):
+        """YAML 1.1 takes 3e11 for text; everybody who writes it means the number."""
+
+    cast(Any, Loader).add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-0123456789"))
+    try:
+        return cast(object, yaml.load(text, Loader=Loader))
+    except (yaml.YAMLError, ValueError) as error:
+        raise InputError.of(str(path), f"is not YAML: {' '.join(str(error).split())}") from error

@@ -1,0 +1,43 @@
+"""A recipe: the whole question in one small file, with the same keys as the options of ``autoshard plan``."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from autoshard.errors import InputError, require
+from autoshard.spec import record
+from autoshard.spec.files import read_data
+
+EngineChoice = Literal["nxd", "torch", "any"]
+PrecisionName = Literal["bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Which model, where, for which work; None leaves the default to the model and the cluster."""
+
+    model: str
+    nodes: int = 1
+    cluster: str = "trn1.32xlarge"
+    lnc: int | None = None
+    ranks: int | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    precision: PrecisionName = "bf16"
+    engine: EngineChoice | None = None
+    fix: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an empty name; numbers are judged where they are used."""
+        require(
+            (bool(self.model.strip()), "model", "must name a card or a config.json"),
+            (bool(self.cluster.strip()), "cluster", "must name a cluster or a cluster file"),
+        )
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a recipe from YAML or JSON; every fault names the file."""
+    try:
+        return record.decode(Recipe, read_data(path))
+    except InputError as error:
+        raise error.under(str(path)) from error

@@ -1,0 +1,66 @@
+"""What is trained on: batch, sequence, precision, optimizer."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autoshard.errors import InputError, nearest, require
+
+Dtype = Literal["bf16", "fp16", "fp32", "fp64", "fp8", "int64"]
+DTYPE_BYTES: dict[Dtype, int] = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int64": 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Which number format each part of the training state lives in; no ``masters`` means the weights are updated."""
+
+    weights: Dtype
+    activations: Dtype
+    gradients: Dtype
+    masters: Dtype | None
+    moments: Dtype
+
+    @classmethod
+    def named(cls, name: str) -> "Precision":
+        """Return the precision that users call by this name.
+
+        >>> Precision.named("bf16").masters
+        'fp32'
+        """
+        known = {
+            "bf16": cls(weights="bf16", activations="bf16", gradients="fp32", masters="fp32", moments="fp32"),
+            "fp16": cls(weights="fp16", activations="fp16", gradients="fp32", masters="fp32", moments="fp32"),
+            "fp32": cls(weights="fp32", activations="fp32", gradients="fp32", masters=None, moments="fp32"),
+        }
+        if name not in known:
+            raise InputError.of("precision", f"{name!r} is not a precision. {nearest(name, list(known))}")
+        return known[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One optimizer step: sequences, their length, number formats, optimizer."""
+
+    seq_len: int
+    global_batch: int
+    precision: Precision
+    optimizer: Literal["adamw"] = "adamw"
+    clip_norm: float = 1.0
+    expert_capacity: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse impossible numbers."""
+        require(
+            (self.seq_len >= 1, "seq_len", f"must be at least 1, not {self.seq_len}"),
+            (self.global_batch >= 1, "global_batch", f"must be at least 1, not {self.global_batch}"),
+            (self.clip_norm > 0, "clip_norm", f"must be positive, not {self.clip_norm}"),
+            (
+                self.expert_capacity is None or self.expert_capacity > 0,
+                "expert_capacity",
+                "must be positive; null means that no token is dropped",
+            ),
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step consumes."""
+        return self.seq_len * self.global_batch

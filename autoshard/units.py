@@ -1,0 +1,53 @@
+"""How quantities are printed: bytes, seconds, FLOPs, counts."""
+
+GIB = 2**30
+
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Print a number of bytes with a binary unit.
+
+    >>> format_bytes(512), format_bytes(3 * 2**29), format_bytes(-2**20)
+    ('512 B', '1.50 GiB', '-1.00 MiB')
+    """
+    return _scaled(num_bytes, 1024, _BYTES)
+
+
+def format_count(count: float, unit: str = "") -> str:
+    """Print a large number with a decimal prefix.
+
+    >>> format_count(70_553_706_496), format_count(2.4e15, "FLOP")
+    ('70.55 G', '2.40 PFLOP')
+    """
+    return _scaled(count, 1000, tuple(prefix + unit for prefix in _DECIMAL)).rstrip()
+
+
+def format_seconds(time_s: float) -> str:
+    """Print a duration with the unit in which it reads best.
+
+    >>> format_seconds(0.0000021), format_seconds(0.25), format_seconds(9.876), format_seconds(4000)
+    ('2.1 us', '250.0 ms', '9.88 s', '1.11 h')
+    """
+    size = abs(time_s)
+    if size == 0:
+        return "0 s"
+    for limit, factor, unit, digits in (
+        (1e-3, 1e6, "us", 1),
+        (1, 1e3, "ms", 1),
+        (600, 1, "s", 2),
+        (3600, 1 / 60, "min", 1),
+    ):
+        if size < limit:
+            return f"{time_s * factor:.{digits}f} {unit}"
+    return f"{time_s / 3600:.2f} h"
+
+
+def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+    power = 0
+    while abs(value) >= base and power < len(units) - 1:
+        value /= base
+        power += 1
+    digits = 0 if power == 0 and float(value).is_integer() else 2
+    return f"{value:.{digits}f} {units[power]}"

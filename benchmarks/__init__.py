@@ -1,0 +1,8 @@
+"""Measurements that anybody can repeat: ``python -m benchmarks NAME --json``."""
+
+from collections.abc import Mapping
+
+# Name -> the function that measures. Text, so that a benchmark imports its subject only when it is run.
+BENCHMARKS: Mapping[str, str] = {
+    "cold_start": "benchmarks.cold_start:run",
+}

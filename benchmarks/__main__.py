@@ -1,0 +1,92 @@
+"""``python -m benchmarks [NAME] [--json] [--wandb]``: run one benchmark, or all."""
+
+import argparse
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from autoshard.errors import AutoshardError, InputError, nearest
+from benchmarks import BENCHMARKS
+from benchmarks.result import Result
+
+_FIELDS = ("name", "value", "unit", "bar", "holds")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was asked for; a bar that does not hold is a finding, not a failure."""
+    options = _parser().parse_args(arguments)
+    try:
+        names = _chosen(options.name)
+        log = _wandb() if options.wandb else None
+        results: list[Result] = []
+        for result in _measured(names):
+            if options.json:
+                print(result.as_json(), flush=True)
+            if log is not None:
+                _log(log, result)
+            results.append(result)
+    except AutoshardError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    if not options.json:
+        Console().print(_table(results))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure autoshard here.")
+    parser.add_argument("name", nargs="?", default="all", help=f"all or one of {', '.join(BENCHMARKS)}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per benchmark and line")
+    parser.add_argument("--wandb", action="store_true", help="log every result to Weights & Biases as well")
+    return parser
+
+
+def _chosen(name: str) -> list[str]:
+    if name == "all":
+        return list(BENCHMARKS)
+    if name not in BENCHMARKS:
+        raise InputError.of("name", f"there is no benchmark {name!r}. {nearest(name, ['all', *BENCHMARKS])}")
+    return [name]
+
+
+def _measured(names: Sequence[str]) -> Iterator[Result]:
+    for name in names:
+        print(f"measuring {name} ...", file=sys.stderr)
+        yield pkgutil.resolve_name(BENCHMARKS[name])()
+
+
+def _wandb() -> ModuleType:
+    if importlib.util.find_spec("wandb") is None:
+        raise InputError.of("--wandb", "needs the wandb extra: pip install 'autoshard[wandb]'")
+    return importlib.import_module("wandb")
+
+
+def _log(wandb: ModuleType, result: Result) -> None:
+    with wandb.init(project="autoshard", job_type="benchmark", name=result.name) as run:
+        run.log(result.row())
+
+
+def _table(results: Sequence[Result]) -> Table:
+    more = Column("more", no_wrap=True)
+    table = Table(*_FIELDS, more, title="autoshard benchmarks on this machine")
+    for result in results:
+        row = result.row()
+        extras = "\n".join(f"{key} {_shown(value)}" for key, value in result.extras.items())
+        table.add_row(*(_shown(row[name]) for name in _FIELDS), extras)
+    return table
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

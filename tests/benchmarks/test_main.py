@@ -1,0 +1,86 @@
+import json
+import pkgutil
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+
+import pytest
+
+import benchmarks
+from autoshard.errors import InputError
+from benchmarks.__main__ import main
+from benchmarks.result import Extra, Result
+
+IDLE = Result(name="idle", value=0.5, unit="s", bar=1.0, holds=True, extras={"yardstick_s": 0.1})
+LATE = Result(name="late", value=2.0, unit="s", bar=1.0, holds=False)
+
+
+@pytest.fixture(autouse=True)
+def two_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = ModuleType("stand_in")
+    vars(stand_in).update(idle=lambda: IDLE, late=lambda: LATE)
+    monkeypatch.setitem(sys.modules, "stand_in", stand_in)
+    registry: Mapping[str, str] = {"idle": "stand_in:idle", "late": "stand_in:late"}
+    monkeypatch.setattr("benchmarks.__main__.BENCHMARKS", registry)
+
+
+def test_json_is_one_object_and_comes_last(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["idle", "--json"]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(last) == ["name", "value", "unit", "bar", "holds", "yardstick_s"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["all"]])
+def test_all_is_a_table_and_a_bar_that_does_not_hold_is_no_failure(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
+    table = capsys.readouterr().out
+    assert "idle" in table and "late" in table and "NO" in table and "yardstick_s 0.1" in table
+
+
+def test_an_unknown_name_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["idel"]) == 2
+    assert "Did you mean idle?" in capsys.readouterr().err
+
+
+def test_wandb_is_asked_for_by_name_when_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["idle", "--wandb"]) == 2
+    assert "pip install 'autoshard[wandb]'" in capsys.readouterr().err
+
+
+class RecordingRun:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Extra]] = []
+
+    def __enter__(self) -> "RecordingRun":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def log(self, row: dict[str, Extra]) -> None:
+        self.rows.append(row)
+
+
+def test_wandb_gets_every_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = ModuleType("wandb")
+    logged = RecordingRun()
+    vars(wandb).update(init=lambda **_: logged)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert main(["all", "--wandb"]) == 0
+    assert logged.rows == [IDLE.row(), LATE.row()]
+
+
+def test_every_registered_benchmark_can_be_imported() -> None:
+    assert benchmarks.BENCHMARKS
+    assert all(callable(pkgutil.resolve_name(target)) for target in benchmarks.BENCHMARKS.values())
+
+
+def test_an_extra_may_not_hide_a_field() -> None:
+    with pytest.raises(InputError, match="value would hide"):
+        Result(name="x", value=1.0, unit="s", bar=None, holds=True, extras={"value": 2.0})

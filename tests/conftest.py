@@ -1,0 +1,37 @@
+"""What every test may rely on: hypothesis profiles and golden files."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+GOLDEN = Path(__file__).parent / "golden"
+
+# No deadlines: a test never judges time. A test that wants more examples says so with its own @settings.
+settings.register_profile(
+    "dev", max_examples=25, derandomize=False, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("ci", parent=settings.get_profile("dev"), max_examples=200, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite the files of tests/golden")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with a file: ``golden("plan/tiny.json", text)``; ``--update-golden`` writes the file."""
+    update = bool(request.config.getoption("--update-golden"))
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if update:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.is_file(), f"no tests/golden/{name}: run pytest with --update-golden, then read it"
+        assert text == path.read_text(encoding="utf-8"), f"not tests/golden/{name}: see --update-golden"
+
+    return compare

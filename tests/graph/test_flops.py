@@ -1,0 +1,164 @@
+"""FLOPs and parameters of the graph against closed forms, the model cards, and torch's own counter."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from autoshard.graph.block import OpGraph
+from autoshard.graph.count import matrix_flops, model_flops_per_token
+from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.kinds.attention import Attend
+from autoshard.graph.recompute import recompute
+from autoshard.spec.hf_config import spec_from_config
+from autoshard.spec.kernels import Kernels, load_kernels
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_catalogue import load_model, model_names
+from autoshard.spec.workload import Precision, Workload
+
+GraphOf = Callable[..., OpGraph]
+
+
+def graph(model: ModelSpec, seq_len: int, batch: int = 1, capacity: float | None = None) -> OpGraph:
+    workload = Workload(
+        seq_len=seq_len, global_batch=batch, precision=Precision.named("bf16"), expert_capacity=capacity
+    )
+    return decoder_graph(model, workload, load_kernels("te"), micro_batch=batch)
+
+
+def closed_form(model: ModelSpec, keys_per_query: float) -> float:
+    """6 FLOPs per weight that a token meets, 12 per key, head and number of the head."""
+    attention = 12 * model.num_layers * model.num_heads * model.head_dim * keys_per_query
+    return 6 * model.matmul_parameters + attention
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_model_flops_of_every_card_equal_the_closed_form(name: str):
+    model, seq = load_model(name), 2048
+    assert model_flops_per_token(graph(model, seq)) == closed_form(model, seq)
+    assert model_flops_per_token(graph(model, seq, batch=3)) == closed_form(model, seq)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_model_flops_of_every_card_that_the_mask_lets_through(name: str):
+    """Query number i sees i + 1 keys: (seq + 1) / 2 on average, or less where a window ends."""
+    model, seq = load_model(name), 2048
+    assert model.window is None or model.window > seq
+    assert model_flops_per_token(graph(model, seq), visible_only=True) == pytest.approx(
+        closed_form(model, (seq + 1) / 2), rel=1e-12
+    )
+
+
+@given(seq=st.integers(1, 40), window=st.one_of(st.none(), st.integers(1, 50)))
+def test_visible_pairs_are_counted_one_by_one(seq: int, window: int | None):
+    pairs = [(i, j) for i in range(seq) for j in range(seq) if 0 <= i - j < (window or math.inf)]
+    assert Attend(window=window).visible_pairs(seq) == len(pairs)
+    model = replace(load_model("tiny-llama"), window=window)
+    counted = model_flops_per_token(graph(model, seq), visible_only=True)
+    assert counted == pytest.approx(closed_form(model, len(pairs) / seq), rel=1e-12)
+
+
+def test_a_token_pays_for_the_experts_it_is_sent_to():
+    model, seq = load_model("tiny-mixtral"), 64
+    dense = replace(model, num_experts=0, experts_per_token=0, ffn=model.experts_per_token * model.ffn)
+    router = 6 * model.num_layers * model.num_experts * model.hidden
+    assert model_flops_per_token(graph(model, seq)) == model_flops_per_token(graph(dense, seq)) + router
+
+
+def test_capacity_pads_the_slots_and_their_flops():
+    model, seq = load_model("tiny-mixtral"), 64
+    experts = 6 * model.num_layers * model.experts_per_token * 3 * model.hidden * model.ffn
+    padded = model_flops_per_token(graph(model, seq, capacity=1.25))
+    assert padded == model_flops_per_token(graph(model, seq)) + 0.25 * experts
+
+
+@pytest.mark.parametrize(("capacity", "slots"), [(None, 50), (1.0, 50), (1.1, 55), (1.01, 51), (0.5, 25)])
+def test_slots_are_the_capacity_times_an_even_share_rounded_up(capacity: float | None, slots: int):
+    assert graph(load_model("tiny-mixtral"), 100, capacity=capacity).sizes["slots"] == slots
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_the_graph_has_the_parameters_of_the_card(name: str):
+    model = load_model(name)
+    built = graph(model, 128)
+    assert built.num_parameters() == model.num_parameters
+    assert built.num_layers == model.num_layers
+
+
+def test_the_graph_has_the_parameters_of_every_option(model: ModelSpec, graph_of: GraphOf):
+    assert graph_of(model, "torch_cpu").num_parameters() == model.num_parameters
+
+
+def test_model_flops_do_not_count_what_is_computed_again(kernels: Kernels):
+    plain = graph(load_model("tiny-llama"), 64)
+    again = tuple(recompute(block, kernels, None) for block in plain.blocks)
+    assert sum(op.again for block in again for op in block.ops) > 20
+    assert model_flops_per_token(replace(plain, blocks=again)) == model_flops_per_token(plain)
+
+
+def test_backward_does_twice_the_products_of_forward(model: ModelSpec, graph_of: GraphOf):
+    built = graph_of(model, "torch_cpu")
+    for block in built.blocks:
+        forward, inputs, weights = (matrix_flops(block, passes, built.sizes) for passes in "FIW")
+        assert inputs + weights == 2 * forward
+        assert matrix_flops(block, "FIW", built.sizes) == 3 * forward
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {},
+    "gpt_neox": {"rotary_pct": 0.25},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+    "max_position_embeddings": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+GPT2_SIZES = {
+    "n_embd": 64,
+    "n_inner": 160,
+    "n_layer": 3,
+    "n_head": 4,
+    "vocab_size": 96,
+    "n_positions": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_counts_the_same_flops_on_the_transformers_model(family: str):
+    """Forward and backward of the module, on the meta device where nothing depends on the numbers.
+
+    Attention must be eager: the counter does not know the fused kernel of a CPU.
+    """
+    torch: Any = pytest.importorskip("torch")
+    transformers: Any = pytest.importorskip("transformers")
+    flop_counter: Any = pytest.importorskip("torch.utils.flop_counter")
+    fields = {**(GPT2_SIZES if family == "gpt2" else SIZES), **FAMILIES[family]}
+    config = transformers.AutoConfig.for_model(
+        family, **fields, attn_implementation="eager", experts_implementation="eager"
+    )
+    device = "cpu" if family == "mixtral" else "meta"  # which tokens an expert gets is not known on meta
+    with torch.device(device):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+        tokens = torch.zeros(2, 24, dtype=torch.int64) + torch.arange(24)
+        mask = torch.zeros(2, 1, 24, 24)  # a finished mask, or transformers looks at the numbers to make one
+        with flop_counter.FlopCounterMode(display=False) as counter:
+            module(input_ids=tokens, labels=tokens, attention_mask=mask, use_cache=False).loss.backward()
+    model = spec_from_config({"model_type": family, **fields}, name=family, source="made for this test")
+    assert counter.get_total_flops() == 2 * 24 * model_flops_per_token(graph(model, 24, batch=2))

@@ -1,0 +1,551 @@
+"""Every kind of operation, and every gradient rule executed op by op, against torch in float64."""
+
+import importlib
+import inspect
+import math
+import pkgutil
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+import autoshard.graph.kinds
+from autoshard.graph.backward import add_backward
+from autoshard.graph.builder import BlockBuilder
+from autoshard.graph.kinds.attention import Attend, Rotary
+from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
+from autoshard.graph.kinds.indexing import Lookup, Pick
+from autoshard.graph.kinds.linear import Deliver, Einsum
+from autoshard.graph.kinds.norm import Norm, Softmax
+from autoshard.graph.kinds.optimizer import AdamW, ClipScale, SquareSum
+from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Unary
+from autoshard.graph.op import DIMS, Array, Call, Differentiable, Dims, Op, OpKind
+from autoshard.spec.model import RotaryScaling
+from autoshard.spec.workload import Dtype, Precision
+
+torch: Any = pytest.importorskip("torch")
+F: Any = torch.nn.functional
+
+Sizes = Mapping[str, int]
+Reference = Callable[..., Any]  # torch tensors and the sizes of the dims in, a tensor or a tuple of them out
+Draw = Callable[[Sizes, np.random.Generator], list[Array]]
+TOLERANCE = 1e-9
+EXACT = Precision(weights="fp64", activations="fp64", gradients="fp64", masters=None, moments="fp64")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind, the dims of its inputs (``batch seq < vocab``: below the size of vocab), torch's word."""
+
+    kind: OpKind
+    inputs: tuple[str, ...]
+    reference: Reference
+    draw: Draw | None = None
+
+    @property
+    def has_gradient(self) -> bool:
+        return isinstance(self.kind, Differentiable) and not self.kind.stops_gradient
+
+
+MAXIMUM = Reduce(function="max", over=("vocab",))  # passes no gradient on purpose
+CLOSE, FAR = (RotaryScaling(kind="linear", factor=4.0), RotaryScaling(
+    kind="llama3", factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_positions=64
+))  # fmt: skip
+
+
+# -- what torch says -------------------------------------------------------------------------------
+
+
+def reference_rotary(fraction: float, scaling: RotaryScaling | None = None, theta: float = 10000.0) -> Reference:
+    """Turn complex numbers: the first half of the rotated part is real, the second imaginary."""
+
+    def rotate(x: Any, positions: Any, sizes: Sizes) -> Any:
+        rotated = int(sizes["head_dim"] * fraction)
+        half = rotated // 2
+        speeds = [reference_speed(theta ** (-2 * pair / rotated), scaling) for pair in range(half)]
+        angles = positions.double()[:, None] * torch.tensor(speeds, dtype=torch.float64)
+        angles = angles.reshape(1, sizes["seq"], *[1] * (x.ndim - 3), half)
+        turned = torch.complex(x[..., :half], x[..., half:rotated]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([turned.real, turned.imag, x[..., rotated:]], dim=-1)
+
+    return rotate
+
+
+def reference_speed(speed: float, scaling: RotaryScaling | None) -> float:
+    """Llama 3.1's rule written with wavelengths, as in Meta's code."""
+    if scaling is None:
+        return speed
+    if scaling.kind == "linear":
+        return speed / scaling.factor
+    wavelength = 2 * math.pi / speed
+    if wavelength < scaling.original_positions / scaling.high_frequency_factor:
+        return speed
+    if wavelength > scaling.original_positions / scaling.low_frequency_factor:
+        return speed / scaling.factor
+    turns = scaling.original_positions / wavelength
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    smooth = (turns - low) / (high - low)
+    return (1 - smooth) * speed / scaling.factor + smooth * speed
+
+
+def reference_attention(window: int | None) -> Reference:
+    """Torch's own attention, with keys and values copied for every query head."""
+
+    def attend(q: Any, k: Any, v: Any, at: Any, key_at: Any, sizes: Sizes) -> tuple[Any, Any]:
+        distance = at[:, None] - key_at[None, :]
+        seen = (distance >= 0) & (distance < (window or 10**9))
+        queries = q.permute(0, 2, 3, 1, 4).flatten(1, 2)
+        keys, values = (x.permute(0, 2, 1, 3).repeat_interleave(sizes["q_group"], dim=1) for x in (k, v))
+        heads = (sizes["kv_heads"], sizes["q_group"])
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen).unflatten(1, heads)
+        scores = (queries @ keys.transpose(-1, -2) / math.sqrt(sizes["head_dim"])).masked_fill(~seen, -math.inf)
+        sums = torch.logsumexp(scores, dim=-1).unflatten(1, heads)
+        return mixed.permute(0, 3, 1, 2, 4), sums.permute(0, 3, 1, 2)
+
+    return attend
+
+
+def reference_norm(function: str, eps: float) -> Reference:
+    """Torch's norms over the last dim, and the reciprocal of the size they divide by."""
+
+    def normalise(x: Any, *rest: Any) -> tuple[Any, Any]:
+        weights, shape = rest[:-1], x.shape[-1:]
+        if function == "layer":
+            statistic = (x.var(dim=-1, correction=0) + eps).rsqrt()
+            return F.layer_norm(x, shape, *weights, eps=eps), statistic
+        return F.rms_norm(x, shape, *weights, eps=eps), (x.pow(2).mean(dim=-1) + eps).rsqrt()
+
+    return normalise
+
+
+def reference_places(expert: Any, sizes: Sizes) -> Any:
+    """Hand out the places one token after the other."""
+    taken = [0] * sizes["experts"]
+    places: list[int] = []
+    for chosen in expert.flatten().tolist():
+        places.append(taken[chosen] if taken[chosen] < sizes["slots"] else -1)
+        taken[chosen] += 1
+    return torch.tensor(places).reshape(expert.shape)
+
+
+def sending(expert: Any, place: Any, sizes: Sizes) -> Any:
+    """A 0/1 tensor over batch, seq, choices, experts, slots: who goes where."""
+    to_expert = F.one_hot(expert, sizes["experts"]).double()
+    to_slot = F.one_hot(place.clamp(min=0), sizes["slots"]).double() * (place >= 0)[..., None]
+    return torch.einsum("bsce,bscn->bscen", to_expert, to_slot)
+
+
+def reference_dispatch(x: Any, expert: Any, place: Any, sizes: Sizes) -> Any:
+    return torch.einsum("bsh,bscen->enh", x, sending(expert, place, sizes))
+
+
+def reference_combine(slots: Any, weight: Any, expert: Any, place: Any, sizes: Sizes) -> Any:
+    return torch.einsum("enh,bsc,bscen->bsh", slots, weight, sending(expert, place, sizes))
+
+
+def reference_adamw(weight: Any, first: Any, second: Any, gradient: Any, *scalars: Any) -> tuple[Any, ...]:
+    """Let torch's optimizer take one step from this very state."""
+    clip, rate, step, _ = scalars
+    kind, leaf = AdamW(), weight.clone().requires_grad_()
+    betas = (kind.beta1, kind.beta2)
+    optimizer = torch.optim.AdamW([leaf], lr=float(rate), betas=betas, eps=kind.eps, weight_decay=kind.decay)
+    before = torch.tensor(float(step) - 1)
+    optimizer.state[leaf] = {"step": before, "exp_avg": first.clone(), "exp_avg_sq": second.clone()}
+    leaf.grad = gradient * clip
+    optimizer.step()
+    state = optimizer.state[leaf]
+    return leaf.detach(), state["exp_avg"], state["exp_avg_sq"]
+
+
+def reference_clip(first: Any, second: Any, _: Sizes) -> tuple[Any, Any]:
+    """Clip two parameters whose gradients have these squares."""
+    roots = (first.sqrt(), second.sqrt())
+    parameters = [torch.nn.Parameter(torch.zeros_like(root)) for root in roots]
+    for parameter, root in zip(parameters, roots, strict=True):
+        parameter.grad = root.clone()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    return parameters[0].grad / roots[0], norm
+
+
+# -- inputs that are not just random numbers -------------------------------------------------------
+
+
+def normal(sizes: Sizes, rng: np.random.Generator, *names: str) -> Array:
+    return rng.normal(size=[sizes[name] for name in names])
+
+
+def positions(sizes: Sizes) -> list[Array]:
+    """Queries are the last of the positions that the keys have."""
+    start = sizes["kv_seq"] - sizes["seq"]
+    return [np.arange(start, sizes["kv_seq"]), np.arange(sizes["kv_seq"])]
+
+
+def draw_rotary(*dims: str) -> Draw:
+    return lambda sizes, rng: [normal(sizes, rng, *dims), positions(sizes)[0]]
+
+
+def draw_attention(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
+    query = normal(sizes, rng, "batch", "seq", "kv_heads", "q_group", "head_dim")
+    keys = [normal(sizes, rng, "batch", "kv_seq", "kv_heads", "head_dim") for _ in range(2)]
+    return [query, *keys, *positions(sizes)]
+
+
+def draw_routing(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
+    scores = torch.tensor(normal(sizes, rng, "batch", "seq", "experts"))
+    expert = scores.topk(sizes["choices"]).indices
+    return [expert.numpy(), reference_places(expert, sizes).numpy()]
+
+
+def draw_dispatch(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
+    return [normal(sizes, rng, "batch", "seq", "hidden"), *draw_routing(sizes, rng)]
+
+
+def draw_combine(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
+    slots, weight = (
+        normal(sizes, rng, "experts", "slots", "hidden"),
+        normal(sizes, rng, "batch", "seq", "choices"),
+    )
+    return [slots, weight, *draw_routing(sizes, rng)]
+
+
+def draw_positive(*shapes: tuple[str, ...]) -> Draw:
+    return lambda sizes, rng: [np.abs(normal(sizes, rng, *shape)) + 0.1 for shape in shapes]
+
+
+def draw_adamw(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
+    weight, first, second, gradient = (normal(sizes, rng, "ffn", "hidden") for _ in range(4))
+    scalars = [np.asarray(0.7), np.asarray(1e-2), np.asarray(float(rng.integers(1, 9)))]
+    return [weight, first, np.abs(second), gradient, *scalars]
+
+
+# -- the cases: at least one of each kind, or of the kind whose gradient it is ---------------------
+
+X, HEADS, KEYS = "batch seq hidden", "batch seq kv_heads q_group head_dim", "batch kv_seq kv_heads head_dim"
+UNARY: Mapping[str, Reference] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "exp": torch.exp,
+    "log": torch.log,
+    "negate": torch.neg,
+}
+
+
+def dims(text: str) -> Dims:
+    return tuple(text.split(" <")[0].split())
+
+
+def product(out: str, left: str, right: str) -> Case:
+    letters = {dim: chr(ord("a") + index) for index, dim in enumerate(DIMS)}
+    a, b, c = ("".join(letters[dim] for dim in dims(text)) for text in (left, right, out))
+    return Case(Einsum(dims=dims(out)), (left, right), lambda x, y, _: torch.einsum(f"{a},{b}->{c}", x, y))
+
+
+def function(name: Any) -> Case:
+    draw = draw_positive(dims(X)) if name == "log" else None
+    return Case(Unary(function=name), (X,), lambda x, _: UNARY[name](x), draw)
+
+
+def norm(name: Any, over: str, *inputs: str, eps: float = 1e-3) -> Case:
+    return Case(Norm(function=name, over=over, eps=eps), inputs, reference_norm(name, eps))
+
+
+def rotary(x: str, fraction: float = 1.0, scaling: RotaryScaling | None = None, theta: float = 10000.0) -> Case:
+    kind = Rotary(fraction=fraction, theta=theta, scaling=scaling)
+    return Case(kind, (x, "seq <"), reference_rotary(fraction, scaling, theta), draw_rotary(*dims(x)))
+
+
+def attention(window: int | None = None) -> Case:
+    inputs = (HEADS, KEYS, KEYS, "seq <", "kv_seq <")
+    return Case(Attend(window=window), inputs, reference_attention(window), draw_attention)
+
+
+CASES: Mapping[str, Case] = {
+    "a product with heads": product(HEADS, X, "kv_heads q_group head_dim hidden"),
+    "a product back from heads": product(X, HEADS, "hidden kv_heads q_group head_dim"),
+    "a product per expert": product("experts slots ffn", "experts slots hidden", "experts ffn hidden"),
+    **{name: function(name) for name in UNARY},
+    "multiply": Case(Multiply(), (X, X), lambda x, y, _: x * y),
+    "add": Case(Add(), (X, X), lambda x, y, _: x + y),
+    "add a bias": Case(Add(), (X, "hidden"), lambda x, y, _: x + y),
+    "add a table": Case(Add(), (X, "seq hidden"), lambda x, y, _: x + y),
+    "subtract": Case(Add(sign=-1), (X, X), lambda x, y, _: x - y),
+    "subtract a row": Case(Add(sign=-1), (X, "batch seq"), lambda x, y, _: x - y[..., None]),
+    "sum": Case(Reduce(function="sum", over=("seq", "batch")), (X,), lambda x, _: x.sum((0, 1))),
+    "maximum": Case(MAXIMUM, ("batch seq vocab",), lambda x, _: x.amax(-1)),
+    "cast": Case(Cast(dtype="fp64"), (X,), lambda x, _: x),
+    "softmax": Case(Softmax(over="choices"), ("batch seq choices",), lambda x, _: x.softmax(-1)),
+    "softmax inside": Case(Softmax(over="seq"), (X,), lambda x, _: x.softmax(1)),
+    "rms norm": norm("rms", "hidden", X, "hidden"),
+    "rms norm of heads": norm("rms", "head_dim", HEADS, "head_dim"),
+    "layer norm": norm("layer", "hidden", X, "hidden", "hidden"),
+    "layer norm without bias": norm("layer", "hidden", X, "hidden"),
+    "lookup": Case(
+        Lookup(), ("vocab hidden", "batch seq < vocab"), lambda table, at, _: F.embedding(at, table)
+    ),
+    "pick": Case(
+        Pick(over="vocab"), ("batch seq vocab", "batch seq < vocab"),
+        lambda x, at, _: x.gather(-1, at[..., None])[..., 0],
+    ),
+    "rotary": rotary(HEADS),
+    "rotary of keys, part of the head": rotary("batch seq kv_heads head_dim", fraction=0.5, theta=500.0),
+    "rotary, linear scaling": rotary(HEADS, scaling=CLOSE),
+    "rotary, llama3 scaling": rotary(HEADS, scaling=FAR),
+    "attend": attention(),
+    "attend in a window": attention(window=2),
+    "top k": Case(TopK(), ("batch seq experts",), lambda x, sizes: tuple(x.topk(sizes["choices"]))),
+    "slot": Case(
+        Slot(), ("batch seq choices < experts",), reference_places,
+        lambda sizes, rng: draw_routing(sizes, rng)[:1],
+    ),
+    "dispatch": Case(
+        Dispatch(), (X, "batch seq choices <", "batch seq choices <"), reference_dispatch, draw_dispatch
+    ),
+    "combine": Case(
+        Combine(),
+        ("experts slots hidden", "batch seq choices", "batch seq choices <", "batch seq choices <"),
+        reference_combine, draw_combine,
+    ),
+    "deliver": Case(Deliver(), (X,), lambda x, _: x),
+    "deliver along another dim": Case(
+        Deliver(rename=(("seq", "kv_seq"),)), ("batch seq kv_heads head_dim",), lambda x, _: x
+    ),
+    "square sum": Case(SquareSum(), ("ffn hidden",), lambda x, _: x.pow(2).sum()),
+    "clip": Case(ClipScale(limit=1.0), ("", ""), reference_clip, draw_positive((), ())),
+    "adamw": Case(AdamW(), (*["ffn hidden"] * 4, "", "", ""), reference_adamw, draw_adamw),
+}  # fmt: skip
+
+
+@st.composite
+def dim_sizes(draw: Callable[..., Any]) -> Sizes:
+    """Small sizes, 1 among them, within what a model can have."""
+    sizes = {dim: draw(st.integers(1, 4)) for dim in DIMS}
+    sizes["head_dim"] = draw(st.sampled_from([4, 8, 16]))  # half of it is rotated, in pairs
+    sizes["kv_seq"] = sizes["seq"] + draw(st.integers(0, 2))
+    sizes["choices"] = min(sizes["choices"], sizes["experts"])
+    return sizes
+
+
+def block_of(case: Case) -> tuple[BlockBuilder, Op]:
+    """Write the case down as a block whose every number is a parameter, with its backward pass."""
+    builder = BlockBuilder(EXACT)
+    for index, text in enumerate(case.inputs):
+        dtype: Dtype = "int64" if "<" in text else "fp64"
+        role = "input" if "<" in text or not case.has_gradient else "parameter"
+        builder.add(f"in{index}", dims(text), dtype, role)
+    outputs = builder.append("out", case.kind, [f"in{i}" for i in range(len(case.inputs))], source="out")
+    forward = builder.ops[0]
+    if case.has_gradient:
+        seed = builder.add("seed", builder.tensors[outputs[0]].dims, "fp64", "gradient")
+        add_backward(builder, None, {outputs[0]: seed})
+    return builder, forward
+
+
+def call_of(builder: BlockBuilder, op: Op, sizes: Sizes) -> Call:
+    tensors = [tuple(builder.tensors[name] for name in names) for names in (op.inputs, op.outputs)]
+    return Call(inputs=tensors[0], outputs=tensors[1], sizes=sizes)
+
+
+def arrays_of(case: Case, sizes: Sizes, rng: np.random.Generator) -> list[Array]:
+    if case.draw:
+        return case.draw(sizes, rng)
+    drawn: list[Array] = []
+    for text in case.inputs:
+        shape = [sizes[dim] for dim in dims(text)]
+        below = text.partition("< ")[2]
+        drawn.append(rng.integers(0, sizes[below], shape) if below else rng.normal(size=shape))
+    return drawn
+
+
+def run(builder: BlockBuilder, sizes: Sizes, values: dict[str, Array]) -> None:
+    for op in builder.ops:
+        call = call_of(builder, op, sizes)
+        results = op.kind.evaluate(call, *(values[name] for name in op.inputs))
+        for tensor, result in zip(call.outputs, results, strict=True):
+            assert result.shape == tuple(sizes[dim] for dim in tensor.dims), str(tensor)
+            values[tensor.name] = result
+
+
+def agree(ours: Sequence[Array], theirs: Sequence[Any]) -> None:
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, other.detach().numpy(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(sizes=dim_sizes(), seed=st.integers(0, 2**32 - 1))
+def test_a_kind_and_the_gradient_derived_from_it_equal_torch(name: str, sizes: Sizes, seed: int):
+    case, rng = CASES[name], np.random.default_rng(seed)
+    if not isinstance(case.kind, Attend):  # only attention can look at more keys than it has queries
+        sizes = {**sizes, "kv_seq": sizes["seq"]}
+    builder, forward = block_of(case)
+    values = {f"in{index}": array for index, array in enumerate(arrays_of(case, sizes, rng))}
+    leaves = [torch.tensor(array) for array in values.values()]
+    for leaf in leaves:
+        leaf.requires_grad_(case.has_gradient and leaf.is_floating_point())
+    expected = case.reference(*leaves, *(() if case.reference in UNARY.values() else (sizes,)))
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    values["seed"] = rng.normal(size=tuple(expected[0].shape))
+    trained = [f"in{i}" for i, leaf in enumerate(leaves) if leaf.requires_grad]
+    values |= {f"{leaf}.grad": np.zeros_like(values[leaf]) for leaf in trained}
+    run(builder, sizes, values)
+    agree([values[output] for output in forward.outputs], expected)
+    if case.has_gradient:
+        expected[0].backward(torch.tensor(values["seed"]))
+        agree([values[f"{leaf}.sum"] for leaf in trained], [leaf.grad for leaf in leaves if leaf.requires_grad])
+
+
+def test_a_delivered_tensor_gets_the_sum_of_what_its_readers_send_back():
+    builder = BlockBuilder(EXACT)
+    builder.add("x", ("batch", "seq"), "fp64", "parameter")
+    builder.append("x_out", Deliver(rename=(("seq", "kv_seq"),)), ["x"], source="x_out")
+    seeds: dict[str, str] = {}
+    for reader in ("exp", "silu", "negate"):
+        builder.append(reader, Unary(function=reader), ["x_out"], source=reader)
+        seeds[reader] = builder.add(f"d.{reader}", ("batch", "kv_seq"), "fp64", "gradient")
+    add_backward(builder, None, seeds)
+    rng, sizes = np.random.default_rng(0), {"batch": 3, "seq": 2, "kv_seq": 2}
+    values: dict[str, Array] = {"x": rng.normal(size=(3, 2)), "x.grad": rng.normal(size=(3, 2))}
+    values |= {seed: rng.normal(size=(3, 2)) for seed in seeds.values()}
+    leaf = torch.tensor(values["x"], requires_grad=True)
+    leaf.grad = torch.tensor(values["x.grad"])  # what earlier micro-batches left: the sum goes on from there
+    run(builder, sizes, values)
+    sent = [(UNARY[name](leaf) * torch.tensor(values[seed])).sum() for name, seed in seeds.items()]
+    torch.stack(sent).sum().backward()
+    agree([values["x.sum"]], [leaf.grad])
+
+
+# -- no kind without a case ------------------------------------------------------------------------
+
+
+def kinds_of_the_package() -> set[type[OpKind]]:
+    """Every concrete class of the modules under ``graph/kinds``."""
+    found: set[type[OpKind]] = set()
+    for module in pkgutil.iter_modules(autoshard.graph.kinds.__path__, "autoshard.graph.kinds."):
+        for _, member in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
+            if issubclass(member, OpKind) and not inspect.isabstract(member):
+                found.add(member)
+    return found
+
+
+def all_calls(sizes: Sizes) -> Iterator[tuple[OpKind, Call]]:
+    """Every operation that any case makes, forward and backward."""
+    for case in CASES.values():
+        builder, _ = block_of(case)
+        yield from ((op.kind, call_of(builder, op, sizes)) for op in builder.ops)
+
+
+# Different primes, so that a count can come from one product of dims only.
+PRIMES: Sizes = dict(zip(DIMS, (2, 3, 5, 7, 11, 4, 13, 17, 19, 23, 29, 31, 37), strict=True))
+T, H, E, K = 2 * 3, 13, 19, 29  # tokens, hidden, experts, choices
+TH, Q, QK = (
+    T * H,
+    T * 7 * 11,
+    2 * 7 * 11 * 3 * 5,
+)  # elements of X, query heads, (query, key) pairs of all heads
+EXPECTED: Mapping[str, tuple[int, int, int]] = {  # matrix FLOPs, vector FLOPs, bytes moved (float64 and int64)
+    "a product with heads": (2 * TH * 7 * 11 * 4, 0, 8 * (TH + 7 * 11 * 4 * H + Q * 4)),
+    "a product back from heads": (2 * TH * 7 * 11 * 4, 0, 8 * (TH + 7 * 11 * 4 * H + Q * 4)),
+    "a product per expert": (2 * E * 23 * 17 * H, 0, 8 * E * (23 * 17 + 23 * H + 17 * H)),
+    **dict.fromkeys(UNARY, (0, TH, 8 * 2 * TH)),
+    "multiply": (0, TH, 8 * 3 * TH),
+    "add": (0, TH, 8 * 3 * TH),
+    "add a bias": (0, TH, 8 * (2 * TH + H)),
+    "add a table": (0, TH, 8 * (2 * TH + 3 * H)),
+    "subtract": (0, TH, 8 * 3 * TH),
+    "subtract a row": (0, TH, 8 * (2 * TH + T)),
+    "sum": (0, TH, 8 * (TH + H)),
+    "maximum": (0, T * 37, 8 * (T * 37 + T)),
+    "cast": (0, TH, 8 * 2 * TH),
+    "softmax": (0, 4 * T * K, 8 * 2 * T * K),
+    "softmax inside": (0, 4 * TH, 8 * 2 * TH),
+    "rms norm": (0, 4 * TH, 8 * (2 * TH + H) + 4 * T),  # the statistic is FP32
+    "rms norm of heads": (0, 4 * Q * 4, 8 * (2 * Q * 4 + 4) + 4 * Q),
+    "layer norm": (0, 4 * TH, 8 * (2 * TH + 2 * H) + 4 * T),
+    "layer norm without bias": (0, 4 * TH, 8 * (2 * TH + H) + 4 * T),
+    "lookup": (0, 0, 8 * (2 * TH + T)),  # rows read, rows written, indices: never the table
+    "pick": (0, 0, 8 * 3 * T),
+    "rotary": (0, 3 * Q * 4, 8 * (2 * Q * 4 + 3)),
+    "rotary of keys, part of the head": (0, 3 * T * 7 * 2, 8 * (2 * T * 7 * 4 + 3)),
+    "rotary, linear scaling": (0, 3 * Q * 4, 8 * (2 * Q * 4 + 3)),
+    "rotary, llama3 scaling": (0, 3 * Q * 4, 8 * (2 * Q * 4 + 3)),
+    "attend": (2 * 2 * QK * 4, 5 * QK, 8 * (2 * Q * 4 + 2 * 2 * 5 * 7 * 4 + 3 + 5) + 4 * Q),
+    "attend in a window": (2 * 2 * QK * 4, 5 * QK, 8 * (2 * Q * 4 + 2 * 2 * 5 * 7 * 4 + 3 + 5) + 4 * Q),
+    "top k": (0, T * E, 8 * (T * E + 2 * T * K)),
+    "slot": (0, T * K, 8 * 2 * T * K),
+    "dispatch": (0, 0, 8 * (TH + 2 * T * K + E * 23 * H)),
+    "combine": (0, 2 * T * K * H, 8 * (E * 23 * H + 3 * T * K + TH)),
+    "deliver": (0, 0, 0),
+    "deliver along another dim": (0, 0, 0),
+    "square sum": (0, 2 * 17 * H, 8 * 17 * H + 4),
+    "clip": (0, 1, 2 * 8 + 2 * 4),
+    "adamw": (0, 15 * 17 * H, 8 * 7 * 17 * H + 3 * 8),
+}
+EXPECTED_BACKWARD: Mapping[str, tuple[int, int, int]] = {  # by label: the first operation that has it
+    "accumulate": (0, TH, 8 * 3 * TH),
+    "attend_gradient": (
+        4 * 2 * QK * 4, 10 * QK, 8 * (4 * Q * 4 + 4 * 2 * 5 * 7 * 4 + 3 + 5) + 4 * Q,
+    ),
+    "collect": (0, 0, 0),  # with one reader there is nothing to add
+    "combine_gradient": (0, 3 * T * K * H, 8 * (TH + 2 * E * 23 * H + 4 * T * K)),
+    "dispatch_gradient": (0, T * K * H, 8 * (E * 23 * H + 2 * T * K + TH)),
+    "place": (0, 0, 8 * (2 * T + T * 37)),
+    "repeat": (0, 0, 8 * (H + TH)),
+    "rms_norm_gradient": (0, 8 * TH, 8 * (3 * TH + H) + 4 * T),
+    "rms_norm_weight_gradient": (0, 3 * TH, 8 * (2 * TH + H) + 4 * T),
+    "rotary_back": (0, 3 * Q * 4, 8 * (2 * Q * 4 + 3)),
+    "scatter_add": (0, TH, 8 * (TH + T + 37 * H)),
+    "silu_gradient": (0, TH, 8 * 3 * TH),
+    "softmax_gradient": (0, 4 * T * K, 8 * 3 * T * K),
+    "top_k_gradient": (0, 0, 8 * (2 * T * K + T * E)),
+}  # fmt: skip
+
+
+def counts(kind: OpKind, call: Call) -> tuple[int, int, int]:
+    return kind.matrix_flops(call), kind.vector_flops(call), kind.traffic_bytes(call)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_kind_counts_its_flops_and_bytes_as_counted_by_hand(name: str):
+    builder, forward = block_of(CASES[name])
+    assert counts(forward.kind, call_of(builder, forward, PRIMES)) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("label", EXPECTED_BACKWARD)
+def test_a_derived_operation_counts_its_flops_and_bytes_as_counted_by_hand(label: str):
+    kind, call = next((kind, call) for kind, call in all_calls(PRIMES) if kind.label == label)
+    if label == "accumulate":
+        kind, call = next((k, c) for k, c in all_calls(PRIMES) if k.label == label and len(c.inputs[0].dims) == 3)
+    assert counts(kind, call) == EXPECTED_BACKWARD[label]
+
+
+def test_the_products_of_a_gradient_cost_twice_the_forward():
+    for name in ("a product with heads", "a product back from heads", "a product per expert", "attend"):
+        builder, forward = block_of(CASES[name])
+        flops = {op.name: op.kind.matrix_flops(call_of(builder, op, PRIMES)) for op in builder.ops}
+        assert sum(flops.values()) == 3 * flops[forward.name]
+
+
+def test_every_kind_of_the_package_is_compared_with_torch_and_counted_by_hand():
+    by_hand = {type(case.kind) for case in CASES.values()}
+    by_hand |= {type(kind) for kind, _ in all_calls(PRIMES) if kind.label in EXPECTED_BACKWARD}
+    executed = {type(kind) for kind, _ in all_calls(PRIMES)}
+    assert len(kinds_of_the_package()) > 25
+    assert kinds_of_the_package() == executed == by_hand
+    assert set(EXPECTED) == set(CASES)
+
+
+def test_labels_are_readable_and_name_one_kind_each():
+    owners: dict[str, set[type[OpKind]]] = {}
+    for kind, _ in all_calls(PRIMES):
+        owners.setdefault(kind.label, set()).add(type(kind))
+    assert {label: kinds for label, kinds in owners.items() if len(kinds) > 1} == {}
+    assert [label for label in owners if not re.fullmatch(r"[a-z]+\d*(_[a-z0-9]+)*", label)] == []
+    names = {type(kind).__name__: kind.label for kind, _ in all_calls(PRIMES)}
+    glued = {n for n, label in names.items() if len(re.findall("[A-Z]", n)) > 1 and label == n.lower()}
+    assert glued == {"AdamW"}  # written so by everybody

@@ -1,0 +1,267 @@
+"""Recompute changes what is kept and computed, never a number that comes out."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from autoshard.errors import InputError
+from autoshard.graph.block import Block, OpGraph, distinct_bytes
+from autoshard.graph.count import matrix_flops
+from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.evaluate import StepResult, evaluate_step, random_weights
+from autoshard.graph.fusing import Flow
+from autoshard.graph.recompute import recompute, recompute_label
+from autoshard.spec.kernels import Kernels, kernels_names, load_kernels
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.workload import Precision, Workload
+
+GraphOf = Callable[..., OpGraph]
+TOLERANCE = 1e-12
+
+
+def evaluated(graph: OpGraph, micro_batches: Callable[..., Any]) -> StepResult:
+    rng = np.random.default_rng(0)
+    return evaluate_step(graph, random_weights(graph, rng), micro_batches(graph, rng))
+
+
+def assert_same(ours: StepResult, theirs: StepResult) -> None:
+    assert ours.loss == pytest.approx(theirs.loss, rel=TOLERANCE)
+    assert ours.norm == pytest.approx(theirs.norm, rel=TOLERANCE)
+    assert ours.gradients.keys() == theirs.gradients.keys()
+    for name, gradient in theirs.gradients.items():
+        np.testing.assert_allclose(ours.gradients[name], gradient, atol=TOLERANCE, rtol=TOLERANCE, err_msg=name)
+    for name, weight in theirs.weights.items():
+        np.testing.assert_allclose(ours.weights[name], weight, atol=1e-9, err_msg=name)
+
+
+def transformed(graph: OpGraph, kernels: Kernels, names: tuple[str, ...] | None, *kinds: str) -> OpGraph:
+    blocks = [recompute(block, kernels, names) if block.kind in kinds else block for block in graph.blocks]
+    return replace(graph, blocks=tuple(blocks))
+
+
+def storages(block: Block) -> set[str]:
+    return {entry.storage for entry in block.saved}
+
+
+def clones(block: Block) -> list[str]:
+    return [op.name.removesuffix(".again") for op in block.ops if op.again]
+
+
+def kernel_ops(block: Block) -> list[str]:
+    return [name for group in block.fused for name in group.ops]
+
+
+def keeps_its_own(kernels: Kernels, group: tuple[str, ...]) -> bool:
+    """Whether the table, not the gradient, says what this kernel keeps."""
+    entries = [k for k in kernels.kernels if any(fnmatchcase(group[0], pattern) for pattern in k.ops)]
+    return bool(entries) and entries[0].saves is not None
+
+
+def assert_backward_reads_what_is_there(block: Block, kernels: Kernels) -> None:
+    """All that backward reads is kept, computed again, or in a form that its kernel keeps by itself."""
+    flow = Flow(dict(block.tensors), block.ops)
+    again = set(clones(block))
+    own = {op for group in block.fused if keeps_its_own(kernels, group.ops) for op in group.ops}
+    forward = {name for op in flow.forward for name in (*op.inputs, *op.outputs) if flow.is_kept(name)}
+    kept = storages(block)
+    for op in block.select("micro_batch", "IW"):
+        lost = [name for name in op.inputs if name in forward and flow.root(name) not in kept]
+        excused = not op.again and op.source in own and op.source not in again
+        assert not lost or excused, f"{op.name} reads {lost}, which nobody kept"
+
+
+@pytest.mark.parametrize("names", [None, "selective"])
+def test_every_gradient_stays_the_same(
+    model: ModelSpec,
+    kernels: Kernels,
+    names: str | None,
+    graph_of: GraphOf,
+    micro_batches: Callable[..., Any],
+):
+    graph = graph_of(model, kernels.name)
+    plain = evaluated(graph, micro_batches)
+    if names is None:
+        assert_same(evaluated(transformed(graph, kernels, None, "embed", "layer", "head"), micro_batches), plain)
+    else:
+        for chosen in kernels.selective:
+            changed = transformed(graph, kernels, (chosen,), "layer")
+            assert_same(evaluated(changed, micro_batches), plain)
+
+
+GRAPHS: Mapping[tuple[str, str], OpGraph] = {
+    (name, table): decoder_graph(
+        replace(load_model(name), num_layers=1, hidden=8, ffn=8, num_heads=2, num_kv_heads=1, head_dim=4, vocab=8),
+        Workload(seq_len=4, global_batch=2, precision=Precision.named("bf16")),
+        load_kernels(table),
+        micro_batch=1,
+    )
+    for name in ("tiny-llama", "tiny-mixtral", "gpt2-xl", "qwen3-8b")
+    for table in kernels_names()
+}
+
+
+@st.composite
+def choices(draw: Callable[..., Any]) -> tuple[OpGraph, Kernels, str, tuple[str, ...]]:
+    name, table = draw(st.sampled_from(sorted(GRAPHS)))
+    graph = GRAPHS[name, table]
+    kind = draw(st.sampled_from(["embed", "layer", "layer", "layer", "head"]))
+    names = draw(st.lists(st.sampled_from(kernel_ops(graph.block(kind))), min_size=1, max_size=8, unique=True))
+    return graph, load_kernels(table), kind, tuple(names)
+
+
+@given(choice=choices())
+def test_any_set_of_operations_can_be_computed_again(choice: Any, micro_batches: Callable[..., Any]):
+    graph, kernels, kind, names = choice
+    changed = transformed(graph, kernels, names, kind)
+    assert_same(evaluated(changed, micro_batches), evaluated(graph, micro_batches))
+
+
+@settings(max_examples=200)
+@given(choice=choices())
+def test_nothing_is_read_in_backward_that_was_not_kept(choice: Any):
+    graph, kernels, kind, names = choice
+    before = graph.block(kind)
+    after = recompute(before, kernels, names)
+    assert_backward_reads_what_is_there(before, kernels)
+    assert_backward_reads_what_is_there(after, kernels)
+
+
+@settings(max_examples=200)
+@given(choice=choices())
+def test_only_what_the_computed_operations_read_may_be_kept_in_addition(choice: Any):
+    graph, kernels, kind, names = choice
+    before = graph.block(kind)
+    after = recompute(before, kernels, names)
+    flow = Flow(dict(before.tensors), before.ops)
+    whole = {op for group in before.fused if set(group.ops) & set(names) for op in group.ops}
+    read = {flow.root(name) for name in flow.external_inputs(sorted(whole))}
+    others = {save.storage for group in before.fused if not set(group.ops) & whole for save in group.saves}
+    assert storages(after) == read | others
+    assert set(clones(after)) <= whole | {op.name for op in before.ops if op.kind.label == "deliver"}
+
+
+@given(choice=choices())
+def test_clones_that_end_at_the_last_saved_tensor_are_all_read(choice: Any):
+    graph, kernels, kind, names = choice
+    if kernels.clones_end == "last_saved":
+        after = recompute(graph.block(kind), kernels, names)
+        read = {name for op in after.ops for name in op.inputs}
+        assert [op.name for op in after.ops if op.again and not read.intersection(op.outputs)] == []
+
+
+def test_full_keeps_the_input_of_the_layer_only(model: ModelSpec, kernels: Kernels, graph_of: GraphOf):
+    graph = graph_of(model, kernels.name)
+    layer = recompute(graph.block("layer"), kernels, None)
+    assert [entry.storage for entry in layer.saved] == ["x"]
+    sizes = graph.sizes
+    assert distinct_bytes(layer.saved, sizes) == 2 * sizes["batch"] * sizes["seq"] * sizes["hidden"]
+
+
+def test_where_clones_end_decides_whether_the_last_product_runs_again(llama: ModelSpec, graph_of: GraphOf):
+    ends = {load_kernels(name).clones_end for name in kernels_names()}
+    assert ends == {"last_saved", "output"}
+    for table in kernels_names():
+        kernels, graph = load_kernels(table), graph_of(llama, table)
+        before = graph.block("layer")
+        after = recompute(before, kernels, None)
+        forward, repeated = (matrix_flops(block, "F", graph.sizes) for block in (before, after))
+        extra = matrix_flops(after, "FIW", graph.sizes) - matrix_flops(before, "FIW", graph.sizes)
+        down = before.op("down").kind.matrix_flops(before.call(before.op("down"), graph.sizes))
+        assert forward == repeated
+        if kernels.clones_end == "output":
+            assert extra == forward
+            assert {"down", "mlp_out", "mlp_add"} <= set(clones(after))
+        else:
+            assert extra == forward - down
+            assert not {"down", "mlp_out", "mlp_add"} & set(clones(after))
+
+
+def test_selective_attention_of_each_table(llama: ModelSpec, graph_of: GraphOf):
+    names = {"te": "core_attn", "nxd": "CoreAttention", "torch_cpu": "attention", "torch_cuda": "attention"}
+    assert set(names) == set(kernels_names())
+    for table, name in names.items():
+        before = graph_of(llama, table).block("layer")
+        after = recompute(before, load_kernels(table), (name,))
+        assert clones(after) == ["attend"]
+        gone, new = storages(before) - storages(after), storages(after) - storages(before)
+        if table == "nxd":  # the copies of keys and values go, what they are copied from stays
+            assert (gone, new) == ({"attend.copy1", "attend.copy2", "attend.lse"}, {"k_rotary", "v"})
+        else:
+            assert (gone, new) == ({"attend.lse"}, set())
+        assert {"q_rotary", "k_rotary", "v", "attend"} <= storages(after)  # "attend" is what o multiplies
+
+
+def test_selective_mlp_keeps_its_input_and_computes_the_products_again(llama: ModelSpec, graph_of: GraphOf):
+    before = graph_of(llama, "te").block("layer")
+    after = recompute(before, load_kernels("te"), ("mlp",))
+    assert storages(before) - storages(after) == {"gate", "up", "product"}
+    assert [name for name in clones(after) if name in kernel_ops(before)] == [
+        "up",
+        "gate",
+        "act",
+        "product",
+        "down",
+    ]
+    by_torch = recompute(graph_of(llama, "torch_cpu").block("layer"), load_kernels("torch_cpu"), ("mlp",))
+    assert "down" not in clones(by_torch)
+
+
+def test_a_kernel_is_computed_again_as_a_whole(llama: ModelSpec, graph_of: GraphOf):
+    before = graph_of(llama, "te").block("layer")
+    assert clones(recompute(before, load_kernels("te"), ("act",))) == clones(
+        recompute(before, load_kernels("te"), ("act", "product"))
+    )
+
+
+def test_clones_come_before_the_first_backward_operation_and_belong_to_pass_i(llama: ModelSpec, graph_of: GraphOf):
+    layer = recompute(graph_of(llama, "te").block("layer"), load_kernels("te"), None)
+    order = ["F" if op.pass_ == "F" else "again" if op.again else "backward" for op in layer.select("micro_batch")]
+    assert order == sorted(order, key=["F", "again", "backward"].index)
+    assert {op.pass_ for op in layer.ops if op.again} == {"I"}
+
+
+def test_all_names_of_sets_stand_for_operations_of_some_layer(kernels: Kernels):
+    layers = [graph.block("layer") for (_, table), graph in GRAPHS.items() if table == kernels.name]
+    known = {name for layer in layers for name in kernel_ops(layer)} | {"gate_shift"}  # no gated card has biases
+    for name, operations in kernels.selective.items():
+        assert kernels.resolve((name,)) == operations
+        assert set(operations) <= known
+        assert name not in known
+
+
+def test_a_recomputed_mlp_with_biases_keeps_nothing_inside(model: ModelSpec, graph_of: GraphOf):
+    before = graph_of(model, "te").block("layer")
+    after = recompute(before, load_kernels("te"), ("mlp",))
+    inside = {"up", "up_shift", "gate", "gate_shift", "act", "product"}
+    assert storages(before) & inside and not storages(after) & inside
+
+
+def test_names_may_be_mixed_and_repeated():
+    kernels = load_kernels("te")
+    assert kernels.resolve(("mlp_act", "act", "attend")) == ("act", "product", "attend")
+
+
+def test_unknown_names_are_refused_all_at_once_with_the_nearest_known(llama: ModelSpec, graph_of: GraphOf):
+    with pytest.raises(InputError) as caught:
+        recompute(graph_of(llama, "te").block("layer"), load_kernels("te"), ("core_atn", "gat", "attend"))
+    first, second = (str(fault) for fault in caught.value.faults)
+    assert first == "recompute: layer has no operation 'core_atn'. Did you mean core_attn?"
+    assert second == "recompute: layer has no operation 'gat'. Did you mean gate or act?"
+
+
+def test_nothing_chosen_changes_nothing(llama: ModelSpec, graph_of: GraphOf):
+    layer = graph_of(llama, "te").block("layer")
+    assert recompute(layer, load_kernels("te"), ()) is layer
+
+
+def test_a_block_is_transformed_once(llama: ModelSpec, graph_of: GraphOf):
+    layer = recompute(graph_of(llama, "te").block("layer"), load_kernels("te"), None)
+    assert layer.recompute == recompute_label(None) == "full"
+    with pytest.raises(AssertionError, match="recomputed already"):
+        recompute(layer, load_kernels("te"), None)

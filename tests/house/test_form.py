@@ -1,0 +1,164 @@
+"""The form of the source that ruff does not know: lengths, names, state, places outside the repository."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON_FOLDERS = ("autoshard", "benchmarks", "tests")
+SOURCES = sorted(path for folder in PYTHON_FOLDERS for path in (ROOT / folder).rglob("*.py"))
+TEXT = {".py", ".md", ".toml", ".txt", ".json", ".jsonl", ".yaml", ".yml"}
+TEXT_NAMES = {"Makefile", "LICENSE", "run", ".editorconfig", ".gitignore"}
+FOLDERS = (".ci", *PYTHON_FOLDERS, "models", "recipes")
+
+MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 400
+MAX_TEST_FILE_LINES = 600
+
+# A name made of these words does not say what it stands for.
+BANNED_WORDS = {"manager", "managers", "helper", "helpers", "util", "utils", "info", "infos"}
+BANNED_STARTS = ("do_", "process_")
+
+# The only code that may read the environment.
+READS_ENVIRONMENT = {ROOT / "autoshard" / "cli.py", ROOT / "autoshard" / "runtime" / "launch.py"}
+
+# A clone must make sense on any machine: nothing may point above its root, into somebody's folders,
+# or to an index that only some can reach.
+ELSEWHERE = (
+    re.compile(r"(?<![.\w])\.\./"),
+    re.compile(r"(?<![\w.-])" + "shared" + r"/\w"),
+    re.compile(r"(?<![\w.}-])/(home|root|Users|work|tmp)/"),
+)
+INDEX = re.compile(r"https?://[^\s\"'`)]*(?:/simple|/whl|pypi|pip\.)[^\s\"'`),]*")
+PUBLIC_INDEXES = (
+    "https://download.pytorch.org/whl/cpu",
+    "https://pip.repos.neuron.amazonaws.com",
+    "https://pypi.org",
+)
+
+
+def short(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def text_files() -> Iterator[Path]:
+    """Every file of the repository that people read, and none that a tool wrote."""
+    inside = (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*")))
+    beside = (path for path in sorted(ROOT.iterdir()) if path.suffix != ".json")  # commands write plan.json here
+    for path in (*inside, *beside):
+        if path.is_file() and (path.suffix in TEXT or path.name in TEXT_NAMES):
+            yield path
+
+
+def defined_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case _:
+                pass
+
+
+def words(name: str) -> set[str]:
+    return set(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_"))
+
+
+def is_banned(name: str) -> bool:
+    return bool(words(name) & BANNED_WORDS) or name.lstrip("_").startswith(BANNED_STARTS)
+
+
+def elsewhere(line: str) -> bool:
+    """Say whether a line names a place that is not in the repository.
+
+    >>> elsewhere("see models/llama3-70b.json"), elsewhere("see .." + "/notes")
+    (False, True)
+    """
+    indexes = (url for url in INDEX.findall(line) if not url.startswith(PUBLIC_INDEXES))
+    return any(pattern.search(line) for pattern in ELSEWHERE) or any(True for _ in indexes)
+
+
+def test_functions_fit_in_the_eye() -> None:
+    long = [
+        f"{short(path)}:{node.lineno} {node.name}"
+        for path in SOURCES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or node.lineno) - node.lineno >= MAX_FUNCTION_LINES
+    ]
+    assert not long
+
+
+def test_files_have_one_subject() -> None:
+    long = [
+        f"{short(path)}: {lines} lines"
+        for path in SOURCES
+        if (lines := len(path.read_text(encoding="utf-8").splitlines()))
+        > (MAX_TEST_FILE_LINES if short(path).startswith("tests/") else MAX_FILE_LINES)
+    ]
+    assert not long
+
+
+@pytest.mark.parametrize(
+    ("name", "banned"),
+    [
+        *((name, True) for name in ("MeshManager", "_do_step", "process_rows", "model_info", "StageUtils")),
+        *((name, False) for name in ("information", "dot", "process", "redo_step")),
+    ],
+)
+def test_the_rule_of_names_knows_its_words(name: str, banned: bool) -> None:
+    assert is_banned(name) is banned
+
+
+def test_names_say_what_they_stand_for() -> None:
+    named = [(path, name) for path in SOURCES for name in (path.stem, *defined_names(parsed(path)))]
+    assert not [f"{short(path)}: {name}" for path, name in named if is_banned(name)]
+
+
+def test_there_is_no_global_state() -> None:
+    stateful = [
+        f"{short(path)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Global)
+    ]
+    assert not stateful
+
+
+def test_the_environment_is_read_at_the_door() -> None:
+    readers = [
+        f"{short(path)}:{node.lineno}"
+        for path in SOURCES
+        if path.is_relative_to(ROOT / "autoshard") and path not in READS_ENVIRONMENT
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "environb"}
+    ]
+    assert not readers
+
+
+@pytest.mark.parametrize("place", ["/ho" + "me/me/x", "in .." + "/x", "https:" + "//pypi.example.org/simple"])
+def test_the_rule_of_places_knows_its_words(place: str) -> None:
+    assert elsewhere(place)
+
+
+@pytest.mark.parametrize("place", [*PUBLIC_INDEXES, "stages=9/10*6/11", "models/x.json", ".../x"])
+def test_the_rule_of_places_leaves_the_rest_alone(place: str) -> None:
+    assert not elsewhere(place)
+
+
+def test_the_repository_names_no_place_outside_itself() -> None:
+    found = [
+        f"{short(path)}:{number} {line.strip()[:100]}"
+        for path in text_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if elsewhere(line)
+    ]
+    assert not found

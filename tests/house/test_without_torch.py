@@ -1,0 +1,80 @@
+"""The planner lives without torch, wandb and transformers: absent or installed, it never loads them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "torch_xla", "torch_neuronx", "neuronx_distributed", "wandb", "transformers")
+
+# Python imports a module of this name when it starts: from then on the heavy packages are not installed.
+ABSENT = f"""
+import sys
+
+class Absent:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in {HEAVY!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent)
+"""
+
+# Runs the command line as `python -m autoshard.cli` does, then prints which heavy packages it has loaded.
+RUN = f"""
+import runpy, sys
+try:
+    runpy.run_module("autoshard.cli", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    assert not end.code, f"exit code {{end.code}}"
+print("loaded:", sorted(set({HEAVY!r}) & set(sys.modules)))
+"""
+
+PLAN = ("plan", "--model", "llama3-70b", "--nodes", "16", "--out", "plan.json")
+LIST = ("list", "models")
+
+
+Done = subprocess.CompletedProcess[str]
+
+
+def python(code: str, *arguments: str, cwd: Path, first: Path | None = None) -> Done:
+    path = os.pathsep.join(str(folder) for folder in (first, ROOT) if folder is not None)
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code, *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def absent(tmp_path: Path) -> Path:
+    folder = tmp_path / "absent"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(ABSENT, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_the_heavy_packages_are_really_absent(name: str, absent: Path, tmp_path: Path) -> None:
+    done = python(f"import {name}", cwd=tmp_path, first=absent)
+    assert done.returncode == 1 and f"No module named '{name}'" in done.stderr
+
+
+@pytest.mark.parametrize("command", [PLAN, LIST], ids=lambda command: command[0])
+def test_commands_work_where_torch_is_absent(command: tuple[str, ...], absent: Path, tmp_path: Path) -> None:
+    done = python(RUN, *command, cwd=tmp_path, first=absent)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "plan.json").is_file() == ("plan.json" in command)
+
+
+@pytest.mark.parametrize("command", [PLAN, LIST], ids=lambda command: command[0])
+def test_commands_load_no_torch_where_it_is_installed(command: tuple[str, ...], tmp_path: Path) -> None:
+    done = python(RUN, *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded: []"

@@ -1,0 +1,250 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from autoshard.plan.rules.check import all_rules, judge, legal_mask, legality
+from autoshard.plan.rules.columns import Columns
+from autoshard.plan.rules.rule import Rule
+from autoshard.spec.mesh import Mesh
+from tests.plan.cases import any_candidates, ask, questions, reasons
+
+GPU = {"cluster_name": "h100-80", "nodes": 2}
+LOCAL_MODEL = {"model_name": "gpt2-xl", "seq_len": 1024}
+
+# rule -> (question, candidate that breaks it, what the message must say, the same put right)
+BREAKS = {
+    "ranks": ({}, "tp=32,pp=8,dp=4", "uses 1024 ranks, but the cluster has 512. Use dp=2", "tp=32,pp=8,dp=2"),
+    "heads": ({}, "tp=6,dp=1", "64 query heads of llama3-70b do not divide by 6. Use tp 1, 8 or 32", "tp=8"),
+    "kv-heads": (GPU | {"model_name": "llama3-8b"}, "tp=6,dp=1", "8 KV heads of llama3-8b neither", "tp=16"),
+    "ffn": (GPU | {"model_name": "gpt2-xl"}, "tp=3,dp=1", "the MLP width 6400", "tp=2"),
+    "layers": ({}, "tp=1,pp=128", "80 layers of llama3-70b cannot fill 128 stages", "tp=1,pp=64"),
+    "stages-count": ({}, "tp=32,pp=8,stages=40*2", "lists 2 stages, but pp*vp is", "tp=32,pp=8,stages=10*8"),
+    "stages-sum": ({}, "tp=32,pp=2,stages=40/41", "81 layers together, but llama3-70b has 80: remove 1",
+                   "tp=32,pp=2,stages=39/41"),
+    "recompute-count": ({}, "tp=32,pp=8,recompute=full*3", "names 3 stages, but pp*vp is 8",
+                        "tp=32,pp=8,recompute=full*8"),
+    "recompute-layers": ({}, "tp=32,pp=8,recompute=full:11", "8 stages have fewer layers",
+                         "tp=32,pp=8,recompute=full:10"),
+    "batch": ({"global_batch": 1000}, "tp=32,pp=1", "does not divide by dp*mbs=16. Use a global batch of 992"
+              " or 1008", "tp=32,pp=2"),
+    "experts": (GPU | {"model_name": "mixtral-8x7b"}, "tp=1,ep=16", "8 experts of mixtral-8x7b", "tp=1,ep=8"),
+    "ep-in-dp": (GPU | {"model_name": "mixtral-8x7b"}, "tp=4,ep=8,dp=4", "ep is cut out of dp", "tp=2,ep=8"),
+    "positions": (GPU | {"model_name": "gpt2-xl"}, "tp=1", "learned positions for 1024 tokens only", None),
+    "interleaved-rounds": ({"global_batch": 1020}, "tp=32,pp=8,schedule=interleaved,vp=2",
+                           "510 micro-batches do not divide by pp=8", None),
+    "cp-seq": (GPU | {"seq_len": 8190}, "tp=1,cp=4", "a sequence of 8190 does not divide by 4", "tp=1,cp=2"),
+    "zigzag-seq": (GPU | {"seq_len": 8196}, "tp=1,cp=4,cp_order=zigzag", "does not divide by 2*cp=8",
+                   "tp=1,cp=2,cp_order=zigzag"),
+    "sp-seq": (GPU | {"seq_len": 4100}, "tp=8", "the 4100 tokens of a sequence on each rank do not divide by",
+               "tp=8,sp=false"),
+    "cp-heads": (GPU | LOCAL_MODEL, "cp=2,cp_kind=all_to_all", "25 query heads do not divide by", "cp=2"),
+    "sp-effect": ({}, "tp=1,sp=true", "tp is 1", "tp=8,sp=true"),
+    "cp-kind-effect": (GPU, "tp=1,cp_kind=all_to_all", "cp is 1", "tp=1,cp=2,cp_kind=all_to_all"),
+    "cp-order-effect": (GPU, "tp=1,cp_order=zigzag", "cp is 1", "tp=1,cp=2,cp_order=zigzag"),
+    "ep-effect": (GPU, "tp=1,ep=2", "llama3-70b is dense", "tp=1"),
+    "vp-schedule": ({}, "tp=32,pp=8,vp=2", "Use schedule=inter", "tp=32,pp=8,vp=2,schedule=interleaved"),
+    "interleaved-shape": ({}, "tp=32,pp=8,schedule=interleaved", "not pp=8,vp=1", "tp=32,pp=8"),
+    "schedule-effect": (GPU, "tp=8,schedule=gpipe", "no pipeline with pp=1", "tp=8,pp=2,schedule=gpipe"),
+    "zero-effect": (GPU, "tp=8,pp=2,zero=3", "nothing to spread over", "tp=8,pp=1,zero=3"),
+    "boundary": (GPU, "tp=8,boundary=[batch/dp, seq, hidden]", "default layout", "tp=8"),
+    "lnc": ({"cluster_name": "trn2.48xlarge", "lnc": 2}, "tp=32,lnc=1", "Use --lnc 1", "tp=32,lnc=2"),
+    "place": (GPU, "tp=8,place=3/0-2", "places 4 ranks, but a node of h100-80 has 8", "tp=8,place=7-0"),
+    "kernels": (GPU, "tp=8,kernels=tee", "Did you mean te?", "tp=8,kernels=torch_cuda"),
+    "recompute-ops": ({}, "tp=8,recompute=selective[CoreAtention]", "Did you mean CoreAttention",
+                      "tp=8,recompute=selective[CoreAttention,act]"),
+    "trn1-tp": ({}, "tp=4", "older guides list 2", "tp=8"),
+    "trn1-dp": ({"nodes": 2}, "tp=8,pp=4,dp=2", "dp*cp must be 1 or at least 4, not 2", "tp=8,pp=2"),
+    "trn2-tp": ({"cluster_name": "trn2.48xlarge", "lnc": 2}, "tp=8", "runs tp 1, 4, 16, 32 or 64", "tp=16"),
+    "node-symmetry": ({"nodes": 3}, "tp=8,dp=3,pp=4", "edp (3 ranks, 8 apart), pp (4 ranks, 24 apart)",
+                      "tp=8,dp=12"),
+    "nxd-cluster": (GPU | {"engine": "nxd"}, "tp=8", "Use --engine torch", None),
+    "nxd-schedule": ({}, "tp=32,pp=8,schedule=gpipe", "Use schedule=1f1b", "tp=32,pp=8"),
+    "nxd-zero": ({}, "tp=32,pp=8,zero=0", "fp32 masters only inside ZeRO-1", "tp=32,pp=8"),
+    "nxd-ep": ({"model_name": "mixtral-8x7b"}, "tp=32,ep=2", "all ranks instead of tp", "tp=32"),
+    "nxd-tied": (LOCAL_MODEL, "tp=1,pp=4", "gpt2-xl ties its output head", "tp=1"),
+    "nxd-cp-form": ({}, "tp=32,cp=2,cp_order=zigzag", "Use cp_kind=ring,cp_order=contiguous", "tp=32,cp=2"),
+    "nxd-cp-trn1": ({"cluster_name": "trn2.48xlarge"}, "tp=32,cp=2", "on trn1 only", "tp=32"),
+    "nxd-ring-seq": ({"seq_len": 2560}, "tp=32,cp=2", "multiple of 2048", "tp=32"),
+    "nxd-flash-seq": ({"seq_len": 3072}, "tp=32", "Use --seq-len 4096", None),
+    "nxd-qkv-bias": ({"model_changes": {"qkv_bias": True}}, "tp=32", "has biases on q, k and v", "tp=8"),
+    "nxd-window": ({"model_changes": {"window": 4096}}, "tp=8", "Use --seq-len 4096 or less", None),
+    "nxd-fp16": ({"precision": "fp16"}, "tp=8", "returns bf16 for every type but fp32", "tp=1"),
+    "torch-trn1": ({"engine": "torch"}, "tp=8", "Use --engine nxd", None),
+}  # fmt: skip
+
+
+def question_for(facts):
+    changes = facts.get("model_changes", {})
+    question = ask(**{name: fact for name, fact in facts.items() if name != "model_changes"})
+    return dataclasses.replace(question, model=dataclasses.replace(question.model, **changes))
+
+
+def test_every_rule_is_broken_by_a_case_of_this_file():
+    assert set(BREAKS) == {rule.id for rule in all_rules()}
+
+
+def test_rules_have_one_id_each_a_subject_and_a_source():
+    rules = all_rules()
+    assert len({rule.id for rule in rules}) == len(rules)
+    assert all(rule.source.strip() and rule.subject.strip() for rule in rules)
+
+
+@pytest.mark.parametrize("rule_id", BREAKS)
+def test_the_rule_refuses_its_case_and_accepts_the_remedy(rule_id):
+    facts, text, says, remedy = BREAKS[rule_id]
+    question = question_for(facts)
+    found = reasons(question, text)
+    assert rule_id in found, f"{text} is not refused by {rule_id}, only by {list(found)}"
+    assert says is None or says in found[rule_id].message
+    assert found[rule_id].source == next(rule.source for rule in all_rules() if rule.id == rule_id)
+    if remedy is not None:
+        assert rule_id not in reasons(question, remedy)
+
+
+def test_the_example_of_the_design_reads_as_it_is_written_there():
+    question = ask("llama3-70b", "trn1.32xlarge", 16)
+    message = reasons(question, "tp=6,dp=1")["heads"].message
+    assert message == (
+        "tp=6: 64 query heads of llama3-70b do not divide by 6. "
+        "Use tp 1, 8 or 32 on trn1.32xlarge (at 32 every KV head is held 4 times)"
+    )
+
+
+# Layouts that AWS ships as recipes for NxD Training (aws-neuron/neuronx-distributed-training, examples/conf).
+SHIPPED = [
+    (
+        "llama3-70b",
+        "trn1.32xlarge",
+        16,
+        None,
+        1024,
+        8192,
+        "tp=32,pp=8,recompute=selective[CoreAttention,LlamaMLP]",
+    ),
+    (
+        "llama3-70b",
+        "trn1.32xlarge",
+        32,
+        None,
+        1024,
+        8192,
+        "tp=32,pp=8,recompute=selective[CoreAttention,LlamaMLP]",
+    ),
+    (
+        "llama3-70b",
+        "trn1.32xlarge",
+        16,
+        None,
+        1024,
+        8192,
+        "tp=32,pp=8,cp=2,recompute=selective[CoreAttention]",
+    ),
+    (
+        "llama3-70b",
+        "trn2.48xlarge",
+        8,
+        2,
+        1024,
+        8192,
+        "tp=32,pp=4,stages=19/21*2/19,recompute=selective[LlamaRMSNorm]",
+    ),
+    ("llama3-8b", "trn1.32xlarge", 4, None, 1024, 8192, "tp=32,recompute=selective[CoreAttention]"),
+    ("llama3-8b", "trn2.48xlarge", 1, 2, 1024, 8192, "tp=16"),
+    ("llama3.1-405b", "trn1.32xlarge", 64, None, 256, 8192, "tp=32,pp=32,recompute=full"),
+    ("llama2-7b", "trn1.32xlarge", 1, None, 1024, 4096, "tp=8,recompute=selective[CoreAttention]"),
+    ("llama2-70b", "trn1.32xlarge", 8, None, 512, 4096, "tp=8,pp=16,dp=2,recompute=full"),
+    ("mixtral-8x7b", "trn1.32xlarge", 8, None, 128, 4096, "tp=32,pp=4,recompute=full"),
+]
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_layouts_that_aws_ships_are_legal_but_for_the_one_its_rule_names(recipe):
+    name, where, nodes, lnc, batch, seq, text = recipe
+    question = ask(name, where, nodes, lnc, global_batch=batch, seq_len=seq)
+    found = reasons(question, text)
+    # This one breaks the group sizes that NxD Training itself once demanded; the Rule's source says so.
+    expected = ["trn1-dp"] if name == "llama2-70b" else []
+    assert list(found) == expected, [str(rejection) for rejection in found.values()]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "even"),
+    [
+        ("tp=32,pp=8,dp=2", True),  # tp fills a node
+        ("tp=8,pp=8,dp=8", True),  # dp spans two nodes: 4 ranks on each
+        ("tp=8,dp=64", True),
+        ("tp=8,pp=64", True),
+        ("tp=8,pp=21,dp=3", False),  # dp groups of 3 x 8 ranks cross the border of a node unevenly
+        ("tp=1,pp=16,dp=32", True),
+    ],
+)
+def test_groups_must_meet_every_node_alike(sizes, even):
+    assert ("node-symmetry" not in reasons(ask(nodes=16), sizes)) == even
+
+
+def test_symmetry_by_arithmetic_equals_symmetry_of_the_real_groups():
+    (symmetry,) = (rule for rule in all_rules() if rule.id == "node-symmetry")
+    for nodes in (1, 2, 3, 6):
+        question = ask("mixtral-8x7b", nodes=nodes)
+        ranks = question.cluster.num_ranks
+        sizes = [size for size in range(1, 13) if ranks % size == 0]
+        for tp, cp in ((tp, cp) for tp in sizes for cp in sizes if ranks % (tp * cp) == 0):
+            for pp in (size for size in sizes if ranks % (tp * cp * size) == 0):
+                columns = question.columns(tp=tp, cp=cp, pp=pp, dp=ranks // (tp * cp * pp))
+                mesh = Mesh.laid_on(question.cluster, {"tp": tp, "cp": cp, "pp": pp, "dp": columns.dp})
+                real = all(meets_nodes_alike(group) for axis in ("tp", "cp", "dp", "pp") for group in mesh.groups(axis))
+                assert bool(symmetry.allows(columns)) == real, (nodes, tp, cp, pp)
+
+
+def meets_nodes_alike(group):
+    by_node = {}
+    for rank in group:
+        by_node.setdefault(rank // 32, set()).add(rank % 32)
+    return len(set(map(frozenset, by_node.values()))) == 1
+
+
+@given(questions(), st.lists(any_candidates(), min_size=1, max_size=20))
+def test_columns_and_single_candidates_get_the_same_answers(question, candidates):
+    rows = [Columns.of(candidate, *question.facts) for candidate in candidates]
+    one_by_one = [judge(row, all_rules()) for row in rows]
+    together = legality(Columns.stack(rows))
+    assert together.mask.tolist() == [not found for found in one_by_one]
+    counted = {}
+    for rejection in (rejection for found in one_by_one for rejection in found):
+        counted[rejection.rule_id] = counted.get(rejection.rule_id, 0) + 1
+    assert together.refused == counted
+
+
+@given(questions(), any_candidates())
+def test_every_answer_about_a_single_candidate_is_a_plain_truth_value(question, candidate):
+    columns = Columns.of(candidate, *question.facts)
+    for rule in all_rules():
+        assert rule.allows(columns) in (True, False) and isinstance(rule.allows(columns), bool), rule.id
+    for rejection in judge(columns, all_rules()):
+        assert rejection.message and rejection.source
+
+
+def test_columns_may_stay_single_values_where_all_candidates_agree():
+    question = ask(nodes=1, global_batch=64)
+    columns = question.columns(
+        tp=np.array([1, 4, 8, 32]), dp=np.array([32, 8, 4, 1]), sp=np.array([False, True, True, True])
+    )
+    assert legal_mask(columns).tolist() == [True, False, True, True]
+    assert legality(columns).refused == {"trn1-tp": 1}
+
+
+def test_users_add_rules_of_their_own():
+    mine = Rule(
+        id="no-pipelines",
+        subject="pp",
+        allows=lambda c: c.pp == 1,
+        message=lambda c: f"pp={c.pp}: we do not like pipelines. Use pp=1",
+        source="house style",
+    )
+    question = ask()
+    found = reasons(question, "tp=32,pp=8", extra_rules=[mine])
+    assert [str(rejection) for rejection in found.values()] == [
+        "pp=8: we do not like pipelines. Use pp=1 [no-pipelines]"
+    ]

@@ -1,0 +1,185 @@
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+
+from autoshard.plan.build import build_plan
+from autoshard.plan.codec import dump, load
+from autoshard.plan.prediction import StageMemory
+from autoshard.plan.rules.check import rejections
+from autoshard.plan.rules.rule import Rule
+from autoshard.plan.verify import notices, verify
+from tests.plan.cases import ask, plan_of, shaped, with_prediction
+
+
+def good(text="tp=32,pp=8,recompute=selective[CoreAttention]", **facts):
+    return with_prediction(plan_of(ask(**facts), text))
+
+
+def after(edit, plan=None):
+    """Verify a plan file after an edit by hand, leaving out that its prediction is stale then."""
+    data = json.loads(dump(plan or good()))
+    edit(data)
+    found = verify(load(json.dumps(data)))
+    return [rejection for rejection in found if not rejection.rule_id.startswith("prediction-")]
+
+
+def put(*path_and_value):
+    *path, key, value = path_and_value
+
+    def edit(data):
+        for step in path:
+            data = data[step]
+        data[key] = value
+
+    return edit
+
+
+def test_a_built_plan_of_a_legal_candidate_passes():
+    assert verify(good()) == ()
+    assert verify(good("tp=32,pp=8,vp=2,schedule=interleaved")) == ()
+    assert verify(good("tp=16,pp=2", cluster_name="trn2.48xlarge", nodes=1)) == ()
+    assert (
+        verify(good("tp=5,sp=false", model_name="gpt2-xl", cluster_name="local", nodes=1, seq_len=1024, ranks=5)) == ()
+    )
+
+
+@given(shaped())
+def test_a_built_plan_is_refused_by_the_rules_alone(case):
+    question, candidate = case
+    by_rules = rejections(candidate, *question.facts)
+    assert {r.rule_id for r in verify(build_plan(candidate, *question.facts))} == {r.rule_id for r in by_rules}
+
+
+@pytest.mark.parametrize(
+    ("edit", "rule_id", "says"),
+    [
+        (put("cluster", "num_nodes", 8), "plan-ranks", "512 ranks, but 8 nodes of trn1.32xlarge have 256"),
+        (put("mesh", "pp=8,edp=2,ep=1,cp=1,rep=4,kv=8 on 0-15"), "plan-node", "End it with: on 0-31"),
+        (put("mesh", "pp=8,dp=2,tp=32 on 0-31"), "plan-mesh", "Type mesh: pp=8,edp=2,ep=1,cp=1,rep=4,kv=8"),
+        (put("mesh", "pp=8,edp=2,ep=1,cp=1,kv=8,rep=4 on 0-31"), "plan-mesh", "rep=4,kv=8 on 0-31"),
+        (put("mesh", "pp=4,edp=4,ep=1,cp=1,rep=4,kv=8 on 0-31"), "plan-pipeline", "is 8, but pp of the mesh"),
+        (put("stages", 3, "num_layers", 11), "plan-layers", "stages[4].first_layer: is 40, but 41 layers lie"
+         " before. Type 41"),
+        (put("stages", 7, "num_layers", 9), "plan-layers", "hold 79 layers, but llama3-70b has 80. Add 1"),
+        (put("stages", 7, "num_layers", 12), "plan-layers", "Remove 2"),
+        (put("stages", 0, "first_layer", 1), "plan-layers", "is 1, but 0 layers lie before. Type 0"),
+        (put("stages", 2, "rank", 3), "plan-place", "stages[2]: is chunk 0 of rank 3"),
+        (put("stages", 2, "chunk", 1), "plan-place", "Type rank 2, chunk 0"),
+        (lambda data: data["stages"].pop(), "plan-pipeline", "lists 7, but the schedule has 8 ranks with 1"),
+        (put("schedule", "num_ranks", 4), "plan-pipeline", "is 4, but pp of the mesh is 8. Type 8"),
+        (put("schedule", "num_micro_batches", 500), "plan-batch", "are 1000 sequences, not 1024. Type 512"),
+        (put("micro_batch", 3), "plan-batch", "Change micro_batch"),
+        (put("workload", "global_batch", 1000), "plan-batch", "Type 500"),
+        (put("schedule", "actions", [["F0.0", "B0.0"]] * 8), "plan-actions", "actions[0]: 1 chunks x 512"),
+        (put("padding", {"vocab": 128257}), "plan-padding", "not hold 128256 entries in 32 equal parts. Rem"),
+        (put("padding", {"hidden": 8192}), "plan-padding", "hidden: only vocab can be padded. Remove it"),
+        (put("strategies", {"block": {"qkv": "x"}}), "plan-strategies", "Type {}"),
+        (put("zero", 0), "nxd-zero", "Use zero=1"),
+        (put("schedule", "builder", "gpipe"), "nxd-schedule", "Use schedule=1f1b"),
+        (put("kernels", "te"), "kernels", "Use nxd"),
+        (put("engine", "torch"), "torch-trn1", "Use --engine nxd"),
+        (put("stages", 0, "recompute", "full:11"), "recompute-layers", "1 stages have fewer layers"),
+        (put("boundary", "[batch]"), "boundary", "Leave boundary out"),
+        (put("workload", "seq_len", 1000), "nxd-flash-seq", "Use --seq-len 2048"),
+        (put("model", "num_heads", 40), "heads", "40 query heads"),
+    ],
+)  # fmt: skip
+def test_an_edit_by_hand_is_refused_with_what_to_type(edit, rule_id, says):
+    messages = [rejection.message for rejection in after(edit) if rejection.rule_id == rule_id]
+    assert any(says in message for message in messages), [str(rejection) for rejection in after(edit)]
+
+
+def test_a_mesh_on_nodes_of_another_size_is_refused():
+    plan = good("tp=4", cluster_name="h100-80", nodes=2)
+    found = after(put("mesh", "pp=1,edp=4,ep=1,cp=1,kv=4,rep=1 on 0-3"), plan)
+    assert [rejection.rule_id for rejection in found] == ["plan-node"]
+    assert "places 4 ranks on a node, but a node of h100-80 has 8. End it with: on 0-7" in found[0].message
+
+
+def test_kv_heads_that_cannot_be_repeated_evenly_are_left_to_their_rule():
+    plan = good("tp=1,dp=28", model_name="llama3-8b", cluster_name="local", nodes=1, ranks=28, global_batch=28)
+    found = after(put("mesh", "pp=1,edp=1,ep=1,cp=1,kv=28,rep=1 on 0-27"), plan)
+    assert {"kv-heads", "heads"} <= {rejection.rule_id for rejection in found}
+    assert "plan-mesh" not in {rejection.rule_id for rejection in found}
+
+
+def test_a_layer_moved_in_all_places_is_accepted():
+    def move(data):
+        data["stages"][0]["num_layers"] = 9
+        data["stages"][1].update(first_layer=9, num_layers=11)
+
+    assert after(move) == []
+
+
+def test_missing_padding_is_refused_with_the_size_to_type():
+    plan = good("tp=5,sp=false", model_name="gpt2-xl", cluster_name="local", nodes=1, seq_len=1024, ranks=5)
+    assert plan.padding == {"vocab": 50260}
+    messages = [rejection.message for rejection in after(put("padding", {}), plan)]
+    assert "padding.vocab: 50257 does not hold 50257 entries in 5 equal parts. Type 50260" in messages
+
+
+def test_explicit_actions_that_cannot_run_are_refused():
+    plan = plan_of(ask(nodes=2, global_batch=2), "tp=32,pp=2")
+    lists = plan.schedule.action_lists()
+    fine = dataclasses.replace(plan, schedule=dataclasses.replace(plan.schedule, actions=lists))
+    assert verify(fine) == ()
+    turned = (lists[0], lists[1][::-1])
+    stuck = dataclasses.replace(plan, schedule=dataclasses.replace(plan.schedule, actions=turned))
+    assert "schedule.actions[1]: B1.1 waits for F1.1" in "\n".join(r.message for r in verify(stuck))
+
+
+def test_a_builder_that_cannot_run_on_its_placement_is_refused():
+    plan = good("tp=32,pp=8,vp=2,schedule=interleaved")
+    turned = [[rank, 0] for rank in range(8)] + [[7 - rank, 1] for rank in range(8)]
+
+    def edit(data):
+        data["schedule"]["placement"] = turned
+        for stage, (rank, chunk) in zip(data["stages"], turned, strict=True):
+            stage.update(rank=rank, chunk=chunk)
+
+    found = after(edit, plan)
+    assert {rejection.rule_id for rejection in found} == {"plan-actions"}
+    assert "which never ends" in found[0].message
+
+    def swap(data):
+        data["schedule"]["placement"] = [[1, 0], [0, 0], *([rank, 0] for rank in range(2, 8))]
+        data["stages"][0]["rank"], data["stages"][1]["rank"] = 1, 0
+
+    assert after(swap) == []
+
+
+def test_a_stale_prediction_is_a_reason_of_its_own():
+    stale = dataclasses.replace(good(), zero=0)
+    message = {r.rule_id: r.message for r in verify(stale)}["prediction-stale"]
+    assert "autoshard plan --at tp=32,pp=8,dp=2,zero=0,recompute=selective[CoreAttention]" in message
+    assert verify(dataclasses.replace(good(), prediction=None)) == ()
+
+
+def test_predicted_memory_above_capacity_is_refused_for_each_rank():
+    full = StageMemory(num_weights=1, parts={"weights": 15 * 2**30, "activations": 2**30 + 2**29})
+    half = StageMemory(num_weights=1, parts={"weights": 8 * 2**30})
+    plan = with_prediction(plan_of(ask(), "tp=32,pp=8"), stage_memory=(full, *[half] * 7))
+    (rejection,) = verify(plan)
+    assert rejection.rule_id == "memory"
+    assert "pipeline rank 0 is predicted to need 16.50 GiB of 16.00 GiB, 512.00 MiB too much" in rejection.message
+
+
+def test_memory_must_be_predicted_for_every_rank():
+    plan = with_prediction(plan_of(ask(), "tp=32,pp=8"), stage_memory=())
+    assert [rejection.rule_id for rejection in verify(plan)] == ["prediction-ranks"]
+
+
+def test_what_a_plan_does_not_promise_is_said():
+    empty, uncalibrated = notices(good())
+    assert "no numeric proof yet" in empty and "uncalibrated" in uncalibrated
+    assert "there is none" in notices(dataclasses.replace(good(), prediction=None))[1]
+    with_table = dataclasses.replace(good(), strategies={"block": {"qkv": "x"}})
+    assert [notice.partition(":")[0] for notice in notices(with_table)] == ["prediction"]
+    assert len(notices(with_prediction(plan_of(ask(), "tp=32,pp=8"), basis="calibration of 2027"))) == 1
+
+
+def test_users_rules_count_too():
+    rule = Rule(id="mine", subject="tp", allows=lambda c: c.tp < 32, message=lambda c: "too wide", source="me")
+    assert [str(rejection) for rejection in verify(good(), extra_rules=[rule])] == ["too wide [mine]"]

@@ -1,0 +1,345 @@
+"""The catalogue of clusters, and users' own cluster files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, strategies as st
+
+from autoshard.errors import InputError
+from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_cluster, load_node_type
+from autoshard.spec.record import decode, encode
+from autoshard.units import GIB
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "lnc", "ranks", "memory", "bf16_flops", "engine"),
+    [
+        ("trn1.32xlarge", None, 32, 16 * GIB, 190e12 / 2, "nxd"),
+        ("trn1n.32xlarge", None, 32, 16 * GIB, 190e12 / 2, "nxd"),
+        ("trn2.48xlarge", 2, 64, 24 * GIB, 667e12 / 4, "nxd"),
+        ("trn2.48xlarge", 1, 128, 12 * GIB, 667e12 / 8, "nxd"),
+        ("trn2u.48xlarge", 2, 64, 24 * GIB, 667e12 / 4, "nxd"),
+        ("trn2u.48xlarge", 1, 128, 12 * GIB, 667e12 / 8, "nxd"),
+        ("a100-40", None, 8, 40 * GIB, 312e12, "torch"),
+        ("a100-80", None, 8, 80 * GIB, 312e12, "torch"),
+        ("h100-80", None, 8, 80 * GIB, 989.5e12, "torch"),
+        ("h100-96", None, 8, 96_000_000_000, 989.5e12, "torch"),
+        ("h200", None, 8, 144384 * MIB, 989.5e12, "torch"),
+        ("b200", None, 8, 183359 * MIB, 2250e12, "torch"),
+        ("p4d.24xlarge", None, 8, 40 * GIB, 312e12, "torch"),
+        ("p4de.24xlarge", None, 8, 80 * GIB, 312e12, "torch"),
+        ("p5.48xlarge", None, 8, 80 * GIB, 989.5e12, "torch"),
+        ("p5en.48xlarge", None, 8, 144384 * MIB, 989.5e12, "torch"),
+        ("p6-b200.48xlarge", None, 8, 183359 * MIB, 2250e12, "torch"),
+        ("local", None, 4, 4 * GIB, 50e9, "torch"),
+    ],
+)
+def test_the_catalogue_says_what_is_documented(
+    name: str, lnc: int | None, ranks: int, memory: int, bf16_flops: float, engine: str
+):
+    cluster = load_cluster(name, lnc=lnc)
+    assert (cluster.ranks_per_node, cluster.rank_memory_bytes) == (ranks, memory)
+    assert (cluster.rank_matrix_flops_per_s("bf16"), cluster.engine) == (bf16_flops, engine)
+    assert cluster.lnc == lnc
+
+
+def test_the_table_above_covers_the_catalogue():
+    marks = test_the_catalogue_says_what_is_documented.pytestmark  # type: ignore[attr-defined]
+    assert {row[0] for row in marks[0].args[1]} == set(cluster_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "node_bits_per_s"),
+    [
+        ("trn1.32xlarge", 800e9),
+        ("trn1n.32xlarge", 1600e9),
+        ("trn2.48xlarge", 3200e9),
+        ("trn2u.48xlarge", 3200e9),
+        ("a100-80", 1600e9),
+        ("h100-80", 3200e9),
+        ("h100-96", 3200e9),
+        ("b200", 3200e9),
+        ("p4d.24xlarge", 400e9),
+        ("p4de.24xlarge", 400e9),
+        ("p5.48xlarge", 3200e9),
+        ("p5en.48xlarge", 3200e9),
+        ("p6-b200.48xlarge", 3200e9),
+    ],
+)
+def test_the_ports_of_a_node_add_up_to_its_published_network(name: str, node_bits_per_s: float):
+    cluster = load_cluster(name)
+    network = cluster.links[-1]
+    ports = cluster.ranks_per_node / network.ranks_per_port
+    assert network.domain == "cluster"
+    assert ports * network.bandwidth_bytes_per_s * 8 == node_bits_per_s
+
+
+def test_lnc_2_is_the_default_on_trn2_and_changes_no_total():
+    one, two = load_cluster("trn2.48xlarge", lnc=1), load_cluster("trn2.48xlarge")
+    assert two.lnc == 2
+    assert one.num_ranks * one.rank_memory_bytes == two.num_ranks * two.rank_memory_bytes
+    for narrow, wide in zip(one.links, two.links, strict=True):
+        per_node = [
+            link.bandwidth_bytes_per_s * ranks / link.ranks_per_port for link, ranks in ((narrow, 128), (wide, 64))
+        ]
+        assert per_node[0] == per_node[1]
+
+
+def test_trainium_lays_some_tensor_parallel_groups_out_of_order():
+    trn1, trn2 = load_cluster("trn1.32xlarge"), load_cluster("trn2.48xlarge")
+    assert str(trn1.default_placement(4)).startswith("0-24:8/1-25:8/2-26:8")
+    assert str(trn2.default_placement(32)) == "0-15/48-63/16-47"
+    assert str(load_cluster("trn2.48xlarge", lnc=1).default_placement(64)) == "0-31/96-127/32-95"
+    assert all(trn2.default_placement(tp).is_linear for tp in (4, 16, 64))
+    assert all(trn1.default_placement(tp).is_linear for tp in (1, 8, 32))
+    assert (trn1.kv_order, trn2.kv_order, load_cluster("h200").kv_order) == (
+        "strided",
+        "adjacent",
+        "adjacent",
+    )
+
+
+def test_local_takes_as_many_ranks_as_asked():
+    assert [load_cluster("local", ranks=ranks).num_ranks for ranks in (1, 3, 64)] == [1, 3, 64]
+
+
+def test_sagemaker_names_are_the_ec2_names():
+    assert load_cluster("ml.trn1.32xlarge", 2) == load_cluster("trn1.32xlarge", 2)
+
+
+def faults_of(*arguments: Any, **options: Any) -> dict[str, str]:
+    with pytest.raises(InputError) as caught:
+        load_cluster(*arguments, **options)
+    return {fault.where: fault.message for fault in caught.value.faults}
+
+
+def test_all_wrong_choices_are_named_at_once():
+    found = faults_of("trn1.32xlarge", 0, lnc=2, ranks=8)
+    assert set(found) == {"nodes", "lnc", "ranks"}
+    assert "no logical NeuronCore configuration" in found["lnc"]
+    assert "always has 32" in found["ranks"]
+    assert "Use 1 or 2" in faults_of("trn2.48xlarge", lnc=3)["lnc"]
+    assert "Use at most 1" in faults_of("local", 2)["nodes"]
+    assert set(faults_of("local", -1, lnc=1, ranks=65)) == {"nodes", "lnc", "ranks"}
+    assert "1 to 64, not 0" in faults_of("local", ranks=0)["ranks"]
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    found = faults_of("trn1.48xlarge", 0)
+    assert set(found) == {"cluster", "nodes"}
+    assert "Did you mean" in found["cluster"]
+    assert "trn1.32xlarge" in found["cluster"]
+    assert "Did you mean p5.48xlarge" in faults_of("ml.p5.48xlrge")["cluster"]
+
+
+def own_file(tmp_path: Path, name: str = "mine.json", **changes: Any) -> Path:
+    network: dict[str, Any] = {"name": "net", "kind": "network", "domain": "cluster", "chips_per_port": 2}
+    network |= {"bandwidth_bytes_per_s": 1e10, "latency_s": 1e-5, "sources": {"default": "vendor"}}
+    data: dict[str, Any] = {"name": "mine", "chip": "a100-80", "chips_per_node": 4, "engine": "torch"}
+    data |= {"variants": [{"ranks_per_chip": 1}], "links": ["nvlink-3", network], "kernels": "te"}
+    data |= {"sources": {"default": "our rack, measured 2026-05-01"}} | changes
+    path = tmp_path / name
+    path.write_text(json.dumps(data) if path.suffix == ".json" else yaml.safe_dump(data), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", ["mine.json", "mine.yaml", "mine.YML"])
+def test_a_users_own_file_is_a_cluster_like_any_other(tmp_path: Path, name: str):
+    cluster = load_cluster(str(own_file(tmp_path, name)), 3)
+    assert (cluster.name, cluster.num_ranks, cluster.links[1].ranks_per_port) == ("mine", 12, 2)
+    assert cluster.chip == load_cluster("a100-80").chip
+
+
+def test_a_written_out_node_type_reads_back(tmp_path: Path):
+    for name in cluster_names():
+        node_type = load_node_type(name)
+        path = tmp_path / f"own-{name}.json"
+        path.write_text(json.dumps(encode(node_type)), encoding="utf-8")
+        assert load_node_type(str(path)) == node_type
+
+
+def test_yaml_numbers_with_a_bare_exponent_are_numbers(tmp_path: Path):
+    path = own_file(tmp_path, "mine.yaml")
+    text = path.read_text(encoding="utf-8")
+    assert "10000000000.0" in text
+    path.write_text(text.replace("10000000000.0", "1e10"), encoding="utf-8")
+    assert load_cluster(str(path)).links[1].bandwidth_bytes_per_s == 1e10
+
+
+def test_a_wrong_file_is_refused_with_every_fault_and_its_path(tmp_path: Path):
+    bad_link = {
+        "name": "net",
+        "kind": "wire",
+        "domain": "node",
+        "bandwidth_bytes_per_s": "fast",
+        "latency": 1,
+    }
+    changes: dict[str, Any] = {
+        "chip": "a100",
+        "links": ["nvlink-9", bad_link],
+        "chips_per_node": 2.5,
+        "colour": "red",
+    }
+    path = own_file(tmp_path, **changes)
+    found = faults_of(str(path))
+    assert set(found) == {
+        f"{path}: {where}"
+        for where in (
+            "chip",
+            "links[0]",
+            "links[1].kind",
+            "links[1].bandwidth_bytes_per_s",
+            "links[1].latency",
+            "links[1].latency_s",
+            "links[1].sources",
+            "chips_per_node",
+            "colour",
+        )
+    }
+    assert "Did you mean a100-" in found[f"{path}: chip"]
+    assert "Did you mean nvlink-" in found[f"{path}: links[0]"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "says"),
+    [
+        ({"variants": []}, "variants", "at least one"),
+        (
+            {"variants": [{"ranks_per_chip": 1}, {"ranks_per_chip": 2, "lnc": 1}]},
+            "variants",
+            "lnc of their own",
+        ),
+        ({"variants": [{"ranks_per_chip": 0}]}, "variants[0].ranks_per_chip", "at least 1"),
+        ({"max_chips_per_node": 3}, "max_chips_per_node", "at least chips_per_node"),
+        ({"chips_per_node": 3}, "links[1].chips_per_port", "evenly"),
+        ({"chips_per_node": 0}, "chips_per_node", "at least 1"),
+        ({"links": []}, "links", "innermost first"),
+        ({"sources": {"chips_per_node": "seen"}}, "sources", "no source for ranks_per_chip"),
+        (
+            {
+                "variants": [
+                    {
+                        "ranks_per_chip": 1,
+                        "placements": [{"name": "p", "tp": 2, "placement": "0-7", "source": "s"}],
+                    }
+                ]
+            },
+            "variants[0].placements[0].placement",
+            "places 8 ranks, but a node has 4",
+        ),
+        (
+            {
+                "variants": [
+                    {
+                        "ranks_per_chip": 1,
+                        "placements": [{"name": "p", "tp": 2, "placement": "0-1/1-2", "source": "s"}],
+                    }
+                ]
+            },
+            "variants[0].placements[0].placement",
+            "not a permutation",
+        ),
+    ],
+)
+def test_cross_checks_point_into_the_file(tmp_path: Path, changes: dict[str, Any], where: str, says: str):
+    path = own_file(tmp_path, **changes)
+    assert says in faults_of(str(path))[f"{path}: {where}"]
+
+
+@pytest.mark.parametrize(("domain", "chips_per_port", "says"), [("chip", 1, "left out"), ("node", None, "missing")])
+def test_only_links_between_chips_have_chips_per_port(
+    tmp_path: Path, domain: str, chips_per_port: int | None, says: str
+):
+    inner = {"name": "n", "kind": "chip", "domain": domain, "bandwidth_bytes_per_s": 1, "latency_s": 0}
+    inner |= {"chips_per_port": chips_per_port, "sources": {"default": "s"}}
+    path = own_file(tmp_path, links=[inner])
+    assert says in faults_of(str(path))[f"{path}: links[0].chips_per_port"]
+
+
+def test_cross_checks_are_all_reported_together(tmp_path: Path):
+    path = own_file(tmp_path, chips_per_node=3, max_chips_per_node=2, nodes_per_ultraserver=2, sources={"name": "x"})
+    assert set(faults_of(str(path))) == {
+        f"{path}: {where}"
+        for where in ("max_chips_per_node", "nodes_per_ultraserver", "sources", "links[1].chips_per_port")
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.json", b"{", "not JSON: .* line 1, column 2"),
+        ("a.json", b'{"name": "a", "name": "b"}', "'name' stands twice"),
+        ("a.json", b"[" * 100_000, "nested too deeply"),
+        ("a.json", b"1" * 5000, "not usable JSON"),
+        ("a.json", b"[]", "expected an object, found a list"),
+        ("a.json", b"\xff\xfe", "UTF-8"),
+        ("a.yaml", b"a: [", "not YAML"),
+        ("a.yaml", b"a: 2026-13-45", "not YAML"),
+        ("a.yaml", b"", "expected an object, found null"),
+    ],
+)
+def test_files_that_are_no_data_are_refused(tmp_path: Path, name: str, content: bytes, says: str):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=says) as caught:
+        load_cluster(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_a_folder_is_refused(tmp_path: Path):
+    assert "cannot be read" in faults_of(str(tmp_path / "no.json"))[str(tmp_path / "no.json")]
+    folder = tmp_path / "folder.json"
+    folder.mkdir()
+    assert "cannot be read" in faults_of(str(folder))[str(folder)]
+
+
+JSON_VALUES = (
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=3) | st.just([]) | st.just({})
+)
+
+
+@given(st.sampled_from(cluster_names()), st.data())
+def test_a_mutated_file_is_read_or_refused_by_name_and_never_a_traceback(name: str, data: st.DataObject):
+    root: Any = encode(load_node_type(name))
+    spots = list(_spots(root))
+    for _ in range(data.draw(st.integers(1, 3))):
+        container, key = data.draw(st.sampled_from(spots))
+        container[key] = data.draw(JSON_VALUES)
+    try:
+        node_type = decode(NodeType, root)
+    except InputError as error:
+        assert all(fault.message for fault in error.faults)
+    else:
+        assert node_type.cluster(node_type.variants[0], num_nodes=1).num_ranks >= 1
+
+
+def _spots(value: Any):
+    for key in list(value) if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from _spots(value[key])
+
+
+def test_naming_a_cluster_loads_neither_numpy_nor_yaml():
+    code = "import sys; from autoshard.spec.cluster_catalogue import load_cluster; import autoshard.spec.mesh;"
+    code += "load_cluster('trn2u.48xlarge'); print(sorted({'numpy', 'yaml', 'torch'} & set(sys.modules)))"
+    root = Path(__file__).parents[2]
+    shown = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_every_part_of_the_catalogue_is_used():
+    folder = Path(sys.modules["autoshard.spec.cluster_catalogue"].__file__ or "").parent / "clusters"
+    entries = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
+    used = {
+        "chips": {entry["chip"] for entry in entries},
+        "links": {link for entry in entries for link in entry["links"]},
+    }
+    assert {part: {path.stem for path in (folder / part).glob("*.json")} for part in used} == used

@@ -1,0 +1,106 @@
+"""The kernel tables: they load, they cite, and a wrong one is refused with every fault."""
+
+import json
+from importlib import resources
+from typing import Any
+
+import pytest
+
+from autoshard.errors import InputError
+from autoshard.spec import record
+from autoshard.spec.kernels import Kernel, Kernels, kernels_names, load_kernels
+
+SOURCES = {"selective": "this test", "clones_end": "this test", "keeps_gathered": "this test"}
+TABLE: dict[str, Any] = {
+    "name": "mine",
+    "kernels": [{"ops": ["*_norm"], "saves": ["in0", "copy:out0@fp32"], "source": "this test"}],
+    "selective": {"norms": ["attn_norm"]},
+    "clones_end": "output",
+    "keeps_gathered": False,
+    "sources": SOURCES,
+}
+
+
+def faults(**changes: Any) -> list[str]:
+    with pytest.raises(InputError) as caught:
+        record.decode(Kernels, {**TABLE, **changes}, where="mine")
+    return [str(fault) for fault in caught.value.faults]
+
+
+def test_the_tables_of_the_platforms_are_there():
+    assert kernels_names() == ("nxd", "te", "torch_cpu", "torch_cuda")
+
+
+@pytest.mark.parametrize("name", kernels_names())
+def test_a_table_loads_under_its_own_name_and_cites_a_source_for_everything(name: str):
+    table = load_kernels(name)
+    assert table.name == name
+    assert table.kernels and table.selective
+    assert all(len(kernel.source) > 20 for kernel in table.kernels)
+    assert set(table.sources) == {"selective", "clones_end", "keeps_gathered"}
+    assert all(len(source) > 20 for source in table.sources.values())
+
+
+@pytest.mark.parametrize("name", kernels_names())
+def test_a_table_is_read_once_and_written_back_as_it_is(name: str):
+    assert load_kernels(name) is load_kernels(name)
+    text = (resources.files("autoshard.spec") / "kernel_tables" / f"{name}.json").read_text("utf-8")
+    assert record.decode(Kernels, record.encode(load_kernels(name))) == load_kernels(name)
+    assert record.decode(Kernels, json.loads(text)) == load_kernels(name)
+
+
+@pytest.mark.parametrize("name", kernels_names())
+def test_no_operation_is_named_by_two_kernels_of_a_table(name: str):
+    named = [op for kernel in load_kernels(name).kernels for op in kernel.ops]
+    assert len(named) == len(set(named))
+
+
+def test_an_unknown_table_is_refused_with_the_nearest_name():
+    with pytest.raises(InputError, match=r"^kernels: there is no table 'torch_gpu'. Did you mean torch_c"):
+        load_kernels("torch_gpu")
+
+
+def test_the_smallest_table_is_accepted():
+    assert record.decode(Kernels, TABLE).kernels[0].saves == ("in0", "copy:out0@fp32")
+
+
+def test_a_wrong_table_is_refused_with_all_faults_and_their_places():
+    found = faults(
+        clones_end="never",
+        keeps_gathered=1,
+        extra=None,
+        selective={"norms": "attn_norm"},
+        kernels=[{"ops": [], "source": "", "backward_flops_ratio": 0.5}, {"ops": ["act"]}],
+    )
+    assert found == [
+        "mine.extra: unknown key. Known: clones_end, keeps_gathered, kernels, name, selective, sources.",
+        "mine.kernels[0].ops: a kernel needs at least one operation",
+        "mine.kernels[0].backward_flops_ratio: a kernel cannot do less than its gradient",
+        "mine.kernels[0].source: say where this is known from",
+        "mine.kernels[1].source: missing",
+        "mine.selective.norms: expected a list, found 'attn_norm'",
+        "mine.clones_end: expected one of last_saved, output, found 'never'",
+        "mine.keeps_gathered: expected true or false, found 1",
+    ]
+
+
+def test_a_setting_without_a_source_is_refused():
+    assert faults(sources={"selective": "this test", "clones_end": ""}) == [
+        "mine.sources: no source for clones_end, keeps_gathered"
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "in", "in0@", "in0@fp64", "copy:", "out*", "x", "in0 ", "copy:copy:in0", "in-1"])
+def test_an_entry_of_saves_that_cannot_be_read_is_refused(text: str):
+    with pytest.raises(InputError, match=r"^saves: cannot read .*write in0, in\*, out0, copy:in0 or in0@fp32"):
+        Kernel(ops=("act",), saves=("in0", text), source="this test")
+
+
+@pytest.mark.parametrize("text", ["in0", "in12", "in*", "out1", "copy:in*", "copy:out0@bf16", "in*@fp16"])
+def test_every_form_of_saves_is_read(text: str):
+    assert Kernel(ops=("act",), saves=(text,), source="this test").saves == (text,)
+
+
+def test_sets_of_operations_resolve_in_order_without_repetition():
+    table = record.decode(Kernels, {**TABLE, "selective": {"a": ["x", "y"], "b": ["y", "z"]}})
+    assert table.resolve(("b", "a", "w")) == ("y", "z", "x", "w")
