@@ -1,22 +1,24 @@
 """The command line: one function per command; its docstring is the help."""
 
-import inspect
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from autoshard import __version__
-from autoshard.errors import AutoshardError, Fault, InputError, NoPlan, nearest
+from autoshard.command_line import read_options
+from autoshard.errors import AutoshardError, InputError, nearest, require
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
-
-    from autoshard.plan.candidate import Candidate
     from autoshard.plan.plan import Plan
+    from autoshard.plan.rules.rule import Rejection
     from autoshard.search.planner import Found, Request
 
 Listable = Literal["models", "clusters", "engines", "schedules", "kernels", "rules"]
+
+MOST_SHOWN = 100  # every plan that is shown is predicted in full, a few milliseconds each
 
 
 def plan(
@@ -58,16 +60,13 @@ def plan(
     from autoshard.search.api import request_of
     from autoshard.spec.recipe import Recipe
 
-    if at and fix:
-        raise InputError.of("--at", "already names every key; leave out --fix")
-    if top < 1:
-        raise InputError.of("--top", f"must be at least 1, not {top}")
+    _refuse_contradictions(at, fix, top, out)
     recipe = Recipe(
         model=model, nodes=nodes, cluster=cluster, lnc=lnc, ranks=ranks, seq_len=seq_len, global_batch=global_batch,
         precision=precision, engine=engine, fix=fix,
     )  # fmt: skip
     request = request_of(recipe)
-    if at:
+    if at is not None:
         return _plan_at(request, at, out, json)
     found = _searched(request, top)
     best = found.plans[0]
@@ -75,7 +74,7 @@ def plan(
     if json:
         _print_json(found_json(found.plans, found.certificate))
     else:
-        report = plan_report(best, found.plans[1:], found.certificate, f"autoshard verify {out}")
+        report = plan_report(best, found.plans[1:], found.certificate, _next_command(out))
         make_console().print(report)
         print(f"wrote {out}")
     return 0
@@ -88,33 +87,45 @@ def verify(plan: Path, json: bool = False) -> int:
         plan: The plan file.
         json: Print one JSON object instead of text.
     """
-    from dataclasses import replace
-
-    from autoshard.cost.predict import predicted
-    from autoshard.plan.codec import fingerprint, load
-    from autoshard.plan.verify import notices, verify as reasons_against
+    from autoshard.plan.codec import load
+    from autoshard.plan.verify import notices
     from autoshard.report.structured import rejection_json
     from autoshard.report.terminal import make_console, rejections_report
 
     read = load(plan)
-    edited = read.prediction is None or read.prediction.of != fingerprint(read)
-    current = read
-    if edited and not reasons_against(replace(read, prediction=None)):
-        current = predicted(replace(read, prediction=None))
-    rejections = reasons_against(current)
-    remarks = [*notices(current)]
-    if edited:
-        remarks.insert(0, "prediction: the plan was edited after it was made, so it was predicted again here")
+    current, rejections, remark = _judged(read)
+    remarks = [*([remark] if remark else []), *notices(current)]
     if json:
         _print_json({"rejections": [rejection_json(entry) for entry in rejections], "notices": remarks})
-    elif rejections:
+        return 1 if rejections else 0
+    if rejections:
         make_console().print(rejections_report(rejections))
     else:
         print(f"{plan}: {current.candidate} may run on {current.cluster.name} with engine {current.engine}")
-    if not json:
-        for remark in remarks:
-            print(f"note: {remark}")
+    for remark in remarks:
+        print(f"note: {remark}")
     return 1 if rejections else 0
+
+
+def _judged(read: "Plan") -> "tuple[Plan, tuple[Rejection, ...], str]":
+    """Judge a plan with a prediction that is about it: a new one where the plan or its numbers were edited."""
+    from dataclasses import replace
+
+    from autoshard.cost.predict import predicted
+    from autoshard.plan.codec import fingerprint
+    from autoshard.plan.verify import verify as reasons_against
+
+    bare, stored = replace(read, prediction=None), read.prediction
+    reasons = reasons_against(bare)
+    if reasons:
+        return bare, reasons, ""
+    current = predicted(bare)
+    remark = ""
+    if stored is None or stored.of != fingerprint(read):
+        remark = "prediction: the plan was edited after it was made, so it was predicted again here"
+    elif stored != current.prediction:
+        remark = "prediction: the numbers in the file are not what this version predicts; its own are used here"
+    return current, reasons_against(current), remark
 
 
 def list_(what: Listable, json: bool = False) -> int:
@@ -139,65 +150,50 @@ COMMANDS: dict[str, Callable[..., int]] = {"plan": plan, "verify": verify, "list
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; every fault the user can mend is one clear message, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what the terminal cannot show must not stop the command
     try:
-        command, options = _parse(sys.argv[1:] if arguments is None else arguments)
-        return command(**options)
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return code
     except InputError as error:
         for fault in error.faults:
-            print(f"autoshard: {fault}", file=sys.stderr)
+            _complain(" ".join(str(fault).split()))
         return error.exit_code
     except AutoshardError as error:
-        print(f"autoshard: {error}", file=sys.stderr)
+        _complain(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        print("autoshard: interrupted", file=sys.stderr)
+        _complain("interrupted")
         return 130
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has gone; there is nobody left to tell
+    except BrokenPipeError:  # whoever read our output has gone; what is still buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        _complain(f"{error.filename or 'the output'}: {error.strerror or error}")
+        return 2
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Callable[..., int], dict[str, Any]]:
-    """Read the command line; only the parser of the command that is asked for is built."""
-    import docstring_parser
-    from jsonargparse import ArgumentError, ArgumentParser
+def _complain(text: str) -> None:
+    print(f"autoshard: {text}", file=sys.stderr)
 
-    if not arguments or arguments[0] in ("-h", "--help"):
+
+def _run(arguments: list[str]) -> int:
+    if not arguments:
+        print(_overview(), file=sys.stderr)
+        return 2
+    first, *rest = arguments
+    if first in ("-h", "--help"):
         print(_overview())
-        raise SystemExit(0 if arguments else 2)
-    if arguments[0] == "--version":
+        return 0
+    if first == "--version":
         print(f"autoshard {__version__}")
-        raise SystemExit(0)
-    name = arguments[0]
-    if name not in COMMANDS:
-        raise InputError.of(name, f"not a command. {nearest(name, list(COMMANDS))}")
-    command = COMMANDS[name]
-    about = docstring_parser.parse(command.__doc__ or "")
-    parser = ArgumentParser(prog=f"autoshard {name}", description=about.short_description, exit_on_error=False)
-    parser.add_argument("--config", action="config", help="A YAML file with any of these options.")
-    help_of = {entry.arg_name: entry.description or "" for entry in about.params}
-    for parameter in inspect.signature(command).parameters.values():
-        _add_option(parser, parameter, help_of[parameter.name], positional=name != "plan")
-    try:
-        values = parser.parse_args(list(arguments[1:])).as_dict()
-    except ArgumentError as error:
-        raise InputError.of(f"autoshard {name}", f"{error}. See autoshard {name} --help") from None
-    values.pop("config", None)
-    return command, values
-
-
-def _add_option(parser: "ArgumentParser", parameter: inspect.Parameter, text: str, *, positional: bool) -> None:
-    """Make an option of a parameter: what has no default is required, a bool is a switch."""
-    required = parameter.default is inspect.Parameter.empty
-    flag = f"--{parameter.name.replace('_', '-')}"
-    if parameter.annotation is bool:
-        parser.add_argument(flag, action="store_true", help=text)
-    elif required and positional:
-        parser.add_argument(parameter.name, type=parameter.annotation, help=text)
-    elif required:
-        parser.add_argument(flag, type=parameter.annotation, required=True, help=text)
-    else:
-        parser.add_argument(flag, type=parameter.annotation, default=parameter.default, help=text)
+        return 0
+    if first not in COMMANDS:
+        raise InputError.of(first, f"not a command. {nearest(first, list(COMMANDS))}")
+    values = read_options(first, COMMANDS[first], rest)
+    return 0 if values is None else COMMANDS[first](**values)
 
 
 def _overview() -> str:
@@ -209,62 +205,63 @@ def _overview() -> str:
 
 def _searched(request: "Request", num_plans: int) -> "Found":
     """Search; where nothing fits, say by how much the best misses and what would help."""
+    from autoshard.search.api import unanswered
     from autoshard.search.planner import search
-    from autoshard.search.remedy import fixed_rejections, remedies, why_none
 
     found = search(request, num_plans)
-    if found.plans:
-        return found
-    reasons = [rejection.message for rejection in fixed_rejections(request)]
-    if reasons:
-        raise InputError(Fault(where="--fix" if request.pins else "", message=reason) for reason in reasons)
-    tries = [f"  try {remedy}" for remedy in remedies(request)]
-    raise NoPlan("\n".join([why_none(request, found), *tries]))
+    if not found.plans:
+        raise unanswered(request, found, helpful=True)
+    return found
 
 
 def _plan_at(request: "Request", text: str, out: Path, json: bool) -> int:
     """Evaluate one candidate: its rejections first, then an estimate where it has a shape."""
     from autoshard.plan.candidate import Candidate
-    from autoshard.plan.rules.check import rejections
     from autoshard.plan.verify import verify as reasons_against
     from autoshard.report.structured import plan_json, rejection_json
     from autoshard.report.terminal import make_console, plan_report, rejections_report
-    from autoshard.search.planner import plan_at
+    from autoshard.search.planner import rejections_of, resolved
 
-    candidate = _at_option(lambda: Candidate.parse(text, request.cluster.num_ranks))
-    engine = request.engines[0]
-    refused = rejections(candidate, request.model, request.cluster, request.workload, engine)
+    try:
+        candidate, engine = resolved(request, Candidate.parse(text, request.cluster.num_ranks))
+    except InputError as error:
+        raise error.under("--at") from None
+    refused = rejections_of(request, candidate, engine)
     made, shapeless = None, ""
     try:
-        made = plan_at(request, candidate)
+        made = request.plan(candidate, engine)
     except InputError as error:
         if not refused:
-            raise
+            raise error.under("--at") from None
         shapeless = str(error)
     refused = reasons_against(made) if made else refused
     if json:
-        reasons = [rejection_json(entry) for entry in refused]
-        _print_json({"rejections": reasons, "plan": plan_json(made) if made else None})
+        _print_json({"rejections": [rejection_json(entry) for entry in refused], "plan": made and plan_json(made)})
     else:
-        console = make_console()
-        console.print(rejections_report(refused))
-        if made:
-            console.print(plan_report(made, (), None, ""))
-        else:
-            print(f"no estimate: {shapeless}")
+        report = plan_report(made, (), None, "") if made else f"no estimate: {shapeless}"
+        make_console().print(rejections_report(refused), report)
     if refused or made is None:
         return 1
     _write(made, out)
     if not json:
-        print(f"wrote {out}\nnext: autoshard verify {out}")
+        print(f"wrote {out}\nnext: {_next_command(out)}")
     return 0
 
 
-def _at_option(read: Callable[[], "Candidate"]) -> "Candidate":
-    try:
-        return read()
-    except InputError as error:
-        raise error.under("--at") from None
+def _refuse_contradictions(at: str | None, fix: str | None, top: int, out: Path) -> None:
+    """Find out before the search what nobody could want, and that the answer would have no place."""
+    require(
+        (at is None or fix is None, "--at", "already names every key; leave out --fix"),
+        (1 <= top <= MOST_SHOWN, "--top", f"must be 1 to {MOST_SHOWN}, not {top}"),
+        (not out.is_dir(), f"--out {out}", "is a folder. Name a file in it"),
+        (out.parent.is_dir(), f"--out {out}", f"there is no folder {out.parent}. Make it first"),
+    )
+
+
+def _next_command(out: Path) -> str:
+    import shlex
+
+    return f"autoshard verify {shlex.quote(str(out))}"
 
 
 def _write(made: "Plan", out: Path) -> None:

@@ -1,7 +1,7 @@
 """Seconds and bytes of one block on one rank, read off its sharded graph; for numbers or columns alike."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,8 @@ from autoshard.spec.cluster import Cluster
 
 PASSES = ("F", "I", "W")
 Moved = tuple[str, Tensor]  # an operation, and a tensor that it reads or writes
+Fresh = tuple[str, Tensor, Cuts | None]  # likewise, and how the tensor is cut where it is kept for backward anyway
+Shares = Callable[[Cuts], Mapping[str, Number]]  # cuts -> a rank's sizes of all dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class KernelRun:
     pass_: str
     ops: tuple[Op, ...]
     touched: tuple[Moved, ...]
-    fresh: tuple[Moved, ...]  # of these, what needs memory beside states and kept activations
+    fresh: tuple[Fresh, ...]  # of these, what is no state
     skips_masked: bool
     flops_ratio: float
 
@@ -88,7 +90,7 @@ class ShardedBlock:
         """Group the operations of a block into kernel runs; ``whole`` is the same block without recompute."""
         source = (whole.block, whole.sharding) if whole else (block, sharding)
         held = {entry.storage: source[1].saved_cuts(entry) for entry in source[0].saved}
-        runs = tuple(_kernel_runs(block, sharding, held))
+        runs = tuple(_kernel_runs(block, held))
         return cls(block=block, sharding=sharding, runs=runs, tied=frozenset(tied))
 
 
@@ -113,59 +115,57 @@ def block_cost(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, rat
     """Price a block: every kernel by its roofline, every message by its ring; ``whole`` is it without recompute."""
     seconds: dict[str, dict[str, Number]] = {name: defaultdict(float) for name in PASSES}
     working: Number = 0
-    local = _local_sizes(sharded, setting)
+    shared = _shares(setting)
+    local = {name: shared(cuts) for name, cuts in sharded.sharding.op_cuts.items()}
     for run in sharded.runs:
         parts = seconds[run.pass_]
         parts["compute"] = parts["compute"] + _run_s(sharded.block, run, local, rates, setting)
-        working = np.maximum(working, _num_bytes(run.fresh, local))
+        working = np.maximum(working, sum(_fresh_bytes(entry, local, shared) for entry in run.fresh))
     sent: dict[str, Number] = defaultdict(float)
     for message in sharded.sharding.messages:
         tensor, ring = sharded.block.tensors[message.tensor], setting.rings[message.collective.atoms]
-        message_bytes = tensor.num_bytes(local_sizes(setting.sizes, message.cuts, setting.atoms))
+        message_bytes = tensor.num_bytes(shared(message.cuts))
         axis = axis_of_atoms(message.collective.atoms)
         parts = seconds[message.pass_]
         parts[axis] = parts[axis] + ring.time_s(message.collective, message_bytes)
         sent[axis] = sent[axis] + ring.sent_bytes(message.collective, message_bytes)
-    saved = saved_bytes(sharded, setting)
+    saved = _saved_bytes(sharded, shared)
     return BlockCost(
         seconds=seconds,
         sent_bytes=sent,
         saved_bytes=saved,
-        remade_bytes=saved_bytes(whole, setting) - saved,
+        remade_bytes=_saved_bytes(whole, shared) - saved,
         working_bytes=working,
-        weights=local_parameters(sharded, setting, tied=False),
-        tied_weights=local_parameters(sharded, setting, tied=True),
+        weights=_local_parameters(sharded, shared, tied=False),
+        tied_weights=_local_parameters(sharded, shared, tied=True),
     )
 
 
-def _local_sizes(sharded: ShardedBlock, setting: Setting) -> Mapping[str, Mapping[str, Number]]:
-    """Return a rank's sizes for every operation; operations that are cut alike share them."""
+def _shares(setting: Setting) -> Shares:
+    """Return how to look up a rank's sizes of all dims by their cuts; each distinct cut is worked out once."""
     known: dict[tuple[object, ...], Mapping[str, Number]] = {}
-    local: dict[str, Mapping[str, Number]] = {}
-    for name, cuts in sharded.sharding.op_cuts.items():
+
+    def shared(cuts: Cuts) -> Mapping[str, Number]:
         key = tuple(cuts.items())
         if key not in known:
             known[key] = local_sizes(setting.sizes, cuts, setting.atoms)
-        local[name] = known[key]
-    return local
+        return known[key]
+
+    return shared
 
 
-def saved_bytes(sharded: ShardedBlock, setting: Setting) -> Number:
+def _saved_bytes(sharded: ShardedBlock, shared: Shares) -> Number:
     """Return what a rank keeps of a block from forward to backward, for one micro-batch."""
-    total: Number = 0
-    for entry in sharded.block.saved:
-        cuts = sharded.sharding.saved_cuts(entry)
-        total = total + entry.tensor.num_bytes(local_sizes(setting.sizes, cuts, setting.atoms))
-    return total
+    return sum(entry.tensor.num_bytes(shared(sharded.sharding.saved_cuts(entry))) for entry in sharded.block.saved)
 
 
-def local_parameters(sharded: ShardedBlock, setting: Setting, *, tied: bool) -> Mapping[tuple[str, ...], Number]:
+def _local_parameters(sharded: ShardedBlock, shared: Shares, *, tied: bool) -> Mapping[tuple[str, ...], Number]:
     """Return how many of one block's tied or other weights a rank holds, by the atoms their gradients' sums await."""
     counts: dict[tuple[str, ...], Number] = defaultdict(int)
     for tensor in sharded.block.parameters:
         if (tensor.name in sharded.tied) == tied:
-            local = local_sizes(setting.sizes, sharded.sharding.parameter_cuts[tensor.name], setting.atoms)
             pending = sharded.sharding.parameter_pending[tensor.name]
+            local = shared(sharded.sharding.parameter_cuts[tensor.name])
             counts[pending] = counts[pending] + tensor.num_elements(local)
     return counts
 
@@ -178,7 +178,9 @@ def _run_s(
     vector: Number = 0
     for op in run.ops:
         call = block.call(op, local[op.name])
-        share = _met_share(op, setting) if run.skips_masked else 1.0
+        share: Number = 1.0
+        if run.skips_masked and isinstance(op.kind, Attend | AttendGradient):
+            share = _met_share(op.kind.window, setting)
         matrix = matrix + run.flops_ratio * share * op.kind.matrix_flops(call)
         vector = vector + share * op.kind.vector_flops(call)
     compute_s = np.maximum(matrix / rates.matrix_flops_per_s, vector / rates.vector_flops_per_s)
@@ -189,16 +191,21 @@ def _num_bytes(moved: Iterable[Moved], local: Mapping[str, Mapping[str, Number]]
     return sum(tensor.num_bytes(local[op]) for op, tensor in moved)
 
 
-def _met_share(op: Op, setting: Setting) -> Number:
+def _fresh_bytes(entry: Fresh, local: Mapping[str, Mapping[str, Number]], shared: Shares) -> Number:
+    """Return the memory that a tensor needs while a kernel runs; none if it is kept and the kernel reads no more."""
+    op, tensor, held = entry
+    size = tensor.num_bytes(local[op])
+    return size if held is None else np.where(size > tensor.num_bytes(shared(held)), size, 0)
+
+
+def _met_share(window: int | None, setting: Setting) -> Number:
     """Return which part of its (query, key) pairs the slowest cp rank does not skip as masked.
 
     In zig-zag order all ranks have the same. In contiguous order the last one meets all keys before its own, so
     without a window 2 - 1/cp times the average.
     """
-    if not isinstance(op.kind, Attend | AttendGradient):
-        return 1.0
     seq, pieces = setting.sizes["seq"], setting.atoms["cp"] if setting.cp_order == "contiguous" else 1
-    seen = _visible_pairs(op.kind.window, seq) - _visible_pairs(op.kind.window, seq - seq / pieces)
+    seen = _visible_pairs(window, seq) - _visible_pairs(window, seq - seq / pieces)
     return seen * pieces / seq**2
 
 
@@ -208,7 +215,7 @@ def _visible_pairs(window: int | None, seq_len: Number) -> Number:
     return reach * (reach + 1) / 2 + (seq_len - reach) * reach
 
 
-def _kernel_runs(block: Block, sharding: NaturalSharding, held: Mapping[str, Cuts]) -> Iterable[KernelRun]:
+def _kernel_runs(block: Block, held: Mapping[str, Cuts]) -> Iterable[KernelRun]:
     """Group the operations: a fused forward kernel, its backward in one, weight gradients each on their own."""
     owner = {name: group for group in block.fused for name in group.ops}
     members: dict[tuple[str, ...], list[Op]] = defaultdict(list)
@@ -224,7 +231,7 @@ def _kernel_runs(block: Block, sharding: NaturalSharding, held: Mapping[str, Cut
             pass_=ops[0].pass_,
             ops=tuple(ops),
             touched=touched,
-            fresh=tuple((op, tensor) for op, tensor in touched if links.is_fresh(sharding, op, tensor)),
+            fresh=tuple((op, tensor, links.held_cuts(tensor)) for op, tensor in touched if not links.is_state(tensor)),
             skips_masked=group.skips_masked,
             flops_ratio=1.0 if forward else group.backward_flops_ratio,
         )
@@ -294,11 +301,13 @@ class _Links:
         moved = {name: (op, self.block.tensors[name]) for op, name in (*reads, *writes) if name not in lost}
         return [*moved.values(), *(self._copies(group) if lost else ())]
 
-    def is_fresh(self, sharding: NaturalSharding, op: str, tensor: Tensor) -> bool:
-        """Whether a tensor needs memory of its own: it is no state, and is not kept in just the cut of this reader."""
-        if tensor.name in self.resident or tensor.role in ("parameter", "state"):
-            return False
-        return self.held.get(self._storage(tensor.name)) != sharding.read_cuts(op, tensor.dims)
+    def is_state(self, tensor: Tensor) -> bool:
+        """Whether a tensor has memory for the whole step; a sum of gradients takes the place of the sum before."""
+        return tensor.name in self.resident or tensor.role in ("parameter", "state")
+
+    def held_cuts(self, tensor: Tensor) -> Cuts | None:
+        """Return how a tensor is cut where a rank keeps it for backward; None if it does not."""
+        return self.held.get(self._storage(tensor.name))
 
     def _storage(self, name: str) -> str:
         """Return what a tensor is kept as; a clone's result takes the place of what was dropped."""

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.layout.collective import Collective
+from autoshard.layout.collective import Collective, CollectiveKind
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.mesh import Mesh, axis_bandwidth_bytes_per_s
 
 Number = Any  # a number, or a numpy column of one number per candidate
+_ROUNDS: Mapping[CollectiveKind, int] = {"all_reduce": 2, "all_reduce_max": 2, "slice": 0}  # once, if not named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,20 +21,20 @@ class Ring:
     latency_s: Number  # once around
 
     def time_s(self, collective: Collective, message_bytes: Number) -> Number:
-        """Return the time of a Collective; ``message_bytes`` is a rank's buffer where it is largest.
-
-        Bandwidth-optimal rings: gather and scatter send (n-1)/n of the whole, all-reduce does both, an all-to-all
-        keeps 1/n at home, a permutation in n-1 rounds shows each rank all other parts.
-        """
-        passes = 2 if collective.kind == "all_reduce" else 1
-        sent_bytes = self.sent_bytes(collective, message_bytes)
-        return sent_bytes / self.bandwidth_bytes_per_s + passes * self.latency_s
+        """Return the time of a Collective; ``message_bytes`` is a rank's buffer where it is largest."""
+        return self.sent_bytes(collective, message_bytes) / self.bandwidth_bytes_per_s + (
+            _ROUNDS.get(collective.kind, 1) * self.latency_s
+        )
 
     def sent_bytes(self, collective: Collective, message_bytes: Number) -> Number:
-        """Return the bytes that one rank sends."""
-        passes = 2 if collective.kind == "all_reduce" else 1
-        share = (self.size - 1) if collective.kind == "permute" else (self.size - 1) / self.size
-        return passes * share * message_bytes
+        """Return the bytes that one rank sends.
+
+        Bandwidth-optimal rings: gather and scatter send (n-1)/n of the whole, all-reduce does both, an all-to-all
+        keeps 1/n at home, a permutation in n-1 rounds shows each rank all other parts. A slice sends nothing.
+        """
+        if collective.kind == "permute":
+            return (self.size - 1) * message_bytes
+        return _ROUNDS.get(collective.kind, 1) * (self.size - 1) / self.size * message_bytes
 
     def send_s(self, message_bytes: Number) -> Number:
         """Return the time of handing a message to the next rank."""
@@ -44,7 +45,7 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], efficiency: 
     """Return the ring along some atoms of a mesh."""
     held = tuple(atom for atom in atoms if mesh.atoms_of(atom))
     group = mesh.group_of(0, held)
-    bandwidth = axis_bandwidth_bytes_per_s(cluster, mesh, held) * efficiency
+    bandwidth = axis_bandwidth_bytes_per_s(cluster, mesh, held) * efficiency * _share_of_wires(cluster, group)
     return Ring(size=len(group), bandwidth_bytes_per_s=bandwidth, latency_s=_latency_s(cluster, group))
 
 
@@ -53,6 +54,17 @@ def send_ring(cluster: Cluster, mesh: Mesh, efficiency: float) -> Ring:
     bandwidth = axis_bandwidth_bytes_per_s(cluster, mesh, ("pp",)) * efficiency
     latency_s = cluster.link_of(mesh.group_of(0, ("pp",))[:2]).latency_s if mesh.size("pp") > 1 else 0.0
     return Ring(size=mesh.size("pp"), bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
+
+
+def _share_of_wires(cluster: Cluster, group: tuple[int, ...]) -> float:
+    """Return which part of a torus' wires a ring uses: all on the whole torus, half on a part of it.
+
+    A chip has four neighbours. Over all chips of a node run two edge-disjoint Hamiltonian cycles in parallel (AWS
+    Neuron docs, neuron-runtime/explore/intranode-collective-comm.rst); a ring over fewer chips is one cycle: derived.
+    """
+    if len(group) == 1 or cluster.link_of(group).kind != "torus":
+        return 1.0
+    return 1.0 if len({cluster.chip_of(rank) for rank in group}) == cluster.chips_per_node else 0.5
 
 
 def _latency_s(cluster: Cluster, group: tuple[int, ...]) -> float:

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -25,9 +26,9 @@ class UpdateCost:
     sent_bytes: Mapping[str, Number]
 
 
-def num_shards(pending: tuple[str, ...], setting: Setting) -> Number:
-    """Return over how many ranks the optimizer's work for such weights is divided."""
-    return math.prod(setting.atoms[atom] for atom in split_pending(pending)[0]) if setting.zero else 1
+def num_shards(shards: tuple[str, ...], setting: Setting) -> Number:
+    """Return over how many ranks the optimizer's work is divided, given the atoms that may share it."""
+    return math.prod(setting.atoms[atom] for atom in shards) if setting.zero else 1
 
 
 def state_bytes(weights: Weights, setting: Setting, precision: Precision) -> Mapping[str, Number]:
@@ -35,13 +36,21 @@ def state_bytes(weights: Weights, setting: Setting, precision: Precision) -> Map
     per_master = DTYPE_BYTES[precision.masters] if precision.masters else 0
     per_state = per_master + 2 * DTYPE_BYTES[precision.moments]
     parts: dict[str, Number] = {"weights": 0, "gradients": 0, "optimizer": 0}
-    for pending, count in weights.items():
-        shard = -(-count // num_shards(pending, setting))
+    for shards, count in _grouped(weights, 0).items():
+        shard = -(-count // num_shards(shards, setting))
         resident = shard if setting.zero == 3 else count
         parts["weights"] = parts["weights"] + resident * DTYPE_BYTES[precision.weights]
         parts["gradients"] = parts["gradients"] + resident * DTYPE_BYTES[precision.gradients]
         parts["optimizer"] = parts["optimizer"] + shard * per_state
     return parts
+
+
+def _grouped(weights: Weights, part: Literal[0, 1]) -> Weights:
+    """Add up the weights whose gradients await the same atoms in one part of ``split_pending``: they travel as one."""
+    counts: dict[tuple[str, ...], Number] = defaultdict(int)
+    for pending, count in weights.items():
+        counts[split_pending(pending)[part]] = counts[split_pending(pending)[part]] + count
+    return counts
 
 
 def update_cost(
@@ -50,21 +59,24 @@ def update_cost(
     """Price the step phase of a rank that holds these weights.
 
     ZeRO-0 sums gradients everywhere; ZeRO-1 scatters the sums and gathers new weights; ZeRO-3 does so for every
-    micro-batch, and gathers the weights twice (forward and backward).
+    micro-batch, and gathers the weights twice (forward and backward). What also awaits tp is summed there once.
     """
     seconds: dict[str, Number] = {"dp": 0.0, "tp": 0.0, "update": 0.0}
     sent: dict[str, Number] = defaultdict(float)
     precision, rates = question.workload.precision, question.rates
     gradient, weight = DTYPE_BYTES[precision.gradients], DTYPE_BYTES[precision.weights]
-    for pending, count in weights.items():
-        shards, rest = split_pending(pending)
-        traffic = _traffic(setting.zero, count * gradient, count * weight, num_micro_batches)
-        for part, atoms, entries in (("dp", shards, traffic), ("tp", rest, _traffic(0, count * gradient, 0, 1))):
-            for kind, size, times in entries if atoms else ():
-                ring, collective = setting.rings[atoms], Collective(kind=kind, dim=None, atoms=atoms)
-                seconds[part] = seconds[part] + times * ring.time_s(collective, size)
-                sent[part] = sent[part] + times * ring.sent_bytes(collective, size)
-        share = count / num_shards(pending, setting)
+    traffic = [
+        ("dp", atoms, _traffic(setting.zero, count * gradient, count * weight, num_micro_batches))
+        for atoms, count in _grouped(weights, 0).items()
+    ]
+    traffic += [("tp", atoms, _traffic(0, count * gradient, 0, 1)) for atoms, count in _grouped(weights, 1).items()]
+    for part, atoms, entries in traffic:
+        for kind, size, times in entries if atoms else ():
+            ring, collective = setting.rings[atoms], Collective(kind=kind, dim=None, atoms=atoms)
+            seconds[part] = seconds[part] + times * ring.time_s(collective, size)
+            sent[part] = sent[part] + times * ring.sent_bytes(collective, size)
+    for shards, count in _grouped(weights, 0).items():
+        share = count / num_shards(shards, setting)
         compute_s = share * per_weight.vector_flops / rates.vector_flops_per_s
         memory_s = share * per_weight.traffic_bytes / rates.memory_bytes_per_s
         seconds["update"] = seconds["update"] + np.maximum(compute_s, memory_s)

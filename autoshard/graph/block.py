@@ -28,6 +28,7 @@ class Fused:
     ops: tuple[str, ...]
     saves: tuple[Saved, ...]
     skips_masked: bool = False
+    expands_keys: bool = False
     backward_flops_ratio: float = 1.0
 
 

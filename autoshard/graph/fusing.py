@@ -101,7 +101,13 @@ def _fused(flow: Flow, kernel: Kernel | None, run: tuple[str, ...]) -> Fused:
     else:
         saves = [save for number, text in enumerate(kernel.saves) for save in _named_saves(flow, run, text, number)]
     ratio = kernel.backward_flops_ratio
-    return Fused(ops=run, saves=tuple(saves), skips_masked=kernel.skips_masked, backward_flops_ratio=ratio)
+    return Fused(
+        ops=run,
+        saves=tuple(saves),
+        skips_masked=kernel.skips_masked,
+        expands_keys=kernel.expands_keys,
+        backward_flops_ratio=ratio,
+    )
 
 
 def _saved(flow: Flow, name: str) -> Saved:

@@ -98,6 +98,18 @@ class OpKind(ABC):
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Compute the outputs with numpy; the definition that every engine must agree with."""
 
+    def whole_dims(self) -> Dims:
+        """Return the dims that must not be cut, because every result needs all of them."""
+        return ()
+
+    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
+        """Return dims that are cut exactly as others are together: ``(dim, (others ...))``."""
+        return ()
+
+    def linear_through(self) -> Mapping[int, tuple[int, ...]]:
+        """Return through which inputs a pending sum may pass, and to which outputs."""
+        return {}
+
     def matrix_flops(self, call: Call) -> int:
         """Return multiplications and additions done on the matrix unit."""
         return 0

@@ -5,7 +5,7 @@ to cut over tp, its sequence. The Collectives follow from where neighbouring ope
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from autoshard.graph.block import Block, Saved
@@ -18,6 +18,7 @@ from autoshard.graph.kinds.pointwise import Reduce
 from autoshard.graph.op import Dims, Op, Pass
 from autoshard.layout.collective import Collective, CollectiveKind
 from autoshard.layout.layout import Cuts
+from autoshard.spec.mesh import ATOMS
 
 TP = ("kv", "rep")
 BOUNDARY: Dims = ("batch", "seq", "hidden")
@@ -82,8 +83,8 @@ def natural_sharding(block: Block, *, sequence_parallel: bool, keeps_gathered: b
     cuts = {op.name: _op_cuts(block, op, sequence_parallel) for op in ops}
     boundary = _cut_dims(BOUNDARY, sequence_parallel)
     arriving = {name: boundary for name in (block.carry_in, f"d.{block.carry_out}") if name}
-    flowing = _flowing(block, ops, cuts, arriving)
     wanted = _wanted(block, ops, cuts, boundary)
+    flowing = _flowing(block, ops, cuts, arriving, {name for name, asked in wanted.items() if not _all_linear(asked)})
     messages = [message for op in ops for message in _changes(op, flowing, wanted)]
     messages += [message for op in ops for message in _inner(block, op)]
     readers = [_gathered_readers(block, ops, cuts, message) for message in messages]
@@ -94,7 +95,7 @@ def natural_sharding(block: Block, *, sequence_parallel: bool, keeps_gathered: b
         tensor_cuts={name: dict(parts[0][0]) for name, parts in flowing.items()} | (kept if keeps_gathered else {}),
         messages=tuple(messages if keeps_gathered else _repeated(messages, readers)),
         parameter_cuts={name: _of_dims(cuts[op], block.tensors[name].dims) for name, op in takers.items()},
-        parameter_pending={name: _pending_of(flowing[f"{name}.sum"]) for name in takers},
+        parameter_pending={name: _in_order(_pending_of(flowing[f"{name}.sum"])) for name in takers},
     )
 
 
@@ -151,10 +152,22 @@ def _pending_of(flowing: Flowing) -> Pending:
     return tuple(dict.fromkeys(atom for _, pending in flowing for atom in pending))
 
 
+def _in_order(atoms: Iterable[str]) -> Pending:
+    """Return atoms in one order, so that weights whose gradients await the same are told as one group."""
+    return tuple(sorted(atoms, key=ATOMS.index))
+
+
+def _all_linear(readings: Iterable[tuple[Cuts, bool]]) -> bool:
+    return all(linear for _, linear in readings)
+
+
 def _flowing(
-    block: Block, ops: Sequence[Op], cuts: Mapping[str, Cuts], arriving: Mapping[str, Cuts]
+    block: Block, ops: Sequence[Op], cuts: Mapping[str, Cuts], arriving: Mapping[str, Cuts], settled: Set[str]
 ) -> dict[str, Flowing]:
-    """Return how each tensor leaves its maker: cuts, and sums still pending over atoms that cut what was summed."""
+    """Return how each tensor leaves its maker: cuts, and sums still pending over atoms that cut what was summed.
+
+    What is ``settled`` is summed for one of its readers, so that no other passes the pending sum on.
+    """
     flowing: dict[str, Flowing] = {name: ((_freeze(cut), ()),) for name, cut in arriving.items()}
     for op in ops:
         for index, name in enumerate(op.outputs):
@@ -162,7 +175,8 @@ def _flowing(
                 flowing[name] = _merged(block, op, flowing)
             else:
                 own = _freeze(_of_dims(cuts[op.name], block.tensors[name].dims))
-                flowing[name] = ((own, _output_pending(block, op, index, cuts[op.name], flowing)),)
+                unsettled = {tensor: flowing[tensor] for tensor in op.inputs if tensor in flowing.keys() - settled}
+                flowing[name] = ((own, _output_pending(block, op, index, cuts[op.name], unsettled)),)
     return flowing
 
 
@@ -222,13 +236,11 @@ def _changes(
     """Yield the Collectives that bring an operation's outputs into the cuts of their readers, each cut once."""
     outside = [name for name in op.inputs if name.startswith("d.") and name in flowing]
     for tensor in (*op.outputs, *outside):
-        done: set[object] = set()
-        for cuts, linear in wanted.get(tensor, ()):
-            if _freeze(cuts) in done:
-                continue
-            done.add(_freeze(cuts))
+        readings = wanted.get(tensor, ())
+        for asked in {_freeze(cuts): cuts for cuts, _ in readings}.values():
+            linear = _all_linear(reading for reading in readings if reading[0] == asked)
             for held, pending in flowing.get(tensor, ()):
-                for collective, largest in _steps(dict(held), () if linear else pending, cuts):
+                for collective, largest in _steps(dict(held), () if linear else pending, asked):
                     yield Message(op=op.name, pass_=op.pass_, tensor=tensor, cuts=largest, collective=collective)
 
 
@@ -253,9 +265,16 @@ def _collective(kind: CollectiveKind, dim: str | None, atoms: tuple[str, ...], r
 
 
 def _inner(block: Block, op: Op) -> Iterable[Message]:
-    """Yield what an operation sends inside itself: the ring of attention, the all-to-all of a dispatch."""
+    """Yield what an operation sends inside itself: the ring of attention, the all-to-all of a dispatch.
+
+    Keys and values go around the ring, backward with their gradients; as large as the queries where a kernel copies
+    them for every query head first.
+    """
     if isinstance(op.kind, _ATTENDS):
-        rounds = [op.inputs[1], op.inputs[2]] if isinstance(op.kind, Attend) else [*op.inputs[2:4], *op.outputs[1:]]
+        forward = isinstance(op.kind, Attend)
+        rounds = [op.inputs[1], op.inputs[2]] if forward else [*op.inputs[2:4], *op.outputs[1:]]
+        if any(group.expands_keys for group in block.fused if op.source in group.ops):
+            rounds = [op.inputs[0 if forward else 1]] * len(rounds)
         for name in rounds:
             cuts = _of_dims(_cut_dims(block.tensors[name].dims, False), block.tensors[name].dims)
             ring = _collective("permute", "kv_seq", ("cp",))

@@ -105,10 +105,10 @@ def padding_of(model: ModelSpec, tp: int) -> Mapping[str, int]:
 
 
 def _stages(candidate: Candidate, model: ModelSpec) -> tuple[Stage, ...]:
-    layers = layers_of(candidate, model.num_layers)
-    faults = _stage_faults(candidate, model, layers)
+    faults = _stage_faults(candidate, model)
     if faults:
         raise InputError.of("stages", faults)
+    layers = layers_of(candidate, model.num_layers)
     starts = [sum(layers[:stage]) for stage in range(len(layers))]
     return tuple(
         Stage(
@@ -122,10 +122,12 @@ def _stages(candidate: Candidate, model: ModelSpec) -> tuple[Stage, ...]:
     )
 
 
-def _stage_faults(candidate: Candidate, model: ModelSpec, layers: tuple[int, ...]) -> str:
-    if len(layers) != candidate.num_stages or len(candidate.recompute) not in (1, candidate.num_stages):
+def _stage_faults(candidate: Candidate, model: ModelSpec) -> str:
+    counts = {len(candidate.stages or ()) or candidate.num_stages, candidate.num_stages}
+    if len(counts) > 1 or len(candidate.recompute) not in (1, candidate.num_stages):
         return f"pp*vp is {candidate.num_stages}; stages and recompute must list as many, or be left out"
-    if min(layers) < 1 or sum(layers) != model.num_layers:
+    too_many = candidate.num_stages > model.num_layers  # asked first: the layers of a billion stages fill no list
+    if too_many or sum(layers_of(candidate, model.num_layers)) != model.num_layers:
         return f"{model.num_layers} layers of {model.name} do not fill {candidate.num_stages} stages this way"
     return ""
 

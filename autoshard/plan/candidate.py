@@ -118,6 +118,15 @@ def parse_pins(text: str) -> Mapping[str, object]:
     return values
 
 
+def show_pins(pins: Mapping[str, Any]) -> str:
+    """Print what ``parse_pins`` reads.
+
+    >>> show_pins(parse_pins("pp=2,recompute=full*2,sp=false"))
+    'pp=2,recompute=full*2,sp=false'
+    """
+    return ",".join(f"{key}={_shown(key, value)}" for key, value in pins.items())
+
+
 def _missing_dp(values: Mapping[str, Any], num_ranks: int | None) -> int:
     if num_ranks is None:
         raise InputError.of("dp", "missing; add dp=N")

@@ -1,6 +1,6 @@
 """What a search looked at before it answered, so that the answer can be judged."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Certificate:
     def claim(self) -> str:
         """Say in words what was proven."""
         return (
-            f"the fastest by this cost model of {self.num_candidates} legal candidates, all of them priced, of which "
+            f"the fastest by this cost model of {self.num_candidates} legal candidates, all of them priced; "
             f"{self.num_fitting} fit in memory"
         )
 
@@ -37,11 +37,21 @@ class Certificate:
         """Return the certificate of both spaces together."""
         return Certificate(
             num_layouts=self.num_layouts + other.num_layouts,
-            refusals=(*self.refusals, *other.refusals),
+            refusals=_merged(self.refusals, other.refusals),
             num_legal_layouts=self.num_legal_layouts + other.num_legal_layouts,
             num_candidates=self.num_candidates + other.num_candidates,
             num_fitting=self.num_fitting + other.num_fitting,
         )
+
+
+def _merged(first: tuple[Refusal, ...], second: tuple[Refusal, ...]) -> tuple[Refusal, ...]:
+    """Add up what the same Rule refused in both spaces; its example stays that of the first."""
+    both: dict[str, Refusal] = {}
+    for refusal in (*first, *second):
+        known = both.get(refusal.rule_id)
+        count = refusal.num_layouts + (known.num_layouts if known else 0)
+        both[refusal.rule_id] = replace(known or refusal, num_layouts=count)
+    return tuple(both.values())
 
 
 NOTHING_LOOKED_AT = Certificate(num_layouts=0, refusals=(), num_legal_layouts=0, num_candidates=0, num_fitting=0)

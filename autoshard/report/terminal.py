@@ -13,7 +13,11 @@ from autoshard.plan.prediction import Prediction, StageMemory
 from autoshard.plan.rules.rule import Rejection
 from autoshard.units import GIB, format_bytes, format_count, format_seconds
 
+WIDTH = 120  # of what is no terminal, so that files do not depend on the machine
+MOST_ROWS = 20  # of pipeline ranks; beyond, neighbours share a row
 _BAR = 16
+_CANDIDATE = 80  # columns for the text of a candidate in a table
+_MOST_CHUNKS = 4  # whose layers a row names
 _STATES = ("weights", "gradients", "optimizer", "activations")
 _TIME_WORDS = {
     "compute": "compute",
@@ -44,17 +48,17 @@ def plan_report(plan: Plan, runners_up: Sequence[Plan], certificate: Certificate
 
 def rejections_report(rejections: Sequence[Rejection]) -> Group:
     """Return why something may not run, one reason per line with its source."""
-    lines = [
-        Text.assemble(("refused ", "bold red"), (rejection.message, ""), (f"\n        {rejection.source}", "dim"))
-        for rejection in rejections
-    ]
-    return Group(*lines)
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for rejection in rejections:
+        table.add_row(Text("refused", style="bold red"), Text(rejection.message))
+        table.add_row("", Text(rejection.source, style="dim"))
+    return Group(*([table, ""] if rejections else []))
 
 
 def make_console() -> Console:
-    """Return a console; what is no terminal gets 120 columns, so that files do not depend on the machine."""
+    """Return a console; names are never read as markup."""
     console = Console(markup=False, highlight=False)
-    return console if console.is_terminal else Console(markup=False, highlight=False, width=120)
+    return console if console.is_terminal else Console(markup=False, highlight=False, width=WIDTH)
 
 
 def _headline(plan: Plan, prediction: Prediction) -> Group:
@@ -63,19 +67,19 @@ def _headline(plan: Plan, prediction: Prediction) -> Group:
     place = f"{cluster.num_nodes} x {cluster.name}{lnc}" if cluster.name != "local" else "this machine"
     asked = Text.assemble(
         (model.name, "bold"),
-        f" ({format_count(model.num_parameters)} parameters) on {place}: {cluster.num_ranks} ranks",
+        f" ({format_count(model.num_parameters)} parameters) on {place}: {_many(cluster.num_ranks, 'rank')}",
     )
     work = (
-        f"{workload.global_batch} sequences of {workload.seq_len} tokens a step, {_precision(plan)}, ZeRO-{plan.zero}, "
-        f"engine {plan.engine}, kernels {plan.kernels}"
+        f"{_many(workload.global_batch, 'sequence')} of {_many(workload.seq_len, 'token')} a step, "
+        f"{_precision(plan)}, ZeRO-{plan.zero}, engine {plan.engine}, kernels {plan.kernels}"
     )
     low, high = format_seconds(prediction.low_s), format_seconds(prediction.high_s)
     result = Text.assemble(
         ("step ", ""), (format_seconds(prediction.step_time_s), "bold"), f" ({low} to {high}), ",
-        (f"{format_count(prediction.tokens_per_s)}tokens/s", "bold"), f", MFU {prediction.mfu:.1%}, peak ",
+        (f"{format_count(prediction.tokens_per_s, 'tokens/s')}", "bold"), f", MFU {prediction.mfu:.1%}, peak ",
         (format_bytes(prediction.peak_bytes), "bold"), f" of {format_bytes(prediction.capacity_bytes)} a rank",
     )  # fmt: skip
-    layout = Text.assemble(("plan ", ""), (str(plan.candidate), "bold green"))
+    layout = Text.assemble("plan ", (at_commas(str(plan.candidate), WIDTH - 5).replace("\n", "\n     "), "bold green"))
     return Group(asked, Text(work, style="dim"), "", layout, result, Text(_batches(plan), style="dim"))
 
 
@@ -90,8 +94,26 @@ def _batches(plan: Plan) -> str:
     batches = "micro-batch" if count == 1 else "micro-batches"
     shape = f"{plan.schedule.builder}: {count} {batches} of {plan.micro_batch} per data-parallel rank"
     padded = "".join(f"; {dim} padded to {size}" for dim, size in plan.padding.items())
-    stages = "stage" if len(plan.stages) == 1 else "stages"
-    return f"{shape}, {len(plan.stages)} {stages}, ideal bubble {bubble:.1%}{padded}"
+    return f"{shape}, {_many(len(plan.stages), 'stage')}, ideal bubble {bubble:.1%}{padded}"
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def at_commas(text: str, width: int) -> str:
+    """Break a candidate into lines after its commas; pasted as it stands it is still the same candidate.
+
+    >>> print(at_commas("tp=8,pp=16,recompute=selective[attend,act]", 32))
+    tp=8,pp=16,
+    recompute=selective[attend,act]
+    """
+    lines = [""]
+    for piece in text.replace(",", ",\0").split("\0"):
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)
 
 
 def _bar(share: float) -> str:
@@ -99,7 +121,9 @@ def _bar(share: float) -> str:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+    )
 
 
 def _time_table(prediction: Prediction) -> Table:
@@ -115,46 +139,70 @@ def _time_table(prediction: Prediction) -> Table:
 
 
 def _memory_table(plan: Plan, prediction: Prediction) -> Table:
-    table = _table(f"Memory per pipeline rank in GiB, of {_gib(prediction.capacity_bytes)}, and where it lies")
+    groups = _row_groups(len(prediction.stage_memory))
+    shared = "; of ranks that share a row, the fullest" if len(groups) < len(prediction.stage_memory) else ""
+    table = _table(f"Memory per pipeline rank in GiB, of {_gib(prediction.capacity_bytes)}{shared}")
     table.add_column("rank")
     table.add_column("layers", no_wrap=True)
     table.add_column("nodes", no_wrap=True)
     for part in ("weights", "grads", "optim", "activ", "other", "total"):
         table.add_column(part, justify="right", no_wrap=True)
     table.add_column("used", no_wrap=True)
-    for rank, memory in enumerate(prediction.stage_memory):
-        table.add_row(*_memory_row(plan, prediction, rank, memory))
+    for ranks in groups:
+        table.add_row(*_memory_row(plan, prediction, ranks))
     return table
+
+
+def _row_groups(num_ranks: int) -> list[range]:
+    """Say which pipeline ranks share a row: the first and the last never do, because they hold more than layers.
+
+    >>> [len(ranks) for ranks in _row_groups(64)]
+    [1, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 2, 1]
+    """
+    size = 1 if num_ranks <= MOST_ROWS else -(-(num_ranks - 2) // (MOST_ROWS - 2))
+    middle = [range(first, min(first + size, num_ranks - 1)) for first in range(1, num_ranks - 1, size)]
+    return [range(1), *middle, *([range(num_ranks - 1, num_ranks)] if num_ranks > 1 else [])]
 
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.2f}"
 
 
-def _memory_row(plan: Plan, prediction: Prediction, rank: int, memory: StageMemory) -> list[str]:
+def _memory_row(plan: Plan, prediction: Prediction, ranks: range) -> list[str]:
+    memory = max((prediction.stage_memory[rank] for rank in ranks), key=_total)
     share = memory.total / prediction.capacity_bytes
     sizes = [memory.parts.get(part, 0) for part in _STATES]
     cells = [_gib(size) for size in (*sizes, memory.total - sum(sizes), memory.total)]
-    return [str(rank), _layers(plan, rank), _nodes(plan, rank), *cells, f"{share:4.0%} {_bar(share)}"]
+    place = [_span(ranks[0], ranks[-1]), _layers(plan, ranks), _nodes(plan, ranks)]
+    return [*place, *cells, f"{share:4.0%} {_bar(share)}"]
 
 
-def _layers(plan: Plan, rank: int) -> str:
-    """Say which layers a pipeline rank holds, and whether it has the embedding or the head."""
-    held = [
-        f"{stage.first_layer}-{stage.first_layer + stage.num_layers - 1}" for stage in plan.stages if stage.rank == rank
-    ]
-    numbers = [number for number, stage in enumerate(plan.stages) if stage.rank == rank]
+def _total(memory: StageMemory) -> int:
+    return memory.total
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _layers(plan: Plan, ranks: range) -> str:
+    """Say which layers neighbouring pipeline ranks hold, chunk by chunk, and whether the embedding or the head."""
+    numbers = [number for number, stage in enumerate(plan.stages) if stage.rank in ranks]
+    spans: dict[int, tuple[int, int]] = {}
+    for stage in (plan.stages[number] for number in numbers):
+        first, _ = spans.get(stage.chunk, (stage.first_layer, 0))
+        spans[stage.chunk] = (first, stage.first_layer + stage.num_layers - 1)
+    held = [_span(*span) for span in spans.values()]
     before = "embed " if 0 in numbers else ""
     after = " head" if len(plan.stages) - 1 in numbers else ""
-    return f"{before}{','.join(held)}{after}"
+    return f"{before}{','.join(held[:_MOST_CHUNKS])}{',...' if len(held) > _MOST_CHUNKS else ''}{after}"
 
 
-def _nodes(plan: Plan, rank: int) -> str:
-    """Say on which nodes a pipeline rank's layers lie."""
-    nodes = sorted({plan.cluster.node_of(member) for member in plan.mesh.ranks_of({"pp": rank})})
-    if len(nodes) == 1:
-        return str(nodes[0])
-    return f"{nodes[0]}-{nodes[-1]}" if nodes[-1] - nodes[0] + 1 == len(nodes) else f"{len(nodes)} nodes"
+def _nodes(plan: Plan, ranks: range) -> str:
+    """Say on which nodes the layers of neighbouring pipeline ranks lie."""
+    members = (member for rank in ranks for member in plan.mesh.ranks_of({"pp": rank}))
+    nodes = sorted({plan.cluster.node_of(member) for member in members})
+    return _span(nodes[0], nodes[-1]) if nodes[-1] - nodes[0] + 1 == len(nodes) else f"{len(nodes)} nodes"
 
 
 def _runners_up(plan: Plan, runners_up: Sequence[Plan]) -> Table:
@@ -170,19 +218,22 @@ def _runners_up(plan: Plan, runners_up: Sequence[Plan]) -> Table:
             f"+{slower:.1%}",
             format_bytes(other.prediction.peak_bytes),
         ]
-        table.add_row(str(other.candidate), *row)
+        table.add_row(at_commas(str(other.candidate), _CANDIDATE), *row)
     return table
 
 
 def _looked_at(certificate: Certificate) -> Group:
+    misfits = certificate.num_candidates - certificate.num_fitting
+    claim = Text(certificate.claim, style="dim")
+    if not certificate.refusals and not misfits:
+        return Group(claim)
     table = _table(f"Refused, of {certificate.num_layouts} layouts (one may be refused by several rules)")
     table.add_column("rule")
     table.add_column("layouts", justify="right")
     table.add_column("for example", overflow="fold")
     for refusal in sorted(certificate.refusals, key=lambda entry: -entry.num_layouts):
         table.add_row(refusal.rule_id, str(refusal.num_layouts), refusal.example)
-    misfits = certificate.num_candidates - certificate.num_fitting
     table.add_row(
         "memory", f"{misfits} *", "peak memory above the capacity of a rank (* counted per kind of recompute)"
     )
-    return Group(table, Text(certificate.claim, style="dim"))
+    return Group(table, "", claim)

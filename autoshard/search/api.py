@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from autoshard.cost.calibration import Calibration
-from autoshard.errors import Fault, InputError, NoPlan
+from autoshard.errors import AutoshardError, Fault, InputError, NoPlan
 from autoshard.plan.candidate import parse_pins
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.rule import Rule
 from autoshard.search.planner import Found, Request, search as search_all
-from autoshard.search.remedy import why_none
+from autoshard.search.remedy import fixed_faults, no_remedy, remedies, why_none
+from autoshard.search.space import Pins
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.recipe import Recipe
@@ -55,14 +57,23 @@ def plan(
         cluster=the_cluster,
         workload=workload or default_workload(the_model, the_cluster),
         engines=(the_cluster.engine,),
-        pins=parse_pins(how.pins) if how.pins else {},
+        pins=pins_of(how.pins or None),
         calibration=cost,
         extra_rules=how.rules,
     )
     found = how.method(request)
     if not found.plans:
-        raise NoPlan(why_none(request, found))
+        raise unanswered(request, found)
     return found.plans[0]
+
+
+def unanswered(request: Request, found: Found, *, helpful: bool = False) -> AutoshardError:
+    """Return the error of a search that found nothing; to be helpful, it searches for what would change that."""
+    faults = fixed_faults(request)
+    if faults:
+        return InputError(faults)
+    tries = [f"  try {remedy}" for remedy in remedies(request)] or [no_remedy(found)] if helpful else []
+    return NoPlan("\n".join([why_none(request, found), *tries]))
 
 
 def request_of(recipe: Recipe) -> Request:
@@ -72,7 +83,7 @@ def request_of(recipe: Recipe) -> Request:
     cluster = _looked_up(
         faults, "cluster", lambda: load_cluster(recipe.cluster, recipe.nodes, lnc=recipe.lnc, ranks=recipe.ranks)
     )
-    pins = _looked_up(faults, "fix", lambda: parse_pins(recipe.fix) if recipe.fix else {})
+    pins = _looked_up(faults, "fix", lambda: pins_of(recipe.fix))
     if model is None or cluster is None or pins is None:
         raise InputError(faults)
     lengths = {"seq_len": recipe.seq_len, "global_batch": recipe.global_batch}
@@ -82,7 +93,24 @@ def request_of(recipe: Recipe) -> Request:
     if workload is None:
         raise InputError(faults)
     engines = engines_of(cluster, recipe.engine)
-    return Request(model=model, cluster=cluster, workload=workload, engines=engines, pins=pins)
+    request = _looked_up(
+        faults,
+        "nodes",
+        lambda: Request(model=model, cluster=cluster, workload=workload, engines=engines, pins=pins),
+    )
+    if request is None:
+        raise InputError(faults)
+    return request
+
+
+def pins_of(text: str | None) -> Pins:
+    """Read what is pinned; None pins nothing."""
+    pins: Pins = {} if text is None else parse_pins(text)
+    if text is not None and not pins:
+        raise InputError.of("", "pins nothing; write key=value, for example tp=8, or leave it out")
+    if "kernels" in pins:
+        load_kernels(str(pins["kernels"]))  # refuses a name that no table has
+    return pins
 
 
 def default_workload(
@@ -107,7 +135,7 @@ def default_workload(
 def engines_of(cluster: Cluster, engine: str | None) -> tuple[Engine, ...]:
     """Return the engines that may run a plan: the cluster's own, the one named, or any."""
     if engine == "any":
-        return ("nxd", "torch")
+        return ("nxd", "torch") if cluster.engine == "nxd" else ("torch", "nxd")
     return (cluster.engine,) if engine is None else ("nxd",) if engine == "nxd" else ("torch",)
 
 

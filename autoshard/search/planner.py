@@ -1,6 +1,5 @@
 """From a question to the best plan, with what was looked at, what was refused and why."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -11,19 +10,21 @@ from autoshard import __version__
 from autoshard.cost.calibration import Calibration, uncalibrated
 from autoshard.cost.predict import predicted
 from autoshard.cost.setting import Question
+from autoshard.errors import require
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.certificate import NOTHING_LOOKED_AT, Certificate, Refusal
 from autoshard.plan.plan import Plan
-from autoshard.plan.rules.check import all_rules, legality
+from autoshard.plan.rules.check import all_rules, rejections
 from autoshard.plan.rules.columns import Columns, Engine
-from autoshard.plan.rules.rule import Rule
+from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.search.columns import Evaluated, evaluate
 from autoshard.search.space import Pins, Space, default_kernels, whole_space
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 
+MOST_RANKS = 2**22  # far beyond any machine, and few enough to list all of their divisors
 TIE_DIGITS = 9  # times that agree in so many digits count as equal
 
 
@@ -38,6 +39,11 @@ class Request:
     pins: Pins = field(default_factory=dict[str, Any])
     calibration: Calibration | None = None
     extra_rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a cluster whose divisors nobody could enumerate."""
+        most, name = MOST_RANKS // self.cluster.ranks_per_node, self.cluster.name
+        require((self.cluster.num_nodes <= most, "nodes", f"a search takes at most {most} nodes of {name}"))
 
     @property
     def constants(self) -> Calibration:
@@ -60,6 +66,49 @@ class Found:
     certificate: Certificate
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A space and what the Rules that apply say about it: truth values by Rule, layout and kind of recompute."""
+
+    space: Space
+    rules: tuple[Rule, ...]
+    allowed: Any
+
+    @property
+    def legal(self) -> Any:
+        """Which candidates every Rule allows, by layout and kind of recompute."""
+        return self.allowed.all(axis=0)
+
+    def refusals(self, request: Request) -> tuple[Refusal, ...]:
+        """Count what each Rule refuses, with its words about the candidate that has least else against it."""
+        against = (~self.allowed).sum(axis=0).reshape(-1)
+        found: list[Refusal] = []
+        for rule, allowed in zip(self.rules, self.allowed, strict=True):
+            refused = np.flatnonzero(~allowed)
+            if len(refused):
+                mildest = _candidate(self.space, int(refused[np.argmin(against[refused])]))
+                columns = Columns.of(mildest, request.model, request.cluster, request.workload, self.space.engine)
+                num_layouts = int((~allowed).any(axis=1).sum())
+                found.append(Refusal(rule_id=rule.id, num_layouts=num_layouts, example=rule.message(columns)))
+        return tuple(found)
+
+
+def judge_space(request: Request, engine: Engine) -> Judged:
+    """Enumerate all layouts for an engine and ask every Rule about all of them."""
+    space = whole_space(request.model, request.cluster, request.workload, engine, request.pins)
+    kinds = [
+        space.columns(request.model, request.cluster, request.workload, kind) for kind in range(len(space.recomputes))
+    ]
+    rules = tuple(rule for rule in (*all_rules(), *request.extra_rules) if rule.applies(kinds[0]))
+    allowed = np.empty((len(rules), space.num_layouts, len(kinds)), dtype=bool)
+    for number, rule in enumerate(rules):
+        # A Rule of autoshard names all keys that it judges; one of the user's is asked about every candidate.
+        varies = "recompute" in rule.subject or rule in request.extra_rules
+        for kind, columns in enumerate(kinds):
+            allowed[number, :, kind] = rule.allows(columns) if varies or kind == 0 else allowed[number, :, 0]
+    return Judged(space=space, rules=rules, allowed=allowed)
+
+
 def search(request: Request, num_plans: int = 1) -> Found:
     """Price every legal candidate of every engine and return the fastest that fit."""
     answers = [_search_engine(request, engine, num_plans) for engine in request.engines]
@@ -73,31 +122,46 @@ def search(request: Request, num_plans: int = 1) -> Found:
 
 
 def plan_at(request: Request, candidate: Candidate) -> Plan:
-    """Return the plan of exactly one candidate for the first engine, legal or not, as long as it has a shape."""
-    engine = request.engines[0]
+    """Return the plan of exactly one candidate, legal or not, as long as it has a shape."""
+    return request.plan(*resolved(request, candidate))
+
+
+def resolved(request: Request, candidate: Candidate) -> tuple[Candidate, Engine]:
+    """Return the first engine that may run a candidate, or else the first, and the candidate with its kernels."""
+    choices: list[tuple[Candidate, Engine]] = [
+        (_with_kernels(request, candidate, engine), engine) for engine in request.engines
+    ]
+    legal = (choice for choice in choices if not rejections_of(request, *choice))
+    return next(legal, choices[0])
+
+
+def rejections_of(request: Request, candidate: Candidate, engine: Engine) -> tuple[Rejection, ...]:
+    """Return every reason of the Rules against a candidate."""
+    facts = (request.model, request.cluster, request.workload)
+    return rejections(candidate, *facts, engine, extra_rules=request.extra_rules)
+
+
+def _with_kernels(request: Request, candidate: Candidate, engine: Engine) -> Candidate:
     kernels = candidate.kernels or default_kernels(request.cluster, engine)
-    return request.plan(replace(candidate, kernels=None if kernels == request.cluster.kernels else kernels), engine)
+    return replace(candidate, kernels=None if kernels == request.cluster.kernels else kernels)
 
 
 def _search_engine(request: Request, engine: Engine, num_plans: int) -> Found:
-    rules = (*all_rules(), *request.extra_rules)
-    space = whole_space(request.model, request.cluster, request.workload, engine, request.pins)
-    if not space.num_layouts:
-        return Found(plans=(), nearest_miss=None, certificate=NOTHING_LOOKED_AT)
-    columns = space.columns(request.model, request.cluster, request.workload)
-    mask = legality(columns, rules).mask
-    legal = space.keep(mask)
-    priced = _price(request, legal)
-    fits = priced.peak_bytes <= request.cluster.rank_memory_bytes
-    plans = tuple(request.plan(candidate, engine) for candidate in _fastest(legal, priced, fits, num_plans))
+    judged = judge_space(request, engine)
+    some = judged.legal.any(axis=1)
+    space, legal = judged.space.keep(some), judged.legal[some]
+    priced = _price(request, space)
+    fits = legal & (priced.peak_bytes <= request.cluster.rank_memory_bytes)
+    plans = tuple(request.plan(candidate, engine) for candidate in _fastest(space, priced, fits, num_plans))
     miss = None
-    if not plans and legal.num_layouts:
-        miss = request.plan(_candidate(legal, int(np.argmin(priced.peak_bytes))), engine)
+    if not plans and space.num_layouts:
+        smallest = int(np.argmin(np.where(legal, priced.peak_bytes, np.inf)))
+        miss = request.plan(_candidate(space, smallest), engine)
     certificate = Certificate(
-        num_layouts=space.num_layouts,
-        refusals=tuple(_refusals(request, space, columns, rules)),
-        num_legal_layouts=legal.num_layouts,
-        num_candidates=legal.num_candidates,
+        num_layouts=judged.space.num_layouts,
+        refusals=judged.refusals(request),
+        num_legal_layouts=space.num_layouts,
+        num_candidates=int(legal.sum()),
         num_fitting=int(fits.sum()),
     )
     return Found(plans=plans, nearest_miss=miss, certificate=certificate)
@@ -115,21 +179,6 @@ def _price(request: Request, legal: Space) -> Evaluated:
         calibration=request.constants,
     )
     return evaluate(question, legal)
-
-
-def _refusals(request: Request, space: Space, columns: Columns, rules: Sequence[Rule]) -> list[Refusal]:
-    """Count what each Rule refuses, with its words about the first."""
-    refusals: list[Refusal] = []
-    for rule in rules:
-        if not rule.applies(columns):
-            continue
-        refused = np.flatnonzero(~np.broadcast_to(rule.allows(columns), space.num_layouts))
-        if len(refused):
-            candidate = space.at(int(refused[0]), 0)
-            single = Columns.of(candidate, request.model, request.cluster, request.workload, space.engine)
-            message = rule.message(single)
-            refusals.append(Refusal(rule_id=rule.id, num_layouts=len(refused), example=message))
-    return refusals
 
 
 def _candidate(space: Space, flat: int) -> Candidate:

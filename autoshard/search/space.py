@@ -1,5 +1,6 @@
 """The outer space of the search: every way to divide ranks and batch over the axes, as columns of numbers."""
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -56,17 +57,17 @@ class Space:
         rows = {key: column[mask] for key, column in self.rows.items()}
         return replace(self, rows=rows)
 
-    def columns(self, model: ModelSpec, cluster: Cluster, workload: Workload) -> Columns:
-        """Return the layouts as the Rules read them."""
-        single = Columns.of(self.base, model, cluster, workload, self.engine)
-        shared = {name: getattr(single, name) for name in Columns.names() if name not in ("sp", *KEYS)}
-        return Columns(
-            model=model,
-            cluster=cluster,
-            workload=workload,
-            engine=self.engine,
-            **{**shared, **self.rows, "sp": self.sequence_parallel},
-        )
+    def columns(self, model: ModelSpec, cluster: Cluster, workload: Workload, recompute: int) -> Columns:
+        """Return the layouts with one kind of recompute as the Rules read them."""
+        base = replace(self.base, recompute=self.recomputes[recompute])
+
+        def columns_at(pp: int) -> Columns:
+            return Columns.of(replace(base, pp=pp), model, cluster, workload, self.engine)
+
+        pipelines, rows = np.unique(self.rows["pp"], return_inverse=True)
+        short = np.array([columns_at(int(pp)).num_short_stages for pp in pipelines], dtype=np.int64)[rows]
+        varied = {**self.rows, "sp": self.sequence_parallel, "num_short_stages": short}
+        return replace(Columns.of(base, model, cluster, workload, self.engine), **varied)
 
 
 def whole_space(model: ModelSpec, cluster: Cluster, workload: Workload, engine: Engine, pins: Pins) -> Space:
@@ -127,27 +128,28 @@ def recompute_choices(kernels: str) -> tuple[tuple[Recompute, ...], ...]:
     return tuple((entry,) for entry in (Recompute(), *selective, Recompute(kind="full")))
 
 
-def divisors(number: int) -> list[int]:
+@functools.cache
+def divisors(number: int) -> tuple[int, ...]:
     """Return all divisors in order.
 
     >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
+    (1, 2, 3, 4, 6, 12)
     """
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
+    return tuple(sorted({*small, *(number // size for size in small)}))
 
 
-def _dp_sizes(num_ranks: int, product: int, pins: Pins) -> list[int]:
+def _dp_sizes(num_ranks: int, product: int, pins: Pins) -> tuple[int, ...]:
     if "dp" in pins:
-        return [pins["dp"]]
+        return (pins["dp"],)
     exact = num_ranks % product == 0
-    return [num_ranks // product] if exact else []
+    return (num_ranks // product,) if exact else ()
 
 
-def _micro_batches(global_batch: int, dp: int, pins: Pins) -> list[int]:
+def _micro_batches(global_batch: int, dp: int, pins: Pins) -> tuple[int, ...]:
     if "mbs" in pins:
-        return [pins["mbs"]]
-    return divisors(global_batch // dp) if global_batch % dp == 0 else []
+        return (pins["mbs"],)
+    return divisors(global_batch // dp) if global_batch % dp == 0 else ()
 
 
 def _without_overlap(sets: Mapping[str, tuple[str, ...]], subset: tuple[str, ...]) -> bool:

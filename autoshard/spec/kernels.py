@@ -31,6 +31,7 @@ class Kernel:
     ops: tuple[str, ...]
     saves: tuple[str, ...] | None = None
     skips_masked: bool = False
+    expands_keys: bool = False  # attention that copies keys and values for every query head before it starts
     backward_flops_ratio: float = 1.0
     source: str
 

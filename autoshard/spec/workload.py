@@ -8,6 +8,8 @@ from autoshard.errors import InputError, nearest, require
 Dtype = Literal["bf16", "fp16", "fp32", "fp64", "fp8", "int64"]
 DTYPE_BYTES: dict[Dtype, int] = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int64": 8}
 
+MOST = 2**31 - 1  # sequences or tokens: keeps every product of sizes inside 64 bits, where numpy counts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
@@ -50,8 +52,8 @@ class Workload:
     def __post_init__(self) -> None:
         """Refuse impossible numbers."""
         require(
-            (self.seq_len >= 1, "seq_len", f"must be at least 1, not {self.seq_len}"),
-            (self.global_batch >= 1, "global_batch", f"must be at least 1, not {self.global_batch}"),
+            *((value >= 1, name, f"must be at least 1, not {value}") for name, value in self._counts()),
+            *((value <= MOST, name, f"must be at most {MOST}, not {value}") for name, value in self._counts()),
             (self.clip_norm > 0, "clip_norm", f"must be positive, not {self.clip_norm}"),
             (
                 self.expert_capacity is None or self.expert_capacity > 0,
@@ -59,6 +61,9 @@ class Workload:
                 "must be positive; null means that no token is dropped",
             ),
         )
+
+    def _counts(self) -> tuple[tuple[str, int], ...]:
+        return ("seq_len", self.seq_len), ("global_batch", self.global_batch)
 
     @property
     def tokens_per_step(self) -> int:

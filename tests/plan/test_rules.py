@@ -42,6 +42,7 @@ BREAKS = {
     "cp-heads": (GPU | LOCAL_MODEL, "cp=2,cp_kind=all_to_all", "25 query heads do not divide by", "cp=2"),
     "sp-effect": ({}, "tp=1,sp=true", "tp is 1", "tp=8,sp=true"),
     "cp-kind-effect": (GPU, "tp=1,cp_kind=all_to_all", "cp is 1", "tp=1,cp=2,cp_kind=all_to_all"),
+    "cp-kind": (GPU, "tp=1,cp=2,cp_kind=all_to_all", "as a ring", "tp=1,cp=2"),
     "cp-order-effect": (GPU, "tp=1,cp_order=zigzag", "cp is 1", "tp=1,cp=2,cp_order=zigzag"),
     "ep-effect": (GPU, "tp=1,ep=2", "llama3-70b is dense", "tp=1"),
     "vp-schedule": ({}, "tp=32,pp=8,vp=2", "Use schedule=inter", "tp=32,pp=8,vp=2,schedule=interleaved"),

@@ -54,6 +54,10 @@ class Rotary(Differentiable):
         base = self.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
         return base if self.scaling is None else _stretched(base, self.scaling)
 
+    def whole_dims(self) -> Dims:
+        """Halves of a head are rotated against each other."""
+        return ("head_dim",)
+
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Rotate; the gradient rotates back."""
         x, positions = arrays
@@ -115,16 +119,26 @@ class Attend(Differentiable):
         reach = min(self.window or seq_len, seq_len)
         return reach * (reach + 1) // 2 + (seq_len - reach) * reach
 
+    def whole_dims(self) -> Dims:
+        """Scores sum over the whole head."""
+        return ("head_dim",)
+
+    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
+        """Keys lie on the ranks as queries do, and travel around the ring."""
+        return (("kv_seq", ("seq",)),)
+
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Score, mask, normalise, mix the values."""
+        """Score, mask, normalise, mix the values; a query that sees no key gives zero, with the log of nothing."""
         query, key, value, query_positions, key_positions = arrays
-        scores = _scores(query, key)
-        scores = np.where(self.visible(query_positions, key_positions), scores, -np.inf)
-        top = scores.max(axis=-1, keepdims=True)
+        visible = self.visible(query_positions, key_positions)
+        scores = np.where(visible, _scores(query, key), -np.inf)
+        sees_any: Array = np.any(visible, axis=-1)[:, None]
+        top = np.where(sees_any, scores.max(axis=-1, keepdims=True, initial=-np.inf), 0)
         powers = np.exp(scores - top)
-        total = powers.sum(axis=-1, keepdims=True)
+        total = np.where(sees_any, powers.sum(axis=-1, keepdims=True), 1)
         result = np.einsum("bkgst,btkd->bskgd", powers / total, value, optimize=True)
-        return result, (np.log(total) + top)[..., 0].transpose(0, 3, 1, 2)
+        lse = np.where(sees_any, np.log(total) + top, -np.inf)
+        return result, lse[..., 0].transpose(0, 3, 1, 2)
 
     def matrix_flops(self, call: Call) -> int:
         """Two products over every (query, key) pair, seen or not: the convention of published model FLOPs."""
@@ -154,6 +168,14 @@ class AttendGradient(OpKind):
             Output(dims=_KEY, dtype=dtype, suffix="key"),
             Output(dims=_KEY, dtype=dtype, suffix="value"),
         )
+
+    def whole_dims(self) -> Dims:
+        """Scores sum over the whole head."""
+        return ("head_dim",)
+
+    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
+        """Keys lie on the ranks as queries do, and travel around the ring."""
+        return (("kv_seq", ("seq",)),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Rebuild the probabilities from the denominator, then apply the chain rule."""

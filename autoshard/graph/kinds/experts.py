@@ -1,11 +1,11 @@
 """Mixture of experts: choose experts per token, send tokens to their slots, bring the results back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.graph.op import Array, Call, Differentiable, GradientStep, OpKind, Output, Tensor
+from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor
 
 _TOKENS = ("batch", "seq")
 _CHOICES = ("batch", "seq", "choices")
@@ -22,6 +22,10 @@ class TopK(Differentiable):
             Output(dims=_CHOICES, dtype=inputs[0].dtype),
             Output(dims=_CHOICES, dtype="int64", suffix="expert"),
         )
+
+    def whole_dims(self) -> Dims:
+        """A token may choose any expert."""
+        return ("experts", "choices")
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Sort and take the first."""
@@ -40,6 +44,10 @@ class TopKGradient(OpKind):
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Give one value per token and expert."""
         return (Output(dims=(*_TOKENS, "experts"), dtype=inputs[0].dtype),)
+
+    def whole_dims(self) -> Dims:
+        """A token may choose any expert."""
+        return ("experts", "choices")
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Place the values."""
@@ -65,6 +73,14 @@ class Slot(Differentiable):
         """Give one place per token and choice."""
         return (Output(dims=_CHOICES, dtype="int64"),)
 
+    def whole_dims(self) -> Dims:
+        """A token may choose any expert."""
+        return ("experts", "choices")
+
+    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
+        """Each rank has its own slots for its own tokens."""
+        return (("slots", _TOKENS),)
+
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Count the tokens that came before to the same expert."""
         chosen = arrays[0].reshape(-1)
@@ -84,6 +100,14 @@ class Dispatch(Differentiable):
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Give the filled slots."""
         return (Output(dims=_SLOTS, dtype=inputs[0].dtype),)
+
+    def whole_dims(self) -> Dims:
+        """A token may choose any expert."""
+        return ("experts", "choices")
+
+    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
+        """Each rank has its own slots for its own tokens."""
+        return (("slots", _TOKENS),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Copy; a slot that nobody takes stays zero."""
@@ -117,6 +141,18 @@ class DispatchGradient(OpKind):
         """Give one row per token."""
         return (Output(dims=(*_TOKENS, "hidden"), dtype=inputs[0].dtype),)
 
+    def whole_dims(self) -> Dims:
+        """A token may choose any expert."""
+        return ("experts", "choices")
+
+    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
+        """Each rank has its own slots for its own tokens."""
+        return (("slots", _TOKENS),)
+
+    def linear_through(self) -> Mapping[int, tuple[int, ...]]:
+        """Fetching and adding rows is linear in the rows."""
+        return {0: (0,)}
+
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Fetch and sum over the choices."""
         return (_fetch(*arrays).sum(axis=2),)
@@ -133,6 +169,18 @@ class Combine(Differentiable):
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Give one row per token."""
         return (Output(dims=(*_TOKENS, "hidden"), dtype=inputs[0].dtype),)
+
+    def whole_dims(self) -> Dims:
+        """A token may choose any expert."""
+        return ("experts", "choices")
+
+    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
+        """Each rank has its own slots for its own tokens."""
+        return (("slots", _TOKENS),)
+
+    def linear_through(self) -> Mapping[int, tuple[int, ...]]:
+        """Fetching and adding rows is linear in the rows."""
+        return {0: (0,)}
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Fetch, weigh, sum over the choices."""
@@ -160,6 +208,18 @@ class CombineGradient(OpKind):
             Output(dims=slots.dims, dtype=slots.dtype, suffix="slots"),
             Output(dims=weight.dims, dtype=weight.dtype, suffix="weight"),
         )
+
+    def whole_dims(self) -> Dims:
+        """A token may choose any expert."""
+        return ("experts", "choices")
+
+    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
+        """Each rank has its own slots for its own tokens."""
+        return (("slots", _TOKENS),)
+
+    def linear_through(self) -> Mapping[int, tuple[int, ...]]:
+        """The gradient of the weights is linear in the rows; that of the rows does not read them."""
+        return {1: (1,)}
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Scatter the weighted gradient; multiply with what was fetched."""

@@ -1,6 +1,6 @@
 """Reading and writing rows by index: embeddings and the label's logit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,10 @@ class ScatterAdd(OpKind):
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Give the table's dims."""
         return (Output(dims=self.dims, dtype=inputs[0].dtype),)
+
+    def linear_through(self) -> Mapping[int, tuple[int, ...]]:
+        """Adding rows is linear in the rows."""
+        return {0: (0,)}
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Add the rows."""

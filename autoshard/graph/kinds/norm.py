@@ -11,6 +11,7 @@ from autoshard.graph.op import (
     Array,
     Call,
     Differentiable,
+    Dims,
     GradientStep,
     OpKind,
     Output,
@@ -48,6 +49,10 @@ class Norm(Differentiable):
         tensor = inputs[0]
         rest = tuple(dim for dim in tensor.dims if dim != self.over)
         return (Output(dims=tensor.dims, dtype=tensor.dtype), Output(dims=rest, dtype="fp32", suffix="stat"))
+
+    def whole_dims(self) -> Dims:
+        """The dim that is normalised over."""
+        return (self.over,)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Normalise, then scale by the weight and shift by the bias."""
@@ -101,6 +106,10 @@ class NormGradient(OpKind):
         """Keep dims and dtype of the input."""
         return (Output(dims=inputs[1].dims, dtype=inputs[1].dtype),)
 
+    def whole_dims(self) -> Dims:
+        """The dim that is normalised over."""
+        return (self.over,)
+
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Project out what the statistics absorb, then scale."""
         upstream, x, stat, weight = arrays
@@ -135,6 +144,10 @@ class NormWeightGradient(OpKind):
         """Give a vector along the normalised dim."""
         return (Output(dims=(self.over,), dtype=inputs[1].dtype),)
 
+    def whole_dims(self) -> Dims:
+        """A layer norm's mean needs the whole dim."""
+        return (self.over,)
+
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Multiply and sum."""
         upstream, x, stat = arrays
@@ -157,6 +170,10 @@ class Softmax(Differentiable):
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Keep dims and dtype."""
         return (Output(dims=inputs[0].dims, dtype=inputs[0].dtype),)
+
+    def whole_dims(self) -> Dims:
+        """The dim that is normalised over."""
+        return (self.over,)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Subtract the maximum, exponentiate, divide by the sum."""
@@ -182,6 +199,10 @@ class SoftmaxGradient(OpKind):
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Keep dims and dtype."""
         return (Output(dims=inputs[1].dims, dtype=inputs[1].dtype),)
+
+    def whole_dims(self) -> Dims:
+        """The dim that is normalised over."""
+        return (self.over,)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Multiply by the probabilities after subtracting the mean gradient under them."""

@@ -1,6 +1,6 @@
 """Gradient accumulation and the step phase: norm, clip, AdamW."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,10 @@ class Accumulate(OpKind):
         """Keep the sum's dims and dtype."""
         assert inputs[0].dims == inputs[1].dims, f"{inputs[1]} is not a gradient for {inputs[0]}"
         return (Output(dims=inputs[0].dims, dtype=inputs[0].dtype),)
+
+    def linear_through(self) -> Mapping[int, tuple[int, ...]]:
+        """Sums may stay pending from micro-batch to micro-batch."""
+        return {0: (0,), 1: (0,)}
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Add."""

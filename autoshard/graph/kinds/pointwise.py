@@ -197,10 +197,14 @@ class Reduce(Differentiable):
         (tensor,) = inputs
         return (Output(dims=tuple(d for d in tensor.dims if d not in self.over), dtype=tensor.dtype),)
 
+    def linear_through(self) -> Mapping[int, tuple[int, ...]]:
+        """A sum is linear, a maximum is not."""
+        return {0: (0,)} if self.function == "sum" else {}
+
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Reduce."""
         axes = tuple(call.inputs[0].dims.index(dim) for dim in self.over)
-        return (arrays[0].sum(axis=axes) if self.function == "sum" else arrays[0].max(axis=axes),)
+        return (arrays[0].sum(axis=axes) if self.function == "sum" else arrays[0].max(axis=axes, initial=-np.inf),)
 
     def vector_flops(self, call: Call) -> int:
         """One operation per element that is read."""

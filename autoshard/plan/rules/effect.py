@@ -69,6 +69,13 @@ RULES = (
         source=_NO_EFFECT,
     ),
     Rule(
+        id="cp-kind",
+        subject="cp_kind",
+        allows=lambda c: c.cp_kind == "ring",
+        message=lambda c: f"cp_kind={c.cp_kind}: attention over cp is planned and priced as a ring. Use cp_kind=ring",
+        source="autoshard: without a layout solver there is one way to attend over cp",
+    ),
+    Rule(
         id="cp-order-effect",
         subject="cp_order",
         allows=lambda c: implies(c.cp_order != "contiguous", c.cp > 1),

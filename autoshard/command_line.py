@@ -1,0 +1,153 @@
+"""From the words of a command line, and a file of options, to the arguments of a function; all faults at once."""
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin
+
+from autoshard.errors import Fault, InputError, nearest
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+
+def read_options(name: str, command: Callable[..., int], arguments: list[str]) -> dict[str, Any] | None:
+    """Return the values of a command's parameters; None after printing its help."""
+    from jsonargparse import ArgumentError
+
+    parameters = inspect.signature(command).parameters
+    _refuse_unknown(name, arguments, [_flag(parameter) for parameter in parameters])
+    parser = _parser(name, command)
+    try:
+        texts = parser.parse_args(arguments).as_dict()
+    except ArgumentError as error:
+        raise InputError.of("", f"{error}. See autoshard {name} --help") from None
+    if texts["help"]:
+        parser.print_help()
+        return None
+    faults: list[Fault] = []
+    config, path = {}, texts["config"]
+    if path is not None:
+        config = _config(path, list(parameters), faults)
+    values: dict[str, Any] = {}
+    for key, parameter in parameters.items():
+        given = texts[key] not in (None, False)
+        where = _label(parameter, name) if given or key not in config else f"--config {path}: {key}"
+        values[key] = _read(parameter, texts[key] if given else config.get(key), where, faults)
+    if faults:
+        raise InputError(faults)
+    return values
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _is_positional(parameter: inspect.Parameter, command: str) -> bool:
+    """Tell ``autoshard list models`` from ``autoshard plan --model ...``, which has too many options for an order."""
+    return parameter.default is inspect.Parameter.empty and command != "plan"
+
+
+def _label(parameter: inspect.Parameter, command: str) -> str:
+    return parameter.name.upper() if _is_positional(parameter, command) else _flag(parameter.name)
+
+
+def _refuse_unknown(command: str, arguments: list[str], flags: list[str]) -> None:
+    """Refuse options that do not exist, abbreviated ones too: what is short for one today may be for two tomorrow."""
+    known = ["--help", "--config", *flags]
+    given = (argument.partition("=")[0] for argument in arguments if argument.startswith("--") and argument != "--")
+    unknown = [
+        Fault(where=flag, message=f"unknown option. {nearest(flag, known)} See autoshard {command} --help")
+        for flag in given
+        if flag not in known
+    ]
+    if unknown:
+        raise InputError(unknown)
+
+
+def _parser(name: str, command: Callable[..., int]) -> "ArgumentParser":
+    """Make the parser of a command: it only splits the line, so that all faults of values are found together."""
+    import argparse
+
+    import docstring_parser
+    from jsonargparse import ArgumentParser
+
+    about = docstring_parser.parse(command.__doc__ or "")
+    parser = ArgumentParser(
+        prog=f"autoshard {name}",
+        description=about.short_description,
+        exit_on_error=False,
+        add_help=False,
+        formatter_class=argparse.HelpFormatter,
+    )
+    help_of = {entry.arg_name: " ".join((entry.description or "").split()) for entry in about.params}
+    for parameter in inspect.signature(command).parameters.values():
+        text, default = help_of[parameter.name], parameter.default
+        if default not in (None, False, inspect.Parameter.empty):
+            text = f"{text} Default: {default}."
+        if parameter.annotation is bool:
+            parser.add_argument(_flag(parameter.name), action="store_true", help=text)
+        elif _is_positional(parameter, name):
+            parser.add_argument(parameter.name, metavar=parameter.name.upper(), nargs="?", help=text)
+        else:
+            parser.add_argument(_flag(parameter.name), metavar=_metavar(parameter), help=text)
+    parser.add_argument("--config", metavar="FILE", help="A YAML or JSON file with any of these options.")
+    parser.add_argument("-h", "--help", action="store_true", help="Show this help.")
+    return parser
+
+
+def _choices(parameter: inspect.Parameter) -> list[str]:
+    """Return the words that an option takes, if it takes only some; None stands for the default."""
+    members = [parameter.annotation, *get_args(parameter.annotation)]
+    return [word for member in members if get_origin(member) is Literal for word in get_args(member)]
+
+
+def _metavar(parameter: inspect.Parameter) -> str:
+    choices = _choices(parameter)
+    if choices:
+        return "{" + ",".join(choices) + "}"
+    if parameter.annotation in (int, int | None):
+        return "N"
+    return {"out": "FILE", "fix": "KEY=VALUE,...", "at": "CANDIDATE"}.get(parameter.name, "NAME_OR_PATH")
+
+
+def _config(path: str, known: list[str], faults: list[Fault]) -> dict[str, Any]:
+    """Read options from a file; what stands on the command line wins over it."""
+    from autoshard.spec.files import read_data
+
+    try:
+        data = read_data(Path(path))
+    except InputError as error:
+        raise InputError(Fault(where=f"--config {path}", message=fault.message) for fault in error.faults) from None
+    if not isinstance(data, dict):
+        raise InputError.of(f"--config {path}", "must hold options, one `name: value` per line")
+    options = {str(key).replace("-", "_"): value for key, value in cast(dict[Any, Any], data).items()}
+    unknown = [key for key in options if key not in known]
+    faults += [Fault(where=f"--config {path}: {key}", message=f"unknown key. {nearest(key, known)}") for key in unknown]
+    return {key: value for key, value in options.items() if key in known and value is not None}
+
+
+def _read(parameter: inspect.Parameter, given: object, where: str, faults: list[Fault]) -> object:
+    """Read a value, from the line as text or from a file as what it holds; what is not given has its default."""
+    choices, kind = _choices(parameter), parameter.annotation
+    text = str(given)
+    if given is None:
+        fault = "missing" if parameter.default is inspect.Parameter.empty else ""
+        fault = f"{fault}; one of {', '.join(choices)}" if fault and choices else fault
+        value = parameter.default
+    elif kind is bool:
+        fault, value = "" if isinstance(given, bool) else f"expected true or false, found {text!r}", given
+    elif isinstance(given, dict | list | bool):
+        fault, value = "expected a single value", None
+    elif choices:
+        fault, value = "" if text in choices else f"{text!r} is not one of them. {nearest(text, choices)}", text
+    elif kind in (int, int | None):
+        whole = re.fullmatch(r"[-+]?[0-9]{1,100}", text)
+        fault, value = ("", int(text)) if whole else (f"expected a whole number, found {text!r}", None)
+    else:
+        fault = "" if text.strip() and "\0" not in text else "must not be empty"
+        value = Path(text) if kind is Path else text
+    if fault:
+        faults.append(Fault(where=where, message=fault))
+    return value

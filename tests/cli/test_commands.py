@@ -1,0 +1,348 @@
+"""What a user types, the exit code, and the words that must come back; one line per fault and never a traceback."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autoshard.cli import main
+from autoshard.plan.codec import load
+from autoshard.spec.cluster_catalogue import load_node_type
+from autoshard.spec.record import encode
+
+LOCAL = "plan --model tiny-llama --cluster local"
+TRN1 = "plan --model llama3-8b"
+
+FINE = [
+    ("--help", "usage: autoshard COMMAND"),
+    ("-h", "verify   Say every reason"),
+    ("--version", "autoshard 0."),
+    ("plan --help", "--global-batch N"),
+    ("verify -h", "The plan file."),
+    ("list --help", "WHAT"),
+    *((f"list {what}", "name") for what in ("models", "clusters", "engines", "schedules", "kernels", "rules")),
+    (LOCAL, "on this machine: 4 ranks"),
+    (f"{LOCAL} --ranks 1", "on this machine: 1 rank\n"),
+    (f"{LOCAL} --global-batch 1 --seq-len 1", "1 sequence of 1 token a step"),
+    (f"{LOCAL} --seq-len 7", "32 sequences of 7 tokens"),
+    (f"{LOCAL} --seq-len 131072", "plan tp="),
+    (f"{LOCAL} --global-batch 3", "3 sequences"),
+    (f"{LOCAL} --top 1", "next: autoshard verify plan.json"),
+    (f"{LOCAL} --top 50", "Runners-up"),
+    (f"{LOCAL} --engine any", "engine torch"),
+    (f"{LOCAL} --precision fp32", "fp32, ZeRO-1"),
+    (f"{LOCAL} --out other.json", "wrote other.json"),
+    (f"{LOCAL} --nodes 2 --nodes 1", "plan tp="),
+    (f"{LOCAL} --fix pp=2,stages=1/3,recompute=full/none", "stages=1/3"),
+    (f"{LOCAL} --fix cp=2,cp_order=zigzag", "cp_order=zigzag"),
+    (f"{LOCAL} --fix sp=false,zero=3,tp=2,place=3/2/1/0,kernels=te", "zero=3,place=3-0,kernels=te"),
+    (f"{LOCAL} --at tp=2,pp=2", "plan tp=2,pp=2,dp=1"),
+    ("plan --model llama3-8b --cluster ml.trn2.48xlarge --lnc 1", "trn2.48xlarge at lnc 1: 128 ranks"),
+    ("plan --model llama3-8b --cluster trn2.48xlarge", "lnc=2"),
+    ("plan --model llama3-8b --cluster trn2.48xlarge --engine torch", "kernels=torch_cuda"),
+    ("plan --model llama3-70b --nodes 512", "512 x trn1.32xlarge: 16384 ranks"),
+]
+
+WRONG = [
+    ("", ["usage: autoshard COMMAND"]),
+    ("plna", ["plna: not a command. Did you mean plan?"]),
+    ("plan", ["--model: missing"]),
+    ("list", ["WHAT: missing; one of models, clusters"]),
+    ("list model", ["WHAT: 'model' is not one of them. Did you mean models?"]),
+    ("verify", ["PLAN: missing"]),
+    ("verify none.json", ["none.json: cannot be read"]),
+    (f"{LOCAL} --mod x --zork", ["--mod: unknown option. Did you mean --model", "--zork: unknown option."]),
+    (f"{LOCAL} zork", ["unrecognized arguments: zork. See autoshard plan --help"]),
+    (f"{LOCAL} --nodes", ["argument --nodes: expected one argument"]),
+    (f"{LOCAL} --nodes 1.5 --ranks a --engine x", ["--nodes: expected a whole", "--ranks: exp", "Known: any, nxd"]),
+    (
+        f"{LOCAL} --nodes 0 --ranks 65 --lnc 1",
+        ["--nodes: must be at least 1", "--ranks: local takes 1", "--lnc: local"],
+    ),
+    (f"{LOCAL} --nodes 2", ["--nodes: local has no network"]),
+    (f"{LOCAL} --seq-len 1e30", ["--seq-len: expected a whole number, found '1e30'"]),
+    (f"{LOCAL} --seq-len -4 --global-batch 0", ["--seq-len: must be at least 1", "--global-batch: must be at least 1"]),
+    (f"{LOCAL} --seq-len 1000000000000000000", ["--seq-len: must be at most 2147483647"]),
+    (f"{LOCAL} --global-batch {10**60}", ["--global-batch: must be at most 2147483647"]),
+    (f"{LOCAL} --seq-len=", ["--seq-len: expected a whole number, found ''"]),
+    (f"{LOCAL} --precision fp8", ["--precision: 'fp8' is not one of them. Known: bf16, fp16, fp32"]),
+    (f"{LOCAL} --top 0", ["--top: must be 1 to 100, not 0"]),
+    (f"{LOCAL} --top 1000", ["--top: must be 1 to 100"]),
+    (f"{LOCAL} --out no/such/plan.json", ["--out no/such/plan.json: there is no folder no/such. Make it first"]),
+    (f"{LOCAL} --out .", ["--out .: is a folder"]),
+    (f"{LOCAL} --engine nxd", ["--engine nxd: runs on Trainium only, not on local. Use --engine torch"]),
+    (f"{LOCAL} --fix=", ["--fix: must not be empty"]),
+    (f"{LOCAL} --at=", ["--at: must not be empty"]),
+    (f"{LOCAL} --fix ,", ["--fix: write key=value", "--fix: write key=value"]),
+    (f"{LOCAL} --fix tp=2,tp=4,zz=1", ["--fix tp=4: tp is given twice", "--fix zz=1: unknown key"]),
+    (f"{LOCAL} --fix tp=3", ["--fix tp=3: 8 query heads of tiny-llama do not divide by 3", "--fix tp=3: 4 KV heads"]),
+    (f"{LOCAL} --fix kernels=zz", ["--fix kernels: there is no table 'zz'"]),
+    (
+        f"{LOCAL} --fix cp=2,cp_kind=all_to_all",
+        ["--fix cp_kind=all_to_all: attention over cp is planned and priced as a ring. Use cp_kind=ring"],
+    ),
+    (f"{LOCAL} --at tp=2 --fix pp=2", ["--at: already names every key; leave out --fix"]),
+    (f"{LOCAL} --at tp=3", ["--at tp=3,pp=1,cp=1: tp*pp*cp is 3"]),
+    (f"{LOCAL} --at tp=0", ["--at tp=0: '0' is not a whole number of at least 1"]),
+    (f"{LOCAL} --at recompute=none*999999999", ["more than 65536 items"]),
+    ("plan --model no --cluster no --nodes 0", ["--model: 'no' is not a known", "--cluster: 'no'", "--nodes: must"]),
+    ("plan --model llama3-7b", ["--model: 'llama3-7b' is not a known model. Did you mean llama3-70b"]),
+    (f"{TRN1} --cluster trn2.48xlarge --lnc 3", ["--lnc: trn2.48xlarge has no lnc 3. Use 1 or 2"]),
+    (f"{TRN1} --engine torch", ["--engine torch: PyTorch runs natively on trn2"]),
+    (f"{TRN1} --nodes 100000000000000000", ["--nodes: a search takes at most 131072 nodes"]),
+    (f"{TRN1} --fix tp=8,pp=3", ["--fix tp=8,pp=3,cp=1,dp=1: uses 24 ranks", "groups of pp"]),
+    (f"{TRN1} --fix ep=2", ["--fix ep=2: llama3-8b is dense", "--fix ep=2: NxD"]),
+    (f"{TRN1} --fix schedule=interleaved", ["--fix schedule=interleaved: needs several ranks"]),
+    (f"{TRN1} --fix lnc=2", ["--fix lnc=2: trn1.32xlarge has no logical cores"]),
+]
+
+REFUSED = [  # answers with exit code 1: on stdout what was asked about a candidate, on stderr why there is no plan
+    (f"{TRN1} --at tp=2", "refused tp=2: trn1 runs tp 1, 8 or 32"),
+    (f"{TRN1} --at tp=8", "refused prediction.stage_memory[0]: pipeline rank 0 is predicted to need"),
+    (f"{TRN1} --at tp=8,mbs=1024", "no estimate: dp=4,mbs=1024: a step of 1024 sequences does not divide"),
+    (f"{TRN1} --at tp=8,kernels=zz", "no estimate: kernels: there is no table 'zz'"),
+    (f"{TRN1} --at tp=8,dp=4,vp=999999999", "32 layers of llama3-8b cannot fill 999999999 stages"),
+    (f"{TRN1} --at tp=999999999,dp=1", "uses 999999999 ranks"),
+    ("plan --model llama3-70b", "try --nodes 4"),
+    (f"{LOCAL} --ranks 7", "each of the 12 layouts of tiny-llama on this machine with 7 ranks is refused"),
+    (f"{TRN1} --fix pp=2", "try it without --fix"),
+    ("plan --model llama3-70b --nodes 1000", "try --global-batch 1125"),
+    ("plan --model gpt3-175b --nodes 2", "by nxd-tied, like pp=2: gpt3-175b ties"),
+    (f"{LOCAL} --seq-len 2147483647", "try --seq-len 262143"),
+]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(line.split())
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize(("line", "words"), FINE, ids=[line for line, _ in FINE])
+def test_it_answers(line: str, words: str, capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(line, capsys)
+    assert (code, err) == (0, "")
+    assert words in out
+
+
+@pytest.mark.parametrize(("line", "faults"), WRONG, ids=[line[:70] for line, _ in WRONG])
+def test_wrong_input_is_one_line_per_fault(line: str, faults: list[str], capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(line, capsys)
+    assert (code, out) == (2, "")
+    for words in faults:
+        assert words in err
+    lines = err.splitlines()
+    assert not line or all(text.startswith("autoshard: ") for text in lines)
+    assert not line or len(lines) >= len(faults)
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize(("line", "words"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_a_no_says_why_and_writes_nothing(line: str, words: str, capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(line, capsys)
+    assert code == 1
+    assert words in (" ".join(out.split()) if "--at" in line else err)
+    assert "--at" not in line or not err
+    assert not Path("plan.json").exists()
+
+
+def write(name: str, data: object) -> None:
+    text = data if isinstance(data, str) else yaml.safe_dump(data)
+    Path(name).write_text(text)
+
+
+CONFIGS: list[tuple[object, list[str]]] = [
+    ({"model": "tiny-llama", "nodez": 3, "foo": 1}, ["c.yaml: nodez: unknown key. Did you mean nodes", "foo: unknown"]),
+    (
+        {"model": "tiny-llama", "nodes": "many", "lnc": [1]},
+        ["nodes: expected a whole number", "lnc: expected a single"],
+    ),
+    ({"model": "tiny-llama", "seq_len": 300.0}, ["c.yaml: seq_len: expected a whole number, found '300.0'"]),
+    (
+        {"model": "tiny-llama", "json": "yes", "top": True},
+        ["json: expected true or false", "top: expected a single value"],
+    ),
+    ({"model": 3, "cluster": "local"}, ["--model: '3' is not a known model"]),
+    ("- 1\n- 2\n", ["must hold options"]),
+    ("", ["must hold options"]),
+    ("a: [1\n", ["is not YAML"]),
+]
+
+
+@pytest.mark.parametrize(("data", "faults"), CONFIGS)
+def test_a_wrong_config_names_every_fault(data: object, faults: list[str], capsys: pytest.CaptureFixture[str]):
+    write("c.yaml", data)
+    code, out, err = run("plan --config c.yaml", capsys)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == len(faults)
+    for words in faults:
+        assert words in err
+
+
+def test_a_config_that_is_missing_or_no_text_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert "no.yaml: cannot be read: No such file" in run("plan --config no.yaml", capsys)[2]
+    Path("b.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "b.yaml: is not text in UTF-8" in run("plan --config b.yaml", capsys)[2]
+
+
+def test_the_command_line_wins_over_the_config_in_any_order(capsys: pytest.CaptureFixture[str]):
+    write("c.yaml", {"model": "tiny-llama", "cluster": "local", "ranks": 2, "global-batch": None, "json": True})
+    code, out, _ = run("plan --config c.yaml", capsys)
+    assert (code, json.loads(out)["plan"]["cluster"]["chips_per_node"]) == (0, 2)
+    for line in ("plan --config c.yaml --ranks 8", "plan --ranks 8 --config c.yaml"):
+        assert json.loads(run(line, capsys)[1])["plan"]["cluster"]["chips_per_node"] == 8
+
+
+def test_other_commands_take_a_config_too(capsys: pytest.CaptureFixture[str]):
+    write("c.yaml", {"what": "engines", "json": True})
+    assert json.loads(run("list --config c.yaml", capsys)[1])["engines"][0]["name"] == "nxd"
+    assert "kernels" in json.loads(run("list kernels --config c.yaml", capsys)[1])
+    write("v.yaml", {"plan": "plan.json"})
+    run(LOCAL, capsys)
+    assert run("verify --config v.yaml", capsys)[0] == 0
+
+
+HF: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32,
+    "num_hidden_layers": 22, "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def test_a_model_may_be_a_file_or_a_folder_with_any_name(capsys: pytest.CaptureFixture[str]):
+    Path("[red]m[").mkdir()
+    Path("[red]m[/config.json").write_text(json.dumps(HF))
+    for path in ("[red]m[", "[red]m[/config.json"):
+        code, out, err = run(f"plan --model {path}", capsys)
+        assert (code, err) == (0, "")
+        assert out.startswith("[red]m[ (1.10 G parameters)")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (json.dumps({"model_type": "bert"}), "m.json: model_type: 'bert' is not a known architecture"),
+        (json.dumps({**HF, "hidden_size": -1}), "m.json: hidden_size: must be at least 1"),
+        (json.dumps({**HF, "num_hidden_layers": 2**63 - 1}), "m.json: num_hidden_layers: must be at most"),
+        ("[]", "m.json: must be a JSON object"),
+        ("{", "m.json: is not JSON"),
+    ],
+)
+def test_a_wrong_model_file_is_named(text: str, words: str, capsys: pytest.CaptureFixture[str]):
+    Path("m.json").write_text(text)
+    code, out, err = run("plan --model m.json", capsys)
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+def test_a_cluster_may_be_a_file(capsys: pytest.CaptureFixture[str]):
+    data = encode(load_node_type("trn1.32xlarge"))
+    write("mine.yaml", {**data, "name": "[bold]mine[/]"})
+    code, out, err = run(f"{TRN1} --cluster mine.yaml --nodes 2", capsys)
+    assert (code, err) == (0, "")
+    assert "on 2 x [bold]mine[/]: 64 ranks" in out
+    write("broken.yaml", {**data, "nme": 1, "chips_per_node": "x"})
+    code, out, err = run(f"{TRN1} --cluster broken.yaml", capsys)
+    assert (code, out, len(err.splitlines())) == (2, "", 2)
+    assert "--cluster broken.yaml: nme: unknown key. Did you mean name?" in err
+
+
+def edited(change: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    run(f"{TRN1} --top 1", capsys)
+    data = json.loads(Path("plan.json").read_text())
+    change(data)
+    Path("plan.json").write_text(json.dumps(data))
+    return run("verify plan.json", capsys)
+
+
+def test_verify_has_nothing_against_a_found_plan(capsys: pytest.CaptureFixture[str]):
+    code, out, err = edited(lambda data: None, capsys)
+    assert (code, err) == (0, "")
+    assert "may run on trn1.32xlarge with engine nxd" in out
+    assert "edited" not in out
+
+
+VERIFIED = [
+    (lambda data: data.update(micro_batch=2), 1, "refused schedule.num_micro_batches: 256 micro-batches of 2"),
+    (lambda data: data["cluster"].update(num_nodes=3), 1, "refused mesh: has 32 ranks, but 3 nodes"),
+    (lambda data: data["model"].update(num_layers=33), 1, "refused stages: hold 32 layers"),
+    (lambda data: data.update(kernels="zz"), 1, "refused kernels=zz: there is no such table"),
+    (lambda data: data["stages"][0].update(recompute="selective[foo]"), 1, "foo is not known to nxd"),
+    (lambda data: data["stages"][0].update(recompute="none"), 1, "predicted again here"),
+    (lambda data: data["workload"].update(seq_len=16384), 1, "pipeline rank 0 is predicted to need"),
+    (lambda data: data["workload"].update(seq_len=2048), 0, "the plan was edited after it was made"),
+    (lambda data: data.update(prediction=None), 0, "predicted again here"),
+    (lambda data: data["prediction"].update(mfu=0.99), 0, "not what this version predicts; its own are used"),
+    (lambda data: data["prediction"].update(capacity_bytes=1), 0, "not what this version predicts"),
+]
+
+
+@pytest.mark.parametrize(("change", "code", "words"), VERIFIED, ids=[case[2] for case in VERIFIED])
+def test_verify_finds_what_was_edited(change: Any, code: int, words: str, capsys: pytest.CaptureFixture[str]):
+    found, out, err = edited(change, capsys)
+    assert (found, err) == (code, "")
+    assert words in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data.update(bogus=1, micro_batch="x"), "plan.json: micro_batch: expected a whole number"),
+        (lambda data: data["prediction"].update(step_time_s=1.0), "prediction.time_parts: the parts add up to"),
+        (lambda data: data["workload"].update(seq_len=10**15), "workload.seq_len: must be at most"),
+        (lambda data: data.update(schema=2), "schema: 2 is newer than 1"),
+    ],
+)
+def test_a_broken_plan_file_is_wrong_input(change: Any, words: str, capsys: pytest.CaptureFixture[str]):
+    code, out, err = edited(change, capsys)
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "keys"),
+    [
+        (f"{LOCAL} --json", 0, {"plan", "runners_up", "certificate"}),
+        (f"{LOCAL} --at tp=2 --json", 0, {"rejections", "plan"}),
+        (f"{TRN1} --at tp=2 --json", 1, {"rejections", "plan"}),
+        (f"{TRN1} --at tp=8,mbs=1024 --json", 1, {"rejections", "plan"}),
+        *((f"list {what} --json", 0, {what}) for what in ("models", "clusters", "engines", "schedules", "rules")),
+    ],
+)
+def test_json_is_one_object_and_nothing_else(line: str, code: int, keys: set[str], capsys: pytest.CaptureFixture[str]):
+    found, out, err = run(line, capsys)
+    assert (found, err) == (code, "")
+    assert set(json.loads(out)) == keys
+
+
+def test_verify_json_is_one_object(capsys: pytest.CaptureFixture[str]):
+    run(LOCAL, capsys)
+    code, out, err = run("verify plan.json --json", capsys)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["rejections"] == []
+    data = json.loads(Path("plan.json").read_text())
+    Path("plan.json").write_text(json.dumps({**data, "micro_batch": 3}))
+    code, out, err = run("verify plan.json --json", capsys)
+    assert (code, err) == (1, "")
+    assert {"rule", "message", "source"} == set(json.loads(out)["rejections"][0])
+
+
+def test_a_wrong_question_leaves_stdout_empty_with_json_too(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run("plan --model llama3-70b --json", capsys)
+    assert (code, out) == (1, "")
+    assert err.startswith("autoshard: no plan: ")
+
+
+def test_the_file_that_is_written_is_the_plan_that_is_printed(capsys: pytest.CaptureFixture[str]):
+    _, out, _ = run(f"{LOCAL} --json", capsys)
+    printed = json.loads(out)["plan"]
+    plan = load(Path("plan.json"))
+    assert printed.pop("candidate") == str(plan.candidate)
+    assert printed == json.loads(Path("plan.json").read_text())

@@ -1,0 +1,127 @@
+"""Whatever is typed, and whatever happens to the output: an exit code and a message, never a traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from autoshard import cli
+from autoshard.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+OPTIONS = (
+    "--model", "--nodes", "--cluster", "--lnc", "--ranks", "--seq-len", "--global-batch", "--precision", "--engine",
+    "--fix", "--at", "--top", "--out", "--json", "--config", "--help", "--zork", "-x", "--",
+)  # fmt: skip
+WORDS = (
+    "tiny-llama", "tiny-mixtral", "gpt2-xl", "local", "trn1.32xlarge", "h100-80", "1", "2", "3", "7", "64", "-1", "0",
+    "1.5", "1e30", str(10**18), "", " ", ",", "=", "tp=2", "tp=8,pp=2", "tp=3", "pp=2,stages=1/3",
+    "recompute=full/none", "place=3/2/1/0", "dp=99999", "vp=999999999", "kernels=te", "recompute=selective[norms]",
+    "sp=true", "zero=3", "schedule=interleaved,vp=2", "cp=4,cp_kind=all_to_all", "bf16", "fp32", "nxd", "any", "torch",
+    "nxdd", "\n", "[red]", "x" * 5000, "é\ud800", "a\0b", ".", "no/where", "plan.json", "models", "rules",
+)  # fmt: skip
+ARGUMENTS = st.lists(st.one_of(st.sampled_from(OPTIONS), st.sampled_from(WORDS), st.text(max_size=8)), max_size=8)
+PAIRS = st.lists(st.tuples(st.sampled_from(OPTIONS[:13]), st.sampled_from(WORDS)), max_size=4)
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    assert code in (0, 1, 2)
+    assert "Traceback" not in out + err
+    assert "Warning" not in out + err
+    assert bool(err) == (code == 2) or code == 1
+    assert code == 0 or out or err
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(command=st.sampled_from(["plan", "verify", "list", "nonsense", ""]), arguments=ARGUMENTS)
+def test_any_words(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    check([command, *arguments], capsys)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pairs=PAIRS)
+def test_any_options_of_a_small_question(pairs: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]):
+    asked = ["plan", "--model", "tiny-llama", "--cluster", "local", "--global-batch", "8", "--top", "1"]
+    check([*asked, *(word for pair in pairs for word in pair)], capsys)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_any_bytes_in_a_file(data: bytes, capsys: pytest.CaptureFixture[str]):
+    Path("a.yaml").write_bytes(data)
+    Path("a.json").write_bytes(data)
+    for name in ("a.yaml", "a.json"):
+        check(["plan", "--config", name], capsys)
+        check(["plan", "--model", "tiny-llama", "--cluster", name], capsys)
+    check(["plan", "--model", "a.json"], capsys)
+    check(["verify", "a.json"], capsys)
+
+
+def started(*arguments: str, **options: object) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **dict(options.pop("env", {}))}  # type: ignore[call-overload]
+    return subprocess.Popen(
+        [sys.executable, "-m", "autoshard.cli", *arguments],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,  # type: ignore[call-overload]
+    )  # fmt: skip
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    process = started("list", "rules", "--json")
+    assert process.stdout and process.stderr
+    process.stdout.close()
+    error = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(), error) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device on this system")
+def test_a_full_disk_is_said():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "autoshard.cli", "list", "models"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert "autoshard: the output: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_that_knows_only_ascii_gets_an_answer():
+    process = started("plan", "--model", "tiny-llama", "--cluster", "local", env={"PYTHONIOENCODING": "ascii"})
+    out, error = process.communicate()
+    assert (process.returncode, error) == (0, "")
+    assert "wrote plan.json" in out
+
+
+def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "list", interrupted)
+    monkeypatch.setattr(cli, "read_options", lambda *_: {})
+    assert main(["list"]) == 130
+    assert capsys.readouterr().err == "autoshard: interrupted\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_ctrl_c_in_a_long_search_ends_it():
+    process = started("plan", "--model", "llama3.1-405b", "--seq-len", "131072")
+    time.sleep(1.2)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    # Before Python has started, or after the answer, the signal finds nothing of ours to interrupt.
+    assert "autoshard: " in error or process.returncode == -signal.SIGINT
+    assert "autoshard/search" not in error

@@ -1,0 +1,85 @@
+"""Questions, settings and sharded blocks for the tests of the cost model."""
+
+import functools
+from dataclasses import replace
+
+from autoshard.cost.block import Rates, ShardedBlock, block_cost
+from autoshard.cost.calibration import uncalibrated
+from autoshard.cost.setting import Question, setting_of
+from autoshard.plan.build import build_plan
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.recompute import Recompute
+from autoshard.search.planner import Request
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.workload import Precision, Workload
+
+model = functools.cache(load_model)
+cluster = functools.cache(load_cluster)
+ENDLESS = 1e30
+
+
+def workload(**changes):
+    return Workload(**{"seq_len": 8192, "global_batch": 256, "precision": Precision.named("bf16"), **changes})
+
+
+def ask(model_name="llama3-8b", cluster_name="trn1.32xlarge", nodes=4, kernels=None, **changes):
+    place = cluster(cluster_name, nodes)
+    return Question(
+        model=model(model_name),
+        cluster=place,
+        workload=workload(**changes),
+        kernels=kernels or place.kernels,
+        calibration=uncalibrated(),
+    )
+
+
+def candidate_of(question, text):
+    candidate = Candidate.parse(text, question.cluster.num_ranks)
+    return replace(candidate, kernels=None if question.kernels == question.cluster.kernels else question.kernels)
+
+
+def setting(question, text):
+    return setting_of(question, candidate_of(question, text))
+
+
+def plan_of(question, text):
+    engine = question.cluster.engine
+    facts = (question.model, question.cluster, question.workload)
+    return build_plan(candidate_of(question, text), *facts, engine)
+
+
+def predicted_of(question, text):
+    """The plan of a candidate with its prediction, made as the planner makes it."""
+    request = Request(
+        model=question.model,
+        cluster=question.cluster,
+        workload=question.workload,
+        engines=(question.cluster.engine,),
+        calibration=question.calibration,
+    )
+    prediction = request.plan(candidate_of(question, text), question.cluster.engine).prediction
+    assert prediction is not None
+    return prediction
+
+
+def priced(question, text, kind="layer", drop="none", rates=None):
+    """The cost of one block of a candidate."""
+    here = setting(question, text)
+    recompute = Recompute.parse(drop)
+    sharded = question.block(kind, here.sequence_parallel, recompute)
+    whole = question.block(kind, here.sequence_parallel, Recompute())
+    return block_cost(sharded, whole, here, rates or question.rates)
+
+
+def only(sharded: ShardedBlock, pass_: str, *ops: str) -> ShardedBlock:
+    """The same block with no kernels but those of one pass that run these operations, and without messages."""
+    runs = tuple(run for run in sharded.runs if run.pass_ == pass_ and run.ops[0].source in ops)
+    assert runs, f"no kernel of pass {pass_} runs {ops}"
+    return replace(sharded, runs=runs, sharding=replace(sharded.sharding, messages=()))
+
+
+def rates(**changes):
+    """Endless rates but for the ones given."""
+    names = ("matrix_flops_per_s", "vector_flops_per_s", "memory_bytes_per_s")
+    return Rates(**{**dict.fromkeys(names, ENDLESS), **changes})

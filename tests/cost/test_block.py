@@ -1,0 +1,275 @@
+"""One block: kernels by their roofline, messages by their rings, what is kept."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from autoshard.cost.block import PASSES, block_cost
+from autoshard.graph.kinds.attention import Attend
+from autoshard.plan.recompute import Recompute
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model_catalogue import model_names
+from tests.cost.cases import ENDLESS, ask, only, priced, rates, setting
+
+HIDDEN, FFN, HEADS, KV_HEADS, HEAD = 4096, 14336, 32, 8, 128  # llama3-8b
+TP = 8
+COMMUNICATION = ("tp", "cp", "ep", "dp")
+
+
+def part_of(question, text, pass_, *ops, **changes):
+    """Seconds of single kernels of a layer, with endless rates but for those given."""
+    here = setting(question, text)
+    sharded = only(question.block("layer", here.sequence_parallel, Recompute()), pass_, *ops)
+    return block_cost(sharded, sharded, here, rates(**changes)).part_s("compute")
+
+
+def moved_bytes(question, text, pass_, *ops):
+    return part_of(question, text, pass_, *ops, memory_bytes_per_s=1.0)
+
+
+def flops(question, text, pass_, *ops):
+    return part_of(question, text, pass_, *ops, matrix_flops_per_s=1.0)
+
+
+def windowed():
+    question = ask(kernels="te")
+    return replace(question, model=replace(question.model, window=4096))
+
+
+class TestRoofline:
+    text, tokens = "tp=8,dp=16,mbs=2", 2 * 8192
+
+    def test_a_product_takes_its_flops_where_memory_is_endless(self):
+        expected = 2 * self.tokens * HIDDEN * (FFN // TP)
+        for pass_ in PASSES:
+            assert flops(ask(), self.text, pass_, "gate") == pytest.approx(expected)
+
+    def test_a_product_takes_its_traffic_where_flops_are_free(self):
+        expected = 2 * (self.tokens * HIDDEN + HIDDEN * FFN // TP + self.tokens * FFN // TP)
+        assert moved_bytes(ask(), self.text, "F", "gate") == pytest.approx(expected)
+
+    def test_a_kernel_takes_the_longer_of_the_two(self):
+        both = part_of(ask(), self.text, "F", "gate", matrix_flops_per_s=1e12, memory_bytes_per_s=1e9)
+        alone = flops(ask(), self.text, "F", "gate") / 1e12, moved_bytes(ask(), self.text, "F", "gate") / 1e9
+        assert both == pytest.approx(max(alone))
+
+    def test_a_sum_of_gradients_reads_the_gradient_and_the_sum_and_writes_the_sum(self):
+        weights = HIDDEN * FFN // TP
+        product = 2 * (self.tokens * HIDDEN + self.tokens * FFN // TP) + 2 * weights
+        assert moved_bytes(ask(), self.text, "W", "gate") == pytest.approx(product + (2 + 4 + 4) * weights)
+
+    def test_an_activation_runs_on_the_vector_unit(self):
+        elements = self.tokens * FFN // TP
+        seconds = part_of(ask(), self.text, "F", "act", vector_flops_per_s=1.0)
+        assert seconds == pytest.approx(elements)
+        assert flops(ask(), self.text, "F", "act") == pytest.approx(0)
+
+
+class TestKernels:
+    def test_a_fused_kernel_moves_less_than_its_parts(self):
+        # te runs activation and product as one kernel: the activation's result never reaches memory
+        fused = moved_bytes(ask(kernels="te"), "tp=8", "F", "act")
+        alone = moved_bytes(ask(kernels="nxd"), "tp=8", "F", "act", "product")
+        inner = 2 * 8192 * FFN // TP
+        assert (fused, alone) == (pytest.approx(3 * inner), pytest.approx(5 * inner))
+
+    def test_a_fused_loss_moves_the_logits_and_what_it_keeps_only(self):
+        for kernels, kept in (("te", 2), ("nxd", 4)):
+            question = ask(kernels=kernels)
+            here = setting(question, "tp=8")
+            vocab = question.model.vocab // TP
+            for pass_ in ("F", "I"):  # forward reads logits and writes a copy; backward reads it, writes a gradient
+                loss = only(question.block("head", True, Recompute()), pass_, "logits_fp32", "loss")
+                moved = block_cost(loss, loss, here, rates(memory_bytes_per_s=1.0)).part_s("compute")
+                assert moved == pytest.approx(8192 * vocab * (2 + kept), rel=1e-3)
+
+    def test_attention_skips_masked_pairs_where_the_kernel_does(self):
+        question, text = ask(kernels="te"), "tp=8"
+        every_pair = 4 * 8192**2 * (HEADS // TP) * HEAD
+        visible = Attend().visible_pairs(8192) / 8192**2
+        assert flops(question, text, "F", "attend") == pytest.approx(visible * every_pair)
+        # five products where the gradient needs four
+        assert flops(question, text, "I", "attend") == pytest.approx(1.25 * 2 * visible * every_pair)
+
+    def test_a_kernel_that_does_not_skip_masked_pairs_computes_them(self):
+        question = ask(kernels="te")
+        attend = only(question.block("layer", True, Recompute()), "F", "attend")
+        naive = replace(attend, runs=tuple(replace(run, skips_masked=False) for run in attend.runs))
+        cost = block_cost(naive, naive, setting(question, "tp=8"), rates(matrix_flops_per_s=1.0))
+        assert cost.part_s("compute") == pytest.approx(4 * 8192**2 * (HEADS // TP) * HEAD)
+
+    def test_a_window_hides_pairs_too(self):
+        visible = Attend(window=4096).visible_pairs(8192)
+        assert flops(windowed(), "tp=8", "F", "attend") == pytest.approx(4 * visible * (HEADS // TP) * HEAD)
+
+
+class TestOrderOfTheSequence:
+    @pytest.mark.parametrize("question", [ask(kernels="te"), windowed()], ids=["whole", "windowed"])
+    @pytest.mark.parametrize("cp", [1, 2, 4])
+    def test_in_contiguous_order_the_last_rank_has_the_most_to_do(self, question, cp):
+        window, piece = question.model.window or 8192, 8192 // cp
+        seen = [sum(min(query + 1, window) for query in range(rank * piece, (rank + 1) * piece)) for rank in range(cp)]
+        slowest = flops(question, f"tp=8,cp={cp}", "F", "attend")
+        assert slowest == pytest.approx(4 * max(seen) * (HEADS // TP) * HEAD)
+
+    def test_in_zigzag_order_all_have_the_same(self):
+        question = ask(kernels="te")
+        whole = flops(question, "tp=8", "F", "attend")
+        assert flops(question, "tp=8,cp=4,cp_order=zigzag", "F", "attend") == pytest.approx(whole / 4)
+
+
+@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("kind", ["embed", "layer", "head"])
+def test_with_every_atom_of_size_1_no_message_costs_anything(name, kind):
+    question = ask(name, "h100-80", 1, kernels="te", seq_len=1024)
+    here = setting(question, "tp=1,dp=8")
+    alone = replace(
+        here,
+        atoms=dict.fromkeys(here.atoms, 1),
+        rings={atoms: replace(ring, size=1, latency_s=0.0, bandwidth_bytes_per_s=ENDLESS)
+               for atoms, ring in here.rings.items()},
+    )  # fmt: skip
+    for sp in (False, True):
+        sharded = question.block(kind, sp, Recompute())
+        rings = setting(question, "tp=2,dp=4,sp=" + str(sp).lower()).rings
+        lonely = {atoms: replace(ring, size=1, latency_s=0.0) for atoms, ring in rings.items()}
+        cost = block_cost(sharded, sharded, replace(alone, rings=lonely), question.rates)
+        assert sum(cost.part_s(part) for part in COMMUNICATION) == 0
+        assert sum(cost.sent_bytes.values()) == 0
+
+
+def test_replicas_of_keys_and_values_cost_nothing_where_there_are_none():
+    none, some = priced(ask(), "tp=8,dp=16"), priced(ask(), "tp=32,dp=4")
+    hidden_state = 8192 * HIDDEN * 2
+    ten = 4 + 4 + 2  # gathers and scatters of the hidden state; see the layout's tests
+    assert none.sent_bytes["tp"] == pytest.approx(ten * hidden_state * 7 / 8)
+    one_head = 8192 * HEAD * 2
+    assert some.sent_bytes["tp"] == pytest.approx(ten * hidden_state * 31 / 32 + 2 * 2 * one_head * 3 / 4)
+
+
+def test_a_ring_of_attention_sends_keys_and_values_to_all_and_brings_gradients_back():
+    cost = priced(ask(kernels="te"), "tp=8,cp=4,cp_order=zigzag")
+    piece = 8192 // 4 * (KV_HEADS // TP) * HEAD * 2
+    assert cost.sent_bytes["cp"] == 3 * (2 + 4) * piece
+
+
+def test_experts_get_the_tokens_that_chose_them():
+    question = ask("mixtral-8x7b", "h100-80", 1, kernels="te", seq_len=4096)
+    cost = priced(question, "tp=1,dp=8,ep=8")
+    copies = 4096 * 2 * 4096 * 2  # tokens, choices, hidden, bf16
+    assert cost.sent_bytes["ep"] == pytest.approx(4 * copies * 7 / 8)
+
+
+class TestMemory:
+    def test_a_kernel_needs_room_for_what_is_neither_kept_nor_a_state(self):
+        # The output head on te: the products read the gathered input and the logits' gradient and write a gradient
+        # of the weight's size, which the sum takes up.
+        question = ask(kernels="te")
+        cost = priced(question, "tp=8", kind="head")
+        vocab = question.model.vocab // TP
+        gathered, logits, weight = 2 * 8192 * HIDDEN, 2 * 8192 * vocab, 2 * vocab * HIDDEN
+        assert cost.working_bytes == max(gathered + logits + weight, 2 * gathered + logits)
+
+    def test_what_is_kept_anyway_needs_no_room_again(self):
+        # forward attention finds queries, keys and values kept, and makes what is kept: only positions are beside
+        question = ask(kernels="te")
+        attend = only(question.block("layer", True, Recompute()), "F", "attend")
+        positions = 2 * 8192 * 8
+        assert block_cost(attend, attend, setting(question, "tp=8"), question.rates).working_bytes == positions
+
+    def test_recompute_brings_back_while_a_layer_is_in_backward_what_it_dropped(self):
+        plain, full = priced(ask(), "tp=8"), priced(ask(), "tp=8", drop="full")
+        assert full.saved_bytes + full.remade_bytes == plain.saved_bytes
+        assert (plain.remade_bytes, full.saved_bytes) == (0, 8192 // 8 * HIDDEN * 2)
+
+    @given(st.sampled_from([1, 2, 4, 8, 16, 32]))
+    def test_more_tp_never_gives_a_rank_more_weights_or_activations(self, tp):
+        wide, narrow = priced(ask(), f"tp={tp}"), priced(ask(), f"tp={min(32, 2 * tp)}")
+        assert sum(narrow.weights.values()) <= sum(wide.weights.values())
+        assert narrow.saved_bytes <= wide.saved_bytes
+
+    def test_only_tied_weights_are_counted_apart(self):
+        tied, own = ask("gpt2-xl", "h100-80", 1, seq_len=1024, kernels="te"), ask(kernels="te")
+        head = priced(tied, "tp=1", kind="head")
+        assert list(head.tied_weights.values()) == [tied.model.vocab * tied.model.hidden]
+        assert list(head.weights.values()) == [2 * tied.model.hidden]
+        assert not priced(own, "tp=1", kind="head").tied_weights
+        assert not priced(tied, "tp=1", kind="embed").tied_weights
+
+
+class TestRecompute:
+    @given(st.sampled_from(["te", "nxd", "torch_cuda"]), st.data())
+    def test_it_takes_time_and_never_memory(self, kernels, data):
+        names = sorted(load_kernels(kernels).selective)
+        chosen = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
+        question = ask(kernels=kernels)
+        plain = priced(question, "tp=8")
+        selective = priced(question, "tp=8", drop=f"selective[{','.join(chosen)}]")
+        full = priced(question, "tp=8", drop="full")
+        assert full.saved_bytes <= selective.saved_bytes <= plain.saved_bytes
+        assert total(plain) <= total(selective) * (1 + 1e-12)
+        assert total(selective) <= total(full) * (1 + 1e-12)
+
+    @given(st.sampled_from(["te", "nxd", "torch_cuda"]), st.data())
+    def test_dropping_more_keeps_no_more_and_takes_no_less_time(self, kernels, data):
+        names = sorted(load_kernels(kernels).selective)
+        few = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
+        more = [*few, data.draw(st.sampled_from(names))]
+        small = priced(ask(kernels=kernels), "tp=8", drop=f"selective[{','.join(few)}]")
+        large = priced(ask(kernels=kernels), "tp=8", drop=f"selective[{','.join(more)}]")
+        assert large.saved_bytes <= small.saved_bytes
+        assert total(large) >= total(small) * (1 - 1e-12)
+
+    @pytest.mark.parametrize("kernels", ["te", "nxd"])
+    def test_full_is_one_more_forward_where_clones_run_to_the_end(self, kernels):
+        question = ask(kernels=kernels)
+        plain, full = priced(question, "tp=8"), priced(question, "tp=8", drop="full")
+        for part in ("compute", "tp"):
+            more = full.part_s(part) - plain.part_s(part)
+            assert more == pytest.approx(plain.seconds["F"][part], rel=1e-9)
+
+    def test_full_is_less_than_one_more_forward_where_clones_stop_early(self):
+        question = ask(kernels="torch_cuda")
+        plain, full = priced(question, "tp=8"), priced(question, "tp=8", drop="full")
+        more = full.part_s("compute") - plain.part_s("compute")
+        # the last product and the sum after it are not needed again
+        assert 0.7 * plain.seconds["F"]["compute"] < more < plain.seconds["F"]["compute"]
+
+    def test_attention_is_dropped_and_run_again_as_a_whole(self):
+        question = ask(kernels="nxd")
+        plain, less = priced(question, "tp=8"), priced(question, "tp=8", drop="selective[CoreAttention]")
+        attend = only(question.block("layer", True, Recompute()), "F", "attend")
+        again = block_cost(attend, attend, setting(question, "tp=8"), question.rates).part_s("compute")
+        assert less.part_s("compute") - plain.part_s("compute") == pytest.approx(again)
+
+
+def total(cost):
+    return sum(cost.part_s(part) for part in ("compute", *COMMUNICATION))
+
+
+def test_columns_of_layouts_give_what_single_layouts_give():
+    question = ask()
+    texts = ["tp=8,dp=16,mbs=2", "tp=32,dp=4", "tp=8,cp=4,dp=4,mbs=4"]
+    singles = [setting(question, text) for text in texts]
+    column = replace(
+        singles[0],
+        sizes={**singles[0].sizes, "batch": np.array([here.sizes["batch"] for here in singles], dtype=float)},
+        atoms={atom: np.array([here.atoms[atom] for here in singles], dtype=float) for atom in singles[0].atoms},
+        rings={
+            atoms: replace(
+                ring,
+                **{name: np.array([getattr(here.rings[atoms], name) for here in singles], dtype=float)
+                   for name in ("size", "bandwidth_bytes_per_s", "latency_s")},
+            )
+            for atoms, ring in singles[0].rings.items()
+        },
+    )  # fmt: skip
+    sharded = question.block("layer", True, Recompute())
+    together = block_cost(sharded, sharded, column, question.rates)
+    for row, here in enumerate(singles):
+        alone = block_cost(sharded, sharded, here, question.rates)
+        assert np.asarray(total(together))[row] == pytest.approx(total(alone), rel=1e-12)
+        assert together.saved_bytes[row] == alone.saved_bytes
+        assert together.working_bytes[row] == alone.working_bytes

@@ -1,0 +1,131 @@
+"""Llama-3 70B at tp 32, pp 8, dp 2 on 16 trn1 nodes, calculated by hand and asked of the command line.
+
+Nothing here is taken from the package: only the published numbers of the architecture, the operations that
+neuronx-distributed keeps tensors for, and arithmetic.
+"""
+
+import json
+
+import pytest
+
+from autoshard.cli import main
+
+HIDDEN, FFN, VOCAB, LAYERS = 8192, 28672, 128256, 80
+QUERY_HEADS, KV_HEADS, HEAD = 64, 8, 128
+SEQ = 8192
+TP, PP, DP = 32, 8, 2
+BF16, FP32 = 2, 4
+
+LAYERS_A_RANK = LAYERS // PP  # 10
+TOKENS = SEQ  # one sequence a micro-batch; attention and MLP see all of its tokens
+PIECE = SEQ // TP  # 256 tokens: between them, each rank holds a piece of the sequence
+QUERIES = QUERY_HEADS // TP  # 2 query heads a rank
+KVS = KV_HEADS * 4 // TP  # each of the 8 KV heads is held 4 times, so every rank has a whole one
+FFN_PIECE = FFN // TP  # 896
+VOCAB_PIECE = VOCAB // TP  # 4008
+IN_FLIGHT = [8, 7, 6, 5, 4, 3, 2, 1]  # 1F1B: a rank runs this many forwards before its first backward ends
+
+LAYER_WEIGHTS = (
+    2 * HIDDEN  # two norms, whole on every rank
+    + HIDDEN * QUERIES * HEAD  # q
+    + 2 * HIDDEN * KVS * HEAD  # k and v
+    + QUERIES * HEAD * HIDDEN  # o
+    + 3 * HIDDEN * FFN_PIECE  # gate, up, down
+)
+TABLE = VOCAB_PIECE * HIDDEN  # of the embedding, and again of the output head
+WEIGHTS = {
+    0: LAYERS_A_RANK * LAYER_WEIGHTS + TABLE,
+    3: LAYERS_A_RANK * LAYER_WEIGHTS,
+    7: LAYERS_A_RANK * LAYER_WEIGHTS + HIDDEN + TABLE,  # the last norm
+}
+
+# What is kept of a norm that is computed in FP32 by single operations.
+NORM = (
+    PIECE * HIDDEN * FP32  # its input, cast up
+    + PIECE * FP32  # the statistic of each token
+    + PIECE * HIDDEN * BF16  # the input made of unit size, before the weight
+    + PIECE * HIDDEN * BF16  # its output, a piece of the sequence; the products gather it again
+)
+QUERY = TOKENS * QUERIES * HEAD * BF16  # rotated queries
+EXPANDED = TOKENS * QUERIES * HEAD * BF16  # keys or values, repeated to the query heads
+UNEXPANDED = TOKENS * KVS * HEAD * BF16
+ATTENDED = TOKENS * QUERIES * HEAD * BF16  # output of attention, input of the o product
+LSE = TOKENS * QUERIES * FP32  # log of the softmax's denominator
+INNER = TOKENS * FFN_PIECE * BF16  # one tensor between the products of the MLP
+
+LAYER = (
+    NORM + QUERY + 2 * EXPANDED + ATTENDED + LSE
+    + NORM + INNER + INNER + INNER + INNER  # gate, silu(gate), up, their product
+)  # fmt: skip
+HEAD_EXTRA = NORM + TOKENS * VOCAB_PIECE * FP32  # the last norm; the softmax over a piece of the vocabulary
+# Only the input of the layer stays.
+FULL = PIECE * HIDDEN * BF16
+# Attention is run again from q, k and v, the MLP from the output of its norm; o still needs what attention gave.
+SELECTIVE = NORM + QUERY + 2 * UNEXPANDED + ATTENDED + NORM
+
+CANDIDATE = "tp=32,pp=8,dp=2"
+
+
+def stage_memory(capsys, tmp_path, candidate):
+    arguments = ["plan", "--model", "llama3-70b", "--nodes", "16", "--at", candidate, "--json"]
+    assert main([*arguments, "--out", str(tmp_path / "plan.json")]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert (plan["kernels"], plan["engine"], plan["sp"], plan["zero"]) == ("nxd", "nxd", True, 1)
+    return plan["prediction"]["stage_memory"]
+
+
+def test_the_constants_are_what_they_should_be():
+    assert (LAYERS_A_RANK, PIECE, QUERIES, KVS, FFN_PIECE, VOCAB_PIECE) == (10, 256, 2, 1, 896, 4008)
+    held_once = LAYER_WEIGHTS - 2 * HIDDEN - 2 * HIDDEN * KVS * HEAD
+    whole_layer = held_once * TP + 2 * HIDDEN + 2 * HIDDEN * KV_HEADS * HEAD
+    assert LAYERS * whole_layer + 2 * VOCAB * HIDDEN + HIDDEN == 70_553_706_496
+
+
+@pytest.mark.parametrize("rank", [0, 3, 7])
+def test_weights_gradients_and_optimizer_match_a_hand_calculation(capsys, tmp_path, rank):
+    memory = stage_memory(capsys, tmp_path, CANDIDATE)[rank]
+    assert memory["num_weights"] == WEIGHTS[rank]
+    assert memory["parts"]["weights"] == WEIGHTS[rank] * BF16
+    assert memory["parts"]["gradients"] == WEIGHTS[rank] * FP32
+    # FP32 masters and two moments, divided over the two data-parallel ranks
+    assert memory["parts"]["optimizer"] == WEIGHTS[rank] * 3 * FP32 // DP
+
+
+@pytest.mark.parametrize(
+    ("suffix", "layer"),
+    [("", LAYER), (",recompute=full", FULL), (",recompute=selective[CoreAttention,LlamaMLP]", SELECTIVE)],
+)
+def test_activations_of_every_rank_match_a_hand_calculation(capsys, tmp_path, suffix, layer):
+    memory = stage_memory(capsys, tmp_path, CANDIDATE + suffix)
+    kept = [IN_FLIGHT[rank] * LAYERS_A_RANK * layer for rank in range(PP)]
+    kept[-1] += HEAD_EXTRA
+    assert [entry["parts"]["activations"] for entry in memory] == kept
+
+
+def test_a_mixture_of_full_and_plain_layers_keeps_what_each_keeps(capsys, tmp_path):
+    memory = stage_memory(capsys, tmp_path, f"{CANDIDATE},recompute=full:4")
+    assert memory[0]["parts"]["activations"] == IN_FLIGHT[0] * (4 * FULL + 6 * LAYER)
+
+
+def test_communication_matches_a_hand_calculation(capsys, tmp_path):
+    arguments = ["plan", "--model", "llama3-70b", "--nodes", "16", "--at", CANDIDATE, "--json"]
+    assert main([*arguments, "--out", str(tmp_path / "plan.json")]) == 0
+    sent = json.loads(capsys.readouterr().out)["plan"]["prediction"]["communication_bytes"]
+    micro_batches = 1024 // DP
+    hidden_state = TOKENS * HIDDEN * BF16
+    gathers = 4 + 4 + 2  # forward 2 + 2, input gradients 2 + 2, and the inputs of both runs of products again
+    around = gathers * hidden_state * (TP - 1) // TP
+    # dK and dV of each KV head are summed over the 4 ranks that hold it
+    replicas = 2 * (2 * UNEXPANDED * 3 // 4)
+    layers = LAYERS_A_RANK * (around + replicas)
+    # The last rank also gathers the head's input twice and scatters its gradient; three sums over the vocabulary
+    # (maximum, total, label) and two gradients go around as one FP32 number a token.
+    number = TOKENS * FP32
+    maximum = 2 * number * (TP - 1) // TP
+    head = (3 * hidden_state + 4 * number) * (TP - 1) // TP + maximum
+    norms = 2 * (2 * LAYERS_A_RANK + 1) * HIDDEN * FP32 * (TP - 1) // TP  # once a step
+    assert sent["tp"] == micro_batches * (layers + head) + norms
+    # half of the gradients and half of the weights go to the one other data-parallel rank
+    assert sent["dp"] == WEIGHTS[7] * FP32 // 2 + WEIGHTS[7] * BF16 // 2
+    # a piece of the hidden state forward and one backward
+    assert sent["pp"] == micro_batches * 2 * PIECE * HIDDEN * BF16

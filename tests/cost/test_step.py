@@ -1,0 +1,210 @@
+"""Blocks to stages, stages to the schedule: time and memory of a step."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from autoshard.cost.block import BlockCost
+from autoshard.cost.pipeline import Pipeline, StageLayers, rank_cost
+from autoshard.cost.predict import plan_cost
+from autoshard.cost.step import step_cost
+from autoshard.plan.recompute import Recompute
+from autoshard.schedule.play import play
+from autoshard.schedule.schedule import Schedule
+from tests.cost.cases import ask, plan_of, priced, setting
+
+EVERYONE = ("edp", "ep", "cp")
+NO_WORK = Recompute()
+
+
+def block(forward_s=0.0, backward_s=0.0, **changes):
+    """A made-up block."""
+    values = {
+        "seconds": {"F": {"compute": forward_s}, "I": {"compute": backward_s}, "W": {}},
+        "sent_bytes": {},
+        "saved_bytes": 0,
+        "remade_bytes": 0,
+        "working_bytes": 0,
+        "weights": {},
+        "tied_weights": {},
+        **changes,
+    }
+    return BlockCost(**values)
+
+
+def stages_of(counts):
+    last = len(counts) - 1
+    return tuple(
+        StageLayers.of(count, NO_WORK, is_first=number == 0, is_last=number == last)
+        for number, count in enumerate(counts)
+    )
+
+
+def pipeline(schedule, counts, **changes):
+    values = {"boundary_bytes": 0, "send_s": 0.0, "bucket_bytes": 0, **changes}
+    return Pipeline(schedule=schedule, stages=stages_of(counts), **values)
+
+
+def cost_of(run, layer, ends=None, zero=1):
+    price = {"layer": layer, "embed": ends or block(), "head": ends or block()}
+    here = replace(setting(ask(), "tp=8,dp=16"), zero=zero)
+    return step_cost(ask(), here, run, lambda kind, drop: price[kind])
+
+
+def simulated_s(forward, backward, num_micro_batches):
+    """Play 1F1B event by event; stage s takes forward[s] and backward[s]; sends are free."""
+    num_ranks = len(forward)
+    schedule = Schedule(builder="1f1b", num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+    lists = [list(actions) for actions in schedule.action_lists()]
+    ends, clocks = {}, [0.0] * num_ranks
+    while any(lists):
+        for rank, actions in enumerate(lists):
+            while actions:
+                action = actions[0]
+                needs = {"F": ("F", rank - 1), "B": ("B", rank + 1)}[action.kind]
+                other = (*needs, action.micro_batch)
+                if 0 <= needs[1] < num_ranks and other not in ends:
+                    break
+                takes = (forward if action.kind == "F" else backward)[rank]
+                clocks[rank] = max(clocks[rank], ends.get(other, 0.0)) + takes
+                ends[action.kind, rank, action.micro_batch] = clocks[rank]
+                actions.pop(0)
+    return max(clocks)
+
+
+class TestTime:
+    @given(
+        st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 20), st.integers(1, 4),
+        st.integers(1, 50), st.integers(1, 50),
+    )  # fmt: skip
+    def test_of_equal_stages_is_that_of_the_schedule_played(self, builder, pp, extra, layers, forward, backward):
+        schedule = Schedule(builder=builder, num_ranks=pp, num_micro_batches=pp + extra)
+        cost = cost_of(pipeline(schedule, [layers] * pp), block(forward, backward))
+        played = play(schedule.action_lists(), {"F": layers * forward, "B": layers * backward})
+        assert cost.time_s == pytest.approx(played.makespan)
+        work = (pp + extra) * layers * (forward + backward)
+        assert cost.seconds["compute"] == pytest.approx(work)
+        assert cost.seconds["bubble"] / cost.time_s == pytest.approx(schedule.bubble_fraction())
+
+    @given(st.integers(2, 4), st.integers(2, 3), st.integers(1, 4), st.integers(1, 50), st.integers(1, 50))
+    def test_of_chunks_is_that_of_the_schedule_played(self, pp, vp, rounds, forward, backward):
+        schedule = Schedule(builder="interleaved", num_ranks=pp, num_chunks=vp, num_micro_batches=pp * rounds)
+        cost = cost_of(pipeline(schedule, [1] * (pp * vp)), block(forward, backward))
+        played = play(schedule.action_lists(), {"F": forward, "B": backward})
+        assert cost.time_s == pytest.approx(played.makespan)
+
+    @settings(max_examples=100)
+    @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(0, 12), st.integers(1, 5))
+    def test_of_unequal_stages_is_never_below_the_schedule_played_and_close_to_it(self, counts, extra, backward):
+        # every stage is busy on as many layers as it has; a backward takes a fixed multiple of a forward
+        count = len(counts) + extra
+        schedule = Schedule(builder="1f1b", num_ranks=len(counts), num_micro_batches=count)
+        closed = cost_of(pipeline(schedule, counts), block(1.0, backward)).time_s
+        played = simulated_s(counts, [backward * size for size in counts], count)
+        assert played <= closed * (1 + 1e-9)
+        passing = sum(counts) * (1 + backward)
+        assert closed - played <= passing, "off by less than one micro-batch through the pipeline"
+
+    def test_the_slowest_rank_gives_the_parts(self):
+        schedule = Schedule(builder="1f1b", num_ranks=2, num_micro_batches=10)
+        ends = block(0.0, 0.0, seconds={"F": {"tp": 3.0}, "I": {}, "W": {}})
+        cost = cost_of(pipeline(schedule, [2, 1]), block(1.0, 2.0), ends)
+        # rank 0: two layers and the embedding, 6 + 3; rank 1: one layer and the head, 3 + 3
+        assert (cost.seconds["compute"], cost.seconds["tp"], cost.seconds["bubble"]) == (60, 30, 6)
+
+    def test_every_chunk_of_every_micro_batch_is_sent_forward_and_backward(self):
+        schedule = Schedule(builder="interleaved", num_ranks=2, num_chunks=2, num_micro_batches=4)
+        run = pipeline(schedule, [1] * 4, send_s=0.5, boundary_bytes=100)
+        cost = cost_of(run, block(1.0, 2.0))
+        assert cost.seconds["pp"] == 4 * 2 * 2 * 0.5
+        assert cost.sent_bytes["pp"] == 4 * 2 * 2 * 100
+
+    def test_one_stage_sends_nothing_and_never_waits(self):
+        schedule = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=4)
+        cost = cost_of(pipeline(schedule, [3], send_s=0.5, boundary_bytes=100), block(1.0, 2.0))
+        assert (cost.seconds["pp"], cost.seconds["bubble"]) == (0, 0)
+        assert "pp" not in cost.sent_bytes
+        assert cost.memory[0]["buffers"] == 0
+
+
+class TestMemory:
+    def test_a_rank_keeps_its_layers_for_every_micro_batch_in_flight(self):
+        schedule = Schedule(builder="1f1b", num_ranks=4, num_micro_batches=16)
+        cost = cost_of(pipeline(schedule, [2, 2, 2, 2]), block(saved_bytes=10), block(saved_bytes=1))
+        assert [parts["activations"] for parts in cost.memory] == [4 * 21, 3 * 20, 2 * 20, 1 * 21]
+
+    def test_folding_shows_the_fullest_of_alike_ranks(self):
+        schedule = Schedule(builder="1f1b", num_ranks=4, num_micro_batches=16)
+        run = pipeline(schedule, [2, 2, 2, 2])
+        here = setting(ask(), "tp=8,dp=16")
+        both = [
+            step_cost(ask(), here, run, lambda kind, drop: block(1.0, 1.0, saved_bytes=10), folded=folded)
+            for folded in (False, True)
+        ]
+        assert (len(both[0].memory), len(both[1].memory)) == (4, 3)
+        assert both[0].peak_bytes == both[1].peak_bytes
+        assert both[0].time_s == both[1].time_s
+
+    def test_the_hidden_state_stands_ready_to_be_received_from_both_sides(self):
+        schedule = Schedule(builder="1f1b", num_ranks=2, num_micro_batches=4)
+        for zero, buckets in ((0, 0), (1, 7)):
+            run = pipeline(schedule, [1, 1], boundary_bytes=100, bucket_bytes=7)
+            assert cost_of(run, block(), zero=zero).memory[0]["buffers"] == 200 + buckets
+
+    def test_zero_3_holds_whole_blocks_while_they_are_at_work(self):
+        schedule = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=4)
+        ends = block(weights={EVERYONE: 5}, tied_weights={EVERYONE: 1})
+        cost = cost_of(pipeline(schedule, [3], bucket_bytes=7), block(weights={EVERYONE: 100}), ends, zero=3)
+        # two of the largest block in bf16 and its gradient in FP32
+        assert cost.memory[0]["buffers"] == 7 + 100 * (2 * 2 + 4)
+
+    def test_the_largest_kernel_of_any_block_counts_with_what_its_layer_brings_back(self):
+        stages = stages_of([4])
+        price = {"layer": block(working_bytes=5, remade_bytes=20), "embed": block(working_bytes=24), "head": block()}
+        assert rank_cost(stages, lambda kind, drop: price[kind]).working_bytes == 25
+
+    def test_a_rank_with_chunks_keeps_at_most_its_fullest_chunk_for_each(self):
+        stages = stages_of([1, 3, 1])
+        assert rank_cost(stages, lambda kind, drop: block(saved_bytes=10)).saved_bytes == 30
+
+
+class TestWeights:
+    def test_a_tied_table_counts_once_where_both_ends_are_on_one_rank(self):
+        question = ask("gpt2-xl", "h100-80", 1, seq_len=1024, global_batch=64)
+        parameters = question.model.num_parameters
+        alone = plan_cost(plan_of(question, "tp=1,pp=1,dp=8"), question)
+        assert alone.weights == (parameters,)
+        split = plan_cost(plan_of(question, "tp=1,pp=2,dp=4"), question)
+        assert sum(split.weights) == parameters + question.model.vocab * question.model.hidden
+
+    def test_untied_tables_count_both(self):
+        question = ask("llama3-8b", "h100-80", 1)
+        for text in ("tp=1,pp=1,dp=8", "tp=1,pp=4,dp=2"):
+            assert sum(plan_cost(plan_of(question, text), question).weights) == question.model.num_parameters
+
+    def test_experts_are_spread_over_ep(self):
+        question = ask("mixtral-8x7b", "h100-80", 1)
+        (spread,) = plan_cost(plan_of(question, "tp=1,dp=8,ep=8"), question).weights
+        experts = 32 * 8 * 3 * 4096 * 14336
+        assert spread == question.model.num_parameters - experts * 7 // 8
+
+
+def test_a_stage_splits_its_layers_by_kind_of_recompute():
+    stage = StageLayers.of(5, Recompute.parse("full:2"), is_first=True, is_last=True)
+    assert stage.contents() == [
+        ("embed", NO_WORK, 1),
+        ("layer", Recompute.parse("full"), 2),
+        ("layer", NO_WORK, 3),
+        ("head", NO_WORK, 1),
+    ]
+
+
+def test_a_step_is_made_of_its_blocks():
+    question, text = ask(kernels="nxd"), "tp=8,pp=4,dp=4"
+    cost = plan_cost(plan_of(question, text), question)
+    layer, head = priced(question, text), priced(question, text, kind="head")
+    slowest = 8 * layer.part_s("compute") + head.part_s("compute")
+    assert cost.seconds["compute"] == pytest.approx(256 // 4 * slowest)
+    assert cost.memory[3]["activations"] == 8 * layer.saved_bytes + head.saved_bytes
+    assert cost.memory[0]["activations"] == 4 * 8 * layer.saved_bytes

@@ -1,0 +1,126 @@
+"""States at rest, and the step phase."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, strategies as st
+
+from autoshard.cost.sharded import PerWeight, per_weight, split_pending
+from autoshard.cost.update import num_shards, state_bytes, update_cost
+from autoshard.spec.workload import Precision
+from tests.cost.cases import ask, setting
+
+BF16, FP16, FP32 = (Precision.named(name) for name in ("bf16", "fp16", "fp32"))
+EVERYONE = ("edp", "ep", "cp")
+WEIGHTS = st.integers(1, 10**11)
+NOTHING = PerWeight(vector_flops=0.0, traffic_bytes=0.0)
+
+
+def here(text="tp=8,dp=4,cp=4", zero=1):
+    return replace(setting(ask(), text), zero=zero)
+
+
+class TestStates:
+    @given(WEIGHTS)
+    def test_zero_0_keeps_everything_everywhere(self, count):
+        parts = state_bytes({EVERYONE: count}, here(zero=0), BF16)
+        assert parts == {"weights": 2 * count, "gradients": 4 * count, "optimizer": 12 * count}
+
+    @given(WEIGHTS)
+    def test_zero_1_divides_the_optimizer_over_dp_and_cp(self, count):
+        parts = state_bytes({EVERYONE: count}, here(), BF16)
+        share = math.ceil(count / 16)
+        assert parts == {"weights": 2 * count, "gradients": 4 * count, "optimizer": 12 * share}
+
+    @given(WEIGHTS)
+    def test_zero_3_divides_all_three(self, count):
+        parts = state_bytes({EVERYONE: count}, here(zero=3), BF16)
+        share = math.ceil(count / 16)
+        assert parts == {"weights": 2 * share, "gradients": 4 * share, "optimizer": 12 * share}
+
+    @given(WEIGHTS)
+    def test_without_masters_the_weights_are_updated_themselves(self, count):
+        parts = state_bytes({EVERYONE: count}, here(zero=0), FP32)
+        assert parts == {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count}
+        assert state_bytes({EVERYONE: count}, here(zero=0), FP16)["optimizer"] == 12 * count
+
+    @given(WEIGHTS, WEIGHTS)
+    def test_weights_of_experts_are_divided_over_the_ranks_that_hold_the_same_ones(self, dense, experts):
+        question = ask("mixtral-8x7b", "h100-80", 2)
+        moe = setting(question, "tp=1,dp=16,ep=4")
+        parts = state_bytes({EVERYONE: dense, ("edp", "cp"): experts}, moe, BF16)
+        assert parts["optimizer"] == 12 * (math.ceil(dense / 16) + math.ceil(experts / 4))
+
+    @given(WEIGHTS, WEIGHTS)
+    def test_what_also_awaits_tp_lies_with_the_rest(self, norms, others):
+        apart = state_bytes({(*EVERYONE, "kv", "rep"): norms, EVERYONE: others}, here(), BF16)
+        assert apart == state_bytes({EVERYONE: norms + others}, here(), BF16)
+        assert (num_shards(EVERYONE, here()), num_shards(EVERYONE, here(zero=0))) == (16, 1)
+        assert split_pending(("edp", "cp")) == (("edp", "cp"), ())
+
+
+class TestTraffic:
+    count, micro_batches = 10**6, 8
+
+    def sent(self, zero, pending=EVERYONE):
+        cost = update_cost({pending: self.count}, here(zero=zero), ask(), NOTHING, self.micro_batches)
+        return cost.sent_bytes
+
+    def test_zero_0_sums_gradients_everywhere(self):
+        assert self.sent(0) == {"dp": pytest.approx(2 * 4 * self.count * 15 / 16)}
+
+    def test_zero_1_scatters_gradients_and_gathers_weights(self):
+        assert self.sent(1) == {"dp": pytest.approx((4 + 2) * self.count * 15 / 16)}
+
+    def test_zero_3_scatters_once_and_gathers_twice_every_micro_batch(self):
+        assert self.sent(3) == {"dp": pytest.approx(8 * (4 + 2 * 2) * self.count * 15 / 16)}
+
+    def test_what_awaits_tp_is_summed_over_tp_once_a_step(self):
+        for zero in (0, 1, 3):
+            sent = self.sent(zero, (*EVERYONE, "kv", "rep"))
+            assert sent["tp"] == pytest.approx(2 * 4 * self.count * 7 / 8)
+            assert sent["dp"] == self.sent(zero)["dp"]
+
+    def test_weights_that_await_the_same_ranks_travel_as_one(self):
+        together = {EVERYONE: self.count // 2, (*EVERYONE, "kv", "rep"): self.count // 2}
+        cost = update_cost(together, here("tp=8"), ask(), NOTHING, 1)
+        alone = update_cost({EVERYONE: self.count}, here("tp=8"), ask(), NOTHING, 1)
+        assert cost.seconds["dp"] == pytest.approx(alone.seconds["dp"])
+
+    def test_seconds_are_those_of_the_rings(self):
+        now = here()
+        cost = update_cost({EVERYONE: self.count}, now, ask(), NOTHING, 1)
+        ring = now.rings[EVERYONE]
+        sent_s = cost.sent_bytes["dp"] / ring.bandwidth_bytes_per_s
+        assert cost.seconds["dp"] == pytest.approx(sent_s + 2 * ring.latency_s)
+        assert (cost.seconds["tp"], cost.seconds["update"]) == (0, 0)
+
+
+class TestUpdate:
+    def test_a_weight_is_updated_by_its_share_of_the_traffic(self):
+        question = ask()
+        weight = per_weight(question.model, question.workload, question.kernels)
+        # gradient read for the norm; master, two moments and gradient read, the first three written; master read,
+        # weight written
+        assert weight.traffic_bytes == pytest.approx(4 + 4 * 4 + 3 * 4 + 4 + 2, rel=1e-4)
+        # norm 2, AdamW 15, cast 1
+        assert weight.vector_flops == pytest.approx(18, rel=1e-4)
+
+    def test_it_takes_the_longer_of_arithmetic_and_memory(self):
+        question = ask()
+        weight = PerWeight(vector_flops=10.0, traffic_bytes=40.0)
+        for heavy in ("vector_flops", "traffic_bytes"):
+            loaded = replace(weight, **{heavy: 1e6})
+            cost = update_cost({EVERYONE: 1600}, here(), question, loaded, 1)
+            rate = {"vector_flops": "vector_flops_per_s", "traffic_bytes": "memory_bytes_per_s"}[heavy]
+            assert cost.seconds["update"] == pytest.approx(100 * 1e6 / getattr(question.rates, rate))
+
+    @pytest.mark.parametrize("zero", [1, 3])
+    def test_shards_divide_it(self, zero):
+        question = ask()
+        weight = per_weight(question.model, question.workload, question.kernels)
+        alone = update_cost({EVERYONE: 1600}, here(zero=0), question, weight, 1).seconds["update"]
+        assert update_cost({EVERYONE: 1600}, here(zero=zero), question, weight, 1).seconds["update"] == pytest.approx(
+            alone / 16
+        )

@@ -1,0 +1,76 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from autoshard.errors import InputError
+from autoshard.graph.op import DIMS
+from autoshard.layout.layout import Layout, local_sizes, show_atoms
+from autoshard.spec.mesh import ATOMS
+
+SIZES = st.sampled_from([1, 2, 3, 4, 8, 16])
+
+
+@st.composite
+def layouts(draw):
+    """Any layout: some dims, each cut over some of the atoms that are left."""
+    left = draw(st.permutations(ATOMS))
+    dims = []
+    for dim in draw(st.lists(st.sampled_from(DIMS), unique=True, max_size=5)):
+        count = draw(st.integers(0, min(3, len(left))))
+        dims.append((dim, tuple(left[:count])))
+        left = left[count:]
+    sums, maxima = left[: draw(st.integers(0, 2))], left[2 : 2 + draw(st.integers(0, 2))]
+    return Layout(dims=tuple(dims), sums=tuple(sums), maxima=tuple(maxima))
+
+
+@given(layouts())
+def test_a_layout_reads_back_what_it_prints(layout):
+    assert Layout.parse(str(layout)) == layout
+
+
+@given(st.lists(st.sampled_from(ATOMS), unique=True, min_size=1))
+def test_whole_axes_are_printed_whole_and_read_back(atoms):
+    text = show_atoms(atoms)
+    assert Layout.parse(f"[seq/{text}]").dims == (("seq", tuple(atoms)),)
+    assert ("edp.ep" not in text) and ("kv.rep" not in text)
+
+
+def test_an_atom_out_of_order_keeps_its_own_name():
+    assert show_atoms(("rep", "kv")) == "rep.kv"
+
+
+@pytest.mark.parametrize("text", ["", "batch/dp", "[batch/dp", "[batch] + ep", "[batch] ep"])
+def test_what_is_no_layout_is_refused_with_an_example(text):
+    with pytest.raises(InputError, match=r"is not a layout\. Write it like"):
+        Layout.parse(text)
+
+
+def test_a_dim_or_a_cutting_atom_that_stands_twice_is_refused_all_at_once():
+    with pytest.raises(InputError) as caught:
+        Layout(dims=(("seq", ("cp",)), ("seq", ("cp",))))
+    assert [fault.message.split(" in ")[0] for fault in caught.value.faults] == [
+        "a dim stands twice",
+        "an atom cuts twice",
+    ]
+
+
+@given(st.dictionaries(st.sampled_from(DIMS), st.integers(1, 10_000)), layouts(), st.fixed_dictionaries(
+    dict.fromkeys(ATOMS, SIZES)
+))  # fmt: skip
+def test_a_share_is_the_size_over_the_ranks_rounded_up(sizes, layout, atoms):
+    cuts = dict(layout.dims)
+    expected = {
+        dim: math.ceil(size / math.prod(atoms[atom] for atom in cuts.get(dim, ()))) for dim, size in sizes.items()
+    }
+    assert local_sizes(sizes, cuts, atoms) == expected
+
+
+@given(st.lists(st.tuples(st.integers(1, 10_000), SIZES, SIZES), min_size=1))
+def test_columns_of_sizes_give_what_the_numbers_give(rows):
+    seq, cp, kv = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
+    cuts = {"seq": ("cp", "kv")}
+    column = local_sizes({"seq": seq}, cuts, {"cp": cp, "kv": kv})["seq"]
+    single = [local_sizes({"seq": size}, cuts, {"cp": one, "kv": other})["seq"] for size, one, other in rows]
+    assert column.tolist() == single

@@ -1,0 +1,49 @@
+"""Lists of names: complete, and each name is one that the commands take."""
+
+import pytest
+
+from autoshard.plan.rules.check import all_rules
+from autoshard.report.listing import entries, listing_text
+from autoshard.schedule.schedule import schedule_names
+from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
+from autoshard.spec.kernels import kernels_names
+from autoshard.spec.model_catalogue import load_model, model_names
+
+NAMES = {
+    "models": model_names(),
+    "clusters": cluster_names(),
+    "engines": ("nxd", "torch"),
+    "schedules": schedule_names(),
+    "kernels": kernels_names(),
+    "rules": tuple(rule.id for rule in all_rules()),
+}
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_a_list_is_complete_and_a_rectangle(what: str):
+    rows = entries(what)
+    assert [row["name"] for row in rows] == list(NAMES[what])
+    assert len({tuple(row) for row in rows}) == 1
+    assert all(value for row in rows for value in row.values())
+    lines = listing_text(rows).splitlines()
+    assert len(lines) == len(rows) + 1
+    for key in list(rows[0])[1:]:
+        column = lines[0].index(key)
+        assert all(line[column - 2 : column] == "  " for line in lines)
+
+
+def test_models_and_clusters_show_their_numbers():
+    models = {row["name"]: row for row in entries("models")}
+    card = load_model("mixtral-8x7b")
+    assert models["mixtral-8x7b"]["parameters"] == "46.70 G"
+    assert models["mixtral-8x7b"]["heads"] == f"{card.num_heads}/{card.num_kv_heads}"
+    assert (models["mixtral-8x7b"]["experts"], models["gpt2-xl"]["experts"]) == ("8", "-")
+    clusters = {row["name"]: row for row in entries("clusters")}
+    assert clusters["trn2.48xlarge"]["ranks a node"] == "64 (lnc 2)"
+    assert clusters["a100-80"]["memory a rank"] == "80.00 GiB"
+    assert clusters["local"]["engine"] == load_cluster("local").engine
+
+
+def test_widths_follow_the_longest_cell():
+    rows = [{"a": "x", "b": "1"}, {"a": "longer", "b": "2"}]
+    assert listing_text(rows) == "a       b\nx       1\nlonger  2"

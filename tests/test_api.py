@@ -1,0 +1,113 @@
+"""The planner from Python: three lines, and parts of one's own."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import autoshard
+from autoshard.cost.calibration import uncalibrated
+from autoshard.errors import InputError, NoPlan
+from autoshard.plan.plan import Plan
+from autoshard.plan.rules.rule import Rule
+from autoshard.search.api import Search, default_workload, engines_of, request_of
+from autoshard.search.planner import Found, Request, search
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.recipe import Recipe
+from autoshard.spec.workload import Precision, Workload
+
+
+def test_three_lines_give_a_plan():
+    plan = autoshard.plan("llama3-8b", "trn1.32xlarge")
+    assert isinstance(plan, Plan)
+    assert plan.prediction and plan.prediction.peak_bytes <= plan.cluster.rank_memory_bytes
+
+
+def test_the_package_of_the_same_name_still_works():
+    import autoshard.plan.candidate
+
+    assert autoshard.plan.candidate.Candidate().tp == 1
+    assert autoshard.plan.__name__ == "autoshard.plan"
+
+
+def test_parts_may_be_values_paths_or_names():
+    model, cluster = load_model("tiny-llama"), load_cluster("local")
+    workload = default_workload(model, cluster)
+    assert autoshard.plan(model, cluster, workload) == autoshard.plan("tiny-llama", "local")
+    card = Path(__file__).parents[1] / "models" / "tiny-llama.json"
+    assert autoshard.plan(card, "local").model.num_layers == model.num_layers
+
+
+def test_a_users_own_rule_and_pins_are_respected():
+    rule = Rule(
+        id="mine", subject="pp", allows=lambda c: c.pp == 2, message=lambda c: f"pp={c.pp}: use 2", source="this test"
+    )
+    plan = autoshard.plan("tiny-llama", "local", search=Search(rules=(rule,), pins="tp=2"))
+    assert (plan.mesh.size("pp"), plan.mesh.size("tp")) == (2, 2)
+
+
+def test_another_method_to_search_gets_the_request():
+    seen: list[Request] = []
+
+    def method(request: Request) -> Found:
+        seen.append(request)
+        return search(request)
+
+    workload = Workload(seq_len=128, global_batch=4, precision=Precision.named("fp32"))
+    plan = autoshard.plan("tiny-llama", "local", workload, search=Search(method=method))
+    assert seen[0].workload == workload == plan.workload
+
+
+def test_a_calibration_of_ones_own_changes_the_prediction_and_is_named():
+    slow = replace(uncalibrated(), name="slow", runtime_bytes=2**31)
+    plan = autoshard.plan("tiny-llama", "local", cost=slow)
+    assert plan.provenance["calibration"] == "slow"
+    assert plan.prediction and plan.prediction.stage_memory[0].parts["runtime"] == 2**31
+
+
+def test_what_cannot_be_answered_is_an_exception_with_reasons():
+    with pytest.raises(NoPlan, match=r"more than the 16\.00 GiB there are"):
+        autoshard.plan("llama3-70b", "trn1.32xlarge")
+    with pytest.raises(InputError, match="do not divide by 3"):
+        autoshard.plan("tiny-llama", "local", search=Search(pins="tp=3"))
+    with pytest.raises(InputError, match="there is no table 'x'"):
+        autoshard.plan("tiny-llama", "local", search=Search(pins="kernels=x"))
+
+
+def faults_of(**values: object) -> set[str]:
+    with pytest.raises(InputError) as caught:
+        request_of(Recipe(**{"model": "tiny-llama", "cluster": "local", **values}))  # type: ignore[arg-type]
+    return {fault.where for fault in caught.value.faults}
+
+
+def test_all_that_a_recipe_names_wrongly_is_reported_at_once():
+    assert faults_of(model="no", cluster="no", nodes=0, fix="tp=x,zz=1") == {
+        "--model", "--cluster", "--nodes", "--fix tp=x", "--fix zz=1",
+    }  # fmt: skip
+    assert faults_of(seq_len=0, global_batch=2**40) == {"--seq-len", "--global-batch"}
+    assert faults_of(fix=" ") == {"--fix"}
+    assert faults_of(fix="kernels=x") == {"--fix kernels"}
+    assert faults_of(precision="fp8") == {"--precision"}
+    assert faults_of(cluster="trn1.32xlarge", nodes=10**9) == {"--nodes"}
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "seq_len", "batch"),
+    [
+        ("tiny-llama", "local", 256, 32),
+        ("llama3.1-8b", "trn1.32xlarge", 8192, 1024),
+        ("gpt3-175b", "h100-80", 2048, 1024),
+    ],
+)
+def test_defaults_are_those_that_are_documented(model: str, cluster: str, seq_len: int, batch: int):
+    workload = default_workload(load_model(model), load_cluster(cluster))
+    assert (workload.seq_len, workload.global_batch) == (seq_len, batch)
+    assert workload.precision == Precision.named("bf16")
+
+
+def test_the_engine_is_the_clusters_unless_another_is_named():
+    trn, gpu = load_cluster("trn1.32xlarge"), load_cluster("h200")
+    assert (engines_of(trn, None), engines_of(gpu, None)) == (("nxd",), ("torch",))
+    assert (engines_of(trn, "any"), engines_of(gpu, "any")) == (("nxd", "torch"), ("torch", "nxd"))
+    assert (engines_of(trn, "torch"), engines_of(gpu, "nxd")) == (("torch",), ("nxd",))
