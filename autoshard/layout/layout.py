@@ -2,11 +2,12 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.errors import InputError, require
+from autoshard.errors import Fault, InputError, nearest, require
+from autoshard.spec.workload import DTYPE_BYTES, Dtype
 
 Cuts = Mapping[str, tuple[str, ...]]
 _WHOLE: Mapping[str, tuple[str, ...]] = {"dp": ("edp", "ep"), "tp": ("kv", "rep")}
@@ -29,7 +30,7 @@ class Layout:
     maxima: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a dim that stands twice and an atom that cuts twice."""
+        """Refuse a dim that stands twice and an atom that cuts twice; what depends on the mesh, ``faults`` tells."""
         names = [dim for dim, _ in self.dims]
         cutting = [atom for _, atoms in self.dims for atom in atoms]
         require(
@@ -57,6 +58,77 @@ class Layout:
         maxima = f" ^{show_atoms(self.maxima)}" if self.maxima else ""
         return f"[{dims}]{sums}{maxima}"
 
+    def faults(self, atoms: Mapping[str, int], sizes: Mapping[str, int] | None = None) -> tuple[Fault, ...]:
+        """Say everything that keeps it from being used on a mesh of these atoms, for dims of these sizes if known.
+
+        >>> layout = Layout.parse("[batch/dp, seq/cp] +ep")
+        >>> for fault in layout.faults({"edp": 2, "ep": 2}, {"batch": 2, "seq": 8}):
+        ...     print(fault)
+        unknown atom 'cp'. Known: edp, ep.
+        an atom both cuts and is pending: ['ep']
+        batch: 2 cannot be cut into 4 (dp). Use atoms whose product is at most 2
+        """
+        found = [f"unknown atom {name!r}. {nearest(name, list(atoms))}" for name in self._atoms() if name not in atoms]
+        twice = self._cutting_and_pending(atoms)
+        if twice:
+            found.append(f"an atom both cuts and is pending: {twice}")
+        plain = [Fault(where="", message=message) for message in found]
+        return (*plain, *(fault for dim, cut in self.dims for fault in _dim_faults(dim, cut, atoms, sizes)))
+
+    def local_shape(self, sizes: Mapping[str, int], atoms: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of the largest share, which every rank reserves; what does not divide is rounded up.
+
+        >>> Layout.parse("[seq/cp, hidden]").local_shape({"seq": 10, "hidden": 8}, {"cp": 4})
+        (3, 8)
+        """
+        local = local_sizes({dim: sizes[dim] for dim, _ in self.dims}, dict(self.dims), atoms)
+        return tuple(local[dim] for dim, _ in self.dims)
+
+    def padding(self, sizes: Mapping[str, int], atoms: Mapping[str, int]) -> int:
+        """Return how many elements all different shares together hold beyond the tensor's own.
+
+        >>> Layout.parse("[seq/cp, hidden]").padding({"seq": 10, "hidden": 8}, {"cp": 4})
+        16
+        """
+        shares = math.prod(atoms[atom] for _, cut in self.dims for atom in cut)
+        return shares * math.prod(self.local_shape(sizes, atoms)) - math.prod(sizes[dim] for dim, _ in self.dims)
+
+    def num_bytes_per_rank(self, sizes: Mapping[str, int], atoms: Mapping[str, int], dtype: Dtype) -> int:
+        """Return the bytes that a rank reserves for its share, padding included.
+
+        >>> Layout.parse("[seq/cp, hidden]").num_bytes_per_rank({"seq": 10, "hidden": 8}, {"cp": 4}, "bf16")
+        48
+        """
+        return DTYPE_BYTES[dtype] * math.prod(self.local_shape(sizes, atoms))
+
+    def refines(self, other: "Layout") -> bool:
+        """Say whether each rank's share is a block of the share it has in the other: got by slices alone.
+
+        >>> fine, coarse = Layout.parse("[batch/dp, seq/cp.tp]"), Layout.parse("[batch/dp, seq/cp]")
+        >>> fine.refines(coarse), coarse.refines(fine), coarse.is_coarser(fine)
+        (True, False, True)
+        """
+        return (
+            [dim for dim, _ in self.dims] == [dim for dim, _ in other.dims]
+            and (self.sums, self.maxima) == (other.sums, other.maxima)
+            and all(mine[: len(its)] == its for (_, mine), (_, its) in zip(self.dims, other.dims, strict=True))
+        )
+
+    def is_coarser(self, other: "Layout") -> bool:
+        """Say whether the other refines it."""
+        return other.refines(self)
+
+    def _atoms(self) -> tuple[str, ...]:
+        """Return every atom that it names, once."""
+        cutting = [atom for _, cut in self.dims for atom in cut]
+        return tuple(dict.fromkeys((*cutting, *self.sums, *self.maxima)))
+
+    def _cutting_and_pending(self, atoms: Mapping[str, int]) -> list[str]:
+        """Return the atoms that have two uses; one of size 1 has none."""
+        cutting = {atom for _, cut in self.dims for atom in cut}
+        uses = (cutting, set(self.sums), set(self.maxima))
+        return [atom for atom in self._atoms() if atoms.get(atom, 1) > 1 and sum(atom in use for use in uses) > 1]
+
 
 def show_atoms(atoms: Sequence[str]) -> str:
     """Print atoms, whole axes as such.
@@ -70,6 +142,18 @@ def show_atoms(atoms: Sequence[str]) -> str:
     return text.strip(".")
 
 
+def whole_axes(cut: Sequence[str], atoms: Mapping[str, int]) -> tuple[str, ...]:
+    """Put an atom of size 1, which cuts nothing, beside the other atom of its axis, so that the axis is printed whole.
+
+    >>> whole_axes(("cp", "kv"), {"cp": 2, "kv": 2, "rep": 1})
+    ('cp', 'kv', 'rep')
+    """
+    beside = {
+        part: parts for parts in _WHOLE.values() for part in parts if sum(atoms.get(each, 0) > 1 for each in parts) == 1
+    }
+    return tuple(each for atom in cut for each in beside.get(atom, (atom,)))
+
+
 def local_sizes(sizes: Mapping[str, Any], cuts: Cuts, atoms: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the sizes of one rank's share, rounded up; numbers or columns of numbers alike.
 
@@ -80,6 +164,20 @@ def local_sizes(sizes: Mapping[str, Any], cuts: Cuts, atoms: Mapping[str, Any]) 
         dim: -(-size // math.prod(atoms[atom] for atom in cuts[dim])) if cuts.get(dim) else size
         for dim, size in sizes.items()
     }
+
+
+def _dim_faults(
+    dim: str, cut: Sequence[str], atoms: Mapping[str, int], sizes: Mapping[str, int] | None
+) -> Iterator[Fault]:
+    """Yield what is wrong with one dim: nobody knows it, or it has fewer elements than parts."""
+    if sizes is None:
+        return
+    parts = math.prod(atoms.get(atom, 1) for atom in cut)
+    if dim not in sizes:
+        yield Fault(where=dim, message=f"no such dim. {nearest(dim, list(sizes))}")
+    elif parts > sizes[dim]:
+        cannot = f"{sizes[dim]} cannot be cut into {parts} ({show_atoms(cut)})"
+        yield Fault(where=dim, message=f"{cannot}. Use atoms whose product is at most {sizes[dim]}")
 
 
 def _parse_atoms(text: str) -> tuple[str, ...]:

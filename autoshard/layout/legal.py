@@ -1,0 +1,142 @@
+"""Which cuts of a block's forward operations are legal; backward is cut as the forward operation it belongs to.
+
+The rules follow from what a kind says of its dims: any dim may be cut but those it needs whole, no atom cuts twice,
+tied dims are cut as others are together, and who reads numbers of slots is cut along tokens as their queue is.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from autoshard.errors import Fault, nearest
+from autoshard.graph.block import Block
+from autoshard.graph.kinds.experts import Slot
+from autoshard.graph.kinds.linear import Deliver
+from autoshard.graph.op import Dims, Op
+from autoshard.layout.layout import Cuts, show_atoms
+
+_NOTHING: Mapping[str, Cuts] = MappingProxyType({})
+
+
+def faults(block: Block, cuts: Mapping[str, Cuts], atoms: Collection[str]) -> tuple[Fault, ...]:
+    """Return what is wrong with the cuts of all forward operations of a block on a mesh with these atoms."""
+    ops = {op.name: op for op in cut_operations(block)}
+    found = [
+        Fault(where=name, message=f"{block.kind} has no operation of this name to cut. {nearest(name, list(ops))}")
+        for name in cuts
+        if name not in ops
+    ]
+    queues = _queues(block)
+    for name, op in ops.items():
+        if name not in cuts:
+            found.append(Fault(where=name, message="nothing says how it is cut; write {} to leave it whole"))
+            continue
+        messages = [*_unknown(block, op, cuts[name], atoms), *_doubled(op, cuts[name]), *_bound(op, cuts[name])]
+        if name in queues and queues[name].name in cuts:
+            messages += _numbering(queues[name], cuts[queues[name].name], cuts[name])
+        found += [Fault(where=name, message=message) for message in messages]
+    return tuple(found)
+
+
+def legal_cuts(block: Block, op: Op, atoms: Sequence[str], settled: Mapping[str, Cuts] = _NOTHING) -> Iterator[Cuts]:
+    """Yield every legal cut of a forward operation; one ``settled`` for a queue binds those who read its numbers."""
+    queue = _queues(block).get(op.name)
+    fixed = {dim: settled[queue.name].get(dim, ()) for dim in _tokens(queue)} if queue and queue.name in settled else {}
+    bound = {*op.kind.whole_dims(), *dict(op.kind.tied_dims()), *fixed}
+    dims = op_dims(block, op)
+    free = [dim for dim in dims if dim not in bound]
+    taken = {atom for cut in fixed.values() for atom in cut}
+    for placed in _placements(len(free), tuple(atom for atom in atoms if atom not in taken)):
+        cuts = {**dict.fromkeys(dims, ()), **fixed, **dict(zip(free, placed, strict=True))}
+        yield {**cuts, **{dim: _together(cuts, others) for dim, others in op.kind.tied_dims()}}
+
+
+def cut_operations(block: Block) -> tuple[Op, ...]:
+    """Return the forward operations that have cuts of their own: all but delivers."""
+    return tuple(op for op in block.select("micro_batch", "F") if not isinstance(op.kind, Deliver))
+
+
+def op_dims(block: Block, op: Op) -> Dims:
+    """Return the dims of an operation: those of its tensors, and those that it ties to them."""
+    dims = [dim for name in (*op.inputs, *op.outputs) for dim in block.tensors[name].dims]
+    return tuple(dict.fromkeys((*dims, *(dim for dim, _ in op.kind.tied_dims()))))
+
+
+def _unknown(block: Block, op: Op, cuts: Cuts, atoms: Collection[str]) -> Iterator[str]:
+    dims = op_dims(block, op)
+    for dim, cut in cuts.items():
+        if dim not in dims:
+            yield f"has no dim {dim!r}. {nearest(dim, dims)}"
+        for atom in cut:
+            if atom not in atoms:
+                yield f"{dim} is cut over {atom!r}, which the mesh does not have. {nearest(atom, list(atoms))}"
+
+
+def _doubled(op: Op, cuts: Cuts) -> Iterator[str]:
+    tied = dict(op.kind.tied_dims())
+    where: dict[str, list[str]] = defaultdict(list)
+    for dim, cut in cuts.items():
+        for atom in cut if dim not in tied else ():
+            where[atom].append(dim)
+    for atom, dims in where.items():
+        if len(dims) > 1:
+            yield f"{atom} cuts {' and '.join(dims)}; an atom cuts once in an operation. Take it from one of them"
+
+
+def _bound(op: Op, cuts: Cuts) -> Iterator[str]:
+    for dim in op.kind.whole_dims():
+        if cuts.get(dim):
+            yield f"{op.kind.label} needs all of {dim} on every rank; take {show_atoms(cuts[dim])} from it"
+    for dim, others in op.kind.tied_dims():
+        wanted = _together(cuts, others)
+        if cuts.get(dim, ()) != wanted:
+            right = f"{dim}/{show_atoms(wanted)}" if wanted else f"{dim} whole"
+            yield f"{dim} is cut as {' and '.join(others)} together; write {right}"
+
+
+def _numbering(queue: Op, given: Cuts, cuts: Cuts) -> Iterator[str]:
+    for dim in _tokens(queue):
+        right = given.get(dim, ())
+        if cuts.get(dim, ()) != right:
+            cut = f"{dim}/{show_atoms(right)}" if right else f"{dim} whole"
+            yield f"its numbers of slots count within each part of the tokens of {queue.name}; write {cut} as there"
+
+
+def _tokens(queue: Op) -> Dims:
+    return tuple(dim for _, others in queue.kind.tied_dims() for dim in others)
+
+
+def _queues(block: Block) -> Mapping[str, Op]:
+    """Return for each forward operation that reads numbers of slots the queue that counted them."""
+    counted: dict[str, Op] = {}
+    readers: dict[str, Op] = {}
+    for op in block.select("micro_batch", "F"):
+        origins = [counted[name] for name in op.inputs if name in counted]
+        if isinstance(op.kind, Slot):
+            counted[op.outputs[0]] = op
+        elif origins and isinstance(op.kind, Deliver):
+            counted[op.outputs[0]] = origins[0]
+        elif origins:
+            readers[op.name] = origins[0]
+    return readers
+
+
+def _together(cuts: Cuts, dims: Dims) -> tuple[str, ...]:
+    return tuple(atom for dim in dims for atom in cuts.get(dim, ()))
+
+
+def _placements(places: int, atoms: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Yield every way to put atoms, in any order, into places or nowhere.
+
+    >>> list(_placements(1, ("a", "b")))
+    [((),), (('b',),), (('a',),), (('b', 'a'),), (('a', 'b'),)]
+    """
+    if not atoms:
+        yield ((),) * places
+        return
+    *others, last = atoms
+    for held in _placements(places, tuple(others)):
+        yield held
+        for place, cut in enumerate(held):
+            for at in range(len(cut) + 1):
+                yield (*held[:place], (*cut[:at], last, *cut[at:]), *held[place + 1 :])

@@ -1,0 +1,246 @@
+"""From the cuts of a block's forward operations to a program: backward tied to them, collectives derived.
+
+A tensor passes from its maker to its readers through a deliver. A reader takes it as it was made if that is how it
+needs it; otherwise the deliver changes it, once for all readers that need it so. A gradient takes the same way back:
+what readers send is added where it is cut alike, then changed to what the maker's own gradient needs.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from autoshard.graph.block import Block
+from autoshard.graph.kinds.attention import Attend, AttendGradient
+from autoshard.graph.kinds.linear import Collect, Deliver
+from autoshard.graph.kinds.pointwise import Reduce
+from autoshard.graph.op import Dims, Op, Pass
+from autoshard.layout.collective import Collective
+from autoshard.layout.layout import Cuts, Layout
+from autoshard.layout.legal import op_dims
+from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Program, Sum, Value
+from autoshard.layout.redistribute import Price, Sizes, redistribute
+
+
+def lower(
+    block: Block, cuts: Mapping[str, Cuts], atoms: Sizes, price: Price, *, boundary: Cuts, keeps_gathered: bool
+) -> Program:
+    """Lower the micro-batch of a block; ``cuts`` holds the cut of every dim of every forward operation."""
+    lowering = _Lowering(block, cuts, atoms, price, keeps_gathered=keeps_gathered)
+    for op in block.select("micro_batch"):
+        lowering.add(op, boundary)
+    results = {f"{tensor.name}.sum": lowering.made[f"{tensor.name}.sum"] for tensor in block.parameters}
+    if block.carry_out:
+        results[block.carry_out] = lowering.fetch(block.carry_out, boundary, "F")
+    else:
+        results["loss"] = lowering.fetch("loss", {}, "F")
+    if block.carry_in:
+        gradient = _gradient_name(block)
+        results[gradient] = lowering.fetch(gradient, boundary, "I")
+    return Program(instructions=tuple(lowering.instructions), results=results)
+
+
+def _gradient_name(block: Block) -> str:
+    return next(f"{op.name}.d0" for op in block.ops if op.inputs == (block.carry_in,))
+
+
+Busy = frozenset[str] | None
+
+
+class _Lowering:
+    """The program while it is written: which values exist, in which layouts, in which pass they were made."""
+
+    def __init__(
+        self, block: Block, cuts: Mapping[str, Cuts], atoms: Sizes, price: Price, *, keeps_gathered: bool
+    ) -> None:
+        handed_on = block.carry_out or "loss"
+        self.block = block
+        self.cuts = cuts
+        self.atoms = atoms
+        self.price = price
+        self.keeps_gathered = keeps_gathered
+        self.instructions: list[Instruction] = []
+        self.made: dict[str, Value] = {}
+        self._changed: dict[tuple[str, Layout, Pass], Value] = {}
+        self._parts: dict[str, list[str]] = {}
+        self._origin: dict[str, tuple[str, Mapping[str, str]]] = {}
+        self._entry = dict.fromkeys((handed_on, f"d.{handed_on}"), f"{handed_on}_out")
+        self._count = 0
+
+    def add(self, op: Op, boundary: Cuts) -> None:
+        """Lower one operation; delivers and their gradients only note where things come from."""
+        if isinstance(op.kind, Deliver):
+            back = {new: old for old, new in op.kind.rename}
+            self._origin[op.outputs[0]] = (op.inputs[0], back)
+            self._entry[op.inputs[0]] = op.source
+        elif isinstance(op.kind, Collect):
+            self._parts[op.outputs[0]] = list(op.inputs)
+            self._entry[op.outputs[0]] = op.source
+        else:
+            self._compute(op, boundary)
+
+    def fetch(self, tensor: str, cuts: Cuts, pass_: Pass, busy: Busy = None) -> Value:
+        """Return a value of a tensor in these cuts, changing it if need be.
+
+        A linear reader gives the atoms that cut its dims (``busy``) and takes sums that are pending over others.
+        """
+        root, wanted = tensor, dict(cuts)
+        while root in self._origin:
+            root, back = self._origin[root]
+            wanted = {back.get(dim, dim): atoms for dim, atoms in wanted.items()}
+        if root in self._parts:
+            return self._collected(root, wanted, pass_, busy)
+        if root not in self.made:
+            self._give(root, wanted)
+        return self._change(self.made[root], wanted, pass_, busy)
+
+    def _compute(self, op: Op, boundary: Cuts) -> None:
+        own = _restricted(self.cuts[op.source], op_dims(self.block, op))
+        reads = self._reads(op, own, boundary)
+        writes = tuple(self._output(op, index, own, reads) for index in range(len(op.outputs)))
+        self.made |= {value.tensor: value for value in writes}
+        ring = self._ring(op, own)
+        self.instructions.append(Compute(op=op, cuts=own, reads=tuple(reads), writes=writes, ring=ring))
+
+    def _reads(self, op: Op, own: Cuts, boundary: Cuts) -> list[Value]:
+        """Fetch what an operation reads as it is cut; a sum so far last, because it waits for what its addend waits."""
+        busy = frozenset(atom for atoms in own.values() for atom in atoms)
+        linear = op.kind.linear_through()
+        found: dict[int, Value] = {}
+        for index, name in sorted(enumerate(op.inputs), key=lambda read: self.block.tensors[read[1]].role == "state"):
+            tensor = self.block.tensors[name]
+            if tensor.role == "state":
+                (addend,) = found.values()
+                self._give(name, dict(addend.layout.dims), addend.layout.sums)
+            self._arrive(name, boundary)
+            cuts = _restricted(own, tensor.dims)
+            found[index] = self.fetch(name, cuts, op.pass_, busy if index in linear else None)
+        return [found[index] for index in range(len(op.inputs))]
+
+    def _arrive(self, name: str, boundary: Cuts) -> None:
+        """Take what the neighbouring blocks hand over in the boundary layout."""
+        root = self._origin[name][0] if name in self._origin else name
+        arriving = (self.block.carry_in, f"d.{self.block.carry_out or 'loss'}")
+        for tensor in (root, *self._parts.get(root, ())):
+            if tensor in arriving and tensor not in self.made:
+                self._give(tensor, _restricted(boundary, self.block.tensors[tensor].dims))
+
+    def _give(self, tensor: str, cuts: Cuts, sums: tuple[str, ...] = ()) -> None:
+        layout = _layout(self.block.tensors[tensor].dims, cuts, sums=sums)
+        self.made[tensor] = Value(name=tensor, tensor=tensor, layout=layout)
+        self.instructions.append(Given(value=self.made[tensor]))
+
+    def _output(self, op: Op, index: int, own: Cuts, reads: Sequence[Value]) -> Value:
+        """Cut an output as the operation is cut; what cut a dim that it has lost leaves a sum (or maximum) pending."""
+        name = op.outputs[index]
+        dims = self.block.tensors[name].dims
+        cuts = _restricted(own, dims)
+        held = {atom for atoms in cuts.values() for atom in atoms}
+        read_dims = {dim for tensor in op.inputs for dim in self.block.tensors[tensor].dims}
+        lost = [atom for dim, atoms in own.items() if dim in read_dims for atom in atoms if atom not in held]
+        through = op.kind.linear_through()
+        passed = [
+            atom for number, value in enumerate(reads) if index in through.get(number, ()) for atom in value.layout.sums
+        ]
+        pending = tuple(dict.fromkeys((*lost, *passed)))
+        if isinstance(op.kind, Reduce) and op.kind.function == "max":
+            return Value(name=name, tensor=name, layout=_layout(dims, cuts, maxima=pending))
+        return Value(name=name, tensor=name, layout=_layout(dims, cuts, sums=pending))
+
+    def _ring(self, op: Op, own: Cuts) -> tuple[Collective, ...]:
+        atoms = tuple(atom for atom in own.get("kv_seq", ()) if self.atoms.get(atom, 1) > 1)
+        if not atoms or not isinstance(op.kind, Attend | AttendGradient):
+            return ()
+        hops = math.prod(self.atoms[atom] for atom in atoms) - (1 if isinstance(op.kind, Attend) else 0)
+        return (Collective(kind="permute", dim="kv_seq", atoms=atoms),) * hops
+
+    def _change(self, value: Value, cuts: Cuts, pass_: Pass, busy: Busy) -> Value:
+        dims = tuple(dim for dim, _ in value.layout.dims)
+        kept = () if busy is None else tuple(atom for atom in value.layout.sums if atom not in busy)
+        wanted = _layout(dims, cuts, sums=kept)
+        if wanted == value.layout:
+            return value
+        key = (value.name, wanted, self._kept_from(value, pass_))
+        if key not in self._changed:
+            self._changed[key] = self._communicate(value, wanted, pass_)
+        return self._changed[key]
+
+    def _kept_from(self, value: Value, pass_: Pass) -> Pass:
+        """Return whose changes a reader may use: what was summed is kept, what was only gathered may not be."""
+        resolved = bool(value.layout.sums or value.layout.maxima)
+        return "F" if self.keeps_gathered or resolved or pass_ == "F" else "I"
+
+    def _communicate(self, value: Value, wanted: Layout, pass_: Pass) -> Value:
+        entry = self._entry.get(value.tensor, value.tensor)
+        path = redistribute(value.layout, wanted, self.atoms, self.price)
+        for number, change in enumerate(path, start=1):  # the path leaves out atoms of size 1; its end names them again
+            after = self._new(value.tensor, wanted if number == len(path) else change.after)
+            self.instructions.append(
+                Communicate(entry=entry, pass_=pass_, collective=change.collective, reads=value, writes=after)
+            )
+            value = after
+        return Value(name=value.name, tensor=value.tensor, layout=wanted)
+
+    def _collected(self, tensor: str, cuts: Cuts, pass_: Pass, busy: Busy) -> Value:
+        """Add what the readers sent back: first what is cut alike, then, changed, the rest."""
+        alike: dict[Layout, list[Value]] = defaultdict(list)
+        dims = self.block.tensors[tensor].dims
+        for part in self._parts[tensor]:
+            value = self._part(part, tensor)
+            alike[_layout(dims, dict(value.layout.dims))].append(value)
+        changed = [self._change(self._added(tensor, values), cuts, pass_, busy) for values in alike.values()]
+        if len({value.layout for value in changed}) > 1:  # one part may stay pending only if all do
+            changed = [self._change(value, cuts, pass_, None) for value in changed]
+        return self._added(tensor, changed)
+
+    def _part(self, part: str, tensor: str) -> Value:
+        """Return one contribution in the maker's names of the dims."""
+        found = self._handed_on(part) if part in self._parts else self.made[part]
+        names = dict(zip(self.block.tensors[part].dims, self._renamed(part, tensor), strict=True))
+        dims = tuple((names[dim], atoms) for dim, atoms in found.layout.dims)
+        return Value(name=found.name, tensor=tensor, layout=Layout(dims=dims, sums=found.layout.sums))
+
+    def _handed_on(self, tensor: str) -> Value:
+        """Return a gradient that an addition handed on, in the cuts of its first part, pending as it is."""
+        cuts = dict(self._part(self._parts[tensor][0], tensor).layout.dims)
+        return self.fetch(tensor, cuts, "I", frozenset(atom for atoms in cuts.values() for atom in atoms))
+
+    def _renamed(self, part: str, tensor: str) -> Dims:
+        op = next(op for op in self.block.ops if tensor in op.outputs)
+        names = dict(op.kind.rename) if isinstance(op.kind, Collect) else {}
+        return tuple(names.get(dim, dim) for dim in self.block.tensors[part].dims)
+
+    def _added(self, tensor: str, values: Sequence[Value]) -> Value:
+        if len(values) == 1:
+            return values[0]
+        pending = tuple(dict.fromkeys(atom for value in values for atom in value.layout.sums))
+        alike = [self._once(value, pending) for value in values]
+        key = (" + ".join(value.name for value in alike), alike[0].layout, "F")
+        if key not in self._changed:
+            total = self._new(tensor, alike[0].layout)
+            self.instructions.append(Sum(reads=tuple(alike), writes=total))
+            self._changed[key] = total
+        return self._changed[key]
+
+    def _once(self, value: Value, pending: tuple[str, ...]) -> Value:
+        missing = tuple(atom for atom in pending if atom not in value.layout.sums)
+        layout = Layout(dims=value.layout.dims, sums=pending)
+        if not missing:
+            return Value(name=value.name, tensor=value.tensor, layout=layout)
+        key = (value.name, layout, "F")
+        if key not in self._changed:
+            made = self._new(value.tensor, layout)
+            self.instructions.append(CountOnce(atoms=missing, reads=value, writes=made))
+            self._changed[key] = made
+        return self._changed[key]
+
+    def _new(self, tensor: str, layout: Layout) -> Value:
+        self._count += 1
+        return Value(name=f"{tensor}@{self._count}", tensor=tensor, layout=layout)
+
+
+def _restricted(cuts: Cuts, dims: Dims) -> Cuts:
+    return {dim: cuts.get(dim, ()) for dim in dims}
+
+
+def _layout(dims: Dims, cuts: Cuts, *, sums: tuple[str, ...] = (), maxima: tuple[str, ...] = ()) -> Layout:
+    return Layout(dims=tuple((dim, tuple(cuts.get(dim, ()))) for dim in dims), sums=sums, maxima=maxima)

@@ -1,0 +1,173 @@
+"""From one layout of a tensor to another by the cheapest sequence of collectives: a shortest path under any price."""
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autoshard.layout.collective import Collective, CollectiveKind
+from autoshard.layout.layout import Cuts, Layout
+
+Sizes = Mapping[str, int]
+_FAR = (math.inf, 0, "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One collective with the layouts before and after it."""
+
+    collective: Collective
+    before: Layout
+    after: Layout
+
+
+Price = Callable[[Change], float]
+
+
+def redistribute(
+    before: Layout, after: Layout, atoms: Sizes, price: Price, even: frozenset[str] = frozenset()
+) -> tuple[Change, ...]:
+    """Return the cheapest changes from one layout to the other; of equals the fewest, then the first in text.
+
+    ``atoms`` gives the sizes of all atoms of the mesh; only atoms that one of the layouts names are touched. Only dims
+    that are named ``even``, whose blocks are all of one size, can have their blocks permuted.
+    """
+    start, goal = normal_layout(before, atoms), normal_layout(after, atoms)
+    return _shortest(start, goal, price, even)
+
+
+@lru_cache(maxsize=4096)  # a model's blocks ask for the same few changes again and again
+def _shortest(start: Layout, goal: Layout, price: Price, even: frozenset[str]) -> tuple[Change, ...]:
+    new = {*goal.sums, *goal.maxima} - {*start.sums, *start.maxima}
+    assert not new, f"{goal} waits for {sorted(new)}, which {start} does not"
+    allowed = frozenset((*_used(start), *_used(goal)))
+    queue: list[tuple[float, int, str, Layout, tuple[Change, ...]]] = [(0.0, 0, "", start, ())]
+    done: set[Layout] = set()
+    best: dict[Layout, tuple[float, int, str]] = {}
+    while queue:
+        cost, count, text, layout, path = heapq.heappop(queue)
+        if layout == goal:
+            return path
+        if layout in done:
+            continue
+        done.add(layout)
+        for name, change in (*_named_changes(layout, allowed), *_permutations(layout, goal, even)):
+            if change.after in done:
+                continue
+            key = (cost + price(change), count + 1, f"{text}|{name}")
+            if key < best.get(change.after, _FAR) and key < best.get(goal, _FAR):  # prices are never negative
+                best[change.after] = key
+                heapq.heappush(queue, (*key, change.after, (*path, change)))
+    raise AssertionError(f"no way from {start} to {goal}")
+
+
+def bytes_price(tensor_bytes: float, atoms: Sizes) -> Price:
+    """Price a change by the bytes that a rank sends in a ring; slices are free.
+
+    >>> price = bytes_price(1024, {"kv": 2, "rep": 2})
+    >>> pending, cut = Layout.parse("[seq, hidden] +tp"), Layout.parse("[seq/tp, hidden]")
+    >>> [str(change.collective) for change in redistribute(pending, cut, {"kv": 2, "rep": 2}, price)]
+    ['reduce_scatter seq/tp']
+    """
+
+    def price(change: Change) -> float:
+        count = math.prod(atoms.get(atom, 1) for atom in change.collective.atoms)
+        largest = tensor_bytes / min(_share(change.before, atoms), _share(change.after, atoms))
+        kind = change.collective.kind
+        if kind == "slice":
+            return 0.0
+        if kind == "permute":
+            return largest
+        return (2 if kind.startswith("all_reduce") else 1) * largest * (count - 1) / count
+
+    return price
+
+
+def _share(layout: Layout, atoms: Sizes) -> int:
+    return math.prod(atoms.get(atom, 1) for _, cut in layout.dims for atom in cut)
+
+
+def normal_layout(layout: Layout, atoms: Sizes) -> Layout:
+    """Drop atoms of size 1, which cut nothing and wait for nobody, and order what is pending."""
+
+    def real(names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(atom for atom in names if atoms.get(atom, 1) > 1)
+
+    dims = tuple((dim, real(cut)) for dim, cut in layout.dims)
+    return Layout(dims=dims, sums=tuple(sorted(real(layout.sums))), maxima=tuple(sorted(real(layout.maxima))))
+
+
+def _used(layout: Layout) -> Iterator[str]:
+    yield from (atom for _, cut in layout.dims for atom in cut)
+    yield from (*layout.sums, *layout.maxima)
+
+
+def _permutations(layout: Layout, goal: Layout, even: frozenset[str]) -> Iterator[tuple[str, Change]]:
+    """Yield the changes that only count the blocks of an even dim in the goal's order of atoms."""
+    for dim, cut in layout.dims:
+        order = dict(goal.dims)[dim]
+        if dim in even and order != cut and sorted(order) == sorted(cut):
+            change = _change(layout, "permute", dim, order, {dim: order})
+            yield str(change.collective), change
+
+
+def single_changes(layout: Layout, allowed: Set[str]) -> tuple[Change, ...]:
+    """Return every single collective that may follow: gathers and moves of inner cuts, sums resolved, free slices."""
+    return tuple(change for _, change in _named_changes(layout, frozenset(allowed)))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _named_changes(layout: Layout, allowed: frozenset[str]) -> tuple[tuple[str, Change], ...]:
+    """Return what may follow with the text of each; remembered, because searches pass the same layouts often."""
+    changes = (*_gathers_and_moves(layout), *_sums(layout), *_slices(layout, allowed))
+    return tuple((str(change.collective), change) for change in changes)
+
+
+def _gathers_and_moves(layout: Layout) -> Iterator[Change]:
+    for dim, cut in layout.dims:
+        for count in range(1, len(cut) + 1):
+            kept, moved = cut[:-count], cut[-count:]
+            yield _change(layout, "all_gather", dim, moved, {dim: kept})
+            for other, others in layout.dims:
+                if other != dim:
+                    changed = {dim: kept, other: (*others, *moved)}
+                    yield _change(layout, "all_to_all", dim, moved, changed, to_dim=other)
+
+
+def _sums(layout: Layout) -> Iterator[Change]:
+    for pending in _subsets(layout.sums):
+        rest = tuple(atom for atom in layout.sums if atom not in pending)
+        yield _change(layout, "all_reduce", None, pending, {}, sums=rest)
+        for dim, cut in layout.dims:
+            for order in itertools.permutations(pending):
+                yield _change(layout, "reduce_scatter", dim, order, {dim: (*cut, *order)}, sums=rest)
+    for pending in _subsets(layout.maxima):
+        rest = tuple(atom for atom in layout.maxima if atom not in pending)
+        yield _change(layout, "all_reduce_max", None, pending, {}, maxima=rest)
+
+
+def _slices(layout: Layout, allowed: Set[str]) -> Iterator[Change]:
+    for atom in sorted(allowed - set(_used(layout))):
+        for dim, cut in layout.dims:
+            yield _change(layout, "slice", dim, (atom,), {dim: (*cut, atom)})
+
+
+def _change(  # noqa: PLR0913
+    layout: Layout, kind: CollectiveKind, dim: str | None, atoms: tuple[str, ...], cuts: Cuts, *,
+    to_dim: str | None = None, sums: tuple[str, ...] | None = None, maxima: tuple[str, ...] | None = None,
+) -> Change:  # fmt: skip
+    after = Layout(
+        dims=tuple((name, cuts.get(name, cut)) for name, cut in layout.dims),
+        sums=layout.sums if sums is None else sums,
+        maxima=layout.maxima if maxima is None else maxima,
+    )
+    collective = Collective(kind=kind, dim=dim, atoms=atoms, to_dim=to_dim)
+    return Change(collective=collective, before=layout, after=after)
+
+
+def _subsets(atoms: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for count in range(1, len(atoms) + 1):
+        yield from itertools.combinations(atoms, count)

@@ -1,0 +1,228 @@
+"""One line per operation: how what it reads and makes is cut, and which collectives its entry executes, in order."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from autoshard.errors import InputError, require
+from autoshard.graph.block import Block
+from autoshard.graph.kinds.linear import Deliver
+from autoshard.graph.op import Dims, Op, Pass
+from autoshard.layout.collective import Collective
+from autoshard.layout.layout import Layout, show_atoms
+from autoshard.layout.program import Communicate, Compute, Given, Program, Value
+
+Chain = tuple[Collective, ...]
+Kept = Literal["in", "out"]
+_LAYOUT = re.compile(r"\[[^\]]*\](?: \+[\w.]+)?(?: \^[\w.]+)?")
+_EXAMPLE = "[batch/dp, seq/tp, hidden] -> [batch/dp, seq, hidden] | F all_gather seq/tp | I reduce_scatter seq/tp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """How one operation is sharded: layouts in and out, and its Collectives per pass.
+
+    Each list holds chains: a chain's collectives follow one another on one value. A deliver has one chain in
+    ``forward`` for each layout in which it hands on what it changes. ``saved`` says what is kept for backward: what it
+    takes, what it gives, or both. ``ring`` is what keys and values do inside an attention.
+
+    >>> text = "[seq/tp, hidden] -> [seq, hidden] | F all_gather seq/tp | I reduce_scatter seq/tp | save in"
+    >>> Strategy.parse(text).backward
+    ((Collective(kind='reduce_scatter', dim='seq', atoms=('kv', 'rep'), repeat=1, to_dim=None),),)
+    >>> str(Strategy.parse(text)) == text
+    True
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    ring: Collective | None = None
+    forward: tuple[Chain, ...] = ()
+    backward: tuple[Chain, ...] = ()
+    saved: tuple[Kept, ...] = ()
+    weights: tuple[Chain, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse chains without collectives, and a ring of anything but permutes."""
+        chains = (*self.forward, *self.backward, *self.weights)
+        require(
+            (bool(self.outputs), "strategy", "an operation makes something"),
+            (all(chains), "strategy", "a list holds a chain without collectives"),
+            (
+                self.ring is None or self.ring.kind == "permute",
+                "strategy",
+                f"a ring passes blocks on by permute, not {self.ring}",
+            ),
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> "Strategy":
+        """Read the text form."""
+        layouts, *parts = text.split(" | ")
+        taken, arrow, given = layouts.partition(" -> ")
+        if not arrow or not given:
+            raise InputError.of("", f"{text!r} is not a strategy. Write it like {_EXAMPLE!r}")
+        found = {name: content for name, _, content in (part.partition(" ") for part in parts)}
+        unknown = sorted(found.keys() - {"ring", "F", "I", "save", "W"})
+        if unknown or len(found) < len(parts):
+            raise InputError.of("", f"{text!r} has parts {unknown or 'twice'}; known: ring, F, I, save, W, each once")
+        return cls(
+            inputs=_parse_layouts(taken),
+            outputs=_parse_layouts(given),
+            ring=_parse_ring(found["ring"]) if "ring" in found else None,
+            forward=_parse_chains(found.get("F", "")),
+            backward=_parse_chains(found.get("I", "")),
+            saved=_parse_saved(found.get("save", "")),
+            weights=_parse_chains(found.get("W", "")),
+        )
+
+    def __str__(self) -> str:
+        """Print the text form."""
+        parts = (
+            f"{_show(self.inputs)} -> {_show(self.outputs)}",
+            f"ring {show_atoms(self.ring.atoms)}, {self.ring}" if self.ring else "",
+            f"F {_show_chains(self.forward)}" if self.forward else "",
+            f"I {_show_chains(self.backward)}" if self.backward else "",
+            f"save {_show(self.saved)}" if self.saved else "",
+            f"W {_show_chains(self.weights)}" if self.weights else "",
+        )
+        return " | ".join(part for part in parts if part)
+
+
+def strategies(program: Program, block: Block) -> Mapping[str, Strategy]:
+    """Read one Strategy per forward operation off a lowered program, then those of what enters and leaves the block."""
+    changes = _changes(program)
+    computes = {entry.op.name: entry for entry in program.instructions if isinstance(entry, Compute)}
+    made = _made(program)
+    found: dict[str, Strategy] = {}
+    for op in block.select("micro_batch", "F"):
+        if isinstance(op.kind, Deliver):
+            found[op.name] = _delivered(op, op.kind, made[op.inputs[0]], changes.get(op.name, {}), program)
+        else:
+            found[op.name] = _computed(block, computes[op.name], computes.values())
+    for entry, lists in changes.items():
+        if entry not in found:
+            found[entry] = _edge(lists)
+    return found
+
+
+Lists = Mapping[Pass, Sequence[Sequence[Communicate]]]
+
+
+def _changes(program: Program) -> Mapping[str, Lists]:
+    """Return per entry and pass the chains of collectives, in order."""
+    found: dict[str, dict[Pass, list[list[Communicate]]]] = defaultdict(lambda: {name: [] for name in get_args(Pass)})
+    for change in program.collectives():
+        chains = found[change.entry][change.pass_]
+        if chains and chains[-1][-1].writes.name == change.reads.name:
+            chains[-1].append(change)
+        else:
+            chains.append([change])
+    return found
+
+
+def _made(program: Program) -> Mapping[str, Value]:
+    """Return every tensor as it was given or computed, before any change."""
+    made: dict[str, Value] = {}
+    for entry in program.instructions:
+        values = (entry.value,) if isinstance(entry, Given) else entry.writes if isinstance(entry, Compute) else ()
+        made |= {value.tensor: value for value in values}
+    return made
+
+
+def _delivered(op: Op, kind: Deliver, made: Value, lists: Lists, program: Program) -> Strategy:
+    ends = [chain[-1].writes for chain in lists.get("F", ())]
+    outputs = [_named(value.layout, kind.renamed(_dims(value.layout))) for value in ends or [made]]
+    return _with_lists(
+        Strategy(inputs=(made.layout,), outputs=tuple(outputs), saved=_saved(made, ends, program)), lists
+    )
+
+
+def _saved(made: Value, ends: Sequence[Value], program: Program) -> tuple[Kept, ...]:
+    """Return which of its values a deliver keeps: those that backward reads, as they are or to change them again."""
+    read: set[str] = set()
+    for entry in program.instructions:
+        if isinstance(entry, Compute) and entry.op.pass_ != "F":
+            read |= {value.name for value in entry.reads}
+        elif isinstance(entry, Communicate) and entry.pass_ != "F":
+            read.add(entry.reads.name)
+    kept_in = made.name in read
+    kept_out = any(value.name in read for value in ends)
+    return (*(("in",) if kept_in else ()), *(("out",) if kept_out else ()))
+
+
+def _computed(block: Block, compute: Compute, others: Iterable[Compute]) -> Strategy:
+    names = [block.tensors[name].dims for name in compute.op.inputs]  # keys are made along seq, and read along kv_seq
+    rings = [entry.ring for entry in others if entry.op.source == compute.op.name and entry.op.pass_ == "I"]
+    return Strategy(
+        inputs=tuple(_named(value.layout, dims) for value, dims in zip(compute.reads, names, strict=True)),
+        outputs=tuple(value.layout for value in compute.writes),
+        ring=_counted(compute.ring) if compute.ring else None,
+        backward=tuple((_counted(ring),) for ring in rings if ring),
+    )
+
+
+def _counted(ring: Chain) -> Collective:
+    assert len(set(ring)) == 1, f"the hops of a ring are all alike, not {ring}"
+    return replace(ring[0], repeat=len(ring))
+
+
+def _edge(lists: Lists) -> Strategy:
+    """Return what happens where the block begins or ends: a deliver without a reader, or an input read in two ways."""
+    first = next(chain for chains in lists.values() for chain in chains)
+    layouts = (first[0].reads.layout, first[-1].writes.layout)
+    return _with_lists(Strategy(inputs=layouts[:1], outputs=layouts[1:]), lists)
+
+
+def _with_lists(strategy: Strategy, lists: Lists) -> Strategy:
+    chains = {
+        name: tuple(tuple(change.collective for change in chain) for chain in found) for name, found in lists.items()
+    }
+    return replace(strategy, forward=chains.get("F", ()), backward=chains.get("I", ()), weights=chains.get("W", ()))
+
+
+def _named(layout: Layout, dims: Dims) -> Layout:
+    cuts = (cut for _, cut in layout.dims)
+    return replace(layout, dims=tuple(zip(dims, cuts, strict=True)))
+
+
+def _dims(layout: Layout) -> Dims:
+    return tuple(dim for dim, _ in layout.dims)
+
+
+def _show(parts: Iterable[object]) -> str:
+    return ", ".join(str(part) for part in parts)
+
+
+def _show_chains(chains: Iterable[Chain]) -> str:
+    return "; ".join(_show(chain) for chain in chains)
+
+
+def _parse_layouts(text: str) -> tuple[Layout, ...]:
+    found = _LAYOUT.findall(text)
+    if ", ".join(found) != text:
+        raise InputError.of("", f"{text!r} is not a list of layouts. Write it like '[batch/dp, seq], [seq/tp] +cp'")
+    return tuple(Layout.parse(part) for part in found)
+
+
+def _parse_chains(text: str) -> tuple[Chain, ...]:
+    return tuple(tuple(Collective.parse(part) for part in chain.split(", ")) for chain in text.split("; ") if chain)
+
+
+def _parse_ring(text: str) -> Collective:
+    atoms, _, collective = text.partition(", ")
+    ring = Collective.parse(collective)
+    if show_atoms(ring.atoms) != atoms:
+        raise InputError.of(
+            "", f"a ring over {atoms} does not travel by {ring}; write 'ring {show_atoms(ring.atoms)}, {ring}'"
+        )
+    return ring
+
+
+def _parse_saved(text: str) -> tuple[Kept, ...]:
+    names = [name for name in text.split(", ") if name]
+    known = [kept for kept in get_args(Kept) if kept in names]
+    if names != known:
+        raise InputError.of("", f"'save {text}' is none of 'save in', 'save out', 'save in, out'")
+    return tuple(known)

@@ -1,0 +1,194 @@
+"""The plan's table of a block: one Strategy line per operation, read, checked, and turned back into a program.
+
+An edited line either changes the collectives that are executed, where they still lead from the layout before to the
+layout after, or is refused with the line that would be right.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.errors import Fault, InputError, nearest
+from autoshard.graph.block import Block
+from autoshard.graph.op import Op
+from autoshard.layout.collective import Collective
+from autoshard.layout.layout import Cuts, Layout
+from autoshard.layout.legal import cut_operations, faults as cut_faults
+from autoshard.layout.lower import lower
+from autoshard.layout.program import Communicate, Instruction, Program
+from autoshard.layout.redistribute import Change, Price, Sizes, normal_layout, single_changes
+from autoshard.layout.strategy import Chain, Strategy, strategies
+
+Table = Mapping[str, str]  # entry -> line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a table is read against: the mesh, what a change of layout costs, and how the platform keeps inputs."""
+
+    atoms: Sizes
+    price: Price
+    boundary: Cuts
+    keeps_gathered: bool
+
+    def lowered(self, block: Block, cuts: Mapping[str, Cuts]) -> Program:
+        """Lower a block with these cuts."""
+        return lower(block, cuts, self.atoms, self.price, boundary=self.boundary, keeps_gathered=self.keeps_gathered)
+
+
+def table_of(block: Block, cuts: Mapping[str, Cuts], setting: Setting) -> Table:
+    """Write the table of a block."""
+    return {name: str(entry) for name, entry in strategies(setting.lowered(block, cuts), block).items()}
+
+
+def program_of(block: Block, table: Table, setting: Setting) -> Program:
+    """Turn a table into the program that it lists, or raise one InputError with every line that cannot be executed."""
+    lines = _parsed(block, table)
+    cuts = {op.name: _cuts_of(op, lines[op.name]) for op in cut_operations(block)}
+    illegal = cut_faults(block, cuts, tuple(setting.atoms))
+    if illegal:
+        raise InputError(illegal)
+    program = setting.lowered(block, cuts)
+    derived = strategies(program, block)
+    wrong = [*_missing(lines, derived), *_changed_layouts(lines, derived)]
+    if wrong:
+        raise InputError(wrong)
+    return _with_lists(program, lines, derived, setting)
+
+
+def fitted(table: Table, atoms: Sizes) -> Table:
+    """Return a table for a mesh of other sizes: only the hops of rings are counted anew."""
+    return {name: _fitted_line(text, atoms) if "permute" in text else text for name, text in table.items()}
+
+
+def _fitted_line(text: str, atoms: Sizes) -> str:
+    line = Strategy.parse(text)
+    if line.ring is None:
+        return text
+    count = math.prod(atoms.get(atom, 1) for atom in line.ring.atoms)
+    if count == 1:
+        return str(replace(line, ring=None, backward=()))
+    backward = tuple(tuple(replace(hop, repeat=count) for hop in chain) for chain in line.backward)
+    return str(replace(line, ring=replace(line.ring, repeat=count - 1), backward=backward))
+
+
+def _parsed(block: Block, table: Table) -> Mapping[str, Strategy]:
+    found: list[Fault] = []
+    lines: dict[str, Strategy] = {}
+    for name, text in table.items():
+        try:
+            lines[name] = Strategy.parse(text)
+        except InputError as error:
+            found.extend(error.under(name).faults)
+    absent = [op.name for op in cut_operations(block) if op.name not in table]
+    found += [Fault(where=name, message="this operation has no line") for name in absent]
+    if found:
+        raise InputError(found)
+    return lines
+
+
+def _cuts_of(op: Op, line: Strategy) -> Cuts:
+    """Read the cuts of an operation off the layouts of what it reads and makes; tied dims may stand in none of them."""
+    cuts: dict[str, tuple[str, ...]] = {}
+    for layout in (*line.inputs, *line.outputs):
+        for dim, atoms in layout.dims:
+            cuts[dim] = cuts.get(dim) or atoms
+    for dim, others in op.kind.tied_dims():
+        cuts[dim] = cuts.get(dim) or tuple(atom for other in others for atom in cuts.get(other, ()))
+    return {dim: atoms for dim, atoms in cuts.items() if atoms}
+
+
+def _missing(lines: Mapping[str, Strategy], derived: Mapping[str, Strategy]) -> Iterator[Fault]:
+    for name in lines.keys() - derived.keys():
+        yield Fault(where=name, message=f"no operation of this name. {nearest(name, list(derived))}")
+    for name in derived.keys() - lines.keys():
+        yield Fault(where=name, message=f"has no line; it would be: {derived[name]}")
+
+
+def _changed_layouts(lines: Mapping[str, Strategy], derived: Mapping[str, Strategy]) -> Iterator[Fault]:
+    """Yield the lines whose layouts do not follow from what their neighbours state."""
+    for name in sorted(lines.keys() & derived.keys()):
+        line, right = lines[name], derived[name]
+        same = (line.inputs, line.outputs, line.ring, line.saved) == (
+            right.inputs,
+            right.outputs,
+            right.ring,
+            right.saved,
+        )
+        lists = (len(line.forward), len(line.backward), len(line.weights))
+        if not same or lists != (len(right.forward), len(right.backward), len(right.weights)):
+            yield Fault(where=name, message=f"does not fit its neighbours; write: {right}")
+
+
+def _with_lists(
+    program: Program, lines: Mapping[str, Strategy], derived: Mapping[str, Strategy], setting: Setting
+) -> Program:
+    """Execute the listed collectives where they differ from the derived ones."""
+    found: list[Fault] = []
+    for name in sorted(derived):
+        for pass_, mine, right in _lists(lines[name], derived[name]):
+            for number, (chain, old) in enumerate(zip(mine, right, strict=True)):
+                if _real(chain, setting.atoms) != _real(old, setting.atoms) and not lines[name].ring:
+                    try:
+                        program = _replaced(program, (name, pass_, number), chain, setting)
+                    except InputError as error:
+                        message = f"{error}; write: {derived[name]}"
+                        found.append(Fault(where=name, message=message))
+    if found:
+        raise InputError(found)
+    return program
+
+
+def _lists(line: Strategy, right: Strategy) -> Iterator[tuple[str, Sequence[Chain], Sequence[Chain]]]:
+    yield "F", line.forward, right.forward
+    yield "I", line.backward, right.backward
+    yield "W", line.weights, right.weights
+
+
+def _replaced(program: Program, place: tuple[str, str, int], chain: Chain, setting: Setting) -> Program:
+    """Put other collectives in the place of a chain; they must lead from the same layout to the same layout."""
+    old = _chains(program, place[0], place[1])[place[2]]
+    value, goal = old[0].reads, old[-1].writes
+    made: list[Instruction] = []
+    for number, collective in enumerate(chain):
+        changes = single_changes(normal_layout(value.layout, setting.atoms), set(setting.atoms))
+        wanted = _real((collective,), setting.atoms)
+        change = next((change for change in changes if _real((change.collective,), setting.atoms) == wanted), None)
+        if wanted and change is None:
+            raise InputError.of("", f"{collective} cannot follow {value.layout}")
+        last = number == len(chain) - 1
+        after = replace(goal, name=goal.name if last else f"{goal.name}.{number}", layout=_after(change, value.layout))
+        made.append(Communicate(entry=place[0], pass_=old[0].pass_, collective=collective, reads=value, writes=after))
+        value = after
+    if normal_layout(value.layout, setting.atoms) != normal_layout(goal.layout, setting.atoms):
+        raise InputError.of("", f"{', '.join(map(str, chain))} ends in {value.layout}, not in {goal.layout}")
+    first = program.instructions.index(old[0])
+    kept = [entry for entry in program.instructions if entry not in old]
+    return replace(program, instructions=(*kept[:first], *made, *kept[first:]))
+
+
+def _after(change: Change | None, before: Layout) -> Layout:
+    return change.after if change else before
+
+
+def _real(chain: Chain, atoms: Sizes) -> Chain:
+    """Leave out atoms of size 1, and collectives over nothing else; a sum may name its atoms in any order."""
+    found: list[Collective] = []
+    for collective in chain:
+        real = tuple(atom for atom in collective.atoms if atoms.get(atom, 1) > 1)
+        if real:
+            ordered = tuple(sorted(real)) if collective.kind.startswith("all_reduce") else real
+            found.append(replace(collective, atoms=ordered))
+    return tuple(found)
+
+
+def _chains(program: Program, entry: str, pass_: str) -> list[list[Communicate]]:
+    """Return the chains of an entry in a pass, as ``strategies`` lists them."""
+    chains: list[list[Communicate]] = []
+    for change in program.collectives():
+        if (change.entry, change.pass_) == (entry, pass_):
+            if chains and chains[-1][-1].writes.name == change.reads.name:
+                chains[-1].append(change)
+            else:
+                chains.append([change])
+    return chains

@@ -1,0 +1,167 @@
+"""Blocks of small models with random arrays, lowered and compared with the block that nobody cut."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autoshard.graph.block import Block
+from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.evaluate import run_ops
+from autoshard.graph.kinds.linear import Collect
+from autoshard.graph.op import Array
+from autoshard.graph.recompute import recompute
+from autoshard.layout.interpret import Interpreter
+from autoshard.layout.layout import Cuts
+from autoshard.layout.legal import cut_operations, op_dims
+from autoshard.layout.lower import lower
+from autoshard.layout.program import Communicate, Compute, Program, Value
+from autoshard.layout.redistribute import Price, bytes_price
+from autoshard.layout.shards import VirtualMesh
+from autoshard.layout.virtual import Executor
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import Precision, Workload
+
+# Nothing divides by everything: some ranks hold less than others, or nothing.
+LLAMA: Mapping[str, Any] = {
+    "name": "tiny", "source": "made for this test", "num_layers": 1, "hidden": 6, "ffn": 10, "num_heads": 6,
+    "num_kv_heads": 3, "head_dim": 4, "vocab": 14, "max_positions": 9, "norm": "rms", "norm_eps": 1e-5,
+    "activation": "silu", "gated_mlp": True, "positions": "rotary",
+}  # fmt: skip
+BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+PLAIN_MLP = {"norm": "layer", "gated_mlp": False, "activation": "gelu_tanh"}
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mixtral": {"num_experts": 4, "experts_per_token": 2},
+    "gpt": {**BIASES, **PLAIN_MLP, "positions": "learned", "tied_embeddings": True, "num_kv_heads": 6},
+    "neox": {**BIASES, **PLAIN_MLP, "parallel_residual": True, "rotary_fraction": 0.5, "num_kv_heads": 1},
+    "qwen": {"qk_norm": True, "qkv_bias": True, "window": 3},
+}
+# Every size divides by 8: each rank holds something, so that no collective is without effect.
+EVEN = {"hidden": 16, "ffn": 16, "num_heads": 64, "num_kv_heads": 8, "head_dim": 8, "vocab": 16, "max_positions": 8}
+MEANING: Mapping[str, tuple[str, ...]] = {
+    "batch": ("edp", "ep"), "seq": ("cp",), "kv_heads": ("kv",), "q_group": ("rep",), "ffn": ("kv", "rep"),
+    "vocab": ("kv", "rep"), "slots": ("edp", "cp"), "experts": ("ep",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uncut:
+    """A block with the arrays that it is given and every tensor that it makes."""
+
+    block: Block
+    sizes: Mapping[str, int]
+    given: Mapping[str, Array]
+    tensors: Mapping[str, Array]
+
+    def lower(self, cuts: Mapping[str, Cuts], mesh: VirtualMesh, boundary: Cuts, *, keeps_gathered: bool) -> Program:
+        """Lower the block, pricing by bytes."""
+        return lower(self.block, cuts, dict(mesh.atoms), _price(mesh), boundary=boundary, keeps_gathered=keeps_gathered)
+
+    def error(self, program: Program, mesh: VirtualMesh) -> float:
+        """Return how far the results are from those of the uncut block, relative to its largest gradient."""
+        results = Interpreter(block=self.block, mesh=mesh, sizes=self.sizes).run(program, self.given)
+        largest = max(float(np.abs(self.tensors[name]).max()) for name in results)
+        return max(float(np.abs(found - self.tensors[name]).max()) for name, found in results.items()) / largest
+
+    def tensors_agree(self, program: Program, mesh: VirtualMesh) -> bool:
+        """Whether every tensor that operations make and delivers hand on is that of the uncut block."""
+        held = Interpreter(block=self.block, mesh=mesh, sizes=self.sizes).execute(program, self.given)
+        executor = Executor(mesh=mesh, sizes=self.sizes)
+        for value in self._whole_values(program):
+            whole = executor.gather(held[value.name], tuple(dim for dim, _ in value.layout.dims), value.layout)
+            if not np.allclose(whole, self.tensors[value.tensor], rtol=1e-7, atol=1e-9):
+                return False
+        return True
+
+    def _whole_values(self, program: Program) -> Iterator[Value]:
+        """Yield values that hold all of a tensor: not a part of a sum, nor what each rank numbers in its own way."""
+        parts = {op.outputs[0] for op in self.block.ops if isinstance(op.kind, Collect) and len(op.inputs) > 1}
+        for entry in program.instructions:
+            if not isinstance(entry, Compute | Communicate):
+                continue
+            for value in entry.writes if isinstance(entry, Compute) else (entry.writes,):
+                numbered = "slots" in dict(value.layout.dims) or value.tensor.startswith("queue")
+                if value.tensor not in parts and not numbered and not value.name.endswith("!"):
+                    yield value
+
+
+@functools.cache
+def _price(mesh: VirtualMesh) -> Price:
+    """Return the same price for the same mesh, so that what was found for one case serves the next."""
+    return bytes_price(1e6, dict(mesh.atoms))
+
+
+@functools.cache
+def _block(options: str, even: bool, batch: int, seq: int, kind: str, again: Any) -> tuple[Block, Mapping[str, int]]:
+    model = ModelSpec(**{**LLAMA, **OPTIONS[options], **(EVEN if even else {})})
+    # An expert has slots for all tokens on each of up to 16 ranks, however they are cut: nothing is dropped.
+    capacity = 16.0 * model.num_experts if model.num_experts else None
+    workload = Workload(seq_len=seq, global_batch=8, precision=Precision.named("fp32"), expert_capacity=capacity)
+    kernels = load_kernels("torch_cpu")
+    graph = decoder_graph(model, workload, kernels, micro_batch=batch)
+    block = graph.block(kind)
+    return (block if again == () else recompute(block, kernels, again)), graph.sizes
+
+
+def _given(block: Block, sizes: Mapping[str, int], rng: np.random.Generator) -> dict[str, Array]:
+    made = {output for op in block.ops for output in op.outputs}
+    arrays: dict[str, Array] = {}
+    for name, tensor in block.tensors.items():
+        shape = [sizes[dim] for dim in tensor.dims]
+        if name in made:
+            continue
+        if name in ("positions", "key_positions"):
+            arrays[name] = np.arange(shape[0])
+        elif tensor.dtype == "int64":
+            arrays[name] = rng.integers(0, sizes["vocab"], shape)
+        else:
+            arrays[name] = rng.normal(size=shape)
+    return arrays
+
+
+@pytest.fixture(scope="session")
+def uncut() -> Callable[..., Uncut]:
+    """``uncut("llama", "layer", batch=2, seq=5, again=("attend",), seed=3, even=True)``."""
+
+    def build(  # noqa: PLR0913
+        options: str, kind: str = "layer", *, batch: int = 2, seq: int = 4, again: Any = (), seed: int = 0,
+        even: bool = False,
+    ) -> Uncut:  # fmt: skip
+        block, sizes = _block(options, even, batch, seq, kind, again)
+        given = _given(block, sizes, np.random.default_rng(seed))
+        tensors = dict(given)
+        run_ops(block, block.select("micro_batch"), sizes, tensors)
+        return Uncut(block=block, sizes=sizes, given=given, tensors=tensors)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def natural_cuts() -> Callable[..., Mapping[str, Cuts]]:
+    """Cut every dim over the atoms that bear its meaning; the sequence takes tp where nothing else does."""
+
+    def cut(block: Block, atoms: Mapping[str, int], *, sequence_parallel: bool) -> Mapping[str, Cuts]:
+        found: dict[str, Cuts] = {}
+        for op in cut_operations(block):
+            tied = dict(op.kind.tied_dims())
+            free = [dim for dim in op_dims(block, op) if dim not in tied and dim not in op.kind.whole_dims()]
+            cuts: dict[str, tuple[str, ...]] = {}
+            used: set[str] = set()
+            for dim, meant in MEANING.items():
+                if dim in free:
+                    cuts[dim] = tuple(atom for atom in meant if atom in atoms and atom not in used)
+                    used.update(cuts[dim])
+            tokens = any(kind in type(op.kind).__name__ for kind in ("Slot", "Dispatch", "Combine"))
+            if sequence_parallel and "seq" in cuts and not used & {"kv", "rep"} and not tokens:
+                cuts["seq"] += tuple(atom for atom in ("kv", "rep") if atom in atoms)
+            found[op.name] = {
+                **cuts, **{dim: tuple(atom for other in others for atom in cuts[other]) for dim, others in tied.items()}
+            }  # fmt: skip
+        return found
+
+    return cut

@@ -1,0 +1,183 @@
+import os
+import random
+from collections import Counter
+
+import pytest
+
+from autoshard.layout.collective import Collective
+from autoshard.layout.legal import cut_operations, faults, legal_cuts
+from autoshard.layout.program import Compute, CountOnce
+from autoshard.layout.shards import VirtualMesh
+
+BOUNDARY = ("batch", "seq", "hidden")
+NUM_CASES = 2_100 if os.environ.get("CI") else 210
+PER_TEST = 105
+WORST_ERROR = 1e-9
+MEGATRON = (("edp", 2), ("ep", 1), ("kv", 2), ("rep", 1))
+
+
+@pytest.fixture(scope="session")
+def random_cuts():
+    """Any legal cuts; which are legal depends on model, block and operation, not on sizes, and is enumerated once."""
+    known = {}
+
+    def draw(block, options, names, rng):
+        found = {}
+        for op in cut_operations(block):
+            if op.name in ("dispatch", "combine"):
+                found[op.name] = rng.choice(list(legal_cuts(block, op, names, found)))
+                continue
+            key = (options, block.kind, op.name, names)
+            if key not in known:
+                known[key] = list(legal_cuts(block, op, names))
+            found[op.name] = rng.choice(known[key])
+        return found
+
+    return draw
+
+
+def _random_mesh(rng):
+    while True:
+        mesh = VirtualMesh(atoms=tuple((name, rng.choice([1, 2, 2, 3, 4])) for name in "abc"[: rng.randint(1, 3)]))
+        if 1 < mesh.num_ranks <= 16:
+            return mesh
+
+
+def _random_boundary(names, rng):
+    cuts = {dim: [] for dim in BOUNDARY}
+    for name in rng.sample(names, len(names)):
+        dim = rng.choice([*BOUNDARY, None])
+        if dim:
+            cuts[dim].append(name)
+    return {dim: tuple(cut) for dim, cut in cuts.items()}
+
+
+def _compare_random_case(uncut, random_cuts, seed):
+    rng = random.Random(seed)
+    options = rng.choice(["llama", "mixtral", "gpt", "neox", "qwen"])
+    kind = rng.choice(["layer"] * 6 + ["head"] * 3 + ["embed"])
+    again = rng.choice([(), None, ("attend",)]) if kind == "layer" else ()
+    case = uncut(options, kind, batch=rng.randint(1, 4), seq=rng.choice([2, 3, 5, 6]), again=again, seed=seed)
+    mesh = _random_mesh(rng)
+    names = tuple(name for name, _ in mesh.atoms)
+    cuts, boundary = random_cuts(case.block, options, names, rng), _random_boundary(names, rng)
+    assert not faults(case.block, cuts, names)
+    program = case.lower(cuts, mesh, boundary, keeps_gathered=rng.random() < 0.5)
+    error = case.error(program, mesh)
+    assert error <= WORST_ERROR, f"seed {seed}: {options} {kind} on {mesh.atoms}, again {again}: off by {error}"
+
+
+@pytest.mark.parametrize("start", range(0, NUM_CASES, PER_TEST))
+def test_whatever_is_legal_gives_the_results_and_every_gradient_of_the_uncut_block(uncut, random_cuts, start):
+    for seed in range(start, start + PER_TEST):
+        _compare_random_case(uncut, random_cuts, seed)
+
+
+def _natural(  # noqa: PLR0913
+    uncut, natural_cuts, options, kind, atoms, *, sequence_parallel=True, keeps_gathered=True, **more
+):  # fmt: skip
+    case = uncut(options, kind, even=True, **more)
+    mesh = VirtualMesh(atoms=atoms)
+    cuts = natural_cuts(case.block, dict(atoms), sequence_parallel=sequence_parallel)
+    names = dict(atoms)
+    assert not faults(case.block, cuts, names)
+    tp = ("kv", "rep") if sequence_parallel else ()
+    seq = tuple(atom for atom in ("cp", *tp) if atom in names)
+    boundary = {"batch": tuple(atom for atom in ("edp", "ep") if atom in names), "seq": seq}
+    program = case.lower(cuts, mesh, boundary, keeps_gathered=keeps_gathered)
+    assert case.error(program, mesh) <= WORST_ERROR
+    return program
+
+
+def _listed(program):
+    return [f"{entry.pass_} {entry.entry} {entry.collective}" for entry in program.collectives()]
+
+
+def test_the_collectives_of_megatron_come_out_by_themselves(uncut, natural_cuts):
+    program = _natural(uncut, natural_cuts, "llama", "layer", MEGATRON)
+    assert _listed(program) == [
+        "F attn_in all_gather seq/kv",
+        "F attn_out reduce_scatter seq/kv",
+        "F mlp_in all_gather seq/kv",
+        "F mlp_out reduce_scatter seq/kv",
+        "I mlp_out all_gather seq/kv",
+        "I mlp_in reduce_scatter seq/kv",
+        "I attn_out all_gather seq/kv",
+        "I attn_in reduce_scatter seq/kv",
+    ]
+
+
+def test_what_is_kept_cut_is_gathered_again_for_the_weights(uncut, natural_cuts):
+    kept = _natural(uncut, natural_cuts, "llama", "layer", MEGATRON)
+    repeated = _natural(uncut, natural_cuts, "llama", "layer", MEGATRON, keeps_gathered=False)
+    more = Counter(_listed(repeated)) - Counter(_listed(kept))
+    assert sorted(more) == ["W attn_in all_gather seq/kv", "W mlp_in all_gather seq/kv"]
+    kinds = Counter(entry.collective.kind for entry in repeated.collectives())
+    assert kinds == {"all_gather": 6, "reduce_scatter": 4}
+
+
+def test_without_sequence_parallelism_each_pair_of_products_has_one_all_reduce_per_pass(uncut, natural_cuts):
+    program = _natural(uncut, natural_cuts, "llama", "layer", MEGATRON, sequence_parallel=False)
+    assert _listed(program) == [
+        "F attn_out all_reduce /kv",
+        "F mlp_out all_reduce /kv",
+        "I mlp_in all_reduce /kv",
+        "I attn_in all_reduce /kv",
+    ]
+
+
+@pytest.mark.parametrize("options", ["llama", "mixtral", "gpt", "neox", "qwen"])
+def test_gradients_of_weights_wait_for_the_end_of_the_step(uncut, natural_cuts, options):
+    program = _natural(uncut, natural_cuts, options, "layer", MEGATRON, batch=4)
+    sums = {name: value.layout.sums for name, value in program.results.items() if name.endswith(".sum")}
+    waiting = {name for name, atoms in sums.items() if "edp" in atoms or name.split(".")[0] in ("gate", "up", "down")}
+    assert sums.keys() == waiting
+    assert not [entry for entry in program.collectives() if "edp" in entry.collective.atoms and entry.pass_ == "W"]
+
+
+def test_copies_of_keys_and_values_send_their_gradients_once_per_micro_batch(uncut, natural_cuts):
+    program = _natural(uncut, natural_cuts, "llama", "layer", (("kv", 2), ("rep", 2)))
+    reduced = [line for line in _listed(program) if line.endswith("all_reduce /rep")]
+    assert reduced == ["I k_in all_reduce /rep", "I v_in all_reduce /rep"]
+
+
+@pytest.mark.parametrize("options", ["llama", "gpt", "qwen"])
+def test_keys_and_values_travel_once_around_the_ring_and_their_gradients_come_home(uncut, natural_cuts, options):
+    program = _natural(uncut, natural_cuts, options, "layer", (("cp", 4),), seq=8)
+    rings = {entry.op.name: entry.ring for entry in program.instructions if isinstance(entry, Compute) and entry.ring}
+    hop = Collective.parse("permute kv_seq/cp")
+    assert rings == {"attend": (hop,) * 3, "attend.d012": (hop,) * 4}
+    assert not program.collectives()
+
+
+def test_experts_get_their_tokens_and_send_them_back_by_all_to_all(uncut, natural_cuts):
+    program = _natural(uncut, natural_cuts, "mixtral", "layer", (("edp", 2), ("ep", 2)), batch=4)
+    assert _listed(program) == [
+        "F expert_in all_to_all slots>experts/ep",
+        "F expert_out all_to_all experts>slots/ep",
+        "I expert_out all_to_all slots>experts/ep",
+        "I expert_in all_to_all experts>slots/ep",
+    ]
+
+
+def test_the_loss_over_a_cut_vocabulary_never_gathers_logits(uncut, natural_cuts):
+    program = _natural(uncut, natural_cuts, "llama", "head", (("kv", 4),))
+    moved = [entry for entry in program.collectives() if "vocab" in dict(entry.reads.layout.dims)]
+    assert not moved
+    assert {"F total_out reduce_scatter seq/kv", "F picked_out reduce_scatter seq/kv"} <= set(_listed(program))
+
+
+def test_what_only_one_reader_left_pending_counts_once(uncut, natural_cuts):
+    program = _natural(uncut, natural_cuts, "neox", "layer", (("kv", 1), ("rep", 2)), sequence_parallel=False)
+    assert [entry for entry in program.instructions if isinstance(entry, CountOnce)]
+
+
+def test_one_rank_sends_nothing(uncut, natural_cuts):
+    for kind in ("embed", "layer", "head"):
+        program = _natural(uncut, natural_cuts, "mixtral", kind, (("edp", 1), ("kv", 1)))
+        assert not program.collectives()
+
+
+def test_lowering_is_deterministic(uncut, natural_cuts):
+    lines = [_listed(_natural(uncut, natural_cuts, "mixtral", "layer", (("ep", 2), ("kv", 2)))) for _ in range(2)]
+    assert lines[0] == lines[1]

@@ -1,0 +1,156 @@
+import pytest
+
+from autoshard.errors import InputError
+from autoshard.graph.block import Block
+from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.kinds.linear import Deliver
+from autoshard.graph.op import Op, Tensor
+from autoshard.layout.layout import Layout
+from autoshard.layout.pins import Pin, parse_pin, pins_of
+from autoshard.layout.propagation import propagate
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import Precision, Workload
+
+LLAMA = {
+    "name": "tiny", "source": "made for this test", "num_layers": 1, "hidden": 16, "ffn": 32, "num_heads": 8,
+    "num_kv_heads": 4, "head_dim": 4, "vocab": 64, "max_positions": 64, "norm": "rms", "norm_eps": 1e-5,
+    "activation": "silu", "gated_mlp": True, "positions": "rotary",
+}  # fmt: skip
+MESH = {"dp": 2, "cp": 2, "kv": 2, "rep": 2}
+WORKLOAD = Workload(seq_len=8, global_batch=8, precision=Precision.named("fp32"))
+QUERIES = "q.weight=[kv_heads/tp, q_group, head_dim, hidden]"
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return decoder_graph(ModelSpec(**LLAMA), WORKLOAD, load_kernels("torch_cpu"), micro_batch=4)
+
+
+@pytest.fixture(scope="module")
+def mixtral():
+    model = ModelSpec(**LLAMA, num_experts=4, experts_per_token=2)
+    return decoder_graph(model, WORKLOAD, load_kernels("torch_cpu"), micro_batch=4)
+
+
+def refusal(graph, *pins, mesh=MESH):
+    with pytest.raises(InputError) as caught:
+        propagate(graph, mesh, [parse_pin(pin, origin) for origin, pin in pins])
+    return [str(fault) for fault in caught.value.faults]
+
+
+def python_refusal(graph, *pins):
+    return refusal(graph, *(("Python", pin) for pin in pins))
+
+
+def test_a_pin_is_read_from_the_text_of_an_option():
+    layout = Layout.parse("[batch/dp, seq, hidden/tp]")
+    assert parse_pin(" attn_in = [batch/dp, seq, hidden/tp]", "--pin") == Pin(
+        tensor="attn_in", layout=layout, origin="--pin"
+    )
+
+
+@pytest.mark.parametrize("text", ["attn_in", "=[seq]", "", "attn_in [seq]"])
+def test_what_is_no_pin_is_refused_with_an_example(text):
+    with pytest.raises(InputError, match=r"^--pin: .* is not a pin\. Write it like 'NAME=\[batch/dp, hidden/tp\]'"):
+        parse_pin(text, "--pin")
+
+
+def test_every_pin_of_a_recipe_that_cannot_be_read_is_told_at_once():
+    with pytest.raises(InputError) as caught:
+        pins_of({"x": "[batch", "y": "[seq]", "z": "[seq/cp, hidden/cp]"}, "pins of tiny.yaml")
+    assert [str(fault) for fault in caught.value.faults] == [
+        "pins of tiny.yaml x: '[batch' is not a layout. Write it like '[batch/dp, seq/cp.tp, hidden] +ep'",
+        "pins of tiny.yaml z: an atom cuts twice in ['cp', 'cp']",
+    ]
+
+
+def test_layouts_may_be_given_as_such():
+    layout = Layout.parse("[seq/cp, hidden] +tp")
+    assert pins_of({"x": layout}, "Python") == (Pin(tensor="x", layout=layout),)
+
+
+def test_every_fault_of_every_pin_is_told_at_once(graph):
+    assert python_refusal(
+        graph, "attn_inn=[batch, seq, hidden]", "attn_in=[batch, sec, hidden]", "attn_norm=[batch, seq/up, hidden/kv]",
+        "k.weight=[kv_heads/dp.cp.tp, head_dim, hidden]", "o=[batch, seq/rep, hidden] +tp",
+    ) == [
+        "Python attn_inn: no tensor of the forward pass has this name. "
+        "Did you mean attn_in or attn_norm or layer.attn_in?",
+        "Python attn_in: has the dims [batch, seq, hidden], not [batch, sec, hidden]",
+        "Python attn_norm: layer.attn_norm needs hidden whole: it cannot be cut over kv. Pin hidden without atoms",
+        "Python attn_norm: unknown atom 'up'. Known: cp, edp, ep, kv, rep.",
+        "Python k.weight: kv_heads: 4 cannot be cut into 16 (dp.cp.tp). Use atoms whose product is at most 4",
+        "Python o: an atom both cuts and is pending: ['rep']",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pin", "reason"),
+    [
+        ("attn_norm=[batch, seq, hidden] +tp", "layer.attn_norm leaves nothing pending as +tp. Leave it out"),
+        ("o=[batch, seq, hidden] ^tp", "layer.o leaves nothing pending as ^tp. Leave it out"),
+        ("top=[batch, seq] +tp", "head.top leaves nothing pending as +tp. Leave it out"),
+        ("x=[batch, seq, hidden] +tp", "boundary leaves nothing pending as +tp. Leave it out"),
+        ("mlp_in=[batch, seq, hidden] +tp", "layer.gate leaves nothing pending as +tp. Leave it out"),
+    ],
+)
+def test_only_what_an_operation_sums_over_can_be_pinned_as_pending(graph, pin, reason):
+    assert f"Python {pin.partition('=')[0]}: {reason}" in python_refusal(graph, pin)
+
+
+def test_gradients_are_not_pinned(graph):
+    assert "no tensor of the forward pass has this name" in python_refusal(graph, "q.d0=[batch, seq, hidden]")[0]
+
+
+def test_what_nobody_reads_is_not_pinned():
+    tensors = {name: Tensor(name=name, dims=("seq",), dtype="fp32") for name in ("x", "x_out")}
+    op = Op(name="x_out", kind=Deliver(), inputs=("x",), outputs=("x_out",), source="x_out")
+    block = Block(
+        kind="none", repeat=1, tensors=tensors, ops=(op,), fused=(), saved=(), carry_in=None, carry_out=None
+    )  # fmt: skip
+    with pytest.raises(InputError, match="x_out: no operation of the forward pass reads x_out: nothing would change"):
+        propagate(block, MESH, {"x_out": "[seq/cp]"})
+
+
+def test_the_pin_that_breaks_a_tie_is_named_and_not_its_neighbour(mixtral):
+    (told,) = python_refusal(
+        mixtral, "dispatch=[experts, slots/dp.cp, hidden]", "choose_out=[batch/dp, seq, choices]",
+        "queue=[batch/dp, seq, choices]",
+    )  # fmt: skip
+    assert told.startswith("pins: Python dispatch=[experts, slots/dp.cp, hidden] and Python queue=[batch/dp, seq")
+    assert "(layer.dispatch <- layer.queue)" in told
+
+
+def test_conflicting_pins_are_told_with_both_origins_and_the_way_between_them(graph, mixtral, golden):
+    cases = [
+        (graph, ("--pin", "attn_in=[batch, seq/tp, hidden]"), ("pins of llama.yaml", QUERIES)),
+        (graph, ("--pin", QUERIES), ("Python", "layer.q.weight=[kv_heads, q_group, head_dim, hidden]")),
+        (graph, ("--pin", "layer.x=[batch, seq/cp, hidden]"), ("Python", "head.x=[batch/dp, seq, hidden]")),
+        (graph, ("--pin", "q_in=[batch, seq, kv_heads, q_group, head_dim]"),
+         ("Python", "v_in=[batch, kv_seq/cp, kv_heads, head_dim]")),
+        (graph, ("--pin", "up=[batch, seq, ffn] +tp"), ("Python", "mlp_in=[batch, seq/tp, hidden]")),
+        (graph, ("--pin", "up=[batch, seq, ffn] +tp"), ("Python", "up.weight=[ffn, hidden]")),
+        (mixtral, ("--pin", "dispatch=[experts, slots/dp, hidden]"), ("Python", "share_out=[batch, seq/cp, choices]")),
+        (mixtral, ("--pin", "queue=[batch/dp, seq, choices]"), ("Python", "combine=[batch, seq, hidden/dp]")),
+    ]  # fmt: skip
+    golden("layout/pin_conflicts.txt", "\n\n".join("\n".join(refusal(case, *pins)) for case, *pins in cases) + "\n")
+
+
+def test_all_conflicts_are_told_and_each_once(graph):
+    told = python_refusal(
+        graph, QUERIES, "k.weight=[kv_heads/tp, head_dim, hidden]", "attn_in=[batch, seq/tp, hidden]",
+        "down_in=[batch, seq, ffn/cp]", "down.weight=[hidden/cp, ffn]",
+    )  # fmt: skip
+    assert [line.split(" exclude each other")[0] for line in told] == [
+        "pins: Python down_in=[batch, seq, ffn/cp] and Python down.weight=[hidden/cp, ffn]",
+        "pins: Python k.weight=[kv_heads/tp, head_dim, hidden] and Python attn_in=[batch, seq/tp, hidden]",
+        f"pins: Python {QUERIES} and Python attn_in=[batch, seq/tp, hidden]",
+    ]
+
+
+def test_pins_that_say_the_same_agree_and_atoms_of_size_one_never_clash(graph):
+    pins = pins_of({"q.weight": "[kv_heads/tp, q_group, head_dim, hidden]"}, "recipe")
+    again = pins_of({"layer.q.weight": "[kv_heads/kv, q_group/rep, head_dim, hidden]"}, "--pin")
+    found = propagate(graph, {"tp": 4}, [*pins, *again])
+    assert found == propagate(graph, {"tp": 4}, pins)

@@ -1,0 +1,167 @@
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings, strategies as st
+
+from autoshard.layout.layout import Layout
+from autoshard.layout.redistribute import bytes_price, redistribute, single_changes
+from autoshard.layout.shards import VirtualMesh
+from autoshard.layout.virtual import Executor
+
+DIMS = ("seq", "hidden", "ffn")
+TENSOR_BYTES = 1e6
+
+
+@st.composite
+def layouts(draw, names, *, pending):
+    """Any layout of the dims over some of the atoms; sums are pending only where that is asked for."""
+    places = {name: draw(st.sampled_from([*DIMS, "+" if pending else None, None])) for name in names}
+    order = draw(st.permutations(names))
+    cuts = tuple((dim, tuple(name for name in order if places[name] == dim)) for dim in DIMS)
+    return Layout(dims=cuts, sums=tuple(name for name in order if places[name] == "+"))
+
+
+@st.composite
+def journeys(draw):
+    """A mesh, sizes of the dims, and a layout before and after."""
+    sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3))
+    assume(math.prod(sizes) <= 16)
+    mesh = VirtualMesh(atoms=tuple(zip("abc", sizes, strict=False)))
+    names = [name for name, _ in mesh.atoms]
+    shape = {dim: draw(st.sampled_from([1, 2, 5, 6, 7, 12, 24])) for dim in DIMS}
+    return mesh, shape, draw(layouts(names, pending=True)), draw(layouts(names, pending=False))
+
+
+def _random_price(seed):
+    """A price of its own for every collective: positive, and the same whenever it is asked for."""
+    return lambda change: random.Random(f"{seed} {change.collective} {change.before}").uniform(0.1, 10)
+
+
+def _total(path, price):
+    return sum(price(change) for change in path)
+
+
+def _gather_all_then_slice(before, after, atoms):
+    """The plain way: sum what is pending, gather every dim from the inside, cut as wanted from the outside."""
+    path, layout = [], before
+
+    def step(text):
+        nonlocal layout
+        change = next(change for change in single_changes(layout, set(atoms)) if str(change.collective) == text)
+        path.append(change)
+        layout = change.after
+
+    if layout.sums:
+        step(f"all_reduce /{'.'.join(layout.sums)}")
+    for dim, cut in layout.dims:
+        if cut:
+            step(f"all_gather {dim}/{'.'.join(cut)}")
+    for dim, cut in after.dims:
+        for atom in cut:
+            step(f"slice {dim}/{atom}")
+    assert dict(layout.dims) == dict(after.dims)
+    return path
+
+
+def _without_ones(layout, atoms):
+    dims = tuple((dim, tuple(atom for atom in cut if atoms[atom] > 1)) for dim, cut in layout.dims)
+    return Layout(dims=dims, sums=tuple(sorted(atom for atom in layout.sums if atoms[atom] > 1)))
+
+
+@settings(max_examples=max(settings().max_examples, 200))
+@given(journeys(), st.integers(0, 2**32))
+def test_on_virtual_ranks_the_result_is_the_same_tensor(journey, seed):
+    mesh, shape, before, after = journey
+    atoms = dict(mesh.atoms)
+    even = frozenset(dim for dim in DIMS if shape[dim] % mesh.num_ranks == 0)
+    price = _random_price(seed) if seed % 2 else bytes_price(TENSOR_BYTES, atoms)
+    executor = Executor(mesh=mesh, sizes=shape)
+    array = np.random.default_rng(seed).normal(size=[shape[dim] for dim in DIMS])
+    shards = executor.scatter(array, DIMS, before)
+    for change in redistribute(before, after, atoms, price, even):
+        shards = executor.run(change.collective, shards, DIMS, change.before)
+        executor.check(shards, change.after)
+    assert np.allclose(executor.gather(shards, DIMS, after), array, rtol=1e-12)
+
+
+@settings(max_examples=max(settings().max_examples, 200))
+@given(journeys(), st.none() | st.integers(0, 2**32))
+def test_it_is_never_dearer_than_to_gather_all_and_slice(journey, seed):
+    mesh, _, before, after = journey
+    atoms = dict(mesh.atoms)
+    price = bytes_price(TENSOR_BYTES, atoms) if seed is None else _random_price(seed)
+    plain = _gather_all_then_slice(_without_ones(before, atoms), _without_ones(after, atoms), atoms)
+    path = redistribute(before, after, atoms, price)
+    assert _total(path, price) <= _total(plain, price) * (1 + 1e-12)
+
+
+@settings(max_examples=max(settings().max_examples, 200))
+@given(journeys(), st.integers(0, 2**32))
+def test_every_step_begins_where_the_last_has_ended(journey, seed):
+    mesh, _, before, after = journey
+    atoms = dict(mesh.atoms)
+    path = redistribute(before, after, atoms, _random_price(seed))
+    stops = [_without_ones(before, atoms), *(change.after for change in path)]
+    assert [change.before for change in path] == stops[:-1]
+    assert stops[-1] == _without_ones(after, atoms)
+
+
+@given(journeys())
+def test_to_stay_is_free_and_empty(journey):
+    mesh, _, _, layout = journey
+    assert redistribute(layout, layout, dict(mesh.atoms), bytes_price(TENSOR_BYTES, dict(mesh.atoms))) == ()
+
+
+@given(journeys(), st.integers(0, 2**32))
+def test_the_same_question_has_the_same_answer(journey, seed):
+    mesh, _, before, after = journey
+    atoms = dict(mesh.atoms)
+    forwards = redistribute(before, after, atoms, _random_price(seed))
+    backwards = redistribute(before, after, dict(reversed(atoms.items())), _random_price(seed))
+    assert forwards == backwards
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("[seq, hidden] +tp", "[seq/tp, hidden]", ["reduce_scatter seq/tp"]),
+        ("[seq, hidden] +tp", "[seq, hidden]", ["all_reduce /tp"]),
+        ("[seq, hidden] +tp", "[seq/kv, hidden] +rep", ["reduce_scatter seq/kv"]),
+        ("[seq, hidden] ^tp", "[seq, hidden]", ["all_reduce_max /tp"]),
+        ("[seq/tp, hidden]", "[seq, hidden]", ["all_gather seq/tp"]),
+        ("[seq/tp, hidden]", "[seq/kv, hidden]", ["all_gather seq/rep"]),
+        ("[seq/tp, hidden]", "[seq, hidden/tp]", ["all_to_all seq>hidden/tp"]),
+        ("[seq/cp, hidden]", "[seq/cp, hidden/tp]", ["slice hidden/kv", "slice hidden/rep"]),
+        ("[seq/kv.rep, hidden]", "[seq/rep.kv, hidden]", ["permute seq/rep.kv"]),
+        ("[seq, hidden] +kv.one", "[seq/kv, hidden/one]", ["reduce_scatter seq/kv"]),
+    ],
+)
+def test_well_known_changes_are_one_collective(before, after, expected):
+    atoms = {"cp": 2, "kv": 2, "rep": 2, "one": 1}
+    price = bytes_price(TENSOR_BYTES, atoms)
+    path = redistribute(Layout.parse(before), Layout.parse(after), atoms, price, frozenset({"seq"}))
+    assert [str(change.collective) for change in path] == expected
+
+
+def test_blocks_that_are_not_of_one_size_are_not_permuted():
+    atoms = {"kv": 2, "rep": 2}
+    before, after = Layout.parse("[seq/kv.rep, hidden]"), Layout.parse("[seq/rep.kv, hidden]")
+    path = redistribute(before, after, atoms, bytes_price(TENSOR_BYTES, atoms))
+    assert "permute" not in {change.collective.kind for change in path}
+
+
+def test_nothing_can_be_made_to_wait_for_a_sum():
+    with pytest.raises(AssertionError, match=r"waits for \['tp'\]"):
+        redistribute(Layout.parse("[seq]"), Layout(dims=(("seq", ()),), sums=("tp",)), {"tp": 2}, lambda change: 1.0)
+
+
+def test_a_slice_is_free_and_an_all_reduce_sends_twice_what_a_gather_does():
+    atoms = {"tp": 4}
+    price = bytes_price(4000, atoms)
+    whole = Layout(dims=(("seq", ()),), sums=("tp",))
+    made = {str(change.collective): price(change) for change in single_changes(whole, {"tp"})}
+    assert made == {"all_reduce /tp": 6000, "reduce_scatter seq/tp": 3000}
+    (cut,) = single_changes(Layout(dims=(("seq", ()),)), {"tp"})
+    assert price(cut) == 0

@@ -1,0 +1,131 @@
+"""Edited lines of a table change what is executed, with equal results, or are refused with the right line."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from autoshard.errors import InputError
+from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.evaluate import run_ops
+from autoshard.layout.interpret import Interpreter
+from autoshard.layout.natural_cuts import natural_boundary, natural_cuts
+from autoshard.layout.redistribute import bytes_price
+from autoshard.layout.shards import VirtualMesh
+from autoshard.layout.strategy import Strategy
+from autoshard.layout.table import Setting, fitted, program_of, table_of
+from autoshard.plan.proof import random_inputs
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.workload import Precision, Workload
+
+ATOMS = {"edp": 2, "ep": 1, "cp": 1, "kv": 2, "rep": 2}
+MODEL = dataclasses.replace(
+    load_model("tiny-llama"), num_layers=1, hidden=8, ffn=16, num_heads=4, num_kv_heads=2, head_dim=4, vocab=16
+)
+WORKLOAD = Workload(seq_len=8, global_batch=4, precision=Precision.named("fp32"))
+GRAPH = decoder_graph(MODEL, WORKLOAD, load_kernels("torch_cpu"), micro_batch=2)
+
+
+def setting(atoms=ATOMS):
+    boundary = natural_boundary(True)
+    return Setting(atoms=atoms, price=bytes_price(1.0, atoms), boundary=boundary, keeps_gathered=True)
+
+
+def table(kind="layer", atoms=ATOMS):
+    block = GRAPH.block(kind)
+    return dict(table_of(block, natural_cuts(block, True), setting(atoms)))
+
+
+def results(program, kind="layer"):
+    block = GRAPH.block(kind)
+    given = random_inputs(block, GRAPH.sizes, np.random.default_rng(0))
+    whole = dict(given)
+    run_ops(block, block.select("micro_batch"), GRAPH.sizes, whole)
+    mesh = VirtualMesh(atoms=tuple((atom, size) for atom, size in ATOMS.items() if size > 1))
+    made = Interpreter(block=block, mesh=mesh, sizes=GRAPH.sizes).run(program, given)
+    largest = max(np.abs(whole[name]).max() for name in made)
+    return max(np.abs(made[name] - whole[name]).max() / largest for name in made)
+
+
+def kinds(program):
+    return [change.collective.kind for change in program.collectives()]
+
+
+@pytest.mark.parametrize("kind", ["embed", "layer", "head"])
+def test_a_table_lists_the_program_that_it_was_made_from(kind):
+    block = GRAPH.block(kind)
+    program = program_of(block, table(kind), setting())
+    assert kinds(program) == kinds(setting().lowered(block, natural_cuts(block, True)))
+    assert results(program, kind) < 1e-12
+
+
+def test_the_line_of_a_gathered_tensor_reads_as_people_say_it():
+    assert table()["attn_in"] == (
+        "[batch/dp, seq/cp.tp, hidden] -> [batch/dp, seq/cp, hidden] | F all_gather seq/tp | "
+        "I reduce_scatter seq/tp | save out"
+    )
+
+
+def test_every_deliver_that_reduces_can_be_edited_to_reduce_and_slice():
+    edited = 0
+    for name, line in table().items():
+        changed = line.replace("F reduce_scatter seq/tp", "F all_reduce /tp, slice seq/kv, slice seq/rep")
+        changed = changed.replace("I reduce_scatter seq/tp", "I all_reduce /tp, slice seq/kv, slice seq/rep")
+        if changed != line:
+            program = program_of(GRAPH.block("layer"), {**table(), name: changed}, setting())
+            assert kinds(program).count("slice") == 2
+            assert results(program) < 1e-12
+            edited += 1
+    assert edited == 4  # attention's and the MLP's output, and the gradients of their inputs
+
+
+@pytest.mark.parametrize("name", sorted(table()))
+def test_no_line_can_be_dropped(name):
+    lines = {entry: line for entry, line in table().items() if entry != name}
+    with pytest.raises(InputError, match=name):
+        program_of(GRAPH.block("layer"), lines, setting())
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "said"),
+    [
+        ("attn_out", "F reduce_scatter seq/tp", "F all_gather seq/tp", "cannot follow"),
+        ("attn_out", "F reduce_scatter seq/tp", "F reduce_scatter hidden/tp", "ends in"),
+        ("attn_in", " | F all_gather seq/tp", "", "does not fit"),
+        ("q", "kv_heads/kv", "kv_heads", "does not fit"),
+        ("q", "->", "=>", "is not a strategy"),
+        ("attn_norm", "[hidden]", "[hidden/tp]", "hidden"),
+    ],
+)
+def test_a_line_that_cannot_be_executed_is_refused(name, old, new, said):
+    line = table()[name]
+    assert old in line
+    with pytest.raises(InputError, match=said) as caught:
+        program_of(GRAPH.block("layer"), {**table(), name: line.replace(old, new)}, setting())
+    assert any(fault.where for fault in caught.value.faults)
+
+
+def test_a_refusal_names_the_line_to_paste_and_pasting_it_works():
+    broken = {**table(), "attn_out": table()["attn_out"].replace("reduce_scatter", "all_gather")}
+    with pytest.raises(InputError) as caught:
+        program_of(GRAPH.block("layer"), broken, setting())
+    (fault,) = caught.value.faults
+    pasted = {**broken, fault.where: fault.message.split("write: ")[1]}
+    assert results(program_of(GRAPH.block("layer"), pasted, setting())) < 1e-12
+
+
+def test_an_unknown_entry_is_refused_with_the_names_there_are():
+    with pytest.raises(InputError, match="mlp_in"):
+        program_of(GRAPH.block("layer"), {**table(), "zzz": table()["q"]}, setting())
+
+
+def test_a_ring_is_counted_anew_for_other_sizes():
+    lines = table(atoms={**ATOMS, "cp": 4})
+    ring = Strategy.parse(lines["attend"]).ring
+    assert ring is not None and ring.repeat == 3
+    halved = Strategy.parse(fitted(lines, {**ATOMS, "cp": 2})["attend"])
+    assert halved.ring is not None and halved.ring.repeat == 1
+    assert [chain[0].repeat for chain in halved.backward] == [2]
+    assert Strategy.parse(fitted(lines, {**ATOMS, "cp": 1})["attend"]).ring is None
+    assert fitted(lines, {**ATOMS, "cp": 2})["q"] == lines["q"]
