@@ -81,30 +81,41 @@ def plan(
 
 
 def verify(plan: Path, json: bool = False) -> int:
-    """Say every reason why a plan file cannot run on its cluster and engine; exit code 1 if there is one.
+    """Say every reason why a plan file cannot run, and prove by execution that its sharding computes the same.
+
+    A shrunk plan runs on virtual ranks, with the collectives of the plan's own table; loss and every gradient are
+    compared with the unsharded model. Exit code 1 if there is a reason, or a difference.
 
     Args:
         plan: The plan file.
         json: Print one JSON object instead of text.
     """
     from autoshard.plan.codec import load
+    from autoshard.plan.proof import prove
     from autoshard.plan.verify import notices
+    from autoshard.report.proof import proof_report
     from autoshard.report.structured import rejection_json
     from autoshard.report.terminal import make_console, rejections_report
+    from autoshard.spec.record import encode
 
     read = load(plan)
     current, rejections, remark = _judged(read)
     remarks = [*([remark] if remark else []), *notices(current)]
+    proof = prove(current) if current.strategies and not rejections else None
+    failed = bool(rejections) or (proof is not None and not proof.holds)
     if json:
-        _print_json({"rejections": [rejection_json(entry) for entry in rejections], "notices": remarks})
-        return 1 if rejections else 0
+        reasons = [rejection_json(entry) for entry in rejections]
+        _print_json({"rejections": reasons, "notices": remarks, "proof": encode(proof)})
+        return 1 if failed else 0
     if rejections:
         make_console().print(rejections_report(rejections))
     else:
         print(f"{plan}: {current.candidate} may run on {current.cluster.name} with engine {current.engine}")
+    if proof:
+        make_console().print(proof_report(proof))
     for remark in remarks:
         print(f"note: {remark}")
-    return 1 if rejections else 0
+    return 1 if failed else 0
 
 
 def _judged(read: "Plan") -> "tuple[Plan, tuple[Rejection, ...], str]":
@@ -217,6 +228,7 @@ def _searched(request: "Request", num_plans: int) -> "Found":
 def _plan_at(request: "Request", text: str, out: Path, json: bool) -> int:
     """Evaluate one candidate: its rejections first, then an estimate where it has a shape."""
     from autoshard.plan.candidate import Candidate
+    from autoshard.plan.tables import with_tables
     from autoshard.plan.verify import verify as reasons_against
     from autoshard.report.structured import plan_json, rejection_json
     from autoshard.report.terminal import make_console, plan_report, rejections_report
@@ -229,7 +241,7 @@ def _plan_at(request: "Request", text: str, out: Path, json: bool) -> int:
     refused = rejections_of(request, candidate, engine)
     made, shapeless = None, ""
     try:
-        made = request.plan(candidate, engine)
+        made = with_tables(request.plan(candidate, engine))
     except InputError as error:
         if not refused:
             raise error.under("--at") from None

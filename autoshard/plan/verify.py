@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoshard.errors import Fault
+from autoshard.errors import Fault, InputError
 from autoshard.plan.build import num_kv_replicas, padding_of
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction
 from autoshard.plan.rules.check import rejections
 from autoshard.plan.rules.rule import Rejection, Rule
+from autoshard.plan.tables import plan_programs
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.verify import verify_actions
 from autoshard.spec.mesh import Mesh
@@ -185,10 +186,14 @@ def _padding_misfits(plan: Plan) -> list[Rejection]:
 
 
 def _strategy_misfits(plan: Plan) -> list[Rejection]:
+    """Say which lines of the table cannot be executed as they stand, with the line that would be right."""
     if not plan.strategies:
         return []
-    message = "strategies: this version obeys no Strategy table, so one would have no effect. Type {}"
-    return [_reject("plan-strategies", message)]
+    try:
+        plan_programs(plan)
+    except InputError as error:
+        return [_reject("plan-strategies", str(fault)) for fault in error.faults]
+    return []
 
 
 def _prediction_misfits(plan: Plan, prediction: Prediction) -> list[Rejection]:

@@ -18,6 +18,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.rules.check import all_rules, rejections
 from autoshard.plan.rules.columns import Columns, Engine
 from autoshard.plan.rules.rule import Rejection, Rule
+from autoshard.plan.tables import with_tables
 from autoshard.search.columns import Evaluated, evaluate
 from autoshard.search.space import Pins, Space, default_kernels, whole_space
 from autoshard.spec.cluster import Cluster
@@ -110,12 +111,12 @@ def judge_space(request: Request, engine: Engine) -> Judged:
 
 
 def search(request: Request, num_plans: int = 1) -> Found:
-    """Price every legal candidate of every engine and return the fastest that fit."""
+    """Price every legal candidate of every engine and return the fastest that fit; the best one with its tables."""
     answers = [_search_engine(request, engine, num_plans) for engine in request.engines]
     plans = sorted((plan for answer in answers for plan in answer.plans), key=_step_time_s)
     misses = [answer.nearest_miss for answer in answers if answer.nearest_miss]
     return Found(
-        plans=tuple(plans[:num_plans]),
+        plans=(*map(with_tables, plans[:1]), *plans[1:num_plans]),
         nearest_miss=None if plans else min(misses, key=_peak_bytes, default=None),
         certificate=reduce(Certificate.plus, (answer.certificate for answer in answers), NOTHING_LOOKED_AT),
     )
@@ -123,7 +124,7 @@ def search(request: Request, num_plans: int = 1) -> Found:
 
 def plan_at(request: Request, candidate: Candidate) -> Plan:
     """Return the plan of exactly one candidate, legal or not, as long as it has a shape."""
-    return request.plan(*resolved(request, candidate))
+    return with_tables(request.plan(*resolved(request, candidate)))
 
 
 def resolved(request: Request, candidate: Candidate) -> tuple[Candidate, Engine]:

@@ -275,7 +275,7 @@ VERIFIED = [
     (lambda data: data["model"].update(num_layers=33), 1, "refused stages: hold 32 layers"),
     (lambda data: data.update(kernels="zz"), 1, "refused kernels=zz: there is no such table"),
     (lambda data: data["stages"][0].update(recompute="selective[foo]"), 1, "foo is not known to nxd"),
-    (lambda data: data["stages"][0].update(recompute="none"), 1, "predicted again here"),
+    (lambda data: data["stages"][0].update(recompute="none"), 1, "the plan has no such block"),
     (lambda data: data["workload"].update(seq_len=16384), 1, "pipeline rank 0 is predicted to need"),
     (lambda data: data["workload"].update(seq_len=2048), 0, "the plan was edited after it was made"),
     (lambda data: data.update(prediction=None), 0, "predicted again here"),

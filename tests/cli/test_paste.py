@@ -49,7 +49,8 @@ def test_every_plan_that_is_shown_can_be_pasted_back(question: str, capsys: pyte
     assert Path("plan.json").read_bytes() == original
     for other in shown["runners_up"]:
         text = answer(f"plan {without_fix(question)} --json --at {shlex.quote(other['candidate'])}", capsys)
-        assert json.loads(text)["plan"]["prediction"] == other["prediction"]
+        again = json.loads(text)["plan"]["prediction"]
+        assert {**again, "of": ""} == {**other["prediction"], "of": ""}  # only the plan in the file has its table
     if "any" not in question:
         answer(f"plan {without_fix(question)} --fix {shlex.quote(shown['plan']['candidate'])}", capsys)
         assert Path("plan.json").read_bytes() == original

@@ -1,5 +1,6 @@
 """The first screen of the README runs."""
 
+import json
 import os
 import re
 import shlex
@@ -47,3 +48,13 @@ def test_what_the_first_screen_types_works(tmp_path: Path) -> None:
         env = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_line_of_a_table_that_is_shown_stands_in_the_plan(tmp_path: Path) -> None:
+    shown = re.search(r'^"(\w+)": "(.*)"$', (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert shown
+    command = [sys.executable, "-m", "autoshard.cli", "plan", "--model", "llama3-70b", "--nodes", "16"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=True)
+    plan = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert plan["strategies"]["layer"][shown[1]] == shown[2]

@@ -75,7 +75,7 @@ def test_a_built_plan_is_refused_by_the_rules_alone(case):
         (put("schedule", "actions", [["F0.0", "B0.0"]] * 8), "plan-actions", "actions[0]: 1 chunks x 512"),
         (put("padding", {"vocab": 128257}), "plan-padding", "not hold 128256 entries in 32 equal parts. Rem"),
         (put("padding", {"hidden": 8192}), "plan-padding", "hidden: only vocab can be padded. Remove it"),
-        (put("strategies", {"block": {"qkv": "x"}}), "plan-strategies", "Type {}"),
+        (put("strategies", {"block": {"qkv": "x"}}), "plan-strategies", "no such block"),
         (put("zero", 0), "nxd-zero", "Use zero=1"),
         (put("schedule", "builder", "gpipe"), "nxd-schedule", "Use schedule=1f1b"),
         (put("kernels", "te"), "kernels", "Use nxd"),

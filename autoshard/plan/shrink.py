@@ -1,0 +1,131 @@
+"""A plan of the same shape on few ranks and a small model, to be tried out in full on one machine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autoshard.layout.table import fitted
+from autoshard.plan.build import build_plan
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.plan import Plan
+from autoshard.plan.recompute import Recompute
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import Workload
+
+MAX_RANKS = 16
+_KEPT_FIRST = ("tp", "cp", "ep", "pp", "dp")  # what is given up last when not all axes find room
+_HEAD_DIM = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shrunk:
+    """The small plan, and every feature of the large one that it does not have."""
+
+    plan: Plan
+    lost: tuple[str, ...]
+
+
+def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> Shrunk:
+    """Keep every axis that has more than one rank at two ranks, as far as there is room; scale the model to match.
+
+    Key/value replication, padding of the vocabulary, kinds of recompute, chunks and the rest of the candidate stay.
+    """
+    large = plan.candidate
+    sizes, lost = _axes(plan, max_ranks)
+    kinds = tuple(dict.fromkeys(large.recompute_of(stage) for stage in range(large.num_stages)))
+    stages = max(sizes["pp"] * large.vp, 1)
+    recompute = tuple(_small_recompute(kinds[stage % len(kinds)]) for stage in range(stages))
+    if len(kinds) > stages:
+        lost = (*lost, f"{len(kinds) - stages} of {len(kinds)} kinds of recompute: there are only {stages} stages")
+    model = _model(plan.model, sizes, layers=2 * stages, padded="vocab" in plan.padding)
+    small = Candidate(
+        tp=sizes["tp"],
+        pp=sizes["pp"],
+        cp=sizes["cp"],
+        ep=sizes["ep"],
+        dp=sizes["dp"],
+        vp=large.vp,
+        mbs=min(large.mbs, 2),
+        sp=large.sequence_parallel,
+        zero=large.zero,
+        schedule=large.schedule,
+        recompute=recompute,
+        kernels=large.kernels,
+        cp_kind=large.cp_kind,
+        cp_order=large.cp_order,
+    )
+    workload = _workload(plan.workload, model, small)
+    cluster = _cluster(plan.cluster, small.num_ranks)
+    made = build_plan(small, model, cluster, workload, plan.engine, provenance={"shrunk from": str(large)})
+    atoms = dict(made.mesh.axes)
+    tables = {name: fitted(table, atoms) for name, table in plan.strategies.items()}
+    return Shrunk(plan=replace(made, strategies=tables), lost=lost)
+
+
+def _axes(plan: Plan, max_ranks: int) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Give two ranks to every axis in use (four to tp where key/value heads are replicated), most wanted first."""
+    large = plan.candidate
+    replicated = plan.mesh.size("rep") > 1
+    sizes = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "dp": 1}
+    lost: list[str] = []
+    for axis in _KEPT_FIRST:
+        before = getattr(large, axis)
+        size = 1 if before == 1 else 4 if axis == "tp" and replicated else 2
+        if axis == "dp":
+            size = sizes["ep"] * (2 if before > large.ep else 1)
+        trial = {**sizes, axis: size}
+        trial["dp"] = max(trial["dp"], trial["ep"])
+        if trial["tp"] * trial["cp"] * trial["pp"] * trial["dp"] <= max_ranks:
+            sizes = trial
+        else:
+            lost.append(f"{axis}={before}: no room for it on {max_ranks} ranks")
+    return sizes, tuple(lost)
+
+
+def _small_recompute(kind: Recompute) -> Recompute:
+    return replace(kind, num_layers=1) if kind.num_layers else kind
+
+
+def _model(model: ModelSpec, sizes: Mapping[str, int], *, layers: int, padded: bool) -> ModelSpec:
+    """Scale the architecture: at least one head, one block of every cut dim per rank, and options as they are."""
+    tp, replicas = sizes["tp"], 2 if sizes["tp"] == 4 else 1
+    kv_heads = max(tp // replicas, 1)
+    queries_per_head = 2 * replicas if model.queries_per_kv_head > 1 else 1
+    experts = max(2 * sizes["ep"], 2 * model.experts_per_token) if model.num_experts else 0
+    return replace(
+        model,
+        name=f"{model.name} (shrunk)",
+        num_layers=layers,
+        hidden=16,
+        ffn=8 * tp,
+        num_heads=kv_heads * queries_per_head,
+        num_kv_heads=kv_heads,
+        head_dim=_HEAD_DIM,
+        vocab=8 * tp - 1 if padded and tp > 1 else 8 * tp,
+        max_positions=64 * sizes["cp"] * tp,
+        num_experts=experts,
+        window=5 if model.window else None,
+    )
+
+
+def _workload(workload: Workload, model: ModelSpec, small: Candidate) -> Workload:
+    seq_len = 4 * small.cp * small.tp
+    micro_batches = max(2, 2 * small.pp)
+    return replace(
+        workload,
+        seq_len=min(seq_len, model.max_positions),
+        global_batch=small.dp * small.mbs * micro_batches,
+        expert_capacity=float(model.num_experts) if model.num_experts else None,
+    )
+
+
+def _cluster(cluster: Cluster, num_ranks: int) -> Cluster:
+    """Keep the platform, on one node of just so many ranks."""
+    return replace(
+        cluster,
+        name=f"{cluster.name} (shrunk)",
+        num_nodes=1,
+        chips_per_node=num_ranks,
+        ranks_per_chip=1,
+        placements=(),
+    )

@@ -1,0 +1,99 @@
+"""A plan's own table, executed on virtual ranks, computes what the unsharded model computes."""
+
+import dataclasses
+
+import pytest
+
+from autoshard.errors import InputError
+from autoshard.plan.build import build_plan
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.proof import prove
+from autoshard.plan.shrink import MAX_RANKS, shrink
+from autoshard.plan.tables import plan_blocks, plan_programs, with_tables
+from autoshard.plan.verify import verify
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.workload import Precision, Workload
+
+CASES = {
+    "trn1": ("llama3-70b", "trn1.32xlarge", 16, "tp=32,pp=8,dp=2,recompute=selective[CoreAttention,LlamaMLP]"),
+    "ring": ("llama3-70b", "trn1.32xlarge", 16, "tp=32,pp=8,cp=2,dp=1"),
+    "trn2": ("llama3-8b", "trn2.48xlarge", 1, "tp=16,pp=1,dp=4"),
+    "no-sp": ("gpt-neox-20b", "a100-80", 1, "tp=8,pp=1,dp=1,sp=false"),
+    "odd-vocab": ("gpt3-6.7b", "a100-80", 1, "tp=4,pp=2,dp=1,recompute=full"),
+    "experts": ("mixtral-8x7b", "a100-80", 2, "tp=2,pp=1,ep=4,dp=8"),
+    "chunks": ("qwen3-8b", "a100-80", 1, "tp=2,pp=2,dp=2,vp=3,schedule=interleaved"),
+    "mixed": ("llama2-7b", "a100-80", 1, "tp=2,pp=2,dp=2,recompute=full:3/selective[core_attn]"),
+}
+
+
+def plan(case):
+    name, cluster, nodes, text = CASES[case]
+    where = load_cluster(cluster, nodes)
+    candidate = Candidate.parse(text, where.num_ranks)
+    work = Workload(seq_len=2048, global_batch=256, precision=Precision.named("bf16"))
+    return with_tables(build_plan(candidate, load_model(name), where, work, where.engine))
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_the_sharded_plan_computes_the_same(case):
+    proof = prove(plan(case))
+    assert proof.holds and proof.lost == ()
+    assert {block.name for block in proof.blocks} >= {"embed", "layer", "head"}
+    layer = next(block for block in proof.blocks if block.name == "layer")
+    assert layer.num_results == len(plan_blocks(plan(case))["layer"].parameters) + 2
+    assert sum(layer.collectives.values()) >= 4
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_a_plan_with_its_table_is_not_refused(case):
+    assert [found for found in verify(plan(case)) if found.rule_id == "plan-strategies"] == []
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_shrinking_keeps_every_axis_and_option_of_the_candidate(case):
+    large, small = plan(case).candidate, shrink(plan(case)).plan.candidate
+    assert small.num_ranks <= MAX_RANKS
+    for axis in ("tp", "pp", "cp", "ep", "dp"):
+        assert (getattr(small, axis) > 1) == (getattr(large, axis) > 1), axis
+    kept = ("vp", "zero", "schedule", "cp_kind", "cp_order", "sequence_parallel", "kernels")
+    assert [getattr(small, name) for name in kept] == [getattr(large, name) for name in kept]
+
+
+def test_what_finds_no_room_is_named():
+    shrunk = shrink(plan("experts"), max_ranks=4)
+    assert shrunk.plan.mesh.num_ranks <= 4
+    assert any(feature.startswith("dp=8") for feature in shrunk.lost)
+
+
+def test_an_edited_collective_is_what_is_executed():
+    whole = plan("trn1")
+    line = whole.strategies["layer"]["attn_out"]
+    edited = line.replace("F reduce_scatter seq/tp", "F all_reduce /tp, slice seq/kv, slice seq/rep")
+    assert edited != line
+    proof = prove(dataclasses.replace(whole, strategies=put(whole.strategies, "layer", "attn_out", edited)))
+    layer = next(block for block in proof.blocks if block.name == "layer")
+    assert proof.holds and layer.collectives["slice"] == 2
+
+
+def put(strategies, block, entry, line):
+    return {**strategies, block: {**strategies[block], entry: line}}
+
+
+def test_a_wrong_line_is_a_reason_against_the_plan():
+    whole = plan("trn1")
+    line = whole.strategies["layer"]["attn_out"].replace("reduce_scatter", "all_gather")
+    broken = dataclasses.replace(whole, strategies=put(whole.strategies, "layer", "attn_out", line))
+    messages = [found.message for found in verify(broken) if found.rule_id == "plan-strategies"]
+    assert messages and "strategies.layer.attn_out" in messages[0] and "write:" in messages[0]
+
+
+def test_a_table_of_a_block_that_is_not_there_is_refused():
+    whole = plan("trn1")
+    with pytest.raises(InputError, match="no such block"):
+        plan_programs(dataclasses.replace(whole, strategies={**whole.strategies, "tail": {}}))
+
+
+def test_other_kinds_of_recompute_list_only_what_differs():
+    tables = plan("trn1").strategies
+    assert len(tables["layer selective[CoreAttention,LlamaMLP]"]) < len(tables["layer"]) / 2
