@@ -7,9 +7,9 @@ import numpy as np
 
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend, AttendGradient
-from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd
-from autoshard.graph.op import Array, Call, Dims
+from autoshard.graph.op import Array, Dims
 from autoshard.layout.collective import Collective
+from autoshard.layout.local import evaluate_local, joined_attention
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Program, Sum, Value
 from autoshard.layout.shards import VirtualMesh
 from autoshard.layout.virtual import Executor, Shards
@@ -87,21 +87,13 @@ class Interpreter:
         return [tuple(result[index] for result in results) for index in range(len(instruction.writes))]
 
     def _local(self, instruction: Compute, rank: int, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        """Evaluate an operation on one rank's blocks; indices are counted from the start of the rank's block."""
-        call = self._call(instruction, rank)
-        kind = instruction.op.kind
-        cut = _indexed_dim(kind, call)
-        if cut is None or not instruction.cuts.get(cut):
-            return kind.evaluate(call, *arrays)
-        start, stop = self.mesh.bounds(rank, self.sizes[cut], instruction.cuts[cut])
-        return _evaluate_block(kind, call, arrays, start, stop)
+        """Evaluate an operation on one rank's blocks."""
+        return evaluate_local(self.block, instruction, self.sizes, self._held(instruction, rank), arrays)
 
-    def _call(self, instruction: Compute, rank: int) -> Call:
-        held = {dim: self.mesh.bounds(rank, self.sizes[dim], atoms) for dim, atoms in instruction.cuts.items() if atoms}
-        sizes = {**self.sizes, **{dim: stop - start for dim, (start, stop) in held.items()}}
-        op = instruction.op
-        inputs = tuple(self.block.tensors[name] for name in op.inputs)
-        return Call(inputs=inputs, outputs=tuple(self.block.tensors[name] for name in op.outputs), sizes=sizes)
+    def _held(self, instruction: Compute, rank: int) -> Mapping[str, tuple[int, int]]:
+        """Return which part of every cut dim of an operation a rank holds."""
+        cuts = instruction.cuts.items()
+        return {dim: self.mesh.bounds(rank, self.sizes[dim], atoms) for dim, atoms in cuts if atoms}
 
     def _ring(self, instruction: Compute, held: Mapping[str, Shards]) -> list[Shards]:
         """Let keys and values (and, backward, their gradients) travel around the ring, hop by hop."""
@@ -111,31 +103,26 @@ class Interpreter:
         return self._ring_backward(instruction, arrays)
 
     def _ring_forward(self, instruction: Compute, arrays: list[list[Array]]) -> list[Shards]:
-        kind = instruction.op.kind
         query, key, value, positions, key_positions = arrays
-        mixed: list[Array | None] = [None] * self.mesh.num_ranks
-        lse: list[Array | None] = [None] * self.mesh.num_ranks
+        joined: list[tuple[Array, Array] | None] = [None] * self.mesh.num_ranks
         for hop in (None, *instruction.ring):
             if hop is not None:
                 key, value, key_positions = (self._hop(part, hop) for part in (key, value, key_positions))
             for rank in range(self.mesh.num_ranks):
-                call = self._call(instruction, rank)
-                part, weight = kind.evaluate(
-                    call, query[rank], key[rank], value[rank], positions[rank], key_positions[rank]
-                )
-                mixed[rank], lse[rank] = _merged(mixed[rank], lse[rank], part, weight)
-        return [tuple(part for part in parts if part is not None) for parts in (mixed, lse)]
+                parts = (query, key, value, positions, key_positions)
+                mixed, lse = self._local(instruction, rank, [part[rank] for part in parts])
+                joined[rank] = joined_attention(joined[rank], (mixed, lse))
+        return [tuple(part[index] for part in joined if part) for index in (0, 1)]
 
     def _ring_backward(self, instruction: Compute, arrays: list[list[Array]]) -> list[Shards]:
-        kind = instruction.op.kind
-        assert isinstance(kind, AttendGradient), f"{kind.label} is no ring"
+        assert isinstance(instruction.op.kind, AttendGradient), f"{instruction.op.kind.label} is no ring"
         upstream, query, key, value, positions, key_positions, result, lse = arrays
         d_query = [np.zeros_like(array) for array in query]
         d_key, d_value = [np.zeros_like(array) for array in key], [np.zeros_like(array) for array in value]
         for hop in instruction.ring:
             for rank in range(self.mesh.num_ranks):
                 parts = (upstream, query, key, value, positions, key_positions, result, lse)
-                made = kind.evaluate(self._call(instruction, rank), *(part[rank] for part in parts))
+                made = self._local(instruction, rank, [part[rank] for part in parts])
                 d_query[rank] = d_query[rank] + made[0]
                 d_key[rank], d_value[rank] = d_key[rank] + made[1], d_value[rank] + made[2]
             key, value, key_positions = (self._hop(part, hop) for part in (key, value, key_positions))
@@ -149,50 +136,3 @@ class Interpreter:
             for member, rank in enumerate(group):
                 moved[rank] = shards[group[member - 1]]
         return moved
-
-
-def _indexed_dim(kind: object, call: Call) -> str | None:
-    """Return the dim that an operation's indices count along."""
-    match kind:
-        case Pick(over=over) | Place(over=over):
-            return over
-        case ScatterAdd(dims=dims):
-            return dims[0]
-        case Lookup():
-            return call.inputs[0].dims[0]
-        case _:
-            return None
-
-
-def _evaluate_block(kind: object, call: Call, arrays: Sequence[Array], start: int, stop: int) -> tuple[Array, ...]:
-    """Evaluate an indexing operation on a block of what is indexed: what lies outside counts as zero."""
-    first, index = arrays
-    inside = (index >= start) & (index < stop)
-    local = np.where(inside, index - start, 0)
-    if stop == start:
-        shape = [call.sizes[dim] for dim in call.outputs[0].dims]
-        return (np.zeros(shape),)
-    match kind:
-        case Lookup():
-            return (first[local] * inside[..., None],)
-        case ScatterAdd():
-            return kind.evaluate(call, first * inside[..., None], local)
-        case Pick():
-            return (kind.evaluate(call, first, local)[0] * inside,)
-        case Place():
-            return kind.evaluate(call, first * inside, local)
-        case _:
-            raise AssertionError(f"{kind} does not index")
-
-
-def _merged(mixed: Array | None, lse: Array | None, part: Array, weight: Array) -> tuple[Array, Array]:
-    """Join two parts of an attention, each normalised on its own; a part that saw no key weighs nothing."""
-    if mixed is None or lse is None:
-        return part, weight
-    top = np.maximum(lse, weight)
-    reference = np.where(np.isfinite(top), top, 0)
-    shares = [np.exp(each - reference) for each in (lse, weight)]
-    total = shares[0] + shares[1]
-    seen = np.where(total > 0, total, 1)
-    joined = (mixed * shares[0][..., None] + part * shares[1][..., None]) / seen[..., None]
-    return joined, np.where(total > 0, np.log(seen) + reference, -np.inf)

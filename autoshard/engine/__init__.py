@@ -1,0 +1,1 @@
+"""What executes a plan: programs read off it, and the processes that run them."""

@@ -1,0 +1,183 @@
+"""From a plan's table to what its ranks execute: per stage the blocks in order, each parted into its passes."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from autoshard.errors import require
+from autoshard.graph.block import Block, OpGraph
+from autoshard.graph.decoder import decoder_graph
+from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Program, Value
+from autoshard.plan.plan import Plan, Stage
+from autoshard.plan.tables import plan_blocks, plan_programs
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.mesh import ATOMS
+from autoshard.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockProgram:
+    """A block as ranks run it: the program, parted into what runs forward and what runs backward."""
+
+    block: Block
+    program: Program
+    forward: tuple[Instruction, ...]
+    backward: tuple[Instruction, ...]
+
+    @property
+    def handed_on(self) -> str:
+        """The tensor that the forward pass makes for the next block; the loss at the end."""
+        return self.block.carry_out or "loss"
+
+    @property
+    def handed_back(self) -> str | None:
+        """The gradient that the backward pass makes for the block before, if there is one."""
+        sums = {f"{tensor.name}.sum" for tensor in self.block.parameters}
+        return next((name for name in self.program.results if name not in {*sums, self.handed_on}), None)
+
+    def given(self, tensor: str) -> Value:
+        """Return a tensor as the program takes it."""
+        values = (entry.value for entry in self.program.instructions if isinstance(entry, Given))
+        return next(value for value in values if value.tensor == tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPrograms:
+    """A plan's graph, and for every stage its blocks by name (``layer.3``), as ``graph/evaluate`` names them."""
+
+    graph: OpGraph
+    stages: tuple[Mapping[str, BlockProgram], ...]
+
+    def collective_atoms(self) -> frozenset[tuple[str, ...]]:
+        """Return all atoms over which a collective of some program acts, rings among them."""
+        entries = [entry for blocks in self.stages for parts in blocks.values() for entry in parts.program.instructions]
+        sent = {entry.collective.atoms for entry in entries if isinstance(entry, Communicate)}
+        return frozenset(sent | {hop.atoms for entry in entries if isinstance(entry, Compute) for hop in entry.ring})
+
+    def pending(self) -> frozenset[tuple[str, ...]]:
+        """Return all atoms that some weight's gradient awaits when the micro-batches are done."""
+        programs = (parts.program for blocks in self.stages for parts in blocks.values())
+        return frozenset(value.layout.sums for program in programs for value in program.results.values())
+
+
+def programs_of(plan: Plan) -> PlanPrograms:
+    """Read the programs off a plan's table; what this engine cannot execute yet is refused, all of it at once."""
+    _refuse_unsupported(plan)
+    graph, blocks = graph_of(plan), plan_blocks(plan)
+    parts = {name: parted(blocks[name], program) for name, program in plan_programs(plan).items()}
+    stages = tuple({name: parts[table] for name, table in _contents(stage, graph.num_layers)} for stage in plan.stages)
+    return PlanPrograms(graph=graph, stages=stages)
+
+
+def graph_of(plan: Plan) -> OpGraph:
+    """Return the step of a plan before sharding; experts that drop nothing get a slot for every token."""
+    workload, model = plan.workload, plan.model
+    if model.num_experts and workload.expert_capacity is None:
+        workload = replace(workload, expert_capacity=_dropless(model))
+    micro_batch = plan.micro_batch * plan.mesh.size("dp")
+    return decoder_graph(model, workload, load_kernels(plan.kernels), micro_batch=micro_batch)
+
+
+def _dropless(model: ModelSpec) -> float:
+    """Return the capacity at which one expert could take every token."""
+    return model.num_experts / model.experts_per_token if model.num_experts else 1.0
+
+
+def split_pending(pending: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Part the atoms that a weight's gradient awaits: those that share the optimizer's work, and the others.
+
+    >>> split_pending(("kv", "cp", "edp"))
+    (('edp', 'cp'), ('kv',))
+    """
+    ordered = tuple(sorted(pending, key=ATOMS.index))
+    shards = tuple(atom for atom in ordered if atom in ("edp", "ep", "cp"))
+    return shards, tuple(atom for atom in ordered if atom not in shards)
+
+
+def _contents(stage: Stage, num_layers: int) -> Iterator[tuple[str, str]]:
+    """Yield the blocks that a stage runs, in order, each with the name of its table in the plan."""
+    if stage.first_layer == 0:
+        yield "embed.0", "embed"
+    for index in range(stage.num_layers):
+        drop = stage.recompute.of_layer(index)
+        yield f"layer.{stage.first_layer + index}", "layer" if drop.kind == "none" else f"layer {drop}"
+    if stage.first_layer + stage.num_layers == num_layers:
+        yield "head.0", "head"
+
+
+def parted(block: Block, program: Program) -> BlockProgram:
+    """Part a program: forward is what pass F does and what it needs, all else waits for the gradient."""
+    handed_on = program.results[block.carry_out or "loss"]
+    needed = {handed_on.name}
+    forward: list[Instruction] = []
+    backward: list[Instruction] = []
+    for entry in reversed(program.instructions):
+        names, reads = _written(entry), _read(entry)
+        if needed.intersection(names) or _is_forward(entry):
+            forward.append(entry)
+            needed.update(reads)
+        else:
+            backward.append(entry)
+    upstream = f"d.{handed_on.tensor}"
+    assert upstream not in needed, f"{block.kind}: the forward pass waits for {upstream}"
+    return BlockProgram(
+        block=block, program=program, forward=tuple(reversed(forward)), backward=tuple(reversed(backward))
+    )
+
+
+def _is_forward(entry: Instruction) -> bool:
+    match entry:
+        case Compute(op=op):
+            return op.pass_ == "F"
+        case Communicate(pass_=pass_):
+            return pass_ == "F"
+        case _:
+            return False
+
+
+def _written(entry: Instruction) -> tuple[str, ...]:
+    match entry:
+        case Given(value=value):
+            return (value.name,)
+        case Compute(writes=writes):
+            return tuple(value.name for value in writes)
+        case _:
+            return (entry.writes.name,)
+
+
+def _read(entry: Instruction) -> tuple[str, ...]:
+    match entry:
+        case Given():
+            return ()
+        case Communicate(reads=reads) | CountOnce(reads=reads):
+            return (reads.name,)
+        case _:
+            return tuple(value.name for value in entry.reads)
+
+
+def _refuse_unsupported(plan: Plan) -> None:
+    """Refuse what this engine would otherwise silently do differently."""
+    names = {name for name, _ in plan.mesh.axes}
+    whole = sorted(names - set(ATOMS))
+    kinds = {action.kind for actions in plan.schedule.action_lists() for action in actions}
+    require(
+        (not whole, "mesh", f"{' and '.join(whole)} must be written in parts: edp and ep for dp, kv and rep for tp"),
+        (plan.zero != 3, "zero", "ZeRO-3 is not executed yet. Use zero=0 or zero=1"),
+        (kinds <= {"F", "B"}, "schedule", "only whole backwards (B) are executed yet. Use gpipe, 1f1b or interleaved"),
+        (plan.cp_order == "contiguous", "cp_order", "zigzag is not executed yet. Use contiguous"),
+        (
+            plan.cp_kind == "ring" or plan.mesh.size("cp") == 1,
+            "cp_kind",
+            f"{plan.cp_kind} is not executed yet. Use ring",
+        ),
+        (
+            (plan.workload.expert_capacity or _dropless(plan.model)) >= _dropless(plan.model),
+            "expert_capacity",
+            "dropped tokens are not executed yet. Leave expert_capacity out",
+        ),
+        (
+            bool(plan.strategies),
+            "strategies",
+            "the table is empty, so nothing says which collectives to execute. Make the plan again",
+        ),
+        (plan.boundary is None, "boundary", "another layout between blocks is not executed yet. Leave boundary out"),
+    )

@@ -1,0 +1,185 @@
+"""Plans of small models, a batch for each, one process as the reference, and what ranks run."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autoshard.engine.place import assemble
+from autoshard.engine.programs import graph_of
+from autoshard.engine.torch.executor import Executor, StepShare
+from autoshard.graph.evaluate import StepResult, evaluate_step, random_weights
+from autoshard.graph.op import Array
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.plan import Plan
+from autoshard.search.planner import Request, plan_at
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.workload import Precision, Workload
+
+Arrays = Mapping[str, Array]
+CLIP_NORM = 0.05  # far below the norm of every case, so that clipping matters
+LEARNING_RATE = 1e-2
+CALLS = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "isend", "recv")
+
+
+@functools.cache
+def llama(**changes: Any) -> ModelSpec:
+    """The shape of tiny-llama, reduced."""
+    small: dict[str, Any] = {"num_layers": 2, "hidden": 16, "ffn": 24, "head_dim": 4, "vocab": 30}
+    return replace(load_model("tiny-llama"), **(small | changes))
+
+
+def gpt(**changes: Any) -> ModelSpec:
+    """Everything that llama has not: learned positions, biases, tied embeddings, a vocabulary that nothing divides."""
+    options: dict[str, Any] = {"norm": "layer", "positions": "learned", "gated_mlp": False, "activation": "gelu_tanh"}
+    options |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied_embeddings": True, "vocab": 31}
+    return llama(**(options | changes))
+
+
+def plan_of(text: str, model: ModelSpec, *, seq_len: int = 8, global_batch: int = 4, capacity: Any = None) -> Plan:
+    """The plan of exactly this candidate on this machine."""
+    candidate = Candidate.parse(text)
+    precision = Precision.named("bf16")
+    workload = Workload(
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        clip_norm=CLIP_NORM,
+        expert_capacity=capacity,
+    )
+    cluster = load_cluster("local", ranks=candidate.num_ranks)
+    return plan_at(Request(model=model, cluster=cluster, workload=workload, engines=("torch",)), candidate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A plan, weights to start from, and the micro-batches of every step."""
+
+    plan: Plan
+    weights: Arrays
+    steps: tuple[tuple[Arrays, ...], ...]
+
+    @classmethod
+    def of(cls, plan: Plan, num_steps: int = 1) -> "Task":
+        generator, graph = np.random.default_rng(0), graph_of(plan)
+        weights = random_weights(graph, generator, scale=0.3)
+        steps = tuple(_micro_batches(plan, generator) for _ in range(num_steps))
+        return cls(plan=plan, weights=weights, steps=steps)
+
+    def reference(self, weights: Arrays | None = None, step: int = 0) -> StepResult:
+        """One process, nothing sharded."""
+        graph = graph_of(self.plan)
+        return evaluate_step(graph, weights or self.weights, self.steps[step], learning_rate=LEARNING_RATE)
+
+
+def _micro_batches(plan: Plan, generator: np.random.Generator) -> tuple[Arrays, ...]:
+    """Random tokens, of which a third does not count; weights add up to one over the whole step."""
+    sizes = graph_of(plan).sizes
+    shape = (sizes["batch"], sizes["seq"])
+    counts = [generator.random(shape) < 2 / 3 for _ in range(plan.schedule.num_micro_batches)]
+    total = sum(int(count.sum()) for count in counts)
+    along = np.arange(sizes["seq"])
+    return tuple(
+        {
+            "tokens": generator.integers(0, sizes["vocab"], shape),
+            "labels": generator.integers(0, sizes["vocab"], shape),
+            "positions": along,
+            "key_positions": along,
+            "token_weight": count / total,
+        }
+        for count in counts
+    )
+
+
+def run_steps(task: Task) -> list[StepShare]:
+    """What every rank runs."""
+    executor = Executor(task.plan, task.weights)
+    return [executor.step(batches, LEARNING_RATE) for batches in task.steps]
+
+
+def run_counted(task: Task) -> Counter[str]:
+    """Run, and count the calls of torch.distributed that this rank made."""
+    executor = Executor(task.plan, task.weights)
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            kind = f"{name}_max" if options.get("op") == dist.ReduceOp.MAX else name
+            calls[kind] += 1
+            return call(*args, **options)
+
+        return wrapped
+
+    with patched({name: counted(name, getattr(dist, name)) for name in CALLS}):
+        executor.step(task.steps[0], LEARNING_RATE)
+    return calls
+
+
+def run_dropping(task: Task, name: str, num_calls: int) -> list[StepShare]:
+    """Run the step once for each call of a collective, which then does nothing to what this rank has."""
+    shares: list[StepShare] = []
+    for dropped in range(num_calls):
+        executor = Executor(task.plan, task.weights)
+        with patched({name: _without_call(name, dropped)}):
+            shares.append(executor.step(task.steps[0], LEARNING_RATE))
+    return shares
+
+
+def _without_call(name: str, dropped: int) -> Callable[..., Any]:
+    call, calls = getattr(dist, name), iter(range(10**6))
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        if next(calls) != dropped:
+            return call(*args, **options)
+        if name == "reduce_scatter_single":  # keep one's own part of what should have been summed
+            mine, given = args
+            mine.copy_(given.chunk(given.numel() // mine.numel())[dist.get_rank(options["group"])])
+        return None
+
+    return wrapped
+
+
+@contextmanager
+def patched(calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replace functions of torch.distributed for a while."""
+    before = {name: getattr(dist, name) for name in calls}
+    try:
+        for name, call in calls.items():
+            setattr(dist, name, call)
+        yield
+    finally:
+        for name, call in before.items():
+            setattr(dist, name, call)
+
+
+def compare(expected: StepResult, shares: Sequence[StepShare], *, weights: Arrays | None = None) -> None:
+    """Hold what ranks found against one process: loss, norm, every gradient, every new weight.
+
+    Gradients are compared relative to the largest of the model. AdamW divides a gradient by itself, so noise in one
+    that should be zero shows in the weight: up to 1e-16 / eps x learning rate = 1e-10.
+    """
+    for share in shares:
+        np.testing.assert_allclose([share.loss, share.norm], [expected.loss, expected.norm], rtol=1e-12)
+    largest = max(np.abs(gradient).max() for gradient in expected.gradients.values())
+    assert {name for share in shares for name in share.gradients} == set(expected.gradients)
+    for name, gradient in expected.gradients.items():
+        found = assemble(gradient.shape, [share.gradients[name] for share in shares if name in share.gradients])
+        np.testing.assert_allclose(found, gradient, rtol=0, atol=1e-12 * largest, err_msg=name)
+    for name, weight in (weights or expected.weights).items():
+        found = assemble(weight.shape, [share.weights[name] for share in shares if name in share.weights])
+        np.testing.assert_allclose(found, weight, rtol=0, atol=1e-9, err_msg=name)
+
+
+def torch_adamw(weights: Arrays) -> tuple[Mapping[str, torch.Tensor], torch.optim.Optimizer]:
+    """PyTorch's own optimizer with our constants; tied weights are one tensor."""
+    distinct = {id(array): torch.from_numpy(array.copy()) for array in weights.values()}
+    tensors = {name: distinct[id(array)] for name, array in weights.items()}
+    return tensors, torch.optim.AdamW(distinct.values(), LEARNING_RATE, (0.9, 0.95), 1e-8, 0.1)

@@ -1,0 +1,190 @@
+"""A step of a plan on real processes equals the same step on one: loss, norm, every gradient, every weight."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autoshard.engine.programs import programs_of, split_pending
+from autoshard.layout.program import Compute
+from autoshard.schedule.action import Action
+from autoshard.spec.model_catalogue import load_model
+from tests.ranks.cases import Task, compare, gpt, llama, plan_of, run_counted, run_dropping, run_steps, torch_adamw
+from tests.ranks.spawn import RankFailed, on_ranks
+
+pytestmark = pytest.mark.ranks
+
+MIXTRAL = {"num_experts": 4, "experts_per_token": 2}
+CASES = {
+    "tp with sequence parallelism": ("tp=2,pp=1,dp=1", llama()),
+    "pp": ("tp=1,pp=2,dp=1", llama()),
+    "dp with ZeRO-1": ("tp=1,pp=1,dp=2", llama()),
+    "tp x pp": ("tp=2,pp=2,dp=1", llama()),
+    "tp without sequence parallelism": ("tp=2,pp=1,dp=1,sp=false", llama()),
+    "dp without ZeRO": ("tp=1,pp=1,dp=2,zero=0", llama()),
+    "tp x dp": ("tp=2,pp=1,dp=2", llama()),
+    "ranks placed backwards": ("tp=2,pp=1,dp=2,place=3-0", llama()),
+    "one rank": ("tp=1,pp=1,dp=1", llama()),
+    "replicated KV heads": ("tp=4,pp=1,dp=1", llama(num_kv_heads=2)),
+    "ring attention": ("tp=1,pp=1,cp=2,dp=1", llama()),
+    "interleaved stages": ("tp=1,pp=2,dp=1,vp=2,schedule=interleaved", llama(num_layers=4)),
+    "all forwards first": ("tp=1,pp=2,dp=1,schedule=gpipe", llama()),
+    "one layer of two recomputed": ("tp=2,pp=1,dp=1,recompute=full:1", llama()),
+    "attention recomputed": ("tp=2,pp=1,dp=1,recompute=selective[attend]", llama()),
+    "tied embeddings on one stage": ("tp=2,pp=1,dp=1", gpt()),
+    "tied embeddings on two stages": ("tp=2,pp=2,dp=1", gpt()),
+    "two branches of one residual": ("tp=2,pp=1,dp=1,sp=false", gpt(parallel_residual=True)),
+    "experts placed backwards": ("tp=1,pp=1,dp=2,ep=2,place=1-0", llama(**MIXTRAL)),
+    "experts": ("tp=2,pp=1,dp=2,ep=2", llama(**MIXTRAL)),
+}
+
+
+@pytest.mark.parametrize(("text", "model"), CASES.values(), ids=CASES)
+def test_a_step_on_ranks_equals_a_step_on_one_process(text, model):
+    task = Task.of(plan_of(text, model))
+    expected = task.reference()
+    assert expected.norm > task.plan.workload.clip_norm, "nothing would be clipped"
+    answers = on_ranks(task.plan.mesh.num_ranks, run_steps, task)
+    compare(expected, [share for (share,) in answers])
+
+
+def test_stages_may_take_micro_batches_in_another_order_than_they_are_sent():
+    plan = plan_of("tp=1,pp=2,dp=1", llama(), global_batch=2)
+    lists = ("F0.0 F0.1 B0.0 B0.1", "F1.1 F1.0 B1.1 B1.0")
+    actions = tuple(tuple(map(Action.parse, text.split())) for text in lists)
+    task = Task.of(replace(plan, schedule=replace(plan.schedule, actions=actions)))
+    compare(task.reference(), [share for (share,) in on_ranks(2, run_steps, task)])
+
+
+@pytest.mark.parametrize("text", ["tp=2,pp=1,dp=1", "tp=1,pp=1,cp=2,dp=1", "tp=1,pp=1,cp=3,dp=1", "tp=1,pp=1,dp=3"])
+def test_sizes_that_nothing_divides_travel_padded(text):
+    task = Task.of(plan_of(text, llama(hidden=13, vocab=31), seq_len=7, global_batch=3))
+    answers = on_ranks(task.plan.mesh.num_ranks, run_steps, task)
+    compare(task.reference(), [share for (share,) in answers])
+
+
+@pytest.mark.parametrize("text", ["tp=2,pp=1,dp=1", "tp=1,pp=2,dp=1", "tp=1,pp=1,dp=2"])
+def test_tiny_llama_itself(text):
+    task = Task.of(plan_of(text, load_model("tiny-llama"), global_batch=2))
+    answers = on_ranks(task.plan.mesh.num_ranks, run_steps, task)
+    compare(task.reference(), [share for (share,) in answers])
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [("tp=2,pp=1,dp=1", gpt()), ("tp=1,pp=2,dp=1", gpt()), ("tp=1,pp=1,dp=2", llama())],
+    ids=["tp, tied", "pp, tied", "dp"],
+)
+def test_three_steps_follow_the_adamw_of_pytorch_on_clipped_gradients(text, model):
+    """The first step of AdamW does not see the scale of a gradient; later ones do, and they need the moments."""
+    task = Task.of(plan_of(text, model, global_batch=2), num_steps=3)
+    answers = on_ranks(task.plan.mesh.num_ranks, run_steps, task)
+    tensors, optimizer = torch_adamw(task.weights)
+    for step in range(3):
+        expected = task.reference({name: tensor.numpy() for name, tensor in tensors.items()}, step)
+        for name, gradient in expected.gradients.items():
+            tensors[name].grad = torch.from_numpy(gradient.copy())
+        torch.nn.utils.clip_grad_norm_([tensors[name] for name in expected.gradients], task.plan.workload.clip_norm)
+        optimizer.step()
+        weights = {name: tensor.numpy() for name, tensor in tensors.items()}
+        compare(expected, [shares[step] for shares in answers], weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("tp=2,pp=1,dp=1", llama()),
+        ("tp=1,pp=2,dp=1", llama()),
+        ("tp=1,pp=1,dp=2", llama()),
+        ("tp=1,pp=1,dp=2,zero=0", llama()),
+        ("tp=2,pp=2,dp=1", llama()),
+        ("tp=1,pp=1,cp=2,dp=1", llama()),
+        ("tp=1,pp=1,dp=2,ep=2", llama(**MIXTRAL)),
+    ],
+)
+def test_every_rank_makes_exactly_the_calls_of_its_programs(text, model):
+    task = Task.of(plan_of(text, model))
+    plan = task.plan
+    answers = on_ranks(plan.mesh.num_ranks, run_counted, task)
+    for rank, calls in enumerate(answers):
+        assert calls == expected_calls(plan, plan.mesh.coordinates(rank)["pp"]), f"rank {rank}"
+
+
+def expected_calls(plan, pipeline_rank):
+    """Count what the programs list, per micro-batch; then per weight of the step phase; then the norm."""
+    calls: Counter[str] = Counter()
+    names = {"all_gather": "all_gather_single", "reduce_scatter": "reduce_scatter_single"}
+    names |= {"all_to_all": "all_to_all_single"}
+    ring_arrays = {"attend": 3, "attend_gradient": 5}  # keys, values, positions; backward their gradients too
+    programs, count = programs_of(plan), plan.schedule.num_micro_batches
+    for stage in plan.schedule.stages_of(pipeline_rank).values():
+        for parts in programs.stages[stage].values():
+            for change in parts.program.collectives():
+                kind = change.collective.kind
+                if kind != "slice":
+                    calls[names.get(kind) or str(kind)] += count
+            for entry in parts.program.instructions:
+                hops = len(entry.ring) if isinstance(entry, Compute) else 0
+                for call in ("isend", "recv") if isinstance(entry, Compute) and hops else ():
+                    calls[call] += count * hops * ring_arrays[entry.op.kind.label]
+            for tensor in parts.block.parameters:
+                calls += step_calls(plan, parts.program.results[f"{tensor.name}.sum"].layout.sums)
+        calls["isend"] += count * ((stage < len(plan.stages) - 1) + (stage > 0))
+        calls["recv"] += count * ((stage < len(plan.stages) - 1) + (stage > 0))
+    return calls + Counter({"all_reduce": 1})
+
+
+def step_calls(plan, pending):
+    shards, others = split_pending(tuple(atom for atom in pending if plan.mesh.size(atom) > 1))
+    if plan.zero == 0:
+        return Counter({"all_reduce": int(bool(pending) and bool(shards + others))})
+    shared = int(bool(shards))
+    return Counter({"all_reduce": int(bool(others)), "reduce_scatter_single": shared, "all_gather_single": shared})
+
+
+def test_an_edited_line_changes_what_is_sent_and_not_what_is_computed():
+    plan = plan_of("tp=2,pp=1,dp=1", llama())
+    layer, line = plan.strategies["layer"], plan.strategies["layer"]["attn_out"]
+    edited = line.replace("F reduce_scatter seq/kv", "F all_reduce /kv, slice seq/kv")
+    assert edited != line
+    other = replace(plan, strategies={**plan.strategies, "layer": {**layer, "attn_out": edited}})
+    num_passes = plan.model.num_layers * plan.schedule.num_micro_batches
+    calls, other_calls = (on_ranks(2, run_counted, Task.of(each))[0] for each in (plan, other))
+    assert calls - other_calls == {"reduce_scatter_single": num_passes}
+    assert other_calls - calls == {"all_reduce": num_passes}
+    task = Task.of(other)
+    compare(task.reference(), [share for (share,) in on_ranks(2, run_steps, task)])
+
+
+def test_a_step_with_another_number_of_micro_batches_is_refused():
+    task = Task.of(plan_of("tp=1,pp=1,dp=1", llama()))
+    with pytest.raises(RankFailed, match="micro_batches: the plan takes 4 a step, not 3"):
+        on_ranks(1, run_steps, replace(task, steps=(task.steps[0][:3],)))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("tp=2,pp=1,dp=1", "all_reduce"),
+        ("tp=2,pp=1,dp=1", "reduce_scatter_single"),
+        ("tp=2,pp=1,dp=1,sp=false", "all_reduce"),
+        ("tp=1,pp=1,dp=2", "all_reduce"),
+        ("tp=1,pp=1,dp=2", "reduce_scatter_single"),
+    ],
+)
+def test_whichever_collective_does_nothing_is_caught(text, name):
+    task = Task.of(plan_of(text, llama(num_layers=1), global_batch=2))
+    calls = expected_calls(task.plan, 0)
+    num_calls = calls[name] + (calls["all_reduce_max"] if name == "all_reduce" else 0)
+    assert num_calls > 0
+    answers = on_ranks(2, run_dropping, task, name, num_calls)
+    expected = task.reference()
+    missed = []
+    for number, shares in enumerate(zip(*answers, strict=True)):
+        try:
+            compare(expected, shares)
+        except AssertionError:
+            continue
+        missed.append(number)
+    assert not missed
