@@ -1,0 +1,102 @@
+"""The best cut of every operation of a block: exact, by elimination over tables of prices.
+
+Backward is tied to the forward operation's cuts. Both ends of the block are clamped to the boundary layout. Stated
+restrictions: all readers of a tensor take it in one layout, and several atoms cut a dim in the mesh's order.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autoshard.layout.layout import Cuts
+from autoshard.layout.program import Communicate, Compute, Program
+from autoshard.layout.redistribute import Change
+from autoshard.search.limited import minimise_within
+from autoshard.search.op_prices import reduction_s, ring_of_s, roofline_s
+from autoshard.search.problem import Atoms, OperatorProblem, op_choices
+from autoshard.search.tables import Tables
+
+__all__ = ["OperatorProblem", "OperatorSolution", "assess", "op_choices", "solve", "solve_keeping"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorSolution:
+    """The cuts of every forward operation, and what they cost together.
+
+    ``gap`` says how much cheaper another solution could be at most, as a share; 0 is proven best. Where nothing keeps
+    to the memory limit, ``fits`` is false and these are the cuts that need least. ``rests`` names the atoms over which
+    an operation's weights rest in pieces.
+    """
+
+    cuts: Mapping[str, Cuts]
+    cost_s: float
+    kept_bytes: float = 0.0
+    gap: float = 0.0
+    fits: bool = True
+    rests: Mapping[str, Atoms] = field(default_factory=dict[str, Atoms])
+    keeps_gathered: bool = True
+
+    def __str__(self) -> str:
+        """Print the cost with its certificate."""
+        fits = "" if self.fits else ", does not fit"
+        return f"{self.cost_s * 1e3:.4g} ms, {self.kept_bytes / 2**20:.4g} MiB kept, gap {self.gap:.2%}{fits}"
+
+
+def solve(problem: OperatorProblem) -> OperatorSolution:
+    """Find the cheapest cuts of a block within its memory limit."""
+    tables = Tables(problem)
+    found = minimise_within(tables.sizes, tables.factors(), problem.memory_limit_bytes)
+    assert math.isfinite(found.cost), "any layout can be changed into any other, so that some way must be left"
+    return solution_of(tables, found.choices, OperatorSolution(
+        cuts={}, cost_s=found.cost, kept_bytes=found.weight, gap=found.gap, fits=found.fits,
+        keeps_gathered=problem.keeps_gathered,
+    ))  # fmt: skip
+
+
+def solve_keeping(problem: OperatorProblem) -> OperatorSolution:
+    """Find the cheapest cuts whether backward finds what forward gathered or gathers again: a choice for the block."""
+    kept, again = (solve(replace(problem, keeps_gathered=keeps)) for keeps in (True, False))
+    best = min(kept, again, key=lambda found: (not found.fits, found.cost_s if found.fits else found.kept_bytes))
+    bound_s = min(found.cost_s * (1 - found.gap) for found in (kept, again) if found.fits or not best.fits)
+    return replace(best, gap=max(0.0, 1 - bound_s / best.cost_s))
+
+
+def solution_of(tables: Tables, numbers: Mapping[str, int], costs: OperatorSolution) -> OperatorSolution:
+    """Return the cuts and rests that the numbers of choices stand for, with these costs."""
+    rests = {op.name: tables.rests[numbers[name]] for op in tables.ops if (name := tables.rest_name(op)) in numbers}
+    return OperatorSolution(
+        cuts={name: choices[numbers[name]].cuts for name, choices in tables.choices.items()},
+        cost_s=costs.cost_s,
+        kept_bytes=costs.kept_bytes,
+        gap=costs.gap,
+        fits=costs.fits,
+        keeps_gathered=costs.keeps_gathered,
+        rests={name: atoms for name, atoms in rests.items() if atoms},
+    )
+
+
+def assess(problem: OperatorProblem, program: Program) -> float:
+    """Price a lowered program: every operation, every collective, every ring, and the reduction of weight gradients.
+
+    The batch is there in any cut, so that what changes its layout is free. Weights rest as they are used. The solver's
+    cost is the same unless an addition hands on a gradient that arrived in other cuts than its own: the program hands
+    it on as it arrived, the solver counts one change for both its readers. Biases of norms may await a sum longer in
+    the program.
+    """
+    block = problem.block
+    total = 0.0
+    for entry in program.instructions:
+        if isinstance(entry, Compute):
+            total += float(np.max(roofline_s(problem, entry.op, [entry.cuts]))) + ring_of_s(
+                problem, entry.op, entry.cuts
+            )
+        elif isinstance(entry, Communicate) and block.tensors[entry.reads.tensor].role != "input":
+            change = Change(collective=entry.collective, before=entry.reads.layout, after=entry.writes.layout)
+            total += problem.price(block.tensors[entry.reads.tensor].dtype)(change)
+    for tensor in block.parameters:
+        layout = program.results[f"{tensor.name}.sum"].layout
+        real = [atom for atom in layout.sums if problem.atoms[atom] > 1]
+        total += reduction_s(problem, tensor.name, dict(layout.dims), real)
+    return total

@@ -1,0 +1,174 @@
+"""What the search for the cuts of a block is asked, and what each of its operations may choose from."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.cost.block import Rates
+from autoshard.errors import InputError, nearest, require
+from autoshard.graph.block import Block
+from autoshard.graph.kinds.pointwise import Reduce
+from autoshard.graph.op import Dims, Op, Tensor
+from autoshard.layout.collective import Collective
+from autoshard.layout.layout import Cuts, Layout, show_atoms
+from autoshard.layout.legal import cut_operations, op_dims
+from autoshard.layout.redistribute import Change, Price, Sizes
+from autoshard.spec.workload import DTYPE_BYTES, Dtype
+
+Seconds = Callable[[Collective, float], float]  # a Collective and a rank's bytes where the message is largest
+Atoms = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorProblem:
+    """Which block, of which sizes, on a mesh of which atoms; what things cost; what is pinned.
+
+    ``boundary`` is the layout of what neighbouring blocks hand over, in both directions. ``memory_limit_bytes`` counts,
+    on one rank, what the block keeps from forward to backward and ``state_bytes_per_weight`` for every weight it holds;
+    with ``cuts_rest`` a weight may rest in pieces on the ranks that use the same part of it.
+    """
+
+    block: Block
+    sizes: Sizes
+    atoms: Mapping[str, int]
+    boundary: Cuts
+    rates: Rates
+    seconds: Seconds
+    pins: Mapping[str, Cuts] = field(default_factory=dict[str, Cuts])
+    num_micro_batches: int = 1  # over which the reduction of weight gradients is spread
+    second_per_byte: float = 0.0  # price of a byte that the memory limit counts
+    keeps_gathered: bool = True  # whether backward finds what forward gathered, or gathers again
+    memory_limit_bytes: float = math.inf
+    state_bytes_per_weight: float = 0.0
+    cuts_rest: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse pins of operations that the block does not have, and numbers that make no sense."""
+        known = [op.name for op in cut_operations(self.block)]
+        unknown = [name for name in self.pins if name not in known]
+        require(
+            *(
+                (False, f"pins.{name}", f"{self.block.kind} has no such operation. {nearest(name, known)}")
+                for name in unknown
+            ),
+            (self.num_micro_batches >= 1, "num_micro_batches", f"must be at least 1, not {self.num_micro_batches}"),
+            (self.memory_limit_bytes > 0, "memory_limit_bytes", f"must be positive, not {self.memory_limit_bytes}"),
+        )
+
+    @property
+    def real_atoms(self) -> Atoms:
+        """The atoms that cut anything."""
+        return tuple(atom for atom, size in self.atoms.items() if size > 1)
+
+    def ranks(self, atoms: Sequence[str]) -> int:
+        """Return how many ranks a group over these atoms has."""
+        return math.prod(self.atoms[atom] for atom in atoms)
+
+    def local_bytes(self, layout: Layout, dtype: Dtype) -> int:
+        """Return what the largest rank holds of a tensor in a layout; padding counts."""
+        shares = (-(-self.sizes[dim] // self.ranks(cut)) for dim, cut in layout.dims)
+        return math.prod(shares) * DTYPE_BYTES[dtype]
+
+    def price(self, dtype: Dtype) -> Price:
+        """Return what single changes of the layout of a tensor with this format cost in seconds; slices are free."""
+
+        def seconds(change: Change) -> float:
+            if change.collective.kind == "slice":
+                return 0.0
+            largest = max(self.local_bytes(change.before, dtype), self.local_bytes(change.after, dtype))
+            return self.seconds(change.collective, largest)
+
+        return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpChoice:
+    """How an operation and its gradients run: cuts, and atoms over which a sum passes through, forward and backward."""
+
+    cuts: Cuts
+    passed: Atoms = ()
+    passed_back: Atoms = ()
+
+    @property
+    def busy(self) -> frozenset[str]:
+        """The atoms that cut a dim."""
+        return frozenset(atom for cut in self.cuts.values() for atom in cut)
+
+    def layout(self, dims: Dims, sums: Sequence[str] = ()) -> Layout:
+        """Return how it cuts a tensor of these dims."""
+        cuts = tuple((dim, tuple(self.cuts.get(dim, ()))) for dim in dims)
+        return Layout(dims=cuts, sums=tuple(sorted(sums)))
+
+    def lost(self, dims: Dims) -> frozenset[str]:
+        """Return the atoms that cut only dims that a tensor of these dims lacks: a sum is pending over them."""
+        return self.busy - {atom for dim in dims for atom in self.cuts.get(dim, ())}
+
+
+def op_choices(block: Block, op: Op, atoms: Sequence[str]) -> tuple[Cuts, ...]:
+    """Return every legal cut of an operation: each atom cuts one dim or none; atoms of one dim in the mesh's order."""
+    tied = dict(op.kind.tied_dims())
+    free = [dim for dim in sorted(op_dims(block, op)) if dim not in op.kind.whole_dims() and dim not in tied]
+    found: list[Cuts] = []
+    for places in itertools.product((*free, ""), repeat=len(atoms)):
+        cuts = {dim: tuple(atom for atom, at in zip(atoms, places, strict=True) if at == dim) for dim in free}
+        cuts |= {dim: tuple(atom for other in others for atom in cuts.get(other, ())) for dim, others in tied.items()}
+        found.append({dim: cut for dim, cut in cuts.items() if cut})
+    return tuple(found)
+
+
+def all_choices(problem: OperatorProblem, op: Op, *, forward: bool, backward: bool) -> tuple[OpChoice, ...]:
+    """Return what an operation may choose: legal cuts that agree with its pin, and sums that pass where they may."""
+    cuts: Sequence[Cuts] = op_choices(problem.block, op, problem.real_atoms)
+    if op.name in problem.pins:  # which need not name dims that follow from others
+        tied = {dim: () for dim, _ in op.kind.tied_dims()}
+        wanted = real_cuts({**problem.pins[op.name], **tied})
+        cuts = [each for each in cuts if real_cuts({**each, **tied}) == wanted]
+        if not cuts:
+            raise InputError.of(f"pins.{op.name}", _no_such_cut(problem, op))
+    found: list[OpChoice] = []
+    for each in cuts:
+        free = [atom for atom in problem.real_atoms if atom not in {atom for cut in each.values() for atom in cut}]
+        ahead = subsets(free) if forward else ((),)
+        back = tuple(subsets(free)) if backward else ((),)
+        found += [OpChoice(cuts=each, passed=one, passed_back=two) for one in ahead for two in back]
+    return tuple(found)
+
+
+def _no_such_cut(problem: OperatorProblem, op: Op) -> str:
+    """Say why a pin is no choice, and what is."""
+    bound = {*op.kind.whole_dims(), *dict(op.kind.tied_dims())}
+    free = [dim for dim in sorted(op_dims(problem.block, op)) if dim not in bound]
+    cuts = ", ".join(f"{dim}/{show_atoms(cut)}" for dim, cut in problem.pins[op.name].items() if cut)
+    return (
+        f"[{cuts}] is not a choice here. Cut {', '.join(free)} over {', '.join(problem.real_atoms)}, each atom once, "
+        "several atoms of one dim in the mesh's order"
+    )
+
+
+def made_layout(op: Op, tensors: Mapping[str, Tensor], tensor: str, choice: OpChoice) -> Layout:
+    """Return how an operation leaves a result: what cuts a dim that it has lost is pending, and what passes through."""
+    dims = tensors[tensor].dims
+    read = {dim for name in op.inputs for dim in tensors[name].dims}
+    lost = {atom for dim in read for atom in choice.cuts.get(dim, ())} & choice.lost(dims)
+    index = op.outputs.index(tensor)
+    passes = any(index in outputs for outputs in op.kind.linear_through().values())
+    plain = choice.layout(dims, sorted({*lost, *(choice.passed if passes else ())}))
+    if isinstance(op.kind, Reduce) and op.kind.function == "max":
+        return Layout(dims=plain.dims, maxima=plain.sums)
+    return plain
+
+
+def subsets(atoms: Sequence[str]) -> Iterator[Atoms]:
+    """Yield every subset, the smaller first.
+
+    >>> list(subsets(("a", "b")))
+    [(), ('a',), ('b',), ('a', 'b')]
+    """
+    for count in range(len(atoms) + 1):
+        yield from itertools.combinations(atoms, count)
+
+
+def real_cuts(cuts: Cuts) -> dict[str, Atoms]:
+    """Return only the dims that are cut."""
+    return {dim: tuple(cut) for dim, cut in cuts.items() if cut}

@@ -1,0 +1,49 @@
+from dataclasses import replace
+
+import pytest
+
+from autoshard.search.chain import ChainSolution
+from autoshard.search.operators import OperatorSolution
+from benchmarks import solve_block, solve_unrolled
+from benchmarks.measure import Usage
+
+FAST = Usage(cpu_s=0.5, peak_bytes=90_000_000)
+EXACT = OperatorSolution(cuts={}, cost_s=0.01)
+USED: dict[str, Usage] = dict.fromkeys(("two_axes", "three_axes", "limited"), FAST)
+
+
+def test_all_bars_of_a_block_hold() -> None:
+    result = solve_block.judge(USED, [EXACT], [EXACT], replace(EXACT, gap=0.004))
+    assert result.holds and result.value == 0.5 and result.extras["limited_gap"] == 0.004
+
+
+@pytest.mark.parametrize(
+    ("name", "usage"),
+    [
+        ("two_axes", replace(FAST, cpu_s=1.1)),
+        ("two_axes", replace(FAST, peak_bytes=200_000_001)),
+        ("three_axes", replace(FAST, cpu_s=5.1)),
+        ("limited", replace(FAST, cpu_s=5.1)),
+    ],
+)
+def test_every_bar_on_time_and_memory_counts(name: str, usage: Usage) -> None:
+    assert not solve_block.judge({**USED, name: usage}, [EXACT], [EXACT], EXACT).holds
+
+
+def test_every_gap_counts() -> None:
+    open_gap = replace(EXACT, gap=0.006)
+    assert not solve_block.judge(USED, [open_gap], [EXACT], EXACT).holds
+    assert not solve_block.judge(USED, [EXACT], [open_gap], EXACT).holds
+    assert not solve_block.judge(USED, [EXACT], [EXACT], open_gap).holds
+    assert not solve_block.judge(USED, [EXACT], [EXACT], replace(EXACT, fits=False)).holds
+
+
+def chain(cost_s: float) -> ChainSolution:
+    return ChainSolution(blocks=(EXACT,) * 34, boundaries=(), cost_s=cost_s)
+
+
+def test_an_unrolled_model_must_cost_the_same_by_every_way_and_never_more_than_tied() -> None:
+    assert solve_unrolled.judge(FAST, chain(1.0), chain(1.0), chain(1.1)).holds
+    assert not solve_unrolled.judge(FAST, chain(1.0), chain(0.9), chain(1.1)).holds
+    assert not solve_unrolled.judge(FAST, chain(1.0), chain(1.0), chain(0.9)).holds
+    assert not solve_unrolled.judge(replace(FAST, cpu_s=11.0), chain(1.0), chain(1.0), chain(1.1)).holds

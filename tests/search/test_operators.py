@@ -1,0 +1,246 @@
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from autoshard.errors import InputError
+from autoshard.graph.block import Block
+from autoshard.layout.layout import Cuts
+from autoshard.layout.legal import cut_operations, faults
+from autoshard.layout.program import Compute, Program
+from autoshard.search.chain import ReducedBlock, SharedWeight, solve_chain
+from autoshard.search.operators import OperatorProblem, assess, op_choices, solve
+from tests.search.operator_cases import (
+    RATES,
+    SMALL_SIZES,
+    collectives,
+    lowered,
+    model_problems,
+    random_block,
+    seconds_of,
+)
+
+TWO = {"a": 2, "b": 3}
+UNLIKE = {"a": 100e9, "b": 300e9}
+MESH = {"dp": 8, "tp": 8}
+SEQUENCE: Cuts = {"batch": ("dp",), "seq": ("tp",)}
+
+
+def small_problem(block: Block, atoms: Mapping[str, int], boundary: Cuts, **more: Any) -> OperatorProblem:
+    common = {"sizes": SMALL_SIZES, "rates": RATES, "seconds": seconds_of(atoms, UNLIKE), **more}
+    return OperatorProblem(block=block, atoms=atoms, boundary=boundary, **common)
+
+
+def every_cut(problem: OperatorProblem) -> list[dict[str, Cuts]]:
+    ops = cut_operations(problem.block)
+    ways = itertools.product(*(op_choices(problem.block, op, tuple(problem.atoms)) for op in ops))
+    return [dict(zip((op.name for op in ops), way, strict=True)) for way in ways]
+
+
+def kept_bytes(problem: OperatorProblem, program: Program) -> float:
+    """What backward reads of what forward made, in each layout in which it reads it; and what weights need."""
+    kept: dict[str, int] = {}
+    storages = {entry.storage for entry in problem.block.saved}
+    for entry in program.instructions:
+        if isinstance(entry, Compute) and entry.op.pass_ != "F":
+            for value in entry.reads:
+                if value.tensor in storages:
+                    dtype = problem.block.tensors[value.tensor].dtype
+                    kept[f"{value.tensor} {value.layout}"] = problem.local_bytes(value.layout, dtype)
+    weights = (program.results[f"{tensor.name}.sum"].layout for tensor in problem.block.parameters)
+    return sum(kept.values()) + problem.state_bytes_per_weight * sum(problem.local_bytes(one, "fp8") for one in weights)
+
+
+BOUNDARIES = st.sampled_from([{}, {"batch": ("a",)}, {"seq": ("b",)}, {"batch": ("b",), "seq": ("a",)}])
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@given(seed=SEEDS, boundary=BOUNDARIES, gathered=st.booleans())
+def test_the_cost_is_that_of_the_program_that_is_lowered(seed: int, boundary: Cuts, gathered: bool) -> None:
+    problem = small_problem(random_block(seed), TWO, boundary, keeps_gathered=gathered)
+    found = solve(problem)
+    assert assess(problem, lowered(problem, found.cuts)) == pytest.approx(found.cost_s, rel=1e-9)
+
+
+@settings(max_examples=15)
+@given(seed=SEEDS, size=st.integers(2, 5), gathered=st.booleans())
+def test_no_cut_of_a_small_block_is_cheaper(seed: int, size: int, gathered: bool) -> None:
+    problem = small_problem(random_block(seed), {"a": size}, {"batch": ("a",)}, keeps_gathered=gathered)
+    best = min(assess(problem, lowered(problem, cuts)) for cuts in every_cut(problem))
+    assert solve(problem).cost_s == pytest.approx(best, rel=1e-9)
+
+
+@settings(max_examples=15)
+@given(seed=SEEDS, size=st.integers(2, 4), share=st.floats(0, 1))
+def test_no_cut_that_keeps_to_a_limit_is_cheaper(seed: int, size: int, share: float) -> None:
+    problem = small_problem(random_block(seed), {"a": size}, {"batch": ("a",)}, state_bytes_per_weight=18.0)
+    programs = [lowered(problem, cuts) for cuts in every_cut(problem)]
+    ways = [(assess(problem, program), kept_bytes(problem, program)) for program in programs]
+    least, cheapest = min(kept for _, kept in ways), min(ways)[1]
+    limited = replace(problem, memory_limit_bytes=least + share * (cheapest - least))
+    found = solve(limited)
+    best = min(cost for cost, kept in ways if kept <= limited.memory_limit_bytes * (1 + 1e-9))
+    assert found.fits and found.gap == 0
+    assert found.cost_s == pytest.approx(best, rel=1e-9)
+    assert kept_bytes(problem, lowered(problem, found.cuts)) == pytest.approx(found.kept_bytes)
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize(
+    ("model", "boundary"),
+    [
+        ("llama3-8b", SEQUENCE),
+        ("mixtral-8x7b", SEQUENCE),
+        ("gpt-neox-20b", SEQUENCE),
+        ("llama3-8b", {"batch": ("dp",)}),
+    ],
+)
+def test_real_blocks_cost_what_their_programs_cost_and_are_legal(model: str, boundary: Cuts, gathered: bool) -> None:
+    for problem in model_problems(model, MESH, boundary, keeps_gathered=gathered).values():
+        found = solve(problem)
+        assert not faults(problem.block, found.cuts, tuple(MESH))
+        assert assess(problem, lowered(problem, found.cuts)) == pytest.approx(found.cost_s, rel=1e-9)
+
+
+def test_numbers_of_slots_are_read_as_they_were_counted() -> None:
+    problem = model_problems("mixtral-8x7b", MESH, {"batch": ("dp",)})["layer"]
+    problem = replace(problem, pins={"queue": {"batch": ("tp",)}})
+    found = solve(problem)
+    for name in ("dispatch", "combine"):
+        tokens = {dim: found.cuts[name].get(dim, ()) for dim in ("batch", "seq")}
+        assert tokens == {"batch": ("tp",), "seq": ()}
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"p": {}}, "pins.p: layer has no such operation"),
+        (
+            {"attn_norm": {"hidden": ("tp",)}},
+            r"pins.attn_norm: \[hidden/tp\] is not a choice here. Cut batch, seq over dp, tp",
+        ),
+        ({"o": {"seq": ("tp", "dp")}}, "in the mesh's order"),
+        ({"q": {"seq": ("tp",)}, "k": {}}, "q, k, v read attn_in in different layouts"),
+    ],
+)
+def test_a_pin_that_cannot_be_is_refused_with_what_can(pins: Mapping[str, Cuts], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        solve(model_problems("llama3-8b", MESH, SEQUENCE, pins=pins)["layer"])
+
+
+def test_pins_that_contradict_each_other_are_refused() -> None:
+    pins = {"queue": {"batch": ("tp",)}, "dispatch": {"batch": ("dp",)}}
+    with pytest.raises(InputError, match="queue, dispatch, combine read choose_expert_out in different layouts"):
+        solve(model_problems("mixtral-8x7b", MESH, SEQUENCE, pins=pins)["layer"])
+
+
+def test_numbers_that_make_no_sense_are_all_refused_at_once() -> None:
+    with pytest.raises(InputError, match=r"(?s)num_micro_batches.*memory_limit_bytes"):
+        model_problems("llama3-8b", MESH, SEQUENCE, num_micro_batches=0, memory_limit_bytes=0.0)
+
+
+@given(seed=SEEDS, boundary=BOUNDARIES)
+def test_renaming_dims_and_operations_changes_no_cost(seed: int, boundary: Cuts) -> None:
+    names = {"batch": "z", "seq": "y", "hidden": "x", "ffn": "w"}
+    here = small_problem(random_block(seed, adds=True), TWO, boundary)
+    sizes = {names[dim]: size for dim, size in SMALL_SIZES.items()}
+    block = random_block(seed, adds=True, dims=tuple(names.values()), prefix="a")
+    there = small_problem(block, TWO, {names[dim]: cut for dim, cut in boundary.items()}, sizes=sizes)
+    assert solve(there).cost_s == pytest.approx(solve(here).cost_s, rel=1e-12)
+
+
+def test_a_pin_holds_and_never_makes_it_cheaper() -> None:
+    problem = model_problems("llama3-8b", MESH, SEQUENCE)["layer"]
+    free, pinned = solve(problem), solve(replace(problem, pins={"q": {"hidden": ("tp",), "batch": ("dp",)}}))
+    assert pinned.cuts["q"] == {"batch": ("dp",), "hidden": ("tp",)}
+    assert pinned.cost_s > free.cost_s
+
+
+def test_the_names_of_atoms_mean_nothing() -> None:
+    one = model_problems("llama3-8b", {"dp": 8, "tp": 4}, {})["layer"]
+    other = model_problems("llama3-8b", {"u": 8, "v": 4}, {})["layer"]
+    assert solve(one).cost_s == pytest.approx(solve(other).cost_s, rel=1e-12)
+
+
+def test_an_atom_of_size_one_changes_nothing() -> None:
+    small = solve(model_problems("llama3-8b", MESH, SEQUENCE)["layer"])
+    large = solve(model_problems("llama3-8b", {**MESH, "cp": 1}, SEQUENCE)["layer"])
+    assert (small.cuts, small.cost_s) == (large.cuts, large.cost_s)
+
+
+def test_what_does_not_fit_is_said_with_the_least_it_needs() -> None:
+    problem = model_problems("llama3-8b", MESH, SEQUENCE, memory_limit_bytes=1.0)["layer"]
+    found = solve(problem)
+    assert not found.fits and found.kept_bytes > 1
+    assert "does not fit" in str(found)
+    assert "gap 0.00%" in str(solve(replace(problem, memory_limit_bytes=math.inf)))
+
+
+def test_a_price_of_bytes_buys_memory_with_time() -> None:
+    problem = model_problems("llama3-8b", MESH, SEQUENCE, state_bytes_per_weight=18.0)["layer"]
+    cheap, dear = solve(problem), solve(replace(problem, second_per_byte=1e-11))
+    assert dear.kept_bytes < cheap.kept_bytes
+
+
+def test_the_more_memory_the_faster() -> None:
+    problem = model_problems("llama3-8b", MESH, SEQUENCE, state_bytes_per_weight=18.0, cuts_rest=True)["layer"]
+    most = solve(problem).kept_bytes
+    found = [solve(replace(problem, memory_limit_bytes=most * share)) for share in (0.3, 0.5, 0.7, 0.9, 1.0)]
+    assert all(one.fits and one.gap <= 0.005 for one in found)
+    costs = [one.cost_s for one in found]
+    assert costs == sorted(costs, reverse=True) and costs[0] > costs[-1]
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[dict[str, OperatorProblem], dict[str, ReducedBlock]]:
+    problems = model_problems("llama3-8b", MESH, {})
+    return problems, {kind: ReducedBlock(problem) for kind, problem in problems.items()}
+
+
+def test_tied_layers_cost_what_the_repeated_solve_costs(
+    llama: tuple[dict[str, OperatorProblem], dict[str, ReducedBlock]],
+) -> None:
+    problems, blocks = llama
+    chain = [blocks["embed"], *[blocks["layer"]] * 4, blocks["head"]]
+    tied = solve_chain(chain, layers_tied=True)
+    assert len(set(tied.boundaries)) == 1 and len(tied.boundaries) == 5
+    every: list[float] = []
+    for layout in blocks["layer"].boundaries:
+        alone = {k: solve(replace(problem, boundary=dict(layout.dims))).cost_s for k, problem in problems.items()}
+        every.append(alone["embed"] + 4 * alone["layer"] + alone["head"])
+    assert tied.cost_s == pytest.approx(min(every), rel=1e-9)
+    assert solve_chain(chain).cost_s <= tied.cost_s * (1 + 1e-12)
+
+
+def test_a_chain_costs_what_its_blocks_cost_between_its_boundaries(
+    llama: tuple[dict[str, OperatorProblem], dict[str, ReducedBlock]],
+) -> None:
+    _, blocks = llama
+    found = solve_chain([blocks["embed"], *[blocks["layer"]] * 3, blocks["head"]])
+    assert found.cost_s == pytest.approx(sum(block.cost_s for block in found.blocks))
+    assert len(found.blocks) == 5 and len(found.boundaries) == 4
+
+
+def test_a_shared_weight_is_cut_alike_and_vocabulary_parallel(
+    llama: tuple[dict[str, OperatorProblem], dict[str, ReducedBlock]],
+) -> None:
+    _, blocks = llama
+    chain = [blocks["embed"], blocks["layer"], blocks["head"]]
+    free = solve_chain(chain)
+    shared = solve_chain(chain, shared=SharedWeight(first=(0, "embed.weight"), second=(2, "unembed.weight")))
+    ends = (shared.blocks[0].cuts["embed"], shared.blocks[-1].cuts["unembed"])
+    assert [cuts.get("vocab") for cuts in ends] == [("tp",), ("tp",)]
+    assert [cuts.get("hidden") for cuts in ends] == [None, None]
+    assert free.blocks[0].cuts["embed"] == {"hidden": ("dp", "tp")}
+    assert shared.cost_s >= free.cost_s
+
+
+def test_vocabulary_is_never_gathered_in_the_loss() -> None:
+    problem = model_problems("llama3-8b", MESH, SEQUENCE)["head"]
+    found = solve(problem)
+    assert found.cuts["unembed"] == {"batch": ("dp",), "vocab": ("tp",)}
+    assert not [text for text in collectives(problem, found.cuts) if "vocab" in text]
