@@ -12,8 +12,42 @@ _CHOICES = ("batch", "seq", "choices")
 _SLOTS = ("experts", "slots", "hidden")
 
 
+class _Routed:
+    """What kinds share that see a token's choice of experts."""
+
+    __slots__ = ()
+
+    def whole_dims(self) -> Dims:
+        """A token may choose any expert."""
+        return ("experts", "choices")
+
+
+class _Slotted(_Routed):
+    """What kinds share that see the slots of experts too."""
+
+    __slots__ = ()
+
+    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
+        """Each rank has its own slots for its own tokens."""
+        return (("slots", _TOKENS),)
+
+
+class _Fetching(_Slotted):
+    """What kinds share that bring rows of slots (the first input) back to their tokens."""
+
+    __slots__ = ()
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Give one row per token."""
+        return (Output(dims=(*_TOKENS, "hidden"), dtype=inputs[0].dtype),)
+
+    def linear_through(self) -> Mapping[int, tuple[int, ...]]:
+        """Fetching and adding rows is linear in the rows."""
+        return {0: (0,)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopK(Differentiable):
+class TopK(_Routed, Differentiable):
     """The largest router logits of each token and the experts they belong to; ties go to the lower number."""
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
@@ -22,10 +56,6 @@ class TopK(Differentiable):
             Output(dims=_CHOICES, dtype=inputs[0].dtype),
             Output(dims=_CHOICES, dtype="int64", suffix="expert"),
         )
-
-    def whole_dims(self) -> Dims:
-        """A token may choose any expert."""
-        return ("experts", "choices")
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Sort and take the first."""
@@ -38,16 +68,12 @@ class TopK(Differentiable):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopKGradient(OpKind):
+class TopKGradient(_Routed, OpKind):
     """The gradient of the router logits: zero but for the chosen."""
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Give one value per token and expert."""
         return (Output(dims=(*_TOKENS, "experts"), dtype=inputs[0].dtype),)
-
-    def whole_dims(self) -> Dims:
-        """A token may choose any expert."""
-        return ("experts", "choices")
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Place the values."""
@@ -61,7 +87,7 @@ class TopKGradient(OpKind):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot(Differentiable):
+class Slot(_Slotted, Differentiable):
     """The place of each (token, choice) in its expert's queue, in token order; -1 where the queue is full."""
 
     @property
@@ -72,14 +98,6 @@ class Slot(Differentiable):
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Give one place per token and choice."""
         return (Output(dims=_CHOICES, dtype="int64"),)
-
-    def whole_dims(self) -> Dims:
-        """A token may choose any expert."""
-        return ("experts", "choices")
-
-    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
-        """Each rank has its own slots for its own tokens."""
-        return (("slots", _TOKENS),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Count the tokens that came before to the same expert."""
@@ -94,20 +112,12 @@ class Slot(Differentiable):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dispatch(Differentiable):
+class Dispatch(_Slotted, Differentiable):
     """Tokens copied to the slots of their experts: inputs are tokens, experts, places."""
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Give the filled slots."""
         return (Output(dims=_SLOTS, dtype=inputs[0].dtype),)
-
-    def whole_dims(self) -> Dims:
-        """A token may choose any expert."""
-        return ("experts", "choices")
-
-    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
-        """Each rank has its own slots for its own tokens."""
-        return (("slots", _TOKENS),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Copy; a slot that nobody takes stays zero."""
@@ -134,24 +144,8 @@ def _fetch(slots: Array, expert: Array, place: Array) -> Array:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchGradient(OpKind):
+class DispatchGradient(_Fetching, OpKind):
     """The gradient of tokens that were copied to slots."""
-
-    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give one row per token."""
-        return (Output(dims=(*_TOKENS, "hidden"), dtype=inputs[0].dtype),)
-
-    def whole_dims(self) -> Dims:
-        """A token may choose any expert."""
-        return ("experts", "choices")
-
-    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
-        """Each rank has its own slots for its own tokens."""
-        return (("slots", _TOKENS),)
-
-    def linear_through(self) -> Mapping[int, tuple[int, ...]]:
-        """Fetching and adding rows is linear in the rows."""
-        return {0: (0,)}
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Fetch and sum over the choices."""
@@ -163,24 +157,8 @@ class DispatchGradient(OpKind):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Combine(Differentiable):
+class Combine(_Fetching, Differentiable):
     """Expert results brought back to their tokens and mixed: inputs are slots, weights, experts, places."""
-
-    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give one row per token."""
-        return (Output(dims=(*_TOKENS, "hidden"), dtype=inputs[0].dtype),)
-
-    def whole_dims(self) -> Dims:
-        """A token may choose any expert."""
-        return ("experts", "choices")
-
-    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
-        """Each rank has its own slots for its own tokens."""
-        return (("slots", _TOKENS),)
-
-    def linear_through(self) -> Mapping[int, tuple[int, ...]]:
-        """Fetching and adding rows is linear in the rows."""
-        return {0: (0,)}
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Fetch, weigh, sum over the choices."""
@@ -198,7 +176,7 @@ class Combine(Differentiable):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CombineGradient(OpKind):
+class CombineGradient(_Slotted, OpKind):
     """The gradients of expert results and of their weights."""
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
@@ -208,14 +186,6 @@ class CombineGradient(OpKind):
             Output(dims=slots.dims, dtype=slots.dtype, suffix="slots"),
             Output(dims=weight.dims, dtype=weight.dtype, suffix="weight"),
         )
-
-    def whole_dims(self) -> Dims:
-        """A token may choose any expert."""
-        return ("experts", "choices")
-
-    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
-        """Each rank has its own slots for its own tokens."""
-        return (("slots", _TOKENS),)
 
     def linear_through(self) -> Mapping[int, tuple[int, ...]]:
         """The gradient of the weights is linear in the rows; that of the rows does not read them."""
