@@ -1,6 +1,5 @@
 """From one layout of a tensor to another by the cheapest sequence of collectives: a shortest path under any price."""
 
-import functools
 import heapq
 import itertools
 import math
@@ -8,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autoshard.layout.collective import Collective, CollectiveKind
+from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts, Layout
 
 Sizes = Mapping[str, int]
@@ -110,7 +109,7 @@ def _permutations(layout: Layout, goal: Layout, even: frozenset[str]) -> Iterato
     for dim, cut in layout.dims:
         order = dict(goal.dims)[dim]
         if dim in even and order != cut and sorted(order) == sorted(cut):
-            change = _change(layout, "permute", dim, order, {dim: order})
+            change = _change(layout, Collective(kind="permute", dim=dim, atoms=order), {dim: order})
             yield str(change.collective), change
 
 
@@ -119,7 +118,7 @@ def single_changes(layout: Layout, allowed: Set[str]) -> tuple[Change, ...]:
     return tuple(change for _, change in _named_changes(layout, frozenset(allowed)))
 
 
-@functools.lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 14)
 def _named_changes(layout: Layout, allowed: frozenset[str]) -> tuple[tuple[str, Change], ...]:
     """Return what may follow with the text of each; remembered, because searches pass the same layouts often."""
     changes = (*_gathers_and_moves(layout), *_sums(layout), *_slices(layout, allowed))
@@ -130,41 +129,46 @@ def _gathers_and_moves(layout: Layout) -> Iterator[Change]:
     for dim, cut in layout.dims:
         for count in range(1, len(cut) + 1):
             kept, moved = cut[:-count], cut[-count:]
-            yield _change(layout, "all_gather", dim, moved, {dim: kept})
+            yield _change(layout, Collective(kind="all_gather", dim=dim, atoms=moved), {dim: kept})
             for other, others in layout.dims:
                 if other != dim:
                     changed = {dim: kept, other: (*others, *moved)}
-                    yield _change(layout, "all_to_all", dim, moved, changed, to_dim=other)
+                    yield _change(layout, Collective(kind="all_to_all", dim=dim, atoms=moved, to_dim=other), changed)
 
 
 def _sums(layout: Layout) -> Iterator[Change]:
     for pending in _subsets(layout.sums):
         rest = tuple(atom for atom in layout.sums if atom not in pending)
-        yield _change(layout, "all_reduce", None, pending, {}, sums=rest)
+        yield _change(layout, Collective(kind="all_reduce", dim=None, atoms=pending), {}, sums=rest)
         for dim, cut in layout.dims:
             for order in itertools.permutations(pending):
-                yield _change(layout, "reduce_scatter", dim, order, {dim: (*cut, *order)}, sums=rest)
+                yield _change(
+                    layout, Collective(kind="reduce_scatter", dim=dim, atoms=order), {dim: (*cut, *order)}, sums=rest
+                )
     for pending in _subsets(layout.maxima):
         rest = tuple(atom for atom in layout.maxima if atom not in pending)
-        yield _change(layout, "all_reduce_max", None, pending, {}, maxima=rest)
+        yield _change(layout, Collective(kind="all_reduce_max", dim=None, atoms=pending), {}, maxima=rest)
 
 
 def _slices(layout: Layout, allowed: Set[str]) -> Iterator[Change]:
     for atom in sorted(allowed - set(_used(layout))):
         for dim, cut in layout.dims:
-            yield _change(layout, "slice", dim, (atom,), {dim: (*cut, atom)})
+            yield _change(layout, Collective(kind="slice", dim=dim, atoms=(atom,)), {dim: (*cut, atom)})
 
 
-def _change(  # noqa: PLR0913
-    layout: Layout, kind: CollectiveKind, dim: str | None, atoms: tuple[str, ...], cuts: Cuts, *,
-    to_dim: str | None = None, sums: tuple[str, ...] | None = None, maxima: tuple[str, ...] | None = None,
-) -> Change:  # fmt: skip
+def _change(
+    layout: Layout,
+    collective: Collective,
+    cuts: Cuts,
+    *,
+    sums: tuple[str, ...] | None = None,
+    maxima: tuple[str, ...] | None = None,
+) -> Change:
     after = Layout(
         dims=tuple((name, cuts.get(name, cut)) for name, cut in layout.dims),
         sums=layout.sums if sums is None else sums,
         maxima=layout.maxima if maxima is None else maxima,
     )
-    collective = Collective(kind=kind, dim=dim, atoms=atoms, to_dim=to_dim)
     return Change(collective=collective, before=layout, after=after)
 
 
