@@ -73,7 +73,7 @@ RULES = (
         subject="cp_kind",
         allows=lambda c: c.cp_kind == "ring",
         message=lambda c: f"cp_kind={c.cp_kind}: attention over cp is planned and priced as a ring. Use cp_kind=ring",
-        source="autoshard: without a layout solver there is one way to attend over cp",
+        source="autoshard: plans do not use the layout solver yet, and know one way to attend over cp",
     ),
     Rule(
         id="cp-order-effect",
@@ -122,7 +122,7 @@ RULES = (
         subject="boundary",
         allows=lambda c: c.boundary == "",
         message=_boundary,
-        source="autoshard: without a layout solver there is one layout between blocks, [batch/dp, seq/cp.tp, hidden]",
+        source="autoshard: plans do not use the layout solver yet; between blocks lies [batch/dp, seq/cp.tp, hidden]",
     ),
     Rule(
         id="lnc",
