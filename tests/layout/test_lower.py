@@ -8,6 +8,7 @@ from autoshard.layout.collective import Collective
 from autoshard.layout.legal import cut_operations, faults, legal_cuts
 from autoshard.layout.program import Compute, CountOnce
 from autoshard.layout.shards import VirtualMesh
+from tests.layout.meshes import random_mesh
 
 BOUNDARY = ("batch", "seq", "hidden")
 NUM_CASES = 2_100 if os.environ.get("CI") else 210
@@ -36,13 +37,6 @@ def random_cuts():
     return draw
 
 
-def _random_mesh(rng):
-    while True:
-        mesh = VirtualMesh(atoms=tuple((name, rng.choice([1, 2, 2, 3, 4])) for name in "abc"[: rng.randint(1, 3)]))
-        if 1 < mesh.num_ranks <= 16:
-            return mesh
-
-
 def _random_boundary(names, rng):
     cuts = {dim: [] for dim in BOUNDARY}
     for name in rng.sample(names, len(names)):
@@ -58,7 +52,7 @@ def _compare_random_case(uncut, random_cuts, seed):
     kind = rng.choice(["layer"] * 6 + ["head"] * 3 + ["embed"])
     again = rng.choice([(), None, ("attend",)]) if kind == "layer" else ()
     case = uncut(options, kind, batch=rng.randint(1, 4), seq=rng.choice([2, 3, 5, 6]), again=again, seed=seed)
-    mesh = _random_mesh(rng)
+    mesh = random_mesh(rng)
     names = tuple(name for name, _ in mesh.atoms)
     cuts, boundary = random_cuts(case.block, options, names, rng), _random_boundary(names, rng)
     assert not faults(case.block, cuts, names)

@@ -22,11 +22,11 @@ from autoshard.layout.lower import lower
 from autoshard.layout.pins import Pin
 from autoshard.layout.propagation import propagate
 from autoshard.layout.redistribute import bytes_price
-from autoshard.layout.shards import VirtualMesh
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
+from tests.layout.meshes import random_mesh
 
 LLAMA = {
     "name": "tiny", "source": "made for this test", "num_layers": 2, "hidden": 16, "ffn": 32, "num_heads": 16,
@@ -276,13 +276,6 @@ def random_pins(graph, atoms, rng, count):
             continue
         kept = pins
     return kept
-
-
-def random_mesh(rng):
-    while True:
-        mesh = VirtualMesh(atoms=tuple((name, rng.choice([1, 2, 2, 3, 4])) for name in "abc"[: rng.randint(1, 3)]))
-        if 1 < mesh.num_ranks <= 16:
-            return mesh
 
 
 def compare_random_case(uncut, seed):
