@@ -126,16 +126,23 @@ def _with_lists(
     """Execute the listed collectives where they differ from the derived ones."""
     found: list[Fault] = []
     for name in sorted(derived):
-        for pass_, mine, right in _lists(lines[name], derived[name]):
-            for number, (chain, old) in enumerate(zip(mine, right, strict=True)):
-                if _real(chain, setting.atoms) != _real(old, setting.atoms) and not lines[name].ring:
-                    try:
-                        program = _replaced(program, (name, pass_, number), chain, setting)
-                    except InputError as error:
-                        message = f"{error}; write: {derived[name]}"
-                        found.append(Fault(where=name, message=message))
+        try:
+            program = _with_line(program, name, lines[name], derived[name], setting)
+        except InputError as error:
+            found.append(Fault(where=name, message=f"{error}; write: {derived[name]}"))
     if found:
         raise InputError(found)
+    return program
+
+
+def _with_line(program: Program, name: str, line: Strategy, right: Strategy, setting: Setting) -> Program:
+    for pass_, mine, derived in _lists(line, right):
+        for number, (chain, old) in enumerate(zip(mine, derived, strict=True)):
+            if _real(chain, setting.atoms) == _real(old, setting.atoms):
+                continue
+            if right.ring:
+                raise InputError.of("", "the hops of a ring follow from its cut and cannot be chosen")
+            program = _replaced(program, (name, pass_, number), chain, setting)
     return program
 
 

@@ -129,3 +129,32 @@ def test_a_ring_is_counted_anew_for_other_sizes():
     assert [chain[0].repeat for chain in halved.backward] == [2]
     assert Strategy.parse(fitted(lines, {**ATOMS, "cp": 1})["attend"]).ring is None
     assert fitted(lines, {**ATOMS, "cp": 2})["q"] == lines["q"]
+
+
+@pytest.mark.parametrize(
+    "hops", ["5 x permute kv_seq/cp", "all_gather kv_seq/cp", "all_reduce /kv", "permute kv_seq/kv"]
+)
+def test_the_hops_of_a_ring_cannot_be_chosen(hops):
+    atoms = {**ATOMS, "cp": 4}
+    lines = table(atoms=atoms)
+    edited = lines["attend"].replace("I 4 x permute kv_seq/cp", f"I {hops}")
+    assert edited != lines["attend"]
+    with pytest.raises(InputError) as caught:
+        program_of(GRAPH.block("layer"), {**lines, "attend": edited}, setting(atoms))
+    assert str(caught.value).startswith("attend: the hops of a ring")
+    assert str(caught.value).endswith(f"write: {lines['attend']}")
+
+
+def test_every_collective_of_every_line_that_gets_another_count_is_refused():
+    block = GRAPH.block("layer")
+    for atoms in (ATOMS, {**ATOMS, "cp": 4}):
+        lines = table(atoms=atoms)
+        for name, text in lines.items():
+            line = Strategy.parse(text)
+            for part in ("forward", "backward", "weights"):
+                chains = getattr(line, part)
+                for number, chain in enumerate(chains):
+                    longer = tuple(dataclasses.replace(step, repeat=step.repeat + 1) for step in chain)
+                    changed = {part: (*chains[:number], longer, *chains[number + 1 :])}
+                    with pytest.raises(InputError, match=f"(?s)^{name}: .*write: "):
+                        program_of(block, {**lines, name: str(dataclasses.replace(line, **changed))}, setting(atoms))
