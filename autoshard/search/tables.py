@@ -18,7 +18,8 @@ from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Differentiable, Dims, Op
 from autoshard.layout.layout import Layout
 from autoshard.layout.legal import cut_operations
-from autoshard.layout.states import LayoutStates, Pending
+from autoshard.layout.redistribute import only_gathers
+from autoshard.layout.states import Pending, Ways, all_layouts
 from autoshard.search.factors import Factor
 from autoshard.search.op_prices import (
     compute_s,
@@ -100,7 +101,7 @@ class Tables:
             for op in self.ops
         }
         self._maker = {name: op for op in self.ops for name in op.outputs}
-        self._states: dict[tuple[Dims, Dtype, Pending], LayoutStates] = {}
+        self._ways: dict[tuple[Dims, Dtype, Pending], Ways] = {}
         self.delivered = {op.name: self._deliveries(op) for op in self.delivers}
 
     @property
@@ -125,7 +126,7 @@ class Tables:
     def boundaries(self) -> tuple[Layout, ...]:
         """The layouts in which blocks may hand the hidden state on."""
         dims = next(self.problem.block.tensors[name].dims for name in self._carried())
-        return tuple(layout for layout in self._states_of(dims, "bf16").layouts if not layout.sums)
+        return tuple(layout for layout in all_layouts(dims, self.problem.real_atoms) if not layout.sums)
 
     @cached_property
     def rests(self) -> tuple[Atoms, ...]:
@@ -229,7 +230,7 @@ class Tables:
                 yield Factor(variables=(deliver.name,), table=edge.table[0], weight=weight)
             for reader in self._readers[deliver.outputs[0]]:
                 yield self._fits(deliver, reader)
-                if maker is not None and self._rules[reader.name].forward:
+                if maker is not None and self._rules[reader.name].forward and reader.inputs[0] == deliver.outputs[0]:
                     yield self._passes(maker, reader, deliver)
 
     def _way(self, deliver: Op, variables: tuple[str, str], maker: Op | None, choices: list[OpChoice]) -> Factor:
@@ -237,13 +238,11 @@ class Tables:
         source = self.problem.block.tensors[deliver.inputs[0]]
         made = [self._made(maker, source.name, choice) for choice in choices]
         pending: Pending = "maxima" if any(layout.maxima for layout in made) else "sums"
-        states = self._states_of(source.dims, source.dtype, pending)
         goals = [_renamed(one.taken, deliver) for one in self.delivered[deliver.name]]
-        forward = states.price[np.ix_(states_at(states, made), states_at(states, goals))]
+        forward = self._ways_of(source.dims, source.dtype, pending).between(made, goals)
         table = forward
-        if not self.problem.keeps_gathered and self._read_later(deliver):
-            summed = np.array([bool(layout.sums or layout.maxima) for layout in made])
-            table = table + np.where(summed[:, None], 0.0, forward)
+        if self._read_later(deliver):
+            table = table + np.where(self._again(made, goals), forward, 0.0)
         if self._has_gradient(deliver):
             table = table + self._way_back(deliver, choices)
         if maker is not None and self._counts_slots(maker, deliver):
@@ -255,10 +254,9 @@ class Tables:
     def _way_back(self, deliver: Op, choices: list[OpChoice]) -> Any:
         """Price the way of a gradient from how its readers send it to how the maker's own gradient takes it."""
         source = self.problem.block.tensors[deliver.inputs[0]]
-        states = self._states_of(source.dims, source.dtype)
         sent = [_renamed(one.sent, deliver) for one in self.delivered[deliver.name]]
         taken = [choice.layout(source.dims, choice.passed_back) for choice in choices]
-        price = states.price[np.ix_(states_at(states, sent), states_at(states, taken))].T
+        price = self._ways_of(source.dims, source.dtype).between(sent, taken).T
         if not any(choice.passed_back for choice in choices):
             return price
         # What may stay pending does: the program that is lowered knows no other.
@@ -272,14 +270,20 @@ class Tables:
         if not saved:
             return None
         dtype = saved[0].tensor.dtype
-        here = [self.problem.local_bytes(layout, dtype) for layout in made]
-        there = [self.problem.local_bytes(_renamed(one.taken, deliver), dtype) for one in self.delivered[deliver.name]]
-        stays = np.array([not (layout.sums or layout.maxima) for layout in made])[:, None]
-        if not (self.problem.keeps_gathered and self._read_later(deliver)):
-            return np.where(stays, np.array(here, float)[:, None], np.array(there, float)[None])
         goals = [_renamed(one.taken, deliver) for one in self.delivered[deliver.name]]
+        here = np.array([self.problem.local_bytes(layout, dtype) for layout in made], float)[:, None]
+        there = np.array([self.problem.local_bytes(goal, dtype) for goal in goals], float)[None]
+        stays = np.array([not (layout.sums or layout.maxima) for layout in made])[:, None]
+        if not self._read_later(deliver):
+            return np.where(stays, here, there)
         twice = [[self._reads_own(source.name) and layout.dims != goal.dims for goal in goals] for layout in made]
-        return np.where(stays & np.array(twice), np.array(here, float)[:, None], 0.0) + np.array(there, float)[None]
+        return np.where(self._again(made, goals), here, there + np.where(stays & np.array(twice), here, 0.0))
+
+    def _again(self, made: Sequence[Layout], goals: Sequence[Layout]) -> Any:
+        """Say where what was gathered is not kept, so that backward gathers it again."""
+        return np.array(
+            [[not self.problem.keeps_gathered and only_gathers(one, goal) for goal in goals] for one in made]
+        )
 
     def _reads_own(self, tensor: str) -> bool:
         """Whether a gradient reads what its own forward operation made."""
@@ -338,29 +342,27 @@ class Tables:
         return choice.layout(tensors[tensor].dims) if maker is None else made_layout(maker, tensors, tensor, choice)
 
     def _end_factor(self) -> Factor:
-        """Price the way of the block's result to the boundary, and of the gradient that comes for it."""
+        """Price the way of the block's result to the boundary, and of the gradient that comes for it; a loss stays."""
         result = self.problem.block.carry_out or "loss"
         tensor, maker = self.problem.block.tensors[result], self._maker[result]
         choices = self.choices[maker.name]
-        states = self._states_of(tensor.dims, tensor.dtype)
-        made = states_at(states, [self._made(maker, result, choice) for choice in choices])
-        taken = states_at(states, [choice.layout(tensor.dims) for choice in choices])
-        cuts = OpChoice(cuts=self.problem.boundary).layout(tensor.dims)
+        ways = self._ways_of(tensor.dims, tensor.dtype)
+        made = [self._made(maker, result, choice) for choice in choices]
+        taken = [choice.layout(tensor.dims) for choice in choices]
         free = self.free_ends and self.problem.block.carry_out is not None
-        edges = states_at(states, self.boundaries if free else [cuts])
-        table = states.price[np.ix_(made, edges)] + states.price[np.ix_(edges, taken)].T
+        edges = self.boundaries if free else [OpChoice(cuts=self.problem.boundary).layout(tensor.dims)]
+        table = ways.between(made, edges) + ways.between(edges, taken).T
         idle = np.array([not choice.passed_back for choice in choices])
-        table = np.where(idle[:, None], table, np.inf)
+        table = np.where(idle[:, None], table if self.problem.block.carry_out else 0.0, np.inf)
         if free:
             return Factor(variables=(maker.name, OUT), table=table)
         return Factor(variables=(maker.name,), table=table[:, 0])
 
-    def _states_of(self, dims: Dims, dtype: Dtype, pending: Pending = "sums") -> LayoutStates:
+    def _ways_of(self, dims: Dims, dtype: Dtype, pending: Pending = "sums") -> Ways:
         key = (dims, dtype, pending)
-        if key not in self._states:
-            price = self.problem.price(dtype)
-            self._states[key] = LayoutStates.of(dims, self.problem.real_atoms, price, pending)
-        return self._states[key]
+        if key not in self._ways:
+            self._ways[key] = Ways(dims, self.problem.atoms, self.problem.price(dtype), pending)
+        return self._ways[key]
 
 
 def _both(
@@ -372,11 +374,6 @@ def _both(
         for layout, sent in ones.items()
         if layout in others
     }
-
-
-def states_at(states: LayoutStates, layouts: Sequence[Layout]) -> list[int]:
-    """Return the numbers of layouts."""
-    return [states.number[layout] for layout in layouts]
 
 
 def _renamed(layout: Layout, deliver: Op) -> Layout:
