@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from autoshard import __version__
-from autoshard.command_line import read_options
+from autoshard.command_line import SaidOften, read_options
 from autoshard.errors import AutoshardError, InputError, nearest, require
 
 if TYPE_CHECKING:
+    from autoshard.layout.pins import Pin
     from autoshard.plan.plan import Plan
     from autoshard.plan.rules.rule import Rejection
     from autoshard.search.planner import Found, Request
@@ -32,6 +33,7 @@ def plan(
     precision: Literal["bf16", "fp16", "fp32"] = "bf16",
     engine: Literal["nxd", "torch", "any"] | None = None,
     fix: str | None = None,
+    pins: SaidOften = (),
     at: str | None = None,
     top: int = 5,
     out: Path = Path("plan.json"),
@@ -50,6 +52,7 @@ def plan(
         precision: Number format of weights and activations; bf16 and fp16 keep FP32 masters.
         engine: Only what this engine runs; any lifts the restriction. Default: the cluster's own.
         fix: Pin some keys of the layout, e.g. tp=32,pp=8.
+        pins: Pin the layout of a tensor, e.g. 'up=[batch/dp, seq, ffn/tp]'; may be given several times.
         at: Evaluate exactly this layout, even one that is refused, and say why.
         top: How many plans to show, the best one included.
         out: The plan file to write.
@@ -65,7 +68,7 @@ def plan(
         model=model, nodes=nodes, cluster=cluster, lnc=lnc, ranks=ranks, seq_len=seq_len, global_batch=global_batch,
         precision=precision, engine=engine, fix=fix,
     )  # fmt: skip
-    request = request_of(recipe)
+    request = request_of(recipe, _pins(pins))
     if at is not None:
         return _plan_at(request, at, out, json)
     found = _searched(request, top)
@@ -257,6 +260,27 @@ def _plan_at(request: "Request", text: str, out: Path, json: bool) -> int:
     if not json:
         print(f"wrote {out}\nnext: {_next_command(out)}")
     return 0
+
+
+def _pins(said: SaidOften) -> "list[Pin]":
+    """Read pinned layouts; one on the command line goes before one of the same name in a file."""
+    from autoshard.errors import Fault
+    from autoshard.layout.pins import Pin, parse_pin
+
+    faults: list[Fault] = []
+    pins: dict[str, Pin] = {}
+    for one in said:
+        try:
+            pin = parse_pin(one.text, one.where)
+        except InputError as error:
+            faults.extend(error.faults)
+            continue
+        if pin.tensor in pins and pins[pin.tensor].origin == one.where:
+            faults.append(Fault(where=f"{one.where} {pin.tensor}", message="is given twice; keep one"))
+        pins[pin.tensor] = pin
+    if faults:
+        raise InputError(faults)
+    return list(pins.values())
 
 
 def _refuse_contradictions(at: str | None, fix: str | None, top: int, out: Path) -> None:

@@ -2,7 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin
 
@@ -12,12 +13,23 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """One value of an option that may be given several times, as NAME=VALUE, and where it was given."""
+
+    text: str
+    where: str
+
+
+SaidOften = tuple[Said, ...]
+
+
 def read_options(name: str, command: Callable[..., int], arguments: list[str]) -> dict[str, Any] | None:
     """Return the values of a command's parameters; None after printing its help."""
     from jsonargparse import ArgumentError
 
     parameters = inspect.signature(command).parameters
-    _refuse_unknown(name, arguments, [_flag(parameter) for parameter in parameters])
+    _refuse_unknown(name, arguments, [_flag(parameter) for parameter in parameters.values()])
     parser = _parser(name, command)
     try:
         texts = parser.parse_args(arguments).as_dict()
@@ -32,6 +44,12 @@ def read_options(name: str, command: Callable[..., int], arguments: list[str]) -
         config = _config(path, list(parameters), faults)
     values: dict[str, Any] = {}
     for key, parameter in parameters.items():
+        if parameter.annotation is SaidOften:
+            values[key] = (
+                *_listed(config.get(key), f"--config {path}: {key}", faults),
+                *_repeated(texts[key], parameter),
+            )
+            continue
         given = texts[key] not in (None, False)
         where = _label(parameter, name) if given or key not in config else f"--config {path}: {key}"
         values[key] = _read(parameter, texts[key] if given else config.get(key), where, faults)
@@ -40,8 +58,25 @@ def read_options(name: str, command: Callable[..., int], arguments: list[str]) -
     return values
 
 
-def _flag(name: str) -> str:
+def _flag(parameter: inspect.Parameter) -> str:
+    """Return the option of a parameter; what may be given several times is named in the singular there."""
+    name = parameter.name.removesuffix("s") if parameter.annotation is SaidOften else parameter.name
     return f"--{name.replace('_', '-')}"
+
+
+def _listed(given: object, where: str, faults: list[Fault]) -> Iterator[Said]:
+    """Read what a file maps names to."""
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        faults.append(Fault(where=where, message="must map names to values, one `name: value` per line"))
+        return
+    for name, value in cast(dict[Any, Any], given).items():
+        yield Said(text=f"{name}={value}", where=where)
+
+
+def _repeated(texts: list[str] | None, parameter: inspect.Parameter) -> Iterator[Said]:
+    yield from (Said(text=text, where=_flag(parameter)) for text in texts or ())
 
 
 def _is_positional(parameter: inspect.Parameter, command: str) -> bool:
@@ -50,7 +85,7 @@ def _is_positional(parameter: inspect.Parameter, command: str) -> bool:
 
 
 def _label(parameter: inspect.Parameter, command: str) -> str:
-    return parameter.name.upper() if _is_positional(parameter, command) else _flag(parameter.name)
+    return parameter.name.upper() if _is_positional(parameter, command) else _flag(parameter)
 
 
 def _refuse_unknown(command: str, arguments: list[str], flags: list[str]) -> None:
@@ -84,14 +119,16 @@ def _parser(name: str, command: Callable[..., int]) -> "ArgumentParser":
     help_of = {entry.arg_name: " ".join((entry.description or "").split()) for entry in about.params}
     for parameter in inspect.signature(command).parameters.values():
         text, default = help_of[parameter.name], parameter.default
-        if default not in (None, False, inspect.Parameter.empty):
+        if default not in (None, False, (), inspect.Parameter.empty):
             text = f"{text} Default: {default}."
         if parameter.annotation is bool:
-            parser.add_argument(_flag(parameter.name), action="store_true", help=text)
+            parser.add_argument(_flag(parameter), action="store_true", help=text)
+        elif parameter.annotation is SaidOften:
+            parser.add_argument(_flag(parameter), dest=parameter.name, action="append", metavar="NAME=VALUE", help=text)
         elif _is_positional(parameter, name):
             parser.add_argument(parameter.name, metavar=parameter.name.upper(), nargs="?", help=text)
         else:
-            parser.add_argument(_flag(parameter.name), metavar=_metavar(parameter), help=text)
+            parser.add_argument(_flag(parameter), metavar=_metavar(parameter), help=text)
     parser.add_argument("--config", metavar="FILE", help="A YAML or JSON file with any of these options.")
     parser.add_argument("-h", "--help", action="store_true", help="Show this help.")
     return parser

@@ -12,13 +12,13 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.tables import with_tables
-from autoshard.search.cutting import solved_cutting
+from autoshard.search.cutting import Terms, solved_cutting
 
 
 @functools.cache
 def cutting_of(question: Question, candidate: Candidate, engine: Engine) -> Cutting:
     """The best cutting of a candidate."""
-    return solved_cutting(question, candidate, engine, sequence_parallel=candidate.sequence_parallel)
+    return solved_cutting(question, candidate, Terms(engine=engine, sequence_parallel=candidate.sequence_parallel))
 
 
 def blocks_of(question: Question, candidate: Candidate, engine: Engine) -> CutBlocks:

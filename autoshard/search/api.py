@@ -1,12 +1,13 @@
 """The planner from Python: one verb that takes small parts."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TypeVar
 
 from autoshard.cost.calibration import Calibration
 from autoshard.errors import AutoshardError, Fault, InputError, NoPlan
+from autoshard.layout.pins import Pin, pins_of as layout_pins
 from autoshard.plan.candidate import parse_pins
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
@@ -29,9 +30,10 @@ LOCAL_BATCH = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """How to look: pinned keys in text, Rules of your own beside the built-in ones, another way to search."""
+    """How to look: pinned keys in text, pinned tensors, Rules of your own beside the built-in ones, another search."""
 
     pins: str = ""
+    layouts: Mapping[str, str] = field(default_factory=dict[str, str])  # tensor -> layout, as after --pin
     rules: tuple[Rule, ...] = ()
     method: Callable[[Request], Found] = search_all
 
@@ -58,6 +60,7 @@ def plan(
         workload=workload or default_workload(the_model, the_cluster),
         engines=(the_cluster.engine,),
         pins=pins_of(how.pins or None),
+        layouts=layout_pins(how.layouts, "Python"),
         calibration=cost,
         extra_rules=how.rules,
     )
@@ -76,16 +79,21 @@ def unanswered(request: Request, found: Found, *, helpful: bool = False) -> Auto
     return NoPlan("\n".join([why_none(request, found), *tries]))
 
 
-def request_of(recipe: Recipe) -> Request:
-    """Look up everything that a recipe names; all faults are reported at once, under the option they came from."""
+def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:
+    """Look up everything that a recipe names; all faults are reported at once, under the option they came from.
+
+    Further pinned layouts go before those of the recipe.
+    """
     faults: list[Fault] = []
     model = _looked_up(faults, "model", lambda: load_model(recipe.model))
     cluster = _looked_up(
         faults, "cluster", lambda: load_cluster(recipe.cluster, recipe.nodes, lnc=recipe.lnc, ranks=recipe.ranks)
     )
     pins = _looked_up(faults, "fix", lambda: pins_of(recipe.fix))
-    if model is None or cluster is None or pins is None:
+    listed = _looked_up(faults, "pins", lambda: layout_pins(recipe.pins, "pins"))
+    if model is None or cluster is None or pins is None or listed is None:
         raise InputError(faults)
+    held = {pin.tensor: pin for pin in (*listed, *layouts)}
     lengths = {"seq_len": recipe.seq_len, "global_batch": recipe.global_batch}
     workload = _looked_up(
         faults, "precision", lambda: default_workload(model, cluster, precision=recipe.precision, **lengths)
@@ -96,7 +104,9 @@ def request_of(recipe: Recipe) -> Request:
     request = _looked_up(
         faults,
         "nodes",
-        lambda: Request(model=model, cluster=cluster, workload=workload, engines=engines, pins=pins),
+        lambda: Request(
+            model=model, cluster=cluster, workload=workload, engines=engines, pins=pins, layouts=tuple(held.values())
+        ),
     )
     if request is None:
         raise InputError(faults)

@@ -35,25 +35,26 @@ class Evaluated:
     peak_bytes: Column
 
 
-def evaluate(question: Question, space: Space, cutting: Cutting) -> Evaluated:
-    """Price all candidates of a space of legal layouts as one cutting shards them."""
+def evaluate(question: Question, space: Space, cutting: Cutting, *, apart: bool = False) -> Evaluated:
+    """Price all candidates of a space of legal layouts as one cutting shards them; ``apart`` as below."""
     shape = (len(space.recomputes), space.num_layouts)
     time_s, peak_bytes = np.full(shape, np.inf), np.full(shape, np.inf)
-    for mine, atoms in lowered_alike(question.model, space):
+    for mine, atoms in lowered_alike(question.model, space, apart=apart):
         blocks = CutBlocks(step=question.step, cutting=cutting, atoms=atoms)
         time_s[:, mine], peak_bytes[:, mine] = _priced(question, space.keep(mine), blocks)
     return Evaluated(time_s=time_s.T, peak_bytes=peak_bytes.T)
 
 
-def lowered_alike(model: ModelSpec, space: Space) -> Iterator[tuple[Column, frozenset[str]]]:
+def lowered_alike(model: ModelSpec, space: Space, *, apart: bool = False) -> Iterator[tuple[Column, frozenset[str]]]:
     """Yield the layouts that one lowering serves, in which a group of one rank sends nothing, and what it cuts over.
 
-    Slots of experts change their cut by way of both ep and cp, so that it matters which of these cut anything.
+    Slots of experts change their cut by way of both ep and cp, so that it matters which of these cut anything. Where
+    anybody may have pinned anything, all atoms matter: ``apart``.
     """
     sizes = atom_columns(model, space)
     kinds = np.zeros(space.num_layouts, dtype=np.int64)
-    if model.num_experts:
-        kinds = 2 * (sizes["ep"] > 1) + (sizes["cp"] > 1)
+    for atom in sizes if apart else ("ep", "cp") if model.num_experts else ():
+        kinds = 2 * kinds + (sizes[atom] > 1)
     for kind in np.unique(kinds):
         mine = np.flatnonzero(kinds == kind)
         yield mine, frozenset(atom for atom, column in sizes.items() if np.any(column[mine] > 1))

@@ -1,6 +1,7 @@
 """The best cuts of a whole model at one point of the outer search, under the Rules of its axes and engine."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from autoshard.cost.rings import Number, Ring, mesh_ring
 from autoshard.cost.setting import Question
@@ -9,6 +10,7 @@ from autoshard.layout.collective import Collective
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.layout import Cuts
 from autoshard.layout.legal import cut_operations, together
+from autoshard.layout.pins import Pin
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS
@@ -17,22 +19,41 @@ from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.strategy import StrategyRule, strategy_rules
 from autoshard.plan.tables import residual_cuts
 from autoshard.search.operators import solve
-from autoshard.search.problem import OperatorProblem, Seconds, op_places
+from autoshard.search.pinned import held_by
+from autoshard.search.places import op_places
+from autoshard.search.problem import OperatorProblem, Seconds
 from autoshard.spec.mesh import Mesh
 
 KINDS = ("embed", "layer", "head")
 
 
-def solved_cutting(question: Question, candidate: Candidate, engine: Engine, *, sequence_parallel: bool) -> Cutting:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Under what the cuts of a model are searched: an engine's Rules, the layout between blocks, pinned layouts."""
+
+    engine: Engine
+    sequence_parallel: bool
+    pins: tuple[Pin, ...] = ()
+
+    @property
+    def rules(self) -> tuple[StrategyRule, ...]:
+        """The Rules about Strategies."""
+        return strategy_rules(self.engine, sequence_parallel=self.sequence_parallel)
+
+    @property
+    def boundary(self) -> Cuts:
+        """The cut of the hidden state between blocks."""
+        return residual_cuts(self.sequence_parallel)
+
+
+def solved_cutting(question: Question, candidate: Candidate, terms: Terms) -> Cutting:
     """Return the cheapest cutting of a candidate's blocks; it says as well what dp, cp and ep would cut there.
 
     With tp 1 it may be asked for either way of ``sequence_parallel``.
     """
-    rules = strategy_rules(engine, sequence_parallel=sequence_parallel)
-    boundary = residual_cuts(sequence_parallel)
-    problems = {kind: operator_problem(question, candidate, kind, rules, boundary) for kind in KINDS}
+    problems = {kind: operator_problem(question, candidate, terms, kind) for kind in KINDS}
     cuts = {kind: solve(problem).cuts for kind, problem in problems.items()}
-    return Cutting.of({kind: _completed(problem, cuts[kind]) for kind, problem in problems.items()}, boundary)
+    return Cutting.of({kind: _completed(problem, cuts[kind]) for kind, problem in problems.items()}, terms.boundary)
 
 
 def _completed(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> Mapping[str, Cuts]:
@@ -41,7 +62,7 @@ def _completed(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> Mapping[st
     for op in cut_operations(problem.block):
         mine = {dim: list(cut) for dim, cut in cuts[op.name].items()}
         for atom in problem.atoms.keys() - set(problem.real_atoms):
-            places = op_places(problem.block, op, atom, problem.rules)
+            places = op_places(problem.block, op, atom, problem.rules, problem.held.get(op.name))
             if len(places) == 1 and places[0]:
                 mine.setdefault(places[0], []).append(atom)
         ordered = {dim: tuple(sorted(atoms, key=ATOMS.index)) for dim, atoms in mine.items()}
@@ -50,9 +71,7 @@ def _completed(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> Mapping[st
     return found
 
 
-def operator_problem(
-    question: Question, candidate: Candidate, kind: str, rules: tuple[StrategyRule, ...], boundary: Cuts
-) -> OperatorProblem:
+def operator_problem(question: Question, candidate: Candidate, terms: Terms, kind: str) -> OperatorProblem:
     """Return what the solver is asked about one block of a candidate."""
     mesh = mesh_of(candidate, question.model, question.cluster)
     atoms = {atom: mesh.size(atom) for atom in ATOMS}
@@ -61,12 +80,13 @@ def operator_problem(
         block=question.step.block(kind, Recompute()),
         sizes=dim_sizes(question.model, question.workload, candidate.mbs * candidate.dp),
         atoms=atoms,
-        boundary={dim: tuple(atom for atom in cut if atom in real) for dim, cut in boundary.items()},
+        boundary={dim: tuple(atom for atom in cut if atom in real) for dim, cut in terms.boundary.items()},
         rates=question.rates,
         seconds=_seconds(question, mesh),
         num_micro_batches=max(1, question.workload.global_batch // (candidate.dp * candidate.mbs)),
         keeps_gathered=question.step.platform.keeps_gathered,
-        rules=rules,
+        rules=terms.rules,
+        held=held_by(question.step, kind, terms.pins),
     )
 
 

@@ -11,8 +11,9 @@ from autoshard.cost.calibration import Calibration, uncalibrated
 from autoshard.cost.predict import predicted
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
-from autoshard.errors import require
+from autoshard.errors import InputError, require
 from autoshard.layout.cutting import Cutting
+from autoshard.layout.pins import Pin
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.certificate import NOTHING_LOOKED_AT, Certificate, Refusal
@@ -21,7 +22,8 @@ from autoshard.plan.rules.check import all_rules, rejections
 from autoshard.plan.rules.columns import Columns, Engine
 from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.tables import with_tables
-from autoshard.search.cutting import solved_cutting
+from autoshard.search.cutting import Terms, solved_cutting
+from autoshard.search.pinned import pin_faults
 from autoshard.search.pool import Pool, fastest
 from autoshard.search.space import Pins, Space, default_kernels, whole_space
 from autoshard.spec.cluster import Cluster
@@ -33,13 +35,17 @@ MOST_RANKS = 2**22  # far beyond any machine, and few enough to list all of thei
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a user asks: which model, where, for which work; what is pinned, and which engines may run it."""
+    """What a user asks: which model, where, for which work; and which engines may run it.
+
+    ``pins`` fixes keys of the candidate, ``layouts`` tensors.
+    """
 
     model: ModelSpec
     cluster: Cluster
     workload: Workload
     engines: tuple[Engine, ...]
     pins: Pins = field(default_factory=dict[str, Any])
+    layouts: tuple[Pin, ...] = ()
     calibration: Calibration | None = None
     extra_rules: tuple[Rule, ...] = ()
 
@@ -58,6 +64,9 @@ class Request:
 
         Its provenance names no time and no path.
         """
+        faults = pin_faults(self.question(candidate), candidate, self.layouts)
+        if faults:
+            raise InputError(faults)
         used = cutting or self.cutting(candidate, engine)
         real = cut_atoms(candidate, self.model)
         blocks = CutBlocks(step=self.question(candidate).step, cutting=used, atoms=real)
@@ -71,8 +80,8 @@ class Request:
 
     def cutting(self, candidate: Candidate, engine: Engine) -> Cutting:
         """Return the best cutting of a candidate's operations."""
-        sp = candidate.sequence_parallel
-        return solved_cutting(self.question(candidate), candidate, engine, sequence_parallel=sp)
+        terms = Terms(engine=engine, sequence_parallel=candidate.sequence_parallel, pins=self.layouts)
+        return solved_cutting(self.question(candidate), candidate, terms)
 
     def question(self, candidate: Candidate) -> Question:
         """Return what the cost model is asked about candidates with these kernels."""
@@ -196,11 +205,11 @@ def _with_kernels(request: Request, candidate: Candidate, engine: Engine) -> Can
 
 def _search_engine(request: Request, engine: Engine, num_plans: int) -> _Answer:
     judged = judge_space(request, engine)
-    some = judged.legal.any(axis=1)
+    some = judged.legal.any(axis=1) & _keeps_pins(request, judged)
     space, legal = judged.space.keep(some), judged.legal[some]
     if not space.num_layouts:
         return _Answer(plans=(), nearest_miss=None, certificate=_certificate(request, judged, legal, 0, 0))
-    priced = Pool(request.question(space.base), space, legal).settled(num_plans)
+    priced = Pool(request.question(space.base), space, legal, request.layouts).settled(num_plans)
     fits = legal & (priced.peak_bytes <= request.cluster.rank_memory_bytes)
 
     def outlined(row: int, recompute: int) -> _Outlined:
@@ -213,6 +222,18 @@ def _search_engine(request: Request, engine: Engine, num_plans: int) -> _Answer:
         nearest_miss=None if fits.any() else outlined(*smallest).plan,
         certificate=_certificate(request, judged, legal, int(fits.sum()), len(priced.solved)),
     )
+
+
+def _keeps_pins(request: Request, judged: Judged) -> Any:
+    """Say which layouts can keep to pinned tensors; where no legal one can, say why the first cannot."""
+    legal, space = judged.legal.any(axis=1), judged.space
+    if not request.layouts:
+        return np.ones_like(legal)
+    question = request.question(space.base)
+    reasons = {int(row): pin_faults(question, space.at(int(row), 0), request.layouts) for row in np.flatnonzero(legal)}
+    if reasons and all(reasons.values()):
+        raise InputError(next(iter(reasons.values())))
+    return np.array([row in reasons and not reasons[row] for row in range(space.num_layouts)], dtype=bool)
 
 
 def _certificate(request: Request, judged: Judged, legal: Any, num_fitting: int, num_tables: int) -> Certificate:

@@ -13,9 +13,10 @@ import numpy as np
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
 from autoshard.layout.cutting import Cutting
+from autoshard.layout.pins import Pin
 from autoshard.plan.lowering import Step
 from autoshard.search.columns import Evaluated, atom_columns, evaluate, lowered_alike
-from autoshard.search.cutting import solved_cutting
+from autoshard.search.cutting import Terms, solved_cutting
 from autoshard.search.space import Space
 
 Column = Any
@@ -56,8 +57,8 @@ class Priced:
 class Pool:
     """A space of legal layouts, and what is known of its candidates so far."""
 
-    def __init__(self, question: Question, space: Space, legal: Column) -> None:
-        self._question, self._space, self._legal = question, space, legal
+    def __init__(self, question: Question, space: Space, legal: Column, pins: tuple[Pin, ...] = ()) -> None:
+        self._question, self._space, self._legal, self._pins = question, space, legal, pins
         self._capacity = question.cluster.rank_memory_bytes
         self._solved: list[Solved] = []
         self._time_s = np.full(legal.shape, np.inf)
@@ -82,7 +83,7 @@ class Pool:
             peak_bytes=self._peak_bytes,
             number=self._number,
             solved=tuple(self._solved),
-            lowered=tuple(lowered_alike(self._question.model, self._space)),
+            lowered=tuple(lowered_alike(self._question.model, self._space, apart=bool(self._pins))),
         )
 
     def _best(self, count: int) -> list[int]:
@@ -109,7 +110,8 @@ class Pool:
         """Solve for a layout, and price with its cutting itself and, if it is new, all whom it serves."""
         candidate, atoms = self._space.at(layout, 0), self._cut[layout]
         cuts = bool(self._sequence_parallel[layout])
-        cutting = solved_cutting(self._question, candidate, self._space.engine, sequence_parallel=cuts)
+        terms = Terms(engine=self._space.engine, sequence_parallel=cuts, pins=self._pins)
+        cutting = solved_cutting(self._question, candidate, terms)
         same = [
             number
             for number, one in enumerate(self._solved)
@@ -139,7 +141,7 @@ class Pool:
         self._keep(number, rows, np.where(fits | fitted, faster, found.peak_bytes < peak_bytes), found)
 
     def _evaluated(self, number: int, rows: Column) -> Evaluated:
-        return evaluate(self._question, self._space.keep(rows), self._solved[number].cutting)
+        return evaluate(self._question, self._space.keep(rows), self._solved[number].cutting, apart=bool(self._pins))
 
     def _keep(self, number: int, rows: Column, where: Any, found: Evaluated) -> None:
         self._time_s[rows] = np.where(where, found.time_s, self._time_s[rows])

@@ -1,6 +1,7 @@
 """A recipe: the whole question in one small file, with the same keys as the options of ``autoshard plan``."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +27,7 @@ class Recipe:
     precision: PrecisionName = "bf16"
     engine: EngineChoice | None = None
     fix: str | None = None
+    pins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # tensor -> layout
 
     def __post_init__(self) -> None:
         """Refuse an empty name; numbers are judged where they are used."""

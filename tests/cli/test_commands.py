@@ -1,6 +1,7 @@
 """What a user types, the exit code, and the words that must come back; one line per fault and never a traceback."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ FINE = [
     (f"{LOCAL} --fix cp=2,cp_order=zigzag", "cp_order=zigzag"),
     (f"{LOCAL} --fix sp=false,zero=3,tp=2,place=3/2/1/0,kernels=te", "zero=3,place=3-0,kernels=te"),
     (f"{LOCAL} --at tp=2,pp=2", "plan tp=2,pp=2,dp=1"),
+    (
+        f"{LOCAL} --fix tp=2 --pin 'up=[batch/dp, seq, ffn/tp]' --pin q=[batch/dp,seq,kv_heads/tp,q_group,head_dim]",
+        "tp=2",
+    ),
+    (f"{LOCAL} --at tp=2 --pin 'embed.embed=[batch/dp, seq, hidden] +tp'", "plan tp=2"),
     ("plan --model llama3-8b --cluster ml.trn2.48xlarge --lnc 1", "trn2.48xlarge at lnc 1: 128 ranks"),
     ("plan --model llama3-8b --cluster trn2.48xlarge", "lnc=2"),
     ("plan --model llama3-8b --cluster trn2.48xlarge --engine torch", "kernels=torch_cuda"),
@@ -56,6 +62,9 @@ WRONG = [
     (f"{LOCAL} --mod x --zork", ["--mod: unknown option. Did you mean --model", "--zork: unknown option."]),
     (f"{LOCAL} zork", ["unrecognized arguments: zork. See autoshard plan --help"]),
     (f"{LOCAL} --nodes", ["argument --nodes: expected one argument"]),
+    (f"{LOCAL} --pin q --pin up=[ffn", ["--pin: 'q' is not a pin. Write it like", "--pin up: '[ffn' is not a layout."]),
+    (f"{LOCAL} --pin u=[x] --pin u=[y]", ["--pin u: is given twice; keep one"]),
+    (f"{LOCAL} --pin upp=[x]", ["--pin upp: no tensor of the forward pass has this name. Did you mean up?"]),
     (f"{LOCAL} --nodes 1.5 --ranks a --engine x", ["--nodes: expected a whole", "--ranks: exp", "Known: any, nxd"]),
     (
         f"{LOCAL} --nodes 0 --ranks 65 --lnc 1",
@@ -120,7 +129,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    code = main(line.split())
+    code = main(shlex.split(line))
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -198,6 +207,19 @@ def test_the_command_line_wins_over_the_config_in_any_order(capsys: pytest.Captu
     assert (code, json.loads(out)["plan"]["cluster"]["chips_per_node"]) == (0, 2)
     for line in ("plan --config c.yaml --ranks 8", "plan --ranks 8 --config c.yaml"):
         assert json.loads(run(line, capsys)[1])["plan"]["cluster"]["chips_per_node"] == 8
+
+
+def test_pins_of_a_config_are_joined_by_those_of_the_command_line(capsys: pytest.CaptureFixture[str]):
+    layouts = {"up": "[batch/dp, seq, ffn/tp]", "q": "[batch/dp, seq, kv_heads/tp, q_group, head_dim]"}
+    Path("c.yaml").write_text(
+        yaml.safe_dump({"model": "tiny-llama", "cluster": "local", "fix": "tp=2", "pins": layouts})
+    )
+    line = "plan --config c.yaml --pin 'q=[batch/dp, seq, kv_heads, q_group/tp, head_dim]'"
+    assert run(line, capsys)[0] == 0
+    layer = load(Path("plan.json")).strategies["layer"]
+    assert layer["q"].endswith("q_group/tp, head_dim]") and layer["up"].endswith("ffn/tp]")
+    Path("d.yaml").write_text("model: tiny-llama\ncluster: local\npins: [q]\n")
+    assert "--config d.yaml: pins: must map names to values" in run("plan --config d.yaml", capsys)[2]
 
 
 def test_other_commands_take_a_config_too(capsys: pytest.CaptureFixture[str]):

@@ -12,9 +12,9 @@ from autoshard.plan.lowering import ATOMS
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.strategy import strategy_rules
 from autoshard.plan.tables import residual_cuts
-from autoshard.search.cutting import KINDS, operator_problem, solved_cutting
+from autoshard.search.cutting import KINDS, Terms, operator_problem, solved_cutting
 from autoshard.search.operators import solve
-from autoshard.search.problem import op_places
+from autoshard.search.places import op_places
 from autoshard.spec.model_catalogue import model_names
 from tests.cost.cases import ask, candidate_of
 
@@ -32,8 +32,8 @@ def solved(case):
     model, cluster, nodes, text = CASES[case]
     question = ask(model, cluster, nodes)
     candidate = candidate_of(question, text)
-    sp = candidate.sequence_parallel
-    return question, candidate, solved_cutting(question, candidate, question.cluster.engine, sequence_parallel=sp)
+    terms = Terms(engine=question.cluster.engine, sequence_parallel=candidate.sequence_parallel)
+    return question, candidate, solved_cutting(question, candidate, terms)
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
@@ -73,14 +73,14 @@ def test_every_card_can_be_cut_on_both_engines(model):
         question = ask(model, "trn2.48xlarge", 1, seq_len=512)
         for text in ("tp=4", "tp=16", "tp=4,sp=false"):
             candidate = candidate_of(question, text)
-            cutting = solved_cutting(question, candidate, engine, sequence_parallel=candidate.sequence_parallel)
+            terms = Terms(engine=engine, sequence_parallel=candidate.sequence_parallel)
+            cutting = solved_cutting(question, candidate, terms)
             assert cutting.boundary == residual_cuts(candidate.sequence_parallel)
 
 
 def test_names_of_operations_do_not_matter():
     question, candidate, _ = solved("experts")
-    rules = strategy_rules("torch", sequence_parallel=True)
-    problem = operator_problem(question, candidate, "layer", rules, residual_cuts(True))
+    problem = operator_problem(question, candidate, Terms(engine="torch", sequence_parallel=True), "layer")
     names = {op.name: f"op{number:03}" for number, op in enumerate(problem.block.ops)}
     ops = tuple(replace(op, name=names[op.name], source=names.get(op.source, op.source)) for op in problem.block.ops)
     fused = tuple(replace(group, ops=tuple(names[name] for name in group.ops)) for group in problem.block.fused)

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from autoshard.graph.op import Dims
+from autoshard.graph.block import Block
+from autoshard.graph.op import Dims, Op
+from autoshard.layout.legal import op_dims
 from autoshard.plan.rules.rule import Rejection
 
 DATA, TP = ("edp", "ep"), ("kv", "rep")
@@ -30,6 +32,13 @@ class Place:
     atom: str
     dim: str | None
 
+    @classmethod
+    def of(cls, block: Block, op: Op, atom: str, dim: str | None) -> "Place":
+        """Read off a block what the Rules ask about an operation."""
+        weights = [block.tensors[name] for name in op.inputs if block.tensors[name].role == "parameter"]
+        matrix = tuple(dim for weight in weights if len(weight.dims) > 1 for dim in weight.dims)
+        return cls(op=op.name, dims=op_dims(block, op), matrix=matrix, atom=atom, dim=dim)
+
     @property
     def shares_weights(self) -> bool:
         """Whether the operation has weights that tp is there for."""
@@ -42,12 +51,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyRule:
-    """A Rule whose subject is a Strategy: a predicate over the place of one atom in it."""
+    """A Rule whose subject is a Strategy: a predicate over the place of one atom in it.
+
+    One that says what an axis is for gives way to a layout that the user pins; what an engine cannot run does not.
+    """
 
     id: str
     allows: Callable[[Place], bool]
     remedy: str
     source: str
+    yields_to_pins: bool = True
 
     def rejection(self, place: Place) -> Rejection | None:
         """Judge one place."""
@@ -63,7 +76,7 @@ def strategy_rules(engine: Literal["nxd", "torch"], *, sequence_parallel: bool) 
 
 def engine_rules(engine: Literal["nxd", "torch"]) -> tuple[StrategyRule, ...]:
     """Return what an engine cannot run, whoever chose it."""
-    return NXD_RULES if engine == "nxd" else ()
+    return NXD_RULES if engine == "nxd" else ()  # the torch engine executes every legal Strategy as listed
 
 
 def _dp(place: Place) -> bool:
@@ -168,6 +181,7 @@ NXD_RULES = (
         allows=_nxd_sequence,
         remedy="NxD cuts the sequence over tp in norms, residual additions and routers only; leave it whole over tp",
         source="aws-neuron/neuronx-distributed parallel_layers/layers.py and modules/moe: sequence_parallel_enabled",
+        yields_to_pins=False,
     ),
     StrategyRule(
         id="nxd-weights",
@@ -175,5 +189,6 @@ NXD_RULES = (
         remedy="NxD's layers cut weights over tp along heads, ffn or vocabulary",
         source="aws-neuron/neuronx-distributed parallel_layers/layers.py, modules/qkv_linear.py: ColumnParallelLinear "
         "gathers its output along the dim that it cuts, RowParallelLinear sums into the hidden state",
+        yields_to_pins=False,
     ),
 )

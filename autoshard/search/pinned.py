@@ -1,0 +1,66 @@
+"""Pinned layouts in a search: what they leave to the solver, and which candidates can keep to them."""
+
+from collections.abc import Mapping
+from functools import cache
+
+from autoshard.cost.setting import Question
+from autoshard.errors import Fault
+from autoshard.graph.decoder import dim_sizes
+from autoshard.layout.layout import show_atoms, whole_axes
+from autoshard.layout.pins import Claim, Claims, Pin, claims_of
+from autoshard.layout.sites import BOUNDARY, Net
+from autoshard.plan.build import mesh_of
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.lowering import ATOMS, Step
+from autoshard.plan.tables import residual_cuts
+from autoshard.search.places import Held
+
+
+def held_by(step: Step, kind: str, pins: tuple[Pin, ...]) -> Mapping[str, Held]:
+    """Return what pins fix of every operation of a block; every fault and conflict of the pins is told at once."""
+    claims = _claims(step, pins)
+    if claims is None:
+        return {}
+    found: dict[str, Held] = {}
+    for site in {*claims.cuts, *claims.sums}:
+        if site.startswith(f"{kind}."):
+            mine = claims.cuts.get(site, {})
+            origin = " and ".join(dict.fromkeys(str(claim.pin) for claim in mine.values()))
+            cuts = {dim: claim.atoms for dim, claim in mine.items()}
+            found[site.removeprefix(f"{kind}.")] = Held(cuts=cuts, sums=claims.sums.get(site, {}), origin=origin)
+    return found
+
+
+def pin_faults(question: Question, candidate: Candidate, pins: tuple[Pin, ...]) -> tuple[Fault, ...]:
+    """Say which pins a candidate cannot keep to: dims smaller than their parts, another layout between blocks."""
+    if not pins:
+        return ()
+    mesh = mesh_of(candidate, question.model, question.cluster)
+    atoms = {atom: mesh.size(atom) for atom in ATOMS}
+    sizes = dim_sizes(question.model, question.workload, candidate.mbs * candidate.dp)
+    found = [fault.under(str(pin)) for pin in pins for fault in pin.layout.faults(atoms, sizes)]
+    return tuple(dict.fromkeys((*found, *_boundary_faults(question.step, candidate, atoms, pins))))
+
+
+def _boundary_faults(step: Step, candidate: Candidate, atoms: Mapping[str, int], pins: tuple[Pin, ...]) -> list[Fault]:
+    """Say where a pin asks for another layout between blocks."""
+    claims, between = _claims(step, pins), residual_cuts(candidate.sequence_parallel)
+    asked: Mapping[str, Claim] = claims.cuts.get(BOUNDARY, {}) if claims else {}
+    found: list[Fault] = []
+    for dim, claim in asked.items():
+        mine = [atom for atom in claim.atoms if atoms[atom] > 1]
+        fixed = [atom for atom in between.get(dim, ()) if atoms[atom] > 1]
+        if mine != fixed:
+            how = f"{dim}/{show_atoms(whole_axes(fixed, atoms))}" if fixed else f"{dim} whole"
+            other = str(not candidate.sequence_parallel).lower()
+            message = f"between blocks lies {how}. Pin it so, leave the pin out, or try --fix sp={other}"
+            found.append(Fault(where=str(claim.pin), message=message))
+    return found
+
+
+@cache
+def _claims(step: Step, pins: tuple[Pin, ...]) -> Claims | None:
+    """Read pins for any mesh: every atom may cut something."""
+    if not pins:
+        return None
+    return claims_of(Net.of(step.graph), dict.fromkeys(ATOMS, 2), None, pins)

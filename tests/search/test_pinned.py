@@ -1,0 +1,110 @@
+"""Pinned layouts: plans keep to them, the solver decides the rest, and what cannot be is told with its origin."""
+
+from dataclasses import replace
+
+import pytest
+
+import autoshard
+from autoshard.errors import InputError
+from autoshard.layout.pins import pins_of
+from autoshard.layout.strategy import Strategy
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.proof import prove
+from autoshard.search.api import Search, request_of
+from autoshard.search.planner import plan_at, search
+from autoshard.spec.recipe import Recipe
+from tests.search.brute_force import ask, time_s
+
+
+def pinned(layouts, model="tiny-llama", cluster="local", **more):
+    return replace(ask(model, cluster, **more), layouts=pins_of(layouts, "--pin"))
+
+
+def line(plan, name, block="layer"):
+    return Strategy.parse(plan.strategies[block][name])
+
+
+def test_a_plan_keeps_to_its_pins_and_computes_the_same():
+    layouts = {
+        "q": "[batch/dp, seq/cp, kv_heads, q_group/tp, head_dim]",
+        "layer.down": "[batch/dp, seq/cp, hidden/tp]",
+    }
+    (plan,) = search(pinned(layouts, pins="tp=2")).plans
+    assert str(line(plan, "q").outputs[0]) == "[batch/dp, seq, kv_heads, q_group/tp, head_dim]"
+    assert str(line(plan, "down").outputs[0]) == "[batch/dp, seq, hidden/tp]"
+    assert prove(plan).holds
+    assert time_s(plan) > time_s(search(ask("tiny-llama", pins="tp=2")).plans[0])
+
+
+def test_a_pin_that_the_solver_would_choose_anyway_changes_nothing():
+    free = search(ask("tiny-llama", pins="tp=2")).plans[0]
+    held = search(pinned({"up": "[batch/dp, seq/cp, ffn/tp]"}, pins="tp=2")).plans[0]
+    assert held == free
+
+
+def test_a_pinned_sum_stays_pending():
+    # Cut along what is summed over, the product of the queries leaves a sum over tp.
+    (plan,) = search(pinned({"q": "[batch/dp, seq/cp, kv_heads, q_group, head_dim] +tp"}, pins="tp=2")).plans
+    assert str(line(plan, "q").outputs[0]) == "[batch/dp, seq, kv_heads, q_group, head_dim] +tp"
+    assert prove(plan).holds
+
+
+def test_pins_go_before_what_the_axes_are_for():
+    # The axes' Rules would have dp cut the batch everywhere.
+    (plan,) = search(pinned({"act": "[batch, seq/dp, ffn/tp]"}, pins="tp=2,dp=2")).plans
+    assert str(line(plan, "act").outputs[0]) == "[batch, seq/dp, ffn/tp]"
+    assert prove(plan).holds
+
+
+def test_pins_do_not_go_before_what_an_engine_can_run():
+    request = pinned({"q": "[batch/dp, seq/tp, kv_heads, q_group, head_dim]"}, "llama3-8b", "trn1.32xlarge")
+    with pytest.raises(InputError, match=r"--pin q=.*q cuts seq over kv: NxD .* \[nxd-sequence\]"):
+        search(request)
+
+
+def test_candidates_that_cannot_keep_to_a_pin_are_left_out():
+    # 4 key/value heads are not cut into 8.
+    layouts = {"k": "[batch/dp, seq/cp, kv_heads/tp, head_dim]"}
+    found = search(pinned(layouts, ranks=8, global_batch=8), num_plans=100)
+    assert {plan.mesh.size("tp") for plan in found.plans} <= {1, 2, 4}
+    request = pinned(layouts, ranks=8, global_batch=8, pins="tp=8")
+    with pytest.raises(InputError, match=r"4 cannot be cut into 8 \(tp\)"):
+        search(request)
+    with pytest.raises(InputError, match=r"4 cannot be cut into 8 \(tp\)"):
+        plan_at(request, Candidate(tp=8))
+
+
+def test_between_blocks_lies_what_sp_says():
+    layouts = {"x": "[batch/dp, seq/cp, hidden]"}
+    with pytest.raises(InputError, match=r"between blocks lies seq/tp.*--fix sp=false"):
+        search(pinned(layouts, pins="tp=2"))
+    assert search(pinned(layouts, pins="tp=2,sp=false")).plans
+
+
+def test_conflicts_are_told_with_both_origins_and_the_chain():
+    recipe = Recipe(model="tiny-llama", cluster="local", pins={"up": "[batch/dp, seq/tp, ffn]"})
+    request = request_of(recipe, pins_of({"up.weight": "[ffn/tp, hidden]"}, "--pin"))
+    with pytest.raises(InputError) as caught:
+        search(request)
+    assert "pins up=" in str(caught.value) and "--pin up.weight=" in str(caught.value)
+    assert "(layer.up <- layer.up.weight)" in str(caught.value)
+
+
+def test_a_later_pin_of_the_same_tensor_replaces_that_of_the_recipe():
+    recipe = Recipe(model="tiny-llama", cluster="local", fix="tp=2", pins={"up": "[batch/dp, seq/cp, ffn]"})
+    (pin,) = request_of(recipe, pins_of({"up": "[batch/dp, seq/cp, ffn/tp]"}, "--pin")).layouts
+    assert (pin.origin, str(pin.layout)) == ("--pin", "[batch/dp, seq/cp, ffn/tp]")
+
+
+def test_from_python():
+    how = Search(pins="tp=2", layouts={"gate": "[batch/dp, seq/cp, ffn/tp]"})
+    plan = autoshard.plan("tiny-llama", "local", search=how)
+    assert str(line(plan, "gate").outputs[0]) == "[batch/dp, seq, ffn/tp]"
+    with pytest.raises(InputError, match="no tensor of the forward pass has this name"):
+        autoshard.plan("tiny-llama", "local", search=Search(layouts={"gat": "[batch, seq, ffn]"}))
+
+
+def test_what_is_shown_of_a_pinned_search_is_what_its_tables_cost():
+    request = pinned({"up": "[batch/dp, seq, ffn/tp]"}, ranks=4)
+    for plan in search(request, num_plans=12).plans:
+        assert time_s(plan_at(request, plan.candidate)) == time_s(plan)
