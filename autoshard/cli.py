@@ -142,6 +142,32 @@ def _judged(read: "Plan") -> "tuple[Plan, tuple[Rejection, ...], str]":
     return current, reasons_against(current), remark
 
 
+def explain(plan: Path, json: bool = False) -> int:
+    """Show every operation of a plan: its layout, its time, what is sent over which link, and its second-best cut.
+
+    Args:
+        plan: The plan file.
+        json: Print one JSON object instead of tables.
+    """
+    from autoshard.plan.codec import load
+    from autoshard.report.explained import explanation_report
+    from autoshard.report.terminal import make_console, rejections_report
+    from autoshard.search.explain import explain as explained
+    from autoshard.spec.record import encode
+
+    current, rejections, _ = _judged(load(plan))
+    misfits = tuple(reason for reason in rejections if reason.rule_id != "memory")
+    if misfits:
+        make_console().print(rejections_report(misfits))
+        return 1
+    found = explained(current)
+    if json:
+        _print_json(encode(found))
+    else:
+        make_console().print(explanation_report(found))
+    return 0
+
+
 def list_(what: Listable, json: bool = False) -> int:
     """List what can be named: models, clusters, engines, schedules, kernels or rules.
 
@@ -159,7 +185,7 @@ def list_(what: Listable, json: bool = False) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"plan": plan, "verify": verify, "list": list_}
+COMMANDS: dict[str, Callable[..., int]] = {"plan": plan, "explain": explain, "verify": verify, "list": list_}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Seconds and bytes of one block on one rank, read off its sharded graph; for numbers or columns alike."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,7 +15,7 @@ from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.graph.op import Op, Tensor
 from autoshard.layout.layout import Cuts, local_sizes
-from autoshard.layout.sharding import Sharding
+from autoshard.layout.sharding import Message, Sharding
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
 
@@ -135,12 +135,11 @@ def block_cost(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, rat
         working = np.maximum(working, sum(_fresh_bytes(entry, local, shared) for entry in run.fresh))
     sent: dict[str, Number] = defaultdict(float)
     for message in sharded.sharding.messages:
-        tensor, ring = sharded.block.tensors[message.tensor], setting.rings[message.collective.atoms]
-        message_bytes = tensor.num_bytes(shared(message.cuts))
+        time_s, sent_bytes = _message_cost(sharded, message, setting, shared)
         axis = axis_of_atoms(message.collective.atoms)
         parts = seconds[message.pass_]
-        parts[axis] = parts[axis] + ring.time_s(message.collective, message_bytes)
-        sent[axis] = sent[axis] + ring.sent_bytes(message.collective, message_bytes)
+        parts[axis] = parts[axis] + time_s
+        sent[axis] = sent[axis] + sent_bytes
     saved = _saved_bytes(sharded, shared, setting.atoms)
     return BlockCost(
         seconds=seconds,
@@ -151,6 +150,24 @@ def block_cost(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, rat
         weights=_local_parameters(sharded, shared, tied=False),
         tied_weights=_local_parameters(sharded, shared, tied=True),
     )
+
+
+def kernel_seconds(sharded: ShardedBlock, setting: Setting, rates: Rates) -> Iterator[tuple[KernelRun, Number]]:
+    """Yield every kernel of a block with its time; their sum is the block's compute."""
+    local = {name: _shares(setting)(cuts) for name, cuts in sharded.sharding.op_cuts.items()}
+    yield from ((run, _run_s(sharded.block, run, local, rates, setting)) for run in sharded.runs)
+
+
+def message_costs(sharded: ShardedBlock, setting: Setting) -> Iterator[tuple[Message, Number, Number]]:
+    """Yield every message of a block with its time and the bytes that a rank sends; their sum is what it sends."""
+    shared = _shares(setting)
+    yield from ((one, *_message_cost(sharded, one, setting, shared)) for one in sharded.sharding.messages)
+
+
+def _message_cost(sharded: ShardedBlock, message: Message, setting: Setting, shared: Shares) -> tuple[Number, Number]:
+    ring = setting.rings[message.collective.atoms]
+    message_bytes = sharded.block.tensors[message.tensor].num_bytes(shared(message.cuts))
+    return ring.time_s(message.collective, message_bytes), ring.sent_bytes(message.collective, message_bytes)
 
 
 def _shares(setting: Setting) -> Shares:

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoshard.errors import Fault, InputError
+from autoshard.layout.program import Compute
 from autoshard.plan.build import num_kv_replicas, padding_of
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction
 from autoshard.plan.rules.check import rejections
 from autoshard.plan.rules.rule import Rejection, Rule
-from autoshard.plan.tables import plan_programs
+from autoshard.plan.rules.strategy import Place, engine_rules
+from autoshard.plan.tables import plan_blocks, plan_programs
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.verify import verify_actions
 from autoshard.spec.mesh import Mesh
@@ -45,8 +47,7 @@ def notices(plan: Plan) -> tuple[str, ...]:
     found: list[str] = []
     if not plan.strategies:
         found.append(
-            "strategies: the table is empty, so there is no numeric proof yet that the sharded program "
-            "equals the whole one; the engine uses its own layouts"
+            "strategies: the table is empty, so that nothing says what is sent, and engines refuse it. Make it again"
         )
     if plan.prediction is None:
         found.append("prediction: there is none, so nothing is said about memory and time")
@@ -190,10 +191,22 @@ def _strategy_misfits(plan: Plan) -> list[Rejection]:
     if not plan.strategies:
         return []
     try:
-        plan_programs(plan)
+        programs = plan_programs(plan)
     except InputError as error:
         return [_reject("plan-strategies", str(fault)) for fault in error.faults]
-    return []
+    found: list[Rejection] = []
+    for name, block in plan_blocks(plan).items():
+        computes = (entry for entry in programs[name].instructions if isinstance(entry, Compute))
+        places = (
+            Place.of(block, entry.op, atom, dim)
+            for entry in computes
+            if entry.op.name == entry.op.source
+            for dim, cut in entry.cuts.items()
+            for atom in cut
+        )
+        against = (rule.rejection(place) for place in places for rule in engine_rules(plan.engine))
+        found += [replace(one, message=f"strategies.{name}.{one.message}") for one in against if one]
+    return found
 
 
 def _prediction_misfits(plan: Plan, prediction: Prediction) -> list[Rejection]:

@@ -120,14 +120,15 @@ def _bar(share: float) -> str:
     return "█" * min(_BAR, round(share * _BAR))
 
 
-def _table(title: str) -> Table:
+def make_table(title: str) -> Table:
+    """Return an empty table as all reports have them."""
     return Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
     )
 
 
 def _time_table(prediction: Prediction) -> Table:
-    table = _table("Where the time goes")
+    table = make_table("Where the time goes")
     table.add_column("part")
     table.add_column("time", justify="right")
     table.add_column("share", justify="right")
@@ -141,7 +142,7 @@ def _time_table(prediction: Prediction) -> Table:
 def _memory_table(plan: Plan, prediction: Prediction) -> Table:
     groups = _row_groups(len(prediction.stage_memory))
     shared = "; of ranks that share a row, the fullest" if len(groups) < len(prediction.stage_memory) else ""
-    table = _table(f"Memory per pipeline rank in GiB, of {_gib(prediction.capacity_bytes)}{shared}")
+    table = make_table(f"Memory per pipeline rank in GiB, of {_gib(prediction.capacity_bytes)}{shared}")
     table.add_column("rank")
     table.add_column("layers", no_wrap=True)
     table.add_column("nodes", no_wrap=True)
@@ -207,7 +208,7 @@ def _nodes(plan: Plan, ranks: range) -> str:
 
 def _runners_up(plan: Plan, runners_up: Sequence[Plan]) -> Table:
     assert plan.prediction
-    table = _table("Runners-up")
+    table = make_table("Runners-up")
     for name in ("plan", "step", "slower", "peak memory"):
         table.add_column(name, justify="left" if name == "plan" else "right", overflow="fold")
     for other in runners_up:
@@ -227,7 +228,7 @@ def _looked_at(certificate: Certificate) -> Group:
     claim = Text(certificate.claim, style="dim")
     if not certificate.refusals and not misfits:
         return Group(claim)
-    table = _table(f"Refused, of {certificate.num_layouts} layouts (one may be refused by several rules)")
+    table = make_table(f"Refused, of {certificate.num_layouts} layouts (one may be refused by several rules)")
     table.add_column("rule")
     table.add_column("layouts", justify="right")
     table.add_column("for example", overflow="fold")

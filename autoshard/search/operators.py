@@ -5,7 +5,7 @@ restrictions: all readers of a tensor take it in one layout, and several atoms c
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,9 +13,10 @@ import numpy as np
 from autoshard.layout.layout import Cuts
 from autoshard.layout.program import Communicate, Compute, Program
 from autoshard.layout.redistribute import Change
+from autoshard.search.factors import Factor, eliminate, joined, minimise
 from autoshard.search.limited import minimise_within
 from autoshard.search.op_prices import reduction_s, ring_of_s, roofline_s
-from autoshard.search.problem import Atoms, OperatorProblem, op_choices
+from autoshard.search.problem import Atoms, OperatorProblem, op_choices, real_cuts
 from autoshard.search.tables import Tables
 
 __all__ = ["OperatorProblem", "OperatorSolution", "assess", "op_choices", "solve", "solve_keeping"]
@@ -61,6 +62,31 @@ def solve_keeping(problem: OperatorProblem) -> OperatorSolution:
     best = min(kept, again, key=lambda found: (not found.fits, found.cost_s if found.fits else found.kept_bytes))
     bound_s = min(found.cost_s * (1 - found.gap) for found in (kept, again) if found.fits or not best.fits)
     return replace(best, gap=max(0.0, 1 - bound_s / best.cost_s))
+
+
+def cost_of(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> float:
+    """Return what a block costs with these cuts."""
+    tables = Tables(problem)
+    fixed: list[Factor] = []
+    for name, choices in tables.choices.items():
+        same = [real_cuts(choice.cuts) == real_cuts(cuts[name]) for choice in choices]
+        fixed.append(Factor(variables=(name,), table=np.where(same, 0.0, np.inf)))
+    return minimise(tables.sizes, [*tables.factors(), *fixed]).cost
+
+
+def totals(problem: OperatorProblem, names: Sequence[str]) -> Mapping[str, tuple[tuple[Cuts, float], ...]]:
+    """Return for operations what the block costs with each of their choices, all others chosen anew.
+
+    Memory is not limited here.
+    """
+    tables = Tables(problem)
+    factors = tables.factors()
+    found: dict[str, tuple[tuple[Cuts, float], ...]] = {}
+    for name in names:
+        costs = joined((name,), tables.sizes, eliminate(tables.sizes, factors, keep=(name,)).rest).table
+        pairs = zip(tables.choices[name], costs, strict=True)
+        found[name] = tuple((choice.cuts, float(cost_s)) for choice, cost_s in pairs)
+    return found
 
 
 def solution_of(tables: Tables, numbers: Mapping[str, int], costs: OperatorSolution) -> OperatorSolution:

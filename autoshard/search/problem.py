@@ -43,6 +43,7 @@ class OperatorProblem:
     keeps_gathered: bool = True  # whether backward finds what forward gathered, or gathers again
     rules: tuple[StrategyRule, ...] = ()  # which delete choices; research asks without any
     held: Mapping[str, Held] = field(default_factory=dict[str, Held])  # what pinned layouts of tensors fix
+    own_rules: Mapping[str, tuple[StrategyRule, ...]] = field(default_factory=dict[str, tuple[StrategyRule, ...]])
     memory_limit_bytes: float = math.inf
     state_bytes_per_weight: float = 0.0
     cuts_rest: bool = False
@@ -59,6 +60,10 @@ class OperatorProblem:
             (self.num_micro_batches >= 1, "num_micro_batches", f"must be at least 1, not {self.num_micro_batches}"),
             (self.memory_limit_bytes > 0, "memory_limit_bytes", f"must be positive, not {self.memory_limit_bytes}"),
         )
+
+    def rules_of(self, op: str) -> tuple[StrategyRule, ...]:
+        """Return the Rules for an operation: its own, or those of all."""
+        return self.own_rules.get(op, self.rules)
 
     @property
     def real_atoms(self) -> Atoms:
@@ -131,7 +136,9 @@ def op_choices(
 
 def all_choices(problem: OperatorProblem, op: Op, *, forward: bool, backward: bool) -> tuple[OpChoice, ...]:
     """Return what an operation may choose: legal cuts that agree with its pin, and sums that pass where they may."""
-    cuts: Sequence[Cuts] = op_choices(problem.block, op, problem.real_atoms, problem.rules, problem.held.get(op.name))
+    cuts: Sequence[Cuts] = op_choices(
+        problem.block, op, problem.real_atoms, problem.rules_of(op.name), problem.held.get(op.name)
+    )
     if op.name in problem.pins:  # which need not name dims that follow from others
         tied = {dim: () for dim, _ in op.kind.tied_dims()}
         wanted = real_cuts({**problem.pins[op.name], **tied})

@@ -22,6 +22,7 @@ FINE = [
     ("--version", "autoshard 0."),
     ("plan --help", "--global-batch N"),
     ("verify -h", "The plan file."),
+    ("explain -h", "The plan file."),
     ("list --help", "WHAT"),
     *((f"list {what}", "name") for what in ("models", "clusters", "engines", "schedules", "kernels", "rules")),
     (LOCAL, "on this machine: 4 ranks"),
@@ -282,6 +283,32 @@ def edited(change: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, s
     change(data)
     Path("plan.json").write_text(json.dumps(data))
     return run("verify plan.json", capsys)
+
+
+def test_explain_shows_every_block_of_a_found_plan(capsys: pytest.CaptureFixture[str]):
+    run(f"{LOCAL} --fix tp=2,recompute=full", capsys)
+    code, out, err = run("explain plan.json", capsys)
+    assert (code, err) == (0, "")
+    for words in (
+        "embed, once",
+        "layer full, 4 times",
+        "head, once",
+        "all_gather seq/tp",
+        "shared-memory x 2",
+        "second best",
+    ):
+        assert words in out
+    assert max(map(len, out.splitlines())) <= 120
+    assert set(json.loads(run("explain plan.json --json", capsys)[1])) == {"candidate", "blocks", "rules"}
+
+
+def test_explain_says_why_a_plan_cannot_run_instead(capsys: pytest.CaptureFixture[str]):
+    run(f"{LOCAL} --fix tp=2", capsys)
+    data = json.loads(Path("plan.json").read_text())
+    data["micro_batch"] = 3
+    Path("plan.json").write_text(json.dumps(data))
+    code, out, _ = run("explain plan.json", capsys)
+    assert code == 1 and "refused" in out and "second best" not in out
 
 
 def test_verify_has_nothing_against_a_found_plan(capsys: pytest.CaptureFixture[str]):

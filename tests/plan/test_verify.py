@@ -4,12 +4,16 @@ import json
 import pytest
 from hypothesis import given
 
+from autoshard.cost.calibration import uncalibrated
+from autoshard.cost.predict import question_of
 from autoshard.plan.build import build_plan
 from autoshard.plan.codec import dump, load
 from autoshard.plan.prediction import StageMemory
 from autoshard.plan.rules.check import rejections
 from autoshard.plan.rules.rule import Rule
+from autoshard.plan.tables import with_tables
 from autoshard.plan.verify import notices, verify
+from autoshard.search.cutting import Terms, solved_cutting
 from tests.plan.cases import ask, plan_of, shaped, with_prediction
 
 
@@ -173,7 +177,7 @@ def test_memory_must_be_predicted_for_every_rank():
 
 def test_what_a_plan_does_not_promise_is_said():
     empty, uncalibrated = notices(good())
-    assert "no numeric proof yet" in empty and "uncalibrated" in uncalibrated
+    assert "the table is empty" in empty and "uncalibrated" in uncalibrated
     assert "there is none" in notices(dataclasses.replace(good(), prediction=None))[1]
     with_table = dataclasses.replace(good(), strategies={"block": {"qkv": "x"}})
     assert [notice.partition(":")[0] for notice in notices(with_table)] == ["prediction"]
@@ -183,3 +187,15 @@ def test_what_a_plan_does_not_promise_is_said():
 def test_users_rules_count_too():
     rule = Rule(id="mine", subject="tp", allows=lambda c: c.tp < 32, message=lambda c: "too wide", source="me")
     assert [str(rejection) for rejection in verify(good(), extra_rules=[rule])] == ["too wide [mine]"]
+
+
+def test_a_table_that_its_engine_cannot_run_is_refused_with_the_rule():
+    # What the torch engine would choose there: queries cut along what is summed over.
+    question = ask()
+    plan = plan_of(question, "tp=8,pp=8,dp=8")
+    priced = question_of(plan, uncalibrated())
+    terms = {engine: Terms(engine=engine, sequence_parallel=True) for engine in ("nxd", "torch")}
+    nxd, torch = (with_tables(plan, solved_cutting(priced, plan.candidate, terms[engine])) for engine in terms)
+    assert verify(nxd) == ()
+    assert {found.rule_id for found in verify(torch)} == {"nxd-weights"}
+    assert verify(torch)[0].message.startswith("strategies.layer.q cuts hidden over kv: NxD's layers cut weights")

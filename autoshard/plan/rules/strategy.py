@@ -133,11 +133,13 @@ def _nxd_weights(place: Place) -> bool:
     return place.atom not in TP or place.dim not in ("hidden", "head_dim") or not place.shares_weights
 
 
-AXIS_RULES = (
+DATA_RULES = (
     StrategyRule(
         id="dp-batch", allows=_dp, remedy="dp cuts the batch, ep the experts, wherever there are any", source=_OUTER
     ),
     StrategyRule(id="cp-sequence", allows=_cp, remedy="cp cuts the sequence, wherever there is one", source=_OUTER),
+)
+TP_RULES = (
     StrategyRule(
         id="tp-tokens",
         allows=_tp_tokens,
@@ -166,6 +168,7 @@ AXIS_RULES = (
         "tensor_parallel/layers.py VocabParallelEmbedding",
     ),
 )
+AXIS_RULES = (*DATA_RULES, *TP_RULES)
 WITH_SP = StrategyRule(
     id="sp",
     allows=_with_sp,

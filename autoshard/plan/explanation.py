@@ -1,0 +1,80 @@
+"""Where the time of a plan's blocks goes, operation by operation, and what each operation could have chosen instead."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """One Collective: in which pass, what a rank sends, over which link, in a group of how many, for how long."""
+
+    pass_: str
+    collective: str
+    sent_bytes: float
+    link: str
+    num_ranks: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Other:
+    """Another cut of an operation: what the block takes longer if all others are chosen anew for it.
+
+    Less than nothing where the plan's cuts are not those that the solver prefers, or where a Rule refuses the other:
+    ``refused`` holds its id.
+    """
+
+    cut: str
+    more_s: float
+    refused: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One line of a table: layouts of what it gives, compute by pass, what it sends, its second-best cut.
+
+    A fused kernel's time stands with its first operation. ``other`` is None for delivers, and where there is no other.
+    """
+
+    name: str
+    gives: str
+    seconds: Mapping[str, float]
+    sent: tuple[Sent, ...]
+    other: Other | None
+
+    @property
+    def time_s(self) -> float:
+        """Compute and sending together, in all passes."""
+        return sum(self.seconds.values()) + sum(one.time_s for one in self.sent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedBlock:
+    """One block: the name of its table, how many times the model has it, and its steps, once for a micro-batch."""
+
+    name: str
+    count: int
+    steps: tuple[Step, ...]
+
+    @property
+    def compute_s(self) -> float:
+        """The time of all kernels."""
+        return sum(sum(step.seconds.values()) for step in self.steps)
+
+    @property
+    def sending_s(self) -> float:
+        """The time of all Collectives."""
+        return sum(one.time_s for one in self.sent())
+
+    def sent(self) -> Iterator[Sent]:
+        """Yield all Collectives."""
+        yield from (one for step in self.steps for one in step.sent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """All blocks of a plan."""
+
+    candidate: str
+    blocks: tuple[ExplainedBlock, ...]
+    rules: Mapping[str, str]  # those that refuse another cut: id -> what it says

@@ -1,0 +1,64 @@
+"""The annotated blocks of a plan, for a terminal."""
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.plan.explanation import ExplainedBlock, Explanation, Step
+from autoshard.report.terminal import at_commas, make_table
+from autoshard.units import format_bytes, format_seconds
+
+_PASSES = ("F", "I", "W")
+_LEGEND = (
+    "Times of one micro-batch on one rank: F forward, I and W gradients of inputs and of weights. Second best: another "
+    "cut of this operation, all others chosen anew, and how much longer the block takes."
+)
+_CANDIDATE, _SECOND = 110, 31  # columns
+
+
+def explanation_report(explanation: Explanation) -> Group:
+    """Return one table per block, then what the Rules say that refuse a second-best cut."""
+    parts: list[RenderableType] = [Text.assemble("plan ", (at_commas(explanation.candidate, _CANDIDATE), "bold green"))]
+    parts.append(Text(_LEGEND, "dim"))
+    for block in explanation.blocks:
+        parts += ["", _block(block)]
+    if explanation.rules:
+        parts.append("")
+        parts += [Text.assemble((rule, "bold"), f": {says}") for rule, says in explanation.rules.items()]
+    return Group(*parts)
+
+
+def _block(block: ExplainedBlock) -> Table:
+    times = "once" if block.count == 1 else f"{block.count} times"
+    both = f"compute {format_seconds(block.compute_s)}, sending {format_seconds(block.sending_s)}"
+    table = make_table(f"{block.name}, {times}: {format_seconds(block.compute_s + block.sending_s)} ({both})")
+    table.add_column("operation", no_wrap=True)
+    table.add_column("gives, or sends", overflow="fold", ratio=1)
+    for pass_ in _PASSES:
+        table.add_column(pass_, justify="right", no_wrap=True)
+    table.add_column("second best; what is sent", overflow="fold", max_width=_SECOND)
+    for step in block.steps:
+        if step.seconds or step.sent or step.other:  # a deliver that changes nothing gives what its maker gives
+            for row in _rows(step, block):
+                table.add_row(*row)
+    return table
+
+
+def _rows(step: Step, block: ExplainedBlock) -> Iterator[tuple[Text, ...]]:
+    cells = [Text(format_seconds(step.seconds[name]) if name in step.seconds else "") for name in _PASSES]
+    yield (Text(step.name, "bold"), Text(step.gives), *cells, Text(_otherwise(step, block), "dim"))
+    for one in step.sent:
+        cells = [Text(format_seconds(one.time_s) if name == one.pass_ else "", "cyan") for name in _PASSES]
+        where = f"{format_bytes(one.sent_bytes)}, {one.link} x {one.num_ranks}"
+        yield (Text(), Text(f"  {one.collective}", "cyan"), *cells, Text(where, "cyan"))
+
+
+def _otherwise(step: Step, block: ExplainedBlock) -> str:
+    """Say what the next best cut would cost, and what forbids it."""
+    if step.other is None:
+        return ""
+    share = step.other.more_s / (block.compute_s + block.sending_s)
+    refused = f", but {step.other.refused}" if step.other.refused else ""
+    return f"{step.other.cut}: {share:+.1%}{refused}"

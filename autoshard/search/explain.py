@@ -1,0 +1,174 @@
+"""A plan's blocks, priced line by line as the prediction prices them, with the second-best cut of every operation."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autoshard.cost.block import PASSES, Setting, ShardedBlock, kernel_seconds, message_costs
+from autoshard.cost.calibration import Calibration, uncalibrated
+from autoshard.cost.predict import question_of
+from autoshard.cost.setting import Question, setting_of
+from autoshard.cost.sharded import ListedBlocks
+from autoshard.errors import InputError
+from autoshard.layout.collective import Collective
+from autoshard.layout.layout import Cuts, show_atoms, whole_axes
+from autoshard.layout.legal import cut_operations
+from autoshard.layout.program import Compute, Program
+from autoshard.layout.strategy import Strategy
+from autoshard.plan.explanation import ExplainedBlock, Explanation, Other, Sent, Step
+from autoshard.plan.lowering import ATOMS
+from autoshard.plan.plan import Plan
+from autoshard.plan.recompute import Recompute
+from autoshard.plan.rules.strategy import DATA_RULES, Place, strategy_rules
+from autoshard.plan.tables import table_name
+from autoshard.search.cutting import Terms, operator_problem
+from autoshard.search.operators import cost_of, totals
+from autoshard.search.places import Held, op_places
+from autoshard.search.problem import OperatorProblem, real_cuts
+
+Seconds = Mapping[str, Mapping[str, float]]  # operation -> pass -> seconds
+
+
+def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
+    """Explain every block of a plan with a table."""
+    question = question_of(plan, calibration or uncalibrated())
+    blocks = ListedBlocks.of(plan)
+    setting = setting_of(question, plan.candidate, blocks)
+    counts = _counts(plan)
+    found = tuple(
+        _explained(plan, question, setting, kind, drop, counts[table_name(kind, drop)])
+        for kind, drop in blocks.kinds
+        if counts[table_name(kind, drop)]
+    )
+    named = {step.other.refused for block in found for step in block.steps if step.other}
+    rules = strategy_rules(plan.engine, sequence_parallel=plan.sp)
+    return Explanation(
+        candidate=str(plan.candidate), blocks=found, rules={rule.id: rule.remedy for rule in rules if rule.id in named}
+    )
+
+
+def second_best(problem: OperatorProblem, own: Mapping[str, Cuts]) -> Mapping[str, Other]:
+    """Return the cheapest cut of every operation but its own, with all others chosen anew.
+
+    Where the Rules leave one cut only, the cheapest that the Rules about tp refuse.
+    """
+    base_s = cost_of(problem, own)
+    found: dict[str, Other] = {}
+    for name, costs in totals(problem, list(own)).items():
+        freed = replace(problem, own_rules={name: DATA_RULES})
+        other = _cheapest(own[name], costs) or _cheapest(own[name], totals(freed, [name])[name])
+        if other:
+            cuts, cost_s = other
+            shown = _shown(problem, cuts, own[name])
+            found[name] = Other(cut=shown, more_s=cost_s - base_s, refused=_refusal(problem, name, cuts))
+    return found
+
+
+def _cheapest(own: Cuts, costs: Sequence[tuple[Cuts, float]]) -> tuple[Cuts, float] | None:
+    rest = [one for one in costs if real_cuts(one[0]) != real_cuts(own) and math.isfinite(one[1])]
+    return min(rest, key=lambda one: one[1], default=None)
+
+
+def _refusal(problem: OperatorProblem, name: str, cuts: Cuts) -> str | None:
+    """Return the Rule that refuses a cut of an operation, if one does."""
+    op = problem.block.op(name)
+    tied = dict(op.kind.tied_dims())
+    where = {atom: dim for dim, cut in cuts.items() if dim not in tied for atom in cut}
+    places = [Place.of(problem.block, op, atom, where.get(atom)) for atom in problem.real_atoms]
+    against = (rule.rejection(place) for rule in problem.rules for place in places)
+    return next((found.rule_id for found in against if found), None)
+
+
+def _counts(plan: Plan) -> Counter[str]:
+    drops = Counter(stage.recompute.of_layer(number) for stage in plan.stages for number in range(stage.num_layers))
+    found = Counter({table_name("layer", drop): count for drop, count in drops.items()})
+    return found + Counter(("embed", "head"))
+
+
+def _explained(
+    plan: Plan, question: Question, setting: Setting, kind: str, drop: Recompute, count: int
+) -> ExplainedBlock:
+    sharded = setting.blocks.block(kind, drop)
+    name = table_name(kind, drop)
+    lines = {**plan.strategies[kind], **plan.strategies[name]}
+    computes: dict[str, dict[str, float]] = defaultdict(dict)
+    for run, time_s in kernel_seconds(sharded, setting, question.rates):
+        mine = computes[run.ops[0].source]
+        mine[run.pass_] = mine.get(run.pass_, 0.0) + float(time_s)
+    sent = _sent(plan, sharded, setting)
+    others = _others(plan, question, setting, kind)
+    ordered = [op.name for op in sharded.block.select("micro_batch", "F")]
+    edges = [entry for entry in lines if entry not in ordered]
+    return ExplainedBlock(
+        name=name,
+        count=count,
+        steps=tuple(
+            Step(
+                name=entry,
+                gives=str(Strategy.parse(lines[entry]).outputs[0]),
+                seconds={pass_: computes[entry][pass_] for pass_ in PASSES if pass_ in computes[entry]},
+                sent=tuple(sorted(sent[entry], key=lambda one: PASSES.index(one.pass_))),
+                other=others.get(entry),
+            )
+            for entry in (*ordered, *edges)
+        ),
+    )
+
+
+def _sent(plan: Plan, sharded: ShardedBlock, setting: Setting) -> Mapping[str, list[Sent]]:
+    """Return what every line sends, by its name."""
+    found: dict[str, list[Sent]] = defaultdict(list)
+    for message, time_s, sent_bytes in message_costs(sharded, setting):
+        atoms = tuple(atom for atom in message.collective.atoms if plan.mesh.atoms_of(atom))
+        group = plan.mesh.group_of(0, atoms)
+        if len(group) > 1 and message.collective.kind != "slice":
+            one = Sent(
+                pass_=message.pass_,
+                collective=str(_whole(message.collective, setting)),
+                sent_bytes=float(sent_bytes),
+                link=plan.cluster.link_of(group).name,
+                num_ranks=len(group),
+                time_s=float(time_s),
+            )
+            found[message.entry].append(one)
+    return found
+
+
+def _others(plan: Plan, question: Question, setting: Setting, kind: str) -> Mapping[str, Other]:
+    """Return the second-best cuts; an operation that is cut against the axes' Rules keeps its cut: it was pinned."""
+    blocks = setting.blocks
+    assert isinstance(blocks, ListedBlocks), "a plan is explained as its own table says"
+    problem = operator_problem(question, plan.candidate, Terms(engine=plan.engine, sequence_parallel=plan.sp), kind)
+    own = _own_cuts(problem, blocks.programs[kind])
+    held = {
+        name: Held(cuts={dim: cuts.get(dim, ()) for dim in _free(problem, name)}, origin=f"strategies.{kind}.{name}")
+        for name, cuts in own.items()
+        if _refusal(problem, name, cuts)
+    }
+    try:
+        return second_best(replace(problem, held=held), own)
+    except InputError:  # cuts in another order of atoms than the mesh's are no choice of the solver
+        return {}
+
+
+def _own_cuts(problem: OperatorProblem, program: Program) -> Mapping[str, Cuts]:
+    computes = {entry.op.name: entry.cuts for entry in program.instructions if isinstance(entry, Compute)}
+    return {op.name: real_cuts(computes[op.name]) for op in cut_operations(problem.block)}
+
+
+def _free(problem: OperatorProblem, name: str) -> list[str]:
+    op = problem.block.op(name)
+    return [dim for dim in op_places(problem.block, op, problem.real_atoms[0]) if dim]
+
+
+def _shown(problem: OperatorProblem, cuts: Cuts, own: Cuts) -> str:
+    """Print only what differs: the cuts of dims that another atom cuts."""
+    sizes = {atom: problem.atoms.get(atom, 1) for atom in ATOMS}
+    moved = [dim for dim in {**cuts, **own} if cuts.get(dim, ()) != own.get(dim, ())]
+    texts = [f"{dim}/{show_atoms(whole_axes(cuts[dim], sizes))}" if cuts.get(dim) else f"{dim} whole" for dim in moved]
+    return ", ".join(texts)
+
+
+def _whole(collective: Collective, setting: Setting) -> Collective:
+    return replace(collective, atoms=whole_axes(collective.atoms, {atom: int(setting.atoms[atom]) for atom in ATOMS}))

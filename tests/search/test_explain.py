@@ -1,0 +1,118 @@
+"""What explain says adds up to what the plan predicts, and its second-best cuts are those that a new search finds."""
+
+import functools
+import math
+from dataclasses import replace
+
+import pytest
+
+from autoshard.cost.block import PASSES
+from autoshard.cost.calibration import uncalibrated
+from autoshard.cost.predict import question_of
+from autoshard.cost.setting import price_block, setting_of
+from autoshard.cost.sharded import ListedBlocks
+from autoshard.layout.pins import pins_of
+from autoshard.plan.candidate import Candidate
+from autoshard.search.cutting import Terms, operator_problem
+from autoshard.search.explain import explain, second_best
+from autoshard.search.operators import solve
+from autoshard.search.planner import plan_at
+from autoshard.search.problem import op_choices, real_cuts
+from tests.search.brute_force import ask
+
+CASES = {
+    "trn1": (ask("llama3-70b", "trn1.32xlarge", 4), "tp=32,pp=2,recompute=selective[CoreAttention]"),
+    "ring": (ask("llama3-8b", "h100-80", 2), "tp=4,cp=2,dp=2,recompute=full:3"),
+    "experts": (ask("mixtral-8x7b", "h100-80", 2), "tp=2,ep=4,dp=8"),
+    "tiny": (ask("tiny-llama"), "tp=2,pp=2"),
+    "alone": (ask("tiny-llama", ranks=1), "tp=1"),
+}
+
+
+@functools.cache
+def plan(case):
+    request, text = CASES[case]
+    return plan_at(request, Candidate.parse(text, request.cluster.num_ranks))
+
+
+@functools.cache
+def explained(case):
+    return explain(plan(case))
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_the_parts_add_up_to_the_blocks_that_the_prediction_is_made_of(case):
+    question, blocks = question_of(plan(case), uncalibrated()), ListedBlocks.of(plan(case))
+    setting = setting_of(question, plan(case).candidate, blocks)
+    drops = dict(zip([block.name for block in explained(case).blocks], explained(case).blocks, strict=True))
+    for kind, drop in blocks.kinds:
+        name = kind if drop.kind == "none" else f"{kind} {drop}"
+        if name in drops:
+            cost = price_block(question, setting, kind, drop)
+            assert drops[name].compute_s == pytest.approx(float(cost.part_s("compute")), rel=1e-12)
+            sending = sum(float(cost.part_s(part)) for part in ("tp", "cp", "ep", "dp"))
+            assert drops[name].sending_s == pytest.approx(sending, rel=1e-12)
+            sent = sum(float(size) for size in cost.sent_bytes.values())
+            assert sum(one.sent_bytes for one in drops[name].sent()) == pytest.approx(sent, rel=1e-12)
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_every_line_of_the_table_is_told_and_every_layer_counted(case):
+    found = explained(case)
+    assert sum(block.count for block in found.blocks if block.name.startswith("layer")) == plan(case).model.num_layers
+    for block in found.blocks:
+        kind = block.name.split()[0]
+        assert {step.name for step in block.steps} == {*plan(case).strategies[kind]}
+        assert all(set(step.seconds) <= set(PASSES) for step in block.steps)
+
+
+@pytest.mark.parametrize("case", ["trn1", "tiny", "experts"])
+def test_the_second_best_cut_is_what_a_search_without_the_best_one_finds(case):
+    question = question_of(plan(case), uncalibrated())
+    terms = Terms(engine=plan(case).engine, sequence_parallel=plan(case).sp)
+    problem = operator_problem(question, plan(case).candidate, terms, "layer")
+    best = solve(problem)
+    others = second_best(problem, best.cuts)
+    checked = 0
+    for name, own in best.cuts.items():
+        op = problem.block.op(name)
+        rest = [
+            cuts
+            for cuts in op_choices(problem.block, op, problem.real_atoms, problem.rules)
+            if real_cuts(cuts) != real_cuts(own)
+        ]
+        costs = [cost_with(problem, name, cuts) for cuts in rest]
+        if min(costs, default=math.inf) < math.inf:
+            assert others[name].refused is None
+            assert others[name].more_s == pytest.approx(min(costs) - best.cost_s, abs=1e-12 + 1e-9 * best.cost_s)
+            assert others[name].more_s >= -1e-12
+            checked += 1
+        elif name in others:
+            assert others[name].refused
+    assert checked >= 3
+
+
+def cost_with(problem, name, cuts):
+    try:
+        return solve(replace(problem, pins={name: cuts})).cost_s
+    except AssertionError:
+        return math.inf
+
+
+def test_links_are_those_that_the_groups_really_cross():
+    layer = next(block for block in explained("ring").blocks if block.name == "layer")
+    over = {one.collective.rpartition("/")[2]: (one.link, one.num_ranks) for one in layer.sent()}
+    assert over == {"tp": ("nvlink-4", 4), "cp": ("nvlink-4", 2)}
+
+
+def test_one_rank_sends_nothing_and_has_no_choice():
+    for block in explained("alone").blocks:
+        assert not list(block.sent()) and not [step for step in block.steps if step.other]
+
+
+def test_a_pinned_cut_may_be_worse_than_its_second_best():
+    request = replace(CASES["tiny"][0], layouts=pins_of({"act": "[batch, seq/dp, ffn/tp]"}, "--pin"))
+    found = explain(plan_at(request, Candidate.parse("tp=2,dp=2")))
+    layer = next(block for block in found.blocks if block.name == "layer")
+    step = next(step for step in layer.steps if step.name == "act")
+    assert step.gives == "[batch, seq/dp, ffn/tp]"
