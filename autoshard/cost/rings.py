@@ -64,16 +64,18 @@ def _share_of_wires(cluster: Cluster, group: tuple[int, ...]) -> float:
     """
     if len(group) == 1 or cluster.link_of(group).kind != "torus":
         return 1.0
-    return 1.0 if len({cluster.chip_of(rank) for rank in group}) == cluster.chips_per_node else 0.5
+    size = cluster.ranks_per_chip  # not asked rank by rank: searches ask for many large groups
+    return 1.0 if len({rank // size for rank in group}) == cluster.chips_per_node else 0.5
 
 
 def _latency_s(cluster: Cluster, group: tuple[int, ...]) -> float:
     """Add up the hops of a ring that visits a node's members before it goes on to the next node."""
     if len(group) == 1:
         return 0.0
-    num_nodes = len({cluster.node_of(rank) for rank in group})
+    size = cluster.ranks_per_node
+    num_nodes = len({rank // size for rank in group})
     inside = len(group) - num_nodes
-    first = [rank for rank in group if cluster.node_of(rank) == cluster.node_of(group[0])]
+    first = [rank for rank in group if rank // size == group[0] // size]
     near = cluster.link_of(first).latency_s if inside else 0.0
     far = cluster.link_of(group).latency_s if num_nodes > 1 else 0.0
     return inside * near + (num_nodes - 1) * far

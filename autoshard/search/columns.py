@@ -76,8 +76,9 @@ def _priced(question: Question, space: Space, blocks: CutBlocks) -> tuple[Column
         tiled(setting, space.num_layouts, stretches),
         tiled(sends, space.num_layouts, stretches),
     )
-    buckets = [buckets_of(space.at(index, 0), space.engine).total_bytes for index in range(space.num_layouts)]
-    wide_buckets = np.tile(np.array(buckets, dtype=np.float64), stretches)
+    candidates, inverse = _distinct(space)
+    buckets = [buckets_of(candidate, space.engine).total_bytes for candidate in candidates]
+    wide_buckets = np.tile(np.array(buckets, dtype=np.float64)[inverse], stretches)
     time_s = np.empty(stretches * space.num_layouts)
     peak_bytes = np.empty_like(time_s)
     for layouts in _groups(question, space):
@@ -140,17 +141,25 @@ def _pipeline(question: Question, candidate: Candidate, setting: Setting, send: 
 def _columns(question: Question, space: Space, blocks: CutBlocks) -> tuple[Setting, Ring]:
     """Return the numbers of all layouts, and the links of their pipelines."""
     rows = {key: column.astype(np.float64) for key, column in space.rows.items()}
-    meshes = [mesh_of(space.at(index, 0), question.model, question.cluster) for index in range(space.num_layouts)]
+    candidates, inverse = _distinct(space)
+    meshes = [mesh_of(candidate, question.model, question.cluster) for candidate in candidates]
     sizes = dim_sizes(question.model, question.workload, rows["mbs"] * rows["dp"])
     setting = Setting(
         blocks=blocks,
         sizes=sizes,
         atoms={atom: column.astype(np.float64) for atom, column in atom_columns(question.model, space).items()},
-        rings={group: _ring_column(question, meshes, group) for group in atom_groups(blocks.every())},
+        rings={group: at(_ring_column(question, meshes, group), inverse) for group in atom_groups(blocks.every())},
         zero=space.base.zero,
         cp_order=space.base.cp_order,
     )
-    return setting, _ring_column(question, meshes, ("pp",))
+    return setting, at(_ring_column(question, meshes, ("pp",)), inverse)
+
+
+def _distinct(space: Space) -> tuple[list[Candidate], Column]:
+    """Return a candidate of every division of the ranks, whatever its micro-batch, and the number of each layout's."""
+    sizes = np.stack([space.rows[key] for key in ("tp", "pp", "cp", "ep", "dp")])
+    _, first, inverse = np.unique(sizes, axis=1, return_index=True, return_inverse=True)
+    return [space.at(int(row), 0) for row in first], inverse.reshape(-1)
 
 
 def _ring_column(question: Question, meshes: Sequence[Mesh], atoms: tuple[str, ...]) -> Ring:
