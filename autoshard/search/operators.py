@@ -81,9 +81,7 @@ def assess(problem: OperatorProblem, program: Program) -> float:
     """Price a lowered program: every operation, every collective, every ring, and the reduction of weight gradients.
 
     The batch is there in any cut, so that what changes its layout is free. Weights rest as they are used. The solver's
-    cost is the same unless an addition hands on a gradient that arrived in other cuts than its own: the program hands
-    it on as it arrived, the solver counts one change for both its readers. Biases of norms may await a sum longer in
-    the program.
+    cost is the same, but that biases of norms may await a sum longer in the program.
     """
     block = problem.block
     total = 0.0

@@ -59,9 +59,9 @@ BOUNDARIES = st.sampled_from([{}, {"batch": ("a",)}, {"seq": ("b",)}, {"batch": 
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@given(seed=SEEDS, boundary=BOUNDARIES, gathered=st.booleans())
-def test_the_cost_is_that_of_the_program_that_is_lowered(seed: int, boundary: Cuts, gathered: bool) -> None:
-    problem = small_problem(random_block(seed), TWO, boundary, keeps_gathered=gathered)
+@given(seed=SEEDS, boundary=BOUNDARIES, gathered=st.booleans(), adds=st.booleans())
+def test_the_cost_is_that_of_the_program_that_is_lowered(seed: int, boundary: Cuts, gathered: bool, adds: bool) -> None:
+    problem = small_problem(random_block(seed, adds=adds), TWO, boundary, keeps_gathered=gathered)
     found = solve(problem)
     assert assess(problem, lowered(problem, found.cuts)) == pytest.approx(found.cost_s, rel=1e-9)
 
