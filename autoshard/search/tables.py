@@ -5,21 +5,16 @@ how what they send back is pending), one per end of the block where it is free, 
 in pieces.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from autoshard.errors import InputError
 from autoshard.graph.block import Saved
-from autoshard.graph.kinds.linear import Deliver
-from autoshard.graph.op import Differentiable, Dims, Op
+from autoshard.graph.op import Op
 from autoshard.layout.layout import Layout
-from autoshard.layout.legal import cut_operations
-from autoshard.layout.states import LayoutStates, Pending
 from autoshard.search.factors import Factor
+from autoshard.search.neighbours import Neighbours, states_at
 from autoshard.search.op_prices import (
     compute_s,
     gathered_s,
@@ -30,50 +25,10 @@ from autoshard.search.op_prices import (
     state_bytes,
     weights_of,
 )
-from autoshard.search.problem import Atoms, OpChoice, OperatorProblem, all_choices, made_layout, subsets
-from autoshard.spec.workload import Dtype
+from autoshard.search.passage import Passage
+from autoshard.search.problem import Atoms, OpChoice, OperatorProblem, subsets
 
 IN, OUT = "boundary in", "boundary out"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
-    """A layout that a tensor is delivered in, and the layout of what is sent back for it."""
-
-    taken: Layout
-    sent: Layout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassRule:
-    """Through which sums an operation lets pass: its first input's, its result's gradient's; and on to which inputs."""
-
-    forward: bool
-    backward: bool
-    into: frozenset[int]  # inputs whose gradients await what passed forward
-
-    @classmethod
-    def of(cls, op: Op, problem: OperatorProblem) -> "PassRule":
-        """Read it off the kind and the kinds of its gradient."""
-        assert isinstance(op.kind, Differentiable), f"{op.name}: {op.kind.label} stands in a forward pass"
-        inputs = [problem.block.tensors[name] for name in op.inputs]
-        roles = ("activation", "parameter")
-        needed = [number for number, one in enumerate(inputs) if one.role in roles and one.dtype != "int64"]
-        steps = [(step.kind, step) for step in op.kind.gradient(inputs, needed) if step.kind is not None]
-        linear = [step for kind, step in steps if 0 in kind.linear_through() and step.reads[0] == "d0"]
-        readers = [step for _, step in steps if "d0" in step.reads]
-        into = {
-            step.gives[output]
-            for kind, step in steps
-            for read, outputs in kind.linear_through().items()
-            for output in outputs
-            if step.reads[read] == "in0"
-        }
-        return cls(
-            forward=0 in op.kind.linear_through() and inputs[0].role == "activation",
-            backward=bool(linear) and len(linear) == len(readers),
-            into=frozenset(number for number in into if number is not None),
-        )
 
 
 class Tables:
@@ -82,37 +37,23 @@ class Tables:
     def __init__(self, problem: OperatorProblem, *, free_ends: bool = False) -> None:
         self.problem = problem
         self.free_ends = free_ends
-        block = problem.block
-        self.ops = cut_operations(block)
-        self.delivers = [op for op in block.select("micro_batch", "F") if isinstance(op.kind, Deliver)]
-        self._rules = {op.name: PassRule.of(op, problem) for op in self.ops}
-        self._readers = {
-            deliver.outputs[0]: [op for op in self.ops if deliver.outputs[0] in op.inputs] for deliver in self.delivers
-        }
-        alone = {name for name, readers in self._readers.items() if len(readers) == 1}
-        self.choices = {
-            op.name: all_choices(
-                problem,
-                op,
-                forward=self._rules[op.name].forward and op.inputs[0] in alone,
-                backward=self._rules[op.name].backward,
-            )
-            for op in self.ops
-        }
-        self._maker = {name: op for op in self.ops for name in op.outputs}
-        self._states: dict[tuple[Dims, Dtype, Pending], LayoutStates] = {}
-        self.delivered = {op.name: self._deliveries(op) for op in self.delivers}
+        self.neighbours = Neighbours(problem)
+        self.ops, self.choices = self.neighbours.ops, self.neighbours.choices
+        self.passages = [
+            Passage(self.neighbours, deliver, self._makers(deliver)) for deliver in self.neighbours.delivers
+        ]
 
     @property
     def sizes(self) -> dict[str, int]:
         """How many values each variable has."""
-        found = {name: len(values) for name, values in (*self.choices.items(), *self.delivered.items())}
+        found = {name: len(values) for name, values in self.choices.items()}
+        found |= {passage.deliver.name: len(passage.values) for passage in self.passages}
         found |= {self.rest_name(op): len(self.rests) for op in self.ops if self._may_rest(op)}
         return found | {name: len(self.boundaries) for name, there in self._ends() if there}
 
     def factors(self) -> list[Factor]:
         """Return all tables, with a byte's price in each."""
-        found = [*self._op_factors(), *self._deliver_factors(), self._end_factor()]
+        found = [*self._op_factors(), *self._passage_factors(), self._end_factor()]
         price = self.problem.second_per_byte
         return [
             Factor(variables=one.variables, table=one.table + price * one.weight, weight=one.weight)
@@ -125,7 +66,7 @@ class Tables:
     def boundaries(self) -> tuple[Layout, ...]:
         """The layouts in which blocks may hand the hidden state on."""
         dims = next(self.problem.block.tensors[name].dims for name in self._carried())
-        return tuple(layout for layout in self._states_of(dims, "bf16").layouts if not layout.sums)
+        return tuple(layout for layout in self.neighbours.states(dims, "bf16").layouts if not layout.sums)
 
     @cached_property
     def rests(self) -> tuple[Atoms, ...]:
@@ -161,7 +102,7 @@ class Tables:
 
     def _own_saves(self, op: Op) -> list[Saved]:
         """Return what is kept as the operation is cut: copies of kernels, and results that nobody has delivered."""
-        delivered = {deliver.inputs[0] for deliver in self.delivers}
+        delivered = {deliver.inputs[0] for deliver in self.neighbours.delivers}
         return [entry for entry in self.problem.block.saved if entry.op == op.name and entry.storage not in delivered]
 
     def _weight_factors(self, op: Op) -> Iterator[Factor]:
@@ -188,162 +129,34 @@ class Tables:
 
     # what lies between operations
 
-    def _deliveries(self, deliver: Op) -> tuple[Delivery, ...]:
-        """List what a tensor may be delivered as: what all its readers can take, with all that may be sent back."""
-        tensor = deliver.outputs[0]
-        dims = self.problem.block.tensors[tensor].dims
-        ways: dict[Layout, set[frozenset[str]]] | None = None
-        for reader in self._readers[tensor]:
-            mine: dict[Layout, set[frozenset[str]]] = {}
-            for choice in self.choices[reader.name]:
-                sends = self._sends(reader, choice, tensor, dims) if self._has_gradient(deliver) else frozenset[str]()
-                mine.setdefault(self._wanted(reader, choice, tensor), set()).add(sends)
-            ways = mine if ways is None else _both(ways, mine)
-        if not ways:
-            names = ", ".join(reader.name for reader in self._readers[tensor])
-            raise InputError.of(
-                "pins", f"{names} read {tensor} in different layouts; pin them to one, or fewer of them"
-            )
-        found = ((layout, sent) for layout, all_sent in ways.items() for sent in all_sent)
-        made = (
-            Delivery(taken=layout, sent=Layout(dims=layout.dims, sums=tuple(sorted(sent)))) for layout, sent in found
-        )
-        return tuple(sorted(made, key=str))
+    def _makers(self, deliver: Op) -> list[OpChoice]:
+        """Return what the maker of a tensor may choose, be it the block before."""
+        maker = self.neighbours.maker.get(deliver.inputs[0])
+        if maker is not None:
+            return list(self.choices[maker.name])
+        if self.free_ends:
+            return [OpChoice(cuts=dict(layout.dims)) for layout in self.boundaries]
+        return [OpChoice(cuts=self.problem.boundary)]
 
-    def _wanted(self, reader: Op, choice: OpChoice, tensor: str) -> Layout:
-        """Return how an operation reads a tensor: a sum may be pending where it lets one pass."""
-        passes = self._rules[reader.name].forward and reader.inputs[0] == tensor
-        return choice.layout(self.problem.block.tensors[tensor].dims, choice.passed if passes else ())
-
-    def _deliver_factors(self) -> Iterator[Factor]:
-        for deliver in self.delivers:
-            maker = self._maker.get(deliver.inputs[0])
-            if maker is not None:
-                yield self._way(deliver, (maker.name, deliver.name), maker, list(self.choices[maker.name]))
-            elif self.free_ends:
-                edges = [OpChoice(cuts=dict(layout.dims)) for layout in self.boundaries]
-                yield self._way(deliver, (IN, deliver.name), None, edges)
+    def _passage_factors(self) -> Iterator[Factor]:
+        for passage in self.passages:
+            table, weight = passage.table(), passage.kept()
+            if passage.maker is None and not self.free_ends:
+                yield Factor(
+                    variables=(passage.deliver.name,), table=table[0], weight=None if weight is None else weight[0]
+                )
             else:
-                edge = self._way(deliver, (IN, deliver.name), None, [OpChoice(cuts=self.problem.boundary)])
-                weight = None if edge.weight is None else edge.weight[0]
-                yield Factor(variables=(deliver.name,), table=edge.table[0], weight=weight)
-            for reader in self._readers[deliver.outputs[0]]:
-                yield self._fits(deliver, reader)
-                if maker is not None and self._rules[reader.name].forward:
-                    yield self._passes(maker, reader, deliver)
-
-    def _way(self, deliver: Op, variables: tuple[str, str], maker: Op | None, choices: list[OpChoice]) -> Factor:
-        """Price the way of a tensor from how it is made to how it is delivered, and of its gradient back."""
-        source = self.problem.block.tensors[deliver.inputs[0]]
-        made = [self._made(maker, source.name, choice) for choice in choices]
-        pending: Pending = "maxima" if any(layout.maxima for layout in made) else "sums"
-        states = self._states_of(source.dims, source.dtype, pending)
-        goals = [_renamed(one.taken, deliver) for one in self.delivered[deliver.name]]
-        forward = states.price[np.ix_(states_at(states, made), states_at(states, goals))]
-        table = forward
-        if not self.problem.keeps_gathered and self._read_later(deliver):
-            summed = np.array([bool(layout.sums or layout.maxima) for layout in made])
-            table = table + np.where(summed[:, None], 0.0, forward)
-        if self._has_gradient(deliver):
-            table = table + self._way_back(deliver, choices)
-        if maker is not None and self._counts_slots(maker, deliver):
-            plain = [choice.layout(source.dims).dims for choice in choices]
-            alike = [[goal.dims == dims for goal in goals] for dims in plain]
-            table = np.where(alike, table, np.inf)
-        return Factor(variables=variables, table=table, weight=self._kept(deliver, made))
-
-    def _way_back(self, deliver: Op, choices: list[OpChoice]) -> Any:
-        """Price the way of a gradient from how its readers send it to how the maker's own gradient takes it."""
-        source = self.problem.block.tensors[deliver.inputs[0]]
-        states = self._states_of(source.dims, source.dtype)
-        sent = [_renamed(one.sent, deliver) for one in self.delivered[deliver.name]]
-        taken = [choice.layout(source.dims, choice.passed_back) for choice in choices]
-        price = states.price[np.ix_(states_at(states, sent), states_at(states, taken))].T
-        if not any(choice.passed_back for choice in choices):
-            return price
-        # What may stay pending does: the program that is lowered knows no other.
-        due = [[set(layout.sums) - choice.busy == set(choice.passed_back) for layout in sent] for choice in choices]
-        return np.where(due, price, np.inf)
-
-    def _kept(self, deliver: Op, made: Sequence[Layout]) -> Any:
-        """Return the memory that a tensor needs from forward to backward, as it is made or as it is delivered."""
-        source = self.problem.block.tensors[deliver.inputs[0]]
-        saved = [entry for entry in self.problem.block.saved if entry.storage == source.name]
-        if not saved:
-            return None
-        dtype = saved[0].tensor.dtype
-        here = [self.problem.local_bytes(layout, dtype) for layout in made]
-        there = [self.problem.local_bytes(_renamed(one.taken, deliver), dtype) for one in self.delivered[deliver.name]]
-        stays = np.array([not (layout.sums or layout.maxima) for layout in made])[:, None]
-        if not (self.problem.keeps_gathered and self._read_later(deliver)):
-            return np.where(stays, np.array(here, float)[:, None], np.array(there, float)[None])
-        goals = [_renamed(one.taken, deliver) for one in self.delivered[deliver.name]]
-        twice = [[self._reads_own(source.name) and layout.dims != goal.dims for goal in goals] for layout in made]
-        return np.where(stays & np.array(twice), np.array(here, float)[:, None], 0.0) + np.array(there, float)[None]
-
-    def _reads_own(self, tensor: str) -> bool:
-        """Whether a gradient reads what its own forward operation made."""
-        maker = self._maker.get(tensor)
-        later = self.problem.block.select("micro_batch", "IW")
-        return maker is not None and any(op.source == maker.name and tensor in op.inputs for op in later)
-
-    def _counts_slots(self, maker: Op, deliver: Op) -> bool:
-        """Whether a tensor holds numbers that mean something only under the cut under which they were counted."""
-        readers = self._readers[deliver.outputs[0]]
-        tied = {dim for dim, _ in maker.kind.tied_dims()}
-        counted = any(tied & {dim for dim, _ in reader.kind.tied_dims()} for reader in readers)
-        return counted and self.problem.block.tensors[deliver.inputs[0]].dtype == "int64"
-
-    def _read_later(self, deliver: Op) -> bool:
-        later = (op for op in self.problem.block.select("micro_batch", "IW"))
-        return any(deliver.outputs[0] in op.inputs for op in later)
-
-    def _has_gradient(self, deliver: Op) -> bool:
-        return any(op.source == deliver.name and op.pass_ != "F" for op in self.problem.block.ops)
-
-    def _fits(self, deliver: Op, reader: Op) -> Factor:
-        """Return 0 where a reader can take what is delivered and send back what is waited for, infinity elsewhere."""
-        tensor = deliver.outputs[0]
-        dims = self.problem.block.tensors[tensor].dims
-        delivered, choices = self.delivered[deliver.name], self.choices[reader.name]
-        number = {layout: index for index, layout in enumerate(dict.fromkeys(one.taken for one in delivered))}
-        taken = np.array([number[one.taken] for one in delivered])
-        wanted = np.array([number.get(self._wanted(reader, choice, tensor), -1) for choice in choices])
-        fits = taken[:, None] == wanted[None]
-        if self._has_gradient(deliver):
-            gathered = np.array([self._mask(one.sent.sums) for one in delivered])
-            sends = np.array([self._mask(self._sends(reader, choice, tensor, dims)) for choice in choices])
-            fits &= (sends[None] & ~gathered[:, None]) == 0
-        return Factor(variables=(deliver.name, reader.name), table=np.where(fits, 0.0, np.inf))
-
-    def _sends(self, reader: Op, choice: OpChoice, tensor: str, dims: Dims) -> frozenset[str]:
-        """Return what the gradient that a reader sends back awaits."""
-        rule = self._rules[reader.name]
-        waits = choice.lost(dims) | set(choice.passed_back)
-        return waits | set(choice.passed) if reader.inputs.index(tensor) in rule.into else waits
-
-    def _passes(self, maker: Op, reader: Op, deliver: Op) -> Factor:
-        """Return infinity where a sum that may pass through a reader is not passed: the lowered program always does."""
-        made = [self._made(maker, deliver.inputs[0], choice) for choice in self.choices[maker.name]]
-        takes = self.choices[reader.name]
-        passes = [[set(layout.sums) - one.busy == set(one.passed) for one in takes] for layout in made]
-        return Factor(variables=(maker.name, reader.name), table=np.where(passes, 0.0, np.inf))
-
-    def _mask(self, atoms: Sequence[str] | frozenset[str]) -> int:
-        return sum(1 << place for place, atom in enumerate(self.problem.real_atoms) if atom in atoms)
-
-    def _made(self, maker: Op | None, tensor: str, choice: OpChoice) -> Layout:
-        """Return how a tensor leaves the operation that makes it, or the block before."""
-        tensors = self.problem.block.tensors
-        return choice.layout(tensors[tensor].dims) if maker is None else made_layout(maker, tensors, tensor, choice)
+                maker = IN if passage.maker is None else passage.maker.name
+                yield Factor(variables=(maker, passage.deliver.name), table=table, weight=weight)
+            yield from passage.fits()
 
     def _end_factor(self) -> Factor:
         """Price the way of the block's result to the boundary, and of the gradient that comes for it."""
         result = self.problem.block.carry_out or "loss"
-        tensor, maker = self.problem.block.tensors[result], self._maker[result]
+        tensor, maker = self.problem.block.tensors[result], self.neighbours.maker[result]
         choices = self.choices[maker.name]
-        states = self._states_of(tensor.dims, tensor.dtype)
-        made = states_at(states, [self._made(maker, result, choice) for choice in choices])
+        states = self.neighbours.states(tensor.dims, tensor.dtype)
+        made = states_at(states, [self.neighbours.made(maker, result, choice) for choice in choices])
         taken = states_at(states, [choice.layout(tensor.dims) for choice in choices])
         cuts = OpChoice(cuts=self.problem.boundary).layout(tensor.dims)
         free = self.free_ends and self.problem.block.carry_out is not None
@@ -354,32 +167,3 @@ class Tables:
         if free:
             return Factor(variables=(maker.name, OUT), table=table)
         return Factor(variables=(maker.name,), table=table[:, 0])
-
-    def _states_of(self, dims: Dims, dtype: Dtype, pending: Pending = "sums") -> LayoutStates:
-        key = (dims, dtype, pending)
-        if key not in self._states:
-            price = self.problem.price(dtype)
-            self._states[key] = LayoutStates.of(dims, self.problem.real_atoms, price, pending)
-        return self._states[key]
-
-
-def _both(
-    ones: dict[Layout, set[frozenset[str]]], others: dict[Layout, set[frozenset[str]]]
-) -> dict[Layout, set[frozenset[str]]]:
-    """Return the layouts that two readers can take, with what may be pending in what they send back together."""
-    return {
-        layout: {mine | its for mine in sent for its in others[layout]}
-        for layout, sent in ones.items()
-        if layout in others
-    }
-
-
-def states_at(states: LayoutStates, layouts: Sequence[Layout]) -> list[int]:
-    """Return the numbers of layouts."""
-    return [states.number[layout] for layout in layouts]
-
-
-def _renamed(layout: Layout, deliver: Op) -> Layout:
-    """Return a layout in the maker's names of the dims."""
-    back = {new: old for old, new in deliver.kind.rename} if isinstance(deliver.kind, Deliver) else {}
-    return Layout(dims=tuple((back.get(dim, dim), cut) for dim, cut in layout.dims), sums=layout.sums)

@@ -1,0 +1,67 @@
+"""Who makes and who reads every tensor of a block, and in which layouts each choice does so."""
+
+from collections.abc import Sequence
+
+from autoshard.graph.kinds.linear import Deliver
+from autoshard.graph.op import Dims, Op
+from autoshard.layout.layout import Layout
+from autoshard.layout.legal import cut_operations
+from autoshard.layout.states import LayoutStates, Pending
+from autoshard.search.pass_rule import PassRule
+from autoshard.search.problem import OpChoice, OperatorProblem, all_choices, made_layout
+from autoshard.spec.workload import Dtype
+
+
+class Neighbours:
+    """The operations of a block with their choices, and the delivers between them."""
+
+    def __init__(self, problem: OperatorProblem) -> None:
+        block = problem.block
+        self.problem = problem
+        self.ops = cut_operations(block)
+        self.delivers = [op for op in block.select("micro_batch", "F") if isinstance(op.kind, Deliver)]
+        self.rules = {op.name: PassRule.of(op, problem) for op in self.ops}
+        self.maker = {name: op for op in self.ops for name in op.outputs}
+        self.readers = {
+            deliver.outputs[0]: [op for op in self.ops if deliver.outputs[0] in op.inputs] for deliver in self.delivers
+        }
+        alone = {name for name, readers in self.readers.items() if len(readers) == 1}
+        self.choices = {
+            op.name: all_choices(
+                problem,
+                op,
+                forward=self.rules[op.name].forward and op.inputs[0] in alone,
+                backward=self.rules[op.name].backward,
+            )
+            for op in self.ops
+        }
+        self._states: dict[tuple[Dims, Dtype, Pending], LayoutStates] = {}
+
+    def states(self, dims: Dims, dtype: Dtype, pending: Pending = "sums") -> LayoutStates:
+        """Return all layouts of such a tensor, and the prices between them."""
+        key = (dims, dtype, pending)
+        if key not in self._states:
+            price = self.problem.price(dtype)
+            self._states[key] = LayoutStates.of(dims, self.problem.real_atoms, price, pending)
+        return self._states[key]
+
+    def made(self, maker: Op | None, tensor: str, choice: OpChoice) -> Layout:
+        """Return how a tensor leaves the operation that makes it, or the block before."""
+        tensors = self.problem.block.tensors
+        return choice.layout(tensors[tensor].dims) if maker is None else made_layout(maker, tensors, tensor, choice)
+
+    def wanted(self, reader: Op, choice: OpChoice, tensor: str) -> Layout:
+        """Return how an operation reads a tensor: a sum may be pending where it lets one pass."""
+        passes = self.rules[reader.name].forward and reader.inputs[0] == tensor
+        return choice.layout(self.problem.block.tensors[tensor].dims, choice.passed if passes else ())
+
+    def sends(self, reader: Op, choice: OpChoice, tensor: str) -> frozenset[str]:
+        """Return what the gradient that a reader sends back awaits."""
+        waits = choice.lost(self.problem.block.tensors[tensor].dims) | set(choice.passed_back)
+        into = self.rules[reader.name].into
+        return waits | set(choice.passed) if reader.inputs.index(tensor) in into else waits
+
+
+def states_at(states: LayoutStates, layouts: Sequence[Layout]) -> list[int]:
+    """Return the numbers of layouts."""
+    return [states.number[layout] for layout in layouts]
