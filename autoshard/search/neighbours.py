@@ -1,8 +1,11 @@
 """Who makes and who reads every tensor of a block, and in which layouts each choice does so."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
-from autoshard.graph.kinds.linear import Deliver
+import numpy as np
+
+from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.op import Dims, Op
 from autoshard.layout.layout import Layout
 from autoshard.layout.legal import cut_operations
@@ -35,6 +38,8 @@ class Neighbours:
             )
             for op in self.ops
         }
+        back = {op.source for op in block.ops if isinstance(op.kind, Collect)}
+        self.has_gradient = {deliver.outputs[0]: deliver.name in back for deliver in self.delivers}
         self._states: dict[tuple[Dims, Dtype, Pending], LayoutStates] = {}
 
     def states(self, dims: Dims, dtype: Dtype, pending: Pending = "sums") -> LayoutStates:
@@ -57,11 +62,40 @@ class Neighbours:
 
     def sends(self, reader: Op, choice: OpChoice, tensor: str) -> frozenset[str]:
         """Return what the gradient that a reader sends back awaits."""
+        if not self.has_gradient[tensor]:
+            return frozenset()
         waits = choice.lost(self.problem.block.tensors[tensor].dims) | set(choice.passed_back)
         into = self.rules[reader.name].into
         return waits | set(choice.passed) if reader.inputs.index(tensor) in into else waits
+
+    def delivered(self, tensors: Sequence[str]) -> list[tuple[str, str]]:
+        """Return those tensors that are delivered, each with its name after that."""
+        return [(one.inputs[0], one.outputs[0]) for one in self.delivers if one.inputs[0] in tensors]
+
+    def counts_slots(self, tensor: str) -> bool:
+        """Whether a tensor holds numbers that mean something only under the cut under which they were counted."""
+        maker = self.maker.get(tensor)
+        if maker is None or self.problem.block.tensors[tensor].dtype != "int64":
+            return False
+        tied = {dim for dim, _ in maker.kind.tied_dims()}
+        readers = [reader for _, name in self.delivered([tensor]) for reader in self.readers[name]]
+        return any(tied & {dim for dim, _ in reader.kind.tied_dims()} for reader in readers)
+
+    def mask(self, atoms: Collection[str]) -> int:
+        """Return atoms as a number, a bit each."""
+        return sum(1 << place for place, atom in enumerate(self.problem.real_atoms) if atom in atoms)
 
 
 def states_at(states: LayoutStates, layouts: Sequence[Layout]) -> list[int]:
     """Return the numbers of layouts."""
     return [states.number[layout] for layout in layouts]
+
+
+def numbers(values: Sequence[object]) -> Any:
+    """Return a number per value, alike for equal ones.
+
+    >>> numbers(["b", "a", "b"])
+    array([0, 1, 0])
+    """
+    number = {value: index for index, value in enumerate(dict.fromkeys(values))}
+    return np.array([number[value] for value in values], int)

@@ -1,7 +1,10 @@
 """The best cut of every operation of a block: exact, by elimination over tables of prices.
 
-Backward is tied to the forward operation's cuts. Both ends of the block are clamped to the boundary layout. Stated
-restrictions: all readers of a tensor take it in one layout, and several atoms cut a dim in the mesh's order.
+Backward is tied to the forward operation's cuts. Both ends of the block are clamped to the boundary layout. A reader
+takes a tensor as it was made, if nothing is pending in it, or as it is delivered, in one layout for all that do not
+take it as made. Stated restrictions: several atoms cut a dim in the mesh's order; a sum passes on pending only to the
+one reader of a tensor; under a memory limit, a tensor with three readers or more is mixed on large meshes only where
+that is worth its time, not where it only saves memory.
 """
 
 import math
@@ -81,7 +84,8 @@ def assess(problem: OperatorProblem, program: Program) -> float:
     """Price a lowered program: every operation, every collective, every ring, and the reduction of weight gradients.
 
     The batch is there in any cut, so that what changes its layout is free. Weights rest as they are used. The solver's
-    cost is the same, but that biases of norms may await a sum longer in the program.
+    cost is the same, but that biases of norms may await a sum longer in the program, and that the program changes the
+    gradient of an addition once if both its delivers need it in the same other layout.
     """
     block = problem.block
     total = 0.0

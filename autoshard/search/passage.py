@@ -1,32 +1,40 @@
 """The way of a tensor through its deliver, from its maker to its readers, and of its gradient back: what it costs."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
 
-from autoshard.errors import InputError
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Op
 from autoshard.layout.layout import Layout
-from autoshard.layout.states import LayoutStates
 from autoshard.search.factors import Factor
-from autoshard.search.neighbours import Neighbours, states_at
+from autoshard.search.neighbours import Neighbours, numbers, states_at
 from autoshard.search.problem import OpChoice
 
-Ways = dict[
-    Layout, set[frozenset[str]]
-]  # layouts in which a tensor is read, and what may be pending in what comes back
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """A layout in which some readers take a tensor, and that of what they send back for it together."""
+
+    taken: Layout
+    sent: Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """A layout that a tensor is delivered in, and the layout of what is sent back for it."""
+    """How a tensor reaches its readers: in one layout, but for those (``by``) that take it as it was ``made``."""
 
-    taken: Layout
-    sent: Layout
+    delivered: Side
+    made: Side | None = None
+    by: tuple[str, ...] = ()
+
+    def of(self, reader: str) -> Side:
+        """Return what an operation takes."""
+        return self.made if self.made is not None and reader in self.by else self.delivered
 
 
 class Passage:
@@ -34,152 +42,196 @@ class Passage:
 
     def __init__(self, neighbours: Neighbours, deliver: Op, choices: Sequence[OpChoice]) -> None:
         block = neighbours.problem.block
-        self.deliver, self.choices = deliver, choices
+        self.neighbours, self.deliver, self.choices = neighbours, deliver, choices
         self.tensor = deliver.outputs[0]
         self.source = block.tensors[deliver.inputs[0]]
         self.maker = neighbours.maker.get(self.source.name)
         self.readers = neighbours.readers[self.tensor]
-        self._problem, self._neighbours = neighbours.problem, neighbours
-        self._later = block.select("micro_batch", "IW")
-        self._has_gradient = any(op.source == deliver.name and op.pass_ != "F" for op in block.ops)
-        self._read_later = any(self.tensor in op.inputs for op in self._later)
-        self.values = self._values()
+        self.made = [neighbours.made(self.maker, self.source.name, choice) for choice in choices]
+        self.pending = np.array([bool(layout.sums or layout.maxima) for layout in self.made])
+        later = block.select("micro_batch", "IW")
+        read_later = {op.source for op in later if self.tensor in op.inputs}
+        self._late = {reader.name for reader in self.readers} & read_later
+        self._reads_own = any(
+            op.source == self.maker.name for op in later if self.maker is not None and self.source.name in op.inputs
+        )
+        self._counts_slots = neighbours.counts_slots(self.source.name)
+        self._again = not neighbours.problem.keeps_gathered
+        self._sides: dict[tuple[str, ...], tuple[Side, ...]] = {}
+        self._ways = {reader.name: self._ways_of(reader) for reader in self.readers}
 
-    def fits(self) -> Iterator[Factor]:
-        """Yield which choices of each reader can take what is delivered, and let pass what its maker left pending."""
-        for reader in self.readers:
-            yield self._fits(reader)
-            if self.maker is not None and self._neighbours.rules[reader.name].forward:
-                yield self._passes(self.maker, reader)
+    def sides(self, readers: Collection[str]) -> tuple[Side, ...]:
+        """List what these readers can all take, with all that may be pending in what they send back."""
+        names = tuple(readers)
+        if names not in self._sides:
+            ways = reduce(_both, (self._ways[reader] for reader in names))
+            found = (_side(layout, sent) for layout, all_sent in ways.items() for sent in all_sent)
+            order = sorted(found, key=lambda side: (side.taken.dims, side.taken.sums, side.sent.sums))
+            self._sides[names] = tuple(order)
+        return self._sides[names]
 
-    def table(self) -> Any:
-        """Price the way from each of the maker's choices to each value, and that of the gradient back."""
-        forward = self._states.price[np.ix_(states_at(self._states, self._made), states_at(self._states, self._goals))]
-        table = forward
-        if not self._problem.keeps_gathered and self._read_later:
-            table = table + np.where(self._pending[:, None], 0.0, forward)
-        if self._has_gradient:
-            table = table + self._way_back()
+    def others(self, group: Collection[str]) -> tuple[str, ...]:
+        """Return the readers that are not of this group."""
+        return tuple(reader.name for reader in self.readers if reader.name not in group)
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The readers that may take what was made, while others do not; who numbers slots and who reads them agree."""
         if self._counts_slots:
-            plain = [choice.layout(self.source.dims).dims for choice in self.choices]
-            alike = [[goal.dims == dims for goal in self._goals] for dims in plain]
-            table = np.where(alike, table, np.inf)
-        return table
+            return ()
+        names = [reader.name for reader in self.readers]
+        found = (group for count in range(1, len(names)) for group in itertools.combinations(names, count))
+        agree = [{one.name, other.name} for one in self.readers for other in self.readers if self._agree(one, other)]
+        return tuple(group for group in found if all(len(pair & set(group)) != 1 for pair in agree))
 
-    def kept(self) -> Any:
-        """Return the memory that a tensor needs from forward to backward, as it is made or as it is delivered."""
-        saved = [entry for entry in self._problem.block.saved if entry.storage == self.source.name]
+    @property
+    def possible(self) -> bool:
+        """Whether there is any way to the readers at all."""
+        return bool(self.plain) or any(np.isfinite(self.mixed(group)).any() for group in self.groups)
+
+    @cached_property
+    def plain(self) -> tuple[Delivery, ...]:
+        """What all readers can take alike."""
+        return tuple(Delivery(delivered=side) for side in self.sides(self._ways))
+
+    def table(self, values: Sequence[Delivery]) -> Any:
+        """Price the way from each of the maker's choices to each value, and that of the gradient back."""
+        delivered, made = [one.delivered for one in values], [one.made or one.delivered for one in values]
+        mixed = np.array([one.made is not None for one in values], bool)
+        price = self._forward(delivered) * self._times([one.by for one in values]) + self._back(delivered)
+        price = price + np.where(mixed, self._back(made), 0.0)
+        price = np.where(self._due(_sums(self.neighbours, delivered), _sums(self.neighbours, made)), price, np.inf)
+        as_made, alike = self._as_made(made), self._as_made(delivered)
+        price = np.where(~mixed | as_made, price, np.inf)
+        return np.where(alike, price, np.inf) if self._counts_slots else price
+
+    def mixed(self, group: Collection[str]) -> Any:
+        """Price every delivery where just these readers take what was made.
+
+        The axes are the maker's choices, the sides that the group can take, and those that the others can.
+        """
+        made, delivered = self.sides(group), self.sides(self.others(group))
+        way = self._forward(delivered) * self._times([group]) + self._back(delivered)
+        price = way[:, None] + self._back(made)[:, :, None]
+        due = self._due(_sums(self.neighbours, delivered), _sums(self.neighbours, made)[:, None])
+        differs = ~self._as_made(delivered)[:, None]
+        return np.where(due & differs & self._as_made(made)[:, :, None], price, np.inf)
+
+    def kept(self, values: Sequence[Delivery]) -> Any:
+        """Return the memory that a tensor needs from forward to backward, if any."""
+        return self.kept_by([one.delivered for one in values], [one.by for one in values])
+
+    def kept_by(self, delivered: Sequence[Side], by: Sequence[Collection[str]]) -> Any:
+        """Return that memory: as it is made, as it is delivered, or both, depending on what backward reads."""
+        problem = self.neighbours.problem
+        saved = [entry for entry in problem.block.saved if entry.storage == self.source.name]
         if not saved:
             return None
-        dtype = saved[0].tensor.dtype
-        here = np.array([self._problem.local_bytes(layout, dtype) for layout in self._made], float)[:, None]
-        there = np.array([self._problem.local_bytes(goal, dtype) for goal in self._goals], float)[None]
-        stays = ~self._pending[:, None]
-        if not (self._problem.keeps_gathered and self._read_later):
-            return np.where(stays, here, there)
-        twice = [[self._reads_own and layout.dims != goal.dims for goal in self._goals] for layout in self._made]
-        return np.where(stays & np.array(twice), here, 0.0) + there
+        here = np.array([problem.local_bytes(layout, saved[0].tensor.dtype) for layout in self.made], float)[:, None]
+        there = np.array([problem.local_bytes(one.taken, saved[0].tensor.dtype) for one in delivered], float)
+        gathered = np.array([problem.keeps_gathered and bool(self._late - set(readers)) for readers in by], bool)
+        own = np.array([self._reads_own or bool(self._late & set(readers)) for readers in by], bool)
+        stays = ~self.pending[:, None]
+        twice = np.where(stays & own & ~self._as_made(delivered), here, 0.0)
+        return np.where(gathered, there + twice, np.where(stays, here, there))
 
-    @cached_property
-    def _made(self) -> list[Layout]:
-        return [self._neighbours.made(self.maker, self.source.name, choice) for choice in self.choices]
+    def fits(self, variable: str, reader: Op, sides: Sequence[Side]) -> Factor:
+        """Return which choices of a reader can take what a variable stands for: 0 there, infinity elsewhere."""
+        return Factor(variables=(variable, reader.name), table=np.where(self.fitting(reader, sides), 0.0, np.inf))
 
-    @cached_property
-    def _pending(self) -> Any:
-        return np.array([bool(layout.sums or layout.maxima) for layout in self._made])
+    def fitting(self, reader: Op, sides: Sequence[Side]) -> Any:
+        """Return where a reader's choice can take a side, and sends back no more than is waited for."""
+        choices, mask = self.neighbours.choices[reader.name], self.neighbours.mask
+        layouts = [self.neighbours.wanted(reader, choice, self.tensor) for choice in choices]
+        number = numbers([*layouts, *(side.taken for side in sides)])
+        wanted, taken = number[: len(layouts)], number[len(layouts) :]
+        sends = np.array([mask(self.neighbours.sends(reader, choice, self.tensor)) for choice in choices])
+        awaited = _sums(self.neighbours, sides)
+        return (taken[:, None] == wanted) & ((sends & ~awaited[:, None]) == 0)
 
-    @cached_property
-    def _goals(self) -> list[Layout]:
-        return [_renamed(one.taken, self.deliver) for one in self.values]
-
-    @cached_property
-    def _states(self) -> LayoutStates:
-        pending = "maxima" if any(layout.maxima for layout in self._made) else "sums"
-        return self._neighbours.states(self.source.dims, self.source.dtype, pending)
-
-    @cached_property
-    def _reads_own(self) -> bool:
-        """Whether a gradient reads what its own forward operation made."""
-        maker, name = self.maker, self.source.name
-        return maker is not None and any(op.source == maker.name and name in op.inputs for op in self._later)
-
-    @cached_property
-    def _counts_slots(self) -> bool:
-        """Whether the tensor holds numbers that mean something only under the cut under which they were counted."""
-        if self.maker is None or self.source.dtype != "int64":
-            return False
-        tied = {dim for dim, _ in self.maker.kind.tied_dims()}
-        return any(tied & {dim for dim, _ in reader.kind.tied_dims()} for reader in self.readers)
-
-    def _values(self) -> tuple[Delivery, ...]:
-        """List what the tensor may be delivered as: what all its readers can take, with all that may be sent back."""
-        ways: Ways | None = None
+    def passes(self) -> Iterator[Factor]:
+        """Yield infinity where a sum that may pass through a reader is not passed: the lowered program always does."""
         for reader in self.readers:
-            mine: Ways = {}
-            for choice in self._neighbours.choices[reader.name]:
-                mine.setdefault(self._wanted(reader, choice), set()).add(self._sends(reader, choice))
-            ways = mine if ways is None else _both(ways, mine)
-        if not ways:
-            names = ", ".join(reader.name for reader in self.readers)
-            raise InputError.of(
-                "pins", f"{names} read {self.tensor} in different layouts; pin them to one, or fewer of them"
-            )
-        made = (
-            Delivery(taken=layout, sent=Layout(dims=layout.dims, sums=tuple(sorted(sent))))
-            for layout, all_sent in ways.items()
-            for sent in all_sent
-        )
-        return tuple(sorted(made, key=str))
+            if self.maker is not None and self.neighbours.rules[reader.name].forward:
+                takes = self.neighbours.choices[reader.name]
+                passes = [[set(layout.sums) - one.busy == set(one.passed) for one in takes] for layout in self.made]
+                yield Factor(variables=(self.maker.name, reader.name), table=np.where(passes, 0.0, np.inf))
 
-    def _wanted(self, reader: Op, choice: OpChoice) -> Layout:
-        return self._neighbours.wanted(reader, choice, self.tensor)
+    def renamed(self, layout: Layout) -> Layout:
+        """Return a layout in the maker's names of the dims."""
+        back = {new: old for old, new in self.deliver.kind.rename} if isinstance(self.deliver.kind, Deliver) else {}
+        return Layout(dims=tuple((back.get(dim, dim), cut) for dim, cut in layout.dims), sums=layout.sums)
 
-    def _sends(self, reader: Op, choice: OpChoice) -> frozenset[str]:
-        return self._neighbours.sends(reader, choice, self.tensor) if self._has_gradient else frozenset[str]()
+    def _agree(self, one: Op, other: Op) -> bool:
+        """Whether one of two readers numbers slots and the other reads the numbers."""
+        found = self.neighbours.delivered(one.outputs)
+        return any(self.neighbours.counts_slots(tensor) and name in other.inputs for tensor, name in found)
 
-    def _way_back(self) -> Any:
-        """Price the way of a gradient from how its readers send it to how the maker's own gradient takes it."""
-        states = self._neighbours.states(self.source.dims, self.source.dtype)
-        sent = [_renamed(one.sent, self.deliver) for one in self.values]
+    def _ways_of(self, reader: Op) -> Mapping[Layout, set[frozenset[str]]]:
+        """Return the layouts in which an operation can read the tensor, and what may be pending in what it sends."""
+        ways: dict[Layout, set[frozenset[str]]] = {}
+        for choice in self.neighbours.choices[reader.name]:
+            wanted = self.neighbours.wanted(reader, choice, self.tensor)
+            ways.setdefault(wanted, set()).add(self.neighbours.sends(reader, choice, self.tensor))
+        return ways
+
+    def _forward(self, sides: Sequence[Side]) -> Any:
+        """Price the way from each of the maker's choices to each side."""
+        pending = "maxima" if any(layout.maxima for layout in self.made) else "sums"
+        states = self.neighbours.states(self.source.dims, self.source.dtype, pending)
+        goals = states_at(states, [self.renamed(side.taken) for side in sides])
+        return states.price[np.ix_(states_at(states, self.made), goals)]
+
+    def _times(self, by: Sequence[Collection[str]]) -> Any:
+        """Return how often that way is gone: again where backward reads what was delivered, and it was not kept."""
+        late = np.array([bool(self._late - set(readers)) for readers in by], bool)
+        return 1.0 + (late & ~self.pending[:, None] & self._again)
+
+    def _back(self, sides: Sequence[Side]) -> Any:
+        """Price the way of a gradient from how readers send it to how the maker's own gradient takes it."""
+        if not self.neighbours.has_gradient[self.tensor]:
+            return np.zeros((len(self.choices), len(sides)))
+        states = self.neighbours.states(self.source.dims, self.source.dtype)
         taken = [choice.layout(self.source.dims, choice.passed_back) for choice in self.choices]
-        price = states.price[np.ix_(states_at(states, sent), states_at(states, taken))].T
-        if not any(choice.passed_back for choice in self.choices):
-            return price
-        # What may stay pending does: the program that is lowered knows no other.
-        due = [[set(one.sums) - choice.busy == set(choice.passed_back) for one in sent] for choice in self.choices]
-        return np.where(due, price, np.inf)
+        sent = states_at(states, [self.renamed(side.sent) for side in sides])
+        return states.price[np.ix_(sent, states_at(states, taken))].T
 
-    def _fits(self, reader: Op) -> Factor:
-        """Return 0 where a reader can take what is delivered and send back what is waited for, infinity elsewhere."""
-        choices = self._neighbours.choices[reader.name]
-        number = {layout: index for index, layout in enumerate(dict.fromkeys(one.taken for one in self.values))}
-        taken = np.array([number[one.taken] for one in self.values])
-        wanted = np.array([number.get(self._wanted(reader, choice), -1) for choice in choices])
-        awaited = np.array([self._mask(one.sent.sums) for one in self.values])
-        sends = np.array([self._mask(self._sends(reader, choice)) for choice in choices])
-        fits = (taken[:, None] == wanted[None]) & ((sends[None] & ~awaited[:, None]) == 0)
-        return Factor(variables=(self.deliver.name, reader.name), table=np.where(fits, 0.0, np.inf))
+    def _due(self, ones: Any, others: Any) -> Any:
+        """Return where it lets pass back what a lowered program does: what may stay pending, if both parts await it."""
+        shape = (-1, *(1 for _ in np.broadcast_shapes(ones.shape, others.shape)))
+        idle, passed = (
+            np.array([self.neighbours.mask(atoms) for atoms in found]).reshape(shape)
+            for found in (
+                [set(self.neighbours.problem.real_atoms) - choice.busy for choice in self.choices],
+                [choice.passed_back for choice in self.choices],
+            )
+        )
+        if not passed.any():
+            return np.True_
+        return passed == np.where((ones & idle) == (others & idle), ones & idle, 0)
 
-    def _passes(self, maker: Op, reader: Op) -> Factor:
-        """Return infinity where a sum that may pass through a reader is not passed: the lowered program always does."""
-        takes = self._neighbours.choices[reader.name]
-        passes = [[set(layout.sums) - one.busy == set(one.passed) for one in takes] for layout in self._made]
-        return Factor(variables=(maker.name, reader.name), table=np.where(passes, 0.0, np.inf))
-
-    def _mask(self, atoms: Sequence[str] | frozenset[str]) -> int:
-        return sum(1 << place for place, atom in enumerate(self._problem.real_atoms) if atom in atoms)
+    def _as_made(self, sides: Sequence[Side]) -> Any:
+        """Return where a side is cut as a choice of the maker makes it, with nothing pending."""
+        number = numbers([*(layout.dims for layout in self.made), *(self.renamed(side.taken).dims for side in sides)])
+        made, taken = number[: len(self.made)], number[len(self.made) :]
+        return (made[:, None] == taken) & ~self.pending[:, None]
 
 
-def _both(ones: Ways, others: Ways) -> Ways:
+def _side(layout: Layout, sent: frozenset[str]) -> Side:
+    return Side(taken=layout, sent=Layout(dims=layout.dims, sums=tuple(sorted(sent))))
+
+
+def _sums(neighbours: Neighbours, sides: Sequence[Side]) -> Any:
+    """Return what is pending in what is sent back for each side, as numbers."""
+    return np.array([neighbours.mask(side.sent.sums) for side in sides], int)
+
+
+def _both(
+    ones: Mapping[Layout, set[frozenset[str]]], others: Mapping[Layout, set[frozenset[str]]]
+) -> Mapping[Layout, set[frozenset[str]]]:
     """Return the layouts that two readers can take, with what may be pending in what they send back together."""
     return {
         layout: {mine | its for mine in sent for its in others[layout]}
         for layout, sent in ones.items()
         if layout in others
     }
-
-
-def _renamed(layout: Layout, deliver: Op) -> Layout:
-    """Return a layout in the maker's names of the dims."""
-    back = {new: old for old, new in deliver.kind.rename} if isinstance(deliver.kind, Deliver) else {}
-    return Layout(dims=tuple((back.get(dim, dim), cut) for dim, cut in layout.dims), sums=layout.sums)

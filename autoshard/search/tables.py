@@ -5,15 +5,19 @@ how what they send back is pending), one per end of the block where it is free, 
 in pieces.
 """
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
+from autoshard.errors import InputError
 from autoshard.graph.block import Saved
 from autoshard.graph.op import Op
 from autoshard.layout.layout import Layout
 from autoshard.search.factors import Factor
+from autoshard.search.mixtures import Rows, mixtures
 from autoshard.search.neighbours import Neighbours, states_at
 from autoshard.search.op_prices import (
     compute_s,
@@ -25,10 +29,14 @@ from autoshard.search.op_prices import (
     state_bytes,
     weights_of,
 )
-from autoshard.search.passage import Passage
+from autoshard.search.pairs import pair_tables
+from autoshard.search.passage import Delivery, Passage
 from autoshard.search.problem import Atoms, OpChoice, OperatorProblem, subsets
 
 IN, OUT = "boundary in", "boundary out"
+_SMALL = 1 << 13  # measured: cells of a table of two readers that are fewer than a search for mixtures is worth
+_MOST = 500  # measured: values of one deliver; tables of more do not fit the memory of a small machine
+_MANY = 4  # measured: values of a deliver, in those of its readers, from which two variables make smaller tables
 
 
 class Tables:
@@ -39,21 +47,33 @@ class Tables:
         self.free_ends = free_ends
         self.neighbours = Neighbours(problem)
         self.ops, self.choices = self.neighbours.ops, self.neighbours.choices
+        self._own = {op.name: self._op_factors(op) for op in self.ops}
         self.passages = [
             Passage(self.neighbours, deliver, self._makers(deliver)) for deliver in self.neighbours.delivers
         ]
+        self._taken: dict[str, int] = {}
+        self._between: dict[str, list[Factor]] = {}
+        for passage in self.passages:
+            if not passage.possible:
+                readers = ", ".join(reader.name for reader in passage.readers)
+                message = f"{readers} read {passage.tensor} in different layouts; pin them to one, or fewer of them"
+                raise InputError.of("pins", message)
+        for passage in reversed(self.passages):  # what readers do with what they make is known then
+            self._settle(passage)
 
     @property
     def sizes(self) -> dict[str, int]:
         """How many values each variable has."""
         found = {name: len(values) for name, values in self.choices.items()}
-        found |= {passage.deliver.name: len(passage.values) for passage in self.passages}
+        found |= self._taken
         found |= {self.rest_name(op): len(self.rests) for op in self.ops if self._may_rest(op)}
         return found | {name: len(self.boundaries) for name, there in self._ends() if there}
 
     def factors(self) -> list[Factor]:
         """Return all tables, with a byte's price in each."""
-        found = [*self._op_factors(), *self._passage_factors(), self._end_factor()]
+        own = [factor for op in self.ops for factor in self._own[op.name]]
+        between = [factor for passage in self.passages for factor in self._between[passage.deliver.name]]
+        found = [*own, *between, self._end]
         price = self.problem.second_per_byte
         return [
             Factor(variables=one.variables, table=one.table + price * one.weight, weight=one.weight)
@@ -90,15 +110,13 @@ class Tables:
 
     # what an operation costs by itself
 
-    def _op_factors(self) -> Iterator[Factor]:
-        for op in self.ops:
-            choices = self.choices[op.name]
-            time_s = compute_s(self.problem, op, choices) + ring_s(self.problem, op, choices)
-            weight = sum(
-                (kept_bytes(self.problem, entry, choices) for entry in self._own_saves(op)), np.zeros(len(choices))
-            )
-            yield Factor(variables=(op.name,), table=time_s, weight=weight)
-            yield from self._weight_factors(op)
+    def _op_factors(self, op: Op) -> list[Factor]:
+        choices = self.choices[op.name]
+        time_s = compute_s(self.problem, op, choices) + ring_s(self.problem, op, choices)
+        weight = sum(
+            (kept_bytes(self.problem, entry, choices) for entry in self._own_saves(op)), np.zeros(len(choices))
+        )
+        return [Factor(variables=(op.name,), table=time_s, weight=weight), *self._weight_factors(op)]
 
     def _own_saves(self, op: Op) -> list[Saved]:
         """Return what is kept as the operation is cut: copies of kernels, and results that nobody has delivered."""
@@ -138,19 +156,56 @@ class Tables:
             return [OpChoice(cuts=dict(layout.dims)) for layout in self.boundaries]
         return [OpChoice(cuts=self.problem.boundary)]
 
-    def _passage_factors(self) -> Iterator[Factor]:
-        for passage in self.passages:
-            table, weight = passage.table(), passage.kept()
-            if passage.maker is None and not self.free_ends:
-                yield Factor(
-                    variables=(passage.deliver.name,), table=table[0], weight=None if weight is None else weight[0]
-                )
-            else:
-                maker = IN if passage.maker is None else passage.maker.name
-                yield Factor(variables=(maker, passage.deliver.name), table=table, weight=weight)
-            yield from passage.fits()
+    def _settle(self, passage: Passage) -> None:
+        """Decide what readers may take of a tensor, and price it: one variable for all of them, or one for each."""
+        deliver, readers = passage.deliver.name, passage.readers
+        values = self._values(passage)
+        if values is None:
+            takes = {f"{deliver} to {reader.name}": passage.sides([reader.name]) for reader in readers}
+            table, weight = pair_tables(passage)
+            fits = [passage.fits(*one) for one in zip(takes, readers, takes.values(), strict=True)]
+        else:
+            takes = {deliver: values}
+            table, weight = passage.table(values), passage.kept(values)
+            fits = [passage.fits(deliver, reader, [value.of(reader.name) for value in values]) for reader in readers]
+        self._taken |= {name: len(values) for name, values in takes.items()}
+        self._between[deliver] = [self._way(passage, tuple(takes), table, weight), *fits, *passage.passes()]
 
-    def _end_factor(self) -> Factor:
+    def _values(self, passage: Passage) -> tuple[Delivery, ...] | None:
+        """Return what a tensor may be delivered as; None where too much, so that two readers need a variable each."""
+        takes = [len(passage.sides([reader.name])) for reader in passage.readers]
+        pair = len(takes) == 2 and bool(passage.groups)
+        if pair and math.prod(takes) <= _SMALL:
+            return None
+        rows = {reader.name: self._rows(reader) for reader in passage.readers}
+        limited = math.isfinite(self.problem.memory_limit_bytes)
+        values = (*passage.plain, *mixtures(passage, rows, limited=limited))
+        if pair:
+            return None if len(values) > _MANY * max(takes) else values
+        return values if len(values) <= _MOST or not limited else (*passage.plain, *mixtures(passage, rows))
+
+    def _way(self, passage: Passage, takes: tuple[str, ...], table: Any, weight: Any) -> Factor:
+        if passage.maker is None and not self.free_ends:
+            return Factor(variables=takes, table=table[0], weight=None if weight is None else weight[0])
+        maker = IN if passage.maker is None else passage.maker.name
+        return Factor(variables=(maker, *takes), table=table, weight=weight)
+
+    def _rows(self, op: Op) -> list[Rows]:
+        """Return the tables of an operation by itself and with those who read what it makes, a row per choice."""
+        ways = [
+            self._between[passage.deliver.name][0]
+            for passage in self.passages
+            if passage.maker == op and passage.deliver.name in self._between
+        ]
+        found = [*self._own[op.name], *ways, *([self._end] if self._end.variables[0] == op.name else [])]
+        price = self.problem.second_per_byte
+        return [
+            Rows(table=one.table if one.weight is None else one.table + price * one.weight, weight=one.weight)
+            for one in found
+        ]
+
+    @cached_property
+    def _end(self) -> Factor:
         """Price the way of the block's result to the boundary, and of the gradient that comes for it."""
         result = self.problem.block.carry_out or "loss"
         tensor, maker = self.problem.block.tensors[result], self.neighbours.maker[result]
