@@ -1,6 +1,7 @@
 """Who makes and who reads every tensor of a block, and in which layouts each choice does so."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from autoshard.spec.workload import Dtype
 
 
 class Neighbours:
-    """The operations of a block with their choices, and the delivers between them."""
+    """The operations of a block with their choices, and the delivers between them; some ``weights`` may be clamped."""
 
-    def __init__(self, problem: OperatorProblem) -> None:
+    def __init__(self, problem: OperatorProblem, weights: Mapping[str, Layout] = MappingProxyType({})) -> None:
         block = problem.block
         self.problem = problem
         self.ops = cut_operations(block)
@@ -30,11 +31,17 @@ class Neighbours:
         }
         alone = {name for name, readers in self.readers.items() if len(readers) == 1}
         self.choices = {
-            op.name: all_choices(
-                problem,
-                op,
-                forward=self.rules[op.name].forward and op.inputs[0] in alone,
-                backward=self.rules[op.name].backward,
+            op.name: tuple(
+                choice
+                for choice in all_choices(
+                    problem,
+                    op,
+                    forward=self.rules[op.name].forward and op.inputs[0] in alone,
+                    backward=self.rules[op.name].backward,
+                )
+                if all(
+                    choice.layout(block.tensors[name].dims) == weights[name] for name in op.inputs if name in weights
+                )
             )
             for op in self.ops
         }

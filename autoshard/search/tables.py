@@ -6,8 +6,9 @@ in pieces.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -42,10 +43,16 @@ _MANY = 4  # measured: values of a deliver, in those of its readers, from which 
 class Tables:
     """The variables of a problem, what each may be, and the factors between them; ends without a boundary are free."""
 
-    def __init__(self, problem: OperatorProblem, *, free_ends: bool = False) -> None:
+    def __init__(
+        self,
+        problem: OperatorProblem,
+        *,
+        free_ends: bool = False,
+        weights: Mapping[str, Layout] = MappingProxyType({}),
+    ) -> None:
         self.problem = problem
         self.free_ends = free_ends
-        self.neighbours = Neighbours(problem)
+        self.neighbours = Neighbours(problem, weights)
         self.ops, self.choices = self.neighbours.ops, self.neighbours.choices
         self._own = {op.name: self._op_factors(op) for op in self.ops}
         self.passages = [
