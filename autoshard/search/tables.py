@@ -35,9 +35,8 @@ from autoshard.search.passage import Delivery, Passage
 from autoshard.search.problem import Atoms, OpChoice, OperatorProblem, subsets
 
 IN, OUT = "boundary in", "boundary out"
-_SMALL = 1 << 13  # measured: cells of a table of two readers that are fewer than a search for mixtures is worth
-_MOST = 500  # measured: values of one deliver; tables of more do not fit the memory of a small machine
-_MANY = 4  # measured: values of a deliver, in those of its readers, from which two variables make smaller tables
+_SMALL = 1 << 13  # measured: of fewer combinations, a table is made faster than those are found that matter
+_MOST, _MANY = 300, 4  # measured: values of a deliver, also in those of a reader, from which tables grow too large
 
 
 class Tables:
@@ -179,17 +178,17 @@ class Tables:
         self._between[deliver] = [self._way(passage, tuple(takes), table, weight), *fits, *passage.passes()]
 
     def _values(self, passage: Passage) -> tuple[Delivery, ...] | None:
-        """Return what a tensor may be delivered as; None where too much, so that two readers need a variable each."""
+        """Return what a tensor may be delivered as; None if two readers had better have a variable each."""
         takes = [len(passage.sides([reader.name])) for reader in passage.readers]
-        pair = len(takes) == 2 and bool(passage.groups)
+        pair, limited = len(takes) == 2 and bool(passage.groups), math.isfinite(self.problem.memory_limit_bytes)
         if pair and math.prod(takes) <= _SMALL:
             return None
-        rows = {reader.name: self._rows(reader) for reader in passage.readers}
-        limited = math.isfinite(self.problem.memory_limit_bytes)
-        values = (*passage.plain, *mixtures(passage, rows, limited=limited))
-        if pair:
-            return None if len(values) > _MANY * max(takes) else values
-        return values if len(values) <= _MOST or not limited else (*passage.plain, *mixtures(passage, rows))
+        rows, most = {reader.name: self._rows(reader) for reader in passage.readers}, max(_MOST, _MANY * max(takes))
+        for short in (limited, False) if pair else (limited,):
+            values = (*passage.plain, *mixtures(passage, rows, limited=short))
+            if len(values) <= most:
+                return values
+        return None if pair else passage.plain if limited else values
 
     def _way(self, passage: Passage, takes: tuple[str, ...], table: Any, weight: Any) -> Factor:
         if passage.maker is None and not self.free_ends:
