@@ -115,8 +115,13 @@ class _Lowering:
                 self._give(name, dict(addend.layout.dims), addend.layout.sums)
             self._arrive(name, boundary)
             cuts = _restricted(own, tensor.dims)
-            found[index] = self.fetch(name, cuts, op.pass_, busy if index in linear else None)
+            found[index] = self.fetch(name, cuts, op.pass_, busy if index in linear and self._waits(name) else None)
         return [found[index] for index in range(len(op.inputs))]
+
+    def _waits(self, name: str) -> bool:
+        """Whether a tensor may stay pending: not a gradient that somebody needs summed, because then it is summed."""
+        readers = [op for op in self.block.select("micro_batch") if name in op.inputs] if name in self._parts else []
+        return all(op.inputs.index(name) in op.kind.linear_through() for op in readers)
 
     def _arrive(self, name: str, boundary: Cuts) -> None:
         """Take what the neighbouring blocks hand over in the boundary layout."""

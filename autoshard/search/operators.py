@@ -84,8 +84,8 @@ def assess(problem: OperatorProblem, program: Program) -> float:
     """Price a lowered program: every operation, every collective, every ring, and the reduction of weight gradients.
 
     The batch is there in any cut, so that what changes its layout is free. Weights rest as they are used. The solver's
-    cost is the same, but that biases of norms may await a sum longer in the program, and that the program changes the
-    gradient of an addition once if both its delivers need it in the same other layout.
+    cost is the same, but that the program is cheaper where the two delivers of an addition need its gradient in one
+    and the same other layout: it changes it once, and the solver counts both.
     """
     block = problem.block
     total = 0.0
