@@ -1,8 +1,8 @@
 """The tables of prices whose least sum is the best cut of a block.
 
-One variable per forward operation, one per tensor that is delivered (the layout in which all its readers take it, and
-how what they send back is pending), one per end of the block where it is free, one per operation whose weights may rest
-in pieces.
+One variable per forward operation, one per tensor that is delivered (in which layout, who takes it as it was made, and
+how what they send back is pending) or one for each of its two readers, one per end of the block where it is free, one
+per operation whose weights may rest in pieces.
 """
 
 import math
@@ -36,7 +36,7 @@ from autoshard.search.problem import Atoms, OpChoice, OperatorProblem, subsets
 
 IN, OUT = "boundary in", "boundary out"
 _SMALL = 1 << 13  # measured: of fewer combinations, a table is made faster than those are found that matter
-_MOST, _MANY = 300, 4  # measured: values of a deliver, also in those of a reader, from which tables grow too large
+_LARGE = 1 << 24  # measured: cells of a table, beyond which those of an elimination fill a small machine's memory
 
 
 class Tables:
@@ -183,11 +183,13 @@ class Tables:
         pair, limited = len(takes) == 2 and bool(passage.groups), math.isfinite(self.problem.memory_limit_bytes)
         if pair and math.prod(takes) <= _SMALL:
             return None
-        rows, most = {reader.name: self._rows(reader) for reader in passage.readers}, max(_MOST, _MANY * max(takes))
-        for short in (limited, False) if pair else (limited,):
-            values = (*passage.plain, *mixtures(passage, rows, limited=short))
-            if len(values) <= most:
-                return values
+        rows = {reader.name: self._rows(reader) for reader in passage.readers}
+        most = _LARGE // (max(takes) * max(len(self.choices[reader.name]) for reader in passage.readers))
+        values = (*passage.plain, *mixtures(passage, rows, limited=limited))
+        if pair and limited and len(values) > most:
+            values = (*passage.plain, *mixtures(passage, rows))
+        if len(values) <= most:
+            return values
         return None if pair else passage.plain if limited else values
 
     def _way(self, passage: Passage, takes: tuple[str, ...], table: Any, weight: Any) -> Factor:

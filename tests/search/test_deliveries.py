@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from autoshard.errors import InputError
 from autoshard.graph.block import Block
 from autoshard.graph.builder import BlockBuilder
 from autoshard.graph.kinds.linear import Deliver, Einsum
@@ -94,13 +95,20 @@ def test_no_cuts_that_obey_and_keep_to_a_limit_are_cheaper(seed: int, size: int,
 
 
 @settings(max_examples=10)
-@given(seed=SEEDS, boundary=BOUNDARIES)
-def test_three_readers_lose_nothing_by_what_is_dropped(seed: int, boundary: Cuts) -> None:
-    problem = small_problem(branched_block(seed, 3), TWO, boundary)
+@given(seed=SEEDS, boundary=BOUNDARIES, share=st.floats(0.5, 1))
+def test_three_readers_lose_nothing_by_what_is_dropped(seed: int, boundary: Cuts, share: float) -> None:
+    problem = small_problem(branched_block(seed, 3), TWO, boundary, state_bytes_per_weight=18.0)
+    free = solve(problem)
+    short = replace(problem, memory_limit_bytes=max(1.0, share * free.kept_bytes))
+    limited = solve(short)
     with pytest.MonkeyPatch.context() as patch:
-        found = solve(problem).cost_s
         patch.setattr("autoshard.search.mixtures._TOLERANCE", -2.0)  # nothing is dropped
-        assert found == pytest.approx(solve(problem).cost_s, rel=1e-9)
+        assert free.cost_s == pytest.approx(solve(problem).cost_s, rel=1e-9)
+        every = solve(short)
+    assert (limited.fits, limited.gap) == (every.fits, 0.0)
+    assert (limited.cost_s if limited.fits else limited.kept_bytes) == pytest.approx(
+        every.cost_s if every.fits else every.kept_bytes, rel=1e-9
+    )
 
 
 def parallel_block() -> Block:
@@ -132,8 +140,21 @@ def test_one_reader_takes_its_share_while_another_needs_all_gathered(monkeypatch
     assert solve(problem).cost_s > found.cost_s * 1.01
 
 
-def test_a_router_reads_its_tokens_where_they_were_made() -> None:
-    problem = model_problems("mixtral-8x7b", {"tp": 8}, {"seq": ("tp",)}, batch=1)["layer"]
-    pins: dict[str, Cuts] = {"mlp_norm": {"seq": ("tp",)}, "router": {"seq": ("tp",)}, "dispatch": {}}
-    found = solve(replace(problem, pins=pins))
+def test_a_router_reads_its_tokens_where_they_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    along: Cuts = {"seq": ("tp",)}
+    pins: dict[str, Cuts] = {"mlp_norm": along, "router": along, "dispatch": {}}
+    problem = model_problems("mixtral-8x7b", {"tp": 8}, along, batch=1, pins=pins)["layer"]
+    found = solve(problem)
+    assert "F mlp_in all_gather seq/tp" in collectives(problem, found.cuts)
     assert assess(problem, lowered(problem, found.cuts)) == pytest.approx(found.cost_s, rel=1e-9)
+    monkeypatch.setattr(Passage, "groups", ())
+    with pytest.raises(InputError, match="router, dispatch read mlp_in in different layouts"):
+        solve(problem)
+
+
+def test_real_blocks_are_faster_where_some_readers_take_what_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = model_problems("llama3-8b", {"dp": 4, "tp": 8}, {"seq": ("tp",)}, batch=1, seq=2048)["layer"]
+    found = solve(problem)
+    assert assess(problem, lowered(problem, found.cuts)) == pytest.approx(found.cost_s, rel=1e-9)
+    monkeypatch.setattr(Passage, "groups", ())
+    assert solve(problem).cost_s > found.cost_s * 1.005
