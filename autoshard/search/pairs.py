@@ -30,15 +30,10 @@ def _same(passage: Passage) -> Any:
     values = [value.delivered for value in passage.plain]
     taken = numbers([side.taken for side in (*ones, *others, *values)])
     sums = np.array([passage.neighbours.mask(side.sent.sums) for side in (*ones, *others, *values)], int)
-    first, second, last = (
-        slice(len(ones)),
-        slice(len(ones), len(ones) + len(others)),
-        slice(len(ones) + len(others), None),
-    )
-    found = np.full((len(ones), len(others)), -1)
-    both = sums[first, None] | sums[None, second]
-    alike = taken[first, None] == taken[None, second]
+    first, second = slice(len(ones)), slice(len(ones), len(ones) + len(others))
     number = np.full((taken.max(initial=0) + 1, sums.max(initial=0) + 1), -1)
-    number[taken[last], sums[last]] = np.arange(len(values))
-    found[alike] = number[np.broadcast_to(taken[first, None], alike.shape)[alike], both[alike]]
+    number[taken[second.stop :], sums[second.stop :]] = np.arange(len(values))
+    one, other = np.nonzero(taken[first, None] == taken[None, second])
+    found = np.full((len(ones), len(others)), -1)
+    found[one, other] = number[taken[first][one], sums[first][one] | sums[second][other]]
     return found

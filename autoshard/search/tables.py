@@ -179,8 +179,10 @@ class Tables:
 
     def _values(self, passage: Passage) -> tuple[Delivery, ...] | None:
         """Return what a tensor may be delivered as; None if two readers had better have a variable each."""
+        if not passage.groups:
+            return passage.plain
         takes = [len(passage.sides([reader.name])) for reader in passage.readers]
-        pair, limited = len(takes) == 2 and bool(passage.groups), math.isfinite(self.problem.memory_limit_bytes)
+        pair, limited = len(takes) == 2, math.isfinite(self.problem.memory_limit_bytes)
         if pair and math.prod(takes) <= _SMALL:
             return None
         rows = {reader.name: self._rows(reader) for reader in passage.readers}
@@ -190,7 +192,7 @@ class Tables:
             values = (*passage.plain, *mixtures(passage, rows))
         if len(values) <= most:
             return values
-        return None if pair else passage.plain if limited else values
+        return None if pair else (limited and passage.plain) or values
 
     def _way(self, passage: Passage, takes: tuple[str, ...], table: Any, weight: Any) -> Factor:
         if passage.maker is None and not self.free_ends:
@@ -200,11 +202,8 @@ class Tables:
 
     def _rows(self, op: Op) -> list[Rows]:
         """Return the tables of an operation by itself and with those who read what it makes, a row per choice."""
-        ways = [
-            self._between[passage.deliver.name][0]
-            for passage in self.passages
-            if passage.maker == op and passage.deliver.name in self._between
-        ]
+        settled = [self._between.get(passage.deliver.name, []) for passage in self.passages if passage.maker == op]
+        ways = [factor for factors in settled for factor in factors if factor.variables[0] == op.name]
         found = [*self._own[op.name], *ways, *([self._end] if self._end.variables[0] == op.name else [])]
         price = self.problem.second_per_byte
         return [
