@@ -228,7 +228,6 @@ def _searched(request: "Request", num_plans: int) -> "Found":
 def _plan_at(request: "Request", text: str, out: Path, json: bool) -> int:
     """Evaluate one candidate: its rejections first, then an estimate where it has a shape."""
     from autoshard.plan.candidate import Candidate
-    from autoshard.plan.tables import with_tables
     from autoshard.plan.verify import verify as reasons_against
     from autoshard.report.structured import plan_json, rejection_json
     from autoshard.report.terminal import make_console, plan_report, rejections_report
@@ -241,7 +240,7 @@ def _plan_at(request: "Request", text: str, out: Path, json: bool) -> int:
     refused = rejections_of(request, candidate, engine)
     made, shapeless = None, ""
     try:
-        made = with_tables(request.plan(candidate, engine))
+        made = request.plan(candidate, engine)
     except InputError as error:
         if not refused:
             raise error.under("--at") from None

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -15,20 +15,33 @@ from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.graph.op import Op, Tensor
 from autoshard.layout.layout import Cuts, local_sizes
-from autoshard.layout.natural import NaturalSharding
+from autoshard.layout.sharding import Sharding
+from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
 
 PASSES = ("F", "I", "W")
 Moved = tuple[str, Tensor]  # an operation, and a tensor that it reads or writes
-Fresh = tuple[str, Tensor, Cuts | None]  # likewise, and how the tensor is cut where it is kept for backward anyway
+Fresh = tuple[str, Tensor, tuple[Cuts, ...]]  # likewise, and how the tensor is cut where it is kept for backward anyway
 Shares = Callable[[Cuts], Mapping[str, Number]]  # cuts -> a rank's sizes of all dims
+
+
+class Blocks(Protocol):
+    """Where the blocks of a model come from, sharded."""
+
+    def block(self, kind: str, drop: Recompute) -> "ShardedBlock":
+        """Return a block, recomputed and sharded."""
+        ...
+
+    def every(self) -> "tuple[ShardedBlock, ...]":
+        """Return blocks whose collectives are all that may be sent."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One layout's numbers: sizes of the dims before sharding, sizes of the atoms, rings; or columns of them."""
 
-    sequence_parallel: bool
+    blocks: Blocks
     sizes: Mapping[str, Number]
     atoms: Mapping[str, Number]
     rings: Mapping[tuple[str, ...], Ring]
@@ -74,7 +87,7 @@ class ShardedBlock:
     """
 
     block: Block
-    sharding: NaturalSharding
+    sharding: Sharding
     runs: tuple[KernelRun, ...]
     tied: frozenset[str] = frozenset()
 
@@ -82,14 +95,13 @@ class ShardedBlock:
     def of(
         cls,
         block: Block,
-        sharding: NaturalSharding,
+        sharding: Sharding,
         *,
         whole: "ShardedBlock | None" = None,
         tied: Iterable[str] = (),
     ) -> "ShardedBlock":
         """Group the operations of a block into kernel runs; ``whole`` is the same block without recompute."""
-        source = (whole.block, whole.sharding) if whole else (block, sharding)
-        held = {entry.storage: source[1].saved_cuts(entry) for entry in source[0].saved}
+        held = (whole.sharding if whole else sharding).kept_cuts
         runs = tuple(_kernel_runs(block, held))
         return cls(block=block, sharding=sharding, runs=runs, tied=frozenset(tied))
 
@@ -129,12 +141,12 @@ def block_cost(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, rat
         parts = seconds[message.pass_]
         parts[axis] = parts[axis] + ring.time_s(message.collective, message_bytes)
         sent[axis] = sent[axis] + ring.sent_bytes(message.collective, message_bytes)
-    saved = _saved_bytes(sharded, shared)
+    saved = _saved_bytes(sharded, shared, setting.atoms)
     return BlockCost(
         seconds=seconds,
         sent_bytes=sent,
         saved_bytes=saved,
-        remade_bytes=_saved_bytes(whole, shared) - saved,
+        remade_bytes=_saved_bytes(whole, shared, setting.atoms) - saved,
         working_bytes=working,
         weights=_local_parameters(sharded, shared, tied=False),
         tied_weights=_local_parameters(sharded, shared, tied=True),
@@ -154,9 +166,24 @@ def _shares(setting: Setting) -> Shares:
     return shared
 
 
-def _saved_bytes(sharded: ShardedBlock, shared: Shares) -> Number:
-    """Return what a rank keeps of a block from forward to backward, for one micro-batch."""
-    return sum(entry.tensor.num_bytes(shared(sharded.sharding.saved_cuts(entry))) for entry in sharded.block.saved)
+def _saved_bytes(sharded: ShardedBlock, shared: Shares, atoms: Mapping[str, Number]) -> Number:
+    """Return what a rank keeps of a block from forward to backward, for one micro-batch.
+
+    A tensor that is kept in two layouts is kept once where atoms of size 1 are all that they differ in.
+    """
+    total: Number = 0
+    for entry in sharded.block.saved:
+        layouts = sharded.sharding.kept_cuts[entry.storage]
+        for number, cuts in enumerate(layouts):
+            another = [_differ(cuts, other, atoms) for other in layouts[:number]]
+            total = total + entry.tensor.num_bytes(shared(cuts)) * np.logical_and.reduce(another)
+    return total
+
+
+def _differ(one: Cuts, other: Cuts, atoms: Mapping[str, Number]) -> Number:
+    """Say whether an atom that cuts anything cuts a dim in one of the layouts only."""
+    moved = {atom for dim in {*one, *other} for atom in {*one.get(dim, ())} ^ {*other.get(dim, ())}}
+    return np.logical_or.reduce([atoms[atom] > 1 for atom in sorted(moved)])
 
 
 def _local_parameters(sharded: ShardedBlock, shared: Shares, *, tied: bool) -> Mapping[tuple[str, ...], Number]:
@@ -195,7 +222,9 @@ def _fresh_bytes(entry: Fresh, local: Mapping[str, Mapping[str, Number]], shared
     """Return the memory that a tensor needs while a kernel runs; none if it is kept and the kernel reads no more."""
     op, tensor, held = entry
     size = tensor.num_bytes(local[op])
-    return size if held is None else np.where(size > tensor.num_bytes(shared(held)), size, 0)
+    for cuts in held:
+        size = np.where(size > tensor.num_bytes(shared(cuts)), size, 0)
+    return size
 
 
 def _met_share(window: int | None, setting: Setting) -> Number:
@@ -215,7 +244,7 @@ def _visible_pairs(window: int | None, seq_len: Number) -> Number:
     return reach * (reach + 1) / 2 + (seq_len - reach) * reach
 
 
-def _kernel_runs(block: Block, held: Mapping[str, Cuts]) -> Iterable[KernelRun]:
+def _kernel_runs(block: Block, held: Mapping[str, tuple[Cuts, ...]]) -> Iterable[KernelRun]:
     """Group the operations: a fused forward kernel, its backward in one, weight gradients each on their own."""
     owner = {name: group for group in block.fused for name in group.ops}
     members: dict[tuple[str, ...], list[Op]] = defaultdict(list)
@@ -242,14 +271,14 @@ class _Links:
     """Who reads what in a block; a tensor that a deliver hands on is the one it came from."""
 
     block: Block
-    held: Mapping[str, Cuts]  # what is kept for backward when nothing is recomputed, and how it is cut
+    held: Mapping[str, tuple[Cuts, ...]]  # what is kept for backward when nothing is recomputed, and how it is cut
     origins: Mapping[str, frozenset[str]]  # what delivers hand on -> the tensors that it is, or is the sum of
     resident: frozenset[str]  # sums of gradients: they take the place of the sums before
     readers: Mapping[str, frozenset[str]]  # tensor -> operations that read it, directly or through delivers
     source: Mapping[str, str]  # operation -> the forward operation that it belongs to
 
     @classmethod
-    def of(cls, block: Block, held: Mapping[str, Cuts]) -> "_Links":
+    def of(cls, block: Block, held: Mapping[str, tuple[Cuts, ...]]) -> "_Links":
         """Walk the operations backwards for what is read, and forwards for where it comes from."""
         readers: dict[str, set[str]] = defaultdict(set)
         for op in reversed(block.ops):
@@ -305,9 +334,9 @@ class _Links:
         """Whether a tensor has memory for the whole step; a sum of gradients takes the place of the sum before."""
         return tensor.name in self.resident or tensor.role in ("parameter", "state")
 
-    def held_cuts(self, tensor: Tensor) -> Cuts | None:
-        """Return how a tensor is cut where a rank keeps it for backward; None if it does not."""
-        return self.held.get(self._storage(tensor.name))
+    def held_cuts(self, tensor: Tensor) -> tuple[Cuts, ...]:
+        """Return how a tensor is cut where a rank keeps it for backward; nothing if it does not."""
+        return self.held.get(self._storage(tensor.name), ())
 
     def _storage(self, name: str) -> str:
         """Return what a tensor is kept as; a clone's result takes the place of what was dropped."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 
@@ -22,7 +22,7 @@ class Calibration:
     interval: float  # relative half-width of what is promised
     runtime_bytes: int  # a rank's memory that the runtime keeps for itself
     basis: str
-    sources: Mapping[str, str]
+    sources: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
         """Refuse efficiencies outside (0, 1] and numbers without a source."""

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
-from autoshard.cost.block import BlockCost, Setting
+from autoshard.cost.block import BlockCost, Blocks, Setting
 from autoshard.cost.calibration import Calibration, uncalibrated
 from autoshard.cost.pipeline import Pipeline, StageLayers
 from autoshard.cost.rings import Number, send_ring
 from autoshard.cost.setting import Question, boundary_bytes, price_block, setting_of
-from autoshard.cost.sharded import step_graph
+from autoshard.cost.sharded import ListedBlocks
 from autoshard.cost.step import StepCost, step_cost
 from autoshard.graph.count import model_flops_per_token
 from autoshard.plan.codec import fingerprint
@@ -18,10 +18,13 @@ from autoshard.plan.prediction import Prediction, StageMemory, rounded
 from autoshard.plan.recompute import Recompute
 
 
-def predict(plan: Plan, calibration: Calibration | None = None) -> Prediction:
-    """Return time, memory and traffic of one step of a plan."""
+def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks | None = None) -> Prediction:
+    """Return time, memory and traffic of one step of a plan, as its own table shards it.
+
+    Who has made the table from cuts may hand over its blocks as they were sharded for that.
+    """
     question = question_of(plan, calibration or uncalibrated())
-    cost = plan_cost(plan, question)
+    cost = plan_cost(plan, question, blocks)
     seconds = {part: rounded(float(value)) for part, value in sorted(cost.seconds.items()) if float(value) > 0}
     step_time_s = rounded(sum(seconds.values()))
     interval = question.calibration.interval
@@ -37,15 +40,15 @@ def predict(plan: Plan, calibration: Calibration | None = None) -> Prediction:
         capacity_bytes=plan.cluster.rank_memory_bytes,
         tokens_per_s=rounded(plan.workload.tokens_per_step / step_time_s),
         mfu=rounded(utilisation(question, step_time_s)),
-        communication_bytes=_whole(cost.sent_bytes),
+        communication_bytes={axis: size for axis, size in _whole(cost.sent_bytes).items() if size},
         basis=question.calibration.basis,
         of=fingerprint(plan),
     )
 
 
-def predicted(plan: Plan, calibration: Calibration | None = None) -> Plan:
+def predicted(plan: Plan, calibration: Calibration | None = None, blocks: Blocks | None = None) -> Plan:
     """Return the plan with its prediction filled in."""
-    return replace(plan, prediction=predict(plan, calibration))
+    return replace(plan, prediction=predict(plan, calibration, blocks))
 
 
 def question_of(plan: Plan, calibration: Calibration) -> Question:
@@ -59,9 +62,9 @@ def question_of(plan: Plan, calibration: Calibration) -> Question:
     )
 
 
-def plan_cost(plan: Plan, question: Question) -> StepCost:
+def plan_cost(plan: Plan, question: Question, blocks: Blocks | None = None) -> StepCost:
     """Price a plan's step."""
-    setting = setting_of(question, plan.candidate)
+    setting = setting_of(question, plan.candidate, blocks or ListedBlocks.of(plan))
 
     @cache
     def price(kind: str, drop: Recompute) -> BlockCost:
@@ -72,8 +75,7 @@ def plan_cost(plan: Plan, question: Question) -> StepCost:
 
 def utilisation(question: Question, step_time_s: float) -> float:
     """Return the share of the matrix peak that the model's own FLOPs use, masked pairs counted as published ones do."""
-    graph = step_graph(question.model, question.workload, question.kernels)
-    flops = model_flops_per_token(graph) * question.workload.tokens_per_step
+    flops = model_flops_per_token(question.step.graph) * question.workload.tokens_per_step
     peak = question.cluster.rank_matrix_flops_per_s(question.workload.precision.activations)
     return flops / (step_time_s * peak * question.cluster.num_ranks)
 
@@ -84,7 +86,7 @@ def _pipeline(plan: Plan, question: Question, setting: Setting) -> Pipeline:
         StageLayers.of(stage.num_layers, stage.recompute, is_first=number == 0, is_last=number == last)
         for number, stage in enumerate(plan.stages)
     )
-    size = boundary_bytes(question, setting)
+    size = boundary_bytes(setting)
     send_s = send_ring(plan.cluster, plan.mesh, question.calibration.link_efficiency).send_s(size)
     return Pipeline(
         schedule=plan.schedule,

@@ -1,47 +1,83 @@
-"""Blocks with their sharding, made once per model, Kernels and kind of recompute, whatever the sizes."""
+"""Blocks with their sharding, made once per model, Kernels, cutting and kind of recompute, whatever the sizes."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 
 from autoshard.cost.block import ShardedBlock
-from autoshard.graph.block import OpGraph
-from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.recompute import recompute
-from autoshard.layout.natural import natural_sharding
+from autoshard.errors import InputError
+from autoshard.layout.cutting import Cutting
+from autoshard.layout.program import Program
+from autoshard.layout.sharding import Sharding
+from autoshard.plan.lowering import Step, lowered
+from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
-from autoshard.spec.kernels import load_kernels
-from autoshard.spec.model import ModelSpec
-from autoshard.spec.workload import Workload
+from autoshard.plan.tables import plan_programs, step_of, table_kinds, table_name
+
+_KINDS = ("embed", "layer", "head")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutBlocks:
+    """The blocks of a step as one cutting shards them, on any mesh on which no other atoms than these cut anything."""
+
+    step: Step
+    cutting: Cutting
+    atoms: frozenset[str]
+
+    def block(self, kind: str, drop: Recompute) -> ShardedBlock:
+        """Return a block, recomputed and sharded."""
+        return _cut_block(self, kind, drop if kind == "layer" else Recompute())
+
+    def every(self) -> tuple[ShardedBlock, ...]:
+        """Return blocks that hold every kind of collective; recompute repeats them, and adds no others."""
+        return tuple(self.block(kind, Recompute()) for kind in _KINDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedBlocks:
+    """The blocks of a plan as its own table shards them, whatever was edited there."""
+
+    step: Step
+    kinds: tuple[tuple[str, Recompute], ...]
+    programs: Mapping[str, Program] = field(hash=False)
+
+    @classmethod
+    def of(cls, plan: Plan) -> "ListedBlocks":
+        """Read the table of a plan."""
+        if not plan.strategies:
+            raise InputError.of("strategies", "the table is empty, so nothing says what is sent. Make the plan again")
+        return cls(step=step_of(plan), kinds=table_kinds(plan), programs=plan_programs(plan))
+
+    def block(self, kind: str, drop: Recompute) -> ShardedBlock:
+        """Return a block, recomputed and sharded."""
+        used = drop if kind == "layer" else Recompute()
+        whole = self.block(kind, Recompute()) if used.kind != "none" else None
+        return _sharded(self.step, kind, used, self.programs[table_name(kind, used)], whole)
+
+    def every(self) -> tuple[ShardedBlock, ...]:
+        """Return all blocks, because each may be edited by itself."""
+        return tuple(self.block(kind, drop) for kind, drop in self.kinds)
 
 
 @cache
-def step_graph(model: ModelSpec, workload: Workload, kernels: str) -> OpGraph:
-    """Return the graph of one step for a micro-batch of one sequence; sizes are set where it is priced."""
-    return decoder_graph(model, workload, load_kernels(kernels), micro_batch=1)
+def _cut_block(blocks: CutBlocks, kind: str, drop: Recompute) -> ShardedBlock:
+    program = lowered(blocks.step, kind, drop, blocks.cutting, blocks.atoms)
+    whole = blocks.block(kind, Recompute()) if drop.kind != "none" else None
+    return _sharded(blocks.step, kind, drop, program, whole)
 
 
-@cache
-def sharded_block(
-    graph_key: tuple[ModelSpec, Workload, str], kind: str, sequence_parallel: bool, drop: Recompute
-) -> ShardedBlock:
-    """Return a block of the step graph, recomputed and sharded."""
-    model, workload, kernels_name = graph_key
-    kernels = load_kernels(kernels_name)
-    graph = step_graph(model, workload, kernels_name)
-    block, whole = graph.block(kind), None
-    if drop.kind != "none":
-        block = recompute(block, kernels, None if drop.kind == "full" else drop.ops)
-        whole = sharded_block(graph_key, kind, sequence_parallel, Recompute())
-    sharding = natural_sharding(block, sequence_parallel=sequence_parallel, keeps_gathered=kernels.keeps_gathered)
-    tied = [name.removeprefix(f"{kind}.") for name in graph.tied if name.startswith(f"{kind}.")]
-    return ShardedBlock.of(block, sharding, whole=whole, tied=tied)
+def _sharded(step: Step, kind: str, drop: Recompute, program: Program, whole: ShardedBlock | None) -> ShardedBlock:
+    block = step.block(kind, drop)
+    tied = [name.removeprefix(f"{kind}.") for name in step.graph.tied if name.startswith(f"{kind}.")]
+    return ShardedBlock.of(block, Sharding.of(block, program), whole=whole, tied=tied)
 
 
-def atom_groups(blocks: Mapping[str, ShardedBlock]) -> frozenset[tuple[str, ...]]:
+def atom_groups(blocks: Iterable[ShardedBlock]) -> frozenset[tuple[str, ...]]:
     """Return every group of atoms that some message or some weight's gradient needs a ring for."""
-    groups = {message.collective.atoms for block in blocks.values() for message in block.sharding.messages}
-    for block in blocks.values():
+    groups: set[tuple[str, ...]] = set()
+    for block in blocks:
+        groups.update(message.collective.atoms for message in block.sharding.messages)
         for pending in block.sharding.parameter_pending.values():
             groups.update(part for part in split_pending(pending) if part)
     return frozenset(groups)
@@ -66,9 +102,9 @@ class PerWeight:
 
 
 @cache
-def per_weight(model: ModelSpec, workload: Workload, kernels: str) -> PerWeight:
+def per_weight(step: Step) -> PerWeight:
     """Average the step phase over the weights of a layer."""
-    graph = step_graph(model, workload, kernels)
+    graph = step.graph
     layer = graph.block("layer")
     calls = [(op.kind, layer.call(op, graph.sizes)) for op in layer.select("step")]
     weights = sum(tensor.num_elements(graph.sizes) for tensor in layer.parameters)

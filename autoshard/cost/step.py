@@ -99,7 +99,7 @@ def _pipeline_seconds(pipeline: Pipeline, alike: Sequence[_Alike]) -> dict[str, 
 
 
 def _slowest_update(question: Question, setting: Setting, pipeline: Pipeline, alike: Sequence[_Alike]) -> UpdateCost:
-    weight = per_weight(question.model, question.workload, question.kernels)
+    weight = per_weight(question.step)
     count = pipeline.schedule.num_micro_batches
     costs = [update_cost(group.cost.weights, setting, question, weight, count) for group in alike]
     seconds = {part: np.max([cost.seconds[part] for cost in costs], axis=0) for part in costs[0].seconds}

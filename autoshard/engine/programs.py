@@ -49,14 +49,19 @@ class PlanPrograms:
 
     def collective_atoms(self) -> frozenset[tuple[str, ...]]:
         """Return all atoms over which a collective of some program acts, rings among them."""
-        entries = [entry for blocks in self.stages for parts in blocks.values() for entry in parts.program.instructions]
+        entries = [entry for parts in self._parts() for entry in parts.program.instructions]
         sent = {entry.collective.atoms for entry in entries if isinstance(entry, Communicate)}
         return frozenset(sent | {hop.atoms for entry in entries if isinstance(entry, Compute) for hop in entry.ring})
 
     def pending(self) -> frozenset[tuple[str, ...]]:
         """Return all atoms that some weight's gradient awaits when the micro-batches are done."""
-        programs = (parts.program for blocks in self.stages for parts in blocks.values())
-        return frozenset(value.layout.sums for program in programs for value in program.results.values())
+        found = (
+            parts.program.results[f"{tensor.name}.sum"] for parts in self._parts() for tensor in parts.block.parameters
+        )
+        return frozenset(value.layout.sums for value in found)
+
+    def _parts(self) -> Iterator[BlockProgram]:
+        return (parts for blocks in self.stages for parts in blocks.values())
 
 
 def programs_of(plan: Plan) -> PlanPrograms:

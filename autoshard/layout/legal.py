@@ -48,7 +48,7 @@ def legal_cuts(block: Block, op: Op, atoms: Sequence[str], settled: Mapping[str,
     taken = {atom for cut in fixed.values() for atom in cut}
     for placed in _placements(len(free), tuple(atom for atom in atoms if atom not in taken)):
         cuts = {**dict.fromkeys(dims, ()), **fixed, **dict(zip(free, placed, strict=True))}
-        yield {**cuts, **{dim: _together(cuts, others) for dim, others in op.kind.tied_dims()}}
+        yield {**cuts, **{dim: together(cuts, others) for dim, others in op.kind.tied_dims()}}
 
 
 def cut_operations(block: Block) -> tuple[Op, ...]:
@@ -60,6 +60,11 @@ def op_dims(block: Block, op: Op) -> Dims:
     """Return the dims of an operation: those of its tensors, and those that it ties to them."""
     dims = [dim for name in (*op.inputs, *op.outputs) for dim in block.tensors[name].dims]
     return tuple(dict.fromkeys((*dims, *(dim for dim, _ in op.kind.tied_dims()))))
+
+
+def together(cuts: Cuts, dims: Dims) -> tuple[str, ...]:
+    """Return the atoms that cut a dim which is tied to these."""
+    return tuple(atom for dim in dims for atom in cuts.get(dim, ()))
 
 
 def _unknown(block: Block, op: Op, cuts: Cuts, atoms: Collection[str]) -> Iterator[str]:
@@ -88,7 +93,7 @@ def _bound(op: Op, cuts: Cuts) -> Iterator[str]:
         if cuts.get(dim):
             yield f"{op.kind.label} needs all of {dim} on every rank; take {show_atoms(cuts[dim])} from it"
     for dim, others in op.kind.tied_dims():
-        wanted = _together(cuts, others)
+        wanted = together(cuts, others)
         if cuts.get(dim, ()) != wanted:
             right = f"{dim}/{show_atoms(wanted)}" if wanted else f"{dim} whole"
             yield f"{dim} is cut as {' and '.join(others)} together; write {right}"
@@ -119,10 +124,6 @@ def _queues(block: Block) -> Mapping[str, Op]:
         elif origins:
             readers[op.name] = origins[0]
     return readers
-
-
-def _together(cuts: Cuts, dims: Dims) -> tuple[str, ...]:
-    return tuple(atom for dim in dims for atom in cuts.get(dim, ()))
 
 
 def _placements(places: int, atoms: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:

@@ -8,7 +8,8 @@ hands it on to both its inputs, cut as the addition is.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend, AttendGradient
@@ -19,7 +20,7 @@ from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts, Layout
 from autoshard.layout.legal import op_dims
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Program, Sum, Value
-from autoshard.layout.redistribute import Price, Sizes, redistribute
+from autoshard.layout.redistribute import Price, Sizes, normal_layout, only_gathers, redistribute
 
 
 def lower(
@@ -29,11 +30,12 @@ def lower(
     lowering = _Lowering(block, cuts, atoms, price, keeps_gathered=keeps_gathered)
     for op in block.select("micro_batch"):
         lowering.add(op, boundary)
+    lowering.finish_clones(boundary)
     results = {f"{tensor.name}.sum": lowering.made[f"{tensor.name}.sum"] for tensor in block.parameters}
     if block.carry_out:
         results[block.carry_out] = lowering.fetch(block.carry_out, boundary, "F")
     else:
-        results["loss"] = lowering.fetch("loss", {}, "F")
+        results["loss"] = lowering.made["loss"]  # a number that is only told: its parts are added once per step
     if block.carry_in:
         gradient = _gradient_name(block)
         results[gradient] = lowering.fetch(gradient, boundary, "I")
@@ -45,6 +47,7 @@ def _gradient_name(block: Block) -> str:
 
 
 Busy = frozenset[str] | None
+When = Pass | Literal["again"]  # whose reading: of a pass, or of what is computed again for backward
 
 
 class _Lowering:
@@ -61,12 +64,13 @@ class _Lowering:
         self.keeps_gathered = keeps_gathered
         self.instructions: list[Instruction] = []
         self.made: dict[str, Value] = {}
-        self._changed: dict[tuple[str, Layout, Pass], Value] = {}
+        self._changed: dict[tuple[str, Layout, When], Value] = {}
         self._parts: dict[str, list[str]] = {}
         self._origin: dict[str, tuple[str, Mapping[str, str]]] = {}
         self._entry = dict.fromkeys((handed_on, f"d.{handed_on}"), f"{handed_on}_out")
         self._seeds = {f"d.{handed_on}": handed_on}  # gradients that arrive, and of which results
         self._count = 0
+        self._settled = _settled(block)
 
     def add(self, op: Op, boundary: Cuts) -> None:
         """Lower one operation; delivers and their gradients only note where things come from."""
@@ -80,7 +84,25 @@ class _Lowering:
         else:
             self._compute(op, boundary)
 
-    def fetch(self, tensor: str, cuts: Cuts, pass_: Pass, busy: Busy = None) -> Value:
+    def finish_clones(self, boundary: Cuts) -> None:
+        """Bring clones' results that nobody reads to where the forward pass brought them: modules run to their end."""
+        ops = self.block.select("micro_batch")
+        read = {name for op in ops for name in op.inputs}
+        for op in ops:
+            if op.again and isinstance(op.kind, Deliver) and op.outputs[0] not in read:
+                for cuts in self._readings(op.outputs[0].removesuffix(".again"), boundary):
+                    self.fetch(op.outputs[0], cuts, "again")
+
+    def _readings(self, tensor: str, boundary: Cuts) -> Iterator[Cuts]:
+        """Yield how the forward pass reads a tensor."""
+        dims = self.block.tensors[tensor].dims
+        for op in self.block.select("micro_batch", "F"):
+            if tensor in op.inputs and op.name in self.cuts:
+                yield _restricted(self.cuts[op.name], dims)
+        if tensor == self.block.carry_out:
+            yield _restricted(boundary, dims)
+
+    def fetch(self, tensor: str, cuts: Cuts, when: When, busy: Busy = None) -> Value:
         """Return a value of a tensor in these cuts, changing it if need be.
 
         A linear reader gives the atoms that cut its dims (``busy``) and takes sums that are pending over others.
@@ -90,10 +112,10 @@ class _Lowering:
             root, back = self._origin[root]
             wanted = {back.get(dim, dim): atoms for dim, atoms in wanted.items()}
         if root in self._parts:
-            return self._collected(root, wanted, pass_, busy)
+            return self._collected(root, wanted, when, busy)
         if root not in self.made:
             self._give(root, wanted)
-        return self._change(self.made[root], wanted, pass_, busy)
+        return self._change(self.made[root], wanted, when, busy)
 
     def _compute(self, op: Op, boundary: Cuts) -> None:
         own = _restricted(self.cuts[op.source], op_dims(self.block, op))
@@ -115,13 +137,10 @@ class _Lowering:
                 self._give(name, dict(addend.layout.dims), addend.layout.sums)
             self._arrive(name, boundary)
             cuts = _restricted(own, tensor.dims)
-            found[index] = self.fetch(name, cuts, op.pass_, busy if index in linear and self._waits(name) else None)
+            when: When = "again" if op.again else op.pass_
+            passes = index in linear and name not in self._settled
+            found[index] = self.fetch(name, cuts, when, busy if passes else None)
         return [found[index] for index in range(len(op.inputs))]
-
-    def _waits(self, name: str) -> bool:
-        """Whether a tensor may stay pending: not a gradient that somebody needs summed, because then it is summed."""
-        readers = [op for op in self.block.select("micro_batch") if name in op.inputs] if name in self._parts else []
-        return all(op.inputs.index(name) in op.kind.linear_through() for op in readers)
 
     def _arrive(self, name: str, boundary: Cuts) -> None:
         """Take what the neighbouring blocks hand over in the boundary layout."""
@@ -160,21 +179,22 @@ class _Lowering:
         hops = math.prod(self.atoms[atom] for atom in atoms) - (1 if isinstance(op.kind, Attend) else 0)
         return (Collective(kind="permute", dim="kv_seq", atoms=atoms),) * hops
 
-    def _change(self, value: Value, cuts: Cuts, pass_: Pass, busy: Busy) -> Value:
+    def _change(self, value: Value, cuts: Cuts, when: When, busy: Busy) -> Value:
         dims = tuple(dim for dim, _ in value.layout.dims)
         kept = () if busy is None else tuple(atom for atom in value.layout.sums if atom not in busy)
         wanted = _layout(dims, cuts, sums=kept)
         if wanted == value.layout:
             return value
-        key = (value.name, wanted, self._kept_from(value, pass_))
+        key = (value.name, wanted, self._kept_from(value.layout, wanted, when))
         if key not in self._changed:
-            self._changed[key] = self._communicate(value, wanted, pass_)
+            self._changed[key] = self._communicate(value, wanted, "I" if when == "again" else when)
         return self._changed[key]
 
-    def _kept_from(self, value: Value, pass_: Pass) -> Pass:
-        """Return whose changes a reader may use: what was summed is kept, what was only gathered may not be."""
-        resolved = bool(value.layout.sums or value.layout.maxima)
-        return "F" if self.keeps_gathered or resolved or pass_ == "F" else "I"
+    def _kept_from(self, before: Layout, after: Layout, when: When) -> When:
+        """Return whose changes a reader may use: what was summed or moved is kept, what was gathered may not be."""
+        if self.keeps_gathered or not only_gathers(normal_layout(before, self.atoms), normal_layout(after, self.atoms)):
+            return "F"
+        return when if when in ("F", "again") else "I"
 
     def _communicate(self, value: Value, wanted: Layout, pass_: Pass) -> Value:
         entry = self._entry.get(value.tensor, value.tensor)
@@ -187,16 +207,16 @@ class _Lowering:
             value = after
         return Value(name=value.name, tensor=value.tensor, layout=wanted)
 
-    def _collected(self, tensor: str, cuts: Cuts, pass_: Pass, busy: Busy) -> Value:
+    def _collected(self, tensor: str, cuts: Cuts, when: When, busy: Busy) -> Value:
         """Add what the readers sent back: first what is cut alike, then, changed, the rest."""
         alike: dict[Layout, list[Value]] = defaultdict(list)
         dims = self.block.tensors[tensor].dims
         for part in self._parts[tensor]:
             value = self._part(part, tensor)
             alike[_layout(dims, dict(value.layout.dims))].append(value)
-        changed = [self._change(self._added(tensor, values), cuts, pass_, busy) for values in alike.values()]
+        changed = [self._change(self._added(tensor, values), cuts, when, busy) for values in alike.values()]
         if len({frozenset(value.layout.sums) for value in changed}) > 1:  # one part may stay pending only if all do
-            changed = [self._change(value, cuts, pass_, None) for value in changed]
+            changed = [self._change(value, cuts, when, None) for value in changed]
         return self._added(tensor, changed)
 
     def _part(self, part: str, tensor: str) -> Value:
@@ -244,6 +264,19 @@ class _Lowering:
     def _new(self, tensor: str, layout: Layout) -> Value:
         self._count += 1
         return Value(name=f"{tensor}@{self._count}", tensor=tensor, layout=layout)
+
+
+def _settled(block: Block) -> frozenset[str]:
+    """Return the tensors that some reader needs summed: no other passes their pending sum on."""
+    roots: dict[str, str] = {}
+    needed: set[str] = set()
+    for op in block.select("micro_batch"):
+        if isinstance(op.kind, Deliver):
+            roots[op.outputs[0]] = roots.get(op.inputs[0], op.inputs[0])
+        elif not isinstance(op.kind, Collect):
+            linear = op.kind.linear_through()
+            needed |= {roots.get(name, name) for index, name in enumerate(op.inputs) if index not in linear}
+    return frozenset(needed | {name for name, root in roots.items() if root in needed})
 
 
 def _restricted(cuts: Cuts, dims: Dims) -> Cuts:

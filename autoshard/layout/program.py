@@ -76,3 +76,16 @@ class Program:
     def collectives(self) -> tuple[Communicate, ...]:
         """Return all collectives of delivers, in order."""
         return tuple(entry for entry in self.instructions if isinstance(entry, Communicate))
+
+    def kept(self) -> tuple[Value, ...]:
+        """Return what forward makes and backward reads, to compute with it or to change it again; each value once."""
+        read: dict[str, Value] = {}
+        made_later: set[str] = set()
+        for entry in self.instructions:
+            if isinstance(entry, Compute) and entry.op.pass_ != "F":
+                read |= {value.name: value for value in entry.reads}
+                made_later |= {value.name for value in entry.writes}
+            elif isinstance(entry, Communicate) and entry.pass_ != "F":
+                read[entry.reads.name] = entry.reads
+                made_later.add(entry.writes.name)
+        return tuple(value for name, value in read.items() if name not in made_later)

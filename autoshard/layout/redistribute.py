@@ -31,8 +31,9 @@ def redistribute(
 ) -> tuple[Change, ...]:
     """Return the cheapest changes from one layout to the other; of equals the fewest, then the first in text.
 
-    ``atoms`` gives the sizes of all atoms of the mesh; only atoms that one of the layouts names are touched. Only dims
-    that are named ``even``, whose blocks are all of one size, can have their blocks permuted.
+    ``atoms`` gives the sizes of all atoms of the mesh; only atoms that one of the layouts names are touched, and not
+    those that cut alike before and after, outermost: what other ranks hold there nobody needs. Only dims that are
+    named ``even``, whose blocks are all of one size, can have their blocks permuted.
     """
     start, goal = normal_layout(before, atoms), normal_layout(after, atoms)
     return _shortest(start, goal, price, even)
@@ -42,7 +43,7 @@ def redistribute(
 def _shortest(start: Layout, goal: Layout, price: Price, even: frozenset[str]) -> tuple[Change, ...]:
     new = {*goal.sums, *goal.maxima} - {*start.sums, *start.maxima}
     assert not new, f"{goal} waits for {sorted(new)}, which {start} does not"
-    allowed = frozenset((*_used(start), *_used(goal)))
+    allowed = frozenset((*_used(start), *_used(goal))) - _settled(start, goal)
     queue: list[tuple[float, int, str, Layout, tuple[Change, ...]]] = [(0.0, 0, "", start, ())]
     done: set[Layout] = set()
     best: dict[Layout, tuple[float, int, str]] = {}
@@ -85,6 +86,16 @@ def bytes_price(tensor_bytes: float, atoms: Sizes) -> Price:
     return price
 
 
+def _settled(start: Layout, goal: Layout) -> frozenset[str]:
+    """Return the atoms that cut alike in both, with nothing else outside them, or are pending in both."""
+    found = {*start.sums, *start.maxima} & {*goal.sums, *goal.maxima}
+    ends = dict(goal.dims)
+    for dim, cut in start.dims:
+        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(cut, ends[dim], strict=False))
+        found |= {atom for atom, _ in alike}
+    return frozenset(found)
+
+
 def _share(layout: Layout, atoms: Sizes) -> int:
     return math.prod(atoms.get(atom, 1) for _, cut in layout.dims for atom in cut)
 
@@ -113,6 +124,20 @@ def _permutations(layout: Layout, goal: Layout, even: frozenset[str]) -> Iterato
             yield str(change.collective), change
 
 
+def only_gathers(before: Layout, after: Layout) -> bool:
+    """Say whether a change resolves nothing and gives ranks more than they had; what only moves is no larger.
+
+    >>> only_gathers(Layout.parse("[seq/tp, hidden]"), Layout.parse("[seq, hidden]"))
+    True
+    >>> only_gathers(Layout.parse("[seq/tp, hidden]"), Layout.parse("[seq, hidden/tp]"))
+    False
+    """
+    if (before.sums, before.maxima) != (after.sums, after.maxima):
+        return False
+    cutting, left = ({atom for _, cut in layout.dims for atom in cut} for layout in (before, after))
+    return bool(cutting - left)
+
+
 def single_changes(layout: Layout, allowed: Set[str]) -> tuple[Change, ...]:
     """Return every single collective that may follow: gathers and moves of inner cuts, sums resolved, free slices."""
     return tuple(change for _, change in _named_changes(layout, frozenset(allowed)))
@@ -121,13 +146,14 @@ def single_changes(layout: Layout, allowed: Set[str]) -> tuple[Change, ...]:
 @lru_cache(maxsize=1 << 14)
 def _named_changes(layout: Layout, allowed: frozenset[str]) -> tuple[tuple[str, Change], ...]:
     """Return what may follow with the text of each; remembered, because searches pass the same layouts often."""
-    changes = (*_gathers_and_moves(layout), *_sums(layout), *_slices(layout, allowed))
+    changes = (*_gathers_and_moves(layout, allowed), *_sums(layout, allowed), *_slices(layout, allowed))
     return tuple((str(change.collective), change) for change in changes)
 
 
-def _gathers_and_moves(layout: Layout) -> Iterator[Change]:
+def _gathers_and_moves(layout: Layout, allowed: Set[str]) -> Iterator[Change]:
     for dim, cut in layout.dims:
-        for count in range(1, len(cut) + 1):
+        movable = len(tuple(itertools.takewhile(allowed.__contains__, reversed(cut))))
+        for count in range(1, movable + 1):
             kept, moved = cut[:-count], cut[-count:]
             yield _change(layout, Collective(kind="all_gather", dim=dim, atoms=moved), {dim: kept})
             for other, others in layout.dims:
@@ -136,8 +162,8 @@ def _gathers_and_moves(layout: Layout) -> Iterator[Change]:
                     yield _change(layout, Collective(kind="all_to_all", dim=dim, atoms=moved, to_dim=other), changed)
 
 
-def _sums(layout: Layout) -> Iterator[Change]:
-    for pending in _subsets(layout.sums):
+def _sums(layout: Layout, allowed: Set[str]) -> Iterator[Change]:
+    for pending in _subsets(tuple(atom for atom in layout.sums if atom in allowed)):
         rest = tuple(atom for atom in layout.sums if atom not in pending)
         yield _change(layout, Collective(kind="all_reduce", dim=None, atoms=pending), {}, sums=rest)
         for dim, cut in layout.dims:
@@ -145,7 +171,7 @@ def _sums(layout: Layout) -> Iterator[Change]:
                 yield _change(
                     layout, Collective(kind="reduce_scatter", dim=dim, atoms=order), {dim: (*cut, *order)}, sums=rest
                 )
-    for pending in _subsets(layout.maxima):
+    for pending in _subsets(tuple(atom for atom in layout.maxima if atom in allowed)):
         rest = tuple(atom for atom in layout.maxima if atom not in pending)
         yield _change(layout, Collective(kind="all_reduce_max", dim=None, atoms=pending), {}, maxima=rest)
 

@@ -1,18 +1,25 @@
-"""All layouts that a tensor can have on a mesh, and the cheapest way between any two of them."""
+"""All layouts that a tensor can have on a mesh, and what the cheapest way between any two of them costs."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
 from autoshard.graph.op import Dims
-from autoshard.layout.layout import Layout
-from autoshard.layout.redistribute import Price, single_changes
+from autoshard.layout.layout import Cuts, Layout
+from autoshard.layout.redistribute import Change, Price, redistribute, single_changes
 
 Matrix = Any  # numpy array of floats, one row and one column per state
 Pending = Literal["sums", "maxima"]
+_MOST_STATES = 1000  # beyond, the few ways that are asked for are found one by one
+
+
+_WHOLE: Cuts = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +35,20 @@ class LayoutStates:
     price: Matrix
 
     @classmethod
-    def of(cls, dims: Dims, atoms: Sequence[str], price: Price, pending: Pending = "sums") -> "LayoutStates":
-        """Find all shortest paths between all layouts (Floyd and Warshall), for each set of atoms that is touched."""
-        layouts = tuple(all_layouts(dims, atoms, pending))
+    def of(
+        cls, dims: Dims, atoms: Sequence[str], price: Price, pending: Pending = "sums", outer: Cuts = _WHOLE
+    ) -> "LayoutStates":
+        """Find all shortest paths between all layouts (Floyd and Warshall), for each set of atoms that is touched.
+
+        Further atoms may cut dims ``outer``most, in all of the layouts alike.
+        """
+        layouts, changes = _net(dims, tuple(atoms), pending, tuple((dim, tuple(outer.get(dim, ()))) for dim in dims))
         number = {layout: index for index, layout in enumerate(layouts)}
         used = np.array([_mask(layout, atoms) for layout in layouts])
-        steps = _steps(layouts, number, set(atoms), price)
+        steps = np.full((len(layouts), len(layouts)), np.inf)
+        np.fill_diagonal(steps, 0.0)
+        for place, change in changes:
+            steps[place] = min(steps[place], price(change))
         matrix = np.full(steps.shape, np.inf)
         for touched in range(1 << len(atoms)):
             inside = np.flatnonzero((used & ~touched) == 0)
@@ -44,6 +59,60 @@ class LayoutStates:
             place = np.ix_(inside, inside)
             matrix[place] = np.where(exact, ways, matrix[place])
         return cls(layouts=layouts, number=number, price=matrix)
+
+
+class Ways:
+    """What the cheapest ways between layouts of a tensor with these dims cost; atoms that stay in place cost nothing.
+
+    What was found is remembered, because neighbours ask for the same.
+    """
+
+    def __init__(self, dims: Dims, sizes: Mapping[str, int], price: Price, pending: Pending = "sums") -> None:
+        self._dims, self._sizes, self._price = dims, sizes, price
+        self._pending: Pending = pending
+        self._known: dict[tuple[Layout, tuple[str, ...]], LayoutStates] = {}
+
+    def between(self, befores: Sequence[Layout], afters: Sequence[Layout]) -> Matrix:
+        """Return the price of every change from one of the first layouts to one of the others."""
+        outer, free = _common((*befores, *afters), self._dims, self._sizes)
+        if (len(self._dims) + 2) ** len(free) > _MOST_STATES:
+            return np.array([[self._way(before, after) for after in afters] for before in befores])
+        key = (Layout(dims=outer), free)
+        if key not in self._known:
+            found = LayoutStates.of(self._dims, free, self._price, self._pending, dict(outer))
+            self._known[key] = found
+        states = self._known[key]
+        numbers = ([states.number[layout] for layout in layouts] for layouts in (befores, afters))
+        return states.price[np.ix_(*numbers)]
+
+    def _way(self, before: Layout, after: Layout) -> float:
+        if {*after.sums, *after.maxima} - {*before.sums, *before.maxima}:
+            return math.inf
+        return sum(self._price(change) for change in redistribute(before, after, self._sizes, self._price))
+
+
+def _common(
+    layouts: Sequence[Layout], dims: Dims, sizes: Mapping[str, int]
+) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], tuple[str, ...]]:
+    """Return what cuts every dim outermost in all layouts, and the other atoms that any of them names."""
+    cuts = [dict(layout.dims) for layout in layouts]
+    outer = tuple((dim, _start([cut[dim] for cut in cuts])) for dim in dims)
+    settled = {atom for _, cut in outer for atom in cut}
+    named = {atom for layout in layouts for atom in (*layout.sums, *layout.maxima)}
+    named |= {atom for cut in cuts for atoms in cut.values() for atom in atoms}
+    return outer, tuple(atom for atom in sizes if atom in named - settled)
+
+
+def _start(cuts: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the atoms with which all cuts begin."""
+    alike = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*cuts, strict=False))
+    return tuple(column[0] for column in alike)
+
+
+def _inside(outer: Cuts, layout: Layout) -> Layout:
+    if not outer:
+        return layout
+    return replace(layout, dims=tuple((dim, (*outer.get(dim, ()), *cut)) for dim, cut in layout.dims))
 
 
 def all_layouts(dims: Dims, atoms: Sequence[str], pending: Pending = "sums") -> Iterator[Layout]:
@@ -60,15 +129,19 @@ def all_layouts(dims: Dims, atoms: Sequence[str], pending: Pending = "sums") -> 
             yield Layout(dims=cuts, sums=waiting) if pending == "sums" else Layout(dims=cuts, maxima=waiting)
 
 
-def _steps(layouts: Sequence[Layout], number: Mapping[Layout, int], atoms: set[str], price: Price) -> Matrix:
-    """Return the price of every single collective between two layouts."""
-    matrix = np.full((len(layouts), len(layouts)), np.inf)
-    np.fill_diagonal(matrix, 0.0)
-    for layout, index in number.items():
-        for change in single_changes(layout, atoms):
-            after = number[_sorted(change.after)]
-            matrix[index, after] = min(matrix[index, after], price(change))
-    return matrix
+@lru_cache(maxsize=256)  # searches ask again and again for tensors of the same dims
+def _net(
+    dims: Dims, atoms: tuple[str, ...], pending: Pending, outer: tuple[tuple[str, tuple[str, ...]], ...]
+) -> tuple[tuple[Layout, ...], tuple[tuple[tuple[int, int], Change], ...]]:
+    """Return all layouts, and every single collective between two of them by their numbers."""
+    layouts = tuple(_inside(dict(outer), layout) for layout in all_layouts(dims, atoms, pending))
+    number = {layout: index for index, layout in enumerate(layouts)}
+    changes = (
+        ((index, number[_sorted(change.after)]), change)
+        for layout, index in number.items()
+        for change in single_changes(layout, set(atoms))
+    )
+    return layouts, tuple(changes)
 
 
 def _mask(layout: Layout, atoms: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from autoshard.errors import Fault, InputError, nearest
 from autoshard.graph.block import Block
 from autoshard.graph.op import Op
 from autoshard.layout.collective import Collective
-from autoshard.layout.layout import Cuts, Layout
+from autoshard.layout.layout import Cuts, Layout, whole_axes
 from autoshard.layout.legal import cut_operations, faults as cut_faults
 from autoshard.layout.lower import lower
 from autoshard.layout.program import Communicate, Instruction, Program
@@ -32,13 +32,18 @@ class Setting:
     keeps_gathered: bool
 
     def lowered(self, block: Block, cuts: Mapping[str, Cuts]) -> Program:
-        """Lower a block with these cuts."""
-        return lower(block, cuts, self.atoms, self.price, boundary=self.boundary, keeps_gathered=self.keeps_gathered)
+        """Lower a block with these cuts; atoms of size 1 cut nothing."""
+        real = {name: self._real(cut) for name, cut in cuts.items()}
+        boundary = self._real(self.boundary)
+        return lower(block, real, self.atoms, self.price, boundary=boundary, keeps_gathered=self.keeps_gathered)
+
+    def _real(self, cuts: Cuts) -> Cuts:
+        return {dim: tuple(atom for atom in cut if self.atoms.get(atom, 1) > 1) for dim, cut in cuts.items()}
 
 
-def table_of(block: Block, cuts: Mapping[str, Cuts], setting: Setting) -> Table:
-    """Write the table of a block."""
-    return {name: str(entry) for name, entry in strategies(setting.lowered(block, cuts), block).items()}
+def written(found: Mapping[str, Strategy], atoms: Sizes) -> Table:
+    """Write Strategies as lines; an axis of which one atom is of size 1 is named whole."""
+    return {name: str(_shown(entry, atoms)) for name, entry in found.items()}
 
 
 def program_of(block: Block, table: Table, setting: Setting) -> Program:
@@ -50,10 +55,11 @@ def program_of(block: Block, table: Table, setting: Setting) -> Program:
         raise InputError(illegal)
     program = setting.lowered(block, cuts)
     derived = strategies(program, block)
-    wrong = [*_missing(lines, derived), *_changed_layouts(lines, derived)]
+    real = {name: _normal(line, setting.atoms) for name, line in lines.items()}
+    wrong = [*_missing(lines, written(derived, setting.atoms)), *_changed_layouts(real, derived, setting.atoms)]
     if wrong:
         raise InputError(wrong)
-    return _with_lists(program, lines, derived, setting)
+    return _with_lists(program, real, derived, setting)
 
 
 def fitted(table: Table, atoms: Sizes) -> Table:
@@ -68,7 +74,8 @@ def _fitted_line(text: str, atoms: Sizes) -> str:
     count = math.prod(atoms.get(atom, 1) for atom in line.ring.atoms)
     if count == 1:
         return str(replace(line, ring=None, backward=()))
-    backward = tuple(tuple(replace(hop, repeat=count) for hop in chain) for chain in line.backward)
+    longer = count - 1 - line.ring.repeat  # gradients travel one hop further than what is computed (again)
+    backward = tuple(tuple(replace(hop, repeat=hop.repeat + longer) for hop in chain) for chain in line.backward)
     return str(replace(line, ring=replace(line.ring, repeat=count - 1), backward=backward))
 
 
@@ -98,17 +105,17 @@ def _cuts_of(op: Op, line: Strategy) -> Cuts:
     return {dim: atoms for dim, atoms in cuts.items() if atoms}
 
 
-def _missing(lines: Mapping[str, Strategy], derived: Mapping[str, Strategy]) -> Iterator[Fault]:
+def _missing(lines: Mapping[str, Strategy], derived: Table) -> Iterator[Fault]:
     for name in lines.keys() - derived.keys():
         yield Fault(where=name, message=f"no operation of this name. {nearest(name, list(derived))}")
     for name in derived.keys() - lines.keys():
         yield Fault(where=name, message=f"has no line; it would be: {derived[name]}")
 
 
-def _changed_layouts(lines: Mapping[str, Strategy], derived: Mapping[str, Strategy]) -> Iterator[Fault]:
+def _changed_layouts(lines: Mapping[str, Strategy], derived: Mapping[str, Strategy], atoms: Sizes) -> Iterator[Fault]:
     """Yield the lines whose layouts do not follow from what their neighbours state."""
     for name in sorted(lines.keys() & derived.keys()):
-        line, right = lines[name], derived[name]
+        line, right = lines[name], _normal(derived[name], atoms)
         same = (line.inputs, line.outputs, line.ring, line.saved) == (
             right.inputs,
             right.outputs,
@@ -117,7 +124,7 @@ def _changed_layouts(lines: Mapping[str, Strategy], derived: Mapping[str, Strate
         )
         lists = (len(line.forward), len(line.backward), len(line.weights))
         if not same or lists != (len(right.forward), len(right.backward), len(right.weights)):
-            yield Fault(where=name, message=f"does not fit its neighbours; write: {right}")
+            yield Fault(where=name, message=f"does not fit its neighbours; write: {_shown(derived[name], atoms)}")
 
 
 def _with_lists(
@@ -129,7 +136,7 @@ def _with_lists(
         try:
             program = _with_line(program, name, lines[name], derived[name], setting)
         except InputError as error:
-            found.append(Fault(where=name, message=f"{error}; write: {derived[name]}"))
+            found.append(Fault(where=name, message=f"{error}; write: {_shown(derived[name], setting.atoms)}"))
     if found:
         raise InputError(found)
     return program
@@ -187,6 +194,46 @@ def _real(chain: Chain, atoms: Sizes) -> Chain:
             ordered = tuple(sorted(real)) if collective.kind.startswith("all_reduce") else real
             found.append(replace(collective, atoms=ordered))
     return tuple(found)
+
+
+def _normal(line: Strategy, atoms: Sizes) -> Strategy:
+    """Leave out atoms of size 1, which cut nothing and among which nothing is sent."""
+    rings = _real((line.ring,), atoms) if line.ring else ()
+    lists = ([_real(chain, atoms) for chain in chains] for chains in (line.forward, line.backward, line.weights))
+    forward, backward, weights = (tuple(chain for chain in chains if chain) for chains in lists)
+    return replace(
+        line,
+        inputs=tuple(normal_layout(layout, atoms) for layout in line.inputs),
+        outputs=tuple(normal_layout(layout, atoms) for layout in line.outputs),
+        ring=rings[0] if rings else None,
+        forward=forward,
+        backward=backward,
+        weights=weights,
+    )
+
+
+def _shown(line: Strategy, atoms: Sizes) -> Strategy:
+    """Name axes whole."""
+
+    def layout(one: Layout) -> Layout:
+        dims = tuple((dim, whole_axes(cut, atoms)) for dim, cut in one.dims)
+        return Layout(dims=dims, sums=whole_axes(one.sums, atoms), maxima=whole_axes(one.maxima, atoms))
+
+    def collective(one: Collective) -> Collective:
+        return replace(one, atoms=whole_axes(one.atoms, atoms))
+
+    def lists(chains: tuple[Chain, ...]) -> tuple[Chain, ...]:
+        return tuple(tuple(collective(one) for one in chain) for chain in chains)
+
+    return replace(
+        line,
+        inputs=tuple(map(layout, line.inputs)),
+        outputs=tuple(map(layout, line.outputs)),
+        ring=collective(line.ring) if line.ring else None,
+        forward=lists(line.forward),
+        backward=lists(line.backward),
+        weights=lists(line.weights),
+    )
 
 
 def _chains(program: Program, entry: str, pass_: str) -> list[list[Communicate]]:

@@ -81,6 +81,24 @@ def mesh_of(candidate: Candidate, model: ModelSpec, cluster: Cluster) -> Mesh:
     return Mesh.laid_on(cluster, {**sizes, "rep": replicas}, candidate.place)
 
 
+def cut_atoms(candidate: Candidate, model: ModelSpec) -> frozenset[str]:
+    """Return the atoms that cut anything on the candidate's mesh, without laying it.
+
+    >>> from autoshard.spec.model_catalogue import load_model
+    >>> sorted(cut_atoms(Candidate(tp=32, dp=2), load_model("llama3-70b")))
+    ['edp', 'kv', 'rep']
+    """
+    replicas = num_kv_replicas(model, candidate.tp)
+    sizes = {
+        "edp": candidate.dp // candidate.ep,
+        "ep": candidate.ep,
+        "cp": candidate.cp,
+        "kv": candidate.tp // replicas,
+        "rep": replicas,
+    }
+    return frozenset(atom for atom, size in sizes.items() if size > 1)
+
+
 def schedule_of(candidate: Candidate, workload: Workload) -> Schedule:
     """Give the candidate's schedule, with the micro-batches that the workload leaves to each rank."""
     num_micro_batches, rest = divmod(workload.global_batch, candidate.dp * candidate.mbs)

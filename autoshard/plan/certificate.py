@@ -16,7 +16,8 @@ class Refusal:
 class Certificate:
     """A finite space, how much of it was legal and fitted; a layout counts for every Rule that refuses it.
 
-    A candidate is a legal layout with one kind of recompute for all stages.
+    A candidate is a legal layout with one kind of recompute for all stages. It is priced with the best of
+    ``num_tables`` tables of Strategies; a plan that is shown, with the one that was solved for it.
     """
 
     num_layouts: int
@@ -24,13 +25,14 @@ class Certificate:
     num_legal_layouts: int
     num_candidates: int
     num_fitting: int
+    num_tables: int
 
     @property
     def claim(self) -> str:
         """Say in words what was proven."""
         return (
             f"the fastest by this cost model of {self.num_candidates} legal candidates, all of them priced; "
-            f"{self.num_fitting} fit in memory"
+            f"{self.num_fitting} fit in memory; tables solved per shown plan, {self.num_tables} in all"
         )
 
     def plus(self, other: "Certificate") -> "Certificate":
@@ -41,6 +43,7 @@ class Certificate:
             num_legal_layouts=self.num_legal_layouts + other.num_legal_layouts,
             num_candidates=self.num_candidates + other.num_candidates,
             num_fitting=self.num_fitting + other.num_fitting,
+            num_tables=self.num_tables + other.num_tables,
         )
 
 
@@ -54,4 +57,6 @@ def _merged(first: tuple[Refusal, ...], second: tuple[Refusal, ...]) -> tuple[Re
     return tuple(both.values())
 
 
-NOTHING_LOOKED_AT = Certificate(num_layouts=0, refusals=(), num_legal_layouts=0, num_candidates=0, num_fitting=0)
+NOTHING_LOOKED_AT = Certificate(
+    num_layouts=0, refusals=(), num_legal_layouts=0, num_candidates=0, num_fitting=0, num_tables=0
+)

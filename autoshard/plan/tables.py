@@ -6,36 +6,32 @@ from functools import cache
 
 from autoshard.errors import Fault, InputError
 from autoshard.graph.block import Block
-from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.recompute import recompute
-from autoshard.layout.natural_cuts import natural_boundary, natural_cuts
+from autoshard.layout.cutting import Cutting
+from autoshard.layout.layout import Cuts
 from autoshard.layout.program import Program
-from autoshard.layout.redistribute import bytes_price
-from autoshard.layout.table import Setting, Table, program_of, table_of
+from autoshard.layout.strategy import strategies
+from autoshard.layout.table import Setting, Table, fitted, program_of, written
 from autoshard.plan.codec import fingerprint
+from autoshard.plan.lowering import ATOMS, Step, lowered, nominal_price, nominal_sizes
 from autoshard.plan.plan import Plan
-from autoshard.spec.kernels import load_kernels
-from autoshard.spec.model import ModelSpec
-from autoshard.spec.workload import Workload
-
-_ATOMS = ("edp", "ep", "cp", "kv", "rep")
-_NOMINAL_BYTES = 1.0  # which way a layout is changed does not depend on the size of the tensor
+from autoshard.plan.recompute import Recompute
 
 
-def strategy_tables(plan: Plan) -> Mapping[str, Table]:
+def strategy_tables(plan: Plan, cutting: Cutting) -> Mapping[str, Table]:
     """Write the tables of a plan: per block kind, then per kind of recompute what differs from the block without it."""
     setting = table_setting(plan)
+    real = frozenset(atom for atom, size in setting.atoms.items() if size > 1)
     tables: dict[str, Table] = {}
-    for name, block in plan_blocks(plan).items():
-        table = table_of(block, natural_cuts(block, plan.sp), setting)
-        plain = tables.get(block.kind, {})
-        tables[name] = {entry: line for entry, line in table.items() if plain.get(entry) != line}
+    for kind, drop in table_kinds(plan):
+        table = fitted(_table(step_of(plan), kind, drop, cutting.only(real), real), setting.atoms)
+        plain: Table = tables[kind] if drop.kind != "none" else {}
+        tables[table_name(kind, drop)] = {entry: line for entry, line in table.items() if plain.get(entry) != line}
     return tables
 
 
-def with_tables(plan: Plan) -> Plan:
-    """Return the plan with its tables; a prediction stays, because it was made for just this sharding."""
-    full = replace(plan, strategies=strategy_tables(plan))
+def with_tables(plan: Plan, cutting: Cutting) -> Plan:
+    """Return the plan with the tables of a cutting; a prediction stays, because it was made for just this sharding."""
+    full = replace(plan, strategies=strategy_tables(plan, cutting))
     if plan.prediction is None:
         return full
     return replace(full, prediction=replace(plan.prediction, of=fingerprint(full)))
@@ -62,25 +58,47 @@ def plan_programs(plan: Plan) -> Mapping[str, Program]:
 
 def plan_blocks(plan: Plan) -> Mapping[str, Block]:
     """Return the blocks that have a table: embedding, layer, head, and the layer under every kind of recompute."""
-    kinds = {kind for stage in plan.stages for kind in stage.recompute.kinds if kind.kind != "none"}
-    blocks = {block.kind: block for block in _blocks(plan.model, plan.workload, plan.kernels)}
-    for kind in sorted(kinds, key=str):
-        names = None if kind.kind == "full" else kind.ops
-        blocks[f"layer {kind}"] = recompute(blocks["layer"], load_kernels(plan.kernels), names)
-    return blocks
+    return {table_name(kind, drop): step_of(plan).block(kind, drop) for kind, drop in table_kinds(plan)}
+
+
+def table_name(kind: str, drop: Recompute) -> str:
+    """Return the name of a block's table: its kind, and what is computed again."""
+    return kind if drop.kind == "none" else f"{kind} {drop}"
 
 
 def table_setting(plan: Plan) -> Setting:
     """Return what the tables of a plan are read against."""
-    atoms = {atom: plan.mesh.size(atom) for atom in _ATOMS}
+    atoms = {atom: plan.mesh.size(atom) for atom in ATOMS}
     return Setting(
         atoms=atoms,
-        price=bytes_price(_NOMINAL_BYTES, atoms),
-        boundary=natural_boundary(plan.sp),
-        keeps_gathered=load_kernels(plan.kernels).keeps_gathered,
+        price=nominal_price(frozenset(atom for atom, size in atoms.items() if size > 1)),
+        boundary=residual_cuts(plan.sp),
+        keeps_gathered=step_of(plan).platform.keeps_gathered,
     )
 
 
+def residual_cuts(sequence_parallel: bool) -> Cuts:
+    """Return how the hidden state is cut between blocks.
+
+    >>> residual_cuts(True)["seq"]
+    ('cp', 'kv', 'rep')
+    """
+    return {"batch": ("edp", "ep"), "seq": ("cp", *(("kv", "rep") if sequence_parallel else ()))}
+
+
+def table_kinds(plan: Plan) -> tuple[tuple[str, Recompute], ...]:
+    """Return the blocks that have a table: kind, and what is computed again."""
+    drops = {kind for stage in plan.stages for kind in stage.recompute.kinds}
+    again = sorted((drop for drop in drops if drop.kind != "none"), key=str)
+    return (*((kind, Recompute()) for kind in ("embed", "layer", "head")), *(("layer", drop) for drop in again))
+
+
+def step_of(plan: Plan) -> Step:
+    """Return what the graph of a plan is made of."""
+    return Step(model=plan.model, workload=plan.workload, kernels=plan.kernels)
+
+
 @cache
-def _blocks(model: ModelSpec, workload: Workload, kernels: str) -> tuple[Block, ...]:
-    return decoder_graph(model, workload, load_kernels(kernels), micro_batch=1).blocks
+def _table(step: Step, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Table:
+    program = lowered(step, kind, drop, cutting, atoms)
+    return written(strategies(program, step.block(kind, drop)), nominal_sizes(atoms))

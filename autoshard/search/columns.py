@@ -1,7 +1,7 @@
 """The price of many layouts at once: the same formulas as for one, over numpy columns."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_origin
 
@@ -10,10 +10,11 @@ import numpy as np
 from autoshard.cost.block import BlockCost, Setting
 from autoshard.cost.pipeline import Pipeline, StageLayers
 from autoshard.cost.rings import Ring, mesh_ring, send_ring
-from autoshard.cost.setting import ATOMS, Question, all_blocks, boundary_bytes, price_block
-from autoshard.cost.sharded import atom_groups
+from autoshard.cost.setting import Question, boundary_bytes, price_block
+from autoshard.cost.sharded import CutBlocks, atom_groups
 from autoshard.cost.step import step_cost
 from autoshard.graph.decoder import dim_sizes
+from autoshard.layout.cutting import Cutting
 from autoshard.plan.build import buckets_of, mesh_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
@@ -21,6 +22,7 @@ from autoshard.plan.stages import layers_of
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.space import Space
 from autoshard.spec.mesh import Mesh
+from autoshard.spec.model import ModelSpec
 
 Column = Any
 
@@ -33,26 +35,40 @@ class Evaluated:
     peak_bytes: Column
 
 
-def evaluate(question: Question, space: Space) -> Evaluated:
-    """Price all candidates of a space of legal layouts.
-
-    With tp 1 it makes no difference how the sequence is cut over tp, so these layouts go with the larger part.
-    """
+def evaluate(question: Question, space: Space, cutting: Cutting) -> Evaluated:
+    """Price all candidates of a space of legal layouts as one cutting shards them."""
     shape = (len(space.recomputes), space.num_layouts)
     time_s, peak_bytes = np.full(shape, np.inf), np.full(shape, np.inf)
-    cut = space.sequence_parallel | ((space.rows["tp"] == 1) & bool(np.any(space.sequence_parallel)))
-    for sequence_parallel in (False, True):
-        mine = np.flatnonzero(cut == sequence_parallel)
-        if len(mine):
-            part = space.keep(mine)
-            priced = _priced(question, part, sequence_parallel)
-            time_s[:, mine], peak_bytes[:, mine] = priced
+    for mine, atoms in lowered_alike(question.model, space):
+        blocks = CutBlocks(step=question.step, cutting=cutting, atoms=atoms)
+        time_s[:, mine], peak_bytes[:, mine] = _priced(question, space.keep(mine), blocks)
     return Evaluated(time_s=time_s.T, peak_bytes=peak_bytes.T)
 
 
-def _priced(question: Question, space: Space, sequence_parallel: bool) -> tuple[Column, Column]:
+def lowered_alike(model: ModelSpec, space: Space) -> Iterator[tuple[Column, frozenset[str]]]:
+    """Yield the layouts that one lowering serves, in which a group of one rank sends nothing, and what it cuts over.
+
+    Slots of experts change their cut by way of both ep and cp, so that it matters which of these cut anything.
+    """
+    sizes = atom_columns(model, space)
+    kinds = np.zeros(space.num_layouts, dtype=np.int64)
+    if model.num_experts:
+        kinds = 2 * (sizes["ep"] > 1) + (sizes["cp"] > 1)
+    for kind in np.unique(kinds):
+        mine = np.flatnonzero(kinds == kind)
+        yield mine, frozenset(atom for atom, column in sizes.items() if np.any(column[mine] > 1))
+
+
+def atom_columns(model: ModelSpec, space: Space) -> Mapping[str, Column]:
+    """Return the sizes of the atoms of all layouts, as ``mesh_of`` gives them to one."""
+    tp, ep, dp, cp = (space.rows[key] for key in ("tp", "ep", "dp", "cp"))
+    rep = np.maximum(1, tp // model.num_kv_heads)
+    return {"edp": dp // ep, "ep": ep, "cp": cp, "kv": tp // rep, "rep": rep}
+
+
+def _priced(question: Question, space: Space, blocks: CutBlocks) -> tuple[Column, Column]:
     """Price all kinds of recompute in one go: they are further columns, one stretch of layouts after the other."""
-    setting, sends = _columns(question, space, sequence_parallel)
+    setting, sends = _columns(question, space, blocks)
     table = _block_table(question, space, setting)
     stretches = len(space.recomputes)
     wide_setting, wide_sends = (
@@ -102,7 +118,7 @@ def _groups(question: Question, space: Space) -> list[Column]:
 def _pipeline(question: Question, candidate: Candidate, setting: Setting, send: Ring, bucket_bytes: Column) -> Pipeline:
     layers = layers_of(candidate, question.model.num_layers)
     last = len(layers) - 1
-    size = boundary_bytes(question, setting)
+    size = boundary_bytes(setting)
     return Pipeline(
         schedule=Schedule(
             builder=candidate.schedule,
@@ -120,17 +136,16 @@ def _pipeline(question: Question, candidate: Candidate, setting: Setting, send: 
     )
 
 
-def _columns(question: Question, space: Space, sequence_parallel: bool) -> tuple[Setting, Ring]:
+def _columns(question: Question, space: Space, blocks: CutBlocks) -> tuple[Setting, Ring]:
     """Return the numbers of all layouts, and the links of their pipelines."""
     rows = {key: column.astype(np.float64) for key, column in space.rows.items()}
     meshes = [mesh_of(space.at(index, 0), question.model, question.cluster) for index in range(space.num_layouts)]
-    groups = atom_groups(all_blocks(question, sequence_parallel))
     sizes = dim_sizes(question.model, question.workload, rows["mbs"] * rows["dp"])
     setting = Setting(
-        sequence_parallel=sequence_parallel,
+        blocks=blocks,
         sizes=sizes,
-        atoms={atom: np.array([mesh.size(atom) for mesh in meshes], dtype=np.float64) for atom in ATOMS},
-        rings={atoms: _ring_column(question, meshes, atoms) for atoms in groups},
+        atoms={atom: column.astype(np.float64) for atom, column in atom_columns(question.model, space).items()},
+        rings={group: _ring_column(question, meshes, group) for group in atom_groups(blocks.every())},
         zero=space.base.zero,
         cp_order=space.base.cp_order,
     )

@@ -1,13 +1,16 @@
 """Exact minimisation of a sum of tables over a few variables each: variable elimination."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import prod
 from typing import Any
 
 import numpy as np
 
 Table = Any  # numpy array, one axis per variable
+
+_CELLS = 1 << 17  # of a joint table that is there in one go; measured: those that stay in a cache are the fastest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +31,32 @@ class Minimum:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elimination:
-    """What is left when variables were minimised away: one joint table each, in order, and the rest of the factors."""
+class Step:
+    """A variable minimised away: the factors that it stood in, and their least sum for each choice of its neighbours.
 
-    joints: tuple[Factor, ...]  # a table per eliminated variable, its own axis first
+    The sum itself is made anew wherever it is asked for: all of them together fill far more memory than the factors.
+    """
+
+    variables: tuple[str, ...]  # its own first, then its neighbours
+    factors: tuple[Factor, ...]
+    least: Table
+
+    def columns(self, choices: Mapping[str, Table]) -> Table:
+        """Return the sum for every value of the variable: a column for each place in the lists of choices."""
+        total: Table = 0.0
+        for factor in self.factors:
+            own = factor.variables.index(self.variables[0])
+            others = [choices[name] for name in factor.variables if name != self.variables[0]]
+            part = np.moveaxis(factor.table, own, 0)[(slice(None), *others)]
+            total = total + (part if others else part[:, None])
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elimination:
+    """What is left when variables were minimised away: a step for each, in order, and the rest of the factors."""
+
+    steps: tuple[Step, ...]
     rest: tuple[Factor, ...]
 
     @property
@@ -42,9 +67,9 @@ class Elimination:
     def choices(self, kept: Mapping[str, int] | None = None) -> dict[str, int]:
         """Return the best choice of every variable, given those of the variables that were kept."""
         found = dict(kept or {})
-        for joint in reversed(self.joints):
-            place = tuple(found[name] for name in joint.variables[1:])
-            found[joint.variables[0]] = int(np.argmin(joint.table[(slice(None), *place)]))
+        for step in reversed(self.steps):
+            here = {name: np.array([found[name]]) for name in step.variables[1:]}
+            found[step.variables[0]] = int(np.argmin(step.columns(here)))
         return dict(sorted(found.items()))
 
 
@@ -65,17 +90,20 @@ def eliminate(sizes: Mapping[str, int], factors: Sequence[Factor], keep: Collect
     The order depends on the variables of the factors alone, so that it is the same whatever the tables hold.
     """
     pending = list(factors)
-    joints: list[Factor] = []
+    steps: list[Step] = []
     left = sorted(set(sizes) - set(keep))
     while left:
         variable = min(left, key=lambda name: (_joint_size(name, sizes, pending), name))
         mine = [factor for factor in pending if variable in factor.variables]
+        mine = mine or [Factor(variables=(variable,), table=np.zeros(sizes[variable]))]
         pending = [factor for factor in pending if variable not in factor.variables]
-        joint = joined((variable, *_neighbours(variable, mine)), sizes, mine)
-        joints.append(joint)
-        pending.append(Factor(variables=joint.variables[1:], table=joint.table.min(axis=0)))
+        variables = (variable, *_neighbours(variable, mine))
+        parts = [part.table.min(axis=0) for _, part in pieces(variables, sizes, mine)]
+        least = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        steps.append(Step(variables=variables, factors=tuple(mine), least=least))
+        pending.append(Factor(variables=variables[1:], table=least))
         left.remove(variable)
-    return Elimination(joints=tuple(joints), rest=tuple(pending))
+    return Elimination(steps=tuple(steps), rest=tuple(pending))
 
 
 def joined(variables: Sequence[str], sizes: Mapping[str, int], factors: Sequence[Factor]) -> Factor:
@@ -86,6 +114,29 @@ def joined(variables: Sequence[str], sizes: Mapping[str, int], factors: Sequence
         table = factor.table.transpose([factor.variables.index(name) for name in order])
         total += table.reshape([sizes[name] if name in factor.variables else 1 for name in variables])
     return Factor(variables=tuple(variables), table=total)
+
+
+def pieces(
+    variables: Sequence[str], sizes: Mapping[str, int], factors: Sequence[Factor]
+) -> Iterator[tuple[slice, Factor]]:
+    """Yield the joint table cut along its second axis, piece by piece, so that it need never be there as a whole."""
+    if len(variables) == 1:
+        yield slice(None), joined(variables, sizes, factors)
+        return
+    cut = variables[1]
+    step = max(1, _CELLS * sizes[cut] // prod(sizes[name] for name in variables))
+    for start in range(0, sizes[cut], step):
+        part = slice(start, min(start + step, sizes[cut]))
+        here = [_cut(factor, cut, part) for factor in factors]
+        yield part, joined(variables, {**sizes, cut: part.stop - start}, here)
+
+
+def _cut(factor: Factor, name: str, part: slice) -> Factor:
+    """Return what a factor holds for some of a variable's values."""
+    if name not in factor.variables:
+        return factor
+    place = tuple(part if one == name else slice(None) for one in factor.variables)
+    return Factor(variables=factor.variables, table=factor.table[place])
 
 
 def _neighbours(variable: str, factors: Sequence[Factor]) -> list[str]:

@@ -10,7 +10,7 @@ from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.op import Dims, Op
 from autoshard.layout.layout import Layout
 from autoshard.layout.legal import cut_operations
-from autoshard.layout.states import LayoutStates, Pending
+from autoshard.layout.states import Pending, Ways
 from autoshard.search.pass_rule import PassRule
 from autoshard.search.problem import OpChoice, OperatorProblem, all_choices, made_layout
 from autoshard.spec.workload import Dtype
@@ -47,15 +47,14 @@ class Neighbours:
         }
         back = {op.source for op in block.ops if isinstance(op.kind, Collect)}
         self.has_gradient = {deliver.outputs[0]: deliver.name in back for deliver in self.delivers}
-        self._states: dict[tuple[Dims, Dtype, Pending], LayoutStates] = {}
+        self._ways: dict[tuple[Dims, Dtype, Pending], Ways] = {}
 
-    def states(self, dims: Dims, dtype: Dtype, pending: Pending = "sums") -> LayoutStates:
-        """Return all layouts of such a tensor, and the prices between them."""
+    def ways(self, dims: Dims, dtype: Dtype, pending: Pending = "sums") -> Ways:
+        """Return the prices between all layouts of such a tensor."""
         key = (dims, dtype, pending)
-        if key not in self._states:
-            price = self.problem.price(dtype)
-            self._states[key] = LayoutStates.of(dims, self.problem.real_atoms, price, pending)
-        return self._states[key]
+        if key not in self._ways:
+            self._ways[key] = Ways(dims, self.problem.atoms, self.problem.price(dtype), pending)
+        return self._ways[key]
 
     def made(self, maker: Op | None, tensor: str, choice: OpChoice) -> Layout:
         """Return how a tensor leaves the operation that makes it, or the block before."""
@@ -91,11 +90,6 @@ class Neighbours:
     def mask(self, atoms: Collection[str]) -> int:
         """Return atoms as a number, a bit each."""
         return sum(1 << place for place, atom in enumerate(self.problem.real_atoms) if atom in atoms)
-
-
-def states_at(states: LayoutStates, layouts: Sequence[Layout]) -> list[int]:
-    """Return the numbers of layouts."""
-    return [states.number[layout] for layout in layouts]
 
 
 def numbers(values: Sequence[object]) -> Any:

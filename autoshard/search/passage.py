@@ -11,8 +11,9 @@ import numpy as np
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Op
 from autoshard.layout.layout import Layout
+from autoshard.layout.redistribute import only_gathers
 from autoshard.search.factors import Factor
-from autoshard.search.neighbours import Neighbours, numbers, states_at
+from autoshard.search.neighbours import Neighbours, numbers
 from autoshard.search.problem import OpChoice
 
 
@@ -56,7 +57,6 @@ class Passage:
             op.source == self.maker.name for op in later if self.maker is not None and self.source.name in op.inputs
         )
         self._counts_slots = neighbours.counts_slots(self.source.name)
-        self._again = not neighbours.problem.keeps_gathered
         self._sides: dict[tuple[str, ...], tuple[Side, ...]] = {}
         self._ways = {reader.name: self._ways_of(reader) for reader in self.readers}
 
@@ -98,7 +98,7 @@ class Passage:
         """Price the way from each of the maker's choices to each value, and that of the gradient back."""
         delivered, made = [one.delivered for one in values], [one.made or one.delivered for one in values]
         mixed = np.array([one.made is not None for one in values], bool)
-        price = self._forward(delivered) * self._times([one.by for one in values]) + self._back(delivered)
+        price = self._way(delivered, [one.by for one in values])
         price = price + np.where(mixed, self._back(made), 0.0)
         price = np.where(self._due(_sums(self.neighbours, delivered), _sums(self.neighbours, made)), price, np.inf)
         as_made, alike = self._as_made(made), self._as_made(delivered)
@@ -111,7 +111,9 @@ class Passage:
         The axes are the maker's choices, the sides that the group can take, and those that the others can.
         """
         made, delivered = self.sides(group), self.sides(self.others(group))
-        way = self._forward(delivered) * self._times([group]) + self._back(delivered)
+        way = self._forward(delivered) * (1.0 + (self._again(delivered) & self._late_but([group]))) + self._back(
+            delivered
+        )
         price = way[:, None] + self._back(made)[:, :, None]
         due = self._due(_sums(self.neighbours, delivered), _sums(self.neighbours, made)[:, None])
         differs = ~self._as_made(delivered)[:, None]
@@ -129,11 +131,11 @@ class Passage:
             return None
         here = np.array([problem.local_bytes(layout, saved[0].tensor.dtype) for layout in self.made], float)[:, None]
         there = np.array([problem.local_bytes(one.taken, saved[0].tensor.dtype) for one in delivered], float)
-        gathered = np.array([problem.keeps_gathered and bool(self._late - set(readers)) for readers in by], bool)
         own = np.array([self._reads_own or bool(self._late & set(readers)) for readers in by], bool)
         stays = ~self.pending[:, None]
-        twice = np.where(stays & own & ~self._as_made(delivered), here, 0.0)
-        return np.where(gathered, there + twice, np.where(stays, here, there))
+        late = there + np.where(stays & own & ~self._as_made(delivered), here, 0.0)
+        late = np.where(self._again(delivered), here, late)
+        return np.where(self._late_but(by), late, np.where(stays, here, there))
 
     def fits(self, variable: str, reader: Op, sides: Sequence[Side]) -> Factor:
         """Return which choices of a reader can take what a variable stands for: 0 there, infinity elsewhere."""
@@ -152,7 +154,8 @@ class Passage:
     def passes(self) -> Iterator[Factor]:
         """Yield infinity where a sum that may pass through a reader is not passed: the lowered program always does."""
         for reader in self.readers:
-            if self.maker is not None and self.neighbours.rules[reader.name].forward:
+            first = reader.inputs[0] == self.tensor
+            if self.maker is not None and first and self.neighbours.rules[reader.name].forward:
                 takes = self.neighbours.choices[reader.name]
                 passes = [[set(layout.sums) - one.busy == set(one.passed) for one in takes] for layout in self.made]
                 yield Factor(variables=(self.maker.name, reader.name), table=np.where(passes, 0.0, np.inf))
@@ -175,26 +178,37 @@ class Passage:
             ways.setdefault(wanted, set()).add(self.neighbours.sends(reader, choice, self.tensor))
         return ways
 
+    def _way(self, delivered: Sequence[Side], by: Sequence[Collection[str]]) -> Any:
+        """Price the way to what is delivered, twice if backward gathers it again, and that of its gradient."""
+        twice = self._again(delivered) & self._late_but(by)
+        return self._forward(delivered) * (1.0 + twice) + self._back(delivered)
+
     def _forward(self, sides: Sequence[Side]) -> Any:
         """Price the way from each of the maker's choices to each side."""
         pending = "maxima" if any(layout.maxima for layout in self.made) else "sums"
-        states = self.neighbours.states(self.source.dims, self.source.dtype, pending)
-        goals = states_at(states, [self.renamed(side.taken) for side in sides])
-        return states.price[np.ix_(states_at(states, self.made), goals)]
+        ways = self.neighbours.ways(self.source.dims, self.source.dtype, pending)
+        return ways.between(self.made, [self.renamed(side.taken) for side in sides])
 
-    def _times(self, by: Sequence[Collection[str]]) -> Any:
-        """Return how often that way is gone: again where backward reads what was delivered, and it was not kept."""
-        late = np.array([bool(self._late - set(readers)) for readers in by], bool)
-        return 1.0 + (late & ~self.pending[:, None] & self._again)
+    def _late_but(self, by: Sequence[Collection[str]]) -> Any:
+        """Return whether backward reads what is delivered, if these readers take what was made."""
+        return np.array([bool(self._late - set(readers)) for readers in by], bool)
+
+    def _again(self, sides: Sequence[Side]) -> Any:
+        """Return where what was gathered is not kept, so that backward gathers it again."""
+        goals = [self.renamed(side.taken) for side in sides]
+        if self.neighbours.problem.keeps_gathered:
+            return np.zeros((len(self.made), len(goals)), bool)
+        return np.array([[only_gathers(layout, goal) for goal in goals] for layout in self.made], bool).reshape(
+            -1, len(goals)
+        )
 
     def _back(self, sides: Sequence[Side]) -> Any:
         """Price the way of a gradient from how readers send it to how the maker's own gradient takes it."""
         if not self.neighbours.has_gradient[self.tensor]:
             return np.zeros((len(self.choices), len(sides)))
-        states = self.neighbours.states(self.source.dims, self.source.dtype)
         taken = [choice.layout(self.source.dims, choice.passed_back) for choice in self.choices]
-        sent = states_at(states, [self.renamed(side.sent) for side in sides])
-        return states.price[np.ix_(sent, states_at(states, taken))].T
+        ways = self.neighbours.ways(self.source.dims, self.source.dtype)
+        return ways.between([self.renamed(side.sent) for side in sides], taken).T
 
     def _due(self, ones: Any, others: Any) -> Any:
         """Return where it lets pass back what a lowered program does: what may stay pending, if both parts await it."""

@@ -10,8 +10,10 @@ from autoshard import __version__
 from autoshard.cost.calibration import Calibration, uncalibrated
 from autoshard.cost.predict import predicted
 from autoshard.cost.setting import Question
+from autoshard.cost.sharded import CutBlocks
 from autoshard.errors import require
-from autoshard.plan.build import build_plan
+from autoshard.layout.cutting import Cutting
+from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.certificate import NOTHING_LOOKED_AT, Certificate, Refusal
 from autoshard.plan.plan import Plan
@@ -19,14 +21,14 @@ from autoshard.plan.rules.check import all_rules, rejections
 from autoshard.plan.rules.columns import Columns, Engine
 from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.tables import with_tables
-from autoshard.search.columns import Evaluated, evaluate
+from autoshard.search.cutting import solved_cutting
+from autoshard.search.pool import Pool, fastest
 from autoshard.search.space import Pins, Space, default_kernels, whole_space
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 
 MOST_RANKS = 2**22  # far beyond any machine, and few enough to list all of their divisors
-TIE_DIGITS = 9  # times that agree in so many digits count as equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +53,36 @@ class Request:
         """The calibration that is used."""
         return self.calibration or uncalibrated()
 
-    def plan(self, candidate: Candidate, engine: Engine) -> Plan:
-        """Return the plan of a candidate with its prediction; its provenance names no time and no path."""
+    def plan(self, candidate: Candidate, engine: Engine, cutting: Cutting | None = None) -> Plan:
+        """Return the plan of a candidate with its prediction and its tables: those of its best cutting, or of another.
+
+        Its provenance names no time and no path.
+        """
+        used = cutting or self.cutting(candidate, engine)
+        real = cut_atoms(candidate, self.model)
+        blocks = CutBlocks(step=self.question(candidate).step, cutting=used, atoms=real)
+        return with_tables(self.outline(candidate, engine, blocks), used)
+
+    def outline(self, candidate: Candidate, engine: Engine, blocks: CutBlocks) -> Plan:
+        """Return the plan of a candidate whose blocks are these with its prediction, but without tables."""
         origin = {"autoshard": __version__, "calibration": self.constants.name, "model": self.model.source}
         plan = build_plan(candidate, self.model, self.cluster, self.workload, engine, provenance=origin)
-        return predicted(plan, self.constants)
+        return predicted(plan, self.constants, blocks)
+
+    def cutting(self, candidate: Candidate, engine: Engine) -> Cutting:
+        """Return the best cutting of a candidate's operations."""
+        sp = candidate.sequence_parallel
+        return solved_cutting(self.question(candidate), candidate, engine, sequence_parallel=sp)
+
+    def question(self, candidate: Candidate) -> Question:
+        """Return what the cost model is asked about candidates with these kernels."""
+        return Question(
+            model=self.model,
+            cluster=self.cluster,
+            workload=self.workload,
+            kernels=candidate.kernels or self.cluster.kernels,
+            calibration=self.constants,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,21 +137,41 @@ def judge_space(request: Request, engine: Engine) -> Judged:
     return Judged(space=space, rules=rules, allowed=allowed)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outlined:
+    """A plan without tables, and the cutting that it was priced with."""
+
+    plan: Plan
+    cutting: Cutting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What one engine can do: as ``Found``."""
+
+    plans: tuple[_Outlined, ...]
+    nearest_miss: Plan | None
+    certificate: Certificate
+
+
 def search(request: Request, num_plans: int = 1) -> Found:
     """Price every legal candidate of every engine and return the fastest that fit; the best one with its tables."""
     answers = [_search_engine(request, engine, num_plans) for engine in request.engines]
-    plans = sorted((plan for answer in answers for plan in answer.plans), key=_step_time_s)
+    ordered = sorted(
+        (found for answer in answers for found in answer.plans), key=lambda found: _step_time_s(found.plan)
+    )
     misses = [answer.nearest_miss for answer in answers if answer.nearest_miss]
+    full = [with_tables(found.plan, found.cutting) for found in ordered[:1]]
     return Found(
-        plans=(*map(with_tables, plans[:1]), *plans[1:num_plans]),
-        nearest_miss=None if plans else min(misses, key=_peak_bytes, default=None),
+        plans=(*full, *(found.plan for found in ordered[1:num_plans])),
+        nearest_miss=None if full else min(misses, key=_peak_bytes, default=None),
         certificate=reduce(Certificate.plus, (answer.certificate for answer in answers), NOTHING_LOOKED_AT),
     )
 
 
 def plan_at(request: Request, candidate: Candidate) -> Plan:
     """Return the plan of exactly one candidate, legal or not, as long as it has a shape."""
-    return with_tables(request.plan(*resolved(request, candidate)))
+    return request.plan(*resolved(request, candidate))
 
 
 def resolved(request: Request, candidate: Candidate) -> tuple[Candidate, Engine]:
@@ -147,59 +194,40 @@ def _with_kernels(request: Request, candidate: Candidate, engine: Engine) -> Can
     return replace(candidate, kernels=None if kernels == request.cluster.kernels else kernels)
 
 
-def _search_engine(request: Request, engine: Engine, num_plans: int) -> Found:
+def _search_engine(request: Request, engine: Engine, num_plans: int) -> _Answer:
     judged = judge_space(request, engine)
     some = judged.legal.any(axis=1)
     space, legal = judged.space.keep(some), judged.legal[some]
-    priced = _price(request, space)
+    if not space.num_layouts:
+        return _Answer(plans=(), nearest_miss=None, certificate=_certificate(request, judged, legal, 0, 0))
+    priced = Pool(request.question(space.base), space, legal).settled(num_plans)
     fits = legal & (priced.peak_bytes <= request.cluster.rank_memory_bytes)
-    plans = tuple(request.plan(candidate, engine) for candidate in _fastest(space, priced, fits, num_plans))
-    miss = None
-    if not plans and space.num_layouts:
-        smallest = int(np.argmin(np.where(legal, priced.peak_bytes, np.inf)))
-        miss = request.plan(_candidate(space, smallest), engine)
-    certificate = Certificate(
+
+    def outlined(row: int, recompute: int) -> _Outlined:
+        blocks = priced.blocks(row, recompute)
+        return _Outlined(plan=request.outline(space.at(row, recompute), engine, blocks), cutting=blocks.cutting)
+
+    smallest = divmod(int(np.argmin(np.where(legal, priced.peak_bytes, np.inf))), len(space.recomputes))
+    return _Answer(
+        plans=tuple(outlined(*place) for place in fastest(space, priced.time_s, priced.peak_bytes, fits, num_plans)),
+        nearest_miss=None if fits.any() else outlined(*smallest).plan,
+        certificate=_certificate(request, judged, legal, int(fits.sum()), len(priced.solved)),
+    )
+
+
+def _certificate(request: Request, judged: Judged, legal: Any, num_fitting: int, num_tables: int) -> Certificate:
+    return Certificate(
         num_layouts=judged.space.num_layouts,
         refusals=judged.refusals(request),
-        num_legal_layouts=space.num_layouts,
+        num_legal_layouts=len(legal),
         num_candidates=int(legal.sum()),
-        num_fitting=int(fits.sum()),
+        num_fitting=num_fitting,
+        num_tables=num_tables,
     )
-    return Found(plans=plans, nearest_miss=miss, certificate=certificate)
-
-
-def _price(request: Request, legal: Space) -> Evaluated:
-    if not legal.num_layouts:
-        empty = np.empty((0, len(legal.recomputes)))
-        return Evaluated(time_s=empty, peak_bytes=empty)
-    question = Question(
-        model=request.model,
-        cluster=request.cluster,
-        workload=request.workload,
-        kernels=legal.base.kernels or request.cluster.kernels,
-        calibration=request.constants,
-    )
-    return evaluate(question, legal)
 
 
 def _candidate(space: Space, flat: int) -> Candidate:
     return space.at(*divmod(flat, len(space.recomputes)))
-
-
-def _fastest(space: Space, priced: Evaluated, fits: Any, count: int) -> list[Candidate]:
-    """Return the fastest layouts that fit, each with its best recompute.
-
-    Among equals the one with less memory goes first, then the first by its sizes.
-    """
-    flat = np.flatnonzero(fits.reshape(-1))
-    times = [float(f"{value:.{TIE_DIGITS}g}") for value in priced.time_s.reshape(-1)[flat]]
-    rows, recomputes = np.divmod(flat, len(space.recomputes))
-    sizes = [space.rows[key][rows] for key in ("mbs", "ep", "cp", "pp", "tp")]
-    keys = [recomputes, *sizes, priced.peak_bytes.reshape(-1)[flat], np.array(times)]
-    order = np.lexsort(np.stack([key.astype(np.float64) for key in keys]))
-    best = {int(rows[index]): int(recomputes[index]) for index in reversed(order)}
-    first = dict.fromkeys(int(rows[index]) for index in order)
-    return [space.at(row, best[row]) for row in list(first)[:count]]
 
 
 def _step_time_s(plan: Plan) -> float:

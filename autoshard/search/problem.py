@@ -12,8 +12,9 @@ from autoshard.graph.kinds.pointwise import Reduce
 from autoshard.graph.op import Dims, Op, Tensor
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts, Layout, show_atoms
-from autoshard.layout.legal import cut_operations, op_dims
+from autoshard.layout.legal import cut_operations, op_dims, together
 from autoshard.layout.redistribute import Change, Price, Sizes
+from autoshard.plan.rules.strategy import Place, StrategyRule
 from autoshard.spec.workload import DTYPE_BYTES, Dtype
 
 Seconds = Callable[[Collective, float], float]  # a Collective and a rank's bytes where the message is largest
@@ -39,6 +40,7 @@ class OperatorProblem:
     num_micro_batches: int = 1  # over which the reduction of weight gradients is spread
     second_per_byte: float = 0.0  # price of a byte that the memory limit counts
     keeps_gathered: bool = True  # whether backward finds what forward gathered, or gathers again
+    rules: tuple[StrategyRule, ...] = ()  # which delete choices; research asks without any
     memory_limit_bytes: float = math.inf
     state_bytes_per_weight: float = 0.0
     cuts_rest: bool = False
@@ -72,12 +74,17 @@ class OperatorProblem:
 
     def price(self, dtype: Dtype) -> Price:
         """Return what single changes of the layout of a tensor with this format cost in seconds; slices are free."""
+        held: dict[Layout, int] = {}
+
+        def local_bytes(layout: Layout) -> int:
+            if layout not in held:
+                held[layout] = self.local_bytes(layout, dtype)
+            return held[layout]
 
         def seconds(change: Change) -> float:
             if change.collective.kind == "slice":
                 return 0.0
-            largest = max(self.local_bytes(change.before, dtype), self.local_bytes(change.after, dtype))
-            return self.seconds(change.collective, largest)
+            return self.seconds(change.collective, max(local_bytes(change.before), local_bytes(change.after)))
 
         return seconds
 
@@ -105,21 +112,32 @@ class OpChoice:
         return self.busy - {atom for dim in dims for atom in self.cuts.get(dim, ())}
 
 
-def op_choices(block: Block, op: Op, atoms: Sequence[str]) -> tuple[Cuts, ...]:
-    """Return every legal cut of an operation: each atom cuts one dim or none; atoms of one dim in the mesh's order."""
-    tied = dict(op.kind.tied_dims())
-    free = [dim for dim in sorted(op_dims(block, op)) if dim not in op.kind.whole_dims() and dim not in tied]
+def op_choices(block: Block, op: Op, atoms: Sequence[str], rules: Sequence[StrategyRule] = ()) -> tuple[Cuts, ...]:
+    """Return every cut of an operation that is legal and that all Rules allow.
+
+    Each atom cuts one dim or none; atoms of one dim do so in the mesh's order.
+    """
     found: list[Cuts] = []
-    for places in itertools.product((*free, ""), repeat=len(atoms)):
-        cuts = {dim: tuple(atom for atom, at in zip(atoms, places, strict=True) if at == dim) for dim in free}
-        cuts |= {dim: tuple(atom for other in others for atom in cuts.get(other, ())) for dim, others in tied.items()}
+    for places in itertools.product(*(op_places(block, op, atom, rules) for atom in atoms)):
+        cuts = {dim: tuple(atom for atom, at in zip(atoms, places, strict=True) if at == dim) for dim in places if dim}
+        cuts |= {dim: together(cuts, others) for dim, others in op.kind.tied_dims()}
         found.append({dim: cut for dim, cut in cuts.items() if cut})
     return tuple(found)
 
 
+def op_places(block: Block, op: Op, atom: str, rules: Sequence[StrategyRule] = ()) -> tuple[str, ...]:
+    """Return the dims that an atom may cut in an operation; empty text stands for none."""
+    dims, bound = op_dims(block, op), {*op.kind.whole_dims(), *dict(op.kind.tied_dims())}
+    weights = [block.tensors[name] for name in op.inputs if block.tensors[name].role == "parameter"]
+    matrix = tuple(dim for weight in weights if len(weight.dims) > 1 for dim in weight.dims)
+    free = (*sorted(dim for dim in dims if dim not in bound), "")
+    places = [Place(op=op.name, dims=dims, matrix=matrix, atom=atom, dim=dim or None) for dim in free]
+    return tuple(place.dim or "" for place in places if all(rule.allows(place) for rule in rules))
+
+
 def all_choices(problem: OperatorProblem, op: Op, *, forward: bool, backward: bool) -> tuple[OpChoice, ...]:
     """Return what an operation may choose: legal cuts that agree with its pin, and sums that pass where they may."""
-    cuts: Sequence[Cuts] = op_choices(problem.block, op, problem.real_atoms)
+    cuts: Sequence[Cuts] = op_choices(problem.block, op, problem.real_atoms, problem.rules)
     if op.name in problem.pins:  # which need not name dims that follow from others
         tied = {dim: () for dim, _ in op.kind.tied_dims()}
         wanted = real_cuts({**problem.pins[op.name], **tied})

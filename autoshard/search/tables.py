@@ -17,9 +17,10 @@ from autoshard.errors import InputError
 from autoshard.graph.block import Saved
 from autoshard.graph.op import Op
 from autoshard.layout.layout import Layout
+from autoshard.layout.states import all_layouts
 from autoshard.search.factors import Factor
 from autoshard.search.mixtures import Rows, mixtures
-from autoshard.search.neighbours import Neighbours, states_at
+from autoshard.search.neighbours import Neighbours
 from autoshard.search.op_prices import (
     compute_s,
     gathered_s,
@@ -92,7 +93,7 @@ class Tables:
     def boundaries(self) -> tuple[Layout, ...]:
         """The layouts in which blocks may hand the hidden state on."""
         dims = next(self.problem.block.tensors[name].dims for name in self._carried())
-        return tuple(layout for layout in self.neighbours.states(dims, "bf16").layouts if not layout.sums)
+        return tuple(layout for layout in all_layouts(dims, self.problem.real_atoms) if not layout.sums)
 
     @cached_property
     def rests(self) -> tuple[Atoms, ...]:
@@ -213,19 +214,18 @@ class Tables:
 
     @cached_property
     def _end(self) -> Factor:
-        """Price the way of the block's result to the boundary, and of the gradient that comes for it."""
+        """Price the way of the block's result to the boundary, and of the gradient that comes for it; a loss stays."""
         result = self.problem.block.carry_out or "loss"
         tensor, maker = self.problem.block.tensors[result], self.neighbours.maker[result]
         choices = self.choices[maker.name]
-        states = self.neighbours.states(tensor.dims, tensor.dtype)
-        made = states_at(states, [self.neighbours.made(maker, result, choice) for choice in choices])
-        taken = states_at(states, [choice.layout(tensor.dims) for choice in choices])
-        cuts = OpChoice(cuts=self.problem.boundary).layout(tensor.dims)
+        ways = self.neighbours.ways(tensor.dims, tensor.dtype)
+        made = [self.neighbours.made(maker, result, choice) for choice in choices]
+        taken = [choice.layout(tensor.dims) for choice in choices]
         free = self.free_ends and self.problem.block.carry_out is not None
-        edges = states_at(states, self.boundaries if free else [cuts])
-        table = states.price[np.ix_(made, edges)] + states.price[np.ix_(edges, taken)].T
+        edges = self.boundaries if free else [OpChoice(cuts=self.problem.boundary).layout(tensor.dims)]
+        table = ways.between(made, edges) + ways.between(edges, taken).T
         idle = np.array([not choice.passed_back for choice in choices])
-        table = np.where(idle[:, None], table, np.inf)
+        table = np.where(idle[:, None], table if self.problem.block.carry_out else 0.0, np.inf)
         if free:
             return Factor(variables=(maker.name, OUT), table=table)
         return Factor(variables=(maker.name,), table=table[:, 0])

@@ -8,11 +8,13 @@ from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.setting import Question, setting_of
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
+from autoshard.plan.lowering import ATOMS
 from autoshard.plan.recompute import Recompute
 from autoshard.search.planner import Request
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
+from tests.tabled import blocks_of, tabled
 
 model = functools.cache(load_model)
 cluster = functools.cache(load_cluster)
@@ -40,13 +42,15 @@ def candidate_of(question, text):
 
 
 def setting(question, text):
-    return setting_of(question, candidate_of(question, text))
+    candidate = candidate_of(question, text)
+    blocks = blocks_of(question, candidate, question.cluster.engine)
+    return setting_of(question, candidate, replace(blocks, atoms=frozenset(ATOMS)))
 
 
 def plan_of(question, text):
     engine = question.cluster.engine
     facts = (question.model, question.cluster, question.workload)
-    return build_plan(candidate_of(question, text), *facts, engine)
+    return tabled(build_plan(candidate_of(question, text), *facts, engine))
 
 
 def predicted_of(question, text):
@@ -67,8 +71,8 @@ def priced(question, text, kind="layer", drop="none", rates=None):
     """The cost of one block of a candidate."""
     here = setting(question, text)
     recompute = Recompute.parse(drop)
-    sharded = question.block(kind, here.sequence_parallel, recompute)
-    whole = question.block(kind, here.sequence_parallel, Recompute())
+    sharded = here.blocks.block(kind, recompute)
+    whole = here.blocks.block(kind, Recompute())
     return block_cost(sharded, whole, here, rates or question.rates)
 
 

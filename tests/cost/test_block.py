@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.cost.block import PASSES, block_cost
+from autoshard.cost.setting import setting_of
 from autoshard.graph.kinds.attention import Attend
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import model_names
-from tests.cost.cases import ENDLESS, ask, only, priced, rates, setting
+from tests.cost.cases import ENDLESS, ask, candidate_of, only, priced, rates, setting
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD = 4096, 14336, 32, 8, 128  # llama3-8b
 TP = 8
@@ -21,7 +22,7 @@ COMMUNICATION = ("tp", "cp", "ep", "dp")
 def part_of(question, text, pass_, *ops, **changes):
     """Seconds of single kernels of a layer, with endless rates but for those given."""
     here = setting(question, text)
-    sharded = only(question.block("layer", here.sequence_parallel, Recompute()), pass_, *ops)
+    sharded = only(here.blocks.block("layer", Recompute()), pass_, *ops)
     return block_cost(sharded, sharded, here, rates(**changes)).part_s("compute")
 
 
@@ -81,7 +82,7 @@ class TestKernels:
             here = setting(question, "tp=8")
             vocab = question.model.vocab // TP
             for pass_ in ("F", "I"):  # forward reads logits and writes a copy; backward reads it, writes a gradient
-                loss = only(question.block("head", True, Recompute()), pass_, "logits_fp32", "loss")
+                loss = only(setting(question, "tp=8").blocks.block("head", Recompute()), pass_, "logits_fp32", "loss")
                 moved = block_cost(loss, loss, here, rates(memory_bytes_per_s=1.0)).part_s("compute")
                 assert moved == pytest.approx(8192 * vocab * (2 + kept), rel=1e-3)
 
@@ -95,7 +96,7 @@ class TestKernels:
 
     def test_a_kernel_that_does_not_skip_masked_pairs_computes_them(self):
         question = ask(kernels="te")
-        attend = only(question.block("layer", True, Recompute()), "F", "attend")
+        attend = only(setting(question, "tp=8").blocks.block("layer", Recompute()), "F", "attend")
         naive = replace(attend, runs=tuple(replace(run, skips_masked=False) for run in attend.runs))
         cost = block_cost(naive, naive, setting(question, "tp=8"), rates(matrix_flops_per_s=1.0))
         assert cost.part_s("compute") == pytest.approx(4 * 8192**2 * (HEADS // TP) * HEAD)
@@ -132,9 +133,9 @@ def test_with_every_atom_of_size_1_no_message_costs_anything(name, kind):
                for atoms, ring in here.rings.items()},
     )  # fmt: skip
     for sp in (False, True):
-        sharded = question.block(kind, sp, Recompute())
-        rings = setting(question, "tp=2,dp=4,sp=" + str(sp).lower()).rings
-        lonely = {atoms: replace(ring, size=1, latency_s=0.0) for atoms, ring in rings.items()}
+        many = setting(question, "tp=2,dp=4,sp=" + str(sp).lower())
+        sharded = many.blocks.block(kind, Recompute())
+        lonely = {atoms: replace(ring, size=1, latency_s=0.0) for atoms, ring in many.rings.items()}
         cost = block_cost(sharded, sharded, replace(alone, rings=lonely), question.rates)
         assert sum(cost.part_s(part) for part in COMMUNICATION) == 0
         assert sum(cost.sent_bytes.values()) == 0
@@ -175,7 +176,7 @@ class TestMemory:
     def test_what_is_kept_anyway_needs_no_room_again(self):
         # forward attention finds queries, keys and values kept, and makes what is kept: only positions are beside
         question = ask(kernels="te")
-        attend = only(question.block("layer", True, Recompute()), "F", "attend")
+        attend = only(setting(question, "tp=8").blocks.block("layer", Recompute()), "F", "attend")
         positions = 2 * 8192 * 8
         assert block_cost(attend, attend, setting(question, "tp=8"), question.rates).working_bytes == positions
 
@@ -240,7 +241,7 @@ class TestRecompute:
     def test_attention_is_dropped_and_run_again_as_a_whole(self):
         question = ask(kernels="nxd")
         plain, less = priced(question, "tp=8"), priced(question, "tp=8", drop="selective[CoreAttention]")
-        attend = only(question.block("layer", True, Recompute()), "F", "attend")
+        attend = only(setting(question, "tp=8").blocks.block("layer", Recompute()), "F", "attend")
         again = block_cost(attend, attend, setting(question, "tp=8"), question.rates).part_s("compute")
         assert less.part_s("compute") - plain.part_s("compute") == pytest.approx(again)
 
@@ -252,7 +253,8 @@ def total(cost):
 def test_columns_of_layouts_give_what_single_layouts_give():
     question = ask()
     texts = ["tp=8,dp=16,mbs=2", "tp=32,dp=4", "tp=8,cp=4,dp=4,mbs=4"]
-    singles = [setting(question, text) for text in texts]
+    everywhere = setting(question, texts[1]).blocks
+    singles = [setting_of(question, candidate_of(question, text), everywhere) for text in texts]
     column = replace(
         singles[0],
         sizes={**singles[0].sizes, "batch": np.array([here.sizes["batch"] for here in singles], dtype=float)},
@@ -266,7 +268,7 @@ def test_columns_of_layouts_give_what_single_layouts_give():
             for atoms, ring in singles[0].rings.items()
         },
     )  # fmt: skip
-    sharded = question.block("layer", True, Recompute())
+    sharded = everywhere.block("layer", Recompute())
     together = block_cost(sharded, sharded, column, question.rates)
     for row, here in enumerate(singles):
         alone = block_cost(sharded, sharded, here, question.rates)

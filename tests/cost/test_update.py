@@ -100,7 +100,7 @@ class TestTraffic:
 class TestUpdate:
     def test_a_weight_is_updated_by_its_share_of_the_traffic(self):
         question = ask()
-        weight = per_weight(question.model, question.workload, question.kernels)
+        weight = per_weight(question.step)
         # gradient read for the norm; master, two moments and gradient read, the first three written; master read,
         # weight written
         assert weight.traffic_bytes == pytest.approx(4 + 4 * 4 + 3 * 4 + 4 + 2, rel=1e-4)
@@ -119,7 +119,7 @@ class TestUpdate:
     @pytest.mark.parametrize("zero", [1, 3])
     def test_shards_divide_it(self, zero):
         question = ask()
-        weight = per_weight(question.model, question.workload, question.kernels)
+        weight = per_weight(question.step)
         alone = update_cost({EVERYONE: 1600}, here(zero=0), question, weight, 1).seconds["update"]
         assert update_cost({EVERYONE: 1600}, here(zero=zero), question, weight, 1).seconds["update"] == pytest.approx(
             alone / 16

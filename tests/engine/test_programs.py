@@ -100,7 +100,7 @@ def test_an_axis_in_one_piece_is_refused_because_layouts_name_its_parts():
 
 def test_a_line_that_cannot_be_executed_is_refused():
     plan = plan_of("tp=2,pp=1,dp=1")
-    line = plan.strategies["layer"]["attn_out"].replace("F reduce_scatter seq/kv", "F all_reduce /kv")
+    line = plan.strategies["layer"]["attn_out"].replace("F reduce_scatter seq/tp", "F all_reduce /tp")
     tables = {**plan.strategies, "layer": {**plan.strategies["layer"], "attn_out": line}}
     with pytest.raises(InputError, match="attn_out"):
         programs_of(replace(plan, strategies=tables))

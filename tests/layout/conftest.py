@@ -16,7 +16,6 @@ from autoshard.graph.op import Array
 from autoshard.graph.recompute import recompute
 from autoshard.layout.interpret import Interpreter
 from autoshard.layout.layout import Cuts
-from autoshard.layout.legal import cut_operations, op_dims
 from autoshard.layout.lower import lower
 from autoshard.layout.program import Communicate, Compute, Program, Value
 from autoshard.layout.redistribute import Price, bytes_price
@@ -25,6 +24,7 @@ from autoshard.layout.virtual import Executor
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
+from tests.layout.meaning import cuts_by_meaning
 
 # Nothing divides by everything: some ranks hold less than others, or nothing.
 LLAMA: Mapping[str, Any] = {
@@ -43,10 +43,6 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 # Every size divides by 8: each rank holds something, so that no collective is without effect.
 EVEN = {"hidden": 16, "ffn": 16, "num_heads": 64, "num_kv_heads": 8, "head_dim": 8, "vocab": 16, "max_positions": 8}
-MEANING: Mapping[str, tuple[str, ...]] = {
-    "batch": ("edp", "ep"), "seq": ("cp",), "kv_heads": ("kv",), "q_group": ("rep",), "ffn": ("kv", "rep"),
-    "vocab": ("kv", "rep"), "slots": ("edp", "cp"), "experts": ("ep",),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,25 +139,5 @@ def uncut() -> Callable[..., Uncut]:
 
 @pytest.fixture(scope="session")
 def natural_cuts() -> Callable[..., Mapping[str, Cuts]]:
-    """Cut every dim over the atoms that bear its meaning; the sequence takes tp where nothing else does."""
-
-    def cut(block: Block, atoms: Mapping[str, int], *, sequence_parallel: bool) -> Mapping[str, Cuts]:
-        found: dict[str, Cuts] = {}
-        for op in cut_operations(block):
-            tied = dict(op.kind.tied_dims())
-            free = [dim for dim in op_dims(block, op) if dim not in tied and dim not in op.kind.whole_dims()]
-            cuts: dict[str, tuple[str, ...]] = {}
-            used: set[str] = set()
-            for dim, meant in MEANING.items():
-                if dim in free:
-                    cuts[dim] = tuple(atom for atom in meant if atom in atoms and atom not in used)
-                    used.update(cuts[dim])
-            tokens = any(kind in type(op.kind).__name__ for kind in ("Slot", "Dispatch", "Combine"))
-            if sequence_parallel and "seq" in cuts and not used & {"kv", "rep"} and not tokens:
-                cuts["seq"] += tuple(atom for atom in ("kv", "rep") if atom in atoms)
-            found[op.name] = {
-                **cuts, **{dim: tuple(atom for other in others for atom in cuts[other]) for dim, others in tied.items()}
-            }  # fmt: skip
-        return found
-
-    return cut
+    """How people would cut a block."""
+    return cuts_by_meaning

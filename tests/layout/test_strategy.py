@@ -104,7 +104,7 @@ def test_every_operation_and_every_collective_of_a_program_is_told(uncut, natura
 def test_what_is_computed_again_is_told_in_its_delivers_list(uncut, natural_cuts):
     block, program = _lowered(uncut, natural_cuts, "llama", "layer", (("edp", 2), ("kv", 4)), again=None)
     found = strategies(program, block)
-    assert str(found["attn_in"]).endswith("| I all_gather seq/kv; reduce_scatter seq/kv")
+    assert str(found["attn_in"]).endswith("| I all_gather seq/kv; reduce_scatter seq/kv | W all_gather seq/kv")
     assert not [name for name in found if name.endswith(".again")]
 
 

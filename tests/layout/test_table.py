@@ -9,15 +9,16 @@ from autoshard.errors import InputError
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.evaluate import run_ops
 from autoshard.layout.interpret import Interpreter
-from autoshard.layout.natural_cuts import natural_boundary, natural_cuts
 from autoshard.layout.redistribute import bytes_price
 from autoshard.layout.shards import VirtualMesh
-from autoshard.layout.strategy import Strategy
-from autoshard.layout.table import Setting, fitted, program_of, table_of
+from autoshard.layout.strategy import Strategy, strategies
+from autoshard.layout.table import Setting, fitted, program_of, written
 from autoshard.plan.proof import random_inputs
+from autoshard.plan.tables import residual_cuts
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
+from tests.layout.meaning import cuts_by_meaning
 
 ATOMS = {"edp": 2, "ep": 1, "cp": 1, "kv": 2, "rep": 2}
 MODEL = dataclasses.replace(
@@ -28,13 +29,16 @@ GRAPH = decoder_graph(MODEL, WORKLOAD, load_kernels("torch_cpu"), micro_batch=2)
 
 
 def setting(atoms=ATOMS):
-    boundary = natural_boundary(True)
-    return Setting(atoms=atoms, price=bytes_price(1.0, atoms), boundary=boundary, keeps_gathered=True)
+    return Setting(atoms=atoms, price=bytes_price(1.0, atoms), boundary=residual_cuts(True), keeps_gathered=True)
+
+
+def lowered(kind, atoms=ATOMS):
+    block = GRAPH.block(kind)
+    return setting(atoms).lowered(block, cuts_by_meaning(block, atoms, sequence_parallel=True))
 
 
 def table(kind="layer", atoms=ATOMS):
-    block = GRAPH.block(kind)
-    return dict(table_of(block, natural_cuts(block, True), setting(atoms)))
+    return dict(written(strategies(lowered(kind, atoms), GRAPH.block(kind)), atoms))
 
 
 def results(program, kind="layer"):
@@ -56,13 +60,13 @@ def kinds(program):
 def test_a_table_lists_the_program_that_it_was_made_from(kind):
     block = GRAPH.block(kind)
     program = program_of(block, table(kind), setting())
-    assert kinds(program) == kinds(setting().lowered(block, natural_cuts(block, True)))
+    assert kinds(program) == kinds(lowered(kind))
     assert results(program, kind) < 1e-12
 
 
 def test_the_line_of_a_gathered_tensor_reads_as_people_say_it():
     assert table()["attn_in"] == (
-        "[batch/dp, seq/cp.tp, hidden] -> [batch/dp, seq/cp, hidden] | F all_gather seq/tp | "
+        "[batch/dp, seq/tp, hidden] -> [batch/dp, seq, hidden] | F all_gather seq/tp | "
         "I reduce_scatter seq/tp | save out"
     )
 

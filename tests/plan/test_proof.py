@@ -9,11 +9,12 @@ from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.proof import prove
 from autoshard.plan.shrink import MAX_RANKS, shrink
-from autoshard.plan.tables import plan_blocks, plan_programs, with_tables
+from autoshard.plan.tables import plan_blocks, plan_programs
 from autoshard.plan.verify import verify
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
+from tests.tabled import tabled
 
 CASES = {
     "trn1": ("llama3-70b", "trn1.32xlarge", 16, "tp=32,pp=8,dp=2,recompute=selective[CoreAttention,LlamaMLP]"),
@@ -32,7 +33,7 @@ def plan(case):
     where = load_cluster(cluster, nodes)
     candidate = Candidate.parse(text, where.num_ranks)
     work = Workload(seq_len=2048, global_batch=256, precision=Precision.named("bf16"))
-    return with_tables(build_plan(candidate, load_model(name), where, work, where.engine))
+    return tabled(build_plan(candidate, load_model(name), where, work, where.engine))
 
 
 @pytest.mark.parametrize("case", sorted(CASES))

@@ -146,7 +146,7 @@ def step_calls(plan, pending):
 def test_an_edited_line_changes_what_is_sent_and_not_what_is_computed():
     plan = plan_of("tp=2,pp=1,dp=1", llama())
     layer, line = plan.strategies["layer"], plan.strategies["layer"]["attn_out"]
-    edited = line.replace("F reduce_scatter seq/kv", "F all_reduce /kv, slice seq/kv")
+    edited = line.replace("F reduce_scatter seq/tp", "F all_reduce /tp, slice seq/kv")
     assert edited != line
     other = replace(plan, strategies={**plan.strategies, "layer": {**layer, "attn_out": edited}})
     num_passes = plan.model.num_layers * plan.schedule.num_micro_batches

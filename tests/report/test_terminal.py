@@ -1,5 +1,6 @@
 """What a person reads: golden reports, shares, where layers lie, and nothing wider than a terminal."""
 
+import functools
 import io
 import re
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from autoshard.report.terminal import at_commas, make_console, plan_report, reje
 from autoshard.search.planner import Found, search
 from tests.plan.cases import ask, plan_of, with_prediction
 from tests.search.brute_force import ask as request
+from tests.tabled import tabled
 
 Report = Callable[..., str]
 
@@ -59,9 +61,14 @@ PLANS = {
 }
 
 
+@functools.cache
+def made(name: str) -> Plan:
+    return predicted(tabled(PLANS[name]))
+
+
 @pytest.fixture(params=PLANS)
 def plan(request: pytest.FixtureRequest) -> Plan:
-    return predicted(PLANS[request.param])
+    return made(request.param)
 
 
 def test_it_fits_a_terminal_of_120_columns(plan: Plan):
@@ -113,13 +120,13 @@ def test_a_row_shows_the_fullest_of_its_ranks(plan: Plan):
 
 
 def test_layers_of_chunks_and_of_uneven_stages_are_listed():
-    assert memory_rows(predicted(PLANS["interleaved"]))[0][1] == "embed 0-3,16-19,32-35,48-51,..."
-    assert [row[1] for row in memory_rows(predicted(PLANS["uneven"]))] == ["embed 0-6", "7-30", "31-53", "54-79 head"]
+    assert memory_rows(made("interleaved"))[0][1] == "embed 0-3,16-19,32-35,48-51,..."
+    assert [row[1] for row in memory_rows(made("uneven"))] == ["embed 0-6", "7-30", "31-53", "54-79 head"]
 
 
 def test_a_long_candidate_is_broken_after_commas_and_still_reads_the_same():
     candidate = PLANS["long"].candidate
-    text = report(predicted(PLANS["long"]))
+    text = report(made("long"))
     match = re.search(r"^plan (.*?)^step ", text, re.MULTILINE | re.DOTALL)
     assert match and len(match[1].strip().splitlines()) > 1
     assert Candidate.parse(match[1].strip()) == candidate
@@ -133,7 +140,7 @@ def test_breaking_at_commas_loses_nothing():
 
 
 def test_what_looks_like_markup_is_text():
-    plan = predicted(PLANS["one stage"])
+    plan = made("one stage")
     model = replace(plan.model, name="[red]m[/red]")
     cluster = replace(plan.cluster, name="[bold]c[/]")
     assert "[red]m[/red] (" in report(replace(plan, model=model))
@@ -158,7 +165,7 @@ def test_tiny_and_huge_numbers_are_still_read():
 
 
 def test_counts_of_one_are_singular():
-    text = report(predicted(PLANS["one stage"]))
+    text = report(made("one stage"))
     assert "1 sequence of 1 token a step" in text
     assert "1 micro-batch of 1 per data-parallel rank, 1 stage," in text
 
@@ -167,7 +174,7 @@ def test_padding_and_lnc_are_said():
     padded = plan_of(ask("gpt2-xl", "h100-80", 1, seq_len=1024), "tp=8")
     assert "vocab padded to 50264" in report(with_prediction(padded))
     trn2 = plan_of(ask("llama3-8b", "trn2.48xlarge", 2), "tp=4")
-    assert "on 2 x trn2.48xlarge at lnc 2: 128 ranks" in report(predicted(trn2))
+    assert "on 2 x trn2.48xlarge at lnc 2: 128 ranks" in report(predicted(tabled(trn2)))
 
 
 def certificate(**changes: object) -> Certificate:
@@ -180,16 +187,16 @@ def test_refusals_come_by_number_and_memory_last():
     found = Found(
         plans=(), nearest_miss=None, certificate=certificate(refusals=refusals, num_fitting=2, num_legal_layouts=5)
     )
-    text = report(predicted(PLANS["one stage"]), found)
+    text = report(made("one stage"), found)
     assert re.findall(r"^(many|some|few|memory) +([0-9]+)", text, re.MULTILINE) == [
         ("many", "7"), ("some", "3"), ("few", "1"), ("memory", "3"),
     ]  # fmt: skip
-    assert "of 5 legal candidates, all of them priced; 2 fit in memory" in text
+    assert "of 5 legal candidates, all of them priced; 2 fit in memory;" in text
 
 
 def test_where_nothing_is_refused_there_is_no_table_of_it():
     found = Found(plans=(), nearest_miss=None, certificate=certificate(num_fitting=5, num_legal_layouts=5))
-    text = report(predicted(PLANS["one stage"]), found)
+    text = report(made("one stage"), found)
     assert "Refused" not in text
     assert "5 fit in memory" in text
 

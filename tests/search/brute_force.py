@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from autoshard.layout.cutting import Cutting
 from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
@@ -96,11 +97,14 @@ def answer(request: Request) -> Answer:
     (engine,) = request.engines
     facts = (request.model, request.cluster, request.workload, engine)
     refused, plans, by_layout = Counter[str](), list[Plan](), dict[Candidate, set[str]]()
+    cuttings: dict[Candidate, Cutting] = {}
     for candidate in candidates(request):
         reasons = rejections(candidate, *facts, extra_rules=request.extra_rules)
         by_layout.setdefault(replace(candidate, recompute=(Recompute(),)), set()).update(r.rule_id for r in reasons)
         if not reasons:
-            plans.append(request.plan(candidate, engine))
+            layout = replace(candidate, recompute=(Recompute(),))
+            cuttings[layout] = cuttings.get(layout) or request.cutting(layout, engine)
+            plans.append(request.plan(candidate, engine, cuttings[layout]))
     for rule_ids in by_layout.values():
         refused.update(rule_ids)
     return Answer(num_layouts=len(by_layout), refused=refused, plans=plans)

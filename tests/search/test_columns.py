@@ -9,9 +9,11 @@ from autoshard.cost.predict import plan_cost
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import parse_pins
 from autoshard.plan.rules.check import legal_mask
+from autoshard.plan.tables import with_tables
 from autoshard.search.columns import at, evaluate, joined, tiled
 from autoshard.search.space import whole_space
 from tests.cost.cases import ask
+from tests.tabled import cutting_of
 
 SAMPLE = 25  # layouts of each case, of which each kind of recompute is priced
 
@@ -51,15 +53,20 @@ def case(request):
     return question, legal.keep(np.sort(chosen))
 
 
-def test_a_batch_is_priced_as_its_members(case):
+def most_cut(question, space):
+    """The cutting of the layout with the largest tp, which serves all."""
+    return cutting_of(question, space.at(int(np.argmax(space.rows["tp"])), 0), space.engine)
+
+
+def test_a_batch_is_priced_as_the_tables_of_its_members(case):
     question, space = case
-    together = evaluate(question, space)
+    together = evaluate(question, space, most_cut(question, space))
     assert together.time_s.shape == (space.num_layouts, len(space.recomputes))
     for index in range(space.num_layouts):
         for number in range(len(space.recomputes)):
             candidate = space.at(index, number)
             plan = build_plan(candidate, question.model, question.cluster, question.workload, space.engine)
-            alone = plan_cost(plan, question)
+            alone = plan_cost(with_tables(plan, most_cut(question, space)), question)
             assert together.time_s[index, number] == pytest.approx(float(alone.time_s), rel=1e-9), str(candidate)
             assert together.peak_bytes[index, number] == pytest.approx(float(alone.peak_bytes), rel=1e-9), str(
                 candidate
@@ -68,9 +75,9 @@ def test_a_batch_is_priced_as_its_members(case):
 
 def test_the_price_of_a_layout_does_not_depend_on_its_neighbours(case):
     question, space = case
-    together = evaluate(question, space)
+    together = evaluate(question, space, most_cut(question, space))
     for index in (0, space.num_layouts - 1):
-        alone = evaluate(question, space.keep(np.array([index])))
+        alone = evaluate(question, space.keep(np.array([index])), most_cut(question, space))
         assert together.time_s[index] == pytest.approx(alone.time_s[0], rel=1e-12)
         assert together.peak_bytes[index] == pytest.approx(alone.peak_bytes[0], rel=1e-12)
 

@@ -8,10 +8,10 @@ from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.rule import Rule
-from autoshard.plan.tables import with_tables
 from autoshard.plan.verify import verify
 from autoshard.search.planner import Request, plan_at, search
 from tests.search.brute_force import Answer, answer, ask, peak, time_s
+from tests.tabled import tabled
 
 QUESTIONS = {
     "tiny-llama": ask("tiny-llama", global_batch=8),
@@ -73,7 +73,7 @@ def test_found_plans_pass_verify_and_give_themselves_again(case: tuple[Request, 
     request, _ = case
     for plan in search(request, num_plans=6).plans:
         assert verify(plan) == ()
-        assert dump(plan_at(request, plan.candidate)) == dump(with_tables(plan))
+        assert dump(plan_at(request, plan.candidate)) == dump(tabled(plan))
 
 
 def test_ties_go_to_less_memory_and_then_to_smaller_axes():
@@ -122,4 +122,4 @@ def test_both_engines_are_searched_when_any_may_run_the_plan():
     assert len(ids) == len(set(ids))
     for plan in both.plans:
         again = plan_at(replace(one, engines=("nxd", "torch")), plan.candidate)
-        assert dump(again) == dump(with_tables(plan))
+        assert dump(again) == dump(tabled(plan))

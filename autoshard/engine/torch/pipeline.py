@@ -54,9 +54,12 @@ class Pipeline:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank states the loss that all ranks of the last stage have alike."""
-        others = (atom for atom, _ in self.plan.mesh.axes if atom != "pp")
-        return self.last_stage in self.stages and self.place.is_first(others)
+        """Whether this rank states its part of the loss, which ranks along the other atoms have alike."""
+        if self.last_stage not in self.stages:
+            return False
+        parts = next(run.parts for run in self.stages[self.last_stage].values() if not run.parts.block.carry_out)
+        pending = parts.program.results[parts.handed_on].layout.sums
+        return self.place.is_first(atom for atom, _ in self.plan.mesh.axes if atom not in ("pp", *pending))
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that runs a stage for the same part of the batch as this one."""

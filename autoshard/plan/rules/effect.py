@@ -73,7 +73,8 @@ RULES = (
         subject="cp_kind",
         allows=lambda c: c.cp_kind == "ring",
         message=lambda c: f"cp_kind={c.cp_kind}: attention over cp is planned and priced as a ring. Use cp_kind=ring",
-        source="autoshard: plans do not use the layout solver yet, and know one way to attend over cp",
+        source="autoshard: tables cut a dim over several atoms in the order of the mesh; heads that come back from an "
+        "all-to-all over cp would be cut over tp first",
     ),
     Rule(
         id="cp-order-effect",
@@ -122,7 +123,7 @@ RULES = (
         subject="boundary",
         allows=lambda c: c.boundary == "",
         message=_boundary,
-        source="autoshard: plans do not use the layout solver yet; between blocks lies [batch/dp, seq/cp.tp, hidden]",
+        source="autoshard: every table is solved for [batch/dp, seq/cp.tp, hidden] between blocks (sp=false: seq/cp)",
     ),
     Rule(
         id="lnc",

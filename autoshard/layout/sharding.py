@@ -1,0 +1,126 @@
+"""What a lowered block sends, keeps and cuts, in the form in which it is priced: messages, and cuts by name."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autoshard.graph.block import Block, Saved
+from autoshard.graph.kinds.attention import Attend, AttendGradient
+from autoshard.graph.op import Op, Pass
+from autoshard.layout.collective import Collective
+from autoshard.layout.layout import Cuts, Layout
+from autoshard.layout.program import Compute, Program
+from autoshard.spec.mesh import ATOMS
+
+RING_DIM = "kv_seq"
+_RINGS = (Attend, AttendGradient)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A Collective of a program: which tensor, and how it is cut where the message is largest."""
+
+    entry: str
+    pass_: Pass
+    tensor: str
+    cuts: Cuts
+    collective: Collective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """A block's cuts by operation, by tensor that is kept, and by weight; its messages; what gradients await.
+
+    A ring shows every key to every rank, so that an attention's keys count whole. A tensor may be kept twice: as it
+    was made, and as it was delivered.
+    """
+
+    op_cuts: Mapping[str, Cuts]
+    kept_cuts: Mapping[str, tuple[Cuts, ...]]
+    messages: tuple[Message, ...]
+    parameter_cuts: Mapping[str, Cuts]
+    parameter_pending: Mapping[str, tuple[str, ...]]
+    boundary: Cuts
+
+    @classmethod
+    def of(cls, block: Block, program: Program) -> "Sharding":
+        """Read it off a program of a block."""
+        computes = {entry.op.name: entry for entry in program.instructions if isinstance(entry, Compute)}
+        sums = {tensor.name: program.results[f"{tensor.name}.sum"].layout for tensor in block.parameters}
+        op_cuts = {name: _met(entry) for name, entry in computes.items()}
+        read: dict[str, list[Layout]] = defaultdict(list)
+        for value in program.kept():
+            read[value.tensor].append(value.layout)
+        return cls(
+            op_cuts=op_cuts,
+            kept_cuts={entry.storage: _kept(entry, read[entry.storage], op_cuts) for entry in block.saved},
+            messages=(*_delivered(program), *_rings(block, computes)),
+            parameter_cuts={name: _real(layout) for name, layout in sums.items()},
+            parameter_pending={name: tuple(sorted(layout.sums, key=ATOMS.index)) for name, layout in sums.items()},
+            boundary=_real(program.results[block.carry_out or "loss"].layout),
+        )
+
+
+def _met(entry: Compute) -> Cuts:
+    """Return the cuts of what an operation works on."""
+    whole = (RING_DIM,) if isinstance(entry.op.kind, _RINGS) else ()
+    return {dim: cut for dim, cut in entry.cuts.items() if cut and dim not in whole}
+
+
+def _real(layout: Layout) -> Cuts:
+    return {dim: cut for dim, cut in layout.dims if cut}
+
+
+def _kept(entry: Saved, read: Sequence[Layout], op_cuts: Mapping[str, Cuts]) -> tuple[Cuts, ...]:
+    """Return the layouts in which backward finds a tensor: those that it reads, or else the one it was made in.
+
+    A kernel may keep a tensor under its readers' names of the dims; positions correspond.
+    """
+    if read:
+        dims = entry.tensor.dims
+        return tuple({dim: cut for dim, (_, cut) in zip(dims, one.dims, strict=True) if cut} for one in read)
+    assert entry.op, f"{entry.storage} is kept, but nothing says how it is cut"
+    return ({dim: cut for dim, cut in op_cuts[entry.op].items() if dim in entry.tensor.dims},)
+
+
+def _delivered(program: Program) -> Iterator[Message]:
+    """Yield the collectives between operations; a message is largest where fewest atoms cut it."""
+    for change in program.collectives():
+        before, after = _real(change.reads.layout), _real(change.writes.layout)
+        largest = after if change.collective.kind == "all_gather" else before
+        yield Message(
+            entry=change.entry,
+            pass_=change.pass_,
+            tensor=change.reads.tensor,
+            cuts=largest,
+            collective=change.collective,
+        )
+
+
+def _rings(block: Block, computes: Mapping[str, Compute]) -> Iterator[Message]:
+    """Yield what goes around the ring of an attention: keys and values, backward with their gradients.
+
+    They are as large as the queries where a kernel copies them for every query head first.
+    """
+    for entry in computes.values():
+        if entry.ring:
+            op, collective = entry.op, Collective(kind="permute", dim=RING_DIM, atoms=entry.ring[0].atoms)
+            expands = any(group.expands_keys for group in block.fused if op.source in group.ops)
+            for name in _travelling(block, op, expands=expands):
+                dims = block.tensors[name].dims
+                cuts = {dim: cut for dim, cut in entry.cuts.items() if cut and dim in dims}
+                yield Message(entry=op.source, pass_=op.pass_, tensor=name, cuts=cuts, collective=collective)
+
+
+def _travelling(block: Block, op: Op, *, expands: bool) -> tuple[str, ...]:
+    keys = [
+        name for name in (*op.inputs, *op.outputs) if _has_heads(block, name) and RING_DIM in block.tensors[name].dims
+    ]
+    if not expands:
+        return tuple(keys)
+    queries = next(name for name in op.inputs if _has_heads(block, name) and RING_DIM not in block.tensors[name].dims)
+    return (queries,) * len(keys)
+
+
+def _has_heads(block: Block, name: str) -> bool:
+    return "kv_heads" in block.tensors[name].dims

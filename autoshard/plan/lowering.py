@@ -1,0 +1,83 @@
+"""The blocks of a model's step, recomputed, cut and lowered; each made once, whatever its sizes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from autoshard.graph.block import Block, OpGraph
+from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.recompute import recompute
+from autoshard.layout.cutting import Cutting
+from autoshard.layout.lower import lower
+from autoshard.layout.program import Program
+from autoshard.layout.redistribute import Price, bytes_price
+from autoshard.plan.recompute import Recompute
+from autoshard.spec.kernels import Kernels, load_kernels
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import Workload
+
+ATOMS = ("edp", "ep", "cp", "kv", "rep")  # that may cut tensors; pp cuts layers
+_NOMINAL = 2  # which way a layout is changed depends neither on the size of the tensor nor on that of the group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a graph is made of; its micro-batch has one sequence, and sizes are set where it is priced."""
+
+    model: ModelSpec
+    workload: Workload
+    kernels: str
+
+    @property
+    def graph(self) -> OpGraph:
+        """The graph of one step."""
+        return _graph(self)
+
+    @property
+    def platform(self) -> Kernels:
+        """The kernels by their table."""
+        return load_kernels(self.kernels)
+
+    def block(self, kind: str, drop: Recompute) -> Block:
+        """Return a block, with what is computed again."""
+        return _block(self, kind, drop)
+
+
+def lowered(step: Step, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Program:
+    """Lower a block with these cuts where these atoms cut anything: rings of nominal length, the ways of any size."""
+    return _lowered(step, kind, drop, cutting.only(atoms), atoms)
+
+
+def nominal_sizes(atoms: frozenset[str]) -> Mapping[str, int]:
+    """Return sizes that say only which atoms cut anything."""
+    return {atom: _NOMINAL if atom in atoms else 1 for atom in ATOMS}
+
+
+def nominal_price(atoms: frozenset[str]) -> Price:
+    """Return what changes of layout cost where only the order of prices matters."""
+    return bytes_price(1.0, nominal_sizes(atoms))
+
+
+@cache
+def _graph(step: Step) -> OpGraph:
+    return decoder_graph(step.model, step.workload, step.platform, micro_batch=1)
+
+
+@cache
+def _block(step: Step, kind: str, drop: Recompute) -> Block:
+    block = step.graph.block(kind)
+    if drop.kind == "none":
+        return block
+    return recompute(block, step.platform, None if drop.kind == "full" else drop.ops)
+
+
+@cache
+def _lowered(step: Step, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Program:
+    return lower(
+        step.block(kind, drop),
+        cutting.block(kind),
+        nominal_sizes(atoms),
+        nominal_price(atoms),
+        boundary=cutting.boundary,
+        keeps_gathered=step.platform.keeps_gathered,
+    )

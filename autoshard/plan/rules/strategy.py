@@ -1,0 +1,179 @@
+"""Rules about Strategies: what an atom may cut in an operation. The solver deletes what they refuse before it solves.
+
+Those of the axes say what the outer search means by an axis: dp cuts the batch, cp the sequence, ep the experts, and tp
+weights. Which dim of its weights an operation cuts over tp, and what runs cut in between, is solved. Those of an engine
+say what it cannot run.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from autoshard.graph.op import Dims
+from autoshard.plan.rules.rule import Rejection
+
+DATA, TP = ("edp", "ep"), ("kv", "rep")
+SHARED: Dims = ("kv_heads", "ffn", "vocab")  # weights along these are many, and what is computed with them independent
+_OUTER = "derived: what the outer search chooses sizes of; every other use of these ranks is another axis"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one atom cuts in one operation: along a dim, or nowhere.
+
+    ``dims`` are all that the operation has, ``matrix`` those of the weights with more than one dim that it reads.
+    """
+
+    op: str
+    dims: Dims
+    matrix: Dims
+    atom: str
+    dim: str | None
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the operation has weights that tp is there for."""
+        return any(dim in SHARED for dim in self.matrix)
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        return f"{self.op} cuts {self.dim} over {self.atom}" if self.dim else f"{self.op} is not cut over {self.atom}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyRule:
+    """A Rule whose subject is a Strategy: a predicate over the place of one atom in it."""
+
+    id: str
+    allows: Callable[[Place], bool]
+    remedy: str
+    source: str
+
+    def rejection(self, place: Place) -> Rejection | None:
+        """Judge one place."""
+        if self.allows(place):
+            return None
+        return Rejection(rule_id=self.id, message=f"{place}: {self.remedy}", source=self.source)
+
+
+def strategy_rules(engine: Literal["nxd", "torch"], *, sequence_parallel: bool) -> tuple[StrategyRule, ...]:
+    """Return the Rules under which the Strategies of a plan are searched."""
+    return (*AXIS_RULES, WITH_SP if sequence_parallel else WITHOUT_SP, *engine_rules(engine))
+
+
+def engine_rules(engine: Literal["nxd", "torch"]) -> tuple[StrategyRule, ...]:
+    """Return what an engine cannot run, whoever chose it."""
+    return NXD_RULES if engine == "nxd" else ()
+
+
+def _dp(place: Place) -> bool:
+    if place.atom not in DATA:
+        return True
+    if "batch" in place.dims:
+        return place.dim == "batch"
+    return place.dim == _first(place.dims, ("experts", "slots") if place.atom == "ep" else ("slots",))
+
+
+def _cp(place: Place) -> bool:
+    return place.atom != "cp" or place.dim == _first(place.dims, ("seq", "slots"))
+
+
+def _first(dims: Dims, wanted: Dims) -> str | None:
+    return next((dim for dim in wanted if dim in dims), None)
+
+
+def _tp_tokens(place: Place) -> bool:
+    if place.atom not in TP or place.dim not in ("batch", "seq", "slots", "experts"):
+        return True
+    return place.dim == "seq" and not place.shares_weights
+
+
+def _tp_hidden(place: Place) -> bool:
+    return place.atom not in TP or place.dim != "hidden" or place.shares_weights
+
+
+def _tp_weights(place: Place) -> bool:
+    copies = place.atom == "rep" and "kv_heads" in place.matrix and "q_group" not in place.matrix
+    return place.atom not in TP or place.dim is not None or copies or not place.shares_weights
+
+
+def _tp_vocab(place: Place) -> bool:
+    return place.atom not in TP or "vocab" not in place.matrix or place.dim == "vocab"
+
+
+def _with_sp(place: Place) -> bool:
+    """Leave operations between products no choice: what the engines call sequence parallelism."""
+    between = "seq" in place.dims and not place.matrix and set(place.dims) <= {"batch", "seq", "hidden"}
+    return place.atom not in TP or place.dim is not None or not between
+
+
+def _without_sp(place: Place) -> bool:
+    return place.atom not in TP or place.dim != "seq"
+
+
+def _nxd_sequence(place: Place) -> bool:
+    inner = ("kv_heads", "ffn", "vocab", "slots", "choices")
+    return place.atom not in TP or place.dim != "seq" or not any(dim in inner for dim in place.dims)
+
+
+def _nxd_weights(place: Place) -> bool:
+    return place.atom not in TP or place.dim not in ("hidden", "head_dim") or not place.shares_weights
+
+
+AXIS_RULES = (
+    StrategyRule(
+        id="dp-batch", allows=_dp, remedy="dp cuts the batch, ep the experts, wherever there are any", source=_OUTER
+    ),
+    StrategyRule(id="cp-sequence", allows=_cp, remedy="cp cuts the sequence, wherever there is one", source=_OUTER),
+    StrategyRule(
+        id="tp-tokens",
+        allows=_tp_tokens,
+        remedy="tp cuts tokens only along the sequence, and only where no heads, ffn or vocabulary of weights could be "
+        "cut; for anything else use dp, cp or ep",
+        source=_OUTER,
+    ),
+    StrategyRule(
+        id="tp-hidden",
+        allows=_tp_hidden,
+        remedy="between products the hidden state is whole, or cut along its tokens",
+        source="derived: norms need all of it; boundary=[batch/dp, seq/cp.tp, hidden]",
+    ),
+    StrategyRule(
+        id="tp-weights",
+        allows=_tp_weights,
+        remedy="tp cuts every matrix that has heads, ffn or vocabulary along some dim; only rep leaves the weights of "
+        "keys and values whole",
+        source=_OUTER,
+    ),
+    StrategyRule(
+        id="tp-vocabulary",
+        allows=_tp_vocab,
+        remedy="a table of tokens is cut along its vocabulary, so that embedding and unembedding can share it",
+        source="aws-neuron/neuronx-distributed parallel_layers/layers.py ParallelEmbedding; Megatron-LM "
+        "tensor_parallel/layers.py VocabParallelEmbedding",
+    ),
+)
+WITH_SP = StrategyRule(
+    id="sp",
+    allows=_with_sp,
+    remedy="with sp=true tp cuts the tokens between products. Use sp=false",
+    source="Korthikanti et al. 2022, Reducing Activation Recomputation: what is saved there shrinks by tp",
+)
+WITHOUT_SP = StrategyRule(
+    id="sp", allows=_without_sp, remedy="with sp=false tp does not cut the sequence. Use sp=true", source=_OUTER
+)
+NXD_RULES = (
+    StrategyRule(
+        id="nxd-sequence",
+        allows=_nxd_sequence,
+        remedy="NxD cuts the sequence over tp in norms, residual additions and routers only; leave it whole over tp",
+        source="aws-neuron/neuronx-distributed parallel_layers/layers.py and modules/moe: sequence_parallel_enabled",
+    ),
+    StrategyRule(
+        id="nxd-weights",
+        allows=_nxd_weights,
+        remedy="NxD's layers cut weights over tp along heads, ffn or vocabulary",
+        source="aws-neuron/neuronx-distributed parallel_layers/layers.py, modules/qkv_linear.py: ColumnParallelLinear "
+        "gathers its output along the dim that it cuts, RowParallelLinear sums into the hidden state",
+    ),
+)

@@ -1,0 +1,214 @@
+"""What the solver's tables send, keep and leave pending, for every card: people know these numbers."""
+
+import functools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from autoshard.layout.layout import Layout
+from autoshard.plan.lowering import ATOMS
+from autoshard.plan.recompute import Recompute
+from autoshard.spec.kernels import kernels_names
+from autoshard.spec.model_catalogue import load_model, model_names
+from tests.cost.cases import ask, candidate_of
+from tests.tabled import blocks_of
+
+DENSE = ("llama3-8b", "gpt2-xl", "gpt-neox-20b", "qwen3-8b")
+EXPERTS = ("edp", "cp")
+EVERYONE = ("edp", "ep", "cp")
+TP = ("kv", "rep")
+
+
+@functools.cache
+def sharded(model, *, sp=True, kind="layer", kernels="te", drop="none", without=()):
+    """A block of a model at the tp at which keys and values have copies, if there is such a tp."""
+    spec = load_model(model)
+    tp = 2 * spec.num_kv_heads if spec.queries_per_kv_head > 1 else 4
+    question = ask(model, "trn1.32xlarge", 1, kernels=kernels, seq_len=min(spec.max_positions, 2048))
+    candidate = candidate_of(question, f"tp={tp},sp={str(sp).lower()}")
+    solved = blocks_of(question, candidate, "nxd")
+    blocks = replace(solved, atoms=frozenset({*EVERYONE} - {*without}) | solved.atoms & {*TP})
+    found = blocks.block(kind, Recompute.parse(drop))
+    return found.block, found.sharding
+
+
+def counted(sharding, passes="FIW"):
+    """How often each Collective stands in some passes."""
+    return Counter(str(message.collective) for message in sharding.messages if message.pass_ in passes)
+
+
+def over(counter, axis):
+    return {name: count for name, count in counter.items() if name.endswith(f"/{axis}")}
+
+
+def tp_of(model):
+    return "tp" if load_model(model).queries_per_kv_head > 1 else "kv"
+
+
+def gathers(model):
+    """Where attention and MLP stand side by side, they get the same gradient, and gather it once."""
+    return 3 if load_model(model).parallel_residual else 4
+
+
+@pytest.mark.parametrize("model", DENSE)
+class TestAMegatronBlockComesOut:
+    def test_with_gathered_inputs_kept_there_are_4_gathers_and_4_scatters(self, model):
+        _, sharding = sharded(model, kernels="torch_cuda")
+        tp = tp_of(model)
+        assert over(counted(sharding), tp) == {f"all_gather seq/{tp}": gathers(model), f"reduce_scatter seq/{tp}": 4}
+        assert over(counted(sharding, "F"), tp) == {f"all_gather seq/{tp}": 2, f"reduce_scatter seq/{tp}": 2}
+        assert not counted(sharding, "W")
+
+    def test_without_keeping_them_weight_gradients_gather_the_inputs_again(self, model):
+        _, sharding = sharded(model)
+        tp = tp_of(model)
+        again = gathers(model) + 2
+        assert over(counted(sharding), tp) == {f"all_gather seq/{tp}": again, f"reduce_scatter seq/{tp}": 4}
+        assert counted(sharding, "W") == {f"all_gather seq/{tp}": 2}
+
+    def test_without_sequence_parallelism_there_are_2_sums_forward_and_2_backward(self, model):
+        for kernels in ("te", "torch_cuda"):
+            _, sharding = sharded(model, sp=False, kernels=kernels)
+            assert over(counted(sharding, "F"), tp_of(model)) == {f"all_reduce /{tp_of(model)}": 2}
+            assert over(counted(sharding, "I"), tp_of(model)) == {f"all_reduce /{tp_of(model)}": 2}
+            assert not counted(sharding, "W")
+
+    def test_gradients_of_keys_and_values_are_summed_over_their_replicas(self, model):
+        _, sharding = sharded(model)
+        copies = load_model(model).queries_per_kv_head > 1
+        assert over(counted(sharding), "rep") == ({"all_reduce /rep": 2} if copies else {})
+        summed = {message.tensor[0] for message in sharding.messages if message.collective.atoms == ("rep",)}
+        assert summed == ({"k", "v"} if copies else set())
+
+    def test_keys_and_values_go_around_the_ring_and_their_gradients_with_them(self, model):
+        _, sharding = sharded(model)
+        assert over(counted(sharding, "F"), "cp") == {"permute kv_seq/cp": 2}
+        assert over(counted(sharding, "I"), "cp") == {"permute kv_seq/cp": 4}
+
+
+@pytest.mark.parametrize("model", model_names())
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("kind", ["embed", "layer", "head"])
+class TestEveryCard:
+    def test_messages_speak_of_tensors_and_atoms_that_there_are(self, model, sp, kind):
+        block, sharding = sharded(model, sp=sp, kind=kind)
+        for message in sharding.messages:
+            tensor, collective = block.tensors[message.tensor], message.collective
+            # no atom cuts twice, and all dims are the tensor's
+            Layout(dims=tuple((dim, message.cuts.get(dim, ())) for dim in tensor.dims))
+            assert set(message.cuts) <= set(tensor.dims)
+            assert set(collective.atoms) <= set(ATOMS)
+            cutting = {atom for atoms in message.cuts.values() for atom in atoms}
+            if collective.kind in ("all_gather", "reduce_scatter", "all_reduce"):
+                assert not cutting & set(collective.atoms), "the message is stated where it is largest"
+            if collective.dim:
+                assert collective.dim in tensor.dims
+
+    def test_no_logits_are_ever_gathered(self, model, sp, kind):
+        _, sharding = sharded(model, sp=sp, kind=kind)
+        few = load_model(model).vocab < 1000  # for whom two messages cost more than all logits in one
+        assert few or not [name for name in counted(sharding) if name.startswith("all_gather vocab")]
+
+    def test_every_weight_is_cut_and_awaits_every_atom_that_does_not_cut_it_or_repeat_its_work(self, model, sp, kind):
+        block, sharding = sharded(model, sp=sp, kind=kind)
+        assert {tensor.name for tensor in block.parameters} == set(sharding.parameter_cuts)
+        for tensor in block.parameters:
+            cut = {atom for atoms in sharding.parameter_cuts[tensor.name].values() for atom in atoms}
+            pending = sharding.parameter_pending[tensor.name]
+            assert not cut & set(pending), tensor.name
+            assert cut | set(pending) >= set(EVERYONE), f"each rank saw other tokens than {tensor.name} needs"
+
+
+@pytest.mark.parametrize("kernels", kernels_names())
+@pytest.mark.parametrize("drop", ["none", "full"])
+@pytest.mark.parametrize("model", [*DENSE, "mixtral-8x7b"])
+def test_whatever_is_kept_has_a_cut(kernels, drop, model):
+    block, sharding = sharded(model, kernels=kernels, drop=drop)
+    for entry in block.saved:
+        assert sharding.kept_cuts[entry.storage]
+        assert all(set(cuts) <= set(entry.tensor.dims) for cuts in sharding.kept_cuts[entry.storage])
+
+
+def test_what_is_kept_as_gathered_is_whole_over_tp_and_else_a_piece():
+    for kernels, cut in (("torch_cuda", ("cp",)), ("te", ("cp", *TP))):
+        _, sharding = sharded("llama3-8b", kernels=kernels)
+        assert [cuts["seq"] for cuts in sharding.kept_cuts["attn_norm"]] == [cut]
+
+
+def test_norms_await_tp_where_each_rank_saw_its_own_piece_of_the_sequence():
+    for model, parts in (("llama3-8b", ("weight",)), ("gpt2-xl", ("weight", "bias"))):
+        for sp, pending in ((True, (*EVERYONE, *TP)), (False, EVERYONE)):
+            _, layer = sharded(model, sp=sp)
+            _, head = sharded(model, sp=sp, kind="head")
+            wanted = tuple(atom for atom in pending if atom != "rep" or model == "llama3-8b")
+            for part in parts:
+                assert layer.parameter_pending[f"attn_norm.{part}"] == wanted
+                assert layer.parameter_pending[f"mlp_norm.{part}"] == wanted
+                assert head.parameter_pending[f"final_norm.{part}"] == wanted
+            assert layer.parameter_pending["q.weight"] == EVERYONE
+
+
+def test_norms_of_heads_await_the_atoms_that_cut_the_heads():
+    _, sharding = sharded("qwen3-8b", sp=False)
+    assert sharding.parameter_pending["q_norm.weight"] == (*EVERYONE, *TP)
+    assert sharding.parameter_pending["k_norm.weight"] == (*EVERYONE, "kv")
+
+
+def test_the_loss_sums_one_number_a_token():
+    block, sharding = sharded("llama3-8b", sp=False, kind="head")
+    forward = [message for message in sharding.messages if message.pass_ == "F"]
+    assert [str(one.collective) for one in forward] == ["all_reduce_max /tp", "all_reduce /tp", "all_reduce /tp"]
+    assert {block.tensors[message.tensor].dims for message in forward} == {("batch", "seq")}
+
+
+class TestExperts:
+    def test_tokens_go_to_their_experts_and_back_in_both_directions(self):
+        for sp in (False, True):
+            _, sharding = sharded("mixtral-8x7b", sp=sp, without=("cp",))
+            there, back = "all_to_all slots>experts/ep", "all_to_all experts>slots/ep"
+            assert over(counted(sharding, "F"), "ep") == {there: 1, back: 1}
+            assert over(counted(sharding, "I"), "ep") == {there: 1, back: 1}
+
+    def test_weights_of_experts_await_only_the_ranks_that_hold_the_same_experts(self):
+        _, sharding = sharded("mixtral-8x7b")
+        for name in ("gate", "up", "down"):
+            assert sharding.parameter_pending[f"{name}.weight"] == EXPERTS
+            assert sharding.parameter_cuts[f"{name}.weight"]["experts"] == ("ep",)
+        assert sharding.parameter_pending["q.weight"] == EVERYONE
+
+    def test_tokens_are_sent_in_pieces_where_the_engine_can(self):
+        # Cut along the sequence over tp as well, a rank sends only its own tokens to their experts.
+        question = ask("mixtral-8x7b", "h100-80", 4, kernels="te")
+        candidate = candidate_of(question, "tp=4,ep=4")
+        torch, nxd = blocks_of(question, candidate, "torch"), blocks_of(question, candidate, "nxd")
+        cuts = [one.block("layer", Recompute()).sharding.op_cuts["dispatch"].get("seq") for one in (torch, nxd)]
+        assert cuts == [("kv",), None]
+
+
+class TestRecompute:
+    def test_full_recompute_repeats_the_messages_of_the_forward(self):
+        for sp in (False, True):
+            _, plain = sharded("llama3-8b", sp=sp)
+            _, full = sharded("llama3-8b", sp=sp, drop="full")
+            assert counted(full, "I") == counted(plain, "I") + counted(plain, "F")
+            assert counted(full, "F") == counted(plain, "F")
+            assert counted(full, "W") == counted(plain, "W")
+
+    def test_where_clones_end_at_the_last_kept_tensor_the_last_sum_is_not_repeated(self):
+        _, plain = sharded("llama3-8b", kernels="torch_cuda")
+        _, full = sharded("llama3-8b", kernels="torch_cuda", drop="full")
+        repeated = counted(full, "I") - counted(plain, "I")
+        assert over(repeated, "tp") == {"all_gather seq/tp": 2, "reduce_scatter seq/tp": 1}
+
+    def test_a_clone_that_reads_a_gathered_tensor_gathers_it_again(self):
+        _, plain = sharded("llama3-8b")
+        _, selective = sharded("llama3-8b", drop="selective[mlp]")
+        more = over(counted(selective, "I") - counted(plain, "I"), "tp")
+        # the module runs to its end, so its sum is scattered again too
+        assert more == {"all_gather seq/tp": 1, "reduce_scatter seq/tp": 1}
+
+    def test_attention_alone_repeats_its_ring_and_nothing_over_tp(self):
+        _, plain = sharded("llama3-8b")
+        _, selective = sharded("llama3-8b", drop="selective[core_attn]")
+        assert counted(selective, "I") - counted(plain, "I") == {"permute kv_seq/cp": 2}
