@@ -3,8 +3,8 @@
 Backward is tied to the forward operation's cuts. Both ends of the block are clamped to the boundary layout. A reader
 takes a tensor as it was made, if nothing is pending in it, or as it is delivered, in one layout for all that do not
 take it as made. Stated restrictions: several atoms cut a dim in the mesh's order; a sum passes on pending only to the
-one reader of a tensor; under a memory limit, where tables would grow too large (a layer on three atoms), two readers
-take a tensor differently only where that can save time, not where it only saves memory, and three or more never do.
+one reader of a tensor; under a memory limit, where tables would grow too large (a layer on three atoms), three readers
+or more take a tensor differently only where that can save time, not where it only saves memory.
 """
 
 import math

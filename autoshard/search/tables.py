@@ -37,7 +37,7 @@ from autoshard.search.problem import Atoms, OpChoice, OperatorProblem, subsets
 
 IN, OUT = "boundary in", "boundary out"
 _SMALL = 1 << 13  # measured: of fewer combinations, a table is made faster than those are found that matter
-_LARGE = 1 << 24  # measured: cells of a table, beyond which those of an elimination fill a small machine's memory
+_LARGE = 1 << 26  # measured: cells of a table from which a layer on three atoms takes more than some seconds
 
 
 class Tables:
@@ -189,11 +189,9 @@ class Tables:
         rows = {reader.name: self._rows(reader) for reader in passage.readers}
         most = _LARGE // (max(takes) * max(len(self.choices[reader.name]) for reader in passage.readers))
         values = (*passage.plain, *mixtures(passage, rows, limited=limited))
-        if pair and limited and len(values) > most:
+        if limited and not pair and len(values) > most:
             values = (*passage.plain, *mixtures(passage, rows))
-        if len(values) <= most:
-            return values
-        return None if pair else (limited and passage.plain) or values
+        return None if pair and len(values) > most else values
 
     def _way(self, passage: Passage, takes: tuple[str, ...], table: Any, weight: Any) -> Factor:
         if passage.maker is None and not self.free_ends:
