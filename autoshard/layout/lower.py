@@ -2,7 +2,8 @@
 
 A tensor passes from its maker to its readers through a deliver. A reader takes it as it was made if that is how it
 needs it; otherwise the deliver changes it, once for all readers that need it so. A gradient takes the same way back:
-what readers send is added where it is cut alike, then changed to what the maker's own gradient needs.
+what readers send is added where it is cut alike, then changed to what the maker's own gradient needs. An addition
+hands it on to both its inputs, cut as the addition is.
 """
 
 import math
@@ -67,6 +68,7 @@ class _Lowering:
         self._parts: dict[str, list[str]] = {}
         self._origin: dict[str, tuple[str, Mapping[str, str]]] = {}
         self._entry = dict.fromkeys((handed_on, f"d.{handed_on}"), f"{handed_on}_out")
+        self._seeds = {f"d.{handed_on}": handed_on}  # gradients that arrive, and of which results
         self._count = 0
         self._settled = _settled(block)
 
@@ -213,21 +215,22 @@ class _Lowering:
             value = self._part(part, tensor)
             alike[_layout(dims, dict(value.layout.dims))].append(value)
         changed = [self._change(self._added(tensor, values), cuts, when, busy) for values in alike.values()]
-        if len({value.layout for value in changed}) > 1:  # one part may stay pending only if all do
+        if len({frozenset(value.layout.sums) for value in changed}) > 1:  # one part may stay pending only if all do
             changed = [self._change(value, cuts, when, None) for value in changed]
         return self._added(tensor, changed)
 
     def _part(self, part: str, tensor: str) -> Value:
         """Return one contribution in the maker's names of the dims."""
-        found = self._handed_on(part) if part in self._parts else self.made[part]
+        found = self._handed_on(part) if part in self._parts or part in self._seeds else self.made[part]
         names = dict(zip(self.block.tensors[part].dims, self._renamed(part, tensor), strict=True))
         dims = tuple((names[dim], atoms) for dim, atoms in found.layout.dims)
         return Value(name=found.name, tensor=tensor, layout=Layout(dims=dims, sums=found.layout.sums))
 
     def _handed_on(self, tensor: str) -> Value:
-        """Return a gradient that an addition handed on, in the cuts of its first part, pending as it is."""
-        cuts = dict(self._part(self._parts[tensor][0], tensor).layout.dims)
-        return self.fetch(tensor, cuts, "I", frozenset(atom for atoms in cuts.values() for atom in atoms))
+        """Return a gradient that an addition hands on, cut as the addition is."""
+        result = self._seeds.get(tensor) or self.block.op(self._entry[tensor]).inputs[0]
+        adder = next(op for op in self.block.ops if result in op.outputs)
+        return self.fetch(tensor, _restricted(self.cuts[adder.source], self.block.tensors[tensor].dims), "I")
 
     def _renamed(self, part: str, tensor: str) -> Dims:
         op = next(op for op in self.block.ops if tensor in op.outputs)

@@ -8,12 +8,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from autoshard.layout.layout import Layout
-from autoshard.search.factors import Elimination, Factor, eliminate, joined
+from autoshard.search.factors import Elimination, eliminate, joined
 from autoshard.search.operators import OperatorSolution, solution_of
 from autoshard.search.problem import OperatorProblem
 from autoshard.search.tables import IN, OUT, Tables
@@ -41,8 +42,8 @@ class ChainSolution:
 class ReducedBlock:
     """A block with free ends, everything inside minimised away; give the same one twice to use its work twice."""
 
-    def __init__(self, problem: OperatorProblem) -> None:
-        self.tables = Tables(problem, free_ends=True)
+    def __init__(self, problem: OperatorProblem, weights: Mapping[str, Layout] = MappingProxyType({})) -> None:
+        self.tables = Tables(problem, free_ends=True, weights=weights)
         self._factors = self.tables.factors()
 
     @property
@@ -55,31 +56,26 @@ class ReducedBlock:
         """The tables by which the choices inside follow from those at the ends."""
         return eliminate(self.tables.sizes, self._factors, keep=(IN, OUT))
 
-    def matrix(self, elimination: Elimination | None = None) -> Any:
-        """Return the least cost: a row per layout that comes in, a column per one that goes out, or one."""
-        found = elimination or self.elimination
+    @cached_property
+    def matrix(self) -> Any:
+        """The least cost: a row per layout that comes in, a column per one that goes out, or one."""
         ends = {name: self.tables.sizes.get(name, 1) for name in (IN, OUT)}
-        return joined((IN, OUT), ends, found.rest).table
+        return joined((IN, OUT), ends, self.elimination.rest).table
 
-    def with_weight(self, weight: str, layout: Layout) -> Elimination:
-        """Return the elimination when a weight has this layout."""
-        op, found = self._layouts_of(weight)
-        table = np.where([one == layout for one in found], 0.0, np.inf)
-        return eliminate(self.tables.sizes, [*self._factors, Factor(variables=(op,), table=table)], keep=(IN, OUT))
+    def with_weight(self, weight: str, layout: Layout) -> "ReducedBlock":
+        """Return the block when a weight has this layout: from its own tables, which leave out what others dominate."""
+        return ReducedBlock(self.tables.problem, {weight: layout})
 
     def weight_layouts(self, weight: str) -> tuple[Layout, ...]:
         """Return every layout that a weight may have."""
-        return tuple(dict.fromkeys(self._layouts_of(weight)[1]))
+        op = next(op for op in self.tables.ops if weight in op.inputs)
+        dims = self.tables.problem.block.tensors[weight].dims
+        return tuple(dict.fromkeys(choice.layout(dims) for choice in self.tables.choices[op.name]))
 
     def cost_s(self, choices: Mapping[str, int]) -> float:
         """Return what these choices cost."""
         places = ((factor.table, tuple(choices[name] for name in factor.variables)) for factor in self._factors)
         return float(sum(table[place] for table, place in places))
-
-    def _layouts_of(self, weight: str) -> tuple[str, list[Layout]]:
-        op = next(op for op in self.tables.ops if weight in op.inputs)
-        dims = self.tables.problem.block.tensors[weight].dims
-        return op.name, [choice.layout(dims) for choice in self.tables.choices[op.name]]
 
 
 def solve_chain(
@@ -87,17 +83,17 @@ def solve_chain(
 ) -> ChainSolution:
     """Find the cheapest cuts of blocks in a row; with ``layers_tied`` one layout between all of them."""
     if shared is None:
-        return _solved(blocks, [block.elimination for block in blocks], layers_tied)
+        return _solved(blocks, layers_tied)
     (one, first), (two, second) = shared.first, shared.second
     names = dict(zip(_dims(blocks[two], second), _dims(blocks[one], first), strict=True))
     found: list[ChainSolution] = []
     for layout in blocks[one].weight_layouts(first):
         again = Layout(dims=tuple((dim, dict(layout.dims)[names[dim]]) for dim in names))
         if again in blocks[two].weight_layouts(second):
-            eliminations = [block.elimination for block in blocks]
-            eliminations[one] = blocks[one].with_weight(first, layout)
-            eliminations[two] = blocks[two].with_weight(second, again)
-            found.append(_solved(blocks, eliminations, layers_tied))
+            clamped = list(blocks)
+            clamped[one] = blocks[one].with_weight(first, layout)
+            clamped[two] = blocks[two].with_weight(second, again)
+            found.append(_solved(clamped, layers_tied))
     return min(found, key=lambda solution: solution.cost_s)
 
 
@@ -105,27 +101,18 @@ def _dims(block: ReducedBlock, weight: str) -> tuple[str, ...]:
     return block.tables.problem.block.tensors[weight].dims
 
 
-def _solved(blocks: Sequence[ReducedBlock], eliminations: Sequence[Elimination], layers_tied: bool) -> ChainSolution:
-    matrices = _matrices(blocks, eliminations)
+def _solved(blocks: Sequence[ReducedBlock], layers_tied: bool) -> ChainSolution:
+    matrices = [block.matrix for block in blocks]
     path = _tied_path(matrices) if layers_tied else _best_path(matrices)
     solutions: list[OperatorSolution] = []
-    for block, found, ends in zip(blocks, eliminations, itertools.pairwise(path), strict=True):
+    for block, ends in zip(blocks, itertools.pairwise(path), strict=True):
         kept = {name: end for name, end in zip((IN, OUT), ends, strict=True) if name in block.tables.sizes}
-        numbers = found.choices(kept)
+        numbers = block.elimination.choices(kept)
         costs = OperatorSolution(cuts={}, cost_s=block.cost_s(numbers))
         solutions.append(solution_of(block.tables, numbers, costs))
     between = tuple(blocks[0].boundaries[number] for number in path[1:-1])
     cost_s = sum(solution.cost_s for solution in solutions)
     return ChainSolution(blocks=tuple(solutions), boundaries=between, cost_s=cost_s)
-
-
-def _matrices(blocks: Sequence[ReducedBlock], eliminations: Sequence[Elimination]) -> list[Any]:
-    """Return every block's table; that of a block that stands in several places is made once."""
-    made: dict[int, Any] = {}
-    for block, found in zip(blocks, eliminations, strict=True):
-        if id(found) not in made:
-            made[id(found)] = block.matrix(found)
-    return [made[id(found)] for found in eliminations]
 
 
 def _best_path(matrices: Sequence[Any]) -> list[int]:

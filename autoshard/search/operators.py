@@ -1,7 +1,10 @@
 """The best cut of every operation of a block: exact, by elimination over tables of prices.
 
-Backward is tied to the forward operation's cuts. Both ends of the block are clamped to the boundary layout. Stated
-restrictions: all readers of a tensor take it in one layout, and several atoms cut a dim in the mesh's order.
+Backward is tied to the forward operation's cuts. Both ends of the block are clamped to the boundary layout. A reader
+takes a tensor as it was made, if nothing is pending in it, or as it is delivered, in one layout for all that do not
+take it as made. Stated restrictions: several atoms cut a dim in the mesh's order; a sum passes on pending only to the
+one reader of a tensor; under a memory limit, where tables would grow too large (a layer on three atoms), three readers
+or more take a tensor differently only where that can save time, not where it only saves memory.
 """
 
 import math
@@ -107,9 +110,8 @@ def assess(problem: OperatorProblem, program: Program) -> float:
     """Price a lowered program: every operation, every collective, every ring, and the reduction of weight gradients.
 
     The batch is there in any cut, so that what changes its layout is free. Weights rest as they are used. The solver's
-    cost is the same unless an addition hands on a gradient that arrived in other cuts than its own: the program hands
-    it on as it arrived, the solver counts one change for both its readers. Biases of norms may await a sum longer in
-    the program.
+    cost is the same, but that the program is cheaper where the two delivers of an addition need its gradient in one
+    and the same other layout: it changes it once, and the solver counts both.
     """
     block = problem.block
     total = 0.0

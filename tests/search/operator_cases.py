@@ -18,7 +18,7 @@ from autoshard.graph.kinds.pointwise import Add, Multiply, Unary
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts
 from autoshard.layout.lower import lower
-from autoshard.layout.program import Program
+from autoshard.layout.program import Compute, Program
 from autoshard.search.problem import OperatorProblem
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model
@@ -83,6 +83,20 @@ def collectives(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> list[str]
     ]
 
 
+def kept_bytes(problem: OperatorProblem, program: Program) -> float:
+    """What backward reads of what forward made, in each layout in which it reads it; and what weights need."""
+    kept: dict[str, int] = {}
+    storages = {entry.storage for entry in problem.block.saved}
+    for entry in program.instructions:
+        if isinstance(entry, Compute) and entry.op.pass_ != "F":
+            for value in entry.reads:
+                if value.tensor in storages:
+                    dtype = problem.block.tensors[value.tensor].dtype
+                    kept[f"{value.tensor} {value.layout}"] = problem.local_bytes(value.layout, dtype)
+    weights = (program.results[f"{tensor.name}.sum"].layout for tensor in problem.block.parameters)
+    return sum(kept.values()) + problem.state_bytes_per_weight * sum(problem.local_bytes(one, "fp8") for one in weights)
+
+
 def random_block(
     seed: int, *, adds: bool = False, dims: Sequence[str] = tuple(SMALL_SIZES), prefix: str = "op"
 ) -> Block:
@@ -94,6 +108,34 @@ def random_block(
         before, y = y, _random_op(b, rng, f"{prefix}{number}", y, dims)
         if adds and b.tensors[y].dims == b.tensors[before].dims and rng.integers(2):
             y = b.emit(f"{prefix}{number}_sum", Add(), before, y)
+    return closed_block(b, x, y)
+
+
+def branched_block(seed: int, branches: int, *, adds: bool = False) -> Block:
+    """Random operations that all read one tensor, and whose results are multiplied, or added."""
+    rng = np.random.default_rng(seed)
+    b = BlockBuilder(Precision.named("bf16"))
+    dims = tuple(SMALL_SIZES)
+    x = b.add("x", dims[:3])
+    stem = _random_op(b, rng, "stem", x, dims) if rng.integers(3) else x
+    y = _random_op(b, rng, "branch0", stem, dims)
+    for number in range(1, branches):
+        other = _random_op(b, rng, f"branch{number}", stem, dims)
+        if b.tensors[other].dims != b.tensors[y].dims:
+            other = _projected(b, f"branch{number}_more", other, dims)
+        y = b.emit(f"join{number}", Add() if adds else Multiply(), y, other)
+    return closed_block(b, x, y)
+
+
+def _projected(b: BlockBuilder, name: str, x: str, dims: Sequence[str]) -> str:
+    batch, seq, hidden, ffn = dims
+    last = b.tensors[x].dims[-1]
+    other = ffn if last == hidden else hidden
+    return b.emit(name, Einsum(dims=(batch, seq, other)), x, b.weight(f"{name}.weight", other, last))
+
+
+def closed_block(b: BlockBuilder, x: str, y: str) -> Block:
+    """The block from ``x`` to ``y``, with all gradients."""
     seed_tensor = b.add(f"d.{y}", b.tensors[y].dims, "bf16", "gradient")
     add_backward(b, x, {y: seed_tensor})
     flow = Flow(b.tensors, b.ops)
@@ -105,9 +147,7 @@ def random_block(
 
 
 def _random_op(b: BlockBuilder, rng: np.random.Generator, name: str, x: str, dims: Sequence[str]) -> str:
-    batch, seq, hidden, ffn = dims
     last = b.tensors[x].dims[-1]
-    other = ffn if last == hidden else hidden
     match rng.integers(5):
         case 0:
             return b.emit(name, Unary(function="silu"), x)
@@ -118,5 +158,4 @@ def _random_op(b: BlockBuilder, rng: np.random.Generator, name: str, x: str, dim
         case 3:
             return b.emit(name, Multiply(), x, x)
         case _:
-            weight = b.weight(f"{name}.weight", other, last)
-            return b.emit(name, Einsum(dims=(batch, seq, other)), x, weight)
+            return _projected(b, name, x, dims)

@@ -11,13 +11,13 @@ from autoshard.errors import InputError
 from autoshard.graph.block import Block
 from autoshard.layout.layout import Cuts
 from autoshard.layout.legal import cut_operations, faults
-from autoshard.layout.program import Compute, Program
 from autoshard.search.chain import ReducedBlock, SharedWeight, solve_chain
 from autoshard.search.operators import OperatorProblem, assess, op_choices, solve
 from tests.search.operator_cases import (
     RATES,
     SMALL_SIZES,
     collectives,
+    kept_bytes,
     lowered,
     model_problems,
     random_block,
@@ -39,20 +39,6 @@ def every_cut(problem: OperatorProblem) -> list[dict[str, Cuts]]:
     ops = cut_operations(problem.block)
     ways = itertools.product(*(op_choices(problem.block, op, tuple(problem.atoms)) for op in ops))
     return [dict(zip((op.name for op in ops), way, strict=True)) for way in ways]
-
-
-def kept_bytes(problem: OperatorProblem, program: Program) -> float:
-    """What backward reads of what forward made, in each layout in which it reads it; and what weights need."""
-    kept: dict[str, int] = {}
-    storages = {entry.storage for entry in problem.block.saved}
-    for entry in program.instructions:
-        if isinstance(entry, Compute) and entry.op.pass_ != "F":
-            for value in entry.reads:
-                if value.tensor in storages:
-                    dtype = problem.block.tensors[value.tensor].dtype
-                    kept[f"{value.tensor} {value.layout}"] = problem.local_bytes(value.layout, dtype)
-    weights = (program.results[f"{tensor.name}.sum"].layout for tensor in problem.block.parameters)
-    return sum(kept.values()) + problem.state_bytes_per_weight * sum(problem.local_bytes(one, "fp8") for one in weights)
 
 
 BOUNDARIES = st.sampled_from([{}, {"batch": ("a",)}, {"seq": ("b",)}, {"batch": ("b",), "seq": ("a",)}])
@@ -124,7 +110,7 @@ def test_numbers_of_slots_are_read_as_they_were_counted() -> None:
             r"pins.attn_norm: \[hidden/tp\] is not a choice here. Cut batch, seq over dp, tp",
         ),
         ({"o": {"seq": ("tp", "dp")}}, "in the mesh's order"),
-        ({"q": {"seq": ("tp",)}, "k": {}}, "q, k, v read attn_in in different layouts"),
+        ({"q": {"seq": ("tp",)}, "k": {}, "v": {"batch": ("tp",)}}, "q, k, v read attn_in in different layouts"),
     ],
 )
 def test_a_pin_that_cannot_be_is_refused_with_what_can(pins: Mapping[str, Cuts], message: str) -> None:
