@@ -1,5 +1,6 @@
 """The command line: one function per command; its docstring is the help."""
 
+import gc
 import io
 import os
 import sys
@@ -12,13 +13,14 @@ from autoshard.command_line import SaidOften, read_options
 from autoshard.errors import AutoshardError, InputError, nearest, require
 
 if TYPE_CHECKING:
-    from autoshard.layout.pins import Pin
+    from autoshard.layout.pin import Pin
     from autoshard.plan.plan import Plan
     from autoshard.plan.rules.rule import Rejection
     from autoshard.search.planner import Found, Request
 
 Listable = Literal["models", "clusters", "engines", "schedules", "kernels", "rules"]
 
+_RARELY = (200_000, 20, 20)  # measured: looking for cycles of objects takes a twentieth of a planning process
 MOST_SHOWN = 100  # every plan that is shown is predicted in full, a few milliseconds each
 
 
@@ -190,6 +192,7 @@ COMMANDS: dict[str, Callable[..., int]] = {"plan": plan, "explain": explain, "ve
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; every fault the user can mend is one clear message, never a traceback."""
+    gc.set_threshold(*_RARELY)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what the terminal cannot show must not stop the command
@@ -291,7 +294,7 @@ def _plan_at(request: "Request", text: str, out: Path, json: bool) -> int:
 def _pins(said: SaidOften) -> "list[Pin]":
     """Read pinned layouts; one on the command line goes before one of the same name in a file."""
     from autoshard.errors import Fault
-    from autoshard.layout.pins import Pin, parse_pin
+    from autoshard.layout.pin import Pin, parse_pin
 
     faults: list[Fault] = []
     pins: dict[str, Pin] = {}

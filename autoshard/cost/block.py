@@ -13,16 +13,17 @@ from autoshard.graph.block import Block, Fused
 from autoshard.graph.kinds.attention import Attend, AttendGradient
 from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.graph.op import Op, Tensor
+from autoshard.graph.op import Dims, Op, Tensor
 from autoshard.layout.layout import Cuts, local_sizes
 from autoshard.layout.sharding import Message, Sharding
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
+from autoshard.spec.workload import DTYPE_BYTES
 
 PASSES = ("F", "I", "W")
 Moved = tuple[str, Tensor]  # an operation, and a tensor that it reads or writes
 Fresh = tuple[str, Tensor, tuple[Cuts, ...]]  # likewise, and how the tensor is cut where it is kept for backward anyway
-Shares = Callable[[Cuts], Mapping[str, Number]]  # cuts -> a rank's sizes of all dims
+Shares = Callable[[Cuts], "_Local"]  # cuts -> a rank's sizes of all dims
 
 
 class Blocks(Protocol):
@@ -166,18 +167,32 @@ def message_costs(sharded: ShardedBlock, setting: Setting) -> Iterator[tuple[Mes
 
 def _message_cost(sharded: ShardedBlock, message: Message, setting: Setting, shared: Shares) -> tuple[Number, Number]:
     ring = setting.rings[message.collective.atoms]
-    message_bytes = sharded.block.tensors[message.tensor].num_bytes(shared(message.cuts))
+    message_bytes = shared(message.cuts).num_bytes(sharded.block.tensors[message.tensor])
     return ring.time_s(message.collective, message_bytes), ring.sent_bytes(message.collective, message_bytes)
+
+
+class _Local(dict[str, Number]):
+    """A rank's sizes of all dims; the number of elements of tensors with the same dims is worked out once."""
+
+    def __init__(self, sizes: Mapping[str, Number]) -> None:
+        super().__init__(sizes)
+        self._elements: dict[Dims, Number] = {}
+
+    def num_bytes(self, tensor: Tensor) -> Number:
+        """Return the bytes of a rank's share of a tensor."""
+        if tensor.dims not in self._elements:
+            self._elements[tensor.dims] = tensor.num_elements(self)
+        return self._elements[tensor.dims] * DTYPE_BYTES[tensor.dtype]
 
 
 def _shares(setting: Setting) -> Shares:
     """Return how to look up a rank's sizes of all dims by their cuts; each distinct cut is worked out once."""
-    known: dict[tuple[object, ...], Mapping[str, Number]] = {}
+    known: dict[tuple[object, ...], _Local] = {}
 
-    def shared(cuts: Cuts) -> Mapping[str, Number]:
+    def shared(cuts: Cuts) -> _Local:
         key = tuple(cuts.items())
         if key not in known:
-            known[key] = local_sizes(setting.sizes, cuts, setting.atoms)
+            known[key] = _Local(local_sizes(setting.sizes, cuts, setting.atoms))
         return known[key]
 
     return shared
@@ -192,8 +207,9 @@ def _saved_bytes(sharded: ShardedBlock, shared: Shares, atoms: Mapping[str, Numb
     for entry in sharded.block.saved:
         layouts = sharded.sharding.kept_cuts[entry.storage]
         for number, cuts in enumerate(layouts):
+            size = shared(cuts).num_bytes(entry.tensor)
             another = [_differ(cuts, other, atoms) for other in layouts[:number]]
-            total = total + entry.tensor.num_bytes(shared(cuts)) * np.logical_and.reduce(another)
+            total = total + (size * np.logical_and.reduce(another) if another else size)
     return total
 
 
@@ -214,9 +230,7 @@ def _local_parameters(sharded: ShardedBlock, shared: Shares, *, tied: bool) -> M
     return counts
 
 
-def _run_s(
-    block: Block, run: KernelRun, local: Mapping[str, Mapping[str, Number]], rates: Rates, setting: Setting
-) -> Number:
+def _run_s(block: Block, run: KernelRun, local: Mapping[str, _Local], rates: Rates, setting: Setting) -> Number:
     """Return a kernel's time: that of the slowest of matrix unit, vector unit and memory."""
     matrix: Number = 0
     vector: Number = 0
@@ -231,16 +245,16 @@ def _run_s(
     return np.maximum(compute_s, _num_bytes(run.touched, local) / rates.memory_bytes_per_s)
 
 
-def _num_bytes(moved: Iterable[Moved], local: Mapping[str, Mapping[str, Number]]) -> Number:
-    return sum(tensor.num_bytes(local[op]) for op, tensor in moved)
+def _num_bytes(moved: Iterable[Moved], local: Mapping[str, _Local]) -> Number:
+    return sum(local[op].num_bytes(tensor) for op, tensor in moved)
 
 
-def _fresh_bytes(entry: Fresh, local: Mapping[str, Mapping[str, Number]], shared: Shares) -> Number:
+def _fresh_bytes(entry: Fresh, local: Mapping[str, _Local], shared: Shares) -> Number:
     """Return the memory that a tensor needs while a kernel runs; none if it is kept and the kernel reads no more."""
     op, tensor, held = entry
-    size = tensor.num_bytes(local[op])
+    size = local[op].num_bytes(tensor)
     for cuts in held:
-        size = np.where(size > tensor.num_bytes(shared(cuts)), size, 0)
+        size = np.where(size > shared(cuts).num_bytes(tensor), size, 0)
     return size
 
 

@@ -25,8 +25,9 @@ from typing import TypeVar
 
 from autoshard.errors import InputError, require
 from autoshard.graph.block import Block, OpGraph
+from autoshard.layout.claims import Claims, claims_of
 from autoshard.layout.layout import Cuts, Layout, show_atoms, whole_axes
-from autoshard.layout.pins import Claims, Pin, claims_of, pins_of
+from autoshard.layout.pin import Pin, pins_of
 from autoshard.layout.sites import BOUNDARY, End, Net, Site
 from autoshard.spec.mesh import AXIS_ATOMS, Mesh
 

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from autoshard.graph.op import Dims
+from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts, Layout
 from autoshard.layout.redistribute import Change, Price, redistribute, single_changes
 
@@ -20,6 +22,38 @@ _MOST_STATES = 1000  # beyond, the few ways that are asked for are found one by 
 
 
 _WHOLE: Cuts = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Net:
+    """All layouts of a tensor, and every single collective between two of them; ``groups`` holds their numbers."""
+
+    layouts: tuple[Layout, ...]
+    number: Mapping[Layout, int]
+    touched: Any  # per layout the atoms that it names, a bit each
+    changes: tuple[Change, ...]
+    groups: tuple[tuple[Collective, Any, Any], ...]  # of one kind over the same atoms: before, after
+
+    @property
+    def size(self) -> int:
+        """How many layouts there are."""
+        return len(self.layouts)
+
+
+NetPrice = Callable[[Net], Matrix]  # what every single collective costs, infinity where there is none
+
+
+def each(price: Price) -> NetPrice:
+    """Price collectives one by one."""
+
+    def prices(net: Net) -> Matrix:
+        found = np.full((net.size, net.size), np.inf)
+        for change in net.changes:
+            place = net.number[_sorted(change.before)], net.number[_sorted(change.after)]
+            found[place] = min(found[place], price(change))
+        return found
+
+    return prices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +70,15 @@ class LayoutStates:
 
     @classmethod
     def of(
-        cls, dims: Dims, atoms: Sequence[str], price: Price, pending: Pending = "sums", outer: Cuts = _WHOLE
+        cls, dims: Dims, atoms: Sequence[str], prices: NetPrice, pending: Pending = "sums", outer: Cuts = _WHOLE
     ) -> "LayoutStates":
         """Find all shortest paths between all layouts (Floyd and Warshall), for each set of atoms that is touched.
 
         Further atoms may cut dims ``outer``most, in all of the layouts alike.
         """
-        layouts, changes = _net(dims, tuple(atoms), pending, tuple((dim, tuple(outer.get(dim, ()))) for dim in dims))
-        number = {layout: index for index, layout in enumerate(layouts)}
-        used = np.array([_mask(layout, atoms) for layout in layouts])
-        steps = np.full((len(layouts), len(layouts)), np.inf)
+        net = _net(dims, tuple(atoms), pending, tuple((dim, tuple(outer.get(dim, ()))) for dim in dims))
+        used, steps = net.touched, prices(net)
         np.fill_diagonal(steps, 0.0)
-        for place, change in changes:
-            steps[place] = min(steps[place], price(change))
         matrix = np.full(steps.shape, np.inf)
         for touched in range(1 << len(atoms)):
             inside = np.flatnonzero((used & ~touched) == 0)
@@ -58,7 +88,7 @@ class LayoutStates:
             exact = (used[inside, None] | used[None, inside]) == touched
             place = np.ix_(inside, inside)
             matrix[place] = np.where(exact, ways, matrix[place])
-        return cls(layouts=layouts, number=number, price=matrix)
+        return cls(layouts=net.layouts, number=net.number, price=matrix)
 
 
 class Ways:
@@ -67,8 +97,10 @@ class Ways:
     What was found is remembered, because neighbours ask for the same.
     """
 
-    def __init__(self, dims: Dims, sizes: Mapping[str, int], price: Price, pending: Pending = "sums") -> None:
-        self._dims, self._sizes, self._price = dims, sizes, price
+    def __init__(
+        self, dims: Dims, sizes: Mapping[str, int], price: Price, prices: NetPrice, pending: Pending = "sums"
+    ) -> None:
+        self._dims, self._sizes, self._price, self._prices = dims, sizes, price, prices
         self._pending: Pending = pending
         self._known: dict[tuple[Layout, tuple[str, ...]], LayoutStates] = {}
 
@@ -79,7 +111,7 @@ class Ways:
             return np.array([[self._way(before, after) for after in afters] for before in befores])
         key = (Layout(dims=outer), free)
         if key not in self._known:
-            found = LayoutStates.of(self._dims, free, self._price, self._pending, dict(outer))
+            found = LayoutStates.of(self._dims, free, self._prices, self._pending, dict(outer))
             self._known[key] = found
         states = self._known[key]
         numbers = ([states.number[layout] for layout in layouts] for layouts in (befores, afters))
@@ -130,18 +162,22 @@ def all_layouts(dims: Dims, atoms: Sequence[str], pending: Pending = "sums") -> 
 
 
 @lru_cache(maxsize=256)  # searches ask again and again for tensors of the same dims
-def _net(
-    dims: Dims, atoms: tuple[str, ...], pending: Pending, outer: tuple[tuple[str, tuple[str, ...]], ...]
-) -> tuple[tuple[Layout, ...], tuple[tuple[tuple[int, int], Change], ...]]:
-    """Return all layouts, and every single collective between two of them by their numbers."""
+def _net(dims: Dims, atoms: tuple[str, ...], pending: Pending, outer: tuple[tuple[str, tuple[str, ...]], ...]) -> Net:
     layouts = tuple(_inside(dict(outer), layout) for layout in all_layouts(dims, atoms, pending))
     number = {layout: index for index, layout in enumerate(layouts)}
-    changes = (
-        ((index, number[_sorted(change.after)]), change)
-        for layout, index in number.items()
-        for change in single_changes(layout, set(atoms))
+    changes = tuple(change for layout in layouts for change in single_changes(layout, set(atoms)))
+    groups: dict[Collective, list[tuple[int, int]]] = defaultdict(list)
+    for change in changes:
+        alike = replace(change.collective, dim=None, to_dim=None)
+        groups[alike].append((number[_sorted(change.before)], number[_sorted(change.after)]))
+    places = {collective: np.array(pairs).T for collective, pairs in groups.items()}
+    return Net(
+        layouts=layouts,
+        number=number,
+        touched=np.array([_mask(layout, atoms) for layout in layouts]),
+        changes=changes,
+        groups=tuple((collective, before, after) for collective, (before, after) in places.items()),
     )
-    return layouts, tuple(changes)
 
 
 def _mask(layout: Layout, atoms: Sequence[str]) -> int:

@@ -53,6 +53,7 @@ def nominal_sizes(atoms: frozenset[str]) -> Mapping[str, int]:
     return {atom: _NOMINAL if atom in atoms else 1 for atom in ATOMS}
 
 
+@cache  # one price for each set of atoms, so that redistribution knows it again
 def nominal_price(atoms: frozenset[str]) -> Price:
     """Return what changes of layout cost where only the order of prices matters."""
     return bytes_price(1.0, nominal_sizes(atoms))

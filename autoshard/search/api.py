@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from autoshard.cost.calibration import Calibration
 from autoshard.errors import AutoshardError, Fault, InputError, NoPlan
-from autoshard.layout.pins import Pin, pins_of as layout_pins
+from autoshard.layout.pin import Pin, pins_of as layout_pins
 from autoshard.plan.candidate import parse_pins
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine

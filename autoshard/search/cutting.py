@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
 
 from autoshard.cost.rings import Number, Ring, mesh_ring
 from autoshard.cost.setting import Question
@@ -10,18 +12,18 @@ from autoshard.layout.collective import Collective
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.layout import Cuts
 from autoshard.layout.legal import cut_operations, together
-from autoshard.layout.pins import Pin
+from autoshard.layout.pin import Pin
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.lowering import ATOMS
+from autoshard.plan.lowering import ATOMS, Step
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.strategy import StrategyRule, strategy_rules
 from autoshard.plan.tables import residual_cuts
 from autoshard.search.operators import solve
-from autoshard.search.pinned import held_by
-from autoshard.search.places import op_places
-from autoshard.search.problem import OperatorProblem, Seconds
+from autoshard.search.places import Held, op_places
+from autoshard.search.problem import Atoms, OperatorProblem, Seconds, op_choices
+from autoshard.search.tables import Tables
 from autoshard.spec.mesh import Mesh
 
 KINDS = ("embed", "layer", "head")
@@ -51,18 +53,36 @@ def solved_cutting(question: Question, candidate: Candidate, terms: Terms) -> Cu
 
     With tp 1 it may be asked for either way of ``sequence_parallel``.
     """
-    problems = {kind: operator_problem(question, candidate, terms, kind) for kind in KINDS}
-    cuts = {kind: solve(problem).cuts for kind, problem in problems.items()}
-    return Cutting.of({kind: _completed(problem, cuts[kind]) for kind, problem in problems.items()}, terms.boundary)
+    return Cutter(question).solved(candidate, terms)
 
 
-def _completed(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> Mapping[str, Cuts]:
+class Cutter:
+    """Solves candidate after candidate of a question, and keeps of each what the next can use."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._tables: dict[tuple[Terms, str, Atoms], Tables] = {}
+
+    def solved(self, candidate: Candidate, terms: Terms) -> Cutting:
+        """Return the cheapest cutting of a candidate's blocks."""
+        found: dict[str, Mapping[str, Cuts]] = {}
+        for kind in KINDS:
+            problem = operator_problem(self._question, candidate, terms, kind)
+            key = (terms, kind, problem.real_atoms)
+            tables = self._tables[key] = Tables(problem, like=self._tables.get(key))
+            found[kind] = _completed(self._question.step, terms, kind, problem.real_atoms, solve(problem, tables).cuts)
+        return Cutting.of(found, terms.boundary)
+
+
+def _completed(
+    step: Step, terms: Terms, kind: str, real: tuple[str, ...], cuts: Mapping[str, Cuts]
+) -> Mapping[str, Cuts]:
     """Put atoms that are of size 1 here where the Rules allow them only one place, in the order of the mesh."""
     found: dict[str, Cuts] = {}
-    for op in cut_operations(problem.block):
+    for op in cut_operations(step.block(kind, Recompute())):
         mine = {dim: list(cut) for dim, cut in cuts[op.name].items()}
-        for atom in problem.atoms.keys() - set(problem.real_atoms):
-            places = op_places(problem.block, op, atom, problem.rules, problem.held.get(op.name))
+        for atom in (atom for atom in ATOMS if atom not in real):
+            places = _places(step, terms, kind, op.name, atom)
             if len(places) == 1 and places[0]:
                 mine.setdefault(places[0], []).append(atom)
         ordered = {dim: tuple(sorted(atoms, key=ATOMS.index)) for dim, atoms in mine.items()}
@@ -75,7 +95,7 @@ def operator_problem(question: Question, candidate: Candidate, terms: Terms, kin
     """Return what the solver is asked about one block of a candidate."""
     mesh = mesh_of(candidate, question.model, question.cluster)
     atoms = {atom: mesh.size(atom) for atom in ATOMS}
-    real = {atom for atom, size in atoms.items() if size > 1}
+    real = tuple(atom for atom, size in atoms.items() if size > 1)
     return OperatorProblem(
         block=question.step.block(kind, Recompute()),
         sizes=dim_sizes(question.model, question.workload, candidate.mbs * candidate.dp),
@@ -85,9 +105,30 @@ def operator_problem(question: Question, candidate: Candidate, terms: Terms, kin
         seconds=_seconds(question, mesh),
         num_micro_batches=max(1, question.workload.global_batch // (candidate.dp * candidate.mbs)),
         keeps_gathered=question.step.platform.keeps_gathered,
-        rules=terms.rules,
-        held=held_by(question.step, kind, terms.pins),
+        allowed=allowed_cuts(question.step, terms, kind, real),
     )
+
+
+@cache
+def allowed_cuts(step: Step, terms: Terms, kind: str, real: tuple[str, ...]) -> Mapping[str, tuple[Cuts, ...]]:
+    """Return what each operation of a block may choose from on meshes on which these atoms cut; sizes do not matter."""
+    block = step.block(kind, Recompute())
+    places = {op: [_places(step, terms, kind, op.name, atom) for atom in real] for op in cut_operations(block)}
+    return MappingProxyType({op.name: op_choices(block, op, real, allowed) for op, allowed in places.items()})
+
+
+@cache
+def _places(step: Step, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
+    block = step.block(kind, Recompute())
+    return op_places(block, block.op(op), atom, terms.rules, _held(step, terms, kind).get(op))
+
+
+def _held(step: Step, terms: Terms, kind: str) -> Mapping[str, Held]:
+    if not terms.pins:
+        return {}
+    from autoshard.search.pinned import held_by  # most searches have no pins, and start sooner without
+
+    return held_by(step, kind, terms.pins)
 
 
 def _seconds(question: Question, mesh: Mesh) -> Seconds:

@@ -10,7 +10,6 @@ from autoshard.cost.calibration import Calibration, uncalibrated
 from autoshard.cost.predict import question_of
 from autoshard.cost.setting import Question, setting_of
 from autoshard.cost.sharded import ListedBlocks
-from autoshard.errors import InputError
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts, show_atoms, whole_axes
 from autoshard.layout.legal import cut_operations
@@ -20,12 +19,12 @@ from autoshard.plan.explanation import ExplainedBlock, Explanation, Other, Sent,
 from autoshard.plan.lowering import ATOMS
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
-from autoshard.plan.rules.strategy import DATA_RULES, Place, strategy_rules
+from autoshard.plan.rules.strategy import DATA_RULES, Place, StrategyRule, strategy_rules
 from autoshard.plan.tables import table_name
 from autoshard.search.cutting import Terms, operator_problem
 from autoshard.search.operators import cost_of, totals
-from autoshard.search.places import Held, op_places
-from autoshard.search.problem import OperatorProblem, real_cuts
+from autoshard.search.places import op_places
+from autoshard.search.problem import OperatorProblem, op_choices, real_cuts
 
 Seconds = Mapping[str, Mapping[str, float]]  # operation -> pass -> seconds
 
@@ -48,7 +47,9 @@ def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
     )
 
 
-def second_best(problem: OperatorProblem, own: Mapping[str, Cuts]) -> Mapping[str, Other]:
+def second_best(
+    problem: OperatorProblem, own: Mapping[str, Cuts], rules: Sequence[StrategyRule]
+) -> Mapping[str, Other]:
     """Return the cheapest cut of every operation but its own, with all others chosen anew.
 
     Where the Rules leave one cut only, the cheapest that the Rules about tp refuse.
@@ -56,12 +57,16 @@ def second_best(problem: OperatorProblem, own: Mapping[str, Cuts]) -> Mapping[st
     base_s = cost_of(problem, own)
     found: dict[str, Other] = {}
     for name, costs in totals(problem, list(own)).items():
-        freed = replace(problem, own_rules={name: DATA_RULES})
+        op = problem.block.op(name)
+        free = [op_places(problem.block, op, atom, DATA_RULES) for atom in problem.real_atoms]
+        freed = replace(
+            problem, allowed={**problem.allowed, name: op_choices(problem.block, op, problem.real_atoms, free)}
+        )
         other = _cheapest(own[name], costs) or _cheapest(own[name], totals(freed, [name])[name])
         if other:
             cuts, cost_s = other
-            shown = _shown(problem, cuts, own[name])
-            found[name] = Other(cut=shown, more_s=cost_s - base_s, refused=_refusal(problem, name, cuts))
+            refused = _refusal(problem, name, cuts, rules)
+            found[name] = Other(cut=_shown(problem, cuts, own[name]), more_s=cost_s - base_s, refused=refused)
     return found
 
 
@@ -70,13 +75,13 @@ def _cheapest(own: Cuts, costs: Sequence[tuple[Cuts, float]]) -> tuple[Cuts, flo
     return min(rest, key=lambda one: one[1], default=None)
 
 
-def _refusal(problem: OperatorProblem, name: str, cuts: Cuts) -> str | None:
+def _refusal(problem: OperatorProblem, name: str, cuts: Cuts, rules: Sequence[StrategyRule]) -> str | None:
     """Return the Rule that refuses a cut of an operation, if one does."""
     op = problem.block.op(name)
     tied = dict(op.kind.tied_dims())
     where = {atom: dim for dim, cut in cuts.items() if dim not in tied for atom in cut}
     places = [Place.of(problem.block, op, atom, where.get(atom)) for atom in problem.real_atoms]
-    against = (rule.rejection(place) for rule in problem.rules for place in places)
+    against = (rule.rejection(place) for rule in rules for place in places)
     return next((found.rule_id for found in against if found), None)
 
 
@@ -139,27 +144,16 @@ def _others(plan: Plan, question: Question, setting: Setting, kind: str) -> Mapp
     """Return the second-best cuts; an operation that is cut against the axes' Rules keeps its cut: it was pinned."""
     blocks = setting.blocks
     assert isinstance(blocks, ListedBlocks), "a plan is explained as its own table says"
-    problem = operator_problem(question, plan.candidate, Terms(engine=plan.engine, sequence_parallel=plan.sp), kind)
+    terms = Terms(engine=plan.engine, sequence_parallel=plan.sp)
+    problem = operator_problem(question, plan.candidate, terms, kind)
     own = _own_cuts(problem, blocks.programs[kind])
-    held = {
-        name: Held(cuts={dim: cuts.get(dim, ()) for dim in _free(problem, name)}, origin=f"strategies.{kind}.{name}")
-        for name, cuts in own.items()
-        if _refusal(problem, name, cuts)
-    }
-    try:
-        return second_best(replace(problem, held=held), own)
-    except InputError:  # cuts in another order of atoms than the mesh's are no choice of the solver
-        return {}
+    pinned = {name: (cuts,) for name, cuts in own.items() if _refusal(problem, name, cuts, terms.rules)}
+    return second_best(replace(problem, allowed={**problem.allowed, **pinned}), own, terms.rules)
 
 
 def _own_cuts(problem: OperatorProblem, program: Program) -> Mapping[str, Cuts]:
     computes = {entry.op.name: entry.cuts for entry in program.instructions if isinstance(entry, Compute)}
     return {op.name: real_cuts(computes[op.name]) for op in cut_operations(problem.block)}
-
-
-def _free(problem: OperatorProblem, name: str) -> list[str]:
-    op = problem.block.op(name)
-    return [dim for dim in op_places(problem.block, op, problem.real_atoms[0]) if dim]
 
 
 def _shown(problem: OperatorProblem, cuts: Cuts, own: Cuts) -> str:

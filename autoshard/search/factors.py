@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -91,9 +91,7 @@ def eliminate(sizes: Mapping[str, int], factors: Sequence[Factor], keep: Collect
     """
     pending = list(factors)
     steps: list[Step] = []
-    left = sorted(set(sizes) - set(keep))
-    while left:
-        variable = min(left, key=lambda name: (_joint_size(name, sizes, pending), name))
+    for variable in _order(tuple(sizes.items()), tuple(factor.variables for factor in factors), frozenset(keep)):
         mine = [factor for factor in pending if variable in factor.variables]
         mine = mine or [Factor(variables=(variable,), table=np.zeros(sizes[variable]))]
         pending = [factor for factor in pending if variable not in factor.variables]
@@ -102,8 +100,31 @@ def eliminate(sizes: Mapping[str, int], factors: Sequence[Factor], keep: Collect
         least = parts[0] if len(parts) == 1 else np.concatenate(parts)
         steps.append(Step(variables=variables, factors=tuple(mine), least=least))
         pending.append(Factor(variables=variables[1:], table=least))
-        left.remove(variable)
     return Elimination(steps=tuple(steps), rest=tuple(pending))
+
+
+@lru_cache(maxsize=64)  # problems of one block ask for the same order again and again
+def _order(
+    sizes: tuple[tuple[str, int], ...], scopes: tuple[tuple[str, ...], ...], keep: frozenset[str]
+) -> tuple[str, ...]:
+    """Return the variables in the order of their elimination, of equals the first by name."""
+    size = dict(sizes)
+    around = {name: {name} for name in size}
+    for scope in scopes:
+        for name in scope:
+            around[name].update(scope)
+    joint = {name: prod(size[other] for other in others) for name, others in around.items() if name not in keep}
+    found: list[str] = []
+    while joint:
+        variable = min(joint, key=lambda name: (joint[name], name))
+        others = around.pop(variable) - {variable}
+        del joint[variable]
+        for name in others:
+            around[name] = (around[name] | others) - {variable}
+            if name in joint:
+                joint[name] = prod(size[other] for other in around[name])
+        found.append(variable)
+    return tuple(found)
 
 
 def joined(variables: Sequence[str], sizes: Mapping[str, int], factors: Sequence[Factor]) -> Factor:
@@ -142,7 +163,3 @@ def _cut(factor: Factor, name: str, part: slice) -> Factor:
 def _neighbours(variable: str, factors: Sequence[Factor]) -> list[str]:
     found = {name for factor in factors if variable in factor.variables for name in factor.variables}
     return sorted(found - {variable})
-
-
-def _joint_size(variable: str, sizes: Mapping[str, int], factors: Sequence[Factor]) -> int:
-    return reduce(lambda size, name: size * sizes[name], _neighbours(variable, factors), sizes[variable])

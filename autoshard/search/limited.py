@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.search.factors import Factor
-from autoshard.search.labels import Labels
 from autoshard.search.part import TOLERANCE, Part, Point
-from autoshard.search.reduced import narrowed
 
 MOST_LABELS = 50_000  # measured: what they do not close of a layer of GPT-NeoX on 8x8x4 ranks, they leave in 5 s
 _ROUNDS = (200, 5_000)  # labels of the first rounds, measured: their choices make the last one short
@@ -62,6 +60,9 @@ def minimise_within(
     lightest = part.point(part.weighed())
     if lightest.weight > limit:
         return LimitedMinimum.of(lightest, bound=np.inf, fits=False)
+    from autoshard.search.labels import Labels  # a search whose limit binds nothing starts sooner without these
+    from autoshard.search.reduced import narrowed
+
     best, bound, price = _walk(part, limit, fastest, lightest)
     for most in (*(few for few in _ROUNDS if few < most_labels), most_labels):
         left = narrowed(part, limit, price, best.worst) if bound < best.worst else None

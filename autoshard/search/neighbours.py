@@ -1,5 +1,6 @@
 """Who makes and who reads every tensor of a block, and in which layouts each choice does so."""
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -49,11 +50,18 @@ class Neighbours:
         self.has_gradient = {deliver.outputs[0]: deliver.name in back for deliver in self.delivers}
         self._ways: dict[tuple[Dims, Dtype, Pending], Ways] = {}
 
+    def priced(self, problem: OperatorProblem) -> "Neighbours":
+        """Return the same for a problem of other sizes and prices; it must have the same block and choices."""
+        again = copy.copy(self)
+        again.problem, again._ways = problem, {}
+        return again
+
     def ways(self, dims: Dims, dtype: Dtype, pending: Pending = "sums") -> Ways:
         """Return the prices between all layouts of such a tensor."""
         key = (dims, dtype, pending)
         if key not in self._ways:
-            self._ways[key] = Ways(dims, self.problem.atoms, self.problem.price(dtype), pending)
+            problem = self.problem
+            self._ways[key] = Ways(dims, problem.atoms, problem.price(dtype), problem.prices(dtype), pending)
         return self._ways[key]
 
     def made(self, maker: Op | None, tensor: str, choice: OpChoice) -> Layout:

@@ -48,9 +48,9 @@ class OperatorSolution:
         return f"{self.cost_s * 1e3:.4g} ms, {self.kept_bytes / 2**20:.4g} MiB kept, gap {self.gap:.2%}{fits}"
 
 
-def solve(problem: OperatorProblem) -> OperatorSolution:
-    """Find the cheapest cuts of a block within its memory limit."""
-    tables = Tables(problem)
+def solve(problem: OperatorProblem, tables: Tables | None = None) -> OperatorSolution:
+    """Find the cheapest cuts of a block within its memory limit; its tables may be there already."""
+    tables = tables or Tables(problem)
     found = minimise_within(tables.sizes, tables.factors(), problem.memory_limit_bytes)
     assert math.isfinite(found.cost), "any layout can be changed into any other, so that some way must be left"
     return solution_of(tables, found.choices, OperatorSolution(

@@ -1,5 +1,6 @@
 """The way of a tensor through its deliver, from its maker to its readers, and of its gradient back: what it costs."""
 
+import copy
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,14 @@ class Passage:
         )
         self._counts_slots = neighbours.counts_slots(self.source.name)
         self._sides: dict[tuple[str, ...], tuple[Side, ...]] = {}
+        self._renamed: dict[Layout, Layout] = {}
         self._ways = {reader.name: self._ways_of(reader) for reader in self.readers}
+
+    def priced(self, neighbours: Neighbours) -> "Passage":
+        """Return the same with the sizes and prices of these neighbours."""
+        again = copy.copy(self)
+        again.neighbours = neighbours
+        return again
 
     def sides(self, readers: Collection[str]) -> tuple[Side, ...]:
         """List what these readers can all take, with all that may be pending in what they send back."""
@@ -162,8 +170,12 @@ class Passage:
 
     def renamed(self, layout: Layout) -> Layout:
         """Return a layout in the maker's names of the dims."""
-        back = {new: old for old, new in self.deliver.kind.rename} if isinstance(self.deliver.kind, Deliver) else {}
-        return Layout(dims=tuple((back.get(dim, dim), cut) for dim, cut in layout.dims), sums=layout.sums)
+        if layout not in self._renamed:
+            rename = self.deliver.kind.rename if isinstance(self.deliver.kind, Deliver) else ()
+            back = {new: old for old, new in rename}
+            dims = tuple((back.get(dim, dim), cut) for dim, cut in layout.dims)
+            self._renamed[layout] = Layout(dims=dims, sums=layout.sums)
+        return self._renamed[layout]
 
     def _agree(self, one: Op, other: Op) -> bool:
         """Whether one of two readers numbers slots and the other reads the numbers."""

@@ -6,8 +6,9 @@ from functools import cache
 from autoshard.cost.setting import Question
 from autoshard.errors import Fault
 from autoshard.graph.decoder import dim_sizes
+from autoshard.layout.claims import Claim, Claims, claims_of
 from autoshard.layout.layout import show_atoms, whole_axes
-from autoshard.layout.pins import Claim, Claims, Pin, claims_of
+from autoshard.layout.pin import Pin
 from autoshard.layout.sites import BOUNDARY, Net
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate

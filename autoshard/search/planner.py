@@ -11,9 +11,9 @@ from autoshard.cost.calibration import Calibration, uncalibrated
 from autoshard.cost.predict import predicted
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
-from autoshard.errors import InputError, require
+from autoshard.errors import Fault, InputError, require
 from autoshard.layout.cutting import Cutting
-from autoshard.layout.pins import Pin
+from autoshard.layout.pin import Pin
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.certificate import NOTHING_LOOKED_AT, Certificate, Refusal
@@ -23,7 +23,6 @@ from autoshard.plan.rules.columns import Columns, Engine
 from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.tables import with_tables
 from autoshard.search.cutting import Terms, solved_cutting
-from autoshard.search.pinned import pin_faults
 from autoshard.search.pool import Pool, fastest
 from autoshard.search.space import Pins, Space, default_kernels, whole_space
 from autoshard.spec.cluster import Cluster
@@ -64,7 +63,7 @@ class Request:
 
         Its provenance names no time and no path.
         """
-        faults = pin_faults(self.question(candidate), candidate, self.layouts)
+        faults = self.pin_faults(candidate)
         if faults:
             raise InputError(faults)
         used = cutting or self.cutting(candidate, engine)
@@ -77,6 +76,14 @@ class Request:
         origin = {"autoshard": __version__, "calibration": self.constants.name, "model": self.model.source}
         plan = build_plan(candidate, self.model, self.cluster, self.workload, engine, provenance=origin)
         return predicted(plan, self.constants, blocks)
+
+    def pin_faults(self, candidate: Candidate) -> tuple[Fault, ...]:
+        """Say which pinned tensors a candidate cannot keep to."""
+        if not self.layouts:
+            return ()
+        from autoshard.search.pinned import pin_faults  # most searches have no pins, and start sooner without
+
+        return pin_faults(self.question(candidate), candidate, self.layouts)
 
     def cutting(self, candidate: Candidate, engine: Engine) -> Cutting:
         """Return the best cutting of a candidate's operations."""
@@ -229,8 +236,7 @@ def _keeps_pins(request: Request, judged: Judged) -> Any:
     legal, space = judged.legal.any(axis=1), judged.space
     if not request.layouts:
         return np.ones_like(legal)
-    question = request.question(space.base)
-    reasons = {int(row): pin_faults(question, space.at(int(row), 0), request.layouts) for row in np.flatnonzero(legal)}
+    reasons = {int(row): request.pin_faults(space.at(int(row), 0)) for row in np.flatnonzero(legal)}
     if reasons and all(reasons.values()):
         raise InputError(next(iter(reasons.values())))
     return np.array([row in reasons and not reasons[row] for row in range(space.num_layouts)], dtype=bool)

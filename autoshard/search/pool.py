@@ -13,11 +13,12 @@ import numpy as np
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
 from autoshard.layout.cutting import Cutting
-from autoshard.layout.pins import Pin
+from autoshard.layout.pin import Pin
 from autoshard.plan.lowering import Step
 from autoshard.search.columns import Evaluated, atom_columns, evaluate, lowered_alike
-from autoshard.search.cutting import Terms, solved_cutting
+from autoshard.search.cutting import Cutter, Terms
 from autoshard.search.space import Space
+from autoshard.spec.workload import DTYPE_BYTES
 
 Column = Any
 TIE_DIGITS = 9  # times that agree in so many digits count as equal
@@ -60,6 +61,7 @@ class Pool:
     def __init__(self, question: Question, space: Space, legal: Column, pins: tuple[Pin, ...] = ()) -> None:
         self._question, self._space, self._legal, self._pins = question, space, legal, pins
         self._capacity = question.cluster.rank_memory_bytes
+        self._cutter = Cutter(question)
         self._solved: list[Solved] = []
         self._time_s = np.full(legal.shape, np.inf)
         self._peak_bytes = np.full(legal.shape, np.inf)
@@ -94,11 +96,19 @@ class Pool:
         return [int(np.argmin(np.where(self._legal, self._peak_bytes, np.inf)) // fits.shape[1])]
 
     def _most_cut(self) -> Iterator[int]:
-        """Yield a layout with the largest tp, of those that cut the sequence over it and of those that do not."""
+        """Yield a layout with the largest tp, of those that cut the sequence over it and of those that do not.
+
+        Of several it is one that may well come out best, because that one is asked about anyway: with as few stages as
+        leave room for other things than weights and gradients, and small micro-batches.
+        """
+        rows, precision = self._space.rows, self._question.workload.precision
+        per_weight = DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients]
+        held = self._question.model.num_parameters * per_weight / (rows["tp"] * rows["pp"])
+        crowded = held > self._capacity / 2
+        order = np.lexsort((rows["mbs"], rows["cp"], rows["pp"], crowded, -rows["tp"]))
         for sequence_parallel in (False, True):
-            mine = np.flatnonzero(self._sequence_parallel == sequence_parallel)
-            if len(mine):
-                yield int(mine[np.argmax(self._space.rows["tp"][mine])])
+            mine = order[self._sequence_parallel[order] == sequence_parallel]
+            yield from (int(row) for row in mine[:1])
 
     @property
     def _sequence_parallel(self) -> Column:
@@ -111,7 +121,7 @@ class Pool:
         candidate, atoms = self._space.at(layout, 0), self._cut[layout]
         cuts = bool(self._sequence_parallel[layout])
         terms = Terms(engine=self._space.engine, sequence_parallel=cuts, pins=self._pins)
-        cutting = solved_cutting(self._question, candidate, terms)
+        cutting = self._cutter.solved(candidate, terms)
         same = [
             number
             for number, one in enumerate(self._solved)

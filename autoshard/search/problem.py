@@ -4,6 +4,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from autoshard.cost.block import Rates
 from autoshard.errors import InputError, nearest, require
@@ -14,11 +17,11 @@ from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts, Layout, show_atoms
 from autoshard.layout.legal import cut_operations, op_dims, together
 from autoshard.layout.redistribute import Change, Price, Sizes
-from autoshard.plan.rules.strategy import StrategyRule
-from autoshard.search.places import Held, op_places
+from autoshard.layout.states import Matrix, Net, NetPrice
+from autoshard.search.places import op_places
 from autoshard.spec.workload import DTYPE_BYTES, Dtype
 
-Seconds = Callable[[Collective, float], float]  # a Collective and a rank's bytes where the message is largest
+Seconds = Callable[[Collective, Any], Any]  # a Collective and a rank's bytes where messages are largest; or columns
 Atoms = tuple[str, ...]
 
 
@@ -41,9 +44,7 @@ class OperatorProblem:
     num_micro_batches: int = 1  # over which the reduction of weight gradients is spread
     second_per_byte: float = 0.0  # price of a byte that the memory limit counts
     keeps_gathered: bool = True  # whether backward finds what forward gathered, or gathers again
-    rules: tuple[StrategyRule, ...] = ()  # which delete choices; research asks without any
-    held: Mapping[str, Held] = field(default_factory=dict[str, Held])  # what pinned layouts of tensors fix
-    own_rules: Mapping[str, tuple[StrategyRule, ...]] = field(default_factory=dict[str, tuple[StrategyRule, ...]])
+    allowed: Mapping[str, tuple[Cuts, ...]] = field(default_factory=dict[str, tuple[Cuts, ...]])  # else all legal ones
     memory_limit_bytes: float = math.inf
     state_bytes_per_weight: float = 0.0
     cuts_rest: bool = False
@@ -51,19 +52,16 @@ class OperatorProblem:
     def __post_init__(self) -> None:
         """Refuse pins of operations that the block does not have, and numbers that make no sense."""
         known = [op.name for op in cut_operations(self.block)]
-        unknown = [name for name in self.pins if name not in known]
+        unknown = [("pins", name) for name in self.pins if name not in known]
+        unknown += [("allowed", name) for name in self.allowed if name not in known]
         require(
             *(
-                (False, f"pins.{name}", f"{self.block.kind} has no such operation. {nearest(name, known)}")
-                for name in unknown
+                (False, f"{given}.{name}", f"{self.block.kind} has no such operation. {nearest(name, known)}")
+                for given, name in unknown
             ),
             (self.num_micro_batches >= 1, "num_micro_batches", f"must be at least 1, not {self.num_micro_batches}"),
             (self.memory_limit_bytes > 0, "memory_limit_bytes", f"must be positive, not {self.memory_limit_bytes}"),
         )
-
-    def rules_of(self, op: str) -> tuple[StrategyRule, ...]:
-        """Return the Rules for an operation: its own, or those of all."""
-        return self.own_rules.get(op, self.rules)
 
     @property
     def real_atoms(self) -> Atoms:
@@ -76,8 +74,10 @@ class OperatorProblem:
 
     def local_bytes(self, layout: Layout, dtype: Dtype) -> int:
         """Return what the largest rank holds of a tensor in a layout; padding counts."""
-        shares = (-(-self.sizes[dim] // self.ranks(cut)) for dim, cut in layout.dims)
-        return math.prod(shares) * DTYPE_BYTES[dtype]
+        total = DTYPE_BYTES[dtype]
+        for dim, cut in layout.dims:
+            total *= -(-self.sizes[dim] // self.ranks(cut)) if cut else self.sizes[dim]
+        return total
 
     def price(self, dtype: Dtype) -> Price:
         """Return what single changes of the layout of a tensor with this format cost in seconds; slices are free."""
@@ -92,6 +92,20 @@ class OperatorProblem:
             if change.collective.kind == "slice":
                 return 0.0
             return self.seconds(change.collective, max(local_bytes(change.before), local_bytes(change.after)))
+
+        return seconds
+
+    def prices(self, dtype: Dtype) -> NetPrice:
+        """Return the same for all changes of a net at once."""
+
+        def seconds(net: Net) -> Matrix:
+            held = np.array([self.local_bytes(layout, dtype) for layout in net.layouts], dtype=np.float64)
+            found = np.full((net.size, net.size), np.inf)
+            for collective, before, after in net.groups:
+                largest = np.maximum(held[before], held[after])
+                cost_s = 0.0 if collective.kind == "slice" else self.seconds(collective, largest)
+                found[before, after] = np.minimum(found[before, after], cost_s)
+            return found
 
         return seconds
 
@@ -120,14 +134,14 @@ class OpChoice:
 
 
 def op_choices(
-    block: Block, op: Op, atoms: Sequence[str], rules: Sequence[StrategyRule] = (), held: Held | None = None
+    block: Block, op: Op, atoms: Sequence[str], allowed: Sequence[Sequence[str]] | None = None
 ) -> tuple[Cuts, ...]:
-    """Return every cut of an operation that is legal, and that all Rules and pinned layouts allow.
+    """Return every legal cut of an operation, with each atom in one of the places that are allowed to it.
 
     Each atom cuts one dim or none; atoms of one dim do so in the mesh's order.
     """
     found: list[Cuts] = []
-    for places in itertools.product(*(op_places(block, op, atom, rules, held) for atom in atoms)):
+    for places in itertools.product(*(allowed or [op_places(block, op, atom) for atom in atoms])):
         cuts = {dim: tuple(atom for atom, at in zip(atoms, places, strict=True) if at == dim) for dim in places if dim}
         cuts |= {dim: together(cuts, others) for dim, others in op.kind.tied_dims()}
         found.append({dim: cut for dim, cut in cuts.items() if cut})
@@ -136,9 +150,8 @@ def op_choices(
 
 def all_choices(problem: OperatorProblem, op: Op, *, forward: bool, backward: bool) -> tuple[OpChoice, ...]:
     """Return what an operation may choose: legal cuts that agree with its pin, and sums that pass where they may."""
-    cuts: Sequence[Cuts] = op_choices(
-        problem.block, op, problem.real_atoms, problem.rules_of(op.name), problem.held.get(op.name)
-    )
+    listed = problem.allowed.get(op.name)
+    cuts: Sequence[Cuts] = op_choices(problem.block, op, problem.real_atoms) if listed is None else listed
     if op.name in problem.pins:  # which need not name dims that follow from others
         tied = {dim: () for dim, _ in op.kind.tied_dims()}
         wanted = real_cuts({**problem.pins[op.name], **tied})

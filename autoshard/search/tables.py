@@ -41,7 +41,10 @@ _LARGE = 1 << 26  # measured: cells of a table from which a layer on three atoms
 
 
 class Tables:
-    """The variables of a problem, what each may be, and the factors between them; ends without a boundary are free."""
+    """The variables of a problem, what each may be, and the factors between them; ends without a boundary are free.
+
+    ``like`` holds tables of a problem with the same block, choices and boundary: what no size changes is used again.
+    """
 
     def __init__(
         self,
@@ -49,14 +52,18 @@ class Tables:
         *,
         free_ends: bool = False,
         weights: Mapping[str, Layout] = MappingProxyType({}),
+        like: "Tables | None" = None,
     ) -> None:
         self.problem = problem
         self.free_ends = free_ends
-        self.neighbours = Neighbours(problem, weights)
+        self.neighbours: Neighbours = like.neighbours.priced(problem) if like else Neighbours(problem, weights)
         self.ops, self.choices = self.neighbours.ops, self.neighbours.choices
         self._own = {op.name: self._op_factors(op) for op in self.ops}
-        self.passages = [
-            Passage(self.neighbours, deliver, self._makers(deliver)) for deliver in self.neighbours.delivers
+        self.passages: list[Passage] = [
+            like.passages[number].priced(self.neighbours)
+            if like
+            else Passage(self.neighbours, deliver, self._makers(deliver))
+            for number, deliver in enumerate(self.neighbours.delivers)
         ]
         self._taken: dict[str, int] = {}
         self._between: dict[str, list[Factor]] = {}
@@ -133,7 +140,7 @@ class Tables:
     def _weight_factors(self, op: Op) -> Iterator[Factor]:
         """Price how an operation's weights rest, and the reduction of their gradients."""
         problem, choices = self.problem, self.choices[op.name]
-        weights = weights_of(problem, op)
+        weights, weighs = weights_of(problem, op), problem.state_bytes_per_weight > 0
         rests = self.rests if self._may_rest(op) else ((),)
         time_s, held = np.zeros((len(choices), len(rests))), np.zeros((len(choices), len(rests)))
         for weight in weights:
@@ -141,7 +148,7 @@ class Tables:
             for row, choice in enumerate(choices):
                 pending = pending_of(choice, dims)
                 for column, rest in enumerate(rests):
-                    held[row, column] += state_bytes(problem, weight, choice, rest)
+                    held[row, column] += state_bytes(problem, weight, choice, rest) if weighs else 0.0
                     if rest:
                         possible = set(rest) <= pending
                         time_s[row, column] += gathered_s(problem, weight, choice, rest) if possible else np.inf

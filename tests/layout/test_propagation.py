@@ -19,7 +19,7 @@ from autoshard.graph.op import Differentiable, OpKind, Output
 from autoshard.layout.layout import Layout
 from autoshard.layout.legal import faults
 from autoshard.layout.lower import lower
-from autoshard.layout.pins import Pin
+from autoshard.layout.pin import Pin
 from autoshard.layout.propagation import propagate
 from autoshard.layout.redistribute import bytes_price
 from autoshard.spec.kernels import load_kernels

@@ -2,13 +2,13 @@ from hypothesis import given, strategies as st
 
 from autoshard.layout.layout import Layout
 from autoshard.layout.redistribute import bytes_price, redistribute
-from autoshard.layout.states import LayoutStates, Pending, all_layouts
+from autoshard.layout.states import LayoutStates, Pending, all_layouts, each
 
 ATOMS = {"dp": 2, "tp": 4}
 DIMS = ("batch", "seq", "hidden")
 PRICE = bytes_price(4096.0, ATOMS)
 STATES: dict[Pending, LayoutStates] = {
-    pending: LayoutStates.of(DIMS, tuple(ATOMS), PRICE, pending) for pending in ("sums", "maxima")
+    pending: LayoutStates.of(DIMS, tuple(ATOMS), each(PRICE), pending) for pending in ("sums", "maxima")
 }
 
 

@@ -85,5 +85,6 @@ def test_names_of_operations_do_not_matter():
     ops = tuple(replace(op, name=names[op.name], source=names.get(op.source, op.source)) for op in problem.block.ops)
     fused = tuple(replace(group, ops=tuple(names[name] for name in group.ops)) for group in problem.block.fused)
     saved = tuple(replace(entry, op=entry.op and names[entry.op]) for entry in problem.block.saved)
-    other = replace(problem, block=replace(problem.block, ops=ops, fused=fused, saved=saved))
+    allowed = {names[name]: cuts for name, cuts in problem.allowed.items()}
+    other = replace(problem, block=replace(problem.block, ops=ops, fused=fused, saved=saved), allowed=allowed)
     assert solve(other).cost_s == pytest.approx(solve(problem).cost_s, rel=1e-12)

@@ -11,13 +11,13 @@ from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.predict import question_of
 from autoshard.cost.setting import price_block, setting_of
 from autoshard.cost.sharded import ListedBlocks
-from autoshard.layout.pins import pins_of
+from autoshard.layout.pin import pins_of
 from autoshard.plan.candidate import Candidate
 from autoshard.search.cutting import Terms, operator_problem
 from autoshard.search.explain import explain, second_best
 from autoshard.search.operators import solve
 from autoshard.search.planner import plan_at
-from autoshard.search.problem import op_choices, real_cuts
+from autoshard.search.problem import real_cuts
 from tests.search.brute_force import ask
 
 CASES = {
@@ -72,15 +72,10 @@ def test_the_second_best_cut_is_what_a_search_without_the_best_one_finds(case):
     terms = Terms(engine=plan(case).engine, sequence_parallel=plan(case).sp)
     problem = operator_problem(question, plan(case).candidate, terms, "layer")
     best = solve(problem)
-    others = second_best(problem, best.cuts)
+    others = second_best(problem, best.cuts, terms.rules)
     checked = 0
     for name, own in best.cuts.items():
-        op = problem.block.op(name)
-        rest = [
-            cuts
-            for cuts in op_choices(problem.block, op, problem.real_atoms, problem.rules)
-            if real_cuts(cuts) != real_cuts(own)
-        ]
+        rest = [cuts for cuts in problem.allowed[name] if real_cuts(cuts) != real_cuts(own)]
         costs = [cost_with(problem, name, cuts) for cuts in rest]
         if min(costs, default=math.inf) < math.inf:
             assert others[name].refused is None

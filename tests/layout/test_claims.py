@@ -6,7 +6,7 @@ from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Op, Tensor
 from autoshard.layout.layout import Layout
-from autoshard.layout.pins import Pin, parse_pin, pins_of
+from autoshard.layout.pin import Pin, parse_pin, pins_of
 from autoshard.layout.propagation import propagate
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
