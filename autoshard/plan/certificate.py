@@ -32,7 +32,7 @@ class Certificate:
         """Say in words what was proven."""
         return (
             f"the fastest by this cost model of {self.num_candidates} legal candidates, all of them priced; "
-            f"{self.num_fitting} fit in memory; tables solved per shown plan, {self.num_tables} in all"
+            f"{self.num_fitting} fit in memory; each plan shown has the table that is best for it"
         )
 
     def plus(self, other: "Certificate") -> "Certificate":
