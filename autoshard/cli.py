@@ -37,7 +37,7 @@ def plan(
     fix: str | None = None,
     pins: SaidOften = (),
     at: str | None = None,
-    top: int = 5,
+    top: int = 3,
     out: Path = Path("plan.json"),
     json: bool = False,
 ) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from autoshard.graph.op import Dims
-from autoshard.layout.collective import Collective
+from autoshard.layout.collective import Collective, CollectiveKind
 from autoshard.layout.layout import Cuts, Layout
 from autoshard.layout.redistribute import Change, Price, redistribute, single_changes
 
@@ -28,16 +28,20 @@ _WHOLE: Cuts = MappingProxyType({})
 class Net:
     """All layouts of a tensor, and every single collective between two of them; ``groups`` holds their numbers."""
 
+    atoms: frozenset[str]
     layouts: tuple[Layout, ...]
     number: Mapping[Layout, int]
-    touched: Any  # per layout the atoms that it names, a bit each
-    changes: tuple[Change, ...]
+    touched: Any  # per layout which of these atoms it names, a bit each
     groups: tuple[tuple[Collective, Any, Any], ...]  # of one kind over the same atoms: before, after
 
     @property
     def size(self) -> int:
         """How many layouts there are."""
         return len(self.layouts)
+
+    def changes(self) -> Iterator[Change]:
+        """Yield every single collective."""
+        yield from (change for layout in self.layouts for change in single_changes(layout, self.atoms))
 
 
 NetPrice = Callable[[Net], Matrix]  # what every single collective costs, infinity where there is none
@@ -48,7 +52,7 @@ def each(price: Price) -> NetPrice:
 
     def prices(net: Net) -> Matrix:
         found = np.full((net.size, net.size), np.inf)
-        for change in net.changes:
+        for change in net.changes():
             place = net.number[_sorted(change.before)], net.number[_sorted(change.after)]
             found[place] = min(found[place], price(change))
         return found
@@ -163,19 +167,27 @@ def all_layouts(dims: Dims, atoms: Sequence[str], pending: Pending = "sums") -> 
 
 @lru_cache(maxsize=256)  # searches ask again and again for tensors of the same dims
 def _net(dims: Dims, atoms: tuple[str, ...], pending: Pending, outer: tuple[tuple[str, tuple[str, ...]], ...]) -> Net:
-    layouts = tuple(_inside(dict(outer), layout) for layout in all_layouts(dims, atoms, pending))
+    """Return the net of layouts with some atoms outermost; these change no way between the others."""
+    inner = _inner_net(dims, atoms, pending)
+    layouts = tuple(_inside(dict(outer), layout) for layout in inner.layouts)
+    return replace(inner, layouts=layouts, number={layout: index for index, layout in enumerate(layouts)})
+
+
+@lru_cache(maxsize=256)
+def _inner_net(dims: Dims, atoms: tuple[str, ...], pending: Pending) -> Net:
+    layouts = tuple(all_layouts(dims, atoms, pending))
     number = {layout: index for index, layout in enumerate(layouts)}
-    changes = tuple(change for layout in layouts for change in single_changes(layout, set(atoms)))
-    groups: dict[Collective, list[tuple[int, int]]] = defaultdict(list)
-    for change in changes:
-        alike = replace(change.collective, dim=None, to_dim=None)
-        groups[alike].append((number[_sorted(change.before)], number[_sorted(change.after)]))
-    places = {collective: np.array(pairs).T for collective, pairs in groups.items()}
+    groups: dict[tuple[CollectiveKind, tuple[str, ...]], list[tuple[int, int]]] = defaultdict(list)
+    for layout, before in number.items():
+        for change in single_changes(layout, set(atoms)):
+            alike = change.collective.kind, change.collective.atoms
+            groups[alike].append((before, number[_sorted(change.after)]))
+    places = {Collective(kind=kind, dim=None, atoms=over): np.array(pairs).T for (kind, over), pairs in groups.items()}
     return Net(
+        atoms=frozenset(atoms),
         layouts=layouts,
         number=number,
         touched=np.array([_mask(layout, atoms) for layout in layouts]),
-        changes=changes,
         groups=tuple((collective, before, after) for collective, (before, after) in places.items()),
     )
 

@@ -57,8 +57,8 @@ def rejections_report(rejections: Sequence[Rejection]) -> Group:
 
 def make_console() -> Console:
     """Return a console; names are never read as markup."""
-    console = Console(markup=False, highlight=False)
-    return console if console.is_terminal else Console(markup=False, highlight=False, width=WIDTH)
+    console = Console(markup=False, highlight=False, emoji=False)
+    return console if console.is_terminal else Console(markup=False, highlight=False, emoji=False, width=WIDTH)
 
 
 def _headline(plan: Plan, prediction: Prediction) -> Group:

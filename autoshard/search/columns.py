@@ -55,7 +55,7 @@ def lowered_alike(model: ModelSpec, space: Space, *, apart: bool = False) -> Ite
     kinds = np.zeros(space.num_layouts, dtype=np.int64)
     for atom in sizes if apart else ("ep", "cp") if model.num_experts else ():
         kinds = 2 * kinds + (sizes[atom] > 1)
-    for kind in np.unique(kinds):
+    for kind in sorted(set(kinds.tolist())):
         mine = np.flatnonzero(kinds == kind)
         yield mine, frozenset(atom for atom, column in sizes.items() if np.any(column[mine] > 1))
 

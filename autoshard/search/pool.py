@@ -22,6 +22,7 @@ from autoshard.spec.workload import DTYPE_BYTES
 
 Column = Any
 TIE_DIGITS = 9  # times that agree in so many digits count as equal
+_TIE = 1e-8  # by how much such times differ at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +165,9 @@ def fastest(space: Space, time_s: Column, peak_bytes: Column, fits: Column, coun
 
     Among equals the one with less memory goes first, then the first by its sizes.
     """
-    flat = np.flatnonzero(fits.reshape(-1))
+    least = np.where(fits, time_s, np.inf).min(axis=1)
+    slowest = np.partition(least, count - 1)[count - 1] if count < len(least) else np.inf
+    flat = np.flatnonzero((fits & (time_s <= slowest * (1 + _TIE))).reshape(-1))
     times = [float(f"{value:.{TIE_DIGITS}g}") for value in time_s.reshape(-1)[flat]]
     rows, recomputes = np.divmod(flat, len(space.recomputes))
     sizes = [space.rows[key][rows] for key in ("mbs", "ep", "cp", "pp", "tp")]
