@@ -57,8 +57,14 @@ class MeasuredRow:
         require(
             (bool(self.id.strip()), "id", "must not be empty"),
             (self.nodes is not None or self.chips is not None, "nodes", "missing; say nodes, chips or both"),
-            *((value is None or value >= 1, name, f"must be at least 1, or null, not {value}") for name, value in counts),
-            *((value is None or value > 0, name, f"must be positive, or null, not {value}") for name, value in measured),
+            *(
+                (value is None or value >= 1, name, f"must be at least 1, or null, not {value}")
+                for name, value in counts
+            ),
+            *(
+                (value is None or value > 0, name, f"must be positive, or null, not {value}")
+                for name, value in measured
+            ),
         )
 
     @property
