@@ -85,15 +85,9 @@ def _validated(
     predict: Callable[[MeasuredRun], Prediction],
     basis: str,
 ) -> Validation:
-    pairs: list[_Pair] = []
-    failed: list[Unrepresented] = []
-    for row, run in rows:
-        try:
-            if isinstance(run, str):
-                raise InputError.of("", run)
-            pairs.append(_Pair(row=row, said=_shown(row.id, run, predict(run))))
-        except InputError as error:  # the run has no shape here
-            failed.append(Unrepresented(id=row.id, reason="; ".join(map(str, error.faults))))
+    answers = [(row, _answer(row.id, run, predict)) for row, run in rows]
+    pairs = [_Pair(row=row, said=said) for row, said in answers if isinstance(said, PredictedRow)]
+    failed = tuple(said for _, said in answers if isinstance(said, Unrepresented))
     found = SetAccuracy(
         name=name,
         num_rows=len(rows),
@@ -102,12 +96,20 @@ def _validated(
         step_time=accuracy([_times(pair, pair.row.step_time_s) for pair in pairs if pair.row.step_time_s]),
         peak_memory=accuracy([_sizes(pair, pair.row.peak_memory_gib) for pair in pairs if pair.row.peak_memory_gib]),
     )
-    return Validation(sets=(found,), rows=tuple(pair.said for pair in pairs), unrepresented=tuple(failed))
+    return Validation(sets=(found,), rows=tuple(pair.said for pair in pairs), unrepresented=failed)
 
 
-def _shown(name: str, run: MeasuredRun, prediction: Prediction) -> PredictedRow:
+def _answer(
+    row_id: str, run: MeasuredRun | str, predict: Callable[[MeasuredRun], Prediction]
+) -> PredictedRow | Unrepresented:
+    if isinstance(run, str):
+        return Unrepresented(id=row_id, reason=run)
+    try:
+        prediction = predict(run)
+    except InputError as error:  # the layout has no shape here
+        return Unrepresented(id=row_id, reason="; ".join(map(str, error.faults)))
     return PredictedRow(
-        id=name,
+        id=row_id,
         predicted_step_time_s=prediction.step_time_s,
         low_s=prediction.low_s,
         high_s=prediction.high_s,
