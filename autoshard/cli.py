@@ -170,6 +170,26 @@ def explain(plan: Path, json: bool = False) -> int:
     return 0
 
 
+def validate(rows: Path, json: bool = False) -> int:
+    """Predict measured runs from their own layouts alone, and say per data set how far that is off.
+
+    Args:
+        rows: A file with one measured run per line of JSON (see benchmarks/data), or a folder of such files.
+        json: Print one JSON object instead of tables.
+    """
+    from autoshard.report.terminal import make_console
+    from autoshard.report.validated import validation_report
+    from autoshard.search.validate import validate as validated
+    from autoshard.spec.record import encode
+
+    found = validated(rows)
+    if json:
+        _print_json(encode(found))
+    else:
+        make_console().print(validation_report(found))
+    return 0
+
+
 def list_(what: Listable, json: bool = False) -> int:
     """List what can be named: models, clusters, engines, schedules, kernels or rules.
 
@@ -187,7 +207,13 @@ def list_(what: Listable, json: bool = False) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"plan": plan, "explain": explain, "verify": verify, "list": list_}
+COMMANDS: dict[str, Callable[..., int]] = {
+    "plan": plan,
+    "explain": explain,
+    "verify": verify,
+    "validate": validate,
+    "list": list_,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

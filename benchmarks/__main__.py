@@ -1,11 +1,14 @@
-"""``python -m benchmarks [NAME] [--json] [--wandb]``: run one benchmark, or all."""
+"""``python -m benchmarks [NAME] [--json] [--wandb] [--rows FOLDER]``: run one benchmark, or all."""
 
 import argparse
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 from rich.console import Console
@@ -22,10 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; a bar that does not hold is a finding, not a failure."""
     options = _parser().parse_args(arguments)
     try:
-        names = _chosen(options.name)
+        runs = _chosen(options.name, options.rows)
         log = _wandb() if options.wandb else None
         results: list[Result] = []
-        for result in _measured(names):
+        for result in _measured(runs):
             if options.json:
                 print(result.as_json(), flush=True)
             if log is not None:
@@ -44,21 +47,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("name", nargs="?", default="all", help=f"all or one of {', '.join(BENCHMARKS)}")
     parser.add_argument("--json", action="store_true", help="print one JSON object per benchmark and line")
     parser.add_argument("--wandb", action="store_true", help="log every result to Weights & Biases as well")
+    parser.add_argument("--rows", type=Path, metavar="FOLDER", help="more measured rows, for accuracy")
     return parser
 
 
-def _chosen(name: str) -> list[str]:
-    if name == "all":
-        return list(BENCHMARKS)
-    if name not in BENCHMARKS:
+def _chosen(name: str, rows: Path | None) -> dict[str, Callable[[], Result]]:
+    """Return what runs each benchmark that was asked for."""
+    if name not in ("all", *BENCHMARKS):
         raise InputError.of("name", f"there is no benchmark {name!r}. {nearest(name, ['all', *BENCHMARKS])}")
-    return [name]
+    runs = {one: pkgutil.resolve_name(BENCHMARKS[one]) for one in (BENCHMARKS if name == "all" else [name])}
+    if rows is None:
+        return runs
+    takes_rows = [one for one, run in runs.items() if "rows" in inspect.signature(run).parameters]
+    if not takes_rows:
+        raise InputError.of("--rows", f"{name} has no use for measured rows; leave it out")
+    return {one: partial(run, rows=rows) if one in takes_rows else run for one, run in runs.items()}
 
 
-def _measured(names: Sequence[str]) -> Iterator[Result]:
-    for name in names:
+def _measured(runs: Mapping[str, Callable[[], Result]]) -> Iterator[Result]:
+    for name, run in runs.items():
         print(f"measuring {name} ...", file=sys.stderr)
-        yield pkgutil.resolve_name(BENCHMARKS[name])()
+        yield run()
 
 
 def _wandb() -> ModuleType:

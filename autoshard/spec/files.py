@@ -2,10 +2,11 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from autoshard.errors import InputError
+from autoshard.errors import Fault, InputError
 
 YAML_SUFFIXES = (".yaml", ".yml")
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
@@ -13,28 +14,49 @@ _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
 
 def read_data(path: Path) -> object:
     """Parse a JSON file, or a YAML file if its suffix says so; whatever is wrong becomes an InputError."""
+    text = _text(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError.of(str(path), f"cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError.of(str(path), "is not text in UTF-8") from error
-    try:
-        return _parsed_yaml(text, path) if path.suffix.lower() in YAML_SUFFIXES else _parsed_json(text, path)
+        return _parsed_yaml(text, path) if path.suffix.lower() in YAML_SUFFIXES else _parsed_json(text, str(path))
     except RecursionError as error:
         raise InputError.of(str(path), "is nested too deeply") from error
 
 
-def _parsed_json(text: str, path: Path) -> object:
+def read_json_lines(path: Path) -> Mapping[str, object]:
+    """Parse a file with one JSON value per line, each under its place, as in ``runs.jsonl line 3``."""
+    faults: list[Fault] = []
+    values: dict[str, object] = {}
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        where = f"{path} line {number}"
+        try:
+            if line.strip():
+                values[where] = _parsed_json(line, where)
+        except InputError as error:
+            faults.extend(error.faults)
+        except RecursionError:
+            faults.append(Fault(where=where, message="is nested too deeply"))
+    if faults:
+        raise InputError(faults)
+    return values
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError.of(str(path), f"cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError.of(str(path), "is not text in UTF-8") from error
+
+
+def _parsed_json(text: str, where: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
-        message = f"is not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
-        raise InputError.of(str(path), message) from error
+        raise InputError.of(where, f"is not JSON: {error.msg} in line {error.lineno}, column {error.colno}") from error
     except InputError as error:
-        raise InputError.of(str(path), str(error)) from error
+        raise InputError.of(where, str(error)) from error
     except ValueError as error:  # a whole number of thousands of digits
-        raise InputError.of(str(path), f"is not usable JSON: {error}") from error
+        raise InputError.of(where, f"is not usable JSON: {error}") from error
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """One way between JSON and frozen dataclasses: decode (strict, all faults at once), encode, JSON Schema.
 
 A field's annotation is its format. Supported: ``str``, ``int``, ``float``, ``bool``, ``None``, ``Literal``,
-unions with None, ``tuple[T, ...]``, ``tuple[A, B]``, ``Mapping[str, T]``, other dataclasses, and classes with
-a text form (``parse`` and ``str``).
+unions with None, ``tuple[T, ...]``, ``tuple[A, B]``, ``Mapping[str, T]``, other dataclasses, classes with a text
+form (``parse`` and ``str``), and ``object`` for any JSON.
 """
 
 import dataclasses
@@ -88,6 +88,8 @@ def _decode(kind: Any, data: object, where: str, faults: list[Fault]) -> object:
         return _decode_mapping(kind, data, where, faults)
     if kind in _NAMES:
         return _decode_plain(kind, data, where, faults)
+    if kind is object:
+        return data
     if _has_text_form(kind):
         return _decode_text(kind, data, where, faults)
     return _decode_dataclass(kind, data, where, faults)
@@ -228,6 +230,8 @@ def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return _tuple_schema(members, definitions)
     if origin is not None:
         return {"type": "object", "additionalProperties": _schema(members[1], definitions)}
+    if kind is object:
+        return {}
     if kind in _JSON_TYPES:
         return {"type": _JSON_TYPES[kind]}
     if _has_text_form(kind):

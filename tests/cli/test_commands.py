@@ -13,6 +13,7 @@ from autoshard.plan.codec import load
 from autoshard.spec.cluster_catalogue import load_node_type
 from autoshard.spec.record import encode
 
+DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 LOCAL = "plan --model tiny-llama --cluster local"
 TRN1 = "plan --model llama3-8b"
 
@@ -23,6 +24,9 @@ FINE = [
     ("plan --help", "--global-batch N"),
     ("verify -h", "The plan file."),
     ("explain -h", "The plan file."),
+    ("validate -h", "A file with one measured run per line"),
+    (f"validate {DATA}", "Step time"),
+    (f"validate {DATA / 'trainium.jsonl'}", "predictions uncalibrated"),
     ("list --help", "WHAT"),
     *((f"list {what}", "name") for what in ("models", "clusters", "engines", "schedules", "kernels", "rules")),
     (LOCAL, "on this machine: 4 ranks"),
@@ -60,6 +64,9 @@ WRONG = [
     ("list model", ["WHAT: 'model' is not one of them. Did you mean models?"]),
     ("verify", ["PLAN: missing"]),
     ("verify none.json", ["none.json: cannot be read"]),
+    ("validate", ["ROWS: missing"]),
+    ("validate none.jsonl", ["none.jsonl: cannot be read"]),
+    ("validate .", [".: holds no files of rows: their names end in .jsonl"]),
     (f"{LOCAL} --mod x --zork", ["--mod: unknown option. Did you mean --model", "--zork: unknown option."]),
     (f"{LOCAL} zork", ["unrecognized arguments: zork. See autoshard plan --help"]),
     (f"{LOCAL} --nodes", ["argument --nodes: expected one argument"]),

@@ -46,7 +46,7 @@ def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(command=st.sampled_from(["plan", "verify", "list", "nonsense", ""]), arguments=ARGUMENTS)
+@given(command=st.sampled_from(["plan", "verify", "validate", "list", "nonsense", ""]), arguments=ARGUMENTS)
 def test_any_words(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]):
     check([command, *arguments], capsys)
 
@@ -68,6 +68,7 @@ def test_any_bytes_in_a_file(data: bytes, capsys: pytest.CaptureFixture[str]):
         check(["plan", "--model", "tiny-llama", "--cluster", name], capsys)
     check(["plan", "--model", "a.json"], capsys)
     check(["verify", "a.json"], capsys)
+    check(["validate", "a.json"], capsys)
 
 
 def started(*arguments: str, **options: object) -> "subprocess.Popen[str]":

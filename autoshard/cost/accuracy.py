@@ -1,0 +1,175 @@
+"""How good predictions are: errors against what was measured, and whether the order of choices is right."""
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+from autoshard.errors import require
+from autoshard.plan.prediction import rounded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A prediction beside its measurement.
+
+    Rows of one ``group`` are choices for the same question, each a ``layout``; ``work`` is what makes their values
+    comparable (tokens of a step, because groups are published in which the batch follows the layout; 1 for memory).
+    """
+
+    id: str
+    group: str
+    layout: Hashable
+    predicted: float
+    measured: float
+    low: float | None = None
+    high: float | None = None
+    work: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no ratio can be made of."""
+        names = ("predicted", "measured", "work")
+        require(*((getattr(self, name) > 0, name, f"must be positive, not {getattr(self, name)}") for name in names))
+
+    @property
+    def error(self) -> float:
+        """Relative error: positive where too much was predicted."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOrder:
+    """Whether the predictions order the layouts of one group as the measurements do, and what a wrong choice costs."""
+
+    group: str
+    num_layouts: int
+    spearman: float | None  # None where all predictions, or all measurements, are equal
+    regret: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """Relative errors of one quantity over a data set; all but ``bias`` and ``worst`` without their sign."""
+
+    count: int
+    mape: float
+    median: float
+    p90: float
+    worst: float
+    worst_id: str
+    bias: float
+    coverage: float | None  # share of measurements inside the stated interval; None where none is stated
+    spearman: float | None  # mean over the groups that have one
+    regret: float | None  # mean over groups of two or more layouts
+    worst_regret: float | None
+    groups: tuple[GroupOrder, ...] = field(repr=False)
+
+
+def accuracy(rows: Sequence[Compared]) -> Accuracy | None:
+    """Sum up predictions and measurements; None where nothing was measured.
+
+    >>> one = Compared(id="a", group="g", layout="tp=1", predicted=1.5, measured=1.0, low=0.5, high=2.0)
+    >>> two = Compared(id="b", group="g", layout="tp=2", predicted=1.0, measured=2.0, low=0.5, high=1.5)
+    >>> found = accuracy([one, two])
+    >>> found.mape, found.bias, found.coverage, found.worst_id, found.spearman, found.regret
+    (0.5, 0.0, 0.5, 'a', -1.0, 1.0)
+    """
+    if not rows:
+        return None
+    sizes = [abs(row.error) for row in rows]
+    worst = max(rows, key=lambda row: abs(row.error))
+    groups = group_orders(rows)
+    ranks = [group.spearman for group in groups if group.spearman is not None]
+    regrets = [group.regret for group in groups]
+    return Accuracy(
+        count=len(rows),
+        mape=rounded(fmean(sizes)),
+        median=rounded(median(sizes)),
+        p90=rounded(percentile(sizes, 0.9)),
+        worst=rounded(worst.error),
+        worst_id=worst.id,
+        bias=rounded(fmean(row.error for row in rows)),
+        coverage=_coverage(rows),
+        spearman=rounded(fmean(ranks)) if ranks else None,
+        regret=rounded(fmean(regrets)) if regrets else None,
+        worst_regret=max(regrets, default=None),
+        groups=groups,
+    )
+
+
+def group_orders(rows: Sequence[Compared]) -> tuple[GroupOrder, ...]:
+    """Judge every group of two or more layouts; a layout measured several times counts once, at its median."""
+    members: dict[str, dict[Hashable, list[Compared]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        members[row.group][row.layout].append(row)
+    found: list[GroupOrder] = []
+    for group, layouts in members.items():
+        if len(layouts) > 1:
+            predicted = [rounded(median(row.predicted / row.work for row in same)) for same in layouts.values()]
+            measured = [median(row.measured / row.work for row in same) for same in layouts.values()]
+            rank = spearman(predicted, measured)
+            order = GroupOrder(
+                group=group,
+                num_layouts=len(layouts),
+                spearman=None if rank is None else rounded(rank),
+                regret=rounded(regret(predicted, measured)),
+            )
+            found.append(order)
+    return tuple(found)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below which a share of all lies, between neighbours in proportion.
+
+    >>> percentile([1.0, 2.0, 3.0, 4.0], 0.9)
+    3.7
+    """
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Return the correlation of ranks, equal values sharing the mean of theirs; None where one side is all equal.
+
+    >>> spearman([1.0, 2.0, 3.0, 4.0], [10.0, 30.0, 20.0, 40.0])
+    0.8
+    >>> spearman([1.0, 1.0], [1.0, 2.0]) is None
+    True
+    """
+    ranks, others = _ranks(first), _ranks(second)
+    mean = (len(ranks) + 1) / 2
+    covariance = sum((one - mean) * (other - mean) for one, other in zip(ranks, others, strict=True))
+    spread = sum((rank - mean) ** 2 for rank in ranks) * sum((rank - mean) ** 2 for rank in others)
+    return covariance / math.sqrt(spread) if spread else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Number the values from 1, the smallest first.
+
+    >>> _ranks([5.0, 7.0, 5.0])
+    [1.5, 3.0, 1.5]
+    """
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) + 1) / 2 for value in values]
+
+
+def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Return how much more the choice with the smallest prediction measured than the best; equal ones by their mean.
+
+    >>> regret([1.0, 2.0, 3.0], [12.0, 10.0, 20.0])
+    0.2
+    >>> regret([1.0, 1.0, 3.0], [12.0, 10.0, 20.0])
+    0.1
+    """
+    least = min(predicted)
+    picked = [value for guess, value in zip(predicted, measured, strict=True) if guess == least]
+    return rounded(fmean(picked) / min(measured) - 1)
+
+
+def _coverage(rows: Sequence[Compared]) -> float | None:
+    inside = [row.low <= row.measured <= row.high for row in rows if row.low is not None and row.high is not None]
+    return rounded(fmean(inside)) if inside else None

@@ -1,0 +1,147 @@
+"""Measured rows against the cost model: every row predicted from its own layout, and the errors of every data set."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+
+from autoshard.cost.accuracy import Compared, accuracy
+from autoshard.cost.calibration import Calibration, uncalibrated
+from autoshard.cost.measured import MeasuredRow, placed, read_rows
+from autoshard.cost.sharded import CutBlocks
+from autoshard.cost.validation import PredictedRow, SetAccuracy, Unrepresented, Validation
+from autoshard.errors import Fault, InputError
+from autoshard.plan.build import cut_atoms
+from autoshard.plan.prediction import Prediction, rounded
+from autoshard.search.measured_run import MeasuredRun, run_of
+from autoshard.search.planner import Request
+from autoshard.units import GIB
+
+SUFFIX = ".jsonl"
+
+
+def validate(path: Path, calibration: Calibration | None = None) -> Validation:
+    """Predict every row of a file, or of all such files of a folder, each a data set; wrong rows are an InputError."""
+    constants, known = calibration or uncalibrated(), dict[MeasuredRun, Prediction]()
+
+    def predict(run: MeasuredRun) -> Prediction:
+        if run not in known:  # many rows measure one layout again
+            known[run] = predicted_run(run, constants)
+        return known[run]
+
+    sets = {file.stem: read_rows(file) for file in row_files(path)}
+    runs = _runs(sets)
+    parts = [_validated(name, [(row, runs[where]) for where, row in rows.items()], predict, constants.basis)
+             for name, rows in sets.items()]  # fmt: skip
+    return reduce(_joined, parts)
+
+
+def row_files(path: Path) -> list[Path]:
+    """Return the files of rows that are meant by a path."""
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.glob(f"*{SUFFIX}"))
+    if not files:
+        raise InputError.of(str(path), f"holds no files of rows: their names end in {SUFFIX}")
+    return files
+
+
+def predicted_run(run: MeasuredRun, calibration: Calibration) -> Prediction:
+    """Predict one run with the best cut of every operation that its layout allows, legal or not."""
+    engine = run.cluster.engine
+    request = Request(
+        model=run.model, cluster=run.cluster, workload=run.workload, engines=(engine,), calibration=calibration
+    )
+    atoms, cutting = cut_atoms(run.candidate, run.model), request.cutting(run.candidate, engine)
+    blocks = CutBlocks(step=request.question(run.candidate).step, cutting=cutting, atoms=atoms)
+    prediction = request.outline(run.candidate, engine, blocks).prediction
+    assert prediction, "an outlined plan has its prediction"
+    return prediction
+
+
+def _runs(sets: Mapping[str, Mapping[str, MeasuredRow]]) -> Mapping[str, MeasuredRun | str]:
+    """Understand all rows of all sets without a look at what was measured, or name everything that is wrong."""
+    faults: list[Fault] = []
+    runs: dict[str, MeasuredRun | str] = {}
+    for where, row in ((where, row) for rows in sets.values() for where, row in rows.items()):
+        try:
+            runs[where] = run_of(row.unmeasured)
+        except InputError as error:
+            faults.extend(placed(where, fault) for fault in error.faults)
+    if faults:
+        raise InputError(faults)
+    return runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    row: MeasuredRow
+    said: PredictedRow
+
+
+def _validated(
+    name: str,
+    rows: list[tuple[MeasuredRow, MeasuredRun | str]],
+    predict: Callable[[MeasuredRun], Prediction],
+    basis: str,
+) -> Validation:
+    answers = [(row, _answer(row.id, run, predict)) for row, run in rows]
+    pairs = [_Pair(row=row, said=said) for row, said in answers if isinstance(said, PredictedRow)]
+    failed = tuple(said for _, said in answers if isinstance(said, Unrepresented))
+    found = SetAccuracy(
+        name=name,
+        num_rows=len(rows),
+        num_unrepresented=len(failed),
+        basis=basis,
+        step_time=accuracy([_times(pair, pair.row.step_time_s) for pair in pairs if pair.row.step_time_s]),
+        peak_memory=accuracy([_sizes(pair, pair.row.peak_memory_gib) for pair in pairs if pair.row.peak_memory_gib]),
+    )
+    return Validation(sets=(found,), rows=tuple(pair.said for pair in pairs), unrepresented=failed)
+
+
+def _answer(
+    row_id: str, run: MeasuredRun | str, predict: Callable[[MeasuredRun], Prediction]
+) -> PredictedRow | Unrepresented:
+    if isinstance(run, str):
+        return Unrepresented(id=row_id, reason=run)
+    try:
+        prediction = predict(run)
+    except InputError as error:  # the layout has no shape here
+        return Unrepresented(id=row_id, reason="; ".join(map(str, error.faults)))
+    return PredictedRow(
+        id=row_id,
+        predicted_step_time_s=prediction.step_time_s,
+        low_s=prediction.low_s,
+        high_s=prediction.high_s,
+        predicted_peak_memory_gib=rounded(prediction.peak_bytes / GIB),
+        assumed=run.assumed,
+        parts=prediction.time_parts,
+    )
+
+
+def _times(pair: _Pair, measured: float) -> Compared:
+    row, said = pair.row, pair.said
+    return Compared(
+        id=row.id,
+        group=row.group or row.id,
+        layout=(*row.layout, row.global_batch_seqs, row.seq_len),
+        predicted=said.predicted_step_time_s,
+        measured=measured,
+        low=said.low_s,
+        high=said.high_s,
+        work=row.global_batch_seqs * row.seq_len,
+    )
+
+
+def _sizes(pair: _Pair, measured: float) -> Compared:
+    row = pair.row
+    predicted = pair.said.predicted_peak_memory_gib
+    return Compared(id=row.id, group=row.group or row.id, layout=row.layout, predicted=predicted, measured=measured)
+
+
+def _joined(first: Validation, second: Validation) -> Validation:
+    return Validation(
+        sets=(*first.sets, *second.sets),
+        rows=(*first.rows, *second.rows),
+        unrepresented=(*first.unrepresented, *second.unrepresented),
+    )

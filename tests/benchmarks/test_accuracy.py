@@ -1,0 +1,69 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from autoshard.cost.validation import Validation
+from autoshard.search.validate import validate
+from benchmarks.__main__ import main
+from benchmarks.accuracy import TIME_BAR, judge, run
+from tests.cost.measured_cases import DATA, SMALL
+
+
+def measured(folder: Path, *factors: float, name: str = "own") -> Validation:
+    """Rows that took so many times what is predicted."""
+    path = folder / f"{name}.jsonl"
+    path.write_text(json.dumps(SMALL), encoding="utf-8")
+    (said,) = validate(path).rows
+    rows = [
+        {**SMALL, "id": str(number), "step_time_s": said.predicted_step_time_s * factor}
+        for number, factor in enumerate(factors)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return validate(path)
+
+
+def test_the_worst_set_is_judged(tmp_path: Path) -> None:
+    good, bad = measured(tmp_path, 1.0, 1.0), measured(tmp_path, 0.5, name="bad")
+    assert judge([good], 0.0).holds
+    both = judge([good, bad], 0.0)
+    assert (both.value, both.bar, both.holds) == (1.0, TIME_BAR, False)
+    assert (both.extras["own.mape"], both.extras["own.holds"]) == (0.0, True)
+    assert (both.extras["bad.mape"], both.extras["bad.holds"]) == (1.0, False)
+
+
+def test_sets_of_one_name_stay_apart(tmp_path: Path) -> None:
+    both = judge([measured(tmp_path, 1.0), measured(tmp_path, 0.5)], 0.0)
+    assert (both.extras["own.mape"], both.extras["own-2.mape"]) == (0.0, 1.0)
+
+
+def test_a_row_that_is_not_predicted_does_not_pass(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps({**SMALL, "arch": None}), encoding="utf-8")
+    result = judge([measured(tmp_path, 1.0, name="fine"), validate(path)], 0.0)
+    assert not result.holds and result.extras["unrepresented"] == 1
+
+
+def test_the_uncalibrated_model_says_that_it_does_not_hold(tmp_path: Path) -> None:
+    measured(tmp_path, 1.0)
+    result = run(rows=tmp_path)
+    assert not result.holds and result.value > TIME_BAR
+    assert {"trainium.mape", "gpu_published.mape", "own.mape"} <= result.extras.keys()
+
+
+def test_rows_are_for_accuracy_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cold_start", "--rows", str(tmp_path)]) == 2
+    assert "cold_start has no use for measured rows" in capsys.readouterr().err
+    assert main(["accuracy", "--rows", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_the_readme_states_the_errors_of_today() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    said = re.search(r"is (\d+)% over (\d+) runs on Trainium and (\d+)% over (\d+) on GPUs", " ".join(text.split()))
+    found = {entry.name: entry.step_time for entry in validate(DATA).sets}
+    trainium, gpus = found["trainium"], found["gpu_published"]
+    assert said and trainium and gpus
+    shares = [round(100 * trainium.mape), trainium.count, round(100 * gpus.mape), gpus.count]
+    assert [int(number) for number in said.groups()] == shares
