@@ -5,6 +5,7 @@ from collections.abc import Mapping
 # Name -> the function that measures. Text, so that a benchmark imports its subject only when it is run.
 BENCHMARKS: Mapping[str, str] = {
     "cold_start": "benchmarks.cold_start:run",
+    "simulate_pipeline": "benchmarks.simulate_pipeline:run",
     "solve_block": "benchmarks.solve_block:run",
     "solve_unrolled": "benchmarks.solve_unrolled:run",
 }
