@@ -111,7 +111,7 @@ BUILDERS: Mapping[str, Builder] = {
         order=h1_order,
         in_flight=h1_in_flight,
         waiting=h1_waiting,
-        meaning="1f1b with the backward split; a third of its bubble, pp micro-batches in flight on all ranks",
+        meaning="1f1b with split backwards; a third of its bubble, its peak in flight on all ranks",
     ),
     "zb_v": Builder(
         order=v_order,
@@ -119,6 +119,6 @@ BUILDERS: Mapping[str, Builder] = {
         waiting=v_waiting,
         num_chunks=2,
         turns=True,
-        meaning="backward split, two chunks per rank in a V; a sixth of 1f1b's bubble, as much in flight on all ranks",
+        meaning="split backwards, 2 chunks per rank in a V; a sixth of 1f1b's bubble, its peak on all ranks",
     ),
 }

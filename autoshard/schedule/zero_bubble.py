@@ -45,7 +45,7 @@ def v_order(shape: PipelineShape, position: int) -> list[Step]:
     """Give the order of ZB-V for the rank whose two chunks are the stages ``position`` and its mirror image.
 
     A micro-batch goes down the ranks through their first chunks and returns through their second ones, so that the rank
-    that begins a forward also ends it, and every rank can hold the same (Qi et al. 2023, arXiv:2401.10241, ZB-V; why a V
+    that begins a forward also ends it, and every rank can hold the same (Qi et al. 2023, arXiv:2401.10241; why a V
     balances what ranks hold: Qi et al. 2024, arXiv:2405.15362). The order is that of PyTorch's ScheduleZBVZeroBubble.
     """
     count = max(shape.num_micro_batches, 2 * shape.num_ranks - 1)  # fewer do not fill the V: leave some out below

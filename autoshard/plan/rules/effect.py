@@ -47,7 +47,7 @@ def _v_chunks(c: Columns) -> str:
 
 def _split(c: Columns) -> str:
     whole = {"zb_h1": "1f1b", "zb_v": "interleaved"}[str(c.schedule)]
-    return f"schedule={c.schedule}: this version prices no split backward (I and W) yet. Use schedule={whole}"
+    return f"schedule={c.schedule}: this version prices no split backward yet, only whole ones. Use schedule={whole}"
 
 
 def _zero(c: Columns) -> str:
@@ -129,7 +129,7 @@ RULES = (
         subject="vp,schedule",
         allows=lambda c: implies(c.schedule == "zb_v", c.vp == 2),
         message=_v_chunks,
-        source="derived: rank r holds stages r and 2*pp-1-r (Qi et al. 2023, arXiv:2401.10241, ZB-V)",
+        source="derived: rank r holds stages r and 2*pp-1-r (ZB-V of Qi et al. 2023, arXiv:2401.10241)",
     ),
     Rule(
         id="split-backward",
