@@ -7,6 +7,7 @@ from hypothesis import given, strategies as st
 from autoshard.plan.rules.check import all_rules, judge, legal_mask, legality
 from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Rule
+from autoshard.schedule.schedule import Schedule, schedule_names
 from autoshard.spec.mesh import Mesh
 from tests.plan.cases import any_candidates, ask, questions, reasons
 
@@ -87,6 +88,15 @@ def question_for(facts):
 
 def test_every_rule_is_broken_by_a_case_of_this_file():
     assert set(BREAKS) == {rule.id for rule in all_rules()}
+
+
+@pytest.mark.parametrize("builder", schedule_names())
+def test_exactly_the_schedules_that_split_the_backward_are_refused_for_it(builder):
+    vp = 2 if builder in ("interleaved", "zb_v") else 1
+    candidate = f"tp=8,pp=2,dp=1,vp={vp},schedule={builder}"
+    lists = Schedule(builder=builder, num_ranks=2, num_chunks=vp, num_micro_batches=4).action_lists()
+    splits = any(action.kind == "I" for actions in lists for action in actions)
+    assert ("split-backward" in reasons(question_for(GPU), candidate)) == splits
 
 
 def test_rules_have_one_id_each_a_subject_and_a_source():
