@@ -6,6 +6,7 @@ from collections.abc import Mapping
 BENCHMARKS: Mapping[str, str] = {
     "accuracy": "benchmarks.accuracy:run",
     "cold_start": "benchmarks.cold_start:run",
+    "simulate_pipeline": "benchmarks.simulate_pipeline:run",
     "solve_block": "benchmarks.solve_block:run",
     "solve_unrolled": "benchmarks.solve_unrolled:run",
 }

@@ -8,6 +8,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import SCHEMA, Buckets, Plan, Stage
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.stages import layers_of
+from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.schedule import Schedule
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.mesh import Mesh
@@ -128,15 +129,16 @@ def _stages(candidate: Candidate, model: ModelSpec) -> tuple[Stage, ...]:
         raise InputError.of("stages", faults)
     layers = layers_of(candidate, model.num_layers)
     starts = [sum(layers[:stage]) for stage in range(len(layers))]
+    places = [BUILDERS[candidate.schedule].place_of(candidate.pp, stage) for stage in range(candidate.num_stages)]
     return tuple(
         Stage(
-            rank=stage % candidate.pp,
-            chunk=stage // candidate.pp,
+            rank=rank,
+            chunk=chunk,
             first_layer=starts[stage],
             num_layers=layers[stage],
             recompute=candidate.recompute_of(stage),
         )
-        for stage in range(candidate.num_stages)
+        for stage, (rank, chunk) in enumerate(places)
     )
 
 

@@ -5,53 +5,55 @@ A position is a rank's place in the pipeline: the stage of its first chunk. A ch
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from autoshard.schedule.action import Action, ActionKind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineShape:
-    """What a builder needs to know: pipeline ranks, chunks per rank, micro-batches."""
-
-    num_ranks: int
-    num_chunks: int
-    num_micro_batches: int
-
-    @property
-    def num_units(self) -> int:
-        """Forward actions of one rank: micro-batches times chunks."""
-        return self.num_micro_batches * self.num_chunks
+from autoshard.schedule.shape import PipelineShape, Step
+from autoshard.schedule.zero_bubble import h1_in_flight, h1_order, h1_waiting, v_in_flight, v_order, v_waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builder:
-    """A schedule's order, and its closed form of how many forwards come before the first backward."""
+    """A schedule's order, and the closed forms of what it keeps and how long it waits."""
 
-    warm_up: Callable[[PipelineShape, int], int]
-    needs_chunks: bool
+    order: Callable[[PipelineShape, int], list[Step]]  # (kind, chunk, micro-batch) of the rank at a position
+    in_flight: Callable[[PipelineShape, int], int]  # (chunk, micro-batch) pairs that the rank at a position holds
+    waiting: Callable[[PipelineShape], float | None]  # units of F, I and W that a rank waits; None: no closed form
+    num_chunks: int | None = 1  # per rank; None: any number
+    in_rounds: bool = False  # chunks take turns in rounds of num_ranks micro-batches
+    turns: bool = False  # odd chunks run from the last rank to the first
     meaning: str
 
+    def stage_of(self, num_ranks: int, rank: int, chunk: int) -> int:
+        """Give the stage that a chunk of a rank is, if nobody places it elsewhere."""
+        back = self.turns and chunk % 2
+        return chunk * num_ranks + (num_ranks - 1 - rank if back else rank)
 
-def order(builder: Builder, shape: PipelineShape, position: int) -> list[tuple[ActionKind, int, int]]:
-    """Give ``(kind, chunk, micro-batch)`` of every action of the rank at ``position``, in order.
+    def place_of(self, num_ranks: int, stage: int) -> tuple[int, int]:
+        """Give the rank and chunk of a stage: the inverse of ``stage_of``."""
+        chunk, rank = divmod(stage, num_ranks)
+        return (num_ranks - 1 - rank if self.turns and chunk % 2 else rank), chunk
 
-    After the warm-up, forwards and backwards take turns until the forwards run out.
-    """
-    warm_up = builder.warm_up(shape, position)
-    actions: list[tuple[ActionKind, int, int]] = [("F", *_unit(shape, step)) for step in range(warm_up)]
+
+def _one_forward_one_backward(
+    warm_up: Callable[[PipelineShape, int], int], shape: PipelineShape, position: int
+) -> list[Step]:
+    """After the warm-up, forwards and whole backwards take turns until the forwards run out."""
+    before = warm_up(shape, position)
+    steps: list[Step] = [("F", *_unit(shape, step)) for step in range(before)]
     for step in range(shape.num_units):
-        if warm_up + step < shape.num_units:
-            actions.append(("F", *_unit(shape, warm_up + step)))
-        actions.append(("B", *_mirrored(shape, step)))
-    return actions
+        if before + step < shape.num_units:
+            steps.append(("F", *_unit(shape, before + step)))
+        steps.append(("B", *_mirrored(shape, step)))
+    return steps
 
 
-def actions_of(builder: Builder, shape: PipelineShape, position: int, stages: Mapping[int, int]) -> tuple[Action, ...]:
-    """Give the action list of the rank at ``position`` whose chunks are the stages given."""
-    return tuple(
-        Action(kind=kind, stage=stages[chunk], micro_batch=micro_batch)
-        for kind, chunk, micro_batch in order(builder, shape, position)
-    )
+def _held_after(warm_up: Callable[[PipelineShape, int], int], shape: PipelineShape, position: int) -> int:
+    return min(warm_up(shape, position) + 1, shape.num_units)
+
+
+def _ends(shape: PipelineShape) -> float:
+    # One unit of each other rank, at the two ends (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+    return shape.num_ranks - 1
 
 
 def _unit(shape: PipelineShape, step: int) -> tuple[int, int]:
@@ -86,18 +88,37 @@ def _warm_up_interleaved(shape: PipelineShape, position: int) -> int:
 
 BUILDERS: Mapping[str, Builder] = {
     "gpipe": Builder(
-        warm_up=_warm_up_gpipe,
-        needs_chunks=False,
+        order=partial(_one_forward_one_backward, _warm_up_gpipe),
+        in_flight=partial(_held_after, _warm_up_gpipe),
+        waiting=_ends,
         meaning="all forwards, then all backwards; every micro-batch is in flight",
     ),
     "1f1b": Builder(
-        warm_up=_warm_up_1f1b,
-        needs_chunks=False,
+        order=partial(_one_forward_one_backward, _warm_up_1f1b),
+        in_flight=partial(_held_after, _warm_up_1f1b),
+        waiting=_ends,
         meaning="one forward, one backward; at most pp micro-batches in flight",
     ),
     "interleaved": Builder(
-        warm_up=_warm_up_interleaved,
-        needs_chunks=True,
+        order=partial(_one_forward_one_backward, _warm_up_interleaved),
+        in_flight=partial(_held_after, _warm_up_interleaved),
+        waiting=_ends,
+        num_chunks=None,
+        in_rounds=True,
         meaning="1f1b over vp chunks per rank; the bubble shrinks by vp, more is in flight",
+    ),
+    "zb_h1": Builder(
+        order=h1_order,
+        in_flight=h1_in_flight,
+        waiting=h1_waiting,
+        meaning="1f1b with split backwards; a third of its bubble, its peak in flight on all ranks",
+    ),
+    "zb_v": Builder(
+        order=v_order,
+        in_flight=v_in_flight,
+        waiting=v_waiting,
+        num_chunks=2,
+        turns=True,
+        meaning="split backwards, 2 chunks per rank in a V; a sixth of 1f1b's bubble, its peak on all ranks",
     ),
 }

@@ -1,15 +1,12 @@
 """A pipeline schedule as data: a builder's name with its parameters, or the action lists themselves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.errors import nearest, require
-from autoshard.schedule.action import ActionKind, ActionLists
-from autoshard.schedule.builders import BUILDERS, Builder, PipelineShape, actions_of
-from autoshard.schedule.play import play
-
-# A backward does the work of two forwards; the counted bubble of hand-written lists uses these.
-UNIT_TIMES: Mapping[ActionKind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+from autoshard.schedule.action import Action, ActionLists
+from autoshard.schedule.builders import BUILDERS, Builder
+from autoshard.schedule.shape import PipelineShape, Step, most_held
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -37,7 +34,7 @@ class Schedule:
     num_ranks: int  # pipeline ranks: pp
     num_chunks: int = 1  # stages per rank: vp
     num_micro_batches: int
-    placement: tuple[tuple[int, int], ...] | None = None  # stage -> (rank, chunk); None: s % pp, s // pp
+    placement: tuple[tuple[int, int], ...] | None = None  # stage -> (rank, chunk); None: the builder's
     actions: ActionLists | None = None
 
     def __post_init__(self) -> None:
@@ -53,15 +50,11 @@ class Schedule:
             ),
         )
         require(
-            (
-                self._chunks_fit(),
-                "num_chunks",
-                f"{self.builder} runs one stage per rank, not {self.num_chunks}. Use interleaved",
-            ),
+            (self._chunks_fit(), "num_chunks", self._chunks_misfit()),
             (
                 self._rounds_fit(),
                 "num_micro_batches",
-                f"interleaved needs a multiple of {self.num_ranks} ranks, not {self.num_micro_batches}",
+                f"{self.builder} needs a multiple of {self.num_ranks} ranks, not {self.num_micro_batches}",
             ),
             (
                 self._placement_fits(),
@@ -76,10 +69,15 @@ class Schedule:
         )
 
     def _chunks_fit(self) -> bool:
-        return self.actions is not None or BUILDERS[self.builder].needs_chunks or self.num_chunks == 1
+        return self.actions is not None or self._builder.num_chunks in (None, self.num_chunks)
+
+    def _chunks_misfit(self) -> str:
+        if self._builder.num_chunks == 1:
+            return f"{self.builder} runs one stage per rank, not {self.num_chunks}. Use interleaved"
+        return f"{self.builder} runs {self._builder.num_chunks} stages per rank, not {self.num_chunks}"
 
     def _rounds_fit(self) -> bool:
-        in_rounds = BUILDERS[self.builder].needs_chunks and self.actions is None and self.num_chunks > 1
+        in_rounds = self._builder.in_rounds and self.actions is None and self.num_chunks > 1
         return not in_rounds or self.num_micro_batches % self.num_ranks == 0
 
     def _placement_fits(self) -> bool:
@@ -97,45 +95,54 @@ class Schedule:
 
     def place_of(self, stage: int) -> tuple[int, int]:
         """Give ``(rank, chunk)`` of a stage."""
-        return self.placement[stage] if self.placement else (stage % self.num_ranks, stage // self.num_ranks)
+        return self.placement[stage] if self.placement else self._builder.place_of(self.num_ranks, stage)
 
     def stages_of(self, rank: int) -> dict[int, int]:
         """Map each chunk of a rank to its stage."""
         if self.placement is None:
-            return {chunk: chunk * self.num_ranks + rank for chunk in range(self.num_chunks)}
+            return {chunk: self._builder.stage_of(self.num_ranks, rank, chunk) for chunk in range(self.num_chunks)}
         return {chunk: stage for stage, (owner, chunk) in enumerate(self.placement) if owner == rank}
+
+    def steps(self) -> list[list[Step]]:
+        """Give ``(kind, stage, micro-batch)`` of every action, per rank in order: the action lists in short."""
+        if self.actions is not None:
+            return [[(action.kind, action.stage, action.micro_batch) for action in own] for own in self.actions]
+        return [self._built(self.stages_of(rank)) for rank in range(self.num_ranks)]
+
+    def _built(self, stages: Mapping[int, int]) -> list[Step]:
+        order = self._builder.order(self._shape, stages[0])
+        return [(kind, stages[chunk], micro_batch) for kind, chunk, micro_batch in order]
 
     def action_lists(self) -> ActionLists:
         """Give the actions of every pipeline rank, in order."""
         if self.actions is not None:
             return self.actions
-        lists = ((stages[0], stages) for stages in map(self.stages_of, range(self.num_ranks)))
-        return tuple(actions_of(self._builder, self._shape, position, stages) for position, stages in lists)
+        return tuple(
+            tuple(Action(kind=kind, stage=stage, micro_batch=micro_batch) for kind, stage, micro_batch in own)
+            for own in self.steps()
+        )
 
     def in_flight(self, rank: int) -> int:
         """Count the (chunk, micro-batch) pairs a rank holds activations of at most; a chunk is 1/vp of it."""
         if self.actions is not None:
-            return _count_in_flight([action.kind for action in self.actions[rank]])
-        warm_up = self._builder.warm_up(self._shape, self.stages_of(rank)[0])
-        return min(warm_up + 1, self._shape.num_units)
+            return most_held(action.kind for action in self.actions[rank])
+        return self._builder.in_flight(self._shape, self.stages_of(rank)[0])
 
     def bubble_fraction(self) -> float:
-        """Share of the step in which a rank waits, if all stages are equal and sending is free.
+        """Share of the step in which a rank waits, if stages are equal, F, I and W as well, and sending is free.
 
         >>> Schedule(builder="1f1b", num_ranks=4, num_micro_batches=12).bubble_fraction()
         0.2
         """
-        if self.actions is not None:
-            return self._counted_bubble(self.actions)
-        # Closed form: a rank works num_units units and waits for num_ranks - 1 of them at its two ends
-        # (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
-        waiting = self.num_ranks - 1
+        waiting = self._builder.waiting(self._shape) if self.actions is None else None
+        if waiting is None:
+            return self._counted_bubble()
         return waiting / (self._shape.num_units + waiting)
 
-    def _counted_bubble(self, lists: ActionLists) -> float:
-        played = play(lists, UNIT_TIMES)
-        busy = sum(UNIT_TIMES[action.kind] for actions in lists for action in actions) / self.num_ranks
-        return 1 - busy / played.makespan if played.makespan else 0.0
+    def _counted_bubble(self) -> float:
+        from autoshard.schedule.timeline import unit_bubble  # only here: few schedules need numpy
+
+        return unit_bubble(self.steps(), self._shape)
 
     @property
     def _builder(self) -> Builder:
@@ -150,11 +157,3 @@ class Schedule:
 
 def _unknown(builder: str) -> str:
     return f"{builder!r} is not a schedule. {nearest(builder, schedule_names())}"
-
-
-def _count_in_flight(kinds: Sequence[str]) -> int:
-    held = peak = 0
-    for kind in kinds:
-        held += {"F": 1, "B": -1, "W": -1, "I": 0}[kind]
-        peak = max(peak, held)
-    return peak

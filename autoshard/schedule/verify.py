@@ -4,14 +4,14 @@ from collections import Counter
 
 from autoshard.errors import Fault
 from autoshard.schedule.action import Action, ActionLists
-from autoshard.schedule.play import play
-from autoshard.schedule.schedule import UNIT_TIMES, Schedule
+from autoshard.schedule.rendezvous import Stuck, stuck
+from autoshard.schedule.schedule import Schedule
 
 
 def verify_actions(schedule: Schedule) -> tuple[Fault, ...]:
     """List what is wrong with the action lists; empty when every micro-batch passes each stage once each way.
 
-    The order is checked against the flow of data, with sends that never block.
+    The order is checked against the flow of data, with sends that block until their receives are posted.
     """
     lists = schedule.action_lists()
     short = _too_short(schedule, lists)
@@ -87,8 +87,13 @@ def _faults_of_unit(stage: int, micro_batch: int, present: set[Action]) -> list[
 
 
 def _blocked(lists: ActionLists) -> list[Fault]:
-    stuck = play(lists, UNIT_TIMES).stuck
-    return [
-        Fault(where=_where(rank), message=f"{action} waits for {need}, which never ends: move it after {need}")
-        for rank, action, need in stuck
-    ]
+    return [Fault(where=_where(stop.rank), message=_why(stop)) for stop in stuck(lists)]
+
+
+def _why(stop: Stuck) -> str:
+    if stop.blocked is None:
+        return f"{stop.action} waits for {stop.need}, which never ends: move it after {stop.need}"
+    return (
+        f"{stop.action} waits until what {stop.blocked} made is sent, and stage {stop.need.stage} takes it only after "
+        f"{stop.need}, which never begins: move {stop.blocked} after what leads to {stop.need}"
+    )

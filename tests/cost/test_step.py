@@ -10,8 +10,8 @@ from autoshard.cost.pipeline import Pipeline, StageLayers, rank_cost
 from autoshard.cost.predict import plan_cost
 from autoshard.cost.step import step_cost
 from autoshard.plan.recompute import Recompute
-from autoshard.schedule.play import play
 from autoshard.schedule.schedule import Schedule
+from autoshard.schedule.simulate import PipelineTimes, StageTimes, simulate
 from tests.cost.cases import ask, plan_of, priced, setting
 
 EVERYONE = ("edp", "ep", "cp")
@@ -52,25 +52,13 @@ def cost_of(run, layer, ends=None, zero=1):
     return step_cost(ask(), here, run, lambda kind, drop: price[kind])
 
 
-def simulated_s(forward, backward, num_micro_batches):
-    """Play 1F1B event by event; stage s takes forward[s] and backward[s]; sends are free."""
-    num_ranks = len(forward)
-    schedule = Schedule(builder="1f1b", num_ranks=num_ranks, num_micro_batches=num_micro_batches)
-    lists = [list(actions) for actions in schedule.action_lists()]
-    ends, clocks = {}, [0.0] * num_ranks
-    while any(lists):
-        for rank, actions in enumerate(lists):
-            while actions:
-                action = actions[0]
-                needs = {"F": ("F", rank - 1), "B": ("B", rank + 1)}[action.kind]
-                other = (*needs, action.micro_batch)
-                if 0 <= needs[1] < num_ranks and other not in ends:
-                    break
-                takes = (forward if action.kind == "F" else backward)[rank]
-                clocks[rank] = max(clocks[rank], ends.get(other, 0.0)) + takes
-                ends[action.kind, rank, action.micro_batch] = clocks[rank]
-                actions.pop(0)
-    return max(clocks)
+def simulated(schedule, forward, backward):
+    """How long the pipeline takes; stage s takes forward[s] and backward[s], and sends are free."""
+    times = [
+        StageTimes(forward_s=down, input_s=0, weight_s=0, backward_s=up)
+        for down, up in zip(forward, backward, strict=True)
+    ]
+    return simulate(schedule, PipelineTimes(stages=tuple(times))).makespan_s
 
 
 class TestTime:
@@ -78,30 +66,28 @@ class TestTime:
         st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 20), st.integers(1, 4),
         st.integers(1, 50), st.integers(1, 50),
     )  # fmt: skip
-    def test_of_equal_stages_is_that_of_the_schedule_played(self, builder, pp, extra, layers, forward, backward):
+    def test_of_equal_stages_is_that_of_the_schedule_simulated(self, builder, pp, extra, layers, forward, backward):
         schedule = Schedule(builder=builder, num_ranks=pp, num_micro_batches=pp + extra)
         cost = cost_of(pipeline(schedule, [layers] * pp), block(forward, backward))
-        played = play(schedule.action_lists(), {"F": layers * forward, "B": layers * backward})
-        assert cost.time_s == pytest.approx(played.makespan)
+        assert cost.time_s == pytest.approx(simulated(schedule, [layers * forward] * pp, [layers * backward] * pp))
         work = (pp + extra) * layers * (forward + backward)
         assert cost.seconds["compute"] == pytest.approx(work)
         assert cost.seconds["bubble"] / cost.time_s == pytest.approx(schedule.bubble_fraction())
 
     @given(st.integers(2, 4), st.integers(2, 3), st.integers(1, 4), st.integers(1, 50), st.integers(1, 50))
-    def test_of_chunks_is_that_of_the_schedule_played(self, pp, vp, rounds, forward, backward):
+    def test_of_chunks_is_that_of_the_schedule_simulated(self, pp, vp, rounds, forward, backward):
         schedule = Schedule(builder="interleaved", num_ranks=pp, num_chunks=vp, num_micro_batches=pp * rounds)
         cost = cost_of(pipeline(schedule, [1] * (pp * vp)), block(forward, backward))
-        played = play(schedule.action_lists(), {"F": forward, "B": backward})
-        assert cost.time_s == pytest.approx(played.makespan)
+        assert cost.time_s == pytest.approx(simulated(schedule, [forward] * pp * vp, [backward] * pp * vp))
 
     @settings(max_examples=100)
     @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(0, 12), st.integers(1, 5))
-    def test_of_unequal_stages_is_never_below_the_schedule_played_and_close_to_it(self, counts, extra, backward):
+    def test_of_unequal_stages_is_never_below_the_schedule_simulated_and_close_to_it(self, counts, extra, backward):
         # every stage is busy on as many layers as it has; a backward takes a fixed multiple of a forward
         count = len(counts) + extra
         schedule = Schedule(builder="1f1b", num_ranks=len(counts), num_micro_batches=count)
         closed = cost_of(pipeline(schedule, counts), block(1.0, backward)).time_s
-        played = simulated_s(counts, [backward * size for size in counts], count)
+        played = simulated(schedule, counts, [backward * size for size in counts])
         assert played <= closed * (1 + 1e-9)
         passing = sum(counts) * (1 + backward)
         assert closed - played <= passing, "off by less than one micro-batch through the pipeline"

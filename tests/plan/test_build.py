@@ -39,6 +39,12 @@ def test_interleaved_stages_go_round_the_ranks():
     assert plan.schedule.num_stages == len(plan.stages) == 16
 
 
+def test_stages_of_a_v_return_over_the_same_ranks():
+    plan = plan_of(ask(), "tp=32,pp=8,vp=2,schedule=zb_v")
+    assert [(stage.rank, stage.chunk) for stage in plan.stages[6:10]] == [(6, 0), (7, 0), (7, 1), (6, 1)]
+    assert all(plan.schedule.place_of(index) == (stage.rank, stage.chunk) for index, stage in enumerate(plan.stages))
+
+
 def test_a_vocabulary_that_does_not_divide_is_padded():
     plan = plan_of(ask("gpt2-xl", "h100-80", 1, seq_len=1024), "tp=8")
     assert plan.padding == {"vocab": 50264}

@@ -112,7 +112,7 @@ def test_sequence_parallelism_follows_tp_unless_said():
         ("tp=8,tp=8", "tp=8", "given twice"),
         ("sp=yes", "sp=yes", "true, false"),
         ("zero=2", "zero=2", "0, 1, 3"),
-        ("schedule=zb_h1", "schedule=zb_h1", "1f1b"),
+        ("schedule=1f1d", "schedule=1f1d", "1f1b"),
         ("recompute=half", "recompute=half", "not a recompute"),
         ("stages=9/0", "stages=9/0", "at least 1"),
         ("stages=9//9", "stages=9//9", "empty item"),

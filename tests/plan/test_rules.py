@@ -7,6 +7,7 @@ from hypothesis import given, strategies as st
 from autoshard.plan.rules.check import all_rules, judge, legal_mask, legality
 from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Rule
+from autoshard.schedule.schedule import Schedule, schedule_names
 from autoshard.spec.mesh import Mesh
 from tests.plan.cases import any_candidates, ask, questions, reasons
 
@@ -47,6 +48,9 @@ BREAKS = {
     "ep-effect": (GPU, "tp=1,ep=2", "llama3-70b is dense", "tp=1"),
     "vp-schedule": ({}, "tp=32,pp=8,vp=2", "Use schedule=inter", "tp=32,pp=8,vp=2,schedule=interleaved"),
     "interleaved-shape": ({}, "tp=32,pp=8,schedule=interleaved", "not pp=8,vp=1", "tp=32,pp=8"),
+    "zb-v-chunks": (GPU, "tp=8,pp=2,schedule=zb_v", "two stages per rank. Use vp=2", "tp=8,pp=2,vp=2,schedule=zb_v"),
+    "split-backward": (GPU, "tp=8,pp=2,schedule=zb_h1", "no split backward yet, only whole ones. Use schedule=1f1b",
+                       "tp=8,pp=2"),
     "schedule-effect": (GPU, "tp=8,schedule=gpipe", "no pipeline with pp=1", "tp=8,pp=2,schedule=gpipe"),
     "zero-effect": (GPU, "tp=8,pp=2,zero=3", "nothing to spread over", "tp=8,pp=1,zero=3"),
     "boundary": (GPU, "tp=8,boundary=[batch/dp, seq, hidden]", "default layout", "tp=8"),
@@ -84,6 +88,15 @@ def question_for(facts):
 
 def test_every_rule_is_broken_by_a_case_of_this_file():
     assert set(BREAKS) == {rule.id for rule in all_rules()}
+
+
+@pytest.mark.parametrize("builder", schedule_names())
+def test_exactly_the_schedules_that_split_the_backward_are_refused_for_it(builder):
+    vp = 2 if builder in ("interleaved", "zb_v") else 1
+    candidate = f"tp=8,pp=2,dp=1,vp={vp},schedule={builder}"
+    lists = Schedule(builder=builder, num_ranks=2, num_chunks=vp, num_micro_batches=4).action_lists()
+    splits = any(action.kind == "I" for actions in lists for action in actions)
+    assert ("split-backward" in reasons(question_for(GPU), candidate)) == splits
 
 
 def test_rules_have_one_id_each_a_subject_and_a_source():

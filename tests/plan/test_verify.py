@@ -49,6 +49,11 @@ def test_a_built_plan_of_a_legal_candidate_passes():
     )
 
 
+@pytest.mark.parametrize("pins", ["tp=32,pp=8,schedule=zb_h1", "tp=32,pp=8,vp=2,schedule=zb_v"])
+def test_a_plan_whose_backward_is_split_is_refused_for_its_price_and_its_engine_only(pins):
+    assert {found.rule_id for found in verify(good(pins))} == {"split-backward", "nxd-schedule"}
+
+
 @given(shaped())
 def test_a_built_plan_is_refused_by_the_rules_alone(case):
     question, candidate = case

@@ -1,7 +1,7 @@
 """Rules against options that would do nothing, and against names that nobody knows."""
 
 from autoshard.plan.rules.columns import Column, Columns
-from autoshard.plan.rules.rule import Rule, implies
+from autoshard.plan.rules.rule import Rule, implies, one_of
 
 _NO_EFFECT = "autoshard: an option without effect is refused, because the user meant something by it"
 
@@ -22,6 +22,9 @@ def _ep(c: Columns) -> str:
     return f"ep={c.ep}: {c.model.name} is dense; it has no experts to spread. Use ep=1"
 
 
+_SPLIT = ("zb_h1", "zb_v")  # schedules that run the two halves of a backward pass apart
+
+
 def _chunks(c: Columns) -> str:
     return f"vp={c.vp}: schedule={c.schedule} runs one stage per rank. Use schedule=interleaved, or vp=1"
 
@@ -36,6 +39,15 @@ def _interleaved(c: Columns) -> str:
 
 def _schedule(c: Columns) -> str:
     return f"schedule={c.schedule}: there is no pipeline with pp=1. Leave schedule out"
+
+
+def _v_chunks(c: Columns) -> str:
+    return f"vp={c.vp}: schedule={c.schedule} folds the pipeline once, into two stages per rank. Use vp=2"
+
+
+def _split(c: Columns) -> str:
+    whole = {"zb_h1": "1f1b", "zb_v": "interleaved"}[str(c.schedule)]
+    return f"schedule={c.schedule}: this version prices no split backward yet, only whole ones. Use schedule={whole}"
 
 
 def _zero(c: Columns) -> str:
@@ -93,9 +105,10 @@ RULES = (
     Rule(
         id="vp-schedule",
         subject="vp,schedule",
-        allows=lambda c: implies(c.vp > 1, c.schedule == "interleaved"),
+        allows=lambda c: implies(c.vp > 1, one_of(c.schedule, ("interleaved", "zb_v"))),
         message=_chunks,
-        source="derived: gpipe and 1f1b know one stage per rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)",
+        source="derived: gpipe, 1f1b and zb_h1 know one stage per rank (Narayanan et al. 2021, arXiv:2104.04473, "
+        "section 2.2; Qi et al. 2023, arXiv:2401.10241, section 2)",
     ),
     Rule(
         id="interleaved-shape",
@@ -107,9 +120,23 @@ RULES = (
     Rule(
         id="schedule-effect",
         subject="schedule",
-        allows=lambda c: implies(c.schedule == "gpipe", c.pp > 1),
+        allows=lambda c: implies(one_of(c.schedule, ("gpipe", *_SPLIT)), c.pp > 1),
         message=_schedule,
         source=_NO_EFFECT,
+    ),
+    Rule(
+        id="zb-v-chunks",
+        subject="vp,schedule",
+        allows=lambda c: implies(c.schedule == "zb_v", c.vp == 2),
+        message=_v_chunks,
+        source="derived: rank r holds stages r and 2*pp-1-r (ZB-V of Qi et al. 2023, arXiv:2401.10241)",
+    ),
+    Rule(
+        id="split-backward",
+        subject="schedule",
+        allows=lambda c: implies(one_of(c.schedule, _SPLIT), False),
+        message=_split,
+        source="autoshard: a step is priced by the closed form of whole backward passes",
     ),
     Rule(
         id="zero-effect",

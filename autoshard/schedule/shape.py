@@ -1,0 +1,35 @@
+"""What every builder of schedules is given, and what it gives."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autoshard.schedule.action import ActionKind
+
+Step = tuple[ActionKind, int, int]  # an action without its class: kind, stage (in an order: chunk), micro-batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineShape:
+    """What a builder needs to know: pipeline ranks, chunks per rank, micro-batches."""
+
+    num_ranks: int
+    num_chunks: int
+    num_micro_batches: int
+
+    @property
+    def num_units(self) -> int:
+        """Forward actions of one rank: micro-batches times chunks."""
+        return self.num_micro_batches * self.num_chunks
+
+
+def most_held(kinds: Iterable[str]) -> int:
+    """Count what is held at most when F takes one and B, or W where the backward is split, gives one back.
+
+    >>> most_held("FFIFWBB"), most_held("FFBB")
+    (3, 2)
+    """
+    held = peak = 0
+    for kind in kinds:
+        held += {"F": 1, "B": -1, "W": -1, "I": 0}[kind]
+        peak = max(peak, held)
+    return peak

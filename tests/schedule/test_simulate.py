@@ -1,0 +1,247 @@
+import heapq
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from autoshard.errors import InputError
+from autoshard.schedule.schedule import Schedule
+from autoshard.schedule.simulate import Hop, Kept, PipelineTimes, StageTimes, simulate
+from tests.schedule.cases import lists_of, schedules
+
+SECONDS = st.integers(0, 9)
+
+
+@st.composite
+def timed(draw):
+    """A schedule and what everything takes in it, in whole seconds."""
+    schedule = draw(schedules(most_ranks=4, most_micro_batches=7))
+    stage = st.builds(StageTimes, forward_s=SECONDS, input_s=SECONDS, weight_s=SECONDS, backward_s=st.none() | SECONDS)
+    hop = st.builds(Hop, send_s=SECONDS, receive_s=SECONDS)
+    hops = schedule.num_stages - 1
+    times = PipelineTimes(
+        stages=tuple(draw(st.lists(stage, min_size=schedule.num_stages, max_size=schedule.num_stages))),
+        hops=draw(st.just(()) | st.lists(hop, min_size=hops, max_size=hops).map(tuple)),
+        overlap=draw(st.booleans()),
+    )
+    return schedule, times
+
+
+def by_events(schedule, times):
+    """Starts of all actions, from a queue of events: a rank becomes free, a message arrives."""
+    lists = schedule.action_lists()
+    last = schedule.num_stages - 1
+    waits = [list(own) for own in lists]
+    arrived, sleeping, starts = {}, {}, {}
+    events: list[tuple] = [(0, number, "free", number) for number in range(len(lists))]
+    numbers = itertools.count(len(lists))
+
+    def hop_between(stage, other):
+        if schedule.place_of(stage)[0] == schedule.place_of(other)[0] or not times.hops:
+            return Hop()
+        return times.hops[min(stage, other)]
+
+    while events:
+        now, _, event, subject = heapq.heappop(events)
+        if event == "arrived":
+            arrived[subject] = now
+            if subject in sleeping:
+                heapq.heappush(events, (now, next(numbers), "free", sleeping.pop(subject)))
+            continue
+        if not waits[subject]:
+            continue
+        action = waits[subject][0]
+        kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
+        source = {"F": stage - 1, "W": None}.get(kind, stage + 1)
+        if source is not None and 0 <= source <= last and (kind == "F", stage, micro_batch) not in arrived:
+            sleeping[kind == "F", stage, micro_batch] = subject
+            continue
+        waits[subject].pop(0)
+        if source is not None and 0 <= source <= last and not times.overlap:
+            now += hop_between(source, stage).receive_s
+        spent = times.stages[stage]
+        starts[action] = now
+        now += {"F": spent.forward_s, "I": spent.input_s, "W": spent.weight_s, "B": spent.whole_backward_s}[kind]
+        starts[action] = (starts[action], now)
+        target = {"F": stage + 1, "W": -1}.get(kind, stage - 1)
+        if 0 <= target <= last:
+            hop = hop_between(stage, target)
+            reached = now + hop.send_s + (hop.receive_s if times.overlap else 0)
+            heapq.heappush(events, (reached, next(numbers), "arrived", (kind == "F", target, micro_batch)))
+            now += 0 if times.overlap else hop.send_s
+        heapq.heappush(events, (now, next(numbers), "free", subject))
+    return starts
+
+
+@settings(max_examples=200)
+@given(timed())
+def test_every_start_and_end_is_that_of_a_simulation_by_events(case):
+    schedule, times = case
+    expected = by_events(schedule, times)
+    run = simulate(schedule, times)
+    for own, rank in zip(schedule.action_lists(), run.ranks, strict=True):
+        assert list(zip(rank.start_s, rank.end_s, strict=True)) == [expected[action] for action in own]
+    assert run.makespan_s == max(end for _, end in expected.values())
+
+
+@given(timed())
+def test_a_rank_is_busy_sends_or_waits(case):
+    schedule, times = case
+    run = simulate(schedule, times)
+    for rank in run.ranks:
+        assert rank.busy_s == sum(rank.end_s - rank.start_s)
+        assert rank.busy_s + rank.exposed_s + rank.idle_s == run.makespan_s
+        # the last send of a rank may outlast the last action of all
+        last_hop = max((hop.send_s for hop in times.hops), default=0)
+        assert rank.idle_s >= -last_hop
+    if times.overlap:
+        assert all(rank.exposed_s == 0 and rank.idle_s >= 0 for rank in run.ranks)
+
+
+@given(timed())
+def test_overlapped_sends_never_take_longer(case):
+    schedule, times = case
+    slow, fast = (simulate(schedule, replace(times, overlap=overlap)).makespan_s for overlap in (False, True))
+    assert fast <= slow
+
+
+@given(timed())
+def test_what_a_rank_keeps_is_what_began_forward_and_did_not_end_backward(case):
+    schedule, times = case
+    run = simulate(schedule, times)
+    for own, rank in zip(schedule.action_lists(), run.ranks, strict=True):
+        ends = dict(zip(own, rank.end_s, strict=True))
+        lives = [
+            (start, next(ends[replace(action, kind=kind)] for kind in "BW" if replace(action, kind=kind) in ends))
+            for action, start in zip(own, rank.start_s, strict=True)
+            if action.kind == "F"
+        ]
+        for moment in {*rank.start_s, *rank.end_s}:
+            after = np.searchsorted(rank.kept_from_s, moment, side="right")
+            assert rank.kept[after - 1] == sum(start <= moment < end for start, end in lives)
+
+
+@given(schedules())
+def test_the_peak_is_what_the_schedule_says_is_in_flight(schedule):
+    run = simulate(schedule, equal(schedule))
+    assert [rank.peak for rank in run.ranks] == [schedule.in_flight(rank) for rank in range(schedule.num_ranks)]
+    assert all(rank.kept[-1] == 0 for rank in run.ranks)
+
+
+def equal(schedule, forward=1.0, inputs=1.0, weights=1.0):
+    stage = StageTimes(forward_s=forward, input_s=inputs, weight_s=weights)
+    return PipelineTimes(stages=(stage,) * schedule.num_stages)
+
+
+POSITIVE = st.integers(1, 50)
+
+
+@given(schedules(builders=("gpipe", "1f1b"), most_ranks=8), POSITIVE, POSITIVE, POSITIVE)
+def test_gpipe_and_1f1b_wait_for_one_micro_batch_of_each_other_rank(schedule, forward, inputs, weights):
+    run = simulate(schedule, equal(schedule, forward, inputs, weights))
+    waited = (schedule.num_ranks - 1) * (forward + inputs + weights)
+    assert [rank.idle_s for rank in run.ranks] == [waited] * schedule.num_ranks
+    share = (schedule.num_ranks - 1) / schedule.num_micro_batches
+    assert [rank.idle_s / rank.busy_s for rank in run.ranks] == pytest.approx([share] * schedule.num_ranks)
+
+
+@given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 4), POSITIVE, POSITIVE, POSITIVE)
+def test_interleaving_divides_the_bubble_by_the_chunks(pp, vp, rounds, forward, inputs, weights):
+    schedule = Schedule(builder="interleaved", num_ranks=pp, num_chunks=vp, num_micro_batches=rounds * pp)
+    run = simulate(schedule, equal(schedule, forward, inputs, weights))
+    share = (pp - 1) / (rounds * pp * vp)
+    assert [rank.idle_s / rank.busy_s for rank in run.ranks] == pytest.approx([share] * pp)
+
+
+@given(st.integers(1, 8), st.integers(0, 12), POSITIVE, POSITIVE, POSITIVE)
+def test_zb_h1_waits_for_f_plus_i_less_w_of_each_other_rank(pp, extra, forward, inputs, weights):
+    """Qi et al. 2023, section 2; the closed form asks that W takes no longer than F and I."""
+    weights = min(forward, inputs, weights)
+    schedule = Schedule(builder="zb_h1", num_ranks=pp, num_micro_batches=pp + extra)
+    run = simulate(schedule, equal(schedule, forward, inputs, weights))
+    assert [rank.idle_s for rank in run.ranks] == [(pp - 1) * (forward + inputs - weights)] * pp
+
+
+@given(st.integers(1, 8), st.integers(0, 12), POSITIVE)
+def test_zb_v_waits_only_before_its_first_and_after_its_last_pass(pp, extra, seconds):
+    schedule = Schedule(builder="zb_v", num_ranks=pp, num_chunks=2, num_micro_batches=2 * pp + extra)
+    run = simulate(schedule, equal(schedule, seconds, seconds, seconds))
+    for number, rank in enumerate(run.ranks):
+        assert rank.start_s[0] == number * seconds
+        assert rank.end_s[-1] - rank.start_s[0] == rank.busy_s
+    assert run.makespan_s == run.ranks[0].busy_s + (pp - 1) * seconds
+
+
+@given(st.integers(1, 8), st.integers(0, 12))
+def test_zero_bubble_schedules_keep_no_more_than_1f1b_does_at_its_peak(pp, extra):
+    """Qi et al. 2023, ZB-H1 and ZB-V: in stages of a whole rank, so a chunk of ZB-V counts half."""
+
+    def peaks(builder, count, chunks=1):
+        schedule = Schedule(builder=builder, num_ranks=pp, num_chunks=chunks, num_micro_batches=count)
+        amounts = Kept(stages=(1 / chunks,) * schedule.num_stages)
+        return [rank.peak for rank in simulate(schedule, equal(schedule), amounts).ranks]
+
+    assert peaks("1f1b", pp + extra) == [pp - rank for rank in range(pp)]
+    assert peaks("zb_h1", pp + extra) == [pp] * pp
+    assert peaks("zb_v", 2 * pp + extra, chunks=2) == [pp] * pp
+
+
+def test_what_the_first_half_of_a_backward_frees_is_gone_before_w():
+    schedule = Schedule(
+        builder="1f1b", num_ranks=1, num_micro_batches=2, actions=lists_of("F0.0 I0.0 F0.1 I0.1 W0.0 W0.1")
+    )
+    times = PipelineTimes(stages=(StageTimes(forward_s=1, input_s=2, weight_s=3),))
+    (rank,) = simulate(schedule, times, Kept(stages=(8.0,), freed_by_input=0.75)).ranks
+    assert rank.kept_from_s.tolist() == [0, 3, 3, 6, 9, 12]
+    assert rank.kept.tolist() == [8, 2, 10, 4, 2, 0]
+    assert rank.peak == 10
+
+
+def test_sends_take_time_of_both_ranks_or_of_neither():
+    schedule = Schedule(builder="1f1b", num_ranks=2, num_micro_batches=1)
+    stage = StageTimes(forward_s=1, input_s=1, weight_s=1)
+    for overlap, exposed in ((True, [0, 0]), (False, [10 + 5, 5 + 10])):
+        run = simulate(
+            schedule, PipelineTimes(stages=(stage,) * 2, hops=(Hop(send_s=10, receive_s=5),), overlap=overlap)
+        )
+        assert run.makespan_s == 6 + 2 * 15
+        assert [rank.exposed_s for rank in run.ranks] == exposed
+
+
+def test_the_turn_of_a_v_is_no_message():
+    schedule = Schedule(builder="zb_v", num_ranks=1, num_chunks=2, num_micro_batches=1)
+    times = replace(equal(schedule), hops=(Hop(send_s=10, receive_s=5),), overlap=False)
+    assert simulate(schedule, times).makespan_s == 6
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: StageTimes(forward_s=-1, input_s=0, weight_s=0), "forward_s: must be seconds of at least 0, not -1"),
+        (lambda: Hop(send_s=float("nan")), "send_s: must be seconds"),
+        (lambda: Hop(receive_s=-2), "receive_s: must be seconds of at least 0, not -2"),
+        (lambda: PipelineTimes(stages=(), hops=(Hop(),)), "hops: must be one for each"),
+        (lambda: Kept(stages=(1.0,), freed_by_input=1.5), "a share from 0 to 1, not 1.5"),
+    ],
+)
+def test_impossible_times_are_refused(make, says):
+    with pytest.raises(InputError) as caught:
+        make()
+    assert says in str(caught.value)
+
+
+def test_sizes_that_do_not_fit_the_schedule_are_all_named():
+    schedule = Schedule(builder="1f1b", num_ranks=2, num_micro_batches=1)
+    times = PipelineTimes(stages=(StageTimes(forward_s=1, input_s=1, weight_s=1),))
+    with pytest.raises(InputError) as caught:
+        simulate(schedule, times, Kept(stages=(1.0,) * 3))
+    assert [fault.where for fault in caught.value.faults] == ["times.stages", "kept.stages"]
+
+
+def test_lists_that_cannot_run_are_refused_with_the_words_of_verify():
+    actions = lists_of("B0.0 F0.0")
+    schedule = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1, actions=actions)
+    with pytest.raises(InputError, match=r"B0.0 waits for F0.0"):
+        simulate(schedule, equal(schedule))
