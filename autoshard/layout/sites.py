@@ -93,18 +93,23 @@ def _joined(blocks: "Sequence[_BlockNet]", ties: Mapping[str, str]) -> Net:
         shared=tuple(ends for ends in hubs.values() if len(ends) > 1),
         holders={name: sites for block in blocks for name, sites in block.holders().items()},
         tensors=tensors,
-        called=_called(blocks),
+        called=_called(blocks, ties),
     )
 
 
-def _called(blocks: "Sequence[_BlockNet]") -> Mapping[str, tuple[str, ...]]:
-    """Let a name without its block stand for that tensor in every block that has it."""
+def _called(blocks: "Sequence[_BlockNet]", ties: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
+    """Let a name without its block stand for that tensor in every block that has it, and a tied weight for both."""
     short: dict[str, tuple[str, ...]] = {}
     for block in blocks:
         for name in block.tensors():
             plain = name.removeprefix(block.prefix)
             short[plain] = (*short.get(plain, ()), name)
-    return {**short, **{name: (name,) for block in blocks for name in block.tensors()}}
+    found = {**short, **{name: (name,) for block in blocks for name in block.tensors()}}
+    for pair in ties.items():
+        for name, tensors in found.items():
+            if set(pair) & set(tensors):
+                found[name] = tuple(dict.fromkeys((*tensors, *pair)))
+    return found
 
 
 class _BlockNet:

@@ -1,10 +1,11 @@
 """Every reason why a plan cannot run on its cluster and engine: structure, Rules, predicted memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.errors import Fault, InputError
-from autoshard.layout.program import Compute
+from autoshard.layout.layout import Layout, whole_axes
+from autoshard.layout.program import Compute, Program
 from autoshard.plan.build import num_kv_replicas, padding_of
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Plan
@@ -12,7 +13,7 @@ from autoshard.plan.prediction import Prediction
 from autoshard.plan.rules.check import rejections
 from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.rules.strategy import Place, engine_rules
-from autoshard.plan.tables import plan_blocks, plan_programs
+from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.verify import verify_actions
 from autoshard.spec.mesh import Mesh
@@ -194,7 +195,7 @@ def _strategy_misfits(plan: Plan) -> list[Rejection]:
         programs = plan_programs(plan)
     except InputError as error:
         return [_reject("plan-strategies", str(fault)) for fault in error.faults]
-    found: list[Rejection] = []
+    found = _tied_misfits(plan, programs)
     for name, block in plan_blocks(plan).items():
         computes = (entry for entry in programs[name].instructions if isinstance(entry, Compute))
         places = (
@@ -206,6 +207,22 @@ def _strategy_misfits(plan: Plan) -> list[Rejection]:
         )
         against = (rule.rejection(place) for place in places for rule in engine_rules(plan.engine))
         found += [replace(one, message=f"strategies.{name}.{one.message}") for one in against if one]
+    return found
+
+
+def _tied_misfits(plan: Plan, programs: Mapping[str, Program]) -> list[Rejection]:
+    """Say where two blocks that share a weight cut it differently."""
+    found: list[Rejection] = []
+    sizes = table_setting(plan).atoms
+    for pair in step_of(plan).graph.tied.items():
+        names = [tensor.partition(".")[::2] for tensor in pair]
+        copy, owner = (programs[kind].results[f"{weight}.sum"].layout for kind, weight in names)
+        if [cut for _, cut in copy.dims] != [cut for _, cut in owner.dims]:
+            shown = [
+                Layout(dims=tuple((dim, whole_axes(cut, sizes)) for dim, cut in one.dims)) for one in (copy, owner)
+            ]
+            message = f"strategies: {pair[0]} is {shown[0]}, but shares its values with {pair[1]}, which is {shown[1]}"
+            found.append(_reject("plan-tied", f"{message}. Cut both alike"))
     return found
 
 

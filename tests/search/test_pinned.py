@@ -10,8 +10,10 @@ from autoshard.layout.pin import pins_of
 from autoshard.layout.strategy import Strategy
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.proof import prove
+from autoshard.plan.verify import verify
 from autoshard.search.api import Search, request_of
 from autoshard.search.planner import plan_at, search
+from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.recipe import Recipe
 from tests.search.brute_force import ask, time_s
 
@@ -108,3 +110,24 @@ def test_what_is_shown_of_a_pinned_search_is_what_its_tables_cost():
     request = pinned({"up": "[batch/dp, seq, ffn/tp]"}, ranks=4)
     for plan in search(request, num_plans=12).plans:
         assert time_s(plan_at(request, plan.candidate)) == time_s(plan)
+
+
+def test_a_pin_of_a_tied_weight_holds_for_both_of_its_places():
+    tied = replace(load_model("tiny-llama"), tied_embeddings=True)
+    request = replace(pinned({"embed.weight": "[vocab, hidden/tp]"}, pins="tp=2,sp=false"), model=tied)
+    (plan,) = search(request).plans
+    assert str(line(plan, "embed", "embed").inputs[0]) == "[vocab, hidden/tp]"
+    assert str(line(plan, "unembed", "head").inputs[1]) == "[vocab, hidden/tp]"
+    assert verify(plan) == () and prove(plan).holds
+    both = {"embed.weight": "[vocab, hidden/tp]", "unembed.weight": "[vocab/tp, hidden]"}
+    with pytest.raises(InputError, match="exclude each other"):
+        search(replace(pinned(both, pins="tp=2,sp=false"), model=tied))
+
+
+def test_a_table_that_cuts_a_tied_weight_in_two_ways_is_refused():
+    tied = replace(load_model("tiny-llama"), tied_embeddings=True)
+    (alike,) = search(replace(ask("tiny-llama", pins="tp=2,sp=false"), model=tied)).plans
+    (other,) = search(pinned({"embed.weight": "[vocab, hidden/tp]"}, pins="tp=2,sp=false")).plans
+    mixed = replace(alike, strategies={**alike.strategies, "embed": other.strategies["embed"]})
+    (found,) = [reason for reason in verify(mixed) if reason.rule_id == "plan-tied"]
+    assert "head.unembed.weight is [vocab/tp, hidden]" in found.message
