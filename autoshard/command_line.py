@@ -72,7 +72,10 @@ def _listed(given: object, where: str, faults: list[Fault]) -> Iterator[Said]:
         faults.append(Fault(where=where, message="must map names to values, one `name: value` per line"))
         return
     for name, value in cast(dict[Any, Any], given).items():
-        yield Said(text=f"{name}={value}", where=where)
+        if isinstance(value, str):
+            yield Said(text=f"{name}={value}", where=where)
+        else:
+            faults.append(Fault(where=f"{where}.{name}", message=f"must be text. Put {value!r} in quotes"))
 
 
 def _repeated(texts: list[str] | None, parameter: inspect.Parameter) -> Iterator[Said]:

@@ -1,5 +1,6 @@
 """Blocks with their sharding, made once per model, Kernels, cutting and kind of recompute, whatever the sizes."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -7,14 +8,13 @@ from functools import cache
 from autoshard.cost.block import ShardedBlock
 from autoshard.errors import InputError
 from autoshard.layout.cutting import Cutting
+from autoshard.layout.layout import Cuts
 from autoshard.layout.program import Program
 from autoshard.layout.sharding import Sharding
-from autoshard.plan.lowering import Step, lowered
+from autoshard.plan.lowering import KINDS, Step, lowered
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.tables import plan_programs, step_of, table_kinds, table_name
-
-_KINDS = ("embed", "layer", "head")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,32 @@ class CutBlocks:
 
     def every(self) -> tuple[ShardedBlock, ...]:
         """Return blocks that hold every kind of collective; recompute repeats them, and adds no others."""
-        return tuple(self.block(kind, Recompute()) for kind in _KINDS)
+        return tuple(self.block(kind, Recompute()) for kind in KINDS)
+
+
+def alike_without(blocks: CutBlocks, atom: str) -> bool:
+    """Say whether a lowering in which an atom cuts serves ranks along which there is but one, too.
+
+    It does not where what is gathered with the atom is only moved without it, and so is kept or sent otherwise.
+    """
+    fewer = CutBlocks(step=blocks.step, cutting=blocks.cutting, atoms=blocks.atoms - {atom})
+    pairs = zip(blocks.every(), fewer.every(), strict=True)
+    return all(_told(one.sharding, atom) == _told(other.sharding, atom) for one, other in pairs)
+
+
+def _told(sharding: Sharding, atom: str) -> tuple[Counter[object], Mapping[str, frozenset[object]]]:
+    """Return what is sent and kept, but for what an atom does."""
+
+    def left(cuts: Cuts) -> object:
+        found = {dim: tuple(one for one in cut if one != atom) for dim, cut in cuts.items()}
+        return frozenset((dim, cut) for dim, cut in found.items() if cut)
+
+    sent: Counter[object] = Counter()
+    for message in sharding.messages:
+        over = tuple(one for one in message.collective.atoms if one != atom)
+        if over and message.collective.kind != "slice":
+            sent[message.pass_, message.collective.kind, message.tensor, over, left(message.cuts)] += 1
+    return sent, {name: frozenset(map(left, layouts)) for name, layouts in sharding.kept_cuts.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ def _pin_faults(net: Net, atoms: Mapping[str, int], sizes: Mapping[str, int] | N
     stated = tuple(dim for dim, _ in pin.layout.dims)
     for name in names:
         dims = net.tensors[name]
-        if sorted(stated) != sorted(dims):
+        if stated != dims:
             yield Fault(where=where, message=f"has the dims [{', '.join(dims)}], not [{', '.join(stated)}]")
         elif not net.holders[name]:
             yield Fault(where=where, message=f"no operation of the forward pass reads {name}: nothing would change")

@@ -31,8 +31,9 @@ class Certificate:
     def claim(self) -> str:
         """Say in words what was proven."""
         return (
-            f"the fastest by this cost model of {self.num_candidates} legal candidates, all of them priced; "
-            f"{self.num_fitting} fit in memory; each plan shown has the table that is best for it"
+            f"the fastest by this cost model of {self.num_candidates} legal candidates, each priced with the best of "
+            f"{self.num_tables} solved table{'' if self.num_tables == 1 else 's'}, those shown with their own; "
+            f"{self.num_fitting} fit in memory"
         )
 
     def plus(self, other: "Certificate") -> "Certificate":

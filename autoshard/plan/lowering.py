@@ -16,6 +16,7 @@ from autoshard.spec.kernels import Kernels, load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 
+KINDS = ("embed", "layer", "head")
 ATOMS = ("edp", "ep", "cp", "kv", "rep")  # that may cut tensors; pp cuts layers
 _NOMINAL = 2  # which way a layout is changed depends neither on the size of the tensor nor on that of the group
 

@@ -12,7 +12,7 @@ from autoshard.layout.program import Program
 from autoshard.layout.strategy import strategies
 from autoshard.layout.table import Setting, Table, fitted, program_of, written
 from autoshard.plan.codec import fingerprint
-from autoshard.plan.lowering import ATOMS, Step, lowered, nominal_price, nominal_sizes
+from autoshard.plan.lowering import ATOMS, KINDS, Step, lowered, nominal_price, nominal_sizes
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 
@@ -90,7 +90,7 @@ def table_kinds(plan: Plan) -> tuple[tuple[str, Recompute], ...]:
     """Return the blocks that have a table: kind, and what is computed again."""
     drops = {kind for stage in plan.stages for kind in stage.recompute.kinds}
     again = sorted((drop for drop in drops if drop.kind != "none"), key=str)
-    return (*((kind, Recompute()) for kind in ("embed", "layer", "head")), *(("layer", drop) for drop in again))
+    return (*((kind, Recompute()) for kind in KINDS), *(("layer", drop) for drop in again))
 
 
 def step_of(plan: Plan) -> Step:

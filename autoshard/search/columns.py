@@ -11,7 +11,7 @@ from autoshard.cost.block import BlockCost, Setting
 from autoshard.cost.pipeline import Pipeline, StageLayers
 from autoshard.cost.rings import Ring, mesh_ring, send_ring
 from autoshard.cost.setting import Question, boundary_bytes, price_block
-from autoshard.cost.sharded import CutBlocks, atom_groups
+from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
 from autoshard.cost.step import step_cost
 from autoshard.graph.decoder import dim_sizes
 from autoshard.layout.cutting import Cutting
@@ -39,25 +39,32 @@ def evaluate(question: Question, space: Space, cutting: Cutting, *, apart: bool 
     """Price all candidates of a space of legal layouts as one cutting shards them; ``apart`` as below."""
     shape = (len(space.recomputes), space.num_layouts)
     time_s, peak_bytes = np.full(shape, np.inf), np.full(shape, np.inf)
-    for mine, atoms in lowered_alike(question.model, space, apart=apart):
-        blocks = CutBlocks(step=question.step, cutting=cutting, atoms=atoms)
+    for mine, blocks in _lowered_alike(question, space, cutting, apart=apart):
         time_s[:, mine], peak_bytes[:, mine] = _priced(question, space.keep(mine), blocks)
     return Evaluated(time_s=time_s.T, peak_bytes=peak_bytes.T)
 
 
-def lowered_alike(model: ModelSpec, space: Space, *, apart: bool = False) -> Iterator[tuple[Column, frozenset[str]]]:
-    """Yield the layouts that one lowering serves, in which a group of one rank sends nothing, and what it cuts over.
+def _lowered_alike(
+    question: Question, space: Space, cutting: Cutting, *, apart: bool
+) -> Iterator[tuple[Column, CutBlocks]]:
+    """Yield the layouts that one lowering serves, in which a group of one rank sends nothing, with their blocks.
 
-    Slots of experts change their cut by way of both ep and cp, so that it matters which of these cut anything. Where
-    anybody may have pinned anything, all atoms matter: ``apart``.
+    Slots of experts change their cut by way of both ep and cp, so that it matters which of these cut anything; of
+    copies of keys it may. Where anybody may have pinned anything, all atoms matter: ``apart``.
     """
-    sizes = atom_columns(model, space)
+    sizes = atom_columns(question.model, space)
+    real = frozenset(atom for atom, column in sizes.items() if np.any(column > 1))
+    matter = [atom for atom in sizes if apart or (question.model.num_experts and atom in ("ep", "cp"))]
+    whole = CutBlocks(step=question.step, cutting=cutting, atoms=real)
+    if "rep" not in matter and "rep" in real and np.any(sizes["rep"] == 1) and not alike_without(whole, "rep"):
+        matter.append("rep")
     kinds = np.zeros(space.num_layouts, dtype=np.int64)
-    for atom in sizes if apart else ("ep", "cp") if model.num_experts else ():
+    for atom in matter:
         kinds = 2 * kinds + (sizes[atom] > 1)
     for kind in sorted(set(kinds.tolist())):
         mine = np.flatnonzero(kinds == kind)
-        yield mine, frozenset(atom for atom, column in sizes.items() if np.any(column[mine] > 1))
+        atoms = frozenset(atom for atom, column in sizes.items() if np.any(column[mine] > 1))
+        yield mine, CutBlocks(step=question.step, cutting=cutting, atoms=atoms)
 
 
 def atom_columns(model: ModelSpec, space: Space) -> Mapping[str, Column]:

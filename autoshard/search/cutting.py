@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from autoshard.cost.rings import Number, Ring, mesh_ring
 from autoshard.cost.setting import Question
+from autoshard.errors import InputError
 from autoshard.graph.decoder import dim_sizes
 from autoshard.layout.collective import Collective
 from autoshard.layout.cutting import Cutting
@@ -15,7 +16,7 @@ from autoshard.layout.legal import cut_operations, together
 from autoshard.layout.pin import Pin
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.lowering import ATOMS, Step
+from autoshard.plan.lowering import ATOMS, KINDS, Step
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.strategy import StrategyRule, strategy_rules
@@ -25,8 +26,6 @@ from autoshard.search.places import Held, op_places
 from autoshard.search.problem import Atoms, OperatorProblem, Seconds, op_choices
 from autoshard.search.tables import Tables
 from autoshard.spec.mesh import Mesh
-
-KINDS = ("embed", "layer", "head")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,7 @@ def _completed(
     for op in cut_operations(step.block(kind, Recompute())):
         mine = {dim: list(cut) for dim, cut in cuts[op.name].items()}
         for atom in (atom for atom in ATOMS if atom not in real):
-            places = _places(step, terms, kind, op.name, atom)
+            places = _idle_places(step, terms, kind, op.name, atom)
             if len(places) == 1 and places[0]:
                 mine.setdefault(places[0], []).append(atom)
         ordered = {dim: tuple(sorted(atoms, key=ATOMS.index)) for dim, atoms in mine.items()}
@@ -121,6 +120,14 @@ def allowed_cuts(step: Step, terms: Terms, kind: str, real: tuple[str, ...]) -> 
 def _places(step: Step, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
     block = step.block(kind, Recompute())
     return op_places(block, block.op(op), atom, terms.rules, _held(step, terms, kind).get(op))
+
+
+def _idle_places(step: Step, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
+    """Return the places of an atom that cuts nothing; that pins leave it none, is said where it does."""
+    try:
+        return _places(step, terms, kind, op, atom)
+    except InputError:
+        return ()
 
 
 def _held(step: Step, terms: Terms, kind: str) -> Mapping[str, Held]:

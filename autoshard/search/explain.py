@@ -141,14 +141,18 @@ def _sent(plan: Plan, sharded: ShardedBlock, setting: Setting) -> Mapping[str, l
 
 
 def _others(plan: Plan, question: Question, setting: Setting, kind: str) -> Mapping[str, Other]:
-    """Return the second-best cuts; an operation that is cut against the axes' Rules keeps its cut: it was pinned."""
+    """Return the second-best cuts; an operation that is cut as no choice of the solver keeps its cut: it was pinned."""
     blocks = setting.blocks
     assert isinstance(blocks, ListedBlocks), "a plan is explained as its own table says"
     terms = Terms(engine=plan.engine, sequence_parallel=plan.sp)
     problem = operator_problem(question, plan.candidate, terms, kind)
     own = _own_cuts(problem, blocks.programs[kind])
-    pinned = {name: (cuts,) for name, cuts in own.items() if _refusal(problem, name, cuts, terms.rules)}
+    pinned = {name: (cuts,) for name, cuts in own.items() if not _is_choice(problem, name, cuts)}
     return second_best(replace(problem, allowed={**problem.allowed, **pinned}), own, terms.rules)
+
+
+def _is_choice(problem: OperatorProblem, name: str, cuts: Cuts) -> bool:
+    return any(real_cuts(choice) == cuts for choice in problem.allowed[name])
 
 
 def _own_cuts(problem: OperatorProblem, program: Program) -> Mapping[str, Cuts]:

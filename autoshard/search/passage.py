@@ -211,7 +211,7 @@ class Passage:
         if self.neighbours.problem.keeps_gathered:
             return np.zeros((len(self.made), len(goals)), bool)
         return np.array([[only_gathers(layout, goal) for goal in goals] for layout in self.made], bool).reshape(
-            -1, len(goals)
+            len(self.made), len(goals)
         )
 
     def _back(self, sides: Sequence[Side]) -> Any:

@@ -1,6 +1,6 @@
 """Pinned layouts in a search: what they leave to the solver, and which candidates can keep to them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 from autoshard.cost.setting import Question
@@ -40,7 +40,18 @@ def pin_faults(question: Question, candidate: Candidate, pins: tuple[Pin, ...]) 
     atoms = {atom: mesh.size(atom) for atom in ATOMS}
     sizes = dim_sizes(question.model, question.workload, candidate.mbs * candidate.dp)
     found = [fault.under(str(pin)) for pin in pins for fault in pin.layout.faults(atoms, sizes)]
+    found += [fault for pin in pins for fault in _order_faults(pin, atoms)]
     return tuple(dict.fromkeys((*found, *_boundary_faults(question.step, candidate, atoms, pins))))
+
+
+def _order_faults(pin: Pin, atoms: Mapping[str, int]) -> Iterator[Fault]:
+    """Yield the dims whose atoms stand in another order than tables can have."""
+    for dim, cut in pin.layout.dims:
+        real = [atom for atom in cut if atoms[atom] > 1]
+        right = sorted(real, key=ATOMS.index)
+        if real != right:
+            message = f"several atoms cut a dim in the mesh's order. Write {dim}/{show_atoms(whole_axes(right, atoms))}"
+            yield Fault(where=str(pin), message=message)
 
 
 def _boundary_faults(step: Step, candidate: Candidate, atoms: Mapping[str, int], pins: tuple[Pin, ...]) -> list[Fault]:

@@ -172,7 +172,7 @@ class _Answer:
 
 def search(request: Request, num_plans: int = 1) -> Found:
     """Price every legal candidate of every engine and return the fastest that fit; the best one with its tables."""
-    answers = [_search_engine(request, engine, num_plans) for engine in request.engines]
+    answers = _answers(request, num_plans)
     ordered = sorted(
         (found for answer in answers for found in answer.plans), key=lambda found: _step_time_s(found.plan)
     )
@@ -183,6 +183,20 @@ def search(request: Request, num_plans: int = 1) -> Found:
         nearest_miss=None if full else min(misses, key=_peak_bytes, default=None),
         certificate=reduce(Certificate.plus, (answer.certificate for answer in answers), NOTHING_LOOKED_AT),
     )
+
+
+def _answers(request: Request, num_plans: int) -> list[_Answer]:
+    """Ask every engine; one that cannot run what is pinned leaves the answer to the others."""
+    answers: list[_Answer] = []
+    faults: list[InputError] = []
+    for engine in request.engines:
+        try:
+            answers.append(_search_engine(request, engine, num_plans))
+        except InputError as fault:
+            faults.append(fault)
+    if not answers:
+        raise faults[0]
+    return answers
 
 
 def plan_at(request: Request, candidate: Candidate) -> Plan:
@@ -217,6 +231,7 @@ def _search_engine(request: Request, engine: Engine, num_plans: int) -> _Answer:
     if not space.num_layouts:
         return _Answer(plans=(), nearest_miss=None, certificate=_certificate(request, judged, legal, 0, 0))
     priced = Pool(request.question(space.base), space, legal, request.layouts).settled(num_plans)
+    legal = priced.legal
     fits = legal & (priced.peak_bytes <= request.cluster.rank_memory_bytes)
 
     def outlined(row: int, recompute: int) -> _Outlined:

@@ -1,10 +1,12 @@
 """Every candidate priced with a few cuttings, which grow until the best candidates' own best ones are among them.
 
-A cutting names atoms, not sizes, so that one serves many candidates. The solver is asked about the candidate that is
-cut most, then about those that come out best, until it has been asked about all that stay there.
+A cutting names atoms, not sizes, so that one serves many candidates. The solver is asked about a candidate of every
+kind of mesh, then about those that come out best, until it has been asked about all that stay there; the price of the
+others is what they cost at most. Tables are solved for time alone: memory is saved by the outer search, with sp,
+recompute, ZeRO and more ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +14,18 @@ import numpy as np
 
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
+from autoshard.errors import InputError
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.pin import Pin
-from autoshard.plan.lowering import Step
-from autoshard.search.columns import Evaluated, atom_columns, evaluate, lowered_alike
+from autoshard.plan.lowering import ATOMS, Step
+from autoshard.search.columns import Evaluated, atom_columns, evaluate
 from autoshard.search.cutting import Cutter, Terms
 from autoshard.search.space import Space
 from autoshard.spec.workload import DTYPE_BYTES
 
 Column = Any
 TIE_DIGITS = 9  # times that agree in so many digits count as equal
+_ALWAYS = 3  # of the best layouts are solved for, however few are shown, so that the best one does not depend on that
 _TIE = 1e-8  # by how much such times differ at most
 
 
@@ -33,9 +37,10 @@ class Solved:
     atoms: frozenset[str]
     sequence_parallel: bool
 
-    def serves(self, sequence_parallel: bool, atoms: frozenset[str]) -> bool:
-        """Whether it says all about a candidate on whose mesh these atoms cut: dp, cp and ep it always knows."""
-        return self.sequence_parallel == sequence_parallel and atoms & {"kv", "rep"} <= self.atoms
+    def serves(self, sequence_parallel: bool, atoms: frozenset[str], exact: frozenset[str]) -> bool:
+        """Whether it says all about a candidate on whose mesh these atoms cut, just like here where they are exact."""
+        same = self.sequence_parallel == sequence_parallel and atoms & exact == self.atoms & exact
+        return same and atoms & {"kv", "rep"} <= self.atoms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,26 +48,28 @@ class Priced:
     """Time and peak memory of every candidate with its best cutting: a row per layout, a column per recompute."""
 
     step: Step
+    legal: Column  # who can keep to what is pinned
     time_s: Column
     peak_bytes: Column
     number: Column  # of the cutting, in ``solved``
     solved: tuple[Solved, ...]
-    lowered: tuple[tuple[Column, frozenset[str]], ...]  # layouts, and the atoms over which they are cut together
+    atoms: tuple[frozenset[str], ...]  # that cut anything, by layout
 
     def blocks(self, layout: int, recompute: int) -> CutBlocks:
-        """Return the blocks of a candidate with the cutting that it was priced with."""
+        """Return the blocks of a candidate with the cutting that it was priced with, on its own mesh."""
         cutting = self.solved[int(self.number[layout, recompute])].cutting
-        atoms = next(atoms for rows, atoms in self.lowered if layout in rows)
-        return CutBlocks(step=self.step, cutting=cutting, atoms=atoms)
+        return CutBlocks(step=self.step, cutting=cutting, atoms=self.atoms[layout])
 
 
 class Pool:
     """A space of legal layouts, and what is known of its candidates so far."""
 
     def __init__(self, question: Question, space: Space, legal: Column, pins: tuple[Pin, ...] = ()) -> None:
-        self._question, self._space, self._legal, self._pins = question, space, legal, pins
+        self._question, self._space, self._legal, self._pins = question, space, np.array(legal), pins
         self._capacity = question.cluster.rank_memory_bytes
         self._cutter = Cutter(question)
+        self._exact = frozenset(ATOMS if pins else ("ep", "cp") if question.model.num_experts else ())
+        self._faults: list[InputError] = []
         self._solved: list[Solved] = []
         self._time_s = np.full(legal.shape, np.inf)
         self._peak_bytes = np.full(legal.shape, np.inf)
@@ -76,17 +83,20 @@ class Pool:
 
     def settled(self, count: int) -> Priced:
         """Price all candidates until so many of the best layouts have their own best cuttings."""
-        for layout in self._most_cut():
-            self._ask(layout)
-        while left := [layout for layout in self._best(count) if not self._asked[layout]]:
-            self._ask(left[0])
+        for layouts in self._kinds():
+            self._ask_first(layouts)
+        while left := [layout for layout in self._best(max(count, _ALWAYS)) if not self._asked[layout]]:
+            self._ask_first(left[:1])
+        if self._faults and not self._legal.any():
+            raise self._faults[0]
         return Priced(
             step=self._question.step,
+            legal=self._legal,
             time_s=self._time_s,
             peak_bytes=self._peak_bytes,
             number=self._number,
             solved=tuple(self._solved),
-            lowered=tuple(lowered_alike(self._question.model, self._space, apart=bool(self._pins))),
+            atoms=tuple(self._cut),
         )
 
     def _best(self, count: int) -> list[int]:
@@ -96,20 +106,34 @@ class Pool:
             return [layout for layout, _ in fastest(self._space, self._time_s, self._peak_bytes, fits, count)]
         return [int(np.argmin(np.where(self._legal, self._peak_bytes, np.inf)) // fits.shape[1])]
 
-    def _most_cut(self) -> Iterator[int]:
-        """Yield a layout with the largest tp, of those that cut the sequence over it and of those that do not.
+    def _kinds(self) -> Iterator[list[int]]:
+        """Yield the layouts of each kind that no cutting of another kind serves, those with the largest tp first.
 
-        Of several it is one that may well come out best, because that one is asked about anyway: with as few stages as
+        Of these first one that may well come out best, because that one is asked about anyway: with as few stages as
         leave room for other things than weights and gradients, and small micro-batches.
         """
         rows, precision = self._space.rows, self._question.workload.precision
         per_weight = DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients]
         held = self._question.model.num_parameters * per_weight / (rows["tp"] * rows["pp"])
-        crowded = held > self._capacity / 2
-        order = np.lexsort((rows["mbs"], rows["cp"], rows["pp"], crowded, -rows["tp"]))
-        for sequence_parallel in (False, True):
-            mine = order[self._sequence_parallel[order] == sequence_parallel]
-            yield from (int(row) for row in mine[:1])
+        order = np.lexsort((rows["mbs"], rows["cp"], rows["pp"], held > self._capacity / 2, -rows["tp"]))
+        found: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
+        for layout in map(int, order):
+            key = bool(self._sequence_parallel[layout]), tuple(sorted(self._cut[layout] & self._exact))
+            found.setdefault(key, []).append(layout)
+        yield from found.values()
+
+    def _ask_first(self, layouts: Sequence[int]) -> None:
+        """Ask about the first of some layouts that can keep to what is pinned; the others before it are no answer."""
+        for layout in layouts:
+            try:
+                self._ask(layout)
+                return
+            except InputError as fault:
+                if not self._pins:
+                    raise
+                self._faults.append(fault)
+                self._legal[layout] = False
+                self._asked[layout] = True
 
     @property
     def _sequence_parallel(self) -> Column:
@@ -126,7 +150,7 @@ class Pool:
         same = [
             number
             for number, one in enumerate(self._solved)
-            if one.serves(cuts, atoms) and one.cutting.only(atoms) == cutting.only(atoms)
+            if one.serves(cuts, atoms, self._exact) and one.cutting.only(atoms) == cutting.only(atoms)
         ]
         if not same:
             self._solved.append(Solved(cutting=cutting, atoms=atoms, sequence_parallel=cuts))
@@ -144,7 +168,7 @@ class Pool:
         """
         solved = self._solved[number]
         serves = zip(self._sequence_parallel, self._cut, strict=True)
-        rows = np.flatnonzero([solved.serves(bool(cuts), atoms) for cuts, atoms in serves] & ~self._asked)
+        rows = np.flatnonzero([solved.serves(bool(cuts), atoms, self._exact) for cuts, atoms in serves] & ~self._asked)
         found = self._evaluated(number, rows)
         peak_bytes, capacity = self._peak_bytes[rows], self._capacity
         fits, fitted = np.less_equal(found.peak_bytes, capacity), np.less_equal(peak_bytes, capacity)

@@ -228,6 +228,8 @@ def test_pins_of_a_config_are_joined_by_those_of_the_command_line(capsys: pytest
     assert layer["q"].endswith("q_group/tp, head_dim]") and layer["up"].endswith("ffn/tp]")
     Path("d.yaml").write_text("model: tiny-llama\ncluster: local\npins: [q]\n")
     assert "--config d.yaml: pins: must map names to values" in run("plan --config d.yaml", capsys)[2]
+    Path("d.yaml").write_text("model: tiny-llama\ncluster: local\npins: {up: [batch/dp, seq, ffn/tp]}\n")
+    assert "pins.up: must be text. Put ['batch/dp'" in run("plan --config d.yaml", capsys)[2]
 
 
 def test_other_commands_take_a_config_too(capsys: pytest.CaptureFixture[str]):

@@ -191,7 +191,7 @@ def test_refusals_come_by_number_and_memory_last():
     assert re.findall(r"^(many|some|few|memory) +([0-9]+)", text, re.MULTILINE) == [
         ("many", "7"), ("some", "3"), ("few", "1"), ("memory", "3"),
     ]  # fmt: skip
-    assert "of 5 legal candidates, all of them priced; 2 fit in memory;" in text
+    assert "of 5 legal candidates, each priced with" in text
 
 
 def test_where_nothing_is_refused_there_is_no_table_of_it():

@@ -8,11 +8,11 @@ import pytest
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.legal import cut_operations, faults
 from autoshard.plan.build import cut_atoms
-from autoshard.plan.lowering import ATOMS
+from autoshard.plan.lowering import ATOMS, KINDS
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.strategy import strategy_rules
 from autoshard.plan.tables import residual_cuts
-from autoshard.search.cutting import KINDS, Terms, operator_problem, solved_cutting
+from autoshard.search.cutting import Terms, operator_problem, solved_cutting
 from autoshard.search.operators import solve
 from autoshard.search.places import op_places
 from autoshard.spec.model_catalogue import model_names

@@ -111,3 +111,4 @@ def test_a_pinned_cut_may_be_worse_than_its_second_best():
     layer = next(block for block in found.blocks if block.name == "layer")
     step = next(step for step in layer.steps if step.name == "act")
     assert step.gives == "[batch, seq/dp, ffn/tp]"
+    assert min(one.other.more_s for one in layer.steps if one.other and one.other.refused is None) < 0

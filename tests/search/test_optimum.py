@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from autoshard.cost.predict import predicted
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
@@ -123,3 +124,22 @@ def test_both_engines_are_searched_when_any_may_run_the_plan():
     for plan in both.plans:
         again = plan_at(replace(one, engines=("nxd", "torch")), plan.candidate)
         assert dump(again) == dump(tabled(plan))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ask("mixtral-8x7b", "a100-80", 4, global_batch=128, pins="mbs=1"),
+        ask("mixtral-8x7b", "h100-80", 8, global_batch=32, seq_len=32768),
+        ask("llama3-70b", "a100-80", 2, global_batch=128),
+        ask("qwen3-8b", "trn1.32xlarge", 2),
+    ],
+    ids=["experts", "long experts", "copies of keys", "norms of heads"],
+)
+def test_the_best_plan_does_not_depend_on_how_many_are_shown_and_costs_what_its_table_says(request_: Request):
+    (alone,), several = search(request_).plans, search(request_, num_plans=8).plans
+    assert alone == several[0]
+    assert predicted(replace(alone, prediction=None)) == alone
+    for plan in several:
+        again = plan_at(request_, plan.candidate)
+        assert time_s(again) == time_s(plan) and peak(again) == peak(plan)

@@ -59,7 +59,8 @@ def test_pins_go_before_what_the_axes_are_for():
 
 
 def test_pins_do_not_go_before_what_an_engine_can_run():
-    request = pinned({"q": "[batch/dp, seq/tp, kv_heads, q_group, head_dim]"}, "llama3-8b", "trn1.32xlarge")
+    layouts = {"q": "[batch/dp, seq/tp, kv_heads, q_group, head_dim]"}
+    request = pinned(layouts, "llama3-8b", "trn1.32xlarge", pins="tp=8")
     with pytest.raises(InputError, match=r"--pin q=.*q cuts seq over kv: NxD .* \[nxd-sequence\]"):
         search(request)
 
@@ -131,3 +132,36 @@ def test_a_table_that_cuts_a_tied_weight_in_two_ways_is_refused():
     mixed = replace(alike, strategies={**alike.strategies, "embed": other.strategies["embed"]})
     (found,) = [reason for reason in verify(mixed) if reason.rule_id == "plan-tied"]
     assert "head.unembed.weight is [vocab/tp, hidden]" in found.message
+
+
+def test_kernels_that_gather_again_keep_to_pins_too():
+    # The nxd table of kernels keeps no gathered tensors; here nothing is gathered for the readers of the norm.
+    request = pinned({"attn_norm": "[batch/dp, seq/cp, hidden]"}, "llama3-8b", "trn1.32xlarge", pins="tp=8,cp=1,dp=1")
+    (plan,) = search(request).plans
+    assert str(line(plan, "attn_norm").outputs[0]) == "[batch, seq, hidden]"
+    assert verify(plan) == () and prove(plan).holds
+
+
+def test_atoms_of_a_dim_in_another_order_than_tables_have_are_refused():
+    with pytest.raises(InputError, match=r"in the mesh's order. Write seq/cp.tp"):
+        search(pinned({"act": "[batch/dp, seq/tp.cp, ffn]"}, pins="tp=2,cp=2"))
+
+
+def test_dims_of_a_pin_stand_as_the_tensor_has_them():
+    with pytest.raises(InputError, match=r"has the dims \[batch, seq, ffn\], not \[ffn, seq, batch\]"):
+        search(pinned({"up": "[ffn/tp, seq, batch]"}, pins="tp=2"))
+
+
+def test_a_candidate_or_an_engine_that_cannot_keep_a_pin_is_no_answer_and_no_end():
+    layouts = {"q": "[batch/dp, seq/tp, kv_heads, q_group, head_dim]"}
+    only_nxd = pinned(layouts, "llama3-8b", "trn2.48xlarge")
+    with pytest.raises(InputError, match="nxd-sequence"):
+        search(replace(only_nxd, pins={"tp": 4}))
+    both = replace(only_nxd, engines=("nxd", "torch"), pins={"tp": 4})
+    assert {plan.engine for plan in search(both).plans} == {"torch"}
+
+
+def test_the_best_plan_with_pins_does_not_depend_on_who_else_was_looked_at():
+    layouts = {"layer.up": "[batch, seq, ffn/tp]"}
+    free, held = (search(pinned(layouts, pins=pins)).plans[0] for pins in ("", "tp=1,dp=4"))
+    assert time_s(free) <= time_s(held)
