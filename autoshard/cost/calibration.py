@@ -9,6 +9,8 @@ from importlib import resources
 from autoshard.errors import require
 from autoshard.spec import record
 
+CONSTANTS = ("matrix_efficiency", "vector_efficiency", "memory_efficiency", "link_efficiency")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
@@ -20,18 +22,15 @@ class Calibration:
     memory_efficiency: float
     link_efficiency: float
     interval: float  # relative half-width of what is promised
-    runtime_bytes: int  # a rank's memory that the runtime keeps for itself
     basis: str
     sources: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
         """Refuse efficiencies outside (0, 1] and numbers without a source."""
-        shares = ("matrix_efficiency", "vector_efficiency", "memory_efficiency", "link_efficiency")
-        numbers = (*shares, "interval", "runtime_bytes")
+        numbers = (*CONSTANTS, "interval")
         require(
-            *((0 < getattr(self, name) <= 1, name, "must lie in (0, 1]") for name in shares),
+            *((0 < getattr(self, name) <= 1, name, "must lie in (0, 1]") for name in CONSTANTS),
             (0 <= self.interval < 1, "interval", "must lie in [0, 1)"),
-            (self.runtime_bytes >= 0, "runtime_bytes", "must not be negative"),
             *((bool(self.sources.get(name)), f"sources.{name}", "say where this number is from") for name in numbers),
         )
 
