@@ -13,9 +13,9 @@ from autoshard.command_line import SaidOften, read_options
 from autoshard.errors import AutoshardError, InputError, nearest, require
 
 if TYPE_CHECKING:
+    from autoshard.cost.calibration import Calibration
     from autoshard.layout.pin import Pin
     from autoshard.plan.plan import Plan
-    from autoshard.plan.rules.rule import Rejection
     from autoshard.search.planner import Found, Request
 
 Listable = Literal["models", "clusters", "engines", "schedules", "kernels", "rules"]
@@ -34,6 +34,7 @@ def plan(
     global_batch: int | None = None,
     precision: Literal["bf16", "fp16", "fp32"] = "bf16",
     engine: Literal["nxd", "torch", "any"] | None = None,
+    calibration: str | None = None,
     fix: str | None = None,
     pins: SaidOften = (),
     at: str | None = None,
@@ -53,6 +54,7 @@ def plan(
         global_batch: Sequences in an optimizer step. Default: 1024, on `local` 32.
         precision: Number format of weights and activations; bf16 and fp16 keep FP32 masters.
         engine: Only what this engine runs; any lifts the restriction. Default: the cluster's own.
+        calibration: A calibration file, made by `autoshard calibrate`. Default: what is known of the cluster.
         fix: Pin some keys of the layout, e.g. tp=32,pp=8.
         pins: Pin the layout of a tensor, e.g. 'up=[batch/dp, seq, ffn/tp]'; may be given several times.
         at: Evaluate exactly this layout, even one that is refused, and say why.
@@ -68,7 +70,7 @@ def plan(
     _refuse_contradictions(at, fix, top, out)
     recipe = Recipe(
         model=model, nodes=nodes, cluster=cluster, lnc=lnc, ranks=ranks, seq_len=seq_len, global_batch=global_batch,
-        precision=precision, engine=engine, fix=fix,
+        precision=precision, engine=engine, calibration=calibration, fix=fix,
     )  # fmt: skip
     request = request_of(recipe, _pins(pins))
     if at is not None:
@@ -79,8 +81,7 @@ def plan(
     if json:
         _print_json(found_json(found.plans, found.certificate))
     else:
-        report = plan_report(best, found.plans[1:], found.certificate, _next_command(out))
-        make_console().print(report)
+        make_console().print(plan_report(best, found.plans[1:], found.certificate, _next_command(out)))
         print(f"wrote {out}")
     return 0
 
@@ -101,11 +102,12 @@ def verify(plan: Path, json: bool = False) -> int:
     from autoshard.report.proof import proof_report
     from autoshard.report.structured import rejection_json
     from autoshard.report.terminal import make_console, rejections_report
+    from autoshard.search.judged import judged
     from autoshard.spec.record import encode
 
-    read = load(plan)
-    current, rejections, remark = _judged(read)
-    remarks = [*([remark] if remark else []), *notices(current)]
+    found = judged(load(plan))
+    current, rejections = found.plan, found.rejections
+    remarks = [*([found.remark] if found.remark else []), *notices(current)]
     proof = prove(current) if current.strategies and not rejections else None
     failed = bool(rejections) or (proof is not None and not proof.holds)
     if json:
@@ -123,46 +125,27 @@ def verify(plan: Path, json: bool = False) -> int:
     return 1 if failed else 0
 
 
-def _judged(read: "Plan") -> "tuple[Plan, tuple[Rejection, ...], str]":
-    """Judge a plan with a prediction that is about it: a new one where the plan or its numbers were edited."""
-    from dataclasses import replace
-
-    from autoshard.cost.predict import predicted
-    from autoshard.plan.codec import fingerprint
-    from autoshard.plan.verify import verify as reasons_against
-
-    bare, stored = replace(read, prediction=None), read.prediction
-    reasons = reasons_against(bare)
-    if reasons:
-        return bare, reasons, ""
-    current = predicted(bare)
-    remark = ""
-    if stored is None or stored.of != fingerprint(read):
-        remark = "prediction: the plan was edited after it was made, so it was predicted again here"
-    elif stored != current.prediction:
-        remark = "prediction: the numbers in the file are not what this version predicts; its own are used here"
-    return current, reasons_against(current), remark
-
-
-def explain(plan: Path, json: bool = False) -> int:
+def explain(plan: Path, calibration: Path | None = None, json: bool = False) -> int:
     """Show every operation of a plan: its layout, its time, what is sent over which link, and its second-best cut.
 
     Args:
         plan: The plan file.
+        calibration: A calibration file, made by `autoshard calibrate`. Default: the constants that the plan carries.
         json: Print one JSON object instead of tables.
     """
     from autoshard.plan.codec import load
     from autoshard.report.explained import explanation_report
     from autoshard.report.terminal import make_console, rejections_report
     from autoshard.search.explain import explain as explained
+    from autoshard.search.judged import judged
     from autoshard.spec.record import encode
 
-    current, rejections, _ = _judged(load(plan))
-    misfits = tuple(reason for reason in rejections if reason.rule_id != "memory")
+    read = judged(load(plan), _constants(calibration))
+    misfits = tuple(reason for reason in read.rejections if reason.rule_id != "memory")
     if misfits:
         make_console().print(rejections_report(misfits))
         return 1
-    found = explained(current)
+    found = explained(read.plan)
     if json:
         _print_json(encode(found))
     else:
@@ -170,11 +153,12 @@ def explain(plan: Path, json: bool = False) -> int:
     return 0
 
 
-def validate(rows: Path, json: bool = False) -> int:
+def validate(rows: Path, calibration: Path | None = None, json: bool = False) -> int:
     """Predict measured runs from their own layouts alone, and say per data set how far that is off.
 
     Args:
         rows: A file with one measured run per line of JSON (see benchmarks/data), or a folder of such files.
+        calibration: A calibration file, made by `autoshard calibrate`. Default: what is known of each row's cluster.
         json: Print one JSON object instead of tables.
     """
     from autoshard.report.terminal import make_console
@@ -182,11 +166,36 @@ def validate(rows: Path, json: bool = False) -> int:
     from autoshard.search.validate import validate as validated
     from autoshard.spec.record import encode
 
-    found = validated(rows)
+    found = validated(rows, _constants(calibration))
     if json:
         _print_json(encode(found))
     else:
         make_console().print(validation_report(found))
+    return 0
+
+
+def calibrate(rows: Path, cluster: str, out: Path, date: str | None = None, json: bool = False) -> int:
+    """Fit the constants of the cost model to measured runs, and write them to a calibration file.
+
+    Args:
+        rows: A file with one measured run per line of JSON (see benchmarks/data), all of them of this cluster.
+        cluster: The cluster that the rows were run on, by name or as the path of a cluster file.
+        out: The calibration file to write, for the option --calibration of the other commands.
+        date: From when the rows are, if not from the newest date in them.
+        json: Print one JSON object instead of text.
+    """
+    from autoshard.cost.calibration import calibration_text
+    from autoshard.report.calibrated import calibration_report
+    from autoshard.search.calibrate import calibrate as calibrated
+    from autoshard.spec.record import encode
+
+    require(*_place_checks(out))
+    found = calibrated(rows, cluster, out.stem, date)
+    _write_text(calibration_text(found), out)
+    if json:
+        _print_json(encode(found))
+    else:
+        print(f"{calibration_report(found)}\nwrote {out}")
     return 0
 
 
@@ -212,6 +221,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "explain": explain,
     "verify": verify,
     "validate": validate,
+    "calibrate": calibrate,
     "list": list_,
 }
 
@@ -266,7 +276,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _overview() -> str:
-    rows = [f"  {name:<8} {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    rows = [f"  {name:<9} {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
     title = "autoshard: the fastest way to cut a training run over a cluster that fits in memory."
     usage = "usage: autoshard COMMAND ...      (autoshard COMMAND --help says more)"
     return "\n".join([title, "", usage, "", *rows])
@@ -343,9 +353,22 @@ def _refuse_contradictions(at: str | None, fix: str | None, top: int, out: Path)
     require(
         (at is None or fix is None, "--at", "already names every key; leave out --fix"),
         (1 <= top <= MOST_SHOWN, "--top", f"must be 1 to {MOST_SHOWN}, not {top}"),
+        *_place_checks(out),
+    )
+
+
+def _place_checks(out: Path) -> list[tuple[bool, str, str]]:
+    """Check that a file can stand here."""
+    return [
         (not out.is_dir(), f"--out {out}", "is a folder. Name a file in it"),
         (out.parent.is_dir(), f"--out {out}", f"there is no folder {out.parent}. Make it first"),
-    )
+    ]
+
+
+def _constants(calibration: Path | None) -> "Calibration | None":
+    from autoshard.cost.calibration import load_calibration
+
+    return None if calibration is None else load_calibration(calibration)
 
 
 def _next_command(out: Path) -> str:
@@ -357,8 +380,12 @@ def _next_command(out: Path) -> str:
 def _write(made: "Plan", out: Path) -> None:
     from autoshard.plan.codec import dump
 
+    _write_text(dump(made), out)
+
+
+def _write_text(text: str, out: Path) -> None:
     try:
-        out.write_text(dump(made), encoding="utf-8")
+        out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError.of(f"--out {out}", f"cannot be written: {error.strerror or error}") from None
 

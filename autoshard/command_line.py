@@ -51,7 +51,7 @@ def read_options(name: str, command: Callable[..., int], arguments: list[str]) -
             )
             continue
         given = texts[key] not in (None, False)
-        where = _label(parameter, name) if given or key not in config else f"--config {path}: {key}"
+        where = _label(parameter) if given or key not in config else f"--config {path}: {key}"
         values[key] = _read(parameter, texts[key] if given else config.get(key), where, faults)
     if faults:
         raise InputError(faults)
@@ -82,13 +82,13 @@ def _repeated(texts: list[str] | None, parameter: inspect.Parameter) -> Iterator
     yield from (Said(text=text, where=_flag(parameter)) for text in texts or ())
 
 
-def _is_positional(parameter: inspect.Parameter, command: str) -> bool:
+def _is_positional(parameter: inspect.Parameter) -> bool:
     """Tell ``autoshard list models`` from ``autoshard plan --model ...``, which has too many options for an order."""
-    return parameter.default is inspect.Parameter.empty and command != "plan"
+    return parameter.name in ("plan", "rows", "what")
 
 
-def _label(parameter: inspect.Parameter, command: str) -> str:
-    return parameter.name.upper() if _is_positional(parameter, command) else _flag(parameter)
+def _label(parameter: inspect.Parameter) -> str:
+    return parameter.name.upper() if _is_positional(parameter) else _flag(parameter)
 
 
 def _refuse_unknown(command: str, arguments: list[str], flags: list[str]) -> None:
@@ -128,7 +128,7 @@ def _parser(name: str, command: Callable[..., int]) -> "ArgumentParser":
             parser.add_argument(_flag(parameter), action="store_true", help=text)
         elif parameter.annotation is SaidOften:
             parser.add_argument(_flag(parameter), dest=parameter.name, action="append", metavar="NAME=VALUE", help=text)
-        elif _is_positional(parameter, name):
+        elif _is_positional(parameter):
             parser.add_argument(parameter.name, metavar=parameter.name.upper(), nargs="?", help=text)
         else:
             parser.add_argument(_flag(parameter), metavar=_metavar(parameter), help=text)
@@ -187,7 +187,7 @@ def _read(parameter: inspect.Parameter, given: object, where: str, faults: list[
         fault, value = ("", int(text)) if whole else (f"expected a whole number, found {text!r}", None)
     else:
         fault = "" if text.strip() and "\0" not in text else "must not be empty"
-        value = Path(text) if kind is Path else text
+        value = Path(text) if kind in (Path, Path | None) else text
     if fault:
         faults.append(Fault(where=where, message=fault))
     return value

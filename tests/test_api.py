@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import autoshard
-from autoshard.cost.calibration import uncalibrated
+from autoshard.cost.calibration import CONSTANTS, uncalibrated
 from autoshard.errors import InputError, NoPlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.rule import Rule
@@ -60,10 +60,12 @@ def test_another_method_to_search_gets_the_request():
 
 
 def test_a_calibration_of_ones_own_changes_the_prediction_and_is_named():
-    slow = replace(uncalibrated(), name="slow", runtime_bytes=2**31)
-    plan = autoshard.plan("tiny-llama", "local", cost=slow)
-    assert plan.provenance["calibration"] == "slow"
-    assert plan.prediction and plan.prediction.stage_memory[0].parts["runtime"] == 2**31
+    nominal = uncalibrated()
+    slow = replace(nominal, name="slow", **dict.fromkeys(CONSTANTS, 0.35))
+    plan, usual = (autoshard.plan("tiny-llama", "local", cost=cost) for cost in (slow, None))
+    assert (plan.provenance["calibration"], usual.provenance["calibration"]) == ("slow", "uncalibrated")
+    assert plan.prediction and usual.prediction
+    assert plan.prediction.step_time_s > 1.5 * usual.prediction.step_time_s
 
 
 def test_what_cannot_be_answered_is_an_exception_with_reasons():

@@ -132,6 +132,19 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
+def left_out_interval(ratios: Sequence[float], share: float = 0.8) -> float:
+    """Return the relative half-width around a prediction that holds this share of what was measured.
+
+    ``ratios`` are predicted over measured, of rows that their predictions were not fitted to. Of n rows in order it is
+    the ceil(share * (n + 1))th, because the next row is as likely to fall into any gap between them as into another.
+
+    >>> left_out_interval([1.0, 1.25, 2.0, 0.8])
+    0.5
+    """
+    sizes = sorted(abs(1 / ratio - 1) for ratio in ratios)
+    return sizes[min(len(sizes), math.ceil(share * (len(sizes) + 1))) - 1]
+
+
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Return the correlation of ranks, equal values sharing the mean of theirs; None where one side is all equal.
 

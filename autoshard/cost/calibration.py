@@ -1,13 +1,71 @@
-"""The constants of a platform that are not on a data sheet, as data with provenance."""
+"""The constants of a platform that are not on a data sheet, as data with provenance.
+
+None is about memory: what a runtime keeps for itself stands in the table of its kernels.
+"""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from pathlib import Path
+from typing import Literal
 
-from autoshard.errors import require
+from autoshard.errors import InputError, require
 from autoshard.spec import record
+from autoshard.spec.files import read_data
+
+# Same nodes as the measured ones but for the network between them: nearer than nominal constants, and extrapolated.
+_NEAREST = {"trn1n.32xlarge": "trn1.32xlarge"}
+CONSTANTS = ("matrix_efficiency", "vector_efficiency", "memory_efficiency", "link_efficiency")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """What the rows of a fit have in common: the cluster, and the axes that are larger than 1 in any of them."""
+
+    cluster: str
+    axes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a fit to no cluster."""
+        require((bool(self.cluster.strip()), "", "write CLUSTER: AXES, for example trn1.32xlarge: dp,tp"))
+
+    def __str__(self) -> str:
+        """Write as ``trn1.32xlarge: dp,tp``."""
+        return f"{self.cluster}: {','.join(self.axes)}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Reach":
+        """Read what ``str`` writes.
+
+        >>> str(Reach.parse("trn1.32xlarge: dp,tp"))
+        'trn1.32xlarge: dp,tp'
+        """
+        cluster, _, axes = text.rpartition(": ")
+        return cls(cluster=cluster, axes=tuple(filter(None, axes.split(","))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What constants were fitted to, and how far their predictions are off."""
+
+    date: str  # of the newest row, or the caller's
+    rows: tuple[str, ...]
+    num_layouts: int
+    left_out_by: Literal["model", "layout"]
+    in_sample_mape: float
+    left_out_mape: float  # each model, or layout, predicted with constants fitted to the others
+    tried: Mapping[str, float] = field(hash=False)  # which constants were told apart -> left-out error
+
+    def __post_init__(self) -> None:
+        """Refuse a fit to nothing, and impossible errors."""
+        require(
+            (bool(self.rows), "rows", "must name the rows of the fit"),
+            (1 <= self.num_layouts <= max(1, len(self.rows)), "num_layouts", "must be 1 to the number of rows"),
+            (self.in_sample_mape >= 0, "in_sample_mape", "must not be negative"),
+            (self.left_out_mape >= 0, "left_out_mape", "must not be negative"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,20 +78,26 @@ class Calibration:
     memory_efficiency: float
     link_efficiency: float
     interval: float  # relative half-width of what is promised
-    runtime_bytes: int  # a rank's memory that the runtime keeps for itself
     basis: str
+    reach: Reach | None = None  # None where nothing was measured
+    fit: Fit | None = None
     sources: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
         """Refuse efficiencies outside (0, 1] and numbers without a source."""
-        shares = ("matrix_efficiency", "vector_efficiency", "memory_efficiency", "link_efficiency")
-        numbers = (*shares, "interval", "runtime_bytes")
+        numbers = (*CONSTANTS, "interval")
         require(
-            *((0 < getattr(self, name) <= 1, name, "must lie in (0, 1]") for name in shares),
+            (bool(self.name.strip()), "name", "must not be empty"),
+            (bool(self.basis.strip()), "basis", "say what the numbers are worth"),
+            *((0 < getattr(self, name) <= 1, name, "must lie in (0, 1]") for name in CONSTANTS),
             (0 <= self.interval < 1, "interval", "must lie in [0, 1)"),
-            (self.runtime_bytes >= 0, "runtime_bytes", "must not be negative"),
             *((bool(self.sources.get(name)), f"sources.{name}", "say where this number is from") for name in numbers),
         )
+
+    @property
+    def constants(self) -> Mapping[str, float]:
+        """The fitted numbers by name."""
+        return {name: getattr(self, name) for name in CONSTANTS}
 
 
 @cache
@@ -41,3 +105,31 @@ def uncalibrated() -> Calibration:
     """Return nominal constants, for platforms without measurements."""
     text = (resources.files("autoshard.cost") / "uncalibrated.json").read_text("utf-8")
     return record.decode(Calibration, json.loads(text), where="uncalibrated")
+
+
+@cache
+def built_in(cluster: str) -> Calibration:
+    """Return the constants that come with autoshard for a cluster: fitted ones where there are any, else nominal.
+
+    >>> built_in("trn2.48xlarge").name
+    'uncalibrated'
+    """
+    name = f"{_NEAREST.get(cluster, cluster)}.json"
+    for entry in (resources.files("autoshard.cost") / "calibrations").iterdir():
+        if entry.name == name:
+            return record.decode(Calibration, json.loads(entry.read_text("utf-8")), where=name)
+    return uncalibrated()
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Read a calibration file; every fault names the file."""
+    data = read_data(path)
+    try:
+        return record.decode(Calibration, data)
+    except InputError as error:
+        raise InputError.of(str(path), "; ".join(map(str, error.faults))) from None
+
+
+def calibration_text(calibration: Calibration) -> str:
+    """Write a calibration as the JSON that ``load_calibration`` reads."""
+    return json.dumps(record.encode(calibration), indent=2, allow_nan=False) + "\n"

@@ -5,12 +5,13 @@ from dataclasses import replace
 from functools import cache
 
 from autoshard.cost.block import BlockCost, Blocks, Setting
-from autoshard.cost.calibration import Calibration, uncalibrated
+from autoshard.cost.calibration import Calibration
 from autoshard.cost.pipeline import Pipeline, StageLayers
 from autoshard.cost.rings import Number, send_ring
 from autoshard.cost.setting import Question, boundary_bytes, price_block, setting_of
 from autoshard.cost.sharded import ListedBlocks
 from autoshard.cost.step import StepCost, step_cost
+from autoshard.cost.worth import calibration_of, worth
 from autoshard.graph.count import model_flops_per_token
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Plan
@@ -21,17 +22,18 @@ from autoshard.plan.recompute import Recompute
 def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks | None = None) -> Prediction:
     """Return time, memory and traffic of one step of a plan, as its own table shards it.
 
-    Who has made the table from cuts may hand over its blocks as they were sharded for that.
+    Without a calibration, it is predicted with the constants that the plan carries. Who has made the table from cuts
+    may hand over its blocks as they were sharded for that.
     """
-    question = question_of(plan, calibration or uncalibrated())
+    question = question_of(plan, calibration or calibration_of(plan))
     cost = plan_cost(plan, question, blocks)
     seconds = {part: rounded(float(value)) for part, value in sorted(cost.seconds.items()) if float(value) > 0}
     step_time_s = rounded(sum(seconds.values()))
-    interval = question.calibration.interval
+    known = worth(question.calibration, plan)
     return Prediction(
         step_time_s=step_time_s,
-        low_s=rounded(step_time_s * (1 - interval)),
-        high_s=rounded(step_time_s * (1 + interval)),
+        low_s=rounded(step_time_s * (1 - known.interval)),
+        high_s=rounded(step_time_s * (1 + known.interval)),
         time_parts=seconds,
         stage_memory=tuple(
             StageMemory(num_weights=int(weights), parts=_whole(parts))
@@ -41,7 +43,7 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
         tokens_per_s=rounded(plan.workload.tokens_per_step / step_time_s),
         mfu=rounded(utilisation(question, step_time_s)),
         communication_bytes={axis: size for axis, size in _whole(cost.sent_bytes).items() if size},
-        basis=question.calibration.basis,
+        basis=known.basis,
         of=fingerprint(plan),
     )
 

@@ -14,6 +14,7 @@ from autoshard.cost.rings import Number
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import per_weight
 from autoshard.cost.update import UpdateCost, state_bytes, update_cost
+from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import DTYPE_BYTES, Precision
 
 
@@ -118,7 +119,7 @@ def _memory(
         "activations": pipeline.schedule.in_flight(rank) * cost.saved_bytes,
         "working": cost.working_bytes,
         "buffers": _boundary_buffers(pipeline) + _zero_buffers(setting.zero, pipeline, precision, cost),
-        "runtime": question.calibration.runtime_bytes,
+        "runtime": load_kernels(question.kernels).runtime_bytes,
     }
 
 

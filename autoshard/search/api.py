@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TypeVar
 
-from autoshard.cost.calibration import Calibration
+from autoshard.cost.calibration import Calibration, load_calibration
 from autoshard.errors import AutoshardError, Fault, InputError, NoPlan
 from autoshard.layout.pin import Pin, pins_of as layout_pins
 from autoshard.plan.candidate import parse_pins
@@ -89,9 +89,11 @@ def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:
     cluster = _looked_up(
         faults, "cluster", lambda: load_cluster(recipe.cluster, recipe.nodes, lnc=recipe.lnc, ranks=recipe.ranks)
     )
+    given = recipe.calibration
+    constants = _looked_up(faults, "calibration", lambda: load_calibration(Path(given))) if given else None
     pins = _looked_up(faults, "fix", lambda: pins_of(recipe.fix))
     listed = _looked_up(faults, "pins", lambda: layout_pins(recipe.pins, "pins"))
-    if model is None or cluster is None or pins is None or listed is None:
+    if faults or model is None or cluster is None or pins is None or listed is None:
         raise InputError(faults)
     held = {pin.tensor: pin for pin in (*listed, *layouts)}
     lengths = {"seq_len": recipe.seq_len, "global_batch": recipe.global_batch}
@@ -105,7 +107,13 @@ def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:
         faults,
         "nodes",
         lambda: Request(
-            model=model, cluster=cluster, workload=workload, engines=engines, pins=pins, layouts=tuple(held.values())
+            model=model,
+            cluster=cluster,
+            workload=workload,
+            engines=engines,
+            pins=pins,
+            layouts=tuple(held.values()),
+            calibration=constants,
         ),
     )
     if request is None:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.cost.block import PASSES, Setting, ShardedBlock, kernel_seconds, message_costs
-from autoshard.cost.calibration import Calibration, uncalibrated
+from autoshard.cost.calibration import Calibration
 from autoshard.cost.predict import question_of
 from autoshard.cost.setting import Question, setting_of
 from autoshard.cost.sharded import ListedBlocks
+from autoshard.cost.worth import calibration_of
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts, show_atoms, whole_axes
 from autoshard.layout.legal import cut_operations
@@ -31,7 +32,7 @@ Seconds = Mapping[str, Mapping[str, float]]  # operation -> pass -> seconds
 
 def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
     """Explain every block of a plan with a table."""
-    question = question_of(plan, calibration or uncalibrated())
+    question = question_of(plan, calibration or calibration_of(plan))
     blocks = ListedBlocks.of(plan)
     setting = setting_of(question, plan.candidate, blocks)
     counts = _counts(plan)

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from autoshard import __version__
-from autoshard.cost.calibration import Calibration, uncalibrated
+from autoshard.cost.calibration import Calibration, built_in
 from autoshard.cost.predict import predicted
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
+from autoshard.cost.worth import carried
 from autoshard.errors import Fault, InputError, require
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.pin import Pin
@@ -55,8 +56,8 @@ class Request:
 
     @property
     def constants(self) -> Calibration:
-        """The calibration that is used."""
-        return self.calibration or uncalibrated()
+        """The calibration that is used: one's own, or that of the cluster."""
+        return self.calibration or built_in(self.cluster.name)
 
     def plan(self, candidate: Candidate, engine: Engine, cutting: Cutting | None = None) -> Plan:
         """Return the plan of a candidate with its prediction and its tables: those of its best cutting, or of another.
@@ -73,7 +74,7 @@ class Request:
 
     def outline(self, candidate: Candidate, engine: Engine, blocks: CutBlocks) -> Plan:
         """Return the plan of a candidate whose blocks are these with its prediction, but without tables."""
-        origin = {"autoshard": __version__, "calibration": self.constants.name, "model": self.model.source}
+        origin = {"autoshard": __version__, **carried(self.constants), "model": self.model.source}
         plan = build_plan(candidate, self.model, self.cluster, self.workload, engine, provenance=origin)
         return predicted(plan, self.constants, blocks)
 

@@ -6,12 +6,13 @@ from functools import reduce
 from pathlib import Path
 
 from autoshard.cost.accuracy import Compared, accuracy
-from autoshard.cost.calibration import Calibration, uncalibrated
+from autoshard.cost.calibration import Calibration, built_in
 from autoshard.cost.measured import MeasuredRow, placed, read_rows
 from autoshard.cost.sharded import CutBlocks
 from autoshard.cost.validation import PredictedRow, SetAccuracy, Unrepresented, Validation
 from autoshard.errors import Fault, InputError
 from autoshard.plan.build import cut_atoms
+from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction, rounded
 from autoshard.search.measured_run import MeasuredRun, run_of
 from autoshard.search.planner import Request
@@ -21,18 +22,27 @@ SUFFIX = ".jsonl"
 
 
 def validate(path: Path, calibration: Calibration | None = None) -> Validation:
-    """Predict every row of a file, or of all such files of a folder, each a data set; wrong rows are an InputError."""
-    constants, known = calibration or uncalibrated(), dict[MeasuredRun, Prediction]()
+    """Predict every row of a file, or of all such files of a folder, each a data set; wrong rows are an InputError.
+
+    Without a calibration, each row is predicted with the constants of its own cluster.
+    """
+    known: dict[MeasuredRun, Prediction] = {}
+
+    def constants(run: MeasuredRun) -> Calibration:
+        return calibration or built_in(run.cluster.name)
 
     def predict(run: MeasuredRun) -> Prediction:
         if run not in known:  # many rows measure one layout again
-            known[run] = predicted_run(run, constants)
+            known[run] = predicted_run(run, constants(run))
         return known[run]
 
     sets = {file.stem: read_rows(file) for file in row_files(path)}
     runs = _runs(sets)
-    parts = [_validated(name, [(row, runs[where]) for where, row in rows.items()], predict, constants.basis)
-             for name, rows in sets.items()]  # fmt: skip
+    parts: list[Validation] = []
+    for name, rows in sets.items():
+        pairs = [(row, runs[where]) for where, row in rows.items()]
+        bases = dict.fromkeys(constants(run).basis for _, run in pairs if not isinstance(run, str))
+        parts.append(_validated(name, pairs, predict, " | ".join(bases) or "nothing: no row could be predicted"))
     return reduce(_joined, parts)
 
 
@@ -48,15 +58,20 @@ def row_files(path: Path) -> list[Path]:
 
 def predicted_run(run: MeasuredRun, calibration: Calibration) -> Prediction:
     """Predict one run with the best cut of every operation that its layout allows, legal or not."""
+    prediction = outlined_run(run, calibration)[0].prediction
+    assert prediction, "an outlined plan has its prediction"
+    return prediction
+
+
+def outlined_run(run: MeasuredRun, calibration: Calibration) -> tuple[Plan, CutBlocks]:
+    """Return the plan of a run, and its blocks in their best cut."""
     engine = run.cluster.engine
     request = Request(
         model=run.model, cluster=run.cluster, workload=run.workload, engines=(engine,), calibration=calibration
     )
     atoms, cutting = cut_atoms(run.candidate, run.model), request.cutting(run.candidate, engine)
     blocks = CutBlocks(step=request.question(run.candidate).step, cutting=cutting, atoms=atoms)
-    prediction = request.outline(run.candidate, engine, blocks).prediction
-    assert prediction, "an outlined plan has its prediction"
-    return prediction
+    return request.outline(run.candidate, engine, blocks), blocks
 
 
 def _runs(sets: Mapping[str, Mapping[str, MeasuredRow]]) -> Mapping[str, MeasuredRun | str]:

@@ -68,12 +68,17 @@ class Kernels:
     selective: Mapping[str, tuple[str, ...]]
     clones_end: Literal["last_saved", "output"]
     keeps_gathered: bool
+    runtime_bytes: int  # a rank's memory that the platform's runtime keeps for itself
     sources: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        """Refuse a table that does not say where its settings come from."""
-        unsourced = [name for name in ("selective", "clones_end", "keeps_gathered") if not self.sources.get(name)]
-        require((not unsourced, "sources", f"no source for {', '.join(unsourced)}"))
+        """Refuse negative memory, and a table that does not say where its settings come from."""
+        sourced = ("selective", "clones_end", "keeps_gathered", "runtime_bytes")
+        unsourced = [name for name in sourced if not self.sources.get(name)]
+        require(
+            (not unsourced, "sources", f"no source for {', '.join(unsourced)}"),
+            (self.runtime_bytes >= 0, "runtime_bytes", "must not be negative"),
+        )
 
     def resolve(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Replace framework names by the operations they stand for; other names are operations already."""

@@ -26,6 +26,7 @@ class Recipe:
     global_batch: int | None = None
     precision: PrecisionName = "bf16"
     engine: EngineChoice | None = None
+    calibration: str | None = None  # a calibration file; None takes what is known of the cluster
     fix: str | None = None
     pins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # tensor -> layout
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from autoshard.cost.calibration import built_in
 from autoshard.cost.validation import Validation
 from autoshard.search.validate import validate
 from benchmarks.__main__ import main
@@ -65,5 +66,9 @@ def test_the_readme_states_the_errors_of_today() -> None:
     found = {entry.name: entry.step_time for entry in validate(DATA).sets}
     trainium, gpus = found["trainium"], found["gpu_published"]
     assert said and trainium and gpus
+    fit = built_in("trn1.32xlarge").fit
+    assert fit and f"Their mean error is {fit.in_sample_mape:.1%}, and {fit.left_out_mape:.1%} where" in " ".join(
+        text.split()
+    )
     shares = [round(100 * trainium.mape), trainium.count, round(100 * gpus.mape), gpus.count]
     assert [int(number) for number in said.groups()] == shares

@@ -19,14 +19,16 @@ TRN1 = "plan --model llama3-8b"
 
 FINE = [
     ("--help", "usage: autoshard COMMAND"),
-    ("-h", "verify   Say every reason"),
+    ("-h", "verify    Say every reason"),
     ("--version", "autoshard 0."),
     ("plan --help", "--global-batch N"),
     ("verify -h", "The plan file."),
     ("explain -h", "The plan file."),
     ("validate -h", "A file with one measured run per line"),
     (f"validate {DATA}", "Step time"),
-    (f"validate {DATA / 'trainium.jsonl'}", "predictions uncalibrated"),
+    (f"validate {DATA / 'trainium.jsonl'}", "predictions calibrated on 15 rows of trn1.32xlarge"),
+    (f"validate {DATA / 'gpu_published.jsonl'}", "predictions uncalibrated"),
+    ("calibrate -h", "--cluster NAME_OR_PATH"),
     ("list --help", "WHAT"),
     *((f"list {what}", "name") for what in ("models", "clusters", "engines", "schedules", "kernels", "rules")),
     (LOCAL, "on this machine: 4 ranks"),

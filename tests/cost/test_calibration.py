@@ -1,28 +1,87 @@
+import json
 from dataclasses import replace
+from importlib import resources
+from pathlib import Path
 
 import pytest
+from hypothesis import given, strategies as st
 
-from autoshard.cost.calibration import uncalibrated
+from autoshard.cost.calibration import (
+    CONSTANTS,
+    Calibration,
+    built_in,
+    calibration_text,
+    load_calibration,
+    uncalibrated,
+)
 from autoshard.errors import InputError
+from autoshard.spec.cluster_catalogue import cluster_names
+
+MEASURED = {"trn1.32xlarge", "trn1n.32xlarge"}
+
+
+def shipped() -> list[Path]:
+    folder = Path(str(resources.files("autoshard.cost")))
+    return [folder / "uncalibrated.json", *(folder / "calibrations").glob("*.json")]
 
 
 def test_the_nominal_constants_say_what_they_are_worth_and_where_each_is_from():
     nominal = uncalibrated()
     assert nominal.basis.startswith("uncalibrated")
-    assert {"matrix_efficiency", "link_efficiency", "interval", "runtime_bytes"} <= set(nominal.sources)
+    assert {*CONSTANTS, "interval"} == set(nominal.sources)
 
 
 def test_impossible_constants_are_refused_all_at_once():
     with pytest.raises(InputError) as caught:
-        replace(uncalibrated(), matrix_efficiency=1.1, link_efficiency=0.0, interval=1.0, runtime_bytes=-1)
-    assert [fault.where for fault in caught.value.faults] == [
-        "matrix_efficiency",
-        "link_efficiency",
-        "interval",
-        "runtime_bytes",
-    ]
+        replace(uncalibrated(), matrix_efficiency=1.1, link_efficiency=0.0, interval=1.0)
+    assert [fault.where for fault in caught.value.faults] == ["matrix_efficiency", "link_efficiency", "interval"]
 
 
 def test_a_number_without_a_source_is_refused():
     with pytest.raises(InputError, match=r"sources\.interval: say where this number is from"):
         replace(uncalibrated(), sources={**uncalibrated().sources, "interval": ""})
+
+
+@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
+def test_no_calibration_holds_memory_or_more_constants_than_four(path: Path):
+    data = json.loads(path.read_text("utf-8"))
+    assert not [key for key in data if "bytes" in key or "gib" in key]
+    assert {key for key, value in data.items() if isinstance(value, float)} == {*CONSTANTS, "interval"}
+
+
+def test_only_measured_clusters_have_constants_of_their_own():
+    assert {name for name in cluster_names() if built_in(name) is not uncalibrated()} == MEASURED
+    assert built_in("my-own") is uncalibrated()
+
+
+numbers = st.floats(1e-6, 1)
+
+
+@given(st.tuples(numbers, numbers, numbers, numbers), st.floats(0, 0.99))
+def test_a_file_round_trips(values: tuple[float, ...], interval: float):
+    made = replace(built_in("trn1.32xlarge"), interval=interval, **dict(zip(CONSTANTS, values, strict=True)))
+    text = calibration_text(made)
+    assert "bytes" not in text
+    assert json.loads(text)["matrix_efficiency"] == made.matrix_efficiency
+    path = Path("unused")
+    assert _read(text, path) == made
+
+
+def _read(text: str, path: Path) -> Calibration:
+    from autoshard.spec import record
+
+    return record.decode(Calibration, json.loads(text), where=str(path))
+
+
+def test_a_wrong_file_is_one_line_that_names_it(tmp_path: Path):
+    path = tmp_path / "my.json"
+    path.write_text(calibration_text(replace(built_in("trn1.32xlarge"), name="mine")), "utf-8")
+    assert load_calibration(path).name == "mine"
+    data = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps({**data, "runtime_bytes": 1, "link_efficiency": 2.0}), "utf-8")
+    with pytest.raises(InputError) as caught:
+        load_calibration(path)
+    assert [fault.where for fault in caught.value.faults] == [str(path)]
+    assert "runtime_bytes: unknown key" in caught.value.faults[0].message
+    with pytest.raises(InputError, match="cannot be read"):
+        load_calibration(tmp_path / "none.json")

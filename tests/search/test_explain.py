@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from autoshard.cost.block import PASSES
-from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.predict import question_of
 from autoshard.cost.setting import price_block, setting_of
 from autoshard.cost.sharded import ListedBlocks
+from autoshard.cost.worth import calibration_of
 from autoshard.layout.pin import pins_of
 from autoshard.plan.candidate import Candidate
 from autoshard.search.cutting import Terms, operator_problem
@@ -42,7 +42,7 @@ def explained(case):
 
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_the_parts_add_up_to_the_blocks_that_the_prediction_is_made_of(case):
-    question, blocks = question_of(plan(case), uncalibrated()), ListedBlocks.of(plan(case))
+    question, blocks = question_of(plan(case), calibration_of(plan(case))), ListedBlocks.of(plan(case))
     setting = setting_of(question, plan(case).candidate, blocks)
     drops = dict(zip([block.name for block in explained(case).blocks], explained(case).blocks, strict=True))
     for kind, drop in blocks.kinds:
@@ -68,7 +68,7 @@ def test_every_line_of_the_table_is_told_and_every_layer_counted(case):
 
 @pytest.mark.parametrize("case", ["trn1", "tiny", "experts"])
 def test_the_second_best_cut_is_what_a_search_without_the_best_one_finds(case):
-    question = question_of(plan(case), uncalibrated())
+    question = question_of(plan(case), calibration_of(plan(case)))
     terms = Terms(engine=plan(case).engine, sequence_parallel=plan(case).sp)
     problem = operator_problem(question, plan(case).candidate, terms, "layer")
     best = solve(problem)

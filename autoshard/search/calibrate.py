@@ -1,0 +1,207 @@
+"""Constants of a cluster from measured runs: as many as the rows can tell apart, and the error on what was left out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from autoshard.cost.accuracy import left_out_interval
+from autoshard.cost.calibration import CONSTANTS, Calibration, Fit, Reach, uncalibrated
+from autoshard.cost.fitting import fitted
+from autoshard.cost.measured import MeasuredRow, placed, read_rows
+from autoshard.cost.predict import predict
+from autoshard.cost.sharded import CutBlocks
+from autoshard.errors import Fault, InputError, require
+from autoshard.plan.plan import Plan
+from autoshard.plan.prediction import rounded
+from autoshard.search.measured_run import MeasuredRun, run_of
+from autoshard.search.validate import outlined_run, predicted_run
+from autoshard.spec.cluster_catalogue import load_node_type
+
+Array = Any  # a numpy array of floats
+Kinds = tuple[tuple[str, ...], ...]  # the constants that share a value, kind by kind
+
+LEAST_ROWS = 3
+_AXES = ("tp", "pp", "cp", "ep", "dp", "vp")
+_DIGITS = 6  # of a constant: far beyond what rows decide, and a file that people can read
+_NO_WORSE = 1e-3  # two left-out errors nearer than this are equal
+
+# From one constant for all that is slower than its data sheet to four. Constants that rows of a few layouts cannot
+# tell apart fit them better and predict others worse, so that the left-out error decides how many there are.
+# The first splits what a chip does from what is sent; then arithmetic from memory; then the two units.
+_SPLITS: Mapping[str, Kinds] = {
+    "one for all": (CONSTANTS,),
+    "chip, link": (CONSTANTS[:3], CONSTANTS[3:]),
+    "arithmetic, memory, link": (CONSTANTS[:2], CONSTANTS[2:3], CONSTANTS[3:]),
+    "matrix, vector, memory, link": tuple((name,) for name in CONSTANTS),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A run and what it took; what is left out together with it."""
+
+    id: str
+    run: MeasuredRun
+    step_time_s: float
+    apart: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """One split: the constants fitted to all rows, and the ratio of predicted to measured of each row left out."""
+
+    split: str
+    calibration: Calibration
+    left_out: Array
+
+    @property
+    def error(self) -> float:
+        return float(np.abs(self.left_out - 1).mean())
+
+
+def calibrate(path: Path, cluster: str, name: str, date: str | None = None) -> Calibration:
+    """Fit the constants of a cluster to the rows of a file that were run on it; ``date`` is that of the newest row."""
+    node_type = load_node_type(cluster)
+    rows = [(where, row) for where, row in read_rows(path).items() if row.step_time_s]
+    samples, apart = samples_of(rows, node_type.name)
+    layouts = len({sample.run for sample in samples})
+    require(
+        (len(samples) >= LEAST_ROWS, str(path),
+         f"{len(samples)} rows with a step_time_s are too few; a fit needs {LEAST_ROWS}"),
+        (layouts > 1, str(path), "all rows are of one layout; a fit needs two, to predict one from the other"),
+    )  # fmt: skip
+    newest = date or max((row.first_seen or "" for _, row in rows), default="")
+    require((bool(newest), "--date", f"missing; no row of {path} has first_seen, so say from when they are"))
+    trials = [_trial(split, samples) for split, kinds in _SPLITS.items() if len(kinds) < layouts]
+    least = min(trial.error for trial in trials)
+    best = next(trial for trial in trials if trial.error <= least + _NO_WORSE)
+    reach = Reach(cluster=node_type.name, axes=_axes(samples))
+    fit = Fit(
+        date=newest,
+        rows=tuple(sample.id for sample in samples),
+        num_layouts=layouts,
+        left_out_by=apart,
+        in_sample_mape=rounded(float(np.abs(_ratios(samples, best.calibration) - 1).mean())),
+        left_out_mape=rounded(best.error),
+        tried={trial.split: rounded(trial.error) for trial in trials},
+    )
+    return _described(best, reach, fit, name)
+
+
+def _described(best: _Trial, reach: Reach, fit: Fit, name: str) -> Calibration:
+    """Say what fitted constants rest on."""
+    interval = left_out_interval(best.left_out.tolist())
+    require((interval < 1, "interval", f"four of five left-out rows are within {interval:.0%} only: the cost model "
+             "does not describe these rows, and no constants make it"))  # fmt: skip
+    fitted_to = f"fitted to {len(fit.rows)} rows of {reach.cluster}, constants told apart: {best.split}"
+    left_out = f"80% of rows are within it when their {fit.left_out_by} is left out of the fit"
+    return replace(
+        best.calibration,
+        name=name,
+        interval=rounded(interval),
+        basis=f"calibrated on {len(fit.rows)} rows of {reach.cluster} ({fit.num_layouts} layouts, newest {fit.date}): "
+        f"mean error {fit.in_sample_mape:.1%}, {fit.left_out_mape:.1%} where the {fit.left_out_by} is left out; "
+        f"80% interval of {interval:.0%} either way",
+        reach=reach,
+        fit=fit,
+        sources={**dict.fromkeys(CONSTANTS, fitted_to), "interval": left_out},
+    )
+
+
+def samples_of(
+    rows: Sequence[tuple[str, MeasuredRow]], cluster: str
+) -> tuple[list[Sample], Literal["model", "layout"]]:
+    """Understand the rows, or name all that is wrong; left out together is a model, or where there is one, a layout."""
+    faults: list[Fault] = []
+    runs: list[tuple[MeasuredRow, MeasuredRun]] = []
+    for where, row in rows:
+        try:
+            run = _run(row, cluster)
+        except InputError as error:
+            faults.extend(placed(where, fault) for fault in error.faults)
+        else:
+            runs.append((row, run))
+    if faults:
+        raise InputError(faults)
+    layouts = list(dict.fromkeys(run for _, run in runs))
+    models = len({run.model.name for run in layouts}) > 1
+    return [
+        Sample(
+            id=row.id,
+            run=run,
+            step_time_s=row.step_time_s or 0.0,
+            apart=run.model.name if models else f"layout {layouts.index(run)}",
+        )
+        for row, run in runs
+    ], "model" if models else "layout"
+
+
+def _run(row: MeasuredRow, cluster: str) -> MeasuredRun:
+    run = run_of(row.unmeasured)
+    if isinstance(run, str):
+        raise InputError.of("arch", f"{run}. Leave the row out")
+    if run.cluster.name != cluster:
+        raise InputError.of("platform", f"was run on {run.cluster.name}, not on {cluster}. Leave the row out")
+    _shape(run)
+    return run
+
+
+def _axes(samples: Sequence[Sample]) -> tuple[str, ...]:
+    found = [sample.run.candidate for sample in samples]
+    return tuple(axis for axis in _AXES if any(getattr(candidate, axis) > 1 for candidate in found))
+
+
+def _trial(split: str, samples: Sequence[Sample]) -> _Trial:
+    """Fit to all rows, and to all but those of each model; predict what was left out as any other run."""
+    left_out = np.ones(len(samples))
+    for apart in sorted({sample.apart for sample in samples}):
+        held = [place for place, sample in enumerate(samples) if sample.apart == apart]
+        rest = [sample for sample in samples if sample.apart != apart]
+        left_out[held] = _ratios([samples[place] for place in held], fit_constants(split, rest))
+    return _Trial(split=split, calibration=fit_constants(split, samples), left_out=left_out)
+
+
+def fit_constants(split: str, samples: Sequence[Sample]) -> Calibration:
+    """Return the constants under which the predictions come closest to what was measured."""
+    kinds, nominal = _SPLITS[split], uncalibrated()
+    predict_all = _predictor(samples)
+
+    def ratios(slownesses: Array) -> Array:
+        return predict_all(_with(nominal, kinds, 1 / slownesses))
+
+    found = fitted(ratios, np.array([1 / getattr(nominal, kind[0]) for kind in kinds]))
+    return _with(nominal, kinds, np.round(1 / found, _DIGITS))
+
+
+def _with(calibration: Calibration, kinds: Kinds, efficiencies: Array) -> Calibration:
+    values = {name: float(value) for kind, value in zip(kinds, efficiencies, strict=True) for name in kind}
+    return replace(calibration, **values)
+
+
+def _predictor(samples: Sequence[Sample]) -> Callable[[Calibration], Array]:
+    """Return how to predict all rows over what they took, each layout once."""
+    runs = list(dict.fromkeys(sample.run for sample in samples))
+    places = [runs.index(sample.run) for sample in samples]
+    measured = np.array([sample.step_time_s for sample in samples])
+
+    def predicted(calibration: Calibration) -> Array:
+        times = [predict(plan, calibration, blocks).step_time_s for plan, blocks in map(_shape, runs)]
+        return np.array(times)[places] / measured
+
+    return predicted
+
+
+def _ratios(samples: Sequence[Sample], calibration: Calibration) -> Array:
+    """Predict rows as ``validate`` does, each with the cutting that is best under these constants."""
+    known = {run: predicted_run(run, calibration).step_time_s for run in {sample.run for sample in samples}}
+    return np.array([known[sample.run] / sample.step_time_s for sample in samples])
+
+
+@cache
+def _shape(run: MeasuredRun) -> tuple[Plan, CutBlocks]:
+    """Return a run's plan and its blocks, cut as is best at nominal rates: a fit moves rates, not what was run."""
+    return outlined_run(run, uncalibrated())

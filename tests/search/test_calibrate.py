@@ -1,0 +1,188 @@
+"""Constants from measured runs: those that made the rows are found again, and what is left out is really left out."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from autoshard.cli import main
+from autoshard.cost.calibration import (
+    CONSTANTS,
+    Calibration,
+    built_in,
+    calibration_text,
+    load_calibration,
+    uncalibrated,
+)
+from autoshard.cost.measured import MeasuredRow, read_rows
+from autoshard.errors import InputError
+from autoshard.plan.codec import load
+from autoshard.search import calibrate as module
+from autoshard.search.calibrate import Sample, calibrate, fit_constants, samples_of
+from autoshard.search.validate import predicted_run, validate
+from tests.cost.measured_cases import DATA, SMALL
+
+TRN1 = "trn1.32xlarge"
+DATED = {"first_seen": "2026-01-02"}
+LAYOUTS = [
+    {"tp": 2, "pp": 2, "dp": 2}, {"tp": 4, "pp": 1, "dp": 2}, {"tp": 1, "pp": 1, "dp": 8}, {"tp": 8, "pp": 1, "dp": 1},
+]  # fmt: skip
+OWN = [{**SMALL, **DATED, **layout, "id": str(number)} for number, layout in enumerate(LAYOUTS)]
+share = st.floats(0.2, 1)
+
+
+def published(ids: tuple[str, ...]) -> list[tuple[str, MeasuredRow]]:
+    rows = read_rows(DATA / "trainium.jsonl")
+    return [(where, row) for where, row in rows.items() if row.id in ids]
+
+
+def built_in_rows() -> list[tuple[str, MeasuredRow]]:
+    fit = built_in(TRN1).fit
+    assert fit
+    return published(fit.rows)
+
+
+def made_by(samples: list[Sample], calibration: Calibration) -> list[Sample]:
+    times = {sample.run: predicted_run(sample.run, calibration).step_time_s for sample in samples}
+    return [replace(sample, step_time_s=times[sample.run]) for sample in samples]
+
+
+def written(folder: Path, *rows: Mapping[str, Any]) -> Path:
+    path = folder / "runs.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+def own_rows(folder: Path, **constants: float) -> Path:
+    """Small runs that took what the model says under these constants."""
+    said = validate(written(folder, *OWN), replace(uncalibrated(), **constants)).rows
+    return written(folder, *({**row, "step_time_s": one.predicted_step_time_s}
+                             for row, one in zip(OWN, said, strict=True)))  # fmt: skip
+
+
+@settings(max_examples=6, deadline=None)
+@given(share, share, share)
+def test_constants_that_made_the_rows_are_found_again(arithmetic: float, memory: float, link: float):
+    values = (arithmetic, arithmetic, memory, link)
+    true = replace(uncalibrated(), **dict(zip(CONSTANTS, values, strict=True)))
+    samples = made_by(samples_of(built_in_rows(), TRN1)[0], true)
+    found = fit_constants("arithmetic, memory, link", samples)
+    for sample in samples:
+        assert predicted_run(sample.run, found).step_time_s == pytest.approx(sample.step_time_s, rel=0.01)
+    # These layouts hardly tell memory from links: what moves one and the other within 1% of all times is not decided.
+    assert found.link_efficiency == pytest.approx(link, rel=0.2)
+
+
+def test_one_gross_outlier_does_not_move_the_constants():
+    samples = samples_of(built_in_rows(), TRN1)[0]
+    plain = fit_constants("one for all", samples)
+    wrong = [replace(samples[0], step_time_s=10 * samples[0].step_time_s), *samples[1:]]
+    assert fit_constants("one for all", wrong).link_efficiency == pytest.approx(plain.link_efficiency, rel=0.08)
+
+
+def test_the_shipped_constants_are_those_of_its_rows(tmp_path: Path):
+    shipped = built_in(TRN1)
+    ids = {row.id for _, row in built_in_rows()}
+    lines = (DATA / "trainium.jsonl").read_text("utf-8").splitlines()
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(line for line in lines if json.loads(line)["id"] in ids), "utf-8")
+    assert calibrate(path, TRN1, TRN1) == shipped
+    assert shipped.fit and len(shipped.fit.rows) == len(ids) == 15
+    assert shipped.fit.left_out_mape < 0.14 and shipped.interval < 2 * shipped.fit.left_out_mape
+
+
+def test_rows_without_noise_tell_the_constants_apart(tmp_path: Path):
+    path = own_rows(tmp_path, matrix_efficiency=0.5, vector_efficiency=0.5, memory_efficiency=0.5, link_efficiency=0.25)
+    found = calibrate(path, "h100-80", "mine")
+    assert found.fit and found.fit.left_out_by == "layout" and found.fit.date == "2026-01-02"
+    assert found.fit.left_out_mape < 0.02 and found.link_efficiency == pytest.approx(0.25, rel=0.1)
+    assert calibrate(path, "h100-80", "mine") == found
+    assert calibrate(path, "h100-80", "mine", "2027-03-04").fit.date == "2027-03-04"  # type: ignore[union-attr]
+
+
+def test_what_is_left_out_is_not_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    seen: list[tuple[str, ...]] = []
+    real = fit_constants
+
+    def spied(split: str, samples: list[Sample]) -> Calibration:
+        seen.append(tuple(sample.id for sample in samples))
+        return real(split, samples)
+
+    monkeypatch.setattr(module, "fit_constants", spied)
+    found = calibrate(own_rows(tmp_path, link_efficiency=0.5), "h100-80", "mine")
+    every = tuple(str(number) for number in range(len(OWN)))
+    assert found.fit and found.fit.rows == every
+    folds = {every, *(tuple(one for one in every if one != out) for out in every)}
+    assert set(seen) == folds and len(seen) == len(found.fit.tried) * len(folds)
+
+
+def test_a_row_without_a_time_is_left_aside_and_the_file_predicts_as_its_constants(tmp_path: Path):
+    path = own_rows(tmp_path, link_efficiency=0.5)
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    with_idle = written(tmp_path, *rows, {**SMALL, "id": "idle", "step_time_s": None})
+    made = calibrate(with_idle, "h100-80", "mine")
+    assert made.fit and "idle" not in made.fit.rows
+    (tmp_path / "mine.json").write_text(calibration_text(made), "utf-8")
+    assert load_calibration(tmp_path / "mine.json") == made
+    constants = replace(uncalibrated(), interval=made.interval, **made.constants)
+    by_file, by_hand = (validate(path, one).rows for one in (load_calibration(tmp_path / "mine.json"), constants))
+    assert by_file == by_hand
+
+
+@pytest.mark.parametrize(
+    ("rows", "cluster", "said"),
+    [
+        (OWN, "h10", "'h10' is not a cluster. Did you mean"),
+        (OWN[:2], "h100-80", "2 rows with a step_time_s are too few; a fit needs 3"),
+        ([{**row, "step_time_s": None} for row in OWN], "h100-80", "0 rows with a step_time_s are too few"),
+        ([{**OWN[0], "id": name} for name in "abc"], "h100-80", "all rows are of one layout"),
+        (OWN, TRN1, f"line 1, platform: was run on h100-80, not on {TRN1}. Leave the row out"),
+        ([{**row, "first_seen": None} for row in OWN], "h100-80", "--date: missing; no row of"),
+        ([*OWN, {**OWN[0], "id": "odd", "arch": None}], "h100-80", "line 5, arch: its architecture is not known"),
+    ],
+)
+def test_every_fault_is_a_clear_line(rows: list[dict[str, Any]], cluster: str, said: str, tmp_path: Path):
+    with pytest.raises(InputError) as caught:
+        calibrate(written(tmp_path, *rows), cluster, "mine")
+    assert any(said in str(fault) for fault in caught.value.faults)
+    assert all("\n" not in str(fault) for fault in caught.value.faults)
+
+
+def test_rows_that_no_constants_describe_are_refused(tmp_path: Path):
+    rows = [{**row, "step_time_s": 10.0**number} for number, row in enumerate(OWN)]
+    with pytest.raises(InputError, match="the cost model does not describe these rows"):
+        calibrate(written(tmp_path, *rows), "h100-80", "mine")
+
+
+def test_the_file_is_used_everywhere_and_stays_with_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    rows = own_rows(tmp_path, **dict.fromkeys(CONSTANTS, 0.25))
+    assert main(["calibrate", str(rows), "--cluster", "h100-80", "--out", "my.json"]) == 0
+    said = capsys.readouterr().out
+    assert "my: calibrated on 4 rows of h100-80" in said and "wrote my.json" in said
+    asked = ["plan", "--model", "llama3-8b", "--cluster", "h100-80"]
+    assert main([*asked, "--out", "usual.json"]) == 0
+    assert main([*asked, "--calibration", "my.json"]) == 0
+    (tmp_path / "recipe.yaml").write_text("model: llama3-8b\ncluster: h100-80\ncalibration: my.json\n", "utf-8")
+    assert main(["plan", "--config", "recipe.yaml", "--out", "again.json"]) == 0
+    usual, own, again = (load(tmp_path / f"{name}.json") for name in ("usual", "plan", "again"))
+    assert own == again and own.provenance["calibration"] == "my"
+    assert usual.prediction and own.prediction
+    assert own.prediction.step_time_s > 2 * usual.prediction.step_time_s
+    capsys.readouterr()
+    (tmp_path / "my.json").unlink()  # the plan carries what it needs
+    assert main(["verify", "plan.json"]) == 0
+    assert "note" not in capsys.readouterr().out
+
+
+def test_a_missing_calibration_file_is_told_with_the_other_faults(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--model", "no", "--calibration", "none.json"]) == 2
+    said = capsys.readouterr().err
+    assert "--calibration none.json: cannot be read" in said and "--model" in said
+    assert main(["validate", str(DATA), "--calibration", "none.json"]) == 2
