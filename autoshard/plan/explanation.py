@@ -78,3 +78,4 @@ class Explanation:
     candidate: str
     blocks: tuple[ExplainedBlock, ...]
     rules: Mapping[str, str]  # those that refuse another cut: id -> what it says
+    basis: str  # what the seconds rest on

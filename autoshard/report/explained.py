@@ -27,6 +27,7 @@ def explanation_report(explanation: Explanation) -> Group:
     if explanation.rules:
         parts.append("")
         parts += [Text.assemble((rule, "bold"), f": {says}") for rule, says in explanation.rules.items()]
+    parts += ["", Text(f"seconds {explanation.basis}", "yellow")]
     return Group(*parts)
 
 

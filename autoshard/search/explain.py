@@ -10,7 +10,7 @@ from autoshard.cost.calibration import Calibration
 from autoshard.cost.predict import question_of
 from autoshard.cost.setting import Question, setting_of
 from autoshard.cost.sharded import ListedBlocks
-from autoshard.cost.worth import calibration_of
+from autoshard.cost.worth import calibration_of, worth
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts, show_atoms, whole_axes
 from autoshard.layout.legal import cut_operations
@@ -44,7 +44,10 @@ def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
     named = {step.other.refused for block in found for step in block.steps if step.other}
     rules = strategy_rules(plan.engine, sequence_parallel=plan.sp)
     return Explanation(
-        candidate=str(plan.candidate), blocks=found, rules={rule.id: rule.remedy for rule in rules if rule.id in named}
+        candidate=str(plan.candidate),
+        blocks=found,
+        rules={rule.id: rule.remedy for rule in rules if rule.id in named},
+        basis=worth(question.calibration, plan).basis,
     )
 
 

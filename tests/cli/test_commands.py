@@ -307,10 +307,11 @@ def test_explain_shows_every_block_of_a_found_plan(capsys: pytest.CaptureFixture
         "all_gather seq/tp",
         "shared-memory x 2",
         "second best",
+        "seconds uncalibrated",
     ):
         assert words in out
     assert max(map(len, out.splitlines())) <= 120
-    assert set(json.loads(run("explain plan.json --json", capsys)[1])) == {"candidate", "blocks", "rules"}
+    assert set(json.loads(run("explain plan.json --json", capsys)[1])) == {"candidate", "blocks", "rules", "basis"}
 
 
 def test_explain_says_why_a_plan_cannot_run_instead(capsys: pytest.CaptureFixture[str]):
