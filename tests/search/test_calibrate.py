@@ -72,9 +72,9 @@ def test_constants_that_made_the_rows_are_found_again(arithmetic: float, memory:
     samples = made_by(samples_of(built_in_rows(), TRN1)[0], true)
     found = fit_constants("arithmetic, memory, link", samples)
     for sample in samples:
-        assert predicted_run(sample.run, found).step_time_s == pytest.approx(sample.step_time_s, rel=0.01)
-    # These layouts hardly tell memory from links: what moves one and the other within 1% of all times is not decided.
-    assert found.link_efficiency == pytest.approx(link, rel=0.2)
+        assert predicted_run(sample.run, found).step_time_s == pytest.approx(sample.step_time_s, rel=0.02)
+    # Where arithmetic takes nearly all of the time, these layouts cannot tell slow memory from slow links.
+    assert found.matrix_efficiency == pytest.approx(arithmetic, rel=0.05)
 
 
 def test_one_gross_outlier_does_not_move_the_constants():
