@@ -23,12 +23,11 @@ from tests.search.operator_cases import (
     branched_block,
     closed_block,
     collectives,
-    kept_bytes,
     lowered,
     model_problems,
     seconds_of,
 )
-from tests.search.test_operators import BOUNDARIES, SEEDS, TWO, every_cut, small_problem
+from tests.search.small_cases import BOUNDARIES, SEEDS, TWO, compare_limited, every_cut, small_problem
 
 
 def obeys(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> bool:
@@ -83,15 +82,7 @@ def test_no_cuts_that_obey_are_cheaper(seed: int, size: int, gathered: bool) -> 
 def test_no_cuts_that_obey_and_keep_to_a_limit_are_cheaper(seed: int, size: int, share: float) -> None:
     block = branched_block(seed, 2)
     problem = small_problem(block, {"a": size}, {"batch": ("a",)}, state_bytes_per_weight=18.0)
-    programs = [lowered(problem, cuts) for cuts in every_cut(problem) if obeys(problem, cuts)]
-    ways = [(assess(problem, program), kept_bytes(problem, program)) for program in programs]
-    least, cheapest = min(kept for _, kept in ways), min(ways)[1]
-    limited = replace(problem, memory_limit_bytes=least + share * (cheapest - least))
-    found = solve(limited)
-    best = min(cost for cost, kept in ways if kept <= limited.memory_limit_bytes * (1 + 1e-9))
-    assert found.fits and found.gap == 0
-    assert found.cost_s == pytest.approx(best, rel=1e-9)
-    assert kept_bytes(problem, lowered(problem, found.cuts)) == pytest.approx(found.kept_bytes)
+    compare_limited(problem, [cuts for cuts in every_cut(problem) if obeys(problem, cuts)], share)
 
 
 @settings(max_examples=10)

@@ -1,48 +1,26 @@
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from autoshard.errors import InputError
-from autoshard.graph.block import Block
 from autoshard.layout.layout import Cuts
-from autoshard.layout.legal import cut_operations, faults
+from autoshard.layout.legal import faults
 from autoshard.search.chain import ReducedBlock, SharedWeight, solve_chain
-from autoshard.search.operators import OperatorProblem, assess, op_choices, solve
+from autoshard.search.operators import OperatorProblem, assess, solve
 from tests.search.operator_cases import (
-    RATES,
     SMALL_SIZES,
     collectives,
-    kept_bytes,
     lowered,
     model_problems,
     random_block,
-    seconds_of,
 )
+from tests.search.small_cases import BOUNDARIES, SEEDS, TWO, compare_limited, every_cut, small_problem
 
-TWO = {"a": 2, "b": 3}
-UNLIKE = {"a": 100e9, "b": 300e9}
 MESH = {"dp": 8, "tp": 8}
 SEQUENCE: Cuts = {"batch": ("dp",), "seq": ("tp",)}
-
-
-def small_problem(block: Block, atoms: Mapping[str, int], boundary: Cuts, **more: Any) -> OperatorProblem:
-    common = {"sizes": SMALL_SIZES, "rates": RATES, "seconds": seconds_of(atoms, UNLIKE), **more}
-    return OperatorProblem(block=block, atoms=atoms, boundary=boundary, **common)
-
-
-def every_cut(problem: OperatorProblem) -> list[dict[str, Cuts]]:
-    ops = cut_operations(problem.block)
-    ways = itertools.product(*(op_choices(problem.block, op, tuple(problem.atoms)) for op in ops))
-    return [dict(zip((op.name for op in ops), way, strict=True)) for way in ways]
-
-
-BOUNDARIES = st.sampled_from([{}, {"batch": ("a",)}, {"seq": ("b",)}, {"batch": ("b",), "seq": ("a",)}])
-SEEDS = st.integers(0, 2**32 - 1)
 
 
 @given(seed=SEEDS, boundary=BOUNDARIES, gathered=st.booleans())
@@ -64,15 +42,7 @@ def test_no_cut_of_a_small_block_is_cheaper(seed: int, size: int, gathered: bool
 @given(seed=SEEDS, size=st.integers(2, 4), share=st.floats(0, 1))
 def test_no_cut_that_keeps_to_a_limit_is_cheaper(seed: int, size: int, share: float) -> None:
     problem = small_problem(random_block(seed), {"a": size}, {"batch": ("a",)}, state_bytes_per_weight=18.0)
-    programs = [lowered(problem, cuts) for cuts in every_cut(problem)]
-    ways = [(assess(problem, program), kept_bytes(problem, program)) for program in programs]
-    least, cheapest = min(kept for _, kept in ways), min(ways)[1]
-    limited = replace(problem, memory_limit_bytes=least + share * (cheapest - least))
-    found = solve(limited)
-    best = min(cost for cost, kept in ways if kept <= limited.memory_limit_bytes * (1 + 1e-9))
-    assert found.fits and found.gap == 0
-    assert found.cost_s == pytest.approx(best, rel=1e-9)
-    assert kept_bytes(problem, lowered(problem, found.cuts)) == pytest.approx(found.kept_bytes)
+    compare_limited(problem, every_cut(problem), share)
 
 
 @pytest.mark.parametrize("gathered", [True, False])
