@@ -1,29 +1,28 @@
 """Seconds and bytes of one block on one rank, read off its sharded graph; for numbers or columns alike."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
 from autoshard.cost.calibration import Calibration
+from autoshard.cost.held import Local, Shares, kept_bytes, shape_bytes, shares, working_bytes
+from autoshard.cost.live import Fresh, Moment, moments
 from autoshard.cost.rings import Number, Ring, axis_of_atoms
 from autoshard.graph.block import Block, Fused
 from autoshard.graph.kinds.attention import Attend, AttendGradient
 from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.graph.op import Dims, Op, Tensor
-from autoshard.layout.layout import Cuts, local_sizes
+from autoshard.graph.op import Op, Tensor
+from autoshard.layout.layout import Cuts
 from autoshard.layout.sharding import Message, Sharding
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
-from autoshard.spec.workload import DTYPE_BYTES
 
 PASSES = ("F", "I", "W")
 Moved = tuple[str, Tensor]  # an operation, and a tensor that it reads or writes
-Fresh = tuple[str, Tensor, tuple[Cuts, ...]]  # likewise, and how the tensor is cut where it is kept for backward anyway
-Shares = Callable[[Cuts], "_Local"]  # cuts -> a rank's sizes of all dims
 
 
 class Blocks(Protocol):
@@ -84,13 +83,16 @@ class KernelRun:
 class ShardedBlock:
     """A block with its sharding and its kernels: everything but the sizes.
 
-    ``tied`` names the weights that share their values with another block's.
+    ``tied`` names the weights that share their values with another block's; ``placeholders`` those that are one tensor
+    each, of whose shape a buffer stays.
     """
 
     block: Block
     sharding: Sharding
     runs: tuple[KernelRun, ...]
+    moments: tuple[Moment, ...]
     tied: frozenset[str] = frozenset()
+    placeholders: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def of(
@@ -100,11 +102,27 @@ class ShardedBlock:
         *,
         whole: "ShardedBlock | None" = None,
         tied: Iterable[str] = (),
+        placeholders: Iterable[Sequence[str]] = (),
     ) -> "ShardedBlock":
-        """Group the operations of a block into kernel runs; ``whole`` is the same block without recompute."""
+        """Group the operations of a block into kernel runs; ``whole`` is the same block without recompute.
+
+        ``placeholders`` names products that add their weight gradients to the sums themselves.
+        """
         held = (whole.sharding if whole else sharding).kept_cuts
         runs = tuple(_kernel_runs(block, held))
-        return cls(block=block, sharding=sharding, runs=runs, tied=frozenset(tied))
+        added = [
+            tuple(product for product in products if f"{product}.weight" in block.tensors) for products in placeholders
+        ]
+        weights = {f"{product}.weight.sum" for products in added for product in products}
+        unmade = (op.inputs[1] for op in block.ops if isinstance(op.kind, Accumulate) and op.outputs[0] in weights)
+        return cls(
+            block=block,
+            sharding=sharding,
+            runs=runs,
+            moments=moments(block, runs, frozenset(held), frozenset(unmade)),
+            tied=frozenset(tied),
+            placeholders=tuple(tuple(f"{product}.weight" for product in products) for products in added if products),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +133,8 @@ class BlockCost:
     sent_bytes: Mapping[str, Number]  # axis -> bytes
     saved_bytes: Number
     remade_bytes: Number  # what recompute brings back while this block is in backward
-    working_bytes: Number  # of the largest kernel, beside states and kept activations
+    working_bytes: Number  # at most at any time of a pass, beside states and kept activations
+    placeholder_bytes: Number  # that stay once for all such blocks of a rank
     weights: Mapping[tuple[str, ...], Number]  # atoms that the gradient's sum is pending over -> weights on the rank
     tied_weights: Mapping[tuple[str, ...], Number]  # likewise, those that share their values with another block's
 
@@ -127,13 +146,11 @@ class BlockCost:
 def block_cost(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, rates: Rates) -> BlockCost:
     """Price a block: every kernel by its roofline, every message by its ring; ``whole`` is it without recompute."""
     seconds: dict[str, dict[str, Number]] = {name: defaultdict(float) for name in PASSES}
-    working: Number = 0
-    shared = _shares(setting)
+    shared = shares(setting.sizes, setting.atoms)
     local = {name: shared(cuts) for name, cuts in sharded.sharding.op_cuts.items()}
     for run in sharded.runs:
         parts = seconds[run.pass_]
         parts["compute"] = parts["compute"] + _run_s(sharded.block, run, local, rates, setting)
-        working = np.maximum(working, sum(_fresh_bytes(entry, local, shared) for entry in run.fresh))
     sent: dict[str, Number] = defaultdict(float)
     for message in sharded.sharding.messages:
         time_s, sent_bytes = _message_cost(sharded, message, setting, shared)
@@ -141,13 +158,17 @@ def block_cost(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, rat
         parts = seconds[message.pass_]
         parts[axis] = parts[axis] + time_s
         sent[axis] = sent[axis] + sent_bytes
-    saved = _saved_bytes(sharded, shared, setting.atoms)
+    saved = sum(kept_bytes(sharded.block, sharded.sharding, shared, setting.atoms).values())
+    kept = kept_bytes(whole.block, whole.sharding, shared, setting.atoms)
     return BlockCost(
         seconds=seconds,
         sent_bytes=sent,
         saved_bytes=saved,
-        remade_bytes=_saved_bytes(whole, shared, setting.atoms) - saved,
-        working_bytes=working,
+        remade_bytes=sum(kept.values()) - saved,
+        working_bytes=working_bytes(sharded.moments, kept, local, shared),
+        placeholder_bytes=sum(
+            shape_bytes(sharded.block, sharded.sharding, names, shared) for names in sharded.placeholders
+        ),
         weights=_local_parameters(sharded, shared, tied=False),
         tied_weights=_local_parameters(sharded, shared, tied=True),
     )
@@ -155,13 +176,14 @@ def block_cost(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, rat
 
 def kernel_seconds(sharded: ShardedBlock, setting: Setting, rates: Rates) -> Iterator[tuple[KernelRun, Number]]:
     """Yield every kernel of a block with its time; their sum is the block's compute."""
-    local = {name: _shares(setting)(cuts) for name, cuts in sharded.sharding.op_cuts.items()}
+    shared = shares(setting.sizes, setting.atoms)
+    local = {name: shared(cuts) for name, cuts in sharded.sharding.op_cuts.items()}
     yield from ((run, _run_s(sharded.block, run, local, rates, setting)) for run in sharded.runs)
 
 
 def message_costs(sharded: ShardedBlock, setting: Setting) -> Iterator[tuple[Message, Number, Number]]:
     """Yield every message of a block with its time and the bytes that a rank sends; their sum is what it sends."""
-    shared = _shares(setting)
+    shared = shares(setting.sizes, setting.atoms)
     yield from ((one, *_message_cost(sharded, one, setting, shared)) for one in sharded.sharding.messages)
 
 
@@ -169,54 +191,6 @@ def _message_cost(sharded: ShardedBlock, message: Message, setting: Setting, sha
     ring = setting.rings[message.collective.atoms]
     message_bytes = shared(message.cuts).num_bytes(sharded.block.tensors[message.tensor])
     return ring.time_s(message.collective, message_bytes), ring.sent_bytes(message.collective, message_bytes)
-
-
-class _Local(dict[str, Number]):
-    """A rank's sizes of all dims; the number of elements of tensors with the same dims is worked out once."""
-
-    def __init__(self, sizes: Mapping[str, Number]) -> None:
-        super().__init__(sizes)
-        self._elements: dict[Dims, Number] = {}
-
-    def num_bytes(self, tensor: Tensor) -> Number:
-        """Return the bytes of a rank's share of a tensor."""
-        if tensor.dims not in self._elements:
-            self._elements[tensor.dims] = tensor.num_elements(self)
-        return self._elements[tensor.dims] * DTYPE_BYTES[tensor.dtype]
-
-
-def _shares(setting: Setting) -> Shares:
-    """Return how to look up a rank's sizes of all dims by their cuts; each distinct cut is worked out once."""
-    known: dict[tuple[object, ...], _Local] = {}
-
-    def shared(cuts: Cuts) -> _Local:
-        key = tuple(cuts.items())
-        if key not in known:
-            known[key] = _Local(local_sizes(setting.sizes, cuts, setting.atoms))
-        return known[key]
-
-    return shared
-
-
-def _saved_bytes(sharded: ShardedBlock, shared: Shares, atoms: Mapping[str, Number]) -> Number:
-    """Return what a rank keeps of a block from forward to backward, for one micro-batch.
-
-    A tensor that is kept in two layouts is kept once where atoms of size 1 are all that they differ in.
-    """
-    total: Number = 0
-    for entry in sharded.block.saved:
-        layouts = sharded.sharding.kept_cuts[entry.storage]
-        for number, cuts in enumerate(layouts):
-            size = shared(cuts).num_bytes(entry.tensor)
-            another = [_differ(cuts, other, atoms) for other in layouts[:number]]
-            total = total + (size * np.logical_and.reduce(another) if another else size)
-    return total
-
-
-def _differ(one: Cuts, other: Cuts, atoms: Mapping[str, Number]) -> Number:
-    """Say whether an atom that cuts anything cuts a dim in one of the layouts only."""
-    moved = {atom for dim in {*one, *other} for atom in {*one.get(dim, ())} ^ {*other.get(dim, ())}}
-    return np.logical_or.reduce([atoms[atom] > 1 for atom in sorted(moved)])
 
 
 def _local_parameters(sharded: ShardedBlock, shared: Shares, *, tied: bool) -> Mapping[tuple[str, ...], Number]:
@@ -230,7 +204,7 @@ def _local_parameters(sharded: ShardedBlock, shared: Shares, *, tied: bool) -> M
     return counts
 
 
-def _run_s(block: Block, run: KernelRun, local: Mapping[str, _Local], rates: Rates, setting: Setting) -> Number:
+def _run_s(block: Block, run: KernelRun, local: Mapping[str, Local], rates: Rates, setting: Setting) -> Number:
     """Return a kernel's time: that of the slowest of matrix unit, vector unit and memory."""
     matrix: Number = 0
     vector: Number = 0
@@ -245,17 +219,8 @@ def _run_s(block: Block, run: KernelRun, local: Mapping[str, _Local], rates: Rat
     return np.maximum(compute_s, _num_bytes(run.touched, local) / rates.memory_bytes_per_s)
 
 
-def _num_bytes(moved: Iterable[Moved], local: Mapping[str, _Local]) -> Number:
+def _num_bytes(moved: Iterable[Moved], local: Mapping[str, Local]) -> Number:
     return sum(local[op].num_bytes(tensor) for op, tensor in moved)
-
-
-def _fresh_bytes(entry: Fresh, local: Mapping[str, _Local], shared: Shares) -> Number:
-    """Return the memory that a tensor needs while a kernel runs; none if it is kept and the kernel reads no more."""
-    op, tensor, held = entry
-    size = local[op].num_bytes(tensor)
-    for cuts in held:
-        size = np.where(size > shared(cuts).num_bytes(tensor), size, 0)
-    return size
 
 
 def _met_share(window: int | None, setting: Setting) -> Number:

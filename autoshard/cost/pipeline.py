@@ -56,8 +56,11 @@ class RankCost:
 
     seconds: Mapping[str, Number]
     sent_bytes: Mapping[str, Number]
-    saved_bytes: Number  # of its fullest stage
+    saved_bytes: tuple[Number, ...]  # by chunk
+    head_bytes: tuple[Number, ...]  # of it, what the head keeps: mostly logits
+    alike: bool  # whether its chunks hold the same
     working_bytes: Number
+    placeholder_bytes: Number
     weights: Mapping[tuple[str, ...], Number]
     largest_block: Number  # weights of its largest block
 
@@ -67,32 +70,49 @@ class RankCost:
         return sum(self.seconds.values())
 
 
-def rank_cost(stages: tuple[StageLayers, ...], price: Price) -> RankCost:
-    """Add up the blocks of a rank's stages."""
+def rank_cost(stages: tuple[StageLayers, ...], price: Price, *, splits: bool = False) -> RankCost:
+    """Add up the blocks of a rank's stages; ``splits`` says whether backward is split, so that W comes later."""
     seconds: dict[str, Number] = dict.fromkeys(PARTS, 0.0)
     sent: dict[str, Number] = defaultdict(float)
-    fullest: Number = 0
-    working: Number = 0
     for stage in stages:
-        saved: Number = 0
         for kind, drop, count in stage.contents():
             cost = price(kind, drop)
             for part in PARTS:
                 seconds[part] = seconds[part] + count * cost.part_s(part)
             for axis, size in cost.sent_bytes.items():
                 sent[axis] = sent[axis] + count * size
-            saved = saved + count * cost.saved_bytes
-            working = np.maximum(working, cost.working_bytes + cost.remade_bytes)
-        fullest = np.maximum(fullest, saved)
     weights, largest = _weights(stages, price)
+    kinds = {kind: price(kind, drop) for stage in stages for kind, drop, _ in stage.contents()}
     return RankCost(
         seconds=seconds,
         sent_bytes=sent,
-        saved_bytes=fullest,
-        working_bytes=working,
+        saved_bytes=tuple(_saved(stage, price, ("embed", "layer", "head")) for stage in stages),
+        head_bytes=tuple(_saved(stage, price, ("head",)) for stage in stages),
+        alike=len(set(stages)) == 1,
+        working_bytes=np.max([_working(stage, price, splits=splits) for stage in stages], axis=0),
+        placeholder_bytes=sum(cost.placeholder_bytes for cost in kinds.values()),
         weights=weights,
         largest_block=largest,
     )
+
+
+def _saved(stage: StageLayers, price: Price, kinds: tuple[str, ...]) -> Number:
+    """Return what blocks of some kinds keep of one micro-batch."""
+    return sum(count * price(kind, drop).saved_bytes for kind, drop, count in stage.contents() if kind in kinds)
+
+
+def _working(stage: StageLayers, price: Price, *, splits: bool) -> Number:
+    """Return what a stage needs beside all that it keeps, at most.
+
+    Backward runs from its last block to its first, and what a block kept is free when its turn is over.
+    """
+    working: Number = 0
+    freed: Number = 0
+    for kind, drop, count in reversed(stage.contents()):
+        cost = price(kind, drop)
+        working = np.maximum(working, cost.working_bytes + cost.remade_bytes - freed)
+        freed = freed + (0 if splits else count * cost.saved_bytes)
+    return working
 
 
 def _weights(stages: tuple[StageLayers, ...], price: Price) -> tuple[Mapping[tuple[str, ...], Number], Number]:

@@ -15,6 +15,7 @@ from autoshard.plan.lowering import KINDS, Step, lowered
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.tables import plan_programs, step_of, table_kinds, table_name
+from autoshard.spec.kernels import load_kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,8 @@ def _cut_block(blocks: CutBlocks, kind: str, drop: Recompute) -> ShardedBlock:
 def _sharded(step: Step, kind: str, drop: Recompute, program: Program, whole: ShardedBlock | None) -> ShardedBlock:
     block = step.block(kind, drop)
     tied = [name.removeprefix(f"{kind}.") for name in step.graph.tied if name.startswith(f"{kind}.")]
-    return ShardedBlock.of(block, Sharding.of(block, program), whole=whole, tied=tied)
+    placeholders = load_kernels(step.kernels).placeholders
+    return ShardedBlock.of(block, Sharding.of(block, program), whole=whole, tied=tied, placeholders=placeholders)
 
 
 def atom_groups(blocks: Iterable[ShardedBlock]) -> frozenset[tuple[str, ...]]:

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.cost.block import Setting
+from autoshard.cost.memory import rank_memory
 from autoshard.cost.pipeline import PARTS, Pipeline, Price, RankCost, StageLayers, rank_cost
 from autoshard.cost.rings import Number
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import per_weight
-from autoshard.cost.update import UpdateCost, state_bytes, update_cost
-from autoshard.spec.kernels import load_kernels
-from autoshard.spec.workload import DTYPE_BYTES, Precision
+from autoshard.cost.update import UpdateCost, update_cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +55,10 @@ def step_cost(
     for part, value in update.seconds.items():
         seconds[part] = seconds.get(part, 0.0) + value
     owner = {rank: group.cost for group in alike for rank in group.ranks}
-    shown = [_fullest(pipeline, group) for group in alike] if folded else sorted(owner)
+    shown = [rank for group in alike for rank in _fullest(pipeline, group)] if folded else sorted(owner)
     return StepCost(
         seconds=seconds,
-        memory=tuple(_memory(question, setting, pipeline, rank, owner[rank]) for rank in shown),
+        memory=tuple(rank_memory(question, setting, pipeline, rank, owner[rank]) for rank in shown),
         sent_bytes=_sent(pipeline, alike, update),
         weights=tuple(sum(owner[rank].weights.values()) for rank in shown),
     )
@@ -69,13 +68,17 @@ def _alike(pipeline: Pipeline, price: Price) -> list[_Alike]:
     schedule = pipeline.schedule
     holding: dict[tuple[StageLayers, ...], list[int]] = {}
     for rank in range(schedule.num_ranks):
-        stages = tuple(pipeline.stages[stage] for stage in schedule.stages_of(rank).values())
+        stages = tuple(pipeline.stages[stage] for _, stage in sorted(schedule.stages_of(rank).items()))
         holding.setdefault(stages, []).append(rank)
-    return [_Alike(cost=rank_cost(stages, price), ranks=tuple(ranks)) for stages, ranks in holding.items()]
+    splits = schedule.splits_backward
+    return [
+        _Alike(cost=rank_cost(stages, price, splits=splits), ranks=tuple(ranks)) for stages, ranks in holding.items()
+    ]
 
 
-def _fullest(pipeline: Pipeline, group: _Alike) -> int:
-    return max(group.ranks, key=pipeline.schedule.in_flight)
+def _fullest(pipeline: Pipeline, group: _Alike) -> Sequence[int]:
+    """Return a rank of alike ones that holds as much as any; all of them where that depends on sizes of chunks."""
+    return (max(group.ranks, key=pipeline.schedule.in_flight),) if group.cost.alike else group.ranks
 
 
 def _pipeline_seconds(pipeline: Pipeline, alike: Sequence[_Alike]) -> dict[str, Number]:
@@ -107,33 +110,6 @@ def _slowest_update(question: Question, setting: Setting, pipeline: Pipeline, al
     axes = {axis for cost in costs for axis in cost.sent_bytes}
     sent = {axis: np.max([cost.sent_bytes.get(axis, 0.0) for cost in costs], axis=0) for axis in axes}
     return UpdateCost(seconds=seconds, sent_bytes=sent)
-
-
-def _memory(
-    question: Question, setting: Setting, pipeline: Pipeline, rank: int, cost: RankCost
-) -> Mapping[str, Number]:
-    """Return the parts of a pipeline rank's peak: states, kept activations in flight, the largest kernel, buffers."""
-    precision = question.workload.precision
-    return {
-        **state_bytes(cost.weights, setting, precision),
-        "activations": pipeline.schedule.in_flight(rank) * cost.saved_bytes,
-        "working": cost.working_bytes,
-        "buffers": _boundary_buffers(pipeline) + _zero_buffers(setting.zero, pipeline, precision, cost),
-        "runtime": load_kernels(question.kernels).runtime_bytes,
-    }
-
-
-def _boundary_buffers(pipeline: Pipeline) -> Number:
-    """Return what stands ready to be received from the stage before and the stage after."""
-    return 2 * pipeline.boundary_bytes if pipeline.schedule.num_ranks > 1 else 0
-
-
-def _zero_buffers(zero: int, pipeline: Pipeline, precision: Precision, cost: RankCost) -> Number:
-    """Return the buckets of data parallelism; ZeRO-3 holds whole blocks: one at work, one on its way, a gradient."""
-    if zero == 3:
-        weight, gradient = DTYPE_BYTES[precision.weights], DTYPE_BYTES[precision.gradients]
-        return pipeline.bucket_bytes + cost.largest_block * (2 * weight + gradient)
-    return pipeline.bucket_bytes if zero else 0
 
 
 def _sent(pipeline: Pipeline, alike: Sequence[_Alike], update: UpdateCost) -> Mapping[str, Number]:

@@ -32,15 +32,16 @@ def num_shards(shards: tuple[str, ...], setting: Setting) -> Number:
 
 
 def state_bytes(weights: Weights, setting: Setting, precision: Precision) -> Mapping[str, Number]:
-    """Return a rank's weights, gradients and optimizer state in bytes; ZeRO-1 divides the state, ZeRO-3 all three."""
+    """Return a rank's weights, gradients, masters and moments in bytes; ZeRO-1 divides the last two, ZeRO-3 all."""
     per_master = DTYPE_BYTES[precision.masters] if precision.masters else 0
-    per_state = per_master + 2 * DTYPE_BYTES[precision.moments]
-    parts: dict[str, Number] = {"weights": 0, "gradients": 0, "optimizer": 0}
+    per_state = 2 * DTYPE_BYTES[precision.moments]
+    parts: dict[str, Number] = {"weights": 0, "gradients": 0, "masters": 0, "optimizer": 0}
     for shards, count in _grouped(weights, 0).items():
         shard = -(-count // num_shards(shards, setting))
         resident = shard if setting.zero == 3 else count
         parts["weights"] = parts["weights"] + resident * DTYPE_BYTES[precision.weights]
         parts["gradients"] = parts["gradients"] + resident * DTYPE_BYTES[precision.gradients]
+        parts["masters"] = parts["masters"] + shard * per_master
         parts["optimizer"] = parts["optimizer"] + shard * per_state
     return parts
 

@@ -13,12 +13,14 @@ from autoshard.graph.op import Call, Op, Tensor
 class Saved:
     """A tensor kept from forward to backward; two entries with the same storage are the same memory.
 
-    ``op`` is the operation whose share of it a rank keeps; None for what the block before has made.
+    ``op`` is the operation whose share of it a rank keeps; None for what the block before has made. ``over`` names the
+    tensor that it overwrites: it takes no memory beside that tensor, nor does that tensor's gradient beside it.
     """
 
     storage: str
     tensor: Tensor
     op: str | None
+    over: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,15 +117,16 @@ def _saved(flow: Flow, name: str) -> Saved:
 def _named_saves(flow: Flow, run: tuple[str, ...], text: str, number: int) -> Iterator[Saved]:
     """Read one entry of a kernel's ``saves``; an entry of its own memory is told apart by its number."""
     reference, _, dtype = text.partition("@")
-    copy, _, place = reference.rpartition(":")
+    apart, _, place = reference.rpartition(":")
     for index, name in enumerate(_places(flow, run, place)):
         tensor = flow.tensors[name]
         wanted = _dtype(dtype) if dtype else tensor.dtype
-        if not copy and wanted == tensor.dtype:
+        if not apart and wanted == tensor.dtype:
             yield _saved(flow, name)
         else:
             storage = f"{run[0]}.copy{number}" if index == 0 else f"{run[0]}.copy{number}_{index}"
-            yield Saved(storage=storage, tensor=replace(tensor, name=storage, dtype=wanted), op=run[0])
+            over = flow.root(name) if apart == "over" else None
+            yield Saved(storage=storage, tensor=replace(tensor, name=storage, dtype=wanted), op=run[0], over=over)
 
 
 def _places(flow: Flow, run: tuple[str, ...], place: str) -> Sequence[str]:

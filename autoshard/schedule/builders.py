@@ -20,6 +20,7 @@ class Builder:
     waiting: Callable[[PipelineShape], float | None]  # units of F, I and W that a rank waits; None: no closed form
     num_chunks: int | None = 1  # per rank; None: any number
     in_rounds: bool = False  # chunks take turns in rounds of num_ranks micro-batches
+    splits: bool = False  # backward into I and W
     turns: bool = False  # odd chunks run from the last rank to the first
     meaning: str
 
@@ -111,6 +112,7 @@ BUILDERS: Mapping[str, Builder] = {
         order=h1_order,
         in_flight=h1_in_flight,
         waiting=h1_waiting,
+        splits=True,
         meaning="1f1b with split backwards; a third of its bubble, its peak in flight on all ranks",
     ),
     "zb_v": Builder(
@@ -118,6 +120,7 @@ BUILDERS: Mapping[str, Builder] = {
         in_flight=v_in_flight,
         waiting=v_waiting,
         num_chunks=2,
+        splits=True,
         turns=True,
         meaning="split backwards, 2 chunks per rank in a V; a sixth of 1f1b's bubble, its peak on all ranks",
     ),

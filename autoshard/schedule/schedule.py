@@ -1,12 +1,12 @@
 """A pipeline schedule as data: a builder's name with its parameters, or the action lists themselves."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from autoshard.errors import nearest, require
 from autoshard.schedule.action import Action, ActionLists
 from autoshard.schedule.builders import BUILDERS, Builder
-from autoshard.schedule.shape import PipelineShape, Step, most_held
+from autoshard.schedule.shape import PipelineShape, Step, most_held, most_held_by_chunk
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -105,11 +105,13 @@ class Schedule:
 
     def steps(self) -> list[list[Step]]:
         """Give ``(kind, stage, micro-batch)`` of every action, per rank in order: the action lists in short."""
-        if self.actions is not None:
-            return [[(action.kind, action.stage, action.micro_batch) for action in own] for own in self.actions]
-        return [self._built(self.stages_of(rank)) for rank in range(self.num_ranks)]
+        return [self.steps_of(rank) for rank in range(self.num_ranks)]
 
-    def _built(self, stages: Mapping[int, int]) -> list[Step]:
+    def steps_of(self, rank: int) -> list[Step]:
+        """Give ``(kind, stage, micro-batch)`` of every action of one rank."""
+        if self.actions is not None:
+            return [(action.kind, action.stage, action.micro_batch) for action in self.actions[rank]]
+        stages = self.stages_of(rank)
         order = self._builder.order(self._shape, stages[0])
         return [(kind, stages[chunk], micro_batch) for kind, chunk, micro_batch in order]
 
@@ -127,6 +129,21 @@ class Schedule:
         if self.actions is not None:
             return most_held(action.kind for action in self.actions[rank])
         return self._builder.in_flight(self._shape, self.stages_of(rank)[0])
+
+    def held(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Count the micro-batches of each chunk that a rank holds at a time, at all times that no other exceeds.
+
+        >>> Schedule(builder="interleaved", num_ranks=2, num_chunks=2, num_micro_batches=4).held(0)
+        ((4, 1), (3, 2))
+        """
+        return ((self.in_flight(rank),),) if self.num_chunks == 1 else _held(self, rank)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether input gradients and weight gradients are actions of their own."""
+        if self.actions is None:
+            return self._builder.splits
+        return any(action.kind in "IW" for own in self.actions for action in own)
 
     def bubble_fraction(self) -> float:
         """Share of the step in which a rank waits, if stages are equal, F, I and W as well, and sending is free.
@@ -153,6 +170,16 @@ class Schedule:
         return PipelineShape(
             num_ranks=self.num_ranks, num_chunks=self.num_chunks, num_micro_batches=self.num_micro_batches
         )
+
+
+@cache
+def _held(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
+    few = 4 * schedule.num_ranks  # more repeat what these do: warm-ups take less than two rounds
+    if schedule.actions is None and schedule.num_micro_batches > few:
+        return _held(replace(schedule, num_micro_batches=few), rank)
+    chunks = {stage: chunk for chunk, stage in schedule.stages_of(rank).items()}
+    steps = ((kind, chunks[stage]) for kind, stage, _ in schedule.steps_of(rank))
+    return most_held_by_chunk(steps, schedule.num_chunks)
 
 
 def _unknown(builder: str) -> str:

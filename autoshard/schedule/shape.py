@@ -33,3 +33,24 @@ def most_held(kinds: Iterable[str]) -> int:
         held += {"F": 1, "B": -1, "W": -1, "I": 0}[kind]
         peak = max(peak, held)
     return peak
+
+
+def most_held_by_chunk(steps: Iterable[tuple[str, int]], num_chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Count what is held of each chunk, given kind and chunk of each action: all counts that no other exceeds.
+
+    >>> most_held_by_chunk([("F", 0), ("F", 0), ("F", 1), ("B", 1), ("B", 0), ("B", 0)], 2)
+    ((2, 1),)
+    """
+    held = [0] * num_chunks
+    found: set[tuple[int, ...]] = set()
+    for kind, chunk in steps:
+        if kind in "BW":
+            found.add(tuple(held))  # only what is given back ends a peak
+        held[chunk] += {"F": 1, "B": -1, "W": -1, "I": 0}[kind]
+    exceeded = {
+        one
+        for one in found
+        for other in found
+        if one != other and all(few <= many for few, many in zip(one, other, strict=True))
+    }
+    return tuple(sorted(found - exceeded, reverse=True))

@@ -15,7 +15,9 @@ from typing import Literal
 from autoshard.errors import InputError, nearest, require
 from autoshard.spec import record
 
-_SAVES = re.compile(r"(copy:)?(in\*|in\d+|out\d+)(@(bf16|fp16|fp32))?")
+_SAVES = re.compile(r"(copy:|over:)?(in\*|in\d+|out\d+)(@(bf16|fp16|fp32))?")
+
+_UNSOURCED = ("name", "kernels", "sources")  # every kernel has a source of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,7 @@ class Kernel:
     ``saves`` replaces what the gradients would keep: ``in0`` (an input of the run, in order), ``in*`` (all of
     them), ``out0`` (an output of its last operation), each with ``@dtype`` if it is kept in another format,
     which costs memory of its own if it differs from the tensor's. ``copy:in0`` is memory of its own in any
-    case.
+    case; ``over:in0`` overwrites the input, and backward hands it on as the input's gradient.
     """
 
     ops: tuple[str, ...]
@@ -42,7 +44,7 @@ class Kernel:
             (
                 not unread,
                 "saves",
-                f"cannot read {', '.join(unread)}; write in0, in*, out0, copy:in0 or in0@fp32",
+                f"cannot read {', '.join(unread)}; write in0, in*, out0, copy:in0, over:in0 or in0@fp32",
             ),
             (len(self.ops) > 0, "ops", "a kernel needs at least one operation"),
             (
@@ -61,6 +63,12 @@ class Kernels:
     ``selective`` gives the framework's own names for sets of operations that it can recompute; ``clones_end``
     says whether a run of recomputed operations stops at the last tensor that backward needs or at the run's
     output; ``keeps_gathered`` whether a gathered input is kept as gathered (no second gather in backward).
+
+    ``placeholders`` lists the products that add their weight gradients to the sums themselves, those together whose
+    weights are one tensor; of each such tensor's shape, a buffer in the weights' format stays for the whole run.
+    ``copies_buckets`` says whether data parallelism sends from buffers of its own; ``keeps_outputs`` whether a stage
+    keeps what it handed on until the backward of that micro-batch; ``uncounted`` which parts of memory the peak that
+    the framework reports leaves out.
     """
 
     name: str
@@ -69,15 +77,20 @@ class Kernels:
     clones_end: Literal["last_saved", "output"]
     keeps_gathered: bool
     runtime_bytes: int  # a rank's memory that the platform's runtime keeps for itself
+    placeholders: tuple[tuple[str, ...], ...]
+    workspace_bytes: int  # that matrix products may use
+    copies_buckets: bool
+    keeps_outputs: bool
+    uncounted: tuple[str, ...]
     sources: Mapping[str, str]
 
     def __post_init__(self) -> None:
         """Refuse negative memory, and a table that does not say where its settings come from."""
-        sourced = ("selective", "clones_end", "keeps_gathered", "runtime_bytes")
-        unsourced = [name for name in sourced if not self.sources.get(name)]
+        unsourced = [name for name in self.__slots__ if name not in _UNSOURCED and not self.sources.get(name)]
         require(
             (not unsourced, "sources", f"no source for {', '.join(unsourced)}"),
             (self.runtime_bytes >= 0, "runtime_bytes", "must not be negative"),
+            (self.workspace_bytes >= 0, "workspace_bytes", "must not be negative"),
         )
 
     def resolve(self, names: tuple[str, ...]) -> tuple[str, ...]:
