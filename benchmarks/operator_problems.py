@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from math import prod
 
-from autoshard.cost.block import Rates
+from autoshard.cost.compute import Rates
 from autoshard.cost.rings import Ring
 from autoshard.graph.decoder import decoder_graph
 from autoshard.layout.collective import Collective

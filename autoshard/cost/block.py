@@ -7,22 +7,17 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from autoshard.cost.calibration import Calibration
-from autoshard.cost.held import Local, Shares, kept_bytes, shape_bytes, shares, working_bytes
-from autoshard.cost.live import Fresh, Moment, moments
+from autoshard.cost.compute import KernelTime, Rates, Sequences, kernel_time
+from autoshard.cost.held import Shares, kept_bytes, shape_bytes, shares, working_bytes
+from autoshard.cost.kernel_run import KernelRun, kernel_runs
+from autoshard.cost.live import Moment, moments
 from autoshard.cost.rings import Number, Ring, axis_of_atoms
-from autoshard.graph.block import Block, Fused
-from autoshard.graph.kinds.attention import Attend, AttendGradient
-from autoshard.graph.kinds.linear import Collect, Deliver
+from autoshard.graph.block import Block
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.graph.op import Op, Tensor
-from autoshard.layout.layout import Cuts
 from autoshard.layout.sharding import Message, Sharding
 from autoshard.plan.recompute import Recompute
-from autoshard.spec.cluster import Cluster
 
 PASSES = ("F", "I", "W")
-Moved = tuple[str, Tensor]  # an operation, and a tensor that it reads or writes
 
 
 class Blocks(Protocol):
@@ -48,35 +43,11 @@ class Setting:
     zero: Literal[0, 1, 3]
     cp_order: Literal["contiguous", "zigzag"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """What one rank reaches per second."""
-
-    matrix_flops_per_s: float
-    vector_flops_per_s: float
-    memory_bytes_per_s: float
-
-    @classmethod
-    def of(cls, cluster: Cluster, dtype: str, calibration: Calibration) -> "Rates":
-        """Take the peaks of a cluster's chip down by what the calibration says."""
-        return cls(
-            matrix_flops_per_s=cluster.rank_matrix_flops_per_s(dtype) * calibration.matrix_efficiency,
-            vector_flops_per_s=cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
-            memory_bytes_per_s=cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelRun:
-    """Operations of one pass that run as one kernel, and the tensors that it reads from and writes to memory."""
-
-    pass_: str
-    ops: tuple[Op, ...]
-    touched: tuple[Moved, ...]
-    fresh: tuple[Fresh, ...]  # of these, what is no state
-    skips_masked: bool
-    flops_ratio: float
+    @property
+    def sequences(self) -> Sequences:
+        """How sequences are cut: zig-zag gives all ranks the same, stretches in a row do not."""
+        stretches = self.atoms["cp"] if self.cp_order == "contiguous" else 1
+        return Sequences(length=self.sizes["seq"], stretches=stretches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +64,7 @@ class ShardedBlock:
     moments: tuple[Moment, ...]
     tied: frozenset[str] = frozenset()
     placeholders: tuple[tuple[str, ...], ...] = ()
+    hides_tp: float = 0.0
 
     @classmethod
     def of(
@@ -103,17 +75,18 @@ class ShardedBlock:
         whole: "ShardedBlock | None" = None,
         tied: Iterable[str] = (),
         placeholders: Iterable[Sequence[str]] = (),
+        hides_tp: float = 0.0,
     ) -> "ShardedBlock":
         """Group the operations of a block into kernel runs; ``whole`` is the same block without recompute.
 
         ``placeholders`` names products that add their weight gradients to the sums themselves.
         """
         held = (whole.sharding if whole else sharding).kept_cuts
-        runs = tuple(_kernel_runs(block, held))
         added = [
             tuple(product for product in products if f"{product}.weight" in block.tensors) for products in placeholders
         ]
         weights = {f"{product}.weight.sum" for products in added for product in products}
+        runs = tuple(kernel_runs(block, held, frozenset(weights)))
         unmade = (op.inputs[1] for op in block.ops if isinstance(op.kind, Accumulate) and op.outputs[0] in weights)
         return cls(
             block=block,
@@ -122,6 +95,7 @@ class ShardedBlock:
             moments=moments(block, runs, frozenset(held), frozenset(unmade)),
             tied=frozenset(tied),
             placeholders=tuple(tuple(f"{product}.weight" for product in products) for products in added if products),
+            hides_tp=hides_tp,
         )
 
 
@@ -129,7 +103,7 @@ class ShardedBlock:
 class BlockCost:
     """One execution of a block: seconds by pass and part, bytes sent by axis, bytes kept and needed for a moment."""
 
-    seconds: Mapping[str, Mapping[str, Number]]  # pass -> part (compute, tp, cp, ep) -> seconds
+    seconds: Mapping[str, Mapping[str, Number]]  # pass -> part (compute, waiting, tp, cp, ep) -> seconds
     sent_bytes: Mapping[str, Number]  # axis -> bytes
     saved_bytes: Number
     remade_bytes: Number  # what recompute brings back while this block is in backward
@@ -149,8 +123,9 @@ def block_cost(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, rat
     shared = shares(setting.sizes, setting.atoms)
     local = {name: shared(cuts) for name, cuts in sharded.sharding.op_cuts.items()}
     for run in sharded.runs:
-        parts = seconds[run.pass_]
-        parts["compute"] = parts["compute"] + _run_s(sharded.block, run, local, rates, setting)
+        parts, time = seconds[run.pass_], kernel_time(sharded.block, run, local, rates, setting.sequences)
+        parts["compute"] = parts["compute"] + time.work_s
+        parts["waiting"] = parts["waiting"] + time.waiting_s
     sent: dict[str, Number] = defaultdict(float)
     for message in sharded.sharding.messages:
         time_s, sent_bytes = _message_cost(sharded, message, setting, shared)
@@ -158,6 +133,8 @@ def block_cost(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, rat
         parts = seconds[message.pass_]
         parts[axis] = parts[axis] + time_s
         sent[axis] = sent[axis] + sent_bytes
+    for parts in seconds.values():
+        parts["tp"] = exposed_s(parts["tp"], parts["compute"], sharded.hides_tp)
     saved = sum(kept_bytes(sharded.block, sharded.sharding, shared, setting.atoms).values())
     kept = kept_bytes(whole.block, whole.sharding, shared, setting.atoms)
     return BlockCost(
@@ -174,11 +151,21 @@ def block_cost(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, rat
     )
 
 
-def kernel_seconds(sharded: ShardedBlock, setting: Setting, rates: Rates) -> Iterator[tuple[KernelRun, Number]]:
-    """Yield every kernel of a block with its time; their sum is the block's compute."""
+def exposed_s(traffic_s: Number, covering_s: Number, share: float) -> Number:
+    """Return what is left of traffic of which a share may hide behind work that goes on meanwhile.
+
+    >>> float(exposed_s(4.0, 10.0, 0.75)), float(exposed_s(4.0, 1.0, 0.75))
+    (1.0, 3.0)
+    """
+    return np.maximum((1 - share) * traffic_s, traffic_s - covering_s) if share else traffic_s
+
+
+def kernel_times(sharded: ShardedBlock, setting: Setting, rates: Rates) -> Iterator[tuple[KernelRun, KernelTime]]:
+    """Yield every kernel of a block with its time; their sums are the block's compute and waiting."""
     shared = shares(setting.sizes, setting.atoms)
     local = {name: shared(cuts) for name, cuts in sharded.sharding.op_cuts.items()}
-    yield from ((run, _run_s(sharded.block, run, local, rates, setting)) for run in sharded.runs)
+    sequences = setting.sequences
+    yield from ((run, kernel_time(sharded.block, run, local, rates, sequences)) for run in sharded.runs)
 
 
 def message_costs(sharded: ShardedBlock, setting: Setting) -> Iterator[tuple[Message, Number, Number]]:
@@ -202,148 +189,3 @@ def _local_parameters(sharded: ShardedBlock, shared: Shares, *, tied: bool) -> M
             local = shared(sharded.sharding.parameter_cuts[tensor.name])
             counts[pending] = counts[pending] + tensor.num_elements(local)
     return counts
-
-
-def _run_s(block: Block, run: KernelRun, local: Mapping[str, Local], rates: Rates, setting: Setting) -> Number:
-    """Return a kernel's time: that of the slowest of matrix unit, vector unit and memory."""
-    matrix: Number = 0
-    vector: Number = 0
-    for op in run.ops:
-        call = block.call(op, local[op.name])
-        share: Number = 1.0
-        if run.skips_masked and isinstance(op.kind, Attend | AttendGradient):
-            share = _met_share(op.kind.window, setting)
-        matrix = matrix + run.flops_ratio * share * op.kind.matrix_flops(call)
-        vector = vector + share * op.kind.vector_flops(call)
-    compute_s = np.maximum(matrix / rates.matrix_flops_per_s, vector / rates.vector_flops_per_s)
-    return np.maximum(compute_s, _num_bytes(run.touched, local) / rates.memory_bytes_per_s)
-
-
-def _num_bytes(moved: Iterable[Moved], local: Mapping[str, Local]) -> Number:
-    return sum(local[op].num_bytes(tensor) for op, tensor in moved)
-
-
-def _met_share(window: int | None, setting: Setting) -> Number:
-    """Return which part of its (query, key) pairs the slowest cp rank does not skip as masked.
-
-    In zig-zag order all ranks have the same. In contiguous order the last one meets all keys before its own, so
-    without a window 2 - 1/cp times the average.
-    """
-    seq, pieces = setting.sizes["seq"], setting.atoms["cp"] if setting.cp_order == "contiguous" else 1
-    seen = _visible_pairs(window, seq) - _visible_pairs(window, seq - seq / pieces)
-    return seen * pieces / seq**2
-
-
-def _visible_pairs(window: int | None, seq_len: Number) -> Number:
-    """Count the pairs as ``Attend.visible_pairs`` does, for a column of lengths."""
-    reach = np.minimum(window or seq_len, seq_len)
-    return reach * (reach + 1) / 2 + (seq_len - reach) * reach
-
-
-def _kernel_runs(block: Block, held: Mapping[str, tuple[Cuts, ...]]) -> Iterable[KernelRun]:
-    """Group the operations: a fused forward kernel, its backward in one, weight gradients each on their own."""
-    owner = {name: group for group in block.fused for name in group.ops}
-    members: dict[tuple[str, ...], list[Op]] = defaultdict(list)
-    for op in block.select("micro_batch"):
-        if op.source in owner:
-            alone = op.pass_ == "W" or isinstance(op.kind, Accumulate)
-            members[(op.name,) if alone else (owner[op.source].ops[0], op.pass_, str(op.again))].append(op)
-    links = _Links.of(block, held)
-    for ops in members.values():
-        group, forward = owner[ops[0].source], ops[0].pass_ == "F" or ops[0].again
-        touched = tuple(links.forward(ops, group) if forward else links.backward(ops, group))
-        yield KernelRun(
-            pass_=ops[0].pass_,
-            ops=tuple(ops),
-            touched=touched,
-            fresh=tuple((op, tensor, links.held_cuts(tensor)) for op, tensor in touched if not links.is_state(tensor)),
-            skips_masked=group.skips_masked,
-            flops_ratio=1.0 if forward else group.backward_flops_ratio,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Links:
-    """Who reads what in a block; a tensor that a deliver hands on is the one it came from."""
-
-    block: Block
-    held: Mapping[str, tuple[Cuts, ...]]  # what is kept for backward when nothing is recomputed, and how it is cut
-    origins: Mapping[str, frozenset[str]]  # what delivers hand on -> the tensors that it is, or is the sum of
-    resident: frozenset[str]  # sums of gradients: they take the place of the sums before
-    readers: Mapping[str, frozenset[str]]  # tensor -> operations that read it, directly or through delivers
-    source: Mapping[str, str]  # operation -> the forward operation that it belongs to
-
-    @classmethod
-    def of(cls, block: Block, held: Mapping[str, tuple[Cuts, ...]]) -> "_Links":
-        """Walk the operations backwards for what is read, and forwards for where it comes from."""
-        readers: dict[str, set[str]] = defaultdict(set)
-        for op in reversed(block.ops):
-            passes_on = isinstance(op.kind, Deliver | Collect)
-            for name in op.inputs:
-                readers[name] |= readers[op.outputs[0]] or {op.name} if passes_on else {op.name}
-        origins: dict[str, frozenset[str]] = {}
-        for op in block.ops:
-            if isinstance(op.kind, Deliver | Collect):
-                found = [origins.get(name, frozenset({name})) for name in op.inputs]
-                origins[op.outputs[0]] = frozenset[str]().union(*found)
-        return cls(
-            block=block,
-            held=held,
-            origins=origins,
-            resident=frozenset(name for op in block.ops if isinstance(op.kind, Accumulate) for name in op.outputs),
-            readers={name: frozenset(found) for name, found in readers.items()},
-            source={op.name: op.source for op in block.ops},
-        )
-
-    def forward(self, ops: Sequence[Op], group: Fused) -> Iterable[Moved]:
-        """List what a forward kernel moves: what others made, what others read, what it keeps; once each.
-
-        What only its own backward reads and the kernel does not keep, is never written.
-        """
-        made = {output for op in ops for output in op.outputs}
-        moved: dict[str, Moved] = {}
-        for op in ops:
-            for name in op.inputs:
-                if not self._come_from(name) <= made:
-                    moved.setdefault(name, (op.name, self.block.tensors[name]))
-            for name in op.outputs:
-                sources = {self.source[reader] for reader in self.readers.get(name, ())}
-                if not sources or sources - set(group.ops) or self._storage(name) in self.held:
-                    moved.setdefault(name, (op.name, self.block.tensors[name]))
-        return [*moved.values(), *self._copies(group)]
-
-    def backward(self, ops: Sequence[Op], group: Fused) -> Iterable[Moved]:
-        """List what a backward kernel moves; for what was not kept as it was it reads the forward kernel's copies."""
-        names, made = {op.name for op in ops}, {output for op in ops for output in op.outputs}
-        reads = [(op.name, name) for op in ops for name in op.inputs if not self._come_from(name) <= made]
-        lost = [name for _, name in reads if self._is_lost(name)]
-        writes = [
-            (op.name, name)
-            for op in ops
-            for name in op.outputs
-            if not self.readers.get(name, frozenset()) or self.readers[name] - names
-        ]
-        moved = {name: (op, self.block.tensors[name]) for op, name in (*reads, *writes) if name not in lost}
-        return [*moved.values(), *(self._copies(group) if lost else ())]
-
-    def is_state(self, tensor: Tensor) -> bool:
-        """Whether a tensor has memory for the whole step; a sum of gradients takes the place of the sum before."""
-        return tensor.name in self.resident or tensor.role in ("parameter", "state")
-
-    def held_cuts(self, tensor: Tensor) -> tuple[Cuts, ...]:
-        """Return how a tensor is cut where a rank keeps it for backward; nothing if it does not."""
-        return self.held.get(self._storage(tensor.name), ())
-
-    def _storage(self, name: str) -> str:
-        """Return what a tensor is kept as; a clone's result takes the place of what was dropped."""
-        return min(self._come_from(name)).removesuffix(".again")
-
-    def _come_from(self, name: str) -> frozenset[str]:
-        return self.origins.get(name, frozenset({name}))
-
-    def _is_lost(self, name: str) -> bool:
-        return self.block.tensors[name].role == "activation" and self._storage(name) not in self.held
-
-    def _copies(self, group: Fused) -> Sequence[Moved]:
-        """List what a kernel keeps beside the tensors of the graph."""
-        return [(group.ops[0], save.tensor) for save in group.saves if save.tensor.name not in self.block.tensors]

@@ -17,7 +17,12 @@ from autoshard.spec.files import read_data
 
 # Same nodes as the measured ones but for the network between them: nearer than nominal constants, and extrapolated.
 _NEAREST = {"trn1n.32xlarge": "trn1.32xlarge"}
-CONSTANTS = ("matrix_efficiency", "vector_efficiency", "memory_efficiency", "link_efficiency")
+EFFICIENCIES = (
+    "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency",
+    "near_link_efficiency", "far_link_efficiency",
+)  # fmt: skip
+SECONDS = ("launch_s", "collective_s", "step_s")
+CONSTANTS = (*EFFICIENCIES, *SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +75,18 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Which part of each peak rate is reached, how wide the interval is, and what the numbers rest on."""
+    """Which part of each peak rate is reached, what takes time besides, and what the numbers rest on."""
 
     name: str
-    matrix_efficiency: float
+    matrix_efficiency: float  # of products as large as models have
+    attention_efficiency: float  # of the matrix peak
     vector_efficiency: float
     memory_efficiency: float
-    link_efficiency: float
+    near_link_efficiency: float  # inside a node
+    far_link_efficiency: float  # between nodes
+    launch_s: float  # of a host, for each kernel that it starts
+    collective_s: float  # no collective takes less
+    step_s: float  # of every step, whatever it does
     interval: float  # relative half-width of what is promised
     basis: str
     reach: Reach | None = None  # None where nothing was measured
@@ -84,12 +94,13 @@ class Calibration:
     sources: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
-        """Refuse efficiencies outside (0, 1] and numbers without a source."""
+        """Refuse efficiencies outside (0, 1], negative times and numbers without a source."""
         numbers = (*CONSTANTS, "interval")
         require(
             (bool(self.name.strip()), "name", "must not be empty"),
             (bool(self.basis.strip()), "basis", "say what the numbers are worth"),
-            *((0 < getattr(self, name) <= 1, name, "must lie in (0, 1]") for name in CONSTANTS),
+            *((0 < getattr(self, name) <= 1, name, "must lie in (0, 1]") for name in EFFICIENCIES),
+            *((getattr(self, name) >= 0, name, "must not be negative") for name in SECONDS),
             (0 <= self.interval < 1, "interval", "must lie in [0, 1)"),
             *((bool(self.sources.get(name)), f"sources.{name}", "say where this number is from") for name in numbers),
         )

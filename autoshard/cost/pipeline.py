@@ -12,7 +12,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 
 Price = Callable[[str, Recompute], BlockCost]  # block kind and recompute -> cost
-PARTS = ("compute", "tp", "cp", "ep")
+PARTS = ("compute", "waiting", "tp", "cp", "ep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,7 @@ def _pipeline(plan: Plan, question: Question, setting: Setting) -> Pipeline:
         for number, stage in enumerate(plan.stages)
     )
     size = boundary_bytes(setting)
-    send_s = send_ring(plan.cluster, plan.mesh, question.calibration.link_efficiency).send_s(size)
+    send_s = send_ring(plan.cluster, plan.mesh, question.calibration).send_s(size)
     return Pipeline(
         schedule=plan.schedule,
         stages=stages,

@@ -86,8 +86,8 @@ _KERNELS: Mapping[str, Reading[str]] = {
     "torchtitan": Reading(value="torch_cuda"),
     "megatron-lm + transformerengine": Reading(value="te"),
     "megatron-core": Reading(value="te"),
-    "megatron-lm": Reading(value="te", assumed="te: there is no table of kernels without TransformerEngine"),
-    "megatron-deepspeed": Reading(value="te", assumed="te: there is no table of kernels without TransformerEngine"),
+    "megatron-lm": Reading(value="megatron"),
+    "megatron-deepspeed": Reading(value="megatron"),
 }
 
 _DGX = "the network of NVIDIA's own systems"

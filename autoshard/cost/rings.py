@@ -1,9 +1,13 @@
 """What one Collective costs: bytes over the slowest link of its ring, and the latency of every hop."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+import numpy as np
+
+from autoshard.cost.calibration import Calibration
 from autoshard.layout.collective import Collective, CollectiveKind
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.mesh import Mesh, axis_bandwidth_bytes_per_s
@@ -19,12 +23,12 @@ class Ring:
     size: Number
     bandwidth_bytes_per_s: Number  # of one direction, when all such groups talk at once
     latency_s: Number  # once around
+    least_s: Number = 0.0  # that any collective takes
 
     def time_s(self, collective: Collective, message_bytes: Number) -> Number:
         """Return the time of a Collective; ``message_bytes`` is a rank's buffer where it is largest."""
-        return self.sent_bytes(collective, message_bytes) / self.bandwidth_bytes_per_s + (
-            _ROUNDS.get(collective.kind, 1) * self.latency_s
-        )
+        sent_s = self.sent_bytes(collective, message_bytes) / self.bandwidth_bytes_per_s
+        return np.maximum(self.least_s, sent_s + _ROUNDS.get(collective.kind, 1) * self.latency_s)
 
     def sent_bytes(self, collective: Collective, message_bytes: Number) -> Number:
         """Return the bytes that one rank sends.
@@ -38,22 +42,47 @@ class Ring:
 
     def send_s(self, message_bytes: Number) -> Number:
         """Return the time of handing a message to the next rank."""
-        return message_bytes / self.bandwidth_bytes_per_s + self.latency_s
+        return np.maximum(self.least_s, message_bytes / self.bandwidth_bytes_per_s + self.latency_s)
 
 
-def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], efficiency: float) -> Ring:
+@cache
+def reached(cluster: Cluster, near_efficiency: float, far_efficiency: float) -> Cluster:
+    """Return a cluster whose links are as fast as they are measured to be."""
+    efficiency = {"cluster": far_efficiency}
+    links = tuple(
+        replace(
+            link,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * efficiency.get(link.domain, near_efficiency),
+        )
+        for link in cluster.links
+    )
+    return replace(cluster, links=links)
+
+
+def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration: Calibration) -> Ring:
     """Return the ring along some atoms of a mesh."""
+    cluster = _reached(cluster, calibration)
     held = tuple(atom for atom in atoms if mesh.atoms_of(atom))
     group = mesh.group_of(0, held)
-    bandwidth = axis_bandwidth_bytes_per_s(cluster, mesh, held) * efficiency * _share_of_wires(cluster, group)
-    return Ring(size=len(group), bandwidth_bytes_per_s=bandwidth, latency_s=_latency_s(cluster, group))
+    return Ring(
+        size=len(group),
+        bandwidth_bytes_per_s=axis_bandwidth_bytes_per_s(cluster, mesh, held) * _share_of_wires(cluster, group),
+        latency_s=_latency_s(cluster, group),
+        least_s=calibration.collective_s if len(group) > 1 else 0.0,
+    )
 
 
-def send_ring(cluster: Cluster, mesh: Mesh, efficiency: float) -> Ring:
+def send_ring(cluster: Cluster, mesh: Mesh, calibration: Calibration) -> Ring:
     """Return what a rank sees when it hands something to the next pipeline rank, while all ranks do the same."""
-    bandwidth = axis_bandwidth_bytes_per_s(cluster, mesh, ("pp",)) * efficiency
+    cluster = _reached(cluster, calibration)
+    bandwidth = axis_bandwidth_bytes_per_s(cluster, mesh, ("pp",))
     latency_s = cluster.link_of(mesh.group_of(0, ("pp",))[:2]).latency_s if mesh.size("pp") > 1 else 0.0
-    return Ring(size=mesh.size("pp"), bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
+    least_s = calibration.collective_s if mesh.size("pp") > 1 else 0.0
+    return Ring(size=mesh.size("pp"), bandwidth_bytes_per_s=bandwidth, latency_s=latency_s, least_s=least_s)
+
+
+def _reached(cluster: Cluster, calibration: Calibration) -> Cluster:
+    return reached(cluster, calibration.near_link_efficiency, calibration.far_link_efficiency)
 
 
 def _share_of_wires(cluster: Cluster, group: tuple[int, ...]) -> float:

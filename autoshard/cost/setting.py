@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from autoshard.cost.block import BlockCost, Blocks, Rates, Setting, block_cost
+from autoshard.cost.block import BlockCost, Blocks, Setting, block_cost
 from autoshard.cost.calibration import Calibration
+from autoshard.cost.compute import Rates
 from autoshard.cost.rings import Number, mesh_ring
 from autoshard.cost.sharded import atom_groups
 from autoshard.graph.decoder import dim_sizes
@@ -35,19 +36,18 @@ class Question:
     @property
     def rates(self) -> Rates:
         """What a rank reaches in the workload's number format."""
-        return Rates.of(self.cluster, self.workload.precision.activations, self.calibration)
+        return Rates.of(self.cluster, self.workload.precision, self.calibration)
 
 
 def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Setting:
     """Return the numbers of a single candidate whose blocks are these."""
     mesh = mesh_of(candidate, question.model, question.cluster)
-    efficiency = question.calibration.link_efficiency
     groups = atom_groups(blocks.every())
     return Setting(
         blocks=blocks,
         sizes=dim_sizes(question.model, question.workload, candidate.mbs * candidate.dp),
         atoms={atom: mesh.size(atom) for atom in ATOMS},
-        rings={atoms: mesh_ring(question.cluster, mesh, atoms, efficiency) for atoms in groups},
+        rings={atoms: mesh_ring(question.cluster, mesh, atoms, question.calibration) for atoms in groups},
         zero=candidate.zero,
         cp_order=candidate.cp_order,
     )

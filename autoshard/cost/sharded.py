@@ -96,8 +96,15 @@ def _cut_block(blocks: CutBlocks, kind: str, drop: Recompute) -> ShardedBlock:
 def _sharded(step: Step, kind: str, drop: Recompute, program: Program, whole: ShardedBlock | None) -> ShardedBlock:
     block = step.block(kind, drop)
     tied = [name.removeprefix(f"{kind}.") for name in step.graph.tied if name.startswith(f"{kind}.")]
-    placeholders = load_kernels(step.kernels).placeholders
-    return ShardedBlock.of(block, Sharding.of(block, program), whole=whole, tied=tied, placeholders=placeholders)
+    kernels = load_kernels(step.kernels)
+    return ShardedBlock.of(
+        block,
+        Sharding.of(block, program),
+        whole=whole,
+        tied=tied,
+        placeholders=kernels.placeholders,
+        hides_tp=kernels.hides.get("tp", 0.0),
+    )
 
 
 def atom_groups(blocks: Iterable[ShardedBlock]) -> frozenset[tuple[str, ...]]:

@@ -5,9 +5,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from autoshard.graph.block import Fused, Saved
+from autoshard.graph.kinds.attention import SCORES
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Op, Tensor
-from autoshard.spec.kernels import Kernel, Kernels
+from autoshard.spec.kernels import BothWays, Kernel, Kernels
 from autoshard.spec.workload import Dtype
 
 
@@ -70,7 +71,8 @@ def fuse(flow: Flow, kernels: Kernels) -> tuple[Fused, ...]:
         kernel = next((kernel for kernel in kernels.kernels if _matches(kernel, name)), None)
         run = _run(kernel, name, names) if kernel else (name,)
         taken.update(run)
-        groups.append(_fused(flow, kernel, run))
+        fused = _fused(flow, kernel, run)
+        groups.append(fused if kernels.eager else replace(fused, launches=BothWays(forward=0, backward=0)))
     return tuple(groups)
 
 
@@ -107,6 +109,9 @@ def _fused(flow: Flow, kernel: Kernel | None, run: tuple[str, ...]) -> Fused:
         skips_masked=kernel.skips_masked,
         expands_keys=kernel.expands_keys,
         backward_flops_ratio=ratio,
+        launches=kernel.launches,
+        score_bytes=kernel.score_bytes,
+        traffic_ratio=kernel.traffic_ratio,
     )
 
 
@@ -118,6 +123,9 @@ def _named_saves(flow: Flow, run: tuple[str, ...], text: str, number: int) -> It
     """Read one entry of a kernel's ``saves``; an entry of its own memory is told apart by its number."""
     reference, _, dtype = text.partition("@")
     apart, _, place = reference.rpartition(":")
+    if place == "scores":
+        yield _saved_scores(flow, run[0], f"{run[0]}.copy{number}", dtype)
+        return
     for index, name in enumerate(_places(flow, run, place)):
         tensor = flow.tensors[name]
         wanted = _dtype(dtype) if dtype else tensor.dtype
@@ -127,6 +135,12 @@ def _named_saves(flow: Flow, run: tuple[str, ...], text: str, number: int) -> It
             storage = f"{run[0]}.copy{number}" if index == 0 else f"{run[0]}.copy{number}_{index}"
             over = flow.root(name) if apart == "over" else None
             yield Saved(storage=storage, tensor=replace(tensor, name=storage, dtype=wanted), op=run[0], over=over)
+
+
+def _saved_scores(flow: Flow, attend: str, storage: str, dtype: str) -> Saved:
+    query = next(op.inputs[0] for op in flow.forward if op.name == attend)
+    wanted = _dtype(dtype) if dtype else flow.tensors[query].dtype
+    return Saved(storage=storage, tensor=Tensor(name=storage, dims=SCORES, dtype=wanted), op=attend)
 
 
 def _places(flow: Flow, run: tuple[str, ...], place: str) -> Sequence[str]:
@@ -139,5 +153,5 @@ def _places(flow: Flow, run: tuple[str, ...], place: str) -> Sequence[str]:
 
 
 def _dtype(text: str) -> Dtype:
-    assert text in ("bf16", "fp16", "fp32"), f"{text} is not a dtype of a saved tensor"
+    assert text in ("bf16", "fp16", "fp32", "fp8"), f"{text} is not a dtype of a saved tensor"
     return text

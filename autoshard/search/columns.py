@@ -171,19 +171,20 @@ def _distinct(space: Space) -> tuple[list[Candidate], Column]:
 
 def _ring_column(question: Question, meshes: Sequence[Mesh], atoms: tuple[str, ...]) -> Ring:
     """Return the rings of many meshes, each distinct one computed once."""
-    cluster, efficiency = question.cluster, question.calibration.link_efficiency
+    cluster, calibration = question.cluster, question.calibration
     known: dict[object, Ring] = {}
     rings: list[Ring] = []
     for mesh in meshes:
         key = (mesh.steps(atoms), mesh.placement)
         if key not in known:
             send = atoms == ("pp",)
-            known[key] = send_ring(cluster, mesh, efficiency) if send else mesh_ring(cluster, mesh, atoms, efficiency)
+            known[key] = send_ring(cluster, mesh, calibration) if send else mesh_ring(cluster, mesh, atoms, calibration)
         rings.append(known[key])
     return Ring(
         size=np.array([ring.size for ring in rings], dtype=np.float64),
         bandwidth_bytes_per_s=np.array([ring.bandwidth_bytes_per_s for ring in rings]),
         latency_s=np.array([ring.latency_s for ring in rings]),
+        least_s=np.array([ring.least_s for ring in rings]),
     )
 
 

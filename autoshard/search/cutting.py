@@ -145,7 +145,7 @@ def _seconds(question: Question, mesh: Mesh) -> Seconds:
     def seconds(collective: Collective, message_bytes: float) -> Number:
         atoms = tuple(sorted(collective.atoms, key=ATOMS.index))
         if atoms not in rings:
-            rings[atoms] = mesh_ring(question.cluster, mesh, atoms, question.calibration.link_efficiency)
+            rings[atoms] = mesh_ring(question.cluster, mesh, atoms, question.calibration)
         return rings[atoms].time_s(collective, message_bytes)
 
     return seconds

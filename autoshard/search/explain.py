@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autoshard.cost.block import PASSES, Setting, ShardedBlock, kernel_seconds, message_costs
+from autoshard.cost.block import PASSES, Setting, ShardedBlock, kernel_times, message_costs
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.predict import question_of
 from autoshard.cost.setting import Question, setting_of
@@ -102,9 +102,9 @@ def _explained(
     name = table_name(kind, drop)
     lines = {**plan.strategies[kind], **plan.strategies[name]}
     computes: dict[str, dict[str, float]] = defaultdict(dict)
-    for run, time_s in kernel_seconds(sharded, setting, question.rates):
+    for run, time in kernel_times(sharded, setting, question.rates):
         mine = computes[run.ops[0].source]
-        mine[run.pass_] = mine.get(run.pass_, 0.0) + float(time_s)
+        mine[run.pass_] = mine.get(run.pass_, 0.0) + float(time.time_s)
     sent = _sent(plan, sharded, setting)
     others = _others(plan, question, setting, kind)
     ordered = [op.name for op in sharded.block.select("micro_batch", "F")]
@@ -138,7 +138,7 @@ def _sent(plan: Plan, sharded: ShardedBlock, setting: Setting) -> Mapping[str, l
                 sent_bytes=float(sent_bytes),
                 link=plan.cluster.link_of(group).name,
                 num_ranks=len(group),
-                time_s=float(time_s),
+                time_s=float(time.time_s),
             )
             found[message.entry].append(one)
     return found

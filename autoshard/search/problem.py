@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost.block import Rates
+from autoshard.cost.compute import Rates
 from autoshard.errors import InputError, nearest, require
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.pointwise import Reduce

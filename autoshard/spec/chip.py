@@ -16,7 +16,8 @@ class Chip:
     memory_bytes: int
     memory_bandwidth_bytes_per_s: float
     matrix_flops_per_s: Mapping[str, float] = field(hash=False)  # dense peak of the whole chip, by dtype
-    vector_flops_per_s: float
+    vector_flops_per_s: float  # elementwise operations
+    matrix_tile: int = 1  # rows and columns that the matrix unit works on at once, full or not
     sources: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
@@ -26,6 +27,7 @@ class Chip:
             "memory_bytes": self.memory_bytes,
             "memory_bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s,
             "vector_flops_per_s": self.vector_flops_per_s,
+            "matrix_tile": self.matrix_tile,
             **rates,
         }
         known = list(DTYPE_BYTES)
@@ -37,5 +39,5 @@ class Chip:
                 for dtype in self.matrix_flops_per_s
             ),
             *((number > 0, name, f"must be positive, not {number}") for name, number in numbers.items()),
-            *source_checks(numbers, self.sources),
+            *source_checks([name for name in numbers if name != "matrix_tile" or self.matrix_tile > 1], self.sources),
         )

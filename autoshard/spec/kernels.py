@@ -10,22 +10,42 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Literal
+from typing import Any, Literal
 
 from autoshard.errors import InputError, nearest, require
 from autoshard.spec import record
 
-_SAVES = re.compile(r"(copy:|over:)?(in\*|in\d+|out\d+)(@(bf16|fp16|fp32))?")
+_SAVES = re.compile(r"((copy:|over:)?(in\*|in\d+|out\d+)(@(bf16|fp16|fp32))?)|scores(@(fp8|fp32))?")
 
+_HIDDEN = ("tp", "dp", "unit")
 _UNSOURCED = ("name", "kernels", "sources")  # every kernel has a source of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BothWays:
+    """A count for the forward and one for the backward run of a kernel."""
+
+    forward: int
+    backward: int
+
+    def __post_init__(self) -> None:
+        """Refuse negative counts."""
+        require(
+            (self.forward >= 0, "forward", f"must not be negative, not {self.forward}"),
+            (self.backward >= 0, "backward", f"must not be negative, not {self.backward}"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """A run of forward operations executed as one, named by patterns such as ``*_norm``.
 
+    What the graph has as one operation may be several kernels one after the other: ``launches`` counts them,
+    ``traffic_ratio`` says how often more they move what a single kernel would, and ``score_bytes`` what attention moves
+    of every (query, key) pair of a head, beside what it keeps of them (0 for fused attention, which writes no scores).
+
     ``saves`` replaces what the gradients would keep: ``in0`` (an input of the run, in order), ``in*`` (all of
-    them), ``out0`` (an output of its last operation), each with ``@dtype`` if it is kept in another format,
+    them), ``out0`` (an output of its last operation), ``scores`` (one number for each pair), each with ``@dtype`` if it is kept in another format,
     which costs memory of its own if it differs from the tensor's. ``copy:in0`` is memory of its own in any
     case; ``over:in0`` overwrites the input, and backward hands it on as the input's gradient.
     """
@@ -35,6 +55,9 @@ class Kernel:
     skips_masked: bool = False
     expands_keys: bool = False  # attention that copies keys and values for every query head before it starts
     backward_flops_ratio: float = 1.0
+    launches: BothWays = BothWays(forward=1, backward=1)
+    score_bytes: BothWays = BothWays(forward=0, backward=0)
+    traffic_ratio: float = 1.0
     source: str
 
     def __post_init__(self) -> None:
@@ -44,7 +67,7 @@ class Kernel:
             (
                 not unread,
                 "saves",
-                f"cannot read {', '.join(unread)}; write in0, in*, out0, copy:in0, over:in0 or in0@fp32",
+                f"cannot read {', '.join(unread)}; write in0, in*, out0, scores, copy:in0, over:in0 or in0@fp32",
             ),
             (len(self.ops) > 0, "ops", "a kernel needs at least one operation"),
             (
@@ -52,6 +75,7 @@ class Kernel:
                 "backward_flops_ratio",
                 "a kernel cannot do less than its gradient",
             ),
+            (self.traffic_ratio >= 1, "traffic_ratio", "a kernel cannot move less than once"),
             (bool(self.source), "source", "say where this is known from"),
         )
 
@@ -69,6 +93,10 @@ class Kernels:
     ``copies_buckets`` says whether data parallelism sends from buffers of its own; ``keeps_outputs`` whether a stage
     keeps what it handed on until the backward of that micro-batch; ``uncounted`` which parts of memory the peak that
     the framework reports leaves out.
+
+    ``eager`` says whether a host starts every kernel, or a compiled graph runs as a whole; ``hides`` which share of
+    some traffic may go on behind compute: of tp behind the products of the same pass, of dp (ZeRO 0 and 1) behind the
+    passes of a micro-batch, of unit (ZeRO-3) behind those of a step.
     """
 
     name: str
@@ -82,6 +110,8 @@ class Kernels:
     copies_buckets: bool
     keeps_outputs: bool
     uncounted: tuple[str, ...]
+    eager: bool
+    hides: Mapping[str, float]
     sources: Mapping[str, str]
 
     def __post_init__(self) -> None:
@@ -91,6 +121,8 @@ class Kernels:
             (not unsourced, "sources", f"no source for {', '.join(unsourced)}"),
             (self.runtime_bytes >= 0, "runtime_bytes", "must not be negative"),
             (self.workspace_bytes >= 0, "workspace_bytes", "must not be negative"),
+            *((name in _HIDDEN, "hides", f"{name!r} is not one of {', '.join(_HIDDEN)}") for name in self.hides),
+            *((0 <= share <= 1, f"hides.{axis}", "must lie in [0, 1]") for axis, share in self.hides.items()),
         )
 
     def resolve(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -106,8 +138,21 @@ def kernels_names() -> tuple[str, ...]:
 
 @cache
 def load_kernels(name: str) -> Kernels:
-    """Return a table by name."""
+    """Return a table by name.
+
+    >>> load_kernels("mcore").hides["dp"], load_kernels("te").hides.get("dp")
+    (1.0, None)
+    """
     if name not in kernels_names():
         raise InputError.of("kernels", f"there is no table {name!r}. {nearest(name, kernels_names())}")
-    text = (resources.files("autoshard.spec") / "kernel_tables" / f"{name}.json").read_text("utf-8")
-    return record.decode(Kernels, json.loads(text), where=f"kernels {name}")
+    return record.decode(Kernels, _read(name), where=f"kernels {name}")
+
+
+def _read(name: str) -> Mapping[str, Any]:
+    """Read a table; one that is ``like`` another states what differs, and its kernels come before those of the other."""
+    own = json.loads((resources.files("autoshard.spec") / "kernel_tables" / f"{name}.json").read_text("utf-8"))
+    if "like" not in own:
+        return own
+    base = _read(own.pop("like"))
+    kernels = [*own.get("kernels", ()), *base["kernels"]]
+    return {**base, **own, "kernels": kernels, "sources": {**base["sources"], **own.get("sources", {})}}

@@ -13,13 +13,17 @@ MOST = 2**31 - 1  # sequences or tokens: keeps every product of sizes inside 64 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Which number format each part of the training state lives in; no ``masters`` means the weights are updated."""
+    """Which number format each part of the training state lives in; no ``masters`` means the weights are updated.
+
+    ``products`` is the format in which the layers multiply activations with weights, where it is another one.
+    """
 
     weights: Dtype
     activations: Dtype
     gradients: Dtype
     masters: Dtype | None
     moments: Dtype
+    products: Dtype | None = None
 
     @classmethod
     def named(cls, name: str) -> "Precision":

@@ -3,7 +3,8 @@
 import functools
 from dataclasses import replace
 
-from autoshard.cost.block import Rates, ShardedBlock, block_cost
+from autoshard.cost.block import ShardedBlock, block_cost
+from autoshard.cost.compute import Rates
 from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.setting import Question, setting_of
 from autoshard.plan.build import build_plan

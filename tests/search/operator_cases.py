@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost.block import Rates
+from autoshard.cost.compute import Rates
 from autoshard.cost.rings import Ring
 from autoshard.graph.backward import add_backward
 from autoshard.graph.block import Block

@@ -21,7 +21,7 @@ from autoshard.spec.model import RotaryScaling
 
 _QUERY: Dims = ("batch", "seq", "kv_heads", "q_group", "head_dim")
 _KEY: Dims = ("batch", "kv_seq", "kv_heads", "head_dim")
-_SCORES: Dims = ("batch", "kv_heads", "q_group", "seq", "kv_seq")
+SCORES: Dims = ("batch", "kv_heads", "q_group", "seq", "kv_seq")
 _SOFTMAX_FLOPS = 5  # derived: scale, mask, subtract the maximum, exponentiate, accumulate
 
 
@@ -142,11 +142,11 @@ class Attend(Differentiable):
 
     def matrix_flops(self, call: Call) -> int:
         """Two products over every (query, key) pair, seen or not: the convention of published model FLOPs."""
-        return 2 * 2 * call.elements((*_SCORES, "head_dim"))
+        return 2 * 2 * call.elements((*SCORES, "head_dim"))
 
     def vector_flops(self, call: Call) -> int:
         """The softmax."""
-        return _SOFTMAX_FLOPS * call.elements(_SCORES)
+        return _SOFTMAX_FLOPS * call.elements(SCORES)
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """One operation gives all three, from the inputs, the result and the saved denominator."""
@@ -193,11 +193,11 @@ class AttendGradient(OpKind):
 
     def matrix_flops(self, call: Call) -> int:
         """Four products over every pair: twice the forward (a kernel may rebuild the scores with a fifth)."""
-        return 4 * 2 * call.elements((*_SCORES, "head_dim"))
+        return 4 * 2 * call.elements((*SCORES, "head_dim"))
 
     def vector_flops(self, call: Call) -> int:
         """The softmax again and its slope."""
-        return 2 * _SOFTMAX_FLOPS * call.elements(_SCORES)
+        return 2 * _SOFTMAX_FLOPS * call.elements(SCORES)
 
 
 def _scores(query: Array, key: Array) -> Array:

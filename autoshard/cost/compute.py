@@ -1,0 +1,151 @@
+"""How long the kernels of a block take on one rank; for numbers or columns alike."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.cost.calibration import Calibration
+from autoshard.cost.held import Local
+from autoshard.cost.kernel_run import KernelRun, Moved
+from autoshard.cost.rings import Number
+from autoshard.graph.block import Block
+from autoshard.graph.kinds.attention import SCORES, Attend, AttendGradient
+from autoshard.graph.kinds.linear import Einsum
+from autoshard.graph.op import Call, Op
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.workload import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What one rank reaches per second, and what a host takes to start a kernel."""
+
+    matrix_flops_per_s: float
+    vector_flops_per_s: float
+    memory_bytes_per_s: float
+    products_ratio: float = 1.0  # of activations with the weights of layers, over other matrix products
+    attention_ratio: float = 1.0  # of attention, over other matrix products
+    matrix_tile: int = 1  # a matrix unit works on so many rows and columns at once, full or not
+    launch_s: float = 0.0
+
+    @classmethod
+    def of(cls, cluster: Cluster, precision: Precision, calibration: Calibration) -> "Rates":
+        """Take the peaks of a cluster's chip down by what the calibration says."""
+        peak = cluster.rank_matrix_flops_per_s(precision.activations)
+        products = cluster.rank_matrix_flops_per_s(precision.products or precision.activations)
+        return cls(
+            matrix_flops_per_s=peak * calibration.matrix_efficiency,
+            vector_flops_per_s=cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
+            memory_bytes_per_s=cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency,
+            products_ratio=products / peak,
+            attention_ratio=calibration.attention_efficiency / calibration.matrix_efficiency,
+            matrix_tile=cluster.chip.matrix_tile,
+            launch_s=calibration.launch_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """What decides how much of attention a mask saves: the length, and into how many stretches in a row it is cut."""
+
+    length: Number
+    stretches: Number  # 1 where every rank has as much as any other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTime:
+    """A kernel at work, and how much longer its device waits for hosts to start it."""
+
+    work_s: Number
+    waiting_s: Number
+
+    @property
+    def time_s(self) -> Number:
+        """Both."""
+        return self.work_s + self.waiting_s
+
+
+def kernel_time(
+    block: Block, run: KernelRun, local: Mapping[str, Local], rates: Rates, sequences: Sequences
+) -> KernelTime:
+    """Return a kernel's time.
+
+    It is that of the slowest of matrix unit, vector unit and memory. Attention that writes its scores is products and
+    passes over memory one after the other. A device cannot start kernels faster than hosts launch them.
+    """
+    products_s = sum((_products_s(block, run, op, local, rates, sequences) for op in run.ops), start=0.0)
+    vector_s = sum(_shown(op, run, sequences) * op.kind.vector_flops(block.call(op, local[op.name])) for op in run.ops)
+    vector_s = vector_s / rates.vector_flops_per_s
+    memory_s = _moved_bytes(run, local) / rates.memory_bytes_per_s
+    if run.score_bytes:
+        work_s = products_s + np.maximum(vector_s, memory_s)
+    else:
+        work_s = np.maximum(np.maximum(products_s, vector_s), memory_s)
+    return KernelTime(work_s=work_s, waiting_s=np.maximum(0.0, run.launches * rates.launch_s - work_s))
+
+
+def _products_s(
+    block: Block, run: KernelRun, op: Op, local: Mapping[str, Local], rates: Rates, sequences: Sequences
+) -> Number:
+    call = block.call(op, local[op.name])
+    if isinstance(op.kind, Attend | AttendGradient):
+        flops = run.flops_ratio * _shown(op, run, sequences) * op.kind.matrix_flops(call)
+        return flops / (rates.matrix_flops_per_s * rates.attention_ratio)
+    ratio = rates.products_ratio if run.products else 1.0
+    return _filled(op, call, rates.matrix_tile) * op.kind.matrix_flops(call) / (rates.matrix_flops_per_s * ratio)
+
+
+def _filled(op: Op, call: Call, tile: int) -> Number:
+    """Return how much more a systolic array does because its tiles are full or not.
+
+    It holds a tile of one factor, summed dims along one side, and streams the other factor through; the side whose
+    padding is smaller is held (AWS Neuron docs, nki/guides/architecture/trainium_inferentia2_arch.rst).
+    """
+    if tile == 1 or not isinstance(op.kind, Einsum):
+        return 1.0
+    left, right, out = (frozenset(tensor.dims) for tensor in (*call.inputs, *call.outputs))
+    summed, rows, columns = (left & right) - out, (left - right) & out, (right - left) & out
+    padding = [_padding(call.elements(sorted(dims)), tile) for dims in (summed, rows, columns)]
+    return padding[0] * np.minimum(padding[1], padding[2])
+
+
+def _padding(size: Number, tile: int) -> Number:
+    """Return how much larger a size is when it is made whole tiles.
+
+    >>> _padding(448, 128), _padding(1792, 128)
+    (1.1428571428571428, 1.0)
+    """
+    return np.ceil(size / tile) * tile / size
+
+
+def _moved_bytes(run: KernelRun, local: Mapping[str, Local]) -> Number:
+    moved = run.traffic_ratio * num_bytes(run.touched, local)
+    if not run.score_bytes:
+        return moved
+    return moved + run.score_bytes * math.prod(local[run.ops[0].name][dim] for dim in SCORES)
+
+
+def num_bytes(moved: Iterable[Moved], local: Mapping[str, Local]) -> Number:
+    """Return the bytes of a rank's share of all these tensors."""
+    return sum(local[op].num_bytes(tensor) for op, tensor in moved)
+
+
+def _shown(op: Op, run: KernelRun, sequences: Sequences) -> Number:
+    """Return which part of its (query, key) pairs the slowest cp rank does not skip as masked.
+
+    Where stretches are cut so that all ranks have the same, all do. Otherwise the last one meets all keys before its
+    own, so without a window 2 - 1/stretches times the average.
+    """
+    if not (run.skips_masked and isinstance(op.kind, Attend | AttendGradient)):
+        return 1.0
+    seq, pieces, window = sequences.length, sequences.stretches, op.kind.window
+    seen = _visible_pairs(window, seq) - _visible_pairs(window, seq - seq / pieces)
+    return seen * pieces / seq**2
+
+
+def _visible_pairs(window: int | None, seq_len: Number) -> Number:
+    """Count the pairs as ``Attend.visible_pairs`` does, for a column of lengths."""
+    reach = np.minimum(window or seq_len, seq_len)
+    return reach * (reach + 1) / 2 + (seq_len - reach) * reach
