@@ -67,6 +67,8 @@ def _extras(name: str, entry: SetAccuracy) -> dict[str, Extra]:
         found["holds"] = entry.step_time.mape <= TIME_BAR
     if entry.peak_memory:
         found["memory_mape"] = _short(entry.peak_memory.mape)
+    if entry.stage_memory:
+        found["stage_memory_worst"] = _short(abs(entry.stage_memory.worst))
     return {f"{name}.{key}": value for key, value in found.items()}
 
 

@@ -108,9 +108,9 @@ class BlockCost:
     saved_bytes: Number
     remade_bytes: Number  # what recompute brings back while this block is in backward
     working_bytes: Number  # at most at any time of a pass, beside states and kept activations
-    placeholder_bytes: Number  # that stay once for all such blocks of a rank
     weights: Mapping[tuple[str, ...], Number]  # atoms that the gradient's sum is pending over -> weights on the rank
     tied_weights: Mapping[tuple[str, ...], Number]  # likewise, those that share their values with another block's
+    placeholder_bytes: Number = 0  # that stay once for all such blocks of a rank
 
     def part_s(self, part: str) -> Number:
         """Return the seconds of one part over all passes."""

@@ -50,20 +50,16 @@ def moments(
     are never tensors.
     """
     line = _Line(block=block, kernels=tuple(kernels), held=held, unmade=unmade)
-    found = [line.moment(number) for number in range(len(line.ordered))]
-    return tuple(one for number, one in enumerate(found) if not _exceeded(one, number, found))
+    found = {(frozenset(map(_key, one.takes)), one.frees): one for one in map(line.moment, range(len(line.ordered)))}
+    return tuple(one for held, one in found.items() if not any(_exceeds(other, held) for other in found))
 
 
-def _exceeded(one: Moment, number: int, found: Sequence[Moment]) -> bool:
-    """Say whether another moment holds all that this one does and more, or the same and stands first."""
-    takes = frozenset(map(_key, one.takes))
-    for place, other in enumerate(found):
-        others = frozenset(map(_key, other.takes))
-        holds_as_much = takes <= others and other.frees <= one.frees
-        differs = takes < others or other.frees < one.frees
-        if holds_as_much and (differs or place < number):
-            return True
-    return False
+_Held = tuple[frozenset[tuple[object, ...]], frozenset[str]]  # what is taken, what is freed
+
+
+def _exceeds(other: _Held, one: _Held) -> bool:
+    """Say whether one moment holds all that another does, and more."""
+    return other != one and one[0] <= other[0] and other[1] <= one[1]
 
 
 def _key(entry: Fresh) -> tuple[object, ...]:

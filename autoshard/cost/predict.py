@@ -6,6 +6,7 @@ from functools import cache
 
 from autoshard.cost.block import BlockCost, Blocks, Setting
 from autoshard.cost.calibration import Calibration
+from autoshard.cost.compiling import compiling
 from autoshard.cost.pipeline import Pipeline, StageLayers
 from autoshard.cost.rings import Number, send_ring
 from autoshard.cost.setting import Question, boundary_bytes, price_block, setting_of
@@ -17,6 +18,7 @@ from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction, StageMemory, rounded
 from autoshard.plan.recompute import Recompute
+from autoshard.spec.kernels import load_kernels
 
 
 def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks | None = None) -> Prediction:
@@ -45,6 +47,7 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
         communication_bytes={axis: size for axis, size in _whole(cost.sent_bytes).items() if size},
         basis=known.basis,
         of=fingerprint(plan),
+        compiling=compiling(plan.schedule, _stages(plan), load_kernels(plan.kernels)),
     )
 
 
@@ -82,17 +85,20 @@ def utilisation(question: Question, step_time_s: float) -> float:
     return flops / (step_time_s * peak * question.cluster.num_ranks)
 
 
-def _pipeline(plan: Plan, question: Question, setting: Setting) -> Pipeline:
+def _stages(plan: Plan) -> tuple[StageLayers, ...]:
     last = len(plan.stages) - 1
-    stages = tuple(
+    return tuple(
         StageLayers.of(stage.num_layers, stage.recompute, is_first=number == 0, is_last=number == last)
         for number, stage in enumerate(plan.stages)
     )
+
+
+def _pipeline(plan: Plan, question: Question, setting: Setting) -> Pipeline:
     size = boundary_bytes(setting)
     send_s = send_ring(plan.cluster, plan.mesh, question.calibration).send_s(size)
     return Pipeline(
         schedule=plan.schedule,
-        stages=stages,
+        stages=_stages(plan),
         boundary_bytes=size,
         send_s=send_s,
         bucket_bytes=plan.buckets.total_bytes,

@@ -8,7 +8,10 @@ from autoshard.cost.accuracy import Accuracy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedRow:
-    """The prediction of one row, from its own layout alone; ``assumed`` says what the row leaves open, by column."""
+    """The prediction of one row, from its own layout alone; ``assumed`` says what the row leaves open, by column.
+
+    Memory is what the framework's own peak counter counts, which may leave out the runtime's share.
+    """
 
     id: str
     predicted_step_time_s: float
@@ -17,6 +20,7 @@ class PredictedRow:
     predicted_peak_memory_gib: float
     assumed: Mapping[str, str] = field(hash=False)
     parts: Mapping[str, float] = field(hash=False)  # seconds; they add up to the step
+    predicted_peak_memory_gib_by_stage: tuple[float, ...]  # by pipeline rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +40,8 @@ class SetAccuracy:
     num_unrepresented: int
     basis: str  # what the predictions rest on
     step_time: Accuracy | None
-    peak_memory: Accuracy | None
+    peak_memory: Accuracy | None  # of the fullest pipeline rank
+    stage_memory: Accuracy | None  # of every pipeline rank, where each was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What a plan promises: time with its parts, memory per pipeline rank, bytes sent."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from autoshard.errors import require
@@ -37,6 +37,31 @@ class StageMemory:
         """Bytes of all parts together."""
         return sum(self.parts.values())
 
+    def without(self, parts: Collection[str]) -> int:
+        """Bytes of all but some parts.
+
+        >>> StageMemory(num_weights=1, parts={"weights": 2, "runtime": 5}).without(("runtime",))
+        2
+        """
+        return sum(size for name, size in self.parts.items() if name not in parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiling:
+    """What has to be compiled before the first step, if no cache holds it."""
+
+    num_graphs: int  # distinct ones
+    compile_s: float
+    basis: str  # what the estimate rests on
+
+    def __post_init__(self) -> None:
+        """Refuse nothing to compile, and an estimate without a basis."""
+        require(
+            (self.num_graphs >= 1, "num_graphs", f"must be at least 1, not {self.num_graphs}"),
+            (self.compile_s > 0, "compile_s", f"must be positive, not {self.compile_s}"),
+            (bool(self.basis), "basis", "say what the estimate rests on"),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
@@ -53,6 +78,7 @@ class Prediction:
     communication_bytes: Mapping[str, int] = field(hash=False)  # per axis: sent by one rank in one step
     basis: str  # what the numbers are worth: "uncalibrated", or the calibration they come from
     of: str  # fingerprint of the rest of the plan
+    compiling: Compiling | None = None  # None: nothing is compiled ahead
 
     def __post_init__(self) -> None:
         """Refuse numbers that contradict each other."""

@@ -10,7 +10,7 @@ from rich.text import Text
 from autoshard.plan.certificate import Certificate
 from autoshard.plan.dollars import Dollars, dollars_of
 from autoshard.plan.plan import Plan
-from autoshard.plan.prediction import Prediction, StageMemory
+from autoshard.plan.prediction import Compiling, Prediction, StageMemory
 from autoshard.plan.rules.rule import Rejection
 from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
 
@@ -19,7 +19,12 @@ MOST_ROWS = 20  # of pipeline ranks; beyond, neighbours share a row
 _BAR = 16
 _CANDIDATE = 80  # columns for the text of a candidate in a table
 _MOST_CHUNKS = 4  # whose layers a row names
-_STATES = ("weights", "gradients", "optimizer", "activations")
+_SIZES = {  # columns of the table of memory -> the parts that they add up
+    "weights": ("weights",),
+    "gradients": ("gradients",),
+    "optimizer": ("masters", "optimizer"),
+    "activations": ("activations", "logits"),
+}
 _TIME_WORDS = {
     "compute": "compute",
     "tp": "tensor-parallel communication",
@@ -42,6 +47,8 @@ def plan_report(plan: Plan, runners_up: Sequence[Plan], certificate: Certificate
     if certificate:
         parts += [_looked_at(certificate), ""]
     parts.append(Text(f"prediction {plan.prediction.basis}", style="yellow"))
+    if plan.prediction.compiling:
+        parts.append(Text(_compiled(plan.prediction.compiling), style="yellow"))
     if next_command:
         parts.append(Text.assemble("next: ", (next_command, "bold")))
     return Group(*parts)
@@ -94,6 +101,11 @@ def dollars_text(dollars: Dollars) -> Text:
         ("cost ", ""), (format_dollars(dollars.usd_per_step), "bold"), " a step, ",
         (format_dollars(dollars.usd_per_billion_tokens), "bold"), f" per billion tokens ({price})",
     )  # fmt: skip
+
+
+def _compiled(compiling: Compiling) -> str:
+    graphs = _many(compiling.num_graphs, "distinct graph")
+    return f"before the first step, {graphs} to compile: {format_seconds(compiling.compile_s)} by {compiling.basis}"
 
 
 def _precision(plan: Plan) -> str:
@@ -185,7 +197,7 @@ def _gib(size: int) -> str:
 def _memory_row(plan: Plan, prediction: Prediction, ranks: range) -> list[str]:
     memory = max((prediction.stage_memory[rank] for rank in ranks), key=_total)
     share = memory.total / prediction.capacity_bytes
-    sizes = [memory.parts.get(part, 0) for part in _STATES]
+    sizes = [sum(memory.parts.get(part, 0) for part in parts) for parts in _SIZES.values()]
     cells = [_gib(size) for size in (*sizes, memory.total - sum(sizes), memory.total)]
     place = [_span(ranks[0], ranks[-1]), _layers(plan, ranks), _nodes(plan, ranks)]
     return [*place, *cells, f"{share:4.0%} {_bar(share)}"]

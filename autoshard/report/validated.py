@@ -37,9 +37,10 @@ def validation_report(validation: Validation) -> Group:
     """Return one table for times and one for memory, then what was assumed and what could not be predicted."""
     times = [(entry.name, entry.step_time) for entry in validation.sets]
     sizes = [(entry.name, entry.peak_memory) for entry in validation.sets if entry.peak_memory]
+    stages = [(entry.name, entry.stage_memory) for entry in validation.sets if entry.stage_memory]
     parts: list[RenderableType] = [_accuracies("Step time", times), ""]
-    if sizes:
-        parts += [_accuracies("Peak memory", sizes), ""]
+    for title, found in (("Peak memory", sizes), ("Peak memory by stage", stages)):
+        parts += [_accuracies(title, found), ""] if found else []
     parts += [Text(_LEGEND, "dim"), "", *_worst(validation.sets)]
     if any(row.assumed for row in validation.rows):
         parts += ["", _assumptions(validation)]
@@ -77,7 +78,7 @@ def _worst(sets: Sequence[SetAccuracy]) -> list[RenderableType]:
     named = [
         f"{what} furthest off in {entry.name}: {errors.worst_id}"
         for entry in sets
-        for what, errors in (("time", entry.step_time), ("memory", entry.peak_memory))
+        for what, errors in (("time", entry.step_time), ("memory", entry.stage_memory or entry.peak_memory))
         if errors
     ]
     return [Text(line) for line in named]

@@ -16,6 +16,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction, rounded
 from autoshard.search.measured_run import MeasuredRun, run_of
 from autoshard.search.planner import Request
+from autoshard.spec.kernels import load_kernels
 from autoshard.units import GIB
 
 SUFFIX = ".jsonl"
@@ -110,6 +111,7 @@ def _validated(
         basis=basis,
         step_time=accuracy([_times(pair, pair.row.step_time_s) for pair in pairs if pair.row.step_time_s]),
         peak_memory=accuracy([_sizes(pair, pair.row.peak_memory_gib) for pair in pairs if pair.row.peak_memory_gib]),
+        stage_memory=accuracy([one for pair in pairs for one in _stage_sizes(pair)]),
     )
     return Validation(sets=(found,), rows=tuple(pair.said for pair in pairs), unrepresented=failed)
 
@@ -123,14 +125,17 @@ def _answer(
         prediction = predict(run)
     except InputError as error:  # the layout has no shape here
         return Unrepresented(id=row_id, reason="; ".join(map(str, error.faults)))
+    uncounted = load_kernels(run.candidate.kernels or run.cluster.kernels).uncounted
+    by_stage = tuple(rounded(memory.without(uncounted) / GIB) for memory in prediction.stage_memory)
     return PredictedRow(
         id=row_id,
         predicted_step_time_s=prediction.step_time_s,
         low_s=prediction.low_s,
         high_s=prediction.high_s,
-        predicted_peak_memory_gib=rounded(prediction.peak_bytes / GIB),
+        predicted_peak_memory_gib=max(by_stage),
         assumed=run.assumed,
         parts=prediction.time_parts,
+        predicted_peak_memory_gib_by_stage=by_stage,
     )
 
 
@@ -152,6 +157,23 @@ def _sizes(pair: _Pair, measured: float) -> Compared:
     row = pair.row
     predicted = pair.said.predicted_peak_memory_gib
     return Compared(id=row.id, group=row.group or row.id, layout=row.layout, predicted=predicted, measured=measured)
+
+
+def _stage_sizes(pair: _Pair) -> list[Compared]:
+    """Compare pipeline ranks one by one, each with the same rank of other layouts; other counts are no stages here."""
+    measured, said = pair.row.peak_memory_gib_by_stage or (), pair.said.predicted_peak_memory_gib_by_stage
+    if len(measured) != len(said):
+        return []
+    return [
+        Compared(
+            id=f"{pair.row.id}, stage {number}",
+            group=f"{pair.row.group or pair.row.id}, stage {number}",
+            layout=pair.row.layout,
+            predicted=predicted,
+            measured=size,
+        )
+        for number, (predicted, size) in enumerate(zip(said, measured, strict=True))
+    ]
 
 
 def _joined(first: Validation, second: Validation) -> Validation:

@@ -7,7 +7,7 @@ is a kernel of its own and keeps just what its gradient reads.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -17,8 +17,11 @@ from autoshard.spec import record
 
 _SAVES = re.compile(r"((copy:|over:)?(in\*|in\d+|out\d+)(@(bf16|fp16|fp32))?)|scores(@(fp8|fp32))?")
 
+_ALWAYS = ("selective", "clones_end", "keeps_gathered", "runtime_bytes", "eager")  # settings that need a source
+_IF_STATED = (
+    "placeholders", "workspace_bytes", "copies_buckets", "keeps_outputs", "uncounted", "seconds_per_graph", "hides",
+)  # fmt: skip
 _HIDDEN = ("tp", "dp", "unit")
-_UNSOURCED = ("name", "kernels", "sources")  # every kernel has a source of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,8 @@ class Kernels:
     weights are one tensor; of each such tensor's shape, a buffer in the weights' format stays for the whole run.
     ``copies_buckets`` says whether data parallelism sends from buffers of its own; ``keeps_outputs`` whether a stage
     keeps what it handed on until the backward of that micro-batch; ``uncounted`` which parts of memory the peak that
-    the framework reports leaves out.
+    the framework reports leaves out; ``seconds_per_graph`` what a compiler takes for each distinct graph, 0 where
+    nothing is compiled ahead.
 
     ``eager`` says whether a host starts every kernel, or a compiled graph runs as a whole; ``hides`` which share of
     some traffic may go on behind compute: of tp behind the products of the same pass, of dp (ZeRO 0 and 1) behind the
@@ -105,24 +109,27 @@ class Kernels:
     clones_end: Literal["last_saved", "output"]
     keeps_gathered: bool
     runtime_bytes: int  # a rank's memory that the platform's runtime keeps for itself
-    placeholders: tuple[tuple[str, ...], ...]
-    workspace_bytes: int  # that matrix products may use
-    copies_buckets: bool
-    keeps_outputs: bool
-    uncounted: tuple[str, ...]
     eager: bool
-    hides: Mapping[str, float]
     sources: Mapping[str, str]
+    placeholders: tuple[tuple[str, ...], ...] = ()
+    workspace_bytes: int = 0  # that matrix products may use
+    copies_buckets: bool = False
+    keeps_outputs: bool = False
+    uncounted: tuple[str, ...] = ()
+    seconds_per_graph: float = 0.0
+    hides: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
         """Refuse negative memory, and a table that does not say where its settings come from."""
-        unsourced = [name for name in self.__slots__ if name not in _UNSOURCED and not self.sources.get(name)]
+        stated = [name for name in _IF_STATED if getattr(self, name)]
+        unsourced = [name for name in (*_ALWAYS, *stated) if not self.sources.get(name)]
         require(
             (not unsourced, "sources", f"no source for {', '.join(unsourced)}"),
             (self.runtime_bytes >= 0, "runtime_bytes", "must not be negative"),
             (self.workspace_bytes >= 0, "workspace_bytes", "must not be negative"),
             *((name in _HIDDEN, "hides", f"{name!r} is not one of {', '.join(_HIDDEN)}") for name in self.hides),
             *((0 <= share <= 1, f"hides.{axis}", "must lie in [0, 1]") for axis, share in self.hides.items()),
+            (self.seconds_per_graph >= 0, "seconds_per_graph", "must not be negative"),
         )
 
     def resolve(self, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.cost.block import PASSES, block_cost
+from autoshard.cost.live import moments
 from autoshard.cost.setting import setting_of
 from autoshard.graph.kinds.attention import Attend
 from autoshard.plan.recompute import Recompute
@@ -165,20 +166,43 @@ def test_experts_get_the_tokens_that_chose_them():
 
 class TestMemory:
     def test_a_kernel_needs_room_for_what_is_neither_kept_nor_a_state(self):
-        # The output head on te: the products read the gathered input and the logits' gradient and write a gradient
-        # of the weight's size, which the sum takes up.
+        # The output head on te, while the weights' gradient is made: the input as gathered again, and the input's
+        # gradient before it is scattered. The logits became their gradient, and the weights' is added to its sum.
+        cost = priced(ask(kernels="te"), "tp=8", kind="head")
+        assert cost.working_bytes == 2 * (2 * 8192 * HIDDEN)
+
+    @pytest.mark.parametrize("tp", [1, 2])
+    def test_the_backward_of_the_activation_is_the_fullest_moment_of_a_layer(self, tp):
+        # On te: the gradient that came in, that of the second product's input, and those of both of its halves; the
+        # second product's input is free by then.
+        cost = priced(ask(kernels="te"), f"tp={tp},dp={128 // tp}")
+        piece, inner = 2 * 8192 // tp * HIDDEN, 2 * 8192 * FFN // tp
+        ids = 2 * 8 * 8192  # positions of queries and keys
+        assert cost.working_bytes == piece + inner + 2 * inner - inner + ids
+
+    def test_products_that_add_to_the_sums_leave_a_buffer_for_each_shape_of_weights(self):
         question = ask(kernels="te")
-        cost = priced(question, "tp=8", kind="head")
+        query, key = HIDDEN * HEADS * HEAD, HIDDEN * KV_HEADS * HEAD
+        shapes = (query + 2 * key, query, 2 * HIDDEN * FFN, FFN * HIDDEN)
+        assert priced(question, "tp=8").placeholder_bytes == 2 * sum(shapes) // TP
         vocab = question.model.vocab // TP
-        gathered, logits, weight = 2 * 8192 * HIDDEN, 2 * 8192 * vocab, 2 * vocab * HIDDEN
-        assert cost.working_bytes == max(gathered + logits + weight, 2 * gathered + logits)
+        assert priced(question, "tp=8", kind="head").placeholder_bytes == 2 * HIDDEN * vocab
+        assert priced(ask(kernels="nxd"), "tp=8").placeholder_bytes == 0
+
+    def test_all_experts_have_weights_of_one_shape(self):
+        question = ask("mixtral-8x7b", "h100-80", 1, kernels="te", seq_len=4096)
+        attention = 4096 * (4096 + 2 * 1024) + 4096 * 4096
+        one = 3 * 4096 * 14336
+        for ep in (1, 8):
+            assert priced(question, f"tp=1,dp=8,ep={ep}").placeholder_bytes == 2 * (attention + one)
 
     def test_what_is_kept_anyway_needs_no_room_again(self):
         # forward attention finds queries, keys and values kept, and makes what is kept: only positions are beside
-        question = ask(kernels="te")
-        attend = only(setting(question, "tp=8").blocks.block("layer", Recompute()), "F", "attend")
-        positions = 2 * 8192 * 8
-        assert block_cost(attend, attend, setting(question, "tp=8"), question.rates).working_bytes == positions
+        layer = setting(ask(kernels="te"), "tp=8").blocks.block("layer", Recompute())
+        attend = only(layer, "F", "attend")
+        (moment,) = moments(layer.block, attend.runs, frozenset(layer.sharding.kept_cuts), frozenset())
+        beside = [tensor.name for _, tensor, held in moment.takes if not held]
+        assert (beside, moment.frees) == (["positions", "key_positions"], frozenset())
 
     def test_recompute_brings_back_while_a_layer_is_in_backward_what_it_dropped(self):
         plain, full = priced(ask(), "tp=8"), priced(ask(), "tp=8", drop="full")

@@ -88,7 +88,8 @@ def test_weights_gradients_and_optimizer_match_a_hand_calculation(capsys, tmp_pa
     assert memory["parts"]["weights"] == WEIGHTS[rank] * BF16
     assert memory["parts"]["gradients"] == WEIGHTS[rank] * FP32
     # FP32 masters and two moments, divided over the two data-parallel ranks
-    assert memory["parts"]["optimizer"] == WEIGHTS[rank] * 3 * FP32 // DP
+    assert memory["parts"]["masters"] == WEIGHTS[rank] * FP32 // DP
+    assert memory["parts"]["optimizer"] == WEIGHTS[rank] * 2 * FP32 // DP
 
 
 @pytest.mark.parametrize(
@@ -98,8 +99,8 @@ def test_weights_gradients_and_optimizer_match_a_hand_calculation(capsys, tmp_pa
 def test_activations_of_every_rank_match_a_hand_calculation(capsys, tmp_path, suffix, layer):
     memory = stage_memory(capsys, tmp_path, CANDIDATE + suffix)
     kept = [IN_FLIGHT[rank] * LAYERS_A_RANK * layer for rank in range(PP)]
-    kept[-1] += HEAD_EXTRA
     assert [entry["parts"]["activations"] for entry in memory] == kept
+    assert [entry["parts"]["logits"] for entry in memory] == [0] * (PP - 1) + [HEAD_EXTRA]
 
 
 def test_a_mixture_of_full_and_plain_layers_keeps_what_each_keeps(capsys, tmp_path):

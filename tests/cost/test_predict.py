@@ -146,7 +146,7 @@ class TestComparisons:
         states = []
         for zero in (0, 1, 3):
             parts = predicted_of(ask(), f"tp=8,pp=1,dp=16,zero={zero}").stage_memory[0].parts
-            states.append(parts["weights"] + parts["gradients"] + parts["optimizer"])
+            states.append(parts["weights"] + parts["gradients"] + parts["masters"] + parts["optimizer"])
         assert states[0] > states[1] > states[2]
 
     def test_fp32_needs_twice_the_room_for_activations(self):

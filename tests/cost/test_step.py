@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from autoshard.cost.block import BlockCost
+from autoshard.cost.memory import most_kept
 from autoshard.cost.pipeline import Pipeline, StageLayers, rank_cost
 from autoshard.cost.predict import plan_cost
 from autoshard.cost.step import step_cost
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
-from autoshard.schedule.simulate import PipelineTimes, StageTimes, simulate
+from autoshard.schedule.simulate import Kept, PipelineTimes, StageTimes, simulate
 from tests.cost.cases import ask, plan_of, priced, setting
 
 EVERYONE = ("edp", "ep", "cp")
@@ -50,6 +51,16 @@ def cost_of(run, layer, ends=None, zero=1):
     price = {"layer": layer, "embed": ends or block(), "head": ends or block()}
     here = replace(setting(ask(), "tp=8,dp=16"), zero=zero)
     return step_cost(ask(), here, run, lambda kind, drop: price[kind])
+
+
+@st.composite
+def chunked_schedules(draw):
+    """Schedules of up to 24 stages, several a rank."""
+    pp = draw(st.integers(1, 6))
+    builder = draw(st.sampled_from(["interleaved", "zb_v"]))
+    chunks = 2 if builder == "zb_v" else draw(st.integers(1, 4))
+    count = pp * draw(st.integers(1, 8))
+    return Schedule(builder=builder, num_ranks=pp, num_chunks=chunks, num_micro_batches=count)
 
 
 def simulated(schedule, forward, backward):
@@ -111,14 +122,15 @@ class TestTime:
         cost = cost_of(pipeline(schedule, [3], send_s=0.5, boundary_bytes=100), block(1.0, 2.0))
         assert (cost.seconds["pp"], cost.seconds["bubble"]) == (0, 0)
         assert "pp" not in cost.sent_bytes
-        assert cost.memory[0]["buffers"] == 0
+        assert cost.memory[0]["pipeline"] == 0
 
 
 class TestMemory:
     def test_a_rank_keeps_its_layers_for_every_micro_batch_in_flight(self):
         schedule = Schedule(builder="1f1b", num_ranks=4, num_micro_batches=16)
         cost = cost_of(pipeline(schedule, [2, 2, 2, 2]), block(saved_bytes=10), block(saved_bytes=1))
-        assert [parts["activations"] for parts in cost.memory] == [4 * 21, 3 * 20, 2 * 20, 1 * 21]
+        assert [parts["activations"] for parts in cost.memory] == [4 * 21, 3 * 20, 2 * 20, 1 * 20]
+        assert [parts["logits"] for parts in cost.memory] == [0, 0, 0, 1]
 
     def test_folding_shows_the_fullest_of_alike_ranks(self):
         schedule = Schedule(builder="1f1b", num_ranks=4, num_micro_batches=16)
@@ -132,27 +144,67 @@ class TestMemory:
         assert both[0].peak_bytes == both[1].peak_bytes
         assert both[0].time_s == both[1].time_s
 
-    def test_the_hidden_state_stands_ready_to_be_received_from_both_sides(self):
-        schedule = Schedule(builder="1f1b", num_ranks=2, num_micro_batches=4)
-        for zero, buckets in ((0, 0), (1, 7)):
-            run = pipeline(schedule, [1, 1], boundary_bytes=100, bucket_bytes=7)
-            assert cost_of(run, block(), zero=zero).memory[0]["buffers"] == 200 + buckets
+    def test_a_message_is_received_ahead_from_either_side_and_what_was_sent_stays_until_its_backward(self):
+        # nxd keeps outputs: each rank but the last one for every micro-batch in flight
+        run = pipeline(Schedule(builder="1f1b", num_ranks=3, num_micro_batches=4), [1, 1, 1], boundary_bytes=100)
+        assert [parts["pipeline"] for parts in cost_of(run, block()).memory] == [100 + 300, 200 + 200, 100]
+        alone = pipeline(Schedule(builder="1f1b", num_ranks=1, num_micro_batches=4), [1], boundary_bytes=100)
+        assert cost_of(alone, block()).memory[0]["pipeline"] == 0
+
+    def test_with_chunks_all_ranks_receive_from_both_sides_but_no_more_than_one_ahead(self):
+        schedule = Schedule(builder="interleaved", num_ranks=2, num_chunks=3, num_micro_batches=4)
+        run = pipeline(schedule, [1] * 6, boundary_bytes=100)
+        here = replace(setting(ask(), "tp=8,dp=16"), zero=1)
+        cost = step_cost(ask(kernels="te"), here, run, lambda kind, drop: block())  # keeps no outputs
+        assert [parts["pipeline"] for parts in cost.memory] == [200, 200]
+
+    def test_buckets_take_room_where_the_framework_copies_into_them(self):
+        run = pipeline(Schedule(builder="1f1b", num_ranks=1, num_micro_batches=4), [1], bucket_bytes=7)
+        here = setting(ask(), "tp=8,dp=16")
+        for kernels, zero, size in (("nxd", 0, 0), ("nxd", 1, 7), ("te", 1, 0)):
+            cost = step_cost(ask(kernels=kernels), replace(here, zero=zero), run, lambda kind, drop: block())
+            assert cost.memory[0]["buckets"] == size
 
     def test_zero_3_holds_whole_blocks_while_they_are_at_work(self):
         schedule = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=4)
         ends = block(weights={EVERYONE: 5}, tied_weights={EVERYONE: 1})
         cost = cost_of(pipeline(schedule, [3], bucket_bytes=7), block(weights={EVERYONE: 100}), ends, zero=3)
         # two of the largest block in bf16 and its gradient in FP32
-        assert cost.memory[0]["buffers"] == 7 + 100 * (2 * 2 + 4)
+        assert (cost.memory[0]["buckets"], cost.memory[0]["gathered"]) == (7, 100 * (2 * 2 + 4))
 
     def test_the_largest_kernel_of_any_block_counts_with_what_its_layer_brings_back(self):
         stages = stages_of([4])
         price = {"layer": block(working_bytes=5, remade_bytes=20), "embed": block(working_bytes=24), "head": block()}
         assert rank_cost(stages, lambda kind, drop: price[kind]).working_bytes == 25
 
-    def test_a_rank_with_chunks_keeps_at_most_its_fullest_chunk_for_each(self):
-        stages = stages_of([1, 3, 1])
-        assert rank_cost(stages, lambda kind, drop: block(saved_bytes=10)).saved_bytes == 30
+    def test_what_a_block_kept_is_free_when_the_one_before_it_runs_backward(self):
+        price = {
+            "layer": block(saved_bytes=10, working_bytes=5),
+            "embed": block(working_bytes=24),
+            "head": block(saved_bytes=2),
+        }
+        stages = stages_of([2])
+        assert rank_cost(stages, lambda kind, drop: price[kind]).working_bytes == 5 - 2
+        # a split backward frees nothing before W
+        assert rank_cost(stages, lambda kind, drop: price[kind], splits=True).working_bytes == 24
+
+    def test_chunks_are_counted_apart(self):
+        cost = rank_cost(stages_of([1, 3, 1]), lambda kind, drop: block(saved_bytes=10))
+        assert (cost.saved_bytes, cost.head_bytes, cost.alike) == ((20, 30, 20), (0, 0, 10), False)
+
+    def test_placeholders_stay_once_for_all_layers_and_all_chunks(self):
+        price = {"layer": block(placeholder_bytes=10), "embed": block(), "head": block(placeholder_bytes=1)}
+        assert rank_cost(stages_of([2, 2]), lambda kind, drop: price[kind]).placeholder_bytes == 11
+
+    @given(chunked_schedules(), st.lists(st.integers(1, 9), min_size=24, max_size=24))
+    def test_the_most_that_is_kept_is_the_peak_of_the_simulated_schedule(self, schedule, sizes):
+        kept = tuple(map(float, sizes[: schedule.num_stages]))
+        unit = StageTimes(forward_s=1.0, input_s=1.0, weight_s=1.0)
+        times = PipelineTimes(stages=(unit,) * schedule.num_stages)
+        run = simulate(schedule, times, Kept(stages=kept))
+        for rank in range(schedule.num_ranks):
+            chunks = [kept[stage] for _, stage in sorted(schedule.stages_of(rank).items())]
+            assert most_kept(schedule, rank, chunks) == run.ranks[rank].peak
 
 
 class TestWeights:
@@ -192,5 +244,5 @@ def test_a_step_is_made_of_its_blocks():
     layer, head = priced(question, text), priced(question, text, kind="head")
     slowest = 8 * layer.part_s("compute") + head.part_s("compute")
     assert cost.seconds["compute"] == pytest.approx(256 // 4 * slowest)
-    assert cost.memory[3]["activations"] == 8 * layer.saved_bytes + head.saved_bytes
+    assert (cost.memory[3]["activations"], cost.memory[3]["logits"]) == (8 * layer.saved_bytes, head.saved_bytes)
     assert cost.memory[0]["activations"] == 4 * 8 * layer.saved_bytes

@@ -25,32 +25,32 @@ class TestStates:
     @given(WEIGHTS)
     def test_zero_0_keeps_everything_everywhere(self, count):
         parts = state_bytes({EVERYONE: count}, here(zero=0), BF16)
-        assert parts == {"weights": 2 * count, "gradients": 4 * count, "optimizer": 12 * count}
+        assert parts == {"weights": 2 * count, "gradients": 4 * count, "masters": 4 * count, "optimizer": 8 * count}
 
     @given(WEIGHTS)
     def test_zero_1_divides_the_optimizer_over_dp_and_cp(self, count):
         parts = state_bytes({EVERYONE: count}, here(), BF16)
         share = math.ceil(count / 16)
-        assert parts == {"weights": 2 * count, "gradients": 4 * count, "optimizer": 12 * share}
+        assert parts == {"weights": 2 * count, "gradients": 4 * count, "masters": 4 * share, "optimizer": 8 * share}
 
     @given(WEIGHTS)
-    def test_zero_3_divides_all_three(self, count):
+    def test_zero_3_divides_all(self, count):
         parts = state_bytes({EVERYONE: count}, here(zero=3), BF16)
         share = math.ceil(count / 16)
-        assert parts == {"weights": 2 * share, "gradients": 4 * share, "optimizer": 12 * share}
+        assert parts == {"weights": 2 * share, "gradients": 4 * share, "masters": 4 * share, "optimizer": 8 * share}
 
     @given(WEIGHTS)
     def test_without_masters_the_weights_are_updated_themselves(self, count):
         parts = state_bytes({EVERYONE: count}, here(zero=0), FP32)
-        assert parts == {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count}
-        assert state_bytes({EVERYONE: count}, here(zero=0), FP16)["optimizer"] == 12 * count
+        assert parts == {"weights": 4 * count, "gradients": 4 * count, "masters": 0, "optimizer": 8 * count}
+        assert state_bytes({EVERYONE: count}, here(zero=0), FP16)["masters"] == 4 * count
 
     @given(WEIGHTS, WEIGHTS)
     def test_weights_of_experts_are_divided_over_the_ranks_that_hold_the_same_ones(self, dense, experts):
         question = ask("mixtral-8x7b", "h100-80", 2)
         moe = setting(question, "tp=1,dp=16,ep=4")
         parts = state_bytes({EVERYONE: dense, ("edp", "cp"): experts}, moe, BF16)
-        assert parts["optimizer"] == 12 * (math.ceil(dense / 16) + math.ceil(experts / 4))
+        assert parts["optimizer"] == 8 * (math.ceil(dense / 16) + math.ceil(experts / 4))
 
     @given(WEIGHTS, WEIGHTS)
     def test_what_also_awaits_tp_lies_with_the_rest(self, norms, others):

@@ -60,6 +60,7 @@ def test_the_json_has_what_is_promised(tmp_path: Path):
     (row,) = found["rows"]
     assert list(row) == [
         "id", "predicted_step_time_s", "low_s", "high_s", "predicted_peak_memory_gib", "assumed", "parts",
+        "predicted_peak_memory_gib_by_stage",
     ]  # fmt: skip
     assert sum(row["parts"].values()) == pytest.approx(row["predicted_step_time_s"])
     assert row["low_s"] < row["predicted_step_time_s"] < row["high_s"]

@@ -43,7 +43,11 @@ def test_a_table_loads_under_its_own_name_and_cites_a_source_for_everything(name
     assert table.name == name
     assert table.kernels and table.selective
     assert all(len(kernel.source) > 20 for kernel in table.kernels)
-    assert set(table.sources) == {"selective", "clones_end", "keeps_gathered", "runtime_bytes"}
+    always = {
+        "selective", "clones_end", "keeps_gathered", "runtime_bytes",
+        "placeholders", "workspace_bytes", "copies_buckets", "keeps_outputs", "uncounted",
+    }  # fmt: skip
+    assert set(table.sources) == always | ({"seconds_per_graph"} if table.seconds_per_graph else set())
     assert all(len(source) > 20 for source in table.sources.values())
 
 
@@ -79,7 +83,9 @@ def test_a_wrong_table_is_refused_with_all_faults_and_their_places():
         kernels=[{"ops": [], "source": "", "backward_flops_ratio": 0.5}, {"ops": ["act"]}],
     )
     assert found == [
-        "mine.extra: unknown key. Known: clones_end, keeps_gathered, kernels, name, runtime_bytes, selective, sources.",
+        "mine.extra: unknown key. Known: clones_end, copies_buckets, keeps_gathered, keeps_outputs, "
+        "kernels, name, placeholders, runtime_bytes, seconds_per_graph, selective, sources, uncounted, "
+        "workspace_bytes.",
         "mine.kernels[0].ops: a kernel needs at least one operation",
         "mine.kernels[0].backward_flops_ratio: a kernel cannot do less than its gradient",
         "mine.kernels[0].source: say where this is known from",
@@ -95,14 +101,25 @@ def test_a_setting_without_a_source_is_refused():
         "mine.sources: no source for clones_end, keeps_gathered, runtime_bytes"
     ]
 
+    stated = {"placeholders": [["q"]], "workspace_bytes": 1, "uncounted": ["runtime"], "seconds_per_graph": 1.0}
+    assert faults(**stated) == [
+        "mine.sources: no source for placeholders, workspace_bytes, uncounted, seconds_per_graph"
+    ]
+    assert faults(workspace_bytes=-1, seconds_per_graph=-1.0, sources=dict.fromkeys([*SOURCES, *stated], "x")) == [
+        "mine.workspace_bytes: must not be negative",
+        "mine.seconds_per_graph: must not be negative",
+    ]
+
 
 @pytest.mark.parametrize("text", ["", "in", "in0@", "in0@fp64", "copy:", "out*", "x", "in0 ", "copy:copy:in0", "in-1"])
 def test_an_entry_of_saves_that_cannot_be_read_is_refused(text: str):
-    with pytest.raises(InputError, match=r"^saves: cannot read .*write in0, in\*, out0, copy:in0 or in0@fp32"):
+    with pytest.raises(
+        InputError, match=r"^saves: cannot read .*write in0, in\*, out0, copy:in0, over:in0 or in0@fp32"
+    ):
         Kernel(ops=("act",), saves=("in0", text), source="this test")
 
 
-@pytest.mark.parametrize("text", ["in0", "in12", "in*", "out1", "copy:in*", "copy:out0@bf16", "in*@fp16"])
+@pytest.mark.parametrize("text", ["in0", "in12", "in*", "out1", "copy:in*", "over:in0", "copy:out0@bf16", "in*@fp16"])
 def test_every_form_of_saves_is_read(text: str):
     assert Kernel(ops=("act",), saves=(text,), source="this test").saves == (text,)
 
