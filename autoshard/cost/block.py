@@ -1,13 +1,13 @@
 """Seconds and bytes of one block on one rank, read off its sharded graph; for numbers or columns alike."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
-from autoshard.cost.compute import KernelTime, Rates, Sequences, kernel_time
+from autoshard.cost.compute import KernelWork, Rates, Sequences, kernel_time, kernel_work
 from autoshard.cost.held import Shares, kept_bytes, shape_bytes, shares, working_bytes
 from autoshard.cost.kernel_run import KernelRun, kernel_runs
 from autoshard.cost.live import Moment, moments
@@ -117,37 +117,66 @@ class BlockCost:
         return sum(self.seconds[name].get(part, 0.0) for name in PASSES)
 
 
-def block_cost(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, rates: Rates) -> BlockCost:
-    """Price a block: every kernel by its roofline, every message by its ring; ``whole`` is it without recompute."""
-    seconds: dict[str, dict[str, Number]] = {name: defaultdict(float) for name in PASSES}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWork:
+    """What one execution of a block does and needs on one rank, whatever the rates and links."""
+
+    kernels: tuple[tuple[KernelRun, KernelWork], ...]
+    messages: tuple[tuple[Message, Number], ...]  # with the bytes of a rank's buffer where it is largest
+    hides_tp: float
+    saved_bytes: Number
+    remade_bytes: Number
+    working_bytes: Number
+    placeholder_bytes: Number
+    weights: Mapping[tuple[str, ...], Number]
+    tied_weights: Mapping[tuple[str, ...], Number]
+
+
+def block_work(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, tile: int) -> BlockWork:
+    """Count what a block does, sends and holds; ``whole`` is it without recompute, ``tile`` the matrix unit's."""
+    block, sharding = sharded.block, sharded.sharding
     shared = shares(setting.sizes, setting.atoms)
-    local = {name: shared(cuts) for name, cuts in sharded.sharding.op_cuts.items()}
-    for run in sharded.runs:
-        parts, time = seconds[run.pass_], kernel_time(sharded.block, run, local, rates, setting.sequences)
-        parts["compute"] = parts["compute"] + time.work_s
-        parts["waiting"] = parts["waiting"] + time.waiting_s
-    sent: dict[str, Number] = defaultdict(float)
-    for message in sharded.sharding.messages:
-        time_s, sent_bytes = _message_cost(sharded, message, setting, shared)
-        axis = axis_of_atoms(message.collective.atoms)
-        parts = seconds[message.pass_]
-        parts[axis] = parts[axis] + time_s
-        sent[axis] = sent[axis] + sent_bytes
-    for parts in seconds.values():
-        parts["tp"] = exposed_s(parts["tp"], parts["compute"], sharded.hides_tp)
-    saved = sum(kept_bytes(sharded.block, sharded.sharding, shared, setting.atoms).values())
+    local = {name: shared(cuts) for name, cuts in sharding.op_cuts.items()}
+    saved = sum(kept_bytes(block, sharding, shared, setting.atoms).values())
     kept = kept_bytes(whole.block, whole.sharding, shared, setting.atoms)
-    return BlockCost(
-        seconds=seconds,
-        sent_bytes=sent,
+    placeholders = (shape_bytes(block, sharding, names, shared) for names in sharded.placeholders)
+    return BlockWork(
+        kernels=tuple((run, kernel_work(block, run, local, tile, setting.sequences)) for run in sharded.runs),
+        messages=tuple((one, shared(one.cuts).num_bytes(block.tensors[one.tensor])) for one in sharding.messages),
+        hides_tp=sharded.hides_tp,
         saved_bytes=saved,
         remade_bytes=sum(kept.values()) - saved,
         working_bytes=working_bytes(sharded.moments, kept, local, shared),
-        placeholder_bytes=sum(
-            shape_bytes(sharded.block, sharded.sharding, names, shared) for names in sharded.placeholders
-        ),
+        placeholder_bytes=sum(placeholders),
         weights=_local_parameters(sharded, shared, tied=False),
         tied_weights=_local_parameters(sharded, shared, tied=True),
+    )
+
+
+def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Rates) -> BlockCost:
+    """Price a block: every kernel by its roofline, every message by its ring."""
+    seconds: dict[str, dict[str, Number]] = {name: defaultdict(float) for name in PASSES}
+    for run, kernel in work.kernels:
+        parts, time = seconds[run.pass_], kernel_time(kernel, rates)
+        parts["compute"] = parts["compute"] + time.work_s
+        parts["waiting"] = parts["waiting"] + time.waiting_s
+    sent: dict[str, Number] = defaultdict(float)
+    for message, message_bytes in work.messages:
+        ring, axis = rings[message.collective.atoms], axis_of_atoms(message.collective.atoms)
+        parts = seconds[message.pass_]
+        parts[axis] = parts[axis] + ring.time_s(message.collective, message_bytes)
+        sent[axis] = sent[axis] + ring.sent_bytes(message.collective, message_bytes)
+    for parts in seconds.values():
+        parts["tp"] = exposed_s(parts["tp"], parts["compute"], work.hides_tp)
+    return BlockCost(
+        seconds=seconds,
+        sent_bytes=sent,
+        saved_bytes=work.saved_bytes,
+        remade_bytes=work.remade_bytes,
+        working_bytes=work.working_bytes,
+        placeholder_bytes=work.placeholder_bytes,
+        weights=work.weights,
+        tied_weights=work.tied_weights,
     )
 
 
@@ -158,26 +187,6 @@ def exposed_s(traffic_s: Number, covering_s: Number, share: float) -> Number:
     (1.0, 3.0)
     """
     return np.maximum((1 - share) * traffic_s, traffic_s - covering_s) if share else traffic_s
-
-
-def kernel_times(sharded: ShardedBlock, setting: Setting, rates: Rates) -> Iterator[tuple[KernelRun, KernelTime]]:
-    """Yield every kernel of a block with its time; their sums are the block's compute and waiting."""
-    shared = shares(setting.sizes, setting.atoms)
-    local = {name: shared(cuts) for name, cuts in sharded.sharding.op_cuts.items()}
-    sequences = setting.sequences
-    yield from ((run, kernel_time(sharded.block, run, local, rates, sequences)) for run in sharded.runs)
-
-
-def message_costs(sharded: ShardedBlock, setting: Setting) -> Iterator[tuple[Message, Number, Number]]:
-    """Yield every message of a block with its time and the bytes that a rank sends; their sum is what it sends."""
-    shared = shares(setting.sizes, setting.atoms)
-    yield from ((one, *_message_cost(sharded, one, setting, shared)) for one in sharded.sharding.messages)
-
-
-def _message_cost(sharded: ShardedBlock, message: Message, setting: Setting, shared: Shares) -> tuple[Number, Number]:
-    ring = setting.rings[message.collective.atoms]
-    message_bytes = shared(message.cuts).num_bytes(sharded.block.tensors[message.tensor])
-    return ring.time_s(message.collective, message_bytes), ring.sent_bytes(message.collective, message_bytes)
 
 
 def _local_parameters(sharded: ShardedBlock, shared: Shares, *, tied: bool) -> Mapping[tuple[str, ...], Number]:

@@ -55,6 +55,19 @@ class Sequences:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelWork:
+    """What one kernel run does on one rank, whatever the rates."""
+
+    matrix_flops: Number
+    products_flops: Number  # of activations with the weights of a layer
+    attention_flops: Number
+    vector_flops: Number
+    moved_bytes: Number
+    launches: int
+    in_turn: bool  # products and passes over memory one after the other, not at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTime:
     """A kernel at work, and how much longer its device waits for hosts to start it."""
 
@@ -67,34 +80,43 @@ class KernelTime:
         return self.work_s + self.waiting_s
 
 
-def kernel_time(
-    block: Block, run: KernelRun, local: Mapping[str, Local], rates: Rates, sequences: Sequences
-) -> KernelTime:
-    """Return a kernel's time.
+def kernel_work(
+    block: Block, run: KernelRun, local: Mapping[str, Local], tile: int, sequences: Sequences
+) -> KernelWork:
+    """Count what a kernel run does; ``tile`` is the matrix unit's."""
+    matrix: Number = 0.0
+    attention: Number = 0.0
+    vector: Number = 0.0
+    for op in run.ops:
+        call, shown = block.call(op, local[op.name]), _shown(op, run, sequences)
+        vector = vector + shown * op.kind.vector_flops(call)
+        if isinstance(op.kind, Attend | AttendGradient):
+            attention = attention + run.flops_ratio * shown * op.kind.matrix_flops(call)
+        else:
+            matrix = matrix + _filled(op, call, tile) * op.kind.matrix_flops(call)
+    return KernelWork(
+        matrix_flops=0.0 if run.products else matrix,
+        products_flops=matrix if run.products else 0.0,
+        attention_flops=attention,
+        vector_flops=vector,
+        moved_bytes=_moved_bytes(run, local),
+        launches=run.launches,
+        in_turn=bool(run.score_bytes),
+    )
 
-    It is that of the slowest of matrix unit, vector unit and memory. Attention that writes its scores is products and
-    passes over memory one after the other. A device cannot start kernels faster than hosts launch them.
+
+def kernel_time(work: KernelWork, rates: Rates) -> KernelTime:
+    """Return a kernel's time: that of the slowest of matrix unit, vector unit and memory.
+
+    Attention that writes its scores is products and passes over memory one after the other. A device cannot start
+    kernels faster than hosts launch them.
     """
-    products_s = sum((_products_s(block, run, op, local, rates, sequences) for op in run.ops), start=0.0)
-    vector_s = sum(_shown(op, run, sequences) * op.kind.vector_flops(block.call(op, local[op.name])) for op in run.ops)
-    vector_s = vector_s / rates.vector_flops_per_s
-    memory_s = _moved_bytes(run, local) / rates.memory_bytes_per_s
-    if run.score_bytes:
-        work_s = products_s + np.maximum(vector_s, memory_s)
-    else:
-        work_s = np.maximum(np.maximum(products_s, vector_s), memory_s)
-    return KernelTime(work_s=work_s, waiting_s=np.maximum(0.0, run.launches * rates.launch_s - work_s))
-
-
-def _products_s(
-    block: Block, run: KernelRun, op: Op, local: Mapping[str, Local], rates: Rates, sequences: Sequences
-) -> Number:
-    call = block.call(op, local[op.name])
-    if isinstance(op.kind, Attend | AttendGradient):
-        flops = run.flops_ratio * _shown(op, run, sequences) * op.kind.matrix_flops(call)
-        return flops / (rates.matrix_flops_per_s * rates.attention_ratio)
-    ratio = rates.products_ratio if run.products else 1.0
-    return _filled(op, call, rates.matrix_tile) * op.kind.matrix_flops(call) / (rates.matrix_flops_per_s * ratio)
+    flops = work.matrix_flops + work.products_flops / rates.products_ratio
+    products_s = (flops + work.attention_flops / rates.attention_ratio) / rates.matrix_flops_per_s
+    vector_s, memory_s = work.vector_flops / rates.vector_flops_per_s, work.moved_bytes / rates.memory_bytes_per_s
+    others_s = np.maximum(vector_s, memory_s)
+    work_s = products_s + others_s if work.in_turn else np.maximum(products_s, others_s)
+    return KernelTime(work_s=work_s, waiting_s=np.maximum(0.0, work.launches * rates.launch_s - work_s))
 
 
 def _filled(op: Op, call: Call, tile: int) -> Number:

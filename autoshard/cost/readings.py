@@ -1,7 +1,7 @@
 """What the words of measured rows mean here: one table per column, with what is assumed where a word leaves it open."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
 from autoshard.errors import InputError, nearest
@@ -26,22 +26,26 @@ _UNSAID = ("", "unknown")
 # aws-neuron/neuronx-distributed-training, precision types: bf16SR sets XLA_USE_BF16, under which every FP32 tensor of
 # the program, states of the optimizer included, is BF16 on the device; rounding is stochastic, there are no masters.
 _BF16_SR = Precision(weights="bf16", activations="bf16", gradients="bf16", masters=None, moments="bf16")
-_BF16, _FP16 = Precision.named("bf16"), Precision.named("fp16")
-_FLOAT8 = "float8 products at the rate of bf16, casts free: one number format for activations and products"
-_ASYNC = "async TP: sends not hidden behind products"
+_BF16 = Precision.named("bf16")
+# NVIDIA/Megatron-LM training/arguments.py: gradients are added up in FP32 with bf16; with fp16 only if asked for.
+_FP16 = replace(Precision.named("fp16"), gradients="fp16")
+_FLOAT8 = Reading(
+    value=replace(_BF16, products="fp8"), assumed="float8 products of all layers, not of the output; casts free"
+)
 
 _PRECISIONS: Mapping[str, Reading[Precision]] = {
     "autocast:bf16+fp32optimizer": Reading(value=_BF16),
     "autocast:bf16+sr": Reading(value=_BF16_SR),
     "bf16+sr": Reading(value=_BF16_SR),
     "bf16": Reading(value=_BF16),
-    "bf16 eager": Reading(value=_BF16, assumed="eager: priced as compiled"),
+    "bf16 eager": Reading(value=_BF16),
     "bf16 compile": Reading(value=_BF16),
     "bf16 vanilla tp": Reading(value=_BF16),
-    "bf16 async tp": Reading(value=_BF16, assumed=_ASYNC),
+    "bf16 async tp": Reading(value=_BF16),
     "bf16, fp32 gradient accumulation, fp32 master weights and adam states": Reading(value=_BF16),
-    "float8 compile": Reading(value=_BF16, assumed=_FLOAT8),
-    "float8 compile asynctp": Reading(value=_BF16, assumed=f"{_FLOAT8}; {_ASYNC}"),
+    "float8": _FLOAT8,
+    "float8 compile": _FLOAT8,
+    "float8 compile asynctp": _FLOAT8,
     "mixed fp16": Reading(value=_FP16),
     "fp16 mixed": Reading(value=_FP16),
     "fp16": Reading(value=_FP16),
@@ -83,12 +87,22 @@ _KERNELS: Mapping[str, Reading[str]] = {
     "neuronx-distributed": Reading(value="nxd"),
     "neuronx-nemo-megatron": Reading(value="nxd", assumed="nxd: the kernels of neuronx-distributed"),
     "aws-neuron-reference-for-megatron-lm": Reading(value="nxd", assumed="nxd: the kernels of neuronx-distributed"),
-    "torchtitan": Reading(value="torch_cuda"),
+    "torchtitan": Reading(value="torch_compiled", assumed="torch_compiled: torch.compile, as in most published runs"),
     "megatron-lm + transformerengine": Reading(value="te"),
-    "megatron-core": Reading(value="te"),
+    "megatron-core": Reading(value="mcore"),
     "megatron-lm": Reading(value="megatron"),
     "megatron-deepspeed": Reading(value="megatron"),
 }
+# What the format of a run says about its kernels besides: the framework's table, a word of the format -> another table.
+_KERNELS_OF: Mapping[tuple[str, str], str] = {
+    ("torch_compiled", "eager"): "torch_cuda",
+    ("torch_compiled", "async"): "torch_async_tp",
+    ("torch_compiled", "asynctp"): "torch_async_tp",
+    ("torch_compiled", "compile"): "torch_compiled",
+}
+# aws-neuron/neuronx-distributed examples/training/llama: scripts for 4096 tokens do not ask for flash attention
+# (--use_flash_attention is 0 unless given), those for 8192 do; before it came (Neuron 2.19) 4096 were the most.
+_FLASH_FROM = 8192
 
 _DGX = "the network of NVIDIA's own systems"
 _CLUSTERS: Mapping[str, Reading[str]] = {
@@ -159,16 +173,23 @@ def read_schedule(text: str | None, num_chunks: int) -> Reading[str]:
     return Reading(value=in_order if said == "1f1b" else said)
 
 
-def read_kernels(framework: str | None, usual: str) -> Reading[str]:
+def read_kernels(framework: str | None, usual: str, *, precision: str | None, seq_len: int) -> Reading[str]:
     """Read which kernels a framework runs; one that is not known is assumed to run what its platform usually does.
 
-    >>> read_kernels("torchtitan", "te").value, read_kernels("nanotron", "te").assumed
-    ('torch_cuda', 'te: the usual kernels of the platform')
+    >>> read_kernels("torchtitan", "te", precision="bf16 eager", seq_len=8192).value
+    'torch_cuda'
+    >>> read_kernels("neuronx-distributed", "nxd", precision=None, seq_len=4096).assumed
+    'nxd_core: no flash attention below 8192 tokens'
     """
     found = [name for name in _KERNELS if _key(framework).startswith(name)]
     if not found:
         return Reading(value=usual, assumed=f"{usual}: the usual kernels of the platform")
-    return _KERNELS[max(found, key=len)]
+    reading = _KERNELS[max(found, key=len)]
+    if reading.value == "nxd" and seq_len < _FLASH_FROM:
+        return Reading(value="nxd_core", assumed=f"nxd_core: no flash attention below {_FLASH_FROM} tokens")
+    said = (_KERNELS_OF.get((reading.value, word)) for word in reversed(_key(precision).split()))
+    other = next(filter(None, said), None)
+    return Reading(value=other) if other else reading
 
 
 def read_platform(text: str, framework: str | None) -> Reading[str]:

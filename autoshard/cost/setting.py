@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from autoshard.cost.block import BlockCost, Blocks, Setting, block_cost
+from autoshard.cost.block import BlockCost, Blocks, BlockWork, Setting, block_cost, block_work
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.compute import Rates
 from autoshard.cost.rings import Number, mesh_ring
@@ -53,10 +53,15 @@ def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Sett
     )
 
 
+def work_of(question: Question, setting: Setting, kind: str, drop: Recompute) -> BlockWork:
+    """Count what one block of a layout does."""
+    whole = setting.blocks.block(kind, Recompute())
+    return block_work(setting.blocks.block(kind, drop), whole, setting, question.cluster.chip.matrix_tile)
+
+
 def price_block(question: Question, setting: Setting, kind: str, drop: Recompute) -> BlockCost:
     """Price one block of a layout."""
-    whole = setting.blocks.block(kind, Recompute())
-    return block_cost(setting.blocks.block(kind, drop), whole, setting, question.rates)
+    return block_cost(work_of(question, setting, kind, drop), setting.rings, question.rates)
 
 
 def boundary_bytes(setting: Setting) -> Number:

@@ -5,10 +5,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autoshard.cost.block import PASSES, Setting, ShardedBlock, kernel_times, message_costs
+from autoshard.cost.block import PASSES, BlockWork, Setting
 from autoshard.cost.calibration import Calibration
+from autoshard.cost.compute import kernel_time
 from autoshard.cost.predict import question_of
-from autoshard.cost.setting import Question, setting_of
+from autoshard.cost.setting import Question, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
 from autoshard.cost.worth import calibration_of, worth
 from autoshard.layout.collective import Collective
@@ -98,16 +99,16 @@ def _counts(plan: Plan) -> Counter[str]:
 def _explained(
     plan: Plan, question: Question, setting: Setting, kind: str, drop: Recompute, count: int
 ) -> ExplainedBlock:
-    sharded = setting.blocks.block(kind, drop)
     name = table_name(kind, drop)
     lines = {**plan.strategies[kind], **plan.strategies[name]}
     computes: dict[str, dict[str, float]] = defaultdict(dict)
-    for run, time in kernel_times(sharded, setting, question.rates):
+    work = work_of(question, setting, kind, drop)
+    for run, kernel in work.kernels:
         mine = computes[run.ops[0].source]
-        mine[run.pass_] = mine.get(run.pass_, 0.0) + float(time.time_s)
-    sent = _sent(plan, sharded, setting)
+        mine[run.pass_] = mine.get(run.pass_, 0.0) + float(kernel_time(kernel, question.rates).time_s)
+    sent = _sent(plan, work, setting)
     others = _others(plan, question, setting, kind)
-    ordered = [op.name for op in sharded.block.select("micro_batch", "F")]
+    ordered = [op.name for op in setting.blocks.block(kind, drop).block.select("micro_batch", "F")]
     edges = [entry for entry in lines if entry not in ordered]
     return ExplainedBlock(
         name=name,
@@ -125,20 +126,21 @@ def _explained(
     )
 
 
-def _sent(plan: Plan, sharded: ShardedBlock, setting: Setting) -> Mapping[str, list[Sent]]:
+def _sent(plan: Plan, work: BlockWork, setting: Setting) -> Mapping[str, list[Sent]]:
     """Return what every line sends, by its name."""
     found: dict[str, list[Sent]] = defaultdict(list)
-    for message, time_s, sent_bytes in message_costs(sharded, setting):
+    for message, message_bytes in work.messages:
+        ring = setting.rings[message.collective.atoms]
         atoms = tuple(atom for atom in message.collective.atoms if plan.mesh.atoms_of(atom))
         group = plan.mesh.group_of(0, atoms)
         if len(group) > 1 and message.collective.kind != "slice":
             one = Sent(
                 pass_=message.pass_,
                 collective=str(_whole(message.collective, setting)),
-                sent_bytes=float(sent_bytes),
+                sent_bytes=float(ring.sent_bytes(message.collective, message_bytes)),
                 link=plan.cluster.link_of(group).name,
                 num_ranks=len(group),
-                time_s=float(time.time_s),
+                time_s=float(ring.time_s(message.collective, message_bytes)),
             )
             found[message.entry].append(one)
     return found

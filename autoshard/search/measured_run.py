@@ -149,7 +149,7 @@ def _candidate(row: MeasuredRow, cluster: Cluster, notes: _Notes) -> Candidate:
     sizes = {name: notes.count(name, getattr(row, name)) for name in ("tp", "pp", "cp", "ep", "vp")}
     if sizes["pp"] == 1:
         notes.assumed.pop("vp", None)
-    kernels = notes.value("framework", lambda: read_kernels(row.framework, cluster.kernels), cluster.kernels)
+    kernels = notes.value("framework", lambda: _kernels(row, cluster.kernels), cluster.kernels)
     nothing = read_recompute(None, None).value
     recompute = notes.value("recompute", lambda: read_recompute(row.recompute, row.framework), nothing)
     schedule = notes.value("pipeline_schedule", lambda: read_schedule(row.pipeline_schedule, sizes["vp"]), "1f1b")
@@ -173,9 +173,13 @@ def _candidate(row: MeasuredRow, cluster: Cluster, notes: _Notes) -> Candidate:
         recompute=(recompute,),
         kernels=None if kernels == cluster.kernels else kernels,
         cp_order="contiguous"
-        if kernels == "nxd" or sizes["cp"] == 1
+        if kernels.startswith("nxd") or sizes["cp"] == 1
         else "zigzag",  # Megatron and torch balance, NxD not
     )
+
+
+def _kernels(row: MeasuredRow, usual: str) -> Reading[str]:
+    return read_kernels(row.framework, usual, precision=row.precision, seq_len=row.seq_len)
 
 
 def _dp(row: MeasuredRow, sizes: Mapping[str, int], cluster: Cluster, notes: _Notes) -> int:
