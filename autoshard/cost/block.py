@@ -114,6 +114,7 @@ class BlockCost:
     seconds: Mapping[str, Mapping[str, Number]]  # pass -> part (compute, tp, cp, ep) -> seconds
     sent_bytes: Mapping[str, Number]  # axis -> bytes
     saved_bytes: Number
+    deferred_bytes: Number  # gradients that W reads, which a split backward keeps from I on
     remade_bytes: Number  # what recompute brings back while this block is in backward
     working_bytes: Number  # of the largest kernel, beside states and kept activations
     weights: Mapping[tuple[str, ...], Number]  # atoms that the gradient's sum is pending over -> weights on the rank
@@ -146,6 +147,7 @@ def block_cost(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, rat
         seconds=seconds,
         sent_bytes=sent,
         saved_bytes=saved,
+        deferred_bytes=_deferred_bytes(sharded.block, local),
         remade_bytes=_saved_bytes(whole, shared, setting.atoms) - saved,
         working_bytes=working,
         weights=_local_parameters(sharded, shared, tied=False),
@@ -211,6 +213,13 @@ def _saved_bytes(sharded: ShardedBlock, shared: Shares, atoms: Mapping[str, Numb
             another = [_differ(cuts, other, atoms) for other in layouts[:number]]
             total = total + (size * np.logical_and.reduce(another) if another else size)
     return total
+
+
+def _deferred_bytes(block: Block, local: Mapping[str, _Local]) -> Number:
+    """Return what W reads of what I made, as W reads it: gradients of products, and what was computed again."""
+    made = {name for op in block.ops if op.pass_ == "I" for name in op.outputs}
+    read = {name: op.name for op in block.ops if op.pass_ == "W" for name in op.inputs if name in made}
+    return sum(local[op].num_bytes(block.tensors[name]) for name, op in read.items())
 
 
 def _differ(one: Cuts, other: Cuts, atoms: Mapping[str, Number]) -> Number:

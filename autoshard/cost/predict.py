@@ -6,7 +6,7 @@ from functools import cache
 
 from autoshard.cost.block import BlockCost, Blocks, Setting
 from autoshard.cost.calibration import Calibration
-from autoshard.cost.pipeline import Pipeline, StageLayers
+from autoshard.cost.pipeline import Pipeline, Sends, StageLayers
 from autoshard.cost.rings import Number, send_ring
 from autoshard.cost.setting import Question, boundary_bytes, price_block, setting_of
 from autoshard.cost.sharded import ListedBlocks
@@ -17,6 +17,7 @@ from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction, StageMemory, rounded
 from autoshard.plan.recompute import Recompute
+from autoshard.spec.kernels import load_kernels
 
 
 def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks | None = None) -> Prediction:
@@ -94,7 +95,7 @@ def _pipeline(plan: Plan, question: Question, setting: Setting) -> Pipeline:
         schedule=plan.schedule,
         stages=stages,
         boundary_bytes=size,
-        send_s=send_s,
+        sends=Sends.of(send_s, plan.schedule, load_kernels(plan.kernels)),
         bucket_bytes=plan.buckets.total_bytes,
     )
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.cost.block import Setting
-from autoshard.cost.pipeline import PARTS, Pipeline, Price, RankCost, StageLayers, rank_cost
+from autoshard.cost.pipeline import Pipeline, Price, RankCost
+from autoshard.cost.pipelined import Alike, alike_ranks, pipeline_seconds
 from autoshard.cost.rings import Number
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import per_weight
@@ -38,21 +39,13 @@ class StepCost:
         return np.max([sum(parts.values()) for parts in self.memory], axis=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Alike:
-    """Pipeline ranks that hold the same blocks."""
-
-    cost: RankCost
-    ranks: tuple[int, ...]
-
-
 def step_cost(
     question: Question, setting: Setting, pipeline: Pipeline, price: Price, *, folded: bool = False
 ) -> StepCost:
     """Price a step; ``folded`` states memory once per group of equal ranks instead of for every rank."""
-    alike = _alike(pipeline, price)
+    alike = alike_ranks(pipeline, price)
     update = _slowest_update(question, setting, pipeline, alike)
-    seconds = _pipeline_seconds(pipeline, alike)
+    seconds = pipeline_seconds(pipeline, alike, price)
     for part, value in update.seconds.items():
         seconds[part] = seconds.get(part, 0.0) + value
     owner = {rank: group.cost for group in alike for rank in group.ranks}
@@ -65,41 +58,12 @@ def step_cost(
     )
 
 
-def _alike(pipeline: Pipeline, price: Price) -> list[_Alike]:
+def _fullest(pipeline: Pipeline, group: Alike) -> int:
     schedule = pipeline.schedule
-    holding: dict[tuple[StageLayers, ...], list[int]] = {}
-    for rank in range(schedule.num_ranks):
-        stages = tuple(pipeline.stages[stage] for stage in schedule.stages_of(rank).values())
-        holding.setdefault(stages, []).append(rank)
-    return [_Alike(cost=rank_cost(stages, price), ranks=tuple(ranks)) for stages, ranks in holding.items()]
+    return max(group.ranks, key=lambda rank: (schedule.in_flight(rank), schedule.deferred(rank)))
 
 
-def _fullest(pipeline: Pipeline, group: _Alike) -> int:
-    return max(group.ranks, key=pipeline.schedule.in_flight)
-
-
-def _pipeline_seconds(pipeline: Pipeline, alike: Sequence[_Alike]) -> dict[str, Number]:
-    """Return the parts of the pipelined phase: what the slowest rank does, and how long it waits.
-
-    The slowest rank is never idle but at the ends, where each other rank's work on one micro-batch passes by once (for
-    equal stages: (pp - 1) / m of the work; with chunks in 1/vp of it). Sends are not hidden behind compute.
-    """
-    schedule = pipeline.schedule
-    sends = 2 * schedule.num_chunks * pipeline.send_s if schedule.num_ranks > 1 else 0.0
-    times = [group.cost.time_s + sends for group in alike]
-    slowest = np.max(times, axis=0)
-    seconds: dict[str, Number] = {}
-    for part in PARTS:
-        ties = np.array([time_s == slowest for time_s in times])
-        spent: Number = np.array([group.cost.seconds[part] + 0.0 * slowest for group in alike])
-        seconds[part] = schedule.num_micro_batches * np.take_along_axis(spent, ties.argmax(axis=0)[None], 0)[0]
-    passing = sum(len(group.ranks) * time_s for group, time_s in zip(alike, times, strict=True))
-    seconds["pp"] = schedule.num_micro_batches * sends + 0.0 * slowest
-    seconds["bubble"] = (passing - slowest) / schedule.num_chunks
-    return seconds
-
-
-def _slowest_update(question: Question, setting: Setting, pipeline: Pipeline, alike: Sequence[_Alike]) -> UpdateCost:
+def _slowest_update(question: Question, setting: Setting, pipeline: Pipeline, alike: Sequence[Alike]) -> UpdateCost:
     weight = per_weight(question.step)
     count = pipeline.schedule.num_micro_batches
     costs = [update_cost(group.cost.weights, setting, question, weight, count) for group in alike]
@@ -116,11 +80,17 @@ def _memory(
     precision = question.workload.precision
     return {
         **state_bytes(cost.weights, setting, precision),
-        "activations": pipeline.schedule.in_flight(rank) * cost.saved_bytes,
+        "activations": _kept_bytes(pipeline, rank, cost),
         "working": cost.working_bytes,
         "buffers": _boundary_buffers(pipeline) + _zero_buffers(setting.zero, pipeline, precision, cost),
         "runtime": load_kernels(question.kernels).runtime_bytes,
     }
+
+
+def _kept_bytes(pipeline: Pipeline, rank: int, cost: RankCost) -> Number:
+    """Return what a rank keeps of its micro-batches until their backward is over, W and what it reads with it."""
+    schedule = pipeline.schedule
+    return schedule.in_flight(rank) * cost.saved_bytes + schedule.deferred(rank) * cost.deferred_bytes
 
 
 def _boundary_buffers(pipeline: Pipeline) -> Number:
@@ -136,7 +106,7 @@ def _zero_buffers(zero: int, pipeline: Pipeline, precision: Precision, cost: Ran
     return pipeline.bucket_bytes if zero else 0
 
 
-def _sent(pipeline: Pipeline, alike: Sequence[_Alike], update: UpdateCost) -> Mapping[str, Number]:
+def _sent(pipeline: Pipeline, alike: Sequence[Alike], update: UpdateCost) -> Mapping[str, Number]:
     """Return the bytes that the busiest rank sends along each axis."""
     count = pipeline.schedule.num_micro_batches
     axes = sorted({axis for group in alike for axis in group.cost.sent_bytes})

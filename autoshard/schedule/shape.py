@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from autoshard.schedule.action import ActionKind
 
@@ -33,3 +34,13 @@ def most_held(kinds: Iterable[str]) -> int:
         held += {"F": 1, "B": -1, "W": -1, "I": 0}[kind]
         peak = max(peak, held)
     return peak
+
+
+def most_deferred(kinds: Iterable[str]) -> int:
+    """Count what at most has had its I and not its W yet.
+
+    >>> most_deferred("FFIIWW"), most_deferred("FBFB")
+    (2, 0)
+    """
+    change = {"I": 1, "W": -1}
+    return max(accumulate((change.get(kind, 0) for kind in kinds), initial=0))

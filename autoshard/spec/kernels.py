@@ -60,7 +60,9 @@ class Kernels:
 
     ``selective`` gives the framework's own names for sets of operations that it can recompute; ``clones_end``
     says whether a run of recomputed operations stops at the last tensor that backward needs or at the run's
-    output; ``keeps_gathered`` whether a gathered input is kept as gathered (no second gather in backward).
+    output; ``keeps_gathered`` whether a gathered input is kept as gathered (no second gather in backward);
+    ``hides_sends`` in which pipeline schedules a rank computes while it sends: in the others it does nothing else;
+    ``receives_apart`` whether it receives at another time than it sends to the same neighbour, so that both hold it.
     """
 
     name: str
@@ -68,12 +70,14 @@ class Kernels:
     selective: Mapping[str, tuple[str, ...]]
     clones_end: Literal["last_saved", "output"]
     keeps_gathered: bool
+    hides_sends: tuple[str, ...]
+    receives_apart: bool
     runtime_bytes: int  # a rank's memory that the platform's runtime keeps for itself
     sources: Mapping[str, str]
 
     def __post_init__(self) -> None:
         """Refuse negative memory, and a table that does not say where its settings come from."""
-        sourced = ("selective", "clones_end", "keeps_gathered", "runtime_bytes")
+        sourced = ("selective", "clones_end", "keeps_gathered", "hides_sends", "receives_apart", "runtime_bytes")
         unsourced = [name for name in sourced if not self.sources.get(name)]
         require(
             (not unsourced, "sources", f"no source for {', '.join(unsourced)}"),
