@@ -24,7 +24,7 @@ def rank_memory(
     logits = most_kept(schedule, rank, cost.head_bytes, alike=cost.alike)
     return {
         **state_bytes(cost.weights, setting, precision),
-        "activations": kept - logits,
+        "activations": kept - logits + schedule.deferred(rank) * cost.deferred_bytes,
         "logits": logits,
         "working": cost.working_bytes,
         "gathered": _gathered_bytes(setting.zero, precision, cost),

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.cost.block import BlockCost
+from autoshard.cost.block import PASSES, BlockCost
 from autoshard.cost.rings import Number
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
+from autoshard.spec.kernels import Kernels
 
 Price = Callable[[str, Recompute], BlockCost]  # block kind and recompute -> cost
 PARTS = ("compute", "waiting", "tp", "cp", "ep")
@@ -40,14 +41,67 @@ class StageLayers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sends:
+    """What handing the hidden state on costs, once: on its way, the one who sends, and the one who receives."""
+
+    time_s: Number
+    hidden: bool  # both compute meanwhile
+    receives_apart: bool  # otherwise a rank receives while it sends the other way
+
+    @classmethod
+    def of(cls, time_s: Number, schedule: Schedule, kernels: Kernels) -> "Sends":
+        """Take from a platform's table how it sends in a schedule."""
+        hidden = schedule.builder in kernels.hides_sends
+        return cls(time_s=time_s, hidden=hidden, receives_apart=kernels.receives_apart)
+
+    @property
+    def receive_s(self) -> Number:
+        """What the receiver is held for after the message has come; a lone all-gather of two holds either of them."""
+        return self.time_s if self.receives_apart and not self.hidden else 0.0 * self.time_s
+
+    @property
+    def held_s(self) -> Number:
+        """For how long a rank does nothing else for each message that it sends, and the one the other way."""
+        return 0.0 * self.time_s if self.hidden else self.time_s + self.receive_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """How stages follow each other: schedule, what each stage holds, the hidden state between them, buckets."""
 
     schedule: Schedule
     stages: tuple[StageLayers, ...]
     boundary_bytes: Number
-    send_s: Number  # to hand the hidden state on, once
+    sends: "Sends"
     bucket_bytes: Number  # of the data-parallel buckets that stand ready
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """One micro-batch through one stage, by pass."""
+
+    forward_s: Number
+    input_s: Number
+    weight_s: Number
+
+    @classmethod
+    def of(cls, stage: StageLayers, price: Price) -> "StageSeconds":
+        """Add up the blocks of a stage."""
+        blocks = [(count, price(kind, drop).seconds) for kind, drop, count in stage.contents()]
+        forward, inputs, weights = (
+            sum(count * sum(seconds[name].values()) for count, seconds in blocks) for name in PASSES
+        )
+        return cls(forward_s=forward, input_s=inputs, weight_s=weights)
+
+    @property
+    def whole_s(self) -> Number:
+        """All of it."""
+        return self.forward_s + self.input_s + self.weight_s
+
+    def of_kind(self, kind: str) -> Number:
+        """Return the seconds of a kind of action; B is I and W, one after the other."""
+        by_kind = {"F": self.forward_s, "I": self.input_s, "W": self.weight_s, "B": self.input_s + self.weight_s}
+        return by_kind[kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +111,8 @@ class RankCost:
     seconds: Mapping[str, Number]
     sent_bytes: Mapping[str, Number]
     saved_bytes: tuple[Number, ...]  # by chunk
-    head_bytes: tuple[Number, ...]  # of it, what the head keeps: mostly logits
+    deferred_bytes: Number  # that its fullest chunk keeps from I to W besides
+    head_bytes: tuple[Number, ...]  # of what is saved, what the head keeps: mostly logits
     alike: bool  # whether its chunks hold the same
     working_bytes: Number
     placeholder_bytes: Number
@@ -87,6 +142,7 @@ def rank_cost(stages: tuple[StageLayers, ...], price: Price, *, splits: bool = F
         seconds=seconds,
         sent_bytes=sent,
         saved_bytes=tuple(_saved(stage, price, ("embed", "layer", "head")) for stage in stages),
+        deferred_bytes=np.max([_deferred(stage, price) for stage in stages], axis=0),
         head_bytes=tuple(_saved(stage, price, ("head",)) for stage in stages),
         alike=len(set(stages)) == 1,
         working_bytes=np.max([_working(stage, price, splits=splits) for stage in stages], axis=0),
@@ -94,6 +150,11 @@ def rank_cost(stages: tuple[StageLayers, ...], price: Price, *, splits: bool = F
         weights=weights,
         largest_block=largest,
     )
+
+
+def _deferred(stage: StageLayers, price: Price) -> Number:
+    """Return what a stage keeps of one micro-batch from I to W, beside what it saved."""
+    return sum(count * price(kind, drop).deferred_bytes for kind, drop, count in stage.contents())
 
 
 def _saved(stage: StageLayers, price: Price, kinds: tuple[str, ...]) -> Number:

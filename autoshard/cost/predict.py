@@ -7,7 +7,7 @@ from functools import cache
 from autoshard.cost.block import BlockCost, Blocks, Setting
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.compiling import compiling
-from autoshard.cost.pipeline import Pipeline, StageLayers
+from autoshard.cost.pipeline import Pipeline, Sends, StageLayers
 from autoshard.cost.rings import Number, send_ring
 from autoshard.cost.setting import Question, boundary_bytes, price_block, setting_of
 from autoshard.cost.sharded import ListedBlocks
@@ -100,7 +100,7 @@ def _pipeline(plan: Plan, question: Question, setting: Setting) -> Pipeline:
         schedule=plan.schedule,
         stages=_stages(plan),
         boundary_bytes=size,
-        send_s=send_s,
+        sends=Sends.of(send_s, plan.schedule, load_kernels(plan.kernels)),
         bucket_bytes=plan.buckets.total_bytes,
     )
 

@@ -1,12 +1,14 @@
 """A pipeline schedule as data: a builder's name with its parameters, or the action lists themselves."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 
 from autoshard.errors import nearest, require
 from autoshard.schedule.action import Action, ActionLists
 from autoshard.schedule.builders import BUILDERS, Builder
-from autoshard.schedule.shape import PipelineShape, Step, most_held, most_held_by_chunk
+from autoshard.schedule.shape import PipelineShape, Step, most_deferred, most_held, most_held_by_chunk
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -103,6 +105,17 @@ class Schedule:
             return {chunk: self._builder.stage_of(self.num_ranks, rank, chunk) for chunk in range(self.num_chunks)}
         return {chunk: stage for stage, (owner, chunk) in enumerate(self.placement) if owner == rank}
 
+    def sent_on(self) -> tuple[bool, ...]:
+        """Say of each stage but the last whether what it makes goes to another rank."""
+        ranks = [self.place_of(stage)[0] for stage in range(self.num_stages)]
+        return tuple(rank != after for rank, after in pairwise(ranks))
+
+    def num_sends(self) -> tuple[int, ...]:
+        """Count the messages that each rank sends for one micro-batch, forward and back."""
+        ranks = [self.place_of(stage)[0] for stage in range(self.num_stages)]
+        counts = Counter(rank for pair in pairwise(ranks) if len(set(pair)) > 1 for rank in pair)
+        return tuple(counts[rank] for rank in range(self.num_ranks))
+
     def steps(self) -> list[list[Step]]:
         """Give ``(kind, stage, micro-batch)`` of every action, per rank in order: the action lists in short."""
         return [self.steps_of(rank) for rank in range(self.num_ranks)]
@@ -144,6 +157,12 @@ class Schedule:
         if self.actions is None:
             return self._builder.splits
         return any(action.kind in "IW" for own in self.actions for action in own)
+
+    def deferred(self, rank: int) -> int:
+        """Count the (chunk, micro-batch) pairs whose W waits after their I at most; none where backwards are whole."""
+        if self.actions is not None:
+            return most_deferred(action.kind for action in self.actions[rank])
+        return self._builder.deferred(self._shape, self.stages_of(rank)[0])
 
     def bubble_fraction(self) -> float:
         """Share of the step in which a rank waits, if stages are equal, F, I and W as well, and sending is free.

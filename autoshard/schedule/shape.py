@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from autoshard.schedule.action import ActionKind
 
@@ -54,3 +55,13 @@ def most_held_by_chunk(steps: Iterable[tuple[str, int]], num_chunks: int) -> tup
         if one != other and all(few <= many for few, many in zip(one, other, strict=True))
     }
     return tuple(sorted(found - exceeded, reverse=True))
+
+
+def most_deferred(kinds: Iterable[str]) -> int:
+    """Count what at most has had its I and not its W yet.
+
+    >>> most_deferred("FFIIWW"), most_deferred("FBFB")
+    (2, 0)
+    """
+    change = {"I": 1, "W": -1}
+    return max(accumulate((change.get(kind, 0) for kind in kinds), initial=0))

@@ -1,6 +1,5 @@
 """Simulate a step's pipeline: how long it takes, who waits, and what each rank keeps when."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,6 +132,22 @@ def _check_sizes(schedule: Schedule, times: PipelineTimes, kept: Kept | None) ->
     require(*((size == wanted, where, f"must be {wanted}, one per stage, not {size}") for where, size in have.items()))
 
 
+def delays_of(schedule: Schedule, work_s: Floats, send_s: Floats, receive_s: Floats, *, overlap: bool) -> Delays:
+    """Lay the seconds of passes (by kind and stage) and of hops along the way of a micro-batch.
+
+    A last axis may hold many candidates'.
+    """
+    send, receive = _on_the_way(schedule, send_s), _on_the_way(schedule, receive_s)
+    nothing = np.zeros_like(send)
+    return Delays(
+        work_s=work_s,
+        # what a place receives was sent by the place before it
+        before_s=nothing if overlap else np.roll(receive, 1, axis=0),
+        after_s=nothing if overlap else send,
+        travel_s=send + receive if overlap else send,
+    )
+
+
 def _delays(schedule: Schedule, times: PipelineTimes) -> Delays:
     by_kind = {
         "F": [stage.forward_s for stage in times.stages],
@@ -140,26 +155,22 @@ def _delays(schedule: Schedule, times: PipelineTimes) -> Delays:
         "W": [stage.weight_s for stage in times.stages],
         "B": [stage.whole_backward_s for stage in times.stages],
     }
-    send = _on_the_way(schedule, [hop.send_s for hop in times.hops])
-    receive = _on_the_way(schedule, [hop.receive_s for hop in times.hops])
-    nothing = np.zeros_like(send)
-    return Delays(
-        work_s=np.array([by_kind[kind] for kind in KINDS], dtype=np.float64),
-        # what a place receives was sent by the place before it
-        before_s=nothing if times.overlap else np.roll(receive, 1),
-        after_s=nothing if times.overlap else send,
-        travel_s=send + receive if times.overlap else send,
+    hops = times.hops or (Hop(),) * (len(times.stages) - 1)
+    return delays_of(
+        schedule,
+        np.array([by_kind[kind] for kind in KINDS], dtype=np.float64),
+        np.array([hop.send_s for hop in hops], dtype=np.float64),
+        np.array([hop.receive_s for hop in hops], dtype=np.float64),
+        overlap=times.overlap,
     )
 
 
-def _on_the_way(schedule: Schedule, hops: Sequence[float]) -> Floats:
+def _on_the_way(schedule: Schedule, hops: Floats) -> Floats:
     """Return what the message of each of the 2 S places (and of W, which sends none) takes."""
-    ranks = [schedule.place_of(stage)[0] for stage in range(schedule.num_stages)]
-    down = [
-        seconds if ranks[stage] != ranks[stage + 1] else 0.0
-        for stage, seconds in enumerate(hops or [0.0] * (len(ranks) - 1))
-    ]
-    return np.array([*down, 0.0, *reversed(down), 0.0, 0.0])
+    sent = np.array(schedule.sent_on(), dtype=bool)
+    down = np.where(sent.reshape(-1, *[1] * (hops.ndim - 1)), hops, 0.0)
+    none = np.zeros((1, *hops.shape[1:]))
+    return np.concatenate([down, none, down[::-1], none, none])
 
 
 def _rank_run(lane: Lane, total_s: float, kept: Kept) -> RankRun:

@@ -17,17 +17,32 @@ from autoshard.schedule.shape import PipelineShape, Step
 KINDS = "BFIW"  # sorted, so that a kind is found by bisection
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Coded = tuple[Ints, Ints, Ints]  # of a rank's actions in order: positions in KINDS, stages, micro-batches
 _Timed = tuple[int, int, float, float, float, float]  # needs, gives, and seconds: before, work, after, travel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Delays:
-    """Seconds by kind and stage, and by place on the way of a micro-batch."""
+    """Seconds by kind and stage, and by place on the way of a micro-batch; a last axis may hold many candidates'."""
 
     work_s: Floats  # [kind, stage]
     before_s: Floats  # [place]: its rank receives and can do nothing else
     after_s: Floats  # [place]: its rank sends and can do nothing else
     travel_s: Floats  # [place]: until the next place has what this one made
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.work_s.shape[1]
+
+    def only(self, rows: Ints) -> "Delays":
+        """Return those of some candidates."""
+        return Delays(
+            work_s=self.work_s[..., rows],
+            before_s=self.before_s[..., rows],
+            after_s=self.after_s[..., rows],
+            travel_s=self.travel_s[..., rows],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,12 +59,12 @@ class Lane:
 
 def timeline(steps: Sequence[Sequence[Step]], num_micro_batches: int, delays: Delays) -> tuple[Lane, ...]:
     """Run the lists of all ranks, refusing stages and micro-batches that do not exist."""
-    coded = [_coded(own) for own in steps]
+    lanes = [coded(own) for own in steps]
     num_stages = delays.work_s.shape[1]
-    known = all((stages < num_stages).all() and (numbers < num_micro_batches).all() for _, stages, numbers in coded)
+    known = all((stages < num_stages).all() and (numbers < num_micro_batches).all() for _, stages, numbers in lanes)
     require((known, "actions", f"name more than {num_stages} stages or {num_micro_batches} micro-batches"))
-    starts = _starts([_timed(*columns, num_micro_batches, delays) for columns in coded], delays, num_micro_batches)
-    return tuple(_lane(columns, own, delays) for columns, own in zip(coded, starts, strict=True))
+    starts = _starts([_timed(*columns, num_micro_batches, delays) for columns in lanes], delays, num_micro_batches)
+    return tuple(_lane(columns, own, delays) for columns, own in zip(lanes, starts, strict=True))
 
 
 def places(kinds: Ints, stages: Ints, num_stages: int) -> Ints:
@@ -78,7 +93,8 @@ def unit_bubble(steps: Sequence[Sequence[Step]], shape: PipelineShape) -> float:
     return 1 - busy / total if total else 0.0
 
 
-def _coded(own: Sequence[Step]) -> tuple[Ints, Ints, Ints]:
+def coded(own: Sequence[Step]) -> Coded:
+    """Write a rank's actions as numbers."""
     kinds, stages, micro_batches = zip(*own, strict=True) if own else ((), (), ())
     letters = np.array(kinds, dtype="U1")
     return (
@@ -127,7 +143,7 @@ def _starts(lanes: Sequence[Sequence[_Timed]], delays: Delays, num_micro_batches
     return starts
 
 
-def _lane(columns: tuple[Ints, Ints, Ints], starts: list[float], delays: Delays) -> Lane:
+def _lane(columns: Coded, starts: list[float], delays: Delays) -> Lane:
     done = len(starts)
     kinds, stages = columns[0][:done], columns[1][:done]
     place = places(kinds, stages, delays.work_s.shape[1])

@@ -4,9 +4,10 @@ Only I of a stage lets the stage before go on; W can be done whenever its rank h
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from autoshard.schedule.action import ActionKind
-from autoshard.schedule.shape import PipelineShape, Step, most_held
+from autoshard.schedule.shape import PipelineShape, Step, most_deferred, most_held
 
 
 def h1_order(shape: PipelineShape, position: int) -> list[Step]:
@@ -30,6 +31,11 @@ def h1_order(shape: PipelineShape, position: int) -> list[Step]:
 def h1_in_flight(shape: PipelineShape, position: int) -> int:
     """Count what the rank at ``position`` holds: the same on all ranks."""
     return min(shape.num_ranks, shape.num_micro_batches)
+
+
+def h1_deferred(shape: PipelineShape, position: int) -> int:
+    """Count the micro-batches whose W waits: as many as ranks stand before, and the one at work."""
+    return min(position + 1, shape.num_micro_batches)
 
 
 def h1_waiting(shape: PipelineShape) -> float | None:
@@ -91,6 +97,12 @@ def v_in_flight(shape: PipelineShape, position: int) -> int:
     if shape.num_micro_batches >= 2 * shape.num_ranks:
         return 2 * shape.num_ranks
     return most_held(kind for kind, _, _ in v_order(shape, position))
+
+
+def v_deferred(shape: PipelineShape, position: int) -> int:
+    """Count the chunks whose W waits: none in the steady state, those of the last I in a row on the way out."""
+    reduced = replace(shape, num_micro_batches=min(shape.num_micro_batches, 2 * shape.num_ranks))
+    return most_deferred(kind for kind, _, _ in v_order(reduced, position))
 
 
 def v_waiting(shape: PipelineShape) -> float | None:

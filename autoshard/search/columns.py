@@ -8,7 +8,7 @@ from typing import Any, Literal, cast, get_origin
 import numpy as np
 
 from autoshard.cost.block import BlockCost, Setting
-from autoshard.cost.pipeline import Pipeline, StageLayers
+from autoshard.cost.pipeline import Pipeline, Sends, StageLayers
 from autoshard.cost.rings import Ring, mesh_ring, send_ring
 from autoshard.cost.setting import Question, boundary_bytes, price_block
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
@@ -21,6 +21,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.plan.stages import layers_of
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.space import Space
+from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
 
@@ -128,19 +129,20 @@ def _pipeline(question: Question, candidate: Candidate, setting: Setting, send: 
     layers = layers_of(candidate, question.model.num_layers)
     last = len(layers) - 1
     size = boundary_bytes(setting)
+    schedule = Schedule(
+        builder=candidate.schedule,
+        num_ranks=candidate.pp,
+        num_chunks=candidate.vp,
+        num_micro_batches=question.workload.global_batch // (candidate.dp * candidate.mbs),
+    )
     return Pipeline(
-        schedule=Schedule(
-            builder=candidate.schedule,
-            num_ranks=candidate.pp,
-            num_chunks=candidate.vp,
-            num_micro_batches=question.workload.global_batch // (candidate.dp * candidate.mbs),
-        ),
+        schedule=schedule,
         stages=tuple(
             StageLayers.of(count, candidate.recompute_of(stage), is_first=stage == 0, is_last=stage == last)
             for stage, count in enumerate(layers)
         ),
         boundary_bytes=size,
-        send_s=send.send_s(size),
+        sends=Sends.of(send.send_s(size), schedule, load_kernels(question.kernels)),
         bucket_bytes=bucket_bytes,
     )
 

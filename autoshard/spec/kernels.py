@@ -17,7 +17,9 @@ from autoshard.spec import record
 
 _SAVES = re.compile(r"((copy:|over:)?(in\*|in\d+|out\d+)(@(bf16|fp16|fp32))?)|scores(@(fp8|fp32))?")
 
-_ALWAYS = ("selective", "clones_end", "keeps_gathered", "runtime_bytes", "eager")  # settings that need a source
+_ALWAYS = (
+    "selective", "clones_end", "keeps_gathered", "hides_sends", "receives_apart", "runtime_bytes", "eager",
+)  # fmt: skip
 _IF_STATED = (
     "placeholders", "workspace_bytes", "copies_buckets", "keeps_outputs", "uncounted", "seconds_per_graph", "hides",
 )  # fmt: skip
@@ -89,7 +91,9 @@ class Kernels:
 
     ``selective`` gives the framework's own names for sets of operations that it can recompute; ``clones_end``
     says whether a run of recomputed operations stops at the last tensor that backward needs or at the run's
-    output; ``keeps_gathered`` whether a gathered input is kept as gathered (no second gather in backward).
+    output; ``keeps_gathered`` whether a gathered input is kept as gathered (no second gather in backward);
+    ``hides_sends`` in which pipeline schedules a rank computes while it sends: in the others it does nothing else;
+    ``receives_apart`` whether it receives at another time than it sends to the same neighbour, so that both hold it.
 
     ``placeholders`` lists the products that add their weight gradients to the sums themselves, those together whose
     weights are one tensor; of each such tensor's shape, a buffer in the weights' format stays for the whole run.
@@ -108,6 +112,8 @@ class Kernels:
     selective: Mapping[str, tuple[str, ...]]
     clones_end: Literal["last_saved", "output"]
     keeps_gathered: bool
+    hides_sends: tuple[str, ...]
+    receives_apart: bool
     runtime_bytes: int  # a rank's memory that the platform's runtime keeps for itself
     eager: bool
     sources: Mapping[str, str]

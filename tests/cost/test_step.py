@@ -2,18 +2,20 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from autoshard.cost.block import BlockCost
 from autoshard.cost.memory import most_kept
-from autoshard.cost.pipeline import Pipeline, StageLayers, rank_cost
+from autoshard.cost.pipeline import Pipeline, Sends, StageLayers, rank_cost
 from autoshard.cost.predict import plan_cost
 from autoshard.cost.step import step_cost
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import Kept, PipelineTimes, StageTimes, simulate
 from tests.cost.cases import ask, plan_of, priced, setting
+from tests.schedule.cases import schedules
 
 EVERYONE = ("edp", "ep", "cp")
 NO_WORK = Recompute()
@@ -25,6 +27,7 @@ def block(forward_s=0.0, backward_s=0.0, **changes):
         "seconds": {"F": {"compute": forward_s}, "I": {"compute": backward_s}, "W": {}},
         "sent_bytes": {},
         "saved_bytes": 0,
+        "deferred_bytes": 0,
         "remade_bytes": 0,
         "working_bytes": 0,
         "weights": {},
@@ -43,7 +46,12 @@ def stages_of(counts):
 
 
 def pipeline(schedule, counts, **changes):
-    values = {"boundary_bytes": 0, "send_s": 0.0, "bucket_bytes": 0, **changes}
+    sends = Sends(
+        time_s=changes.pop("send_s", 0.0),
+        hidden=changes.pop("hides", False),
+        receives_apart=changes.pop("apart", False),
+    )
+    values = {"boundary_bytes": 0, "sends": sends, "bucket_bytes": 0, **changes}
     return Pipeline(schedule=schedule, stages=stages_of(counts), **values)
 
 
@@ -92,29 +100,66 @@ class TestTime:
         assert cost.time_s == pytest.approx(simulated(schedule, [forward] * pp * vp, [backward] * pp * vp))
 
     @settings(max_examples=100)
-    @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(0, 12), st.integers(1, 5))
-    def test_of_unequal_stages_is_never_below_the_schedule_simulated_and_close_to_it(self, counts, extra, backward):
-        # every stage is busy on as many layers as it has; a backward takes a fixed multiple of a forward
-        count = len(counts) + extra
+    @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 20), st.integers(1, 5))
+    def test_of_unequal_stages_is_that_of_the_schedule_simulated(self, counts, count, backward):
         schedule = Schedule(builder="1f1b", num_ranks=len(counts), num_micro_batches=count)
-        closed = cost_of(pipeline(schedule, counts), block(1.0, backward)).time_s
-        played = simulated(schedule, counts, [backward * size for size in counts])
-        assert played <= closed * (1 + 1e-9)
-        passing = sum(counts) * (1 + backward)
-        assert closed - played <= passing, "off by less than one micro-batch through the pipeline"
+        cost = cost_of(pipeline(schedule, counts), block(1.0, backward))
+        assert cost.time_s == pytest.approx(simulated(schedule, counts, [backward * size for size in counts]))
+        assert cost.seconds["compute"] == pytest.approx(count * max(counts) * (1 + backward))
+
+    @given(st.integers(2, 6), st.integers(0, 12), st.integers(0, 20), st.integers(0, 20), st.integers(1, 20))
+    def test_of_zb_h1_waits_for_f_and_i_without_w(self, pp, extra, more_forward, more_input, weight):
+        # Qi et al. 2023, arXiv:2401.10241, section 2.2: (pp - 1)(F + I - W), as long as W is the shortest
+        schedule = Schedule(builder="zb_h1", num_ranks=pp, num_micro_batches=pp + extra)
+        forward, inputs = weight + more_forward, weight + more_input
+        seconds = {"F": {"compute": forward}, "I": {"compute": inputs}, "W": {"compute": weight}}
+        cost = cost_of(pipeline(schedule, [1] * pp), block(seconds=seconds))
+        assert cost.seconds["bubble"] == pytest.approx((pp - 1) * (forward + inputs - weight))
+        assert cost.seconds["compute"] == pytest.approx((pp + extra) * (forward + inputs + weight))
+
+    @settings(deadline=None)
+    @given(schedules(most_ranks=4, most_micro_batches=40), st.booleans(), st.booleans(), st.data())
+    def test_columns_cost_what_each_of_their_candidates_does(self, schedule, hides, apart, data):
+        if schedule.num_ranks == 1 and schedule.num_chunks > 1:
+            return
+        counts = data.draw(st.lists(st.integers(1, 4), min_size=schedule.num_stages, max_size=schedule.num_stages))
+        seconds = st.lists(st.floats(0.1, 9.0), min_size=3, max_size=3).map(np.array)
+        passes = {name: {part: data.draw(seconds) for part in ("compute", "tp")} for name in "FIW"}
+        send_s = data.draw(seconds) / 10
+        layer, ends = block(seconds=passes), block(1.0, 2.0)
+        whole = cost_of(pipeline(schedule, counts, send_s=send_s, hides=hides, apart=apart), layer, ends)
+        for row in range(3):
+            own = {name: {part: float(column[row]) for part, column in parts.items()} for name, parts in passes.items()}
+            run = pipeline(schedule, counts, send_s=float(send_s[row]), hides=hides, apart=apart)
+            alone = cost_of(run, block(seconds=own), ends)
+            for part, value in alone.seconds.items():
+                found = np.broadcast_to(whole.seconds[part], 3)[row]
+                assert found == pytest.approx(float(value), rel=1e-9, abs=1e-9 * float(alone.time_s)), part
+
+    @pytest.mark.parametrize("hides", [True, False])
+    def test_hidden_sends_are_waited_for_only_where_nothing_else_is_to_do(self, hides):
+        schedule = Schedule(builder="gpipe", num_ranks=2, num_micro_batches=4)
+        cost = cost_of(pipeline(schedule, [1, 1], send_s=0.5, hides=hides), block(1.0, 2.0), block(0.0, 0.0))
+        # Work of the other rank on one micro-batch, 3, with the messages there and back. Sends that hold their rank are
+        # its own on the first one's account (pp); the other one hands on a backward every 2.5, which the first takes 2.
+        assert cost.seconds["pp"] == (0.0 if hides else 4 * 0.5)
+        assert cost.seconds["bubble"] == pytest.approx(3.0 + 2 * 0.5 if hides else 3.0 + 0.5 + 3 * 0.5)
 
     def test_the_slowest_rank_gives_the_parts(self):
         schedule = Schedule(builder="1f1b", num_ranks=2, num_micro_batches=10)
         ends = block(0.0, 0.0, seconds={"F": {"tp": 3.0}, "I": {}, "W": {}})
         cost = cost_of(pipeline(schedule, [2, 1]), block(1.0, 2.0), ends)
-        # rank 0: two layers and the embedding, 6 + 3; rank 1: one layer and the head, 3 + 3
-        assert (cost.seconds["compute"], cost.seconds["tp"], cost.seconds["bubble"]) == (60, 30, 6)
+        # Rank 0: two layers and the embedding, forward 5 and back 4; rank 1: one layer and the head, 4 and 2. Rank 0
+        # waits from 10 to 11 for its first backward, and at the end 6 - 4 for its last one.
+        assert (cost.seconds["compute"], cost.seconds["tp"], cost.seconds["bubble"]) == (60, 30, 3)
 
-    def test_every_chunk_of_every_micro_batch_is_sent_forward_and_backward(self):
+    def test_every_chunk_but_the_ends_is_sent_forward_and_backward(self):
         schedule = Schedule(builder="interleaved", num_ranks=2, num_chunks=2, num_micro_batches=4)
         run = pipeline(schedule, [1] * 4, send_s=0.5, boundary_bytes=100)
         cost = cost_of(run, block(1.0, 2.0))
-        assert cost.seconds["pp"] == 4 * 2 * 2 * 0.5
+        assert cost.seconds["pp"] == 4 * 3 * 0.5, "the loss goes nowhere, and nothing comes before the first stage"
+        apart = cost_of(replace(run, sends=replace(run.sends, receives_apart=True)), block(1.0, 2.0))
+        assert apart.seconds["pp"] == 4 * 3 * 2 * 0.5
         assert cost.sent_bytes["pp"] == 4 * 2 * 2 * 100
 
     def test_one_stage_sends_nothing_and_never_waits(self):
@@ -205,6 +250,19 @@ class TestMemory:
         for rank in range(schedule.num_ranks):
             chunks = [kept[stage] for _, stage in sorted(schedule.stages_of(rank).items())]
             assert most_kept(schedule, rank, chunks) == run.ranks[rank].peak
+
+    @pytest.mark.parametrize(
+        ("builder", "chunks", "pairs"), [("1f1b", 1, [0, 0, 0]), ("zb_h1", 1, [1, 2, 3]), ("zb_v", 2, [1, 3, 5])]
+    )
+    def test_a_split_backward_keeps_what_w_reads_besides(self, builder, chunks, pairs):
+        schedule = Schedule(builder=builder, num_ranks=3, num_chunks=chunks, num_micro_batches=8)
+        run = pipeline(schedule, [2] * 3 * chunks)
+        plain, kept = (cost_of(run, block(saved_bytes=10, deferred_bytes=size)) for size in (0, 5))
+        found = [
+            after["activations"] - before["activations"]
+            for before, after in zip(plain.memory, kept.memory, strict=True)
+        ]
+        assert found == [count * 2 * 5 for count in pairs]
 
 
 class TestWeights:

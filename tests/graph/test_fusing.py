@@ -276,8 +276,12 @@ def test_an_operation_without_an_entry_keeps_what_its_gradient_reads(llama: Mode
         selective={},
         clones_end="output",
         keeps_gathered=False,
+        hides_sends=(),
+        receives_apart=False,
         runtime_bytes=0,
-        sources=dict.fromkeys(("selective", "clones_end", "keeps_gathered", "runtime_bytes"), "this test"),
+        sources=dict.fromkeys(
+            ("selective", "clones_end", "keeps_gathered", "hides_sends", "receives_apart", "runtime_bytes"), "this test"
+        ),
     )
     flow = Flow(dict(layer.tensors), layer.ops)
     fused = fuse(flow, unfused)
@@ -302,6 +306,8 @@ def test_the_first_entry_that_names_an_operation_decides(llama: ModelSpec, graph
         selective={},
         clones_end="output",
         keeps_gathered=False,
+        hides_sends=(),
+        receives_apart=False,
         runtime_bytes=0,
         sources=table.sources,
     )
@@ -321,6 +327,8 @@ def test_a_copy_of_every_input_is_memory_of_its_own_each(llama: ModelSpec, graph
         selective={},
         clones_end="output",
         keeps_gathered=False,
+        hides_sends=(),
+        receives_apart=False,
         runtime_bytes=0,
         sources=load_kernels("te").sources,
     )

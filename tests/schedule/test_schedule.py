@@ -8,6 +8,7 @@ from autoshard.errors import InputError
 from autoshard.schedule.schedule import Schedule, schedule_meaning, schedule_names
 from autoshard.schedule.simulate import PipelineTimes, StageTimes, simulate
 from autoshard.schedule.verify import verify_actions
+from autoshard.spec.kernels import kernels_names, load_kernels
 from tests.schedule.cases import lists_of, schedules
 
 
@@ -33,6 +34,18 @@ def most_in_flight(actions):
 def test_in_flight_equals_what_the_action_lists_hold(schedule):
     for rank, actions in enumerate(schedule.action_lists()):
         assert schedule.in_flight(rank) == most_in_flight(actions)
+
+
+@given(schedules())
+def test_deferred_equals_how_many_w_of_the_lists_wait(schedule):
+    for rank, actions in enumerate(schedule.action_lists()):
+        waiting, most = set(), 0
+        for action in actions:
+            unit = (action.stage, action.micro_batch)
+            waiting = waiting | {unit} if action.kind == "I" else waiting - {unit} if action.kind == "W" else waiting
+            most = max(most, len(waiting))
+        assert schedule.deferred(rank) == most
+        assert dataclasses.replace(schedule, actions=schedule.action_lists()).deferred(rank) == most
 
 
 @given(schedules())
@@ -166,3 +179,8 @@ def test_lists_that_name_what_does_not_exist_have_no_bubble(text):
 def test_every_name_has_a_meaning():
     assert schedule_names() == ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
     assert all(schedule_meaning(name) for name in schedule_names())
+
+
+@pytest.mark.parametrize("name", kernels_names())
+def test_the_schedules_in_which_a_platform_hides_its_sends_exist(name):
+    assert set(load_kernels(name).hides_sends) <= set(schedule_names())

@@ -14,6 +14,8 @@ SOURCES = {
     "selective": "this test",
     "clones_end": "this test",
     "keeps_gathered": "this test",
+    "hides_sends": "this test",
+    "receives_apart": "this test",
     "runtime_bytes": "this test",
 }
 TABLE: dict[str, Any] = {
@@ -22,6 +24,8 @@ TABLE: dict[str, Any] = {
     "selective": {"norms": ["attn_norm"]},
     "clones_end": "output",
     "keeps_gathered": False,
+    "hides_sends": [],
+    "receives_apart": False,
     "runtime_bytes": 0,
     "sources": SOURCES,
 }
@@ -44,8 +48,8 @@ def test_a_table_loads_under_its_own_name_and_cites_a_source_for_everything(name
     assert table.kernels and table.selective
     assert all(len(kernel.source) > 20 for kernel in table.kernels)
     always = {
-        "selective", "clones_end", "keeps_gathered", "runtime_bytes",
-        "placeholders", "workspace_bytes", "copies_buckets", "keeps_outputs", "uncounted",
+        "selective", "clones_end", "keeps_gathered", "hides_sends", "receives_apart", "runtime_bytes", "eager",
+        "placeholders", "workspace_bytes", "copies_buckets", "keeps_outputs", "uncounted", "hides",
     }  # fmt: skip
     assert set(table.sources) == always | ({"seconds_per_graph"} if table.seconds_per_graph else set())
     assert all(len(source) > 20 for source in table.sources.values())
@@ -83,9 +87,9 @@ def test_a_wrong_table_is_refused_with_all_faults_and_their_places():
         kernels=[{"ops": [], "source": "", "backward_flops_ratio": 0.5}, {"ops": ["act"]}],
     )
     assert found == [
-        "mine.extra: unknown key. Known: clones_end, copies_buckets, keeps_gathered, keeps_outputs, "
-        "kernels, name, placeholders, runtime_bytes, seconds_per_graph, selective, sources, uncounted, "
-        "workspace_bytes.",
+        "mine.extra: unknown key. Known: clones_end, copies_buckets, eager, hides, hides_sends, keeps_gathered, "
+        "keeps_outputs, kernels, name, placeholders, receives_apart, runtime_bytes, seconds_per_graph, selective, "
+        "sources, uncounted, workspace_bytes.",
         "mine.kernels[0].ops: a kernel needs at least one operation",
         "mine.kernels[0].backward_flops_ratio: a kernel cannot do less than its gradient",
         "mine.kernels[0].source: say where this is known from",
@@ -98,7 +102,7 @@ def test_a_wrong_table_is_refused_with_all_faults_and_their_places():
 
 def test_a_setting_without_a_source_is_refused():
     assert faults(sources={"selective": "this test", "clones_end": ""}) == [
-        "mine.sources: no source for clones_end, keeps_gathered, runtime_bytes"
+        "mine.sources: no source for clones_end, keeps_gathered, hides_sends, receives_apart, runtime_bytes, eager"
     ]
 
     stated = {"placeholders": [["q"]], "workspace_bytes": 1, "uncounted": ["runtime"], "seconds_per_graph": 1.0}
