@@ -76,6 +76,7 @@ class ShardedBlock:
         tied: Iterable[str] = (),
         placeholders: Iterable[Sequence[str]] = (),
         hides_tp: float = 0.0,
+        eager: bool = True,
     ) -> "ShardedBlock":
         """Group the operations of a block into kernel runs; ``whole`` is the same block without recompute.
 
@@ -86,7 +87,7 @@ class ShardedBlock:
             tuple(product for product in products if f"{product}.weight" in block.tensors) for products in placeholders
         ]
         weights = {f"{product}.weight.sum" for products in added for product in products}
-        runs = tuple(kernel_runs(block, held, frozenset(weights)))
+        runs = tuple(kernel_runs(block, held, frozenset(weights), eager=eager))
         unmade = (op.inputs[1] for op in block.ops if isinstance(op.kind, Accumulate) and op.outputs[0] in weights)
         return cls(
             block=block,

@@ -163,11 +163,15 @@ def _shown(op: Op, run: KernelRun, sequences: Sequences) -> Number:
     if not (run.skips_masked and isinstance(op.kind, Attend | AttendGradient)):
         return 1.0
     seq, pieces, window = sequences.length, sequences.stretches, op.kind.window
-    seen = _visible_pairs(window, seq) - _visible_pairs(window, seq - seq / pieces)
-    return seen * pieces / seq**2
+    seen = _met_pairs(window, seq, run.mask_tile) - _met_pairs(window, seq - seq / pieces, run.mask_tile)
+    return np.minimum(1.0, seen * pieces / seq**2)
 
 
-def _visible_pairs(window: int | None, seq_len: Number) -> Number:
-    """Count the pairs as ``Attend.visible_pairs`` does, for a column of lengths."""
+def _met_pairs(window: int | None, seq_len: Number, tile: int) -> Number:
+    """Count the pairs that are not skipped, for a column of lengths: those that are seen, in whole tiles.
+
+    >>> float(_met_pairs(None, 4, 1)), float(_met_pairs(None, 4, 2))
+    (10.0, 12.0)
+    """
     reach = np.minimum(window or seq_len, seq_len)
-    return reach * (reach + 1) / 2 + (seq_len - reach) * reach
+    return reach * (reach + tile) / 2 + (seq_len - reach) * reach

@@ -1,8 +1,9 @@
 """Robust non-negative least squares on relative error: constants that a model needs to predict what was measured.
 
-The unknowns are slownesses, inverse efficiencies, of at least 1: a step's time is close to linear in them, because each
-part is its work over a rate. So a few Gauss-Newton steps on the model itself arrive: with ``r = log(predicted /
-measured)`` and its derivatives J at x, the next x minimises ``|W (r + J (x' - x))|`` over x' >= 1. Where it is small r
+The unknowns are slownesses, inverse efficiencies, of at least 1, and times of at least 0: a step's time is close to
+linear in them, because each part is its work over a rate. So a few Gauss-Newton steps on the model itself arrive: with
+``r = log(predicted / measured)`` and its derivatives J at x, the next x minimises ``|W (r + J (x' - x))|`` over x' at
+or above their least. A weak pull keeps near the start what the rows hardly decide. Where it is small r
 is the relative error; unlike that, it is as large for twice as for half, and J does not grow where a row is wrong: a
 time that was published ten times too short would else have ten times the lever of the others. The weights W are Huber's
 (P. J. Huber, Robust Estimation of a Location Parameter, 1964): what lies further out than 1.345 standard deviations,
@@ -10,41 +11,63 @@ estimated from the median residual, counts by its distance and not by its square
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 Array = Any  # a numpy array of floats
-Predict = Callable[[Array], Array]  # slownesses -> predicted over measured, row by row
+Predict = Callable[[Array], Array]  # unknowns -> predicted over measured, row by row
 
 _HUBER = 1.345  # 95% as efficient as least squares where residuals are normal
 _SCALE = 1.4826  # from the median absolute residual of a normal distribution to its standard deviation
 _LEAST_SCALE = 1e-3  # measurements are not published more exactly
-_STEP = 1e-2  # of a finite difference, relative: kernels change what they are bound by at kinks, not smoothly
-_STEPS, _SWEEPS = 8, 500
-_TIE = 1e-9  # pulls what the rows do not decide to where it started, and nothing else
-_CLOSE = 1e-5  # of a slowness: rows are far from deciding that much
+_STEP = 1e-2  # of a finite difference: kernels change what they are bound by at kinks, not smoothly
+_STEPS, _SWEEPS = 12, 500
+_PULL = 2e-2  # one unit away from where it started counts as much as a row that is 2% off
+_CLOSE = 1e-4  # rows are far from deciding that much
 
 
-def fitted(predict: Predict, start: Array) -> Array:
-    """Return the slownesses, each at least 1, under which the predictions come closest to 1.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unknowns:
+    """Where a fit starts, and how small each unknown may become."""
 
-    >>> fitted(lambda x: np.array([x[0] + x[1], 2 * x[0] + x[1]]) / np.array([3.5, 5.0]), np.ones(2)).round(6).tolist()
+    start: Array
+    least: Array
+
+
+def fitted(predict: Predict, unknowns: Unknowns, *, steps: int = _STEPS, current: Array | None = None) -> Array:
+    """Return the unknowns, each at or above its least, under which the predictions come closest to 1.
+
+    It ends where they do not move any more, or after so many steps from ``current`` (or the start) at the best of them.
+
+    >>> ask = Unknowns(start=np.ones(2), least=np.ones(2))
+    >>> fitted(lambda x: np.array([x[0] + x[1], 2 * x[0] + x[1]]) / np.array([3.5, 5.0]), ask).round(2).tolist()
     [1.5, 2.0]
     """
-    current = np.asarray(start, dtype=float)
-    best, least = current, np.inf
-    for _ in range(_STEPS):
-        residuals = np.log(predict(current))
-        loss = float(np.abs(residuals).sum())
+    here = np.asarray(unknowns.start if current is None else current, dtype=float)
+    best, least = here, np.inf
+    for _ in range(steps):
+        residuals = np.log(predict(here))
+        loss = _loss(residuals) + _pulled(here, unknowns)
         if loss < least:
-            best, least = current, loss
-        slopes, root = _slopes(predict, current, residuals), np.sqrt(huber_weights(residuals))
-        following = _bounded(root[:, None] * slopes, root * (slopes @ current - residuals), current, start)
-        if np.max(np.abs(following - current)) < _CLOSE:
+            best, least = here, loss
+        slopes, root = _slopes(predict, here, residuals), np.sqrt(huber_weights(residuals))
+        matrix = np.vstack([root[:, None] * slopes, _PULL * np.eye(len(here))])
+        target = np.concatenate([root * (slopes @ here - residuals), _PULL * unknowns.start])
+        following = _bounded(matrix, target, here, unknowns.least)
+        if np.max(np.abs(following - here)) < _CLOSE:
             return following
-        current = following
-    return best
+        here = following
+    return here if _loss(np.log(predict(here))) + _pulled(here, unknowns) < least else best
+
+
+def _loss(residuals: Array) -> float:
+    return float(np.abs(residuals).sum())
+
+
+def _pulled(here: Array, unknowns: Unknowns) -> float:
+    return _PULL * float(np.abs(here - unknowns.start).sum())
 
 
 def huber_weights(residuals: Array) -> Array:
@@ -55,25 +78,24 @@ def huber_weights(residuals: Array) -> Array:
 
 
 def _slopes(predict: Predict, at: Array, residuals: Array) -> Array:
-    """Differentiate towards larger slownesses, which are always allowed."""
+    """Differentiate towards larger unknowns, which are always allowed."""
     columns: list[Array] = []
-    for place, step in enumerate(_STEP * at):
+    for place, step in enumerate(_STEP * np.maximum(at, 1.0)):
         moved = at.copy()
         moved[place] += step
         columns.append((np.log(predict(moved)) - residuals) / step)
     return np.stack(columns, axis=1)
 
 
-def _bounded(matrix: Array, target: Array, current: Array, start: Array) -> Array:
-    """Minimise ``|matrix x - target|`` over x >= 1 one coordinate after the other, which ends at the only minimum."""
-    gram = matrix.T @ matrix + _TIE * np.eye(len(current))
-    wanted = matrix.T @ target + _TIE * start
+def _bounded(matrix: Array, target: Array, current: Array, least: Array) -> Array:
+    """Minimise ``|matrix x - target|`` over x >= least one coordinate after the other, which ends at its minimum."""
+    gram, wanted = matrix.T @ matrix, matrix.T @ target
     found = current.copy()
     for _ in range(_SWEEPS):
         before = found.copy()
         for place in range(len(found)):
             rest = wanted[place] - gram[place] @ found + gram[place, place] * found[place]
-            found[place] = max(1.0, rest / gram[place, place])
+            found[place] = max(least[place], rest / gram[place, place])
         if np.max(np.abs(found - before)) < _CLOSE * 1e-3:
             break
     return found

@@ -24,6 +24,7 @@ class KernelRun:
     touched: tuple[Moved, ...]
     fresh: tuple[Fresh, ...]  # of these, what is no state
     skips_masked: bool
+    mask_tile: int
     flops_ratio: float
     launches: int
     score_bytes: int  # per (query, key) pair of a head, beside what is kept of them
@@ -32,11 +33,12 @@ class KernelRun:
 
 
 def kernel_runs(
-    block: Block, held: Mapping[str, tuple[Cuts, ...]], added: frozenset[str] = frozenset()
+    block: Block, held: Mapping[str, tuple[Cuts, ...]], added: frozenset[str] = frozenset(), *, eager: bool = True
 ) -> Iterator[KernelRun]:
     """Group the operations of a table's entry: forward, backward, weight gradients and their sums are a run each.
 
-    ``added`` names sums that the products of weight gradients add to themselves.
+    ``added`` names sums that the products of weight gradients add to themselves. ``eager`` kernels hand everything on
+    through memory; a compiler runs what is computed again and its backward together, piece by piece.
     """
     owner = {name: group for group in block.fused for name in group.ops}
     members: dict[tuple[str, ...], list[Op]] = defaultdict(list)
@@ -44,7 +46,7 @@ def kernel_runs(
         if op.source in owner:
             sums = isinstance(op.kind, Accumulate) and op.outputs[0] not in added
             members[owner[op.source].ops[0], op.pass_, str(op.again), str(sums)].append(op)
-    links = _Links.of(block, held)
+    links = _Links.of(block, held, eager=eager)
     weighed = {op.name for op in block.ops if _weighs(block, op)} if block.kind == "layer" else frozenset[str]()
     for (_, pass_, _, sums), ops in members.items():
         yield _kernel_run(links, owner[ops[0].source], pass_, ops, weighed, summed=sums == str(True))
@@ -66,6 +68,7 @@ def _kernel_run(
         touched=touched,
         fresh=tuple((op, tensor, links.held_cuts(tensor)) for op, tensor in touched if not links.is_state(tensor)),
         skips_masked=group.skips_masked,
+        mask_tile=group.mask_tile,
         flops_ratio=1.0 if forward else group.backward_flops_ratio,
         launches=min(1, group.launches.forward) if plain else _way(group.launches, forward=forward),
         score_bytes=0 if plain else _way(group.score_bytes, forward=forward),
@@ -88,9 +91,11 @@ class _Links:
     resident: frozenset[str]  # sums of gradients: they take the place of the sums before
     readers: Mapping[str, frozenset[str]]  # tensor -> operations that read it, directly or through delivers
     source: Mapping[str, str]  # operation -> the forward operation that it belongs to
+    kept: frozenset[str]  # storages of what stays from forward to backward
+    eager: bool
 
     @classmethod
-    def of(cls, block: Block, held: Mapping[str, tuple[Cuts, ...]]) -> "_Links":
+    def of(cls, block: Block, held: Mapping[str, tuple[Cuts, ...]], *, eager: bool) -> "_Links":
         """Walk the operations backwards for what is read, and forwards for where it comes from."""
         readers: dict[str, set[str]] = defaultdict(set)
         for op in reversed(block.ops):
@@ -109,6 +114,8 @@ class _Links:
             resident=frozenset(name for op in block.ops if isinstance(op.kind, Accumulate) for name in op.outputs),
             readers={name: frozenset(found) for name, found in readers.items()},
             source={op.name: op.source for op in block.ops},
+            kept=frozenset(entry.storage for entry in block.saved),
+            eager=eager,
         )
 
     def forward(self, ops: Sequence[Op], group: Fused) -> Iterable[Moved]:
@@ -126,7 +133,7 @@ class _Links:
                 sources = {self.source[reader] for reader in self.readers.get(name, ())}
                 if not sources or sources - set(group.ops) or self._storage(name) in self.held:
                     moved.setdefault(name, (op.name, self.block.tensors[name]))
-        return [*moved.values(), *self._copies(group)]
+        return [*moved.values(), *self._copies(group, dropped=any(op.again for op in ops))]
 
     def backward(self, ops: Sequence[Op], group: Fused) -> Iterable[Moved]:
         """List what a backward kernel moves; for what was not kept as it was it reads the forward kernel's copies."""
@@ -140,7 +147,7 @@ class _Links:
             if not self.readers.get(name, frozenset()) or self.readers[name] - names
         ]
         moved = {name: (op, self.block.tensors[name]) for op, name in (*reads, *writes) if name not in lost}
-        return [*moved.values(), *(self._copies(group) if lost else ())]
+        return [*moved.values(), *(self._copies(group, dropped=True) if lost else ())]
 
     def is_state(self, tensor: Tensor) -> bool:
         """Whether a tensor has memory for the whole step; a sum of gradients takes the place of the sum before."""
@@ -160,6 +167,10 @@ class _Links:
     def _is_lost(self, name: str) -> bool:
         return self.block.tensors[name].role == "activation" and self._storage(name) not in self.held
 
-    def _copies(self, group: Fused) -> Sequence[Moved]:
-        """List what a kernel keeps beside the tensors of the graph."""
-        return [(group.ops[0], save.tensor) for save in group.saves if save.tensor.name not in self.block.tensors]
+    def _copies(self, group: Fused, *, dropped: bool) -> Sequence[Moved]:
+        """List what a kernel keeps beside the tensors of the graph; ``dropped`` counts what only its clone keeps too."""
+        return [
+            (group.ops[0], save.tensor)
+            for save in group.saves
+            if save.tensor.name not in self.block.tensors and (save.storage in self.kept or (dropped and self.eager))
+        ]

@@ -1,15 +1,17 @@
 """From a plan to what it promises."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 
-from autoshard.cost.block import BlockCost, Blocks, Setting
-from autoshard.cost.calibration import Calibration
+import numpy as np
+
+from autoshard.cost.block import BlockCost, Blocks, BlockWork, Setting, block_cost
+from autoshard.cost.calibration import Calibration, uncalibrated
 from autoshard.cost.compiling import compiling
 from autoshard.cost.pipeline import Pipeline, Sends, StageLayers
 from autoshard.cost.rings import Number, send_ring
-from autoshard.cost.setting import Question, boundary_bytes, price_block, setting_of
+from autoshard.cost.setting import Question, boundary_bytes, price_block, rings_of, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
 from autoshard.cost.step import StepCost, step_cost
 from autoshard.cost.worth import calibration_of, worth
@@ -76,6 +78,34 @@ def plan_cost(plan: Plan, question: Question, blocks: Blocks | None = None) -> S
         return price_block(question, setting, kind, drop)
 
     return step_cost(question, setting, _pipeline(plan, question, setting), price)
+
+
+def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
+    """Count once what a plan does, and return how to time its step under any constants: what a fit asks often.
+
+    Sends are given as a column of one, because columns of schedules are timed in closed form where there is one.
+    """
+    asked = question_of(plan, uncalibrated())
+    setting = setting_of(asked, plan.candidate, blocks)
+
+    @cache
+    def work(kind: str, drop: Recompute) -> BlockWork:
+        return work_of(asked, setting, kind, drop)
+
+    def time_s(calibration: Calibration) -> float:
+        question = replace(asked, calibration=calibration)
+        here = replace(setting, rings=rings_of(question, plan.mesh, blocks))
+        pipeline = _pipeline(plan, question, here)
+        sends = replace(pipeline.sends, time_s=np.array([pipeline.sends.time_s]))
+
+        @cache
+        def price(kind: str, drop: Recompute) -> BlockCost:
+            return block_cost(work(kind, drop), here.rings, question.rates)
+
+        cost = step_cost(question, here, replace(pipeline, sends=sends), price, folded=True)
+        return float(np.max(cost.time_s))
+
+    return time_s
 
 
 def utilisation(question: Question, step_time_s: float) -> float:

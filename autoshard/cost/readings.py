@@ -116,6 +116,9 @@ _CLUSTERS: Mapping[str, Reading[str]] = {
     "b200": Reading(value="b200", assumed=f"b200: {_DGX}"),
 }
 _CLUSTERS_OF: Mapping[tuple[str, str], Reading[str]] = {
+    ("megatron-deepspeed", "a100"): Reading(
+        value="a100-800g", assumed="a100-800g: the machine of VIA-Research/vTrain's runs, 800 Gb/s a node"
+    ),
     ("torchtitan", "h100"): Reading(
         value="h100-96", assumed="h100-96: the machine of torchtitan's published H100 runs"
     ),

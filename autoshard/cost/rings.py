@@ -46,27 +46,23 @@ class Ring:
 
 
 @cache
-def reached(cluster: Cluster, near_efficiency: float, far_efficiency: float) -> Cluster:
-    """Return a cluster whose links are as fast as they are measured to be."""
-    efficiency = {"cluster": far_efficiency}
-    links = tuple(
-        replace(
-            link,
-            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * efficiency.get(link.domain, near_efficiency),
-        )
-        for link in cluster.links
-    )
+def reached(cluster: Cluster, near: float, far: float, wires: float = 1.0) -> Cluster:
+    """Return a cluster whose links are as fast as they are measured to be, with a share of a torus' wires in use."""
+    links = tuple(replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * share)
+                  for link in cluster.links
+                  for share in [(far if link.domain == "cluster" else near) * (wires if link.kind == "torus" else 1.0)]
+                  )  # fmt: skip
     return replace(cluster, links=links)
 
 
 def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration: Calibration) -> Ring:
     """Return the ring along some atoms of a mesh."""
-    cluster = _reached(cluster, calibration)
     held = tuple(atom for atom in atoms if mesh.atoms_of(atom))
     group = mesh.group_of(0, held)
+    here = _reached(cluster, calibration, _share_of_wires(cluster, group))
     return Ring(
         size=len(group),
-        bandwidth_bytes_per_s=axis_bandwidth_bytes_per_s(cluster, mesh, held) * _share_of_wires(cluster, group),
+        bandwidth_bytes_per_s=axis_bandwidth_bytes_per_s(here, mesh, held),
         latency_s=_latency_s(cluster, group),
         least_s=calibration.collective_s if len(group) > 1 else 0.0,
     )
@@ -74,15 +70,17 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
 
 def send_ring(cluster: Cluster, mesh: Mesh, calibration: Calibration) -> Ring:
     """Return what a rank sees when it hands something to the next pipeline rank, while all ranks do the same."""
-    cluster = _reached(cluster, calibration)
-    bandwidth = axis_bandwidth_bytes_per_s(cluster, mesh, ("pp",))
     latency_s = cluster.link_of(mesh.group_of(0, ("pp",))[:2]).latency_s if mesh.size("pp") > 1 else 0.0
-    least_s = calibration.collective_s if mesh.size("pp") > 1 else 0.0
-    return Ring(size=mesh.size("pp"), bandwidth_bytes_per_s=bandwidth, latency_s=latency_s, least_s=least_s)
+    return Ring(
+        size=mesh.size("pp"),
+        bandwidth_bytes_per_s=axis_bandwidth_bytes_per_s(_reached(cluster, calibration), mesh, ("pp",)),
+        latency_s=latency_s,
+        least_s=calibration.collective_s if mesh.size("pp") > 1 else 0.0,
+    )
 
 
-def _reached(cluster: Cluster, calibration: Calibration) -> Cluster:
-    return reached(cluster, calibration.near_link_efficiency, calibration.far_link_efficiency)
+def _reached(cluster: Cluster, calibration: Calibration, wires: float = 1.0) -> Cluster:
+    return reached(cluster, calibration.near_link_efficiency, calibration.far_link_efficiency, wires)
 
 
 def _share_of_wires(cluster: Cluster, group: tuple[int, ...]) -> float:

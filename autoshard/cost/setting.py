@@ -1,11 +1,12 @@
 """Everything that prices a layout but the pipeline: sizes, atoms, rates, rings; numbers or columns of candidates."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.cost.block import BlockCost, Blocks, BlockWork, Setting, block_cost, block_work
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.compute import Rates
-from autoshard.cost.rings import Number, mesh_ring
+from autoshard.cost.rings import Number, Ring, mesh_ring
 from autoshard.cost.sharded import atom_groups
 from autoshard.graph.decoder import dim_sizes
 from autoshard.layout.layout import local_sizes
@@ -14,6 +15,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS, Step
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
+from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 
@@ -42,15 +44,20 @@ class Question:
 def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Setting:
     """Return the numbers of a single candidate whose blocks are these."""
     mesh = mesh_of(candidate, question.model, question.cluster)
-    groups = atom_groups(blocks.every())
     return Setting(
         blocks=blocks,
         sizes=dim_sizes(question.model, question.workload, candidate.mbs * candidate.dp),
         atoms={atom: mesh.size(atom) for atom in ATOMS},
-        rings={atoms: mesh_ring(question.cluster, mesh, atoms, question.calibration) for atoms in groups},
+        rings=rings_of(question, mesh, blocks),
         zero=candidate.zero,
         cp_order=candidate.cp_order,
     )
+
+
+def rings_of(question: Question, mesh: Mesh, blocks: Blocks) -> Mapping[tuple[str, ...], Ring]:
+    """Return the ring of every group of ranks that some message or some weight's gradient needs."""
+    groups = atom_groups(blocks.every())
+    return {atoms: mesh_ring(question.cluster, mesh, atoms, question.calibration) for atoms in groups}
 
 
 def work_of(question: Question, setting: Setting, kind: str, drop: Recompute) -> BlockWork:

@@ -104,6 +104,7 @@ def _sharded(step: Step, kind: str, drop: Recompute, program: Program, whole: Sh
         tied=tied,
         placeholders=kernels.placeholders,
         hides_tp=kernels.hides.get("tp", 0.0),
+        eager=kernels.eager,
     )
 
 

@@ -16,6 +16,7 @@ from autoshard.cost.rings import Number
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import per_weight
 from autoshard.cost.update import UpdateCost, update_cost
+from autoshard.spec.kernels import load_kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

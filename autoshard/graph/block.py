@@ -31,6 +31,7 @@ class Fused:
     ops: tuple[str, ...]
     saves: tuple[Saved, ...]
     skips_masked: bool = False
+    mask_tile: int = 1
     expands_keys: bool = False
     backward_flops_ratio: float = 1.0
     launches: BothWays = BothWays(forward=1, backward=1)

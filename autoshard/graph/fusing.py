@@ -107,6 +107,7 @@ def _fused(flow: Flow, kernel: Kernel | None, run: tuple[str, ...]) -> Fused:
         ops=run,
         saves=tuple(saves),
         skips_masked=kernel.skips_masked,
+        mask_tile=kernel.mask_tile,
         expands_keys=kernel.expands_keys,
         backward_flops_ratio=ratio,
         launches=kernel.launches,

@@ -1,6 +1,6 @@
 """Constants of a cluster from measured runs: as many as the rows can tell apart, and the error on what was left out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -9,13 +9,11 @@ from typing import Any, Literal
 import numpy as np
 
 from autoshard.cost.accuracy import left_out_interval
-from autoshard.cost.calibration import CONSTANTS, Calibration, Fit, Reach, uncalibrated
-from autoshard.cost.fitting import fitted
+from autoshard.cost.calibration import CONSTANTS, EFFICIENCIES, SECONDS, Calibration, Fit, Reach, uncalibrated
+from autoshard.cost.fitting import Unknowns, fitted
 from autoshard.cost.measured import MeasuredRow, placed, read_rows
-from autoshard.cost.predict import predict
-from autoshard.cost.sharded import CutBlocks
+from autoshard.cost.predict import step_timer
 from autoshard.errors import Fault, InputError, require
-from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import rounded
 from autoshard.search.measured_run import MeasuredRun, run_of
 from autoshard.search.validate import outlined_run, predicted_run
@@ -29,15 +27,30 @@ _AXES = ("tp", "pp", "cp", "ep", "dp", "vp")
 _DIGITS = 6  # of a constant: far beyond what rows decide, and a file that people can read
 _NO_WORSE = 1e-3  # two left-out errors nearer than this are equal
 
-# From one constant for all that is slower than its data sheet to four. Constants that rows of a few layouts cannot
-# tell apart fit them better and predict others worse, so that the left-out error decides how many there are.
-# The first splits what a chip does from what is sent; then arithmetic from memory; then the two units.
-_SPLITS: Mapping[str, Kinds] = {
-    "one for all": (CONSTANTS,),
-    "chip, link": (CONSTANTS[:3], CONSTANTS[3:]),
-    "arithmetic, memory, link": (CONSTANTS[:2], CONSTANTS[2:3], CONSTANTS[3:]),
-    "matrix, vector, memory, link": tuple((name,) for name in CONSTANTS),
+# From one constant for all that is slower than its data sheet to as many as a platform may have. Constants that rows of
+# a few layouts cannot tell apart fit them better and predict others worse, so that the left-out error decides how many
+# there are. The first splits what a chip does from what is sent; then arithmetic from memory.
+_MATRIX, _CHIP, _LINKS = EFFICIENCIES[:2], EFFICIENCIES[:4], EFFICIENCIES[4:]
+_COMPILED: Mapping[str, Kinds] = {
+    "one for all": (EFFICIENCIES,),
+    "chip, link": (_CHIP, _LINKS),
+    "arithmetic, memory, link": (EFFICIENCIES[:3], ("memory_efficiency",), _LINKS),
+    "matrix, vector, memory, link": (_MATRIX, ("vector_efficiency",), ("memory_efficiency",), _LINKS),
 }
+# Hosts that start kernels one by one take time of their own. Vector units hardly bind where memory is as slow.
+_PASSES = ("vector_efficiency", "memory_efficiency")
+_EACH = (*((name,) for name in _MATRIX), _PASSES, *((name,) for name in _LINKS))
+_EAGER: Mapping[str, Kinds] = {
+    "one for all": (EFFICIENCIES,),
+    "one for all, launch": (EFFICIENCIES, ("launch_s",)),
+    "chip, link, launch": (_CHIP, _LINKS, ("launch_s",)),
+    "matrix, memory, link, launch": (_MATRIX, _PASSES, _LINKS, ("launch_s",)),
+    "matrix, attention, memory, near link, far link, launch": (*_EACH, ("launch_s",)),
+    "matrix, attention, memory, near link, far link, launch, collective, step": (
+        *_EACH, *((name,) for name in SECONDS),
+    ),
+}  # fmt: skip
+_UNITS = {"launch_s": 1e-5, "collective_s": 1e-5, "step_s": 1e-2}  # of what is fitted in seconds: what is usual
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +89,8 @@ def calibrate(path: Path, cluster: str, name: str, date: str | None = None) -> C
     )  # fmt: skip
     newest = date or max((row.first_seen or "" for _, row in rows), default="")
     require((bool(newest), "--date", f"missing; no row of {path} has first_seen, so say from when they are"))
-    trials = [_trial(split, samples) for split, kinds in _SPLITS.items() if len(kinds) < layouts]
+    splits = _COMPILED if node_type.engine == "nxd" else _EAGER
+    trials = [_trial(split, kinds, samples) for split, kinds in splits.items() if len(kinds) < layouts]
     least = min(trial.error for trial in trials)
     best = next(trial for trial in trials if trial.error <= least + _NO_WORSE)
     reach = Reach(cluster=node_type.name, axes=_axes(samples))
@@ -146,7 +160,7 @@ def _run(row: MeasuredRow, cluster: str) -> MeasuredRun:
         raise InputError.of("arch", f"{run}. Leave the row out")
     if run.cluster.name != cluster:
         raise InputError.of("platform", f"was run on {run.cluster.name}, not on {cluster}. Leave the row out")
-    _shape(run)
+    _timer(run)
     return run
 
 
@@ -155,44 +169,64 @@ def _axes(samples: Sequence[Sample]) -> tuple[str, ...]:
     return tuple(axis for axis in _AXES if any(getattr(candidate, axis) > 1 for candidate in found))
 
 
-def _trial(split: str, samples: Sequence[Sample]) -> _Trial:
+def _trial(split: str, kinds: Kinds, samples: Sequence[Sample]) -> _Trial:
     """Fit to all rows, and to all but those of each model; predict what was left out as any other run."""
     left_out = np.ones(len(samples))
     for apart in sorted({sample.apart for sample in samples}):
         held = [place for place, sample in enumerate(samples) if sample.apart == apart]
         rest = [sample for sample in samples if sample.apart != apart]
-        left_out[held] = _ratios([samples[place] for place in held], fit_constants(split, rest))
-    return _Trial(split=split, calibration=fit_constants(split, samples), left_out=left_out)
+        left_out[held] = _ratios([samples[place] for place in held], fit_constants(kinds, rest))
+    return _Trial(split=split, calibration=fit_constants(kinds, samples), left_out=left_out)
 
 
-def fit_constants(split: str, samples: Sequence[Sample]) -> Calibration:
+def fit_constants(kinds: Kinds, samples: Sequence[Sample]) -> Calibration:
     """Return the constants under which the predictions come closest to what was measured."""
-    kinds, nominal = _SPLITS[split], uncalibrated()
+    nominal = uncalibrated()
     predict_all = _predictor(samples)
 
-    def ratios(slownesses: Array) -> Array:
-        return predict_all(_with(nominal, kinds, 1 / slownesses))
+    def ratios(unknowns: Array) -> Array:
+        return predict_all(_with(nominal, kinds, unknowns))
 
-    found = fitted(ratios, np.array([1 / getattr(nominal, kind[0]) for kind in kinds]))
-    return _with(nominal, kinds, np.round(1 / found, _DIGITS))
+    start = np.array([_unknown(kind[0], getattr(nominal, kind[0])) for kind in kinds])
+    least = np.array([0.0 if kind[0] in SECONDS else 1.0 for kind in kinds])
+    starts = [start, *(_slow_hosts(kinds, start) if ("launch_s",) in kinds else ())]
+    found = min((fitted(ratios, Unknowns(start=one, least=least)) for one in starts), key=lambda x: _error(ratios(x)))
+    return _with(nominal, kinds, found)
 
 
-def _with(calibration: Calibration, kinds: Kinds, efficiencies: Array) -> Calibration:
-    values = {name: float(value) for kind, value in zip(kinds, efficiencies, strict=True) for name in kind}
+def _slow_hosts(kinds: Kinds, start: Array) -> Iterator[Array]:
+    """Start where hosts are as slow as kernels are short: below that nothing tells how slow they are."""
+    slow = start.copy()
+    slow[kinds.index(("launch_s",))] = 4.0
+    yield slow
+
+
+def _error(ratios: Array) -> float:
+    return float(np.abs(np.log(ratios)).mean())
+
+
+def _unknown(name: str, value: float) -> float:
+    """Return what is fitted: a slowness, or a time in its unit."""
+    return value / _UNITS[name] if name in SECONDS else 1 / value
+
+
+def _with(calibration: Calibration, kinds: Kinds, unknowns: Array) -> Calibration:
+    values = {name: _constant(name, float(one)) for kind, one in zip(kinds, unknowns, strict=True) for name in kind}
     return replace(calibration, **values)
+
+
+def _constant(name: str, unknown: float) -> float:
+    """Return a constant as a file states it: digits far beyond what rows decide would be noise to read."""
+    return float(f"{unknown * _UNITS[name] if name in SECONDS else 1 / unknown:.{_DIGITS}g}")
 
 
 def _predictor(samples: Sequence[Sample]) -> Callable[[Calibration], Array]:
     """Return how to predict all rows over what they took, each layout once."""
     runs = list(dict.fromkeys(sample.run for sample in samples))
     places = [runs.index(sample.run) for sample in samples]
+    timers = [_timer(run) for run in runs]
     measured = np.array([sample.step_time_s for sample in samples])
-
-    def predicted(calibration: Calibration) -> Array:
-        times = [predict(plan, calibration, blocks).step_time_s for plan, blocks in map(_shape, runs)]
-        return np.array(times)[places] / measured
-
-    return predicted
+    return lambda calibration: np.array([time_s(calibration) for time_s in timers])[places] / measured
 
 
 def _ratios(samples: Sequence[Sample], calibration: Calibration) -> Array:
@@ -202,6 +236,6 @@ def _ratios(samples: Sequence[Sample], calibration: Calibration) -> Array:
 
 
 @cache
-def _shape(run: MeasuredRun) -> tuple[Plan, CutBlocks]:
-    """Return a run's plan and its blocks, cut as is best at nominal rates: a fit moves rates, not what was run."""
-    return outlined_run(run, uncalibrated())
+def _timer(run: MeasuredRun) -> Callable[[Calibration], float]:
+    """Return how to time a run, its blocks cut as is best at nominal rates: a fit moves rates, not what was run."""
+    return step_timer(*outlined_run(run, uncalibrated()))

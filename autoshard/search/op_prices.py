@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.graph.block import Saved
-from autoshard.graph.kinds.attention import Attend, AttendGradient
+from autoshard.graph.kinds.attention import SCORES, Attend, AttendGradient
 from autoshard.graph.op import Call, Op
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts
@@ -95,9 +95,11 @@ def state_bytes(problem: OperatorProblem, weight: str, choice: OpChoice, rest: S
 
 
 def kept_bytes(problem: OperatorProblem, entry: Saved, choices: Sequence[OpChoice]) -> Column:
-    """Return the memory of what a kernel keeps, as the operation that made it is cut."""
-    layouts = [choice.layout(entry.tensor.dims) for choice in choices]
-    return np.array([float(problem.local_bytes(layout, entry.tensor.dtype)) for layout in layouts])
+    """Return the memory of what a kernel keeps, as the operation that made it is cut; scores have one for every key."""
+    keys = problem.sizes[RING_DIM] if entry.tensor.dims == SCORES else 1
+    dims = tuple(dim for dim in entry.tensor.dims if keys == 1 or dim != RING_DIM)
+    layouts = [choice.layout(dims) for choice in choices]
+    return np.array([float(keys * problem.local_bytes(layout, entry.tensor.dtype)) for layout in layouts])
 
 
 def local_columns(problem: OperatorProblem, choices: Sequence[Cuts], whole: Sequence[str] = ()) -> dict[str, Any]:

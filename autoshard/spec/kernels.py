@@ -58,6 +58,7 @@ class Kernel:
     ops: tuple[str, ...]
     saves: tuple[str, ...] | None = None
     skips_masked: bool = False
+    mask_tile: int = 1  # positions that are skipped together or not at all
     expands_keys: bool = False  # attention that copies keys and values for every query head before it starts
     backward_flops_ratio: float = 1.0
     launches: BothWays = BothWays(forward=1, backward=1)
@@ -80,6 +81,7 @@ class Kernel:
                 "backward_flops_ratio",
                 "a kernel cannot do less than its gradient",
             ),
+            (self.mask_tile >= 1, "mask_tile", "must be at least 1"),
             (self.traffic_ratio >= 1, "traffic_ratio", "a kernel cannot move less than once"),
             (bool(self.source), "source", "say where this is known from"),
         )

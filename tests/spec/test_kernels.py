@@ -17,6 +17,7 @@ SOURCES = {
     "hides_sends": "this test",
     "receives_apart": "this test",
     "runtime_bytes": "this test",
+    "eager": "this test",
 }
 TABLE: dict[str, Any] = {
     "name": "mine",
@@ -27,6 +28,7 @@ TABLE: dict[str, Any] = {
     "hides_sends": [],
     "receives_apart": False,
     "runtime_bytes": 0,
+    "eager": False,
     "sources": SOURCES,
 }
 

@@ -197,7 +197,7 @@ class AttendGradient(OpKind):
 
     def vector_flops(self, call: Call) -> int:
         """The softmax again and its slope."""
-        return 2 * _SOFTMAX_FLOPS * call.elements(SCORES)
+        return 7 * call.elements(SCORES)
 
 
 def _scores(query: Array, key: Array) -> Array:
