@@ -135,10 +135,10 @@ def explain(plan: Path, calibration: Path | None = None, json: bool = False) -> 
     """
     from autoshard.plan.codec import load
     from autoshard.report.explained import explanation_report
+    from autoshard.report.structured import explanation_json
     from autoshard.report.terminal import make_console, rejections_report
     from autoshard.search.explain import explain as explained
     from autoshard.search.judged import judged
-    from autoshard.spec.record import encode
 
     read = judged(load(plan), _constants(calibration))
     misfits = tuple(reason for reason in read.rejections if reason.rule_id != "memory")
@@ -147,9 +147,9 @@ def explain(plan: Path, calibration: Path | None = None, json: bool = False) -> 
         return 1
     found = explained(read.plan)
     if json:
-        _print_json(encode(found))
+        _print_json(explanation_json(read.plan, found))
     else:
-        make_console().print(explanation_report(found))
+        make_console().print(explanation_report(read.plan, found))
     return 0
 
 
@@ -297,7 +297,7 @@ def _plan_at(request: "Request", text: str, out: Path, json: bool) -> int:
     """Evaluate one candidate: its rejections first, then an estimate where it has a shape."""
     from autoshard.plan.candidate import Candidate
     from autoshard.plan.verify import verify as reasons_against
-    from autoshard.report.structured import plan_json, rejection_json
+    from autoshard.report.structured import made_json
     from autoshard.report.terminal import make_console, plan_report, rejections_report
     from autoshard.search.planner import rejections_of, resolved
 
@@ -315,7 +315,7 @@ def _plan_at(request: "Request", text: str, out: Path, json: bool) -> int:
         shapeless = str(error)
     refused = reasons_against(made) if made else refused
     if json:
-        _print_json({"rejections": [rejection_json(entry) for entry in refused], "plan": made and plan_json(made)})
+        _print_json(made_json(made, refused))
     else:
         report = plan_report(made, (), None, "") if made else f"no estimate: {shapeless}"
         make_console().print(rejections_report(refused), report)

@@ -1,5 +1,7 @@
 """How quantities are printed: bytes, seconds, FLOPs, counts."""
 
+import math
+
 GIB = 2**30
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -42,6 +44,18 @@ def format_seconds(time_s: float) -> str:
         if size < limit:
             return f"{time_s * factor:.{digits}f} {unit}"
     return f"{time_s / 3600:.2f} h"
+
+
+def format_dollars(usd: float) -> str:
+    """Print an amount of money: cents where they count, two digits of what is less than a cent.
+
+    >>> format_dollars(2627.4), format_dollars(22.037), format_dollars(0.0004127)
+    ('$2,627', '$22.04', '$0.00041')
+    """
+    if usd >= 1000:
+        return f"${usd:,.0f}"
+    digits = 2 if usd >= 0.1 or usd <= 0 else 1 - math.floor(math.log10(usd))
+    return f"${usd:.{digits}f}"
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME] [--json] [--wandb] [--rows FOLDER]``: run one benchmark, or all."""
+"""``python -m benchmarks [NAME] [--json] [--wandb] [--rows FOLDER] [--write]``: run one benchmark, or all."""
 
 import argparse
 import importlib
@@ -18,6 +18,7 @@ from autoshard.errors import AutoshardError, InputError, nearest
 from benchmarks import BENCHMARKS
 from benchmarks.result import Result
 
+_USES = {"rows": "measured rows", "write": "tables on pages"}
 _FIELDS = ("name", "value", "unit", "bar", "holds")
 
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; a bar that does not hold is a finding, not a failure."""
     options = _parser().parse_args(arguments)
     try:
-        runs = _chosen(options.name, options.rows)
+        runs = _chosen(options.name, options.rows, options.write)
         log = _wandb() if options.wandb else None
         results: list[Result] = []
         for result in _measured(runs):
@@ -48,20 +49,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object per benchmark and line")
     parser.add_argument("--wandb", action="store_true", help="log every result to Weights & Biases as well")
     parser.add_argument("--rows", type=Path, metavar="FOLDER", help="more measured rows, for accuracy")
+    parser.add_argument("--write", action="store_true", help="write the tables of the pages, for accuracy")
     return parser
 
 
-def _chosen(name: str, rows: Path | None) -> dict[str, Callable[[], Result]]:
+def _chosen(name: str, rows: Path | None, write: bool) -> dict[str, Callable[[], Result]]:
     """Return what runs each benchmark that was asked for."""
     if name not in ("all", *BENCHMARKS):
         raise InputError.of("name", f"there is no benchmark {name!r}. {nearest(name, ['all', *BENCHMARKS])}")
     runs = {one: pkgutil.resolve_name(BENCHMARKS[one]) for one in (BENCHMARKS if name == "all" else [name])}
-    if rows is None:
-        return runs
-    takes_rows = [one for one, run in runs.items() if "rows" in inspect.signature(run).parameters]
-    if not takes_rows:
-        raise InputError.of("--rows", f"{name} has no use for measured rows; leave it out")
-    return {one: partial(run, rows=rows) if one in takes_rows else run for one, run in runs.items()}
+    asked = {"rows": rows} if rows else {}
+    asked |= {"write": True} if write else {}
+    for option, value in asked.items():
+        takes = [one for one, run in runs.items() if option in inspect.signature(run).parameters]
+        if not takes:
+            raise InputError.of(f"--{option}", f"{name} has no use for {_USES[option]}; leave it out")
+        runs |= {one: partial(runs[one], **{option: value}) for one in takes}
+    return runs
 
 
 def _measured(runs: Mapping[str, Callable[[], Result]]) -> Iterator[Result]:

@@ -2,10 +2,12 @@
 
 import math
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from autoshard.cost.validation import SetAccuracy, Validation
 from autoshard.search.validate import validate
+from benchmarks.accuracy_table import Found, write_pages
 from benchmarks.measure import yardstick_s
 from benchmarks.result import Extra, Result
 
@@ -15,11 +17,15 @@ DATA = Path(__file__).parent / "data"  # published rows; each names its source
 TIME_BAR = 0.10
 
 
-def run(rows: Path | None = None) -> Result:
-    """Predict the rows of this repository, and those of another folder."""
+def run(rows: Path | None = None, write: bool = False) -> Result:
+    """Predict the rows of this repository, and those of another folder; write the tables of the pages if asked to."""
     start_s = time.process_time()
     parts = [validate(folder) for folder in (DATA, *([rows] if rows else []))]
-    return judge(parts, time.process_time() - start_s)
+    cpu_s = time.process_time() - start_s
+    if write:
+        other = parts[1].sets if rows else None
+        write_pages(Found(own=parts[0].sets, other=other, date=datetime.now(UTC).date().isoformat()), DATA)
+    return judge(parts, cpu_s)
 
 
 def judge(parts: list[Validation], cpu_s: float) -> Result:
@@ -55,7 +61,8 @@ def _extras(name: str, entry: SetAccuracy) -> dict[str, Extra]:
     """Return the numbers of one set, each under its name."""
     found: dict[str, Extra] = {"rows": entry.num_rows}
     if entry.step_time:
-        keys = ("mape", "median", "p90", "bias", "coverage", "spearman", "regret")
+        found["layouts"] = entry.step_time.num_layouts
+        keys = ("noise_floor", "mape", "median", "p90", "bias", "coverage", "spearman", "regret", "worst_regret")
         found |= {key: _short(getattr(entry.step_time, key)) for key in keys}
         found["holds"] = entry.step_time.mape <= TIME_BAR
     if entry.peak_memory:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -53,6 +53,8 @@ class Accuracy:
     """Relative errors of one quantity over a data set; all but ``bias`` and ``worst`` without their sign."""
 
     count: int
+    num_layouts: int  # distinct ones: rows of one group and layout measured the same thing again
+    noise_floor: float | None  # what no prediction from layouts explains; None where none was measured twice
     mape: float
     median: float
     p90: float
@@ -79,11 +81,16 @@ def accuracy(rows: Sequence[Compared]) -> Accuracy | None:
         return None
     sizes = [abs(row.error) for row in rows]
     worst = max(rows, key=lambda row: abs(row.error))
+    measured: dict[Hashable, list[float]] = defaultdict(list)
+    for row in rows:
+        measured[row.group, row.layout].append(row.measured)
     groups = group_orders(rows)
     ranks = [group.spearman for group in groups if group.spearman is not None]
     regrets = [group.regret for group in groups]
     return Accuracy(
         count=len(rows),
+        num_layouts=len(measured),
+        noise_floor=noise_floor(measured.values()),
         mape=rounded(fmean(sizes)),
         median=rounded(median(sizes)),
         p90=rounded(percentile(sizes, 0.9)),
@@ -117,6 +124,19 @@ def group_orders(rows: Sequence[Compared]) -> tuple[GroupOrder, ...]:
             )
             found.append(order)
     return tuple(found)
+
+
+def noise_floor(measured: Iterable[Sequence[float]]) -> float | None:
+    """Return the mean error that the median of each layout has as its prediction, over layouts measured again.
+
+    Predictions from layouts alone say the same of all measurements of one layout, so hardly any has a smaller error
+    on these; None where no layout was measured twice.
+
+    >>> noise_floor([[8.0, 10.0, 12.5], [7.0]])
+    0.15
+    """
+    sizes = [abs(median(same) / value - 1) for same in measured if len(same) > 1 for value in same]
+    return rounded(fmean(sizes)) if sizes else None
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -1,7 +1,7 @@
 """Measured rows: one published run per line of JSON, with what was run, what it took, and where that is written."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -78,6 +78,11 @@ class MeasuredRow:
         axes = (self.tp, self.pp, self.vp, self.cp, self.ep, self.dp, self.sp)
         texts = (self.recompute, self.sharding, self.precision, self.pipeline_schedule, self.framework)
         return (*axes, self.micro_batch, *texts)
+
+    @property
+    def measured_again(self) -> Hashable:
+        """What rows of one layout agree in that were measured at different times; nobody's rows if it has no group."""
+        return (self.group or self.id, *self.layout, self.global_batch_seqs, self.seq_len)
 
 
 def read_rows(path: Path) -> Mapping[str, MeasuredRow]:

@@ -6,8 +6,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.plan.dollars import dollars_of
 from autoshard.plan.explanation import ExplainedBlock, Explanation, Step
-from autoshard.report.terminal import at_commas, make_table
+from autoshard.plan.plan import Plan
+from autoshard.report.terminal import at_commas, dollars_text, make_table
 from autoshard.units import format_bytes, format_seconds
 
 _PASSES = ("F", "I", "W")
@@ -18,9 +20,12 @@ _LEGEND = (
 _CANDIDATE, _SECOND = 110, 31  # columns
 
 
-def explanation_report(explanation: Explanation) -> Group:
-    """Return one table per block, then what the Rules say that refuse a second-best cut."""
+def explanation_report(plan: Plan, explanation: Explanation) -> Group:
+    """Return what a step costs, one table per block, then what the Rules say that refuse a second-best cut."""
     parts: list[RenderableType] = [Text.assemble("plan ", (at_commas(explanation.candidate, _CANDIDATE), "bold green"))]
+    dollars = dollars_of(plan)
+    if dollars:
+        parts.append(dollars_text(dollars))
     parts.append(Text(_LEGEND, "dim"))
     for block in explanation.blocks:
         parts += ["", _block(block)]

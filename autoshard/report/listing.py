@@ -63,9 +63,15 @@ def _clusters() -> list[Entry]:
             "bf16 a rank": format_count(cluster.rank_matrix_flops_per_s("bf16"), "FLOP/s"),
             "engine": cluster.engine,
             "kernels": cluster.kernels,
+            "USD a node hour": _or_none(cluster.price_usd_per_node_hour and f"{cluster.price_usd_per_node_hour:.2f}"),
+            "on demand as of (check yours)": _or_none(cluster.price_date),
         }
         for cluster in map(load_cluster, cluster_names())
     ]
+
+
+def _or_none(text: str | float | None) -> str:
+    return str(text or "-")
 
 
 def _engines() -> list[Entry]:

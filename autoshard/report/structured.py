@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.plan.certificate import Certificate
+from autoshard.plan.dollars import dollars_of
+from autoshard.plan.explanation import Explanation
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.rule import Rejection
 from autoshard.spec.record import encode
@@ -17,8 +19,27 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 def found_json(plans: Sequence[Plan], certificate: Certificate) -> dict[str, Any]:
     """Return the best plan whole, the runners-up by candidate and prediction, and what was looked at."""
     best, *others = plans
-    rows = [{"candidate": str(other.candidate), "prediction": encode(other.prediction)} for other in others]
-    return {"plan": plan_json(best), "runners_up": rows, "certificate": encode(certificate)}
+    rows = [
+        {
+            "candidate": str(other.candidate),
+            "prediction": encode(other.prediction),
+            "dollars": encode(dollars_of(other)),
+        }
+        for other in others
+    ]
+    dollars = encode(dollars_of(best))
+    return {"plan": plan_json(best), "dollars": dollars, "runners_up": rows, "certificate": encode(certificate)}
+
+
+def made_json(made: Plan | None, refused: Sequence[Rejection]) -> dict[str, Any]:
+    """Return the plan of exactly one candidate, if it has a shape, after the reasons against it."""
+    reasons = [rejection_json(reason) for reason in refused]
+    return {"rejections": reasons, "plan": made and plan_json(made), "dollars": encode(made and dollars_of(made))}
+
+
+def explanation_json(plan: Plan, explanation: Explanation) -> dict[str, Any]:
+    """Return the annotated blocks of a plan, and what its step costs."""
+    return {**encode(explanation), "dollars": encode(dollars_of(plan))}
 
 
 def rejection_json(rejection: Rejection) -> dict[str, str]:

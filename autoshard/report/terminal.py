@@ -8,10 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.plan.certificate import Certificate
+from autoshard.plan.dollars import Dollars, dollars_of
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Compiling, Prediction, StageMemory
 from autoshard.plan.rules.rule import Rejection
-from autoshard.units import GIB, format_bytes, format_count, format_seconds
+from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
 
 WIDTH = 120  # of what is no terminal, so that files do not depend on the machine
 MOST_ROWS = 20  # of pipeline ranks; beyond, neighbours share a row
@@ -87,7 +88,19 @@ def _headline(plan: Plan, prediction: Prediction) -> Group:
         (format_bytes(prediction.peak_bytes), "bold"), f" of {format_bytes(prediction.capacity_bytes)} a rank",
     )  # fmt: skip
     layout = Text.assemble("plan ", (at_commas(str(plan.candidate), WIDTH - 5).replace("\n", "\n     "), "bold green"))
-    return Group(asked, Text(work, style="dim"), "", layout, result, Text(_batches(plan), style="dim"))
+    dollars = dollars_of(plan)
+    costs = [dollars_text(dollars)] if dollars else []
+    return Group(asked, Text(work, style="dim"), "", layout, result, *costs, Text(_batches(plan), style="dim"))
+
+
+def dollars_text(dollars: Dollars) -> Text:
+    """Say what a step costs, and how old the price is."""
+    date = f"as of {dollars.price_date}" if dollars.price_date else "undated"
+    price = f"{format_dollars(dollars.price_usd_per_node_hour)} a node hour on demand, {date}; check yours"
+    return Text.assemble(
+        ("cost ", ""), (format_dollars(dollars.usd_per_step), "bold"), " a step, ",
+        (format_dollars(dollars.usd_per_billion_tokens), "bold"), f" per billion tokens ({price})",
+    )  # fmt: skip
 
 
 def _compiled(compiling: Compiling) -> str:

@@ -11,9 +11,23 @@ from autoshard.cost.accuracy import Accuracy
 from autoshard.cost.validation import SetAccuracy, Validation
 from autoshard.report.terminal import make_table
 
-_COLUMNS = ("rows", "MAPE", "median", "p90", "worst", "bias", "inside", "Spearman", "regret", "groups")
+_COLUMNS = (
+    "rows",
+    "layouts",
+    "noise",
+    "MAPE",
+    "median",
+    "p90",
+    "worst",
+    "bias",
+    "inside",
+    "Spearman",
+    "regret",
+    "groups",
+)
 _LEGEND = (
     "Relative errors, predicted over measured less 1: MAPE, median and p90 without their sign, worst and bias with it. "
+    "Noise: the same for the median of each layout that was measured again, which no look at layouts betters by much. "
     "Inside: measured within the stated interval. Groups: those with a choice, two layouts or more, times taken per "
     "token; in them Spearman's correlation, and regret: the layout that would have been picked over the best, less 1."
 )
@@ -38,20 +52,21 @@ def validation_report(validation: Validation) -> Group:
 
 def _accuracies(title: str, found: Sequence[tuple[str, Accuracy | None]]) -> Table:
     table = make_table(title)
+    table.padding = (0, 1, 0, 0)  # all columns on a terminal of 120
     table.add_column("set", overflow="fold")
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     for name, errors in found:
-        table.add_row(name, *(_cells(errors) if errors else ["0", *["-"] * (len(_COLUMNS) - 1)]))
+        table.add_row(name, *(_cells(errors) if errors else ["0", "0", *["-"] * (len(_COLUMNS) - 2)]))
     return table
 
 
 def _cells(errors: Accuracy) -> list[str]:
-    shares = [_share(value) for value in (errors.mape, errors.median, errors.p90)]
+    shares = [_share(value) for value in (errors.noise_floor, errors.mape, errors.median, errors.p90)]
     signed = [f"{value:+.1%}" for value in (errors.worst, errors.bias)]
     order = "-" if errors.spearman is None else f"{errors.spearman:.2f}"
     ranked = [_share(errors.coverage), order, _share(errors.regret), str(len(errors.groups))]
-    return [str(errors.count), *shares, *signed, *ranked]
+    return [str(errors.count), str(errors.num_layouts), *shares, *signed, *ranked]
 
 
 def _share(value: float | None) -> str:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Literal
 
 from autoshard.errors import InputError, nearest, require
@@ -37,7 +38,8 @@ class Cluster:
     nodes_per_ultraserver: int = 1
     kv_order: KvOrder = "adjacent"  # of the atoms of tp on the ranks: strided is (rep, kv), adjacent is (kv, rep)
     placements: tuple[PlacementRule, ...] = ()
-    price_usd_per_node_hour: float | None = None
+    price_usd_per_node_hour: float | None = None  # on demand
+    price_date: str | None = None  # of the price, YYYY-MM-DD; None where its source carries none
     sources: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
@@ -53,6 +55,16 @@ class Cluster:
                 self.price_usd_per_node_hour is None or self.price_usd_per_node_hour > 0,
                 "price_usd_per_node_hour",
                 "must be positive; null when it is not known",
+            ),
+            (
+                self.price_date is None or self.price_usd_per_node_hour is not None,
+                "price_date",
+                "is the date of a price: give price_usd_per_node_hour as well, or leave it out",
+            ),
+            (
+                self.price_date is None or _is_date(self.price_date),
+                "price_date",
+                f"must be a day as YYYY-MM-DD, or null, not {self.price_date!r}",
             ),
             *source_checks(self._numbers(), self.sources),
             *(self._link_checks() + self._placement_checks() if countable else []),
@@ -259,6 +271,18 @@ class Cluster:
                 for index, rule in enumerate(self.placements)
             ),
         ]
+
+
+def _is_date(text: str) -> bool:
+    """Tell whether a text is a day of the calendar.
+
+    >>> _is_date("2026-11-09"), _is_date("2026-02-30"), _is_date("20261109")
+    (True, False, False)
+    """
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _port_loads(crossings: Sequence[set[tuple[int, int]]]) -> Counter[int]:

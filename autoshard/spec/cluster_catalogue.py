@@ -96,6 +96,7 @@ class NodeType:
     kernels: str
     kv_order: KvOrder = "adjacent"
     price_usd_per_node_hour: float | None = None
+    price_date: str | None = None
     sources: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
@@ -148,6 +149,7 @@ class NodeType:
             kv_order=self.kv_order,
             placements=variant.placements,
             price_usd_per_node_hour=self.price_usd_per_node_hour,
+            price_date=self.price_date,
             sources=self.sources,
         )
 

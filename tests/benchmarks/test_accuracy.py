@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cost.calibration import built_in
 from autoshard.cost.validation import Validation
 from autoshard.search.validate import validate
 from benchmarks.__main__ import main
 from benchmarks.accuracy import TIME_BAR, judge, run
-from tests.cost.measured_cases import DATA, SMALL
+from benchmarks.accuracy_table import Found
+from tests.cost.measured_cases import SMALL
 
 
 def measured(folder: Path, *factors: float, name: str = "own") -> Validation:
@@ -60,15 +60,18 @@ def test_rows_are_for_accuracy_only(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "cannot be read" in capsys.readouterr().err
 
 
-def test_the_readme_states_the_errors_of_today() -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    said = re.search(r"is (\d+)% over (\d+) runs on Trainium and (\d+)% over (\d+) on GPUs", " ".join(text.split()))
-    found = {entry.name: entry.step_time for entry in validate(DATA).sets}
-    trainium, gpus = found["trainium"], found["gpu_published"]
-    assert said and trainium and gpus
-    fit = built_in("trn1.32xlarge").fit
-    assert fit and f"Their mean error is {fit.in_sample_mape:.1%}, and {fit.left_out_mape:.1%} where" in " ".join(
-        text.split()
-    )
-    shares = [round(100 * trainium.mape), trainium.count, round(100 * gpus.mape), gpus.count]
-    assert [int(number) for number in said.groups()] == shares
+def test_what_to_write_is_for_accuracy_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cold_start", "--write"]) == 2
+    assert "cold_start has no use for tables on pages" in capsys.readouterr().err
+
+
+def test_tables_are_written_when_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written: list[Found] = []
+    monkeypatch.setattr("benchmarks.accuracy.write_pages", lambda found, rows: written.append(found))
+    measured(tmp_path, 1.0)
+    run(rows=tmp_path)
+    assert not written
+    run(rows=tmp_path, write=True)
+    (found,) = written
+    assert found.other and [entry.name for entry in found.other] == ["own"]
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", found.date)

@@ -311,7 +311,8 @@ def test_explain_shows_every_block_of_a_found_plan(capsys: pytest.CaptureFixture
     ):
         assert words in out
     assert max(map(len, out.splitlines())) <= 120
-    assert set(json.loads(run("explain plan.json --json", capsys)[1])) == {"candidate", "blocks", "rules", "basis"}
+    keys = {"candidate", "blocks", "rules", "basis", "dollars"}
+    assert set(json.loads(run("explain plan.json --json", capsys)[1])) == keys
 
 
 def test_explain_says_why_a_plan_cannot_run_instead(capsys: pytest.CaptureFixture[str]):
@@ -370,10 +371,10 @@ def test_a_broken_plan_file_is_wrong_input(change: Any, words: str, capsys: pyte
 @pytest.mark.parametrize(
     ("line", "code", "keys"),
     [
-        (f"{LOCAL} --json", 0, {"plan", "runners_up", "certificate"}),
-        (f"{LOCAL} --at tp=2 --json", 0, {"rejections", "plan"}),
-        (f"{TRN1} --at tp=2 --json", 1, {"rejections", "plan"}),
-        (f"{TRN1} --at tp=8,mbs=1024 --json", 1, {"rejections", "plan"}),
+        (f"{LOCAL} --json", 0, {"plan", "dollars", "runners_up", "certificate"}),
+        (f"{LOCAL} --at tp=2 --json", 0, {"rejections", "plan", "dollars"}),
+        (f"{TRN1} --at tp=2 --json", 1, {"rejections", "plan", "dollars"}),
+        (f"{TRN1} --at tp=8,mbs=1024 --json", 1, {"rejections", "plan", "dollars"}),
         *((f"list {what} --json", 0, {what}) for what in ("models", "clusters", "engines", "schedules", "rules")),
     ],
 )

@@ -1,6 +1,7 @@
 """Statistics against numbers computed by hand."""
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import pytest
@@ -121,3 +122,19 @@ def test_a_percentile_lies_among_the_values(values: list[float], share: float):
 def test_what_has_no_ratio_is_refused(wrong: dict[str, float]):
     with pytest.raises(InputError, match="must be positive"):
         Compared(**{"id": "a", "group": "g", "layout": "x", "predicted": 1.0, "measured": 1.0, **wrong})
+
+
+def test_the_noise_floor_is_the_error_of_the_median():
+    rows = [compared(9.0, value, layout="tp=1") for value in (8.0, 10.0, 12.5)]
+    found = accuracy([*rows, compared(1.0, 7.0, layout="tp=2"), compared(1.0, 5.0, group="other", layout="tp=1")])
+    assert found is not None
+    assert (found.num_layouts, found.noise_floor) == (3, pytest.approx((10 / 8 - 1 + 0 + 1 - 10 / 12.5) / 3))
+    alone = accuracy([compared(1.0, 2.0), compared(1.0, 3.0)])
+    assert alone is not None and (alone.num_layouts, alone.noise_floor) == (2, None)
+
+
+@given(st.lists(st.lists(st.floats(1, 100), min_size=2, max_size=5), min_size=1, max_size=5))
+def test_the_median_of_each_layout_reaches_the_noise_floor(layouts: list[list[float]]):
+    rows = [compared(median(same), value, layout=number) for number, same in enumerate(layouts) for value in same]
+    found = accuracy(rows)
+    assert found is not None and found.noise_floor == pytest.approx(found.mape)

@@ -47,3 +47,13 @@ def test_models_and_clusters_show_their_numbers():
 def test_widths_follow_the_longest_cell():
     rows = [{"a": "x", "b": "1"}, {"a": "longer", "b": "2"}]
     assert listing_text(rows) == "a       b\nx       1\nlonger  2"
+
+
+def test_prices_stand_with_their_date():
+    clusters = {row["name"]: row for row in entries("clusters")}
+    found = {name: list(clusters[name].values())[-2:] for name in ("trn1.32xlarge", "trn1n.32xlarge", "trn2.48xlarge")}
+    assert found == {
+        "trn1.32xlarge": ["21.50", "2026-06-25"],
+        "trn1n.32xlarge": ["24.78", "-"],
+        "trn2.48xlarge": ["-", "-"],
+    }

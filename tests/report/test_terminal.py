@@ -210,3 +210,20 @@ def test_a_terminal_is_used_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Console, "is_terminal", True)
     monkeypatch.setenv("COLUMNS", "77")
     assert make_console().width == 77
+
+
+def test_a_price_shows_what_a_step_costs_and_how_old_it_is():
+    plan = made("even")
+    assert plan.prediction
+    said = re.search(r"^cost \$([\d,.]+) a step, \$([\d,.]+) per billion tokens \((.*)\)$", report(plan), re.MULTILINE)
+    assert said
+    step, tokens = (float(amount.replace(",", "")) for amount in said.groups()[:2])
+    usd = plan.prediction.step_time_s / 3600 * 16 * 21.5
+    assert (step, tokens) == (round(usd, 2), round(usd / plan.workload.tokens_per_step * 1e9))
+    assert said[3] == "$21.50 a node hour on demand, as of 2026-06-25; check yours"
+    undated = replace(plan, cluster=replace(plan.cluster, price_date=None))
+    assert "on demand, undated; check yours" in report(undated)
+
+
+def test_where_no_price_is_known_no_cost_is_said():
+    assert "$" not in report(made("one stage"))

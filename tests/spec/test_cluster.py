@@ -99,6 +99,8 @@ def test_a_link_lists_all_its_faults():
         ({"name": ""}, "name", "empty"),
         ({"kernels": ""}, "kernels", "Kernels table"),
         ({"price_usd_per_node_hour": 0.0}, "price_usd_per_node_hour", "positive"),
+        ({"price_date": "2026-11-09"}, "price_date", "give price_usd_per_node_hour"),
+        ({"price_usd_per_node_hour": 1.0, "price_date": "9 November 2026"}, "price_date", "YYYY-MM-DD"),
         ({"links": ()}, "links", "innermost first"),
         ({"links": (link(domain="cluster"), link())}, "links", "innermost first"),
         ({"links": (link(), link())}, "links", "innermost first"),

@@ -1,0 +1,133 @@
+"""The accuracy tables of README.md and benchmarks/README.md, written by ``python -m benchmarks accuracy --write``.
+
+Lines about rows that are not part of this repository stay as they were written, each with its date, until ``--rows`` is
+given.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoshard.cost.accuracy import noise_floor
+from autoshard.cost.calibration import Calibration, Fit, built_in
+from autoshard.cost.measured import MeasuredRow, read_rows
+from autoshard.cost.validation import SetAccuracy
+from autoshard.errors import InputError
+from autoshard.search.validate import row_files
+from autoshard.spec.cluster_catalogue import cluster_names
+
+ROOT = Path(__file__).parents[1]
+_DATED = re.compile(r"\| \d{4}-\d{2}-\d{2} \|$")  # of rows that are not part of this repository
+_NOTE = "<!-- written by `python -m benchmarks accuracy --write`; do not edit -->"
+_HERE = "here"  # the last cell of a set whose rows are part of this repository; else the date of the line
+
+
+def _share(value: float | None, form: str = ".1%") -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def _time(name: str, form: str = ".1%") -> Callable[[SetAccuracy], str]:
+    """Show one number of the errors of time."""
+    return lambda entry: _share(getattr(entry.step_time, name) if entry.step_time else None, form)
+
+
+_COLUMNS: Mapping[str, Callable[[SetAccuracy], str]] = {
+    "set": lambda entry: entry.name,
+    "rows": lambda entry: str(entry.num_rows),
+    "layouts": lambda entry: str(entry.step_time.num_layouts if entry.step_time else 0),
+    "noise floor": _time("noise_floor"),
+    "MAPE": _time("mape"),
+    "median": _time("median"),
+    "p90": _time("p90"),
+    "worst": _time("worst", "+.1%"),
+    "bias": _time("bias", "+.1%"),
+    "inside": _time("coverage"),
+    "Spearman": _time("spearman", ".2f"),
+    "regret": _time("regret"),
+    "worst regret": _time("worst_regret"),
+    "memory MAPE": lambda entry: _share(entry.peak_memory.mape if entry.peak_memory else None),
+}
+_SHORT = ("set", "rows", "layouts", "noise floor", "MAPE", "inside", "Spearman", "regret", "memory MAPE")
+PAGES: Mapping[Path, Sequence[str]] = {ROOT / "README.md": _SHORT, ROOT / "benchmarks" / "README.md": tuple(_COLUMNS)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What was predicted: the sets of this repository, and those of another folder, if there was one, with a date."""
+
+    own: tuple[SetAccuracy, ...]
+    other: tuple[SetAccuracy, ...] | None = None
+    date: str = ""
+
+
+def page_text(text: str, columns: Sequence[str], found: Found, calibrations: str) -> str:
+    """Return a page with its tables written anew; everything outside the markers stays."""
+    kept = [line for line in _block(text, "accuracy").group(2).splitlines() if _DATED.search(line)]
+    head = [_line([*columns, "rows from"]), _rule(columns)]
+    own = [_set_line(entry, columns, _HERE) for entry in found.own]
+    table = "\n".join([*head, *own, *(kept if found.other is None else _others(columns, found))])
+    return _filled(_filled(text, "accuracy", table), "calibrations", calibrations)
+
+
+def calibration_table(rows: Path) -> str:
+    """Return what the constants that come with autoshard were fitted to, and their errors."""
+    known = {row.id: row for file in row_files(rows) for row in read_rows(file).values()}
+    names = ("calibration", "rows", "layouts", "noise floor", "fitted MAPE", "left-out MAPE", "left out", "interval")
+    lines = [_line([*names, "newest row"]), _rule(names)]
+    lines += [_line(_calibration_cells(one, one.fit, known)) for one in _calibrations() if one.fit]
+    return "\n".join(lines)
+
+
+def write_pages(found: Found, rows: Path, pages: Mapping[Path, Sequence[str]] = PAGES) -> None:
+    """Write the tables of all pages; ``rows`` are those of this repository."""
+    calibrations = calibration_table(rows)
+    for page, columns in pages.items():
+        text = page_text(page.read_text(encoding="utf-8"), columns, found, calibrations)
+        page.write_text(text, encoding="utf-8")
+
+
+def _block(text: str, name: str) -> re.Match[str]:
+    found = re.search(rf"(<!-- {name} -->\n)(.*?)(<!-- /{name} -->)", text, re.DOTALL)
+    if found is None:
+        raise InputError.of("--write", f"a page has no place for a table: <!-- {name} --> and <!-- /{name} -->")
+    return found
+
+
+def _filled(text: str, name: str, table: str) -> str:
+    block = _block(text, name)
+    return f"{text[: block.end(1)]}{_NOTE}\n\n{table}\n\n{text[block.start(3) :]}"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _rule(columns: Sequence[str]) -> str:
+    return _line(["---", *["---:"] * (len(columns) - 1), "---"])
+
+
+def _set_line(entry: SetAccuracy, columns: Sequence[str], origin: str) -> str:
+    return _line([*(_COLUMNS[name](entry) for name in columns), origin])
+
+
+def _others(columns: Sequence[str], found: Found) -> list[str]:
+    """Return the lines of the sets of another folder; one with the name of a set of this repository is that set."""
+    own = {entry.name for entry in found.own}
+    return [_set_line(entry, columns, found.date) for entry in found.other or () if entry.name not in own]
+
+
+def _calibrations() -> list[Calibration]:
+    found = {built_in(name).name: built_in(name) for name in cluster_names()}
+    return [found[name] for name in sorted(found)]
+
+
+def _calibration_cells(calibration: Calibration, fit: Fit, known: Mapping[str, MeasuredRow]) -> list[str]:
+    again: dict[object, list[float]] = defaultdict(list)
+    for row in (known[name] for name in fit.rows if name in known):
+        again[row.measured_again].extend([row.step_time_s] if row.step_time_s else [])
+    noise = noise_floor(again.values()) if known.keys() >= set(fit.rows) else None
+    errors = [_share(noise), _share(fit.in_sample_mape), _share(fit.left_out_mape)]
+    return [calibration.name, str(len(fit.rows)), str(fit.num_layouts), *errors, fit.left_out_by,
+            _share(calibration.interval), fit.date]  # fmt: skip
