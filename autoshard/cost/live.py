@@ -1,7 +1,7 @@
 """What lies in memory while a kernel of a block runs, beside states and what is kept, read off the order of operations.
 
 The order is the one in which autograd runs them: a sum of gradients is made as soon as its weight gradient is. A tensor
-that is handed on in another layout counts in the larger one while a kernel reads it.
+that is handed on in another layout counts in the larger one while a kernel reads it. W is taken to run right after I.
 """
 
 from collections import defaultdict
@@ -42,29 +42,19 @@ class Moment:
 
 
 def moments(
-    block: Block, kernels: Sequence[Kernel], held: frozenset[str], unmade: frozenset[str]
+    block: Block,
+    kernels: Sequence[Kernel],
+    op_cuts: Mapping[str, Cuts],
+    held: frozenset[str],
+    unmade: frozenset[str],
 ) -> tuple[Moment, ...]:
-    """Return the moments at which a rank may hold the most.
+    """Return a moment for each kernel, in the order in which they run.
 
-    ``held`` names the storages that are kept, or made again before backward reads them; ``unmade`` the gradients that
-    are never tensors.
+    ``op_cuts`` says how each operation is cut; ``held`` names the storages that are kept, or made again before backward
+    reads them; ``unmade`` the gradients that are never tensors.
     """
-    line = _Line(block=block, kernels=tuple(kernels), held=held, unmade=unmade)
-    found = {(frozenset(map(_key, one.takes)), one.frees): one for one in map(line.moment, range(len(line.ordered)))}
-    return tuple(one for held, one in found.items() if not any(_exceeds(other, held) for other in found))
-
-
-_Held = tuple[frozenset[tuple[object, ...]], frozenset[str]]  # what is taken, what is freed
-
-
-def _exceeds(other: _Held, one: _Held) -> bool:
-    """Say whether one moment holds all that another does, and more."""
-    return other != one and one[0] <= other[0] and other[1] <= one[1]
-
-
-def _key(entry: Fresh) -> tuple[object, ...]:
-    op, tensor, held = entry
-    return op, tensor.name, tuple(tuple(cuts.items()) for cuts in held)
+    line = _Line(block=block, kernels=tuple(kernels), op_cuts=op_cuts, held=held, unmade=unmade)
+    return tuple(map(line.moment, range(len(line.ordered))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +63,15 @@ class _Line:
 
     block: Block
     kernels: tuple[Kernel, ...]
+    op_cuts: Mapping[str, Cuts]
     held: frozenset[str]
     unmade: frozenset[str]
 
     def moment(self, number: int) -> Moment:
         """Return what is held while a kernel runs: what it touches, what waits for later kernels."""
-        own = tuple(entry for entry in self.ordered[number].fresh if self._takes_room(entry[1].name))
-        touched = {self.storage(entry[1].name) for entry in own}
+        fresh = self.ordered[number].fresh
+        own = tuple(entry for entry in fresh if self._takes_room(entry[1].name) and not self._as_kept(entry))
+        touched = {self.storage(entry[1].name) for entry in fresh}
         waiting = tuple(
             entry
             for storage, entry in self._entries.items()
@@ -143,6 +135,11 @@ class _Line:
 
     def _takes_room(self, name: str) -> bool:
         return self._root(name) not in self.unmade and self.storage(name) not in self._over.values()
+
+    def _as_kept(self, entry: Fresh) -> bool:
+        """Say whether an operation finds a tensor as it is kept, whatever the sizes of atoms."""
+        op, tensor, held = entry
+        return {dim: cut for dim, cut in self.op_cuts[op].items() if dim in tensor.dims} in held
 
     @cached_property
     def _turn(self) -> int:

@@ -197,12 +197,17 @@ class TestMemory:
             assert priced(question, f"tp=1,dp=8,ep={ep}").placeholder_bytes == 2 * (attention + one)
 
     def test_what_is_kept_anyway_needs_no_room_again(self):
-        # forward attention finds queries, keys and values kept, and makes what is kept: only positions are beside
+        # Forward attention finds queries kept, and makes what is kept: beside are positions, and those keys and values
+        # that a ring of cp brings; there is none here.
         layer = setting(ask(kernels="te"), "tp=8").blocks.block("layer", Recompute())
         attend = only(layer, "F", "attend")
-        (moment,) = moments(layer.block, attend.runs, frozenset(layer.sharding.kept_cuts), frozenset())
-        beside = [tensor.name for _, tensor, held in moment.takes if not held]
-        assert (beside, moment.frees) == (["positions", "key_positions"], frozenset())
+        held = frozenset(layer.sharding.kept_cuts)
+        (moment,) = moments(layer.block, attend.runs, layer.sharding.op_cuts, held, frozenset())
+        beside = [tensor.name for _, tensor, _ in moment.takes]
+        assert (beside, moment.frees) == (["k_in", "v_in", "positions", "key_positions"], frozenset())
+        here = setting(ask(kernels="te"), "tp=8")
+        alone = block_cost(replace(layer, moments=(moment,)), layer, here, ask(kernels="te").rates)
+        assert alone.working_bytes == 2 * 8192 * 8
 
     def test_recompute_brings_back_while_a_layer_is_in_backward_what_it_dropped(self):
         plain, full = priced(ask(), "tp=8"), priced(ask(), "tp=8", drop="full")
