@@ -59,6 +59,8 @@ def step_cost(
 
 
 def _fullest(pipeline: Pipeline, group: Alike) -> int:
+    if len(group.ranks) == 1:
+        return group.ranks[0]
     schedule = pipeline.schedule
     return max(group.ranks, key=lambda rank: (schedule.in_flight(rank), schedule.deferred(rank)))
 

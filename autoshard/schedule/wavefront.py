@@ -17,7 +17,7 @@ from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.timeline import KINDS, Coded, Delays, Ints, coded, places
 
 Column = Any
-_FIRST_TRY = 6  # micro-batches per rank: enough for nearly all to settle; the others are run for twice as many
+_FIRST_TRY = 4  # micro-batches per rank: enough for nearly all to settle; the others are run for twice as many
 _MOST_NUMBERS = 2**23  # times that are held at once: 64 MiB
 _ROUNDING = 1e-13  # of all seconds so far: periods that differ by no more are equal
 
