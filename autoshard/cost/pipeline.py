@@ -1,8 +1,9 @@
 """What a pipeline is made of, for pricing: stages with their layers, sends, buckets, the schedule."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -85,13 +86,20 @@ class StageSeconds:
     weight_s: Number
 
     @classmethod
-    def of(cls, stage: StageLayers, price: Price) -> "StageSeconds":
-        """Add up the blocks of a stage."""
-        blocks = [(count, price(kind, drop).seconds) for kind, drop, count in stage.contents()]
-        forward, inputs, weights = (
-            sum(count * sum(seconds[name].values()) for count, seconds in blocks) for name in PASSES
-        )
-        return cls(forward_s=forward, input_s=inputs, weight_s=weights)
+    def of_all(cls, stages: Iterable[StageLayers], price: Price) -> "dict[StageLayers, StageSeconds]":
+        """Add up the blocks of every stage that differs from the others."""
+
+        @cache
+        def by_pass(kind: str, drop: Recompute) -> tuple[Number, ...]:
+            seconds = price(kind, drop).seconds
+            return tuple(sum(seconds[name].values()) for name in PASSES)
+
+        found: dict[StageLayers, StageSeconds] = {}
+        for stage in dict.fromkeys(stages):
+            blocks = [(count, by_pass(kind, drop)) for kind, drop, count in stage.contents()]
+            forward, inputs, weights = (sum(count * own[number] for count, own in blocks) for number in range(3))
+            found[stage] = cls(forward_s=forward, input_s=inputs, weight_s=weights)
+        return found
 
     @property
     def whole_s(self) -> Number:

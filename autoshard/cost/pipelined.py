@@ -1,7 +1,7 @@
 """The pipelined part of a step: how long its schedule takes, and what the rank with the most to do spends that on.
 
-One plan is simulated, action by action. Columns of candidates take the makespan of ``schedule/makespan``, which is the
-same number for each of them.
+One plan is simulated, action by action. Columns of candidates, and plans with more actions than anybody would wait for,
+take the makespan of ``schedule/makespan``, which is the same number for each of them.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,9 @@ from autoshard.cost.rings import Number
 from autoshard.schedule.makespan import makespan_columns
 from autoshard.schedule.simulate import Hop, PipelineTimes, StageTimes, delays_of, simulate
 from autoshard.schedule.timeline import KINDS
+
+
+_MOST_SIMULATED = 2**14  # micro-batches times stages: a tenth of a second on a core of 2024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +66,15 @@ def pipeline_seconds(pipeline: Pipeline, alike: Sequence[Alike], price: Price) -
 
 def makespan_s(pipeline: Pipeline, price: Price) -> Number:
     """Return how long the micro-batches take, from the first forward to the end of the last action."""
-    distinct = dict.fromkeys(pipeline.stages)
-    times = {stage: StageSeconds.of(stage, price) for stage in distinct}
-    if pipeline.schedule.num_ranks == 1 and pipeline.schedule.actions is None:
-        return pipeline.schedule.num_micro_batches * sum(times[stage].whole_s for stage in pipeline.stages)
-    if all(np.ndim(number) == 0 for number in (pipeline.sends.time_s, *(one.whole_s for one in times.values()))):
+    schedule = pipeline.schedule
+    times = StageSeconds.of_all(pipeline.stages, price)
+    if schedule.num_ranks == 1 and schedule.actions is None:
+        return schedule.num_micro_batches * sum(times[stage].whole_s for stage in pipeline.stages)
+    alone = all(np.ndim(number) == 0 for number in (pipeline.sends.time_s, *(one.whole_s for one in times.values())))
+    few = schedule.num_stages * schedule.num_micro_batches <= _MOST_SIMULATED
+    if alone and (few or schedule.actions is not None):
         return _simulated_s(pipeline, times)
-    return _columns_s(pipeline, times)
+    return _columns_s(pipeline, times)[0] if alone else _columns_s(pipeline, times)
 
 
 Times = dict[StageLayers, StageSeconds]
@@ -87,7 +92,7 @@ def _simulated_s(pipeline: Pipeline, times: Times) -> float:
 
 def _columns_s(pipeline: Pipeline, times: Times) -> Number:
     sends = pipeline.sends
-    shape = np.broadcast_shapes(np.shape(sends.time_s), *(np.shape(one.whole_s) for one in times.values()))
+    shape = np.broadcast_shapes((1,), np.shape(sends.time_s), *(np.shape(one.whole_s) for one in times.values()))
     by_stage = [np.array([np.broadcast_to(one.of_kind(kind), shape) for one in times.values()]) for kind in KINDS]
     position = {stage: number for number, stage in enumerate(times)}
     work_s = np.array(by_stage)[:, [position[stage] for stage in pipeline.stages]]

@@ -61,7 +61,7 @@ def step_cost(
 def _fullest(pipeline: Pipeline, group: Alike) -> Sequence[int]:
     """Return a rank of alike ones that holds as much as any; all of them where that depends on sizes of chunks."""
     schedule = pipeline.schedule
-    if not group.cost.alike:
+    if len(group.ranks) == 1 or not group.cost.alike:
         return group.ranks
     return (max(group.ranks, key=lambda rank: (schedule.in_flight(rank), schedule.deferred(rank))),)
 

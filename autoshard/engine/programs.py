@@ -21,7 +21,8 @@ class BlockProgram:
     block: Block
     program: Program
     forward: tuple[Instruction, ...]
-    backward: tuple[Instruction, ...]
+    backward: tuple[Instruction, ...]  # I, then W
+    num_input: int  # instructions of ``backward`` that are I
 
     @property
     def handed_on(self) -> str:
@@ -33,6 +34,17 @@ class BlockProgram:
         """The gradient that the backward pass makes for the block before, if there is one."""
         sums = {f"{tensor.name}.sum" for tensor in self.block.parameters}
         return next((name for name in self.program.results if name not in {*sums, self.handed_on}), None)
+
+    def part(self, kind: str) -> tuple[Instruction, ...]:
+        """Return what an action of some kind runs."""
+        split = self.num_input
+        by_kind = {"F": self.forward, "B": self.backward, "I": self.backward[:split], "W": self.backward[split:]}
+        return by_kind[kind]
+
+    def made(self, kind: str) -> Mapping[str, Value]:
+        """Return by tensor the results that such an action makes."""
+        names = {name for entry in self.part(kind) for name in _written(entry)}
+        return {tensor: value for tensor, value in self.program.results.items() if value.name in names}
 
     def given(self, tensor: str) -> Value:
         """Return a tensor as the program takes it."""
@@ -124,19 +136,46 @@ def parted(block: Block, program: Program) -> BlockProgram:
             backward.append(entry)
     upstream = f"d.{handed_on.tensor}"
     assert upstream not in needed, f"{block.kind}: the forward pass waits for {upstream}"
+    inputs, weights = _halves(tuple(reversed(backward)), program)
     return BlockProgram(
-        block=block, program=program, forward=tuple(reversed(forward)), backward=tuple(reversed(backward))
+        block=block,
+        program=program,
+        forward=tuple(reversed(forward)),
+        backward=(*inputs, *weights),
+        num_input=len(inputs),
     )
 
 
+def _halves(
+    backward: tuple[Instruction, ...], program: Program
+) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
+    """Part a backward pass: I is what says so, what it needs, and results that no W makes; all else is W."""
+    late = {name for entry in backward if _pass_of(entry) == "W" for name in _written(entry)}
+    needed = {value.name for value in program.results.values()} - late
+    inputs: list[Instruction] = []
+    weights: list[Instruction] = []
+    for entry in reversed(backward):
+        if _pass_of(entry) == "I" or (_pass_of(entry) is None and needed.intersection(_written(entry))):
+            inputs.append(entry)
+            needed.update(_read(entry))
+        else:
+            weights.append(entry)
+    assert not late & needed, "the gradient of a block's input waits for that of a weight"
+    return tuple(reversed(inputs)), tuple(reversed(weights))
+
+
 def _is_forward(entry: Instruction) -> bool:
+    return _pass_of(entry) == "F"
+
+
+def _pass_of(entry: Instruction) -> str | None:
     match entry:
         case Compute(op=op):
-            return op.pass_ == "F"
+            return op.pass_
         case Communicate(pass_=pass_):
-            return pass_ == "F"
+            return pass_
         case _:
-            return False
+            return None
 
 
 def _written(entry: Instruction) -> tuple[str, ...]:
@@ -163,11 +202,9 @@ def _refuse_unsupported(plan: Plan) -> None:
     """Refuse what this engine would otherwise silently do differently."""
     names = {name for name, _ in plan.mesh.axes}
     whole = sorted(names - set(ATOMS))
-    kinds = {action.kind for actions in plan.schedule.action_lists() for action in actions}
     require(
         (not whole, "mesh", f"{' and '.join(whole)} must be written in parts: edp and ep for dp, kv and rep for tp"),
         (plan.zero != 3, "zero", "ZeRO-3 is not executed yet. Use zero=0 or zero=1"),
-        (kinds <= {"F", "B"}, "schedule", "only whole backwards (B) are executed yet. Use gpipe, 1f1b or interleaved"),
         (plan.cp_order == "contiguous", "cp_order", "zigzag is not executed yet. Use contiguous"),
         (
             plan.cp_kind == "ring" or plan.mesh.size("cp") == 1,

@@ -35,7 +35,7 @@ class Delays:
         """Stages of the pipeline."""
         return self.work_s.shape[1]
 
-    def only(self, rows: Ints) -> "Delays":
+    def only(self, rows: Ints | slice) -> "Delays":
         """Return those of some candidates."""
         return Delays(
             work_s=self.work_s[..., rows],

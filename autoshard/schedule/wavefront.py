@@ -17,7 +17,7 @@ from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.timeline import KINDS, Coded, Delays, Ints, coded, places
 
 Column = Any
-_FIRST_TRY = 6  # micro-batches per rank: enough for nearly all to settle; the others are run for twice as many
+_FIRST_TRY = 4  # micro-batches per rank: enough for nearly all to settle; the others are run for twice as many
 _MOST_NUMBERS = 2**23  # times that are held at once: 64 MiB
 _ROUNDING = 1e-13  # of all seconds so far: periods that differ by no more are equal
 
@@ -62,9 +62,9 @@ class _Waves:
 
     def run_in_parts(self, delays: Delays) -> tuple[Column, Column]:
         """Run as many candidates at once as fit in a little memory."""
-        rows: Ints = np.arange(delays.work_s.shape[2])
         size = max(1, _MOST_NUMBERS // self.bounds[-1])
-        parts = [self.run(delays.only(rows[start : start + size])) for start in range(0, len(rows), size)]
+        starts = range(0, delays.work_s.shape[2], size)
+        parts = [self.run(delays.only(slice(start, start + size))) for start in starts]
         return np.concatenate([ends for ends, _ in parts]), np.concatenate([periods for _, periods in parts])
 
     def run(self, delays: Delays) -> tuple[Column, Column]:
@@ -170,7 +170,7 @@ def _steady(lanes: Sequence[Coded], starts: Ints, sender: Ints, unit: int) -> tu
     if needed > length:
         return none, none
     last = [start + end for start, (_, end) in zip(starts[:-1].tolist(), runs, strict=True)]
-    window: Ints = np.concatenate([np.arange(end - needed, end) for end in last])
+    window = np.array([position for end in last for position in range(end - needed, end)], dtype=np.int64)
     return window, window - width
 
 

@@ -136,6 +136,14 @@ class TestTime:
                 found = np.broadcast_to(whole.seconds[part], 3)[row]
                 assert found == pytest.approx(float(value), rel=1e-9, abs=1e-9 * float(alone.time_s)), part
 
+    @pytest.mark.parametrize("builder", ["1f1b", "zb_h1"])
+    def test_of_more_actions_than_are_simulated_goes_on_as_with_fewer(self, builder):
+        times = []
+        for count in (2000, 4000, 1_000_000):
+            schedule = Schedule(builder=builder, num_ranks=4, num_micro_batches=count)
+            times.append(cost_of(pipeline(schedule, [1, 2, 2, 1], send_s=0.25), block(1.0, 2.0)).time_s)
+        assert times[2] - times[1] == pytest.approx((1_000_000 - 4000) / 2000 * (times[1] - times[0]), rel=1e-9)
+
     @pytest.mark.parametrize("hides", [True, False])
     def test_hidden_sends_are_waited_for_only_where_nothing_else_is_to_do(self, hides):
         schedule = Schedule(builder="gpipe", num_ranks=2, num_micro_batches=4)

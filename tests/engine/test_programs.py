@@ -8,7 +8,6 @@ from autoshard.engine.programs import graph_of, programs_of
 from autoshard.errors import InputError
 from autoshard.layout.program import Communicate, Compute, Given
 from autoshard.plan.candidate import Candidate
-from autoshard.schedule.action import Action
 from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.mesh import Mesh
@@ -79,11 +78,19 @@ def test_everything_that_is_not_executed_yet_is_refused_at_once():
     assert wheres == {"strategies", "zero", "cp_order", "boundary", "expert_capacity"}
 
 
-def test_half_backwards_are_refused():
-    plan = plan_of("tp=1,pp=1,dp=1")
-    actions = (tuple(map(Action.parse, ("F0.0", "I0.0", "W0.0"))),)
-    with pytest.raises(InputError, match=r"schedule: only whole backwards \(B\) are executed yet"):
-        programs_of(replace(plan, schedule=replace(plan.schedule, num_micro_batches=1, actions=actions)))
+@pytest.mark.parametrize("text", ["tp=2,pp=1,dp=2", "tp=1,pp=1,cp=2,dp=1,recompute=full", "tp=2,pp=1,dp=1,sp=false"])
+def test_i_does_not_wait_for_w_and_makes_what_is_handed_back(text):
+    (stage,) = programs_of(plan_of(text)).stages
+    for parts in stage.values():
+        inputs, weights = parts.part("I"), parts.part("W")
+        assert (*inputs, *weights) == parts.part("B")
+        assert all(entry.op.pass_ != "W" for entry in inputs if isinstance(entry, Compute))
+        assert all(entry.op.pass_ == "W" for entry in weights if isinstance(entry, Compute))
+        assert parts.handed_back is None or parts.handed_back in parts.made("I")
+        assert set(parts.made("I")) | set(parts.made("W")) == set(parts.made("B"))
+        assert all(tensor.endswith(".weight.sum") for tensor in parts.made("W"))
+    assert {"q.weight.sum", "down.weight.sum"} <= set(stage["layer.0"].made("W"))
+    assert "attn_norm.weight.sum" in stage["layer.0"].made("I")
 
 
 def test_all_to_all_attention_is_refused_where_it_would_be_another_one():

@@ -49,8 +49,6 @@ BREAKS = {
     "vp-schedule": ({}, "tp=32,pp=8,vp=2", "Use schedule=inter", "tp=32,pp=8,vp=2,schedule=interleaved"),
     "interleaved-shape": ({}, "tp=32,pp=8,schedule=interleaved", "not pp=8,vp=1", "tp=32,pp=8"),
     "zb-v-chunks": (GPU, "tp=8,pp=2,schedule=zb_v", "two stages per rank. Use vp=2", "tp=8,pp=2,vp=2,schedule=zb_v"),
-    "split-backward": (GPU, "tp=8,pp=2,schedule=zb_h1", "no split backward yet, only whole ones. Use schedule=1f1b",
-                       "tp=8,pp=2"),
     "schedule-effect": (GPU, "tp=8,schedule=gpipe", "no pipeline with pp=1", "tp=8,pp=2,schedule=gpipe"),
     "zero-effect": (GPU, "tp=8,pp=2,zero=3", "nothing to spread over", "tp=8,pp=1,zero=3"),
     "boundary": (GPU, "tp=8,boundary=[batch/dp, seq, hidden]", "default layout", "tp=8"),
@@ -77,6 +75,10 @@ BREAKS = {
     "nxd-window": ({"model_changes": {"window": 4096}}, "tp=8", "Use --seq-len 4096 or less", None),
     "nxd-fp16": ({"precision": "fp16"}, "tp=8", "returns bf16 for every type but fp32", "tp=1"),
     "torch-trn1": ({"engine": "torch"}, "tp=8", "Use --engine nxd", None),
+    "torch-split-recompute": (GPU, "tp=8,pp=2,schedule=zb_h1,recompute=full", "Use recompute=none, or schedule=1f1b",
+                              "tp=8,pp=2,schedule=zb_h1"),
+    "torch-split-zero": (GPU, "tp=8,pp=2,vp=2,schedule=zb_v,zero=3", "Use zero=1, or schedule=interleaved",
+                         "tp=8,pp=2,vp=2,schedule=zb_v"),
 }  # fmt: skip
 
 
@@ -96,7 +98,8 @@ def test_exactly_the_schedules_that_split_the_backward_are_refused_for_it(builde
     candidate = f"tp=8,pp=2,dp=1,vp={vp},schedule={builder}"
     lists = Schedule(builder=builder, num_ranks=2, num_chunks=vp, num_micro_batches=4).action_lists()
     splits = any(action.kind == "I" for actions in lists for action in actions)
-    assert ("split-backward" in reasons(question_for(GPU), candidate)) == splits
+    assert ("torch-split-recompute" in reasons(question_for(GPU), f"{candidate},recompute=full")) == splits
+    assert ("torch-split-zero" in reasons(question_for(GPU), f"{candidate},zero=3")) == splits
 
 
 def test_rules_have_one_id_each_a_subject_and_a_source():

@@ -50,8 +50,9 @@ def test_a_built_plan_of_a_legal_candidate_passes():
 
 
 @pytest.mark.parametrize("pins", ["tp=32,pp=8,schedule=zb_h1", "tp=32,pp=8,vp=2,schedule=zb_v"])
-def test_a_plan_whose_backward_is_split_is_refused_for_its_price_and_its_engine_only(pins):
-    assert {found.rule_id for found in verify(good(pins))} == {"split-backward", "nxd-schedule"}
+def test_a_plan_whose_backward_is_split_is_refused_for_its_engine_only(pins):
+    assert {found.rule_id for found in verify(good(pins))} == {"nxd-schedule"}
+    assert verify(good(pins.replace("tp=32,pp=8", "tp=8,pp=2"), cluster_name="h100-80", nodes=4)) == ()
 
 
 @given(shaped())

@@ -30,6 +30,11 @@ CASES = {
     "ring attention": ("tp=1,pp=1,cp=2,dp=1", llama()),
     "interleaved stages": ("tp=1,pp=2,dp=1,vp=2,schedule=interleaved", llama(num_layers=4)),
     "all forwards first": ("tp=1,pp=2,dp=1,schedule=gpipe", llama()),
+    "split backward": ("tp=1,pp=2,dp=1,schedule=zb_h1", llama()),
+    "split backward and tp": ("tp=2,pp=2,dp=1,schedule=zb_h1", llama(num_layers=3)),
+    "split backward in a V": ("tp=1,pp=2,dp=1,vp=2,schedule=zb_v", llama(num_layers=4)),
+    "split backward in a V with tied ends on one rank": ("tp=2,pp=2,dp=1,vp=2,schedule=zb_v", gpt(num_layers=4)),
+    "split backward of experts": ("tp=1,pp=2,dp=2,ep=2,schedule=zb_h1", llama(**MIXTRAL)),
     "one layer of two recomputed": ("tp=2,pp=1,dp=1,recompute=full:1", llama()),
     "attention recomputed": ("tp=2,pp=1,dp=1,recompute=selective[attend]", llama()),
     "tied embeddings on one stage": ("tp=2,pp=1,dp=1", gpt()),
@@ -52,6 +57,14 @@ def test_a_step_on_ranks_equals_a_step_on_one_process(text, model):
 def test_stages_may_take_micro_batches_in_another_order_than_they_are_sent():
     plan = plan_of("tp=1,pp=2,dp=1", llama(), global_batch=2)
     lists = ("F0.0 F0.1 B0.0 B0.1", "F1.1 F1.0 B1.1 B1.0")
+    actions = tuple(tuple(map(Action.parse, text.split())) for text in lists)
+    task = Task.of(replace(plan, schedule=replace(plan.schedule, actions=actions)))
+    compare(task.reference(), [share for (share,) in on_ranks(2, run_steps, task)])
+
+
+def test_halves_of_a_backward_may_lie_far_apart_and_beside_whole_ones():
+    plan = plan_of("tp=1,pp=2,dp=1", llama(), global_batch=3)
+    lists = ("F0.0 F0.1 F0.2 I0.0 B0.1 I0.2 W0.2 W0.0", "F1.0 I1.0 F1.1 I1.1 W1.1 W1.0 F1.2 B1.2")
     actions = tuple(tuple(map(Action.parse, text.split())) for text in lists)
     task = Task.of(replace(plan, schedule=replace(plan.schedule, actions=actions)))
     compare(task.reference(), [share for (share,) in on_ranks(2, run_steps, task)])

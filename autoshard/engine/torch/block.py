@@ -13,6 +13,7 @@ from autoshard.engine.torch.world import World
 from autoshard.graph.op import Array
 from autoshard.layout.local import evaluate_local
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Sum, Value
+from autoshard.schedule.action import ActionKind
 
 Arrays = Mapping[str, Array]
 Values = dict[str, Array]  # what a rank holds while a program runs, by the values' names
@@ -32,11 +33,13 @@ class BlockRun:
         self._execute(self.parts.forward, given, values)
         return values[self.parts.program.results[self.parts.handed_on].name], values
 
-    def backward(self, given: Arrays, values: Values) -> Arrays:
-        """Run the backward pass; return the sums of gradients and what is handed back, by tensor."""
-        self._execute(self.parts.backward, given, values)
-        results = self.parts.program.results
-        return {name: values[value.name] for name, value in results.items() if name != self.parts.handed_on}
+    def backward(self, kind: ActionKind, given: Arrays, values: Values) -> Arrays:
+        """Run the backward pass (B) or a half of it (I, W); return what it makes.
+
+        That is by tensor sums of gradients, and what is handed back.
+        """
+        self._execute(self.parts.part(kind), given, values)
+        return {tensor: values[value.name] for tensor, value in self.parts.made(kind).items()}
 
     def _execute(self, instructions: Sequence[Instruction], given: Arrays, values: Values) -> None:
         for entry in instructions:

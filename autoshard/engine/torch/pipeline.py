@@ -11,7 +11,7 @@ from autoshard.engine.torch.block import Arrays, BlockRun, Values
 from autoshard.engine.torch.world import World
 from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
-from autoshard.schedule.action import Action
+from autoshard.schedule.action import Action, ActionKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class _MicroBatches:
         if action.kind == "F":
             self._forward(action.stage, action.micro_batch)
         else:
-            self._backward(action.stage, action.micro_batch)
+            self._backward(action.kind, action.stage, action.micro_batch)
 
     def _forward(self, stage: int, number: int) -> None:
         hidden = self._arrived(stage, stage - 1, number, back=False) if stage else np.zeros(())
@@ -109,18 +109,23 @@ class _MicroBatches:
         elif self._pipeline.counts_loss:
             self.loss += float(hidden)
 
-    def _backward(self, stage: int, number: int) -> None:
-        is_last = stage == self._pipeline.last_stage
-        upstream = np.ones(()) if is_last else self._arrived(stage, stage + 1, number, back=True)
+    def _backward(self, kind: ActionKind, stage: int, number: int) -> None:
+        """Run B, or one half: I, which keeps the values, and W, which is handed nothing and hands on nothing."""
+        upstream = self._upstream(stage, number) if kind != "W" else np.zeros(())
         for name, run in reversed(list(self._pipeline.stages[stage].items())):
             given = self._inputs(name, run, number) | self._so_far(name, run)
             given[f"d.{run.parts.handed_on}"] = upstream
-            results = dict(run.backward(given, self._values.pop((name, number))))
-            if run.parts.handed_back:
+            values = self._values[name, number] if kind == "I" else self._values.pop((name, number))
+            results = dict(run.backward(kind, given, values))
+            if run.parts.handed_back and kind != "W":
                 upstream = results.pop(run.parts.handed_back)
             self.gradients |= {f"{name}.{tensor.removesuffix('.sum')}": array for tensor, array in results.items()}
-        if stage:
+        if stage and kind != "W":
             self._hand(upstream, stage, stage - 1, number, back=True)
+
+    def _upstream(self, stage: int, number: int) -> Array:
+        is_last = stage == self._pipeline.last_stage
+        return np.ones(()) if is_last else self._arrived(stage, stage + 1, number, back=True)
 
     def _inputs(self, name: str, run: BlockRun, number: int) -> dict[str, Array]:
         """Return a block's weights, and its part of the micro-batch."""

@@ -3,6 +3,7 @@
 from autoshard.plan.rules.columns import Column, Columns
 from autoshard.plan.rules.rule import Rule, implies, one_of
 
+SPLIT = ("zb_h1", "zb_v")  # schedules that run the two halves of a backward pass apart
 _NO_EFFECT = "autoshard: an option without effect is refused, because the user meant something by it"
 
 
@@ -20,9 +21,6 @@ def _cp_order(c: Columns) -> str:
 
 def _ep(c: Columns) -> str:
     return f"ep={c.ep}: {c.model.name} is dense; it has no experts to spread. Use ep=1"
-
-
-_SPLIT = ("zb_h1", "zb_v")  # schedules that run the two halves of a backward pass apart
 
 
 def _chunks(c: Columns) -> str:
@@ -43,11 +41,6 @@ def _schedule(c: Columns) -> str:
 
 def _v_chunks(c: Columns) -> str:
     return f"vp={c.vp}: schedule={c.schedule} folds the pipeline once, into two stages per rank. Use vp=2"
-
-
-def _split(c: Columns) -> str:
-    whole = {"zb_h1": "1f1b", "zb_v": "interleaved"}[str(c.schedule)]
-    return f"schedule={c.schedule}: this version prices no split backward yet, only whole ones. Use schedule={whole}"
 
 
 def _zero(c: Columns) -> str:
@@ -120,7 +113,7 @@ RULES = (
     Rule(
         id="schedule-effect",
         subject="schedule",
-        allows=lambda c: implies(one_of(c.schedule, ("gpipe", *_SPLIT)), c.pp > 1),
+        allows=lambda c: implies(one_of(c.schedule, ("gpipe", *SPLIT)), c.pp > 1),
         message=_schedule,
         source=_NO_EFFECT,
     ),
@@ -130,13 +123,6 @@ RULES = (
         allows=lambda c: implies(c.schedule == "zb_v", c.vp == 2),
         message=_v_chunks,
         source="derived: rank r holds stages r and 2*pp-1-r (ZB-V of Qi et al. 2023, arXiv:2401.10241)",
-    ),
-    Rule(
-        id="split-backward",
-        subject="schedule",
-        allows=lambda c: implies(one_of(c.schedule, _SPLIT), False),
-        message=_split,
-        source="autoshard: a step is priced by the closed form of whole backward passes",
     ),
     Rule(
         id="zero-effect",
