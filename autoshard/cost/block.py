@@ -1,7 +1,7 @@
 """Seconds and bytes of one block on one rank, read off its sharded graph; for numbers or columns alike."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,6 +16,7 @@ from autoshard.graph.block import Block
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.sharding import Message, Sharding
 from autoshard.plan.recompute import Recompute
+from autoshard.spec.kernels import Kernels
 
 PASSES = ("F", "I", "W")
 
@@ -72,31 +73,27 @@ class ShardedBlock:
         block: Block,
         sharding: Sharding,
         *,
+        kernels: Kernels,
         whole: "ShardedBlock | None" = None,
         tied: Iterable[str] = (),
-        placeholders: Iterable[Sequence[str]] = (),
-        hides_tp: float = 0.0,
-        eager: bool = True,
     ) -> "ShardedBlock":
-        """Group the operations of a block into kernel runs; ``whole`` is the same block without recompute.
-
-        ``placeholders`` names products that add their weight gradients to the sums themselves.
-        """
+        """Group the operations of a block into kernel runs; ``whole`` is the same block without recompute."""
         held = (whole.sharding if whole else sharding).kept_cuts
         added = [
-            tuple(product for product in products if f"{product}.weight" in block.tensors) for products in placeholders
+            tuple(product for product in products if f"{product}.weight" in block.tensors)
+            for products in kernels.placeholders
         ]
         weights = {f"{product}.weight.sum" for products in added for product in products}
-        runs = tuple(kernel_runs(block, held, frozenset(weights), eager=eager))
+        runs = tuple(kernel_runs(block, held, frozenset(weights), eager=kernels.eager))
         unmade = (op.inputs[1] for op in block.ops if isinstance(op.kind, Accumulate) and op.outputs[0] in weights)
         return cls(
             block=block,
             sharding=sharding,
             runs=runs,
-            moments=moments(block, runs, sharding.op_cuts, frozenset(held), frozenset(unmade)),
+            moments=moments(block, runs, frozenset(held), frozenset(unmade)),
             tied=frozenset(tied),
             placeholders=tuple(tuple(f"{product}.weight" for product in products) for products in added if products),
-            hides_tp=hides_tp,
+            hides_tp=kernels.hides.get("tp", 0.0),
         )
 
 

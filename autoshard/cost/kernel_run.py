@@ -168,7 +168,7 @@ class _Links:
         return self.block.tensors[name].role == "activation" and self._storage(name) not in self.held
 
     def _copies(self, group: Fused, *, dropped: bool) -> Sequence[Moved]:
-        """List what a kernel keeps beside the tensors of the graph; ``dropped`` counts what only its clone keeps too."""
+        """List what a kernel keeps beside the tensors of the graph; ``dropped``: what only its clone keeps, too."""
         return [
             (group.ops[0], save.tensor)
             for save in group.saves

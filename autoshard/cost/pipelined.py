@@ -15,7 +15,6 @@ from autoshard.schedule.makespan import makespan_columns
 from autoshard.schedule.simulate import Hop, PipelineTimes, StageTimes, delays_of, simulate
 from autoshard.schedule.timeline import KINDS
 
-
 _MOST_SIMULATED = 2**14  # micro-batches times stages: a tenth of a second on a core of 2024
 
 
@@ -36,9 +35,7 @@ def alike_ranks(pipeline: Pipeline, price: Price) -> list[Alike]:
         stages = tuple(pipeline.stages[stage] for _, stage in sorted(schedule.stages_of(rank).items()))
         holding.setdefault((stages, num_sends), []).append(rank)
     return [
-        Alike(
-            cost=rank_cost(stages, price, splits=schedule.splits_backward), ranks=tuple(ranks), num_sends=num_sends
-        )
+        Alike(cost=rank_cost(stages, price, splits=schedule.splits_backward), ranks=tuple(ranks), num_sends=num_sends)
         for (stages, num_sends), ranks in holding.items()
     ]
 

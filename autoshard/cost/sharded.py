@@ -97,15 +97,7 @@ def _sharded(step: Step, kind: str, drop: Recompute, program: Program, whole: Sh
     block = step.block(kind, drop)
     tied = [name.removeprefix(f"{kind}.") for name in step.graph.tied if name.startswith(f"{kind}.")]
     kernels = load_kernels(step.kernels)
-    return ShardedBlock.of(
-        block,
-        Sharding.of(block, program),
-        whole=whole,
-        tied=tied,
-        placeholders=kernels.placeholders,
-        hides_tp=kernels.hides.get("tp", 0.0),
-        eager=kernels.eager,
-    )
+    return ShardedBlock.of(block, Sharding.of(block, program), kernels=kernels, whole=whole, tied=tied)
 
 
 def atom_groups(blocks: Iterable[ShardedBlock]) -> frozenset[tuple[str, ...]]:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.graph.op import Call, Op, Tensor
-from autoshard.spec.kernels import BothWays
+from autoshard.spec.kernels import NEVER, ONCE, BothWays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class Fused:
     mask_tile: int = 1
     expands_keys: bool = False
     backward_flops_ratio: float = 1.0
-    launches: BothWays = BothWays(forward=1, backward=1)
-    score_bytes: BothWays = BothWays(forward=0, backward=0)
+    launches: BothWays = ONCE
+    score_bytes: BothWays = NEVER
     traffic_ratio: float = 1.0
 
 

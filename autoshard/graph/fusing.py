@@ -8,7 +8,7 @@ from autoshard.graph.block import Fused, Saved
 from autoshard.graph.kinds.attention import SCORES
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Op, Tensor
-from autoshard.spec.kernels import BothWays, Kernel, Kernels
+from autoshard.spec.kernels import NEVER, Kernel, Kernels
 from autoshard.spec.workload import Dtype
 
 
@@ -63,16 +63,16 @@ class Flow:
 def fuse(flow: Flow, kernels: Kernels) -> tuple[Fused, ...]:
     """Group the forward operations into kernels; what no table entry names stands alone."""
     names = [op.name for op in flow.forward if not isinstance(op.kind, Deliver)]
+    owner = {name: next((kernel for kernel in kernels.kernels if _matches(kernel, name)), None) for name in names}
     groups: list[Fused] = []
     taken: set[str] = set()
-    for name in names:
+    for name, kernel in owner.items():
         if name in taken:
             continue
-        kernel = next((kernel for kernel in kernels.kernels if _matches(kernel, name)), None)
-        run = _run(kernel, name, names) if kernel else (name,)
+        run = _run(kernel, name, [other for other in names if owner[other] is kernel]) if kernel else (name,)
         taken.update(run)
         fused = _fused(flow, kernel, run)
-        groups.append(fused if kernels.eager else replace(fused, launches=BothWays(forward=0, backward=0)))
+        groups.append(fused if kernels.eager else replace(fused, launches=NEVER))
     return tuple(groups)
 
 

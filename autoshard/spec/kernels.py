@@ -41,6 +41,9 @@ class BothWays:
         )
 
 
+ONCE, NEVER = BothWays(forward=1, backward=1), BothWays(forward=0, backward=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """A run of forward operations executed as one, named by patterns such as ``*_norm``.
@@ -50,9 +53,9 @@ class Kernel:
     of every (query, key) pair of a head, beside what it keeps of them (0 for fused attention, which writes no scores).
 
     ``saves`` replaces what the gradients would keep: ``in0`` (an input of the run, in order), ``in*`` (all of
-    them), ``out0`` (an output of its last operation), ``scores`` (one number for each pair), each with ``@dtype`` if it is kept in another format,
-    which costs memory of its own if it differs from the tensor's. ``copy:in0`` is memory of its own in any
-    case; ``over:in0`` overwrites the input, and backward hands it on as the input's gradient.
+    them), ``out0`` (an output of its last operation), ``scores`` (one number for each pair), each with ``@dtype`` if
+    it is kept in another format, which costs memory of its own if it differs from the tensor's. ``copy:in0`` is
+    memory of its own in any case; ``over:in0`` overwrites the input, and backward hands it on as the input's gradient.
     """
 
     ops: tuple[str, ...]
@@ -61,8 +64,8 @@ class Kernel:
     mask_tile: int = 1  # positions that are skipped together or not at all
     expands_keys: bool = False  # attention that copies keys and values for every query head before it starts
     backward_flops_ratio: float = 1.0
-    launches: BothWays = BothWays(forward=1, backward=1)
-    score_bytes: BothWays = BothWays(forward=0, backward=0)
+    launches: BothWays = ONCE
+    score_bytes: BothWays = NEVER
     traffic_ratio: float = 1.0
     source: str
 
@@ -164,7 +167,7 @@ def load_kernels(name: str) -> Kernels:
 
 
 def _read(name: str) -> Mapping[str, Any]:
-    """Read a table; one that is ``like`` another states what differs, and its kernels come before those of the other."""
+    """Read a table; one that is ``like`` another states what differs, and its kernels come before the other's."""
     own = json.loads((resources.files("autoshard.spec") / "kernel_tables" / f"{name}.json").read_text("utf-8"))
     if "like" not in own:
         return own

@@ -3,9 +3,9 @@
 import functools
 from dataclasses import replace
 
-from autoshard.cost.block import ShardedBlock, block_cost
-from autoshard.cost.compute import Rates
+from autoshard.cost.block import ShardedBlock, block_cost, block_work
 from autoshard.cost.calibration import uncalibrated
+from autoshard.cost.compute import Rates
 from autoshard.cost.setting import Question, setting_of
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
@@ -74,7 +74,12 @@ def priced(question, text, kind="layer", drop="none", rates=None):
     recompute = Recompute.parse(drop)
     sharded = here.blocks.block(kind, recompute)
     whole = here.blocks.block(kind, Recompute())
-    return block_cost(sharded, whole, here, rates or question.rates)
+    return block_price(sharded, whole, here, rates or question.rates)
+
+
+def block_price(sharded, whole, here, rates):
+    """The cost of a block; the tile of a matrix unit is that of the rates."""
+    return block_cost(block_work(sharded, whole, here, rates.matrix_tile), here.rings, rates)
 
 
 def only(sharded: ShardedBlock, pass_: str, *ops: str) -> ShardedBlock:

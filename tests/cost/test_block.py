@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.cost.block import PASSES, block_cost
+from autoshard.cost.block import PASSES
 from autoshard.cost.live import moments
 from autoshard.cost.setting import setting_of
 from autoshard.graph.kinds.attention import Attend
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import model_names
-from tests.cost.cases import ENDLESS, ask, candidate_of, only, priced, rates, setting
+from tests.cost.cases import ENDLESS, ask, block_price, candidate_of, only, priced, rates, setting
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD = 4096, 14336, 32, 8, 128  # llama3-8b
 TP = 8
@@ -24,7 +24,7 @@ def part_of(question, text, pass_, *ops, **changes):
     """Seconds of single kernels of a layer, with endless rates but for those given."""
     here = setting(question, text)
     sharded = only(here.blocks.block("layer", Recompute()), pass_, *ops)
-    return block_cost(sharded, sharded, here, rates(**changes)).part_s("compute")
+    return block_price(sharded, sharded, here, rates(**changes)).part_s("compute")
 
 
 def moved_bytes(question, text, pass_, *ops):
@@ -84,7 +84,7 @@ class TestKernels:
             vocab = question.model.vocab // TP
             for pass_ in ("F", "I"):  # forward reads logits and writes a copy; backward reads it, writes a gradient
                 loss = only(setting(question, "tp=8").blocks.block("head", Recompute()), pass_, "logits_fp32", "loss")
-                moved = block_cost(loss, loss, here, rates(memory_bytes_per_s=1.0)).part_s("compute")
+                moved = block_price(loss, loss, here, rates(memory_bytes_per_s=1.0)).part_s("compute")
                 assert moved == pytest.approx(8192 * vocab * (2 + kept), rel=1e-3)
 
     def test_attention_skips_masked_pairs_where_the_kernel_does(self):
@@ -99,7 +99,7 @@ class TestKernels:
         question = ask(kernels="te")
         attend = only(setting(question, "tp=8").blocks.block("layer", Recompute()), "F", "attend")
         naive = replace(attend, runs=tuple(replace(run, skips_masked=False) for run in attend.runs))
-        cost = block_cost(naive, naive, setting(question, "tp=8"), rates(matrix_flops_per_s=1.0))
+        cost = block_price(naive, naive, setting(question, "tp=8"), rates(matrix_flops_per_s=1.0))
         assert cost.part_s("compute") == pytest.approx(4 * 8192**2 * (HEADS // TP) * HEAD)
 
     def test_a_window_hides_pairs_too(self):
@@ -137,7 +137,7 @@ def test_with_every_atom_of_size_1_no_message_costs_anything(name, kind):
         many = setting(question, "tp=2,dp=4,sp=" + str(sp).lower())
         sharded = many.blocks.block(kind, Recompute())
         lonely = {atoms: replace(ring, size=1, latency_s=0.0) for atoms, ring in many.rings.items()}
-        cost = block_cost(sharded, sharded, replace(alone, rings=lonely), question.rates)
+        cost = block_price(sharded, sharded, replace(alone, rings=lonely), question.rates)
         assert sum(cost.part_s(part) for part in COMMUNICATION) == 0
         assert sum(cost.sent_bytes.values()) == 0
 
@@ -206,7 +206,7 @@ class TestMemory:
         beside = [tensor.name for _, tensor, _ in moment.takes]
         assert (beside, moment.frees) == (["k_in", "v_in", "positions", "key_positions"], frozenset())
         here = setting(ask(kernels="te"), "tp=8")
-        alone = block_cost(replace(layer, moments=(moment,)), layer, here, ask(kernels="te").rates)
+        alone = block_price(replace(layer, moments=(moment,)), layer, here, ask(kernels="te").rates)
         assert alone.working_bytes == 2 * 8192 * 8
 
     def test_recompute_brings_back_while_a_layer_is_in_backward_what_it_dropped(self):
@@ -271,7 +271,7 @@ class TestRecompute:
         question = ask(kernels="nxd")
         plain, less = priced(question, "tp=8"), priced(question, "tp=8", drop="selective[CoreAttention]")
         attend = only(setting(question, "tp=8").blocks.block("layer", Recompute()), "F", "attend")
-        again = block_cost(attend, attend, setting(question, "tp=8"), question.rates).part_s("compute")
+        again = block_price(attend, attend, setting(question, "tp=8"), question.rates).part_s("compute")
         assert less.part_s("compute") - plain.part_s("compute") == pytest.approx(again)
 
 
@@ -298,9 +298,9 @@ def test_columns_of_layouts_give_what_single_layouts_give():
         },
     )  # fmt: skip
     sharded = everywhere.block("layer", Recompute())
-    together = block_cost(sharded, sharded, column, question.rates)
+    together = block_price(sharded, sharded, column, question.rates)
     for row, here in enumerate(singles):
-        alone = block_cost(sharded, sharded, here, question.rates)
+        alone = block_price(sharded, sharded, here, question.rates)
         assert np.asarray(total(together))[row] == pytest.approx(total(alone), rel=1e-12)
         assert together.saved_bytes[row] == alone.saved_bytes
         assert together.working_bytes[row] == alone.working_bytes

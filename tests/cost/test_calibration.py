@@ -33,8 +33,8 @@ def test_the_nominal_constants_say_what_they_are_worth_and_where_each_is_from():
 
 def test_impossible_constants_are_refused_all_at_once():
     with pytest.raises(InputError) as caught:
-        replace(uncalibrated(), matrix_efficiency=1.1, link_efficiency=0.0, interval=1.0)
-    assert [fault.where for fault in caught.value.faults] == ["matrix_efficiency", "link_efficiency", "interval"]
+        replace(uncalibrated(), matrix_efficiency=1.1, far_link_efficiency=0.0, interval=1.0)
+    assert [fault.where for fault in caught.value.faults] == ["matrix_efficiency", "far_link_efficiency", "interval"]
 
 
 def test_a_number_without_a_source_is_refused():
@@ -78,7 +78,7 @@ def test_a_wrong_file_is_one_line_that_names_it(tmp_path: Path):
     path.write_text(calibration_text(replace(built_in("trn1.32xlarge"), name="mine")), "utf-8")
     assert load_calibration(path).name == "mine"
     data = json.loads(path.read_text("utf-8"))
-    path.write_text(json.dumps({**data, "runtime_bytes": 1, "link_efficiency": 2.0}), "utf-8")
+    path.write_text(json.dumps({**data, "runtime_bytes": 1, "far_link_efficiency": 2.0}), "utf-8")
     with pytest.raises(InputError) as caught:
         load_calibration(path)
     assert [fault.where for fault in caught.value.faults] == [str(path)]

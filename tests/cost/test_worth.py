@@ -11,7 +11,9 @@ from autoshard.errors import InputError
 from autoshard.plan.codec import dump, load
 from tests.cost.cases import ask, plan_of
 
-OWN = replace(uncalibrated(), name="mine", basis="my runs", matrix_efficiency=0.3, link_efficiency=1 / 3, interval=0.1)
+OWN = replace(
+    uncalibrated(), name="mine", basis="my runs", matrix_efficiency=0.3, near_link_efficiency=1 / 3, interval=0.1
+)
 
 
 def plan(text="tp=8,pp=4,dp=4", calibration=None, **changes):
@@ -60,7 +62,7 @@ def test_nominal_constants_reach_everywhere_and_nowhere():
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"calibration.constants": "link_efficiency=1"}, "provenance.calibration.constants: must be NAME=NUMBER"),
+        ({"calibration.constants": "far_link_efficiency=1"}, "provenance.calibration.constants: must be NAME=NUMBER"),
         ({"calibration.constants": ",".join(f"{name}=x" for name in (*CONSTANTS, "interval"))}, "found 'x'"),
         ({"calibration.constants": ",".join(f"{name}=2" for name in (*CONSTANTS, "interval"))}, "must lie in"),
         ({"calibration.reach": "trn1"}, "write CLUSTER: AXES"),
