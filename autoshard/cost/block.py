@@ -90,7 +90,7 @@ class ShardedBlock:
             block=block,
             sharding=sharding,
             runs=runs,
-            moments=moments(block, runs, frozenset(held), frozenset(unmade)),
+            moments=moments(block, runs, sharding.op_cuts, frozenset(held), frozenset(unmade)),
             tied=frozenset(tied),
             placeholders=tuple(tuple(f"{product}.weight" for product in products) for products in added if products),
             hides_tp=kernels.hides.get("tp", 0.0),
