@@ -15,8 +15,12 @@ from autoshard.errors import InputError, require
 from autoshard.spec import record
 from autoshard.spec.files import read_data
 
-# Same nodes as the measured ones but for the network between them: nearer than nominal constants, and extrapolated.
-_NEAREST = {"trn1n.32xlarge": "trn1.32xlarge"}
+# The measured machines that others are most like: nearer than nominal constants, and extrapolated.
+_NEAREST = {
+    "a100-40": "a100-80", "p4d.24xlarge": "a100-80", "p4de.24xlarge": "a100-80",
+    "p5.48xlarge": "h100-80", "p5en.48xlarge": "h100-80", "h200": "h100-96", "p6-b200.48xlarge": "b200",
+    "trn1n.32xlarge": "trn1.32xlarge", "trn2.48xlarge": "trn1.32xlarge", "trn2u.48xlarge": "trn1.32xlarge",
+}  # fmt: skip
 EFFICIENCIES = (
     "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency",
     "near_link_efficiency", "far_link_efficiency",
@@ -122,8 +126,8 @@ def uncalibrated() -> Calibration:
 def built_in(cluster: str) -> Calibration:
     """Return the constants that come with autoshard for a cluster: fitted ones where there are any, else nominal.
 
-    >>> built_in("trn2.48xlarge").name
-    'uncalibrated'
+    >>> built_in("local").name, built_in("trn2.48xlarge").name
+    ('uncalibrated', 'trn1.32xlarge')
     """
     name = f"{_NEAREST.get(cluster, cluster)}.json"
     for entry in (resources.files("autoshard.cost") / "calibrations").iterdir():
