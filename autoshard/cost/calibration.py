@@ -31,28 +31,35 @@ CONSTANTS = (*EFFICIENCIES, *SECONDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """What the rows of a fit have in common: the cluster, and the axes that are larger than 1 in any of them."""
+    """What the rows of a fit have: the cluster, the axes that are larger than 1 in any of them, the kernels."""
 
     cluster: str
     axes: tuple[str, ...]
+    kernels: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Refuse a fit to no cluster."""
-        require((bool(self.cluster.strip()), "", "write CLUSTER: AXES, for example trn1.32xlarge: dp,tp"))
+        """Refuse a fit to no cluster, or to no kernels."""
+        said = bool(self.cluster.strip()) and bool(self.kernels)
+        require((said, "", "write CLUSTER: AXES with KERNELS, for example trn1.32xlarge: dp,tp with nxd"))
 
     def __str__(self) -> str:
-        """Write as ``trn1.32xlarge: dp,tp``."""
-        return f"{self.cluster}: {','.join(self.axes)}"
+        """Write as ``trn1.32xlarge: dp,tp with nxd``."""
+        return f"{self.cluster}: {','.join(self.axes)} with {','.join(self.kernels)}"
 
     @classmethod
     def parse(cls, text: str) -> "Reach":
         """Read what ``str`` writes.
 
-        >>> str(Reach.parse("trn1.32xlarge: dp,tp"))
-        'trn1.32xlarge: dp,tp'
+        >>> str(Reach.parse("trn1.32xlarge: dp,tp with nxd"))
+        'trn1.32xlarge: dp,tp with nxd'
         """
-        cluster, _, axes = text.rpartition(": ")
-        return cls(cluster=cluster, axes=tuple(filter(None, axes.split(","))))
+        cluster, _, rest = text.rpartition(": ")
+        axes, _, kernels = rest.partition(" with ")
+        return cls(cluster=cluster, axes=_listed(axes), kernels=_listed(kernels))
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.strip().split(",")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

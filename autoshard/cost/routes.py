@@ -35,10 +35,10 @@ class Route:
 
     def taken_s(self, own_s: Number, other_s: Number, message_bytes: Number) -> Number:
         """Choose between this way and another: up to its limit this one is taken, without a limit the faster one."""
-        limit = math.inf if self.up_to_bytes is None else self.up_to_bytes
-        own_s = own_s if self.up_to_bytes else np.minimum(own_s, other_s)
-        taken_s: Number = np.where(message_bytes <= limit, own_s, other_s)
-        return taken_s
+        if self.up_to_bytes is None:
+            return np.minimum(own_s, other_s)
+        fits = message_bytes <= self.up_to_bytes
+        return own_s * fits + other_s * (1 - fits)
 
 
 @cache

@@ -94,7 +94,9 @@ def calibrate(path: Path, cluster: str, name: str, date: str | None = None) -> C
     trials = [_trial(split, kinds, samples) for split, kinds in splits.items() if len(kinds) < layouts]
     least = min(trial.error for trial in trials)
     best = next(trial for trial in trials if trial.error <= least + _NO_WORSE)
-    reach = Reach(cluster=node_type.name, axes=_axes(samples))
+    runs = {sample.run for sample in samples}
+    kernels = sorted({run.candidate.kernels or run.cluster.kernels for run in runs})
+    reach = Reach(cluster=node_type.name, axes=_axes(samples), kernels=tuple(kernels))
     fit = Fit(
         date=newest,
         rows=tuple(sample.id for sample in samples),
