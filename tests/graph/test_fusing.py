@@ -274,8 +274,8 @@ def test_in_fp32_a_norm_keeps_its_input_without_a_copy(llama: ModelSpec, graph_o
         assert "attn_norm.copy0" in narrow and "x" not in narrow
 
 
-# Bytes kept of every (query, key) pair of a head. Megatron-LM of 2021: softmax, mask and result of dropout, the 5 a s^2 b
-# of Korthikanti et al. 2022 (arXiv:2205.05198, equation 1). NxD without flash attention: the softmax in FP32 and in bf16.
+# Bytes kept of each (query, key) pair of a head. Megatron-LM of 2021: softmax, mask and result of dropout, 5 a s^2 b of
+# Korthikanti et al. 2022 (arXiv:2205.05198, section 4). NxD without flash attention: the softmax in FP32 and in bf16.
 PAIR_BYTES: Mapping[str, int] = {"megatron": 2 + 1 + 2, "nxd_core": 4 + 2}
 
 
@@ -290,7 +290,7 @@ def test_only_unfused_attention_keeps_scores(kernels: Kernels, llama: ModelSpec,
 
 
 def test_megatron_of_2021_keeps_of_a_gpt_layer_what_was_counted_for_it(graph_of: GraphOf):
-    """Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1: s b h (34 + 5 a s / h), of which 2 h are masks of dropout.
+    """Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1: s b h (34 + 5 a s / h), of which 2 are masks of dropout.
 
     That is 34 bytes for each token and hidden number: 11 of attention, 19 of the MLP, 4 of the two norms. Their dropout
     after each half keeps a mask, 2 bytes together, which the graph has no operation for; queries, keys and values are

@@ -6,7 +6,6 @@ from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.placement import Placement
 
-
 _NXD = ("nxd", "nxd_core")
 
 
