@@ -84,7 +84,7 @@ def block_price(sharded, whole, here, rates):
 
 def only(sharded: ShardedBlock, pass_: str, *ops: str) -> ShardedBlock:
     """The same block with no kernels but those of one pass that run these operations, and without messages."""
-    runs = tuple(run for run in sharded.runs if run.pass_ == pass_ and run.ops[0].source in ops)
+    runs = tuple(run for run in sharded.runs if run.pass_ == pass_ and {op.source for op in run.ops} & {*ops})
     assert runs, f"no kernel of pass {pass_} runs {ops}"
     return replace(sharded, runs=runs, sharding=replace(sharded.sharding, messages=()))
 

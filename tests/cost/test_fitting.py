@@ -21,7 +21,7 @@ def seconds(x):
 def test_known_slownesses_are_found_again_but_for_what_the_pull_moves(true):
     measured = seconds(true)
     found = fitted(lambda x: seconds(x) / measured, START)
-    # PULL^2 |true - start| / s^2, with s the least singular value of the slopes of log(seconds), is at most 0.02 here.
+    # That is about PULL^2 |true - start| / s^2, with s the least singular value of the slopes of log(seconds).
     assert found == pytest.approx(true, rel=1e-2)
     assert seconds(found) == pytest.approx(measured, rel=1e-2)
 
