@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.cost.block import PASSES
+from autoshard.cost.block import PASSES, exposed_s
 from autoshard.cost.live import moments
 from autoshard.cost.setting import setting_of
 from autoshard.graph.kinds.attention import Attend
@@ -319,6 +319,51 @@ class TestRecompute:
         for name in effective_names(kernels):
             some = priced(question, "tp=8", drop=f"selective[{name}]")
             assert total(plain) <= total(some) <= total(full)
+
+
+class TestExposed:
+    seconds = st.floats(0, 1e3)
+
+    @given(seconds, seconds, st.floats(0, 1))
+    def test_a_share_of_traffic_hides_behind_work_and_the_rest_does_not(self, traffic, covering, share):
+        # Of the traffic, share * traffic may go on behind the work, and min of both does.
+        expected = traffic - min(share * traffic, covering)
+        assert exposed_s(traffic, covering, share) == pytest.approx(expected, abs=1e-9)
+
+    @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=5), st.floats(0, 1))
+    def test_columns_hide_what_single_candidates_hide(self, rows, share):
+        traffic, covering = (np.array(column) for column in zip(*rows, strict=True))
+        together = exposed_s(traffic, covering, share)
+        assert together.tolist() == [exposed_s(*row, share) for row in rows]
+
+    @pytest.mark.parametrize("kernels", kernels_names())
+    def test_tensor_parallel_traffic_hides_behind_the_compute_of_its_own_pass_as_the_table_says(self, kernels):
+        question, text = ask(kernels=kernels), "tp=8"
+        share = load_kernels(kernels).hides.get("tp", 0.0)
+        assert share == {"mcore": 0.875, "torch_async_tp": 0.36}.get(kernels, 0.0)
+        here, layer = setting(question, text), setting(question, text).blocks.block("layer", Recompute())
+        bare = replace(layer, hides_tp=0.0)
+        for speed in (question.rates, rates(), replace(question.rates, matrix_flops_per_s=1e15)):
+            found, alone = (block_price(one, one, here, speed).seconds for one in (layer, bare))
+            for pass_ in PASSES:
+                traffic, covering = alone[pass_]["tp"], alone[pass_]["compute"] + alone[pass_]["waiting"]
+                assert found[pass_]["tp"] == pytest.approx(max((1 - share) * traffic, traffic - covering))
+                assert found[pass_]["compute"] == alone[pass_]["compute"]
+
+    def test_kernels_that_wait_for_hosts_hide_as_much_as_kernels_that_work_as_long(self):
+        layer = setting(ask(kernels="mcore"), "tp=8").blocks.block("layer", Recompute())
+        here = setting(ask(kernels="mcore"), "tp=8")
+        slow, waits = (
+            block_price(layer, layer, here, rates(memory_bytes_per_s=speed, launch_s=launch_s))
+            for speed, launch_s in ((1e11, 0.0), (1e30, 1e-3))
+        )
+        assert waits.part_s("waiting") > waits.part_s("tp") >= 0
+        assert slow.part_s("compute") > 0
+        for cost in (slow, waits):
+            for parts in cost.seconds.values():
+                assert parts["tp"] >= 0
+        whole = block_price(replace(layer, hides_tp=0.0), layer, here, rates()).part_s("tp")
+        assert waits.part_s("tp") == pytest.approx((1 - 0.875) * whole)
 
 
 def total(cost):
