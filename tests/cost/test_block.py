@@ -334,7 +334,7 @@ class TestExposed:
     def test_columns_hide_what_single_candidates_hide(self, rows, share):
         traffic, covering = (np.array(column) for column in zip(*rows, strict=True))
         together = exposed_s(traffic, covering, share)
-        assert together.tolist() == [exposed_s(*row, share) for row in rows]
+        assert together.tolist() == [exposed_s(hidden, work, share) for hidden, work in rows]
 
     @pytest.mark.parametrize("kernels", kernels_names())
     def test_tensor_parallel_traffic_hides_behind_the_compute_of_its_own_pass_as_the_table_says(self, kernels):

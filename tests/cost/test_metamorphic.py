@@ -21,6 +21,7 @@ from autoshard.spec.workload import DTYPE_BYTES, Precision
 from tests.cost.cases import ask, block, candidate_of, cost_of, pipeline, priced
 from tests.tabled import blocks_of
 
+FEWER = settings(max_examples=50)  # each prices a plan or more, which takes a while in all
 BF16, FP8 = Precision.named("bf16"), replace(Precision.named("bf16"), products="fp8")
 NXD, GPU = ("nxd", "nxd_core"), tuple(name for name in kernels_names() if not name.startswith("nxd"))
 # Model, cluster, nodes, tables, formats, and layouts of every kind: each axis alone and together, ZeRO, schedules.
@@ -118,12 +119,14 @@ PARTS = (
 
 
 class TestBetterHardware:
+    @FEWER
     @given(plans(), st.sampled_from(PARTS), st.floats(1, 8))
     def test_a_faster_link_or_chip_never_makes_a_step_longer(self, case, part, factor):
         question, candidate = case
         better = replace(question, cluster=quicker(question.cluster, part, factor))
         assert no_more(seconds(better, candidate, question), seconds(question, candidate))
 
+    @FEWER
     @given(plans(), st.sampled_from(EFFICIENCIES), st.floats(1, 8))
     def test_a_higher_efficiency_never_makes_a_step_longer(self, case, name, factor):
         question, candidate = case
@@ -131,6 +134,7 @@ class TestBetterHardware:
         better = replace(constants, **{name: min(1.0, factor * getattr(constants, name))})
         assert no_more(seconds(replace(question, calibration=better), candidate, question), seconds(*case))
 
+    @FEWER
     @given(plans(), st.sampled_from(SECONDS), st.floats(0, 1))
     def test_less_to_wait_for_never_makes_a_step_longer(self, case, name, share):
         question, candidate = case
@@ -138,6 +142,7 @@ class TestBetterHardware:
         better = replace(constants, **{name: share * getattr(constants, name)})
         assert no_more(seconds(replace(question, calibration=better), candidate, question), seconds(*case))
 
+    @FEWER
     @given(plans(), st.floats(1.5, 8))
     def test_everything_as_much_faster_makes_a_step_as_much_shorter(self, case, factor):
         question, candidate = case
@@ -152,6 +157,7 @@ class TestBetterHardware:
 
 
 class TestLessWork:
+    @FEWER
     @given(plans(), st.integers(1, 6))
     def test_fewer_layers_never_make_a_step_longer_nor_fuller(self, case, fewer):
         question, candidate = case
@@ -163,6 +169,7 @@ class TestLessWork:
         assert no_more(float(after.time_s), float(before.time_s))
         assert float(after.peak_bytes) <= float(before.peak_bytes)
 
+    @FEWER
     @given(plans(), st.data())
     def test_recompute_takes_time_and_gives_back_activations(self, case, data):
         question, candidate = case
@@ -179,6 +186,7 @@ class TestLessWork:
             for before, after in zip(less.memory, more.memory, strict=True):
                 assert float(after["activations"]) <= float(before["activations"])
 
+    @FEWER
     @given(plans(), st.integers(1, 4))
     def test_full_recompute_of_more_layers_lies_between_none_and_all(self, case, layers):
         question, candidate = case
@@ -203,6 +211,7 @@ class TestLessWork:
         )
         assert (again < plain) == saves
 
+    @FEWER
     @given(plans())
     def test_half_of_the_micro_batches_take_no_longer(self, case):
         question, candidate = case
