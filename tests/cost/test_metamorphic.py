@@ -8,7 +8,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from autoshard.cost.calibration import EFFICIENCIES, SECONDS, uncalibrated
 from autoshard.cost.predict import plan_cost
