@@ -232,6 +232,30 @@ class TestUnfusedAttention:
             assert found == pytest.approx(both(alone))
 
 
+class TestSingleOperations:
+    """What plain PyTorch moves, counted operation by operation, forward and backward together."""
+
+    @pytest.mark.parametrize(
+        ("kind", "op", "numbers", "forward", "backward"),
+        [
+            # Forward: cast 2 + 4, square 4 + 4, mean 4, product 4 + 4, cast 4 + 2, product 2 + 2. Backward: product
+            # with the weight 2 + 2, 2 + 2 + 2 and its sum 2, cast 2 + 4, product with the statistic 4 + 4, 4 + 4 + 4
+            # and its sum 4, square 4 + 4 twice, sum 4 + 4 + 4, cast 4 + 2.
+            ("layer", "attn_norm", 8192 // 8 * HIDDEN, 36, 76),
+            # casts 2 + 4 and 4 + 2, a product 4 + 4 between them, each way
+            ("layer", "q_rotary", 8192 * HEADS // 8 * HEAD, 20, 20),
+            # Forward: cast 2 + 4, log-softmax 4 + 4, loss 4; backward: of log-softmax 4 + 4, of the loss 4, cast 4 + 2.
+            ("head", "loss", 8192 * 128256 // 8, 18, 18),
+        ],
+    )
+    def test_they_move_as_often_what_one_kernel_would(self, kind, op, numbers, forward, backward):
+        question = ask(kernels="torch_cuda")
+        moved = [seconds_of(question, "tp=8", pass_, op, kind=kind, memory_bytes_per_s=1.0) for pass_ in "FI"]
+        if kind == "layer" and op.endswith("norm"):  # the sum of its weights' gradients is no part of this
+            moved[1] -= (2 + 4 + 4) * HIDDEN
+        assert sum(moved) == pytest.approx((forward + backward) * numbers, rel=1e-2)
+
+
 class TestLaunches:
     """Kernels of a Llama layer, counted by hand."""
 
