@@ -12,7 +12,7 @@ import numpy as np
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Columns, Engine
-from autoshard.plan.rules.names import kernels_fault
+from autoshard.plan.rules.names import effective_names, kernels_fault
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
@@ -117,7 +117,7 @@ def recompute_choices(kernels: str) -> tuple[tuple[Recompute, ...], ...]:
     ['none', 'selective[core_attn]', 'selective[layernorm]']
     """
     table = load_kernels(kernels)
-    names = sorted(table.selective)
+    names = effective_names(kernels)
     sets = [
         subset
         for count in range(1, len(names) + 1)
