@@ -113,11 +113,13 @@ def default_kernels(cluster: Cluster, engine: Engine) -> str:
 def recompute_choices(kernels: str) -> tuple[tuple[Recompute, ...], ...]:
     """Return the kinds of recompute that are tried, each for all stages: none, sets of operations, full.
 
+    Names that a platform has no operations for would be ``none`` again.
+
     >>> [str(entry) for (entry,) in recompute_choices("te")][:3]
     ['none', 'selective[core_attn]', 'selective[layernorm]']
     """
     table = load_kernels(kernels)
-    names = sorted(table.selective)
+    names = sorted(name for name, ops in table.selective.items() if ops)  # others drop nothing
     sets = [
         subset
         for count in range(1, len(names) + 1)

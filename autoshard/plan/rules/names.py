@@ -18,8 +18,8 @@ def kernels_fault(kernels: str, engine: str) -> str:
     """Judge the Kernels table."""
     if kernels not in kernels_names():
         return f"there is no such table. {nearest(kernels, kernels_names())}"
-    if (kernels == "nxd") != (engine == "nxd"):
-        return f"the {engine} engine does not run these kernels. Use {_kernels_of(engine)}"
+    if kernels not in _kernels_of(engine):
+        return f"the {engine} engine does not run these kernels. Use {', '.join(_kernels_of(engine))}"
     return ""
 
 
@@ -39,5 +39,6 @@ def recomputable_names(kernels: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*table.selective, *ops)))
 
 
-def _kernels_of(engine: str) -> str:
-    return "nxd" if engine == "nxd" else ", ".join(name for name in kernels_names() if name != "nxd")
+def _kernels_of(engine: str) -> tuple[str, ...]:
+    """List the tables of an engine: those of nxd are named after it."""
+    return tuple(name for name in kernels_names() if (name.split("_")[0] == "nxd") == (engine == "nxd"))
