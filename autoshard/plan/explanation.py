@@ -33,7 +33,8 @@ class Other:
 class Step:
     """One line of a table: layouts of what it gives, its kernels by pass, what it sends, its second-best cut.
 
-    A fused kernel's time stands with its first operation, waiting for its start included. ``other`` is None for delivers, and where there is no other.
+    A fused kernel's time stands with its first operation, waiting for its start included. ``other`` is None for
+    delivers, and where there is no other.
     """
 
     name: str

@@ -174,7 +174,7 @@ def _action_faults(schedule: Schedule) -> tuple[Fault, ...]:
 
 
 def _engine_misfits(plan: Plan) -> list[Rejection]:
-    """Say why an engine does not run action lists that its schedule's builder has not made: Rules know its name only."""
+    """Say why an engine does not run lists that the schedule's builder has not made: Rules know only its name."""
     schedule = plan.schedule
     if schedule.actions is None or _is_built(schedule):
         return []

@@ -55,9 +55,9 @@ def _title(block: ExplainedBlock) -> str:
     times = "once" if block.count == 1 else f"{block.count} times"
     parts = [f"compute {format_seconds(block.compute_s)}"]
     if block.waiting_s:
-        parts.append(f"waiting for kernels to start {format_seconds(block.waiting_s)}")
+        parts.append(f"waiting {format_seconds(block.waiting_s)}")
     parts.append(f"sending {format_seconds(block.sending_s)}")
-    hidden = f", of which {format_seconds(block.hidden_s)} behind compute" if block.hidden_s else ""
+    hidden = f", {format_seconds(block.hidden_s)} of it hidden" if block.hidden_s else ""
     return f"{block.name}, {times}: {format_seconds(block.time_s)} ({', '.join(parts)}{hidden})"
 
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings, strategies as st
 
 from autoshard.cli import main
 from autoshard.cost.calibration import (
-    CONSTANTS,
     EFFICIENCIES,
     Calibration,
     built_in,

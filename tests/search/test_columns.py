@@ -134,7 +134,9 @@ def test_a_fit_times_a_step_as_the_prediction_does(case):
         real = cut_atoms(plan.candidate, question.model)
         blocks = CutBlocks(step=question.step, cutting=most_cut(question, space), atoms=real)
         alone = plan_cost(plan, question, blocks)
-        assert step_timer(plan, blocks)(question.calibration) == pytest.approx(float(alone.time_s), rel=1e-9), str(plan.candidate)
+        assert step_timer(plan, blocks)(question.calibration) == pytest.approx(float(alone.time_s), rel=1e-9), str(
+            plan.candidate
+        )
 
 
 KERNELS = {
@@ -144,6 +146,8 @@ KERNELS = {
     "nxd": ("llama3-8b", "trn1.32xlarge", "tp=8,pp=2,dp=4"),
     "nxd_core": ("llama2-7b", "trn1.32xlarge", "tp=8,pp=2,dp=4"),
 }
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_every_constant_shows_where_columns_are_compared(kernels):
     model, cluster, text = KERNELS[kernels]
@@ -181,6 +185,7 @@ def test_the_search_orders_candidates_by_what_their_plans_cost(model, cluster, n
     fits = priced.legal & (priced.peak_bytes <= request.cluster.rank_memory_bytes)
     for row, number in fastest(space, priced.time_s, priced.peak_bytes, fits, 40):
         plan = request.outline(space.at(row, number), space.engine, priced.blocks(row, number))
+        assert plan.prediction
         assert plan.prediction.step_time_s == pytest.approx(priced.time_s[row, number], rel=1e-8), str(plan.candidate)
 
 

@@ -207,8 +207,8 @@ RULES = (
         applies=on_nxd,
         allows=lambda c: (c.cp == 1) | (c.kernels != "nxd_core"),
         message=_core_cp,
-        source="aws-neuron/neuronx-distributed examples/training/llama/modeling_llama_nxd.py CoreAttention: a product of "
-        "a rank's own queries and keys",
+        source="aws-neuron/neuronx-distributed examples/training/llama/modeling_llama_nxd.py CoreAttention: a "
+        "product of a rank's own queries and keys",
     ),
     Rule(
         id="nxd-qkv-bias",
