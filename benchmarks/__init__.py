@@ -7,6 +7,7 @@ BENCHMARKS: Mapping[str, str] = {
     "accuracy": "benchmarks.accuracy:run",
     "cold_start": "benchmarks.cold_start:run",
     "simulate_pipeline": "benchmarks.simulate_pipeline:run",
+    "estimate_batch": "benchmarks.estimate_batch:run",
     "solve_block": "benchmarks.solve_block:run",
     "solve_unrolled": "benchmarks.solve_unrolled:run",
 }

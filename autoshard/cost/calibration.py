@@ -15,8 +15,12 @@ from autoshard.errors import InputError, require
 from autoshard.spec import record
 from autoshard.spec.files import read_data
 
-# Same nodes as the measured ones but for the network between them: nearer than nominal constants, and extrapolated.
-_NEAREST = {"trn1n.32xlarge": "trn1.32xlarge"}
+# The measured machines that others are most like: nearer than nominal constants, and extrapolated.
+_NEAREST = {
+    "a100-40": "a100-80", "p4d.24xlarge": "a100-80", "p4de.24xlarge": "a100-80",
+    "p5.48xlarge": "h100-80", "p5en.48xlarge": "h100-80", "h200": "h100-96", "p6-b200.48xlarge": "b200",
+    "trn1n.32xlarge": "trn1.32xlarge", "trn2.48xlarge": "trn1.32xlarge", "trn2u.48xlarge": "trn1.32xlarge",
+}  # fmt: skip
 EFFICIENCIES = (
     "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency",
     "near_link_efficiency", "far_link_efficiency",
@@ -27,28 +31,35 @@ CONSTANTS = (*EFFICIENCIES, *SECONDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """What the rows of a fit have in common: the cluster, and the axes that are larger than 1 in any of them."""
+    """What the rows of a fit have: the cluster, the axes that are larger than 1 in any of them, the kernels."""
 
     cluster: str
     axes: tuple[str, ...]
+    kernels: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Refuse a fit to no cluster."""
-        require((bool(self.cluster.strip()), "", "write CLUSTER: AXES, for example trn1.32xlarge: dp,tp"))
+        """Refuse a fit to no cluster, or to no kernels."""
+        said = bool(self.cluster.strip()) and bool(self.kernels)
+        require((said, "", "write CLUSTER: AXES with KERNELS, for example trn1.32xlarge: dp,tp with nxd"))
 
     def __str__(self) -> str:
-        """Write as ``trn1.32xlarge: dp,tp``."""
-        return f"{self.cluster}: {','.join(self.axes)}"
+        """Write as ``trn1.32xlarge: dp,tp with nxd``."""
+        return f"{self.cluster}: {','.join(self.axes)} with {','.join(self.kernels)}"
 
     @classmethod
     def parse(cls, text: str) -> "Reach":
         """Read what ``str`` writes.
 
-        >>> str(Reach.parse("trn1.32xlarge: dp,tp"))
-        'trn1.32xlarge: dp,tp'
+        >>> str(Reach.parse("trn1.32xlarge: dp,tp with nxd"))
+        'trn1.32xlarge: dp,tp with nxd'
         """
-        cluster, _, axes = text.rpartition(": ")
-        return cls(cluster=cluster, axes=tuple(filter(None, axes.split(","))))
+        cluster, _, rest = text.rpartition(": ")
+        axes, _, kernels = rest.partition(" with ")
+        return cls(cluster=cluster, axes=_listed(axes), kernels=_listed(kernels))
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.strip().split(",")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +133,8 @@ def uncalibrated() -> Calibration:
 def built_in(cluster: str) -> Calibration:
     """Return the constants that come with autoshard for a cluster: fitted ones where there are any, else nominal.
 
-    >>> built_in("trn2.48xlarge").name
-    'uncalibrated'
+    >>> built_in("local").name, built_in("trn2.48xlarge").name
+    ('uncalibrated', 'trn1.32xlarge')
     """
     name = f"{_NEAREST.get(cluster, cluster)}.json"
     for entry in (resources.files("autoshard.cost") / "calibrations").iterdir():

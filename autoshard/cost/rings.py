@@ -1,19 +1,18 @@
 """What one Collective costs: bytes over the slowest link of its ring, and the latency of every hop."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from autoshard.cost.calibration import Calibration
+from autoshard.cost.routes import Number, Route, mesh_routes, reached
 from autoshard.layout.collective import Collective, CollectiveKind
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.mesh import Mesh, axis_bandwidth_bytes_per_s
 
-Number = Any  # a number, or a numpy column of one number per candidate
 _ROUNDS: Mapping[CollectiveKind, int] = {"all_reduce": 2, "all_reduce_max": 2, "slice": 0}  # once, if not named
+_ROUTED: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +23,15 @@ class Ring:
     bandwidth_bytes_per_s: Number  # of one direction, when all such groups talk at once
     latency_s: Number  # once around
     least_s: Number = 0.0  # that any collective takes
+    routes: tuple[Route, ...] = ()  # other ways to gather and to sum, those for the smallest messages last
 
     def time_s(self, collective: Collective, message_bytes: Number) -> Number:
         """Return the time of a Collective; ``message_bytes`` is a rank's buffer where it is largest."""
-        sent_s = self.sent_bytes(collective, message_bytes) / self.bandwidth_bytes_per_s
-        return np.maximum(self.least_s, sent_s + _ROUNDS.get(collective.kind, 1) * self.latency_s)
+        rounds = _ROUNDS.get(collective.kind, 1)
+        sent_s = self.sent_bytes(collective, message_bytes) / self.bandwidth_bytes_per_s + rounds * self.latency_s
+        for route in self.routes if collective.kind in _ROUTED else ():
+            sent_s = route.taken_s(rounds * route.time_s(message_bytes), sent_s, message_bytes)
+        return np.maximum(self.least_s, sent_s)
 
     def sent_bytes(self, collective: Collective, message_bytes: Number) -> Number:
         """Return the bytes that one rank sends.
@@ -45,16 +48,6 @@ class Ring:
         return np.maximum(self.least_s, message_bytes / self.bandwidth_bytes_per_s + self.latency_s)
 
 
-@cache
-def reached(cluster: Cluster, near: float, far: float, wires: float = 1.0) -> Cluster:
-    """Return a cluster whose links are as fast as they are measured to be, with a share of a torus' wires in use."""
-    links = tuple(replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * share)
-                  for link in cluster.links
-                  for share in [(far if link.domain == "cluster" else near) * (wires if link.kind == "torus" else 1.0)]
-                  )  # fmt: skip
-    return replace(cluster, links=links)
-
-
 def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration: Calibration) -> Ring:
     """Return the ring along some atoms of a mesh."""
     held = tuple(atom for atom in atoms if mesh.atoms_of(atom))
@@ -65,6 +58,7 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
         bandwidth_bytes_per_s=axis_bandwidth_bytes_per_s(here, mesh, held),
         latency_s=_latency_s(cluster, group),
         least_s=calibration.collective_s if len(group) > 1 else 0.0,
+        routes=mesh_routes(cluster, mesh, held, here),
     )
 
 

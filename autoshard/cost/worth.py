@@ -31,8 +31,8 @@ def worth(calibration: Calibration, plan: Plan) -> Worth:
 
 def _beyond(reach: Reach, plan: Plan) -> tuple[str, ...]:
     candidate = plan.candidate
-    cluster = () if plan.cluster.name == reach.cluster else (plan.cluster.name,)
-    return (*cluster, *(axis for axis in ("tp", "pp", "dp", "cp", "ep", "vp")
+    others = [(plan.cluster.name, (reach.cluster,)), (plan.kernels, reach.kernels)]
+    return (*(name for name, known in others if name not in known), *(axis for axis in ("tp", "pp", "dp", "cp", "ep", "vp")
                         if getattr(candidate, axis) > 1 and axis not in reach.axes))  # fmt: skip
 
 

@@ -25,6 +25,7 @@ Kinds = tuple[tuple[str, ...], ...]  # the constants that share a value, kind by
 LEAST_ROWS = 3
 _AXES = ("tp", "pp", "cp", "ep", "dp", "vp")
 _DIGITS = 6  # of a constant: far beyond what rows decide, and a file that people can read
+_WIDEST = 2.0  # an interval, over the mean error of what was left out
 _NO_WORSE = 1e-3  # two left-out errors nearer than this are equal
 
 # From one constant for all that is slower than its data sheet to as many as a platform may have. Constants that rows of
@@ -93,7 +94,9 @@ def calibrate(path: Path, cluster: str, name: str, date: str | None = None) -> C
     trials = [_trial(split, kinds, samples) for split, kinds in splits.items() if len(kinds) < layouts]
     least = min(trial.error for trial in trials)
     best = next(trial for trial in trials if trial.error <= least + _NO_WORSE)
-    reach = Reach(cluster=node_type.name, axes=_axes(samples))
+    runs = {sample.run for sample in samples}
+    kernels = sorted({run.candidate.kernels or run.cluster.kernels for run in runs})
+    reach = Reach(cluster=node_type.name, axes=_axes(samples), kernels=tuple(kernels))
     fit = Fit(
         date=newest,
         rows=tuple(sample.id for sample in samples),
@@ -107,19 +110,24 @@ def calibrate(path: Path, cluster: str, name: str, date: str | None = None) -> C
 
 
 def _described(best: _Trial, reach: Reach, fit: Fit, name: str) -> Calibration:
-    """Say what fitted constants rest on."""
-    interval = left_out_interval(best.left_out.tolist())
-    require((interval < 1, "interval", f"four of five left-out rows are within {interval:.0%} only: the cost model "
+    """Say what fitted constants rest on.
+
+    The interval is the one that holds four of five left-out rows, but no wider than twice their mean error: a few rows
+    far out would widen it for all.
+    """
+    interval = rounded(min(left_out_interval(best.left_out.tolist()), _WIDEST * fit.left_out_mape))
+    inside = float((np.abs(1 / best.left_out - 1) <= interval).mean())
+    require((interval < 1, "interval", f"rows are {fit.left_out_mape:.0%} off when they are left out: the cost model "
              "does not describe these rows, and no constants make it"))  # fmt: skip
     fitted_to = f"fitted to {len(fit.rows)} rows of {reach.cluster}, constants told apart: {best.split}"
-    left_out = f"80% of rows are within it when their {fit.left_out_by} is left out of the fit"
+    left_out = f"{inside:.0%} of rows are within it when their {fit.left_out_by} is left out of the fit"
     return replace(
         best.calibration,
         name=name,
-        interval=rounded(interval),
+        interval=interval,
         basis=f"calibrated on {len(fit.rows)} rows of {reach.cluster} ({fit.num_layouts} layouts, newest {fit.date}): "
         f"mean error {fit.in_sample_mape:.1%}, {fit.left_out_mape:.1%} where the {fit.left_out_by} is left out; "
-        f"80% interval of {interval:.0%} either way",
+        f"nominal 80% interval of {interval:.0%} either way, which holds {inside:.0%} of those",
         reach=reach,
         fit=fit,
         sources={**dict.fromkeys(CONSTANTS, fitted_to), "interval": left_out},

@@ -10,6 +10,7 @@ import numpy as np
 from autoshard.cost.block import BlockCost, Setting
 from autoshard.cost.pipeline import Pipeline, Sends, StageLayers
 from autoshard.cost.rings import Ring, mesh_ring, send_ring
+from autoshard.cost.routes import Route
 from autoshard.cost.setting import Question, boundary_bytes, price_block
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
 from autoshard.cost.step import step_cost
@@ -188,6 +189,16 @@ def _ring_column(question: Question, meshes: Sequence[Mesh], atoms: tuple[str, .
         bandwidth_bytes_per_s=np.array([ring.bandwidth_bytes_per_s for ring in rings]),
         latency_s=np.array([ring.latency_s for ring in rings]),
         least_s=np.array([ring.least_s for ring in rings]),
+        routes=tuple(map(_route_column, zip(*(ring.routes for ring in rings), strict=True))),
+    )
+
+
+def _route_column(routes: Sequence[Route]) -> Route:
+    """Return one way of many rings."""
+    return Route(
+        seconds_per_byte=np.array([route.seconds_per_byte for route in routes]),
+        latency_s=np.array([route.latency_s for route in routes]),
+        up_to_bytes=routes[0].up_to_bytes,
     )
 
 
@@ -224,8 +235,15 @@ def mapped(change: Callable[..., Any], first: Any, *others: Any) -> Any:
     if isinstance(first, dict):
         keys = {key: None for value in values for key in cast(dict[Any, Any], value)}
         return {key: mapped(change, *(cast(dict[Any, Any], value).get(key, 0.0) for value in values)) for key in keys}
-    if isinstance(first, BlockCost | Setting | Ring):
-        names = [field.name for field in dataclasses.fields(first) if get_origin(field.type) is not Literal]
+    if isinstance(first, tuple):
+        rows = zip(*(cast(tuple[Any, ...], value) for value in values), strict=True)
+        return tuple(mapped(change, *row) for row in rows)
+    if isinstance(first, BlockCost | Setting | Ring | Route):
+        shared = (
+            "up_to_bytes",
+            *(field.name for field in dataclasses.fields(first) if get_origin(field.type) is Literal),
+        )
+        names = [field.name for field in dataclasses.fields(first) if field.name not in shared]
         changed = {name: mapped(change, *(getattr(value, name) for value in values)) for name in names}
         return dataclasses.replace(first, **changed)
     if isinstance(first, np.ndarray | np.number | int | float) and not isinstance(first, bool):

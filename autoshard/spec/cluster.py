@@ -11,6 +11,7 @@ from datetime import date
 from typing import Literal
 
 from autoshard.errors import InputError, nearest, require
+from autoshard.spec.algorithm import Algorithm
 from autoshard.spec.chip import Chip
 from autoshard.spec.link import DOMAINS, Domain, Link
 from autoshard.spec.placement import Placement, PlacementRule
@@ -38,6 +39,7 @@ class Cluster:
     nodes_per_ultraserver: int = 1
     kv_order: KvOrder = "adjacent"  # of the atoms of tp on the ranks: strided is (rep, kv), adjacent is (kv, rep)
     placements: tuple[PlacementRule, ...] = ()
+    algorithms: tuple[Algorithm, ...] = ()  # of collectives; a ring where none is named
     price_usd_per_node_hour: float | None = None  # on demand
     price_date: str | None = None  # of the price, YYYY-MM-DD; None where its source carries none
     sources: Mapping[str, str] = field(hash=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from autoshard.errors import Fault, InputError, nearest, require
+from autoshard.spec.algorithm import Algorithm
 from autoshard.spec.chip import Chip
 from autoshard.spec.cluster import Cluster, EngineName, KvOrder
 from autoshard.spec.files import YAML_SUFFIXES, read_data
@@ -95,6 +96,7 @@ class NodeType:
     engine: EngineName
     kernels: str
     kv_order: KvOrder = "adjacent"
+    algorithms: tuple[Algorithm, ...] = ()
     price_usd_per_node_hour: float | None = None
     price_date: str | None = None
     sources: Mapping[str, str] = field(hash=False)
@@ -149,6 +151,7 @@ class NodeType:
             kv_order=self.kv_order,
             placements=variant.placements,
             price_usd_per_node_hour=self.price_usd_per_node_hour,
+            algorithms=self.algorithms,
             price_date=self.price_date,
             sources=self.sources,
         )

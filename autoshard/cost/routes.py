@@ -1,0 +1,84 @@
+"""Ways for a collective beside the flat ring: inside the nodes of a group, and between them, one after the other."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from autoshard.spec.algorithm import Algorithm, Hops
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.mesh import Mesh, axis_bandwidth_bytes_per_s
+
+Number = Any  # a number, or a numpy column of one number per candidate
+_STEPS: Mapping[Hops, Callable[[int], float]] = {
+    "all": lambda ranks: ranks - 1,
+    "half": lambda ranks: (ranks - 1) / 2,
+    "log": lambda ranks: math.ceil(math.log2(ranks)),
+    "one": lambda ranks: min(1, ranks - 1),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """What gathering or scattering over a group costs on one way; summing everywhere does both."""
+
+    seconds_per_byte: Number  # of the whole message
+    latency_s: Number
+    up_to_bytes: int | None
+
+    def time_s(self, message_bytes: Number) -> Number:
+        """Return the time of one round."""
+        return self.seconds_per_byte * message_bytes + self.latency_s
+
+    def taken_s(self, own_s: Number, other_s: Number, message_bytes: Number) -> Number:
+        """Choose between this way and another: up to its limit this one is taken, without a limit the faster one."""
+        if self.up_to_bytes is None:
+            return np.minimum(own_s, other_s)
+        fits = message_bytes <= self.up_to_bytes
+        return own_s * fits + other_s * (1 - fits)
+
+
+@cache
+def reached(cluster: Cluster, near: float, far: float, wires: float = 1.0) -> Cluster:
+    """Return a cluster whose links are as fast as they are measured to be, with a share of a torus' wires in use."""
+    shares = ((far if link.domain == "cluster" else near) * (wires if link.kind == "torus" else 1.0)
+              for link in cluster.links)  # fmt: skip
+    links = (
+        replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * share)
+        for link, share in zip(cluster.links, shares, strict=True)
+    )
+    return replace(cluster, links=tuple(links))
+
+
+def mesh_routes(cluster: Cluster, mesh: Mesh, held: tuple[str, ...], here: Cluster) -> tuple[Route, ...]:
+    """Return the hierarchical ways of the group along some atoms; ``here`` is the cluster as fast as it is measured."""
+    ways = [way for way in cluster.algorithms if way.kind == "hierarchical"]
+    if not ways:
+        return ()
+    group = mesh.group_of(0, held)
+    inner = [rank for rank in group if rank // cluster.ranks_per_node == group[0] // cluster.ranks_per_node]
+    num_nodes = len(group) // len(inner)
+    per_byte = _per_byte(len(inner), lambda: axis_bandwidth_bytes_per_s(reached(here, 1.0, math.inf), mesh, held))
+    per_byte += _per_byte(num_nodes, lambda: axis_bandwidth_bytes_per_s(reached(here, math.inf, 1.0), mesh, held))
+    near_s = cluster.link_of(inner).latency_s if len(inner) > 1 else 0.0
+    far_s = (num_nodes - 1) * cluster.link_of(group).latency_s if num_nodes > 1 else 0.0
+    return tuple(
+        Route(
+            seconds_per_byte=per_byte,
+            latency_s=_STEPS[way.hops](len(inner)) * near_s + far_s,
+            up_to_bytes=way.up_to_bytes,
+        )
+        for way in sorted(ways, key=_limit, reverse=True)
+    )
+
+
+def _limit(way: Algorithm) -> float:
+    return math.inf if way.up_to_bytes is None else way.up_to_bytes
+
+
+def _per_byte(count: int, bandwidth: Callable[[], float]) -> float:
+    """Return the time of a byte of the whole message where so many ranks or nodes each hold an equal part of it."""
+    return (count - 1) / count / bandwidth() if count > 1 else 0.0

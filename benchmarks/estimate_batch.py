@@ -1,0 +1,92 @@
+"""What pricing a hundred thousand candidates of a model costs each, and whether each is priced as if it were alone."""
+
+import time
+from statistics import median
+
+import numpy as np
+
+from autoshard.cost.calibration import built_in
+from autoshard.cost.predict import plan_cost
+from autoshard.cost.setting import Question
+from autoshard.cost.sharded import CutBlocks
+from autoshard.layout.cutting import Cutting
+from autoshard.plan.build import build_plan, cut_atoms
+from autoshard.plan.rules.check import legal_mask
+from autoshard.search.columns import Evaluated, evaluate
+from autoshard.search.cutting import Terms, solved_cutting
+from autoshard.search.space import Space, whole_space
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.workload import Precision, Workload
+from benchmarks.measure import yardstick_s
+from benchmarks.result import Result
+
+BAR_US = 20.0  # a hundred times less than the fastest published search takes for one (Calculon, 3.3 ms)
+SAME = 1e-9
+LEAST, ROUNDS, SAMPLE = 100_000, 5, 100
+MODEL, CLUSTER, NODES, BATCH = "mixtral-8x22b", "h100-80", 512, 8192
+
+
+def run() -> Result:
+    """Price all legal candidates of a large machine in one batch, and a sample of them one by one."""
+    question, space, cutting = case(MODEL, CLUSTER, NODES, BATCH)
+    found = evaluate(question, space, cutting)
+    each_us = [_timed_us(question, space, cutting) for _ in range(ROUNDS)]
+    return judge(each_us, space.num_candidates, furthest(question, space, cutting, found, SAMPLE), yardstick_s())
+
+
+def judge(each_us: list[float], count: int, difference: float, loop_s: float) -> Result:
+    """Take the median; it holds only for as many candidates as are promised, each priced as it would be alone."""
+    value = median(each_us)
+    return Result(
+        name="estimate_batch",
+        value=round(value, 2),
+        unit="CPU us per candidate",
+        bar=BAR_US,
+        holds=value <= BAR_US and count >= LEAST and difference <= SAME,
+        extras={
+            "candidates": count,
+            "fastest_us": round(min(each_us), 2),
+            "difference_from_one_by_one": difference,
+            "yardstick_s": loop_s,
+        },
+    )
+
+
+def case(model: str, cluster: str, nodes: int, global_batch: int) -> tuple[Question, Space, Cutting]:
+    """Return a question, its legal candidates, and a cutting that serves all of them."""
+    workload = Workload(seq_len=4096, global_batch=global_batch, precision=Precision.named("bf16"))
+    machine, spec = load_cluster(cluster, nodes), load_model(model)
+    question = Question(
+        model=spec, cluster=machine, workload=workload, kernels=machine.kernels, calibration=built_in(machine.name)
+    )
+    facts = (spec, machine, workload)
+    whole = whole_space(*facts, machine.engine, {})
+    space = whole.keep(legal_mask(whole.columns(*facts, 0)))
+    widest = space.at(int(np.argmax(space.rows["tp"])), 0)
+    terms = Terms(engine=machine.engine, sequence_parallel=widest.sequence_parallel)
+    return question, space, solved_cutting(question, widest, terms)
+
+
+def furthest(question: Question, space: Space, cutting: Cutting, found: Evaluated, sample: int) -> float:
+    """Return the largest relative difference between the batch and single plans, of a sample of candidates."""
+    random = np.random.default_rng(0)
+    worst = 0.0
+    for index in random.choice(space.num_layouts, size=min(sample, space.num_layouts), replace=False).tolist():
+        number = int(random.integers(len(space.recomputes)))
+        candidate = space.at(index, number)
+        plan = build_plan(candidate, question.model, question.cluster, question.workload, space.engine)
+        blocks = CutBlocks(step=question.step, cutting=cutting, atoms=cut_atoms(candidate, question.model))
+        alone = plan_cost(plan, question, blocks)
+        pairs = [
+            (found.time_s[index, number], alone.time_s),
+            (found.peak_bytes[index, number], alone.peak_bytes),
+        ]
+        worst = max(worst, *(abs(float(one) / float(other) - 1) for one, other in pairs))
+    return worst
+
+
+def _timed_us(question: Question, space: Space, cutting: Cutting) -> float:
+    start_s = time.process_time()
+    evaluate(question, space, cutting)
+    return (time.process_time() - start_s) / space.num_candidates * 1e6
