@@ -12,7 +12,7 @@ import numpy as np
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Columns, Engine
-from autoshard.plan.rules.names import kernels_fault
+from autoshard.plan.rules.names import effective_names, kernels_fault
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
@@ -113,13 +113,11 @@ def default_kernels(cluster: Cluster, engine: Engine) -> str:
 def recompute_choices(kernels: str) -> tuple[tuple[Recompute, ...], ...]:
     """Return the kinds of recompute that are tried, each for all stages: none, sets of operations, full.
 
-    Names that a platform has no operations for would be ``none`` again.
-
     >>> [str(entry) for (entry,) in recompute_choices("te")][:3]
     ['none', 'selective[core_attn]', 'selective[layernorm]']
     """
     table = load_kernels(kernels)
-    names = sorted(name for name, ops in table.selective.items() if ops)  # others drop nothing
+    names = effective_names(kernels)
     sets = [
         subset
         for count in range(1, len(names) + 1)

@@ -17,7 +17,7 @@ from autoshard.search.cutting import Terms, solved_cutting
 from tests.plan.cases import ask, plan_of, shaped, with_prediction
 
 
-def good(text="tp=32,pp=8,recompute=selective[CoreAttention]", **facts):
+def good(text="tp=32,pp=8,recompute=selective[LlamaMLP]", **facts):
     return with_prediction(plan_of(ask(**facts), text))
 
 
@@ -208,7 +208,7 @@ def test_a_builder_that_cannot_run_on_its_placement_is_refused():
 def test_a_stale_prediction_is_a_reason_of_its_own():
     stale = dataclasses.replace(good(), zero=0)
     message = {r.rule_id: r.message for r in verify(stale)}["prediction-stale"]
-    assert "autoshard plan --at tp=32,pp=8,dp=2,zero=0,recompute=selective[CoreAttention]" in message
+    assert "autoshard plan --at tp=32,pp=8,dp=2,zero=0,recompute=selective[LlamaMLP]" in message
     assert verify(dataclasses.replace(good(), prediction=None)) == ()
 
 

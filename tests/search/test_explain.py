@@ -22,7 +22,7 @@ from autoshard.search.problem import real_cuts
 from tests.search.brute_force import ask
 
 CASES = {
-    "trn1": (ask("llama3-70b", "trn1.32xlarge", 4), "tp=32,pp=2,recompute=selective[CoreAttention]"),
+    "trn1": (ask("llama3-70b", "trn1.32xlarge", 4), "tp=32,pp=2,recompute=selective[LlamaMLP]"),
     "ring": (ask("llama3-8b", "h100-80", 2), "tp=4,cp=2,dp=2,recompute=full:3"),
     "experts": (ask("mixtral-8x7b", "h100-80", 2), "tp=2,ep=4,dp=8"),
     "hidden": (ask("llama3-8b", "h100-80"), "tp=8,kernels=mcore"),

@@ -6,6 +6,8 @@ from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.placement import Placement
 
+_NXD = ("nxd", "nxd_core")
+
 
 def place_fault(place: Placement | None, cluster: Cluster) -> str:
     """Judge the order of a node's ranks on the mesh."""
@@ -18,18 +20,31 @@ def kernels_fault(kernels: str, engine: str) -> str:
     """Judge the Kernels table."""
     if kernels not in kernels_names():
         return f"there is no such table. {nearest(kernels, kernels_names())}"
-    if kernels not in _kernels_of(engine):
-        return f"the {engine} engine does not run these kernels. Use {', '.join(_kernels_of(engine))}"
+    if (kernels in _NXD) != (engine == "nxd"):
+        return f"the {engine} engine does not run these kernels. Use {_kernels_of(engine)}"
     return ""
 
 
 def recompute_fault(recomputes: tuple[Recompute, ...], kernels: str) -> str:
-    """Judge the op names after selective."""
+    """Judge the op names after selective, and whether each selection computes anything again."""
     names = sorted({name for recompute in recomputes for name in recompute.ops})
     if not names or kernels not in kernels_names():
         return ""
     known = recomputable_names(kernels)
-    return " ".join(f"{name} is not known to {kernels}. {nearest(name, known)}" for name in names if name not in known)
+    unknown = [f"{name} is not known to {kernels}. {nearest(name, known)}" for name in names if name not in known]
+    chosen = dict.fromkeys(recompute for recompute in recomputes if recompute.kind == "selective")
+    idle = [str(recompute) for recompute in chosen if not load_kernels(kernels).resolve(recompute.ops)]
+    others = ", ".join(effective_names(kernels))
+    return " ".join([*unknown, *(f"{one} computes nothing again on {kernels}. Use none, or {others}" for one in idle)])
+
+
+def effective_names(kernels: str) -> tuple[str, ...]:
+    """List a framework's names of the sets that hold any operation.
+
+    >>> effective_names("nxd")  # flash attention is not NxD's module CoreAttention
+    ('ActivationMultiplyMLP', 'LlamaMLP', 'LlamaRMSNorm')
+    """
+    return tuple(sorted(name for name, ops in load_kernels(kernels).selective.items() if ops))
 
 
 def recomputable_names(kernels: str) -> tuple[str, ...]:
@@ -39,6 +54,5 @@ def recomputable_names(kernels: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*table.selective, *ops)))
 
 
-def _kernels_of(engine: str) -> tuple[str, ...]:
-    """List the tables of an engine: those of nxd are named after it."""
-    return tuple(name for name in kernels_names() if (name.split("_")[0] == "nxd") == (engine == "nxd"))
+def _kernels_of(engine: str) -> str:
+    return ", ".join(name for name in kernels_names() if (name in _NXD) == (engine == "nxd"))
