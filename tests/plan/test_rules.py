@@ -141,8 +141,8 @@ def test_the_example_of_the_design_reads_as_it_is_written_there():
     )
 
 
-# Layouts that AWS ships as recipes for NxD Training (aws-neuron/neuronx-distributed-training, examples/conf). Where they
-# name CoreAttention alone beside flash attention, which is another module, nothing is computed again: none, in our words.
+# Layouts that AWS ships as recipes for NxD Training (aws-neuron/neuronx-distributed-training, examples/conf). Where
+# they name CoreAttention alone beside flash attention, which is another module, nothing is computed again.
 SHIPPED = [
     (
         "llama3-70b",
