@@ -22,6 +22,8 @@ from autoshard.plan.prediction import Prediction, StageMemory, rounded
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.kernels import load_kernels
 
+_NOTHING = 1e-12  # of a step: what is left of two sums of the same times, a waiting that is none
+
 
 def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks | None = None) -> Prediction:
     """Return time, memory and traffic of one step of a plan, as its own table shards it.
@@ -31,7 +33,8 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
     """
     question = question_of(plan, calibration or calibration_of(plan))
     cost = plan_cost(plan, question, blocks)
-    seconds = {part: rounded(float(value)) for part, value in sorted(cost.seconds.items()) if float(value) > 0}
+    least_s = _NOTHING * float(cost.time_s)
+    seconds = {part: rounded(float(value)) for part, value in sorted(cost.seconds.items()) if float(value) > least_s}
     step_time_s = rounded(sum(seconds.values()))
     known = worth(question.calibration, plan)
     return Prediction(

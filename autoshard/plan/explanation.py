@@ -31,9 +31,10 @@ class Other:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One line of a table: layouts of what it gives, compute by pass, what it sends, its second-best cut.
+    """One line of a table: layouts of what it gives, its kernels by pass, what it sends, its second-best cut.
 
-    A fused kernel's time stands with its first operation. ``other`` is None for delivers, and where there is no other.
+    A fused kernel's time stands with its first operation, waiting for its start included. ``other`` is None for
+    delivers, and where there is no other.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Step:
 
     @property
     def time_s(self) -> float:
-        """Compute and sending together, in all passes."""
+        """Kernels and sending together, in all passes."""
         return sum(self.seconds.values()) + sum(one.time_s for one in self.sent)
 
 
@@ -55,16 +56,23 @@ class ExplainedBlock:
     name: str
     count: int
     steps: tuple[Step, ...]
+    waiting_s: float  # of the time of its kernels: until hosts have started them
+    hidden_s: float  # of what it sends: while it computes
 
     @property
     def compute_s(self) -> float:
-        """The time of all kernels."""
-        return sum(sum(step.seconds.values()) for step in self.steps)
+        """The time of all kernels, at work."""
+        return sum(sum(step.seconds.values()) for step in self.steps) - self.waiting_s
 
     @property
     def sending_s(self) -> float:
         """The time of all Collectives."""
         return sum(one.time_s for one in self.sent())
+
+    @property
+    def time_s(self) -> float:
+        """The time of the block."""
+        return self.compute_s + self.waiting_s + self.sending_s - self.hidden_s
 
     def sent(self) -> Iterator[Sent]:
         """Yield all Collectives."""

@@ -10,7 +10,8 @@ from autoshard.plan.build import num_kv_replicas, padding_of
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction
-from autoshard.plan.rules.check import rejections
+from autoshard.plan.rules.check import all_rules, rejections
+from autoshard.plan.rules.effect import SPLIT
 from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.rules.strategy import Place, engine_rules
 from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting
@@ -36,6 +37,7 @@ def verify(plan: Plan, *, extra_rules: Sequence[Rule] = ()) -> tuple[Rejection, 
         *_mesh_misfits(plan),
         *_stage_misfits(plan),
         *_schedule_misfits(plan),
+        *_engine_misfits(plan),
         *_padding_misfits(plan),
         *_strategy_misfits(plan),
         *by_rules,
@@ -169,6 +171,46 @@ def _action_faults(schedule: Schedule) -> tuple[Fault, ...]:
     # A builder's order repeats from round to round, so a few rounds stand for all of them.
     few = min(schedule.num_micro_batches, 4 * schedule.num_ranks)
     return verify_actions(replace(schedule, num_micro_batches=few))
+
+
+def _engine_misfits(plan: Plan) -> list[Rejection]:
+    """Say why an engine does not run lists that the schedule's builder has not made: Rules know only its name."""
+    schedule = plan.schedule
+    if schedule.actions is None or _is_built(schedule):
+        return []
+    if plan.engine == "nxd":
+        message = (
+            f"schedule.actions: are not those of {schedule.builder}, and NxD follows its own scheduler, no list. "
+            "Type actions: null"
+        )
+        return [_reject("nxd-actions", message, _source_of("nxd-schedule"))]
+    if not schedule.splits_backward or schedule.builder in SPLIT:
+        return []
+    found: list[Rejection] = []
+    if any(stage.recompute.kind != "none" for stage in plan.stages):
+        message = (
+            "schedule.actions: split the backward into I and W, and PyTorch recomputes again for each of them, or "
+            "fails. Use B, or recompute none in all stages"
+        )
+        found.append(_reject("torch-split-recompute", message, _source_of("torch-split-recompute")))
+    if plan.zero == 3:
+        message = (
+            "schedule.actions: split the backward into I and W under zero 3, and FSDP reduces gradients when the "
+            "input's are done, before W has made them. Use B, or zero 1"
+        )
+        found.append(_reject("torch-split-zero", message, _source_of("torch-split-zero")))
+    return found
+
+
+def _is_built(schedule: Schedule) -> bool:
+    try:
+        return schedule.steps() == replace(schedule, actions=None).steps()
+    except InputError:  # no builder makes such lists
+        return False
+
+
+def _source_of(rule_id: str) -> str:
+    return next(rule.source for rule in all_rules() if rule.id == rule_id)
 
 
 def _padding_misfits(plan: Plan) -> list[Rejection]:

@@ -37,9 +37,7 @@ def explanation_report(plan: Plan, explanation: Explanation) -> Group:
 
 
 def _block(block: ExplainedBlock) -> Table:
-    times = "once" if block.count == 1 else f"{block.count} times"
-    both = f"compute {format_seconds(block.compute_s)}, sending {format_seconds(block.sending_s)}"
-    table = make_table(f"{block.name}, {times}: {format_seconds(block.compute_s + block.sending_s)} ({both})")
+    table = make_table(_title(block))
     table.add_column("operation", no_wrap=True)
     table.add_column("gives, or sends", overflow="fold", ratio=1)
     for pass_ in _PASSES:
@@ -50,6 +48,17 @@ def _block(block: ExplainedBlock) -> Table:
             for row in _rows(step, block):
                 table.add_row(*row)
     return table
+
+
+def _title(block: ExplainedBlock) -> str:
+    """Say what a block takes, and of what that is the sum; what most platforms have not, only where it is."""
+    times = "once" if block.count == 1 else f"{block.count} times"
+    parts = [f"compute {format_seconds(block.compute_s)}"]
+    if block.waiting_s:
+        parts.append(f"waiting {format_seconds(block.waiting_s)}")
+    parts.append(f"sending {format_seconds(block.sending_s)}")
+    hidden = f", {format_seconds(block.hidden_s)} of it hidden" if block.hidden_s else ""
+    return f"{block.name}, {times}: {format_seconds(block.time_s)} ({', '.join(parts)}{hidden})"
 
 
 def _rows(step: Step, block: ExplainedBlock) -> Iterator[tuple[Text, ...]]:
@@ -65,6 +74,6 @@ def _otherwise(step: Step, block: ExplainedBlock) -> str:
     """Say what the next best cut would cost, and what forbids it."""
     if step.other is None:
         return ""
-    share = step.other.more_s / (block.compute_s + block.sending_s)
+    share = step.other.more_s / block.time_s
     refused = f", but {step.other.refused}" if step.other.refused else ""
     return f"{step.other.cut}: {share:+.1%}{refused}"

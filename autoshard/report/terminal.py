@@ -27,6 +27,7 @@ _SIZES = {  # columns of the table of memory -> the parts that they add up
 }
 _TIME_WORDS = {
     "compute": "compute",
+    "waiting": "waiting for kernels to start",
     "tp": "tensor-parallel communication",
     "cp": "context-parallel communication",
     "ep": "expert-parallel communication",
@@ -34,6 +35,7 @@ _TIME_WORDS = {
     "bubble": "waiting in the pipeline",
     "dp": "gradients and weights over dp",
     "update": "optimizer update",
+    "fixed": "fixed time of every step",
 }
 
 
@@ -111,7 +113,8 @@ def _compiled(compiling: Compiling) -> str:
 def _precision(plan: Plan) -> str:
     precision = plan.workload.precision
     masters = f" with {precision.masters} masters" if precision.masters else ""
-    return f"{precision.weights}{masters}"
+    products = f" and {precision.products} products" if precision.products else ""
+    return f"{precision.weights}{masters}{products}"
 
 
 def _batches(plan: Plan) -> str:

@@ -51,15 +51,16 @@ def _lowered_alike(
 ) -> Iterator[tuple[Column, CutBlocks]]:
     """Yield the layouts that one lowering serves, in which a group of one rank sends nothing, with their blocks.
 
-    Slots of experts change their cut by way of both ep and cp, so that it matters which of these cut anything; of
-    copies of keys it may. Where anybody may have pinned anything, all atoms matter: ``apart``.
+    Slots of experts change their cut by way of both ep and cp, so that it matters which of these cut anything; of the
+    atoms of tp it may. Where anybody may have pinned anything, all atoms matter: ``apart``.
     """
     sizes = atom_columns(question.model, space)
     real = frozenset(atom for atom, column in sizes.items() if np.any(column > 1))
     matter = [atom for atom in sizes if apart or (question.model.num_experts and atom in ("ep", "cp"))]
     whole = CutBlocks(step=question.step, cutting=cutting, atoms=real)
-    if "rep" not in matter and "rep" in real and np.any(sizes["rep"] == 1) and not alike_without(whole, "rep"):
-        matter.append("rep")
+    for atom in ("kv", "rep"):
+        if atom not in matter and atom in real and np.any(sizes[atom] == 1) and not alike_without(whole, atom):
+            matter.append(atom)
     kinds = np.zeros(space.num_layouts, dtype=np.int64)
     for atom in matter:
         kinds = 2 * kinds + (sizes[atom] > 1)

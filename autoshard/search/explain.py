@@ -3,15 +3,17 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from autoshard.cost.block import PASSES, BlockWork, Setting
+from autoshard.cost.block import PASSES, BlockWork, Setting, exposed_s
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.compute import kernel_time
 from autoshard.cost.predict import question_of
+from autoshard.cost.rings import axis_of_atoms
 from autoshard.cost.setting import Question, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
 from autoshard.cost.worth import calibration_of, worth
+from autoshard.graph.block import Block
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts, show_atoms, whole_axes
 from autoshard.layout.legal import cut_operations
@@ -101,14 +103,15 @@ def _explained(
 ) -> ExplainedBlock:
     name = table_name(kind, drop)
     lines = {**plan.strategies[kind], **plan.strategies[name]}
+    work, block = work_of(question, setting, kind, drop), setting.blocks.block(kind, drop).block
+    kernels = _kernels(work, block, question)
     computes: dict[str, dict[str, float]] = defaultdict(dict)
-    work = work_of(question, setting, kind, drop)
-    for run, kernel in work.kernels:
-        mine = computes[run.ops[0].source]
-        mine[run.pass_] = mine.get(run.pass_, 0.0) + float(kernel_time(kernel, question.rates).time_s)
+    for kernel in kernels:
+        mine = computes[kernel.op]
+        mine[kernel.pass_] = mine.get(kernel.pass_, 0.0) + kernel.work_s + kernel.waiting_s
     sent = _sent(plan, work, setting)
     others = _others(plan, question, setting, kind)
-    ordered = [op.name for op in setting.blocks.block(kind, drop).block.select("micro_batch", "F")]
+    ordered = [op.name for op in block.select("micro_batch", "F")]
     edges = [entry for entry in lines if entry not in ordered]
     return ExplainedBlock(
         name=name,
@@ -123,7 +126,40 @@ def _explained(
             )
             for entry in (*ordered, *edges)
         ),
+        waiting_s=sum(kernel.waiting_s for kernel in kernels),
+        hidden_s=sum(_hidden_s(pass_, kernels, work, setting) for pass_ in PASSES),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kernel:
+    op: str  # the first operation of the kernel, whatever its backward runs first
+    pass_: str
+    work_s: float
+    waiting_s: float
+
+
+def _kernels(work: BlockWork, block: Block, question: Question) -> list[_Kernel]:
+    """Price the kernel runs of a block."""
+    first = {name: group.ops[0] for group in block.fused for name in group.ops}
+    found = [(run, kernel_time(kernel, question.rates)) for run, kernel in work.kernels]
+    return [
+        _Kernel(
+            op=first[run.ops[0].source], pass_=run.pass_, work_s=float(time.work_s), waiting_s=float(time.waiting_s)
+        )
+        for run, time in found
+    ]
+
+
+def _hidden_s(pass_: str, kernels: Sequence[_Kernel], work: BlockWork, setting: Setting) -> float:
+    """Return which part of a pass's tensor-parallel traffic goes on behind its kernels."""
+    traffic_s = sum(
+        float(setting.rings[one.collective.atoms].time_s(one.collective, message_bytes))
+        for one, message_bytes in work.messages
+        if one.pass_ == pass_ and axis_of_atoms(one.collective.atoms) == "tp"
+    )
+    covering_s = sum(kernel.work_s for kernel in kernels if kernel.pass_ == pass_)
+    return traffic_s - float(exposed_s(traffic_s, covering_s, work.hides_tp))
 
 
 def _sent(plan: Plan, work: BlockWork, setting: Setting) -> Mapping[str, list[Sent]]:

@@ -57,7 +57,8 @@ def test_lines_about_other_rows_stay_until_they_are_made_anew(own: tuple[SetAccu
     fewer = page_text(with_others, COLUMNS, Found(own=own[:1]), "c")
     assert lines(fewer)[2:] == dated  # whatever became of the sets of this repository
     anew = page_text(with_others, COLUMNS, Found(own=own, other=(named(first, "new"),), date="2026-03-04"), "c")
-    assert [line.split()[1] for line in lines(anew) if "| 20" in line] == ["new"]
+    assert [line.split()[1] for line in lines(anew) if line.endswith("| 2026-03-04 |")] == ["new"]
+    assert "2026-01-02" not in anew
 
 
 def test_a_set_without_measurements_has_no_errors(own: tuple[SetAccuracy, ...]) -> None:

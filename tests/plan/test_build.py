@@ -9,12 +9,12 @@ from tests.plan.cases import ask, plan_of, shaped
 
 
 def test_the_layout_of_the_first_screen_is_resolved_in_full():
-    plan = plan_of(ask(), "tp=32,pp=8,recompute=selective[CoreAttention]*7/full:4")
+    plan = plan_of(ask(), "tp=32,pp=8,recompute=selective[LlamaMLP]*7/full:4")
     assert str(plan.mesh) == "pp=8,edp=2,ep=1,cp=1,rep=4,kv=8 on 0-31"
     assert plan.schedule.num_micro_batches == 512
     assert plan.kernels == "nxd" and plan.sp and plan.zero == 1 and plan.micro_batch == 1
     assert [stage.first_layer for stage in plan.stages] == [0, 10, 20, 30, 40, 50, 60, 70]
-    assert [str(stage.recompute) for stage in plan.stages] == ["selective[CoreAttention]"] * 7 + ["full:4"]
+    assert [str(stage.recompute) for stage in plan.stages] == ["selective[LlamaMLP]"] * 7 + ["full:4"]
     assert plan.buckets.reduce_scatter_bytes == 130 * 2**20 and plan.buckets.all_gather_bytes == 65 * 2**20
     assert plan.padding == {} and plan.strategies == {} and plan.prediction is None
 

@@ -8,6 +8,7 @@ from autoshard.plan.rules.check import all_rules, judge, legal_mask, legality
 from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Rule
 from autoshard.schedule.schedule import Schedule, schedule_names
+from autoshard.spec.kernels import kernels_names
 from autoshard.spec.mesh import Mesh
 from tests.plan.cases import any_candidates, ask, questions, reasons
 
@@ -70,7 +71,9 @@ BREAKS = {
     "nxd-cp-form": ({}, "tp=32,cp=2,cp_order=zigzag", "Use cp_kind=ring,cp_order=contiguous", "tp=32,cp=2"),
     "nxd-cp-trn1": ({"cluster_name": "trn2.48xlarge"}, "tp=32,cp=2", "on trn1 only", "tp=32"),
     "nxd-ring-seq": ({"seq_len": 2560}, "tp=32,cp=2", "multiple of 2048", "tp=32"),
-    "nxd-flash-seq": ({"seq_len": 3072}, "tp=32", "Use --seq-len 4096", None),
+    "nxd-flash-seq": ({"seq_len": 3072}, "tp=32", "Use --seq-len 4096, or kernels=nxd_core",
+                      "tp=32,kernels=nxd_core"),
+    "nxd-core-cp": ({"seq_len": 4096}, "tp=32,cp=2,kernels=nxd_core", "Use cp=1 or kernels=nxd", "tp=32,cp=2"),
     "nxd-qkv-bias": ({"model_changes": {"qkv_bias": True}}, "tp=32", "has biases on q, k and v", "tp=8"),
     "nxd-window": ({"model_changes": {"window": 4096}}, "tp=8", "Use --seq-len 4096 or less", None),
     "nxd-fp16": ({"precision": "fp16"}, "tp=8", "returns bf16 for every type but fp32", "tp=1"),
@@ -90,6 +93,15 @@ def question_for(facts):
 
 def test_every_rule_is_broken_by_a_case_of_this_file():
     assert set(BREAKS) == {rule.id for rule in all_rules()}
+
+
+@pytest.mark.parametrize("name", kernels_names())
+@pytest.mark.parametrize("engine", ["nxd", "torch"])
+def test_each_engine_runs_the_kernels_of_its_own_platforms(name, engine):
+    found = reasons(ask(engine=engine), f"tp=8,kernels={name}")
+    assert ("kernels" in found) == (name.startswith("nxd") != (engine == "nxd"))
+    if "kernels" in found:
+        assert "nxd" in found["kernels"].message and name not in found["kernels"].message.rpartition("Use")[2]
 
 
 @pytest.mark.parametrize("builder", schedule_names())
@@ -129,7 +141,8 @@ def test_the_example_of_the_design_reads_as_it_is_written_there():
     )
 
 
-# Layouts that AWS ships as recipes for NxD Training (aws-neuron/neuronx-distributed-training, examples/conf).
+# Layouts that AWS ships as recipes for NxD Training (aws-neuron/neuronx-distributed-training, examples/conf). Where
+# they name CoreAttention alone beside flash attention, which is another module, nothing is computed again.
 SHIPPED = [
     (
         "llama3-70b",
@@ -156,7 +169,7 @@ SHIPPED = [
         None,
         1024,
         8192,
-        "tp=32,pp=8,cp=2,recompute=selective[CoreAttention]",
+        "tp=32,pp=8,cp=2",
     ),
     (
         "llama3-70b",
@@ -167,10 +180,10 @@ SHIPPED = [
         8192,
         "tp=32,pp=4,stages=19/21*2/19,recompute=selective[LlamaRMSNorm]",
     ),
-    ("llama3-8b", "trn1.32xlarge", 4, None, 1024, 8192, "tp=32,recompute=selective[CoreAttention]"),
+    ("llama3-8b", "trn1.32xlarge", 4, None, 1024, 8192, "tp=32"),
     ("llama3-8b", "trn2.48xlarge", 1, 2, 1024, 8192, "tp=16"),
     ("llama3.1-405b", "trn1.32xlarge", 64, None, 256, 8192, "tp=32,pp=32,recompute=full"),
-    ("llama2-7b", "trn1.32xlarge", 1, None, 1024, 4096, "tp=8,recompute=selective[CoreAttention]"),
+    ("llama2-7b", "trn1.32xlarge", 1, None, 1024, 4096, "tp=8"),
     ("llama2-70b", "trn1.32xlarge", 8, None, 512, 4096, "tp=8,pp=16,dp=2,recompute=full"),
     ("mixtral-8x7b", "trn1.32xlarge", 8, None, 128, 4096, "tp=32,pp=4,recompute=full"),
 ]

@@ -17,7 +17,7 @@ from autoshard.search.cutting import Terms, solved_cutting
 from tests.plan.cases import ask, plan_of, shaped, with_prediction
 
 
-def good(text="tp=32,pp=8,recompute=selective[CoreAttention]", **facts):
+def good(text="tp=32,pp=8,recompute=selective[LlamaMLP]", **facts):
     return with_prediction(plan_of(ask(**facts), text))
 
 
@@ -140,6 +140,51 @@ def test_explicit_actions_that_cannot_run_are_refused():
     assert "schedule.actions[1]: B1.1 waits for F1.1" in "\n".join(r.message for r in verify(stuck))
 
 
+def split(plan):
+    """Write the backward of a plan's own lists as I and W, W right after I: they can run, whoever runs them."""
+    lists = tuple(
+        tuple(
+            dataclasses.replace(action, kind=kind)
+            for action in own
+            for kind in ("IW" if action.kind == "B" else action.kind)
+        )
+        for own in plan.schedule.action_lists()
+    )
+    made = dataclasses.replace(plan, schedule=dataclasses.replace(plan.schedule, actions=lists))
+    assert made.schedule.splits_backward and made.schedule.builder == plan.schedule.builder
+    return made
+
+
+def test_a_backward_split_by_hand_is_refused_on_an_engine_that_has_but_its_own_order():
+    plan = plan_of(ask(nodes=2, global_batch=4), "tp=32,pp=2")
+    (refused,) = verify(split(plan))
+    assert refused.rule_id == "nxd-actions" and "Type actions: null" in refused.message
+    assert "scheduler.py" in refused.source
+    first, second = plan.schedule.action_lists()
+    swapped = (first, (*second[2:4], *second[:2], *second[4:]))  # whole backwards, in another order that could run
+    assert not verify(dataclasses.replace(plan, schedule=dataclasses.replace(plan.schedule, actions=None)))
+    other = dataclasses.replace(plan, schedule=dataclasses.replace(plan.schedule, actions=swapped))
+    assert "nxd-actions" in {rejection.rule_id for rejection in verify(other)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved,vp=2"])
+@pytest.mark.parametrize(
+    ("text", "rules"),
+    [
+        ("zero=1", set()),
+        ("zero=1,recompute=full", {"torch-split-recompute"}),
+        ("zero=3", {"torch-split-zero"}),
+        ("zero=3,recompute=full:1", {"torch-split-recompute", "torch-split-zero"}),
+    ],
+)
+def test_a_backward_split_by_hand_obeys_the_rules_of_schedules_that_split_it(schedule, text, rules):
+    plan = plan_of(ask("llama3-8b", "h100-80", 1, global_batch=8), f"tp=2,pp=2,dp=2,schedule={schedule},{text}")
+    assert verify(plan) == ()
+    assert {rejection.rule_id for rejection in verify(split(plan))} == rules
+    for rejection in verify(split(plan)):
+        assert "Use B" in rejection.message and "PyTorch 2.13" in rejection.source
+
+
 def test_a_builder_that_cannot_run_on_its_placement_is_refused():
     plan = good("tp=32,pp=8,vp=2,schedule=interleaved")
     turned = [[rank, 0] for rank in range(8)] + [[7 - rank, 1] for rank in range(8)]
@@ -163,7 +208,7 @@ def test_a_builder_that_cannot_run_on_its_placement_is_refused():
 def test_a_stale_prediction_is_a_reason_of_its_own():
     stale = dataclasses.replace(good(), zero=0)
     message = {r.rule_id: r.message for r in verify(stale)}["prediction-stale"]
-    assert "autoshard plan --at tp=32,pp=8,dp=2,zero=0,recompute=selective[CoreAttention]" in message
+    assert "autoshard plan --at tp=32,pp=8,dp=2,zero=0,recompute=selective[LlamaMLP]" in message
     assert verify(dataclasses.replace(good(), prediction=None)) == ()
 
 

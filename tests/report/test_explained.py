@@ -1,6 +1,7 @@
 """What explain prints: golden, and no wider than a terminal."""
 
 import io
+import re
 
 from autoshard.plan.candidate import Candidate
 from autoshard.report.explained import explanation_report
@@ -10,11 +11,23 @@ from autoshard.search.planner import plan_at
 from tests.search.brute_force import ask
 
 
-def test_the_whole_explanation(golden):
-    plan = plan_at(ask("llama3-70b", "trn1.32xlarge", 16), Candidate.parse("tp=32,pp=8,dp=2"))
+def explained(request, text):
+    plan = plan_at(request, Candidate.parse(text))
     console = make_console()
     console.file = io.StringIO()
     console.print(explanation_report(plan, explain(plan)))
-    text = "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+
+
+def test_the_whole_explanation(golden):
+    text = explained(ask("llama3-70b", "trn1.32xlarge", 16), "tp=32,pp=8,dp=2")
     golden("report/explain-llama3-70b-trn1-16.txt", text)
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_what_waits_and_what_hides_is_said_only_where_it_is():
+    one_by_one = explained(ask("llama3-8b", "h100-80"), "tp=8,dp=1,kernels=mcore")
+    assert re.search(r"^layer, 32 times: .* \(compute .*, waiting .*, sending .*, .* of it hidden\)$", one_by_one, re.M)
+    assert max(map(len, one_by_one.splitlines())) <= 120
+    compiled = explained(ask("llama3-8b", "trn1.32xlarge"), "tp=32,dp=1")
+    assert re.search(r"^layer, 32 times: .* \(compute [0-9.]+ ms, sending [0-9.]+ ms\)$", compiled, re.M)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.predict import predicted
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.certificate import NOTHING_LOOKED_AT, Certificate, Refusal
@@ -162,6 +163,30 @@ def test_tiny_and_huge_numbers_are_still_read():
     text = report(replace(plan, prediction=huge))
     assert max(map(len, text.splitlines())) <= 120
     assert re.search(r"new part +1.0 ms +0.0%", text)
+
+
+def test_every_part_of_the_time_has_words_of_its_own():
+    slow = replace(uncalibrated(), launch_s=1e-4, step_s=0.25)
+    gpu = predicted(tabled(plan_of(ask("llama3-8b", "h100-80", 1), "tp=2,pp=2,cp=2,dp=1")), slow)
+    experts = predicted(tabled(plan_of(ask("mixtral-8x7b", "h100-80", 1), "tp=2,ep=2,dp=4")), slow)
+    assert gpu.prediction and experts.prediction
+    assert {*gpu.prediction.time_parts, *experts.prediction.time_parts} == {
+        "compute", "waiting", "tp", "cp", "ep", "pp", "bubble", "dp", "update", "fixed",
+    }  # fmt: skip
+    for plan in (gpu, experts):
+        assert plan.prediction
+        table = report(plan).partition("Where the time goes")[2].partition("Memory per")[0]
+        names = [re.split(r"\s{2,}", line)[0] for line in table.splitlines()[3:] if line.strip()]
+        assert len(set(names)) == len(plan.prediction.time_parts)
+        assert not set(names) & ({*plan.prediction.time_parts} - {"compute"}), "no key of the file is left as it is"
+        assert re.search(r"^waiting for kernels to start +[0-9.]+ m?s", table, re.MULTILINE)
+        assert re.search(r"^fixed time of every step +250.0 ms", table, re.MULTILINE)
+
+
+def test_products_of_another_format_are_said():
+    plan = plan_of(ask("llama3-8b", "h100-80", 1), "tp=8")
+    eight = replace(plan.workload, precision=replace(plan.workload.precision, products="fp8"))
+    assert "bf16 with fp32 masters and fp8 products, ZeRO-1" in report(with_prediction(replace(plan, workload=eight)))
 
 
 def test_counts_of_one_are_singular():

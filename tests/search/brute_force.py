@@ -32,8 +32,8 @@ def ask(
 
 
 def kinds_of_recompute(kernels: str) -> set[tuple[Recompute, ...]]:
-    """None, full, and every set of the framework's names whose operations do not overlap."""
-    sets = load_kernels(kernels).selective
+    """None, full, and every set of the framework's names that have operations, where these do not overlap."""
+    sets = {name: ops for name, ops in load_kernels(kernels).selective.items() if ops}
     kinds = {(Recompute(),), (Recompute(kind="full"),)}
     for chosen in itertools.product((False, True), repeat=len(sets)):
         names = tuple(itertools.compress(sets, chosen))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autoshard.cost.block import PASSES
+from autoshard.cost.pipeline import PARTS
 from autoshard.cost.predict import question_of
 from autoshard.cost.setting import price_block, setting_of
 from autoshard.cost.sharded import ListedBlocks
@@ -21,9 +22,11 @@ from autoshard.search.problem import real_cuts
 from tests.search.brute_force import ask
 
 CASES = {
-    "trn1": (ask("llama3-70b", "trn1.32xlarge", 4), "tp=32,pp=2,recompute=selective[CoreAttention]"),
+    "trn1": (ask("llama3-70b", "trn1.32xlarge", 4), "tp=32,pp=2,recompute=selective[LlamaMLP]"),
     "ring": (ask("llama3-8b", "h100-80", 2), "tp=4,cp=2,dp=2,recompute=full:3"),
     "experts": (ask("mixtral-8x7b", "h100-80", 2), "tp=2,ep=4,dp=8"),
+    "hidden": (ask("llama3-8b", "h100-80"), "tp=8,kernels=mcore"),
+    "short": (ask("tiny-llama", "h100-80"), "tp=2,dp=4,kernels=torch_cuda"),
     "tiny": (ask("tiny-llama"), "tp=2,pp=2"),
     "alone": (ask("tiny-llama", ranks=1), "tp=1"),
 }
@@ -50,8 +53,10 @@ def test_the_parts_add_up_to_the_blocks_that_the_prediction_is_made_of(case):
         if name in drops:
             cost = price_block(question, setting, kind, drop)
             assert drops[name].compute_s == pytest.approx(float(cost.part_s("compute")), rel=1e-12)
+            assert drops[name].waiting_s == pytest.approx(float(cost.part_s("waiting")), rel=1e-12)
             sending = sum(float(cost.part_s(part)) for part in ("tp", "cp", "ep", "dp"))
-            assert drops[name].sending_s == pytest.approx(sending, rel=1e-12)
+            assert drops[name].sending_s - drops[name].hidden_s == pytest.approx(sending, rel=1e-12)
+            assert drops[name].time_s == pytest.approx(sum(float(cost.part_s(part)) for part in PARTS), rel=1e-12)
             sent = sum(float(size) for size in cost.sent_bytes.values())
             assert sum(one.sent_bytes for one in drops[name].sent()) == pytest.approx(sent, rel=1e-12)
 
@@ -64,6 +69,24 @@ def test_every_line_of_the_table_is_told_and_every_layer_counted(case):
         kind = block.name.split()[0]
         assert {step.name for step in block.steps} == {*plan(case).strategies[kind]}
         assert all(set(step.seconds) <= set(PASSES) for step in block.steps)
+
+
+def layer_of(case):
+    return next(block for block in explained(case).blocks if block.name.startswith("layer"))
+
+
+def test_what_hides_and_what_waits_stands_apart():
+    hidden, short, plain = layer_of("hidden"), layer_of("short"), layer_of("trn1")
+    assert plain.hidden_s == plain.waiting_s == 0, "NxD hides nothing, and its graphs are started whole"
+    assert hidden.hidden_s == pytest.approx(0.875 * hidden.sending_s), "seven pieces of eight: all compute long enough"
+    assert short.waiting_s > short.compute_s, "kernels on so few numbers end before the next is launched"
+    kernels = sum(sum(step.seconds.values()) for step in short.steps)
+    assert kernels == pytest.approx(short.compute_s + short.waiting_s)
+
+
+def test_all_passes_of_a_fused_kernel_stand_with_its_first_operation():
+    steps = {step.name: step.seconds for step in layer_of("trn1").steps}
+    assert set(steps["q"]) == {"F", "I", "W"} and not steps["k"] and not steps["v"]
 
 
 @pytest.mark.parametrize("case", ["trn1", "tiny", "experts"])

@@ -24,7 +24,7 @@ def without(*names: str, **change: Any) -> MeasuredRun:
 
 def test_every_column_has_its_place():
     run = made(recompute="full", sharding="none", precision="mixed FP16", sp=False, micro_batch=2)
-    assert str(run.candidate) == "tp=2,pp=2,dp=2,mbs=2,sp=false,zero=0,recompute=full"
+    assert str(run.candidate) == "tp=2,pp=2,dp=2,mbs=2,sp=false,zero=0,recompute=full,kernels=mcore"
     assert (run.cluster.name, run.cluster.num_ranks) == ("h100-80", 8)
     assert (run.workload.seq_len, run.workload.global_batch, run.workload.precision.weights) == (256, 16, "fp16")
     model = run.model
@@ -41,9 +41,43 @@ def test_interleaved_and_zigzag():
 
 
 def test_kernels_follow_the_framework():
-    assert made().candidate.kernels is None
-    assert made(framework="torchtitan").candidate.kernels == "torch_cuda"
+    assert made().candidate.kernels == "mcore"
+    assert made(framework="Megatron-LM + TransformerEngine").candidate.kernels is None, "what h100-80 usually runs"
+    assert made(framework="Megatron-LM").candidate.kernels == "megatron"
+    titan = made(framework="torchtitan", precision="bf16")
+    assert (titan.candidate.kernels, "compile" in titan.assumed["framework"]) == ("torch_compiled", True)
     assert "usual" in made(framework="my own").assumed["framework"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "kernels", "products"),
+    [
+        ("bf16 eager", "torch_cuda", None),
+        ("bf16 compile", "torch_compiled", None),
+        ("bf16 async TP", "torch_async_tp", None),
+        ("float8 compile", "torch_compiled", "fp8"),
+        ("float8 compile asyncTP", "torch_async_tp", "fp8"),
+    ],
+)
+def test_the_format_of_a_torchtitan_run_says_how_its_kernels_were_made(precision: str, kernels: str, products: Any):
+    run = made(framework="torchtitan", precision=precision)
+    assert (run.candidate.kernels, run.workload.precision.products) == (kernels, products)
+    assert "framework" not in run.assumed, "the format says it"
+    assert ("products" in run.assumed.get("precision", "")) == (products is not None)
+
+
+def test_flash_attention_on_neuron_comes_with_8192_tokens():
+    neuron = {"framework": "neuronx-distributed", "platform": "trn1", "chips": None, "nodes": 1, "dp": 8}
+    short, long = made(**neuron, seq_len=4096), made(**neuron, seq_len=8192)
+    assert (short.candidate.kernels, long.candidate.kernels) == ("nxd_core", None)
+    assert "flash" in short.assumed["framework"] and "framework" not in long.assumed
+    assert made(**{**neuron, "cp": 2, "dp": 4}, seq_len=4096).candidate.cp_order == "contiguous"
+
+
+def test_runs_of_one_publisher_are_placed_on_its_machine():
+    named = made(framework="Megatron-DeepSpeed", platform="a100")
+    assert named.cluster.name == "a100-800g" and "800" in named.assumed["platform"]
+    assert made(framework="Megatron-LM", platform="a100").cluster.name == "a100-80"
 
 
 def test_what_is_left_open_is_assumed_and_told():

@@ -52,7 +52,11 @@ def test_the_message_about_memory_says_by_how_much_the_smallest_plan_misses():
     peak = found.nearest_miss.prediction.peak_bytes if found.nearest_miss.prediction else 0
     assert f"the smallest is {found.nearest_miss.candidate}: {format_bytes(peak)} a rank" in text
     assert f"{format_bytes(peak - 16 * 2**30)} more than the 16.00 GiB there are" in text
-    assert "optimizer 26.06 GiB" in text
+    assert found.nearest_miss.prediction
+    fullest = max(found.nearest_miss.prediction.stage_memory, key=lambda memory: memory.total)
+    assert found.nearest_miss.mesh.num_ranks == 32 and found.nearest_miss.mesh.size("tp") == 32, "nothing to shard over"
+    moments, fp32 = (format_bytes(count * fullest.num_weights) for count in (8, 4))
+    assert f"(optimizer {moments}, gradients {fp32}, masters {fp32})" in text
 
 
 def test_the_message_about_rules_counts_them():

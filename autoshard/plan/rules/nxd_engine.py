@@ -77,15 +77,19 @@ def _ring_seq(c: Columns) -> str:
 
 
 def _flash_seq_allows(c: Columns) -> Column:
-    return (c.cp > 1) | (c.workload.seq_len % FLASH_TILE == 0)
+    return (c.cp > 1) | (c.kernels == "nxd_core") | (c.workload.seq_len % FLASH_TILE == 0)
 
 
 def _flash_seq(c: Columns) -> str:
     seq = c.workload.seq_len
     return (
         f"seq_len={seq}: NxD's flash attention takes multiples of {FLASH_TILE} tokens. Use --seq-len "
-        f"{max(1, round(seq / FLASH_TILE)) * FLASH_TILE}"
+        f"{max(1, round(seq / FLASH_TILE)) * FLASH_TILE}, or kernels=nxd_core"
     )
+
+
+def _core_cp(c: Columns) -> str:
+    return f"cp={c.cp},kernels=nxd_core: NxD's CoreAttention knows whole sequences only. Use cp=1 or kernels=nxd"
 
 
 def _qkv_bias_allows(c: Columns) -> Column:
@@ -196,6 +200,15 @@ RULES = (
         allows=_flash_seq_allows,
         message=_flash_seq,
         source=_NXD + "kernels/flash_attn.py:199 raises for other lengths",
+    ),
+    Rule(
+        id="nxd-core-cp",
+        subject="cp,kernels",
+        applies=on_nxd,
+        allows=lambda c: (c.cp == 1) | (c.kernels != "nxd_core"),
+        message=_core_cp,
+        source="aws-neuron/neuronx-distributed examples/training/llama/modeling_llama_nxd.py CoreAttention: a "
+        "product of a rank's own queries and keys",
     ),
     Rule(
         id="nxd-qkv-bias",
