@@ -167,8 +167,8 @@ def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Ra
         parts = seconds[message.pass_]
         parts[axis] = parts[axis] + ring.time_s(message.collective, message_bytes)
         sent[axis] = sent[axis] + ring.sent_bytes(message.collective, message_bytes)
-    for parts in seconds.values():
-        parts["tp"] = exposed_s(parts["tp"], parts["compute"], work.hides_tp)
+    for parts in seconds.values():  # traffic goes on while a device waits for hosts
+        parts["tp"] = exposed_s(parts["tp"], parts["compute"] + parts["waiting"], work.hides_tp)
     return BlockCost(
         seconds=seconds,
         sent_bytes=sent,

@@ -23,9 +23,9 @@ _HUBER = 1.345  # 95% as efficient as least squares where residuals are normal
 _SCALE = 1.4826  # from the median absolute residual of a normal distribution to its standard deviation
 _LEAST_SCALE = 1e-3  # measurements are not published more exactly
 _STEP = 1e-2  # of a finite difference: kernels change what they are bound by at kinks, not smoothly
-_STEPS, _SWEEPS = 12, 500
+_STEPS, _SWEEPS = 8, 500
 _PULL = 2e-2  # one unit away from where it started counts as much as a row that is 2% off
-_CLOSE = 1e-4  # rows are far from deciding that much
+_CLOSE = 1e-3  # rows are far from deciding that much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

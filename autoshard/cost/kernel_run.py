@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autoshard.cost.live import Fresh
 from autoshard.graph.block import Block, Fused
+from autoshard.graph.kinds.attention import SCORES
 from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.graph.op import Op, Tensor
@@ -38,7 +39,7 @@ def kernel_runs(
     """Group the operations of a table's entry: forward, backward, weight gradients and their sums are a run each.
 
     ``added`` names sums that the products of weight gradients add to themselves. ``eager`` kernels hand everything on
-    through memory; a compiler runs what is computed again and its backward together, piece by piece.
+    through memory; a compiler makes scores of attention again piece by piece, where their backward needs them.
     """
     owner = {name: group for group in block.fused for name in group.ops}
     members: dict[tuple[str, ...], list[Op]] = defaultdict(list)
@@ -172,5 +173,6 @@ class _Links:
         return [
             (group.ops[0], save.tensor)
             for save in group.saves
-            if save.tensor.name not in self.block.tensors and (save.storage in self.kept or (dropped and self.eager))
+            if save.tensor.name not in self.block.tensors
+            and (save.storage in self.kept or (dropped and (self.eager or save.tensor.dims != SCORES)))
         ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -95,18 +95,25 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
     def work(kind: str, drop: Recompute) -> BlockWork:
         return work_of(asked, setting, kind, drop)
 
-    def time_s(calibration: Calibration) -> float:
-        question = replace(asked, calibration=calibration)
+    @lru_cache(maxsize=2)  # a fit moves one constant at a time
+    def linked(near: float, far: float, least_s: float) -> tuple[Setting, Pipeline]:
+        links = {"near_link_efficiency": near, "far_link_efficiency": far, "collective_s": least_s}
+        question = replace(asked, calibration=replace(asked.calibration, **links))
         here = replace(setting, rings=rings_of(question, plan.mesh, blocks))
         pipeline = _pipeline(plan, question, here)
-        sends = replace(pipeline.sends, time_s=np.array([pipeline.sends.time_s]))
+        return here, replace(pipeline, sends=replace(pipeline.sends, time_s=np.array([pipeline.sends.time_s])))
+
+    def time_s(calibration: Calibration) -> float:
+        question = replace(asked, calibration=calibration)
+        here, pipeline = linked(
+            calibration.near_link_efficiency, calibration.far_link_efficiency, calibration.collective_s
+        )
 
         @cache
         def price(kind: str, drop: Recompute) -> BlockCost:
             return block_cost(work(kind, drop), here.rings, question.rates)
 
-        cost = step_cost(question, here, replace(pipeline, sends=sends), price, folded=True)
-        return float(np.max(cost.time_s))
+        return float(np.max(step_cost(question, here, pipeline, price, folded=True).time_s))
 
     return time_s
 

@@ -9,6 +9,7 @@ from autoshard.plan.plan import Plan
 from autoshard.spec import record
 
 _NUMBERS = (*CONSTANTS, "interval")
+_AXES = ("tp", "pp", "dp", "cp", "ep", "vp")
 _WIDER, _WIDEST = 2, 0.95  # outside of what was measured errors are not known; this is a convention, not a fit
 
 
@@ -30,10 +31,9 @@ def worth(calibration: Calibration, plan: Plan) -> Worth:
 
 
 def _beyond(reach: Reach, plan: Plan) -> tuple[str, ...]:
-    candidate = plan.candidate
-    others = [(plan.cluster.name, (reach.cluster,)), (plan.kernels, reach.kernels)]
-    return (*(name for name, known in others if name not in known), *(axis for axis in ("tp", "pp", "dp", "cp", "ep", "vp")
-                        if getattr(candidate, axis) > 1 and axis not in reach.axes))  # fmt: skip
+    others = ((plan.cluster.name, (reach.cluster,)), (plan.kernels, reach.kernels))
+    axes = (axis for axis in _AXES if getattr(plan.candidate, axis) > 1 and axis not in reach.axes)
+    return (*(name for name, known in others if name not in known), *axes)
 
 
 def carried(calibration: Calibration) -> Mapping[str, str]:

@@ -1,6 +1,6 @@
 """Constants of a cluster from measured runs: as many as the rows can tell apart, and the error on what was left out."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -51,6 +51,7 @@ _EAGER: Mapping[str, Kinds] = {
         *_EACH, *((name,) for name in SECONDS),
     ),
 }  # fmt: skip
+_LAUNCHES = (0.5, 1.0, 2.0, 4.0, 8.0)  # tried first, in their unit
 _UNITS = {"launch_s": 1e-5, "collective_s": 1e-5, "step_s": 1e-2}  # of what is fitted in seconds: what is usual
 
 
@@ -197,16 +198,22 @@ def fit_constants(kinds: Kinds, samples: Sequence[Sample]) -> Calibration:
 
     start = np.array([_unknown(kind[0], getattr(nominal, kind[0])) for kind in kinds])
     least = np.array([0.0 if kind[0] in SECONDS else 1.0 for kind in kinds])
-    starts = [start, *(_slow_hosts(kinds, start) if ("launch_s",) in kinds else ())]
-    found = min((fitted(ratios, Unknowns(start=one, least=least)) for one in starts), key=lambda x: _error(ratios(x)))
+    found = fitted(ratios, Unknowns(start=start, least=least), current=_launching(kinds, start, ratios))
     return _with(nominal, kinds, found)
 
 
-def _slow_hosts(kinds: Kinds, start: Array) -> Iterator[Array]:
-    """Start where hosts are as slow as kernels are short: below that nothing tells how slow they are."""
-    slow = start.copy()
-    slow[kinds.index(("launch_s",))] = 4.0
-    yield slow
+def _launching(kinds: Kinds, start: Array, ratios: Callable[[Array], Array]) -> Array:
+    """Begin with the launches that fit best: where kernels are longer than those, nothing says in which direction."""
+    if ("launch_s",) not in kinds:
+        return start
+    place = kinds.index(("launch_s",))
+    return min((_moved(start, place, size) for size in _LAUNCHES), key=lambda one: _error(ratios(one)))
+
+
+def _moved(unknowns: Array, place: int, value: float) -> Array:
+    moved = unknowns.copy()
+    moved[place] = value
+    return moved
 
 
 def _error(ratios: Array) -> float:

@@ -108,7 +108,7 @@ class Kernels:
     nothing is compiled ahead.
 
     ``eager`` says whether a host starts every kernel, or a compiled graph runs as a whole; ``hides`` which share of
-    some traffic may go on behind compute: of tp behind the products of the same pass, of dp (ZeRO 0 and 1) behind the
+    some traffic may go on behind compute: of tp behind the kernels of the same pass, of dp (ZeRO 0 and 1) behind the
     passes of a micro-batch, of unit (ZeRO-3) behind those of a step.
     """
 

@@ -3,10 +3,12 @@
 import functools
 from dataclasses import replace
 
-from autoshard.cost.block import ShardedBlock, block_cost, block_work
+from autoshard.cost.block import BlockCost, ShardedBlock, block_cost, block_work
 from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.compute import Rates
+from autoshard.cost.pipeline import Pipeline, Sends, StageLayers
 from autoshard.cost.setting import Question, setting_of
+from autoshard.cost.step import step_cost
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS
@@ -20,6 +22,7 @@ from tests.tabled import blocks_of, tabled
 model = functools.cache(load_model)
 cluster = functools.cache(load_cluster)
 ENDLESS = 1e30
+NO_WORK = Recompute()
 
 
 def workload(**changes):
@@ -84,7 +87,7 @@ def block_price(sharded, whole, here, rates):
 
 def only(sharded: ShardedBlock, pass_: str, *ops: str) -> ShardedBlock:
     """The same block with no kernels but those of one pass that run these operations, and without messages."""
-    runs = tuple(run for run in sharded.runs if run.pass_ == pass_ and run.ops[0].source in ops)
+    runs = tuple(run for run in sharded.runs if run.pass_ == pass_ and {op.source for op in run.ops} & {*ops})
     assert runs, f"no kernel of pass {pass_} runs {ops}"
     return replace(sharded, runs=runs, sharding=replace(sharded.sharding, messages=()))
 
@@ -93,3 +96,44 @@ def rates(**changes):
     """Endless rates but for the ones given."""
     names = ("matrix_flops_per_s", "vector_flops_per_s", "memory_bytes_per_s")
     return Rates(**{**dict.fromkeys(names, ENDLESS), **changes})
+
+
+def block(forward_s=0.0, backward_s=0.0, **changes):
+    """A made-up block."""
+    values = {
+        "seconds": {"F": {"compute": forward_s}, "I": {"compute": backward_s}, "W": {}},
+        "sent_bytes": {},
+        "saved_bytes": 0,
+        "deferred_bytes": 0,
+        "remade_bytes": 0,
+        "working_bytes": 0,
+        "placeholder_bytes": 0,
+        "weights": {},
+        "tied_weights": {},
+        **changes,
+    }
+    return BlockCost(**values)
+
+
+def stages_of(counts):
+    last = len(counts) - 1
+    return tuple(
+        StageLayers.of(count, NO_WORK, is_first=number == 0, is_last=number == last)
+        for number, count in enumerate(counts)
+    )
+
+
+def pipeline(schedule, counts, **changes):
+    sends = Sends(
+        time_s=changes.pop("send_s", 0.0),
+        hidden=changes.pop("hides", False),
+        receives_apart=changes.pop("apart", False),
+    )
+    values = {"boundary_bytes": 0, "sends": sends, "bucket_bytes": 0, **changes}
+    return Pipeline(schedule=schedule, stages=stages_of(counts), **values)
+
+
+def cost_of(run, layer, ends=None, zero=1):
+    price = {"layer": layer, "embed": ends or block(), "head": ends or block()}
+    here = replace(setting(ask(), "tp=8,dp=16"), zero=zero)
+    return step_cost(ask(), here, run, lambda kind, drop: price[kind])

@@ -8,6 +8,8 @@ from hypothesis import given, strategies as st
 
 from autoshard.cost.calibration import (
     CONSTANTS,
+    EFFICIENCIES,
+    SECONDS,
     Calibration,
     built_in,
     calibration_text,
@@ -33,8 +35,32 @@ def test_the_nominal_constants_say_what_they_are_worth_and_where_each_is_from():
 
 def test_impossible_constants_are_refused_all_at_once():
     with pytest.raises(InputError) as caught:
-        replace(uncalibrated(), matrix_efficiency=1.1, far_link_efficiency=0.0, interval=1.0)
-    assert [fault.where for fault in caught.value.faults] == ["matrix_efficiency", "far_link_efficiency", "interval"]
+        replace(uncalibrated(), matrix_efficiency=1.1, far_link_efficiency=0.0, launch_s=-1e-9, interval=1.0)
+    assert [fault.where for fault in caught.value.faults] == [
+        "matrix_efficiency", "far_link_efficiency", "launch_s", "interval",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EFFICIENCIES)
+@pytest.mark.parametrize(("value", "legal"), [(0.0, False), (-0.5, False), (1e-9, True), (1.0, True), (1.01, False)])
+def test_an_efficiency_is_a_share_of_a_peak(name: str, value: float, legal: bool):
+    if legal:
+        assert getattr(replace(uncalibrated(), **{name: value}), name) == value
+    else:
+        with pytest.raises(InputError, match=rf"^{name}: must lie in \(0, 1\]"):
+            replace(uncalibrated(), **{name: value})
+
+
+@pytest.mark.parametrize("name", SECONDS)
+def test_a_time_may_be_nothing_but_not_less(name: str):
+    assert getattr(replace(uncalibrated(), **{name: 0.0}), name) == 0
+    with pytest.raises(InputError, match=rf"^{name}: must not be negative"):
+        replace(uncalibrated(), **{name: -1e-12})
+
+
+def test_the_constants_are_efficiencies_and_times():
+    assert (*EFFICIENCIES, *SECONDS) == CONSTANTS
+    assert dict(uncalibrated().constants) == {name: getattr(uncalibrated(), name) for name in CONSTANTS}
 
 
 def test_a_number_without_a_source_is_refused():
@@ -43,7 +69,7 @@ def test_a_number_without_a_source_is_refused():
 
 
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
-def test_no_calibration_holds_memory_or_more_constants_than_four(path: Path):
+def test_no_calibration_holds_memory_or_other_numbers_than_the_constants(path: Path):
     data = json.loads(path.read_text("utf-8"))
     assert not [key for key in data if "bytes" in key or "gib" in key]
     assert {key for key, value in data.items() if isinstance(value, float)} == {*CONSTANTS, "interval"}
@@ -54,12 +80,14 @@ def test_only_measured_clusters_have_constants_of_their_own():
     assert built_in("my-own") is uncalibrated()
 
 
-numbers = st.floats(1e-6, 1)
+efficiencies = st.tuples(*[st.floats(1e-6, 1)] * len(EFFICIENCIES))
+times = st.tuples(*[st.floats(0, 10)] * len(SECONDS))
 
 
-@given(st.tuples(numbers, numbers, numbers, numbers), st.floats(0, 0.99))
-def test_a_file_round_trips(values: tuple[float, ...], interval: float):
-    made = replace(built_in("trn1.32xlarge"), interval=interval, **dict(zip(CONSTANTS, values, strict=True)))
+@given(efficiencies, times, st.floats(0, 0.99))
+def test_a_file_round_trips(shares: tuple[float, ...], seconds: tuple[float, ...], interval: float):
+    values = dict(zip(CONSTANTS, (*shares, *seconds), strict=True))
+    made = replace(built_in("trn1.32xlarge"), interval=interval, **values)
     text = calibration_text(made)
     assert "bytes" not in text
     assert json.loads(text)["matrix_efficiency"] == made.matrix_efficiency

@@ -60,8 +60,9 @@ LAYER = (
 HEAD_EXTRA = NORM + TOKENS * VOCAB_PIECE * FP32  # the last norm; the softmax over a piece of the vocabulary
 # Only the input of the layer stays.
 FULL = PIECE * HIDDEN * BF16
-# Attention is run again from q, k and v, the MLP from the output of its norm; o still needs what attention gave.
-SELECTIVE = NORM + QUERY + 2 * UNEXPANDED + ATTENDED + NORM
+# The MLP is run again from the output of its norm. Flash attention keeps what it keeps: with it, NxD never calls the
+# module CoreAttention, so naming it changes nothing.
+SELECTIVE = NORM + QUERY + 2 * EXPANDED + ATTENDED + LSE + NORM
 
 CANDIDATE = "tp=32,pp=8,dp=2"
 

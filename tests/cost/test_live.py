@@ -57,8 +57,8 @@ def walked(sharded, here, unmade=frozenset()):
     for run, touched in zip(runs, where, strict=True):
         if run.pass_ != "F" and not backward:
             backward = True
-            size = next(one[handed_back] for one in where if handed_back in one) if handed_back else None
-            if size:
+            if handed_back:
+                size = next(one[handed_back] for one in where if handed_back in one)
                 alive[handed_back] = shared(sharded.sharding.op_cuts[size[0]]).num_bytes(size[1])
         for name, (op, tensor) in touched.items():
             if name not in kept and name not in unmade:
@@ -80,7 +80,7 @@ def test_the_fullest_moment_is_that_of_a_walk(model, kernels, kind):
     here = setting(question, "tp=1,dp=8")
     sharded = here.blocks.block(kind, Recompute())
     products = [name for names in load_kernels(kernels).placeholders for name in names]
-    unmade = {f"{name}.d1" for name in products}
+    unmade = frozenset(f"{name}.d1" for name in products)
     assert float(priced(question, "tp=1,dp=8", kind=kind).working_bytes) == walked(sharded, here, unmade)
 
 

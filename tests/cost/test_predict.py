@@ -1,12 +1,14 @@
 """What a plan promises, and how promises compare."""
 
+import json
 from dataclasses import replace
 
+import jsonschema
 import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.cost.predict import plan_cost, predict, predicted
-from autoshard.plan.codec import dump, fingerprint
+from autoshard.plan.codec import dump, fingerprint, load, schema_text
 from autoshard.spec.workload import Precision
 from tests.cost.cases import ask, plan_of, predicted_of
 
@@ -168,3 +170,33 @@ class TestComparisons:
 
 def time_s(question, text):
     return predicted_of(question, text).step_time_s
+
+
+class TestFormatOfProducts:
+    question = ask(cluster_name="h100-80", nodes=1, precision=replace(Precision.named("bf16"), products="fp8"))
+    text = "tp=2,pp=2,dp=2"
+
+    def test_a_plan_carries_it_through_its_file_and_its_schema(self):
+        plan = predicted(plan_of(self.question, self.text))
+        written = dump(plan)
+        assert json.loads(written)["workload"]["precision"]["products"] == "fp8"
+        assert load(written) == plan
+        jsonschema.validate(json.loads(written), json.loads(schema_text()))
+        plain = plan_of(ask(cluster_name="h100-80", nodes=1), self.text)
+        assert fingerprint(plain) != fingerprint(plan), "another plan"
+
+    def test_a_plan_file_without_it_multiplies_as_it_activates(self):
+        plain = predicted(plan_of(ask(cluster_name="h100-80", nodes=1), self.text))
+        data = json.loads(dump(plain))
+        data["workload"]["precision"].pop("products", None)
+        assert load(json.dumps(data)) == plain
+
+    def test_faster_products_make_a_faster_step_of_the_same_size(self):
+        plain, quick = (
+            predict(plan_of(question, self.text)) for question in (ask(cluster_name="h100-80", nodes=1), self.question)
+        )
+        assert quick.step_time_s < plain.step_time_s
+        assert quick.stage_memory == plain.stage_memory
+        assert quick.communication_bytes == plain.communication_bytes
+        # utilisation is of the peak that activations have, as published ones are
+        assert quick.mfu * quick.step_time_s == pytest.approx(plain.mfu * plain.step_time_s, rel=1e-6)

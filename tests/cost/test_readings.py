@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from autoshard.cost.readings import (
+    Reading,
     read_kernels,
     read_platform,
     read_precision,
@@ -49,7 +51,8 @@ def test_the_rows_of_this_repository_have_no_other_words(column: str):
         ("Autocast:BF16+FP32Optimizer", "bf16 bf16 fp32 fp32 fp32"),
         ("Autocast:BF16+SR", "bf16 bf16 bf16 None bf16"),
         ("BF16+SR", "bf16 bf16 bf16 None bf16"),
-        *((text, "fp16 fp16 fp32 fp32 fp32") for text in PRECISIONS if text and "fp16" in text.lower()),
+        # Megatron-LM adds fp16 gradients up in fp16 unless asked for more (training/arguments.py).
+        *((text, "fp16 fp16 fp16 fp32 fp32") for text in PRECISIONS if text and "fp16" in text.lower()),
         *((text, "bf16 bf16 fp32 fp32 fp32") for text in PRECISIONS if text is None or text[:5] in ("BF16", "bf16 ")),
         *((text, "bf16 bf16 fp32 fp32 fp32") for text in PRECISIONS if text and text[:5] in ("float", "bf16,")),
     ],
@@ -62,10 +65,14 @@ def test_precisions(text: str | None, formats: str):
 
 def test_what_the_model_cannot_tell_apart_is_said():
     said = {text: read_precision(text).assumed for text in PRECISIONS}
-    assert {text for text, assumed in said.items() if assumed} == {
-        None, "bf16 eager", "bf16 async TP", "float8 compile", "float8 compile asyncTP",
-    }  # fmt: skip
-    assert "bf16" in said["float8 compile asyncTP"] and "async TP" in said["float8 compile asyncTP"]
+    assert {text for text, assumed in said.items() if assumed} == {None, "float8 compile", "float8 compile asyncTP"}
+    assert "not of the output" in said["float8 compile asyncTP"]
+
+
+def test_float8_changes_the_products_and_nothing_that_is_held():
+    bf16 = read_precision("BF16").value
+    for text in ("float8", "float8 compile", "float8 compile asyncTP"):
+        assert read_precision(text).value == replace(bf16, products="fp8")
 
 
 @pytest.mark.parametrize(
@@ -108,12 +115,39 @@ def test_shardings_and_schedules():
     assert read_schedule("1F1B", 2).value == "interleaved"
 
 
+def kernels_of(framework: str | None, precision: str | None = "BF16", seq_len: int = 8192) -> Reading[str]:
+    return read_kernels(framework, "te", precision=precision, seq_len=seq_len)
+
+
 def test_frameworks_name_tables_that_exist():
-    found = [read_kernels(text, "te").value for text in FRAMEWORKS]
-    assert found == ["nxd", "nxd", "nxd", "torch_cuda", "te", "te", "te", "te"]
+    found = [kernels_of(text).value for text in FRAMEWORKS]
+    assert found == ["nxd", "nxd", "nxd", "torch_compiled", "megatron", "mcore", "megatron", "te"]
     assert set(found) <= set(kernels_names())
-    assert not read_kernels(FRAMEWORKS[-1], "torch_cuda").assumed
-    assert "usual" in read_kernels(None, "te").assumed
+    assert not kernels_of(FRAMEWORKS[-1]).assumed
+    assert "usual" in kernels_of(None).assumed
+
+
+@pytest.mark.parametrize(
+    ("precision", "table"),
+    [
+        ("bf16 eager", "torch_cuda"),
+        ("bf16 compile", "torch_compiled"),
+        ("float8 compile", "torch_compiled"),
+        ("bf16 async TP", "torch_async_tp"),
+        ("float8 compile asyncTP", "torch_async_tp"),
+        ("bf16 vanilla TP", "torch_compiled"),
+        (None, "torch_compiled"),
+    ],
+)
+def test_what_a_format_says_about_kernels_counts_for_torchtitan_only(precision: str | None, table: str):
+    assert kernels_of("torchtitan", precision).value == table
+    assert kernels_of("Megatron-Core", precision).value == "mcore"
+
+
+@pytest.mark.parametrize(("seq_len", "table"), [(2048, "nxd_core"), (8191, "nxd_core"), (8192, "nxd"), (32768, "nxd")])
+def test_nxd_runs_flash_attention_from_8192_tokens(seq_len: int, table: str):
+    found = kernels_of("neuronx-distributed", "BF16", seq_len)
+    assert (found.value, bool(found.assumed)) == (table, table == "nxd_core")
 
 
 def test_platforms_name_clusters_that_exist():
@@ -121,6 +155,7 @@ def test_platforms_name_clusters_that_exist():
     assert found == ["trn1.32xlarge", "a100-80", "h100-80", "h200", "b200"]
     assert all(load_cluster(name).num_ranks for name in found)
     assert read_platform("h100", "torchtitan").value == "h100-96"
+    assert read_platform("a100", "Megatron-DeepSpeed").value == "a100-800g"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.cost.rings import Ring, axis_of_atoms, mesh_ring, send_ring
+from autoshard.cost.calibration import uncalibrated
+from autoshard.cost.rings import Ring, axis_of_atoms, mesh_ring, reached, send_ring
 from autoshard.layout.collective import Collective
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
@@ -12,7 +14,8 @@ from tests.cost.cases import cluster, model
 
 TP = ("kv", "rep")
 DP = ("edp", "ep", "cp")
-EFFICIENCY = 0.7
+NEAR, FAR = 0.6, 0.8  # told apart from each other and from 1
+REACHED = replace(uncalibrated(), near_link_efficiency=NEAR, far_link_efficiency=FAR)
 SIZES = st.integers(1, 9)
 EVERYTHING = st.floats(1, 1e12)
 
@@ -62,7 +65,7 @@ def test_a_collective_sends_and_takes_what_a_ring_played_step_by_step_does(size,
 @given(EVERYTHING, st.sampled_from(["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]))
 def test_a_group_of_one_sends_nothing_and_takes_no_time(message_bytes, kind):
     place = cluster("trn1.32xlarge", 2)
-    ring = mesh_ring(place, mesh("tp=8,dp=8", place), ("rep",), EFFICIENCY)
+    ring = mesh_ring(place, mesh("tp=8,dp=8", place), ("rep",), REACHED)
     assert ring.size == 1
     assert ring.sent_bytes(collective(kind), message_bytes) == 0
     assert ring.time_s(collective(kind), message_bytes) == 0
@@ -76,39 +79,39 @@ def test_a_slice_is_free_and_a_maximum_goes_around_as_a_sum_does(size, message_b
         assert priced(collective("all_reduce_max"), message_bytes) == priced(collective("all_reduce"), message_bytes)
 
 
-def test_tp_32_fills_a_trn1_node_and_has_all_wires_of_the_torus_for_itself():
+def test_tp_32_fills_a_trn1_node_and_is_as_fast_as_the_dma_engines_of_a_core():
     place = cluster("trn1.32xlarge", 16)
-    ring = mesh_ring(place, mesh("tp=32,pp=8,dp=2", place), TP, EFFICIENCY)
-    # 192 GB/s leave a chip in one direction; 31 hops of 1.5 us
-    assert (ring.size, ring.bandwidth_bytes_per_s) == (32, pytest.approx(192e9 * EFFICIENCY))
+    ring = mesh_ring(place, mesh("tp=32,pp=8,dp=2", place), TP, REACHED)
+    # 16 engines of 17 GB/s move every byte twice, less than the 192 GB/s that leave a chip; 31 hops of 1.5 us
+    assert (ring.size, ring.bandwidth_bytes_per_s) == (32, pytest.approx(16 * 17e9 / 2 * NEAR))
     assert ring.latency_s == pytest.approx(31 * 1.5e-6)
 
 
 def test_32_data_parallel_groups_share_the_8_nics_of_a_trn1_node():
     place = cluster("trn1.32xlarge", 16)
-    ring = mesh_ring(place, mesh("tp=32,pp=1,dp=16", place), DP, EFFICIENCY)
-    assert (ring.size, ring.bandwidth_bytes_per_s) == (16, pytest.approx(8 * 12.5e9 / 32 * EFFICIENCY))
+    ring = mesh_ring(place, mesh("tp=32,pp=1,dp=16", place), DP, REACHED)
+    assert (ring.size, ring.bandwidth_bytes_per_s) == (16, pytest.approx(8 * 12.5e9 / 32 * FAR))
     assert ring.latency_s == pytest.approx(15 * 15e-6)
 
 
 def test_a_ring_visits_the_members_of_a_node_before_it_leaves_it():
     place = cluster("trn1.32xlarge", 16)
-    ring = mesh_ring(place, mesh("tp=8,pp=1,dp=64", place), DP, EFFICIENCY)
+    ring = mesh_ring(place, mesh("tp=8,pp=1,dp=64", place), DP, REACHED)
     # 4 members on each of 16 nodes: 3 hops inside each, 15 between; 8 groups share the NICs
     assert ring.latency_s == pytest.approx(16 * 3 * 1.5e-6 + 15 * 15e-6)
-    assert ring.bandwidth_bytes_per_s == pytest.approx(8 * 12.5e9 / 8 * EFFICIENCY)
+    assert ring.bandwidth_bytes_per_s == pytest.approx(8 * 12.5e9 / 8 * FAR)
 
 
 def test_a_send_to_the_next_stage_shares_the_nics_with_the_other_ranks_of_the_node():
     place = cluster("trn1.32xlarge", 16)
-    ring = send_ring(place, mesh("tp=32,pp=8,dp=2", place), EFFICIENCY)
+    ring = send_ring(place, mesh("tp=32,pp=8,dp=2", place), REACHED)
     piece = 8192 // 32 * 8192 * 2
-    assert ring.send_s(piece) == pytest.approx(piece / (8 * 12.5e9 / 32 * EFFICIENCY) + 15e-6)
+    assert ring.send_s(piece) == pytest.approx(piece / (8 * 12.5e9 / 32 * FAR) + 15e-6)
 
 
 def test_without_a_pipeline_there_is_nobody_to_send_to():
     place = cluster("h100-80", 1)
-    assert send_ring(place, mesh("tp=8,pp=1,dp=1", place), EFFICIENCY).send_s(1e9) == 0
+    assert send_ring(place, mesh("tp=8,pp=1,dp=1", place), REACHED).send_s(1e9) == 0
 
 
 @given(st.sampled_from([2.0, 3.0, 10.0]), st.sampled_from(["tp=8,pp=4,dp=4", "tp=32,pp=2,dp=2", "tp=8,pp=1,dp=16"]))
@@ -117,8 +120,8 @@ def test_faster_links_make_every_ring_as_much_faster(factor, text):
     links = tuple(faster(link, factor) for link in place.links)
     quick = replace(place, links=links)
     for atoms in (TP, DP):
-        before = mesh_ring(place, mesh(text, place), atoms, EFFICIENCY)
-        after = mesh_ring(quick, mesh(text, quick), atoms, EFFICIENCY)
+        before = mesh_ring(place, mesh(text, place), atoms, REACHED)
+        after = mesh_ring(quick, mesh(text, quick), atoms, REACHED)
         assert after.bandwidth_bytes_per_s == pytest.approx(factor * before.bandwidth_bytes_per_s)
         assert after.latency_s == before.latency_s
 
@@ -135,16 +138,101 @@ def test_traffic_is_counted_as_that_of_the_axis(atoms, axis):
     assert axis_of_atoms(atoms) == axis
 
 
-@pytest.mark.parametrize(("tp", "share"), [(8, 0.5), (32, 1.0)])
-def test_a_ring_over_a_part_of_the_torus_uses_one_of_its_two_cycles(tp, share):
+# Of trn1, 4 chips make a ring of one cycle, 96 GB/s; 16 have both, where the DMA engines of a core, 136, are the limit.
+# Of trn2, a rank is two of eight cores: the chip's memory gives it 1450 / 4 GB/s, and its links 512, or half.
+@pytest.mark.parametrize(
+    ("name", "tp", "bandwidth"),
+    [
+        ("trn1.32xlarge", 8, 192e9 / 2),
+        ("trn1.32xlarge", 32, 136e9),
+        ("trn2.48xlarge", 16, 512e9 / 2),
+        ("trn2.48xlarge", 64, 1450e9 / 4),
+    ],
+)
+def test_a_ring_over_a_part_of_the_torus_uses_one_of_its_two_cycles(name, tp, bandwidth):
+    place = cluster(name, 1)
+    ring = mesh_ring(place, mesh(f"tp={tp},pp=1", place), TP, REACHED)
+    assert ring.bandwidth_bytes_per_s == pytest.approx(bandwidth * NEAR)
+
+
+@pytest.mark.parametrize(("tp", "wires"), [(8, 0.5), (32, 1.0)])
+def test_with_memory_as_fast_as_may_be_all_of_the_torus_is_both_of_its_cycles(tp, wires):
     place = cluster("trn1.32xlarge", 1)
-    ring = mesh_ring(place, mesh(f"tp={tp},pp=1", place), TP, EFFICIENCY)
-    wires = next(link for link in place.links if link.kind == "torus").bandwidth_bytes_per_s
-    assert ring.bandwidth_bytes_per_s == pytest.approx(wires * share * EFFICIENCY)
+    quick = replace(place, links=(faster(place.links[0], 100), *place.links[1:]))
+    ring = mesh_ring(quick, mesh(f"tp={tp},pp=1", quick), TP, REACHED)
+    assert ring.bandwidth_bytes_per_s == pytest.approx(192e9 * wires * NEAR)
+
+
+def test_the_memory_of_a_chip_is_no_torus_so_that_all_of_it_serves_a_ring_of_part_of_the_node():
+    # Wires so wide that a core's DMA engines are the limit: whatever share of the wires is used, theirs is whole.
+    place = cluster("trn1.32xlarge", 1)
+    wide = replace(place, links=(place.links[0], *(faster(link, 100) for link in place.links[1:])))
+    for tp in (2, 8, 32):
+        mesh_here = mesh(f"tp={tp},pp=1,dp={32 // tp}", wide)
+        assert mesh_ring(wide, mesh_here, TP, REACHED).bandwidth_bytes_per_s == pytest.approx(136e9 * NEAR)
+
+
+@pytest.mark.parametrize("name", ["trn1.32xlarge", "trn2u.48xlarge", "h100-80", "p4d.24xlarge"])
+@pytest.mark.parametrize("wires", [1.0, 0.5])
+def test_an_efficiency_acts_on_its_own_level_and_wires_on_a_torus_only(name, wires):
+    place = cluster(name, 2)
+    for before, after in zip(place.links, reached(place, NEAR, FAR, wires).links, strict=True):
+        expected = FAR if before.domain == "cluster" else NEAR
+        if before.kind == "torus":
+            expected *= wires
+        assert after == replace(before, bandwidth_bytes_per_s=before.bandwidth_bytes_per_s * expected)
+
+
+@given(
+    st.sampled_from(["near_link_efficiency", "far_link_efficiency"]), st.floats(0.05, 1),
+    st.sampled_from(["tp=8,pp=2,dp=8", "tp=32,pp=2,dp=2", "tp=8,pp=1,dp=16"]), st.sampled_from([TP, DP]),
+)  # fmt: skip
+def test_a_ring_inside_a_node_knows_nothing_of_the_network_and_one_beyond_it_takes_the_slower(name, share, text, atoms):
+    place = cluster("trn1.32xlarge", 4)
+    whole = replace(REACHED, near_link_efficiency=1.0, far_link_efficiency=1.0)
+    slow = mesh_ring(place, mesh(text, place), atoms, replace(whole, **{name: share}))
+    full = mesh_ring(place, mesh(text, place), atoms, whole)
+    if atoms == TP:  # all of tp lies on one node here
+        expected = share if name == "near_link_efficiency" else 1.0
+        assert slow.bandwidth_bytes_per_s == pytest.approx(expected * full.bandwidth_bytes_per_s)
+    elif name == "far_link_efficiency":
+        assert slow.bandwidth_bytes_per_s == pytest.approx(share * full.bandwidth_bytes_per_s)
+    else:
+        assert share * 96e9 / 32 <= slow.bandwidth_bytes_per_s <= full.bandwidth_bytes_per_s
+
+
+@given(SIZES, EVERYTHING, st.floats(0, 1e-2), st.sampled_from(["all_gather", "all_reduce", "permute", "slice"]))
+def test_no_collective_takes_less_than_the_least(size, message_bytes, least_s, kind):
+    free = Ring(size=size, bandwidth_bytes_per_s=1e9, latency_s=1e-6)
+    floored = replace(free, least_s=least_s)
+    assert floored.time_s(collective(kind), message_bytes) == max(least_s, free.time_s(collective(kind), message_bytes))
+    assert floored.send_s(message_bytes) == max(least_s, free.send_s(message_bytes))
+    assert floored.sent_bytes(collective(kind), message_bytes) == free.sent_bytes(collective(kind), message_bytes)
+
+
+def test_the_least_of_a_collective_is_asked_of_those_who_talk_only():
+    place, floor = cluster("trn1.32xlarge", 2), replace(REACHED, collective_s=1e-3)
+    here = mesh("tp=8,pp=2,dp=4", place)
+    assert mesh_ring(place, here, TP, floor).least_s == send_ring(place, here, floor).least_s == 1e-3
+    assert mesh_ring(place, here, ("rep",), floor).least_s == 0
+    alone = mesh("tp=8,pp=1,dp=8", place)
+    assert send_ring(place, alone, floor).least_s == send_ring(place, alone, floor).send_s(1e6) == 0
+
+
+@given(st.lists(st.tuples(SIZES, EVERYTHING, st.floats(1e6, 1e12), st.floats(0, 1e-3)), min_size=1, max_size=5))
+def test_columns_of_rings_give_what_single_rings_give(rows):
+    sizes, messages, bandwidths, latencies = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
+    many = Ring(size=sizes, bandwidth_bytes_per_s=bandwidths, latency_s=latencies, least_s=1e-4)
+    for kind in ("all_gather", "all_reduce", "permute", "all_to_all", "slice"):
+        times, sent = many.time_s(collective(kind), messages), many.sent_bytes(collective(kind), messages)
+        for row, (size, message, bandwidth, latency) in enumerate(rows):
+            one = Ring(size=size, bandwidth_bytes_per_s=bandwidth, latency_s=latency, least_s=1e-4)
+            assert np.broadcast_to(times, sizes.shape)[row] == pytest.approx(one.time_s(collective(kind), message))
+            assert np.broadcast_to(sent, sizes.shape)[row] == pytest.approx(one.sent_bytes(collective(kind), message))
 
 
 def test_where_there_is_a_switch_every_ring_uses_the_whole_port():
     place = cluster("a100-80", 1)
-    ring = mesh_ring(place, mesh("tp=2,pp=1", place), TP, EFFICIENCY)
+    ring = mesh_ring(place, mesh("tp=2,pp=1", place), TP, REACHED)
     wires = next(link for link in place.links if link.kind == "switch").bandwidth_bytes_per_s
-    assert ring.bandwidth_bytes_per_s == pytest.approx(wires * EFFICIENCY)
+    assert ring.bandwidth_bytes_per_s == pytest.approx(wires * NEAR)

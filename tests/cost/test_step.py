@@ -6,59 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.cost.block import BlockCost
 from autoshard.cost.memory import most_kept
-from autoshard.cost.pipeline import Pipeline, Sends, StageLayers, rank_cost
+from autoshard.cost.pipeline import StageLayers, rank_cost
 from autoshard.cost.predict import plan_cost
 from autoshard.cost.step import step_cost
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import Kept, PipelineTimes, StageTimes, simulate
-from tests.cost.cases import ask, plan_of, priced, setting
+from tests.cost.cases import NO_WORK, ask, block, cost_of, pipeline, plan_of, priced, setting, stages_of
 from tests.schedule.cases import schedules
 
 EVERYONE = ("edp", "ep", "cp")
-NO_WORK = Recompute()
-
-
-def block(forward_s=0.0, backward_s=0.0, **changes):
-    """A made-up block."""
-    values = {
-        "seconds": {"F": {"compute": forward_s}, "I": {"compute": backward_s}, "W": {}},
-        "sent_bytes": {},
-        "saved_bytes": 0,
-        "deferred_bytes": 0,
-        "remade_bytes": 0,
-        "working_bytes": 0,
-        "weights": {},
-        "tied_weights": {},
-        **changes,
-    }
-    return BlockCost(**values)
-
-
-def stages_of(counts):
-    last = len(counts) - 1
-    return tuple(
-        StageLayers.of(count, NO_WORK, is_first=number == 0, is_last=number == last)
-        for number, count in enumerate(counts)
-    )
-
-
-def pipeline(schedule, counts, **changes):
-    sends = Sends(
-        time_s=changes.pop("send_s", 0.0),
-        hidden=changes.pop("hides", False),
-        receives_apart=changes.pop("apart", False),
-    )
-    values = {"boundary_bytes": 0, "sends": sends, "bucket_bytes": 0, **changes}
-    return Pipeline(schedule=schedule, stages=stages_of(counts), **values)
-
-
-def cost_of(run, layer, ends=None, zero=1):
-    price = {"layer": layer, "embed": ends or block(), "head": ends or block()}
-    here = replace(setting(ask(), "tp=8,dp=16"), zero=zero)
-    return step_cost(ask(), here, run, lambda kind, drop: price[kind])
 
 
 @st.composite
@@ -176,6 +134,79 @@ class TestTime:
         assert (cost.seconds["pp"], cost.seconds["bubble"]) == (0, 0)
         assert "pp" not in cost.sent_bytes
         assert cost.memory[0]["pipeline"] == 0
+
+
+class TestDataParallelTraffic:
+    """What of it hides behind passes, and what a step takes besides."""
+
+    count, weights = 4, 10**9
+    alone = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=count)
+
+    def dp_s(self, kernels, zero, layer_s=0.0, num_ranks=1):
+        question = ask(kernels=kernels)
+        here = replace(setting(question, "tp=8,dp=16"), zero=zero)
+        schedule = replace(self.alone, num_ranks=num_ranks)
+        layer = block(layer_s / 3, 2 * layer_s / 3, weights={EVERYONE: self.weights})
+        price = {"layer": layer, "embed": block(), "head": block()}
+        run = pipeline(schedule, [1] * num_ranks)
+        return float(step_cost(question, here, run, lambda kind, drop: price[kind]).seconds["dp"])
+
+    @pytest.mark.parametrize(
+        ("zero", "per_weight"),
+        # An all-reduce of FP32 sums goes around twice; a scatter of them and a gather of bf16 weights once; ZeRO-3
+        # scatters for each micro-batch and gathers forward and backward.
+        [(0, 2 * 4), (1, 4 + 2), (3, count * (4 + 2 * 2))],
+    )
+    def test_is_as_much_as_zero_sends(self, zero, per_weight):
+        ring = setting(ask(kernels="te"), "tp=8,dp=16").rings[EVERYONE]
+        hops = {0: 2, 1: 2, 3: 3 * self.count}[zero]
+        sent = 15 / 16 * per_weight * self.weights / ring.bandwidth_bytes_per_s + hops * ring.latency_s
+        assert self.dp_s("te", zero) == pytest.approx(sent)
+        assert self.dp_s("te", zero, layer_s=100.0) == pytest.approx(sent), "te hides nothing"
+
+    @pytest.mark.parametrize("zero", [0, 1])
+    def test_of_zero_0_and_1_hides_behind_the_passes_of_one_micro_batch(self, zero):
+        whole = self.dp_s("te", zero)
+        for share in (0.0, 0.3, 0.9, 2.0):
+            found = self.dp_s("mcore", zero, layer_s=share * whole)
+            assert found == pytest.approx(max(0.0, whole - share * whole), abs=1e-9)
+
+    def test_of_zero_3_hides_behind_the_passes_of_a_step(self):
+        whole = self.dp_s("torch_cpu", 3)
+        for share in (0.0, 0.1, 0.2, 0.5):
+            found = self.dp_s("torch_compiled", 3, layer_s=share * whole)
+            assert found == pytest.approx(max(0.0, whole - self.count * share * whole), abs=1e-9)
+        # what a table says of units is not said of sums at the end, nor the other way round
+        assert self.dp_s("torch_compiled", 1, layer_s=100.0) == pytest.approx(self.dp_s("te", 1))
+        assert self.dp_s("mcore", 3, layer_s=100.0) == pytest.approx(self.dp_s("te", 3))
+
+    def test_of_the_rank_that_shows_most_counts(self):
+        question, here = ask(kernels="mcore"), replace(setting(ask(kernels="mcore"), "tp=8,dp=16"), zero=1)
+        whole = self.dp_s("te", 1)
+        # Two ranks with as many weights; the second has a head that takes time, so hides more of its traffic.
+        price = {
+            "layer": block(weights={EVERYONE: self.weights}),
+            "embed": block(0.1 * whole, 0.2 * whole),
+            "head": block(0.2 * whole, 0.4 * whole),
+        }
+        run = pipeline(Schedule(builder="1f1b", num_ranks=2, num_micro_batches=4), [1, 1])
+        found = step_cost(question, here, run, lambda kind, drop: price[kind]).seconds["dp"]
+        assert found == pytest.approx((1 - 0.3) * whole)
+
+    @given(st.floats(0, 10))
+    def test_a_step_takes_a_while_whatever_it_does(self, step_s):
+        question = ask()
+        question = replace(question, calibration=replace(question.calibration, step_s=step_s))
+        here = setting(ask(), "tp=8,dp=16")
+        cost = step_cost(question, here, pipeline(self.alone, [1]), lambda kind, drop: block(1.0, 2.0))
+        assert cost.seconds["fixed"] == step_s
+        assert cost.time_s == pytest.approx(self.count * 9.0 + step_s)
+
+    def test_waiting_for_hosts_is_a_part_of_a_step(self):
+        seconds = {"F": {"compute": 1.0, "waiting": 0.5}, "I": {"compute": 2.0, "waiting": 0.25}, "W": {}}
+        cost = cost_of(pipeline(self.alone, [2]), block(seconds=seconds))
+        assert (cost.seconds["compute"], cost.seconds["waiting"]) == (self.count * 6.0, self.count * 1.5)
+        assert cost.time_s == self.count * 7.5
 
 
 class TestMemory:

@@ -489,7 +489,8 @@ EXPECTED: Mapping[str, tuple[int, int, int]] = {  # matrix FLOPs, vector FLOPs, 
 EXPECTED_BACKWARD: Mapping[str, tuple[int, int, int]] = {  # by label: the first operation that has it
     "accumulate": (0, TH, 8 * 3 * TH),
     "attend_gradient": (
-        4 * 2 * QK * 4, 10 * QK, 8 * (4 * Q * 4 + 4 * 2 * 5 * 7 * 4 + 3 + 5) + 4 * Q,
+        # Of every pair: scale, mask, subtract the log, exponentiate; subtract the row's sum, multiply, scale back.
+        4 * 2 * QK * 4, (4 + 3) * QK, 8 * (4 * Q * 4 + 4 * 2 * 5 * 7 * 4 + 3 + 5) + 4 * Q,
     ),
     "collect": (0, 0, 0),  # with one reader there is nothing to add
     "combine_gradient": (0, 3 * T * K * H, 8 * (TH + 2 * E * 23 * H + 4 * T * K)),

@@ -182,19 +182,36 @@ def test_where_clones_end_decides_whether_the_last_product_runs_again(llama: Mod
             assert not {"down", "mlp_out", "mlp_add"} & set(clones(after))
 
 
+ATTENTION: Mapping[str, str] = {
+    **dict.fromkeys(("te", "mcore", "megatron"), "core_attn"),
+    **dict.fromkeys(("torch_cpu", "torch_cuda", "torch_compiled", "torch_async_tp"), "attention"),
+    "nxd_core": "CoreAttention",
+}
+
+
 def test_selective_attention_of_each_table(llama: ModelSpec, graph_of: GraphOf):
-    names = {"te": "core_attn", "nxd": "CoreAttention", "torch_cpu": "attention", "torch_cuda": "attention"}
-    assert set(names) == set(kernels_names())
-    for table, name in names.items():
+    assert set(kernels_names()) - set(ATTENTION) == {"nxd"}
+    for table, name in ATTENTION.items():
         before = graph_of(llama, table).block("layer")
         after = recompute(before, load_kernels(table), (name,))
         assert clones(after) == ["attend"]
         gone, new = storages(before) - storages(after), storages(after) - storages(before)
-        if table == "nxd":  # the copies of keys and values go, what they are copied from stays
-            assert (gone, new) == ({"attend.copy1", "attend.copy2", "attend.lse"}, {"k_rotary", "v"})
+        if table == "nxd_core":  # copies of keys and values and both of the softmax go; what they are copied from stays
+            assert (gone, new) == ({f"attend.copy{number}" for number in (1, 2, 3, 4)}, {"k_rotary", "v"})
+        elif table == "megatron":  # the softmax, dropout's mask and its result
+            assert (gone, new) == ({f"attend.copy{number}" for number in (1, 2, 3)}, set())
         else:
             assert (gone, new) == ({"attend.lse"}, set())
         assert {"q_rotary", "k_rotary", "v", "attend"} <= storages(after)  # "attend" is what o multiplies
+
+
+def test_with_flash_attention_nxd_never_calls_the_module_core_attention(llama: ModelSpec, graph_of: GraphOf):
+    layer, table = graph_of(llama, "nxd").block("layer"), load_kernels("nxd")
+    assert table.resolve(("CoreAttention",)) == ()
+    assert recompute(layer, table, ("CoreAttention",)) is layer
+    both = recompute(layer, table, ("CoreAttention", "LlamaMLP"))
+    assert storages(both) == storages(recompute(layer, table, ("LlamaMLP",)))
+    assert "attend" not in clones(both)
 
 
 def test_selective_mlp_keeps_its_input_and_computes_the_products_again(llama: ModelSpec, graph_of: GraphOf):

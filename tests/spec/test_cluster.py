@@ -173,12 +173,14 @@ def across(num_nodes: int, per_node: int, node: int, step: int = 1, start: int =
         # p4d has a port for every two GPUs: alone a GPU has it for itself, together they share.
         ("p4d.24xlarge", [across(2, 1, 8)], 12.5e9, 1),
         ("p4d.24xlarge", [across(2, 1, 8, start=gpu) for gpu in range(8)], 6.25e9, 2),
-        # A whole trn1 node: NeuronLink, 192 GB/s a chip, below the 205 of the memory.
-        ("trn1.32xlarge", [range(32)], 192e9, 0),
-        # tp 4 as NxD lays it: every group has one core of four chips, so two groups share each chip's links.
+        # A whole trn1 node: 16 DMA engines of 17 GB/s a core move every byte of a hop twice, 136 GB/s; NeuronLink's
+        # 192 GB/s a chip are more.
+        ("trn1.32xlarge", [range(32)], 16 * 17e9 / 2, 0),
+        # tp 4 as NxD lays it: every group has one core of four chips, so two groups share each chip's links, and get
+        # less than a core's DMA engines move.
         ("trn1.32xlarge", [tuple(range(local, 32, 8)) for local in range(8)], 96e9, 0),
         # The two cores of one chip.
-        ("trn1.32xlarge", [(0, 1)], 205e9, 0),
+        ("trn1.32xlarge", [(0, 1)], 16 * 17e9 / 2, 0),
         # One core a node, all 32 groups at once: four share a port of 100 Gb/s.
         ("trn1.32xlarge", [across(2, 1, 32, start=core) for core in range(32)], 12.5e9 / 4, 4),
         # 50 Gb/s a rank at lnc 2, as the documentation says.

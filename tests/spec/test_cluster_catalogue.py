@@ -29,6 +29,7 @@ MIB = 2**20
         ("trn2u.48xlarge", 1, 128, 12 * GIB, 667e12 / 8, "nxd"),
         ("a100-40", None, 8, 40 * GIB, 312e12, "torch"),
         ("a100-80", None, 8, 80 * GIB, 312e12, "torch"),
+        ("a100-800g", None, 8, 80 * GIB, 312e12, "torch"),
         ("h100-80", None, 8, 80 * GIB, 989.5e12, "torch"),
         ("h100-96", None, 8, 96_000_000_000, 989.5e12, "torch"),
         ("h200", None, 8, 144384 * MIB, 989.5e12, "torch"),
@@ -63,6 +64,7 @@ def test_the_table_above_covers_the_catalogue():
         ("trn2.48xlarge", 3200e9),
         ("trn2u.48xlarge", 3200e9),
         ("a100-80", 1600e9),
+        ("a100-800g", 800e9),
         ("h100-80", 3200e9),
         ("h100-96", 3200e9),
         ("b200", 3200e9),
@@ -79,6 +81,18 @@ def test_the_ports_of_a_node_add_up_to_its_published_network(name: str, node_bit
     ports = cluster.ranks_per_node / network.ranks_per_port
     assert network.domain == "cluster"
     assert ports * network.bandwidth_bytes_per_s * 8 == node_bits_per_s
+
+
+def test_the_dma_engines_of_trn1_move_less_than_its_memory_and_each_byte_of_a_hop_twice():
+    cluster = load_cluster("trn1.32xlarge")
+    engines = 16 * 17e9  # of a core: AWS Neuron docs, nki-dma-bandwidth-guide.rst
+    assert cluster.rank_memory_bandwidth_bytes_per_s == engines < 820e9 / 2
+    assert cluster.links[0].bandwidth_bytes_per_s == engines / 2
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_only_systolic_arrays_have_tiles(name: str):
+    assert load_cluster(name).chip.matrix_tile == (128 if name.startswith("trn") else 1)
 
 
 def test_lnc_2_is_the_default_on_trn2_and_changes_no_total():

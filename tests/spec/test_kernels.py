@@ -39,8 +39,18 @@ def faults(**changes: Any) -> list[str]:
     return [str(fault) for fault in caught.value.faults]
 
 
+LIKE = {"mcore": "te", "megatron": "te", "nxd_core": "nxd", "torch_compiled": "torch_cuda",
+        "torch_async_tp": "torch_compiled"}  # fmt: skip
+
+
+def stated(name: str) -> dict[str, Any]:
+    """What the file of a table itself says."""
+    return json.loads((resources.files("autoshard.spec") / "kernel_tables" / f"{name}.json").read_text("utf-8"))
+
+
 def test_the_tables_of_the_platforms_are_there():
-    assert kernels_names() == ("nxd", "te", "torch_cpu", "torch_cuda")
+    assert set(kernels_names()) == {"nxd", "te", "torch_cpu", "torch_cuda", *LIKE}
+    assert {name: stated(name)["like"] for name in kernels_names() if "like" in stated(name)} == LIKE
 
 
 @pytest.mark.parametrize("name", kernels_names())
@@ -53,6 +63,8 @@ def test_a_table_loads_under_its_own_name_and_cites_a_source_for_everything(name
         "selective", "clones_end", "keeps_gathered", "hides_sends", "receives_apart", "runtime_bytes", "eager",
         "placeholders", "workspace_bytes", "copies_buckets", "keeps_outputs", "uncounted", "hides",
     }  # fmt: skip
+    own = set(stated(name)) - {"name", "like", "kernels", "sources"}
+    assert own <= set(stated(name).get("sources", ())), "what a file states, it gives the source of"
     assert set(table.sources) == always | ({"seconds_per_graph"} if table.seconds_per_graph else set())
     assert all(len(source) > 20 for source in table.sources.values())
 
@@ -60,14 +72,63 @@ def test_a_table_loads_under_its_own_name_and_cites_a_source_for_everything(name
 @pytest.mark.parametrize("name", kernels_names())
 def test_a_table_is_read_once_and_written_back_as_it_is(name: str):
     assert load_kernels(name) is load_kernels(name)
-    text = (resources.files("autoshard.spec") / "kernel_tables" / f"{name}.json").read_text("utf-8")
     assert record.decode(Kernels, record.encode(load_kernels(name))) == load_kernels(name)
-    assert record.decode(Kernels, json.loads(text)) == load_kernels(name)
+    if name not in LIKE:
+        assert record.decode(Kernels, stated(name)) == load_kernels(name)
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_a_table_that_is_like_another_differs_from_it_in_what_it_states_only(name: str):
+    own, mine, other = stated(name), record.encode(load_kernels(name)), record.encode(load_kernels(LIKE[name]))
+    assert own["name"] == name
+    first = len(own.get("kernels", ()))
+    assert [kernel["ops"] for kernel in mine["kernels"][:first]] == [kernel["ops"] for kernel in own.get("kernels", ())]
+    assert mine["kernels"][first:] == other["kernels"], "what it does not state comes after what it does"
+    for key in set(mine) - {"name", "kernels", "sources"}:
+        assert mine[key] == (own[key] if key in own else other[key]), key
+    for key, source in mine["sources"].items():
+        assert source == own.get("sources", {}).get(key, other["sources"].get(key))
+
+
+def test_attention_that_keeps_its_scores_is_not_the_fused_one():
+    for name in kernels_names():
+        attend = next(kernel for kernel in load_kernels(name).kernels if "attend" in kernel.ops)
+        keeps = any(text.startswith("scores") for text in attend.saves or ())
+        assert keeps == (name in ("megatron", "nxd_core"))
+        assert keeps != attend.skips_masked
+        assert keeps == (attend.backward_flops_ratio == 1.0), "only fused attention makes its scores again"
+
+
+@pytest.mark.parametrize(
+    ("hides", "faults_of"),
+    [
+        ({"pp": 1.0}, ["mine.hides: 'pp' is not one of tp, dp, unit"]),
+        ({"tp": 1.1, "dp": -0.1}, ["mine.hides.tp: must lie in [0, 1]", "mine.hides.dp: must lie in [0, 1]"]),
+    ],
+)
+def test_traffic_that_cannot_hide_is_refused(hides: dict[str, float], faults_of: list[str]):
+    assert faults(hides=hides, sources={**SOURCES, "hides": "this test"}) == faults_of
+    assert (
+        record.decode(Kernels, {**TABLE, "hides": {"tp": 0.5}, "sources": {**SOURCES, "hides": "x"}}).hides["tp"] == 0.5
+    )
+
+
+def test_impossible_counts_of_a_kernel_are_refused_all_at_once():
+    kernel = {"ops": ["act"], "source": "s", "launches": {"forward": -1, "backward": -2}, "mask_tile": 0}
+    assert faults(kernels=[{**kernel, "traffic_ratio": 0.5}]) == [
+        "mine.kernels[0].launches.forward: must not be negative, not -1",
+        "mine.kernels[0].launches.backward: must not be negative, not -2",
+    ]
+    kernel["launches"] = {"forward": 0, "backward": 0}
+    assert faults(kernels=[{**kernel, "traffic_ratio": 0.5}]) == [
+        "mine.kernels[0].mask_tile: must be at least 1",
+        "mine.kernels[0].traffic_ratio: a kernel cannot move less than once",
+    ]
 
 
 @pytest.mark.parametrize("name", kernels_names())
 def test_no_operation_is_named_by_two_kernels_of_a_table(name: str):
-    named = [op for kernel in load_kernels(name).kernels for op in kernel.ops]
+    named = [op for kernel in stated(name).get("kernels", ()) for op in kernel["ops"]]  # another file's come after
     assert len(named) == len(set(named))
 
 
@@ -117,15 +178,17 @@ def test_a_setting_without_a_source_is_refused():
     ]
 
 
-@pytest.mark.parametrize("text", ["", "in", "in0@", "in0@fp64", "copy:", "out*", "x", "in0 ", "copy:copy:in0", "in-1"])
+@pytest.mark.parametrize("text", ["", "in", "in0@", "in0@fp64", "copy:", "out*", "x", "in0 ", "copy:copy:in0", "in-1",
+                                  "scores@", "scores@bf16", "copy:scores", "in0@fp8"])  # fmt: skip
 def test_an_entry_of_saves_that_cannot_be_read_is_refused(text: str):
     with pytest.raises(
-        InputError, match=r"^saves: cannot read .*write in0, in\*, out0, copy:in0, over:in0 or in0@fp32"
+        InputError, match=r"^saves: cannot read .*write in0, in\*, out0, scores, copy:in0, over:in0 or in0@fp32"
     ):
         Kernel(ops=("act",), saves=("in0", text), source="this test")
 
 
-@pytest.mark.parametrize("text", ["in0", "in12", "in*", "out1", "copy:in*", "over:in0", "copy:out0@bf16", "in*@fp16"])
+@pytest.mark.parametrize("text", ["in0", "in12", "in*", "out1", "copy:in*", "over:in0", "copy:out0@bf16", "in*@fp16",
+                                  "scores", "scores@fp8", "scores@fp32"])  # fmt: skip
 def test_every_form_of_saves_is_read(text: str):
     assert Kernel(ops=("act",), saves=(text,), source="this test").saves == (text,)
 

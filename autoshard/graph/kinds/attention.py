@@ -23,6 +23,11 @@ _QUERY: Dims = ("batch", "seq", "kv_heads", "q_group", "head_dim")
 _KEY: Dims = ("batch", "kv_seq", "kv_heads", "head_dim")
 SCORES: Dims = ("batch", "kv_heads", "q_group", "seq", "kv_seq")
 _SOFTMAX_FLOPS = 5  # derived: scale, mask, subtract the maximum, exponentiate, accumulate
+# Derived: scale, mask, subtract the saved log, exponentiate; subtract the row's sum, multiply by the probability, scale
+# back. AWS's kernel does as much otherwise (aws-neuron/nki-samples 8370e11, src/nki_samples/reference/attention.py,
+# _flash_attn_bwd_core): mask, exponentiate, copy, subtract, multiply and a transposed copy of every pair, and three
+# copies of 128 numbers for every 512 pairs of a query (its gradients in and out, and itself), are 6.75.
+_SOFTMAX_GRADIENT_FLOPS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +201,8 @@ class AttendGradient(OpKind):
         return 4 * 2 * call.elements((*SCORES, "head_dim"))
 
     def vector_flops(self, call: Call) -> int:
-        """The softmax again and its slope."""
-        return 7 * call.elements(SCORES)
+        """The softmax again, from what was saved of it, and its slope."""
+        return _SOFTMAX_GRADIENT_FLOPS * call.elements(SCORES)
 
 
 def _scores(query: Array, key: Array) -> Array:

@@ -1,0 +1,210 @@
+"""Which operations run as one kernel, and what it reads and writes: by property on every model, and by hand."""
+
+import functools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, strategies as st
+
+from autoshard.cost.kernel_run import kernel_runs
+from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
+from autoshard.graph.kinds.optimizer import Accumulate
+from autoshard.plan.recompute import Recompute
+from autoshard.plan.rules.names import effective_names
+from autoshard.spec.kernels import kernels_names, load_kernels
+from tests.cost.cases import ask, setting
+
+MODELS = ("llama3-8b", "gpt2-xl", "mixtral-8x7b", "qwen3-8b", "gpt-neox-20b")
+KINDS = ("embed", "layer", "head")
+
+
+@functools.cache
+def sharded(model, kernels, kind="layer", drop="none", text="tp=2,dp=4"):
+    question = ask(model, "h100-80", 1, kernels=kernels, seq_len=1024)
+    return setting(question, text).blocks.block(kind, Recompute.parse(drop))
+
+
+@st.composite
+def blocks(draw):
+    """Any block of any model on any table, with a kind of recompute that has an effect."""
+    model, kernels, kind = (draw(st.sampled_from(names)) for names in (MODELS, kernels_names(), KINDS))
+    drops = ["none", "full", *(f"selective[{name}]" for name in effective_names(kernels))]
+    return sharded(model, kernels, kind, draw(st.sampled_from(drops)) if kind == "layer" else "none")
+
+
+def llama(kernels, drop="none"):
+    return sharded("llama3-8b", kernels, drop=drop)
+
+
+def run_of(block, pass_, source, *, again=False):
+    """The only kernel of a pass that runs an operation made from this one, sums apart."""
+    (found,) = (
+        run
+        for run in block.runs
+        if run.pass_ == pass_
+        and source in {op.source for op in run.ops}
+        and run.ops[0].again == again
+        and not all(isinstance(op.kind, Accumulate) for op in run.ops)
+    )
+    return found
+
+
+def names_of(run):
+    return [tensor.name for _, tensor in run.touched]
+
+
+@given(blocks())
+def test_every_operation_that_computes_runs_once_and_touches_each_tensor_once(block):
+    done = [op.name for run in block.runs for op in run.ops]
+    computing = [op.name for op in block.block.select("micro_batch") if not isinstance(op.kind, Deliver | Collect)]
+    assert Counter(done) == Counter(computing)
+    for run in block.runs:
+        assert Counter(names_of(run)).most_common(1)[0][1] == 1, run.ops
+        assert {op.pass_ for op in run.ops} == {run.pass_}
+        assert len({op.again for op in run.ops}) == 1
+
+
+@given(blocks())
+def test_a_kernel_is_one_entry_of_the_table(block):
+    owner = {name: group for group in block.block.fused for name in group.ops}
+    for run in block.runs:
+        assert len({owner[op.source] for op in run.ops}) == 1
+    for group in block.block.fused:
+        forward = [run for run in block.runs if run.pass_ == "F" and run.ops[0].source in group.ops]
+        assert len(forward) == 1, "forward is one kernel"
+        products = [
+            run for run in block.runs
+            if run.pass_ == "W" and run.ops[0].source in group.ops and not isinstance(run.ops[0].kind, Accumulate)
+        ]  # fmt: skip
+        assert len(products) <= 1, "the weight gradients of an entry are one kernel"
+
+
+@given(blocks())
+def test_the_weights_of_layers_and_no_others_are_met_by_products_in_a_format_of_their_own(block):
+    for run in block.runs:
+        sources = [block.block.op(op.source) for op in run.ops]
+        weighed = [
+            isinstance(op.kind, Einsum) and any(name.endswith(".weight") for name in op.inputs) for op in sources
+        ]
+        assert run.products == (all(weighed) and block.block.kind == "layer")
+
+
+@given(blocks())
+def test_what_a_kernel_makes_for_itself_only_is_never_written(block):
+    source = {op.name: op.source for op in block.block.ops}
+    kept = {entry.storage for entry in block.block.saved}
+    for run in block.runs:
+        if run.pass_ != "F":
+            continue
+        inside = {op.name for op in run.ops}
+        for op in run.ops:
+            for name in op.outputs:
+                readers = {other.name for other in block.block.ops if name in other.inputs}
+                if readers and {source[reader] for reader in readers} <= inside and name not in kept:
+                    assert name not in names_of(run)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "together"),
+    [
+        ("te", [{"q", "k", "v"}, {"o"}, {"up", "gate"}, {"down"}]),
+        ("nxd", [{"q", "k", "v"}, {"o"}, {"up", "gate"}, {"down"}]),
+        ("torch_cuda", [{name} for name in ("q", "k", "v", "o", "up", "gate", "down")]),
+    ],
+)
+def test_weights_that_are_one_tensor_have_one_kernel_in_every_pass(kernels, together):
+    block = llama(kernels)
+    for names in together:
+        for pass_ in "FIW":
+            run = run_of(block, pass_, min(names))
+            assert {op.source for op in run.ops if isinstance(op.kind, Einsum)} == names
+            assert Counter(names_of(run)).keys() >= {f"{name}.weight" for name in names} or pass_ == "W"
+
+
+class TestSums:
+    def test_placeholders_add_to_their_sums_without_a_kernel_or_a_gradient_between(self):
+        block = llama("te")
+        for product in ("q", "k", "v", "o", "up", "gate", "down"):
+            run = run_of(block, "W", product)
+            assert f"{product}.weight.sum" in {op.name for op in run.ops}
+            assert {f"{product}.weight.grad", f"{product}.weight.sum"} <= set(names_of(run)), "read and written"
+            assert f"{product}.d1" not in {name for one in block.runs for name in names_of(one)}
+        summed = {op.source for run in block.runs for op in run.ops if isinstance(run.ops[0].kind, Accumulate)}
+        assert summed == {"attn_norm", "mlp_norm"}, "no placeholder is there for the weights of norms"
+
+    @pytest.mark.parametrize("kernels", ["nxd", "torch_cuda", "megatron"])
+    def test_others_make_a_gradient_and_then_add_it(self, kernels):
+        block = llama(kernels)
+        for product in ("o", "down"):
+            (add,) = (run for run in block.runs if f"{product}.weight.sum" in {op.name for op in run.ops})
+            assert names_of(add) == [f"{product}.weight.grad", f"{product}.d1", f"{product}.weight.sum"]
+            assert f"{product}.d1" in names_of(run_of(block, "W", product))
+
+    def test_sums_are_states_and_no_fresh_tensors(self):
+        for kernels in ("te", "nxd"):
+            fresh = {tensor.name for run in llama(kernels).runs for _, tensor, _ in run.fresh}
+            assert not {name for name in fresh if name.endswith((".weight", ".weight.sum", ".weight.grad"))}
+
+    def test_which_sums_are_added_to_is_what_decides(self):
+        block = llama("torch_cuda")
+        held = block.sharding.kept_cuts
+        apart = tuple(kernel_runs(block.block, held))
+        assert apart == block.runs
+        added = tuple(kernel_runs(block.block, held, frozenset({"down.weight.sum"})))
+        assert len(added) == len(apart) - 1
+
+
+class TestCopies:
+    def test_a_compiled_graph_moves_copies_of_a_clone_but_not_its_scores(self):
+        for drop, copies in (("full", True), ("selective[CoreAttention]", False)):
+            block = llama("nxd_core", drop)
+            eager = tuple(kernel_runs(block.block, llama("nxd_core").sharding.kept_cuts))
+            for runs, all_of_them in ((block.runs, False), (eager, True)):
+                for run in runs:
+                    if run.ops[0].source == "attend" and run.pass_ == "I":
+                        assert {"attend.copy1", "attend.copy2"} <= set(names_of(run)), "keys and values"
+                        assert ({"attend.copy3", "attend.copy4"} <= set(names_of(run))) == all_of_them
+                    if run.ops[0].source == "attend" and run.pass_ == "F":
+                        assert not {"attend.copy1", "attend.copy3"} & set(names_of(run)), "forward keeps nothing"
+            norms = [run for run in block.runs if run.ops[0].source == "attn_norm" and "copy0" in str(names_of(run))]
+            assert [run.pass_ for run in norms] == (["I", "I"] if copies else ["F", "I"])
+
+    def test_what_is_kept_beside_the_graph_is_written_forward_and_read_backward(self):
+        block = llama("nxd")
+        for pass_ in "FI":
+            assert {"attend.copy1", "attend.copy2"} <= set(names_of(run_of(block, pass_, "attend")))
+            assert {"mlp_norm.copy0", "mlp_norm.copy2"} <= set(names_of(run_of(block, pass_, "mlp_norm")))
+
+    def test_a_logit_that_is_overwritten_moves_as_its_copy(self):
+        head = sharded("llama3-8b", "te", "head")
+        for pass_ in "FI":
+            assert "logits_fp32.copy0" in names_of(run_of(head, pass_, "loss"))
+
+
+@given(st.sampled_from(MODELS), st.sampled_from(kernels_names()))
+def test_launches_scores_and_ratios_are_those_of_the_table(model, kernels):
+    block, table = sharded(model, kernels), load_kernels(kernels)
+    entries = {name: entry for entry in reversed(table.kernels) for name in entry.ops}
+    for run in block.runs:
+        first = run.ops[0]
+        plain = run.pass_ == "W" or isinstance(first.kind, Accumulate)
+        forward = run.pass_ == "F" or first.again
+        entry = entries.get(first.source)
+        if entry is None:
+            continue
+        assert run.score_bytes == (
+            0 if plain else (entry.score_bytes.forward if forward else entry.score_bytes.backward)
+        )
+        assert run.traffic_ratio == (1.0 if plain else entry.traffic_ratio)
+        count = entry.launches.forward if forward else entry.launches.backward
+        assert run.launches == (0 if not table.eager else 1 if plain else count)
+        assert run.flops_ratio == (1.0 if forward else entry.backward_flops_ratio)
+        assert (run.skips_masked, run.mask_tile) == (entry.skips_masked, entry.mask_tile)
+
+
+def test_a_pass_is_told_from_another_even_where_nothing_else_differs():
+    block = llama("te", "full")
+    passes = Counter((run.pass_, run.ops[0].again) for run in block.runs if run.ops[0].source == "attend")
+    assert passes == {("F", False): 1, ("I", True): 1, ("I", False): 1}
+    assert replace(block, runs=()).runs == ()
