@@ -19,6 +19,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.spec.kernels import Kernels
 
 PASSES = ("F", "I", "W")
+_IN_PIECES = ("all_gather", "reduce_scatter")  # one for each rank, of which a product can wait for the first alone
 
 
 class Blocks(Protocol):
@@ -110,6 +111,7 @@ class BlockCost:
     weights: Mapping[tuple[str, ...], Number]  # atoms that the gradient's sum is pending over -> weights on the rank
     tied_weights: Mapping[tuple[str, ...], Number]  # likewise, those that share their values with another block's
     placeholder_bytes: Number = 0  # that stay once for all such blocks of a rank
+    hidden_s: Number = 0.0  # of what is sent, behind kernels: not in the seconds of tp
 
     def part_s(self, part: str) -> Number:
         """Return the seconds of one part over all passes."""
@@ -162,13 +164,18 @@ def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Ra
         parts["compute"] = parts["compute"] + time.work_s
         parts["waiting"] = parts["waiting"] + time.waiting_s
     sent: dict[str, Number] = defaultdict(float)
+    hidden: dict[str, Number] = defaultdict(float)
     for message, message_bytes in work.messages:
         ring, axis = rings[message.collective.atoms], axis_of_atoms(message.collective.atoms)
-        parts = seconds[message.pass_]
-        parts[axis] = parts[axis] + ring.time_s(message.collective, message_bytes)
+        parts, time_s = seconds[message.pass_], ring.time_s(message.collective, message_bytes)
+        parts[axis] = parts[axis] + time_s
         sent[axis] = sent[axis] + ring.sent_bytes(message.collective, message_bytes)
-    for parts in seconds.values():  # traffic goes on while a device waits for hosts
-        parts["tp"] = exposed_s(parts["tp"], parts["compute"] + parts["waiting"], work.hides_tp)
+        if work.hides_tp and axis == "tp" and message.collective.kind in _IN_PIECES:
+            hidden[message.pass_] = hidden[message.pass_] + work.hides_tp * (1 - 1 / ring.size) * time_s
+    for pass_, most_s in hidden.items():  # traffic goes on while a device waits for hosts
+        parts = seconds[pass_]
+        hidden[pass_] = np.minimum(most_s, parts["compute"] + parts["waiting"])
+        parts["tp"] = parts["tp"] - hidden[pass_]
     return BlockCost(
         seconds=seconds,
         sent_bytes=sent,
@@ -177,6 +184,7 @@ def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Ra
         remade_bytes=work.remade_bytes,
         working_bytes=work.working_bytes,
         placeholder_bytes=work.placeholder_bytes,
+        hidden_s=sum(hidden.values()),
         weights=work.weights,
         tied_weights=work.tied_weights,
     )

@@ -15,12 +15,6 @@ from autoshard.errors import InputError, require
 from autoshard.spec import record
 from autoshard.spec.files import read_data
 
-# The measured machines that others are most like: nearer than nominal constants, and extrapolated.
-_NEAREST = {
-    "a100-40": "a100-80", "p4d.24xlarge": "a100-80", "p4de.24xlarge": "a100-80",
-    "p5.48xlarge": "h100-80", "p5en.48xlarge": "h100-80", "h200": "h100-96", "p6-b200.48xlarge": "b200",
-    "trn1n.32xlarge": "trn1.32xlarge", "trn2.48xlarge": "trn1.32xlarge", "trn2u.48xlarge": "trn1.32xlarge",
-}  # fmt: skip
 EFFICIENCIES = (
     "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency",
     "near_link_efficiency", "far_link_efficiency",
@@ -131,13 +125,15 @@ def uncalibrated() -> Calibration:
 
 @cache
 def built_in(cluster: str) -> Calibration:
-    """Return the constants that come with autoshard for a cluster: fitted ones where there are any, else nominal.
+    """Return the constants that come with autoshard for a cluster: its own, those of the nearest machine, or nominal.
 
     >>> built_in("local").name, built_in("trn2.48xlarge").name
     ('uncalibrated', 'trn1.32xlarge')
     """
-    name = f"{_NEAREST.get(cluster, cluster)}.json"
-    for entry in (resources.files("autoshard.cost") / "calibrations").iterdir():
+    folder = resources.files("autoshard.cost") / "calibrations"
+    nearest = json.loads((resources.files("autoshard.cost") / "nearest.json").read_text("utf-8"))
+    name = f"{nearest[cluster]['to'] if cluster in nearest else cluster}.json"
+    for entry in folder.iterdir():
         if entry.name == name:
             return record.decode(Calibration, json.loads(entry.read_text("utf-8")), where=name)
     return uncalibrated()

@@ -30,7 +30,7 @@ class KernelRun:
     launches: int
     score_bytes: int  # per (query, key) pair of a head, beside what is kept of them
     traffic_ratio: float
-    products: bool  # whether activations meet the weights of a layer here
+    products: bool  # whether its matrix products are of activations with the weights of a layer
 
 
 def kernel_runs(
@@ -74,7 +74,7 @@ def _kernel_run(
         launches=min(1, group.launches.forward) if plain else _way(group.launches, forward=forward),
         score_bytes=0 if plain else _way(group.score_bytes, forward=forward),
         traffic_ratio=1.0 if plain else group.traffic_ratio,
-        products=all(op.source in weighed for op in ops),
+        products=all(op.source in weighed for op in ops if isinstance(op.kind, Einsum)),
     )
 
 

@@ -61,7 +61,7 @@ def _messages(schedule: Schedule, rank: int, cost: RankCost, *, keeps_outputs: b
     before = any(stage > 0 and schedule.place_of(stage - 1)[0] != rank for stage in stages.values())
     hands_on = {chunk: stage < last and schedule.place_of(stage + 1)[0] != rank for chunk, stage in stages.items()}
     outputs = [int(hands_on[chunk] and keeps_outputs) for chunk in sorted(stages)]
-    return before + any(hands_on.values()) + most_kept(schedule, rank, outputs, alike=cost.alike)
+    return before + any(hands_on.values()) + most_kept(schedule, rank, outputs, alike=len(set(outputs)) == 1)
 
 
 def _gathered_bytes(zero: int, precision: Precision, cost: RankCost) -> Number:

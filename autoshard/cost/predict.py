@@ -10,7 +10,7 @@ from autoshard.cost.block import BlockCost, Blocks, BlockWork, Setting, block_co
 from autoshard.cost.calibration import Calibration, uncalibrated
 from autoshard.cost.compiling import compiling
 from autoshard.cost.pipeline import Pipeline, Sends, StageLayers
-from autoshard.cost.rings import Number, send_ring
+from autoshard.cost.rings import Number, mesh_ring
 from autoshard.cost.setting import Question, boundary_bytes, price_block, rings_of, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
 from autoshard.cost.step import StepCost, step_cost
@@ -135,7 +135,7 @@ def _stages(plan: Plan) -> tuple[StageLayers, ...]:
 
 def _pipeline(plan: Plan, question: Question, setting: Setting) -> Pipeline:
     size = boundary_bytes(setting)
-    send_s = send_ring(plan.cluster, plan.mesh, question.calibration).send_s(size)
+    send_s = mesh_ring(plan.cluster, plan.mesh, ("pp",), question.calibration).send_s(size)
     return Pipeline(
         schedule=plan.schedule,
         stages=_stages(plan),

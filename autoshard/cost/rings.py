@@ -6,12 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.cost.calibration import Calibration
+from autoshard.cost.hops import group_exchange, mesh_hop
 from autoshard.cost.routes import Number, Route, mesh_routes, reached
 from autoshard.layout.collective import Collective, CollectiveKind
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.mesh import Mesh, axis_bandwidth_bytes_per_s
 
 _ROUNDS: Mapping[CollectiveKind, int] = {"all_reduce": 2, "all_reduce_max": 2, "slice": 0}  # once, if not named
+_PASSED_ON = frozenset({"cp", "pp"})  # atoms along which ranks send to their neighbours: many are asked for, others not
 _ROUTED: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_max")
 
 
@@ -23,15 +25,29 @@ class Ring:
     bandwidth_bytes_per_s: Number  # of one direction, when all such groups talk at once
     latency_s: Number  # once around
     least_s: Number = 0.0  # that any collective takes
+    hop: Route | None = None  # to the next rank; None where it is as fast as the ring
+    exchange: Route | None = None  # of each rank with each other, likewise
     routes: tuple[Route, ...] = ()  # other ways to gather and to sum, those for the smallest messages last
+    is_flat: bool = True  # whether the ring itself is a way to gather and to sum
 
     def time_s(self, collective: Collective, message_bytes: Number) -> Number:
         """Return the time of a Collective; ``message_bytes`` is a rank's buffer where it is largest."""
         rounds = _ROUNDS.get(collective.kind, 1)
+        return np.maximum(self.least_s * min(1, rounds), self._sent_s(collective, message_bytes, rounds))
+
+    def _sent_s(self, collective: Collective, message_bytes: Number, rounds: int) -> Number:
+        if collective.kind == "permute" and self.hop:
+            return (self.size - 1) * self.hop.time_s(message_bytes)
+        if collective.kind == "all_to_all" and self.exchange:
+            return self.exchange.time_s(message_bytes)
         sent_s = self.sent_bytes(collective, message_bytes) / self.bandwidth_bytes_per_s + rounds * self.latency_s
-        for route in self.routes if collective.kind in _ROUTED else ():
-            sent_s = route.taken_s(rounds * route.time_s(message_bytes), sent_s, message_bytes)
-        return np.maximum(self.least_s, sent_s)
+        if collective.kind not in _ROUTED:
+            return sent_s
+        for number, route in enumerate(self.routes):
+            routed_s = rounds * route.time_s(message_bytes)
+            alone = number == 0 and not self.is_flat
+            sent_s = routed_s if alone else route.taken_s(routed_s, sent_s, message_bytes)
+        return sent_s
 
     def sent_bytes(self, collective: Collective, message_bytes: Number) -> Number:
         """Return the bytes that one rank sends.
@@ -45,31 +61,28 @@ class Ring:
 
     def send_s(self, message_bytes: Number) -> Number:
         """Return the time of handing a message to the next rank."""
-        return np.maximum(self.least_s, message_bytes / self.bandwidth_bytes_per_s + self.latency_s)
+        hop_s = (
+            self.hop.time_s(message_bytes) if self.hop else message_bytes / self.bandwidth_bytes_per_s + self.latency_s
+        )
+        return np.maximum(self.least_s, hop_s)
 
 
 def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration: Calibration) -> Ring:
     """Return the ring along some atoms of a mesh."""
     held = tuple(atom for atom in atoms if mesh.atoms_of(atom))
     group = mesh.group_of(0, held)
+    whole = _reached(cluster, calibration)
     here = _reached(cluster, calibration, _share_of_wires(cluster, group))
+    ways = [way.kind for way in cluster.algorithms]
     return Ring(
         size=len(group),
         bandwidth_bytes_per_s=axis_bandwidth_bytes_per_s(here, mesh, held),
         latency_s=_latency_s(cluster, group),
         least_s=calibration.collective_s if len(group) > 1 else 0.0,
+        hop=mesh_hop(whole, mesh, held) if _PASSED_ON & {*atoms} else None,
+        exchange=group_exchange(whole, group),
         routes=mesh_routes(cluster, mesh, held, here),
-    )
-
-
-def send_ring(cluster: Cluster, mesh: Mesh, calibration: Calibration) -> Ring:
-    """Return what a rank sees when it hands something to the next pipeline rank, while all ranks do the same."""
-    latency_s = cluster.link_of(mesh.group_of(0, ("pp",))[:2]).latency_s if mesh.size("pp") > 1 else 0.0
-    return Ring(
-        size=mesh.size("pp"),
-        bandwidth_bytes_per_s=axis_bandwidth_bytes_per_s(_reached(cluster, calibration), mesh, ("pp",)),
-        latency_s=latency_s,
-        least_s=calibration.collective_s if mesh.size("pp") > 1 else 0.0,
+        is_flat=not ways or "ring" in ways,
     )
 
 
@@ -86,7 +99,7 @@ def _share_of_wires(cluster: Cluster, group: tuple[int, ...]) -> float:
     if len(group) == 1 or cluster.link_of(group).kind != "torus":
         return 1.0
     size = cluster.ranks_per_chip  # not asked rank by rank: searches ask for many large groups
-    return 1.0 if len({rank // size for rank in group}) == cluster.chips_per_node else 0.5
+    return 0.5 if len({rank // size for rank in group}) % cluster.chips_per_node else 1.0
 
 
 def _latency_s(cluster: Cluster, group: tuple[int, ...]) -> float:

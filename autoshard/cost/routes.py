@@ -10,8 +10,11 @@ import numpy as np
 
 from autoshard.spec.algorithm import Algorithm, Hops
 from autoshard.spec.cluster import Cluster
+from autoshard.spec.link import Domain
 from autoshard.spec.mesh import Mesh, axis_bandwidth_bytes_per_s
 
+_INSIDE: tuple[Domain, ...] = ("chip", "node")
+_BETWEEN: tuple[Domain, ...] = ("ultraserver", "cluster")
 Number = Any  # a number, or a numpy column of one number per candidate
 _STEPS: Mapping[Hops, Callable[[int], float]] = {
     "all": lambda ranks: ranks - 1,
@@ -61,8 +64,8 @@ def mesh_routes(cluster: Cluster, mesh: Mesh, held: tuple[str, ...], here: Clust
     group = mesh.group_of(0, held)
     inner = [rank for rank in group if rank // cluster.ranks_per_node == group[0] // cluster.ranks_per_node]
     num_nodes = len(group) // len(inner)
-    per_byte = _per_byte(len(inner), lambda: axis_bandwidth_bytes_per_s(reached(here, 1.0, math.inf), mesh, held))
-    per_byte += _per_byte(num_nodes, lambda: axis_bandwidth_bytes_per_s(reached(here, math.inf, 1.0), mesh, held))
+    per_byte = _per_byte(len(inner), lambda: axis_bandwidth_bytes_per_s(_only(here, _INSIDE), mesh, held))
+    per_byte += _per_byte(num_nodes, lambda: axis_bandwidth_bytes_per_s(_only(here, _BETWEEN), mesh, held))
     near_s = cluster.link_of(inner).latency_s if len(inner) > 1 else 0.0
     far_s = (num_nodes - 1) * cluster.link_of(group).latency_s if num_nodes > 1 else 0.0
     return tuple(
@@ -73,6 +76,15 @@ def mesh_routes(cluster: Cluster, mesh: Mesh, held: tuple[str, ...], here: Clust
         )
         for way in sorted(ways, key=_limit, reverse=True)
     )
+
+
+@cache
+def _only(cluster: Cluster, domains: tuple[Domain, ...]) -> Cluster:
+    """Return a cluster on which only the links of these domains take time."""
+    links = (
+        link if link.domain in domains else replace(link, bandwidth_bytes_per_s=math.inf) for link in cluster.links
+    )
+    return replace(cluster, links=tuple(links))
 
 
 def _limit(way: Algorithm) -> float:

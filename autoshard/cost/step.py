@@ -92,5 +92,5 @@ def _sent(pipeline: Pipeline, alike: Sequence[Alike], update: UpdateCost) -> Map
     for axis, size in update.sent_bytes.items():
         sent[axis] = sent.get(axis, 0.0) + size
     if pipeline.schedule.num_ranks > 1:
-        sent["pp"] = 2 * count * pipeline.schedule.num_chunks * pipeline.boundary_bytes
+        sent["pp"] = count * max(group.num_sends for group in alike) * pipeline.boundary_bytes
     return sent

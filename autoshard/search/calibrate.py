@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from autoshard.cost.accuracy import left_out_interval
-from autoshard.cost.calibration import CONSTANTS, EFFICIENCIES, SECONDS, Calibration, Fit, Reach, uncalibrated
+from autoshard.cost.calibration import EFFICIENCIES, SECONDS, Calibration, Fit, Reach, uncalibrated
 from autoshard.cost.fitting import Unknowns, fitted
 from autoshard.cost.measured import MeasuredRow, placed, read_rows
 from autoshard.cost.predict import step_timer
@@ -70,6 +70,7 @@ class _Trial:
     """One split: the constants fitted to all rows, and the ratio of predicted to measured of each row left out."""
 
     split: str
+    fitted: tuple[str, ...]
     calibration: Calibration
     left_out: Array
 
@@ -118,8 +119,8 @@ def _described(best: _Trial, reach: Reach, fit: Fit, name: str) -> Calibration:
     """
     interval = rounded(min(left_out_interval(best.left_out.tolist()), _WIDEST * fit.left_out_mape))
     inside = float((np.abs(1 / best.left_out - 1) <= interval).mean())
-    require((interval < 1, "interval", f"rows are {fit.left_out_mape:.0%} off when they are left out: the cost model "
-             "does not describe these rows, and no constants make it"))  # fmt: skip
+    require((interval < 1 and fit.left_out_mape < 1, "interval", f"rows are {fit.left_out_mape:.0%} off when they are "
+             "left out: the cost model does not describe these rows, and no constants make it"))  # fmt: skip
     fitted_to = f"fitted to {len(fit.rows)} rows of {reach.cluster}, constants told apart: {best.split}"
     left_out = f"{inside:.0%} of rows are within it when their {fit.left_out_by} is left out of the fit"
     return replace(
@@ -131,7 +132,7 @@ def _described(best: _Trial, reach: Reach, fit: Fit, name: str) -> Calibration:
         f"nominal 80% interval of {interval:.0%} either way, which holds {inside:.0%} of those",
         reach=reach,
         fit=fit,
-        sources={**dict.fromkeys(CONSTANTS, fitted_to), "interval": left_out},
+        sources={**best.calibration.sources, **dict.fromkeys(best.fitted, fitted_to), "interval": left_out},
     )
 
 
@@ -185,7 +186,8 @@ def _trial(split: str, kinds: Kinds, samples: Sequence[Sample]) -> _Trial:
         held = [place for place, sample in enumerate(samples) if sample.apart == apart]
         rest = [sample for sample in samples if sample.apart != apart]
         left_out[held] = _ratios([samples[place] for place in held], fit_constants(kinds, rest))
-    return _Trial(split=split, calibration=fit_constants(kinds, samples), left_out=left_out)
+    names = tuple(name for kind in kinds for name in kind)
+    return _Trial(split=split, fitted=names, calibration=fit_constants(kinds, samples), left_out=left_out)
 
 
 def fit_constants(kinds: Kinds, samples: Sequence[Sample]) -> Calibration:

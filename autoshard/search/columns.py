@@ -9,7 +9,7 @@ import numpy as np
 
 from autoshard.cost.block import BlockCost, Setting
 from autoshard.cost.pipeline import Pipeline, Sends, StageLayers
-from autoshard.cost.rings import Ring, mesh_ring, send_ring
+from autoshard.cost.rings import Ring, mesh_ring
 from autoshard.cost.routes import Route
 from autoshard.cost.setting import Question, boundary_bytes, price_block
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
@@ -181,24 +181,30 @@ def _ring_column(question: Question, meshes: Sequence[Mesh], atoms: tuple[str, .
     for mesh in meshes:
         key = (mesh.steps(atoms), mesh.placement)
         if key not in known:
-            send = atoms == ("pp",)
-            known[key] = send_ring(cluster, mesh, calibration) if send else mesh_ring(cluster, mesh, atoms, calibration)
+            known[key] = mesh_ring(cluster, mesh, atoms, calibration)
         rings.append(known[key])
     return Ring(
         size=np.array([ring.size for ring in rings], dtype=np.float64),
         bandwidth_bytes_per_s=np.array([ring.bandwidth_bytes_per_s for ring in rings]),
         latency_s=np.array([ring.latency_s for ring in rings]),
         least_s=np.array([ring.least_s for ring in rings]),
-        routes=tuple(map(_route_column, zip(*(ring.routes for ring in rings), strict=True))),
+        hop=_route_column([ring.hop for ring in rings if ring.hop]),
+        exchange=_route_column([ring.exchange for ring in rings if ring.exchange]),
+        routes=tuple(filter(None, map(_route_column, zip(*(ring.routes for ring in rings), strict=True)))),
+        is_flat=rings[0].is_flat,
     )
 
 
-def _route_column(routes: Sequence[Route]) -> Route:
-    """Return one way of many rings."""
-    return Route(
-        seconds_per_byte=np.array([route.seconds_per_byte for route in routes]),
-        latency_s=np.array([route.latency_s for route in routes]),
-        up_to_bytes=routes[0].up_to_bytes,
+def _route_column(routes: Sequence[Route]) -> Route | None:
+    """Return one way of many rings, if they have it."""
+    return (
+        None
+        if not routes
+        else Route(
+            seconds_per_byte=np.array([route.seconds_per_byte for route in routes]),
+            latency_s=np.array([route.latency_s for route in routes]),
+            up_to_bytes=routes[0].up_to_bytes,
+        )
     )
 
 

@@ -5,11 +5,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.cost.block import PASSES, BlockWork, Setting, exposed_s
+from autoshard.cost.block import PASSES, BlockWork, Setting, block_cost
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.compute import kernel_time
 from autoshard.cost.predict import question_of
-from autoshard.cost.rings import axis_of_atoms
 from autoshard.cost.setting import Question, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
 from autoshard.cost.worth import calibration_of, worth
@@ -127,7 +126,7 @@ def _explained(
             for entry in (*ordered, *edges)
         ),
         waiting_s=sum(kernel.waiting_s for kernel in kernels),
-        hidden_s=sum(_hidden_s(pass_, kernels, work, setting) for pass_ in PASSES),
+        hidden_s=float(block_cost(work, setting.rings, question.rates).hidden_s),
     )
 
 
@@ -149,17 +148,6 @@ def _kernels(work: BlockWork, block: Block, question: Question) -> list[_Kernel]
         )
         for run, time in found
     ]
-
-
-def _hidden_s(pass_: str, kernels: Sequence[_Kernel], work: BlockWork, setting: Setting) -> float:
-    """Return which part of a pass's tensor-parallel traffic goes on behind its kernels."""
-    traffic_s = sum(
-        float(setting.rings[one.collective.atoms].time_s(one.collective, message_bytes))
-        for one, message_bytes in work.messages
-        if one.pass_ == pass_ and axis_of_atoms(one.collective.atoms) == "tp"
-    )
-    covering_s = sum(kernel.work_s for kernel in kernels if kernel.pass_ == pass_)
-    return traffic_s - float(exposed_s(traffic_s, covering_s, work.hides_tp))
 
 
 def _sent(plan: Plan, work: BlockWork, setting: Setting) -> Mapping[str, list[Sent]]:
