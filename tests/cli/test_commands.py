@@ -27,7 +27,7 @@ FINE = [
     ("validate -h", "A file with one measured run per line"),
     (f"validate {DATA}", "Step time"),
     (f"validate {DATA / 'trainium.jsonl'}", "predictions calibrated on 15 rows of trn1.32xlarge"),
-    (f"validate {DATA / 'gpu_published.jsonl'}", "predictions uncalibrated"),
+    (f"validate {DATA / 'gpu_published.jsonl'}", "predictions calibrated on 10 rows of a100-80"),
     ("calibrate -h", "--cluster NAME_OR_PATH"),
     ("list --help", "WHAT"),
     *((f"list {what}", "name") for what in ("models", "clusters", "engines", "schedules", "kernels", "rules")),

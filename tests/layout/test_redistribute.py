@@ -1,4 +1,5 @@
 import math
+import os
 import random
 
 import numpy as np
@@ -44,8 +45,13 @@ def _total(path, price):
 
 
 def _gather_all_then_slice(before, after, atoms):
-    """The plain way: sum what is pending, gather every dim from the inside, cut as wanted from the outside."""
+    """The plain way: sum what is pending, gather every dim from the inside, cut as wanted from the outside.
+
+    What cuts a dim alike before and after, outermost, stays, as any way has to leave it.
+    """
     path, layout = [], before
+    wanted = dict(after.dims)
+    stay = {dim: len(os.path.commonprefix([cut, wanted[dim]])) for dim, cut in before.dims}
 
     def step(text):
         nonlocal layout
@@ -56,10 +62,10 @@ def _gather_all_then_slice(before, after, atoms):
     if layout.sums:
         step(f"all_reduce /{'.'.join(layout.sums)}")
     for dim, cut in layout.dims:
-        if cut:
-            step(f"all_gather {dim}/{'.'.join(cut)}")
+        if cut[stay[dim] :]:
+            step(f"all_gather {dim}/{'.'.join(cut[stay[dim] :])}")
     for dim, cut in after.dims:
-        for atom in cut:
+        for atom in cut[stay[dim] :]:
             step(f"slice {dim}/{atom}")
     assert dict(layout.dims) == dict(after.dims)
     return path
