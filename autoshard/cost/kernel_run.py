@@ -74,8 +74,12 @@ def _kernel_run(
         launches=min(1, group.launches.forward) if plain else _way(group.launches, forward=forward),
         score_bytes=0 if plain else _way(group.score_bytes, forward=forward),
         traffic_ratio=1.0 if plain else group.traffic_ratio,
-        products=all(op.source in weighed for op in ops if isinstance(op.kind, Einsum)),
+        products=_weighed_only([op for op in ops if isinstance(op.kind, Einsum)], weighed),
     )
+
+
+def _weighed_only(products: Sequence[Op], weighed: Collection[str]) -> bool:
+    return bool(products) and all(op.source in weighed for op in products)
 
 
 def _way(count: BothWays, *, forward: bool) -> int:

@@ -175,14 +175,18 @@ def _distinct(space: Space) -> tuple[list[Candidate], Column]:
 
 def _ring_column(question: Question, meshes: Sequence[Mesh], atoms: tuple[str, ...]) -> Ring:
     """Return the rings of many meshes, each distinct one computed once."""
-    cluster, calibration = question.cluster, question.calibration
     known: dict[object, Ring] = {}
     rings: list[Ring] = []
     for mesh in meshes:
         key = (mesh.steps(atoms), mesh.placement)
         if key not in known:
-            known[key] = mesh_ring(cluster, mesh, atoms, calibration)
+            known[key] = mesh_ring(question.cluster, mesh, atoms, question.calibration)
         rings.append(known[key])
+    return ring_column(rings)
+
+
+def ring_column(rings: Sequence[Ring]) -> Ring:
+    """Return many rings of one cluster as one."""
     return Ring(
         size=np.array([ring.size for ring in rings], dtype=np.float64),
         bandwidth_bytes_per_s=np.array([ring.bandwidth_bytes_per_s for ring in rings]),

@@ -19,7 +19,12 @@ from autoshard.cost.calibration import (
 from autoshard.errors import InputError
 from autoshard.spec.cluster_catalogue import cluster_names
 
-MEASURED = {"trn1.32xlarge", "trn1n.32xlarge"}
+MEASURED = {"a100-80", "a100-800g", "b200", "h100-80", "h100-96", "trn1.32xlarge"}
+NEAR_TO = {
+    "a100-80": {"a100-40", "p4d.24xlarge", "p4de.24xlarge"}, "b200": {"p6-b200.48xlarge"},
+    "h100-80": {"p5.48xlarge", "p5en.48xlarge"}, "h100-96": {"h200"},
+    "trn1.32xlarge": {"trn1n.32xlarge", "trn2.48xlarge", "trn2u.48xlarge"},
+}  # fmt: skip
 
 
 def shipped() -> list[Path]:
@@ -76,7 +81,10 @@ def test_no_calibration_holds_memory_or_other_numbers_than_the_constants(path: P
 
 
 def test_only_measured_clusters_have_constants_of_their_own():
-    assert {name for name in cluster_names() if built_in(name) is not uncalibrated()} == MEASURED
+    own = {name for name in cluster_names() if built_in(name).name == name}
+    assert own == MEASURED
+    for name, others in NEAR_TO.items():
+        assert {other for other in cluster_names() if built_in(other).name == name} == {name, *others}
     assert built_in("my-own") is uncalibrated()
 
 

@@ -83,11 +83,9 @@ def test_a_kernel_is_one_entry_of_the_table(block):
 @given(blocks())
 def test_the_weights_of_layers_and_no_others_are_met_by_products_in_a_format_of_their_own(block):
     for run in block.runs:
-        sources = [block.block.op(op.source) for op in run.ops]
-        weighed = [
-            isinstance(op.kind, Einsum) and any(name.endswith(".weight") for name in op.inputs) for op in sources
-        ]
-        assert run.products == (all(weighed) and block.block.kind == "layer")
+        products = [block.block.op(op.source) for op in run.ops if isinstance(op.kind, Einsum)]
+        weighed = [any(name.endswith(".weight") for name in op.inputs) for op in products]
+        assert run.products == (bool(weighed) and all(weighed) and block.block.kind == "layer")
 
 
 @given(blocks())

@@ -32,21 +32,13 @@ def test_only_sets_that_hold_operations_have_an_effect(name: str):
 @pytest.mark.parametrize(
     ("kernels", "text", "says"),
     [
-        (
-            "nxd",
-            "selective[CoreAttention]",
-            "selective[CoreAttention] computes nothing again on nxd. Use none, or ActivationMultiplyMLP, LlamaMLP, "
-            "LlamaRMSNorm",
-        ),
-        ("nxd", "full:4/selective[CoreAttention]*3", "selective[CoreAttention] computes nothing again on nxd. Use"),
-        ("nxd", "selective[CoreAttention,LlamaMLP]", ""),  # as AWS's recipes say
-        ("nxd", "none/full", ""),
+        ("nxd", "selective[CoreAttention]", ""),  # as AWS's recipes say, although flash attention has no such module
+        ("nxd", "selective[CoreAttention,LlamaMLP]", ""),
         ("nxd_core", "selective[CoreAttention]", ""),
-        ("te", "selective[core_attn]", ""),
-        ("te", "selective[core_atn]", "core_atn is not known to te. Did you mean core_attn?"),
+        ("nxd", "selective[CoreAttentoin]", "CoreAttentoin is not known to nxd. Did you mean CoreAttention"),
+        ("te", "full/selective[core_attn]", ""),
     ],
 )
-def test_a_selection_that_computes_nothing_again_is_refused(kernels: str, text: str, says: str):
+def test_a_frameworks_own_names_are_right_even_where_they_compute_nothing_again(kernels: str, text: str, says: str):
     found = recompute_fault(parse_stages(text), kernels)
     assert found.startswith(says) if says else found == ""
-    assert found.count("computes nothing") <= 1, "said once, for however many stages"

@@ -26,16 +26,12 @@ def kernels_fault(kernels: str, engine: str) -> str:
 
 
 def recompute_fault(recomputes: tuple[Recompute, ...], kernels: str) -> str:
-    """Judge the op names after selective, and whether each selection computes anything again."""
+    """Judge the op names after selective; a framework's own name is right even where it computes nothing again."""
     names = sorted({name for recompute in recomputes for name in recompute.ops})
     if not names or kernels not in kernels_names():
         return ""
     known = recomputable_names(kernels)
-    unknown = [f"{name} is not known to {kernels}. {nearest(name, known)}" for name in names if name not in known]
-    chosen = dict.fromkeys(recompute for recompute in recomputes if recompute.kind == "selective")
-    idle = [str(recompute) for recompute in chosen if not load_kernels(kernels).resolve(recompute.ops)]
-    others = ", ".join(effective_names(kernels))
-    return " ".join([*unknown, *(f"{one} computes nothing again on {kernels}. Use none, or {others}" for one in idle)])
+    return " ".join(f"{name} is not known to {kernels}. {nearest(name, known)}" for name in names if name not in known)
 
 
 def effective_names(kernels: str) -> tuple[str, ...]:
