@@ -1,5 +1,4 @@
 import math
-import os
 import random
 
 import numpy as np
@@ -51,7 +50,8 @@ def _gather_all_then_slice(before, after, atoms):
     """
     path, layout = [], before
     wanted = dict(after.dims)
-    stay = {dim: len(os.path.commonprefix([cut, wanted[dim]])) for dim, cut in before.dims}
+    alike = {dim: [one == other for one, other in zip(cut, wanted[dim], strict=False)] for dim, cut in before.dims}
+    stay = {dim: [*same, False].index(False) for dim, same in alike.items()}
 
     def step(text):
         nonlocal layout
