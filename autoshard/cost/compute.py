@@ -136,7 +136,7 @@ def _filled(op: Op, call: Call, tile: int) -> Number:
 def _padding(size: Number, tile: int) -> Number:
     """Return how much larger a size is when it is made whole tiles.
 
-    >>> _padding(448, 128), _padding(1792, 128)
+    >>> float(_padding(448, 128)), float(_padding(1792, 128))
     (1.1428571428571428, 1.0)
     """
     return np.ceil(size / tile) * tile / size

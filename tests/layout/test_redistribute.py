@@ -1,6 +1,5 @@
 import math
 import random
-from itertools import takewhile
 
 import numpy as np
 import pytest
@@ -51,10 +50,8 @@ def _gather_all_then_slice(before, after, atoms):
     """
     path, layout = [], before
     wanted = dict(after.dims)
-    stay = {
-        dim: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(cut, wanted[dim], strict=False)))
-        for dim, cut in before.dims
-    }
+    alike = {dim: [one == other for one, other in zip(cut, wanted[dim], strict=False)] for dim, cut in before.dims}
+    stay = {dim: [*same, False].index(False) for dim, same in alike.items()}
 
     def step(text):
         nonlocal layout
