@@ -189,7 +189,8 @@ def read_kernels(framework: str | None, usual: str, *, precision: str | None, se
         return Reading(value=usual, assumed=f"{usual}: the usual kernels of the platform")
     reading = _KERNELS[max(found, key=len)]
     if reading.value == "nxd" and seq_len < _FLASH_FROM:
-        return Reading(value="nxd_core", assumed=f"nxd_core: no flash attention below {_FLASH_FROM} tokens")
+        flash = f"nxd_core: no flash attention below {_FLASH_FROM} tokens"
+        return Reading(value="nxd_core", assumed="; ".join(filter(None, (reading.assumed, flash))))
     said = (_KERNELS_OF.get((reading.value, word)) for word in reversed(_key(precision).split()))
     other = next(filter(None, said), None)
     return Reading(value=other) if other else reading

@@ -31,7 +31,10 @@ def worth(calibration: Calibration, plan: Plan) -> Worth:
 
 
 def _beyond(reach: Reach, plan: Plan) -> tuple[str, ...]:
-    others = ((plan.cluster.name, plan.cluster.name == reach.cluster), (f"kernels {plan.kernels}", plan.kernels in reach.kernels))
+    others = (
+        (plan.cluster.name, plan.cluster.name == reach.cluster),
+        (f"kernels {plan.kernels}", plan.kernels in reach.kernels),
+    )
     axes = (axis for axis in _AXES if getattr(plan.candidate, axis) > 1 and axis not in reach.axes)
     return (*(name for name, is_known in others if not is_known), *axes)
 
