@@ -24,7 +24,7 @@ from benchmarks.result import Result
 BAR_US = 20.0  # a hundred times less than the fastest published search takes for one (Calculon, 3.3 ms)
 SAME = 1e-9
 LEAST, ROUNDS, SAMPLE = 100_000, 5, 100
-MODEL, CLUSTER, NODES, BATCH = "mixtral-8x22b", "h100-80", 512, 8192
+MODEL, CLUSTER, NODES, BATCH = "llama3.1-405b", "h100-80", 1536, 24_576
 
 
 def run() -> Result:

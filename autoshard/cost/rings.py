@@ -13,7 +13,7 @@ from autoshard.spec.cluster import Cluster
 from autoshard.spec.mesh import Mesh, axis_bandwidth_bytes_per_s
 
 _ROUNDS: Mapping[CollectiveKind, int] = {"all_reduce": 2, "all_reduce_max": 2, "slice": 0}  # once, if not named
-_PASSED_ON = frozenset({"cp", "pp"})  # atoms along which ranks send to their neighbours: many are asked for, others not
+_PASSED_ON = ("cp", "pp")  # ranks send to their neighbours along these; sums over edp as well never go that way
 _ROUTED: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_max")
 
 
@@ -79,7 +79,7 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
         bandwidth_bytes_per_s=axis_bandwidth_bytes_per_s(here, mesh, held),
         latency_s=_latency_s(cluster, group),
         least_s=calibration.collective_s if len(group) > 1 else 0.0,
-        hop=mesh_hop(whole, mesh, held) if _PASSED_ON & {*atoms} else None,
+        hop=mesh_hop(whole, mesh, held) if "edp" not in atoms and any(atom in _PASSED_ON for atom in atoms) else None,
         exchange=group_exchange(whole, group),
         routes=mesh_routes(cluster, mesh, held, here),
         is_flat=not ways or "ring" in ways,

@@ -62,7 +62,8 @@ def mesh_routes(cluster: Cluster, mesh: Mesh, held: tuple[str, ...], here: Clust
     if not ways:
         return ()
     group = mesh.group_of(0, held)
-    inner = [rank for rank in group if rank // cluster.ranks_per_node == group[0] // cluster.ranks_per_node]
+    size = cluster.ranks_per_node
+    inner = [rank for rank in group if rank // size == group[0] // size]
     num_nodes = len(group) // len(inner)
     per_byte = _per_byte(len(inner), lambda: axis_bandwidth_bytes_per_s(_only(here, _INSIDE), mesh, held))
     per_byte += _per_byte(num_nodes, lambda: axis_bandwidth_bytes_per_s(_only(here, _BETWEEN), mesh, held))

@@ -59,9 +59,12 @@ def step_cost(
 
 
 def _fullest(pipeline: Pipeline, group: Alike) -> Sequence[int]:
-    """Return a rank of alike ones that holds as much as any; all of them where that depends on sizes of chunks."""
+    """Return a rank of alike ones that holds as much as any; all of them where that depends on sizes of chunks.
+
+    What a rank hands on depends on which chunks lie next to others of its own.
+    """
     schedule = pipeline.schedule
-    if len(group.ranks) == 1 or not group.cost.alike:
+    if len(group.ranks) == 1 or schedule.num_chunks > 1:
         return group.ranks
     return (max(group.ranks, key=lambda rank: (schedule.in_flight(rank), schedule.deferred(rank))),)
 

@@ -1,7 +1,7 @@
 """The price of many layouts at once: the same formulas as for one, over numpy columns."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_origin
 
@@ -12,7 +12,7 @@ from autoshard.cost.pipeline import Pipeline, Sends, StageLayers
 from autoshard.cost.rings import Ring, mesh_ring
 from autoshard.cost.routes import Route
 from autoshard.cost.setting import Question, boundary_bytes, price_block
-from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
+from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups, split_pending
 from autoshard.cost.step import step_cost
 from autoshard.graph.decoder import dim_sizes
 from autoshard.layout.cutting import Cutting
@@ -52,22 +52,30 @@ def _lowered_alike(
     """Yield the layouts that one lowering serves, in which a group of one rank sends nothing, with their blocks.
 
     Slots of experts change their cut by way of both ep and cp, so that it matters which of these cut anything; of the
-    atoms of tp it may. Where anybody may have pinned anything, all atoms matter: ``apart``.
+    atoms of tp it may, among layouts that are alike in these. Where anybody may have pinned anything, all atoms matter:
+    ``apart``.
     """
     sizes = atom_columns(question.model, space)
-    real = frozenset(atom for atom, column in sizes.items() if np.any(column > 1))
-    matter = [atom for atom in sizes if apart or (question.model.num_experts and atom in ("ep", "cp"))]
-    whole = CutBlocks(step=question.step, cutting=cutting, atoms=real)
-    for atom in ("kv", "rep"):
-        if atom not in matter and atom in real and np.any(sizes[atom] == 1) and not alike_without(whole, atom):
-            matter.append(atom)
-    kinds = np.zeros(space.num_layouts, dtype=np.int64)
+    always = [atom for atom in sizes if apart or (question.model.num_experts and atom in ("ep", "cp"))]
+    for alike in _split(np.arange(space.num_layouts), sizes, always):
+        whole = _lowered(question, cutting, sizes, alike)
+        perhaps = [atom for atom in ("kv", "rep") if atom not in always and atom in whole.atoms]
+        matter = [atom for atom in perhaps if np.any(sizes[atom][alike] == 1) and not alike_without(whole, atom)]
+        for mine in _split(alike, sizes, matter):
+            yield mine, _lowered(question, cutting, sizes, mine)
+
+
+def _split(layouts: Column, sizes: Mapping[str, Column], matter: Sequence[str]) -> list[Column]:
+    """Part layouts by which of these atoms cut anything."""
+    kinds = np.zeros(len(layouts), dtype=np.int64)
     for atom in matter:
-        kinds = 2 * kinds + (sizes[atom] > 1)
-    for kind in sorted(set(kinds.tolist())):
-        mine = np.flatnonzero(kinds == kind)
-        atoms = frozenset(atom for atom, column in sizes.items() if np.any(column[mine] > 1))
-        yield mine, CutBlocks(step=question.step, cutting=cutting, atoms=atoms)
+        kinds = 2 * kinds + (sizes[atom][layouts] > 1)
+    return [layouts[kinds == kind] for kind in sorted(set(kinds.tolist()))]
+
+
+def _lowered(question: Question, cutting: Cutting, sizes: Mapping[str, Column], layouts: Column) -> CutBlocks:
+    atoms = frozenset(atom for atom, column in sizes.items() if np.any(column[layouts] > 1))
+    return CutBlocks(step=question.step, cutting=cutting, atoms=atoms)
 
 
 def atom_columns(model: ModelSpec, space: Space) -> Mapping[str, Column]:
@@ -81,26 +89,33 @@ def _priced(question: Question, space: Space, blocks: CutBlocks) -> tuple[Column
     """Price all kinds of recompute in one go: they are further columns, one stretch of layouts after the other."""
     setting, sends = _columns(question, space, blocks)
     table = _block_table(question, space, setting)
-    stretches = len(space.recomputes)
-    wide_setting, wide_sends = (
-        tiled(setting, space.num_layouts, stretches),
-        tiled(sends, space.num_layouts, stretches),
-    )
+    count, stretches = space.num_layouts, len(space.recomputes)
+    boundary = np.broadcast_to(boundary_bytes(setting), count)
+    wide_setting = tiled(_of_step(setting, table.values()), count, stretches)
+    wide_boundary, wide_send_s = np.tile(boundary, stretches), np.tile(sends.send_s(boundary), stretches)
     candidates, inverse = _distinct(space)
     buckets = [buckets_of(candidate, space.engine).total_bytes for candidate in candidates]
     wide_buckets = np.tile(np.array(buckets, dtype=np.float64)[inverse], stretches)
-    time_s = np.empty(stretches * space.num_layouts)
+    time_s = np.empty(stretches * count)
     peak_bytes = np.empty_like(time_s)
     for layouts in _groups(question, space):
-        rows = (np.arange(stretches)[:, None] * space.num_layouts + layouts).reshape(-1)
+        rows = (np.arange(stretches)[:, None] * count + layouts).reshape(-1)
         local = {key: at(cost, rows) for key, cost in table.items()}
-        here = at(wide_setting, rows)
         candidate = space.at(int(layouts[0]), 0)
-        pipeline = _pipeline(question, candidate, here, at(wide_sends, rows), wide_buckets[rows])
+        pipeline = _pipeline(question, candidate, wide_boundary[rows], wide_send_s[rows], wide_buckets[rows])
+        here = at(wide_setting, rows)
         cost = step_cost(question, here, pipeline, lambda kind, drop, found=local: found[kind, drop], folded=True)
         time_s[rows], peak_bytes[rows] = cost.time_s, cost.peak_bytes
-    shape = (stretches, space.num_layouts)
+    shape = (stretches, count)
     return time_s.reshape(shape), peak_bytes.reshape(shape)
+
+
+def _of_step(setting: Setting, costs: Iterable[BlockCost]) -> Setting:
+    """Return what the step phase asks of a setting: the rings over which sums of gradients are pending."""
+    pending = {atoms for cost in costs for atoms in (*cost.weights, *cost.tied_weights)}
+    parts = {part for atoms in pending for part in split_pending(atoms)}
+    rings = {atoms: ring for atoms, ring in setting.rings.items() if atoms in parts}
+    return dataclasses.replace(setting, sizes={}, rings=rings)
 
 
 def _block_table(question: Question, space: Space, setting: Setting) -> Mapping[tuple[str, Recompute], BlockCost]:
@@ -127,10 +142,11 @@ def _groups(question: Question, space: Space) -> list[Column]:
     return [np.flatnonzero(inverse.reshape(-1) == number) for number in range(len(found))]
 
 
-def _pipeline(question: Question, candidate: Candidate, setting: Setting, send: Ring, bucket_bytes: Column) -> Pipeline:
+def _pipeline(
+    question: Question, candidate: Candidate, boundary: Column, send_s: Column, bucket_bytes: Column
+) -> Pipeline:
     layers = layers_of(candidate, question.model.num_layers)
     last = len(layers) - 1
-    size = boundary_bytes(setting)
     schedule = Schedule(
         builder=candidate.schedule,
         num_ranks=candidate.pp,
@@ -143,8 +159,8 @@ def _pipeline(question: Question, candidate: Candidate, setting: Setting, send: 
             StageLayers.of(count, candidate.recompute_of(stage), is_first=stage == 0, is_last=stage == last)
             for stage, count in enumerate(layers)
         ),
-        boundary_bytes=size,
-        sends=Sends.of(send.send_s(size), schedule, load_kernels(question.kernels)),
+        boundary_bytes=boundary,
+        sends=Sends.of(send_s, schedule, load_kernels(question.kernels)),
         bucket_bytes=bucket_bytes,
     )
 
