@@ -4,57 +4,62 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from autoshard.cost.routes import Route
+from autoshard.cost.calibration import Calibration
+from autoshard.cost.routes import Route, efficiency
 from autoshard.spec.cluster import Cluster
-from autoshard.spec.link import Link
+from autoshard.spec.link import Domain, Link
 from autoshard.spec.mesh import Mesh
 
 _NEIGHBOURS = 4  # of a chip on a two-dimensional torus: a hop has one of its wires
 
 
-def mesh_hop(here: Cluster, mesh: Mesh, held: tuple[str, ...]) -> Route:
+def mesh_hop(cluster: Cluster, mesh: Mesh, held: tuple[str, ...], calibration: Calibration) -> Route:
     """Return what handing a message to the next rank along some atoms costs, while all ranks do: its slowest hop.
 
     A rank sends through the port nearest to it, which it shares with the ranks there that send over the same link.
     """
-    senders: dict[Link, Counter[int]] = {}
-    for sender, receiver in _pairs(here, mesh, held):
-        link = here.link_of((sender, receiver))
-        senders.setdefault(link, Counter())[sender // link.ranks_per_port] += 1
+    links = {link.domain: link for link in cluster.links}
+    senders: dict[Domain, Counter[int]] = {}
+    for sender, receiver in _pairs(cluster, mesh, held):
+        link = cluster.link_of((sender, receiver))
+        senders.setdefault(link.domain, Counter())[sender // link.ranks_per_port] += 1
+    used = [(links[domain], max(ports.values())) for domain, ports in senders.items()]
     return Route(
-        seconds_per_byte=max((max(ports.values()) / _wire(link) for link, ports in senders.items()), default=0.0),
-        latency_s=max((link.latency_s for link in senders), default=0.0),
+        seconds_per_byte=max((most / _wire(link, calibration) for link, most in used), default=0.0),
+        latency_s=max((link.latency_s for link, _ in used), default=0.0),
         up_to_bytes=None,
     )
 
 
-def _wire(link: Link) -> float:
+def _wire(link: Link, calibration: Calibration) -> float:
     """Return what one message gets: on a torus the wire to that neighbour, not all wires of the chip."""
-    return link.bandwidth_bytes_per_s / (_NEIGHBOURS if link.kind == "torus" else 1)
+    share = 1 / _NEIGHBOURS if link.kind == "torus" else 1.0
+    return link.bandwidth_bytes_per_s * share * efficiency(link, calibration)
 
 
-def _pairs(here: Cluster, mesh: Mesh, held: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+def _pairs(cluster: Cluster, mesh: Mesh, held: tuple[str, ...]) -> Iterator[tuple[int, int]]:
     """Yield every rank, of as many as the hardware repeats after, with the next one of its group."""
-    repeat = here.repeat_ranks
+    repeat = cluster.repeat_ranks
     groups = mesh.local_groups(held, repeat) if mesh.repeats_every(repeat) else mesh.groups(held)
     for group in groups:
         yield from pairwise(group)
 
 
-def group_exchange(here: Cluster, group: Sequence[int]) -> Route:
+def group_exchange(cluster: Cluster, group: Sequence[int], calibration: Calibration) -> Route:
     """Return what sending a part to each other rank costs: the slower of what stays inside nodes and what leaves them.
 
     All ranks of a node leave it at once, so that each has its share of the port next to it.
     """
     if len(group) == 1:
         return Route(seconds_per_byte=0.0, latency_s=0.0, up_to_bytes=None)
-    size = here.ranks_per_node  # not asked rank by rank: searches ask for many large groups
+    size = cluster.ranks_per_node  # not asked rank by rank: searches ask for many large groups
     inner = [rank for rank in group if rank // size == group[0] // size]
-    parts = [(len(inner) - 1, here.link_of(inner))] if len(inner) > 1 else []
-    parts += [(len(group) - len(inner), here.link_of(group))] if len(group) > len(inner) else []
+    parts = [(len(inner) - 1, cluster.link_of(inner))] if len(inner) > 1 else []
+    parts += [(len(group) - len(inner), cluster.link_of(group))] if len(group) > len(inner) else []
     return Route(
         seconds_per_byte=max(
-            count / len(group) * link.ranks_per_port / link.bandwidth_bytes_per_s for count, link in parts
+            count / len(group) * link.ranks_per_port / (link.bandwidth_bytes_per_s * efficiency(link, calibration))
+            for count, link in parts
         ),
         latency_s=max(link.latency_s for _, link in parts),
         up_to_bytes=None,

@@ -7,10 +7,10 @@ import numpy as np
 
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.hops import group_exchange, mesh_hop
-from autoshard.cost.routes import Number, Route, mesh_routes, reached
+from autoshard.cost.routes import Number, Route, efficiency, group_routes
 from autoshard.layout.collective import Collective, CollectiveKind
 from autoshard.spec.cluster import Cluster
-from autoshard.spec.mesh import Mesh, axis_bandwidth_bytes_per_s
+from autoshard.spec.mesh import Mesh, axis_levels_bytes_per_s
 
 _ROUNDS: Mapping[CollectiveKind, int] = {"all_reduce": 2, "all_reduce_max": 2, "slice": 0}  # once, if not named
 _PASSED_ON = ("cp", "pp")  # ranks send to their neighbours along these; sums over edp as well never go that way
@@ -71,23 +71,23 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
     """Return the ring along some atoms of a mesh."""
     held = tuple(atom for atom in atoms if mesh.atoms_of(atom))
     group = mesh.group_of(0, held)
-    whole = _reached(cluster, calibration)
-    here = _reached(cluster, calibration, _share_of_wires(cluster, group))
+    wires = _share_of_wires(cluster, group)
+    speeds = [
+        speed * efficiency(link, calibration) * (wires if link.kind == "torus" else 1.0)
+        for link, speed in zip(cluster.links, axis_levels_bytes_per_s(cluster, mesh, held), strict=True)
+    ]
     ways = [way.kind for way in cluster.algorithms]
+    passes_on = "edp" not in atoms and any(atom in _PASSED_ON for atom in atoms)
     return Ring(
         size=len(group),
-        bandwidth_bytes_per_s=axis_bandwidth_bytes_per_s(here, mesh, held),
+        bandwidth_bytes_per_s=min(speeds),
         latency_s=_latency_s(cluster, group),
         least_s=calibration.collective_s if len(group) > 1 else 0.0,
-        hop=mesh_hop(whole, mesh, held) if "edp" not in atoms and any(atom in _PASSED_ON for atom in atoms) else None,
-        exchange=group_exchange(whole, group),
-        routes=mesh_routes(cluster, mesh, held, here),
+        hop=mesh_hop(cluster, mesh, held, calibration) if passes_on else None,
+        exchange=group_exchange(cluster, group, calibration),
+        routes=group_routes(cluster, group, speeds),
         is_flat=not ways or "ring" in ways,
     )
-
-
-def _reached(cluster: Cluster, calibration: Calibration, wires: float = 1.0) -> Cluster:
-    return reached(cluster, calibration.near_link_efficiency, calibration.far_link_efficiency, wires)
 
 
 def _share_of_wires(cluster: Cluster, group: tuple[int, ...]) -> float:

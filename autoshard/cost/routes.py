@@ -1,20 +1,18 @@
 """Ways for a collective beside the flat ring: inside the nodes of a group, and between them, one after the other."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from autoshard.cost.calibration import Calibration
 from autoshard.spec.algorithm import Algorithm, Hops
 from autoshard.spec.cluster import Cluster
-from autoshard.spec.link import Domain
-from autoshard.spec.mesh import Mesh, axis_bandwidth_bytes_per_s
+from autoshard.spec.link import Domain, Link
 
 _INSIDE: tuple[Domain, ...] = ("chip", "node")
-_BETWEEN: tuple[Domain, ...] = ("ultraserver", "cluster")
 Number = Any  # a number, or a numpy column of one number per candidate
 _STEPS: Mapping[Hops, Callable[[int], float]] = {
     "all": lambda ranks: ranks - 1,
@@ -44,29 +42,22 @@ class Route:
         return own_s * fits + other_s * (1 - fits)
 
 
-@cache
-def reached(cluster: Cluster, near: float, far: float, wires: float = 1.0) -> Cluster:
-    """Return a cluster whose links are as fast as they are measured to be, with a share of a torus' wires in use."""
-    shares = ((far if link.domain == "cluster" else near) * (wires if link.kind == "torus" else 1.0)
-              for link in cluster.links)  # fmt: skip
-    links = (
-        replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * share)
-        for link, share in zip(cluster.links, shares, strict=True)
-    )
-    return replace(cluster, links=tuple(links))
+def efficiency(link: Link, calibration: Calibration) -> float:
+    """Return which share of its bandwidth a link reaches."""
+    return calibration.far_link_efficiency if link.domain == "cluster" else calibration.near_link_efficiency
 
 
-def mesh_routes(cluster: Cluster, mesh: Mesh, held: tuple[str, ...], here: Cluster) -> tuple[Route, ...]:
-    """Return the hierarchical ways of the group along some atoms; ``here`` is the cluster as fast as it is measured."""
+def group_routes(cluster: Cluster, group: Sequence[int], speeds: Sequence[float]) -> tuple[Route, ...]:
+    """Return the hierarchical ways of a group; ``speeds`` is what it gets of every link of the cluster."""
     ways = [way for way in cluster.algorithms if way.kind == "hierarchical"]
     if not ways:
         return ()
-    group = mesh.group_of(0, held)
     size = cluster.ranks_per_node
     inner = [rank for rank in group if rank // size == group[0] // size]
     num_nodes = len(group) // len(inner)
-    per_byte = _per_byte(len(inner), lambda: axis_bandwidth_bytes_per_s(_only(here, _INSIDE), mesh, held))
-    per_byte += _per_byte(num_nodes, lambda: axis_bandwidth_bytes_per_s(_only(here, _BETWEEN), mesh, held))
+    reach = {link.domain: speed for link, speed in zip(cluster.links, speeds, strict=True)}
+    per_byte = _per_byte(len(inner), [speed for domain, speed in reach.items() if domain in _INSIDE])
+    per_byte += _per_byte(num_nodes, [speed for domain, speed in reach.items() if domain not in _INSIDE])
     near_s = cluster.link_of(inner).latency_s if len(inner) > 1 else 0.0
     far_s = (num_nodes - 1) * cluster.link_of(group).latency_s if num_nodes > 1 else 0.0
     return tuple(
@@ -79,19 +70,10 @@ def mesh_routes(cluster: Cluster, mesh: Mesh, held: tuple[str, ...], here: Clust
     )
 
 
-@cache
-def _only(cluster: Cluster, domains: tuple[Domain, ...]) -> Cluster:
-    """Return a cluster on which only the links of these domains take time."""
-    links = (
-        link if link.domain in domains else replace(link, bandwidth_bytes_per_s=math.inf) for link in cluster.links
-    )
-    return replace(cluster, links=tuple(links))
-
-
 def _limit(way: Algorithm) -> float:
     return math.inf if way.up_to_bytes is None else way.up_to_bytes
 
 
-def _per_byte(count: int, bandwidth: Callable[[], float]) -> float:
+def _per_byte(count: int, speeds: Sequence[float]) -> float:
     """Return the time of a byte of the whole message where so many ranks or nodes each hold an equal part of it."""
-    return (count - 1) / count / bandwidth() if count > 1 else 0.0
+    return (count - 1) / count / min(speeds) if count > 1 else 0.0

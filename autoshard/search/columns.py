@@ -51,15 +51,19 @@ def _lowered_alike(
 ) -> Iterator[tuple[Column, CutBlocks]]:
     """Yield the layouts that one lowering serves, in which a group of one rank sends nothing, with their blocks.
 
-    Slots of experts change their cut by way of both ep and cp, so that it matters which of these cut anything; of the
-    atoms of tp it may, among layouts that are alike in these. Where anybody may have pinned anything, all atoms matter:
-    ``apart``.
+    Slots of experts change their cut by way of both ep and cp, so that it matters which of these cut anything; among
+    layouts that are alike in these kv may matter too, and copies of keys may in any model. Where anybody may have
+    pinned anything, all atoms matter: ``apart``.
     """
     sizes = atom_columns(question.model, space)
     always = [atom for atom in sizes if apart or (question.model.num_experts and atom in ("ep", "cp"))]
     for alike in _split(np.arange(space.num_layouts), sizes, always):
         whole = _lowered(question, cutting, sizes, alike)
-        perhaps = [atom for atom in ("kv", "rep") if atom not in always and atom in whole.atoms]
+        perhaps = [
+            atom
+            for atom in (("kv", "rep") if question.model.num_experts else ("rep",))
+            if atom not in always and atom in whole.atoms
+        ]
         matter = [atom for atom in perhaps if np.any(sizes[atom][alike] == 1) and not alike_without(whole, atom)]
         for mine in _split(alike, sizes, matter):
             yield mine, _lowered(question, cutting, sizes, mine)

@@ -156,9 +156,16 @@ class Cluster:
         Groups of one rank send nothing and get infinity. With ``judged`` only the first so many ranks are
         judged; of groups that reach further, one member beyond them is enough.
         """
-        levels = range(len(self.links))
+        return min(self.level_bandwidths_bytes_per_s(groups, judged))
+
+    def level_bandwidths_bytes_per_s(
+        self, groups: Sequence[Sequence[int]], judged: int | None = None
+    ) -> tuple[float, ...]:
+        """Return what each group gets of every link by itself, innermost first; infinity where it has no need of it."""
         limit = self.num_ranks if judged is None else judged
-        return min(self.links[level].bandwidth_bytes_per_s * self._share(level, groups, limit) for level in levels)
+        return tuple(
+            link.bandwidth_bytes_per_s * self._share(level, groups, limit) for level, link in enumerate(self.links)
+        )
 
     def groups_sharing_nic(self, groups: Sequence[Sequence[int]], judged: int | None = None) -> int:
         """Count the groups that leave their node through the same network port, at the busiest port.

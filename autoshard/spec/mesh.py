@@ -273,8 +273,13 @@ def axis_bandwidth_bytes_per_s(cluster: Cluster, mesh: Mesh, names: str | Sequen
 
     The same as ``cluster.group_bandwidth_bytes_per_s(mesh.groups(names))``, at a cost that does not grow.
     """
+    return min(axis_levels_bytes_per_s(cluster, mesh, names))
+
+
+def axis_levels_bytes_per_s(cluster: Cluster, mesh: Mesh, names: str | Sequence[str]) -> tuple[float, ...]:
+    """Return the same for every link by itself, innermost first."""
     assert mesh.num_ranks == cluster.num_ranks, f"{mesh} is not a mesh of {cluster.num_ranks} ranks"
     repeat = cluster.repeat_ranks
     if mesh.repeats_every(repeat):
-        return cluster.group_bandwidth_bytes_per_s(mesh.local_groups(names, repeat), judged=repeat)
-    return cluster.group_bandwidth_bytes_per_s(mesh.groups(names))
+        return cluster.level_bandwidths_bytes_per_s(mesh.local_groups(names, repeat), judged=repeat)
+    return cluster.level_bandwidths_bytes_per_s(mesh.groups(names))

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.cost.calibration import uncalibrated
-from autoshard.cost.rings import Ring, axis_of_atoms, mesh_ring, reached
+from autoshard.cost.rings import Ring, axis_of_atoms, mesh_ring
+from autoshard.cost.routes import efficiency
 from autoshard.layout.collective import Collective
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
@@ -174,14 +175,72 @@ def test_the_memory_of_a_chip_is_no_torus_so_that_all_of_it_serves_a_ring_of_par
 
 
 @pytest.mark.parametrize("name", ["trn1.32xlarge", "trn2u.48xlarge", "h100-80", "p4d.24xlarge"])
-@pytest.mark.parametrize("wires", [1.0, 0.5])
-def test_an_efficiency_acts_on_its_own_level_and_wires_on_a_torus_only(name, wires):
-    place = cluster(name, 2)
-    for before, after in zip(place.links, reached(place, NEAR, FAR, wires).links, strict=True):
-        expected = FAR if before.domain == "cluster" else NEAR
-        if before.kind == "torus":
-            expected *= wires
-        assert after == replace(before, bandwidth_bytes_per_s=before.bandwidth_bytes_per_s * expected)
+def test_an_efficiency_is_that_of_links_inside_a_node_or_between_nodes(name):
+    links = {link.domain: efficiency(link, REACHED) for link in cluster(name, 2).links}
+    assert links.pop("cluster") == FAR
+    assert set(links.values()) == {NEAR}
+
+
+class TestHops:
+    """What goes to single others has one port, not all ports of a node."""
+
+    place = cluster("h100-80", 4)  # 8 ranks a node, each with 450 GB/s inside and a 50 GB/s port of its own outside
+
+    def test_an_exchange_over_nodes_is_as_slow_as_what_leaves_a_node(self):
+        ring = mesh_ring(self.place, mesh("tp=1,pp=1,dp=32", self.place), DP, REACHED)
+        found = ring.time_s(Collective(kind="all_to_all", dim="slots", to_dim="experts", atoms=DP), 1e9)
+        assert found == pytest.approx(24 / 32 * 1e9 / (50e9 * FAR) + 14e-6)
+
+    def test_an_exchange_inside_a_node_never_leaves_it(self):
+        ring = mesh_ring(self.place, mesh("tp=8,pp=1,dp=4", self.place), TP, REACHED)
+        found = ring.time_s(Collective(kind="all_to_all", dim="slots", to_dim="experts", atoms=TP), 1e9)
+        assert found == pytest.approx(7 / 8 * 1e9 / (450e9 * NEAR) + 3.4e-6)
+
+    def test_a_ring_of_keys_waits_for_its_hop_between_nodes_in_every_round(self):
+        ring = mesh_ring(self.place, mesh("tp=1,pp=1,cp=32,dp=1", self.place), ("cp",), REACHED)
+        found = ring.time_s(Collective(kind="permute", dim="kv_seq", atoms=("cp",)), 1e8)
+        assert found == pytest.approx(31 * (1e8 / (50e9 * FAR) + 14e-6))
+
+    def test_stages_of_one_node_send_over_its_links_and_others_over_the_network(self):
+        near = mesh_ring(self.place, mesh("tp=1,pp=4,dp=8", self.place), PP, REACHED)
+        assert near.send_s(1e9) == pytest.approx(1e9 / (50e9 * FAR) + 14e-6), "dp is inside pp: stages are nodes"
+        place = cluster("h100-80", 1)
+        inside = mesh_ring(place, mesh("tp=1,pp=8,dp=1", place), PP, REACHED)
+        assert inside.send_s(1e9) == pytest.approx(1e9 / (450e9 * NEAR), rel=1e-3)
+
+    def test_a_hop_on_a_torus_has_the_wire_to_one_neighbour(self):
+        place = cluster("trn1.32xlarge", 1)
+        ring = mesh_ring(place, mesh("tp=8,pp=4,dp=1", place), PP, REACHED)
+        assert ring.send_s(1e9) == pytest.approx(1e9 * 2 / (192e9 / 4 * NEAR), rel=1e-3), "both ranks of a chip send"
+
+
+class TestRoutes:
+    """Ways beside the ring, as the platform's library documents them."""
+
+    def test_between_the_nodes_of_an_ultraserver_takes_time(self):
+        place = cluster("trn2u.48xlarge", 4)
+        group = mesh("tp=64,pp=1,dp=4", place)
+        ring = mesh_ring(place, group, DP, REACHED)
+        gathered = Collective(kind="all_gather", dim=None, atoms=DP)
+        assert ring.time_s(gathered, 1e9) > 3 / 4 * 1e9 / 100e9
+
+    @pytest.mark.parametrize("size", [2**10, 2**19, 2**25, 2**28])
+    def test_trn2_never_takes_the_flat_ring(self, size):
+        place = cluster("trn2.48xlarge", 4)
+        ring = mesh_ring(place, mesh("tp=4,pp=1,dp=64", place), DP, REACHED)
+        gathered = Collective(kind="all_gather", dim=None, atoms=DP)
+        assert not ring.is_flat and len(ring.routes) == 3
+        taken = [route for route in ring.routes if route.up_to_bytes is None or size <= route.up_to_bytes]
+        assert ring.time_s(gathered, size) == pytest.approx(taken[-1].time_s(size))
+
+    @given(st.floats(1, 1e10), st.sampled_from(["tp=8,pp=1,dp=16", "tp=2,pp=1,dp=64", "tp=32,pp=1,dp=4"]))
+    def test_trn1_takes_the_faster_of_ring_and_nodes(self, size, text):
+        place = cluster("trn1.32xlarge", 4)
+        ring = mesh_ring(place, mesh(text, place), DP, REACHED)
+        flat = replace(ring, routes=())
+        (route,) = ring.routes
+        gathered = Collective(kind="all_gather", dim=None, atoms=DP)
+        assert ring.time_s(gathered, size) == pytest.approx(min(flat.time_s(gathered, size), route.time_s(size)))
 
 
 @given(

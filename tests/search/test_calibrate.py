@@ -104,13 +104,27 @@ def test_one_gross_outlier_does_not_move_the_constants():
 
 def test_the_shipped_constants_are_those_of_its_rows(tmp_path: Path):
     shipped = built_in(TRN1)
-    ids = {row.id for _, row in built_in_rows()}
-    lines = (DATA / "trainium.jsonl").read_text("utf-8").splitlines()
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(line for line in lines if json.loads(line)["id"] in ids), "utf-8")
-    assert calibrate(path, TRN1, TRN1) == shipped
-    assert shipped.fit and len(shipped.fit.rows) == len(ids) == 15
+    assert calibrate(rows_of(shipped, "trainium", tmp_path), TRN1, TRN1) == shipped
+    assert shipped.fit and len(shipped.fit.rows) == 15
     assert shipped.fit.left_out_mape < 0.1 and shipped.interval < 2 * shipped.fit.left_out_mape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["a100-80", "h100-80", "h100-96"])
+def test_the_shipped_constants_of_gpus_are_those_of_their_rows(cluster: str, tmp_path: Path):
+    shipped = built_in(cluster)
+    assert calibrate(rows_of(shipped, "gpu_published", tmp_path), cluster, cluster) == shipped
+
+
+def rows_of(shipped: Calibration, name: str, folder: Path) -> Path:
+    """Write the rows of a fit, all of which this repository has."""
+    assert shipped.fit
+    lines = (DATA / f"{name}.jsonl").read_text("utf-8").splitlines()
+    found = [line for line in lines if json.loads(line)["id"] in shipped.fit.rows]
+    assert len(found) == len(shipped.fit.rows)
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(found), "utf-8")
+    return path
 
 
 def test_rows_without_noise_tell_the_constants_apart(tmp_path: Path):
