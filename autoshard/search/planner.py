@@ -112,7 +112,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class Ruled:
     """A space and what the Rules that apply say about it: truth values by Rule, layout and kind of recompute."""
 
     space: Space
@@ -138,7 +138,7 @@ class Judged:
         return tuple(found)
 
 
-def judge_space(request: Request, engine: Engine) -> Judged:
+def judge_space(request: Request, engine: Engine) -> Ruled:
     """Enumerate all layouts for an engine and ask every Rule about all of them."""
     space = whole_space(request.model, request.cluster, request.workload, engine, request.pins)
     kinds = [
@@ -151,7 +151,7 @@ def judge_space(request: Request, engine: Engine) -> Judged:
         varies = "recompute" in rule.subject or rule in request.extra_rules
         for kind, columns in enumerate(kinds):
             allowed[number, :, kind] = rule.allows(columns) if varies or kind == 0 else allowed[number, :, 0]
-    return Judged(space=space, rules=rules, allowed=allowed)
+    return Ruled(space=space, rules=rules, allowed=allowed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,11 +226,11 @@ def _with_kernels(request: Request, candidate: Candidate, engine: Engine) -> Can
 
 
 def _search_engine(request: Request, engine: Engine, num_plans: int) -> _Answer:
-    judged = judge_space(request, engine)
-    some = judged.legal.any(axis=1) & _keeps_pins(request, judged)
-    space, legal = judged.space.keep(some), judged.legal[some]
+    ruled = judge_space(request, engine)
+    some = ruled.legal.any(axis=1) & _keeps_pins(request, ruled)
+    space, legal = ruled.space.keep(some), ruled.legal[some]
     if not space.num_layouts:
-        return _Answer(plans=(), nearest_miss=None, certificate=_certificate(request, judged, legal, 0, 0))
+        return _Answer(plans=(), nearest_miss=None, certificate=_certificate(request, ruled, legal, 0, 0))
     priced = Pool(request.question(space.base), space, legal, request.layouts).settled(num_plans)
     legal = priced.legal
     fits = legal & (priced.peak_bytes <= request.cluster.rank_memory_bytes)
@@ -243,13 +243,13 @@ def _search_engine(request: Request, engine: Engine, num_plans: int) -> _Answer:
     return _Answer(
         plans=tuple(outlined(*place) for place in fastest(space, priced.time_s, priced.peak_bytes, fits, num_plans)),
         nearest_miss=None if fits.any() else outlined(*smallest).plan,
-        certificate=_certificate(request, judged, legal, int(fits.sum()), len(priced.solved)),
+        certificate=_certificate(request, ruled, legal, int(fits.sum()), len(priced.solved)),
     )
 
 
-def _keeps_pins(request: Request, judged: Judged) -> Any:
+def _keeps_pins(request: Request, ruled: Ruled) -> Any:
     """Say which layouts can keep to pinned tensors; where no legal one can, say why the first cannot."""
-    legal, space = judged.legal.any(axis=1), judged.space
+    legal, space = ruled.legal.any(axis=1), ruled.space
     if not request.layouts:
         return np.ones_like(legal)
     reasons = {int(row): request.pin_faults(space.at(int(row), 0)) for row in np.flatnonzero(legal)}
@@ -258,10 +258,10 @@ def _keeps_pins(request: Request, judged: Judged) -> Any:
     return np.array([row in reasons and not reasons[row] for row in range(space.num_layouts)], dtype=bool)
 
 
-def _certificate(request: Request, judged: Judged, legal: Any, num_fitting: int, num_tables: int) -> Certificate:
+def _certificate(request: Request, ruled: Ruled, legal: Any, num_fitting: int, num_tables: int) -> Certificate:
     return Certificate(
-        num_layouts=judged.space.num_layouts,
-        refusals=judged.refusals(request),
+        num_layouts=ruled.space.num_layouts,
+        refusals=ruled.refusals(request),
         num_legal_layouts=len(legal),
         num_candidates=int(legal.sum()),
         num_fitting=num_fitting,
