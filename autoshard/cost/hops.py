@@ -52,8 +52,7 @@ def group_exchange(cluster: Cluster, group: Sequence[int], calibration: Calibrat
     """
     if len(group) == 1:
         return Route(seconds_per_byte=0.0, latency_s=0.0, up_to_bytes=None)
-    size = cluster.ranks_per_node  # not asked rank by rank: searches ask for many large groups
-    inner = [rank for rank in group if rank // size == group[0] // size]
+    inner = cluster.inside(group)
     parts = [(len(inner) - 1, cluster.link_of(inner))] if len(inner) > 1 else []
     parts += [(len(group) - len(inner), cluster.link_of(group))] if len(group) > len(inner) else []
     return Route(

@@ -109,8 +109,7 @@ def _latency_s(cluster: Cluster, group: tuple[int, ...]) -> float:
     size = cluster.ranks_per_node
     num_nodes = len({rank // size for rank in group})
     inside = len(group) - num_nodes
-    first = [rank for rank in group if rank // size == group[0] // size]
-    near = cluster.link_of(first).latency_s if inside else 0.0
+    near = cluster.link_of(cluster.inside(group)).latency_s if inside else 0.0
     far = cluster.link_of(group).latency_s if num_nodes > 1 else 0.0
     return inside * near + (num_nodes - 1) * far
 

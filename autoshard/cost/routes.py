@@ -52,8 +52,7 @@ def group_routes(cluster: Cluster, group: Sequence[int], speeds: Sequence[float]
     ways = [way for way in cluster.algorithms if way.kind == "hierarchical"]
     if not ways:
         return ()
-    size = cluster.ranks_per_node
-    inner = [rank for rank in group if rank // size == group[0] // size]
+    inner = cluster.inside(group)
     num_nodes = len(group) // len(inner)
     reach = {link.domain: speed for link, speed in zip(cluster.links, speeds, strict=True)}
     per_byte = _per_byte(len(inner), [speed for domain, speed in reach.items() if domain in _INSIDE])

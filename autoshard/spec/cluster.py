@@ -129,6 +129,11 @@ class Cluster:
                 return link
         raise AssertionError("the links of a cluster join all of its ranks")
 
+    def inside(self, ranks: Sequence[int]) -> list[int]:
+        """Return the ranks of a group that lie in the node of its first."""
+        size = self.ranks_per_node
+        return [rank for rank in ranks if rank // size == ranks[0] // size]
+
     def default_placement(self, tp: int) -> Placement:
         """Return the placement inside a node that this platform uses for a tensor-parallel size."""
         for rule in self.placements:
