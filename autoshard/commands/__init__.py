@@ -1,0 +1,1 @@
+"""The commands, one module each; the docstring of a command is its help."""

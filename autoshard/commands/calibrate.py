@@ -1,0 +1,31 @@
+"""``autoshard calibrate``: the constants that predict measured runs best."""
+
+from pathlib import Path
+
+from autoshard.commands.output import place_checks, print_json, write_text
+from autoshard.errors import require
+
+
+def calibrate(rows: Path, cluster: str, out: Path, date: str | None = None, json: bool = False) -> int:
+    """Fit the constants of the cost model to measured runs, and write them to a calibration file.
+
+    Args:
+        rows: A file with one measured run per line of JSON (see benchmarks/data), all of them of this cluster.
+        cluster: The cluster that the rows were run on, by name or as the path of a cluster file.
+        out: The calibration file to write, for the option --calibration of the other commands.
+        date: From when the rows are, if not from the newest date in them.
+        json: Print one JSON object instead of text.
+    """
+    from autoshard.cost.calibration import calibration_text
+    from autoshard.report.calibrated import calibration_report
+    from autoshard.search.calibrate import calibrate as calibrated
+    from autoshard.spec.record import encode
+
+    require(*place_checks(out))
+    found = calibrated(rows, cluster, out.stem, date)
+    write_text(calibration_text(found), out)
+    if json:
+        print_json(encode(found))
+    else:
+        print(f"{calibration_report(found)}\nwrote {out}")
+    return 0

@@ -1,0 +1,24 @@
+"""``autoshard list``: what can be named."""
+
+from typing import Literal
+
+from autoshard.commands.output import print_json
+
+Listable = Literal["models", "clusters", "engines", "schedules", "kernels", "rules"]
+
+
+def list_(what: Listable, json: bool = False) -> int:
+    """List what can be named: models, clusters, engines, schedules, kernels or rules.
+
+    Args:
+        what: What to list.
+        json: Print one JSON object instead of a table.
+    """
+    from autoshard.report.listing import entries, listing_text
+
+    found = entries(what)
+    if json:
+        print_json({what: found})
+    else:
+        print(listing_text(found))
+    return 0

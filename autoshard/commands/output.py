@@ -1,0 +1,54 @@
+"""What commands share: where files may go, how they are written, how JSON is printed."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoshard.errors import InputError
+
+if TYPE_CHECKING:
+    from autoshard.cost.calibration import Calibration
+    from autoshard.plan.plan import Plan
+
+
+def place_checks(out: Path) -> list[tuple[bool, str, str]]:
+    """Check that a file can stand here."""
+    return [
+        (not out.is_dir(), f"--out {out}", "is a folder. Name a file in it"),
+        (out.parent.is_dir(), f"--out {out}", f"there is no folder {out.parent}. Make it first"),
+    ]
+
+
+def constants_in(calibration: Path | None) -> "Calibration | None":
+    """Read a calibration file, if one is named."""
+    from autoshard.cost.calibration import load_calibration
+
+    return None if calibration is None else load_calibration(calibration)
+
+
+def next_command(out: Path) -> str:
+    """Return what one would do next with a plan file."""
+    import shlex
+
+    return f"autoshard verify {shlex.quote(str(out))}"
+
+
+def write_plan(made: "Plan", out: Path) -> None:
+    """Write a plan file."""
+    from autoshard.plan.codec import dump
+
+    write_text(dump(made), out)
+
+
+def write_text(text: str, out: Path) -> None:
+    """Write a file; where that fails, say which option named it."""
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError.of(f"--out {out}", f"cannot be written: {error.strerror or error}") from None
+
+
+def print_json(value: object) -> None:
+    """Print one JSON object."""
+    import json
+
+    print(json.dumps(value, indent=2))

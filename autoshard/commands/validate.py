@@ -1,0 +1,26 @@
+"""``autoshard validate``: how far predictions of measured runs are off."""
+
+from pathlib import Path
+
+from autoshard.commands.output import constants_in, print_json
+
+
+def validate(rows: Path, calibration: Path | None = None, json: bool = False) -> int:
+    """Predict measured runs from their own layouts alone, and say per data set how far that is off.
+
+    Args:
+        rows: A file with one measured run per line of JSON (see benchmarks/data), or a folder of such files.
+        calibration: A calibration file, made by `autoshard calibrate`. Default: what is known of each row's cluster.
+        json: Print one JSON object instead of tables.
+    """
+    from autoshard.report.terminal import make_console
+    from autoshard.report.validated import validation_report
+    from autoshard.search.validate import validate as validated
+    from autoshard.spec.record import encode
+
+    found = validated(rows, constants_in(calibration))
+    if json:
+        print_json(encode(found))
+    else:
+        make_console().print(validation_report(found))
+    return 0
