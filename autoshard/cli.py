@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from autoshard import __version__
 from autoshard.command_line import read_options
 from autoshard.commands.calibrate import calibrate
+from autoshard.commands.compare import compare
 from autoshard.commands.explain import explain
 from autoshard.commands.listing import list_
 from autoshard.commands.plan import plan
@@ -21,6 +22,7 @@ _RARELY = (200_000, 20, 20)  # measured: looking for cycles of objects takes a t
 COMMANDS: dict[str, Callable[..., int]] = {
     "plan": plan,
     "explain": explain,
+    "compare": compare,
     "verify": verify,
     "validate": validate,
     "calibrate": calibrate,

@@ -84,7 +84,7 @@ def _repeated(texts: list[str] | None, parameter: inspect.Parameter) -> Iterator
 
 def _is_positional(parameter: inspect.Parameter) -> bool:
     """Tell ``autoshard list models`` from ``autoshard plan --model ...``, which has too many options for an order."""
-    return parameter.name in ("plan", "rows", "what")
+    return parameter.name in ("plan", "rows", "what", "a", "b")
 
 
 def _label(parameter: inspect.Parameter) -> str:
@@ -119,7 +119,8 @@ def _parser(name: str, command: Callable[..., int]) -> "ArgumentParser":
         add_help=False,
         formatter_class=argparse.HelpFormatter,
     )
-    help_of = {entry.arg_name: " ".join((entry.description or "").split()) for entry in about.params}
+    said = {entry.arg_name: " ".join((entry.description or "").split()) for entry in about.params}
+    help_of = {name: text.replace("%", "%%") for name, text in said.items()}  # argparse fills in what follows one %
     for parameter in inspect.signature(command).parameters.values():
         text, default = help_of[parameter.name], parameter.default
         if default not in (None, False, (), inspect.Parameter.empty):
@@ -149,7 +150,8 @@ def _metavar(parameter: inspect.Parameter) -> str:
         return "{" + ",".join(choices) + "}"
     if parameter.annotation in (int, int | None):
         return "N"
-    return {"out": "FILE", "fix": "KEY=VALUE,...", "at": "CANDIDATE"}.get(parameter.name, "NAME_OR_PATH")
+    words = {"out": "FILE", "fix": "KEY=VALUE,...", "at": "CANDIDATE", "fail_if_slower": "PERCENT"}
+    return words.get(parameter.name, "NAME_OR_PATH")
 
 
 def _config(path: str, known: list[str], faults: list[Fault]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Candidate:
     def __str__(self) -> str:
         """Print the canonical text form: keys at their default are left out, except tp, pp and dp."""
         return ",".join(
-            f"{field.name}={_shown(field.name, getattr(self, field.name))}"
+            f"{field.name}={show_value(field.name, getattr(self, field.name))}"
             for field in dataclasses.fields(self)
             if field.name in ALWAYS_PRINTED or getattr(self, field.name) != field.default
         )
@@ -124,7 +124,7 @@ def show_pins(pins: Mapping[str, Any]) -> str:
     >>> show_pins(parse_pins("pp=2,recompute=full*2,sp=false"))
     'pp=2,recompute=full*2,sp=false'
     """
-    return ",".join(f"{key}={_shown(key, value)}" for key, value in pins.items())
+    return ",".join(f"{key}={show_value(key, value)}" for key, value in pins.items())
 
 
 def _missing_dp(values: Mapping[str, Any], num_ranks: int | None) -> int:
@@ -138,7 +138,8 @@ def _missing_dp(values: Mapping[str, Any], num_ranks: int | None) -> int:
     return num_ranks // product
 
 
-def _shown(name: str, value: Any) -> str:
+def show_value(name: str, value: Any) -> str:
+    """Print the value of one key."""
     if name == "recompute":
         return show_stages(value)
     if isinstance(value, bool):

@@ -25,7 +25,7 @@ _SIZES = {  # columns of the table of memory -> the parts that they add up
     "optimizer": ("masters", "optimizer"),
     "activations": ("activations", "logits"),
 }
-_TIME_WORDS = {
+TIME_WORDS = {
     "compute": "compute",
     "waiting": "waiting for kernels to start",
     "tp": "tensor-parallel communication",
@@ -163,7 +163,7 @@ def _time_table(prediction: Prediction) -> Table:
     table.add_column("")
     for part, time_s in sorted(prediction.time_parts.items(), key=lambda item: -item[1]):
         share = time_s / prediction.step_time_s
-        table.add_row(_TIME_WORDS.get(part, part), format_seconds(time_s), f"{share:.1%}", _bar(share))
+        table.add_row(TIME_WORDS.get(part, part), format_seconds(time_s), f"{share:.1%}", _bar(share))
     return table
 
 

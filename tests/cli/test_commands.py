@@ -24,6 +24,7 @@ FINE = [
     ("plan --help", "--global-batch N"),
     ("verify -h", "The plan file."),
     ("explain -h", "The plan file."),
+    ("compare -h", "--fail-if-slower PERCENT"),
     ("validate -h", "A file with one measured run per line"),
     (f"validate {DATA}", "Step time"),
     (f"validate {DATA / 'trainium.jsonl'}", "predictions calibrated on 15 rows of trn1.32xlarge"),

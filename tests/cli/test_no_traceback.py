@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+import autoshard
 from autoshard import cli
 from autoshard.cli import main
+from autoshard.plan.codec import dump
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +29,7 @@ WORDS = (
     "nxdd", "\n", "[red]", "x" * 5000, "é\ud800", "a\0b", ".", "no/where", "plan.json", "models", "rules",
 )  # fmt: skip
 ARGUMENTS = st.lists(st.one_of(st.sampled_from(OPTIONS), st.sampled_from(WORDS), st.text(max_size=8)), max_size=8)
+TINY = dump(autoshard.plan("tiny-llama", "local"))
 PAIRS = st.lists(st.tuples(st.sampled_from(OPTIONS[:13]), st.sampled_from(WORDS)), max_size=4)
 
 
@@ -46,7 +49,7 @@ def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(command=st.sampled_from(["plan", "verify", "validate", "list", "nonsense", ""]), arguments=ARGUMENTS)
+@given(command=st.sampled_from(["plan", "verify", "compare", "validate", "list", "nonsense", ""]), arguments=ARGUMENTS)
 def test_any_words(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]):
     check([command, *arguments], capsys)
 
@@ -59,6 +62,14 @@ def test_any_options_of_a_small_question(pairs: list[tuple[str, str]], capsys: p
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(bound=st.text(max_size=12) | st.from_regex(r"[-+0-9.e]{0,9} ?%", fullmatch=True), paths=st.sampled_from("ab"))
+def test_any_bound_of_a_comparison(bound: str, paths: str, capsys: pytest.CaptureFixture[str]):
+    Path("a.json").write_text(TINY)
+    check(["compare", "a.json", f"{paths}.json", f"--fail-if-slower={bound}"], capsys)
+    check(["compare", "a.json", f"{paths}.json", "--fail-if-slower", bound, "--json"], capsys)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
 def test_any_bytes_in_a_file(data: bytes, capsys: pytest.CaptureFixture[str]):
     Path("a.yaml").write_bytes(data)
@@ -68,6 +79,7 @@ def test_any_bytes_in_a_file(data: bytes, capsys: pytest.CaptureFixture[str]):
         check(["plan", "--model", "tiny-llama", "--cluster", name], capsys)
     check(["plan", "--model", "a.json"], capsys)
     check(["verify", "a.json"], capsys)
+    check(["compare", "a.json", "a.json"], capsys)
     check(["validate", "a.json"], capsys)
 
 

@@ -1,0 +1,123 @@
+"""Two plans compared in words: which is faster, why, and whether that is known."""
+
+from autoshard.plan.diff import Breakdown, Diff, Side, Term
+from autoshard.report.terminal import TIME_WORDS
+from autoshard.units import format_count, format_seconds
+
+_PLURAL = frozenset(("pp", "dp"))  # parts of the time that are named in the plural
+_MOST_REASONS = 2
+_LEAST_REASON = 0.1  # of the difference that it explains; what is less does not explain much
+_TIMES = 2.0  # from twice as much on, percentages of time mislead
+
+
+def sentences(diff: Diff) -> list[str]:
+    """Say what a person wants to know first, the most important sentence first.
+
+    Whether plans fit in memory is said by ``misfits``.
+    """
+    time_s = format_seconds(diff.a.step_time_s)
+    if diff.is_nothing:
+        return [f"nothing differs: the plans are the same, {time_s} a step"]
+    if diff.asked:
+        said = _different_questions(diff)
+    elif diff.slower_by == 0:
+        return [f"b takes as long as a, {time_s} a step"]
+    else:
+        because = _because(diff.time)
+        said = [f"b {_faster(diff)} ({format_seconds(diff.b.step_time_s)} against {time_s} a step){because}"]
+    if diff.is_within_intervals and diff.slower_by:
+        widths = f"{diff.a.half_width:.0%} either way for a, {diff.b.half_width:.0%} for b"
+        said.append(f"each lies within the other's interval ({widths}): which is faster is not known")
+    if diff.a.basis != diff.b.basis:
+        said.append("the predictions rest on different grounds (see the end), which may be part of the difference")
+    return said
+
+
+def misfits(diff: Diff) -> list[str]:
+    """Say which of the plans needs more memory than a rank has."""
+    return [
+        f"{name} does not fit in memory: {_gib(side.peak_bytes)} of {_gib(side.capacity_bytes)} GiB"
+        for name, side in (("a", diff.a), ("b", diff.b))
+        if not side.fits
+    ]
+
+
+def percent(share: float) -> str:
+    """Print a share without its sign; what is too small to be seen is not printed as nothing.
+
+    >>> percent(-0.0316), percent(0.0001)
+    ('3.2%', 'less than 0.1%')
+    """
+    return f"{abs(share):.1%}" if abs(share) >= 0.0005 else "less than 0.1%"
+
+
+def part_words(name: str) -> str:
+    """Return what a part of the time is called; a part of somebody's own has its own name."""
+    return TIME_WORDS.get(name, name)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def _faster(diff: Diff) -> str:
+    """Say how much faster or slower b is; shares are of the time of a, which is printed beside them."""
+    ratio = diff.b.step_time_s / diff.a.step_time_s
+    if ratio >= _TIMES:
+        return f"takes {ratio:.1f} times as long"
+    if ratio <= 1 / _TIMES:
+        return f"is {1 / ratio:.1f} times as fast"
+    return f"is {percent(diff.slower_by)} {'slower' if diff.slower_by > 0 else 'faster'}"
+
+
+def _because(time: Breakdown) -> str:
+    """Name the parts that make the difference, then those that work against it."""
+    sign = 1 if time.total.difference > 0 else -1
+    least = _LEAST_REASON * abs(time.total.difference)
+    telling = [part for part in time.parts if abs(part.difference) > least]
+    causes = [part for part in telling if part.difference * sign > 0][:_MOST_REASONS]
+    against = [part for part in telling if part.difference * sign < 0][:_MOST_REASONS]
+    because = f", mostly because {_list(causes)}" if causes else ""
+    return because + (f"; {_list(against)}" if against else "")
+
+
+def _list(parts: list[Term]) -> str:
+    first, *others = parts
+    more = (f"{part_words(part.name)} {_more(part)}" for part in others)
+    verb = "take" if first.name in _PLURAL else "takes"
+    return " and ".join([f"{part_words(first.name)} {verb} {_more(first)}", *more])
+
+
+def _more(part: Term) -> str:
+    return f"{format_seconds(abs(part.difference))} {'more' if part.difference > 0 else 'less'}"
+
+
+def _different_questions(diff: Diff) -> list[str]:
+    """Compare what can be compared of plans for other models, batches or clusters: tokens, per rank and per dollar."""
+    parts = sorted({change.name.partition(".")[0] for change in diff.asked})
+    rates = [_rate("tokens/s", diff.a.tokens_per_s, diff.b.tokens_per_s)]
+    if diff.a.num_ranks != diff.b.num_ranks:
+        a, b = (side.tokens_per_s / side.num_ranks for side in (diff.a, diff.b))
+        rates.append(_rate("tokens/s per rank", a, b))
+    a_dollar, b_dollar = _per_dollar(diff.a), _per_dollar(diff.b)
+    if a_dollar and b_dollar:
+        rates.append(_rate("tokens per dollar", a_dollar, b_dollar))
+    verb = "differs" if len(parts) == 1 else "differ"
+    said = [f"the plans answer different questions: {' and '.join(parts)} {verb}", f"b has {'; '.join(rates)}"]
+    if "model" in parts:
+        said.append("a token of another model is other work: MFU says how well either plan uses its ranks")
+    return said
+
+
+def _per_dollar(side: Side) -> float | None:
+    """Return the tokens that a dollar buys, where a price is known."""
+    return 1e9 / side.dollars.usd_per_billion_tokens if side.dollars else None
+
+
+def _rate(unit: str, a: float, b: float) -> str:
+    share = round(b / a - 1, 9)
+    if share == 0:
+        return f"as many {unit}, {format_count(b)}"
+    if share >= _TIMES - 1:
+        return f"{b / a:.1f} times the {unit} ({format_count(b)} against {format_count(a)})"
+    return f"{percent(share)} {'more' if share > 0 else 'fewer'} {unit} ({format_count(b)} against {format_count(a)})"

@@ -1,0 +1,214 @@
+"""Two plans compared: what differs, in which terms, and whether that is known."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, strategies as st
+
+from autoshard.plan.build import build_plan
+from autoshard.plan.changes import Change
+from autoshard.plan.diff import Breakdown, Term, diff
+from autoshard.plan.prediction import StageMemory
+from autoshard.spec.cluster import Cluster
+from tests.plan.cases import ask, plan_of, shaped, with_prediction
+
+ASKED = plan_of(ask(), "tp=32,pp=8")
+
+
+def predicted(plan=ASKED, parts=None, **changes):
+    """A plan whose step takes what its parts take, with an interval of a tenth either way."""
+    parts = parts or {"compute": 8.0, "tp": 2.0}
+    total = math.fsum(parts.values())
+    values = {"step_time_s": total, "low_s": 0.9 * total, "high_s": 1.1 * total, "time_parts": parts}
+    return with_prediction(plan, **{**values, **changes})
+
+
+SECONDS = st.floats(0.001, 1e5)
+PARTS = st.dictionaries(st.sampled_from(["compute", "tp", "pp", "bubble", "mine"]), SECONDS, min_size=1)
+SIZES = st.dictionaries(st.sampled_from(["weights", "activations", "runtime"]), st.integers(0, 2**40), min_size=1)
+
+
+@st.composite
+def predictions(draw):
+    """Any plan with made-up numbers."""
+    question, candidate = draw(shaped())
+    plan = build_plan(candidate, *question.facts)
+    ranks = plan.schedule.num_ranks
+    memory = tuple(StageMemory(num_weights=1, parts=draw(SIZES)) for _ in range(min(ranks, 2)))
+    sent = draw(st.dictionaries(st.sampled_from(["tp", "dp", "pp"]), st.integers(0, 2**40)))
+    return predicted(plan, draw(PARTS), stage_memory=memory, communication_bytes=sent)
+
+
+def swapped(term: Term) -> Term:
+    return dataclasses.replace(term, a=term.b, b=term.a)
+
+
+def by_name(terms):
+    return {term.name: term for term in terms}
+
+
+@given(predictions(), predictions())
+def test_the_other_way_round_everything_is_negated(a, b):
+    there, back = diff(a, b), diff(b, a)
+    assert (there.a, there.b) == (back.b, back.a)
+    for one, other in ((there.time, back.time), (there.memory, back.memory)):
+        assert by_name(map(swapped, one.parts)) == by_name(other.parts)
+        assert one.total.difference == -other.total.difference
+        for part in one.parts:
+            share = other.share(by_name(other.parts)[part.name])
+            assert share == one.share(part) or share == pytest.approx(one.share(part), rel=1e-9)
+    assert by_name(map(swapped, there.sent)) == by_name(back.sent)
+    for mine, theirs in ((there.asked, back.asked), (there.chosen, back.chosen), (there.blocks, back.blocks)):
+        assert {(change.name, change.a, change.b) for change in mine} == {
+            (change.name, change.b, change.a) for change in theirs
+        }
+    assert there.is_within_intervals == back.is_within_intervals
+    slower, faster = 1 + there.slower_by, 1 + back.slower_by  # each rounded to nine digits after the point
+    assert slower * faster == pytest.approx(1, abs=1e-9 * (slower + faster + 1))
+
+
+@given(predictions(), predictions())
+def test_parts_add_up_to_their_totals(a, b):
+    found = diff(a, b)
+    for whole in (found.time, found.memory):
+        for side in ("a", "b", "difference"):
+            most = max(whole.total.a, whole.total.b)
+            added = math.fsum(getattr(part, side) for part in whole.parts)
+            assert added == pytest.approx(getattr(whole.total, side), abs=1e-9 * most)
+        shares = [share for share in map(whole.share, whole.parts) if share is not None]
+        assert not shares or math.fsum(shares) == pytest.approx(1)
+
+
+@given(predictions())
+def test_nothing_differs_from_itself(plan):
+    found = diff(plan, plan)
+    assert found.is_nothing
+    assert (found.slower_by, found.is_within_intervals) == (0, True)
+    assert not any(term.difference for term in (*found.time.parts, *found.memory.parts, *found.sent))
+
+
+@given(shaped(), st.data())
+def test_something_differs_between_two_candidates(one, data):
+    question, candidate = one
+    change = data.draw(st.sampled_from([{"zero": 0}, {"zero": 3}, {"cp_order": "zigzag"}, {"kernels": "te"}]))
+    other = dataclasses.replace(candidate, **change)
+    a, b = (predicted(build_plan(each, *question.facts)) for each in (candidate, other))
+    assert diff(a, b).is_nothing == (a == b)
+    assert {change.name for change in diff(a, b).chosen} <= {"zero", "cp_order", "kernels", *BUCKETS}
+
+
+BUCKETS = ("buckets.reduce_scatter_bytes", "buckets.all_gather_bytes")
+
+
+def test_slower_is_a_share_of_the_first_per_token():
+    a, b = predicted(parts={"compute": 1.0}), predicted(parts={"compute": 1.02})
+    assert diff(a, b).slower_by == 0.02  # not 0.020000000000000018, which a bound of 2% would refuse
+    twice = plan_of(ask(global_batch=2048), "tp=32,pp=8")
+    found = diff(a, predicted(twice, {"compute": 1.02}))
+    assert not found.same_tokens and found.slower_by == pytest.approx(-0.49)
+    assert found.time.total.b / found.time.total.a == pytest.approx(0.51)
+
+
+def test_a_difference_is_known_only_beyond_both_intervals():
+    a = predicted(parts={"compute": 10.0})
+    assert diff(a, predicted(parts={"compute": 10.9})).is_within_intervals
+    assert not diff(a, predicted(parts={"compute": 11.5})).is_within_intervals
+    narrow = predicted(parts={"compute": 10.9}, low_s=10.8, high_s=11.0)
+    assert not diff(a, narrow).is_within_intervals
+    twice = plan_of(ask(global_batch=2048), "tp=32,pp=8")
+    assert diff(a, predicted(twice, {"compute": 20.9})).is_within_intervals
+
+
+def test_parts_that_cancel_out_have_no_shares():
+    parts = Term(name="compute", a=1.0, b=2.0), Term(name="tp", a=2.0, b=1.001)
+    assert Breakdown(total=Term(name="total", a=3.0, b=3.001), parts=parts).share(parts[0]) is None
+
+
+def test_the_fullest_rank_is_compared_with_the_fullest():
+    small, large = (StageMemory(num_weights=1, parts={"weights": size}) for size in (2**30, 20 * 2**30))
+    a = predicted(stage_memory=(small, *(large,) * 7))
+    b = predicted(stage_memory=(small,) * 8)
+    found = diff(a, b)
+    assert (found.a.fullest_rank, found.b.fullest_rank, found.a.fits, found.b.fits) == (1, 0, False, True)
+    assert found.memory.total.difference == -19 * 2**30
+
+
+def named(changes: tuple[Change, ...]) -> dict[str, tuple[str | None, str | None]]:
+    return {change.name: (change.a, change.b) for change in changes}
+
+
+def test_what_is_asked_and_what_is_chosen_stand_apart():
+    longer = diff(predicted(), predicted(plan_of(ask(seq_len=4096), "tp=32,pp=8,mbs=2")))
+    assert named(longer.asked) == {"workload.seq_len": ("8192", "4096")}
+    assert named(longer.chosen) == {"mbs": ("1", "2")}
+    engine = diff(predicted(), predicted(plan_of(ask(engine="torch"), "tp=32,pp=8,kernels=te,recompute=full")))
+    assert named(engine.chosen).items() >= {
+        "engine": ("nxd", "torch"), "kernels": ("nxd", "te"), "recompute": ("none", "full")
+    }.items()  # fmt: skip
+    assert not engine.asked
+
+
+def test_of_another_cluster_or_model_the_name_says_enough():
+    found = diff(predicted(), predicted(plan_of(ask("llama3-8b", "h100-80", 8), "tp=8,pp=8")))
+    assert named(found.asked) == {
+        "model.name": ("llama3-70b", "llama3-8b"),
+        "cluster.name": ("trn1.32xlarge", "h100-80"),
+        "cluster.num_nodes": ("16", "8"),
+    }
+
+
+def test_logical_cores_and_prices_are_no_other_question():
+    one, two = (plan_of(ask("llama3-8b", "trn2.48xlarge", 1, lnc), "tp=4") for lnc in (1, 2))
+    found = diff(predicted(one), predicted(two))
+    assert not found.asked and named(found.chosen)["lnc"] == ("1", "2")
+    cheap = predicted(with_cluster(price_usd_per_node_hour=1.5))
+    price = diff(predicted(), cheap)
+    assert not price.asked and named(price.chosen) == {"cluster.price_usd_per_node_hour": ("21.5", "1.5")}
+    assert not price.slower_by and price.a.dollars and price.b.dollars
+    assert price.a.dollars.usd_per_step > price.b.dollars.usd_per_step
+
+
+def with_cluster(**changes: object):
+    cluster: Cluster = dataclasses.replace(ASKED.cluster, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(ASKED, cluster=cluster)
+
+
+def test_an_edited_number_of_the_cluster_is_named_and_its_source_is_not():
+    link = dataclasses.replace(ASKED.cluster.links[0], bandwidth_bytes_per_s=1e9)
+    sources = {**ASKED.cluster.sources, "note": "my own"}
+    links = (link, *ASKED.cluster.links[1:])
+    found = diff(predicted(), predicted(with_cluster(links=links, sources=sources)))
+    assert [change.name for change in found.asked] == ["cluster.links[0].bandwidth_bytes_per_s"]
+
+
+def test_another_calibration_is_named_once():
+    mine = {"calibration": "mine", "calibration.constants": "1", "model": "somewhere"}
+    theirs = {"calibration": "theirs", "calibration.constants": "2", "model": "elsewhere"}
+    a, b, c = (
+        predicted(dataclasses.replace(ASKED, provenance=said))
+        for said in (mine, theirs, {**mine, "calibration.constants": "3"})
+    )
+    assert named(diff(a, b).chosen) == {"calibration": ("mine", "theirs")}
+    assert named(diff(a, c).chosen) == {"calibration.constants": ("1", "3")}
+
+
+def test_a_schedule_of_ones_own_is_a_choice():
+    schedule = ASKED.schedule
+    own = dataclasses.replace(ASKED, schedule=dataclasses.replace(schedule, actions=schedule.steps()))
+    assert not diff(predicted(), predicted(own)).asked
+    assert all(name.startswith("schedule.actions") for name in named(diff(predicted(), predicted(own)).chosen))
+    assert not diff(predicted(), predicted(own)).is_nothing
+
+
+def test_lines_that_send_otherwise_come_first():
+    tables = [
+        {"layer": {"act": "[ffn]", "up": "[ffn] | F all_gather ffn/tp", "same": "x"}, "layer full": {"act": "y"}},
+        {"layer": {"act": "[ffn/tp]", "up": "[ffn]", "same": "x", "new": "z"}},
+    ]
+    found = diff(*(predicted(dataclasses.replace(ASKED, strategies=table)) for table in tables))
+    assert [(line.op, line.a, line.b) for line in found.lines] == [
+        ("up", "[ffn] | F all_gather ffn/tp", "[ffn]"), ("act", "[ffn]", "[ffn/tp]"), ("new", None, "z")
+    ]  # fmt: skip
+    assert found.blocks == (Change(name="layer full", a="1", b=None),)
+    assert not found.is_nothing and not found.chosen

@@ -1,0 +1,142 @@
+"""What compare prints: golden, no wider than a terminal, and said as a person would."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.diff import diff
+from autoshard.plan.prediction import StageMemory
+from autoshard.report.compared import comparison_report
+from autoshard.report.comparison import misfits, sentences
+from autoshard.report.structured import comparison_json
+from autoshard.report.terminal import make_console
+from autoshard.search.planner import plan_at
+from tests.plan.cases import ask as question, plan_of
+from tests.plan.test_diff import predicted
+from tests.search.brute_force import ask
+
+LONG = plan_of(question(seq_len=16384), "tp=32,pp=8")
+FEW = plan_of(question(nodes=8), "tp=32,pp=8")
+
+
+def printed(found, remarks=()):
+    console = make_console()
+    console.file = io.StringIO()
+    console.print(comparison_report(found, ("old.json", "[red]new.json"), remarks))
+    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+
+
+def test_the_whole_comparison(golden):
+    request = ask("llama3-70b", "trn1.32xlarge", 16)
+    a, b = (plan_at(request, Candidate.parse(text)) for text in ("tp=32,pp=8,dp=2", "tp=8,pp=8,dp=8,recompute=full"))
+    text = printed(diff(a, b), ["new.json: was edited"])
+    golden("report/compare-llama3-70b-trn1-16.txt", text)
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def first(a, b, **changes):
+    """The first sentence about two plans of one question, or of two."""
+    return sentences(diff(predicted(parts=a), predicted(parts=b, **changes)))[0]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "words"),
+    [
+        (
+            {"compute": 200.0, "bubble": 14.1, "tp": 11.2},
+            {"compute": 200.0, "bubble": 10.0, "tp": 12.4},
+            "b is 1.3% faster (222.40 s against 225.30 s a step), mostly because waiting in the pipeline takes 4.10 s "
+            "less; tensor-parallel communication takes 1.20 s more",
+        ),
+        (
+            {"compute": 10.0, "pp": 1.0, "mine": 1.0},
+            {"compute": 10.0, "pp": 2.0, "mine": 1.5},
+            "b is 12.5% slower (13.50 s against 12.00 s a step), mostly because sends between stages take 1.00 s more "
+            "and mine 500.0 ms more",
+        ),
+        ({"compute": 1.0}, {"compute": 3.0}, "b takes 3.0 times as long (3.00 s against 1.00 s a step), mostly"),
+        ({"compute": 3.0}, {"compute": 1.0}, "b is 3.0 times as fast (1.00 s against 3.00 s a step), mostly"),
+        ({"compute": 1.0}, {"compute": 1.0001}, "b is less than 0.1% slower (1.00 s against 1.00 s a step), mostly"),
+    ],
+)
+def test_the_first_sentence_says_which_is_faster_and_why(a, b, words):
+    assert first(a, b).startswith(words)
+
+
+def test_the_same_plan_is_the_same_and_nothing_more_is_said():
+    plan = predicted()
+    assert sentences(diff(plan, plan)) == ["nothing differs: the plans are the same, 10.00 s a step"]
+    text = printed(diff(plan, plan))
+    assert "What" not in text and text.count("\n") == 6
+
+
+def test_equal_seconds_of_other_plans_are_said_to_be_equal():
+    other = predicted(plan_of(question(), "tp=32,pp=8,zero=0"))
+    assert sentences(diff(predicted(), other)) == ["b takes as long as a, 10.00 s a step"]
+    text = printed(diff(predicted(), other))
+    assert "zero" in text and "Time of a step" not in text and "Sent in" not in text
+
+
+def test_a_difference_inside_the_intervals_is_not_known_to_be_real():
+    said = sentences(diff(predicted(parts={"compute": 10.0}), predicted(parts={"compute": 10.5})))
+    assert said[1:] == [
+        "each lies within the other's interval (10% either way for a, 10% for b): which is faster is not known"
+    ]
+    assert len(sentences(diff(predicted(parts={"compute": 10.0}), predicted(parts={"compute": 12.0})))) == 1
+
+
+def test_other_questions_are_compared_by_token_rank_and_dollar():
+    longer = predicted(LONG, {"compute": 15.0}, tokens_per_s=LONG.workload.tokens_per_step / 15)
+    said = sentences(diff(predicted(), longer))
+    assert said[0] == "the plans answer different questions: workload differs"
+    assert said[1].startswith("b has 33.3% more tokens/s (1.12 M against 838.86 k); 33.3% more tokens per dollar (")
+    text = printed(diff(predicted(), longer))
+    assert "Time per million tokens" in text and "What is asked differently" in text
+    few = sentences(diff(predicted(), predicted(FEW)))
+    assert few[0].endswith("cluster differs")
+    assert few[1].startswith("b has as many tokens/s, 838.86 k; 2.0 times the tokens/s per rank (3.28 k against 1.64 k")
+    model = sentences(diff(predicted(), predicted(plan_of(question("llama3-8b", nodes=8), "tp=32,pp=8"))))
+    assert model[0].endswith("cluster and model differ") and model[2].startswith("a token of another model")
+
+
+def test_what_does_not_fit_and_what_rests_on_other_grounds_is_said():
+    large = (StageMemory(num_weights=1, parts={"weights": 20 * 2**30}),) * 8
+    found = diff(predicted(), predicted(stage_memory=large, basis="measured by me", parts={"compute": 20.0}))
+    assert misfits(found) == ["b does not fit in memory: 20.00 of 16.00 GiB"]
+    assert sentences(found)[1].startswith("the predictions rest on different grounds")
+    text = printed(found, ["new.json: prediction: was edited"])
+    assert "prediction of b measured by me" in text and "note: new.json: prediction: was edited" in text
+
+
+def test_long_lists_and_texts_are_cut_and_counted():
+    tables = ({f"op{number}": f"[{side}]" for number in range(9)} for side in ("x", "y"))
+    plans = [predicted(dataclasses.replace(FEW, strategies={"layer": table})) for table in tables]
+    assert "How operations are cut: 9 lines differ, of which 6 are shown" in " ".join(printed(diff(*plans)).split())
+    many = [
+        predicted(dataclasses.replace(FEW, provenance={f"key{number}": side * 300 for number in range(20)}))
+        for side in "xy"
+    ]
+    text = printed(diff(*many))
+    assert "and 4 more" in text and "x" * 300 not in "".join(text.split())
+    one = [predicted(dataclasses.replace(FEW, strategies={"layer": {"op": side}})) for side in "xy"]
+    assert "How operations are cut: 1 line differs block" in " ".join(printed(diff(*one)).split())
+
+
+def test_a_block_of_one_plan_alone_is_counted():
+    with_block = predicted(dataclasses.replace(FEW, strategies={"layer full": {"op": "x"}}))
+    assert "only a has this block" in printed(diff(with_block, predicted(FEW)))
+    assert "only b has this block" in printed(diff(predicted(FEW), with_block))
+
+
+def test_as_data_there_are_the_sentences_and_every_term():
+    found = diff(predicted(parts={"compute": 8.0, "tp": 2.0}), predicted(parts={"compute": 9.0, "tp": 3.0}))
+    data = json.loads(json.dumps(comparison_json(found, ["remark"])))
+    assert data["summary"] == sentences(found)
+    assert (data["slower_by"], data["within_intervals"], data["seconds_of"]) == (0.2, False, "a step")
+    assert data["time"]["total"] == {"name": "total", "a": 10.0, "b": 12.0, "difference": 2.0}
+    assert data["time"]["parts"][0] == {"name": "compute", "a": 8.0, "b": 9.0, "difference": 1.0, "share": 0.5}
+    assert data["a"]["dollars"]["price_date"] == "2026-06-25" and data["remarks"] == ["remark"]
+    assert isinstance(data["memory"]["total"]["a"], int)
