@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from autoshard.plan.plan import Plan
 
 
-def place_checks(out: Path) -> list[tuple[bool, str, str]]:
-    """Check that a file can stand here."""
+def place_checks(out: Path, option: str = "--out") -> list[tuple[bool, str, str]]:
+    """Check that a file can stand where an option says."""
     return [
-        (not out.is_dir(), f"--out {out}", "is a folder. Name a file in it"),
-        (out.parent.is_dir(), f"--out {out}", f"there is no folder {out.parent}. Make it first"),
+        (not out.is_dir(), f"{option} {out}", "is a folder. Name a file in it"),
+        (out.parent.is_dir(), f"{option} {out}", f"there is no folder {out.parent}. Make it first"),
     ]
 
 
@@ -39,12 +39,13 @@ def write_plan(made: "Plan", out: Path) -> None:
     write_text(dump(made), out)
 
 
-def write_text(text: str, out: Path) -> None:
+def write_text(text: str, out: Path, option: str = "--out") -> None:
     """Write a file; where that fails, say which option named it."""
     try:
         out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError.of(f"--out {out}", f"cannot be written: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # the latter: a path that no file can have
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise InputError.of(f"{option} {out}", f"cannot be written: {reason or error}") from None
 
 
 def print_json(value: object) -> None:

@@ -78,13 +78,18 @@ Times = dict[StageLayers, StageSeconds]
 
 
 def _simulated_s(pipeline: Pipeline, times: Times) -> float:
+    return simulate(pipeline.schedule, pipeline_times(pipeline, times)).makespan_s
+
+
+def pipeline_times(pipeline: Pipeline, times: Times) -> PipelineTimes:
+    """Return what everything in the pipeline of a single candidate takes."""
     stages = tuple(
         StageTimes(forward_s=float(own.forward_s), input_s=float(own.input_s), weight_s=float(own.weight_s))
         for own in (times[stage] for stage in pipeline.stages)
     )
     sends = pipeline.sends
     hops = (Hop(send_s=float(sends.time_s), receive_s=float(sends.receive_s)),) * (len(stages) - 1)
-    return simulate(pipeline.schedule, PipelineTimes(stages=stages, hops=hops, overlap=sends.hidden)).makespan_s
+    return PipelineTimes(stages=stages, hops=hops, overlap=sends.hidden)
 
 
 def _columns_s(pipeline: Pipeline, times: Times) -> Number:

@@ -9,7 +9,7 @@ import numpy as np
 from autoshard.cost.block import BlockCost, Blocks, BlockWork, Setting, block_cost
 from autoshard.cost.calibration import Calibration, uncalibrated
 from autoshard.cost.compiling import compiling
-from autoshard.cost.pipeline import Pipeline, Sends, StageLayers
+from autoshard.cost.pipeline import Pipeline, Price, Sends, StageLayers
 from autoshard.cost.rings import Number, mesh_ring
 from autoshard.cost.setting import Question, boundary_bytes, price_block, rings_of, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
@@ -74,13 +74,18 @@ def question_of(plan: Plan, calibration: Calibration) -> Question:
 
 def plan_cost(plan: Plan, question: Question, blocks: Blocks | None = None) -> StepCost:
     """Price a plan's step."""
+    return step_cost(question, *priced(plan, question, blocks))
+
+
+def priced(plan: Plan, question: Question, blocks: Blocks | None = None) -> tuple[Setting, Pipeline, Price]:
+    """Return what the price of a plan's step is made of: its numbers, its pipeline, and the price of every block."""
     setting = setting_of(question, plan.candidate, blocks or ListedBlocks.of(plan))
 
     @cache
     def price(kind: str, drop: Recompute) -> BlockCost:
         return price_block(question, setting, kind, drop)
 
-    return step_cost(question, setting, _pipeline(plan, question, setting), price)
+    return setting, _pipeline(plan, question, setting), price
 
 
 def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:

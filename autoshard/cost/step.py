@@ -44,7 +44,7 @@ def step_cost(
 ) -> StepCost:
     """Price a step; ``folded`` states memory once per group of equal ranks instead of for every rank."""
     alike = alike_ranks(pipeline, price)
-    update = _slowest_update(question, setting, pipeline, alike)
+    update = _slowest_update(update_costs(question, setting, pipeline, alike))
     seconds = {**pipeline_seconds(pipeline, alike, price), "fixed": question.calibration.step_s}
     for part, value in update.seconds.items():
         seconds[part] = seconds.get(part, 0.0) + value
@@ -69,16 +69,20 @@ def _fullest(pipeline: Pipeline, group: Alike) -> Sequence[int]:
     return (max(group.ranks, key=lambda rank: (schedule.in_flight(rank), schedule.deferred(rank))),)
 
 
-def _slowest_update(question: Question, setting: Setting, pipeline: Pipeline, alike: Sequence[Alike]) -> UpdateCost:
-    """Take the longest of each part over all ranks; a part of data parallelism's traffic may hide behind passes."""
+def update_costs(question: Question, setting: Setting, pipeline: Pipeline, alike: Sequence[Alike]) -> list[UpdateCost]:
+    """Price the step phase of each group of ranks; a part of data parallelism's traffic may hide behind passes."""
     weight, count = per_weight(question.step), pipeline.schedule.num_micro_batches
     found = [update_cost(group.cost.weights, setting, question, weight, count) for group in alike]
     share = load_kernels(question.kernels).hides.get("unit" if setting.zero == 3 else "dp", 0.0)
     passes = count if setting.zero == 3 else 1  # sums are whole in the last backward, weights awaited by one forward
-    costs = [
+    return [
         replace(cost, seconds={**cost.seconds, "dp": exposed_s(cost.seconds["dp"], passes * group.cost.time_s, share)})
         for cost, group in zip(found, alike, strict=True)
     ]
+
+
+def _slowest_update(costs: Sequence[UpdateCost]) -> UpdateCost:
+    """Take the longest of each part over all ranks."""
     seconds = {part: np.max([cost.seconds[part] for cost in costs], axis=0) for part in costs[0].seconds}
     axes = {axis for cost in costs for axis in cost.sent_bytes}
     sent = {axis: np.max([cost.sent_bytes.get(axis, 0.0) for cost in costs], axis=0) for axis in axes}

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,7 +64,32 @@ def update_cost(
     """
     seconds: dict[str, Number] = {"dp": 0.0, "tp": 0.0, "update": 0.0}
     sent: dict[str, Number] = defaultdict(float)
-    precision, rates = question.workload.precision, question.rates
+    rates = question.rates
+    for part, collective, size, times in _collectives(weights, setting, question.workload.precision, num_micro_batches):
+        ring = setting.rings[collective.atoms]
+        seconds[part] = seconds[part] + times * ring.time_s(collective, size)
+        sent[part] = sent[part] + times * ring.sent_bytes(collective, size)
+    for shards, count in _grouped(weights, 0).items():
+        share = count / num_shards(shards, setting)
+        compute_s = share * per_weight.vector_flops / rates.vector_flops_per_s
+        memory_s = share * per_weight.traffic_bytes / rates.memory_bytes_per_s
+        seconds["update"] = seconds["update"] + np.maximum(compute_s, memory_s)
+    return UpdateCost(seconds=seconds, sent_bytes=sent)
+
+
+def gathering_share(weights: Weights, setting: Setting, precision: Precision) -> float:
+    """Return how much of dp's seconds of a single candidate gathers weights: what waits for the update."""
+    seconds: dict[CollectiveKind, float] = defaultdict(float)
+    for part, collective, size, _ in _collectives(weights, setting, precision, 1):
+        if part == "dp":
+            seconds[collective.kind] += float(setting.rings[collective.atoms].time_s(collective, size))
+    return seconds["all_gather"] / (sum(seconds.values()) or 1.0)
+
+
+def _collectives(
+    weights: Weights, setting: Setting, precision: Precision, num_micro_batches: int
+) -> Iterator[tuple[str, Collective, Number, Number]]:
+    """Yield what a rank sends in the step phase: part, collective, bytes, how often."""
     gradient, weight = DTYPE_BYTES[precision.gradients], DTYPE_BYTES[precision.weights]
     traffic = [
         ("dp", atoms, _traffic(setting.zero, count * gradient, count * weight, num_micro_batches))
@@ -73,15 +98,7 @@ def update_cost(
     traffic += [("tp", atoms, _traffic(0, count * gradient, 0, 1)) for atoms, count in _grouped(weights, 1).items()]
     for part, atoms, entries in traffic:
         for kind, size, times in entries if atoms else ():
-            ring, collective = setting.rings[atoms], Collective(kind=kind, dim=None, atoms=atoms)
-            seconds[part] = seconds[part] + times * ring.time_s(collective, size)
-            sent[part] = sent[part] + times * ring.sent_bytes(collective, size)
-    for shards, count in _grouped(weights, 0).items():
-        share = count / num_shards(shards, setting)
-        compute_s = share * per_weight.vector_flops / rates.vector_flops_per_s
-        memory_s = share * per_weight.traffic_bytes / rates.memory_bytes_per_s
-        seconds["update"] = seconds["update"] + np.maximum(compute_s, memory_s)
-    return UpdateCost(seconds=seconds, sent_bytes=sent)
+            yield part, Collective(kind=kind, dim=None, atoms=atoms), size, times
 
 
 def _traffic(

@@ -202,7 +202,7 @@ def _memory_row(plan: Plan, prediction: Prediction, ranks: range) -> list[str]:
     share = memory.total / prediction.capacity_bytes
     sizes = [sum(memory.parts.get(part, 0) for part in parts) for parts in _SIZES.values()]
     cells = [_gib(size) for size in (*sizes, memory.total - sum(sizes), memory.total)]
-    place = [_span(ranks[0], ranks[-1]), _layers(plan, ranks), _nodes(plan, ranks)]
+    place = [_span(ranks[0], ranks[-1]), _layers(plan, ranks), nodes_of(plan, ranks)]
     return [*place, *cells, f"{share:4.0%} {_bar(share)}"]
 
 
@@ -227,7 +227,7 @@ def _layers(plan: Plan, ranks: range) -> str:
     return f"{before}{','.join(held[:_MOST_CHUNKS])}{',...' if len(held) > _MOST_CHUNKS else ''}{after}"
 
 
-def _nodes(plan: Plan, ranks: range) -> str:
+def nodes_of(plan: Plan, ranks: range) -> str:
     """Say on which nodes the layers of neighbouring pipeline ranks lie."""
     members = (member for rank in ranks for member in plan.mesh.ranks_of({"pp": rank}))
     nodes = sorted({plan.cluster.node_of(member) for member in members})

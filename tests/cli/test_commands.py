@@ -67,6 +67,8 @@ WRONG = [
     ("list model", ["WHAT: 'model' is not one of them. Did you mean models?"]),
     ("verify", ["PLAN: missing"]),
     ("verify none.json", ["none.json: cannot be read"]),
+    ("explain none.json --trace .", ["--trace .: is a folder"]),
+    ("explain none.json --trace no/such.json", ["--trace no/such.json: there is no folder no. Make it first"]),
     ("validate", ["ROWS: missing"]),
     ("validate none.jsonl", ["none.jsonl: cannot be read"]),
     ("validate .", [".: holds no files of rows: their names end in .jsonl"]),
@@ -316,13 +318,29 @@ def test_explain_shows_every_block_of_a_found_plan(capsys: pytest.CaptureFixture
     assert set(json.loads(run("explain plan.json --json", capsys)[1])) == keys
 
 
+def test_explain_writes_the_predicted_step_as_a_trace(capsys: pytest.CaptureFixture[str]):
+    run(f"{LOCAL} --fix tp=2,pp=2", capsys)
+    code, out, err = run("explain plan.json --trace step.json", capsys)
+    assert (code, err) == (0, "")
+    assert out.endswith("wrote step.json; open it at https://ui.perfetto.dev\n") and "second best" in out
+    text = Path("step.json").read_text()
+    events = json.loads(text)["traceEvents"]
+    assert {"F0.0", "B1.0", "send F0.0"} <= {event["name"] for event in events}
+    code, out, err = run("explain plan.json --trace again.json --json", capsys)
+    assert (code, err) == (0, "") and "candidate" in json.loads(out)
+    assert Path("again.json").read_text() == text
+    code, _, err = run("explain plan.json --trace plan.json", capsys)
+    assert code == 2 and "--trace plan.json: is the plan itself" in err and load(Path("plan.json"))
+
+
 def test_explain_says_why_a_plan_cannot_run_instead(capsys: pytest.CaptureFixture[str]):
     run(f"{LOCAL} --fix tp=2", capsys)
     data = json.loads(Path("plan.json").read_text())
     data["micro_batch"] = 3
     Path("plan.json").write_text(json.dumps(data))
-    code, out, _ = run("explain plan.json", capsys)
+    code, out, _ = run("explain plan.json --trace step.json", capsys)
     assert code == 1 and "refused" in out and "second best" not in out
+    assert not Path("step.json").exists()
 
 
 def test_verify_has_nothing_against_a_found_plan(capsys: pytest.CaptureFixture[str]):

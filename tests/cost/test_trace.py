@@ -1,0 +1,197 @@
+"""The step moment by moment: it adds up to what the prediction says, and keeps the order that data needs."""
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from autoshard.cost import trace as module
+from autoshard.cost.pipeline import PARTS, StageSeconds
+from autoshard.cost.pipelined import makespan_s
+from autoshard.cost.step import step_cost
+from autoshard.cost.trace import step_trace, trace
+from autoshard.errors import InputError
+from autoshard.plan.candidate import Candidate
+from autoshard.schedule.schedule import Schedule, schedule_names
+from autoshard.search.planner import plan_at
+from tests.cost.cases import ask, block, pipeline, setting, stages_of
+from tests.schedule.cases import schedules
+from tests.search.brute_force import ask as request_of
+
+SECONDS = st.integers(0, 8).map(float)
+SIZES = st.integers(0, 1000)
+EXACT = 1e-9
+PRODUCTS, NORMS = ("edp", "ep", "cp"), ("edp", "ep", "cp", "kv", "rep")  # what sums of gradients await
+
+
+@st.composite
+def blocks(draw):
+    """A block that takes, keeps and defers anything."""
+    seconds = {
+        "F": {"compute": draw(SECONDS), "tp": draw(SECONDS)},
+        "I": {"compute": draw(SECONDS), "waiting": draw(SECONDS)},
+        "W": {"compute": draw(SECONDS), "ep": draw(SECONDS)},
+    }
+    weights = {PRODUCTS: draw(SIZES), NORMS: draw(SIZES)}
+    sizes = {name: draw(SIZES) for name in ("saved_bytes", "deferred_bytes", "working_bytes")}
+    return block(seconds=seconds, weights=weights, **sizes)
+
+
+@st.composite
+def steps(draw):
+    """A schedule, perhaps as lists of its own, unequal stages, sends of any sort, and any ZeRO."""
+    schedule = draw(schedules(most_ranks=4, most_micro_batches=9))
+    if draw(st.booleans()):
+        schedule = replace(schedule, actions=schedule.action_lists())
+    counts = draw(st.lists(st.integers(1, 3), min_size=schedule.num_stages, max_size=schedule.num_stages))
+    sends = {"send_s": draw(SECONDS), "hides": draw(st.booleans()), "apart": draw(st.booleans())}
+    price = {kind: draw(blocks()) for kind in ("layer", "embed", "head")}
+    here = replace(setting(ask(), "tp=8,dp=16"), zero=draw(st.sampled_from([0, 1, 3])))
+    return ask(), here, pipeline(schedule, counts, **sends), lambda kind, drop: price[kind]
+
+
+@given(steps())
+def test_it_ends_when_the_prediction_says_and_its_parts_are_the_predictions(case):
+    found, cost = step_trace(*case), step_cost(*case)
+    assert found.end_s == pytest.approx(float(cost.time_s), rel=EXACT)
+    count = case[2].schedule.num_micro_batches
+    busiest = max(range(len(found.ranks)), key=lambda rank: found.ranks[rank].busy_s + found.ranks[rank].sending_s)
+    rank = found.ranks[busiest]
+    seconds = {part: count * sum(found.passes[key].parts[part] for key in work_of(rank)) for part in PARTS}
+    assert rank.busy_s == pytest.approx(sum(seconds.values()), rel=EXACT)
+    assert rank.busy_s + rank.sending_s + float(cost.seconds["bubble"]) == pytest.approx(found.makespan_s, rel=EXACT)
+    after: dict[str, float] = defaultdict(float)
+    for phase in found.phases:
+        after[phase.part] += max(phase.seconds)
+    for part in ("dp", "update", "fixed"):
+        assert after[part] == pytest.approx(float(cost.seconds[part]), rel=EXACT)
+    for part in PARTS:
+        pipelined = float(cost.seconds[part]) - (after["tp"] if part == "tp" else 0.0)
+        assert seconds[part] == pytest.approx(pipelined, rel=EXACT, abs=1e-12)
+    assert rank.sending_s == pytest.approx(float(cost.seconds["pp"]), rel=EXACT)
+
+
+def work_of(rank):
+    """Kind and stage of every action that a rank runs once for each micro-batch."""
+    return sorted(set(zip(rank.kinds, rank.stages.tolist(), strict=True)))
+
+
+@given(steps())
+def test_the_pipeline_takes_what_columns_of_candidates_take(case):
+    _, _, run, price = case
+    column = replace(run, sends=replace(run.sends, time_s=np.array([run.sends.time_s])))
+    assert step_trace(*case).makespan_s == pytest.approx(np.max(makespan_s(column, price)), rel=EXACT)
+
+
+@given(steps())
+def test_a_rank_does_one_thing_at_a_time_and_nothing_before_its_input_is_there(case):
+    found, schedule = step_trace(*case), case[2].schedule
+    starts, ends = {}, {}
+    for number, rank in enumerate(found.ranks):
+        listed = list(zip(rank.kinds, rank.stages.tolist(), rank.micro_batches.tolist(), strict=True))
+        assert listed == schedule.steps_of(number)
+        starts |= dict(zip(listed, rank.start_s, strict=True))
+        ends |= dict(zip(listed, rank.end_s, strict=True))
+        assert (rank.start_s <= rank.end_s).all() and (rank.end_s[:-1] <= rank.start_s[1:]).all()
+        assert max(rank.end_s) <= found.makespan_s
+        sent = [found.passes[kind, stage].sends_to is not None for kind, stage, _ in listed]
+        assert (np.isfinite(rank.taken_s) == sent).all()
+        late = (rank.taken_s - rank.end_s)[sent]
+        assert (late >= found.send_s + found.receive_s - 1e-9).all()
+    for (kind, stage, micro_batch), start in starts.items():
+        before = {"F": [("F", stage - 1)], "W": [("I", stage)]}.get(kind, [("B", stage + 1), ("I", stage + 1)])
+        for entry in before:
+            assert ends.get((*entry, micro_batch), 0.0) <= start + 1e-9
+
+
+@given(steps())
+def test_what_ranks_hold_at_most_is_their_predicted_peak(case):
+    found, cost = step_trace(*case), step_cost(*case)
+    for rank, parts in zip(found.ranks, cost.memory, strict=True):
+        assert rank.predicted_bytes == round(float(sum(parts.values())))
+        assert rank.held_bytes[-1] == rank.idle_bytes
+        if case[2].schedule.splits_backward:
+            assert rank.idle_bytes <= rank.most_bytes <= rank.predicted_bytes
+        else:
+            assert rank.most_bytes == rank.predicted_bytes
+
+
+@given(st.integers(1, 5), st.integers(1, 12), SIZES)
+def test_zb_h1_keeps_most_and_defers_most_at_the_same_time(num_ranks, count, deferred):
+    schedule = Schedule(builder="zb_h1", num_ranks=num_ranks, num_micro_batches=count)
+    one = block(1.0, 1.0, saved_bytes=70, deferred_bytes=deferred)
+    found = step_trace(ask(), setting(ask(), "tp=8,dp=16"), pipeline(schedule, [1] * num_ranks), lambda kind, drop: one)
+    assert all(rank.most_bytes == rank.predicted_bytes for rank in found.ranks)
+
+
+def test_phases_follow_each_other_and_wait_for_the_slowest_rank():
+    layer, ends = block(1.0, 2.0, weights={NORMS: 10**6}), block(weights={PRODUCTS: 10**8})
+    price = {"layer": layer, "embed": ends, "head": block()}
+    run = pipeline(Schedule(builder="1f1b", num_ranks=2, num_micro_batches=4), [1, 1])
+    found = step_trace(ask(), setting(ask(), "tp=8,dp=16"), run, lambda kind, drop: price[kind])
+    assert [phase.part for phase in found.phases][:4] == ["dp", "tp", "update", "dp"]
+    assert found.phases[0].start_s == found.makespan_s
+    for one, after in zip(found.phases, found.phases[1:], strict=False):
+        assert after.start_s == one.end_s
+    first = found.phases[0]
+    assert first.seconds[0] > first.seconds[1] > 0
+
+
+def test_a_step_without_phases_ends_with_its_pipeline():
+    run = pipeline(Schedule(builder="gpipe", num_ranks=1, num_micro_batches=2), [1])
+    found = step_trace(ask(), setting(ask(), "tp=8,dp=16"), run, lambda kind, drop: block(1.0, 2.0))
+    assert found.end_s == found.makespan_s == 2 * 3 * 3
+
+
+@pytest.mark.parametrize("as_lists", [False, True])
+def test_more_actions_than_anybody_could_draw_are_refused(as_lists, monkeypatch):
+    schedule = Schedule(builder="zb_h1", num_ranks=2, num_micro_batches=4)
+    run = pipeline(replace(schedule, actions=schedule.action_lists() if as_lists else None), [1, 1])
+    monkeypatch.setattr(module, "MOST_ACTIONS", 23)
+    with pytest.raises(InputError, match="has 24 actions, more than the 23"):
+        step_trace(ask(), setting(ask(), "tp=8,dp=16"), run, lambda kind, drop: block(1.0, 2.0))
+
+
+REAL = {
+    "gpipe": "tp=2,pp=4",
+    "1f1b": "tp=2,pp=2,dp=2,zero=3,recompute=full:2",
+    "interleaved": "tp=1,pp=4,dp=2,vp=2",
+    "zb_h1": "tp=2,pp=4",
+    "zb_v": "tp=2,pp=2,dp=2",
+}
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_plans_of_every_schedule_add_up_to_what_they_carry(name):
+    plan = plan_at(request_of("llama3-8b", "h100-80", global_batch=64), candidate(f"{REAL[name]},schedule={name}"))
+    assert plan.prediction
+    found = trace(plan)
+    assert found.end_s == pytest.approx(plan.prediction.step_time_s, rel=1e-6)
+    assert [rank.predicted_bytes for rank in found.ranks] == [memory.total for memory in plan.prediction.stage_memory]
+    if "zb" not in name:
+        assert [rank.most_bytes for rank in found.ranks] == [memory.total for memory in plan.prediction.stage_memory]
+    lists = replace(plan.schedule, actions=plan.schedule.action_lists())
+    assert math.isclose(trace(replace(plan, schedule=lists)).end_s, found.end_s, rel_tol=EXACT)
+
+
+def candidate(text):
+    return Candidate.parse(text if "vp" in text or "zb_v" not in text else f"{text},vp=2", 8)
+
+
+def test_every_pass_of_a_stage_takes_the_seconds_of_its_blocks():
+    run = pipeline(Schedule(builder="1f1b", num_ranks=2, num_micro_batches=2), [2, 3])
+    one = block(seconds={"F": {"compute": 1.0, "cp": 0.5}, "I": {"tp": 2.0}, "W": {"compute": 4.0}})
+    found = step_trace(ask(), setting(ask(), "tp=8,dp=16"), run, lambda kind, drop: one)
+    seconds = StageSeconds.of_all(stages_of([2, 3]), lambda kind, drop: one)
+    for number, stage in enumerate(run.stages):
+        for kind in "FBIW":
+            assert found.passes[kind, number].time_s == pytest.approx(seconds[stage].of_kind(kind))
+    assert found.passes["B", 0].parts == {"compute": 12.0, "waiting": 0.0, "tp": 6.0, "cp": 0.0, "ep": 0.0}
+    assert (found.passes["F", 0].sends_to, found.passes["F", 1].takes_from, found.passes["W", 0].sends_to) == (
+        1,
+        0,
+        None,
+    )

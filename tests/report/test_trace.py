@@ -1,0 +1,256 @@
+"""The trace file: the format that viewers read, slices that they can draw, sums as predicted, at most 20 MB."""
+
+import functools
+import json
+from collections import Counter, defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, strategies as st
+
+from autoshard.cost.calibration import built_in
+from autoshard.cost.trace import trace
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.codec import dump, load
+from autoshard.report.trace import MOST_BYTES, trace_text
+from autoshard.search.planner import plan_at
+from tests.search.brute_force import ask
+
+TICK = 1 / 1024  # microseconds, to which times are rounded
+CASES = {
+    "alone": (ask("tiny-llama", ranks=1), "tp=1"),
+    "gpipe": (ask("llama3-8b", "h100-80", global_batch=16), "tp=2,pp=4,schedule=gpipe"),
+    "1f1b": (ask("llama3-70b", "trn1.32xlarge", 4), "tp=32,pp=4,recompute=selective[LlamaMLP]"),
+    "interleaved": (ask("llama3-8b", "h100-80", 2, global_batch=32), "tp=2,pp=4,dp=2,vp=2,schedule=interleaved"),
+    "experts": (ask("mixtral-8x7b", "h100-80", 2, global_batch=32), "tp=2,ep=4,dp=4,pp=2"),
+    "zb_h1": (ask("llama3-8b", "h100-80", global_batch=24), "tp=2,pp=4,schedule=zb_h1"),
+    "zb_v": (ask("llama3-8b", "h100-80", global_batch=24), "tp=2,pp=4,vp=2,schedule=zb_v"),
+    "sharded": (ask("llama3-8b", "h100-80", global_batch=32), "tp=2,pp=2,dp=2,zero=3"),
+}
+
+
+@functools.cache
+def case(name):
+    request, text = CASES[name]
+    plan = plan_at(request, Candidate.parse(text, request.cluster.num_ranks))
+    return plan, trace(plan)
+
+
+@functools.cache
+def written(name, most_bytes=MOST_BYTES):
+    return trace_text(*case(name), most_bytes)
+
+
+def read(name, most_bytes=MOST_BYTES):
+    return json.loads(written(name, most_bytes))
+
+
+def predicted(plan):
+    assert plan.prediction
+    return plan.prediction
+
+
+def lanes_of(events):
+    lanes = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            lanes[event["pid"], event["tid"]].append(event)
+    return {key: sorted(own, key=lambda event: event["ts"]) for key, own in lanes.items()}
+
+
+def lane_names(events):
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 60_000])
+def test_every_event_has_what_the_format_asks_for(name, most_bytes):
+    data = read(name, most_bytes)
+    assert set(data) == {"displayTimeUnit", "otherData", "traceEvents"} and data["displayTimeUnit"] == "ms"
+    named = lane_names(data["traceEvents"])
+    ends = Counter()
+    for event in data["traceEvents"]:
+        assert {"ph", "pid", "tid", "ts", "name"} <= set(event)
+        assert event["ts"] >= 0 and (event["ts"] / TICK).is_integer()
+        assert event["ph"] in "XCMsf" and (event["pid"], event["tid"]) in named
+        if event["ph"] == "X":
+            assert event["dur"] >= 0 and event["args"]
+        if event["ph"] == "C":
+            assert set(event["args"]) == {"bytes"}
+        if event["ph"] in "sf":
+            ends[event["id"], event["ph"]] += 1
+    assert set(ends.values()) <= {1} and len({number for number, _ in ends}) * 2 == len(ends)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 60_000])
+def test_slices_of_a_lane_never_overlap_even_when_cut_to_nanoseconds(name, most_bytes):
+    for own in lanes_of(read(name, most_bytes)["traceEvents"]).values():
+        for one, after in pairwise(own):
+            assert one["ts"] + one["dur"] <= after["ts"]
+            assert int(one["ts"] * 1000) + int(one["dur"] * 1000) <= int(after["ts"] * 1000)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_every_action_is_drawn_once_where_and_when_it_runs(name):
+    plan, found = case(name)
+    lanes = lanes_of(read(name)["traceEvents"])
+    for number, (rank, actions) in enumerate(zip(found.ranks, plan.schedule.action_lists(), strict=True)):
+        own = lanes[number, 1]
+        assert [event["name"] for event in own] == list(map(str, actions))
+        for event, action, start_s, end_s in zip(own, actions, rank.start_s, rank.end_s, strict=True):
+            assert event["ts"] == pytest.approx(start_s * 1e6, abs=TICK)
+            assert event["dur"] == pytest.approx((end_s - start_s) * 1e6, abs=TICK)
+            parts = {name: value for name, value in event["args"].items() if name.endswith("_s")}
+            assert sum(parts.values()) == pytest.approx(end_s - start_s, rel=1e-6)
+            assert (event["args"]["stage"], event["args"]["micro_batch"]) == (action.stage, action.micro_batch)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 60_000])
+def test_sums_over_the_trace_are_what_the_plan_predicts(name, most_bytes):
+    plan, _ = case(name)
+    data = read(name, most_bytes)
+    slices = [event for event in data["traceEvents"] if event["ph"] == "X"]
+    last = max(event["ts"] + event["dur"] for event in slices)
+    assert last / 1e6 == pytest.approx(predicted(plan).step_time_s, rel=1e-6)
+    lanes, parts = lanes_of(slices), predicted(plan).time_parts
+    for number, sums in enumerate(data["otherData"]["pipeline_ranks"]):
+        own = lanes[number, 1]
+        busy = [event["args"].get("busy_s", event["dur"] / 1e6) for event in own]
+        assert sum(busy) == pytest.approx(sums["busy_s"], rel=1e-6, abs=len(own) * TICK / 1e6)
+        sums["parts"] = Counter()
+        for key, value in ((key, value) for event in own for key, value in event["args"].items()):
+            sums["parts"][key.removesuffix("_s")] += value
+    busiest = max(data["otherData"]["pipeline_ranks"], key=lambda sums: sums["busy_s"] + sums["sending_s"])
+    after = defaultdict(float)
+    for event in slices:
+        if "part" in event["args"]:
+            key = event["args"]["part"], event["name"]
+            after[key] = max(after[key], event["args"]["time_s"])
+    for part in ("compute", "waiting", "tp", "cp", "ep", "dp", "update", "fixed"):
+        found = busiest["parts"][part] + sum(time_s for (own, _), time_s in after.items() if own == part)
+        assert found == pytest.approx(parts.get(part, 0.0), rel=1e-6, abs=1e-9)
+    assert busiest["sending_s"] == pytest.approx(parts.get("pp", 0.0), rel=1e-6)
+    assert busiest["bubble_s"] == pytest.approx(parts.get("bubble", 0.0), rel=1e-6, abs=1e-6 * last / 1e6)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 60_000])
+def test_the_counter_of_memory_has_the_predicted_peak(name, most_bytes):
+    plan, _ = case(name)
+    data = read(name, most_bytes)
+    most = defaultdict(int)
+    for event in data["traceEvents"]:
+        if event["ph"] == "C":
+            most[event["pid"]] = max(most[event["pid"]], event["args"]["bytes"])
+    for number, (memory, sums) in enumerate(
+        zip(predicted(plan).stage_memory, data["otherData"]["pipeline_ranks"], strict=True)
+    ):
+        assert sums["predicted_bytes"] == memory.total
+        assert sums["most_bytes"] == most[number] <= memory.total
+        if name != "zb_v":  # which keeps most and defers most at different times
+            assert most[number] == memory.total
+    counted = [event for event in data["traceEvents"] if event["ph"] == "C" and event["pid"] == 0]
+    assert counted == sorted(counted, key=lambda event: event["ts"])
+    assert counted[0]["ts"] == 0 and counted[-1]["args"] == counted[0]["args"]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb_v"])
+def test_arrows_lead_from_the_send_to_the_action_that_takes_it(name):
+    events = read(name)["traceEvents"]
+    lanes, ends = lanes_of(events), defaultdict(dict)
+    for event in events:
+        if event["ph"] in "sf":
+            ends[event["id"]][event["ph"]] = event
+    assert ends
+    for pair in ends.values():
+        send, taking = (slice_at(lanes, pair[end]) for end in "sf")
+        kind, _, place = send["name"].removeprefix("send ").partition(".")
+        stage = int(kind[1:]) + (1 if kind[0] == "F" else -1)
+        assert taking["name"] == f"{kind[0]}{stage}.{place}" and send["args"]["to"] == taking["pid"]
+
+
+def slice_at(lanes, end):
+    own = lanes[end["pid"], end["tid"]]
+    return next(event for event in own if event["ts"] < end["ts"] < event["ts"] + event["dur"])
+
+
+def test_sends_that_hold_a_rank_stand_where_it_computes_nothing():
+    lanes = lanes_of(read("1f1b")["traceEvents"])
+    names = lane_names(read("1f1b")["traceEvents"])
+    assert set(names.values()) == {"compute", "after the pipeline", "sends"}
+    for number in range(4):
+        both = sorted([*lanes[number, 1], *lanes[number, 3]], key=lambda event: (event["ts"], event["dur"]))
+        assert all(one["ts"] + one["dur"] <= after["ts"] + 2 * TICK for one, after in pairwise(both))
+
+
+def test_hidden_sends_that_meet_get_lanes_of_their_own():
+    plan, found = case("interleaved")
+    slow = replace(found, hides_sends=True, receive_s=0.0, send_s=3 * found.passes["F", 0].time_s)
+    events = json.loads(trace_text(plan, slow))["traceEvents"]
+    assert {"sends", "sends 2", "sends 3"} <= set(lane_names(events).values())
+    for own in lanes_of(events).values():
+        assert all(one["ts"] + one["dur"] <= after["ts"] for one, after in pairwise(own))
+
+
+def test_a_process_says_which_ranks_it_stands_for():
+    names = [e["args"]["name"] for e in read("1f1b")["traceEvents"] if e["name"] == "process_name"]
+    assert names == [f"pipeline rank {number} (32 ranks alike: node {number})" for number in range(4)]
+    alone = [e["args"]["name"] for e in read("alone")["traceEvents"] if e["name"] == "process_name"]
+    assert alone == ["pipeline rank 0 (1 rank: node 0)"]
+    two = [e["args"]["name"] for e in read("experts")["traceEvents"] if e["name"] == "process_name"]
+    assert two == [f"pipeline rank {number} (8 ranks alike: node {number})" for number in range(2)]
+
+
+def test_it_says_what_it_rests_on():
+    plan, _ = case("1f1b")
+    about = read("1f1b")["otherData"]
+    assert about["basis"] == predicted(plan).basis and about["step_time_s"] == predicted(plan).step_time_s
+    assert "nothing in it was measured" in about["title"]
+    assert (about["candidate"], about["cluster"]) == (str(plan.candidate), "4 x trn1.32xlarge")
+
+
+@given(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb_v"]), st.integers(30_000, 400_000))
+def test_it_is_no_larger_than_allowed_and_leaves_nothing_out_without_need(name, most_bytes):
+    text = trace_text(*case(name), most_bytes)
+    assert len(text.encode()) <= most_bytes
+    about = json.loads(text)["otherData"]
+    if about["left_out_actions"]:
+        assert len(text) > 0.8 * most_bytes
+    else:
+        assert len(text) <= len(written(name))
+
+
+def test_what_is_left_out_is_one_slice_per_rank():
+    events = read("1f1b", 200_000)["traceEvents"]
+    sums = [event for event in events if "not drawn one by one" in event["name"]]
+    plan, _ = case("1f1b")
+    assert [event["pid"] for event in sums] == [0, 1, 2, 3]
+    for event in sums:
+        own = [one for one in lanes_of(events)[event["pid"], 1] if one is not event]
+        counts = {name: count for name, count in event["args"].items() if not name.endswith("_s")}
+        assert len(own) + sum(counts.values()) == 2 * plan.schedule.num_micro_batches
+        assert event["name"].startswith(f"{max(counts.values())} micro-batches")
+        assert own[0]["name"] == f"F{event['pid']}.0"
+        assert own[-1]["name"] == f"B{event['pid']}.{plan.schedule.num_micro_batches - 1}"
+
+
+def test_the_same_plan_gives_the_same_bytes():
+    plan, _ = case("interleaved")
+    again = load(dump(plan))
+    assert trace_text(again, trace(again)) == written("interleaved")
+
+
+def test_a_step_of_131072_actions_takes_at_most_20_megabytes():
+    request = ask("llama3.1-405b", "h100-80", 64, global_batch=512)
+    request = replace(request, model=replace(request.model, num_layers=128), calibration=built_in("h100-80"))
+    plan = plan_at(request, Candidate.parse("tp=8,pp=64,vp=2,schedule=interleaved", 512))
+    text = trace_text(plan, trace(plan))
+    assert 0.9 * MOST_BYTES < len(text.encode()) <= MOST_BYTES
+    events = json.loads(text)["traceEvents"]
+    last = max(event["ts"] + event.get("dur", 0.0) for event in events)
+    assert last / 1e6 == pytest.approx(predicted(plan).step_time_s, rel=1e-6)
+    names = {event["name"] for event in events}
+    assert {f"{kind}{stage}.{number}" for kind in "FB" for stage in range(128) for number in (0, 511)} <= names
