@@ -6,7 +6,7 @@ given.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +14,12 @@ from autoshard.cost.accuracy import noise_floor
 from autoshard.cost.calibration import Calibration, Fit, built_in
 from autoshard.cost.measured import MeasuredRow, read_rows
 from autoshard.cost.validation import SetAccuracy
-from autoshard.errors import InputError
 from autoshard.search.validate import row_files
 from autoshard.spec.cluster_catalogue import cluster_names
+from benchmarks.pages import ROOT, head, line, table_in, with_table
 
-ROOT = Path(__file__).parents[1]
+_COMMAND = "accuracy"
 _DATED = re.compile(r"\| \d{4}-\d{2}-\d{2} \|$")  # of rows that are not part of this repository
-_NOTE = "<!-- written by `python -m benchmarks accuracy --write`; do not edit -->"
 _HERE = "here"  # the last cell of a set whose rows are part of this repository; else the date of the line
 
 
@@ -64,19 +63,19 @@ class Found:
 
 def page_text(text: str, columns: Sequence[str], found: Found, calibrations: str) -> str:
     """Return a page with its tables written anew; everything outside the markers stays."""
-    kept = [line for line in _block(text, "accuracy").group(2).splitlines() if _DATED.search(line)]
-    head = [_line([*columns, "rows from"]), _rule(columns)]
+    kept = [known for known in table_in(text, "accuracy").splitlines() if _DATED.search(known)]
     own = [_set_line(entry, columns, _HERE) for entry in found.own]
-    table = "\n".join([*head, *own, *(kept if found.other is None else _others(columns, found))])
-    return _filled(_filled(text, "accuracy", table), "calibrations", calibrations)
+    others = kept if found.other is None else _others(columns, found)
+    table = "\n".join([*head([*columns, "rows from"], ("set", "rows from")), *own, *others])
+    return with_table(with_table(text, "accuracy", table, _COMMAND), "calibrations", calibrations, _COMMAND)
 
 
 def calibration_table(rows: Path) -> str:
     """Return what the constants that come with autoshard were fitted to, and their errors."""
     known = {row.id: row for file in row_files(rows) for row in read_rows(file).values()}
     names = ("calibration", "rows", "layouts", "noise floor", "fitted MAPE", "left-out MAPE", "left out", "interval")
-    lines = [_line([*names, "newest row"]), _rule(names)]
-    lines += [_line(_calibration_cells(one, one.fit, known)) for one in _calibrations() if one.fit]
+    lines = head([*names, "newest row"], ("calibration", "newest row"))
+    lines += [line(_calibration_cells(one, one.fit, known)) for one in _calibrations() if one.fit]
     return "\n".join(lines)
 
 
@@ -88,28 +87,8 @@ def write_pages(found: Found, rows: Path, pages: Mapping[Path, Sequence[str]] = 
         page.write_text(text, encoding="utf-8")
 
 
-def _block(text: str, name: str) -> re.Match[str]:
-    found = re.search(rf"(<!-- {name} -->\n)(.*?)(<!-- /{name} -->)", text, re.DOTALL)
-    if found is None:
-        raise InputError.of("--write", f"a page has no place for a table: <!-- {name} --> and <!-- /{name} -->")
-    return found
-
-
-def _filled(text: str, name: str, table: str) -> str:
-    block = _block(text, name)
-    return f"{text[: block.end(1)]}{_NOTE}\n\n{table}\n\n{text[block.start(3) :]}"
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _rule(columns: Sequence[str]) -> str:
-    return _line(["---", *["---:"] * (len(columns) - 1), "---"])
-
-
 def _set_line(entry: SetAccuracy, columns: Sequence[str], origin: str) -> str:
-    return _line([*(_COLUMNS[name](entry) for name in columns), origin])
+    return line([*(_COLUMNS[name](entry) for name in columns), origin])
 
 
 def _others(columns: Sequence[str], found: Found) -> list[str]:
