@@ -6,6 +6,7 @@ from collections.abc import Mapping
 BENCHMARKS: Mapping[str, str] = {
     "accuracy": "benchmarks.accuracy:run",
     "cold_start": "benchmarks.cold_start:run",
+    "reference_layouts": "benchmarks.reference_layouts:run",
     "simulate_pipeline": "benchmarks.simulate_pipeline:run",
     "estimate_batch": "benchmarks.estimate_batch:run",
     "solve_block": "benchmarks.solve_block:run",

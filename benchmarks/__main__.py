@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object per benchmark and line")
     parser.add_argument("--wandb", action="store_true", help="log every result to Weights & Biases as well")
     parser.add_argument("--rows", type=Path, metavar="FOLDER", help="more measured rows, for accuracy")
-    parser.add_argument("--write", action="store_true", help="write the tables of the pages, for accuracy")
+    parser.add_argument("--write", action="store_true", help="write the tables that it has on pages")
     return parser
 
 
