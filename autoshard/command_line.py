@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin
 
@@ -22,13 +22,17 @@ class Said:
 
 
 SaidOften = tuple[Said, ...]
+Counts = tuple[int, ...]  # one whole number, or several with commas between them
 
 
 def read_options(name: str, command: Callable[..., int], arguments: list[str]) -> dict[str, Any] | None:
-    """Return the values of a command's parameters; None after printing its help."""
+    """Return the values of a command's parameters; None after printing its help.
+
+    A parameter whose type is a dataclass stands for its fields: each is an option.
+    """
     from jsonargparse import ArgumentError
 
-    parameters = inspect.signature(command).parameters
+    parameters = _options(command)
     _refuse_unknown(name, arguments, [_flag(parameter) for parameter in parameters.values()])
     parser = _parser(name, command)
     try:
@@ -55,7 +59,32 @@ def read_options(name: str, command: Callable[..., int], arguments: list[str]) -
         values[key] = _read(parameter, texts[key] if given else config.get(key), where, faults)
     if faults:
         raise InputError(faults)
-    return values
+    return {name: _value(name, kind, values) for name, kind in _kinds(command).items()}
+
+
+def _is_group(kind: Any) -> bool:
+    return isinstance(kind, type) and is_dataclass(kind)  # not a dataclass's value
+
+
+def _value(name: str, kind: Any, values: dict[str, Any]) -> object:
+    """Return the value of a parameter; that of a group is made of those of its fields."""
+    if not _is_group(kind):
+        return values[name]
+    return kind(**{key: values[key] for key in inspect.signature(kind).parameters})
+
+
+def _kinds(command: Callable[..., int]) -> dict[str, Any]:
+    """Return the types of a command's parameters."""
+    return {name: parameter.annotation for name, parameter in inspect.signature(command).parameters.items()}
+
+
+def _options(command: Callable[..., int]) -> dict[str, inspect.Parameter]:
+    """Return a command's parameters by name, those of its groups among them."""
+    found: dict[str, inspect.Parameter] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        kind: Any = parameter.annotation
+        found |= dict(inspect.signature(kind).parameters) if _is_group(kind) else {name: parameter}
+    return found
 
 
 def _flag(parameter: inspect.Parameter) -> str:
@@ -119,9 +148,10 @@ def _parser(name: str, command: Callable[..., int]) -> "ArgumentParser":
         add_help=False,
         formatter_class=argparse.HelpFormatter,
     )
-    said = {entry.arg_name: " ".join((entry.description or "").split()) for entry in about.params}
-    help_of = {name: text.replace("%", "%%") for name, text in said.items()}  # argparse fills in what follows one %
-    for parameter in inspect.signature(command).parameters.values():
+    groups = [docstring_parser.parse(kind.__doc__ or "") for kind in _kinds(command).values() if _is_group(kind)]
+    told = (entry for one in (about, *groups) for entry in one.params)
+    help_of = {entry.arg_name: " ".join((entry.description or "").split()).replace("%", "%%") for entry in told}
+    for parameter in _options(command).values():
         text, default = help_of[parameter.name], parameter.default
         if default not in (None, False, (), inspect.Parameter.empty):
             text = f"{text} Default: {default}."
@@ -150,6 +180,8 @@ def _metavar(parameter: inspect.Parameter) -> str:
         return "{" + ",".join(choices) + "}"
     if parameter.annotation in (int, int | None):
         return "N"
+    if parameter.annotation is Counts:
+        return "N[,N...]"
     words = {"out": "FILE", "fix": "KEY=VALUE,...", "at": "CANDIDATE", "fail_if_slower": "PERCENT"}
     return words.get(parameter.name, "NAME_OR_PATH")
 
@@ -184,12 +216,21 @@ def _read(parameter: inspect.Parameter, given: object, where: str, faults: list[
         fault, value = "expected a single value", None
     elif choices:
         fault, value = "" if text in choices else f"{text!r} is not one of them. {nearest(text, choices)}", text
-    elif kind in (int, int | None):
-        whole = re.fullmatch(r"[-+]?[0-9]{1,100}", text)
-        fault, value = ("", int(text)) if whole else (f"expected a whole number, found {text!r}", None)
+    elif kind in (int, int | None, Counts):
+        fault, value = _whole(text, several=kind is Counts)
     else:
         fault = "" if text.strip() and "\0" not in text else "must not be empty"
         value = Path(text) if kind in (Path, Path | None) else text
     if fault:
         faults.append(Fault(where=where, message=fault))
     return value
+
+
+def _whole(text: str, *, several: bool) -> tuple[str, object]:
+    """Read a whole number, or several; return what is wrong with it, and the value."""
+    if several and re.fullmatch(r"[-+]?[0-9]{1,100}(,[0-9]{1,9})*", text):
+        return "", tuple(map(int, text.split(",")))
+    if several or not re.fullmatch(r"[-+]?[0-9]{1,100}", text):
+        more = ", or several like 4,8,16" if several else ""
+        return f"expected a whole number{more}, found {text!r}", None
+    return "", int(text)

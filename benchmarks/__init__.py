@@ -9,6 +9,10 @@ BENCHMARKS: Mapping[str, str] = {
     "reference_layouts": "benchmarks.reference_layouts:run",
     "simulate_pipeline": "benchmarks.simulate_pipeline:run",
     "estimate_batch": "benchmarks.estimate_batch:run",
+    "plan_70b_16": "benchmarks.plan_speed:llama_70b",
+    "plan_405b_512": "benchmarks.plan_speed:llama_405b",
+    "plan_gpt3_512": "benchmarks.plan_speed:gpt3",
+    "plan_scaling": "benchmarks.plan_scaling:run",
     "solve_block": "benchmarks.solve_block:run",
     "solve_unrolled": "benchmarks.solve_unrolled:run",
 }

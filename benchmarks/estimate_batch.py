@@ -1,7 +1,9 @@
 """What pricing a hundred thousand candidates of a model costs each, and whether each is priced as if it were alone."""
 
 import time
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -11,10 +13,17 @@ from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
 from autoshard.layout.cutting import Cutting
 from autoshard.plan.build import build_plan, cut_atoms
+from autoshard.plan.lowering import ATOMS
 from autoshard.plan.rules.check import legal_mask
-from autoshard.search.columns import Evaluated, evaluate
+from autoshard.plan.stages import even_stages
+from autoshard.schedule.schedule import Schedule
+from autoshard.search.chosen import Chosen, Options
 from autoshard.search.cutting import Terms, solved_cutting
+from autoshard.search.families import Asked, Family, families
+from autoshard.search.fillings import filled
 from autoshard.search.space import Space, whole_space
+from autoshard.search.splits import fillings_of
+from autoshard.search.timed import timed
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
@@ -33,6 +42,50 @@ def run() -> Result:
     found = evaluate(question, space, cutting)
     each_us = [_timed_us(question, space, cutting) for _ in range(ROUNDS)]
     return judge(each_us, space.num_candidates, furthest(question, space, cutting, found, SAMPLE), yardstick_s())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """Step time and peak memory of every candidate: a row per layout, a column per kind of recompute."""
+
+    time_s: Any
+    peak_bytes: Any
+
+
+def evaluate(question: Question, space: Space, cutting: Cutting, *, apart: bool = False) -> Evaluated:
+    """Price every layout of a space with every kind of recompute, on the stages that are pinned or else even ones."""
+    shape = (space.num_layouts, len(space.recomputes))
+    time_s, peak_bytes = np.full(shape, np.inf), np.full(shape, np.inf)
+    asked = Asked(cutting=cutting, atoms=frozenset(ATOMS))
+    for family in families(question, space, asked, np.arange(space.num_layouts), apart=apart):
+        rows = family.space.rows
+        counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
+        for ranks, count in np.unique(np.stack([rows["pp"], counts], axis=1), axis=0).tolist():
+            mine = np.flatnonzero((rows["pp"] == ranks) & (counts == count))
+            chosen = _priced(family, mine, ranks, count)
+            own = (len(space.recomputes), len(mine))
+            time_s[family.layouts[mine]] = chosen.time_s.reshape(own).T
+            peak_bytes[family.layouts[mine]] = chosen.peak_bytes.reshape(own).T
+    return Evaluated(time_s=time_s, peak_bytes=peak_bytes)
+
+
+def _priced(family: Family, mine: Any, ranks: int, count: int) -> Chosen:
+    """Price layouts that share their pipeline with every recompute, one stretch of layouts after the other."""
+    space, layers = family.space, family.question.model.num_layers
+    base = space.base
+    schedule = Schedule(builder=base.schedule, num_ranks=ranks, num_chunks=base.vp, num_micro_batches=count)
+    frame = family.frame(mine, schedule, base.zero)
+    allowed = np.ones((len(family.kinds), len(mine)), dtype=bool)
+    pinned = space.recomputes[0] if len(space.recomputes) == 1 else None
+    options = Options(
+        kinds=family.kinds, allowed=allowed, num_layers=layers, stages=base.stages, recompute=pinned, partly=False
+    )
+    fillings, _ = fillings_of(schedule, options, base.stages or even_stages(layers, schedule.num_stages))
+    kinds = [0 if pinned else family.kinds.index(entry[0]) for entry in space.recomputes]
+    option = np.broadcast_to(np.repeat(kinds, len(mine)), (ranks, len(kinds) * len(mine)))
+    several = np.tile(np.arange(len(mine)), len(kinds))
+    found = filled(frame, fillings).only(several)
+    return timed(frame.only(several), fillings, found, option, np.ones(len(several), dtype=bool))
 
 
 def judge(each_us: list[float], count: int, difference: float, loop_s: float) -> Result:

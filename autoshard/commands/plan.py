@@ -1,32 +1,23 @@
 """``autoshard plan``: the best plan, or exactly one candidate."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from autoshard.command_line import SaidOften
+from autoshard.commands.asked import Asked, Effort
 from autoshard.commands.output import next_command, place_checks, print_json, write_plan
-from autoshard.errors import InputError, require
+from autoshard.commands.watching import watching
+from autoshard.errors import InputError, NoPlan, require
 
 if TYPE_CHECKING:
-    from autoshard.layout.pin import Pin
     from autoshard.search.planner import Found, Request
 
 MOST_SHOWN = 100  # every plan that is shown is predicted in full, a few milliseconds each
 
 
 def plan(
-    model: str,
-    nodes: int = 1,
-    cluster: str = "trn1.32xlarge",
-    lnc: int | None = None,
-    ranks: int | None = None,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16",
-    engine: Literal["nxd", "torch", "any"] | None = None,
-    calibration: str | None = None,
-    fix: str | None = None,
-    pins: SaidOften = (),
+    asked: Asked,
+    effort: Effort,
+    pareto: bool = False,
     at: str | None = None,
     top: int = 3,
     out: Path = Path("plan.json"),
@@ -35,37 +26,28 @@ def plan(
     """Find the fastest layout of a training run that fits in memory, and write it to a plan file.
 
     Args:
-        model: A model card by name (see `autoshard list models`), or the path of a Hugging Face config.json.
-        nodes: How many nodes the cluster has.
-        cluster: A cluster by name (see `autoshard list clusters`), or the path of a cluster file.
-        lnc: Logical NeuronCore configuration of trn2: 1 or 2. Default: 2.
-        ranks: Processes on this machine, 1 to 64; only for the cluster `local`. Default: 4.
-        seq_len: Tokens in a sequence. Default: the card's context, at most 8192.
-        global_batch: Sequences in an optimizer step. Default: 1024, on `local` 32.
-        precision: Number format of weights and activations; bf16 and fp16 keep FP32 masters.
-        engine: Only what this engine runs; any lifts the restriction. Default: the cluster's own.
-        calibration: A calibration file, made by `autoshard calibrate`. Default: what is known of the cluster.
-        fix: Pin some keys of the layout, e.g. tp=32,pp=8.
-        pins: Pin the layout of a tensor, e.g. 'up=[batch/dp, seq, ffn/tp]'; may be given several times.
+        asked: The question.
+        effort: What is minimised, and how far the search goes.
+        pareto: Show what no plan betters in step time, memory and dollars at once, over all --nodes; write the fastest.
         at: Evaluate exactly this layout, even one that is refused, and say why.
         top: How many plans to show, the best one included.
         out: The plan file to write.
         json: Print one JSON object instead of tables.
     """
+    _refuse_contradictions(asked, pareto, at, top, out)
+    requests = asked.requests(effort)
+    if at is not None:
+        return _plan_at(requests[0], at, out, json)
+    if pareto:
+        return _frontier(requests, effort, out, json)
+    return _best(requests[0], effort, top, out, json)
+
+
+def _best(request: "Request", effort: Effort, top: int, out: Path, json: bool) -> int:
     from autoshard.report.structured import found_json
     from autoshard.report.terminal import make_console, plan_report
-    from autoshard.search.api import request_of
-    from autoshard.spec.recipe import Recipe
 
-    _refuse_contradictions(at, fix, top, out)
-    recipe = Recipe(
-        model=model, nodes=nodes, cluster=cluster, lnc=lnc, ranks=ranks, seq_len=seq_len, global_batch=global_batch,
-        precision=precision, engine=engine, calibration=calibration, fix=fix,
-    )  # fmt: skip
-    request = request_of(recipe, _pins(pins))
-    if at is not None:
-        return _plan_at(request, at, out, json)
-    found = _searched(request, top)
+    found = _searched(request, top, effort)
     best = found.plans[0]
     write_plan(best, out)
     if json:
@@ -76,26 +58,57 @@ def plan(
     return 0
 
 
-def _searched(request: "Request", num_plans: int) -> "Found":
+def _frontier(requests: "list[Request]", effort: Effort, out: Path, json: bool) -> int:
+    """Show what cannot be bettered; where nothing fits on any number of nodes, say why on the last."""
+    from autoshard.report.frontier import frontier_report
+    from autoshard.report.structured import frontier_json
+    from autoshard.report.terminal import make_console
+    from autoshard.search.frontier import frontier
+    from autoshard.units import format_seconds
+
+    with watching(effort.time_limit, format_seconds) as watch:
+        found = frontier(requests, watch)
+    if not found.plans:
+        _searched(requests[-1], 1, effort)
+    write_plan(found.plans[0], out)
+    if json:
+        print_json(frontier_json(found.plans, found.gap, found.ended))
+    else:
+        make_console().print(frontier_report(found.plans, found.gap, found.ended))
+        print(f"wrote the fastest, {out}")
+    return 0
+
+
+def _searched(request: "Request", num_plans: int, effort: Effort) -> "Found":
     """Search; where nothing fits, say by how much the best misses and what would help."""
     from autoshard.search.api import unanswered
     from autoshard.search.planner import search
+    from autoshard.units import format_bytes, format_seconds
 
-    found = search(request, num_plans)
+    show = format_bytes if effort.objective == "memory" else format_seconds
+    with watching(effort.time_limit, show) as watch:
+        found = search(request, num_plans, watch)
     if not found.plans:
+        ended = found.certificate.ended
+        if ended == "interrupted":
+            raise KeyboardInterrupt
+        if ended != "complete":
+            raise NoPlan(f"no plan: {ended}, before any was found that fits. Give the search more time")
         raise unanswered(request, found, helpful=True)
     return found
 
 
 def _plan_at(request: "Request", text: str, out: Path, json: bool) -> int:
     """Evaluate one candidate: its rejections first, then an estimate where it has a shape."""
-    from autoshard.plan.candidate import Candidate
+    from autoshard.plan.candidate import Candidate, parse_pins
     from autoshard.plan.verify import verify as reasons_against
     from autoshard.report.structured import made_json
     from autoshard.report.terminal import make_console, plan_report, rejections_report
     from autoshard.search.planner import rejections_of, resolved
 
     try:
+        lnc = parse_pins(text).get("lnc")
+        request = request.with_lnc_of(lnc if isinstance(lnc, int) else None)
         candidate, engine = resolved(request, Candidate.parse(text, request.cluster.num_ranks))
     except InputError as error:
         raise error.under("--at") from None
@@ -121,31 +134,12 @@ def _plan_at(request: "Request", text: str, out: Path, json: bool) -> int:
     return 0
 
 
-def _pins(said: SaidOften) -> "list[Pin]":
-    """Read pinned layouts; one on the command line goes before one of the same name in a file."""
-    from autoshard.errors import Fault
-    from autoshard.layout.pin import Pin, parse_pin
-
-    faults: list[Fault] = []
-    pins: dict[str, Pin] = {}
-    for one in said:
-        try:
-            pin = parse_pin(one.text, one.where)
-        except InputError as error:
-            faults.extend(error.faults)
-            continue
-        if pin.tensor in pins and pins[pin.tensor].origin == one.where:
-            faults.append(Fault(where=f"{one.where} {pin.tensor}", message="is given twice; keep one"))
-        pins[pin.tensor] = pin
-    if faults:
-        raise InputError(faults)
-    return list(pins.values())
-
-
-def _refuse_contradictions(at: str | None, fix: str | None, top: int, out: Path) -> None:
+def _refuse_contradictions(asked: Asked, pareto: bool, at: str | None, top: int, out: Path) -> None:
     """Find out before the search what nobody could want, and that the answer would have no place."""
     require(
-        (at is None or fix is None, "--at", "already names every key; leave out --fix"),
+        (at is None or asked.fix is None, "--at", "already names every key; leave out --fix"),
+        (at is None or not pareto, "--pareto", "searches; leave out --at"),
+        (pareto or len(asked.nodes) == 1, "--nodes", "takes several numbers with --pareto only; name one"),
         (1 <= top <= MOST_SHOWN, "--top", f"must be 1 to {MOST_SHOWN}, not {top}"),
         *place_checks(out),
     )

@@ -1,6 +1,7 @@
 """The peak of a pipeline rank's memory, in named parts."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,23 +15,52 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import DTYPE_BYTES, Precision
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holds:
+    """What a pipeline rank has in memory at its fullest, beside buffers that depend on no block; numbers or arrays."""
+
+    kept_bytes: Number  # of micro-batches in flight, logits included
+    logits_bytes: Number
+    deferred_bytes: Number  # from I to W
+    working_bytes: Number
+    num_messages: Number  # hidden states on their way in or out
+    placeholder_bytes: Number
+    weights: Mapping[tuple[str, ...], Number]
+    largest_block: Number
+
+
 def rank_memory(
     question: Question, setting: Setting, pipeline: Pipeline, rank: int, cost: RankCost
 ) -> Mapping[str, Number]:
     """Return the parts of a rank's peak: states, what is kept of micro-batches in flight, kernels, buffers, runtime."""
+    schedule, keeps_outputs = pipeline.schedule, load_kernels(question.kernels).keeps_outputs
+    holds = Holds(
+        kept_bytes=most_kept(schedule, rank, cost.saved_bytes, alike=cost.alike),
+        logits_bytes=most_kept(schedule, rank, cost.head_bytes, alike=cost.alike),
+        deferred_bytes=schedule.deferred(rank) * cost.deferred_bytes,
+        working_bytes=cost.working_bytes,
+        num_messages=num_messages(schedule, rank, keeps_outputs=keeps_outputs),
+        placeholder_bytes=cost.placeholder_bytes,
+        weights=cost.weights,
+        largest_block=cost.largest_block,
+    )
+    return memory_parts(question, setting, holds, pipeline.boundary_bytes, pipeline.bucket_bytes)
+
+
+def memory_parts(
+    question: Question, setting: Setting, holds: Holds, boundary_bytes: Number, bucket_bytes: Number
+) -> Mapping[str, Number]:
+    """Return what a rank has in memory at its fullest, in named parts."""
     precision, kernels = question.workload.precision, load_kernels(question.kernels)
-    schedule = pipeline.schedule
-    kept = most_kept(schedule, rank, cost.saved_bytes, alike=cost.alike)
-    logits = most_kept(schedule, rank, cost.head_bytes, alike=cost.alike)
     return {
-        **state_bytes(cost.weights, setting, precision),
-        "activations": kept - logits + schedule.deferred(rank) * cost.deferred_bytes,
-        "logits": logits,
-        "working": cost.working_bytes,
-        "gathered": _gathered_bytes(setting.zero, precision, cost),
-        "buckets": pipeline.bucket_bytes if setting.zero and kernels.copies_buckets else 0,
-        "pipeline": _messages(schedule, rank, cost, keeps_outputs=kernels.keeps_outputs) * pipeline.boundary_bytes,
-        "placeholders": cost.placeholder_bytes,
+        **state_bytes(holds.weights, setting, precision),
+        "activations": holds.kept_bytes - holds.logits_bytes + holds.deferred_bytes,
+        "logits": holds.logits_bytes,
+        "working": holds.working_bytes,
+        "gathered": _gathered_bytes(setting.zero, precision, holds.largest_block),
+        "buckets": _bucket_bytes(setting, bucket_bytes) if kernels.copies_buckets else 0,
+        "pipeline": holds.num_messages * boundary_bytes,
+        "placeholders": holds.placeholder_bytes,
         "workspace": kernels.workspace_bytes,
         "runtime": kernels.runtime_bytes,
     }
@@ -49,7 +79,7 @@ def most_kept(schedule: Schedule, rank: int, kept: Sequence[Number], *, alike: b
     return np.max(amounts, axis=0)
 
 
-def _messages(schedule: Schedule, rank: int, cost: RankCost, *, keeps_outputs: bool) -> Number:
+def num_messages(schedule: Schedule, rank: int, *, keeps_outputs: bool) -> Number:
     """Count the hidden states and gradients of them that a rank holds between its stages and those of other ranks.
 
     One is received ahead from either side where a stage of another rank lies there, whatever the number of chunks:
@@ -64,7 +94,13 @@ def _messages(schedule: Schedule, rank: int, cost: RankCost, *, keeps_outputs: b
     return before + any(hands_on.values()) + most_kept(schedule, rank, outputs, alike=len(set(outputs)) == 1)
 
 
-def _gathered_bytes(zero: int, precision: Precision, cost: RankCost) -> Number:
+def _bucket_bytes(setting: Setting, bucket_bytes: Number) -> Number:
+    """Return the copies in buckets: none where gradients are summed in place, or there is nobody to share them with."""
+    replicas = setting.atoms["edp"] * setting.atoms["ep"] * setting.atoms["cp"]
+    return bucket_bytes * (replicas > 1) if setting.zero else 0
+
+
+def _gathered_bytes(zero: int, precision: Precision, largest_block: Number) -> Number:
     """Return the whole blocks that ZeRO-3 holds: one at work, one on its way, a gradient."""
     weight, gradient = DTYPE_BYTES[precision.weights], DTYPE_BYTES[precision.gradients]
-    return cost.largest_block * (2 * weight + gradient) if zero == 3 else 0
+    return largest_block * (2 * weight + gradient) if zero == 3 else 0

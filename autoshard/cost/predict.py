@@ -14,6 +14,7 @@ from autoshard.cost.rings import Number, mesh_ring
 from autoshard.cost.setting import Question, boundary_bytes, price_block, rings_of, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
 from autoshard.cost.step import StepCost, step_cost
+from autoshard.cost.terms import stated_s
 from autoshard.cost.worth import calibration_of, worth
 from autoshard.graph.count import model_flops_per_token
 from autoshard.plan.codec import fingerprint
@@ -73,8 +74,9 @@ def question_of(plan: Plan, calibration: Calibration) -> Question:
 
 
 def plan_cost(plan: Plan, question: Question, blocks: Blocks | None = None) -> StepCost:
-    """Price a plan's step."""
-    return step_cost(question, *priced(plan, question, blocks))
+    """Price a plan's step, with the terms that it states."""
+    cost = step_cost(question, *priced(plan, question, blocks))
+    return replace(cost, seconds={**cost.seconds, **stated_s(plan.provenance)})
 
 
 def priced(plan: Plan, question: Question, blocks: Blocks | None = None) -> tuple[Setting, Pipeline, Price]:

@@ -8,6 +8,7 @@ from autoshard.cost.calibration import Calibration
 from autoshard.cost.compute import Rates
 from autoshard.cost.rings import Number, Ring, mesh_ring
 from autoshard.cost.sharded import atom_groups
+from autoshard.cost.terms import CostTerm
 from autoshard.graph.decoder import dim_sizes
 from autoshard.layout.layout import local_sizes
 from autoshard.plan.build import mesh_of
@@ -22,13 +23,14 @@ from autoshard.spec.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked: which model on which cluster for which work, with which kernels and constants."""
+    """What is asked: which model on which cluster for which work, with which kernels, constants and further terms."""
 
     model: ModelSpec
     cluster: Cluster
     workload: Workload
     kernels: str
     calibration: Calibration
+    terms: tuple[CostTerm, ...] = ()  # a plan states its own in its provenance
 
     @property
     def step(self) -> Step:

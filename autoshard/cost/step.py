@@ -15,7 +15,7 @@ from autoshard.cost.pipelined import Alike, alike_ranks, pipeline_seconds
 from autoshard.cost.rings import Number
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import per_weight
-from autoshard.cost.update import UpdateCost, update_cost
+from autoshard.cost.update import UpdateCost, Weights, update_cost
 from autoshard.spec.kernels import load_kernels
 
 
@@ -70,15 +70,9 @@ def _fullest(pipeline: Pipeline, group: Alike) -> Sequence[int]:
 
 
 def update_costs(question: Question, setting: Setting, pipeline: Pipeline, alike: Sequence[Alike]) -> list[UpdateCost]:
-    """Price the step phase of each group of ranks; a part of data parallelism's traffic may hide behind passes."""
-    weight, count = per_weight(question.step), pipeline.schedule.num_micro_batches
-    found = [update_cost(group.cost.weights, setting, question, weight, count) for group in alike]
-    share = load_kernels(question.kernels).hides.get("unit" if setting.zero == 3 else "dp", 0.0)
-    passes = count if setting.zero == 3 else 1  # sums are whole in the last backward, weights awaited by one forward
-    return [
-        replace(cost, seconds={**cost.seconds, "dp": exposed_s(cost.seconds["dp"], passes * group.cost.time_s, share)})
-        for cost, group in zip(found, alike, strict=True)
-    ]
+    """Price the step phase of each group of ranks."""
+    count = pipeline.schedule.num_micro_batches
+    return [rank_update(question, setting, group.cost.weights, group.cost.time_s, count) for group in alike]
 
 
 def _slowest_update(costs: Sequence[UpdateCost]) -> UpdateCost:
@@ -87,6 +81,20 @@ def _slowest_update(costs: Sequence[UpdateCost]) -> UpdateCost:
     axes = {axis for cost in costs for axis in cost.sent_bytes}
     sent = {axis: np.max([cost.sent_bytes.get(axis, 0.0) for cost in costs], axis=0) for axis in axes}
     return UpdateCost(seconds=seconds, sent_bytes=sent)
+
+
+def rank_update(
+    question: Question, setting: Setting, weights: Weights, pass_s: Number, num_micro_batches: int
+) -> UpdateCost:
+    """Price the step phase of a rank that holds these weights and is busy so long with each micro-batch.
+
+    A part of data parallelism's traffic may hide behind passes.
+    """
+    found = update_cost(weights, setting, question, per_weight(question.step), num_micro_batches)
+    share = load_kernels(question.kernels).hides.get("unit" if setting.zero == 3 else "dp", 0.0)
+    passes = num_micro_batches if setting.zero == 3 else 1  # sums are whole in the last backward, weights awaited once
+    hidden = exposed_s(found.seconds["dp"], passes * pass_s, share)
+    return replace(found, seconds={**found.seconds, "dp": hidden})
 
 
 def _sent(pipeline: Pipeline, alike: Sequence[Alike], update: UpdateCost) -> Mapping[str, Number]:

@@ -1,6 +1,7 @@
 """The predicted step before it is added up: when every action of every pipeline rank runs, and what is held then."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,6 +14,7 @@ from autoshard.cost.predict import priced, question_of
 from autoshard.cost.rings import Number
 from autoshard.cost.setting import Question
 from autoshard.cost.step import update_costs
+from autoshard.cost.terms import stated_s
 from autoshard.cost.update import gathering_share
 from autoshard.cost.worth import calibration_of
 from autoshard.errors import require
@@ -29,9 +31,11 @@ _TOWARDS = {"F": 1, "B": -1, "I": -1, "W": 0}  # from a stage to the one that ta
 
 
 def trace(plan: Plan) -> Trace:
-    """Return the step that a plan's prediction adds up, with the constants that the plan carries."""
+    """Return the step that a plan's prediction adds up, with the constants and the terms that the plan carries."""
     question = question_of(plan, calibration_of(plan))
-    return step_trace(question, *priced(plan, question))
+    found = step_trace(question, *priced(plan, question))
+    terms = [(name, name, (time_s,) * len(found.ranks)) for name, time_s in stated_s(plan.provenance).items()]
+    return replace(found, phases=(*found.phases, *_in_turn(terms, found.end_s)))
 
 
 def step_trace(question: Question, setting: Setting, pipeline: Pipeline, price: Price) -> Trace:

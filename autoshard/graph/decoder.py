@@ -80,7 +80,7 @@ def _embed_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
         place = b.emit("place", Lookup(), b.weight("place.weight", "positions", "hidden"), positions)
         x = b.emit("embed_add", Add(), x, place)
     ties = {"embed.weight": "head.unembed.weight.sum"} if model.tied_embeddings else {}
-    return _finish(b, "embed", kernels, carry=(None, x), ties=ties)
+    return finish(b, "embed", kernels, carry=(None, x), ties=ties)
 
 
 def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
@@ -92,7 +92,7 @@ def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
     normed = b.deliver_as(_norm(b, model, "mlp_norm", source, "hidden"), "mlp_in")
     made = _experts(b, model, normed) if model.num_experts else _mlp(b, model, normed)
     y = b.emit("mlp_add", Add(), after, made)
-    return _finish(b, "layer", kernels, carry=(x, y), repeat=model.num_layers)
+    return finish(b, "layer", kernels, carry=(x, y), repeat=model.num_layers)
 
 
 def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
@@ -115,7 +115,7 @@ def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block
     weighted = b.emit("weighted", Multiply(), token_loss, token_weight)
     b.emit("loss", Reduce(function="sum", over=("batch", "seq")), weighted)
     ties = {"unembed.weight": None} if model.tied_embeddings else {}
-    return _finish(b, "head", kernels, carry=(x, None), ties=ties)
+    return finish(b, "head", kernels, carry=(x, None), ties=ties)
 
 
 def _norm(b: BlockBuilder, model: ModelSpec, name: str, x: str, over: str) -> str:
@@ -188,7 +188,7 @@ def _expert_linear(b: BlockBuilder, name: str, x: str, out: str, contracted: str
     return b.emit(name, Einsum(dims=("experts", "slots", out)), x, weight)
 
 
-def _finish(
+def finish(
     b: BlockBuilder, kind: str, kernels: Kernels, *, carry: tuple[str | None, str | None], repeat: int = 1,
     ties: Mapping[str, str | None] = _NO_TIES,
 ) -> Block:  # fmt: skip

@@ -6,10 +6,21 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.plan.alternatives import Alternatives
 from autoshard.plan.dollars import dollars_of
 from autoshard.plan.explanation import ExplainedBlock, Explanation, Step
 from autoshard.plan.plan import Plan
-from autoshard.report.terminal import at_commas, dollars_text, make_table
+from autoshard.plan.prediction import Prediction
+from autoshard.report.terminal import (
+    TIME_WORDS,
+    at_commas,
+    dollars_text,
+    make_table,
+    memory_table,
+    runners_up_table,
+    time_table,
+    worth_measuring,
+)
 from autoshard.units import format_bytes, format_seconds
 
 _PASSES = ("F", "I", "W")
@@ -18,22 +29,46 @@ _LEGEND = (
     "cut of this operation, all others chosen anew, and how much longer the block takes."
 )
 _CANDIDATE, _SECOND = 110, 31  # columns
+_NOTHING = 1e-4  # of a step: what is rounded away
 
 
-def explanation_report(plan: Plan, explanation: Explanation) -> Group:
-    """Return what a step costs, one table per block, then what the Rules say that refuse a second-best cut."""
+def explanation_report(plan: Plan, explanation: Explanation, alternatives: Alternatives) -> Group:
+    """Return where seconds and bytes go, what limits the plan, its blocks line by line, and what comes next to it."""
+    assert plan.prediction, "only predicted plans are explained"
     parts: list[RenderableType] = [Text.assemble("plan ", (at_commas(explanation.candidate, _CANDIDATE), "bold green"))]
     dollars = dollars_of(plan)
     if dollars:
         parts.append(dollars_text(dollars))
+    parts += [Text(line) for line in limits(plan.prediction, alternatives)]
+    parts += ["", time_table(plan.prediction), "", memory_table(plan, plan.prediction), ""]
     parts.append(Text(_LEGEND, "dim"))
     for block in explanation.blocks:
         parts += ["", _block(block)]
     if explanation.rules:
         parts.append("")
         parts += [Text.assemble((rule, "bold"), f": {says}") for rule, says in explanation.rules.items()]
+    if alternatives.others:
+        near = worth_measuring(plan, alternatives.others)
+        parts += ["", runners_up_table(plan, alternatives.others), *([near] if near else [])]
     parts += ["", Text(f"seconds {explanation.basis}", "yellow")]
     return Group(*parts)
+
+
+def limits(prediction: Prediction, alternatives: Alternatives) -> list[str]:
+    """Say what keeps the plan from being faster: its largest part, and memory."""
+    step_s = prediction.step_time_s
+    part, time_s = max(prediction.time_parts.items(), key=lambda entry: entry[1])
+    said = [f"most of a step is {TIME_WORDS.get(part, part)}: {time_s / step_s:.0%} of {format_seconds(step_s)}"]
+    saved = 1 - alternatives.unlimited_s / step_s
+    fullest = max(memory.total for memory in prediction.stage_memory) / prediction.capacity_bytes
+    if saved > _NOTHING:
+        said.append(
+            f"memory limits it ({fullest:.0%} of a rank is full): with room for everything the same layout would take "
+            f"{format_seconds(alternatives.unlimited_s)}, {saved:.1%} less"
+        )
+    else:
+        said.append(f"memory does not limit it: {fullest:.0%} of the fullest rank is used, and more would gain nothing")
+    return said
 
 
 def _block(block: ExplainedBlock) -> Table:

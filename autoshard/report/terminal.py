@@ -1,6 +1,7 @@
 """Plans as tables for a terminal."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -11,13 +12,14 @@ from autoshard.plan.certificate import Certificate
 from autoshard.plan.dollars import Dollars, dollars_of
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Compiling, Prediction, StageMemory
+from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.rule import Rejection
 from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
 
 WIDTH = 120  # of what is no terminal, so that files do not depend on the machine
 MOST_ROWS = 20  # of pipeline ranks; beyond, neighbours share a row
 _BAR = 16
-_CANDIDATE = 80  # columns for the text of a candidate in a table
+_CANDIDATE = 56  # columns for the text of a candidate in a table
 _MOST_CHUNKS = 4  # whose layers a row names
 _SIZES = {  # columns of the table of memory -> the parts that they add up
     "weights": ("weights",),
@@ -42,10 +44,11 @@ TIME_WORDS = {
 def plan_report(plan: Plan, runners_up: Sequence[Plan], certificate: Certificate | None, next_command: str) -> Group:
     """Return what ``autoshard plan`` prints: the layout first, then time, memory, alternatives, what was refused."""
     assert plan.prediction, "only predicted plans are shown"
-    parts: list[RenderableType] = [_headline(plan, plan.prediction), "", _time_table(plan.prediction), ""]
-    parts += [_memory_table(plan, plan.prediction), ""]
+    parts: list[RenderableType] = [_headline(plan, plan.prediction), "", time_table(plan.prediction), ""]
+    parts += [memory_table(plan, plan.prediction), ""]
     if runners_up:
-        parts += [_runners_up(plan, runners_up), ""]
+        near = worth_measuring(plan, runners_up)
+        parts += [runners_up_table(plan, runners_up), *([near] if near else []), ""]
     if certificate:
         parts += [_looked_at(certificate), ""]
     parts.append(Text(f"prediction {plan.prediction.basis}", style="yellow"))
@@ -155,7 +158,8 @@ def make_table(title: str) -> Table:
     )
 
 
-def _time_table(prediction: Prediction) -> Table:
+def time_table(prediction: Prediction) -> Table:
+    """Return where the seconds of a step go; the parts add up to it."""
     table = make_table("Where the time goes")
     table.add_column("part")
     table.add_column("time", justify="right")
@@ -167,7 +171,8 @@ def _time_table(prediction: Prediction) -> Table:
     return table
 
 
-def _memory_table(plan: Plan, prediction: Prediction) -> Table:
+def memory_table(plan: Plan, prediction: Prediction) -> Table:
+    """Return what each pipeline rank holds, in parts that add up to its peak."""
     groups = _row_groups(len(prediction.stage_memory))
     shared = "; of ranks that share a row, the fullest" if len(groups) < len(prediction.stage_memory) else ""
     table = make_table(f"Memory per pipeline rank in GiB, of {_gib(prediction.capacity_bytes)}{shared}")
@@ -234,35 +239,58 @@ def nodes_of(plan: Plan, ranks: range) -> str:
     return _span(nodes[0], nodes[-1]) if nodes[-1] - nodes[0] + 1 == len(nodes) else f"{len(nodes)} nodes"
 
 
-def _runners_up(plan: Plan, runners_up: Sequence[Plan]) -> Table:
+def runners_up_table(plan: Plan, runners_up: Sequence[Plan]) -> Table:
+    """Return the next best plans, by how much they lose, and to which part of the time."""
     assert plan.prediction
     table = make_table("Runners-up")
-    for name in ("plan", "step", "slower", "peak memory"):
-        table.add_column(name, justify="left" if name == "plan" else "right", overflow="fold")
+    for name in ("plan", "step", "slower", "mostly for", "peak memory"):
+        table.add_column(name, justify="left" if name in ("plan", "mostly for") else "right", overflow="fold")
     for other in runners_up:
         assert other.prediction
         slower = other.prediction.step_time_s / plan.prediction.step_time_s - 1
         row = [
             format_seconds(other.prediction.step_time_s),
-            f"+{slower:.1%}",
+            f"{slower:+.1%}",
+            _mostly_for(plan.prediction, other.prediction),
             format_bytes(other.prediction.peak_bytes),
         ]
         table.add_row(at_commas(str(other.candidate), _CANDIDATE), *row)
     return table
 
 
+def _mostly_for(one: Prediction, other: Prediction) -> str:
+    """Name the part of the time that a plan loses most by, or gains."""
+    worse = other.step_time_s >= one.step_time_s
+    more = {part: seconds - one.time_parts.get(part, 0.0) for part, seconds in other.time_parts.items()}
+    more |= {part: -seconds for part, seconds in one.time_parts.items() if part not in other.time_parts}
+    part = max(more, key=lambda name: more[name] if worse else -more[name])
+    return TIME_WORDS.get(part, part)
+
+
+def worth_measuring(plan: Plan, others: Sequence[Plan]) -> Text | None:
+    """Say which other layouts are so near that only a measurement can tell; at most three, the plan's own included."""
+    assert plan.prediction
+    near = [one for one in others if one.prediction and one.prediction.step_time_s <= plan.prediction.high_s][:2]
+    if not near:
+        return None
+    words = f"{len(near)} of these lie within the interval of this prediction, so measure before you rent for long: "
+    layouts = "; ".join(_layout(one) for one in (plan, *near))
+    return Text(f"{words}{layouts}", style="yellow")
+
+
+def _layout(plan: Plan) -> str:
+    """Name a plan by its outer point; recompute and stages are long."""
+    return str(replace(plan.candidate, recompute=(Recompute(),), stages=None))
+
+
 def _looked_at(certificate: Certificate) -> Group:
-    misfits = certificate.num_candidates - certificate.num_fitting
-    claim = Text(certificate.claim, style="dim")
-    if not certificate.refusals and not misfits:
-        return Group(claim)
-    table = make_table(f"Refused, of {certificate.num_layouts} layouts (one may be refused by several rules)")
+    words = Text(f"{certificate.claim}\n{certificate.accounting}", style="dim")
+    if not certificate.refusals:
+        return Group(words)
+    table = make_table(f"Refused, of {certificate.num_points} outer points (one may be refused by several rules)")
     table.add_column("rule")
-    table.add_column("layouts", justify="right")
+    table.add_column("points", justify="right")
     table.add_column("for example", overflow="fold")
-    for refusal in sorted(certificate.refusals, key=lambda entry: -entry.num_layouts):
-        table.add_row(refusal.rule_id, str(refusal.num_layouts), refusal.example)
-    table.add_row(
-        "memory", f"{misfits} *", "peak memory above the capacity of a rank (* counted per kind of recompute)"
-    )
-    return Group(table, "", claim)
+    for refusal in sorted(certificate.refusals, key=lambda entry: -entry.num_points):
+        table.add_row(refusal.rule_id, str(refusal.num_points), refusal.example)
+    return Group(table, "", words)

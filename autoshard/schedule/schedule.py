@@ -1,6 +1,7 @@
 """A pipeline schedule as data: a builder's name with its parameters, or the action lists themselves."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -136,6 +137,26 @@ class Schedule:
             tuple(Action(kind=kind, stage=stage, micro_batch=micro_batch) for kind, stage, micro_batch in own)
             for own in self.steps()
         )
+
+    def in_order(self, order: Callable[[PipelineShape, int], list[Step]]) -> "Schedule":
+        """Return the same pipeline run in an order of one's own, as action lists; ``verify_actions`` judges them.
+
+        An order gives ``(kind, chunk, micro-batch)`` of the rank at a position, as those of the builders do.
+
+        >>> def all_forwards_first(shape: PipelineShape, position: int) -> list[Step]:
+        ...     return [(kind, 0, number) for kind in ("F", "B") for number in range(shape.num_micro_batches)]
+        >>> schedule = Schedule(builder="1f1b", num_ranks=2, num_micro_batches=2).in_order(all_forwards_first)
+        >>> " ".join(map(str, schedule.action_lists()[1]))
+        'F1.0 F1.1 B1.0 B1.1'
+        """
+        lists: list[tuple[Action, ...]] = []
+        for rank in range(self.num_ranks):
+            stages = self.stages_of(rank)
+            steps = order(self._shape, stages[0])
+            lists.append(
+                tuple(Action(kind=kind, stage=stages[chunk], micro_batch=number) for kind, chunk, number in steps)
+            )
+        return replace(self, actions=tuple(lists))
 
     def in_flight(self, rank: int) -> int:
         """Count the (chunk, micro-batch) pairs a rank holds activations of at most; a chunk is 1/vp of it."""

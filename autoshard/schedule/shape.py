@@ -44,17 +44,19 @@ def most_held_by_chunk(steps: Iterable[tuple[str, int]], num_chunks: int) -> tup
     """
     held = [0] * num_chunks
     found: set[tuple[int, ...]] = set()
+    rises = False
     for kind, chunk in steps:
-        if kind in "BW":
+        if kind in "BW" and rises:
             found.add(tuple(held))  # only what is given back ends a peak
+        rises = kind == "F" or (rises and kind == "I")
         held[chunk] += {"F": 1, "B": -1, "W": -1, "I": 0}[kind]
-    exceeded = {
-        one
-        for one in found
-        for other in found
-        if one != other and all(few <= many for few, many in zip(one, other, strict=True))
-    }
-    return tuple(sorted(found - exceeded, reverse=True))
+    kept: list[tuple[int, ...]] = []
+    for one in sorted(found, key=lambda counts: (-sum(counts), [-count for count in counts])):
+        # Only one that holds more in all can exceed it.
+        larger = (other for other in kept if sum(other) > sum(one))
+        if not any(all(few <= many for few, many in zip(one, other, strict=True)) for other in larger):
+            kept.append(one)
+    return tuple(sorted(kept, reverse=True))
 
 
 def most_deferred(kinds: Iterable[str]) -> int:

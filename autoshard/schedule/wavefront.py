@@ -72,11 +72,12 @@ class _Waves:
         count, columns = self.bounds[-1], delays.work_s.shape[2]
         own, free_s, sent_s = _by_code(delays)
         free, sent = np.zeros((count + 1, columns)), np.zeros((count + 1, columns))
+        until_free, until_sent = free_s[self.codes], sent_s[self.codes]
+        before, sender = self.before, self.sender
         for low, high in pairwise(self.bounds):
-            codes = self.codes[low:high]
-            start = np.maximum(free[self.before[low:high]], sent[self.sender[low:high]])
-            free[low:high] = start + free_s[codes]
-            sent[low:high] = start + sent_s[codes]
+            start = np.maximum(free.take(before[low:high], 0), sent.take(sender[low:high], 0))
+            np.add(start, until_free[low:high], out=free[low:high])
+            np.add(start, until_sent[low:high], out=sent[low:high])
         ends = (free[self.last] - (free_s - own)[self.codes[self.last]]).max(axis=0)
         if not len(self.window):
             return ends, np.full(columns, np.nan)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from autoshard.cost.calibration import Calibration, load_calibration
+from autoshard.cost.terms import CostTerm
 from autoshard.errors import AutoshardError, Fault, InputError, NoPlan
 from autoshard.layout.pin import Pin, pins_of as layout_pins
 from autoshard.plan.candidate import parse_pins
@@ -16,7 +17,7 @@ from autoshard.search.planner import Found, Request, search as search_all
 from autoshard.search.remedy import fixed_faults, no_remedy, remedies, why_none
 from autoshard.search.space import Pins
 from autoshard.spec.cluster import Cluster
-from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.cluster_catalogue import load_cluster, other_lnc
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
@@ -38,12 +39,20 @@ class Search:
     method: Callable[[Request], Found] = search_all
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """How to price: constants other than those of the cluster, terms of your own beside those of the cost model."""
+
+    calibration: Calibration | None = None
+    terms: tuple[CostTerm, ...] = ()
+
+
 def plan(
     model: ModelSpec | str | Path,
     cluster: Cluster | str | Path,
     workload: Workload | None = None,
     *,
-    cost: Calibration | None = None,
+    cost: Cost | Calibration | None = None,
     search: Search | None = None,
 ) -> Plan:
     """Return the best plan, or raise NoPlan; names are looked up in the catalogue.
@@ -54,6 +63,7 @@ def plan(
     the_model = model if isinstance(model, ModelSpec) else load_model(model)
     the_cluster = cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster))
     how = search or Search()
+    prices = cost if isinstance(cost, Cost) else Cost(calibration=cost)
     request = Request(
         model=the_model,
         cluster=the_cluster,
@@ -61,7 +71,8 @@ def plan(
         engines=(the_cluster.engine,),
         pins=pins_of(how.pins or None),
         layouts=layout_pins(how.layouts, "Python"),
-        calibration=cost,
+        calibration=prices.calibration,
+        terms=prices.terms,
         extra_rules=how.rules,
     )
     found = how.method(request)
@@ -86,12 +97,13 @@ def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:
     """
     faults: list[Fault] = []
     model = _looked_up(faults, "model", lambda: load_model(recipe.model))
+    pins = _looked_up(faults, "fix", lambda: pins_of(recipe.fix))
+    lnc = recipe.lnc if recipe.lnc is not None or pins is None else _offered(recipe.cluster, pins.get("lnc"))
     cluster = _looked_up(
-        faults, "cluster", lambda: load_cluster(recipe.cluster, recipe.nodes, lnc=recipe.lnc, ranks=recipe.ranks)
+        faults, "cluster", lambda: load_cluster(recipe.cluster, recipe.nodes, lnc=lnc, ranks=recipe.ranks)
     )
     given = recipe.calibration
     constants = _looked_up(faults, "calibration", lambda: load_calibration(Path(given))) if given else None
-    pins = _looked_up(faults, "fix", lambda: pins_of(recipe.fix))
     listed = _looked_up(faults, "pins", lambda: layout_pins(recipe.pins, "pins"))
     if faults or model is None or cluster is None or pins is None or listed is None:
         raise InputError(faults)
@@ -114,6 +126,7 @@ def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:
             pins=pins,
             layouts=tuple(held.values()),
             calibration=constants,
+            other_lnc=() if lnc is not None else other_lnc(recipe.cluster, cluster),
         ),
     )
     if request is None:
@@ -155,6 +168,14 @@ def engines_of(cluster: Cluster, engine: str | None) -> tuple[Engine, ...]:
     if engine == "any":
         return ("nxd", "torch") if cluster.engine == "nxd" else ("torch", "nxd")
     return (cluster.engine,) if engine is None else ("nxd",) if engine == "nxd" else ("torch",)
+
+
+def _offered(cluster: str, lnc: int | None) -> int | None:
+    """Return the logical cores that are pinned, if there are such; otherwise a Rule says what is wrong with them."""
+    try:
+        return lnc if lnc is None else load_cluster(cluster, lnc=lnc).lnc
+    except InputError:
+        return None
 
 
 Value = TypeVar("Value")

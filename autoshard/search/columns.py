@@ -1,52 +1,28 @@
-"""The price of many layouts at once: the same formulas as for one, over numpy columns."""
+"""Many layouts as columns of numbers, for the formulas that price one: sizes, atoms, rings; grouped by lowering."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, cast, get_origin
 
 import numpy as np
 
 from autoshard.cost.block import BlockCost, Setting
-from autoshard.cost.pipeline import Pipeline, Sends, StageLayers
 from autoshard.cost.rings import Ring, mesh_ring
 from autoshard.cost.routes import Route
-from autoshard.cost.setting import Question, boundary_bytes, price_block
+from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups, split_pending
-from autoshard.cost.step import step_cost
 from autoshard.graph.decoder import dim_sizes
 from autoshard.layout.cutting import Cutting
-from autoshard.plan.build import buckets_of, mesh_of
+from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.recompute import Recompute
-from autoshard.plan.stages import layers_of
-from autoshard.schedule.schedule import Schedule
 from autoshard.search.space import Space
-from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
 
 Column = Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
-    """Step time and peak memory of every candidate: a row per layout, a column per kind of recompute."""
-
-    time_s: Column
-    peak_bytes: Column
-
-
-def evaluate(question: Question, space: Space, cutting: Cutting, *, apart: bool = False) -> Evaluated:
-    """Price all candidates of a space of legal layouts as one cutting shards them; ``apart`` as below."""
-    shape = (len(space.recomputes), space.num_layouts)
-    time_s, peak_bytes = np.full(shape, np.inf), np.full(shape, np.inf)
-    for mine, blocks in _lowered_alike(question, space, cutting, apart=apart):
-        time_s[:, mine], peak_bytes[:, mine] = _priced(question, space.keep(mine), blocks)
-    return Evaluated(time_s=time_s.T, peak_bytes=peak_bytes.T)
-
-
-def _lowered_alike(
+def lowered_alike(
     question: Question, space: Space, cutting: Cutting, *, apart: bool
 ) -> Iterator[tuple[Column, CutBlocks]]:
     """Yield the layouts that one lowering serves, in which a group of one rank sends nothing, with their blocks.
@@ -89,32 +65,7 @@ def atom_columns(model: ModelSpec, space: Space) -> Mapping[str, Column]:
     return {"edp": dp // ep, "ep": ep, "cp": cp, "kv": tp // rep, "rep": rep}
 
 
-def _priced(question: Question, space: Space, blocks: CutBlocks) -> tuple[Column, Column]:
-    """Price all kinds of recompute in one go: they are further columns, one stretch of layouts after the other."""
-    setting, sends = _columns(question, space, blocks)
-    table = _block_table(question, space, setting)
-    count, stretches = space.num_layouts, len(space.recomputes)
-    boundary = np.broadcast_to(boundary_bytes(setting), count)
-    wide_setting = tiled(_of_step(setting, table.values()), count, stretches)
-    wide_boundary, wide_send_s = np.tile(boundary, stretches), np.tile(sends.send_s(boundary), stretches)
-    candidates, inverse = _distinct(space)
-    buckets = [buckets_of(candidate, space.engine).total_bytes for candidate in candidates]
-    wide_buckets = np.tile(np.array(buckets, dtype=np.float64)[inverse], stretches)
-    time_s = np.empty(stretches * count)
-    peak_bytes = np.empty_like(time_s)
-    for layouts in _groups(question, space):
-        rows = (np.arange(stretches)[:, None] * count + layouts).reshape(-1)
-        local = {key: at(cost, rows) for key, cost in table.items()}
-        candidate = space.at(int(layouts[0]), 0)
-        pipeline = _pipeline(question, candidate, wide_boundary[rows], wide_send_s[rows], wide_buckets[rows])
-        here = at(wide_setting, rows)
-        cost = step_cost(question, here, pipeline, lambda kind, drop, found=local: found[kind, drop], folded=True)
-        time_s[rows], peak_bytes[rows] = cost.time_s, cost.peak_bytes
-    shape = (stretches, count)
-    return time_s.reshape(shape), peak_bytes.reshape(shape)
-
-
-def _of_step(setting: Setting, costs: Iterable[BlockCost]) -> Setting:
+def of_step(setting: Setting, costs: Iterable[BlockCost]) -> Setting:
     """Return what the step phase asks of a setting: the rings over which sums of gradients are pending."""
     pending = {atoms for cost in costs for atoms in (*cost.weights, *cost.tied_weights)}
     parts = {part for atoms in pending for part in split_pending(atoms)}
@@ -122,57 +73,10 @@ def _of_step(setting: Setting, costs: Iterable[BlockCost]) -> Setting:
     return dataclasses.replace(setting, sizes={}, rings=rings)
 
 
-def _block_table(question: Question, space: Space, setting: Setting) -> Mapping[tuple[str, Recompute], BlockCost]:
-    """Price the blocks; several kinds of recompute stand as stretches of columns under the key of the first."""
-    count, stretches = space.num_layouts, len(space.recomputes)
-    table = {
-        (kind, Recompute()): tiled(price_block(question, setting, kind, Recompute()), count, stretches)
-        for kind in ("embed", "head")
-    }
-    if stretches == 1:
-        drops = {drop for entry in space.recomputes[0] for drop in entry.kinds}
-        return table | {
-            ("layer", drop): tiled(price_block(question, setting, "layer", drop), count, 1) for drop in drops
-        }
-    costs = [price_block(question, setting, "layer", drop) for (drop,) in space.recomputes]
-    return table | {("layer", space.recomputes[0][0]): joined(costs, count)}
-
-
-def _groups(question: Question, space: Space) -> list[Column]:
-    """Group the layouts that share their stages and the number of micro-batches."""
-    rows = space.rows
-    counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
-    found, inverse = np.unique(np.stack([rows["pp"], counts], axis=1), axis=0, return_inverse=True)
-    return [np.flatnonzero(inverse.reshape(-1) == number) for number in range(len(found))]
-
-
-def _pipeline(
-    question: Question, candidate: Candidate, boundary: Column, send_s: Column, bucket_bytes: Column
-) -> Pipeline:
-    layers = layers_of(candidate, question.model.num_layers)
-    last = len(layers) - 1
-    schedule = Schedule(
-        builder=candidate.schedule,
-        num_ranks=candidate.pp,
-        num_chunks=candidate.vp,
-        num_micro_batches=question.workload.global_batch // (candidate.dp * candidate.mbs),
-    )
-    return Pipeline(
-        schedule=schedule,
-        stages=tuple(
-            StageLayers.of(count, candidate.recompute_of(stage), is_first=stage == 0, is_last=stage == last)
-            for stage, count in enumerate(layers)
-        ),
-        boundary_bytes=boundary,
-        sends=Sends.of(send_s, schedule, load_kernels(question.kernels)),
-        bucket_bytes=bucket_bytes,
-    )
-
-
-def _columns(question: Question, space: Space, blocks: CutBlocks) -> tuple[Setting, Ring]:
+def columns_of(question: Question, space: Space, blocks: CutBlocks) -> tuple[Setting, Ring]:
     """Return the numbers of all layouts, and the links of their pipelines."""
     rows = {key: column.astype(np.float64) for key, column in space.rows.items()}
-    candidates, inverse = _distinct(space)
+    candidates, inverse = distinct(space)
     meshes = [mesh_of(candidate, question.model, question.cluster) for candidate in candidates]
     sizes = dim_sizes(question.model, question.workload, rows["mbs"] * rows["dp"])
     setting = Setting(
@@ -186,7 +90,7 @@ def _columns(question: Question, space: Space, blocks: CutBlocks) -> tuple[Setti
     return setting, at(_ring_column(question, meshes, ("pp",)), inverse)
 
 
-def _distinct(space: Space) -> tuple[list[Candidate], Column]:
+def distinct(space: Space) -> tuple[list[Candidate], Column]:
     """Return a candidate of every division of the ranks, whatever its micro-batch, and the number of each layout's."""
     sizes = np.stack([space.rows[key] for key in ("tp", "pp", "cp", "ep", "dp")])
     _, first, inverse = np.unique(sizes, axis=1, return_index=True, return_inverse=True)
@@ -239,24 +143,6 @@ def at(value: Any, rows: Column) -> Any:
         return column[rows]
 
     return mapped(picked, value)
-
-
-def tiled(value: Any, count: int, times: int) -> Any:
-    """Return a value whose columns, each of ``count`` rows, stand several times one after the other."""
-
-    def repeated(column: Column) -> Column:
-        return np.tile(np.broadcast_to(column, count), times)
-
-    return mapped(repeated, value)
-
-
-def joined(values: Sequence[Any], count: int) -> Any:
-    """Return one value whose columns are those of several values one after the other."""
-
-    def end_to_end(*columns: Column) -> Column:
-        return np.concatenate([np.broadcast_to(column, count) for column in columns])
-
-    return mapped(end_to_end, *values)
 
 
 def mapped(change: Callable[..., Any], first: Any, *others: Any) -> Any:

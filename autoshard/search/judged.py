@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.predict import predicted
+from autoshard.cost.terms import stated_s
 from autoshard.cost.worth import carried
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Plan
@@ -41,4 +42,11 @@ def judged(read: Plan, calibration: Calibration | None = None) -> Judged:
         remark = _EDITED
     elif stored != current.prediction:
         remark = _OTHER
-    return Judged(plan=current, rejections=verify(current), remark=remark)
+    remarks = [text for text in (remark, _terms_remark(current)) if text]
+    return Judged(plan=current, rejections=verify(current), remark="; ".join(remarks))
+
+
+def _terms_remark(plan: Plan) -> str:
+    """Say which of the predicted seconds nobody can compute again here."""
+    names = stated_s(plan.provenance)
+    return f"{', '.join(names)}: not known here, so its seconds are those that the plan states" if names else ""

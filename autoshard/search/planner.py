@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any
+from itertools import product
+from typing import Any, Literal
 
 import numpy as np
 
@@ -11,25 +12,30 @@ from autoshard.cost.calibration import Calibration, built_in
 from autoshard.cost.predict import predicted
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
+from autoshard.cost.terms import CostTerm, outer_point, stated
 from autoshard.cost.worth import carried
 from autoshard.errors import Fault, InputError, require
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.pin import Pin
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.certificate import NOTHING_LOOKED_AT, Certificate, Refusal
+from autoshard.plan.certificate import NOTHING_LOOKED_AT, Certificate
 from autoshard.plan.plan import Plan
-from autoshard.plan.rules.check import all_rules, rejections
+from autoshard.plan.rules.check import rejections
 from autoshard.plan.rules.columns import Columns, Engine
 from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.tables import with_tables
 from autoshard.search.cutting import Terms, solved_cutting
-from autoshard.search.pool import Pool, fastest
-from autoshard.search.space import Pins, Space, default_kernels, whole_space
+from autoshard.search.exact_ranges import Effort
+from autoshard.search.goals import Fastest, Goal, Smallest
+from autoshard.search.judging import Ruled, judge_space
+from autoshard.search.pool import Pool, Progress, Solution, Watch
+from autoshard.search.space import Pins, default_kernels
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 
+Objective = Literal["time", "memory", "dollars"]
 MOST_RANKS = 2**22  # far beyond any machine, and few enough to list all of their divisors
 
 
@@ -47,12 +53,37 @@ class Request:
     pins: Pins = field(default_factory=dict[str, Any])
     layouts: tuple[Pin, ...] = ()
     calibration: Calibration | None = None
+    terms: tuple[CostTerm, ...] = ()  # of the user's own, beside those of the cost model
     extra_rules: tuple[Rule, ...] = ()
+    effort: Effort = field(default_factory=Effort)
+    objective: Objective = "time"
+    memory_bytes: float | None = None  # that a rank may fill, if not all that it has
+    other_lnc: tuple[Cluster, ...] = ()  # the same nodes under other logical cores, searched as well
 
     def __post_init__(self) -> None:
-        """Refuse a cluster whose divisors nobody could enumerate."""
+        """Refuse a cluster whose divisors nobody could enumerate, and terms that nobody could tell apart."""
         most, name = MOST_RANKS // self.cluster.ranks_per_node, self.cluster.name
-        require((self.cluster.num_nodes <= most, "nodes", f"a search takes at most {most} nodes of {name}"))
+        terms = [term.name for term in self.terms]
+        twice = sorted({term for term in terms if terms.count(term) > 1})
+        require(
+            (self.cluster.num_nodes <= most, "nodes", f"a search takes at most {most} nodes of {name}"),
+            (not twice, "terms", f"two of the name {', '.join(twice)}; each needs its own"),
+        )
+
+    def on(self, cluster: Cluster) -> "Request":
+        """Ask about one cluster only."""
+        return replace(self, cluster=cluster, other_lnc=())
+
+    def with_lnc_of(self, lnc: int | None) -> "Request":
+        """Ask about the cluster with these logical cores, if they are named and there is one."""
+        clusters = {cluster.lnc: cluster for cluster in (self.cluster, *self.other_lnc)}
+        return self.on(clusters.get(lnc, self.cluster))
+
+    @property
+    def goal(self) -> Goal:
+        """What is minimised. On one cluster dollars are time."""
+        capacity = self.cluster.rank_memory_bytes if self.memory_bytes is None else self.memory_bytes
+        return Smallest(capacity=capacity) if self.objective == "memory" else Fastest(capacity=capacity)
 
     @property
     def constants(self) -> Calibration:
@@ -74,7 +105,9 @@ class Request:
 
     def outline(self, candidate: Candidate, engine: Engine, blocks: CutBlocks) -> Plan:
         """Return the plan of a candidate whose blocks are these with its prediction, but without tables."""
-        origin = {"autoshard": __version__, **carried(self.constants), "model": self.model.source}
+        facts = (self.model, self.cluster, self.workload, engine)
+        own = stated(self.terms, Columns.of(outer_point(candidate), *facts))
+        origin = {"autoshard": __version__, **carried(self.constants), **own, "model": self.model.source}
         plan = build_plan(candidate, self.model, self.cluster, self.workload, engine, provenance=origin)
         return predicted(plan, self.constants, blocks)
 
@@ -99,6 +132,7 @@ class Request:
             workload=self.workload,
             kernels=candidate.kernels or self.cluster.kernels,
             calibration=self.constants,
+            terms=self.terms,
         )
 
 
@@ -111,88 +145,63 @@ class Found:
     certificate: Certificate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ruled:
-    """A space and what the Rules that apply say about it: truth values by Rule, layout and kind of recompute."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Solved:
+    """A solution, and the question and engine that it answers."""
 
-    space: Space
-    rules: tuple[Rule, ...]
-    allowed: Any
+    solution: Solution
+    request: Request
+    engine: Engine
+
+    def whole(self) -> Plan:
+        """Return the plan with its tables."""
+        cutting = self.solution.group.family.asked.cutting
+        return self.request.plan(self.solution.candidate, self.engine, cutting)
+
+    def outline(self) -> Plan:
+        """Return the plan without tables, with the blocks that it was priced with."""
+        return self.request.outline(self.solution.candidate, self.engine, self.solution.group.family.blocks)
 
     @property
-    def legal(self) -> Any:
-        """Which candidates every Rule allows, by layout and kind of recompute."""
-        return self.allowed.all(axis=0)
-
-    def refusals(self, request: Request) -> tuple[Refusal, ...]:
-        """Count what each Rule refuses, with its words about the candidate that has least else against it."""
-        against = (~self.allowed).sum(axis=0).reshape(-1)
-        found: list[Refusal] = []
-        for rule, allowed in zip(self.rules, self.allowed, strict=True):
-            refused = np.flatnonzero(~allowed)
-            if len(refused):
-                mildest = _candidate(self.space, int(refused[np.argmin(against[refused])]))
-                columns = Columns.of(mildest, request.model, request.cluster, request.workload, self.space.engine)
-                num_layouts = int((~allowed).any(axis=1).sum())
-                found.append(Refusal(rule_id=rule.id, num_layouts=num_layouts, example=rule.message(columns)))
-        return tuple(found)
-
-
-def judge_space(request: Request, engine: Engine) -> Ruled:
-    """Enumerate all layouts for an engine and ask every Rule about all of them."""
-    space = whole_space(request.model, request.cluster, request.workload, engine, request.pins)
-    kinds = [
-        space.columns(request.model, request.cluster, request.workload, kind) for kind in range(len(space.recomputes))
-    ]
-    rules = tuple(rule for rule in (*all_rules(), *request.extra_rules) if rule.applies(kinds[0]))
-    allowed = np.empty((len(rules), space.num_layouts, len(kinds)), dtype=bool)
-    for number, rule in enumerate(rules):
-        # A Rule of autoshard names all keys that it judges; one of the user's is asked about every candidate.
-        varies = "recompute" in rule.subject or rule in request.extra_rules
-        for kind, columns in enumerate(kinds):
-            allowed[number, :, kind] = rule.allows(columns) if varies or kind == 0 else allowed[number, :, 0]
-    return Ruled(space=space, rules=rules, allowed=allowed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outlined:
-    """A plan without tables, and the cutting that it was priced with."""
-
-    plan: Plan
-    cutting: Cutting
+    def order(self) -> tuple[float, ...]:
+        """Where it stands: as the solutions of its engine do."""
+        return self.solution.order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
     """What one engine can do: as ``Found``."""
 
-    plans: tuple[_Outlined, ...]
+    plans: tuple[_Solved, ...]
     nearest_miss: Plan | None
     certificate: Certificate
 
 
-def search(request: Request, num_plans: int = 1) -> Found:
+def on(progress: Progress) -> str:
+    """Go on, whatever happens."""
+    return ""
+
+
+def search(request: Request, num_plans: int = 1, watch: Watch = on) -> Found:
     """Price every legal candidate of every engine and return the fastest that fit; the best one with its tables."""
-    answers = _answers(request, num_plans)
-    ordered = sorted(
-        (found for answer in answers for found in answer.plans), key=lambda found: _step_time_s(found.plan)
-    )
+    answers = _answers(request, num_plans, watch)
+    ordered = sorted((found for answer in answers for found in answer.plans), key=lambda found: found.order[:3])
     misses = [answer.nearest_miss for answer in answers if answer.nearest_miss]
-    full = [with_tables(found.plan, found.cutting) for found in ordered[:1]]
+    full = [found.whole() for found in ordered[:1]]
     return Found(
-        plans=(*full, *(found.plan for found in ordered[1:num_plans])),
+        plans=(*full, *(found.outline() for found in ordered[1:num_plans])),
         nearest_miss=None if full else min(misses, key=_peak_bytes, default=None),
         certificate=reduce(Certificate.plus, (answer.certificate for answer in answers), NOTHING_LOOKED_AT),
     )
 
 
-def _answers(request: Request, num_plans: int) -> list[_Answer]:
+def _answers(request: Request, num_plans: int, watch: Watch) -> list[_Answer]:
     """Ask every engine; one that cannot run what is pinned leaves the answer to the others."""
     answers: list[_Answer] = []
     faults: list[InputError] = []
-    for engine in request.engines:
+    for cluster, engine in product((request.cluster, *request.other_lnc), request.engines):
         try:
-            answers.append(_search_engine(request, engine, num_plans))
+            answers.append(_search_engine(request.on(cluster), engine, num_plans, watch))
         except InputError as fault:
             faults.append(fault)
     if not answers:
@@ -225,57 +234,53 @@ def _with_kernels(request: Request, candidate: Candidate, engine: Engine) -> Can
     return replace(candidate, kernels=None if kernels == request.cluster.kernels else kernels)
 
 
-def _search_engine(request: Request, engine: Engine, num_plans: int) -> _Answer:
-    ruled = judge_space(request, engine)
-    some = ruled.legal.any(axis=1) & _keeps_pins(request, ruled)
-    space, legal = ruled.space.keep(some), ruled.legal[some]
-    if not space.num_layouts:
-        return _Answer(plans=(), nearest_miss=None, certificate=_certificate(request, ruled, legal, 0, 0))
-    priced = Pool(request.question(space.base), space, legal, request.layouts).settled(num_plans)
-    legal = priced.legal
-    fits = legal & (priced.peak_bytes <= request.cluster.rank_memory_bytes)
+def _search_engine(request: Request, engine: Engine, num_plans: int, watch: Watch) -> _Answer:
+    ruled = _keeping_pins(request, judge_space(request, engine))
+    if not ruled.legal:
+        return _Answer(plans=(), nearest_miss=None, certificate=_certificate(request, ruled, None, ""))
 
-    def outlined(row: int, recompute: int) -> _Outlined:
-        blocks = priced.blocks(row, recompute)
-        return _Outlined(plan=request.outline(space.at(row, recompute), engine, blocks), cutting=blocks.cutting)
+    def explored(goal: Goal, count: int, seen: Watch) -> tuple[Pool, str]:
+        question = request.question(ruled.space.base)
+        pool = Pool(question, ruled, goal, request.effort, request.layouts)
+        return pool, pool.settled(count, seen)
 
-    smallest = divmod(int(np.argmin(np.where(legal, priced.peak_bytes, np.inf))), len(space.recomputes))
-    return _Answer(
-        plans=tuple(outlined(*place) for place in fastest(space, priced.time_s, priced.peak_bytes, fits, num_plans)),
-        nearest_miss=None if fits.any() else outlined(*smallest).plan,
-        certificate=_certificate(request, ruled, legal, int(fits.sum()), len(priced.solved)),
-    )
+    pool, ended = explored(request.goal, num_plans, watch)
+    miss = None
+    if not pool.solutions and not ended:
+        smallest, _ = explored(Smallest(capacity=np.inf), 1, on)
+        found = [_Solved(solution=one, request=request, engine=engine) for one in smallest.solutions[:1]]
+        miss = found[0].outline() if found else None
+    plans = tuple(_Solved(solution=one, request=request, engine=engine) for one in pool.solutions[:num_plans])
+    return _Answer(plans=plans, nearest_miss=miss, certificate=_certificate(request, ruled, pool, ended))
 
 
-def _keeps_pins(request: Request, ruled: Ruled) -> Any:
-    """Say which layouts can keep to pinned tensors; where no legal one can, say why the first cannot."""
-    legal, space = ruled.legal.any(axis=1), ruled.space
-    if not request.layouts:
-        return np.ones_like(legal)
-    reasons = {int(row): request.pin_faults(space.at(int(row), 0)) for row in np.flatnonzero(legal)}
-    if reasons and all(reasons.values()):
+def _keeping_pins(request: Request, ruled: Ruled) -> Ruled:
+    """Leave out layouts that cannot keep to pinned tensors; where no legal one can, say why the first cannot."""
+    if not request.layouts or not ruled.legal:
+        return ruled
+    layouts = np.unique(np.concatenate([one.variant.layouts for one in ruled.legal])).tolist()
+    reasons = {row: request.pin_faults(ruled.space.at(row, 0)) for row in layouts}
+    if all(reasons.values()):
         raise InputError(next(iter(reasons.values())))
-    return np.array([row in reasons and not reasons[row] for row in range(space.num_layouts)], dtype=bool)
+    return ruled.only(np.array([row in reasons and not reasons[row] for row in range(ruled.space.num_layouts)]))
 
 
-def _certificate(request: Request, ruled: Ruled, legal: Any, num_fitting: int, num_tables: int) -> Certificate:
+def _certificate(request: Request, ruled: Ruled, pool: Pool | None, ended: str) -> Certificate:
+    value = min((one.value for one in pool.solutions), default=np.inf) if pool else np.inf
     return Certificate(
-        num_layouts=ruled.space.num_layouts,
-        refusals=ruled.refusals(request),
-        num_legal_layouts=len(legal),
-        num_candidates=int(legal.sum()),
-        num_fitting=num_fitting,
-        num_tables=num_tables,
+        num_points=ruled.num_points,
+        refusals=ruled.refusals,
+        num_legal=ruled.num_legal,
+        num_too_large=pool.num_too_large if pool else 0,
+        num_bounded=max(0, ruled.num_legal - pool.num_too_large - pool.num_solved) if pool else 0,
+        num_solved=pool.num_solved if pool else 0,
+        num_fitting=pool.num_fitting if pool else 0,
+        num_tables=pool.num_tables if pool else 0,
+        value=float(value),
+        bound=float(min(value, pool.bound)) if pool else np.inf,
+        ended=ended or "complete",
+        objective=request.objective,
     )
-
-
-def _candidate(space: Space, flat: int) -> Candidate:
-    return space.at(*divmod(flat, len(space.recomputes)))
-
-
-def _step_time_s(plan: Plan) -> float:
-    assert plan.prediction, "a found plan has its prediction"
-    return plan.prediction.step_time_s
 
 
 def _peak_bytes(plan: Plan) -> int:

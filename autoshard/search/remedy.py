@@ -10,7 +10,8 @@ from autoshard.plan.rules.check import all_rules
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.nxd_engine import FLASH_TILE
 from autoshard.plan.rules.rule import Rule
-from autoshard.search.planner import Found, Request, judge_space, rejections_of, search
+from autoshard.search.judging import judge_space
+from autoshard.search.planner import Found, Request, rejections_of, search
 from autoshard.search.space import Pins, default_kernels
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.workload import MOST
@@ -28,7 +29,6 @@ def remedies(request: Request) -> Iterator[str]:
     yield from _fewer_pins(request)
     yield from _other_batch(request)
     yield from _whole_tiles(request)
-    yield from _more_zero(request)
     yield from _more_ranks(request)
     yield from _shorter(request)
     yield from _other_engine(request)
@@ -48,13 +48,13 @@ def why_none(request: Request, found: Found) -> str:
     where = f"{request.model.name} on {_place(request.cluster)}{pins}"
     miss, certificate = found.nearest_miss, found.certificate
     if miss is None or miss.prediction is None:
-        head = f"no plan: each of the {certificate.num_layouts} layouts of {where} is refused by a rule"
+        head = f"no plan: each of the {certificate.num_points} outer points of {where} is refused by a rule"
         return "\n".join([head, *_refusal_lines(certificate.refusals)])
     peak, capacity = miss.prediction.peak_bytes, miss.prediction.capacity_bytes
     parts = max(miss.prediction.stage_memory, key=lambda memory: memory.total).parts
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
     return (
-        f"no plan: none of the {certificate.num_candidates} legal candidates for {where} fits in memory\n"
+        f"no plan: none of the {certificate.num_legal} legal outer points for {where} fits in memory\n"
         f"  the smallest is {miss.candidate}: {format_bytes(peak)} a rank "
         f"({', '.join(f'{part} {format_bytes(size)}' for part, size in largest)}), "
         f"{format_bytes(peak - capacity)} more than the {format_bytes(capacity)} there are"
@@ -68,10 +68,8 @@ def no_remedy(found: Found) -> str:
 
 
 def _refusal_lines(refusals: Sequence[Refusal]) -> list[str]:
-    most = sorted(refusals, key=lambda refusal: -refusal.num_layouts)
-    return [
-        f"  {refusal.num_layouts} by {refusal.rule_id}, like {refusal.example}" for refusal in most[:_MOST_REFUSALS]
-    ]
+    most = sorted(refusals, key=lambda refusal: -refusal.num_points)
+    return [f"  {refusal.num_points} by {refusal.rule_id}, like {refusal.example}" for refusal in most[:_MOST_REFUSALS]]
 
 
 def _place(cluster: Cluster) -> str:
@@ -82,15 +80,15 @@ def _place(cluster: Cluster) -> str:
 
 def _against_all(request: Request, engine: Engine) -> list[str]:
     judged = judge_space(request, engine)
-    if not judged.space.num_layouts:
+    if not judged.num_points:
         return _against_pins(request, engine)
     asked = {*_OPTIONS, *request.pins}
-    hopeless = {
-        rule.id
-        for rule, allowed in zip(judged.rules, judged.allowed, strict=True)
-        if asked & _keys(rule) and not allowed.any()
-    }
-    return [refusal.example for refusal in judged.refusals(request) if refusal.rule_id in hopeless]
+    about = {rule.id: _keys(rule) for rule in (*all_rules(), *request.extra_rules)}
+    return [
+        refusal.example
+        for refusal in judged.refusals
+        if refusal.rule_id in judged.hopeless and asked & about[refusal.rule_id]
+    ]
 
 
 def _against_pins(request: Request, engine: Engine) -> list[str]:
@@ -156,12 +154,6 @@ def _whole_tiles(request: Request) -> Iterator[str]:
         yield f"--seq-len {more}"
 
 
-def _more_zero(request: Request) -> Iterator[str]:
-    pins = {**request.pins, "zero": 3}
-    if "zero" not in request.pins and "torch" in request.engines and _answered(replace(request, pins=pins)):
-        yield f"--fix {show_pins(pins)}"
-
-
 def _more_ranks(request: Request) -> Iterator[str]:
     cluster = request.cluster
     local = cluster.name == "local"
@@ -170,12 +162,18 @@ def _more_ranks(request: Request) -> Iterator[str]:
     while size < most:
         size = min(most, size * 2)
         try:
-            larger = replace(request, cluster=replace(cluster, **{"chips_per_node" if local else "num_nodes": size}))
+            larger = _resized(request, "chips_per_node" if local else "num_nodes", size)
         except InputError:  # no such cluster can be built or searched, so no larger one either
             return
         if _answered(larger):
             yield f"--ranks {size}" if local else f"--nodes {size}"
             return
+
+
+def _resized(request: Request, number: str, size: int) -> Request:
+    """Ask about a larger cluster."""
+    others = tuple(replace(cluster, **{number: size}) for cluster in request.other_lnc)
+    return replace(request, cluster=replace(request.cluster, **{number: size}), other_lnc=others)
 
 
 def _shorter(request: Request) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.cost.setting import Question
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Columns, Engine
@@ -18,7 +19,8 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 
-KEYS = ("tp", "pp", "cp", "ep", "dp", "mbs")
+KEYS = ("tp", "pp", "cp", "ep", "dp", "mbs", "vp")
+SIZES = KEYS[:-1]
 Pins = Mapping[str, Any]
 
 
@@ -60,14 +62,25 @@ class Space:
     def columns(self, model: ModelSpec, cluster: Cluster, workload: Workload, recompute: int) -> Columns:
         """Return the layouts with one kind of recompute as the Rules read them."""
         base = replace(self.base, recompute=self.recomputes[recompute])
+        shared = Columns.of(base, model, cluster, workload, self.engine)
+        varied = {**self.rows, "sp": self.sequence_parallel}
+        if any(one.num_layers for one in base.recompute):
+            varied["num_short_stages"] = self._short_stages(base, shared)
+        return replace(shared, **varied)
 
-        def columns_at(pp: int) -> Columns:
-            return Columns.of(replace(base, pp=pp), model, cluster, workload, self.engine)
+    def _short_stages(self, base: Candidate, shared: Columns) -> Any:
+        """Count the stages of every row that have fewer layers than are to be recomputed."""
+        facts = (shared.model, shared.cluster, shared.workload, shared.engine)
+        pipelines, rows = np.unique(np.stack([self.rows["pp"], self.rows["vp"]]), axis=1, return_inverse=True)
+        found = [Columns.of(replace(base, pp=pp, vp=vp), *facts).num_short_stages for pp, vp in pipelines.T.tolist()]
+        return np.array(found, dtype=np.int64)[rows.reshape(-1)]
 
-        pipelines, rows = np.unique(self.rows["pp"], return_inverse=True)
-        short = np.array([columns_at(int(pp)).num_short_stages for pp in pipelines], dtype=np.int64)[rows]
-        varied = {**self.rows, "sp": self.sequence_parallel, "num_short_stages": short}
-        return replace(Columns.of(base, model, cluster, workload, self.engine), **varied)
+
+def terms_s(question: Question, space: Space) -> Any:
+    """Return what the user's own terms add to every layout of a space."""
+    plain = replace(space, base=replace(space.base, stages=None), recomputes=((Recompute(),),))
+    columns = plain.columns(question.model, question.cluster, question.workload, 0)
+    return sum((term.of(columns) for term in question.terms), np.zeros(space.num_layouts))
 
 
 def whole_space(model: ModelSpec, cluster: Cluster, workload: Workload, engine: Engine, pins: Pins) -> Space:
@@ -83,10 +96,20 @@ def whole_space(model: ModelSpec, cluster: Cluster, workload: Workload, engine: 
         "ep": [size for size in ranks if size <= max(1, model.num_experts)],
     }
     sizes = [[pins[key]] if key in pins else choices[key] for key in ("tp", "pp", "cp", "ep")]
+    num_ranks = cluster.num_ranks
+
+    def divides(product: int) -> bool:
+        return "dp" in pins or num_ranks % product == 0
+
     rows = [
-        (tp, pp, cp, ep, dp, mbs)
-        for tp, pp, cp, ep in itertools.product(*sizes)
-        for dp in _dp_sizes(cluster.num_ranks, tp * pp * cp, pins)
+        (tp, pp, cp, ep, dp, mbs, pins.get("vp", 1))
+        for tp in filter(divides, sizes[0])
+        for pp in sizes[1]
+        if divides(tp * pp)
+        for cp in sizes[2]
+        if divides(tp * pp * cp)
+        for ep in sizes[3]
+        for dp in _dp_sizes(num_ranks, tp * pp * cp, pins)
         for mbs in _micro_batches(workload.global_batch, dp, pins)
     ]
     table = np.array(rows, dtype=np.int64).reshape(-1, len(KEYS))

@@ -199,6 +199,17 @@ def load_cluster(name_or_path: str, num_nodes: int = 1, lnc: int | None = None, 
     return node_type.cluster(variant, num_nodes, None if ranks is None else ranks // variant.ranks_per_chip)
 
 
+def other_lnc(name_or_path: str, cluster: Cluster) -> tuple[Cluster, ...]:
+    """Return the same nodes under their other logical NeuronCore configurations.
+
+    >>> [other.num_ranks for other in other_lnc("trn2.48xlarge", load_cluster("trn2.48xlarge"))]
+    [128]
+    """
+    offered = [variant.lnc for variant in load_node_type(name_or_path).variants]
+    others = [lnc for lnc in offered if lnc is not None and lnc != cluster.lnc]
+    return tuple(load_cluster(name_or_path, cluster.num_nodes, lnc=lnc) for lnc in others)
+
+
 def _misfits(node_type: NodeType, num_nodes: int, lnc: int | None, ranks: int | None) -> list[Fault]:
     """List what this node type cannot do of what is asked."""
     name, offered = node_type.name, [variant.lnc for variant in node_type.variants]

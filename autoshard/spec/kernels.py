@@ -148,6 +148,7 @@ class Kernels:
         return tuple(dict.fromkeys(op for name in names for op in self.selective.get(name, (name,))))
 
 
+@cache
 def kernels_names() -> tuple[str, ...]:
     """Return the names of the tables that come with autoshard."""
     folder = resources.files("autoshard.spec") / "kernel_tables"

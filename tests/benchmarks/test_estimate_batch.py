@@ -2,8 +2,7 @@
 
 import pytest
 
-from autoshard.search.columns import Evaluated, evaluate
-from benchmarks.estimate_batch import BAR_US, LEAST, SAME, case, furthest, judge
+from benchmarks.estimate_batch import BAR_US, LEAST, SAME, Evaluated, case, evaluate, furthest, judge
 
 
 @pytest.mark.parametrize(

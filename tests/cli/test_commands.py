@@ -54,7 +54,15 @@ FINE = [
     ),
     (f"{LOCAL} --at tp=2 --pin 'embed.embed=[batch/dp, seq, hidden] +tp'", "plan tp=2"),
     ("plan --model llama3-8b --cluster ml.trn2.48xlarge --lnc 1", "trn2.48xlarge at lnc 1: 128 ranks"),
-    ("plan --model llama3-8b --cluster trn2.48xlarge", "lnc=2"),
+    ("plan --model llama3-8b --cluster trn2.48xlarge", "trn2.48xlarge at lnc"),
+    ("plan --model llama3-8b --cluster trn2.48xlarge --fix lnc=1", "trn2.48xlarge at lnc 1: 128 ranks"),
+    (f"{LOCAL} --prove", "gap 0.000%"),
+    (f"{LOCAL} --exhaustive", "0 pruned by their bound"),
+    (f"{LOCAL} --time-limit 60", "plan tp="),
+    (f"{LOCAL} --objective memory", "the smallest by this cost model"),
+    (f"{LOCAL} --objective dollars", "the cheapest by this cost model"),
+    (f"{LOCAL} --pareto", "What no other plan betters"),
+    ("plan --model llama3-8b --nodes 1,2 --pareto --fix mbs=1,tp=8", "wrote the fastest, plan.json"),
     ("plan --model llama3-8b --cluster trn2.48xlarge --engine torch", "kernels=torch_cuda"),
     ("plan --model llama3-70b --nodes 512", "512 x trn1.32xlarge: 16384 ranks"),
 ]
@@ -64,6 +72,10 @@ WRONG = [
     ("plna", ["plna: not a command. Did you mean plan?"]),
     ("plan", ["--model: missing"]),
     ("list", ["WHAT: missing; one of models, clusters"]),
+    (f"{LOCAL} --nodes 1,2", ["--nodes: takes several numbers with --pareto only"]),
+    (f"{LOCAL} --nodes 1,x", ["--nodes: expected a whole number, or several like 4,8,16"]),
+    (f"{LOCAL} --time-limit 0", ["--time-limit: must be 1 to"]),
+    (f"{LOCAL} --pareto --at tp=2", ["--pareto: searches; leave out --at"]),
     ("list model", ["WHAT: 'model' is not one of them. Did you mean models?"]),
     ("verify", ["PLAN: missing"]),
     ("verify none.json", ["none.json: cannot be read"]),
@@ -116,7 +128,7 @@ WRONG = [
     (f"{TRN1} --nodes 100000000000000000", ["--nodes: a search takes at most 131072 nodes"]),
     (f"{TRN1} --fix tp=8,pp=3", ["--fix tp=8,pp=3,cp=1,dp=1: uses 24 ranks", "groups of pp"]),
     (f"{TRN1} --fix ep=2", ["--fix ep=2: llama3-8b is dense", "--fix ep=2: NxD"]),
-    (f"{TRN1} --fix schedule=interleaved", ["--fix schedule=interleaved: needs several ranks"]),
+    (f"{TRN1} --fix schedule=interleaved,pp=1", ["--fix schedule=interleaved: needs several ranks"]),
     (f"{TRN1} --fix lnc=2", ["--fix lnc=2: trn1.32xlarge has no logical cores"]),
 ]
 
@@ -128,11 +140,11 @@ REFUSED = [  # answers with exit code 1: on stdout what was asked about a candid
     (f"{TRN1} --at tp=8,dp=4,vp=999999999", "32 layers of llama3-8b cannot fill 999999999 stages"),
     (f"{TRN1} --at tp=999999999,dp=1", "uses 999999999 ranks"),
     ("plan --model llama3-70b", "try --nodes 4"),
-    (f"{LOCAL} --ranks 7", "each of the 12 layouts of tiny-llama on this machine with 7 ranks is refused"),
+    (f"{LOCAL} --ranks 7", "each of the 48 outer points of tiny-llama on this machine with 7 ranks is refused"),
     (f"{TRN1} --fix pp=2", "try it without --fix"),
     ("plan --model llama3-70b --nodes 1000", "try --global-batch 1125"),
     ("plan --model gpt3-175b --nodes 2", "by nxd-tied, like pp=2: gpt3-175b ties"),
-    (f"{LOCAL} --seq-len 2147483647", "try --seq-len 262143"),
+    (f"{LOCAL} --seq-len 2147483647", "try --seq-len 524287"),
 ]
 
 
@@ -314,12 +326,12 @@ def test_explain_shows_every_block_of_a_found_plan(capsys: pytest.CaptureFixture
     ):
         assert words in out
     assert max(map(len, out.splitlines())) <= 120
-    keys = {"candidate", "blocks", "rules", "basis", "dollars"}
+    keys = {"candidate", "blocks", "rules", "basis", "dollars", "prediction", "unlimited_s", "runners_up"}
     assert set(json.loads(run("explain plan.json --json", capsys)[1])) == keys
 
 
 def test_explain_writes_the_predicted_step_as_a_trace(capsys: pytest.CaptureFixture[str]):
-    run(f"{LOCAL} --fix tp=2,pp=2", capsys)
+    run(f"{LOCAL} --fix tp=2,pp=2,schedule=1f1b", capsys)
     code, out, err = run("explain plan.json --trace step.json", capsys)
     assert (code, err) == (0, "")
     assert out.endswith("wrote step.json; open it at https://ui.perfetto.dev\n") and "second best" in out

@@ -3,24 +3,28 @@
 import io
 import re
 
+from autoshard.cost.worth import calibration_of
+from autoshard.plan.alternatives import Alternatives
 from autoshard.plan.candidate import Candidate
 from autoshard.report.explained import explanation_report
 from autoshard.report.terminal import make_console
+from autoshard.search.alternatives import alternatives
 from autoshard.search.explain import explain
 from autoshard.search.planner import plan_at
 from tests.search.brute_force import ask
 
 
-def explained(request, text):
+def explained(request, text, *, searched=False):
     plan = plan_at(request, Candidate.parse(text))
+    beside = alternatives(plan, calibration_of(plan)) if searched else Alternatives(others=(), unlimited_s=1e-3)
     console = make_console()
     console.file = io.StringIO()
-    console.print(explanation_report(plan, explain(plan)))
+    console.print(explanation_report(plan, explain(plan), beside))
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
 def test_the_whole_explanation(golden):
-    text = explained(ask("llama3-70b", "trn1.32xlarge", 16), "tp=32,pp=8,dp=2")
+    text = explained(ask("llama3-70b", "trn1.32xlarge", 16), "tp=32,pp=8,dp=2", searched=True)
     golden("report/explain-llama3-70b-trn1-16.txt", text)
     assert max(map(len, text.splitlines())) <= 120
 

@@ -3,6 +3,7 @@
 import json
 
 from autoshard.cost.predict import predicted
+from autoshard.plan.alternatives import Alternatives
 from autoshard.plan.certificate import NOTHING_LOOKED_AT
 from autoshard.plan.codec import load
 from autoshard.plan.dollars import dollars_of
@@ -26,7 +27,7 @@ def test_a_search_as_data_holds_the_plan_the_runners_up_and_what_was_looked_at()
     assert [row["candidate"] for row in data["runners_up"]] == [str(other.candidate) for other in others]
     assert data["dollars"] is None and all(row["dollars"] is None for row in data["runners_up"])  # no price is known
     assert [decode(Prediction, row["prediction"]) for row in data["runners_up"]] == [one.prediction for one in others]
-    assert data["certificate"]["num_candidates"] == found.certificate.num_candidates
+    assert data["certificate"]["num_legal"] == found.certificate.num_legal
 
 
 def test_a_plan_says_its_candidate_first():
@@ -47,4 +48,7 @@ def test_dollars_stand_beside_every_plan():
     assert best["dollars"] == best["runners_up"][0]["dollars"] == made_json(plan, ())["dollars"] == dollars
     assert made_json(None, ()) == {"rejections": [], "plan": None, "dollars": None}
     nothing = Explanation(candidate=str(plan.candidate), blocks=(), rules={}, basis="none")
-    assert explanation_json(plan, nothing) == {**encode(nothing), "dollars": dollars}
+    beside = Alternatives(others=(plan,), unlimited_s=1.0)
+    data = explanation_json(plan, nothing, beside)
+    assert data.items() >= {**encode(nothing), "dollars": dollars, "unlimited_s": 1.0}.items()
+    assert [row["candidate"] for row in data["runners_up"]] == [str(plan.candidate)]

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -203,27 +204,32 @@ def test_padding_and_lnc_are_said():
 
 
 def certificate(**changes: object) -> Certificate:
-    return replace(NOTHING_LOOKED_AT, **{"num_layouts": 9, "num_candidates": 5, **changes})  # type: ignore[arg-type]
+    return replace(NOTHING_LOOKED_AT, **{"num_points": 9, "num_legal": 5, "value": 2.0, "bound": 1.99, **changes})  # type: ignore[arg-type]
 
 
-def test_refusals_come_by_number_and_memory_last():
-    refusals = tuple(Refusal(rule_id=name, num_layouts=count, example=f"{name}=1: no") for name, count in
+def test_refusals_come_by_number():
+    refusals = tuple(Refusal(rule_id=name, num_points=count, example=f"{name}=1: no") for name, count in
                      (("few", 1), ("many", 7), ("some", 3)))  # fmt: skip
-    found = Found(
-        plans=(), nearest_miss=None, certificate=certificate(refusals=refusals, num_fitting=2, num_legal_layouts=5)
-    )
+    found = Found(plans=(), nearest_miss=None, certificate=certificate(refusals=refusals, num_solved=4, num_fitting=2))
     text = report(made("one stage"), found)
-    assert re.findall(r"^(many|some|few|memory) +([0-9]+)", text, re.MULTILINE) == [
-        ("many", "7"), ("some", "3"), ("few", "1"), ("memory", "3"),
-    ]  # fmt: skip
-    assert "of 5 legal candidates, each priced with" in text
+    assert re.findall(r"^(many|some|few) +([0-9]+)", text, re.MULTILINE) == [("many", "7"), ("some", "3"), ("few", "1")]
+    words = " ".join(text.split())
+    assert "or within 0.50% of it, of 5 legal outer points" in words
+    assert "4 points solved (2 fit)" in words and "bound 1.99, gap 0.500%" in words
 
 
 def test_where_nothing_is_refused_there_is_no_table_of_it():
-    found = Found(plans=(), nearest_miss=None, certificate=certificate(num_fitting=5, num_legal_layouts=5))
+    found = Found(plans=(), nearest_miss=None, certificate=certificate(num_solved=5, num_fitting=5, bound=2.0))
     text = report(made("one stage"), found)
-    assert "Refused" not in text
-    assert "5 fit in memory" in text
+    assert "Refused" not in text and "within" not in text
+    assert "5 points solved (5 fit)" in text
+
+
+@pytest.mark.parametrize(("objective", "word"), [("time", "fastest"), ("memory", "smallest"), ("dollars", "cheapest")])
+def test_the_claim_names_what_was_minimised_and_why_it_stopped(objective: str, word: str):
+    found = certificate(objective=objective, ended="interrupted")
+    assert found.claim.startswith(f"the {word} by this cost model") and "(interrupted)" in found.claim
+    assert certificate(value=math.inf, bound=math.inf).gap == 0 and certificate(value=math.inf, bound=1.0).gap == 1
 
 
 def test_no_rejection_prints_nothing():

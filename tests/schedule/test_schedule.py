@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 
 from autoshard.errors import InputError
+from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.schedule import Schedule, schedule_meaning, schedule_names
 from autoshard.schedule.simulate import PipelineTimes, StageTimes, simulate
 from autoshard.schedule.verify import verify_actions
@@ -184,3 +185,20 @@ def test_every_name_has_a_meaning():
 @pytest.mark.parametrize("name", kernels_names())
 def test_the_schedules_in_which_a_platform_hides_its_sends_exist(name):
     assert set(load_kernels(name).hides_sends) <= set(schedule_names())
+
+
+@pytest.mark.parametrize(
+    ("builder", "num_chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zb_h1", 1), ("zb_v", 2)]
+)
+def test_a_builders_order_given_as_ones_own_is_the_builders_schedule(builder: str, num_chunks: int):
+    schedule = Schedule(builder=builder, num_ranks=3, num_chunks=num_chunks, num_micro_batches=6)
+    listed = schedule.in_order(BUILDERS[builder].order)
+    assert listed.actions == schedule.action_lists()
+    assert dataclasses.replace(listed, actions=None) == schedule
+
+
+def test_an_order_of_ones_own_follows_the_placement():
+    placed = Schedule(builder="1f1b", num_ranks=2, num_micro_batches=1, placement=((1, 0), (0, 0)))
+    listed = placed.in_order(lambda shape, position: [("F", 0, 0), ("B", 0, 0)])
+    assert listed.action_lists() == placed.action_lists()
+    assert not verify_actions(listed)

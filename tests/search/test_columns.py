@@ -12,13 +12,11 @@ from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import parse_pins
 from autoshard.plan.rules.check import legal_mask
 from autoshard.plan.tables import with_tables
-from autoshard.search.columns import at, evaluate, joined, tiled
-from autoshard.search.planner import judge_space
-from autoshard.search.pool import Pool, fastest
+from autoshard.search.columns import at
 from autoshard.search.space import whole_space
 from autoshard.spec.workload import Precision
+from benchmarks.estimate_batch import evaluate
 from tests.cost.cases import ask, plan_of
-from tests.search.brute_force import ask as the_request
 from tests.tabled import cutting_of
 
 SAMPLE, KINDS = 12, 2  # layouts of each case, and of each the kinds of recompute that are priced by themselves
@@ -173,28 +171,8 @@ def test_tiles_of_a_matrix_unit_are_priced_in_columns_too():
     assert plan_cost(plan, question).time_s > 1.001 * plan_cost(replace(plan, cluster=untiled.cluster), untiled).time_s
 
 
-@pytest.mark.parametrize(
-    ("model", "cluster", "nodes"), [("mixtral-8x7b", "h100-80", 2), ("llama3-70b", "trn1.32xlarge", 16)]
-)
-def test_the_search_orders_candidates_by_what_their_plans_cost(model, cluster, nodes):
-    request = the_request(model, cluster, nodes)
-    judged = judge_space(request, request.engines[0])
-    some = judged.legal.any(axis=1)
-    space = judged.space.keep(some)
-    priced = Pool(request.question(space.base), space, judged.legal[some]).settled(5)
-    fits = priced.legal & (priced.peak_bytes <= request.cluster.rank_memory_bytes)
-    for row, number in fastest(space, priced.time_s, priced.peak_bytes, fits, 40):
-        plan = request.outline(space.at(row, number), space.engine, priced.blocks(row, number))
-        assert plan.prediction
-        assert plan.prediction.step_time_s == pytest.approx(priced.time_s[row, number], rel=1e-8), str(plan.candidate)
-
-
-def test_columns_inside_a_value_are_taken_repeated_and_joined():
-    value = {"a": np.array([1.0, 2.0]), "b": {"c": 3.0}, "kind": "text"}
-    assert tiled(value, 2, 2)["a"].tolist() == [1, 2, 1, 2]
-    assert tiled(value, 2, 2)["b"]["c"].tolist() == [3, 3, 3, 3]
-    assert at(tiled(value, 2, 2), np.array([1]))["a"].tolist() == [2]
-    both = joined([{"a": 1.0}, {"a": np.array([2.0, 3.0]), "b": 4.0}], 2)
-    assert both["a"].tolist() == [1, 1, 2, 3]
-    assert both["b"].tolist() == [0, 0, 4, 4]
-    assert value["kind"] == tiled(value, 2, 2)["kind"]
+def test_columns_inside_a_value_are_taken():
+    value = {"a": np.array([1.0, 2.0]), "b": {"c": np.array([3.0, 4.0])}, "kind": "text"}
+    assert at(value, np.array([1]))["a"].tolist() == [2]
+    assert at(value, np.array([1, 1]))["b"]["c"].tolist() == [4, 4]
+    assert at(value, np.array([0]))["kind"] == "text"

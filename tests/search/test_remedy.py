@@ -14,7 +14,7 @@ WRONG = [
     (ask("tiny-llama", pins="tp=3"), "--fix tp=3", "8 query heads of tiny-llama do not divide by 3"),
     (ask("tiny-llama", pins="pp=4,tp=2"), "--fix tp=2,pp=4,cp=1,dp=1", "uses 8 ranks, but the cluster has 4"),
     (ask("tiny-llama", pins="mbs=5"), "--fix dp=4,mbs=5", "does not divide by dp*mbs=20"),
-    (ask("tiny-llama", pins="vp=2"), "--fix vp=2", "Use schedule=interleaved"),
+    (ask("tiny-llama", pins="vp=2,schedule=1f1b"), "--fix vp=2", "Use schedule=interleaved"),
     (ask("tiny-llama", pins="boundary=[x]"), "--fix boundary=[x]", "Leave boundary out"),
     (ask("tiny-llama", pins="recompute=selective[x]"), "--fix recompute=selective[x]", "x is not known"),
     (ask("tiny-llama", pins="recompute=full:9"), "--fix recompute=full:9", "smaller K"),
@@ -54,7 +54,7 @@ def test_the_message_about_memory_says_by_how_much_the_smallest_plan_misses():
     assert f"{format_bytes(peak - 16 * 2**30)} more than the 16.00 GiB there are" in text
     assert found.nearest_miss.prediction
     fullest = max(found.nearest_miss.prediction.stage_memory, key=lambda memory: memory.total)
-    assert found.nearest_miss.mesh.num_ranks == 32 and found.nearest_miss.mesh.size("tp") == 32, "nothing to shard over"
+    assert found.nearest_miss.mesh.num_ranks == 32 and found.nearest_miss.mesh.size("dp") == 1, "nothing to shard over"
     moments, fp32 = (format_bytes(count * fullest.num_weights) for count in (8, 4))
     assert f"(optimizer {moments}, gradients {fp32}, masters {fp32})" in text
 
@@ -62,20 +62,20 @@ def test_the_message_about_memory_says_by_how_much_the_smallest_plan_misses():
 def test_the_message_about_rules_counts_them():
     request = ask("llama3-8b", "trn1.32xlarge", pins="pp=2")
     text = why_none(request, search(request))
-    assert "each of the 145 layouts of llama3-8b on 1 x trn1.32xlarge with pp=2 is refused by a rule" in text
-    assert "134 by trn1-dp, like tp=1,pp=2,dp=16: with a pipeline" in text
+    assert "each of the 22363 outer points of llama3-8b on 1 x trn1.32xlarge with pp=2 is refused by a rule" in text
+    assert "by trn1-dp, like tp=1,pp=2,dp=16: with a pipeline" in text
 
 
 ADVICE = [
     (ask("llama3-70b", "trn1.32xlarge"), ["--nodes 4"]),
-    (ask("llama3-8b", "trn1.32xlarge", seq_len=2**20), ["--seq-len 131072"]),
+    (ask("llama3-8b", "trn1.32xlarge", seq_len=2**20), ["--seq-len 262144", "--nodes 4"]),
     (ask("llama3-8b", "trn1.32xlarge", seq_len=7), ["--seq-len 2048"]),
     (ask("llama3-8b", "trn1.32xlarge", pins="pp=2"), ["it without --fix", "--nodes 2"]),
     (ask("llama3-8b", "trn1.32xlarge", pins="tp=8,pp=2"), ["--fix tp=8, so without pp=2", "--nodes 2"]),
     (ask("llama2-7b"), ["--ranks 64"]),
     (ask("tiny-llama", ranks=7, global_batch=32, pins="pp=1"), ["--global-batch 35"]),
     (ask("llama3-70b", "trn1.32xlarge", 1000), ["--global-batch 1125"]),
-    (ask("llama3-8b", "a100-40", pins="tp=1,pp=1"), ["--fix tp=1,pp=1,zero=3"]),
+    (ask("llama3-8b", "a100-40", pins="tp=1,pp=1,zero=1"), ["--fix pp=1,zero=1, so without tp=1"]),
     (ask("gpt2-xl", "trn2.48xlarge"), ["--engine torch"]),
     (ask("gpt3-175b", "trn1.32xlarge", 2), []),
 ]

@@ -1,0 +1,111 @@
+"""The options of a question, and of how it is searched, which commands share."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from autoshard.command_line import Counts, SaidOften
+from autoshard.errors import Fault, InputError, require
+
+if TYPE_CHECKING:
+    from autoshard.layout.pin import Pin
+    from autoshard.search.planner import Request
+
+_LONGEST_S = 10**6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Which model, where, for which work, and what is fixed.
+
+    Args:
+        model: A model card by name (see `autoshard list models`), or the path of a Hugging Face config.json.
+        nodes: How many nodes the cluster has; several with --pareto, e.g. 4,8,16.
+        cluster: A cluster by name (see `autoshard list clusters`), or the path of a cluster file.
+        lnc: Logical NeuronCore configuration of trn2: 1 or 2. Default: both are tried.
+        ranks: Processes on this machine, 1 to 64; only for the cluster `local`. Default: 4.
+        seq_len: Tokens in a sequence. Default: the card's context, at most 8192.
+        global_batch: Sequences in an optimizer step. Default: 1024, on `local` 32.
+        precision: Number format of weights and activations; bf16 and fp16 keep FP32 masters.
+        engine: Only what this engine runs; any lifts the restriction. Default: the cluster's own.
+        calibration: A calibration file, made by `autoshard calibrate`. Default: what is known of the cluster.
+        fix: Pin some keys of the layout, e.g. tp=32,pp=8.
+        pins: Pin the layout of a tensor, e.g. 'up=[batch/dp, seq, ffn/tp]'; may be given several times.
+    """
+
+    model: str
+    nodes: Counts = (1,)
+    cluster: str = "trn1.32xlarge"
+    lnc: int | None = None
+    ranks: int | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    engine: Literal["nxd", "torch", "any"] | None = None
+    calibration: str | None = None
+    fix: str | None = None
+    pins: SaidOften = ()
+
+    def requests(self, how: "Effort") -> "list[Request]":
+        """Look everything up, once for every number of nodes."""
+        from autoshard.search.api import request_of
+        from autoshard.spec.recipe import Recipe
+
+        recipes = [
+            Recipe(
+                model=self.model, nodes=nodes, cluster=self.cluster, lnc=self.lnc, ranks=self.ranks,
+                seq_len=self.seq_len, global_batch=self.global_batch, precision=self.precision, engine=self.engine,
+                calibration=self.calibration, fix=self.fix,
+            )
+            for nodes in self.nodes
+        ]  # fmt: skip
+        pinned = pins_of(self.pins)
+        return [replace(request_of(recipe, pinned), effort=how.effort, objective=how.objective) for recipe in recipes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """What the search minimises, and how far it goes.
+
+    Args:
+        objective: What is minimised; on one cluster dollars are time.
+        prove: Search on until nothing better can be left, instead of within 0.1%.
+        exhaustive: Leave out no layout because of a bound; slow, and only to check that bounds are right.
+        time_limit: Stop after so many seconds with the best so far, and say how far it may be from the best there is.
+    """
+
+    objective: Literal["time", "dollars", "memory"] = "time"
+    prove: bool = False
+    exhaustive: bool = False
+    time_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a limit that nobody could wait for, or that leaves no time."""
+        limit = self.time_limit
+        require((limit is None or 1 <= limit <= _LONGEST_S, "--time-limit", f"must be 1 to {_LONGEST_S}, not {limit}"))
+
+    @property
+    def effort(self) -> "object":
+        """How far the search goes."""
+        from autoshard.search.exact_ranges import EVERYTHING, Effort as How
+
+        return replace(EVERYTHING if self.prove else How(), exhaustive=self.exhaustive)
+
+
+def pins_of(said: SaidOften) -> "list[Pin]":
+    """Read pinned layouts; one on the command line goes before one of the same name in a file."""
+    from autoshard.layout.pin import Pin, parse_pin
+
+    faults: list[Fault] = []
+    pins: dict[str, Pin] = {}
+    for one in said:
+        try:
+            pin = parse_pin(one.text, one.where)
+        except InputError as error:
+            faults.extend(error.faults)
+            continue
+        if pin.tensor in pins and pins[pin.tensor].origin == one.where:
+            faults.append(Fault(where=f"{one.where} {pin.tensor}", message="is given twice; keep one"))
+        pins[pin.tensor] = pin
+    if faults:
+        raise InputError(faults)
+    return list(pins.values())

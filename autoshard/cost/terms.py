@@ -1,0 +1,85 @@
+"""Terms of a user's own in the time of a step: functions while a plan is searched, numbers in the plan."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autoshard.cost.rings import Number
+from autoshard.errors import InputError, require
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.recompute import Recompute
+from autoshard.plan.rules.columns import Columns
+
+PREFIX = "cost."  # of its part of the predicted seconds and of its line in a plan's provenance
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTerm:
+    """Seconds that every step takes besides, of one candidate or of columns: ``seconds`` reads the same on both.
+
+    It sees everything but layers and recompute of the stages, so that it moves a bound on an outer point by as much as
+    the point itself.
+    """
+
+    name: str
+    seconds: Callable[[Columns], Number]
+    source: str
+
+    def __post_init__(self) -> None:
+        """Refuse names that are no word, and terms without a source."""
+        require(
+            (bool(_NAME.fullmatch(self.name)), "name", f"must be lower case like my_term, not {self.name!r}"),
+            (bool(self.source.strip()), "source", "say where this term is from"),
+        )
+
+    @property
+    def part(self) -> str:
+        """The name of its part of the predicted seconds."""
+        return PREFIX + self.name
+
+    def of(self, columns: Columns) -> Number:
+        """Evaluate it; a term is an addition to a step, so that less than nothing is refused."""
+        found: Any = np.asarray(self.seconds(columns), dtype=np.float64)
+        least, most = found.min(initial=0.0), found.max(initial=0.0)
+        said = f"gives {least if least < 0 else most} s; a term gives finite seconds of at least 0"
+        require((bool(least >= 0 and most < math.inf), self.part, said))
+        return found
+
+
+def outer_point(candidate: Candidate) -> Candidate:
+    """Return what a term sees of a candidate.
+
+    >>> str(outer_point(Candidate.parse("tp=2,pp=2,dp=1,stages=3/1,recompute=full")))
+    'tp=2,pp=2,dp=1'
+    """
+    return replace(candidate, stages=None, recompute=(Recompute(),))
+
+
+def stated(terms: Sequence[CostTerm], columns: Columns) -> Mapping[str, str]:
+    """Return what a plan's provenance says of the terms of its own point: a number and its source each."""
+    return {term.part: f"{float(term.of(columns))!r} s, {term.source}" for term in terms}
+
+
+def stated_s(provenance: Mapping[str, str]) -> Mapping[str, float]:
+    """Read the seconds of the terms that a plan states.
+
+    >>> stated_s({"model": "a card", "cost.stall": "0.25 s, my own runs"})
+    {'cost.stall': 0.25}
+    """
+    return {key: _seconds(key, said) for key, said in provenance.items() if key.startswith(PREFIX)}
+
+
+def _seconds(key: str, said: str) -> float:
+    number, unit, _ = said.partition(" s, ")
+    try:
+        seconds = float(number)
+    except ValueError:
+        seconds = math.nan
+    if not unit or not 0 <= seconds < math.inf:
+        raise InputError.of(f"provenance.{key}", f"must be SECONDS s, SOURCE with at least 0 seconds, not {said!r}")
+    return seconds

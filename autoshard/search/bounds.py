@@ -1,0 +1,226 @@
+"""What a step takes at least, for many candidates at once, before anything is known of their stages.
+
+The layers of a pipeline are given to its ranks as their memory allows: those that recompute least first, each rank as
+many as could fit if it held no others. The work that results is then spread in perfect balance, over a pipeline that
+waits no longer than its schedule must. Every step of this errs to the fast side.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from autoshard.cost.pipeline import Sends
+from autoshard.cost.step import rank_update
+from autoshard.cost.update import state_bytes
+from autoshard.plan.recompute import Recompute
+from autoshard.schedule.schedule import Schedule
+from autoshard.search.chosen import SURE
+from autoshard.search.families import Family
+from autoshard.search.fillings import Frame, states_bytes
+from autoshard.search.ranges import ALL_RANGES
+from autoshard.search.splits import MOST_RELIEVED, splits
+from autoshard.spec.kernels import load_kernels
+
+Column = Any
+_FOREVER = 1e30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ideal:
+    """What the layouts of a family take at least under a kind of ZeRO, whatever their schedule."""
+
+    family: Family
+    zero: Any
+    work_s: Column  # of a micro-batch on all ranks together; infinite where nothing fits
+    plain_s: Column  # the same where nothing is computed again
+    free_s: Column  # the same if memory had no end
+    capacity: float
+    update_s: Column  # what is no micro-batch's
+    counts: Column  # micro-batches
+    num_ranks: Column  # of the pipeline
+
+    @classmethod
+    def of(cls, family: Family, zero: Any, capacity: float) -> "Ideal":
+        """Work out what all schedules share."""
+        rows, question = family.space.rows, family.question
+        counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
+        work, plain, free = np.full((3, len(counts)), np.inf)
+        for ranks in np.unique(rows["pp"]).tolist():
+            mine = np.flatnonzero(rows["pp"] == ranks)
+            frame = family.frame(mine, Schedule(builder="1f1b", num_ranks=ranks, num_micro_batches=1), zero)
+            own = _work_s(frame, family.kinds.index(Recompute()), capacity, counts[mine])
+            work[mine], plain[mine], free[mine] = own
+        update = _update_s(family, zero, counts, rows["pp"])
+        return cls(
+            family=family,
+            zero=zero,
+            work_s=work,
+            plain_s=plain,
+            free_s=free,
+            capacity=capacity,
+            update_s=update,
+            counts=counts,
+            num_ranks=rows["pp"],
+        )
+
+    def bound_s(self, builder: str, rows: Column, chunks: Column, allowed: Column, below_s: float) -> Column:
+        """Bound some layouts run with a schedule, each with so many chunks per rank.
+
+        ``allowed`` says which kinds of recompute each may use. Infinite where nothing fits; where that is not below
+        what matters, the bound need not be the best one.
+        """
+        family, counts, ranks = self.family, self.counts[rows], self.num_ranks[rows]
+        again = [number for number, kind in enumerate(family.kinds) if kind != Recompute()]
+        only_plain = ~allowed[:, again].any(axis=1)
+        work = self.work_s[rows]
+        work[only_plain] = self.plain_s[rows][only_plain]
+        if builder == "zb_v":  # its first rank holds embedding and head, and others may keep less than under 1F1B
+            work = np.where(self._folds(rows, only_plain), self.free_s[rows], np.inf)
+        held = _held_s(family, builder)[rows]
+        if builder in ALL_RANGES:
+            passes = _passes(builder, counts, ranks) * (work + 2 * (ranks - 1) * held)
+            passes[~_keeps_all(self, builder, rows)] = np.inf
+        else:
+            passes = counts / ranks * work
+            near = np.flatnonzero(passes + self.update_s[rows] < below_s)
+            passes[near] = np.maximum(passes[near], self._listed_s(builder, rows[near], chunks[near], held[near]))
+        fixed = family.fixed_s(rows, builder, chunks, self.zero)
+        return (passes + self.update_s[rows] + fixed) * (1 - SURE)
+
+    def _folds(self, rows: Column, only_plain: Column) -> Column:
+        """Say where ZB-V may fit: its fullest rank holds an even share, and keeps chunks of every rank at a time."""
+        family, ranks = self.family, self.num_ranks[rows]
+        layers = family.question.model.num_layers
+        weights = {pending: -(-layers // ranks) * number[rows] for pending, number in family.layer.weights.items()}
+        frame = family.frame(rows, Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1), self.zero)
+        states = sum(state_bytes(weights, frame.setting, family.question.workload.precision).values())
+        flight = np.where(self.counts[rows] >= 2 * ranks, 2 * ranks, 1)
+        least = np.maximum(1, layers // (2 * ranks) - MOST_RELIEVED)
+        saved = family.layer.saved_bytes[:, rows]
+        least_saved = saved.min(axis=0)
+        least_saved[only_plain] = saved[family.kinds.index(Recompute()), only_plain]
+        kept = flight * least * least_saved
+        return (states + kept) * (1 - 1e-9) <= self.capacity
+
+    def _listed_s(self, builder: str, rows: Column, chunks: Column, held: Column) -> Column:
+        """Bound schedules whose stages are those of a list: by the last and the fullest rank of its best split."""
+        family, layers = self.family, self.family.question.model.num_layers
+        pinned = family.space.base.stages
+        passes, head = family.layer.pass_s.min(axis=0)[rows], family.head.pass_s[0][rows]
+        ahead = family.layer.forward_s.min(axis=0)[rows] if builder.startswith("zb") else passes
+        found = np.full(len(rows), np.inf)
+        ranks, counts = self.num_ranks[rows], self.counts[rows]
+        shapes = ranks * (layers + 1) + chunks
+        for shape in np.unique(shapes).tolist():
+            mine = np.flatnonzero(shapes == shape)
+            own, ahead_s, count, held_s = passes[mine], ahead[mine], counts[mine], held[mine]
+            best = np.full(len(mine), np.inf)
+            for ends in _ends(builder, divmod(shape, layers + 1), layers, pinned):
+                full, last = (
+                    before * ahead_s + count * (inside * own + sends * held_s) for before, inside, sends in ends
+                )
+                best = np.minimum(best, np.maximum(full, last + count * head[mine]))
+            found[mine] = best
+        return found
+
+
+@cache
+def _ends(
+    builder: str, shape: tuple[int, int], num_layers: int, pinned: tuple[int, ...] | None
+) -> list[list[tuple[float, float, int]]]:
+    """Return for every split of a list the layers before, the layers and the sends of its fullest and its last rank."""
+    schedule = Schedule(builder=builder, num_ranks=shape[0], num_chunks=shape[1], num_micro_batches=shape[0])
+    sends, last = schedule.num_sends(), schedule.place_of(schedule.num_stages - 1)[0]
+    found: list[list[tuple[float, float, int]]] = []
+    for split in (pinned,) if pinned else splits(num_layers, schedule.num_stages):
+        before, inside = _by_rank(schedule, split)
+        ranks = (int(np.argmax(inside)), last)
+        found.append([(float(before[rank]), float(inside[rank]), sends[rank]) for rank in ranks])
+    return found
+
+
+def _by_rank(schedule: Schedule, split: tuple[int, ...]) -> tuple[Column, Column]:
+    """Return by rank the layers of the stages before its first one, and its own."""
+    inside = np.zeros(schedule.num_ranks)
+    first = np.full(schedule.num_ranks, schedule.num_stages)
+    for stage, layers in enumerate(split):
+        rank = schedule.place_of(stage)[0]
+        inside[rank] += layers
+        first[rank] = min(first[rank], stage)
+    return np.concatenate([[0], np.cumsum(split)])[first], inside
+
+
+def _passes(builder: str, counts: Column, ranks: Column) -> Column:
+    """Return how often a step takes the work of one micro-batch at least, however that lies on the ranks.
+
+    The paths of ``path_weights`` in the mixture in which all layers weigh the same.
+    """
+    passes = (counts + ranks - 1) / ranks
+    few = (counts <= ranks) & (builder != "gpipe")
+    passes[few] = 1 + (counts[few] - 1) / (2 * ranks[few] - counts[few] + 1)
+    return passes
+
+
+def _held_s(family: Family, builder: str) -> Column:
+    """Return for how long each message holds a rank."""
+    question, count = family.question, len(family.layouts)
+    send_s = np.broadcast_to(family.sends.send_s(family.boundary_bytes), count)
+    kernels = load_kernels(question.kernels)
+    hidden = builder in kernels.hides_sends
+    return np.broadcast_to(Sends(time_s=send_s, hidden=hidden, receives_apart=kernels.receives_apart).held_s, count)
+
+
+def _keeps_all(ideal: Ideal, builder: str, rows: Column) -> Column:
+    """Say where what GPipe keeps of all micro-batches fits, at the least that a layer keeps."""
+    if builder != "gpipe":
+        return np.ones(len(rows), dtype=bool)
+    family = ideal.family
+    layers = -(-family.question.model.num_layers // ideal.num_ranks[rows])
+    kept = layers * ideal.counts[rows] * family.layer.saved_bytes.min(axis=0)[rows]
+    return kept <= ideal.capacity
+
+
+def _work_s(frame: Frame, plain: int, capacity: float, counts: Column) -> tuple[Column, Column, Column]:
+    """Return what one micro-batch costs on all ranks together at least, without recompute, and without limit."""
+    passes, layers = frame.layer.pass_s, frame.question.model.num_layers
+    order = passes.argsort(axis=0)
+    room = np.maximum(0.0, _room(frame, capacity, counts))
+    sorted_room = np.take_along_axis(room, order[None], axis=1)
+    most = np.minimum(np.maximum.accumulate(sorted_room, axis=1).sum(axis=0), layers)
+    share = np.diff(most, axis=0, prepend=0.0)
+    ends = frame.embed.pass_s[0] + frame.head.pass_s[0]
+    work = (share * np.take_along_axis(passes, order, axis=0)).sum(axis=0) + ends
+    none = layers * passes[plain] + ends
+    fits = room[:, plain].sum(axis=0) >= layers
+    free = layers * passes.min(axis=0) + ends
+    return np.where(most[-1] >= layers, work, np.inf), np.where(fits, none, np.inf), free
+
+
+def _room(frame: Frame, capacity: float, counts: Column) -> Column:
+    """Return how many layers of each kind fit a rank at most: [rank, kind, candidate].
+
+    Of each layer it keeps at least as many micro-batches as 1F1B, which keeps fewest (but for ZB-V).
+    """
+    question, layer, head = frame.question, frame.layer, frame.head
+    kernels, ranks = load_kernels(question.kernels), frame.schedule.num_ranks
+    number = np.arange(ranks)[:, None]
+    flight = np.maximum(1, np.minimum(ranks - number, counts))[:, None]
+    first, last = (number == 0)[:, None] * 1.0, (number == ranks - 1)[:, None] * 1.0
+    gathered = 0.0 if frame.setting.zero != 3 else layer.num_weights * 2.0
+    base = kernels.workspace_bytes + kernels.runtime_bytes + gathered
+    ends = first * states_bytes(frame, frame.embed) + last * (states_bytes(frame, head) + flight * head.saved_bytes[0])
+    moment = np.maximum(0.0, layer.moment_bytes - last * head.saved_bytes[0])
+    each = states_bytes(frame, layer) + flight * layer.saved_bytes
+    return np.floor((capacity * (1 + 1e-9) - base - ends - moment) / np.maximum(each, 1.0))
+
+
+def _update_s(family: Family, zero: Any, counts: Column, ranks: Column) -> Column:
+    """Return what the step phase of the rank with the most layers takes at least."""
+    frame = family.frame(np.arange(len(counts)), Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1), zero)
+    layers = -(-family.question.model.num_layers // ranks)
+    weights = {pending: layers * number for pending, number in family.layer.weights.items()}
+    passes = np.full(len(counts), _FOREVER)  # behind which as much as possible hides
+    update = rank_update(family.question, frame.setting, weights, passes, counts)
+    return sum(np.broadcast_to(part, len(counts)) for part in update.seconds.values())

@@ -1,0 +1,123 @@
+"""Layouts that one lowering of a cutting serves, with what their blocks cost: priced once, whatever the pipeline."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autoshard.cost.block import Setting
+from autoshard.cost.pipeline import Sends
+from autoshard.cost.rings import Ring
+from autoshard.cost.setting import Question, boundary_bytes, price_block
+from autoshard.cost.sharded import CutBlocks
+from autoshard.layout.cutting import Cutting
+from autoshard.plan.build import buckets_of
+from autoshard.plan.recompute import Recompute
+from autoshard.schedule.schedule import Schedule
+from autoshard.search.columns import at, columns_of, distinct, lowered_alike, of_step
+from autoshard.search.fillings import Frame, Totals
+from autoshard.search.space import Space, terms_s
+from autoshard.spec.kernels import load_kernels
+
+Column = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Asked:
+    """A solver's answer: a cutting, and the atoms that cut anything where it was solved."""
+
+    cutting: Cutting
+    atoms: frozenset[str]
+
+    def serves(self, atoms: frozenset[str], exact: frozenset[str]) -> bool:
+        """Whether it says all about a layout on whose mesh these atoms cut, just like here where they are exact."""
+        return atoms & exact == self.atoms & exact and atoms & {"kv", "rep"} <= self.atoms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Family:
+    """Layouts with the blocks of one lowering, each block under every kind of recompute that may be used."""
+
+    question: Question
+    asked: Asked
+    space: Space
+    layouts: Column  # their numbers
+    blocks: CutBlocks
+    setting: Setting
+    sends: Ring
+    boundary_bytes: Column
+    bucket_bytes: Column
+    kinds: tuple[Recompute, ...]
+    embed: Totals
+    layer: Totals
+    head: Totals
+
+    def frame(self, rows: Column, schedule: Schedule, zero: Any) -> Frame:
+        """Return some of its layouts with a schedule."""
+        size = self.boundary_bytes[rows]
+        send_s = at(self.sends, rows).send_s(size)
+        return Frame(
+            question=self.question,
+            setting=replace(at(self.setting, rows), zero=zero),
+            schedule=schedule,
+            sends=Sends.of(np.broadcast_to(send_s, len(rows)), schedule, load_kernels(self.question.kernels)),
+            boundary_bytes=size,
+            bucket_bytes=self.bucket_bytes[rows],
+            fixed_s=self.fixed_s(rows, schedule.builder, schedule.num_chunks, zero),
+            embed=self.embed.only(rows),
+            layer=self.layer.only(rows),
+            head=self.head.only(rows),
+        )
+
+    def fixed_s(self, rows: Column, builder: str, chunks: Any, zero: Any) -> Column:
+        """Return what a step of some of its layouts takes whatever it does, and by the user's own terms."""
+        question = self.question
+        fixed = np.full(len(rows), question.calibration.step_s)
+        if not question.terms:
+            return fixed
+        own = self.space.keep(rows)
+        base = replace(own.base, schedule=builder, zero=zero)
+        sizes = {**own.rows, "vp": np.broadcast_to(chunks, len(rows))}
+        return fixed + terms_s(question, replace(own, base=base, rows=sizes))
+
+
+def families(
+    question: Question, space: Space, asked: Asked, layouts: Column, *, apart: bool = False
+) -> Iterator[Family]:
+    """Price the blocks of some layouts as a cutting shards them; ``apart`` as in ``lowered_alike``."""
+    kinds = kinds_of(space.recomputes)
+    some = space.keep(layouts)
+    for mine, blocks in lowered_alike(question, some, asked.cutting, apart=apart):
+        own = some.keep(mine)
+        setting, sends = columns_of(question, own, blocks)
+        count = own.num_layouts
+        costs = [price_block(question, setting, "layer", drop) for drop in kinds]
+        ends = {kind: price_block(question, setting, kind, Recompute()) for kind in ("embed", "head")}
+        candidates, inverse = distinct(own)
+        buckets = [buckets_of(candidate, space.engine).total_bytes for candidate in candidates]
+        yield Family(
+            question=question,
+            asked=asked,
+            space=own,
+            layouts=layouts[mine],
+            blocks=blocks,
+            setting=of_step(setting, (*costs, *ends.values())),
+            sends=sends,
+            boundary_bytes=np.broadcast_to(boundary_bytes(setting), count),
+            bucket_bytes=np.array(buckets, dtype=np.float64)[inverse],
+            kinds=kinds,
+            embed=Totals.of([ends["embed"]], count),
+            layer=Totals.of(costs, count),
+            head=Totals.of([ends["head"]], count),
+        )
+
+
+def kinds_of(recomputes: Sequence[tuple[Recompute, ...]]) -> tuple[Recompute, ...]:
+    """Return what single layers may do, none among it.
+
+    >>> [str(kind) for kind in kinds_of([(Recompute.parse("full:2"),)])]
+    ['none', 'full']
+    """
+    kinds = {kind: None for stages in recomputes for one in stages for kind in one.kinds}
+    return tuple(dict.fromkeys((Recompute(), *kinds)))

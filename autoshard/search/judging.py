@@ -1,0 +1,173 @@
+"""A whole space asked of the Rules: layouts first, by those that need no more; then every variant of the legal ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from autoshard.plan.certificate import Refusal
+from autoshard.plan.rules.check import all_rules
+from autoshard.plan.rules.columns import Columns, Engine
+from autoshard.plan.rules.rule import Rule
+from autoshard.search.points import Legal
+from autoshard.search.space import Pins, Space, whole_space
+from autoshard.search.variants import CHOSEN, num_variants, variants
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import Workload
+
+Column = Any
+
+
+class Asked(Protocol):
+    """What a question must say to be judged."""
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model."""
+        ...
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster."""
+        ...
+
+    @property
+    def workload(self) -> Workload:
+        """The work."""
+        ...
+
+    @property
+    def pins(self) -> Pins:
+        """Keys of the candidate that are fixed."""
+        ...
+
+    @property
+    def extra_rules(self) -> tuple[Rule, ...]:
+        """The user's own."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ruled:
+    """A space under its Rules: how many outer points it has, who refuses how many, and what is left of each variant."""
+
+    space: Space
+    num_points: int
+    refusals: tuple[Refusal, ...]
+    hopeless: frozenset[str]  # Rules that refuse all that they were asked about
+    legal: tuple[Legal, ...]
+
+    @property
+    def num_legal(self) -> int:
+        """Outer points that no Rule refuses."""
+        return sum(len(one.variant.layouts) for one in self.legal)
+
+    def only(self, layouts: Column) -> "Ruled":
+        """Return what is left where only some layouts may be used, by truth values."""
+        legal = [one.only(np.flatnonzero(layouts[one.variant.layouts])) for one in self.legal]
+        return replace(self, legal=tuple(one for one in legal if len(one.variant.layouts)))
+
+
+def judge_space(asked: Asked, engine: Engine) -> Ruled:
+    """Enumerate all points of an engine and ask every Rule about all of them."""
+    space = whole_space(asked.model, asked.cluster, asked.workload, engine, asked.pins)
+    counts = num_variants(space, asked.model, asked.pins)
+    # Recompute that is pinned stage by stage depends on how many stages there are.
+    chosen = {*CHOSEN, *({"recompute"} & asked.pins.keys())}
+    early = tuple(rule for rule in all_rules() if not _keys(rule) & chosen)
+    late = sorted((rule for rule in all_rules() if _keys(rule) & chosen), key=_by_row)
+    tally = _Tally(asked=asked)
+    allowed = tally.judged(space, early, counts)
+    alive = np.flatnonzero(allowed.any(axis=1))
+    space, allowed = space.keep(alive), allowed[alive]
+    legal: list[Legal] = []
+    for variant in variants(space, asked.model, asked.pins):
+        ones = np.ones(len(variant.layouts), dtype=np.int64)
+        left = allowed[variant.layouts] & tally.judged(variant.space, (*late, *asked.extra_rules), ones)
+        kept = np.flatnonzero(left.any(axis=1))
+        if len(kept):
+            legal.append(Legal(variant=variant, allowed=left).only(kept))
+    return Ruled(
+        space=space,
+        num_points=int(counts.sum()),
+        refusals=tally.refusals(),
+        hopeless=tally.hopeless,
+        legal=tuple(legal),
+    )
+
+
+def _keys(rule: Rule) -> set[str]:
+    return set(rule.subject.replace(" ", "").split(","))
+
+
+def _by_row(rule: Rule) -> bool:
+    """Say whether a Rule may judge the rows of a variant differently; the others are asked first."""
+    return not _keys(rule) <= {"zero", "schedule", "cp_kind", "cp_order"}
+
+
+class _Tally:
+    """What every Rule has refused so far, with its words about the candidate that had least else against it."""
+
+    def __init__(self, *, asked: Asked) -> None:
+        self._asked = asked
+        self._counts: dict[str, int] = {}
+        self._examples: dict[str, tuple[int, str]] = {}
+        self._hopeful: set[str] = set()
+
+    def judged(self, space: Space, rules: Sequence[Rule], counts: Column) -> Column:
+        """Ask Rules about a space; a row stands for so many points. Return what all allow, by row and recompute.
+
+        Once a Rule has refused every row, no other is asked.
+        """
+        facts = (self._asked.model, self._asked.cluster, self._asked.workload)
+        first = space.columns(*facts, 0)
+        shape = (space.num_layouts, len(space.recomputes))
+        asked: list[Rule] = []
+        answers: list[Column] = []
+        for rule in rules:
+            if rule.applies(first):
+                allowed = np.empty(shape, dtype=bool)
+                whole = rule.allows(first)
+                allowed[:] = np.reshape(whole, (-1, 1))
+                asked.append(rule)
+                answers.append(allowed)
+                if np.ndim(whole) == 0 and not whole and rule not in self._asked.extra_rules:
+                    break
+                # A Rule of autoshard names all keys that it judges; one of the user's is asked about everything.
+                for kind in range(1, shape[1] if "recompute" in rule.subject or rule in self._asked.extra_rules else 1):
+                    allowed[:, kind] = rule.allows(space.columns(*facts, kind))
+        allowed = np.array(answers, dtype=bool).reshape(len(asked), *shape)
+        if space.num_layouts:
+            self._count(space, asked, allowed, counts)
+        return allowed.all(axis=0)
+
+    def _count(self, space: Space, rules: list[Rule], allowed: Column, counts: Column) -> None:
+        against = (~allowed).sum(axis=0).reshape(-1)
+        for rule, column in zip(rules, allowed, strict=True):
+            refused = np.flatnonzero(~column)
+            if column.any():
+                self._hopeful.add(rule.id)
+            if not len(refused):
+                continue
+            self._counts[rule.id] = self._counts.get(rule.id, 0) + int(counts[(~column).any(axis=1)].sum())
+            mildest = int(refused[np.argmin(against[refused])])
+            reasons = int(against[mildest])
+            if rule.id not in self._examples or reasons < self._examples[rule.id][0]:
+                candidate = space.at(*divmod(mildest, len(space.recomputes)))
+                facts = (self._asked.model, self._asked.cluster, self._asked.workload, space.engine)
+                self._examples[rule.id] = (reasons, rule.message(Columns.of(candidate, *facts)))
+
+    @property
+    def hopeless(self) -> frozenset[str]:
+        """Rules that allowed nothing so far."""
+        return frozenset(self._counts.keys() - self._hopeful)
+
+    def refusals(self) -> tuple[Refusal, ...]:
+        """Return what was refused, by Rule."""
+        return tuple(
+            Refusal(rule_id=rule_id, num_points=count, example=self._examples[rule_id][1])
+            for rule_id, count in self._counts.items()
+            if count
+        )

@@ -1,0 +1,54 @@
+"""What a schedule lets its ranks hold and send, whatever the blocks: counted once, because counting takes long."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from autoshard.cost.memory import num_messages
+from autoshard.schedule.schedule import Schedule
+
+Column = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Loads:
+    """Counts by rank, and where each stage is."""
+
+    flight: Column  # (chunk, micro-batch) pairs held at most
+    sends: Column  # messages of one micro-batch
+    ranks: Column  # by stage
+    chunks: Column  # by stage
+
+
+@lru_cache(maxsize=1024)
+def loads_of(schedule: Schedule) -> Loads:
+    """Count for a schedule."""
+    every = range(schedule.num_ranks)
+    places = [schedule.place_of(stage) for stage in range(schedule.num_stages)]
+    return Loads(
+        flight=np.array([schedule.in_flight(rank) for rank in every], dtype=np.float64),
+        sends=np.array(schedule.num_sends(), dtype=np.float64),
+        ranks=np.array([rank for rank, _ in places]),
+        chunks=np.array([chunk for _, chunk in places]),
+    )
+
+
+@lru_cache(maxsize=1024)
+def deferred_of(schedule: Schedule) -> Column:
+    """Count by rank the (chunk, micro-batch) pairs whose W waits."""
+    return np.array([schedule.deferred(rank) for rank in range(schedule.num_ranks)], dtype=np.float64)
+
+
+@lru_cache(maxsize=1024)
+def held_of(schedule: Schedule) -> tuple[Column, ...]:
+    """Count by rank the micro-batches of each chunk that it holds, when no other time exceeds them: [time, chunk]."""
+    return tuple(np.array(schedule.held(rank), dtype=np.float64) for rank in range(schedule.num_ranks))
+
+
+@lru_cache(maxsize=1024)
+def messages_of(schedule: Schedule, *, keeps_outputs: bool) -> Column:
+    """Count the messages that each rank holds."""
+    every = range(schedule.num_ranks)
+    return np.array([num_messages(schedule, rank, keeps_outputs=keeps_outputs) for rank in every], dtype=np.float64)

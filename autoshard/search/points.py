@@ -1,0 +1,117 @@
+"""Outer points: layouts with everything that they can be run as, each with a bound on what it takes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoshard.schedule.schedule import Schedule
+from autoshard.search.bounds import Ideal
+from autoshard.search.chosen import Options
+from autoshard.search.families import Family
+from autoshard.search.fillings import Frame
+from autoshard.search.variants import Variant
+
+Column = Any
+Bound = Callable[[Ideal, str, Column, Column, Column, float], Column]  # as ``Goal.bound``
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Legal:
+    """A variant with what the Rules allow of it: truth values by row and kind of recompute."""
+
+    variant: Variant
+    allowed: Column
+
+    def only(self, rows: Column) -> "Legal":
+        """Return some rows."""
+        space, layouts = self.variant.space.keep(rows), self.variant.layouts[rows]
+        return Legal(variant=Variant(space=space, layouts=layouts), allowed=self.allowed[rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """Points of one family and variant that share their pipeline: they are priced together."""
+
+    family: Family
+    legal: Legal
+    schedule: Schedule
+    rows: Column  # of the family
+    places: Column  # rows of the variant
+    bound: Column  # of what is minimised
+    rest_s: Column  # of a step at least, what is no micro-batch's
+
+    def only(self, some: Column) -> "Group":
+        """Return some of its points."""
+        return Group(
+            family=self.family, legal=self.legal, schedule=self.schedule, rows=self.rows[some],
+            places=self.places[some], bound=self.bound[some], rest_s=self.rest_s[some],
+        )  # fmt: skip
+
+    @property
+    def layouts(self) -> Column:
+        """The numbers of the points' layouts."""
+        return self.family.layouts[self.rows]
+
+    def frame(self) -> Frame:
+        """Return what its points' blocks take and hold."""
+        return self.family.frame(self.rows, self.schedule, self.legal.variant.space.base.zero)
+
+    def options(self) -> Options:
+        """Return what its points' stages may choose from."""
+        return _options(self.family, self.legal, self.places)
+
+
+def groups(ideal: Ideal, legal: Legal, bound: Bound, below: float) -> tuple[list[Group], Column, float]:
+    """Part the points of a family and a variant into groups, each point with its bound.
+
+    Beside them return which rows of the variant this is about, and the least bound of those that are no better than
+    ``below``, which are left out.
+    """
+    variant, family = legal.variant, ideal.family
+    number = np.full(int(max(family.layouts.max(), variant.layouts.max())) + 1, -1)
+    number[family.layouts] = np.arange(len(family.layouts))
+    places = np.flatnonzero(number[variant.layouts] >= 0)
+    rows, chunks = number[variant.layouts[places]], variant.space.rows["vp"][places]
+    builder = variant.space.base.schedule
+    least = bound(ideal, builder, rows, chunks, _options(family, legal, places).allowed.T, below)
+    left = float(least[np.isfinite(least) & (least >= below)].min(initial=np.inf))
+    some = np.flatnonzero(least < below)
+    ranks, counts = ideal.num_ranks[rows[some]], ideal.counts[rows[some]]
+    shapes, shape = np.unique(np.stack([ranks, chunks[some], counts], axis=1), axis=0, return_inverse=True)
+    found: list[Group] = []
+    for index, (pp, vp, count) in enumerate(shapes.tolist()):
+        own = some[shape.reshape(-1) == index]
+        schedule = Schedule(builder=builder, num_ranks=pp, num_chunks=vp, num_micro_batches=count)
+        found.append(
+            Group(
+                family=family,
+                legal=legal,
+                schedule=schedule,
+                rows=rows[own],
+                places=places[own],
+                bound=least[own],
+                rest_s=ideal.update_s[rows[own]],
+            )
+        )
+    return found, places[np.isfinite(least)], left
+
+
+def _options(family: Family, legal: Legal, places: Column) -> Options:
+    base = legal.variant.space.base
+    allowed = legal.allowed[places]
+    recomputes = legal.variant.space.recomputes
+    pinned: Sequence[Any] | None = None
+    if len(recomputes) == 1 and recomputes[0] != (family.kinds[0],):
+        pinned, columns = recomputes[0], [allowed[:, 0]] * len(family.kinds)
+    else:
+        known = {stages[0]: number for number, stages in enumerate(recomputes)}
+        columns = [allowed[:, known[kind]] if kind in known else np.zeros(len(places), bool) for kind in family.kinds]
+    return Options(
+        kinds=family.kinds,
+        allowed=np.array(columns),
+        num_layers=family.question.model.num_layers,
+        stages=base.stages,
+        recompute=None if pinned is None else tuple(pinned),
+    )

@@ -1,0 +1,90 @@
+"""Random small questions, and Rules that leave few kinds of recompute, so that everything can be tried."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from autoshard.cost.calibration import built_in
+from autoshard.plan.candidate import show_pins
+from autoshard.plan.recompute import Recompute, parse_stages
+from autoshard.plan.rules.columns import Columns
+from autoshard.plan.rules.rule import Rule
+from autoshard.search.planner import Request
+from tests.search.brute_force import FULL, PLAIN, ask, kinds_of_recompute
+
+MODELS = ("tiny-llama", "tiny-llama", "tiny-mixtral")
+KERNELS = (None, "torch_cuda", "te", "mcore")  # None: those of the cluster
+PINNED_RECOMPUTE = ((PLAIN,), (FULL,), (Recompute(kind="full", num_layers=1),))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request that prints what is special about it."""
+
+    request: Request
+    text: str  # what was drawn
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.text)
+
+    @classmethod
+    def of(cls, request: Request, kinds: tuple[Recompute, ...]) -> "Asked":
+        """Say what was drawn; ``kinds`` are those that a Rule leaves, if any does."""
+        fixed = request.constants
+        size = f"{request.model.name}, {request.model.num_layers} layers, {request.cluster.num_ranks} ranks"
+        work = f"batch {request.workload.global_batch}, seq {request.workload.seq_len}"
+        costs = f"step {fixed.step_s} s, collective {fixed.collective_s} s"
+        left = "/".join(map(str, kinds)) or "all"
+        return cls(request=request, text=f"{size}, {work}, {costs}, {show_pins(request.pins)!r}, kinds {left}")
+
+
+def only_kinds(kinds: tuple[Recompute, ...]) -> Rule:
+    """A user's Rule: layers do nothing else than this."""
+
+    def allows(columns: Columns) -> bool:
+        return all(kind in kinds for stage in parse_stages(columns.recompute) for kind in stage.kinds)
+
+    return Rule(
+        id="mine", subject="recompute", allows=allows, message=lambda c: f"not {c.recompute}", source="this test"
+    )
+
+
+@st.composite
+def requests(draw: Any, *, schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v")) -> Asked:
+    """A small model on up to eight ranks with something pinned; it has few points and few ways for each."""
+    ranks = draw(st.sampled_from([1, 2, 3, 4, 4, 6, 8, 8]))
+    layers = draw(st.integers(2, 5))
+    pp = draw(st.sampled_from([size for size in (1, 2, 2, 3, 4, 4, 5) if ranks % size == 0 and size <= layers]))
+    pins: dict[str, Any] = {"pp": pp}
+    for key, values in {
+        "mbs": (1, 1, 2), "tp": (1, 2), "zero": (0, 1, 3), "sp": (False,), "cp": (1, 1, 2), "vp": (1, 2),
+        "schedule": schedules,
+    }.items():  # fmt: skip
+        if draw(st.sampled_from([True, key != "vp" and key != "sp", False])):
+            pins[key] = draw(st.sampled_from(values))
+    if draw(st.booleans()) and pp > 1:
+        pins["schedule"] = draw(st.sampled_from(schedules))
+    kernels = draw(st.sampled_from(KERNELS))
+    if kernels:
+        pins["kernels"] = kernels
+    kinds: tuple[Recompute, ...] = ()
+    if draw(st.integers(0, 4)) == 0:
+        pins["recompute"] = draw(st.sampled_from(PINNED_RECOMPUTE))
+    else:
+        known = kinds_of_recompute(kernels or "torch_cpu")
+        most = 2 if pp > 3 else 4 if pp > 2 else 13
+        kinds = tuple(draw(st.lists(st.sampled_from(known), min_size=1, max_size=most, unique=True)))
+    batch = draw(st.sampled_from([1, 2, 4, 4, 6, 8, 12]))
+    request = ask(
+        draw(st.sampled_from(MODELS)), ranks=ranks, global_batch=batch, seq_len=draw(st.sampled_from([8, 64, 256]))
+    )
+    constants = replace(
+        built_in("local"),
+        step_s=draw(st.sampled_from([0.0, 0.01])),
+        collective_s=draw(st.sampled_from([0.0, 1e-6, 1e-4])),
+    )
+    model = replace(request.model, num_layers=layers)
+    rules = (only_kinds(kinds),) if kinds else ()
+    request = replace(request, model=model, pins=pins, extra_rules=rules, calibration=constants)
+    return Asked.of(request, kinds)

@@ -1,0 +1,82 @@
+"""Layout, variant, layer ranges and recompute together: the answer is the best of everything that can be tried."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings, strategies as st
+
+from autoshard.plan.codec import dump
+from autoshard.plan.verify import verify
+from autoshard.search.planner import Found, Request, plan_at, search
+from tests.search.brute_force import EXACT, Truth, Way, peak, refused, time_s
+from tests.search.question_cases import Asked, requests
+
+
+def limit(truth: Truth, share: float) -> float:
+    """Memory between what nothing fits and what everything does that is worth it."""
+    smallest, fastest = truth.smallest(), truth.fastest(np.inf)
+    if smallest is None or fastest is None:
+        return 1e12
+    low, high = smallest.peak_bytes, max(fastest.peak_bytes, smallest.peak_bytes * 1.01)
+    return low + share * (high - low) + 0.37
+
+
+def is_best(found: Found, best: Way | None) -> None:
+    """The answer is as fast as the best way, and says so."""
+    certificate = found.certificate
+    assert bool(found.plans) == (best is not None), certificate
+    if best is None:
+        return
+    assert best.time_s * (1 - 1e-9) <= certificate.value <= best.latest_s * (1 + 1e-9), (str(best.candidate), best)
+    assert time_s(found.plans[0]) == pytest.approx(certificate.value, rel=1e-8)
+    assert certificate.gap < 1e-9 and certificate.bound <= certificate.value
+
+
+def holds_itself(request: Request, found: Found) -> None:
+    """The plan is legal, fits, and gives itself again."""
+    for plan in found.plans[:1]:
+        assert not refused(request, plan.candidate)
+        assert request.memory_bytes is None or peak(plan) <= request.memory_bytes + 10
+        assert verify(plan) == ()
+        assert dump(plan_at(request, plan.candidate)) == dump(plan)
+
+
+@given(requests(), st.sampled_from([-0.01, 0.0, 0.003, 0.03, 0.1, 0.3, 0.6, 1.1, 1.1]))
+def test_the_search_finds_the_best_of_everything(asked: Asked, share: float):
+    truth = Truth(asked.request)
+    capacity = limit(truth, share)
+    request = replace(asked.request, memory_bytes=capacity)
+    best = truth.fastest(capacity)
+    event("something fits" if best else "legal" if truth.legal else "nothing is legal")
+    found = search(replace(request, effort=EXACT))
+    is_best(found, best)
+    holds_itself(request, found)
+
+
+@settings(max_examples=40)
+@given(requests(), st.sampled_from([0.0, 0.03, 0.3, 1.1]))
+def test_with_the_usual_effort_the_certificate_covers_the_truth(asked: Asked, share: float):
+    truth = Truth(asked.request)
+    capacity = limit(truth, share)
+    request = replace(asked.request, memory_bytes=capacity)
+    best, found = truth.fastest(capacity), search(request)
+    assert bool(found.plans) == (best is not None)
+    if best:
+        certificate = found.certificate
+        assert best.time_s * (1 - 1e-9) <= certificate.value <= best.latest_s * (1 + 1e-3)
+        assert certificate.value * (1 - certificate.gap) <= best.latest_s * (1 + 1e-9)
+        holds_itself(request, found)
+
+
+@settings(max_examples=40)
+@given(requests())
+def test_the_search_finds_what_takes_least_memory(asked: Asked):
+    best = Truth(asked.request).smallest()
+    found = search(replace(asked.request, objective="memory"))
+    assert bool(found.plans) == (best is not None)
+    if best:
+        assert found.certificate.value == pytest.approx(best.peak_bytes, rel=1e-9)
+        assert found.certificate.bound <= found.certificate.value
+        assert peak(found.plans[0]) == pytest.approx(best.peak_bytes, abs=20)
+        holds_itself(asked.request, found)
