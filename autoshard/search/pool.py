@@ -27,7 +27,7 @@ from autoshard.search.exact_ranges import Effort
 from autoshard.search.families import Asked, families
 from autoshard.search.goals import Goal
 from autoshard.search.judging import Ruled
-from autoshard.search.points import Group, Legal, groups
+from autoshard.search.points import Bound, Group, Legal, groups
 from autoshard.search.space import SIZES
 from autoshard.spec.workload import DTYPE_BYTES
 
@@ -188,7 +188,7 @@ class Pool:
             below_each = np.array([self._below_of(layout, below) for layout in group.layouts.tolist()])
             near = np.argsort(group.bound, kind="stable")
             near = near[group.bound[near] < below_each[near] * (1 + _TIE)]
-            count_now = _AT_ONCE if np.isfinite(below) else 1
+            count_now = _AT_ONCE if np.isfinite(below) or self._effort.exhaustive else 1
             if len(near) > count_now:
                 self._push(group.only(near[count_now:]))
             try:
@@ -354,15 +354,19 @@ class Pool:
     def _wait(self, ideal: Ideal, number: int) -> None:
         """Let a family wait with a variant, if any of its points may fit."""
         legal = self._legal[number]
-        _, places, least = groups(ideal, legal, self._goal.bound, -np.inf)
+        _, places, least = groups(ideal, legal, self._bound_of, -np.inf)
         if len(places):
             self._bounded[number][places] = True
             self._waiting.append(_Waiting(ideal=ideal, number=number, order=(_keeps_most(legal), least)))
 
+    @property
+    def _bound_of(self) -> Bound:
+        return _no_bound if self._effort.exhaustive else self._goal.bound
+
     def _bound(self, waiting: _Waiting, below: float) -> None:
         """Bound the points of a family and a variant as well as can be, and open those that may matter."""
         legal = self._legal[waiting.number]
-        found, _, left_s = groups(waiting.ideal, legal, self._goal.bound, below * (1 + _TIE))
+        found, _, left_s = groups(waiting.ideal, legal, self._bound_of, below * (1 + _TIE))
         self._least.append(left_s)
         for group in found:
             self._push(group)
@@ -376,6 +380,11 @@ class Pool:
 def _cuts(legal: Legal) -> bool:
     """Say whether a variant cuts the sequence over tp between products; with tp 1 it makes no difference."""
     return legal.variant.space.sp is not False
+
+
+def _no_bound(ideal: Ideal, builder: str, rows: Column, chunks: Column, allowed: Column, below: float) -> Column:
+    """Leave out nothing."""
+    return np.zeros(len(rows))
 
 
 def _keeps_most(legal: Legal) -> bool:

@@ -1,0 +1,57 @@
+"""Whoever waits sees how far a search has come, and gets what it has when it is stopped."""
+
+import sys
+
+import pytest
+
+from autoshard.commands import watching as watched
+from autoshard.commands.watching import watching
+from autoshard.search.planner import search
+from autoshard.search.pool import Progress
+from tests.search.brute_force import ask
+
+HALF = Progress(num_done=5, num_points=10, best=2.0, bound=1.5)
+
+
+def test_nothing_is_drawn_where_nobody_looks_or_before_a_second(capsys: pytest.CaptureFixture[str]):
+    with watching(None, str) as watch:
+        assert watch(HALF) == ""
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_shows_the_best_the_bound_and_what_is_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(watched, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    with watching(None, lambda value: f"{value} s") as watch:
+        assert watch(HALF) == "" and watch(HALF) == ""
+    out, err = capsys.readouterr()
+    assert out == "" and "best 2.0 s, bound 1.5 s, 5 points open" in err
+
+
+def test_time_that_is_over_stops_a_search_with_an_honest_gap():
+    request = ask("llama3-8b", "trn1.32xlarge", 4)
+    whole = search(request)
+    with watching(1e-9, str) as watch:
+        found = search(request, 1, watch)
+    assert found.certificate.ended == "stopped after 1e-09 s" and found.plans
+    best, some = whole.plans[0].prediction, found.plans[0].prediction
+    assert best and some
+    assert found.certificate.bound <= best.step_time_s * (1 + 1e-9) <= some.step_time_s * (1 + 1e-9)
+    assert 0 <= found.certificate.gap <= 1 and "(stopped after" in found.certificate.claim
+
+
+def test_an_interrupted_search_gives_what_it_has():
+    seen: list[Progress] = []
+
+    def interrupt(progress: Progress) -> str:
+        seen.append(progress)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return ""
+
+    found = search(ask("llama3-8b", "trn1.32xlarge", 4), 1, interrupt)
+    assert found.certificate.ended == "interrupted" and found.plans
