@@ -159,8 +159,11 @@ class _Solved:
         return self.request.plan(self.solution.candidate, self.engine, cutting)
 
     def outline(self) -> Plan:
-        """Return the plan without tables, with the blocks that it was priced with."""
-        return self.request.outline(self.solution.candidate, self.engine, self.solution.group.family.blocks)
+        """Return the plan without tables."""
+        family, candidate = self.solution.group.family, self.solution.candidate
+        real = cut_atoms(candidate, self.request.model)
+        blocks = CutBlocks(step=family.question.step, cutting=family.asked.cutting, atoms=real)
+        return self.request.outline(candidate, self.engine, blocks)
 
     @property
     def order(self) -> tuple[float, ...]:
