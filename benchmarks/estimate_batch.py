@@ -60,20 +60,22 @@ def evaluate(question: Question, space: Space, cutting: Cutting, *, apart: bool 
     for family in families(question, space, asked, np.arange(space.num_layouts), apart=apart):
         rows = family.space.rows
         counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
-        for ranks, count in np.unique(np.stack([rows["pp"], counts], axis=1), axis=0).tolist():
-            mine = np.flatnonzero((rows["pp"] == ranks) & (counts == count))
-            chosen = _priced(family, mine, ranks, count)
+        shapes, shape = np.unique(np.stack([rows["pp"], rows["vp"], counts], axis=1), axis=0, return_inverse=True)
+        for number, (ranks, chunks, count) in enumerate(shapes.tolist()):
+            mine = np.flatnonzero(shape.reshape(-1) == number)
+            builder = family.space.base.schedule
+            schedule = Schedule(builder=builder, num_ranks=ranks, num_chunks=chunks, num_micro_batches=count)
+            chosen = _priced(family, mine, schedule)
             own = (len(space.recomputes), len(mine))
             time_s[family.layouts[mine]] = chosen.time_s.reshape(own).T
             peak_bytes[family.layouts[mine]] = chosen.peak_bytes.reshape(own).T
     return Evaluated(time_s=time_s, peak_bytes=peak_bytes)
 
 
-def _priced(family: Family, mine: Any, ranks: int, count: int) -> Chosen:
+def _priced(family: Family, mine: Any, schedule: Schedule) -> Chosen:
     """Price layouts that share their pipeline with every recompute, one stretch of layouts after the other."""
     space, layers = family.space, family.question.model.num_layers
     base = space.base
-    schedule = Schedule(builder=base.schedule, num_ranks=ranks, num_chunks=base.vp, num_micro_batches=count)
     frame = family.frame(mine, schedule, base.zero)
     allowed = np.ones((len(family.kinds), len(mine)), dtype=bool)
     pinned = space.recomputes[0] if len(space.recomputes) == 1 else None
@@ -82,7 +84,7 @@ def _priced(family: Family, mine: Any, ranks: int, count: int) -> Chosen:
     )
     fillings, _ = fillings_of(schedule, options, base.stages or even_stages(layers, schedule.num_stages))
     kinds = [0 if pinned else family.kinds.index(entry[0]) for entry in space.recomputes]
-    option = np.broadcast_to(np.repeat(kinds, len(mine)), (ranks, len(kinds) * len(mine)))
+    option = np.broadcast_to(np.repeat(kinds, len(mine)), (schedule.num_ranks, len(kinds) * len(mine)))
     several = np.tile(np.arange(len(mine)), len(kinds))
     found = filled(frame, fillings).only(several)
     return timed(frame.only(several), fillings, found, option, np.ones(len(several), dtype=bool))
