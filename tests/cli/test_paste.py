@@ -85,8 +85,8 @@ def test_the_next_command_works(capsys: pytest.CaptureFixture[str]):
     "question",
     [
         "--model llama3-70b",
-        "--model llama3.1-405b",
-        "--model llama2-7b --cluster local",
+        pytest.param("--model llama3.1-405b", marks=pytest.mark.slow),
+        pytest.param("--model llama2-7b --cluster local", marks=pytest.mark.slow),
         "--model llama3-8b --seq-len 1048576",
         "--model llama3-8b --seq-len 1000",
         "--model llama3-8b --fix pp=2",
