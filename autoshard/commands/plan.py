@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from autoshard.commands.asked import Asked, Effort
 from autoshard.commands.output import next_command, place_checks, print_json, write_plan
-from autoshard.commands.watching import watching
+from autoshard.commands.watching import Watcher, watching
 from autoshard.errors import InputError, NoPlan, require
 
 if TYPE_CHECKING:
@@ -63,13 +63,16 @@ def _frontier(requests: "list[Request]", effort: Effort, out: Path, json: bool) 
     from autoshard.report.frontier import frontier_report
     from autoshard.report.structured import frontier_json
     from autoshard.report.terminal import make_console
+    from autoshard.search.api import unanswered
     from autoshard.search.frontier import frontier
+    from autoshard.search.planner import search
     from autoshard.units import format_seconds
 
     with watching(effort.time_limit, format_seconds) as watch:
         found = frontier(requests, watch)
     if not found.plans:
-        _searched(requests[-1], 1, effort)
+        _refuse_unfinished(found.ended, watch)
+        raise unanswered(requests[-1], search(requests[-1]), helpful=True)
     write_plan(found.plans[0], out)
     if json:
         print_json(frontier_json(found.plans, found.gap, found.ended))
@@ -89,13 +92,17 @@ def _searched(request: "Request", num_plans: int, effort: Effort) -> "Found":
     with watching(effort.time_limit, show) as watch:
         found = search(request, num_plans, watch)
     if not found.plans:
-        ended = found.certificate.ended
-        if ended == "interrupted":
-            raise KeyboardInterrupt
-        if ended != "complete":
-            raise NoPlan(f"no plan: {ended}, before any was found that fits. Give the search more time")
+        _refuse_unfinished(found.certificate.ended, watch)
         raise unanswered(request, found, helpful=True)
     return found
+
+
+def _refuse_unfinished(ended: str, watch: Watcher) -> None:
+    """Say that a search which was stopped has found nothing yet; whether there is anything is not known."""
+    if watch.interrupted:
+        raise KeyboardInterrupt
+    if ended != "complete":
+        raise NoPlan(f"no plan: {ended}, before any was found that fits. Give the search more time")
 
 
 def _plan_at(request: "Request", text: str, out: Path, json: bool) -> int:

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
+from autoshard.units import format_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
@@ -35,6 +37,11 @@ class Certificate:
     objective: str = "time"
 
     @property
+    def stopped(self) -> str:
+        """Why the search stopped before it was complete, if it did."""
+        return "" if self.ended == "complete" else self.ended
+
+    @property
     def gap(self) -> float:
         """By which share of it the answer may be worse than the best."""
         if math.isinf(self.value):
@@ -46,7 +53,7 @@ class Certificate:
         """Say in words what was proven."""
         best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[self.objective]
         within = "" if self.gap < 1e-9 else f", or within {self.gap:.2%} of it"
-        stopped = "" if self.ended == "complete" else f" ({self.ended})"
+        stopped = f" ({self.stopped})" if self.stopped else ""
         return (
             f"the {best} by this cost model{within}{stopped}, of {self.num_legal} legal outer points with all layer "
             "ranges (gpipe, 1f1b; near-even ones of other schedules) and recompute of their stages, among plans with "
@@ -59,8 +66,12 @@ class Certificate:
         return (
             f"{self.num_solved} points solved ({self.num_fitting} fit), {self.num_bounded} pruned by their bound, "
             f"{self.num_too_large} too large for memory; {_counted(self.num_tables, 'table')} solved; "
-            f"bound {self.bound:.6g}, gap {self.gap:.3%}"
+            f"bound {self._bound}, gap {self.gap:.3%}"
         )
+
+    @property
+    def _bound(self) -> str:
+        return format_bytes(round(self.bound)) if self.objective == "memory" else f"{self.bound:.6g} s"
 
     def plus(self, other: "Certificate") -> "Certificate":
         """Return the certificate of both spaces together."""
@@ -75,7 +86,7 @@ class Certificate:
             num_tables=self.num_tables + other.num_tables,
             value=min(self.value, other.value),
             bound=min(self.bound, other.bound),
-            ended=self.ended if self.ended != "complete" else other.ended,
+            ended=self.stopped or other.ended,
             objective=other.objective,
         )
 

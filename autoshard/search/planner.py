@@ -203,13 +203,33 @@ def _answers(request: Request, num_plans: int, watch: Watch) -> list[_Answer]:
     answers: list[_Answer] = []
     faults: list[InputError] = []
     for cluster, engine in product((request.cluster, *request.other_lnc), request.engines):
+        ended = answers[-1].certificate.stopped if answers else ""
         try:
-            answers.append(_search_engine(request.on(cluster), engine, num_plans, watch))
+            # What was stopped stays stopped: of the other engines it is only known what they cannot be better than.
+            answers.append(_search_engine(request.on(cluster), engine, num_plans, _ending(ended) if ended else watch))
         except InputError as fault:
             faults.append(fault)
     if not answers:
         raise faults[0]
     return answers
+
+
+def _ending(ended: str) -> Watch:
+    """Return a watch that stops at once, for a reason that is known."""
+
+    def end(progress: Progress) -> str:
+        return ended
+
+    return end
+
+
+def _unknowing(watch: Watch) -> Watch:
+    """Return a watch over a search whose values are not those that are asked for."""
+
+    def see(progress: Progress) -> str:
+        return watch(replace(progress, best=np.inf, bound=np.inf))
+
+    return see
 
 
 def plan_at(request: Request, candidate: Candidate) -> Plan:
@@ -250,7 +270,7 @@ def _search_engine(request: Request, engine: Engine, num_plans: int, watch: Watc
     pool, ended = explored(request.goal, num_plans, watch)
     miss = None
     if not pool.solutions and not ended:
-        smallest, _ = explored(Smallest(capacity=np.inf), 1, on)
+        smallest, _ = explored(Smallest(capacity=np.inf), 1, _unknowing(watch))
         found = [_Solved(solution=one, request=request, engine=engine) for one in smallest.solutions[:1]]
         miss = found[0].outline() if found else None
     plans = tuple(_Solved(solution=one, request=request, engine=engine) for one in pool.solutions[:num_plans])

@@ -191,13 +191,9 @@ class Pool:
             count_now = _AT_ONCE if np.isfinite(below) or self._effort.exhaustive else 1
             if len(near) > count_now:
                 self._push(group.only(near[count_now:]))
-            try:
-                if len(near):
-                    self._solve(group.only(near[:count_now]), float(below_each[near[:count_now]].max()))
-                ended = watch(self._progress())
-            except KeyboardInterrupt:
-                self._push(group)
-                ended = "interrupted"
+            if len(near):
+                self._solve(group.only(near[:count_now]), float(below_each[near[:count_now]].max()))
+            ended = watch(self._progress())
             if ended:
                 return ended
         return ""

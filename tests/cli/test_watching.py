@@ -1,6 +1,9 @@
 """Whoever waits sees how far a search has come, and gets what it has when it is stopped."""
 
+import os
+import signal
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +11,7 @@ from autoshard.commands import watching as watched
 from autoshard.commands.watching import watching
 from autoshard.search.planner import search
 from autoshard.search.pool import Progress
+from autoshard.spec.cluster_catalogue import load_cluster
 from tests.search.brute_force import ask
 
 HALF = Progress(num_done=5, num_points=10, best=2.0, bound=1.5)
@@ -44,14 +48,46 @@ def test_time_that_is_over_stops_a_search_with_an_honest_gap():
     assert 0 <= found.certificate.gap <= 1 and "(stopped after" in found.certificate.claim
 
 
+def test_ctrl_c_stops_a_search_at_its_next_step_and_a_second_one_at_once():
+    before = signal.getsignal(signal.SIGINT)
+    with watching(None, str) as watch:
+        assert watch(HALF) == ""
+        os.kill(os.getpid(), signal.SIGINT)
+        assert watch(HALF) == "interrupted"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_nobody_else_swallows_an_interruption():
+    def interrupt(progress: Progress) -> str:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(ask("llama3-8b", "trn1.32xlarge", 4), 1, interrupt)
+
+
+def test_what_is_stopped_on_one_cluster_is_not_searched_on_the_next():
+    request = ask("llama3-8b", "trn2.48xlarge")
+    both = replace(request, other_lnc=(load_cluster("trn2.48xlarge", lnc=1),))
+    seen: list[Progress] = []
+
+    def stop(progress: Progress) -> str:
+        seen.append(progress)
+        return "stopped"
+
+    found = search(both, 1, stop)
+    assert len(seen) == 1 and found.certificate.ended == "stopped"
+    best = search(both).plans[0].prediction
+    assert best and found.certificate.bound <= best.step_time_s * (1 + 1e-9)
+
+
 def test_an_interrupted_search_gives_what_it_has():
     seen: list[Progress] = []
 
     def interrupt(progress: Progress) -> str:
         seen.append(progress)
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-        return ""
+        return "interrupted" if len(seen) == 3 else ""
 
     found = search(ask("llama3-8b", "trn1.32xlarge", 4), 1, interrupt)
     assert found.certificate.ended == "interrupted" and found.plans
