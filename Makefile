@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 
 # What no ordinary machine has.
 NO_ACCELERATOR := not gpu and not neuron and not nxd and not slurm
-PYTEST := $(PY) -m pytest --cov
+PYTEST := $(PY) -m pytest --cov --numprocesses auto --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help plan test test-all check bench clean
