@@ -8,6 +8,7 @@ from autoshard.errors import Fault, InputError, require
 
 if TYPE_CHECKING:
     from autoshard.layout.pin import Pin
+    from autoshard.search.exact_ranges import Effort
     from autoshard.search.planner import Request
 
 _LONGEST_S = 10**6
@@ -45,7 +46,7 @@ class Asked:
     fix: str | None = None
     pins: SaidOften = ()
 
-    def requests(self, how: "Effort") -> "list[Request]":
+    def requests(self, how: "How") -> "list[Request]":
         """Look everything up, once for every number of nodes."""
         from autoshard.search.api import request_of
         from autoshard.spec.recipe import Recipe
@@ -63,7 +64,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class How:
     """What the search minimises, and how far it goes.
 
     Args:
@@ -84,11 +85,11 @@ class Effort:
         require((limit is None or 1 <= limit <= _LONGEST_S, "--time-limit", f"must be 1 to {_LONGEST_S}, not {limit}"))
 
     @property
-    def effort(self) -> "object":
+    def effort(self) -> "Effort":
         """How far the search goes."""
-        from autoshard.search.exact_ranges import EVERYTHING, Effort as How
+        from autoshard.search.exact_ranges import EVERYTHING, Effort
 
-        return replace(EVERYTHING if self.prove else How(), exhaustive=self.exhaustive)
+        return replace(EVERYTHING if self.prove else Effort(), exhaustive=self.exhaustive)
 
 
 def pins_of(said: SaidOften) -> "list[Pin]":

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoshard.commands.asked import Asked, Effort
+from autoshard.commands.asked import Asked, How
 from autoshard.commands.output import next_command, place_checks, print_json, write_plan
 from autoshard.commands.watching import Watcher, watching
 from autoshard.errors import InputError, NoPlan, require
@@ -16,7 +16,7 @@ MOST_SHOWN = 100  # every plan that is shown is predicted in full, a few millise
 
 def plan(
     asked: Asked,
-    effort: Effort,
+    how: How,
     pareto: bool = False,
     at: str | None = None,
     top: int = 3,
@@ -27,7 +27,7 @@ def plan(
 
     Args:
         asked: The question.
-        effort: What is minimised, and how far the search goes.
+        how: What is minimised, and how far the search goes.
         pareto: Show what no plan betters in step time, memory and dollars at once, over all --nodes; write the fastest.
         at: Evaluate exactly this layout, even one that is refused, and say why.
         top: How many plans to show, the best one included.
@@ -35,19 +35,19 @@ def plan(
         json: Print one JSON object instead of tables.
     """
     _refuse_contradictions(asked, pareto, at, top, out)
-    requests = asked.requests(effort)
+    requests = asked.requests(how)
     if at is not None:
         return _plan_at(requests[0], at, out, json)
     if pareto:
-        return _frontier(requests, effort, out, json)
-    return _best(requests[0], effort, top, out, json)
+        return _frontier(requests, how, out, json)
+    return _best(requests[0], how, top, out, json)
 
 
-def _best(request: "Request", effort: Effort, top: int, out: Path, json: bool) -> int:
+def _best(request: "Request", how: How, top: int, out: Path, json: bool) -> int:
     from autoshard.report.structured import found_json
     from autoshard.report.terminal import make_console, plan_report
 
-    found = _searched(request, top, effort)
+    found = _searched(request, top, how)
     best = found.plans[0]
     write_plan(best, out)
     if json:
@@ -58,7 +58,7 @@ def _best(request: "Request", effort: Effort, top: int, out: Path, json: bool) -
     return 0
 
 
-def _frontier(requests: "list[Request]", effort: Effort, out: Path, json: bool) -> int:
+def _frontier(requests: "list[Request]", how: How, out: Path, json: bool) -> int:
     """Show what cannot be bettered; where nothing fits on any number of nodes, say why on the last."""
     from autoshard.report.frontier import frontier_report
     from autoshard.report.structured import frontier_json
@@ -68,7 +68,7 @@ def _frontier(requests: "list[Request]", effort: Effort, out: Path, json: bool) 
     from autoshard.search.planner import search
     from autoshard.units import format_seconds
 
-    with watching(effort.time_limit, format_seconds) as watch:
+    with watching(how.time_limit, format_seconds) as watch:
         found = frontier(requests, watch)
     if not found.plans:
         _refuse_unfinished(found.ended, watch)
@@ -82,14 +82,14 @@ def _frontier(requests: "list[Request]", effort: Effort, out: Path, json: bool) 
     return 0
 
 
-def _searched(request: "Request", num_plans: int, effort: Effort) -> "Found":
+def _searched(request: "Request", num_plans: int, how: How) -> "Found":
     """Search; where nothing fits, say by how much the best misses and what would help."""
     from autoshard.search.api import unanswered
     from autoshard.search.planner import search
     from autoshard.units import format_bytes, format_seconds
 
-    show = format_bytes if effort.objective == "memory" else format_seconds
-    with watching(effort.time_limit, show) as watch:
+    show = format_bytes if how.objective == "memory" else format_seconds
+    with watching(how.time_limit, show) as watch:
         found = search(request, num_plans, watch)
     if not found.plans:
         _refuse_unfinished(found.certificate.ended, watch)
