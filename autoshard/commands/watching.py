@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from autoshard.search.pool import Progress
+    from autoshard.search.progress import Progress
 
 _PATIENCE_S = 1.0
 

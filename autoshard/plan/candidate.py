@@ -14,6 +14,8 @@ from autoshard.spec.placement import Placement
 
 ALWAYS_PRINTED = ("tp", "pp", "dp")
 
+Zero = Literal[0, 1, 3]  # which states dp ranks share: none; optimizer and masters; gradients and weights as well
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -33,7 +35,7 @@ class Candidate:
     vp: int = 1
     mbs: int = 1
     sp: bool | None = None  # None: true when tp > 1
-    zero: Literal[0, 1, 3] = 1
+    zero: Zero = 1
     schedule: str = "1f1b"
     recompute: tuple[Recompute, ...] = (Recompute(),)  # one for all stages, or one per stage
     stages: tuple[int, ...] | None = None  # layers per stage; None: even

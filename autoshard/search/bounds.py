@@ -14,7 +14,9 @@ import numpy as np
 from autoshard.cost.pipeline import Sends
 from autoshard.cost.step import rank_update
 from autoshard.cost.update import state_bytes
+from autoshard.plan.candidate import Zero
 from autoshard.plan.recompute import Recompute
+from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.chosen import SURE
 from autoshard.search.families import Family
@@ -32,7 +34,7 @@ class Ideal:
     """What the layouts of a family take at least under a kind of ZeRO, whatever their schedule."""
 
     family: Family
-    zero: Any
+    zero: Zero
     work_s: Column  # of a micro-batch on all ranks together; infinite where nothing fits
     plain_s: Column  # the same where nothing is computed again
     free_s: Column  # the same if memory had no end
@@ -42,7 +44,7 @@ class Ideal:
     num_ranks: Column  # of the pipeline
 
     @classmethod
-    def of(cls, family: Family, zero: Any, capacity: float) -> "Ideal":
+    def of(cls, family: Family, zero: Zero, capacity: float) -> "Ideal":
         """Work out what all schedules share."""
         rows, question = family.space.rows, family.question
         counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
@@ -76,7 +78,7 @@ class Ideal:
         only_plain = ~allowed[:, again].any(axis=1)
         work = self.work_s[rows]
         work[only_plain] = self.plain_s[rows][only_plain]
-        if builder == "zb_v":  # its first rank holds embedding and head, and others may keep less than under 1F1B
+        if BUILDERS[builder].turns:  # its first rank holds embedding and head, and others may keep less than under 1F1B
             work = np.where(self._folds(rows, only_plain), self.free_s[rows], np.inf)
         held = _held_s(family, builder)[rows]
         if builder in ALL_RANGES:
@@ -109,7 +111,7 @@ class Ideal:
         family, layers = self.family, self.family.question.model.num_layers
         pinned = family.space.base.stages
         passes, head = family.layer.pass_s.min(axis=0)[rows], family.head.pass_s[0][rows]
-        ahead = family.layer.forward_s.min(axis=0)[rows] if builder.startswith("zb") else passes
+        ahead = family.layer.forward_s.min(axis=0)[rows] if BUILDERS[builder].splits else passes
         found = np.full(len(rows), np.inf)
         ranks, counts = self.num_ranks[rows], self.counts[rows]
         shapes = ranks * (layers + 1) + chunks
@@ -216,7 +218,7 @@ def _room(frame: Frame, capacity: float, counts: Column) -> Column:
     return np.floor((capacity * (1 + 1e-9) - base - ends - moment) / np.maximum(each, 1.0))
 
 
-def _update_s(family: Family, zero: Any, counts: Column, ranks: Column) -> Column:
+def _update_s(family: Family, zero: Zero, counts: Column, ranks: Column) -> Column:
     """Return what the step phase of the rank with the most layers takes at least."""
     frame = family.frame(np.arange(len(counts)), Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1), zero)
     layers = -(-family.question.model.num_layers // ranks)

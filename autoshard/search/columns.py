@@ -73,8 +73,27 @@ def of_step(setting: Setting, costs: Iterable[BlockCost]) -> Setting:
     return dataclasses.replace(setting, sizes={}, rings=rings)
 
 
-def columns_of(question: Question, space: Space, blocks: CutBlocks) -> tuple[Setting, Ring]:
+class Links:
+    """The rings of a question's meshes, each distinct one computed once."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self._known: dict[object, Ring] = {}
+
+    def column(self, meshes: Sequence[Mesh], atoms: tuple[str, ...]) -> Ring:
+        """Return the rings of many meshes as one."""
+        return ring_column([self._ring(mesh, atoms) for mesh in meshes])
+
+    def _ring(self, mesh: Mesh, atoms: tuple[str, ...]) -> Ring:
+        key = (atoms, mesh.steps(atoms), mesh.placement)
+        if key not in self._known:
+            self._known[key] = mesh_ring(self.question.cluster, mesh, atoms, self.question.calibration)
+        return self._known[key]
+
+
+def columns_of(links: Links, space: Space, blocks: CutBlocks) -> tuple[Setting, Ring]:
     """Return the numbers of all layouts, and the links of their pipelines."""
+    question = links.question
     rows = {key: column.astype(np.float64) for key, column in space.rows.items()}
     candidates, inverse = distinct(space)
     meshes = [mesh_of(candidate, question.model, question.cluster) for candidate in candidates]
@@ -83,11 +102,11 @@ def columns_of(question: Question, space: Space, blocks: CutBlocks) -> tuple[Set
         blocks=blocks,
         sizes=sizes,
         atoms={atom: column.astype(np.float64) for atom, column in atom_columns(question.model, space).items()},
-        rings={group: at(_ring_column(question, meshes, group), inverse) for group in atom_groups(blocks.every())},
+        rings={group: at(links.column(meshes, group), inverse) for group in atom_groups(blocks.every())},
         zero=space.base.zero,
         cp_order=space.base.cp_order,
     )
-    return setting, at(_ring_column(question, meshes, ("pp",)), inverse)
+    return setting, at(links.column(meshes, ("pp",)), inverse)
 
 
 def distinct(space: Space) -> tuple[list[Candidate], Column]:
@@ -95,18 +114,6 @@ def distinct(space: Space) -> tuple[list[Candidate], Column]:
     sizes = np.stack([space.rows[key] for key in ("tp", "pp", "cp", "ep", "dp")])
     _, first, inverse = np.unique(sizes, axis=1, return_index=True, return_inverse=True)
     return [space.at(int(row), 0) for row in first], inverse.reshape(-1)
-
-
-def _ring_column(question: Question, meshes: Sequence[Mesh], atoms: tuple[str, ...]) -> Ring:
-    """Return the rings of many meshes, each distinct one computed once."""
-    known: dict[object, Ring] = {}
-    rings: list[Ring] = []
-    for mesh in meshes:
-        key = (mesh.steps(atoms), mesh.placement)
-        if key not in known:
-            known[key] = mesh_ring(question.cluster, mesh, atoms, question.calibration)
-        rings.append(known[key])
-    return ring_column(rings)
 
 
 def ring_column(rings: Sequence[Ring]) -> Ring:

@@ -13,9 +13,10 @@ from autoshard.cost.setting import Question, boundary_bytes, price_block
 from autoshard.cost.sharded import CutBlocks
 from autoshard.layout.cutting import Cutting
 from autoshard.plan.build import buckets_of
+from autoshard.plan.candidate import Zero
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
-from autoshard.search.columns import at, columns_of, distinct, lowered_alike, of_step
+from autoshard.search.columns import Links, at, columns_of, distinct, lowered_alike, of_step
 from autoshard.search.fillings import Frame, Totals
 from autoshard.search.space import Space, terms_s
 from autoshard.spec.kernels import load_kernels
@@ -53,7 +54,7 @@ class Family:
     layer: Totals
     head: Totals
 
-    def frame(self, rows: Column, schedule: Schedule, zero: Any) -> Frame:
+    def frame(self, rows: Column, schedule: Schedule, zero: Zero) -> Frame:
         """Return some of its layouts with a schedule."""
         size = self.boundary_bytes[rows]
         send_s = at(self.sends, rows).send_s(size)
@@ -70,7 +71,7 @@ class Family:
             head=self.head.only(rows),
         )
 
-    def fixed_s(self, rows: Column, builder: str, chunks: Any, zero: Any) -> Column:
+    def fixed_s(self, rows: Column, builder: str, chunks: Any, zero: Zero) -> Column:
         """Return what a step of some of its layouts takes whatever it does, and by the user's own terms."""
         question = self.question
         fixed = np.full(len(rows), question.calibration.step_s)
@@ -82,15 +83,14 @@ class Family:
         return fixed + terms_s(question, replace(own, base=base, rows=sizes))
 
 
-def families(
-    question: Question, space: Space, asked: Asked, layouts: Column, *, apart: bool = False
-) -> Iterator[Family]:
+def families(links: Links, space: Space, asked: Asked, layouts: Column, *, apart: bool = False) -> Iterator[Family]:
     """Price the blocks of some layouts as a cutting shards them; ``apart`` as in ``lowered_alike``."""
+    question = links.question
     kinds = kinds_of(space.recomputes)
     some = space.keep(layouts)
     for mine, blocks in lowered_alike(question, some, asked.cutting, apart=apart):
         own = some.keep(mine)
-        setting, sends = columns_of(question, own, blocks)
+        setting, sends = columns_of(links, own, blocks)
         count = own.num_layouts
         costs = [price_block(question, setting, "layer", drop) for drop in kinds]
         ends = {kind: price_block(question, setting, kind, Recompute()) for kind in ("embed", "head")}

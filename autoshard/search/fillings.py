@@ -228,8 +228,7 @@ class _Mixture:
     @classmethod
     def of(cls, frame: Frame, fillings: Fillings) -> "_Mixture":
         schedule = frame.schedule
-        chunks = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
-        stage = np.array([[own[chunk] for chunk in range(schedule.num_chunks)] for own in chunks])[:, None, :, None]
+        stage = loads_of(schedule).stages[:, None, :, None]
         shape = (schedule.num_ranks, *fillings.dropped.shape[1:])
         return cls(
             frame=frame,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from autoshard.plan.dollars import dollars_of
 from autoshard.plan.plan import Plan
 from autoshard.search.planner import Request, on, search
-from autoshard.search.pool import Watch
+from autoshard.search.progress import Watch
 
 _MOST = 16  # plans of one cluster
 _STEP = 0.1  # of memory: of plans that differ by less only the faster is wanted

@@ -8,11 +8,11 @@ import numpy as np
 from autoshard.cost.update import state_bytes
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.bounds import Ideal
-from autoshard.search.chosen import Chosen
+from autoshard.search.chosen import SURE, Chosen
 from autoshard.search.exact_ranges import Effort, Exact
 from autoshard.search.points import Group
 from autoshard.search.ranges import searches_all, smallest_ranges, stages_below
-from autoshard.search.splits import listed_ranges, smallest_listed
+from autoshard.search.splits import listed_ranges, quickest_listed_s, smallest_listed
 from autoshard.spec.kernels import load_kernels
 
 Column = Any
@@ -28,6 +28,10 @@ class Goal(Protocol):
 
     def bound(self, ideal: Ideal, builder: str, rows: Column, chunks: Column, allowed: Column, below: float) -> Column:
         """Return what layouts of a family come to at least, run with a schedule; infinite where nothing fits."""
+        ...
+
+    def sharpened(self, group: Group) -> Column:
+        """Return better bounds of some points, as far as that takes much less than to solve them."""
         ...
 
     def solved(self, group: Group, below: float, effort: Effort) -> Chosen:
@@ -48,6 +52,15 @@ class Fastest:
     def bound(self, ideal: Ideal, builder: str, rows: Column, chunks: Column, allowed: Column, below: float) -> Column:
         """Bound the time of a step."""
         return ideal.bound_s(builder, rows, chunks, allowed, below)
+
+    def sharpened(self, group: Group) -> Column:
+        """Bound the splits of a list by their slowest rank, with the recompute that may fit."""
+        options = group.options()
+        if searches_all(options, group.schedule):
+            return group.bound
+        frame = group.frame()
+        least = quickest_listed_s(frame, options, self.capacity) + group.rest_s + frame.fixed_s
+        return np.maximum(group.bound, least * (1 - SURE))
 
     def solved(self, group: Group, below: float, effort: Effort) -> Chosen:
         """Search all ranges of layers, or the near-even ones, as the schedule allows."""
@@ -85,6 +98,10 @@ class Smallest:
         states = sum(state_bytes(weights, frame.setting, precision).values())
         kept = layers * family.layer.saved_bytes.min(axis=0)
         return (states + kept + kernels.runtime_bytes + kernels.workspace_bytes)[rows] * (1 - 1e-9)
+
+    def sharpened(self, group: Group) -> Column:
+        """Keep what is known."""
+        return group.bound
 
     def solved(self, group: Group, below: float, effort: Effort) -> Chosen:
         """Give every rank what keeps its memory least."""

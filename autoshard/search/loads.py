@@ -20,6 +20,7 @@ class Loads:
     sends: Column  # messages of one micro-batch
     ranks: Column  # by stage
     chunks: Column  # by stage
+    stages: Column  # by rank and chunk
 
 
 @lru_cache(maxsize=1024)
@@ -27,11 +28,15 @@ def loads_of(schedule: Schedule) -> Loads:
     """Count for a schedule."""
     every = range(schedule.num_ranks)
     places = [schedule.place_of(stage) for stage in range(schedule.num_stages)]
+    stages = np.zeros((schedule.num_ranks, schedule.num_chunks), dtype=np.int64)
+    for stage, place in enumerate(places):
+        stages[place] = stage
     return Loads(
         flight=np.array([schedule.in_flight(rank) for rank in every], dtype=np.float64),
         sends=np.array(schedule.num_sends(), dtype=np.float64),
         ranks=np.array([rank for rank, _ in places]),
         chunks=np.array([chunk for _, chunk in places]),
+        stages=stages,
     )
 
 

@@ -29,7 +29,9 @@ from autoshard.search.cutting import Terms, solved_cutting
 from autoshard.search.exact_ranges import Effort
 from autoshard.search.goals import Fastest, Goal, Smallest
 from autoshard.search.judging import Ruled, judge_space
-from autoshard.search.pool import Pool, Progress, Solution, Watch
+from autoshard.search.pool import Pool
+from autoshard.search.progress import Progress, Watch
+from autoshard.search.solutions import Solution
 from autoshard.search.space import Pins, default_kernels
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec

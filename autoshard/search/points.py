@@ -1,11 +1,12 @@
 """Outer points: layouts with everything that they can be run as, each with a bound on what it takes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from autoshard.plan.candidate import Zero
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.bounds import Ideal
 from autoshard.search.chosen import Options
@@ -24,6 +25,26 @@ class Legal:
     variant: Variant
     allowed: Column
 
+    @property
+    def cuts(self) -> bool:
+        """Whether tp cuts the sequence between products; with tp 1 it makes no difference."""
+        return self.variant.space.sp is not False
+
+    @property
+    def cp_order(self) -> str:
+        """The order of the sequence over cp."""
+        return self.variant.space.base.cp_order
+
+    @property
+    def zero(self) -> Zero:
+        """Which states are spread over dp."""
+        return self.variant.space.base.zero
+
+    @property
+    def builder(self) -> str:
+        """What makes the schedule."""
+        return self.variant.space.base.schedule
+
     def only(self, rows: Column) -> "Legal":
         """Return some rows."""
         space, layouts = self.variant.space.keep(rows), self.variant.layouts[rows]
@@ -41,13 +62,13 @@ class Group:
     places: Column  # rows of the variant
     bound: Column  # of what is minimised
     rest_s: Column  # of a step at least, what is no micro-batch's
+    sharp: bool = False  # whether each bound is as good as it gets without solving
 
     def only(self, some: Column) -> "Group":
         """Return some of its points."""
-        return Group(
-            family=self.family, legal=self.legal, schedule=self.schedule, rows=self.rows[some],
-            places=self.places[some], bound=self.bound[some], rest_s=self.rest_s[some],
-        )  # fmt: skip
+        return replace(
+            self, rows=self.rows[some], places=self.places[some], bound=self.bound[some], rest_s=self.rest_s[some]
+        )
 
     @property
     def layouts(self) -> Column:
@@ -56,7 +77,7 @@ class Group:
 
     def frame(self) -> Frame:
         """Return what its points' blocks take and hold."""
-        return self.family.frame(self.rows, self.schedule, self.legal.variant.space.base.zero)
+        return self.family.frame(self.rows, self.schedule, self.legal.zero)
 
     def options(self) -> Options:
         """Return what its points' stages may choose from."""
@@ -74,8 +95,7 @@ def groups(ideal: Ideal, legal: Legal, bound: Bound, below: float) -> tuple[list
     number[family.layouts] = np.arange(len(family.layouts))
     places = np.flatnonzero(number[variant.layouts] >= 0)
     rows, chunks = number[variant.layouts[places]], variant.space.rows["vp"][places]
-    builder = variant.space.base.schedule
-    least = bound(ideal, builder, rows, chunks, _options(family, legal, places).allowed.T, below)
+    least = bound(ideal, legal.builder, rows, chunks, _options(family, legal, places).allowed.T, below)
     left = float(least[np.isfinite(least) & (least >= below)].min(initial=np.inf))
     some = np.flatnonzero(least < below)
     ranks, counts = ideal.num_ranks[rows[some]], ideal.counts[rows[some]]
@@ -83,7 +103,7 @@ def groups(ideal: Ideal, legal: Legal, bound: Bound, below: float) -> tuple[list
     found: list[Group] = []
     for index, (pp, vp, count) in enumerate(shapes.tolist()):
         own = some[shape.reshape(-1) == index]
-        schedule = Schedule(builder=builder, num_ranks=pp, num_chunks=vp, num_micro_batches=count)
+        schedule = Schedule(builder=legal.builder, num_ranks=pp, num_chunks=vp, num_micro_batches=count)
         found.append(
             Group(
                 family=family,

@@ -52,6 +52,13 @@ def listed_ranges(frame: Frame, options: Options, below_s: float, capacity: floa
     return found
 
 
+def quickest_listed_s(frame: Frame, options: Options, capacity: float) -> Column:
+    """Return what the micro-batches of every candidate take at least, whichever split of the list they have."""
+    pinned = None if options.stages is None else (options.stages,)
+    listed = pinned or splits(options.num_layers, frame.schedule.num_stages)
+    return np.min([_quickest_s(frame, options, split, capacity) for split in listed], axis=0)
+
+
 def smallest_listed(frame: Frame, options: Options, capacity: float) -> Chosen:
     """Find for every candidate the split of the list whose fullest rank holds least."""
     pinned = None if options.stages is None else (options.stages,)
@@ -91,7 +98,7 @@ def _smallest_split(frame: Frame, options: Options, split: Sequence[int], capaci
 
 def fillings_of(schedule: Schedule, options: Options, split: Sequence[int]) -> tuple[Fillings, Column]:
     """Return the options of all ranks for given stages, and which of them are legal by candidate."""
-    layers = np.array(split)[stages_by_rank(schedule)]  # [rank, chunk]
+    layers = np.array(split)[loads_of(schedule).stages]  # [rank, chunk]
     if options.recompute is not None:
         return _pinned_fillings(schedule, options, layers), options.allowed.all(axis=0)[None, None]
     rows = [(kind, layers, 0 * layers) for kind in range(len(options.kinds))]
@@ -108,16 +115,10 @@ def fillings_of(schedule: Schedule, options: Options, split: Sequence[int]) -> t
     return fillings, np.array(legal)[None]
 
 
-def stages_by_rank(schedule: Schedule) -> Column:
-    """Return the stage of each chunk: [rank, chunk]."""
-    chunks = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
-    return np.array([[own[chunk] for chunk in range(schedule.num_chunks)] for own in chunks])
-
-
 def _pinned_fillings(schedule: Schedule, options: Options, layers: Column) -> Fillings:
     """Return the only option that pinned recompute leaves."""
     pinned = options.recompute or (Recompute(),)
-    numbers: list[list[int]] = stages_by_rank(schedule).tolist()
+    numbers: list[list[int]] = loads_of(schedule).stages.tolist()
     own = [[pinned[0] if len(pinned) == 1 else pinned[number] for number in row] for row in numbers]
     kind = np.array([[options.kinds.index(one.kinds[0]) for one in row] for row in own])
     wanted = np.array([[layers.max() if one.num_layers is None else one.num_layers for one in row] for row in own])
@@ -138,13 +139,12 @@ def _quickest_s(frame: Frame, options: Options, split: Sequence[int], capacity: 
     layers, least = np.zeros(ranks), np.full(ranks, np.inf)
     np.add.at(layers, places, split)
     np.minimum.at(least, places, split)
-    kept = (loads_of(schedule).flight * least)[:, None, None] * layer.saved_bytes + layers[
-        :, None, None
-    ] * states_bytes(frame, layer)
-    fits = kept + layer.moment_bytes * (np.arange(ranks) != places[-1])[:, None, None] <= capacity
-    passes = np.minimum(
-        np.where(fits, layer.pass_s, np.inf).min(axis=1), _mixed_s(kept, layer.pass_s, options, capacity)
-    )
+    flight, before_last = loads_of(schedule).flight, np.arange(ranks) != places[-1]
+    saved = (flight * least)[:, None, None] * layer.saved_bytes
+    kept = saved + layers[:, None, None] * states_bytes(frame, layer)
+    fits = kept + before_last[:, None, None] * layer.moment_bytes <= capacity
+    alike = np.where(fits, layer.pass_s, np.inf).min(axis=1)
+    passes = np.minimum(alike, _mixed_s(kept, layer.pass_s, options, capacity))
     busy = layers[:, None] * passes + frame.hop_s
     busy[places[-1]] += frame.head.pass_s[0]
     return schedule.num_micro_batches * busy.max(axis=0) * (1 - SURE)
@@ -165,8 +165,7 @@ def _least_s(frame: Frame, found: Filled, option: Column) -> Column:
     schedule = frame.schedule
     ranks, candidates = np.arange(schedule.num_ranks)[:, None], np.arange(frame.num_candidates)
     busy = found.pass_s[ranks, option, candidates] + frame.hop_s
-    first = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
-    chunk = np.array([min(own, key=lambda one, own=own: own[one]) for own in first])[:, None]  # of the lowest stage
+    chunk = loads_of(schedule).stages.argmin(axis=1)[:, None]  # of the lowest stage
     passes = found.forward_s[ranks, option, chunk, candidates]
     if not schedule.splits_backward:
         passes = passes + (found.input_s + found.weight_s)[ranks, option, chunk, candidates]

@@ -10,7 +10,7 @@ import pytest
 from autoshard.commands import watching as watched
 from autoshard.commands.watching import watching
 from autoshard.search.planner import search
-from autoshard.search.pool import Progress
+from autoshard.search.progress import Progress
 from autoshard.spec.cluster_catalogue import load_cluster
 from tests.search.brute_force import ask
 

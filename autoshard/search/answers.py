@@ -1,0 +1,112 @@
+"""What the solver said about layouts, and to which of its cuttings each keeps.
+
+A cutting names atoms, not sizes, so that one serves many layouts. A layout that was asked about keeps to its own.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from autoshard.cost.setting import Question
+from autoshard.errors import InputError
+from autoshard.layout.pin import Pin
+from autoshard.plan.lowering import ATOMS
+from autoshard.search.columns import atom_columns
+from autoshard.search.cutting import Cutter, Terms
+from autoshard.search.families import Asked
+from autoshard.search.points import Legal
+from autoshard.search.space import Space
+from autoshard.spec.workload import DTYPE_BYTES
+
+Column = Any
+
+
+class Answers:
+    """The solver's answers so far; ``cuts`` says whether tp cuts the sequence between products."""
+
+    def __init__(self, question: Question, space: Space, legal: Sequence[Legal], pins: tuple[Pin, ...]) -> None:
+        self._question, self._space, self._legal, self._pins = question, space, legal, pins
+        self._cutter = Cutter(question)
+        self._exact = frozenset(ATOMS if pins else ("ep", "cp") if question.model.num_experts else ())
+        self._known: dict[bool, list[Asked]] = {}
+        self._own: dict[tuple[int, bool], Asked] = {}
+        self._refused: set[tuple[int, bool]] = set()  # layouts that cannot keep to what is pinned
+        self.faults: list[InputError] = []
+        sizes = atom_columns(question.model, space)
+        cut = zip(*((column > 1).tolist() for column in sizes.values()), strict=True)
+        self._cut = [frozenset(atom for atom, cuts in zip(sizes, row, strict=True) if cuts) for row in cut]
+
+    @property
+    def num_tables(self) -> int:
+        """How many answers differ."""
+        return sum(len(known) for known in self._known.values())
+
+    def known(self, cuts: bool) -> Sequence[Asked]:
+        """Return what it said so far."""
+        return tuple(self._known.get(cuts, ()))
+
+    def has_own(self, layout: int, cuts: bool) -> bool:
+        """Say whether it was asked about a layout."""
+        return (layout, cuts) in self._own
+
+    def allows(self, layout: int, cuts: bool, asked: Asked) -> bool:
+        """Say whether a layout may keep to a cutting: to its own, or to any other as long as it has none."""
+        return (layout, cuts) not in self._refused and self._own.get((layout, cuts), asked) is asked
+
+    def ask_first(self, layouts: Sequence[int], cuts: bool) -> tuple[int, Asked, bool] | None:
+        """Ask about the first layout that can keep to what is pinned; return it, its cutting and if that is new."""
+        for layout in layouts:
+            try:
+                return (layout, *self._ask(layout, cuts))
+            except InputError as fault:
+                if not self._pins:
+                    raise
+                self.faults.append(fault)
+                self._refused.add((layout, cuts))
+        return None
+
+    def served(self, asked: Asked, cuts: bool, order: str) -> list[int]:
+        """Return the layouts that keep to a cutting, of the variants with an order of the sequence over cp."""
+        return [
+            layout
+            for layout in map(int, self._layouts(cuts, order))
+            if asked.serves(self._cut[layout], self._exact) and self.allows(layout, cuts, asked)
+        ]
+
+    def kinds(self, cuts: bool) -> Iterator[list[int]]:
+        """Yield the layouts of each kind that no cutting of another kind serves, those with the largest tp first.
+
+        Of these first one that may well come out best, because that one is asked about anyway: with as few stages as
+        leave room for other things than weights and gradients, and small micro-batches.
+        """
+        layouts = self._layouts(cuts)
+        rows, precision = self._space.keep(layouts).rows, self._question.workload.precision
+        per_weight = DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients]
+        held = self._question.model.num_parameters * per_weight / (rows["tp"] * rows["pp"])
+        full = held > self._question.cluster.rank_memory_bytes / 2
+        order = np.lexsort((rows["mbs"], rows["cp"], rows["pp"], full, -rows["tp"]))
+        found: dict[tuple[str, ...], list[int]] = {}
+        ordered: list[int] = layouts[order].tolist()
+        for layout in ordered:
+            found.setdefault(tuple(sorted(self._cut[layout] & self._exact)), []).append(layout)
+        yield from found.values()
+
+    def _ask(self, layout: int, cuts: bool) -> tuple[Asked, bool]:
+        atoms = self._cut[layout]
+        terms = Terms(engine=self._space.engine, sequence_parallel=cuts, pins=self._pins)
+        cutting = self._cutter.solved(self._space.at(layout, 0), terms)
+        known = self._known.setdefault(cuts, [])
+        same = [
+            one for one in known if one.serves(atoms, self._exact) and one.cutting.only(atoms) == cutting.only(atoms)
+        ]
+        asked = same[0] if same else Asked(cutting=cutting, atoms=atoms)
+        self._own[layout, cuts] = asked
+        if not same:
+            known.append(asked)
+        return asked, not same
+
+    def _layouts(self, cuts: bool, order: str | None = None) -> Column:
+        """Return the layouts of the variants of a kind."""
+        some = [one.variant.layouts for one in self._legal if one.cuts == cuts and order in (None, one.cp_order)]
+        return np.unique(np.concatenate(some)) if some else np.zeros(0, dtype=np.int64)
