@@ -110,13 +110,13 @@ class Exact:
         """Extend labels stage by stage; return those of each stage, and the least that a dropped one may become."""
         layers, limit = self.stages.options.num_layers, below_s - self.rest_s - self._fixed_s
         sums, worst = self._prefixes()
-        alphas, tails = path_weights(self.stages.frame.schedule)
+        _, tails = path_weights(self.stages.frame.schedule)
         zero = np.zeros(1)
         nobody = np.zeros(1, dtype=np.int64)
         labels = [_Labels(layers=nobody, sum_s=zero, path_s=zero, option=nobody, before=nobody)]
         dropped_s = np.inf
         for rank in reversed(range(self.stages.frame.schedule.num_ranks)):
-            more = self._extended(labels[-1], rank, (alphas[rank], tails[rank]), every=proves)
+            more = self._extended(labels[-1], rank, tails[rank], every=proves)
             more = more.only(np.flatnonzero(more.layers <= layers))
             rest = layers - more.layers
             tail_s = more.sum_s if rank and tails[:rank].all() else 0.0
@@ -133,15 +133,14 @@ class Exact:
             labels.append(more.only(kept))
         return labels[1:], dropped_s + self.rest_s + self._fixed_s
 
-    def _extended(self, labels: _Labels, rank: int, weights: tuple[float, float], *, every: bool) -> _Labels:
-        alpha, tail = weights
-        size, option, both = self.stages.ways(rank, self.candidate, every=every)
+    def _extended(self, labels: _Labels, rank: int, tail: float, *, every: bool) -> _Labels:
+        size, option, both, path = self.stages.ways(rank, self.candidate, every=every)
         number, way = np.divmod(np.arange(len(labels.layers) * len(size)), len(size))
         own = both[way]
         return _Labels(
             layers=labels.layers[number] + size[way],
             sum_s=labels.sum_s[number] + own,
-            path_s=np.maximum(labels.path_s[number], alpha * own + tail * labels.sum_s[number]),
+            path_s=np.maximum(labels.path_s[number], path[way] + tail * labels.sum_s[number]),
             option=option[way],
             before=number,
         )
@@ -149,17 +148,17 @@ class Exact:
     def _prefixes(self) -> tuple[list[Column], list[Column]]:
         """Return by number of stages and of layers what these take at least: the sum, and the worst path in them."""
         layers = self.stages.options.num_layers
-        alphas, tails = path_weights(self.stages.frame.schedule)
+        _, tails = path_weights(self.stages.frame.schedule)
         sums, worst = [np.full(layers + 1, np.inf)], [np.full(layers + 1, np.inf)]
         sums[0][0] = worst[0][0] = 0.0
         for rank in range(self.stages.frame.schedule.num_ranks - 1):
             total, path = np.full((2, layers + 1), np.inf)
             waits = bool(tails[: rank + 1].all())
-            size, _, both = self.stages.ways(rank, self.candidate, every=False)
-            for count, own in zip(size.tolist(), both.tolist(), strict=True):
+            size, _, both, path_s = self.stages.ways(rank, self.candidate, every=False)
+            for count, own, path_own in zip(size.tolist(), both.tolist(), path_s.tolist(), strict=True):
                 before, earlier = sums[-1][: layers + 1 - count], worst[-1][: layers + 1 - count]
                 np.minimum(total[count:], before + own, out=total[count:])
-                here = np.maximum(earlier + (own if waits and rank else 0.0), alphas[rank] * own)
+                here = np.maximum(earlier + (own if waits and rank else 0.0), path_own)
                 np.minimum(path[count:], np.where(np.isfinite(before), here, np.inf), out=path[count:])
             sums.append(total)
             worst.append(path)

@@ -72,6 +72,7 @@ class Stages:
     best: Column  # [rank, size, candidate]: the option
     fits: Column  # [rank, option, candidate]
     both_s: Column  # [rank, size, candidate]: F and B with its sends; forever where nothing fits
+    path_s: Column  # [rank, size, candidate]: what it adds to a path at least
 
     @classmethod
     def of(cls, frame: Frame, options: Options, sizes: Sequence[int], capacity: float) -> "Stages":
@@ -87,9 +88,11 @@ class Stages:
         cost = np.where(fits, found.pass_s, np.inf)
         best = _best_of_sizes(cost, [own for *_, own in rows], sizes)
         both = np.minimum(np.take_along_axis(cost, best, axis=1), _NEVER) + frame.hop_s[:, None]
+        own = np.where(fits, _own_path_s(frame, found), np.inf)
+        path = np.minimum(_least_of_sizes(own, [size for *_, size in rows], sizes), _NEVER)
         return cls(
             frame=frame, options=options, sizes=np.array(sizes), fillings=fillings, filled=found, best=best, fits=fits,
-            both_s=both,
+            both_s=both, path_s=path,
         )  # fmt: skip
 
     def longest(self, most_s: Column) -> int:
@@ -137,29 +140,31 @@ class Stages:
         frame, found = self.frame.only(candidates), self.filled.only(candidates)
         return timed(frame, self.fillings, found, option, np.ones(len(candidates), dtype=bool))
 
-    def ways(self, rank: int, candidate: int, *, every: bool) -> tuple[Column, Column, Column]:
-        """Return numbers of layers, options and seconds of F and B with sends, of what fits a rank.
+    def ways(self, rank: int, candidate: int, *, every: bool) -> tuple[Column, Column, Column, Column]:
+        """Return numbers of layers, options, seconds of F and B with sends, and those of the path, of what fits a rank.
 
-        The fastest of each number of layers; or every one that no other beats in both F and B.
+        The fastest of each number of layers, with the least that any adds to a path; or every one that no other beats
+        in both F and B.
         """
         if not every:
             both = self.both_s[rank, :, candidate]
             fits = np.flatnonzero(both < _NEVER)
-            return self.sizes[fits], self.best[rank, fits, candidate], both[fits]
+            return self.sizes[fits], self.best[rank, fits, candidate], both[fits], self.path_s[rank, fits, candidate]
         options = np.flatnonzero(self.fits[rank, :, candidate])
         size = self.fillings.num_layers[0, options]
         found, sent = self.filled, float(self.frame.hop_s[rank, candidate])
+        path = _own_path_s(self.frame, found)[rank, options, candidate]
         if self.frame.hides_updates:  # behind more work more traffic hides, so none is beaten
-            return size, options, found.pass_s[rank, options, candidate] + sent
+            return size, options, found.pass_s[rank, options, candidate] + sent, path
         forward = found.forward_s[rank, options, 0, candidate]
         backward = (found.input_s + found.weight_s)[rank, options, 0, candidate]
         kept = [number for number in range(len(options)) if not np.any(_beats(number, size, forward, backward))]
-        return size[kept], options[kept], (forward + backward + sent)[kept]
+        return size[kept], options[kept], (forward + backward + sent)[kept], path[kept]
 
     def _suffixes(self) -> tuple[list[Column], list[Column]]:
         """Return by stage and number of layers left: the least sum of F and B, and the least worst path."""
         layers, count = self.options.num_layers, self.frame.num_candidates
-        alphas, tails = path_weights(self.frame.schedule)
+        _, tails = path_weights(self.frame.schedule)
         sums = [_only_zero(layers, count)]
         worst = [_only_zero(layers, count)]
         for rank in reversed(range(self.frame.schedule.num_ranks)):
@@ -168,7 +173,7 @@ class Stages:
                 own = self.both_s[rank, number]
                 after, later = sums[0][: layers + 1 - size], worst[0][: layers + 1 - size]
                 np.minimum(total[size:], after + own, out=total[size:])
-                here = np.maximum(later, alphas[rank] * own + tails[rank] * after)
+                here = np.maximum(later, self.path_s[rank, number] + tails[rank] * after)
                 np.minimum(path[size:], here, out=path[size:])
             sums.insert(0, total)
             worst.insert(0, path)
@@ -176,7 +181,7 @@ class Stages:
 
     def _path(self, sums: list[Column], worst: list[Column]) -> Column:
         """Return the option of each rank on a way whose paths are no worse than the bound, with little work."""
-        alphas, tails = path_weights(self.frame.schedule)
+        _, tails = path_weights(self.frame.schedule)
         columns = np.arange(self.frame.num_candidates)
         left = np.full(self.frame.num_candidates, self.options.num_layers)
         target = worst[0][left, columns] * (1 + SURE)
@@ -186,7 +191,7 @@ class Stages:
             rest = left - self.sizes[:, None]
             kept = np.maximum(rest, 0)
             after, later = sums[rank + 1][kept, columns], worst[rank + 1][kept, columns]
-            path = np.maximum(later, alphas[rank] * own + tails[rank] * after)
+            path = np.maximum(later, self.path_s[rank] + tails[rank] * after)
             number = np.where((path <= target) & (rest >= 0), own + after, np.inf).argmin(axis=0)
             chosen.append(self.best[rank, number, columns])
             left = np.maximum(left - self.sizes[number], 0)
@@ -198,6 +203,14 @@ def _best_of_sizes(cost: Column, owned: Sequence[int], sizes: Sequence[int]) -> 
     starts = [owned.index(size) for size in sizes]
     spans = zip(starts, [*starts[1:], len(owned)], strict=True)
     return np.stack([low + cost[:, low:end].argmin(axis=1) for low, end in spans], axis=1)
+
+
+def _least_of_sizes(cost: Column, owned: Sequence[int], sizes: Sequence[int]) -> Column:
+    """Return what an option of every size costs at least: [rank, size, candidate]."""
+    starts = [owned.index(size) for size in sizes]
+    ends = [*starts[1:], len(owned)]
+    spans = zip(starts, ends, strict=True)
+    return np.stack([cost[:, low:end].min(axis=1) for low, end in spans], axis=1)
 
 
 def _beats(number: int, size: Column, forward: Column, backward: Column) -> Column:
@@ -221,6 +234,26 @@ def path_weights(schedule: Schedule) -> tuple[Column, Column]:
         return np.full(ranks, count - 1), np.zeros(ranks)
     steady = number > ranks - count
     return np.where(steady, count - ranks + number, (count - 1) / 2), steady.astype(np.float64)
+
+
+def own_path_s(schedule: Schedule, slower_s: Column, both_s: Column) -> Column:
+    """Return what ranks add to the paths on which they do more than one micro-batch: [rank, ...].
+
+    Given the slower of F and B, and both with what sends hold. Of a rank that does all its F in a row, then all its B,
+    one path has all of these and another all of those.
+    """
+    alphas, tails = path_weights(schedule)
+    path: Column = (alphas * both_s.T).T
+    if schedule.builder != "gpipe":
+        early = tails == 0
+        path[early] = np.maximum(path[early], (schedule.num_micro_batches - 1) * slower_s[early])
+    return path
+
+
+def _own_path_s(frame: Frame, found: Filled) -> Column:
+    """Return the same for every option of a rank."""
+    slower = np.maximum(found.forward_s, found.input_s + found.weight_s)[:, :, 0]
+    return own_path_s(frame.schedule, slower, found.pass_s + frame.hop_s[:, None])
 
 
 def _only_zero(layers: int, count: int) -> Column:

@@ -14,7 +14,7 @@ from autoshard.search.bounds import Ideal
 from autoshard.search.goals import Fastest, Smallest
 from autoshard.search.planner import Request
 from autoshard.search.points import groups
-from autoshard.search.ranges import path_weights
+from autoshard.search.ranges import own_path_s, path_weights
 from autoshard.search.splits import _quickest_s, listed_ranges, smallest_listed, splits
 from tests.search.brute_force import Truth, ask, near_even
 from tests.search.frame_cases import Case, cases, single_frames
@@ -38,10 +38,10 @@ def test_a_pipeline_takes_at_least_each_of_its_paths(builder: str, ranks: int, c
     passes = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
     work, nothing = np.array([passes[kind] for kind in KINDS]), np.zeros((ranks - 1, WAYS))
     true_s = makespan_columns(schedule, delays_of(schedule, work, nothing, nothing, overlap=False))
-    alphas, tails = path_weights(schedule)
+    _, tails = path_weights(schedule)
     both = forward + backward
     later = both[::-1].cumsum(axis=0)[::-1] - both
-    paths = both.sum(axis=0) + alphas[:, None] * both + tails[:, None] * later
+    paths = both.sum(axis=0) + own_path_s(schedule, np.maximum(forward, backward), both) + tails[:, None] * later
     assert np.all(paths <= true_s * SURE), (paths / true_s).max(axis=1)
 
 
