@@ -180,12 +180,12 @@ class _Lowering:
         return (Collective(kind="permute", dim="kv_seq", atoms=atoms),) * hops
 
     def _change(self, value: Value, cuts: Cuts, when: When, busy: Busy) -> Value:
-        dims = tuple(dim for dim, _ in value.layout.dims)
-        kept = () if busy is None else tuple(atom for atom in value.layout.sums if atom not in busy)
-        wanted = _layout(dims, cuts, sums=kept)
-        if wanted == value.layout:
+        now = value.layout
+        kept = () if busy is None else tuple(atom for atom in now.sums if atom not in busy)
+        if kept == now.sums and not now.maxima and all(tuple(cuts.get(dim, ())) == atoms for dim, atoms in now.dims):
             return value
-        key = (value.name, wanted, self._kept_from(value.layout, wanted, when))
+        wanted = _layout(tuple(dim for dim, _ in now.dims), cuts, sums=kept)
+        key = (value.name, wanted, self._kept_from(now, wanted, when))
         if key not in self._changed:
             self._changed[key] = self._communicate(value, wanted, "I" if when == "again" else when)
         return self._changed[key]
