@@ -49,6 +49,8 @@ class BlockRun:
     place: Place
     parts: BlockProgram
     steps: Mapping[str, tuple[_Step, ...]]
+    made: Mapping[str, Mapping[str, str]]  # by kind of action the results, by tensor
+    handed_back: str | None
 
     @classmethod
     def of(cls, bench: Bench, parts: BlockProgram) -> "BlockRun":
@@ -61,7 +63,8 @@ class BlockRun:
             "W": results,
         }
         steps = {kind: tuple(_steps(bench, parts, parts.part(kind), kept)) for kind, kept in later.items()}
-        return cls(place=bench.place, parts=parts, steps=steps)
+        made = {kind: {tensor: value.name for tensor, value in parts.made(kind).items()} for kind in later}
+        return cls(place=bench.place, parts=parts, steps=steps, made=made, handed_back=parts.handed_back)
 
     def forward(self, giving: Giving) -> tuple[torch.Tensor, Values]:
         """Run the forward pass; return what is handed on, and all values that backward reads."""
@@ -77,7 +80,7 @@ class BlockRun:
         That is by tensor sums of gradients, and what is handed back.
         """
         self._execute(kind, giving, values)
-        return {tensor: values[value.name] for tensor, value in self.parts.made(kind).items()}
+        return {tensor: values[name] for tensor, name in self.made[kind].items()}
 
     def _execute(self, kind: str, giving: Giving, values: Values) -> None:
         for step in self.steps[kind]:

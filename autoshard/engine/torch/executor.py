@@ -20,7 +20,7 @@ from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels.kernel import as_array
 from autoshard.engine.torch.kernels.rotations import Rotations
 from autoshard.engine.torch.pipeline import Pipeline
-from autoshard.engine.torch.update import OptimizerShard, Weight
+from autoshard.engine.torch.update import OptimizerShard, Scalars, Weight, total_square, update
 from autoshard.engine.torch.world import Group, World
 from autoshard.errors import require
 from autoshard.graph.op import Array
@@ -62,7 +62,6 @@ class Executor:
             if name not in self._ties
         }
         self._gradients: dict[str, torch.Tensor] = {}
-        self._num_steps = 0
 
     def step(self, micro_batches: Sequence[Batch], learning_rate: float = 1e-2) -> tuple[float, float]:
         """Run one step; return the loss and the norm of the gradient, the same on every rank.
@@ -78,8 +77,8 @@ class Executor:
         loss = self._pipeline.run(self._weights, self._sums, micro_batches)
         self._tie_gradients(self._sums)
         self._gradients = {name: self._held[name].reduced(self._sums[name]) for name in self._optimizer}
-        squares = sum(float(self._held[name].square(gradient)) for name, gradient in self._gradients.items())
-        total, loss = self._sum_of_all([squares, loss])
+        square = total_square([self._held[name] for name in self._gradients], list(self._gradients.values()))
+        total, loss = self._sum_of_all([square, loss])
         norm = self._update(total, learning_rate)
         self._tie_weights()
         self._bench.world.finish_sending()
@@ -101,13 +100,13 @@ class Executor:
 
     def _update(self, total_square: float, learning_rate: float) -> float:
         """Clip, update and gather every weight of this rank; return the norm."""
-        self._num_steps += 1
         op = self._graph.update.op("clip")
         clip, norm = op.kind.evaluate(self._graph.update.call(op, {}), np.asarray(total_square))
-        for name, gradient in self._gradients.items():
-            held, own = self._held[name], self._optimizer[name]
-            held.update(own.master, own.moment1, own.moment2, gradient, float(clip), learning_rate, self._num_steps)
-            self._weights[name] = held.gathered(own.master)
+        held = [self._held[name] for name in self._optimizer]
+        scalars = Scalars(clip=float(clip), learning_rate=learning_rate)
+        update(held, list(self._optimizer.values()), list(self._gradients.values()), scalars)
+        for name, own in self._optimizer.items():
+            self._weights[name] = self._held[name].gathered(own.master)
         return float(norm)
 
     def _weights_held(self) -> Mapping[str, Weight]:

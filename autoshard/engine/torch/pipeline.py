@@ -120,8 +120,8 @@ class _MicroBatches:
             giving = self._giving(name, run, number, upstream)
             values = self._values[name, number] if kind == "I" else self._values.pop((name, number))
             results = run.backward(kind, giving, values)
-            if run.parts.handed_back and kind != "W":
-                upstream = results[run.parts.handed_back]
+            if run.handed_back and kind != "W":
+                upstream = results[run.handed_back]
         if stage and kind != "W":
             assert upstream is not None, "every stage but the first hands a gradient back"
             self._hand(upstream, stage, stage - 1, number, back=True)

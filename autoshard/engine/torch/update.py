@@ -4,18 +4,20 @@ Every weight travels on its own; the plan's buckets join them in the engine prop
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch.optim.adamw import adamw
 
 from autoshard.engine.place import Held, Place
 from autoshard.engine.torch.collectives import all_reduce, gather_flat, scatter_flat_sum
-from autoshard.engine.torch.formats import Formats
-from autoshard.engine.torch.kernels import Kernel, Local, kernel
+from autoshard.engine.torch.formats import Formats, wide
 from autoshard.engine.torch.kernels.kernel import as_array
 from autoshard.engine.torch.world import Group, World
 from autoshard.graph.block import Block
+from autoshard.graph.kinds.optimizer import AdamW
 from autoshard.graph.op import Array
 from autoshard.layout.layout import Layout
 
@@ -82,29 +84,18 @@ class Weight:
         ends = min(start, self._num_elements), min(start + self._piece_size, self._num_elements)
         return Held(bounds=self.bounds, array=as_array(piece[: ends[1] - ends[0]].clone()), piece=ends)
 
-    def square(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of the squared norm: what several ranks hold alike counts once."""
-        (total,) = self._square(piece)
-        return total / self.num_copies
-
-    @cached_property
-    def update(self) -> Kernel:
-        """What takes a step: master, moments, gradient, clip factor, learning rate, number of the step."""
-        return self._kernel("update")
-
-    @cached_property
-    def _square(self) -> Kernel:
-        return self._kernel("square")
-
-    def _kernel(self, what: str) -> Kernel:
-        op = self.block.op(f"{self.name}.{what}")
-        return kernel(op.kind, self.block.call(op, {}), Local(formats=self.formats))
-
     @property
+    def optimizer(self) -> AdamW:
+        """What takes a step."""
+        kind = self.block.op(f"{self.name}.update").kind
+        assert isinstance(kind, AdamW), f"{self.name} is updated by {kind}"
+        return kind
+
+    @cached_property
     def _num_elements(self) -> int:
         return math.prod(self.place.shape(self.layout))
 
-    @property
+    @cached_property
     def _piece_size(self) -> int:
         return -(-self._num_elements // (len(self.shared.ranks) if self.shared else 1))
 
@@ -115,18 +106,62 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scalars:
+    """What a step of the optimizer takes beside tensors."""
+
+    clip: float  # the factor that brings the gradient's norm down to the limit
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerShard:
     """A piece of a weight in the optimizer's precision, with its moments; a step changes them in place."""
 
     master: torch.Tensor
     moment1: torch.Tensor
     moment2: torch.Tensor
+    num_steps: torch.Tensor
 
     @classmethod
     def start(cls, weight: Weight, block: Array) -> "OptimizerShard":
         """Begin with a weight's piece, without memory of earlier steps."""
         master = weight.cut(block)
         dtype = weight.formats.of(weight.block.tensors[f"{weight.name}.moment1"].dtype)
-        return cls(
-            master=master, moment1=torch.zeros_like(master, dtype=dtype), moment2=torch.zeros_like(master, dtype=dtype)
+        first, second = (torch.zeros_like(master, dtype=dtype) for _ in range(2))
+        return cls(master=master, moment1=first, moment2=second, num_steps=torch.zeros(()))
+
+
+def total_square(weights: Sequence[Weight], pieces: Sequence[torch.Tensor]) -> float:
+    """Return this rank's share of the squared norm: what several ranks hold alike counts once."""
+    if not pieces:
+        return 0.0
+    norms = torch.stack([torch.linalg.vector_norm(wide(piece)) for piece in pieces]).double()
+    copies = torch.tensor([weight.num_copies for weight in weights], dtype=torch.float64)
+    return float((norms.square() / copies).sum())
+
+
+def update(
+    weights: Sequence[Weight], shards: Sequence[OptimizerShard], pieces: Sequence[torch.Tensor], scalars: Scalars
+) -> None:
+    """Take a step of AdamW, all weights that are updated alike at once."""
+    alike: dict[AdamW, list[int]] = {}
+    for number, weight in enumerate(weights):
+        alike.setdefault(weight.optimizer, []).append(number)
+    for kind, numbers in alike.items():
+        own = [shards[number] for number in numbers]
+        adamw(
+            [one.master for one in own],
+            [pieces[number] * scalars.clip for number in numbers],
+            [one.moment1 for one in own],
+            [one.moment2 for one in own],
+            [],
+            [one.num_steps for one in own],
+            fused=all(one.master.dtype == one.moment1.dtype for one in own),
+            amsgrad=False,
+            beta1=kind.beta1,
+            beta2=kind.beta2,
+            lr=scalars.learning_rate,
+            weight_decay=kind.decay,
+            eps=kind.eps,
+            maximize=False,
         )

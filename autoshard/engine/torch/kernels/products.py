@@ -1,5 +1,6 @@
 """Products of tensors as matrix products: dims are sorted into those of both, of one, and those summed over."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +23,14 @@ class _Side:
         sizes = tuple(call.elements(group) for group in groups)
         return cls(order=tuple(dims.index(dim) for group in groups for dim in group), shape=sizes)
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the matrix; a view, where memory allows."""
-        return tensor.permute(self.order).reshape(self.shape)
+    def change(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what makes the matrix of a tensor; a view, where memory allows."""
+        order, shape = self.order, self.shape
+        if order == tuple(range(len(order))):
+            return lambda tensor: tensor.reshape(shape)
+        if order == (1, 0) and len(shape) == 2:
+            return torch.t
+        return lambda tensor: tensor.permute(order).reshape(shape)
 
 
 @kernel.register
@@ -33,8 +39,8 @@ def _einsum(kind: Einsum, call: Call, local: Local) -> Kernel:
     both = tuple(dim for dim in left if dim in right and dim in kind.dims)
     summed = tuple(dim for dim in left if dim in right and dim not in kind.dims)
     alone = tuple(tuple(dim for dim in own if dim not in (*both, *summed)) for own in (left, right))
-    first = _Side.of(left, (*((both,) if both else ()), alone[0], summed), call)
-    second = _Side.of(right, (*((both,) if both else ()), summed, alone[1]), call)
+    first = _Side.of(left, (*((both,) if both else ()), alone[0], summed), call).change()
+    second = _Side.of(right, (*((both,) if both else ()), summed, alone[1]), call).change()
     made = (*both, *alone[0], *alone[1])
     shape, order = shape_of(call, made), [made.index(dim) for dim in kind.dims]
     plain = order == list(range(len(order)))
