@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from einops import einsum, rearrange
 from torch import Tensor, nn
+from torch.nn import functional
 
 from autoshard.engine.decoder.leaves import at_least_fp32
 
@@ -31,7 +31,7 @@ class Attend(nn.Module):
             return Windowed.apply(query, key, value, self._window)  # pyright: ignore[reportReturnType]
         heads = rearrange(query, f"{_QUERY} -> batch (kv_heads q_group) seq head_dim")
         keys, values = (rearrange(x, f"{_KEY} -> batch kv_heads kv_seq head_dim") for x in (key, value))
-        mixed = F.scaled_dot_product_attention(
+        mixed = functional.scaled_dot_product_attention(
             heads, keys, values, is_causal=True, enable_gqa=query.shape[3] > 1
         )  # fmt: skip
         return rearrange(mixed, f"batch (kv_heads q_group) seq head_dim -> {_QUERY}", q_group=query.shape[3])

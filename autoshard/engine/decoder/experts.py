@@ -7,11 +7,11 @@ each token that chose it, so that nothing is dropped and nothing is padded.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from einops import einsum, rearrange, reduce, repeat
 from torch import Tensor, nn
+from torch.nn import functional
 
-from autoshard.engine.decoder.leaves import Factory, Sizes, drawn
+from autoshard.engine.decoder.leaves import Factory, Sizes, Taken, drawn
 from autoshard.graph.decoder import num_slots
 from autoshard.spec.model import ModelSpec
 
@@ -29,7 +29,8 @@ class Choose(nn.Module):
         """Sort and take the first; ``torch.topk`` would leave ties open."""
         order = torch.sort(logits.detach(), dim=-1, descending=True, stable=True).indices
         expert = order[..., : self._num_choices].clone()  # backward keeps it: not with all the others
-        return logits.gather(-1, expert), expert
+        chosen: Any = Taken.apply(logits, expert)
+        return chosen, expert
 
 
 class Share(nn.Module):
@@ -37,7 +38,7 @@ class Share(nn.Module):
 
     def forward(self, chosen: Tensor) -> Tensor:
         """Normalise."""
-        return F.softmax(chosen, dim=-1)
+        return functional.softmax(chosen, dim=-1)
 
 
 class Queue(nn.Module):
@@ -85,7 +86,7 @@ class ExpertProduct(nn.Module):
             product = einsum(slots, self.weight, "experts slots read, experts made read -> experts slots made")
             return rearrange(product, "experts slots made -> (experts slots) made")
         parts = zip(x.split(rows), self.weight.unbind(0), strict=True)
-        return torch.cat([F.linear(part, weight) for part, weight in parts])
+        return torch.cat([functional.linear(part, weight) for part, weight in parts])
 
 
 class Combine(nn.Module):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn import functional
 
 from autoshard.graph.kinds.attention import Rotary
 from autoshard.spec.model import Activation, ModelSpec
@@ -21,10 +21,10 @@ Factory = Mapping[str, Any]  # ``device`` and ``dtype`` of new parameters, as to
 _INIT_SCALE = 0.02
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
 }
 
 
@@ -47,7 +47,7 @@ class Lookup(nn.Module):
 
     def forward(self, index: Tensor) -> Tensor:
         """Take the rows."""
-        return F.embedding(index, self.weight)
+        return functional.embedding(index, self.weight)
 
 
 class Product(nn.Module):
@@ -64,7 +64,7 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply and sum over the contracted dims."""
-        product = F.linear(rearrange(x, self._flat_input), rearrange(self.weight, self._flat_weight))
+        product = functional.linear(rearrange(x, self._flat_input), rearrange(self.weight, self._flat_weight))
         return rearrange(product, self._split_output, **self._out)
 
 
@@ -136,11 +136,11 @@ class Activate(nn.Module):
 
     def __init__(self, function: Activation) -> None:
         super().__init__()
-        self._function = function
+        self._function = _ACTIVATIONS[function]
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the function."""
-        return _ACTIVATIONS[self._function](x)
+        return self._function(x)
 
 
 class Multiply(nn.Module):
@@ -157,3 +157,21 @@ class Add(nn.Module):
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         """Add."""
         return left + right
+
+
+class Taken(torch.autograd.Function):
+    """The elements at indices along the last dim; ``torch.gather`` would keep its whole input for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        """Take them."""
+        ctx.size = x.shape[-1]
+        ctx.save_for_backward(index)
+        return x.gather(-1, index)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Put the gradient back where each element was taken."""
+        (index,) = ctx.saved_tensors
+        zeros = upstream[0].new_zeros(*index.shape[:-1], ctx.size)
+        return zeros.scatter_(-1, index, upstream[0]), None

@@ -1,10 +1,12 @@
 """The leaf modules of the loss: cross entropy in FP32, in the steps of the graph."""
 
+from typing import Any
+
 import torch
 from einops import rearrange, reduce
 from torch import Tensor, nn
 
-from autoshard.engine.decoder.leaves import at_least_fp32
+from autoshard.engine.decoder.leaves import Taken, at_least_fp32
 
 
 class ToFp32(nn.Module):
@@ -60,7 +62,7 @@ class Pick(nn.Module):
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Take it."""
-        picked = logits.gather(-1, rearrange(labels, "batch seq -> batch seq 1"))
+        picked: Any = Taken.apply(logits, rearrange(labels, "batch seq -> batch seq 1"))
         return rearrange(picked, "batch seq 1 -> batch seq")
 
 
