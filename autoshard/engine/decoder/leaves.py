@@ -4,6 +4,7 @@ Only leaves rearrange. A leaf takes any leading dims where its kind does, so tha
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ _INIT_SCALE = 0.02
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
 }
 
