@@ -112,7 +112,7 @@ def test_loss_and_every_gradient_are_those_of_the_graph(model: ModelSpec):
 
 
 @pytest.mark.parametrize("capacity", [0.3, 1.0, 1.25, 2.0])
-@pytest.mark.parametrize("name", ["experts", "one expert per token", "mixtral-8x7b"])
+@pytest.mark.parametrize("name", ["experts", "one expert per token", "mixtral-8x22b"])
 def test_full_experts_drop_the_tokens_that_the_graph_drops(name: str, capacity: float):
     check_step(MODELS[name], capacity=capacity, of_graph=capacity)
 
