@@ -123,6 +123,14 @@ def test_of_equal_router_logits_the_lower_expert_is_chosen():
     assert expert.tolist() == [[[1, 2], [0, 1], [3, 1]]]
 
 
+def test_a_product_takes_a_shard_of_its_weight():
+    product = leaves.Product({"kv_heads": 4, "head_dim": 2}, {"hidden": 3}, {})
+    x, whole = torch.ones(1, 5, 3), product.weight.detach()
+    expected = product(x)[:, :, 1:3]
+    product.weight = torch.nn.Parameter(whole[1:3].clone())
+    torch.testing.assert_close(product(x), expected)
+
+
 def test_positions_count_from_zero_unless_they_are_given():
     model = MODELS["learned positions"]
     module = loaded(model, random_weights(graph_of(model), np.random.default_rng(0)))

@@ -57,7 +57,8 @@ class Product(nn.Module):
     def __init__(self, out: Sizes, contracted: Sizes, factory: Factory) -> None:
         super().__init__()
         self.weight = drawn({**out, **contracted}, factory)
-        self._out = out
+        self._made = tuple(out)
+        self._is_flat = len(out) == len(contracted) == 1
         made, read = " ".join(out), " ".join(contracted)
         self._flat_weight = f"{made} {read} -> ({made}) ({read})"
         self._flat_input = f"... {read} -> ... ({read})"
@@ -65,8 +66,11 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply and sum over the contracted dims."""
+        if self._is_flat:
+            return functional.linear(x, self.weight)
         product = functional.linear(rearrange(x, self._flat_input), rearrange(self.weight, self._flat_weight))
-        return rearrange(product, self._split_output, **self._out)
+        sizes = dict(zip(self._made, self.weight.shape, strict=False))  # the weight may be a shard
+        return rearrange(product, self._split_output, **sizes)
 
 
 class Shift(nn.Module):
