@@ -31,9 +31,8 @@ class Attend(nn.Module):
             return Windowed.apply(query, key, value, self._window)  # pyright: ignore[reportReturnType]
         heads = rearrange(query, f"{_QUERY} -> batch (kv_heads q_group) seq head_dim")
         keys, values = (rearrange(x, f"{_KEY} -> batch kv_heads kv_seq head_dim") for x in (key, value))
-        mixed = functional.scaled_dot_product_attention(
-            heads, keys, values, is_causal=True, enable_gqa=query.shape[3] > 1
-        )  # fmt: skip
+        grouped = query.shape[3] > 1
+        mixed = functional.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=grouped)
         return rearrange(mixed, f"batch (kv_heads q_group) seq head_dim -> {_QUERY}", q_group=query.shape[3])
 
 
