@@ -65,10 +65,15 @@ def dim_sizes(model: ModelSpec, workload: Workload, micro_batch: int) -> Mapping
         sizes["positions"] = model.max_positions
     if model.num_experts:
         sizes["experts"], sizes["choices"] = model.num_experts, model.experts_per_token
-        choices = micro_batch * workload.seq_len * model.experts_per_token
-        capacity = Fraction(workload.expert_capacity or 1).limit_denominator(1000)
-        sizes["slots"] = -(-choices * capacity.numerator // (model.num_experts * capacity.denominator))
+        sizes["slots"] = num_slots(model, micro_batch * workload.seq_len, workload.expert_capacity)
     return sizes
+
+
+def num_slots(model: ModelSpec, num_tokens: int, expert_capacity: float | None) -> int:
+    """Return how many tokens an expert takes of those routed together; without a capacity, if evenly spread."""
+    choices = num_tokens * model.experts_per_token
+    capacity = Fraction(expert_capacity or 1).limit_denominator(1000)
+    return -(-choices * capacity.numerator // (model.num_experts * capacity.denominator))
 
 
 def _embed_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:

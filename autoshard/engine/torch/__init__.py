@@ -1,1 +1,1 @@
-"""The torch engine: one process per rank, joined by ``torch.distributed``. Only this folder imports torch."""
+"""The torch engine: one process per rank, joined by ``torch.distributed``. Only here and in the decoder is torch."""

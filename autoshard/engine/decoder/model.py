@@ -1,0 +1,228 @@
+"""The blocks of the decoder: in each, a child module for every forward operation of the graph, by the same name.
+
+An engine replaces children by name. What the graph delivers from one to the next, a block hands over as it is.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoshard.engine.decoder.attend import Attend
+from autoshard.engine.decoder.experts import Choose, Combine, Dispatch, ExpertProduct, Queue, Share
+from autoshard.engine.decoder.leaves import (
+    Activate,
+    Add,
+    Factory,
+    Lookup,
+    Multiply,
+    Norm,
+    Product,
+    Shift,
+    Sizes,
+    Turn,
+    rotary_turns,
+)
+from autoshard.engine.decoder.loss import BelowTop, Exp, Log, Pick, Subtract, SumOfAll, ToFp32, Top, Total
+from autoshard.spec.model import ModelSpec
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer with its loss; every option of a model card, any device (``meta`` too), any dtype.
+
+    Without ``expert_capacity`` no token is dropped.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        *,
+        expert_capacity: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory: Factory = {"device": device, "dtype": dtype}
+        self.model = model
+        self.embed = Embed(model, factory)
+        self.layers = nn.ModuleList(Layer(model, factory, expert_capacity) for _ in range(model.num_layers))
+        self.head = Head(model, factory)
+        if model.tied_embeddings:
+            self.head.unembed.weight = self.embed.embed.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor, token_weight: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return the loss of a micro-batch, [batch, seq] each: the sum of token weights times token losses."""
+        return self.head(self.hidden(tokens, positions), labels, token_weight)
+
+    def logits(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return the logits of every token, [batch, seq, vocab]."""
+        return self.head.logits(self.hidden(tokens, positions))
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return what the last layer hands to the head; positions count up from 0 unless they are given."""
+        where = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+        x = self.embed(tokens, where)
+        turns = rotary_turns(self.model, where, x.dtype) if self.model.positions == "rotary" else None
+        for layer in self.layers:
+            x = layer(x, turns)
+        return x
+
+
+class Block(nn.Module):
+    """What blocks share: a product and, where the model has one, its bias."""
+
+    def _linear(self, name: str, out: Sizes, contracted: Sizes, factory: Factory, *, bias: bool) -> None:
+        self.add_module(name, Product(out, contracted, factory))
+        if bias:
+            self.add_module(f"{name}_shift", Shift(out, factory))
+
+    def _through(self, name: str, x: Tensor) -> Tensor:
+        product = self.get_submodule(name)(x)
+        shift = self._modules.get(f"{name}_shift")
+        return product if shift is None else shift(product)
+
+
+class Embed(Block):
+    """Words to vectors, and the positions' vectors where they are learned."""
+
+    def __init__(self, model: ModelSpec, factory: Factory) -> None:
+        super().__init__()
+        self.embed = Lookup({"vocab": model.vocab, "hidden": model.hidden}, factory)
+        self._learned = model.positions == "learned"
+        if self._learned:
+            self.place = Lookup({"positions": model.max_positions, "hidden": model.hidden}, factory)
+            self.embed_add = Add()
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the hidden state of every token."""
+        x = self.embed(tokens)
+        return self.embed_add(x, self.place(positions)) if self._learned else x
+
+
+class Layer(Block):
+    """Attention and an MLP or experts, each behind a norm and beside a residual; children in the graph's order."""
+
+    def __init__(self, model: ModelSpec, factory: Factory, expert_capacity: float | None = None) -> None:
+        super().__init__()
+        self._model = model
+        self._make_attention(model, factory)
+        self.attn_add = Add()
+        self.mlp_norm = Norm(model, model.hidden, factory)
+        if model.num_experts:
+            self._make_experts(model, factory, expert_capacity)
+        else:
+            self._make_mlp(model, factory)
+        self.mlp_add = Add()
+
+    def forward(self, x: Tensor, turns: Tensor | None = None) -> Tensor:
+        """Return the next hidden state; ``turns`` are those of ``rotary_turns``."""
+        after = self.attn_add(x, self._attention(self.attn_norm(x), turns))
+        normed = self.mlp_norm(x if self._model.parallel_residual else after)
+        made = self._experts(normed) if self._model.num_experts else self._mlp(normed)
+        return self.mlp_add(after, made)
+
+    def _make_attention(self, model: ModelSpec, factory: Factory) -> None:
+        hidden = {"hidden": model.hidden}
+        keys = {"kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+        queries = {"kv_heads": model.num_kv_heads, "q_group": model.queries_per_kv_head, "head_dim": model.head_dim}
+        self.attn_norm = Norm(model, model.hidden, factory)
+        for name, heads in {"q": queries, "k": keys, "v": keys}.items():
+            self._linear(name, heads, hidden, factory, bias=model.qkv_bias)
+        if model.qk_norm:
+            self.q_norm, self.k_norm = (Norm(model, model.head_dim, factory) for _ in "qk")
+        if model.positions == "rotary":
+            self.q_rotary, self.k_rotary = Turn(), Turn()
+        self.attend = Attend(model.window)
+        self._linear("o", hidden, queries, factory, bias=model.out_bias)
+
+    def _attention(self, x: Tensor, turns: Tensor | None) -> Tensor:
+        query, key, value = (self._through(name, x) for name in "qkv")
+        if self._model.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if turns is not None:
+            query, key = self.q_rotary(query, turns), self.k_rotary(key, turns)
+        return self._through("o", self.attend(query, key, value))
+
+    def _make_mlp(self, model: ModelSpec, factory: Factory) -> None:
+        hidden, ffn = {"hidden": model.hidden}, {"ffn": model.ffn}
+        self._linear("up", ffn, hidden, factory, bias=model.mlp_bias)
+        if model.gated_mlp:
+            self._linear("gate", ffn, hidden, factory, bias=model.mlp_bias)
+        self.act = Activate(model.activation)
+        if model.gated_mlp:
+            self.product = Multiply()
+        self._linear("down", hidden, ffn, factory, bias=model.mlp_bias)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        inner = self._through("up", x)
+        if not self._model.gated_mlp:
+            return self._through("down", self.act(inner))
+        return self._through("down", self.product(self.act(self._through("gate", x)), inner))
+
+    def _make_experts(self, model: ModelSpec, factory: Factory, expert_capacity: float | None) -> None:
+        inner = {"experts": model.num_experts, "ffn": model.ffn, "hidden": model.hidden}
+        outer = {"experts": model.num_experts, "hidden": model.hidden, "ffn": model.ffn}
+        self.router = Product({"experts": model.num_experts}, {"hidden": model.hidden}, factory)
+        self.choose = Choose(model.experts_per_token)
+        self.share = Share()
+        self.queue = Queue(model, expert_capacity)
+        self.dispatch = Dispatch()
+        self.gate, self.up = ExpertProduct(inner, factory), ExpertProduct(inner, factory)
+        self.act = Activate(model.activation)
+        self.product = Multiply()
+        self.down = ExpertProduct(outer, factory)
+        self.combine = Combine()
+
+    def _experts(self, x: Tensor) -> Tensor:
+        chosen, expert = self.choose(self.router(x))
+        row, rows = self.queue(expert)
+        slots = self.dispatch(x, row, rows)
+        inner = self.product(self.act(self.gate(slots, rows)), self.up(slots, rows))
+        return self.combine(self.down(inner, rows), self.share(chosen), row)
+
+
+class Head(Block):
+    """The last norm, the logits, and the loss."""
+
+    def __init__(self, model: ModelSpec, factory: Factory) -> None:
+        super().__init__()
+        self.final_norm = Norm(model, model.hidden, factory)
+        self.unembed = Product({"vocab": model.vocab}, {"hidden": model.hidden}, factory)
+        self.logits_fp32 = ToFp32()
+        self.top, self.shifted, self.power = Top(), BelowTop(), Exp()
+        self.total, self.log_total, self.picked = Total(), Log(), Pick()
+        self.token_loss, self.weighted, self.loss = Subtract(), Multiply(), SumOfAll()
+
+    def forward(self, x: Tensor, labels: Tensor, token_weight: Tensor) -> Tensor:
+        """Return the loss; logits leave memory as soon as the next step has read them."""
+        logits = self.logits_fp32(self.logits(x))
+        shifted = self.shifted(logits, self.top(logits))
+        del logits
+        picked = self.picked(shifted, labels)
+        log_total = self.log_total(self.total(self.power(shifted)))
+        return self.loss(self.weighted(self.token_loss(log_total, picked), token_weight))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits in the model's own format."""
+        return self.unembed(self.final_norm(x))
+
+
+def graph_name(parameter: str) -> str:
+    """Return how the graph's instances name a parameter of the decoder.
+
+    >>> graph_name("layers.3.q.weight"), graph_name("head.final_norm.weight")
+    ('layer.3.q.weight', 'head.0.final_norm.weight')
+    """
+    block, _, name = parameter.partition(".")
+    return f"layer.{name}" if block == "layers" else f"{block}.0.{name}"
+
+
+def state_of(weights: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return arrays by the graph's names as a state dict of the decoder."""
+    return {_parameter(name): torch.as_tensor(array) for name, array in weights.items()}
+
+
+def _parameter(name: str) -> str:
+    block, number, rest = name.split(".", 2)
+    return f"layers.{number}.{rest}" if block == "layer" else f"{block}.{rest}"

@@ -1,0 +1,108 @@
+"""Models small enough for numpy: every card reduced, every option alone, and a step of each on the graph."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from autoshard.graph.block import OpGraph
+from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.op import Array
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model import ModelSpec, RotaryScaling
+from autoshard.spec.model_catalogue import load_model, model_names
+from autoshard.spec.workload import Precision, Workload
+
+BATCH, SEQ = 3, 8
+WINDOW = 3
+BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+EXPERTS = {"num_experts": 4, "experts_per_token": 2}
+LLAMA3 = RotaryScaling(
+    kind="llama3", factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_positions=8
+)
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "no option": {},
+    "one head per key": {"num_heads": 2},
+    "keys of one head": {"num_kv_heads": 1},
+    "layer norm": {"norm": "layer"},
+    "another eps": {"norm_eps": 0.3},
+    "plain MLP": {"gated_mlp": False},
+    "gelu": {"activation": "gelu"},
+    "gelu_tanh": {"activation": "gelu_tanh"},
+    "relu": {"activation": "relu"},
+    "plain relu": {"activation": "relu", "gated_mlp": False},
+    "biases": BIASES,
+    "query and key norm": {"qk_norm": True},
+    "query and key layer norm": {"qk_norm": True, "norm": "layer"},
+    "part of a head turned": {"rotary_fraction": 0.5},
+    "another theta": {"rotary_theta": 50.0},
+    "linear scaling": {"rotary_scaling": RotaryScaling(kind="linear", factor=4.0)},
+    "llama3 scaling": {"rotary_scaling": LLAMA3, "rotary_theta": 50.0},
+    "learned positions": {"positions": "learned"},
+    "parallel residual": {"parallel_residual": True},
+    "parallel residual, layer norm": {"parallel_residual": True, "norm": "layer"},
+    "tied": {"tied_embeddings": True},
+    "window": {"window": WINDOW},
+    "window of one": {"window": 1},
+    "window wider than the sequence": {"window": 2 * SEQ},
+    "experts": EXPERTS,
+    "one expert per token": {**EXPERTS, "experts_per_token": 1},
+    "experts and all else": {**EXPERTS, **BIASES, "norm": "layer", "qk_norm": True, "window": WINDOW},
+}
+
+
+def reduced(model: ModelSpec) -> ModelSpec:
+    """Keep every option of a model and whether heads are shared, and make all its sizes small."""
+    kv_heads, group = min(model.num_kv_heads, 2), min(model.queries_per_kv_head, 2)
+    return replace(
+        model,
+        num_layers=2,
+        hidden=16,
+        ffn=24,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=8,
+        vocab=32,
+        max_positions=2 * SEQ,
+        num_experts=min(model.num_experts, 4),
+        window=WINDOW if model.window else None,
+    )
+
+
+def small_models() -> Mapping[str, ModelSpec]:
+    """Return every card reduced, those that become the same once, and a small Llama with each option."""
+    base = reduced(load_model("tiny-llama"))
+    cards = {name: reduced(load_model(name)) for name in model_names()}
+    distinct = {replace(card, name="", source=""): name for name, card in reversed(cards.items())}
+    options = {name: replace(base, **option) for name, option in OPTIONS.items()}
+    return {name: cards[name] for name in sorted(distinct.values())} | options
+
+
+def roomy(model: ModelSpec) -> float | None:
+    """Return the capacity at which every expert has room for every token, so that nothing is dropped."""
+    return model.num_experts / model.experts_per_token if model.num_experts else None
+
+
+def graph_of(
+    model: ModelSpec, *, capacity: float | None = None, precision: str = "bf16", seq_len: int = SEQ, batch: int = BATCH
+) -> OpGraph:
+    """Return the graph of a small step with the kernels that torch has on a CPU."""
+    named = Precision.named(precision)
+    workload = Workload(seq_len=seq_len, global_batch=2 * batch, precision=named, expert_capacity=capacity)
+    return decoder_graph(model, workload, load_kernels("torch_cpu"), micro_batch=batch)
+
+
+def micro_batches(model: ModelSpec, rng: np.random.Generator, count: int = 2) -> Sequence[Mapping[str, Array]]:
+    """Return random tokens and labels, with token weights that differ; some are zero, as padding has."""
+    shape, where = (BATCH, SEQ), np.arange(SEQ)
+    return [
+        {
+            "tokens": rng.integers(0, model.vocab, shape),
+            "labels": rng.integers(0, model.vocab, shape),
+            "positions": where,
+            "key_positions": where,
+            "token_weight": rng.random(shape) * (rng.random(shape) < 0.8),
+        }
+        for _ in range(count)
+    ]

@@ -1,0 +1,256 @@
+"""Hugging Face weights become ours and back: names, shapes, round trips, and the same logits from the same weights."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+import autoshard
+from autoshard.engine.hf_names import HF_NAMES, Form
+from autoshard.engine.hf_weights import HfNames, from_hf, to_hf
+from autoshard.errors import InputError
+from autoshard.graph.evaluate import instances
+from autoshard.graph.op import Array
+from autoshard.spec.hf_config import FAMILIES, spec_from_config
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_catalogue import HEADER, model_names
+from tests.engine.small_models import graph_of
+
+CARDS = Path(autoshard.__file__).parents[1] / "models"
+FORMS: tuple[Form, ...] = ("published", "module")
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    "llama": ("attention_bias", "mlp_bias", "tie_word_embeddings"),
+    "qwen3": ("attention_bias", "tie_word_embeddings"),
+}
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Mapping[str, Any]:
+    """Any small configuration of any architecture; no two of its sizes need be alike."""
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    kv_heads, group, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), 2 * draw(st.integers(1, 3))
+    single = family in ("gpt2", "gpt_neox")
+    heads = kv_heads if single else kv_heads * group
+    small = st.integers(1, 7)
+    config: dict[str, Any] = {
+        "model_type": family,
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "hidden_size": heads * head_dim,
+        "num_attention_heads": heads,
+        "vocab_size": draw(small),
+        "n_inner" if family == "gpt2" else "intermediate_size": draw(small),
+        "max_position_embeddings": draw(small),
+    }
+    if not single:
+        config |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, "hidden_size": draw(small)}
+    if family == "gpt_neox":
+        config["rotary_pct"] = 1.0
+    if family == "mixtral":
+        config |= {"num_local_experts": draw(st.integers(2, 4)), "num_experts_per_tok": 1}
+    flags = FLAGS.get(family, ("tie_word_embeddings",))
+    return config | {flag: draw(st.booleans()) for flag in flags}
+
+
+def model_of(config: Mapping[str, Any]) -> ModelSpec:
+    return spec_from_config(config, name="drawn", source="made for this test")
+
+
+def numbered(model: ModelSpec) -> dict[str, Array]:
+    """Return our weights with no number twice, but for tied ones: any two that change places are seen."""
+    graph, weights, start = graph_of(model), dict[str, Array](), 0
+    for name, block in instances(graph):
+        for tensor in block.parameters:
+            shape = [graph.sizes[dim] for dim in tensor.dims]
+            owner = graph.tied.get(f"{block.kind}.{tensor.name}")
+            size = int(np.prod(shape))
+            drawn = np.arange(start, start + size, dtype=np.float64).reshape(shape)
+            weights[f"{name}.{tensor.name}"] = weights[owner.replace(".", ".0.", 1)] if owner else drawn
+            start += 0 if owner else size
+    return weights
+
+
+def same(left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def test_every_architecture_has_a_table():
+    assert HF_NAMES.keys() == FAMILIES.keys()
+
+
+@given(config=configs(), form=st.sampled_from(FORMS))
+def test_there_and_back_changes_nothing(config: Mapping[str, Any], form: Form):
+    family, model = config["model_type"], model_of(config)
+    ours = numbered(model)
+    theirs = to_hf(family, model, ours, np.empty, form)
+    assert sum(tensor.size for tensor in theirs.values()) == model.num_parameters
+    assert len(np.unique(np.concatenate([tensor.ravel() for tensor in theirs.values()]))) == model.num_parameters
+    same(from_hf(family, model, theirs, np.empty), ours)
+
+
+@given(config=configs(), form=st.sampled_from(FORMS))
+def test_torch_tensors_are_converted_as_arrays_are(config: Mapping[str, Any], form: Form):
+    torch: Any = pytest.importorskip("torch")
+    family, model = config["model_type"], model_of(config)
+    ours = numbered(model)
+    tensors = {name: torch.tensor(array) for name, array in ours.items()}
+    theirs = to_hf(family, model, tensors, torch.empty, form)
+    same(theirs, to_hf(family, model, ours, np.empty, form))
+    same(from_hf(family, model, theirs, torch.empty), ours)
+
+
+def test_both_forms_hold_the_same_weights():
+    model = model_of(small("mixtral"))
+    ours = numbered(model)
+    apart, stacked = (to_hf("mixtral", model, ours, np.empty, form) for form in FORMS)
+    assert not {name for name in apart if "experts" in name} & stacked.keys()
+    for expert in range(model.num_experts):
+        at = "model.layers.1."
+        both = stacked[f"{at}mlp.experts.gate_up_proj"][expert]
+        gate, up = (apart[f"{at}block_sparse_moe.experts.{expert}.{name}.weight"] for name in ("w1", "w3"))
+        np.testing.assert_array_equal(both, np.concatenate([gate, up]))
+
+
+def test_what_old_files_repeat_is_passed_over():
+    model = model_of(small("gpt2"))
+    theirs = to_hf("gpt2", model, numbered(model), np.empty)
+    more = {"h.0.attn.bias": np.ones((1, 1, 4, 4)), "lm_head.weight": theirs["wte.weight"]}
+    same(from_hf("gpt2", model, {**theirs, **more}, np.empty), numbered(model))
+
+
+def test_all_that_does_not_fit_is_named_at_once():
+    model = model_of(small("llama"))
+    theirs = to_hf("llama", model, numbered(model), np.empty)
+    theirs["model.norm.weight"] = theirs["model.norm.weight"][1:]
+    theirs["model.layers.0.mlp.extra.weight"] = theirs.pop("model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(InputError) as caught:
+        from_hf("llama", model, theirs, np.empty)
+    assert {str(fault) for fault in caught.value.faults} == {
+        "model.layers.0.mlp.up_proj.weight: missing",
+        "model.norm.weight: has shape (15,), the model asks for (16,)",
+        "model.layers.0.mlp.extra.weight: is no tensor of this model",
+    }
+
+
+def test_a_model_of_another_architecture_and_an_unknown_one_are_refused():
+    missing = r"layer\.0\.gate\.weight, layer\.0\.k_norm\.weight, layer\.0\.q_norm\.weight and 3 more of drawn"
+    with pytest.raises(InputError, match=f"gpt2 has no tensors for {missing}"):
+        HfNames.of("gpt2", model_of(small("qwen3")))
+    with pytest.raises(InputError, match=r"'lama' has no table of names.*llama"):
+        HfNames.of("lama", model_of(small("llama")))
+
+
+def test_the_names_are_read_without_torch():
+    code = "import sys, autoshard.engine.hf_weights; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# -- against transformers --------------------------------------------------------------------------
+
+SIZES: Mapping[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 19,
+    "max_position_embeddings": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+SMALL: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 3},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {**NO_DROPOUT, "n_inner": 24},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+}
+MORE: Mapping[str, Mapping[str, Any]] = {
+    "llama with biases, tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "llama with one head per key": {"num_key_value_heads": 4},
+    "gpt_neox in sequence": {"use_parallel_residual": False},
+}
+
+
+def small(name: str) -> dict[str, Any]:
+    """Return a reduced configuration; the name's first word is the architecture."""
+    family = name.split()[0]
+    config: dict[str, Any] = {"model_type": family, **SIZES, **SMALL[family], **MORE.get(name, {})}
+    if family == "gpt2":
+        config.pop("intermediate_size")
+    return config
+
+
+def transformers_module(config: Mapping[str, Any], device: str = "cpu") -> Any:
+    """Return the module of a configuration with drawn weights; on ``meta`` it has none."""
+    transformers: Any = pytest.importorskip("transformers")
+    torch: Any = pytest.importorskip("torch")
+    fields = {key: value for key, value in config.items() if key not in ("model_type", HEADER)}
+    hf_config = transformers.AutoConfig.for_model(config["model_type"], **fields)
+    implementations = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    with torch.device(device):
+        module = transformers.AutoModelForCausalLM.from_config(hf_config, **implementations, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in module.parameters() if device == "cpu" else ():
+        parameter.data.normal_(0, 0.4, generator=generator)
+    return module
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_a_card_has_the_tensors_of_the_transformers_module(name: str):
+    card = json.loads((CARDS / f"{name}.json").read_text(encoding="utf-8"))
+    layers = next(key for key in ("num_hidden_layers", "n_layer") if key in card)
+    config = {**card, layers: 1}
+    model = spec_from_config(config, name=name, source="its card, of one layer")
+    module = transformers_module(config, device="meta")
+    expected = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    assert HfNames.of(card["model_type"], model, "module").shapes == expected
+
+
+@pytest.mark.parametrize("name", [*SMALL, *MORE])
+def test_the_same_weights_give_the_same_logits_and_loss(name: str):
+    torch: Any = pytest.importorskip("torch")
+    from autoshard.engine.decoder.model import Decoder, state_of
+    from tests.graph.test_against_transformers import InFloat64
+
+    config = small(name)
+    with InFloat64():
+        model, theirs = model_of(config), transformers_module(config)
+    weights = from_hf(config["model_type"], model, theirs.state_dict(), torch.empty)
+    ours = Decoder(model, dtype=torch.float64)
+    ours.load_state_dict(state_of(weights))
+    tokens = torch.tensor(np.random.default_rng(3).integers(0, config["vocab_size"], (3, 11)))
+    with InFloat64():
+        expected = theirs(input_ids=tokens, labels=tokens, use_cache=False)
+    torch.testing.assert_close(ours.logits(tokens), expected.logits, rtol=0, atol=1e-11)
+    weight = torch.full(tokens.shape, 1 / (3 * 10), dtype=torch.float64)
+    weight[:, -1] = 0  # transformers shifts the labels, and has none for the last token
+    loss = ours(tokens, torch.roll(tokens, -1, dims=1), weight)
+    torch.testing.assert_close(loss, expected.loss, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", [*SMALL, "llama with biases, tied"])
+def test_what_transformers_saves_is_read_and_what_is_written_is_what_it_saves(name: str, tmp_path: Path):
+    load_file: Any = pytest.importorskip("safetensors.numpy").load_file
+    torch: Any = pytest.importorskip("torch")
+    config = small(name)
+    family, model, module = config["model_type"], model_of(config), transformers_module(config)
+    module.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    ours = from_hf(family, model, saved, np.empty)
+    same(ours, from_hf(family, model, module.state_dict(), torch.empty))
+    # A file of the Hub has no prefix for GPT-2, but transformers writes one.
+    same(to_hf(family, model, ours, np.empty, "module" if family == "gpt2" else "published"), saved)
