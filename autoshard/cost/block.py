@@ -11,12 +11,13 @@ from autoshard.cost.compute import KernelWork, Rates, Sequences, kernel_time, ke
 from autoshard.cost.held import Local, Shares, kept_bytes, shape_bytes, shares, working_bytes
 from autoshard.cost.kernel_run import KernelRun, kernel_runs
 from autoshard.cost.live import Moment, moments
-from autoshard.cost.rings import Number, Ring, axis_of_atoms
+from autoshard.cost.rings import Number, Ring
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.sharding import Message, Sharding
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.kernels import Kernels
+from autoshard.spec.mesh import axis_of_atoms
 
 PASSES = ("F", "I", "W")
 _IN_PIECES = ("all_gather", "reduce_scatter")  # one for each rank, of which a product can wait for the first alone

@@ -112,13 +112,3 @@ def _latency_s(cluster: Cluster, group: tuple[int, ...]) -> float:
     near = cluster.link_of(cluster.inside(group)).latency_s if inside else 0.0
     far = cluster.link_of(group).latency_s if num_nodes > 1 else 0.0
     return inside * near + (num_nodes - 1) * far
-
-
-def axis_of_atoms(atoms: tuple[str, ...]) -> str:
-    """Return the axis whose traffic a Collective over these atoms is counted as.
-
-    >>> axis_of_atoms(("rep",)), axis_of_atoms(("edp", "ep", "cp"))
-    ('tp', 'dp')
-    """
-    axis: Mapping[str, str] = {"edp": "dp", "ep": "ep", "cp": "cp", "kv": "tp", "rep": "tp", "pp": "pp"}
-    return axis[atoms[0]]

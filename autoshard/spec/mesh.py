@@ -283,3 +283,13 @@ def axis_levels_bytes_per_s(cluster: Cluster, mesh: Mesh, names: str | Sequence[
     if mesh.repeats_every(repeat):
         return cluster.level_bandwidths_bytes_per_s(mesh.local_groups(names, repeat), judged=repeat)
     return cluster.level_bandwidths_bytes_per_s(mesh.groups(names))
+
+
+def axis_of_atoms(atoms: tuple[str, ...]) -> str:
+    """Return the axis whose traffic a Collective over these atoms is counted as.
+
+    >>> axis_of_atoms(("rep",)), axis_of_atoms(("edp", "ep", "cp"))
+    ('tp', 'dp')
+    """
+    axis: Mapping[str, str] = {"edp": "dp", "ep": "ep", "cp": "cp", "kv": "tp", "rep": "tp", "pp": "pp"}
+    return axis[atoms[0]]

@@ -5,12 +5,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.cost.calibration import uncalibrated
-from autoshard.cost.rings import Ring, axis_of_atoms, mesh_ring
+from autoshard.cost.rings import Ring, mesh_ring
 from autoshard.cost.routes import efficiency
 from autoshard.layout.collective import Collective
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
 from autoshard.spec.link import Link
+from autoshard.spec.mesh import axis_of_atoms
 from tests.cost.cases import cluster, model
 
 PP = ("pp",)

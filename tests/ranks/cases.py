@@ -112,7 +112,7 @@ class StepShare:
 
 def exact(task: Task) -> Executor:
     """One rank of a task, computed in double."""
-    return Executor(task.plan, task.weights, Formats(exact=True))
+    return Executor(task.plan, task.weights.__getitem__, Formats(exact=True))
 
 
 def share_of(executor: Executor, batches: Sequence[Arrays]) -> StepShare:

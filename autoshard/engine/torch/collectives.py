@@ -1,10 +1,9 @@
-"""Each kind of collective as one call of ``torch.distributed``; blocks that do not divide travel padded."""
+"""Each kind of collective of a program on a rank's block; blocks that do not divide travel padded."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 
 from autoshard.engine.place import Place, dims_of
 from autoshard.engine.torch.world import Group, World
@@ -14,7 +13,6 @@ from autoshard.layout.layout import Layout
 from autoshard.layout.program import Communicate
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-_REDUCTIONS = {"all_reduce": dist.ReduceOp.SUM, "all_reduce_max": dist.ReduceOp.MAX}
 
 
 def communication(world: World, place: Place, change: Communicate) -> Change:
@@ -24,8 +22,7 @@ def communication(world: World, place: Place, change: Communicate) -> Change:
     assert group, f"{change.entry}: {collective} is between no two ranks"
     match collective.kind:
         case "all_reduce" | "all_reduce_max":
-            reduction = _REDUCTIONS[collective.kind]
-            return lambda block: all_reduce(group, block, reduction)
+            return _all_reduce(group, largest=collective.kind == "all_reduce_max")
         case "all_gather":
             axis = _axis(before, collective)
             return _all_gather(group, axis, [place.at(rank).shape(before)[axis] for rank in group.ranks])
@@ -42,36 +39,13 @@ def communication(world: World, place: Place, change: Communicate) -> Change:
             raise InputError.of(change.entry, f"{collective} is not executed by the torch engine yet")
 
 
-def all_reduce(
-    group: Group, block: torch.Tensor, reduction: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM
-) -> torch.Tensor:
-    """Sum (or take the maximum of) every member's block."""
-    total = block.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, op=reduction, group=group.handle)
-    return total
+def _all_reduce(group: Group, *, largest: bool) -> Change:
+    def reduce(block: torch.Tensor) -> torch.Tensor:
+        total = block.clone(memory_format=torch.contiguous_format)
+        group.all_reduce(total, largest=largest)
+        return total
 
-
-def gather_flat(group: Group, piece: torch.Tensor) -> torch.Tensor:
-    """Put equal pieces together along their first dim, in the order of the members."""
-    joined = piece.new_empty((len(group.ranks) * len(piece), *piece.shape[1:]))
-    dist.all_gather_single(joined, piece.contiguous(), group=group.handle)
-    return _ordered(joined, group.torch_order, group.ranks)
-
-
-def scatter_flat_sum(group: Group, whole: torch.Tensor) -> torch.Tensor:
-    """Sum what divides along its first dim by the members; return this member's piece."""
-    given = _ordered(whole.contiguous(), group.ranks, group.torch_order)
-    mine = given.new_empty((len(given) // len(group.ranks), *given.shape[1:]))
-    dist.reduce_scatter_single(mine, given, group=group.handle)
-    return mine
-
-
-def _ordered(joined: torch.Tensor, now: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
-    """Bring equal pieces, one of each rank, from one order of ranks into another."""
-    if now == wanted:
-        return joined
-    pieces = joined.chunk(len(now)) if len(joined) else [joined] * len(now)
-    return torch.cat([pieces[now.index(rank)] for rank in wanted])
+    return reduce
 
 
 def _all_gather(group: Group, axis: int, counts: Sequence[int]) -> Change:
@@ -80,7 +54,7 @@ def _all_gather(group: Group, axis: int, counts: Sequence[int]) -> Change:
 
     def gather(block: torch.Tensor) -> torch.Tensor:
         padded = _padded(block.movedim(axis, 0), most)
-        joined = gather_flat(group, padded)
+        joined = group.all_gather(padded)
         if not even:
             pieces = zip(joined.split(most), counts, strict=True)
             joined = torch.cat([piece[:count] for piece, count in pieces])
@@ -98,7 +72,7 @@ def _reduce_scatter(group: Group, axis: int, spans: Sequence[tuple[int, int]]) -
         moved = block.movedim(axis, 0)
         if not even:
             moved = torch.cat([_padded(moved[start:stop], most) for start, stop in spans])
-        return scatter_flat_sum(group, moved)[:mine].movedim(0, axis)
+        return group.reduce_scatter(moved)[:mine].movedim(0, axis)
 
     return scatter
 
@@ -112,8 +86,7 @@ def _all_to_all(group: Group, place: Place, collective: Collective, before: Layo
 
     def exchange(block: torch.Tensor) -> torch.Tensor:
         parts = [block.narrow(to_axis, start, stop - start).reshape(-1) for start, stop in sent]
-        received = block.new_empty(sum(sizes))
-        dist.all_to_all_single(received, torch.cat(parts), sizes, [len(part) for part in parts], group=group.handle)
+        received = group.all_to_all(torch.cat(parts), sizes, [len(part) for part in parts])
         blocks = [part.reshape(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
         return torch.cat([blocks[number] for number in order], axis)
 

@@ -18,6 +18,14 @@ _ALONG_SEQUENCE = ("tokens", "labels", "token_weight")  # inputs that come in th
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """What all micro-batches gave a rank: the loss where it is counted, and the most that was kept for backward."""
+
+    loss: float
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """One rank's stages, each with its blocks by name in order, and the way to the other stages."""
 
@@ -74,16 +82,18 @@ class Pipeline:
         """Number a message of a stage (or, beyond the last stage, of tied weights); 0 is left to rings."""
         return 1 + 2 * (number * self.plan.schedule.num_micro_batches + micro_batch) + back
 
-    def run(self, weights: Tensors, sums: Tensors, micro_batches: Sequence[Batch]) -> float:
-        """Run the actions of this rank, which add to the sums of gradients; return the loss where it is counted.
+    def run(self, weights: Tensors, sums: Tensors, micro_batches: Sequence[Batch], *, counts: bool) -> Passed:
+        """Run the actions of this rank, which add to the sums of gradients; ``counts`` what is kept for backward.
 
         A micro-batch holds whole arrays, of which the rank takes its part.
         """
         passing = _MicroBatches(self, weights, sums, micro_batches)
         for action in self.plan.schedule.action_lists()[self.place.coordinate("pp")]:
             passing.act(action)
+            if counts:
+                passing.count_saved()
         self.bench.world.finish_sending()
-        return passing.loss
+        return Passed(loss=passing.loss, saved_bytes=passing.most_saved_bytes)
 
 
 class _MicroBatches:
@@ -91,9 +101,11 @@ class _MicroBatches:
 
     def __init__(self, pipeline: Pipeline, weights: Tensors, sums: Tensors, batches: Sequence[Batch]) -> None:
         self.loss = 0.0
+        self.most_saved_bytes = 0
         self._pipeline = pipeline
         self._weights, self._sums, self._batches = weights, sums, batches
         self._values: dict[tuple[str, int], Values] = {}  # of blocks that wait for their backward pass
+        self._inputs: dict[tuple[str, int], torch.Tensor] = {}
         self._kept: dict[int, torch.Tensor] = {}  # by tag: messages between two stages of this rank
 
     def act(self, action: Action) -> None:
@@ -102,6 +114,20 @@ class _MicroBatches:
             self._forward(action.stage, action.micro_batch)
         else:
             self._backward(action.kind, action.stage, action.micro_batch)
+
+    def count_saved(self) -> None:
+        """Count what waits for backward, each piece of memory once; weights and the batch are there anyway."""
+        lasting = (
+            *self._weights.values(),
+            *self._sums.values(),
+            *self._inputs.values(),
+            self._pipeline.bench.positions,
+        )
+        there = {tensor.untyped_storage().data_ptr() for tensor in lasting}
+        kept = (tensor.untyped_storage() for values in self._values.values() for tensor in values.values())
+        saved = {storage.data_ptr(): storage.nbytes() for storage in kept}
+        total = sum(size for place, size in saved.items() if place not in there)
+        self.most_saved_bytes = max(self.most_saved_bytes, total)
 
     def _forward(self, stage: int, number: int) -> None:
         hidden = self._arrived(stage, stage - 1, number, back=False) if stage else None
@@ -153,9 +179,11 @@ class _MicroBatches:
         if tensor not in _ALONG_SEQUENCE:
             (start, stop), *_ = run.place.bounds(layout)
             return bench.positions[start:stop]
-        whole = self._batches[number][tensor][:, bench.positions.numpy()]
-        dtype: Dtype = run.parts.block.tensors[tensor].dtype
-        return bench.formats.tensor(run.place.block(whole, layout), dtype)
+        if (tensor, number) not in self._inputs:
+            whole = self._batches[number][tensor][:, bench.positions.numpy()]
+            dtype: Dtype = run.parts.block.tensors[tensor].dtype
+            self._inputs[tensor, number] = bench.formats.tensor(run.place.block(whole, layout), dtype)
+        return self._inputs[tensor, number]
 
     def _hand(self, tensor: torch.Tensor, stage: int, to_stage: int, number: int, *, back: bool) -> None:
         rank, tag = self._pipeline.rank_of(to_stage), self._pipeline.tag(stage, number, back=back)

@@ -46,7 +46,7 @@ class _Ring:
         count = len(self.keys_at(number))
         arrived: list[torch.Tensor] = []
         for tensor in tensors:
-            self.world.send(tensor, ranks[(here + 1) % len(ranks)], _RING_TAG)
+            self.world.send(tensor, ranks[(here + 1) % len(ranks)], _RING_TAG, self.group.axis)
         for tensor in tensors:
             like = tensor.new_empty((tensor.shape[0], count, *tensor.shape[2:]))
             arrived.append(self.world.receive(like, ranks[here - 1], _RING_TAG))
@@ -66,11 +66,14 @@ def _forward(ring: _Ring, hops: int, attend: Kernel, tensors: Sequence[torch.Ten
 
 
 def _backward(ring: _Ring, hops: int, attend: Kernel, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Gradients of keys and values travel with them, and are at home after a whole round."""
+    """Keys and values travel to all other ranks; their gradients follow a hop later, and come home with the last."""
     upstream, query, key, value, positions, _, result, lse = tensors
-    d_query, d_key, d_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    for number in range(hops):
-        made = attend(upstream, query, key, value, positions, ring.keys_at(number), result, lse)
-        d_query, d_key, d_value = d_query + made[0], d_key + made[1], d_value + made[2]
-        key, value, d_key, d_value = ring.hop((key, value, d_key, d_value), number + 1)
-    return d_query, d_key, d_value
+    d_query, *own = attend(upstream, query, key, value, positions, ring.keys_at(0), result, lse)
+    travelling: list[torch.Tensor] = []
+    for number in range(1, hops):
+        key, value, *travelling = ring.hop((key, value, *travelling), number)
+        d_more, *made = attend(upstream, query, key, value, positions, ring.keys_at(number), result, lse)
+        d_query = d_query + d_more
+        travelling = [one + two for one, two in zip(travelling, made, strict=True)] if travelling else made
+    home = ring.hop(travelling, hops)
+    return d_query, own[0] + home[0], own[1] + home[1]

@@ -1,18 +1,19 @@
 """The step phase on one rank: gradients reduced, clipped by their norm, weights updated by AdamW and gathered.
 
-Every weight travels on its own; the plan's buckets join them in the engine proper.
+Weights whose gradients await the same ranks lie side by side in one flat tensor, and so do their gradients: blocks see
+views of them, collectives the whole.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 from torch.optim.adamw import adamw
 
 from autoshard.engine.place import Held, Place
-from autoshard.engine.torch.collectives import all_reduce, gather_flat, scatter_flat_sum
 from autoshard.engine.torch.formats import Formats, wide
 from autoshard.engine.torch.kernels.kernel import as_array
 from autoshard.engine.torch.world import Group, World
@@ -21,68 +22,42 @@ from autoshard.graph.kinds.optimizer import AdamW
 from autoshard.graph.op import Array
 from autoshard.layout.layout import Layout
 
+Tensors = Mapping[str, torch.Tensor]
 
-@dataclass(frozen=True, kw_only=True)  # its kernels are made once
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """How one weight is updated: its block on this rank, over whom its gradient is summed, who shares the work."""
+    """One weight on this rank: its block, and the atoms over whose ranks its gradient waits to be summed."""
 
+    instance: str  # as in ``graph/evaluate``: ``layer.3.up.weight``
     name: str  # in its block: ``up.weight``
     block: Block
     layout: Layout  # of the weight, and of its gradient's sum
     place: Place
-    formats: Formats
-    summed: Group | None = None  # ranks that all need the sum
-    shared: Group | None = None  # ranks that each update a piece (ZeRO-1)
-    num_copies: int = 1  # ranks of a stage that update the same numbers
-
-    def meeting(self, world: World, summed: tuple[str, ...], shared: tuple[str, ...]) -> "Weight":
-        """Return the same weight with the groups along these atoms."""
-        cutting = {atom for _, atoms in self.layout.dims for atom in atoms}
-        alike = [atom for atom, _ in self.place.mesh.axes if atom != "pp" and atom not in {*cutting, *shared}]
-        groups = world.group(summed), world.group(shared)
-        return replace(self, summed=groups[0], shared=groups[1], num_copies=world.num_ranks(alike))
+    summed: tuple[str, ...]  # atoms whose ranks hold copies that see only a part of the batch's keys or values
+    spread: tuple[str, ...]  # atoms over which the batch is spread
+    scatters: bool  # whether each of those ranks updates a piece (ZeRO-1), or all of them everything
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """Which block of the weight this rank holds."""
         return self.place.bounds(self.layout)
 
-    def cut_out(self, whole: Array) -> Array:
-        """Return this rank's block of the whole weight."""
-        return self.place.block(whole, self.layout)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of that block."""
+        return self.place.shape(self.layout)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The format in which the weight is used."""
-        return self.formats.of(self.block.tensors[self.name].dtype)
+    def num_elements(self) -> int:
+        """How many numbers the rank holds."""
+        return math.prod(self.shape)
 
-    def zeros(self) -> torch.Tensor:
-        """Return a sum of gradients to which nothing was added yet."""
-        dtype = self.formats.of(self.block.tensors[f"{self.name}.sum"].dtype)
-        return torch.zeros(self.place.shape(self.layout), dtype=dtype)
-
-    def reduced(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Sum a gradient over the ranks that wait for it; return this rank's piece, flat and padded with zeros."""
-        whole = all_reduce(self.summed, gradient) if self.summed else gradient
-        return scatter_flat_sum(self.shared, self._padded(whole)) if self.shared else whole.reshape(-1)
-
-    def cut(self, block: Array) -> torch.Tensor:
-        """Return this rank's piece of its block in the optimizer's format, flat and padded with zeros."""
-        owned = self.block.tensors.get(f"{self.name}.master", self.block.tensors[self.name])
-        start = self._piece_size * (self.shared.number if self.shared else 0)
-        return self._padded(self.formats.tensor(block, owned.dtype))[start : start + self._piece_size].clone()
-
-    def gathered(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return the whole block from everybody's piece, in the format in which it is used."""
-        used = piece.to(self.dtype)
-        joined = gather_flat(self.shared, used) if self.shared else used
-        return joined[: self._num_elements].reshape(self.place.shape(self.layout))
-
-    def share(self, piece: torch.Tensor) -> Held:
-        """Name what a piece is part of, without its padding."""
-        start = self._piece_size * (self.shared.number if self.shared else 0)
-        ends = min(start, self._num_elements), min(start + self._piece_size, self._num_elements)
-        return Held(bounds=self.bounds, array=as_array(piece[: ends[1] - ends[0]].clone()), piece=ends)
+    @property
+    def alike(self) -> tuple[str, ...]:
+        """Atoms along which ranks of a stage update the same numbers."""
+        apart = {atom for _, atoms in self.layout.dims for atom in atoms} | set(self.spread if self.scatters else ())
+        return tuple(atom for atom, _ in self.place.mesh.axes if atom not in {"pp", *apart})
 
     @property
     def optimizer(self) -> AdamW:
@@ -91,77 +66,134 @@ class Weight:
         assert isinstance(kind, AdamW), f"{self.name} is updated by {kind}"
         return kind
 
-    @cached_property
-    def _num_elements(self) -> int:
-        return math.prod(self.place.shape(self.layout))
-
-    @cached_property
-    def _piece_size(self) -> int:
-        return -(-self._num_elements // (len(self.shared.ranks) if self.shared else 1))
-
-    def _padded(self, block: torch.Tensor) -> torch.Tensor:
-        size = self._piece_size * (len(self.shared.ranks) if self.shared else 1)
-        flat = block.reshape(-1)
-        return flat if len(flat) == size else torch.cat([flat, flat.new_zeros(size - len(flat))])
+    def dtype(self, part: str, formats: Formats) -> torch.dtype | None:
+        """Return the format of the weight itself, of its ``sum``, ``master`` or moments; None for what it has not."""
+        tensor = self.block.tensors.get(f"{self.name}.{part}" if part else self.name)
+        return None if tensor is None else formats.of(tensor.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scalars:
-    """What a step of the optimizer takes beside tensors."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Flat:
+    """Weights that meet the same ranks, side by side, with this rank's piece of the optimizer's state."""
 
-    clip: float  # the factor that brings the gradient's norm down to the limit
-    learning_rate: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerShard:
-    """A piece of a weight in the optimizer's precision, with its moments; a step changes them in place."""
-
-    master: torch.Tensor
+    weights: tuple[Weight, ...]
+    values: torch.Tensor
+    sums: torch.Tensor
+    summed: Group | None
+    spread: Group | None
+    scatters: bool
+    num_copies: int
+    master: torch.Tensor | None  # None: the values themselves are updated
     moment1: torch.Tensor
     moment2: torch.Tensor
     num_steps: torch.Tensor
 
     @classmethod
-    def start(cls, weight: Weight, block: Array) -> "OptimizerShard":
-        """Begin with a weight's piece, without memory of earlier steps."""
-        master = weight.cut(block)
-        dtype = weight.formats.of(weight.block.tensors[f"{weight.name}.moment1"].dtype)
-        first, second = (torch.zeros_like(master, dtype=dtype) for _ in range(2))
-        return cls(master=master, moment1=first, moment2=second, num_steps=torch.zeros(()))
-
-
-def total_square(weights: Sequence[Weight], pieces: Sequence[torch.Tensor]) -> float:
-    """Return this rank's share of the squared norm: what several ranks hold alike counts once."""
-    if not pieces:
-        return 0.0
-    norms = torch.stack([torch.linalg.vector_norm(wide(piece)) for piece in pieces]).double()
-    copies = torch.tensor([weight.num_copies for weight in weights], dtype=torch.float64)
-    return float((norms.square() / copies).sum())
-
-
-def update(
-    weights: Sequence[Weight], shards: Sequence[OptimizerShard], pieces: Sequence[torch.Tensor], scalars: Scalars
-) -> None:
-    """Take a step of AdamW, all weights that are updated alike at once."""
-    alike: dict[AdamW, list[int]] = {}
-    for number, weight in enumerate(weights):
-        alike.setdefault(weight.optimizer, []).append(number)
-    for kind, numbers in alike.items():
-        own = [shards[number] for number in numbers]
-        adamw(
-            [one.master for one in own],
-            [pieces[number] * scalars.clip for number in numbers],
-            [one.moment1 for one in own],
-            [one.moment2 for one in own],
-            [],
-            [one.num_steps for one in own],
-            fused=all(one.master.dtype == one.moment1.dtype for one in own),
-            amsgrad=False,
-            beta1=kind.beta1,
-            beta2=kind.beta2,
-            lr=scalars.learning_rate,
-            weight_decay=kind.decay,
-            eps=kind.eps,
-            maximize=False,
+    def of(cls, world: World, weights: Sequence[Weight], blocks: Mapping[str, Array], formats: Formats) -> "Flat":
+        """Lay weights with these blocks side by side, without memory of earlier steps."""
+        first = weights[0]
+        spread, dtype, master = (
+            world.group(first.spread, "dp"),
+            first.dtype("", formats),
+            first.dtype("master", formats),
         )
+        used = [formats.tensor(blocks[one.instance], first.block.tensors[first.name].dtype) for one in weights]
+        values = torch.cat([one.reshape(-1) for one in used])
+        exact = torch.cat([torch.from_numpy(blocks[one.instance].reshape(-1)) for one in weights])
+        ours = _piece(exact if master else values, spread if first.scatters else None)
+        moments = [torch.zeros(len(ours), dtype=first.dtype("moment1", formats)) for _ in range(2)]
+        assert dtype == values.dtype, f"{first.instance} is {values.dtype}, not {dtype}"
+        return cls(
+            weights=tuple(weights),
+            values=values,
+            sums=torch.zeros(len(values), dtype=first.dtype("sum", formats)),
+            summed=world.group(first.summed, "tp"),
+            spread=spread,
+            scatters=first.scatters,
+            num_copies=world.num_ranks(first.alike),
+            master=ours.to(master, copy=True) if master else None,
+            moment1=moments[0],
+            moment2=moments[1],
+            num_steps=torch.zeros(()),
+        )
+
+    def views(self, flat: torch.Tensor) -> Tensors:
+        """Return by instance the part of each weight of ``values`` or ``sums``, in its shape."""
+        parts = flat.split([one.num_elements for one in self.weights])
+        return {one.instance: part.view(one.shape) for one, part in zip(self.weights, parts, strict=True)}
+
+    def reduced(self) -> torch.Tensor:
+        """Sum the gradients over the ranks that wait for them; return this rank's piece, padded with zeros."""
+        if self.summed:
+            self.summed.all_reduce(self.sums)
+        if self._shared:
+            return self._shared.reduce_scatter(_padded(self.sums, len(self._shared.ranks)))
+        if self.spread:
+            self.spread.all_reduce(self.sums)
+        return self.sums
+
+    @property
+    def _shared(self) -> Group | None:
+        """Who shares the optimizer's work, each a piece."""
+        return self.spread if self.scatters else None
+
+    def update(self, piece: torch.Tensor, clip: float, learning_rate: float) -> None:
+        """Take a step with this rank's piece of the gradient, and gather the new values."""
+        kind, master = self.weights[0].optimizer, self.master
+        mine = _piece(self.values, self._shared) if master is None else master
+        adamw(
+            [mine], [piece * clip], [self.moment1], [self.moment2], [], [self.num_steps],
+            fused=mine.dtype == self.moment1.dtype, amsgrad=False, beta1=kind.beta1, beta2=kind.beta2,
+            lr=learning_rate, weight_decay=kind.decay, eps=kind.eps, maximize=False,
+        )  # fmt: skip
+        if self._shared:
+            self.values.copy_(self._shared.all_gather(mine.to(self.values.dtype))[: len(self.values)])
+        elif master is not None:
+            self.values.copy_(master)
+
+    def square(self, piece: torch.Tensor) -> float:
+        """Return this rank's share of the squared norm: what several ranks hold alike counts once."""
+        flat = wide(piece)
+        return float(torch.dot(flat, flat)) / self.num_copies
+
+    def shares(self, piece: torch.Tensor) -> dict[str, Held]:
+        """Name by instance what parts of the weights a piece is, without its padding."""
+        start = len(piece) * (self._shared.number if self._shared else 0)
+        ends = accumulate((one.num_elements for one in self.weights), initial=0)
+        found: dict[str, Held] = {}
+        for weight, offset in zip(self.weights, ends, strict=False):
+            low, high = (min(max(place - offset, 0), weight.num_elements) for place in (start, start + len(piece)))
+            part = piece[offset + low - start : offset + high - start] if high > low else piece[:0]
+            found[weight.instance] = Held(bounds=weight.bounds, array=as_array(part.clone()), piece=(low, high))
+        return found
+
+
+def flats(world: World, weights: Iterable[Weight], blocks: Mapping[str, Array], formats: Formats) -> tuple[Flat, ...]:
+    """Lay weights side by side that meet the same ranks, are counted alike, and updated alike."""
+    groups: dict[object, list[Weight]] = {}
+    for one in weights:
+        dtypes = tuple(one.dtype(part, formats) for part in ("", "sum", "master", "moment1"))
+        groups.setdefault((one.summed, one.spread, one.alike, one.optimizer, dtypes), []).append(one)
+    return tuple(Flat.of(world, group, blocks, formats) for group in groups.values())
+
+
+def _piece(flat: torch.Tensor, shared: Group | None) -> torch.Tensor:
+    """Return this rank's piece of what several share, padded with zeros."""
+    if shared is None:
+        return flat
+    return _padded(flat, len(shared.ranks)).chunk(len(shared.ranks))[shared.number].clone()
+
+
+def _padded(flat: torch.Tensor, count: int) -> torch.Tensor:
+    """Add zeros until it divides, or has one element for each."""
+    missing = -len(flat) % count if len(flat) else count
+    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+
+
+def world_sum(numbers: Sequence[float]) -> list[float]:
+    """Add numbers of all ranks of the running world."""
+    if dist.get_world_size() == 1:
+        return list(numbers)
+    total = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()

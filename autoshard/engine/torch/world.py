@@ -1,15 +1,34 @@
 """The process groups of a mesh, and messages between two ranks."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
-from autoshard.spec.mesh import Mesh
+from autoshard.spec.mesh import Mesh, axis_of_atoms
 
 Sent = tuple[dist.Work, torch.Tensor]  # a message under way, and its memory
+
+
+class Traffic:
+    """What a rank has sent: calls by axis and kind, and bytes by axis, as the cost model counts them."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.sent_bytes: Counter[str] = Counter()
+
+    def add(self, axis: str, kind: str, sent_bytes: float) -> None:
+        """Count a call."""
+        self.calls[axis, kind] += 1
+        self.sent_bytes[axis] += round(sent_bytes)
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.calls.clear()
+        self.sent_bytes.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +37,9 @@ class Group:
 
     ranks: tuple[int, ...]
     rank: int  # this process
+    axis: str  # whose traffic this is
     handle: dist.ProcessGroup
+    traffic: Traffic
 
     @property
     def number(self) -> int:
@@ -30,6 +51,44 @@ class Group:
         """The members in the order in which torch takes and gives their parts."""
         return tuple(sorted(self.ranks))
 
+    def all_reduce(self, total: torch.Tensor, *, largest: bool = False) -> None:
+        """Sum everybody's tensor, or take the maximum, in place."""
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.handle)
+        self._count("all_reduce_max" if largest else "all_reduce", 2 * total.nbytes)
+
+    def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
+        """Put equal pieces together along their first dim, in the order of the members."""
+        joined = piece.new_empty((len(self.ranks) * len(piece), *piece.shape[1:]))
+        dist.all_gather_single(joined, piece.contiguous(), group=self.handle)
+        self._count("all_gather", joined.nbytes)
+        return _ordered(joined, self.torch_order, self.ranks)
+
+    def reduce_scatter(self, whole: torch.Tensor) -> torch.Tensor:
+        """Sum what divides along its first dim by the members; return this member's piece."""
+        given = _ordered(whole.contiguous(), self.ranks, self.torch_order)
+        mine = given.new_empty((len(given) // len(self.ranks), *given.shape[1:]))
+        dist.reduce_scatter_single(mine, given, group=self.handle)
+        self._count("reduce_scatter", given.nbytes)
+        return mine
+
+    def all_to_all(self, given: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+        """Exchange parts of flat tensors, which stand in torch's order of the members."""
+        received = given.new_empty(sum(counts))
+        dist.all_to_all_single(received, given, list(counts), list(sent), group=self.handle)
+        self._count("all_to_all", given.nbytes)
+        return received
+
+    def _count(self, kind: str, whole_bytes: int) -> None:
+        self.traffic.add(self.axis, kind, whole_bytes * (len(self.ranks) - 1) / len(self.ranks))
+
+
+def _ordered(joined: torch.Tensor, now: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    """Bring equal pieces, one of each rank, from one order of ranks into another."""
+    if now == wanted:
+        return joined
+    pieces = joined.chunk(len(now)) if len(joined) else [joined] * len(now)
+    return torch.cat([pieces[now.index(rank)] for rank in wanted])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
@@ -38,6 +97,7 @@ class World:
     mesh: Mesh
     rank: int
     groups: Mapping[tuple[str, ...], Group]
+    traffic: Traffic
     under_way: list[Sent] = field(default_factory=list)
 
     @classmethod
@@ -47,6 +107,7 @@ class World:
         rank = dist.get_rank()
         handles: dict[tuple[int, ...], object] = {}  # torch gives a number to who is no member
         groups: dict[tuple[str, ...], Group] = {}
+        traffic = Traffic()
         for names in sorted(set(atoms) - {()}):
             for ranks in mesh.groups(names):
                 members = tuple(sorted(ranks))
@@ -54,23 +115,28 @@ class World:
                     handles[members] = dist.new_group(list(members))
                 handle = handles.get(members)
                 if rank in members and isinstance(handle, dist.ProcessGroup):
-                    groups[names] = Group(ranks=ranks, rank=rank, handle=handle)
-        return cls(mesh=mesh, rank=rank, groups=groups)
+                    axis = axis_of_atoms(names)
+                    groups[names] = Group(ranks=ranks, rank=rank, axis=axis, handle=handle, traffic=traffic)
+        return cls(mesh=mesh, rank=rank, groups=groups, traffic=traffic)
 
-    def group(self, atoms: Sequence[str]) -> Group | None:
-        """Return this rank's group along atoms; None where it would be alone."""
-        return self.groups[tuple(atoms)] if self.num_ranks(atoms) > 1 else None
+    def group(self, atoms: Sequence[str], axis: str | None = None) -> Group | None:
+        """Return this rank's group along atoms; None where it would be alone. ``axis`` names its traffic otherwise."""
+        if self.num_ranks(atoms) == 1:
+            return None
+        found = self.groups[tuple(atoms)]
+        return found if axis is None else replace(found, axis=axis)
 
     def num_ranks(self, atoms: Sequence[str]) -> int:
         """Return how many ranks differ only along these atoms."""
         return math.prod(self.mesh.size(atom) for atom in atoms)
 
-    def send(self, tensor: torch.Tensor, to_rank: int, tag: int) -> None:
+    def send(self, tensor: torch.Tensor, to_rank: int, tag: int, axis: str = "pp") -> None:
         """Start sending; the receiver may take its time, and the tensor may be overwritten meanwhile."""
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         work = dist.isend(tensor, to_rank, tag=tag)
         assert work is not None, "a message to another rank is under way"
         self.under_way.append((work, tensor))
+        self.traffic.add(axis, "send", tensor.nbytes)
 
     def receive(self, into: torch.Tensor, from_rank: int, tag: int) -> torch.Tensor:
         """Wait for a message."""
