@@ -63,10 +63,12 @@ class _Ranks:
     logs: Path
     workers: list[ForkProcess] = field(default_factory=list)
     ends: dict[Connection, int] = field(default_factory=dict)
+    lifelines: list[int] = field(default_factory=list)  # the parent's ends
 
     def start(self, num_ranks: int, child: Child) -> None:
         """Fork all; each ends when the parent's end of the lifeline closes, which even SIGKILL does."""
         context, lifeline = get_context("fork"), os.pipe()
+        self.lifelines.append(lifeline[1])
         for rank in range(num_ranks):
             mine, theirs = context.Pipe(duplex=False)
             target = (rank, child, theirs, lifeline, log_of(self.logs, rank))
@@ -77,7 +79,7 @@ class _Ranks:
                 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork with threads
                 worker.start()
             theirs.close()
-        os.close(lifeline[0])  # the other end stays open as long as this process lives
+        os.close(lifeline[0])
 
     def messages(self, timeout_s: float | None = None) -> Iterator[tuple[int, _Said | _Answer | _Failure]]:
         """Yield what has been said, after waiting for something; a rank that is done is listened to no more."""
@@ -90,6 +92,7 @@ class _Ranks:
                 message = self._death(rank)
             if not isinstance(message, _Said):
                 del self.ends[end]
+                end.close()
             yield rank, message
 
     def _death(self, rank: int) -> _Failure:
@@ -112,6 +115,10 @@ class _Ranks:
         for worker in self.workers:
             if worker.pid is not None:
                 worker.join()
+        for end in self.ends:
+            end.close()
+        for lifeline in self.lifelines:
+            os.close(lifeline)
 
 
 def on_forks(num_ranks: int, child: Child, show: Say, logs: Path) -> list[Any]:
@@ -215,7 +222,5 @@ def _redirect_output(log: Path) -> None:
     number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(number, 1)
     os.dup2(number, 2)
-    sys.stdout, sys.stderr = (open(one, "w", buffering=1, closefd=False) for one in (1, 2))  # noqa: PTH123, SIM115
+    sys.stdout, sys.stderr = (open(one, "w", buffering=1, closefd=False) for one in (1, 2))  # noqa: SIM115
     faulthandler.enable(file=sys.stderr)
-
-

@@ -112,9 +112,7 @@ def _world(given: GivenRank) -> Iterator[None]:
     if given.alone:
         os.environ["GLOO_SOCKET_IFNAME"] = _loopback()  # the name of this machine may lead to a network that is down
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", given.meeting, rank=given.rank, world_size=given.num_ranks, timeout=_SILENCE
-    )
+    dist.init_process_group("gloo", given.meeting, rank=given.rank, world_size=given.num_ranks, timeout=_SILENCE)
     yield
     with suppress(Exception):  # the other end of a connection may be gone already
         dist.destroy_process_group()
