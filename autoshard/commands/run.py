@@ -130,9 +130,7 @@ def _refuse_uncut(large: "Plan", small: "Plan", rehearse: int) -> None:
     """Refuse to rehearse a table that cuts over tp where there is no room for tp: nothing of it would be left."""
     least = 4 if large.mesh.size("rep") > 1 else 2
     kept = large.mesh.size("tp") == 1 or small.mesh.size("tp") > 1
-    message = (
-        f"{rehearse} is no room for tp={large.mesh.size('tp')}, which the plan's table needs. Type {least} or more"
-    )
+    message = f"{rehearse} is no room for tp={large.mesh.size('tp')}, which the table needs. Type {least} or more"
     require((kept, "--rehearse", message))
 
 
