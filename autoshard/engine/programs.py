@@ -43,7 +43,7 @@ class BlockProgram:
 
     def made(self, kind: str) -> Mapping[str, Value]:
         """Return by tensor the results that such an action makes."""
-        names = {name for entry in self.part(kind) for name in _written(entry)}
+        names = {name for entry in self.part(kind) for name in written_by(entry)}
         return {tensor: value for tensor, value in self.program.results.items() if value.name in names}
 
     def given(self, tensor: str) -> Value:
@@ -128,7 +128,7 @@ def parted(block: Block, program: Program) -> BlockProgram:
     forward: list[Instruction] = []
     backward: list[Instruction] = []
     for entry in reversed(program.instructions):
-        names, reads = _written(entry), _read(entry)
+        names, reads = written_by(entry), read_by(entry)
         if needed.intersection(names) or _is_forward(entry):
             forward.append(entry)
             needed.update(reads)
@@ -150,14 +150,14 @@ def _halves(
     backward: tuple[Instruction, ...], program: Program
 ) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
     """Part a backward pass: I is what says so, what it needs, and results that no W makes; all else is W."""
-    late = {name for entry in backward if _pass_of(entry) == "W" for name in _written(entry)}
+    late = {name for entry in backward if _pass_of(entry) == "W" for name in written_by(entry)}
     needed = {value.name for value in program.results.values()} - late
     inputs: list[Instruction] = []
     weights: list[Instruction] = []
     for entry in reversed(backward):
-        if _pass_of(entry) == "I" or (_pass_of(entry) is None and needed.intersection(_written(entry))):
+        if _pass_of(entry) == "I" or (_pass_of(entry) is None and needed.intersection(written_by(entry))):
             inputs.append(entry)
-            needed.update(_read(entry))
+            needed.update(read_by(entry))
         else:
             weights.append(entry)
     assert not late & needed, "the gradient of a block's input waits for that of a weight"
@@ -178,7 +178,8 @@ def _pass_of(entry: Instruction) -> str | None:
             return None
 
 
-def _written(entry: Instruction) -> tuple[str, ...]:
+def written_by(entry: Instruction) -> tuple[str, ...]:
+    """Return the names of the values that an instruction makes."""
     match entry:
         case Given(value=value):
             return (value.name,)
@@ -188,7 +189,8 @@ def _written(entry: Instruction) -> tuple[str, ...]:
             return (entry.writes.name,)
 
 
-def _read(entry: Instruction) -> tuple[str, ...]:
+def read_by(entry: Instruction) -> tuple[str, ...]:
+    """Return the names of the values that an instruction reads."""
     match entry:
         case Given():
             return ()
@@ -205,7 +207,6 @@ def _refuse_unsupported(plan: Plan) -> None:
     require(
         (not whole, "mesh", f"{' and '.join(whole)} must be written in parts: edp and ep for dp, kv and rep for tp"),
         (plan.zero != 3, "zero", "ZeRO-3 is not executed yet. Use zero=0 or zero=1"),
-        (plan.cp_order == "contiguous", "cp_order", "zigzag is not executed yet. Use contiguous"),
         (
             plan.cp_kind == "ring" or plan.mesh.size("cp") == 1,
             "cp_kind",

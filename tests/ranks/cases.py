@@ -11,9 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.place import assemble
+from autoshard.engine.place import Held, assemble
 from autoshard.engine.programs import graph_of
-from autoshard.engine.torch.executor import Executor, StepShare
+from autoshard.engine.torch.executor import Executor
+from autoshard.engine.torch.formats import Formats
 from autoshard.graph.evaluate import StepResult, evaluate_step, random_weights
 from autoshard.graph.op import Array
 from autoshard.plan.candidate import Candidate
@@ -99,15 +100,37 @@ def _micro_batches(plan: Plan, generator: np.random.Generator) -> tuple[Arrays, 
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepShare:
+    """What one rank knows after a step: loss and norm as all know them, its parts of gradients and weights by name."""
+
+    loss: float
+    norm: float
+    gradients: Mapping[str, Held]
+    weights: Mapping[str, Held]
+
+
+def exact(task: Task) -> Executor:
+    """One rank of a task, computed in double."""
+    return Executor(task.plan, task.weights, Formats(exact=True))
+
+
+def share_of(executor: Executor, batches: Sequence[Arrays]) -> StepShare:
+    """Run a step, and take what this rank has of it."""
+    loss, norm = executor.step(batches, LEARNING_RATE)
+    shares = executor.shares()
+    return StepShare(loss=loss, norm=norm, gradients=shares.gradients, weights=shares.weights)
+
+
 def run_steps(task: Task) -> list[StepShare]:
     """What every rank runs."""
-    executor = Executor(task.plan, task.weights)
-    return [executor.step(batches, LEARNING_RATE) for batches in task.steps]
+    executor = exact(task)
+    return [share_of(executor, batches) for batches in task.steps]
 
 
 def run_counted(task: Task) -> Counter[str]:
     """Run, and count the calls of torch.distributed that this rank made."""
-    executor = Executor(task.plan, task.weights)
+    executor = exact(task)
     calls: Counter[str] = Counter()
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,9 +150,9 @@ def run_dropping(task: Task, name: str, num_calls: int) -> list[StepShare]:
     """Run the step once for each call of a collective, which then does nothing to what this rank has."""
     shares: list[StepShare] = []
     for dropped in range(num_calls):
-        executor = Executor(task.plan, task.weights)
+        executor = exact(task)
         with patched({name: _without_call(name, dropped)}):
-            shares.append(executor.step(task.steps[0], LEARNING_RATE))
+            shares.append(share_of(executor, task.steps[0]))
     return shares
 
 

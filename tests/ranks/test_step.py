@@ -28,6 +28,9 @@ CASES = {
     "one rank": ("tp=1,pp=1,dp=1", llama()),
     "replicated KV heads": ("tp=4,pp=1,dp=1", llama(num_kv_heads=2)),
     "ring attention": ("tp=1,pp=1,cp=2,dp=1", llama()),
+    "ring attention in zig-zag": ("tp=1,pp=1,cp=2,dp=1,cp_order=zigzag", llama()),
+    "ring attention in zig-zag with tp": ("tp=2,pp=1,cp=2,dp=1,cp_order=zigzag", llama()),
+    "ring attention within a window": ("tp=1,pp=1,cp=2,dp=1", llama(window=3)),
     "interleaved stages": ("tp=1,pp=2,dp=1,vp=2,schedule=interleaved", llama(num_layers=4)),
     "all forwards first": ("tp=1,pp=2,dp=1,schedule=gpipe", llama()),
     "split backward": ("tp=1,pp=2,dp=1,schedule=zb_h1", llama()),
@@ -130,7 +133,7 @@ def expected_calls(plan, pipeline_rank):
     calls: Counter[str] = Counter()
     names = {"all_gather": "all_gather_single", "reduce_scatter": "reduce_scatter_single"}
     names |= {"all_to_all": "all_to_all_single"}
-    ring_arrays = {"attend": 3, "attend_gradient": 5}  # keys, values, positions; backward their gradients too
+    ring_arrays = {"attend": 2, "attend_gradient": 4}  # keys and values; backward their gradients too
     programs, count = programs_of(plan), plan.schedule.num_micro_batches
     for stage in plan.schedule.stages_of(pipeline_rank).values():
         for parts in programs.stages[stage].values():

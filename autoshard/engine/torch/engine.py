@@ -1,37 +1,34 @@
-"""The torch engine as the runtime sees it."""
+"""A run's engine on one rank: weights from the run's seed, and the executor of its plan."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+import torch.distributed as dist
 
-from autoshard.engine.base import Batch, Measured, Run, StepReport
+from autoshard.engine.base import Batch, Run, StepReport
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.executor import Executor
 from autoshard.graph.evaluate import random_weights
 from autoshard.plan.plan import Plan
 
-_SCALE = 0.02  # of fresh weights: the initializer_range that most published configurations state
+_SCALE = 0.02  # cited: the standard deviation of GPT-2's weights (Radford et al. 2019), Llama's too
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TorchEngine:
-    """One rank of a run on ``torch.distributed``."""
+    """One rank of a run in a running world of ``torch.distributed``."""
 
-    executor: Executor
-    learning_rate: float
+    def __init__(self, plan: Plan, run: Run) -> None:
+        assert dist.is_initialized(), "torch's world is running before an engine is built"
+        weights = random_weights(graph_of(plan), np.random.default_rng(run.seed), scale=_SCALE)
+        self._executor = Executor(plan, weights)
+        self._run = run
 
     def step(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Run one optimizer step."""
-        share = self.executor.step(micro_batches, self.learning_rate)
-        return StepReport(loss=share.loss, norm=share.norm)
-
-    def measured(self) -> Measured:
-        """Return what was counted in the last step: nothing yet."""
-        return Measured(memory_bytes={}, calls={}, sent_bytes={})
+        loss, norm = self._executor.step(micro_batches, self._run.learning_rate)
+        return StepReport(loss=loss, norm=norm)
 
 
 def build(plan: Plan, run: Run) -> TorchEngine:
-    """Build this process's share of the plan; torch's world must be running."""
-    weights = random_weights(graph_of(plan), np.random.default_rng(run.seed), scale=_SCALE)
-    return TorchEngine(executor=Executor(plan, weights), learning_rate=run.learning_rate)
+    """Build this rank's share of a plan."""
+    return TorchEngine(plan, run)

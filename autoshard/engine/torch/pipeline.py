@@ -3,23 +3,18 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
+import torch
 
+from autoshard.engine.base import Batch
 from autoshard.engine.place import Place
-from autoshard.engine.programs import PlanPrograms
-from autoshard.engine.torch.block import Arrays, BlockRun, Values
-from autoshard.engine.torch.world import World
-from autoshard.graph.op import Array
+from autoshard.engine.programs import BlockProgram, PlanPrograms
+from autoshard.engine.torch.block import Bench, BlockRun, Giving, Values
 from autoshard.plan.plan import Plan
 from autoshard.schedule.action import Action, ActionKind
+from autoshard.spec.workload import Dtype
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summed:
-    """What all micro-batches give: gradients summed (some still pending), and the loss where it is counted."""
-
-    gradients: dict[str, Array]
-    loss: float
+Tensors = Mapping[str, torch.Tensor]
+_ALONG_SEQUENCE = ("tokens", "labels", "token_weight")  # inputs that come in the order of the sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,20 +22,30 @@ class Pipeline:
     """One rank's stages, each with its blocks by name in order, and the way to the other stages."""
 
     plan: Plan
-    world: World
-    place: Place
+    bench: Bench
     stages: Mapping[int, Mapping[str, BlockRun]]
 
     @classmethod
-    def of(cls, plan: Plan, programs: PlanPrograms, world: World) -> "Pipeline":
+    def of(cls, plan: Plan, programs: PlanPrograms, bench: Bench) -> "Pipeline":
         """Take the stages that the schedule places on this rank."""
-        place = Place(mesh=plan.mesh, rank=world.rank, sizes=programs.graph.sizes)
+        made: dict[int, BlockRun] = {}  # layers that are alike share what runs them
+
+        def runs(parts: BlockProgram) -> BlockRun:
+            if id(parts) not in made:
+                made[id(parts)] = BlockRun.of(bench, parts)
+            return made[id(parts)]
+
         stages = {
-            stage: {name: BlockRun(world=world, place=place, parts=parts) for name, parts in blocks.items()}
+            stage: {name: runs(parts) for name, parts in blocks.items()}
             for stage, blocks in enumerate(programs.stages)
-            if plan.schedule.place_of(stage)[0] == place.coordinate("pp")
+            if plan.schedule.place_of(stage)[0] == bench.place.coordinate("pp")
         }
-        return cls(plan=plan, world=world, place=place, stages=stages)
+        return cls(plan=plan, bench=bench, stages=stages)
+
+    @property
+    def place(self) -> Place:
+        """Where this rank stands."""
+        return self.bench.place
 
     @property
     def blocks(self) -> Mapping[str, BlockRun]:
@@ -69,26 +74,27 @@ class Pipeline:
         """Number a message of a stage (or, beyond the last stage, of tied weights); 0 is left to rings."""
         return 1 + 2 * (number * self.plan.schedule.num_micro_batches + micro_batch) + back
 
-    def run(self, weights: Arrays, micro_batches: Sequence[Arrays]) -> Summed:
-        """Run the actions of this rank; a micro-batch holds whole arrays, of which the rank takes its part."""
-        passing = _MicroBatches(self, weights, micro_batches)
+    def run(self, weights: Tensors, sums: Tensors, micro_batches: Sequence[Batch]) -> float:
+        """Run the actions of this rank, which add to the sums of gradients; return the loss where it is counted.
+
+        A micro-batch holds whole arrays, of which the rank takes its part.
+        """
+        passing = _MicroBatches(self, weights, sums, micro_batches)
         for action in self.plan.schedule.action_lists()[self.place.coordinate("pp")]:
             passing.act(action)
-        self.world.finish_sending()
-        return Summed(gradients=passing.gradients, loss=passing.loss)
+        self.bench.world.finish_sending()
+        return passing.loss
 
 
 class _MicroBatches:
     """What is kept of the micro-batches between the actions of a step."""
 
-    def __init__(self, pipeline: Pipeline, weights: Arrays, batches: Sequence[Arrays]) -> None:
-        self.gradients: dict[str, Array] = {}
+    def __init__(self, pipeline: Pipeline, weights: Tensors, sums: Tensors, batches: Sequence[Batch]) -> None:
         self.loss = 0.0
         self._pipeline = pipeline
-        self._weights = weights
-        self._batches = batches
+        self._weights, self._sums, self._batches = weights, sums, batches
         self._values: dict[tuple[str, int], Values] = {}  # of blocks that wait for their backward pass
-        self._kept: dict[int, Array] = {}  # by tag: messages between two stages of this rank
+        self._kept: dict[int, torch.Tensor] = {}  # by tag: messages between two stages of this rank
 
     def act(self, action: Action) -> None:
         """Run one action of the schedule."""
@@ -98,12 +104,10 @@ class _MicroBatches:
             self._backward(action.kind, action.stage, action.micro_batch)
 
     def _forward(self, stage: int, number: int) -> None:
-        hidden = self._arrived(stage, stage - 1, number, back=False) if stage else np.zeros(())
+        hidden = self._arrived(stage, stage - 1, number, back=False) if stage else None
         for name, run in self._pipeline.stages[stage].items():
-            given = self._inputs(name, run, number)
-            if run.parts.block.carry_in:
-                given[run.parts.block.carry_in] = hidden
-            hidden, self._values[name, number] = run.forward(given)
+            hidden, self._values[name, number] = run.forward(self._giving(name, run, number, hidden))
+        assert hidden is not None, "a stage has blocks"
         if stage < self._pipeline.last_stage:
             self._hand(hidden, stage, stage + 1, number, back=False)
         elif self._pipeline.counts_loss:
@@ -111,54 +115,66 @@ class _MicroBatches:
 
     def _backward(self, kind: ActionKind, stage: int, number: int) -> None:
         """Run B, or one half: I, which keeps the values, and W, which is handed nothing and hands on nothing."""
-        upstream = self._upstream(stage, number) if kind != "W" else np.zeros(())
+        upstream = self._upstream(stage, number) if kind != "W" else None
         for name, run in reversed(list(self._pipeline.stages[stage].items())):
-            given = self._inputs(name, run, number) | self._so_far(name, run)
-            given[f"d.{run.parts.handed_on}"] = upstream
+            giving = self._giving(name, run, number, upstream)
             values = self._values[name, number] if kind == "I" else self._values.pop((name, number))
-            results = dict(run.backward(kind, given, values))
-            if run.parts.handed_back and kind != "W":
-                upstream = results.pop(run.parts.handed_back)
-            self.gradients |= {f"{name}.{tensor.removesuffix('.sum')}": array for tensor, array in results.items()}
+            results = run.backward(kind, giving, values)
+            if run.handed_back and kind != "W":
+                upstream = results[run.handed_back]
         if stage and kind != "W":
+            assert upstream is not None, "every stage but the first hands a gradient back"
             self._hand(upstream, stage, stage - 1, number, back=True)
 
-    def _upstream(self, stage: int, number: int) -> Array:
-        is_last = stage == self._pipeline.last_stage
-        return np.ones(()) if is_last else self._arrived(stage, stage + 1, number, back=True)
+    def _upstream(self, stage: int, number: int) -> torch.Tensor:
+        if stage < self._pipeline.last_stage:
+            return self._arrived(stage, stage + 1, number, back=True)
+        return torch.ones((), dtype=self._pipeline.bench.formats.of("fp32"))
 
-    def _inputs(self, name: str, run: BlockRun, number: int) -> dict[str, Array]:
-        """Return a block's weights, and its part of the micro-batch."""
-        block, batch = run.parts.block, self._batches[number]
-        found = {tensor.name: self._weights[f"{name}.{tensor.name}"] for tensor in block.parameters}
-        inputs = [tensor.name for tensor in block.tensors.values() if tensor.role == "input" and tensor.name in batch]
-        return found | {tensor: run.place.block(batch[tensor], run.parts.given(tensor).layout) for tensor in inputs}
+    def _giving(self, name: str, run: BlockRun, number: int, passed: torch.Tensor | None) -> Giving:
+        """Return what gives a block its weights, its sums of gradients, its part of the batch, and what is passed."""
+        block, handed_on = run.parts.block, run.parts.handed_on
 
-    def _so_far(self, name: str, run: BlockRun) -> dict[str, Array]:
-        """Return the sums of gradients of the micro-batches before."""
-        found: dict[str, Array] = {}
-        for tensor in run.parts.block.parameters:
-            zeros = np.zeros(run.place.shape(run.parts.given(f"{tensor.name}.grad").layout))
-            found[f"{tensor.name}.grad"] = self.gradients.get(f"{name}.{tensor.name}", zeros)
-        return found
+        def give(tensor: str) -> torch.Tensor:
+            if tensor in (block.carry_in, f"d.{handed_on}"):
+                assert passed is not None, f"{tensor} is passed on by a neighbour"
+                return passed
+            owned = tensor.removesuffix(".grad")
+            if owned != tensor:
+                return self._sums[f"{name}.{owned}"]
+            role = block.tensors[tensor].role
+            return self._weights[f"{name}.{tensor}"] if role == "parameter" else self._input(run, tensor, number)
 
-    def _hand(self, array: Array, stage: int, to_stage: int, number: int, *, back: bool) -> None:
+        return give
+
+    def _input(self, run: BlockRun, tensor: str, number: int) -> torch.Tensor:
+        """Cut this rank's part out of what a micro-batch brings; positions are the plan's own."""
+        bench, layout = self._pipeline.bench, run.parts.given(tensor).layout
+        if tensor not in _ALONG_SEQUENCE:
+            (start, stop), *_ = run.place.bounds(layout)
+            return bench.positions[start:stop]
+        whole = self._batches[number][tensor][:, bench.positions.numpy()]
+        dtype: Dtype = run.parts.block.tensors[tensor].dtype
+        return bench.formats.tensor(run.place.block(whole, layout), dtype)
+
+    def _hand(self, tensor: torch.Tensor, stage: int, to_stage: int, number: int, *, back: bool) -> None:
         rank, tag = self._pipeline.rank_of(to_stage), self._pipeline.tag(stage, number, back=back)
         if rank == self._pipeline.place.rank:
-            self._kept[tag] = array
+            self._kept[tag] = tensor
         else:
-            self._pipeline.world.send(array, rank, tag)
+            self._pipeline.bench.world.send(tensor, rank, tag)
 
-    def _arrived(self, stage: int, from_stage: int, number: int, *, back: bool) -> Array:
+    def _arrived(self, stage: int, from_stage: int, number: int, *, back: bool) -> torch.Tensor:
         rank, tag = self._pipeline.rank_of(from_stage), self._pipeline.tag(from_stage, number, back=back)
         if rank == self._pipeline.place.rank:
             return self._kept.pop(tag)
-        return self._pipeline.world.receive(self._hidden_shape(stage, back=back), rank, tag)
+        return self._pipeline.bench.world.receive(self._hidden(stage, back=back), rank, tag)
 
-    def _hidden_shape(self, stage: int, *, back: bool) -> tuple[int, ...]:
-        """Return the shape of the hidden state where a stage takes it, or of its gradient where it ends."""
+    def _hidden(self, stage: int, *, back: bool) -> torch.Tensor:
+        """Return memory for the hidden state that a stage takes, or for its gradient where it ends."""
         runs = list(self._pipeline.stages[stage].values())
         parts = runs[-1 if back else 0].parts
         tensor = f"d.{parts.handed_on}" if back else parts.block.carry_in
         assert tensor, "the first stage takes nothing"
-        return self._pipeline.place.shape(parts.given(tensor).layout)
+        dtype = self._pipeline.bench.formats.of(parts.block.tensors[tensor].dtype)
+        return torch.empty(self._pipeline.place.shape(parts.given(tensor).layout), dtype=dtype)

@@ -4,11 +4,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from autoshard.graph.op import Array
 from autoshard.spec.mesh import Mesh
 
 Sent = tuple[dist.Work, torch.Tensor]  # a message under way, and its memory
@@ -67,26 +65,20 @@ class World:
         """Return how many ranks differ only along these atoms."""
         return math.prod(self.mesh.size(atom) for atom in atoms)
 
-    def send(self, array: Array, to_rank: int, tag: int) -> None:
-        """Start sending; the receiver may take its time."""
-        tensor = to_torch(array)
+    def send(self, tensor: torch.Tensor, to_rank: int, tag: int) -> None:
+        """Start sending; the receiver may take its time, and the tensor may be overwritten meanwhile."""
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
         work = dist.isend(tensor, to_rank, tag=tag)
         assert work is not None, "a message to another rank is under way"
         self.under_way.append((work, tensor))
 
-    def receive(self, shape: Sequence[int], from_rank: int, tag: int) -> Array:
+    def receive(self, into: torch.Tensor, from_rank: int, tag: int) -> torch.Tensor:
         """Wait for a message."""
-        tensor = torch.empty(tuple(shape), dtype=torch.float64)
-        dist.recv(tensor, from_rank, tag=tag)
-        return tensor.numpy()
+        dist.recv(into, from_rank, tag=tag)
+        return into
 
     def finish_sending(self) -> None:
         """Wait until everything sent has left."""
         for work, _ in self.under_way:
             work.wait()
         self.under_way.clear()
-
-
-def to_torch(array: Array) -> torch.Tensor:
-    """Return a tensor of its own memory with the array's numbers."""
-    return torch.from_numpy(np.array(array, order="C", copy=True))

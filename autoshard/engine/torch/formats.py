@@ -1,0 +1,38 @@
+"""The number formats of a run: as the plan says, or all of them double, to be compared to the last digits."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from autoshard.graph.op import Array
+from autoshard.spec.workload import Dtype
+
+_TYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "int64": torch.int64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """Which of torch's types each format of the plan becomes; ``exact`` computes all of them in double."""
+
+    exact: bool = False
+
+    def of(self, dtype: Dtype) -> torch.dtype:
+        """Return torch's type."""
+        found = _TYPES[dtype]
+        return torch.float64 if self.exact and found.is_floating_point else found
+
+    def tensor(self, array: Array, dtype: Dtype) -> torch.Tensor:
+        """Return a tensor of its own memory with an array's numbers."""
+        return torch.from_numpy(np.array(array, order="C", copy=True)).to(self.of(dtype))
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers in the format in which statistics are computed: at least FP32."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()

@@ -1,0 +1,244 @@
+"""Rotary positions, and causal attention in pieces that are seen whole, up to the diagonal, or not at all.
+
+No mask is ever as large as the scores of a sequence: only at the edge of a window are a few rows masked at a time.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import torch
+
+from autoshard.engine.torch.formats import wide
+from autoshard.engine.torch.kernels.kernel import Kernel, Local, kernel
+from autoshard.graph.kinds.attention import Attend, AttendGradient, Rotary
+from autoshard.graph.op import Call
+
+_aten = torch.ops.aten
+_ROWS = 128  # queries at the edge of a window that are masked together
+_Part = tuple[torch.Tensor, torch.Tensor]  # mixed values [batch, head, query, head_dim], log of the denominators
+
+
+@kernel.register
+def _rotary(kind: Rotary, call: Call, local: Local) -> Kernel:
+    dims, head_dim = call.inputs[0].dims, call.sizes["head_dim"]
+    half, dtype = kind.rotated(head_dim) // 2, local.formats.of(call.outputs[0].dtype)
+    after = len(dims) - dims.index(call.inputs[1].dims[0]) - 2  # dims between the positions and the head
+    sign = -1 if kind.backward else 1
+
+    def run(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        angles = local.rotations.of(kind, positions, head_dim, wide(x[..., :0]).dtype)
+        cos, sin = (one.reshape(len(positions), *[1] * after, half) for one in angles)
+        result = torch.empty_like(x, dtype=dtype)
+        first, second = x[..., :half], x[..., half : 2 * half]
+        result[..., :half] = first * cos - second * (sign * sin)
+        result[..., half : 2 * half] = second * cos + first * (sign * sin)
+        result[..., 2 * half :] = x[..., 2 * half :]
+        return (result,)
+
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Neighbours in memory whose positions follow each other: where they lie, and the first position."""
+
+    start: int
+    stop: int
+    first: int
+
+    @property
+    def last(self) -> int:
+        return self.first + self.stop - self.start - 1
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+    def covers(self, count: int) -> bool:
+        return self.stop - self.start == count
+
+    def cut(self, positions: set[int]) -> "Iterator[_Span]":
+        """Part it where any of these positions begins."""
+        inside = sorted(self.start + one - self.first for one in positions if self.first < one <= self.last)
+        for start, stop in pairwise((self.start, *inside, self.stop)):
+            yield _Span(start, stop, self.first + start - self.start)
+
+
+def _spans(positions: torch.Tensor) -> list[_Span]:
+    """Return the runs of positions that follow each other; most ranks hold one, with zig-zag two."""
+    count = len(positions)
+    if count and int(positions[-1] - positions[0]) == count - 1:
+        return [_Span(0, count, int(positions[0]))]
+    breaks: list[int] = (torch.diff(positions) != 1).nonzero().flatten().add_(1).tolist() if count else []
+    ends = (0, *breaks, count)
+    return [_Span(start, stop, int(positions[start])) for start, stop in pairwise(ends) if start < stop]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Queries and keys of which each query sees all keys, those up to itself (``causal``), or some (``masked``)."""
+
+    queries: _Span
+    keys: _Span
+    causal: bool = False
+    masked: bool = False
+
+
+def _seen(query_positions: torch.Tensor, key_positions: torch.Tensor, window: int | None) -> Iterator[_Seen]:
+    """Yield all pairs of spans that see anything, cut so that a pair is the same positions or apart."""
+    queries, keys = _spans(query_positions), _spans(key_positions)
+    if window and max(span.last for span in queries) - min(span.first for span in keys) >= window:
+        yield from _within(queries, keys, window)
+        return
+    edges = {edge for span in (*queries, *keys) for edge in (span.first, span.last + 1)}
+    parts = [[part for span in spans for part in span.cut(edges)] for spans in (queries, keys)]
+    for query, key in product(*parts):
+        if key.first <= query.last:
+            yield _Seen(query, key, causal=key.first == query.first)
+
+
+def _within(queries: list[_Span], keys: list[_Span], window: int) -> Iterator[_Seen]:
+    """Yield a few queries at a time with the keys that any of them sees."""
+    for query, key in product(queries, keys):
+        for start in range(query.start, query.stop, _ROWS):
+            rows = _Span(start, min(start + _ROWS, query.stop), query.first + start - query.start)
+            low, high = max(key.first, rows.first - window + 1), min(key.last, rows.last)
+            if low <= high:
+                at = key.start + low - key.first
+                yield _Seen(rows, _Span(at, at + high - low + 1, low), masked=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Heads:
+    """Tensors as kernels take them: [batch, head, position, head_dim], query heads in groups that share keys."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> "_Heads":
+        return cls(query=_by_head(query), key=_rows(key).transpose(1, 2), value=_rows(value).transpose(1, 2))
+
+    def of_pair(self, seen: _Seen) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        keys = seen.keys.slice
+        return self.query[:, :, seen.queries.slice], self.key[:, :, keys], self.value[:, :, keys]
+
+
+def _by_head(tensor: torch.Tensor) -> torch.Tensor:
+    """Turn [batch, seq, kv_heads, q_group, ...] into [batch, head, seq, ...]."""
+    return _rows(tensor).flatten(2, 3).transpose(1, 2)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same with rows in one piece: the fused kernel reads others wrongly, without a word (torch 2.13)."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _by_position(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Turn [batch, head, seq, ...] back."""
+    return tensor.transpose(1, 2).reshape(*like.shape[:4], *tensor.shape[3:])
+
+
+@kernel.register
+def _attend(kind: Attend, call: Call, local: Local) -> Kernel:
+    formats = [local.formats.of(output.dtype) for output in call.outputs]
+
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, positions, key_positions = tensors
+        heads = _Heads.of(query, key, value)
+        parts: dict[_Span, _Part] = {}
+        for seen in _seen(positions, key_positions, kind.window) if query.numel() and key.numel() else ():
+            part = _masked(heads, seen, kind.window) if seen.masked else _flash(heads, seen)
+            parts[seen.queries] = joined(parts.get(seen.queries), part)
+        if len(parts) == 1 and next(iter(parts)).covers(query.shape[1]):
+            mixed, lse = next(iter(parts.values()))
+        else:
+            mixed = torch.zeros_like(heads.query)
+            lse = torch.full(mixed.shape[:3], -torch.inf, dtype=formats[1], device=mixed.device)
+            for span, (part, weight) in parts.items():
+                mixed[:, :, span.slice], lse[:, :, span.slice] = part, weight
+        return _by_position(mixed, query).to(formats[0]), _by_position(lse, query).to(formats[1])
+
+    return run
+
+
+@kernel.register
+def _attend_gradient(kind: AttendGradient, call: Call, local: Local) -> Kernel:
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        upstream, query, key, value, positions, key_positions, result, lse = tensors
+        heads = _Heads.of(query, key, value)
+        given = (_by_head(upstream), _by_head(result), _by_head(lse))
+        made = [torch.zeros_like(one) for one in (heads.query, heads.key, heads.value)]
+        pairs = list(_seen(positions, key_positions, kind.window)) if query.numel() and key.numel() else []
+        if len(pairs) == 1 and pairs[0].queries.covers(query.shape[1]) and pairs[0].keys.covers(key.shape[1]):
+            made = list(_slopes(heads, pairs[0], given, kind.window))
+        else:
+            for seen in pairs:
+                rows, keys = seen.queries.slice, seen.keys.slice
+                for total, place, part in zip(
+                    made, (rows, keys, keys), _slopes(heads, seen, given, kind.window), strict=True
+                ):
+                    total[:, :, place] += part
+        return _by_position(made[0], query), made[1].transpose(1, 2), made[2].transpose(1, 2)
+
+    return run
+
+
+def _flash(heads: _Heads, seen: _Seen) -> _Part:
+    """Attend with the fused kernel, which writes no scores."""
+    return _aten._scaled_dot_product_flash_attention_for_cpu(*heads.of_pair(seen), 0.0, seen.causal)
+
+
+def _masked(heads: _Heads, seen: _Seen, window: int | None) -> _Part:
+    """Attend with a few rows of scores at hand."""
+    scores, value = _scores(heads, seen, window), heads.of_pair(seen)[2]
+    lse = scores.logsumexp(-1)
+    probability = (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
+    mixed = probability @ wide(value).unsqueeze(2)
+    return mixed.flatten(1, 2).to(value.dtype), lse.flatten(1, 2)
+
+
+def _scores(heads: _Heads, seen: _Seen, window: int | None) -> torch.Tensor:
+    """Return scores by KV head and query of its group: [batch, kv_head, group, query, key]."""
+    query, key, _ = heads.of_pair(seen)
+    grouped = wide(query).unflatten(1, (key.shape[1], -1))
+    scores = grouped @ wide(key).unsqueeze(2).transpose(-1, -2) / math.sqrt(query.shape[-1])
+    rows = torch.arange(seen.queries.first, seen.queries.last + 1, device=query.device)
+    columns = torch.arange(seen.keys.first, seen.keys.last + 1, device=query.device)
+    distance = rows[:, None] - columns
+    return scores.masked_fill((distance < 0) | (distance >= (window or math.inf)), -torch.inf)
+
+
+def _slopes(
+    heads: _Heads, seen: _Seen, given: tuple[torch.Tensor, ...], window: int | None
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of a pair's queries, keys and values."""
+    upstream, result, lse = (one[:, :, seen.queries.slice] for one in given)
+    query, key, value = heads.of_pair(seen)
+    if not seen.masked:
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            upstream, query, key, value, result, lse, 0.0, seen.causal
+        )
+    groups = (key.shape[1], -1)
+    probability = (_scores(heads, seen, window) - lse.unflatten(1, groups).unsqueeze(-1)).exp()
+    up, out, rows = (wide(one).unflatten(1, groups) for one in (upstream, result, query))
+    d_value = (probability.transpose(-1, -2) @ up).sum(2)
+    slope = up @ wide(value).unsqueeze(2).transpose(-1, -2) - (up * out).sum(-1, keepdim=True)
+    d_scores = probability * slope / math.sqrt(query.shape[-1])
+    d_query = (d_scores @ wide(key).unsqueeze(2)).flatten(1, 2)
+    d_key = (d_scores.transpose(-1, -2) @ rows).sum(2)
+    return tuple(one.to(query.dtype) for one in (d_query, d_key, d_value))
+
+
+def joined(first: _Part | None, second: _Part) -> _Part:
+    """Join two parts of an attention, each normalised on its own; a part that saw no key weighs nothing."""
+    if first is None:
+        return second
+    (mixed, lse), (part, weight) = first, second
+    total = torch.logaddexp(lse, weight)
+    reference = total.nan_to_num(neginf=0.0)
+    shares = (lse - reference).exp().unsqueeze(-1), (weight - reference).exp().unsqueeze(-1)
+    return (mixed * shares[0] + part * shares[1]).to(mixed.dtype), total

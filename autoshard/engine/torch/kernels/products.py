@@ -1,0 +1,52 @@
+"""Products of tensors as matrix products: dims are sorted into those of both, of one, and those summed over."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from autoshard.engine.torch.kernels.kernel import Kernel, Local, kernel, shape_of
+from autoshard.graph.kinds.linear import Einsum
+from autoshard.graph.op import Call, Dims
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Side:
+    """How a factor becomes a matrix, or one for each element of the dims that both share."""
+
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, dims: Dims, groups: tuple[Dims, ...], call: Call) -> "_Side":
+        """Put these groups of dims one after the other, each as one axis."""
+        sizes = tuple(call.elements(group) for group in groups)
+        return cls(order=tuple(dims.index(dim) for group in groups for dim in group), shape=sizes)
+
+    def change(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what makes the matrix of a tensor; a view, where memory allows."""
+        order, shape = self.order, self.shape
+        if order == tuple(range(len(order))):
+            return lambda tensor: tensor.reshape(shape)
+        if order == (1, 0) and len(shape) == 2:
+            return torch.t
+        return lambda tensor: tensor.permute(order).reshape(shape)
+
+
+@kernel.register
+def _einsum(kind: Einsum, call: Call, local: Local) -> Kernel:
+    left, right = (tensor.dims for tensor in call.inputs)
+    both = tuple(dim for dim in left if dim in right and dim in kind.dims)
+    summed = tuple(dim for dim in left if dim in right and dim not in kind.dims)
+    alone = tuple(tuple(dim for dim in own if dim not in (*both, *summed)) for own in (left, right))
+    first = _Side.of(left, (*((both,) if both else ()), alone[0], summed), call).change()
+    second = _Side.of(right, (*((both,) if both else ()), summed, alone[1]), call).change()
+    made = (*both, *alone[0], *alone[1])
+    shape, order = shape_of(call, made), [made.index(dim) for dim in kind.dims]
+    plain = order == list(range(len(order)))
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+        product = torch.matmul(first(x), second(y)).reshape(shape)
+        return (product if plain else product.permute(order),)
+
+    return run

@@ -1,0 +1,191 @@
+"""Every operation computed by torch is what the graph defines with numpy, in double to the last digits."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from autoshard.engine.order import zigzag
+from autoshard.engine.torch.formats import Formats
+from autoshard.engine.torch.kernels import Local, kernel
+from autoshard.engine.torch.kernels.attention import joined
+from autoshard.graph.block import Block
+from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.evaluate import random_weights
+from autoshard.graph.kinds.attention import Attend, AttendGradient
+from autoshard.graph.op import Array, Call, Dims, Op, OpKind, Output, Tensor
+from autoshard.layout.local import joined_attention
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.workload import Precision, Workload
+
+SMALL = {"num_layers": 1, "hidden": 8, "ffn": 12, "head_dim": 4, "vocab": 11, "num_heads": 4, "num_kv_heads": 2}
+EXACT = Local(formats=Formats(exact=True))
+QUERY: Dims = ("batch", "seq", "kv_heads", "q_group", "head_dim")
+KEY: Dims = ("batch", "kv_seq", "kv_heads", "head_dim")
+TAKEN = tuple(Tensor(name=name, dims=dims, dtype="fp32") for name, dims in (("q", QUERY), ("k", KEY), ("v", KEY)))
+MADE = tuple(Tensor(name=name, dims=dims, dtype="fp32") for name, dims in (("o", QUERY), ("l", QUERY[:-1])))
+
+
+def small(**changes: object) -> ModelSpec:
+    return replace(load_model("tiny-llama"), **(SMALL | changes))  # pyright: ignore[reportArgumentType]
+
+
+MODELS = {
+    "llama": small(),
+    "window": small(window=3),
+    "norms of queries and keys": small(qk_norm=True, rotary_fraction=0.5),
+    "experts": small(num_experts=4, experts_per_token=2),
+    **{
+        name: small(norm="layer", positions="learned", gated_mlp=False, activation=name, qkv_bias=True, out_bias=True)
+        for name in ("gelu", "gelu_tanh", "relu", "silu")
+    },
+}
+
+
+def inputs(graph_sizes: Mapping[str, int], block: Block, random: np.random.Generator) -> dict[str, Array]:
+    """Everything that a block reads and does not make."""
+    made = {name for op in block.ops for name in op.outputs}
+    limit = {"tokens": graph_sizes["vocab"], "labels": graph_sizes["vocab"]}
+    found: dict[str, Array] = {}
+    for tensor in block.tensors.values():
+        shape = [graph_sizes[dim] for dim in tensor.dims]
+        if tensor.name in made:
+            continue
+        if tensor.dtype == "int64":
+            along = np.arange(shape[-1])
+            found[tensor.name] = random.integers(0, limit[tensor.name], shape) if tensor.name in limit else along
+        else:
+            found[tensor.name] = random.normal(size=shape)
+    return found
+
+
+def computed(model: ModelSpec) -> Iterator[tuple[Block, Op, Call, list[Array], tuple[Array, ...]]]:
+    """Run every block of a model with numpy, and yield each operation with what it read and made."""
+    workload = Workload(seq_len=6, global_batch=2, precision=Precision.named("bf16"))
+    graph, random = decoder_graph(model, workload, load_kernels("torch_cpu"), micro_batch=2), np.random.default_rng(0)
+    assert random_weights(graph, random)
+    for block in graph.blocks:
+        known = inputs(graph.sizes, block, random)
+        for op in block.select("micro_batch"):
+            call = block.call(op, graph.sizes)
+            arrays = [known[name] for name in op.inputs]
+            results = op.kind.evaluate(call, *arrays)
+            known |= dict(zip(op.outputs, results, strict=True))
+            yield block, op, call, arrays, results
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_every_operation_of_a_step_gives_what_the_graph_gives(model: ModelSpec):
+    for block, op, call, arrays, results in computed(model):
+        tensors = [torch.from_numpy(np.array(array)) for array in arrays]
+        found = kernel(op.kind, call, EXACT)(*tensors)
+        for tensor, expected in zip(found, results, strict=True):
+            np.testing.assert_allclose(tensor.numpy(), expected, rtol=1e-11, atol=1e-12, err_msg=f"{block.kind} {op}")
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_results_have_the_formats_of_the_plan(model: ModelSpec):
+    local = Local(formats=Formats())
+    for block, op, call, arrays, _ in computed(model):
+        pairs = zip(arrays, call.inputs, strict=True)
+        found = kernel(op.kind, call, local)(*(local.formats.tensor(array, one.dtype) for array, one in pairs))
+        for tensor, output in zip(found, call.outputs, strict=True):
+            assert tensor.dtype == local.formats.of(output.dtype), f"{block.kind}.{op.name} gives {tensor.dtype}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cube(OpKind):
+    """An operation that nobody has written for torch."""
+
+    def infer(self, inputs: "list[Tensor]") -> tuple[Output, ...]:  # pyright: ignore
+        return (Output(dims=inputs[0].dims, dtype=inputs[0].dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        return (arrays[0] ** 3,)
+
+
+def test_an_operation_of_a_user_is_evaluated_as_it_is_defined():
+    x = Tensor(name="x", dims=("seq",), dtype="fp32")
+    (found,) = kernel(Cube(), Call(inputs=(x,), outputs=(x,), sizes={"seq": 2}), Local(formats=Formats()))(
+        torch.tensor([2.0, 3.0])
+    )
+    assert found.tolist() == [8.0, 27.0] and found.dtype == torch.float32
+
+
+def attention(positions: Array, key_positions: Array, window: int | None) -> None:
+    """Compare attention and its gradient on some positions with what the graph defines."""
+    sizes = {"batch": 2, "seq": len(positions), "kv_seq": len(key_positions)}
+    sizes |= {"kv_heads": 2, "q_group": 3, "head_dim": 4}
+    where = tuple(Tensor(name=name, dims=(name,), dtype="int64") for name in ("seq", "kv_seq"))
+    random = np.random.default_rng(0)
+    arrays = [random.normal(size=[sizes[dim] for dim in one.dims]) for one in TAKEN]
+    arrays += [positions, key_positions]
+    forward = Call(inputs=(*TAKEN, *where), outputs=MADE, sizes=sizes)
+    expected = Attend(window=window).evaluate(forward, *arrays)
+    found = kernel(Attend(window=window), forward, EXACT)(*map(torch.from_numpy, arrays))
+    for tensor, array in zip(found, expected, strict=True):
+        np.testing.assert_allclose(tensor.numpy(), array, rtol=1e-10, atol=1e-12)
+    if not np.isfinite(expected[1]).all():  # in a ring the denominators are those of all keys
+        return
+    upstream = random.normal(size=expected[0].shape)
+    backward = Call(inputs=(MADE[0], *TAKEN, *where, *MADE), outputs=TAKEN, sizes=sizes)
+    slopes = AttendGradient(window=window).evaluate(backward, upstream, *arrays, *expected)
+    made = kernel(AttendGradient(window=window), backward, EXACT)(
+        *map(torch.from_numpy, [upstream, *arrays, *expected])
+    )
+    for tensor, array in zip(made, slopes, strict=True):
+        np.testing.assert_allclose(tensor.numpy(), array, rtol=1e-10, atol=1e-12)
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.data(), st.booleans(), st.sampled_from([None, 1, 2, 5, 100]))
+def test_attention_between_any_two_parts_of_a_sequence(ranks, part, data, mirrored, window):
+    count = 2 * ranks * part
+    order = zigzag(count, ranks) if mirrored else np.arange(count)
+    blocks = order.reshape(ranks, -1)
+    mine, other = data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, ranks - 1))
+    attention(blocks[mine], data.draw(st.sampled_from([blocks[other], order])), window)
+
+
+def test_attention_within_a_window_of_a_long_sequence():
+    attention(np.arange(300), np.arange(300), 150)
+
+
+def test_parts_of_an_attention_join_as_the_graph_defines():
+    random = np.random.default_rng(0)
+    parts = [(random.normal(size=(2, 3, 4, 5)), random.normal(size=(2, 3, 4))) for _ in range(2)]
+    parts[0][1][0] = -np.inf
+    expected = joined_attention(*parts)
+    found = joined(*((torch.from_numpy(one), torch.from_numpy(two)) for one, two in parts))
+    for tensor, array in zip(found, expected, strict=True):
+        np.testing.assert_allclose(tensor.numpy(), array, rtol=1e-12)
+
+
+class Largest(torch.overrides.TorchFunctionMode):
+    """Notes the most elements that any tensor has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.elements = max(self.elements, found.numel())
+        return found
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_no_mask_is_as_large_as_the_scores(window: int | None):
+    count, kind = 4096, Attend(window=window)
+    sizes = {"batch": 1, "seq": count, "kv_seq": count, "kv_heads": 1, "q_group": 1, "head_dim": 4}
+    call = Call(inputs=TAKEN, outputs=MADE, sizes=sizes)
+    given_tensors = [torch.zeros([sizes[dim] for dim in one.dims]) for one in TAKEN]
+    attend, along = kernel(kind, call, Local(formats=Formats())), torch.arange(count)
+    with Largest() as seen:
+        attend(*given_tensors, along, along)
+    assert seen.elements < count * count / 8
