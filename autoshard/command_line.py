@@ -184,7 +184,7 @@ def _metavar(parameter: inspect.Parameter) -> str:
         return "X"
     if parameter.annotation is Counts:
         return "N[,N...]"
-    words = {"out": "FILE", "fix": "KEY=VALUE,...", "at": "CANDIDATE", "fail_if_slower": "PERCENT"}
+    words = {"out": "PATH", "fix": "KEY=VALUE,...", "at": "CANDIDATE", "fail_if_slower": "PERCENT"}
     return words.get(parameter.name, "NAME_OR_PATH")
 
 

@@ -136,6 +136,27 @@ def test_a_world_of_another_size_is_refused_once(rank: str, tmp_path: Path) -> N
     assert errors.startswith(told) if rank == "0" else not errors
 
 
+@pytest.mark.ranks
+def test_a_rank_of_torchrun_that_fails_says_so_itself(tmp_path: Path) -> None:
+    plan = write_tiny(tmp_path, "tp=1,pp=1,dp=1")
+    (tmp_path / "runs").write_text("in the way of the folder", encoding="utf-8")
+    world = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    with started(tmp_path, "run", plan.name, RANK="0", **world) as process:
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2 and errors == "autoshard: --out runs/tiny: cannot be made: Not a directory\n"
+
+    def body(_):
+        raise ValueError("out of luck")
+
+    given = given_rank({"RANK": "0", **world})
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": "0", **world}.items():
+            patch.setenv(name, value)
+        with pytest.raises(RunFailed, match="rank 0 of 1 failed: ValueError: out of luck"):
+            launch(given, 1, body, show=print, folder=tmp_path)
+    dist.destroy_process_group()
+
+
 def _free_port() -> str:
     import socket
 

@@ -135,7 +135,9 @@ def test_a_run_that_fails_has_exit_code_3(
         ]),
         (("tiny.json", "--seed", "-1"), ["--seed: must be at least 0, not -1"]),
         (("tiny.json", "--rehearse", "0"), ["--rehearse: must be at least 1, not 0"]),
-        (("tiny.json", "--step", "3"), ["--step: unknown option. Did you mean --steps or --seed or --help? See autoshard run --help"]),
+        (("tiny.json", "--step", "3"), [
+            "--step: unknown option. Did you mean --steps or --seed or --help? See autoshard run --help"
+        ]),
         (("tiny.json", "--out", "tiny.json"), [
             "--out tiny.json: is a file, and a run overwrites nothing. Type --out tiny.json-2"
         ]),

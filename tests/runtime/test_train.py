@@ -10,6 +10,7 @@ from autoshard.engine.base import Measured, Run, StepReport
 from autoshard.engine.programs import graph_of
 from autoshard.engine.ran import RunReport, TimedStep
 from autoshard.engine.torch.executor import Executor
+from autoshard.engine.torch.formats import Formats
 from autoshard.errors import InputError
 from autoshard.graph.evaluate import random_weights
 from autoshard.runtime.data import SyntheticData
@@ -30,11 +31,11 @@ class Double:
 
     def __init__(self, plan, run):
         weights = random_weights(graph_of(plan), np.random.default_rng(run.seed), scale=0.02)
-        self.executor, self.learning_rate = Executor(plan, weights), run.learning_rate
+        self.executor, self.learning_rate = Executor(plan, weights, Formats(exact=True)), run.learning_rate
 
     def step(self, micro_batches):
-        share = self.executor.step(micro_batches, self.learning_rate)
-        return StepReport(loss=share.loss, norm=share.norm)
+        loss, norm = self.executor.step(micro_batches, self.learning_rate)
+        return StepReport(loss=loss, norm=norm)
 
     def measured(self):
         return Measured(memory_bytes={"weights": 4}, calls={}, sent_bytes={})

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch.distributed as dist
 
-from autoshard.engine.base import Batch, Run, StepReport
+from autoshard.engine.base import Batch, Measured, Run, StepReport
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.executor import Executor
 from autoshard.graph.evaluate import random_weights
@@ -27,6 +27,10 @@ class TorchEngine:
         """Run one optimizer step."""
         loss, norm = self._executor.step(micro_batches, self._run.learning_rate)
         return StepReport(loss=loss, norm=norm)
+
+    def measured(self) -> Measured:
+        """Return what was counted in the last step: nothing yet."""
+        return Measured(memory_bytes={}, calls={}, sent_bytes={})
 
 
 def build(plan: Plan, run: Run) -> TorchEngine:
