@@ -13,6 +13,7 @@ from autoshard.commands.compare import compare
 from autoshard.commands.explain import explain
 from autoshard.commands.listing import list_
 from autoshard.commands.plan import plan
+from autoshard.commands.run import run
 from autoshard.commands.validate import validate
 from autoshard.commands.verify import verify
 from autoshard.errors import AutoshardError, InputError, nearest
@@ -24,6 +25,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "explain": explain,
     "compare": compare,
     "verify": verify,
+    "run": run,
     "validate": validate,
     "calibrate": calibrate,
     "list": list_,

@@ -180,9 +180,11 @@ def _metavar(parameter: inspect.Parameter) -> str:
         return "{" + ",".join(choices) + "}"
     if parameter.annotation in (int, int | None):
         return "N"
+    if parameter.annotation is float:
+        return "X"
     if parameter.annotation is Counts:
         return "N[,N...]"
-    words = {"out": "FILE", "fix": "KEY=VALUE,...", "at": "CANDIDATE", "fail_if_slower": "PERCENT"}
+    words = {"out": "PATH", "fix": "KEY=VALUE,...", "at": "CANDIDATE", "fail_if_slower": "PERCENT"}
     return words.get(parameter.name, "NAME_OR_PATH")
 
 
@@ -218,6 +220,8 @@ def _read(parameter: inspect.Parameter, given: object, where: str, faults: list[
         fault, value = "" if text in choices else f"{text!r} is not one of them. {nearest(text, choices)}", text
     elif kind in (int, int | None, Counts):
         fault, value = _whole(text, several=kind is Counts)
+    elif kind is float:
+        fault, value = _number(text)
     else:
         fault = "" if text.strip() and "\0" not in text else "must not be empty"
         value = Path(text) if kind in (Path, Path | None) else text
@@ -234,3 +238,10 @@ def _whole(text: str, *, several: bool) -> tuple[str, object]:
         more = ", or several like 4,8,16" if several else ""
         return f"expected a whole number{more}, found {text!r}", None
     return "", int(text)
+
+
+def _number(text: str) -> tuple[str, object]:
+    """Read a number; return what is wrong with it, and the value."""
+    if re.fullmatch(r"[-+]?([0-9]{1,30}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][-+]?[0-9]{1,2})?", text):
+        return "", float(text)
+    return f"expected a number like 0.001 or 1e-3, found {text!r}", None

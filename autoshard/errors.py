@@ -5,6 +5,7 @@ AutoshardError
     NoPlan          the question is fine, but no plan answers it; exit code 1
     CheckFailed     a plan or a file did not pass a check; exit code 1
     RunFailed       a run started and did not end well; exit code 3
+    Stopped         a signal ended a run; exit code 128 and the number of the signal
 
 A candidate that may not run is not an exception: it is a Rejection, a value (see ``autoshard.plan.rules``).
 """
@@ -73,6 +74,14 @@ class RunFailed(AutoshardError):
     """A run started and did not end well."""
 
     exit_code = 3
+
+
+class Stopped(AutoshardError):
+    """A signal ended a run."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.exit_code = 128 + number
+        super().__init__(f"stopped by {name}")
 
 
 def require(*checks: tuple[bool, str, str]) -> None:

@@ -40,6 +40,7 @@ class MeasuredRow:
     sharding: str | None = None
     precision: str | None = None
     pipeline_schedule: str | None = None
+    candidate: str | None = None  # the whole layout in text, where it was autoshard that ran; agrees with the columns
     framework: str | None = None
     framework_version: str | None = None
     step_time_s: float | None = None
@@ -76,7 +77,7 @@ class MeasuredRow:
     def layout(self) -> tuple[object, ...]:
         """What a planner decides about the run: rows of one group that agree here measured the same choice twice."""
         axes = (self.tp, self.pp, self.vp, self.cp, self.ep, self.dp, self.sp)
-        texts = (self.recompute, self.sharding, self.precision, self.pipeline_schedule, self.framework)
+        texts = (self.recompute, self.sharding, self.precision, self.pipeline_schedule, self.candidate, self.framework)
         return (*axes, self.micro_batch, *texts)
 
     @property

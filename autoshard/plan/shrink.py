@@ -1,5 +1,6 @@
 """A plan of the same shape on few ranks and a small model, to be tried out in full on one machine."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -8,6 +9,7 @@ from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
+from autoshard.plan.tables import plan_blocks
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
@@ -30,9 +32,10 @@ def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> Shrunk:
 
     Key/value replication, padding of the vocabulary, kinds of recompute, chunks and the rest of the candidate stay.
     """
-    large = plan.candidate
     sizes, lost = _axes(plan, max_ranks)
-    kinds = tuple(dict.fromkeys(large.recompute_of(stage) for stage in range(large.num_stages)))
+    large, alone = _without_axes(plan.candidate, sizes)
+    lost = (*lost, *alone)
+    kinds = tuple(dict.fromkeys(plan.candidate.recompute_of(stage) for stage in range(plan.candidate.num_stages)))
     stages = max(sizes["pp"] * large.vp, 1)
     recompute = tuple(_small_recompute(kinds[stage % len(kinds)]) for stage in range(stages))
     if len(kinds) > stages:
@@ -46,7 +49,7 @@ def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> Shrunk:
         dp=sizes["dp"],
         vp=large.vp,
         mbs=min(large.mbs, 2),
-        sp=large.sequence_parallel,
+        sp=large.sp,
         zero=large.zero,
         schedule=large.schedule,
         recompute=recompute,
@@ -56,9 +59,10 @@ def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> Shrunk:
     )
     workload = _workload(plan.workload, model, small)
     cluster = _cluster(plan.cluster, small.num_ranks)
-    made = build_plan(small, model, cluster, workload, plan.engine, provenance={"shrunk from": str(large)})
+    made = build_plan(small, model, cluster, workload, plan.engine, provenance={"shrunk from": str(plan.candidate)})
     atoms = dict(made.mesh.axes)
-    tables = {name: fitted(table, atoms) for name, table in plan.strategies.items()}
+    blocks = plan_blocks(made)
+    tables = {name: fitted(table, atoms) for name, table in plan.strategies.items() if name in blocks}
     return Shrunk(plan=replace(made, strategies=tables), lost=lost)
 
 
@@ -80,6 +84,20 @@ def _axes(plan: Plan, max_ranks: int) -> tuple[dict[str, int], tuple[str, ...]]:
         else:
             lost.append(f"{axis}={before}: no room for it on {max_ranks} ranks")
     return sizes, tuple(lost)
+
+
+def _without_axes(large: Candidate, sizes: Mapping[str, int]) -> tuple[Candidate, tuple[str, ...]]:
+    """Give up what has no effect without an axis that found no room; say so where it is not the axis itself."""
+    lost: list[str] = []
+    if sizes["pp"] == 1 and large.schedule != "1f1b":
+        lost.append(f"schedule={large.schedule}: there is only one pipeline rank")
+    if sizes["pp"] == 1:
+        large = replace(large, vp=1, schedule="1f1b", recompute=large.recompute[:1], stages=None)
+    if sizes["tp"] == 1:
+        large = replace(large, sp=None)
+    if sizes["cp"] == 1:
+        large = replace(large, cp_kind="ring", cp_order="contiguous")
+    return large, tuple(lost)
 
 
 def _small_recompute(kind: Recompute) -> Recompute:
@@ -120,12 +138,15 @@ def _workload(workload: Workload, model: ModelSpec, small: Candidate) -> Workloa
 
 
 def _cluster(cluster: Cluster, num_ranks: int) -> Cluster:
-    """Keep the platform, on one node of just so many ranks."""
+    """Keep the platform, on one node of just so many ranks; a port that more would share is shared by fewer."""
+    inside = [link for link in cluster.links if link.domain in ("chip", "node")]
+    links = tuple(replace(link, ranks_per_port=math.gcd(link.ranks_per_port, num_ranks)) for link in inside)
     return replace(
         cluster,
         name=f"{cluster.name} (shrunk)",
         num_nodes=1,
         chips_per_node=num_ranks,
         ranks_per_chip=1,
+        links=links,
         placements=(),
     )

@@ -16,11 +16,11 @@ from autoshard.cost.readings import (
     read_schedule,
     read_sharding,
 )
-from autoshard.errors import Fault, InputError
+from autoshard.errors import Fault, InputError, require
 from autoshard.plan.candidate import Candidate
 from autoshard.spec import record
 from autoshard.spec.cluster import Cluster
-from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.cluster_catalogue import load_cluster, load_node_type
 from autoshard.spec.model import MAX_DIM, ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Workload
@@ -133,19 +133,42 @@ def _cluster(row: MeasuredRow, notes: _Notes) -> Cluster | None:
     name = notes.value("platform", lambda: read_platform(row.platform, row.framework), "")
     if not name:
         return None
-    whole = load_cluster(name, lnc=row.lnc)
+    whole = load_cluster(name, lnc=row.lnc, ranks=load_node_type(name).max_chips_per_node)
     nodes = row.nodes or math.ceil((row.chips or 0) / whole.chips_per_node)
     chips = row.chips or nodes * whole.chips_per_node
     if chips % nodes or chips // nodes > whole.chips_per_node:
         message = f"{chips} chips on {nodes} nodes; a node of {whole.name} has {whole.chips_per_node}"
         raise InputError.of("chips", message)
     cluster = load_cluster(name, nodes, lnc=row.lnc)
-    if chips // nodes == whole.chips_per_node:
+    if chips // nodes == cluster.chips_per_node:
         return cluster
     return replace(cluster, chips_per_node=chips // nodes, placements=())
 
 
 def _candidate(row: MeasuredRow, cluster: Cluster, notes: _Notes) -> Candidate:
+    return _from_columns(row, cluster, notes) if row.candidate is None else _stated(row, row.candidate, cluster)
+
+
+def _stated(row: MeasuredRow, text: str, cluster: Cluster) -> Candidate:
+    """Read the layout that a row states as a whole; its columns may say the same, and nothing else."""
+    try:
+        stated = Candidate.parse(text, cluster.num_ranks)
+    except InputError as error:
+        raise error.under("candidate") from None
+    columns = {
+        "micro_batch": stated.mbs,
+        **{name: getattr(stated, name) for name in ("tp", "pp", "vp", "cp", "ep", "dp")},
+    }
+    require(
+        *((getattr(row, name) in (None, size), name, f"is {getattr(row, name)}, but candidate says {size}")
+          for name, size in columns.items()),
+        (stated.num_ranks == cluster.num_ranks, "candidate",
+         f"uses {stated.num_ranks} ranks, but {cluster.num_nodes} x {cluster.name} has {cluster.num_ranks}"),
+    )  # fmt: skip
+    return stated
+
+
+def _from_columns(row: MeasuredRow, cluster: Cluster, notes: _Notes) -> Candidate:
     sizes = {name: notes.count(name, getattr(row, name)) for name in ("tp", "pp", "cp", "ep", "vp")}
     if sizes["pp"] == 1:
         notes.assumed.pop("vp", None)

@@ -30,6 +30,7 @@ FINE = [
     (f"validate {DATA / 'trainium.jsonl'}", "predictions calibrated on 15 rows of trn1.32xlarge"),
     (f"validate {DATA / 'gpu_published.jsonl'}", "predictions calibrated on 10 rows of a100-80"),
     ("calibrate -h", "--cluster NAME_OR_PATH"),
+    ("run -h", "--rehearse N"),
     ("list --help", "WHAT"),
     *((f"list {what}", "name") for what in ("models", "clusters", "engines", "schedules", "kernels", "rules")),
     (LOCAL, "on this machine: 4 ranks"),

@@ -1,0 +1,52 @@
+"""What a run gave: its steps with their times, and what every rank counted."""
+
+import statistics
+from dataclasses import dataclass
+
+from autoshard.engine.base import Measured
+from autoshard.errors import require
+
+WARM_UP = 2  # steps that allocate, connect and cache; they are no measure of the others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedStep:
+    """One optimizer step as all ranks saw it, and how long the slowest took."""
+
+    number: int  # from 1
+    loss: float
+    norm: float
+    time_s: float
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        """Refuse a step that took no time."""
+        require(
+            (self.number >= 1, "number", f"must be at least 1, not {self.number}"),
+            (self.time_s > 0, "time_s", f"must be positive, not {self.time_s}"),
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that the whole step consumed, over its time."""
+        return self.num_tokens / self.time_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """A run that ended well."""
+
+    steps: tuple[TimedStep, ...]
+    ranks: tuple[Measured, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a run without steps or ranks."""
+        require(
+            (bool(self.steps), "steps", "must hold at least one"),
+            (bool(self.ranks), "ranks", "must hold at least one"),
+        )
+
+    @property
+    def step_time_s(self) -> float:
+        """The median of all steps but the first two; of a shorter run, of all."""
+        return statistics.median(step.time_s for step in self.steps[WARM_UP:] or self.steps)

@@ -1,0 +1,183 @@
+"""A run for a terminal: its steps while it goes on, and at the end what was predicted beside what was measured."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.engine.base import Measured
+from autoshard.engine.ran import RunReport, TimedStep
+from autoshard.plan.plan import Plan
+from autoshard.plan.prediction import Prediction
+from autoshard.report.terminal import make_table
+from autoshard.units import format_bytes, format_count, format_seconds
+
+_HERE = "local"  # the cluster whose seconds are those of this machine
+_SHOWN = 12  # steps of a live table
+_PARTS = {  # what an engine counts -> the predicted parts that it adds up
+    "weights": ("weights",),
+    "gradients": ("gradients",),
+    "optimizer": ("masters", "optimizer"),
+    "saved": ("activations", "logits"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Two numbers of bytes about the same thing; None where nobody measured."""
+
+    predicted: int
+    measured: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlikeRanks:
+    """Ranks that held and sent the same, as predicted and as measured."""
+
+    ranks: tuple[int, ...]
+    memory: Mapping[str, Beside] = field(hash=False)
+    sent: Mapping[str, Beside] = field(hash=False)
+
+
+def step_line(step: TimedStep, num_steps: int) -> str:
+    """Write a step as a line.
+
+    >>> step_line(TimedStep(number=3, loss=6.25, norm=1.5, time_s=0.125, num_tokens=512), 20)
+    'step  3/20   loss 6.2500   norm 1.500   125.0 ms   4.10 ktokens/s'
+    """
+    place = f"{step.number:{len(str(num_steps))}}/{num_steps}"
+    return "   ".join([f"step {place}", f"loss {step.loss:.4f}", f"norm {step.norm:.3f}", *_speed(step)])
+
+
+def steps_table(steps: Sequence[TimedStep], num_steps: int) -> Table:
+    """Return the last steps as a table, which is drawn again after every step."""
+    table = make_table(f"Step {len(steps)} of {num_steps}")
+    for name in ("step", "loss", "gradient norm", "time", "speed"):
+        table.add_column(name, justify="right")
+    for step in steps[-_SHOWN:]:
+        table.add_row(str(step.number), f"{step.loss:.4f}", f"{step.norm:.3f}", *_speed(step))
+    return table
+
+
+def ran_report(plan: Plan, report: RunReport) -> Group:
+    """Return what was predicted of a run beside what it took, held and sent."""
+    assert plan.prediction, "only predicted plans are run"
+    groups = alike_ranks(plan, report.ranks)
+    tables = [_time_table(plan.prediction, report, comparable=plan.cluster.name == _HERE)]
+    if any(counted.memory_bytes for counted in report.ranks):
+        tables.append(_bytes_table("Memory of a rank", [(group.ranks, group.memory) for group in groups]))
+    if any(counted.sent_bytes for counted in report.ranks):
+        tables.append(_bytes_table("Sent by a rank in a step", [(group.ranks, group.sent) for group in groups]))
+    return Group(*(part for table in tables for part in ("", table)))
+
+
+def ran_json(plan: Plan, report: RunReport) -> dict[str, Any]:
+    """Return the same as JSON."""
+    prediction = plan.prediction
+    assert prediction, "only predicted plans are run"
+    return {
+        "candidate": str(plan.candidate),
+        "step_time_s": {
+            "predicted": prediction.step_time_s,
+            "low": prediction.low_s,
+            "high": prediction.high_s,
+            "measured": report.step_time_s,
+        },
+        "steps": [
+            {"number": step.number, "loss": step.loss, "norm": step.norm, "time_s": step.time_s}
+            for step in report.steps
+        ],
+        "ranks": [
+            {"ranks": list(group.ranks), "memory_bytes": _plain(group.memory), "sent_bytes": _plain(group.sent)}
+            for group in alike_ranks(plan, report.ranks)
+        ],
+    }
+
+
+def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> tuple[AlikeRanks, ...]:
+    """Put the prediction of every rank beside what it counted, and fold ranks of which all is the same."""
+    found: list[tuple[list[int], dict[str, Beside], dict[str, Beside]]] = []
+    for rank, counted in enumerate(measured):
+        memory, sent = _memory(plan, rank, counted), _sent(plan, counted)
+        alike = next((entry for entry in found if entry[1:] == (memory, sent)), None)
+        if alike:
+            alike[0].append(rank)
+        else:
+            found.append(([rank], memory, sent))
+    return tuple(AlikeRanks(ranks=tuple(ranks), memory=memory, sent=sent) for ranks, memory, sent in found)
+
+
+def _memory(plan: Plan, rank: int, counted: Measured) -> dict[str, Beside]:
+    assert plan.prediction
+    parts = plan.prediction.stage_memory[plan.mesh.coordinates(rank).get("pp", 0)].parts
+    return {
+        name: Beside(predicted=sum(parts.get(part, 0) for part in its), measured=counted.memory_bytes.get(name))
+        for name, its in _PARTS.items()
+    }
+
+
+def _sent(plan: Plan, counted: Measured) -> dict[str, Beside]:
+    assert plan.prediction
+    predicted = {axis: size for axis, size in plan.prediction.communication_bytes.items() if size}
+    axes = sorted({*predicted, *(axis for axis, size in counted.sent_bytes.items() if size)})
+    return {axis: Beside(predicted=predicted.get(axis, 0), measured=counted.sent_bytes.get(axis)) for axis in axes}
+
+
+def _time_table(prediction: Prediction, report: RunReport, *, comparable: bool) -> Table:
+    """Return the table of seconds; those about another machine are not divided by those of this one."""
+    table = make_table("Predicted and measured")
+    for name in ("", "predicted", "interval", "measured", "measured / predicted"):
+        table.add_column(name, justify="right" if name else "left")
+    measured_s, predicted_s = report.step_time_s, prediction.step_time_s
+    interval = f"{format_seconds(prediction.low_s)} to {format_seconds(prediction.high_s)}"
+    inside = prediction.low_s <= measured_s <= prediction.high_s
+    shown = f"{measured_s / predicted_s:.2f}" if comparable else "another machine"
+    ratio = Text(shown, style="green" if inside and comparable else "yellow")
+    table.add_row("step", format_seconds(predicted_s), interval, format_seconds(measured_s), ratio)
+    speed = prediction.tokens_per_s * predicted_s / measured_s
+    ratio = f"{predicted_s / measured_s:.2f}" if comparable else ""
+    table.add_row("speed", _tokens(prediction.tokens_per_s), "", _tokens(speed), ratio)
+    return table
+
+
+def _bytes_table(title: str, rows: Sequence[tuple[tuple[int, ...], Mapping[str, Beside]]]) -> Table:
+    table = make_table(title)
+    for name in ("ranks", "", "predicted", "measured", "measured / predicted"):
+        table.add_column(name, justify="left" if name in ("ranks", "") else "right")
+    for ranks, sizes in rows:
+        for number, (name, both) in enumerate(sizes.items()):
+            table.add_row("" if number else ranks_text(ranks), name, *_cells(both))
+    return table
+
+
+def _cells(both: Beside) -> tuple[str, str, str]:
+    if both.measured is None:
+        return format_bytes(both.predicted), "-", "-"
+    ratio = f"{both.measured / both.predicted:.2f}" if both.predicted else "-"
+    return format_bytes(both.predicted), format_bytes(both.measured), ratio
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Write numbers with runs of neighbours folded.
+
+    >>> ranks_text([0, 1, 2, 5, 7, 8])
+    '0-2,5,7-8'
+    """
+    starts = [rank for rank in ranks if rank - 1 not in ranks]
+    ends = [rank for rank in ranks if rank + 1 not in ranks]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def _speed(step: TimedStep) -> tuple[str, str]:
+    return format_seconds(step.time_s), _tokens(step.tokens_per_s)
+
+
+def _tokens(per_s: float) -> str:
+    return format_count(per_s, "tokens/s")
+
+
+def _plain(sizes: Mapping[str, Beside]) -> dict[str, dict[str, int | None]]:
+    return {name: {"predicted": both.predicted, "measured": both.measured} for name, both in sizes.items()}

@@ -1,0 +1,1 @@
+"""Obeys a plan: starts its ranks, feeds an engine, measures. Decides nothing."""

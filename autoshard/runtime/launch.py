@@ -1,0 +1,181 @@
+"""How the ranks of a run come to be: forked here, or started by torchrun or Slurm, one process each.
+
+With ``cli.py`` the only code that reads the environment.
+"""
+
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from autoshard.errors import AutoshardError, Fault, InputError, RunFailed
+from autoshard.runtime.forked import Say, on_forks
+
+Body = Callable[[Say], Any]
+
+_SILENCE = timedelta(minutes=10)  # after which a rank that waits for another gives up
+_FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # of Slurm jobs without a MASTER_PORT, by their number
+_SPECIAL_STEPS = 2**32 - 16  # slurm.h numbers what srun has not started from here: batch scripts, interactive shells
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenRank:
+    """This process as somebody else started it: which rank of how many, and where they meet."""
+
+    by: Literal["torchrun", "Slurm"]
+    rank: int
+    num_ranks: int
+    meeting: str  # an address as torch writes it
+    alone: bool = False  # all ranks are on this machine
+
+    def refuse_other_size(self, num_ranks: int, name: str) -> None:
+        """Refuse to be one of too few or too many."""
+        if self.num_ranks == num_ranks:
+            return
+        how = {
+            "torchrun": f"--nnodes x --nproc-per-node must be {num_ranks}",
+            "Slurm": f"Type srun --ntasks {num_ranks}",
+        }[self.by]
+        where = {"torchrun": "WORLD_SIZE", "Slurm": "SLURM_NTASKS"}[self.by]
+        message = f"{self.by} started {self.num_ranks} processes, but {name} is for {num_ranks} ranks. {how}"
+        raise InputError.of(where, f"{message}, or make a plan for {self.num_ranks}")
+
+
+def given_rank(environment: Mapping[str, str] = os.environ) -> GivenRank | None:
+    """Return which rank this process was started as; None if nobody started ranks.
+
+    >>> given_rank({}) is None
+    True
+    >>> given_rank({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2"})
+    GivenRank(by='torchrun', rank=1, num_ranks=4, meeting='env://', alone=False)
+    """
+    if {"RANK", "WORLD_SIZE"} & environment.keys():
+        return _given_by_torchrun(environment)
+    if {"SLURM_PROCID", "SLURM_NTASKS"} <= environment.keys():
+        return _given_by_slurm(environment)
+    return None
+
+
+def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, folder: Path) -> Any:
+    """Run a body on every rank, in torch's world; return the answer of rank 0, None in the process of another rank.
+
+    What rank 0 says while it runs is shown. Import torch before: forks of a process that has it start at once.
+    """
+    if given is not None:
+        return _joined(given, body, show)
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="autoshard-") as meeting:
+
+        def child(rank: int, say: Say) -> Any:
+            alone = GivenRank(
+                by="torchrun", rank=rank, num_ranks=num_ranks, meeting=f"file://{meeting}/store", alone=True
+            )
+            with _world(alone):
+                return body(say)
+
+        return on_forks(num_ranks, child, show, logs)[0]
+
+
+def _joined(given: GivenRank, body: Body, show: Say) -> Any:
+    """Be the rank that this process was started as."""
+
+    def silent(_: object) -> None:
+        """Leave the telling to rank 0."""
+
+    try:
+        with _world(given):
+            answer = body(show if given.rank == 0 else silent)
+    except AutoshardError:
+        raise
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        cause = f"{type(error).__name__}: {error}"
+        raise RunFailed(f"rank {given.rank} of {given.num_ranks} failed: {cause}") from error
+    return answer if given.rank == 0 else None
+
+
+@contextmanager
+def _world(given: GivenRank) -> Iterator[None]:
+    """Join torch's world with one thread for arithmetic: the cores belong to the other ranks."""
+    import torch
+    import torch.distributed as dist
+
+    if given.alone:
+        os.environ["GLOO_SOCKET_IFNAME"] = _loopback()  # the name of this machine may lead to a network that is down
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", given.meeting, rank=given.rank, world_size=given.num_ranks, timeout=_SILENCE)
+    yield
+    with suppress(Exception):  # the other end of a connection may be gone already
+        dist.destroy_process_group()
+
+
+def _loopback() -> str:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def _given_by_torchrun(environment: Mapping[str, str]) -> GivenRank:
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in environment]
+    if missing:
+        there = next(name for name in needed if name in environment)
+        message = f"missing, though {there} is set. Start the ranks with torchrun, or unset {there} to have them forked"
+        raise InputError(Fault(where=name, message=message) for name in missing)
+    numbers = _numbers(environment, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    local = environment.get("LOCAL_WORLD_SIZE")
+    rank, num_ranks = numbers["RANK"], numbers["WORLD_SIZE"]
+    _refuse_outside("RANK", rank, num_ranks)
+    return GivenRank(by="torchrun", rank=rank, num_ranks=num_ranks, meeting="env://", alone=local == str(num_ranks))
+
+
+def _given_by_slurm(environment: Mapping[str, str]) -> GivenRank | None:
+    """Read what srun says; a batch script, or a shell in an allocation, is none of its tasks."""
+    numbers = _numbers(environment, ("SLURM_PROCID", "SLURM_NTASKS"))
+    step = environment.get("SLURM_STEP_ID", "")
+    rank, num_ranks = numbers["SLURM_PROCID"], numbers["SLURM_NTASKS"]
+    if not step.isdecimal() or int(step) >= _SPECIAL_STEPS:
+        if num_ranks == 1:
+            return None
+        message = f"this job has {num_ranks} tasks, but this process is none that srun started. Type srun autoshard run"
+        raise InputError.of("SLURM_NTASKS", message)
+    _refuse_outside("SLURM_PROCID", rank, num_ranks)
+    job = environment.get("SLURM_JOB_ID", "0")
+    by_job = _FIRST_PORT + (int(job) if job.isdecimal() else 0) % _NUM_PORTS
+    port = environment.get("MASTER_PORT", str(by_job))
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    address = environment.get("MASTER_ADDR") or first_node(nodes)
+    alone = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1"
+    meeting = f"tcp://{'127.0.0.1' if alone else address}:{port}"
+    return GivenRank(by="Slurm", rank=rank, num_ranks=num_ranks, meeting=meeting, alone=alone)
+
+
+def first_node(nodes: str) -> str:
+    """Return the first of Slurm's list of nodes, where rank 0 is.
+
+    >>> first_node("trn[003-007,12],login"), first_node("alpha,beta"), first_node("")
+    ('trn003', 'alpha', 'localhost')
+    """
+    found = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
+    return f"{found[1]}{found[2] or ''}" if found else "localhost"
+
+
+def _numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> dict[str, int]:
+    wrong = [name for name in names if not re.fullmatch("[0-9]{1,9}", environment[name])]
+    if wrong:
+        raise InputError(
+            Fault(where=name, message=f"must be a whole number, not {environment[name]!r}") for name in wrong
+        )
+    return {name: int(environment[name]) for name in names}
+
+
+def _refuse_outside(name: str, rank: int, num_ranks: int) -> None:
+    if rank >= num_ranks:
+        raise InputError.of(name, f"is {rank}, but there are only {num_ranks} ranks, counted from 0")

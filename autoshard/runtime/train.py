@@ -1,0 +1,41 @@
+"""The loop of a run on one rank: batches in, steps out, every step timed."""
+
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from autoshard.engine.base import Builds, Engine, Measured, Run
+from autoshard.engine.ran import RunReport, TimedStep
+from autoshard.plan.plan import Plan
+from autoshard.runtime.data import SyntheticData
+
+Say = Callable[[TimedStep], None]
+
+
+def train(plan: Plan, run: Run, build: Builds, say: Say) -> RunReport:
+    """Take the steps of a run on this rank, and say each when it is done; torch's world must be running."""
+    engine, data = build(plan, run), SyntheticData.of(plan, run.seed)
+    steps: list[TimedStep] = []
+    for number in range(run.num_steps):
+        steps.append(_step(engine, data, number))
+        say(steps[-1])
+    return RunReport(steps=tuple(steps), ranks=_from_all(engine.measured()))
+
+
+def _step(engine: Engine, data: SyntheticData, number: int) -> TimedStep:
+    """Take one step; the clock runs from when all ranks are ready until the last is done."""
+    batches = data.step(number)
+    dist.barrier()
+    start_s = time.perf_counter()
+    report = engine.step(batches)
+    dist.barrier()
+    time_s = time.perf_counter() - start_s
+    num_tokens = data.num_micro_batches * data.micro_batch * data.seq_len
+    return TimedStep(number=number + 1, loss=report.loss, norm=report.norm, time_s=time_s, num_tokens=num_tokens)
+
+
+def _from_all(mine: Measured) -> tuple[Measured, ...]:
+    found: list[Measured] = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return tuple(found)

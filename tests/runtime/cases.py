@@ -1,0 +1,85 @@
+"""Small plans to run, and a run of the command line in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.codec import dump
+from autoshard.plan.plan import Plan
+from autoshard.search.planner import Request, plan_at
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.workload import Precision, Workload
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 30.0  # far beyond what anything here takes; a test that waits so long has failed
+OUTSIDE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def tiny_plan(text: str, *, seq_len: int = 16, global_batch: int = 4) -> Plan:
+    """The plan of exactly this candidate for tiny-llama on this machine."""
+    candidate = Candidate.parse(text)
+    workload = Workload(seq_len=seq_len, global_batch=global_batch, precision=Precision.named("bf16"))
+    cluster = load_cluster("local", ranks=candidate.num_ranks)
+    request = Request(model=load_model("tiny-llama"), cluster=cluster, workload=workload, engines=("torch",))
+    return plan_at(request, candidate)
+
+
+def write_tiny(folder: Path, text: str = "tp=1,pp=1,dp=2") -> Path:
+    """The same as a file."""
+    path = folder / "tiny.json"
+    path.write_text(dump(tiny_plan(text)), encoding="utf-8")
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    """What a process gets that nobody has made a rank."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return {name: value for name, value in inherited.items() if name not in OUTSIDE} | {"PYTHONPATH": str(ROOT)} | more
+
+
+@contextmanager
+def started(folder: Path, *arguments: str, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """Start ``autoshard`` in a folder, as the leader of a session, and leave nothing of it behind."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "autoshard.cli", *arguments],
+        cwd=folder,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that one has started, in the order in which it did."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be buried does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    """Wait for something that happens soon."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline_s, f"waited {PATIENCE_S} s until {what}"
+        time.sleep(0.02)

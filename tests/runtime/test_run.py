@@ -1,0 +1,202 @@
+"""``autoshard run``: what a user types, what comes back, and what lies in the folder of the run."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autoshard.cli import main
+from autoshard.errors import InputError
+from autoshard.plan.codec import dump, load
+from autoshard.runtime.room import available_bytes, refuse_too_large
+from tests.runtime.cases import environment, tiny_plan, write_tiny
+
+PLAN = ("plan", "--model", "tiny-llama", "--cluster", "local", "--ranks", "2", "--seq-len", "16", "--global-batch", "4")
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> list[str]:
+    """What a command that must not run says, line by line; nothing may lie where the run would have."""
+    capsys.readouterr()
+    assert main(["run", *words]) == code
+    assert not Path("runs").exists()
+    said = capsys.readouterr()
+    return [line.removeprefix("autoshard: ") for line in (said.err or said.out).splitlines()]
+
+
+@pytest.mark.ranks
+def test_plan_then_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN]) == 0
+    capsys.readouterr()
+    assert main(["run", "plan.json", "--steps", "4"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("tiny-llama on 2 ranks of this machine: tp=")
+    assert [line[:8] for line in said if line.startswith("step ") and "loss" in line] == [
+        f"step {n}/4" for n in (1, 2, 3, 4)
+    ]
+    assert any(line.startswith("Predicted and measured") for line in said)
+    assert said[-1] == "next: autoshard validate runs/plan/measured.jsonl"
+    folder = Path("runs/plan")
+    assert (folder / "plan.json").read_bytes() == Path("plan.json").read_bytes()
+    steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    assert [step["number"] for step in steps] == [1, 2, 3, 4] and all(step["time_s"] > 0 for step in steps)
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
+    capsys.readouterr()
+    assert main(["validate", str(folder / "measured.jsonl")]) == 0
+    assert main(["run", "plan.json"]) == 2
+    errors = capsys.readouterr().err
+    assert (
+        errors
+        == "autoshard: --out runs/plan: holds files already, and a run overwrites nothing. Type --out runs/plan-2\n"
+    )
+
+
+@pytest.mark.ranks
+def test_the_answer_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tiny(tmp_path, "tp=1,pp=1,dp=1")
+    Path("empty").mkdir()
+    words = ["--steps", "2", "--out", "empty", "--seed", "3", "--learning-rate", "1e-3", "--json"]
+    assert main(["run", "tiny.json", *words]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["folder"] == "empty" and said["notes"] == [] and len(said["steps"]) == 2
+    assert said["step_time_s"]["low"] <= said["step_time_s"]["predicted"] <= said["step_time_s"]["high"]
+    assert said["ranks"][0]["ranks"] == [0]
+    assert said["step_time_s"]["measured"] == json.loads(Path("empty/measured.jsonl").read_text())["step_time_s"]
+
+
+@pytest.mark.ranks
+def test_a_plan_for_512_ranks_is_rehearsed_on_8(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "llama3-70b", "--nodes", "16", "--top", "1"]) == 0
+    said = refused(capsys, "plan.json")
+    assert said[0].startswith("mesh: 512 ranks; one machine runs at most 64.") and said[0].endswith("type --rehearse 8")
+    said = refused(capsys, "plan.json", "--rehearse", "1")
+    assert said == ["--rehearse: 1 is no room for tp=8, which the table needs. Type 2 or more"]
+    assert main(["run", "plan.json", "--rehearse", "8", "--steps", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "llama3-70b (shrunk) on 8 ranks of this machine: tp=2,pp=2,dp=2" in said
+    assert "note: not kept: 3 of 5 kinds of recompute: there are only 2 stages" in said
+    assert "note: engine: nxd needs Neuron devices, so the torch engine executes the plan's table here" in said
+    assert "note: prediction: its seconds are about trn1.32xlarge (shrunk), not about this machine" in said
+    assert "another machine" in said
+    assert load(Path("runs/plan/plan.json")).mesh.num_ranks == 8
+    assert main(["validate", "runs/plan/measured.jsonl"]) == 0
+
+
+@pytest.mark.ranks
+def test_an_edited_plan_is_predicted_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_tiny(tmp_path, "tp=1,pp=1,dp=1")
+    plan = load(path)
+    longer = replace(plan, workload=replace(plan.workload, seq_len=8), model=replace(plan.model, ffn=256))
+    path.write_text(dump(longer), encoding="utf-8")
+    assert main(["run", "tiny.json", "--steps", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "note: prediction: the plan was edited after it was made, so it was predicted again here" in said
+    assert "note: model: the plan's tiny-llama is run, not the card of this name: ffn 256, on the card 384." in said
+    kept, before = load(tmp_path / "runs" / "tiny" / "plan.json").prediction, plan.prediction
+    assert kept and before and kept.step_time_s < before.step_time_s
+
+
+@pytest.mark.ranks
+def test_a_run_that_fails_has_exit_code_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from autoshard.runtime import train
+
+    def fails(*_: object) -> None:
+        raise ValueError("out of luck")
+
+    monkeypatch.setattr(train, "_step", fails)
+    write_tiny(tmp_path, "tp=1,pp=1,dp=1")
+    assert main(["run", "tiny.json"]) == 3
+    errors = capsys.readouterr().err
+    assert errors.startswith("autoshard: rank 0 of 1 failed") and "ValueError: out of luck" in errors
+    assert "its log: runs/tiny/logs/rank-0.log" in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), ["PLAN: missing"]),
+        (("none.json",), ["none.json: cannot be read: No such file or directory"]),
+        (("tiny.json", "--steps", "0"), ["--steps: must be at least 1, not 0"]),
+        (("tiny.json", "--learning-rate", "0"), ["--learning-rate: must be positive, not 0.0"]),
+        (("tiny.json", "--learning-rate", "fast"), [
+            "--learning-rate: expected a number like 0.001 or 1e-3, found 'fast'"
+        ]),
+        (("tiny.json", "--seed", "-1"), ["--seed: must be at least 0, not -1"]),
+        (("tiny.json", "--rehearse", "0"), ["--rehearse: must be at least 1, not 0"]),
+        (("tiny.json", "--step", "3"), [
+            "--step: unknown option. Did you mean --steps or --seed or --help? See autoshard run --help"
+        ]),
+        (("tiny.json", "--out", "tiny.json"), [
+            "--out tiny.json: is a file, and a run overwrites nothing. Type --out tiny.json-2"
+        ]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_refused(
+    words: tuple[str, ...], says: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny(tmp_path)
+    assert refused(capsys, *words) == says
+
+
+def test_a_plan_of_another_schema_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_tiny(tmp_path)
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 99'), encoding="utf-8")
+    (said,) = refused(capsys, "tiny.json")
+    assert "tiny.json: schema" in said and "99" in said
+
+
+def test_a_truncated_plan_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_tiny(tmp_path)
+    path.write_text(path.read_text()[:500], encoding="utf-8")
+    (said,) = refused(capsys, "tiny.json")
+    assert said.startswith("tiny.json: line ") and "is not JSON" in said
+
+
+def test_a_plan_that_may_not_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_tiny(tmp_path)
+    plan = load(path)
+    path.write_text(dump(replace(plan, stages=plan.stages * 2)), encoding="utf-8")
+    assert any("stages" in line for line in refused(capsys, "tiny.json", code=1))
+    assert main(["run", "tiny.json", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["rejections"]
+
+
+def test_more_than_this_machine_holds_is_refused() -> None:
+    plan = tiny_plan("tp=1,pp=1,dp=2")
+    refuse_too_large(plan, available_bytes())
+    with pytest.raises(
+        InputError, match=r"the 2 ranks are predicted to hold .* MiB, and this machine has 1.00 KiB left"
+    ):
+        refuse_too_large(plan, 1024)
+
+
+def test_without_torch_one_message_says_what_to_type(tmp_path: Path) -> None:
+    write_tiny(tmp_path)
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from autoshard.cli import main; main(['run', '--help']); sys.exit(main(['run', 'tiny.json']))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "--rehearse N" in done.stdout
+    assert (
+        done.stderr.startswith("autoshard: torch: is not installed") and "pip install 'autoshard[torch]'" in done.stderr
+    )
+    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "runs").exists()
+
+
+def test_the_help_does_not_wait_for_torch(tmp_path: Path) -> None:
+    code = "import sys; from autoshard.cli import main; main(['run', '--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), check=False).returncode == 0

@@ -1,0 +1,139 @@
+"""The loop: what it eats, and that it trains."""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autoshard.engine.base import Measured, Run, StepReport
+from autoshard.engine.programs import graph_of
+from autoshard.engine.ran import RunReport, TimedStep
+from autoshard.engine.torch.executor import Executor
+from autoshard.engine.torch.formats import Formats
+from autoshard.errors import InputError
+from autoshard.graph.evaluate import random_weights
+from autoshard.runtime.data import SyntheticData
+from autoshard.runtime.launch import launch
+from autoshard.runtime.train import train
+from tests.runtime.cases import tiny_plan
+
+SMALL = SyntheticData(num_micro_batches=3, micro_batch=2, seq_len=50, vocab=11, seed=4)
+
+
+@cache
+def plan(text: str):
+    return tiny_plan(text, seq_len=8)
+
+
+class Double:
+    """An engine that computes in double precision, so that losses can be compared to the last digits."""
+
+    def __init__(self, plan, run):
+        weights = random_weights(graph_of(plan), np.random.default_rng(run.seed), scale=0.02)
+        self.executor, self.learning_rate = Executor(plan, weights, Formats(exact=True)), run.learning_rate
+
+    def step(self, micro_batches):
+        loss, norm = self.executor.step(micro_batches, self.learning_rate)
+        return StepReport(loss=loss, norm=norm)
+
+    def measured(self):
+        return Measured(memory_bytes={"weights": 4}, calls={}, sent_bytes={})
+
+
+def trained(text: str, folder: Path, **options) -> RunReport:
+    run = Run(folder=folder, **({"num_steps": 4, "learning_rate": 1e-2} | options))
+    steps: list[TimedStep] = []
+    report = launch(
+        None,
+        plan(text).mesh.num_ranks,
+        lambda say: train(plan(text), run, Double, say),
+        show=steps.append,
+        folder=folder,
+    )
+    assert tuple(steps) == report.steps, "every step is told when it is done"
+    return report
+
+
+def losses(report: RunReport) -> list[float]:
+    return [step.loss for step in report.steps]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("text", ["tp=1,pp=1,dp=2", "tp=2,pp=1,dp=1,mbs=2", "tp=1,pp=2,dp=1"])
+def test_the_same_seed_gives_the_same_losses_on_two_ranks_as_on_one(text: str, tmp_path: Path) -> None:
+    one, two = trained("tp=1,pp=1,dp=1", tmp_path / "1"), trained(text, tmp_path / "2")
+    np.testing.assert_allclose(losses(two), losses(one), rtol=1e-9)
+    assert [step.norm for step in two.steps] == pytest.approx([step.norm for step in one.steps], rel=1e-9)
+    assert len(two.ranks) == 2 and two.ranks[1].memory_bytes == {"weights": 4}
+    assert one.steps[0].num_tokens == 32 and all(step.tokens_per_s > 0 for step in one.steps)
+
+
+@pytest.mark.ranks
+def test_another_seed_gives_other_losses(tmp_path: Path) -> None:
+    first, second = (trained("tp=1,pp=1,dp=1", tmp_path / str(seed), seed=seed, num_steps=1) for seed in (0, 1))
+    assert losses(first) != losses(second)
+
+
+@pytest.mark.ranks
+def test_the_loss_falls_on_a_repeated_batch(tmp_path: Path) -> None:
+    def body(_):
+        engine = Double(plan("tp=1,pp=1,dp=2"), Run(folder=tmp_path, num_steps=1, learning_rate=1e-2))
+        batches = SyntheticData.of(plan("tp=1,pp=1,dp=2"), 0).step(0)
+        return [engine.step(batches).loss for _ in range(6)]
+
+    found = launch(None, 2, body, show=print, folder=tmp_path)
+    assert found == sorted(found, reverse=True) and found[-1] < found[0] - 0.3
+
+
+def test_the_weights_of_counted_tokens_add_up_to_one() -> None:
+    weights = [batch["token_weight"] for batch in SMALL.step(0)]
+    assert sum(weight.sum() for weight in weights) == pytest.approx(1)
+    counted = {float(value) for weight in weights for value in weight.ravel()}
+    assert len(counted) == 2 and 0.0 in counted, "all that count weigh the same, some do not count"
+
+
+def test_labels_are_the_next_tokens_which_mostly_follow_a_rule() -> None:
+    batches = SMALL.step(0)
+    assert len(batches) == 3
+    for batch in batches:
+        assert batch["tokens"].shape == batch["labels"].shape == (2, 50)
+        assert (batch["tokens"][:, 1:] == batch["labels"][:, :-1]).all()
+        assert batch["tokens"].min() >= 0 and batch["tokens"].max() < 11
+    pairs = {
+        (int(a), int(b)) for batch in batches for a, b in zip(batch["tokens"].flat, batch["labels"].flat, strict=True)
+    }
+    assert len(pairs) < 60, "of 121; chance alone would show nearly all"
+
+
+def test_a_step_is_the_same_however_it_is_cut() -> None:
+    whole = SyntheticData(num_micro_batches=1, micro_batch=6, seq_len=50, vocab=11, seed=4).step(7)
+    cut = SMALL.step(7)
+    for name in ("tokens", "labels", "token_weight"):
+        np.testing.assert_array_equal(np.concatenate([batch[name] for batch in cut]), whole[0][name])
+
+
+def test_steps_and_seeds_differ() -> None:
+    def first(data: SyntheticData, number: int) -> bytes:
+        return data.step(number)[0]["tokens"].tobytes()
+
+    other = SyntheticData(num_micro_batches=3, micro_batch=2, seq_len=50, vocab=11, seed=5)
+    assert len({first(SMALL, 0), first(SMALL, 1), first(other, 0)}) == 3
+
+
+def test_one_token_always_counts() -> None:
+    for number in range(30):
+        (batch,) = SyntheticData(num_micro_batches=1, micro_batch=1, seq_len=1, vocab=3).step(number)
+        assert batch["token_weight"].sum() == 1
+
+
+def test_the_first_two_steps_are_no_measure() -> None:
+    times = [9.0, 8.0, 1.0, 3.0, 2.0]
+    steps = tuple(
+        TimedStep(number=number, loss=1, norm=1, time_s=time_s, num_tokens=1) for number, time_s in enumerate(times, 1)
+    )
+    ranks = (Measured(memory_bytes={}, calls={}, sent_bytes={}),)
+    assert RunReport(steps=steps, ranks=ranks).step_time_s == 2
+    assert RunReport(steps=steps[:2], ranks=ranks).step_time_s == 8.5
+    with pytest.raises(InputError, match="steps: must hold at least one"):
+        RunReport(steps=(), ranks=ranks)
