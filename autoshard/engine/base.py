@@ -41,7 +41,9 @@ class StepReport:
 class Measured:
     """What a rank held and sent, counted while it ran."""
 
-    memory_bytes: Mapping[str, int]  # weights, gradients, optimizer, and saved: the most kept for backward at a time
+    memory_bytes: Mapping[
+        str, int
+    ]  # weights, gradients, masters, optimizer; saved: the most kept for backward at a time
     calls: Mapping[tuple[str, str], int]  # of one step, by axis and kind of collective
     sent_bytes: Mapping[str, int]  # of one step, by axis, counted as the prediction does
 

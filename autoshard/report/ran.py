@@ -20,7 +20,8 @@ _SHOWN = 12  # steps of a live table
 _PARTS = {  # what an engine counts -> the predicted parts that it adds up
     "weights": ("weights",),
     "gradients": ("gradients",),
-    "optimizer": ("masters", "optimizer"),
+    "masters": ("masters",),
+    "optimizer": ("optimizer",),
     "saved": ("activations", "logits"),
 }
 

@@ -35,7 +35,7 @@ class Cluster:
     lnc: int | None  # logical NeuronCore configuration (trn2), else None
     links: tuple[Link, ...]  # innermost domain first
     engine: EngineName
-    kernels: str  # default Kernels table: nxd, te, torch_cuda, torch_cpu
+    kernels: str  # default Kernels table: nxd, te, torch_cuda, torch_engine
     nodes_per_ultraserver: int = 1
     kv_order: KvOrder = "adjacent"  # of the atoms of tp on the ranks: strided is (rep, kv), adjacent is (kv, rep)
     placements: tuple[PlacementRule, ...] = ()

@@ -184,7 +184,7 @@ def test_where_clones_end_decides_whether_the_last_product_runs_again(llama: Mod
 
 ATTENTION: Mapping[str, str] = {
     **dict.fromkeys(("te", "mcore", "megatron"), "core_attn"),
-    **dict.fromkeys(("torch_cpu", "torch_cuda", "torch_compiled", "torch_async_tp"), "attention"),
+    **dict.fromkeys(("torch_cpu", "torch_engine", "torch_cuda", "torch_compiled", "torch_async_tp"), "attention"),
     "nxd_core": "CoreAttention",
 }
 

@@ -35,7 +35,7 @@ def test_ranks_of_which_all_is_the_same_are_folded() -> None:
     memory, sent = groups[0].memory, groups[0].sent
     assert PLAN.prediction and memory["weights"].predicted == PLAN.prediction.stage_memory[0].parts["weights"]
     assert memory["weights"].measured == 5 and memory["saved"].measured is None
-    assert memory["optimizer"].predicted == 3 * memory["gradients"].predicted
+    assert memory["optimizer"].predicted == 2 * memory["masters"].predicted == 2 * memory["gradients"].predicted
     assert set(sent) == {"tp", "pp", "cp"} and sent["cp"].predicted == 0 and sent["pp"].measured is None
 
 

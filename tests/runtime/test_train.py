@@ -31,7 +31,7 @@ class Double:
 
     def __init__(self, plan, run):
         weights = random_weights(graph_of(plan), np.random.default_rng(run.seed), scale=0.02)
-        self.executor, self.learning_rate = Executor(plan, weights, Formats(exact=True)), run.learning_rate
+        self.executor, self.learning_rate = Executor(plan, weights.__getitem__, Formats(exact=True)), run.learning_rate
 
     def step(self, micro_batches):
         loss, norm = self.executor.step(micro_batches, self.learning_rate)

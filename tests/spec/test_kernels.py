@@ -40,7 +40,7 @@ def faults(**changes: Any) -> list[str]:
 
 
 LIKE = {"mcore": "te", "megatron": "te", "nxd_core": "nxd", "torch_compiled": "torch_cuda",
-        "torch_async_tp": "torch_compiled"}  # fmt: skip
+        "torch_async_tp": "torch_compiled", "torch_engine": "torch_cpu"}  # fmt: skip
 
 
 def stated(name: str) -> dict[str, Any]:

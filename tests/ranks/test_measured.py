@@ -1,0 +1,57 @@
+"""What a plan promises of bytes is what its ranks hold and send, to the byte."""
+
+import pytest
+
+from autoshard.engine.base import Measured
+from autoshard.engine.torch.executor import Executor
+from tests.ranks.cases import LEARNING_RATE, Task, gpt, llama, plan_of
+from tests.ranks.spawn import on_ranks
+
+pytestmark = pytest.mark.ranks
+
+STATES = ("weights", "gradients", "masters", "optimizer")
+CASES = {
+    "one rank": ("tp=1,pp=1,dp=1", llama()),
+    "tp with sequence parallelism": ("tp=2,pp=1,dp=1", llama()),
+    "tp without": ("tp=2,pp=1,dp=1,sp=false", llama()),
+    "dp with ZeRO-1": ("tp=1,pp=1,dp=2", llama()),
+    "dp without ZeRO": ("tp=1,pp=1,dp=2,zero=0", llama()),
+    "pp x dp": ("tp=1,pp=2,dp=2", llama()),
+    "all forwards first": ("tp=1,pp=2,dp=1,schedule=gpipe", llama()),
+    "interleaved stages": ("tp=1,pp=2,dp=1,vp=2,schedule=interleaved", llama(num_layers=4)),
+    "ring attention": ("tp=1,pp=1,cp=2,dp=1", llama()),
+    "ring attention, all sums everywhere": ("tp=1,pp=1,cp=2,dp=1,zero=0", llama()),
+    "zig-zag on four ranks": ("tp=1,pp=1,cp=4,dp=1,cp_order=zigzag", llama()),
+    "replicated keys": ("tp=4,pp=1,dp=1", llama(num_kv_heads=2, vocab=32)),
+    "all recomputed": ("tp=2,pp=1,dp=1,recompute=full", llama()),
+    "one layer of two recomputed": ("tp=2,pp=1,dp=1,recompute=full:1", llama()),
+    "attention recomputed": ("tp=2,pp=1,dp=1,recompute=selective[attend]", llama()),
+    "tied embeddings, biases and learned positions": ("tp=2,pp=1,dp=1", gpt(vocab=32)),
+}
+
+
+def measure(task: Task) -> Measured:
+    executor = Executor(task.plan, task.weights.__getitem__)
+    executor.step(task.steps[0], LEARNING_RATE)
+    return executor.measured()
+
+
+@pytest.mark.parametrize(("text", "model"), CASES.values(), ids=CASES)
+def test_what_is_held_and_sent_is_what_was_promised(text, model):
+    task = Task.of(plan_of(text, model))
+    plan, prediction = task.plan, task.plan.prediction
+    found = on_ranks(plan.mesh.num_ranks, measure, task)
+    for number, memory in enumerate(prediction.stage_memory):
+        promised = {name: memory.parts[name] for name in STATES}
+        promised["saved"] = memory.parts["activations"] + memory.parts["logits"]
+        alike = [one for rank, one in enumerate(found) if plan.mesh.coordinates(rank)["pp"] == number]
+        assert most({name: [one.memory_bytes[name] for one in alike] for name in promised}) == promised
+    axes = {axis for one in found for axis in one.sent_bytes}
+    assert most({axis: [one.sent_bytes.get(axis, 0) for one in found] for axis in axes}) == (
+        prediction.communication_bytes
+    )
+
+
+def most(counted: dict[str, list[int]]) -> dict[str, int]:
+    """A promise is about the fullest rank: what does not divide leaves others with less."""
+    return {name: max(sizes) for name, sizes in counted.items()}
