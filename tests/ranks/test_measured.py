@@ -40,6 +40,7 @@ def measure(task: Task) -> Measured:
 def test_what_is_held_and_sent_is_what_was_promised(text, model):
     task = Task.of(plan_of(text, model))
     plan, prediction = task.plan, task.plan.prediction
+    assert prediction, "a plan that was made has its prediction"
     found = on_ranks(plan.mesh.num_ranks, measure, task)
     for number, memory in enumerate(prediction.stage_memory):
         promised = {name: memory.parts[name] for name in STATES}
