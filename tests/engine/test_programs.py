@@ -67,7 +67,7 @@ def test_experts_that_drop_nothing_have_a_slot_for_every_token():
 
 
 def test_everything_that_is_not_executed_yet_is_refused_at_once():
-    plan = plan_of("tp=2,pp=1,dp=2", num_experts=8, experts_per_token=2)
+    plan = plan_of("tp=1,pp=2,dp=2", num_experts=8, experts_per_token=2, tied_embeddings=True)
     plan = replace(
         plan, strategies={}, zero=3, boundary="[batch, seq, hidden]",
         workload=replace(plan.workload, expert_capacity=1.0),

@@ -62,7 +62,8 @@ class BlockRun:
             "I": {name for entry in parts.part("W") for name in read_by(entry)} | results,
             "W": results,
         }
-        steps = {kind: tuple(_steps(bench, parts, parts.part(kind), kept)) for kind, kept in later.items()}
+        entries = {kind: _with_weights(parts, parts.part(kind)) for kind in later}
+        steps = {kind: tuple(_steps(bench, parts, entries[kind], kept)) for kind, kept in later.items()}
         made = {kind: {tensor: value.name for tensor, value in parts.made(kind).items()} for kind in later}
         return cls(place=bench.place, parts=parts, steps=steps, made=made, handed_back=parts.handed_back)
 
@@ -99,8 +100,20 @@ def _handed_on(parts: BlockProgram) -> Value:
     return parts.program.results[parts.handed_on]
 
 
+def _with_weights(parts: BlockProgram, entries: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """Let a part take weights that another part took first: nobody keeps them meanwhile."""
+    weights = {tensor.name for tensor in parts.block.parameters}
+    taken = {name for entry in entries if isinstance(entry, Given) for name in written_by(entry)}
+    read = {name for entry in entries for name in read_by(entry)}
+    given = (entry for entry in parts.program.instructions if isinstance(entry, Given))
+    missing = (entry for entry in given if entry.value.tensor in weights and entry.value.name in read - taken)
+    return (*missing, *entries)
+
+
 def _steps(bench: Bench, parts: BlockProgram, entries: Sequence[Instruction], kept: set[str]) -> Iterable[_Step]:
     """Make instructions ready; after its last reader a value goes, unless a later part wants it."""
+    weights = {tensor.name for tensor in parts.block.parameters}
+    kept = kept - weights
     last: dict[str, int] = {}
     for number, entry in enumerate(entries):
         last |= dict.fromkeys((*read_by(entry), *written_by(entry)), number)

@@ -18,6 +18,7 @@ from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels.kernel import as_array
 from autoshard.engine.torch.kernels.rotations import Rotations
 from autoshard.engine.torch.pipeline import Pipeline
+from autoshard.engine.torch.store import Store
 from autoshard.engine.torch.update import Weight, flats, world_sum
 from autoshard.engine.torch.world import World
 from autoshard.errors import require
@@ -52,12 +53,12 @@ class Executor:
         self._ties = {_instance(other): _instance(owner) for other, owner in programs.graph.tied.items()}
         held = {one.instance: one for one in self._weights_here()}
         blocks = {name: place.block(whole(name), one.layout) for name, one in held.items()}
-        self._flats = flats(world, (one for name, one in held.items() if name not in self._ties), blocks, formats)
-        self._weights = {name: view for flat in self._flats for name, view in flat.views(flat.values).items()}
-        self._sums = {name: view for flat in self._flats for name, view in flat.views(flat.sums).items()}
-        self._held = held
-        for other in (held[name] for name in self._ties if name in held):
-            self._tie(other, blocks[other.instance])
+        own = flats(world, (one for name, one in held.items() if name not in self._ties), blocks, formats)
+        here = {name: owner for name, owner in self._ties.items() if name in held and owner in held}
+        copies = {
+            name: self._copy(held[name], blocks[name]) for name in held if name in self._ties and name not in here
+        }
+        self._held, self._store = held, Store(flats=own, ties=here, copies=copies)
         self._pieces: list[torch.Tensor] = []
         self._saved_bytes = 0
 
@@ -71,18 +72,17 @@ class Executor:
             (len(micro_batches) == wanted, "micro_batches", f"the plan takes {wanted} a step, not {len(micro_batches)}")
         )
         self._bench.world.traffic.clear()
-        for total in self._sums.values():
-            total.zero_()
+        self._store.clear()
         counts = not self._saved_bytes  # every step keeps as much as the first
-        passed = self._pipeline.run(self._weights, self._sums, micro_batches, counts=counts)
+        passed = self._pipeline.run(self._store, micro_batches, counts=counts)
         self._saved_bytes = self._saved_bytes or passed.saved_bytes
         self._tie_gradients()
-        self._pieces = [flat.reduced() for flat in self._flats]
-        square = sum(flat.square(piece) for flat, piece in zip(self._flats, self._pieces, strict=True))
+        self._pieces = [flat.reduced() for flat in self._store.flats]
+        square = sum(flat.square(piece) for flat, piece in zip(self._store.flats, self._pieces, strict=True))
         total, loss = world_sum([square, passed.loss])
         op = self._graph.update.op("clip")
         clip, norm = op.kind.evaluate(self._graph.update.call(op, {}), np.asarray(total))
-        for flat, piece in zip(self._flats, self._pieces, strict=True):
+        for flat, piece in zip(self._store.flats, self._pieces, strict=True):
             flat.update(piece, float(clip), learning_rate)
         self._tie_weights()
         self._bench.world.finish_sending()
@@ -91,21 +91,25 @@ class Executor:
     def shares(self) -> Shares:
         """Return this rank's parts of what the last step made, for who puts them together."""
         gradients: dict[str, Held] = {}
-        for flat, piece in zip(self._flats, self._pieces, strict=True):
+        for flat, piece in zip(self._store.flats, self._pieces, strict=True):
             gradients |= flat.shares(piece)
-        weights = {name: (self._held[name].bounds, block) for name, block in self._weights.items()}
-        held = {name: Held(bounds=bounds, array=as_array(block.clone())) for name, (bounds, block) in weights.items()}
-        return Shares(gradients=gradients, weights=held)
+        weights: dict[str, Held] = {}
+        for flat in self._store.flats:
+            weights |= {} if flat.is_whole else flat.shares(flat.values)
+        for name, block in self._store.whole.weights.items():
+            weights[name] = Held(bounds=self._held[name].bounds, array=as_array(block.clone()))
+        return Shares(gradients=gradients, weights=weights)
 
     def measured(self) -> Measured:
         """Return what this rank holds, and what it sent in the last step."""
         traffic = self._bench.world.traffic
-        masters = [flat.master for flat in self._flats if flat.master is not None]
-        states = [state for flat in self._flats for state in (flat.moment1, flat.moment2)]
+        flats_here, copies = self._store.flats, self._store.copies.values()
+        masters = [flat.master for flat in self._store.flats if flat.master is not None]
+        states = [state for flat in self._store.flats for state in (flat.moment1, flat.moment2)]
         return Measured(
             memory_bytes={
-                "weights": _bytes(self._weights.values()),
-                "gradients": _bytes(self._sums.values()),
+                "weights": _bytes([*(flat.values for flat in flats_here), *(one for one, _ in copies)]),
+                "gradients": _bytes([*(flat.sums for flat in flats_here), *(one for _, one in copies)]),
                 "masters": _bytes(masters),
                 "optimizer": _bytes(states),
                 "saved": self._saved_bytes,
@@ -128,21 +132,17 @@ class Executor:
                 spread, summed = split_pending(layout.sums)
                 yield Weight(
                     instance=f"{name}.{tensor.name}", name=tensor.name, block=run.parts.block, layout=layout,
-                    place=run.place, summed=summed, spread=spread, scatters=pipeline.plan.zero == 1,
+                    place=run.place, summed=summed, spread=spread, zero=pipeline.plan.zero,
                 )  # fmt: skip
 
-    def _tie(self, other: Weight, block: Array) -> None:
-        """Let a weight share the memory of the one that it is tied to, or hold a copy where that is elsewhere."""
-        name, owner = other.instance, self._ties[other.instance]
-        if owner in self._weights:
-            self._weights[name], self._sums[name] = self._weights[owner], self._sums[owner]
-            return
-        self._weights[name] = self._formats.tensor(block, other.block.tensors[other.name].dtype)
-        self._sums[name] = torch.zeros(other.shape, dtype=other.dtype("sum", self._formats))
+    def _copy(self, other: Weight, block: Array) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hold a copy of a weight that is updated elsewhere, and sums for its gradient."""
+        values = self._formats.tensor(block, other.block.tensors[other.name].dtype)
+        return values, torch.zeros(other.shape, dtype=other.dtype("sum", self._formats))
 
     def _tie_gradients(self) -> None:
         """Send the gradients of weights that share their values to where the first of them lives."""
-        sums = self._sums
+        sums = self._store.whole.sums
         for number, (other, owner) in enumerate(self._ties.items()):
             if other in sums and owner in sums:
                 continue
@@ -153,7 +153,7 @@ class Executor:
 
     def _tie_weights(self) -> None:
         """Hand the new values to those who share them."""
-        held = self._weights
+        held = self._store.whole.weights
         for number, (other, owner) in enumerate(self._ties.items()):
             if other in held and owner in held:
                 continue

@@ -9,11 +9,11 @@ from autoshard.engine.base import Batch
 from autoshard.engine.place import Place
 from autoshard.engine.programs import BlockProgram, PlanPrograms
 from autoshard.engine.torch.block import Bench, BlockRun, Giving, Values
+from autoshard.engine.torch.store import Opened, Store
 from autoshard.plan.plan import Plan
 from autoshard.schedule.action import Action, ActionKind
 from autoshard.spec.workload import Dtype
 
-Tensors = Mapping[str, torch.Tensor]
 _ALONG_SEQUENCE = ("tokens", "labels", "token_weight")  # inputs that come in the order of the sequence
 
 
@@ -82,12 +82,12 @@ class Pipeline:
         """Number a message of a stage (or, beyond the last stage, of tied weights); 0 is left to rings."""
         return 1 + 2 * (number * self.plan.schedule.num_micro_batches + micro_batch) + back
 
-    def run(self, weights: Tensors, sums: Tensors, micro_batches: Sequence[Batch], *, counts: bool) -> Passed:
+    def run(self, store: Store, micro_batches: Sequence[Batch], *, counts: bool) -> Passed:
         """Run the actions of this rank, which add to the sums of gradients; ``counts`` what is kept for backward.
 
         A micro-batch holds whole arrays, of which the rank takes its part.
         """
-        passing = _MicroBatches(self, weights, sums, micro_batches)
+        passing = _MicroBatches(self, store, micro_batches)
         for action in self.plan.schedule.action_lists()[self.place.coordinate("pp")]:
             passing.act(action)
             if counts:
@@ -99,11 +99,11 @@ class Pipeline:
 class _MicroBatches:
     """What is kept of the micro-batches between the actions of a step."""
 
-    def __init__(self, pipeline: Pipeline, weights: Tensors, sums: Tensors, batches: Sequence[Batch]) -> None:
+    def __init__(self, pipeline: Pipeline, store: Store, batches: Sequence[Batch]) -> None:
         self.loss = 0.0
         self.most_saved_bytes = 0
         self._pipeline = pipeline
-        self._weights, self._sums, self._batches = weights, sums, batches
+        self._store, self._batches = store, batches
         self._values: dict[tuple[str, int], Values] = {}  # of blocks that wait for their backward pass
         self._inputs: dict[tuple[str, int], torch.Tensor] = {}
         self._kept: dict[int, torch.Tensor] = {}  # by tag: messages between two stages of this rank
@@ -117,12 +117,7 @@ class _MicroBatches:
 
     def count_saved(self) -> None:
         """Count what waits for backward, each piece of memory once; weights and the batch are there anyway."""
-        lasting = (
-            *self._weights.values(),
-            *self._sums.values(),
-            *self._inputs.values(),
-            self._pipeline.bench.positions,
-        )
+        lasting = (*self._store.resting(), *self._inputs.values(), self._pipeline.bench.positions)
         there = {tensor.untyped_storage().data_ptr() for tensor in lasting}
         kept = (tensor.untyped_storage() for values in self._values.values() for tensor in values.values())
         saved = {storage.data_ptr(): storage.nbytes() for storage in kept}
@@ -132,7 +127,8 @@ class _MicroBatches:
     def _forward(self, stage: int, number: int) -> None:
         hidden = self._arrived(stage, stage - 1, number, back=False) if stage else None
         for name, run in self._pipeline.stages[stage].items():
-            hidden, self._values[name, number] = run.forward(self._giving(name, run, number, hidden))
+            opened = self._store.opened(name, sums=False)
+            hidden, self._values[name, number] = run.forward(self._giving(name, run, number, hidden, opened))
         assert hidden is not None, "a stage has blocks"
         if stage < self._pipeline.last_stage:
             self._hand(hidden, stage, stage + 1, number, back=False)
@@ -143,9 +139,11 @@ class _MicroBatches:
         """Run B, or one half: I, which keeps the values, and W, which is handed nothing and hands on nothing."""
         upstream = self._upstream(stage, number) if kind != "W" else None
         for name, run in reversed(list(self._pipeline.stages[stage].items())):
-            giving = self._giving(name, run, number, upstream)
+            opened = self._store.opened(name, sums=True)
+            giving = self._giving(name, run, number, upstream, opened)
             values = self._values[name, number] if kind == "I" else self._values.pop((name, number))
             results = run.backward(kind, giving, values)
+            self._store.close(opened)
             if run.handed_back and kind != "W":
                 upstream = results[run.handed_back]
         if stage and kind != "W":
@@ -157,7 +155,7 @@ class _MicroBatches:
             return self._arrived(stage, stage + 1, number, back=True)
         return torch.ones((), dtype=self._pipeline.bench.formats.of("fp32"))
 
-    def _giving(self, name: str, run: BlockRun, number: int, passed: torch.Tensor | None) -> Giving:
+    def _giving(self, name: str, run: BlockRun, number: int, passed: torch.Tensor | None, opened: Opened) -> Giving:
         """Return what gives a block its weights, its sums of gradients, its part of the batch, and what is passed."""
         block, handed_on = run.parts.block, run.parts.handed_on
 
@@ -167,9 +165,9 @@ class _MicroBatches:
                 return passed
             owned = tensor.removesuffix(".grad")
             if owned != tensor:
-                return self._sums[f"{name}.{owned}"]
+                return opened.sums[f"{name}.{owned}"]
             role = block.tensors[tensor].role
-            return self._weights[f"{name}.{tensor}"] if role == "parameter" else self._input(run, tensor, number)
+            return opened.weights[f"{name}.{tensor}"] if role == "parameter" else self._input(run, tensor, number)
 
         return give
 

@@ -21,6 +21,7 @@ from autoshard.graph.block import Block
 from autoshard.graph.kinds.optimizer import AdamW
 from autoshard.graph.op import Array
 from autoshard.layout.layout import Layout
+from autoshard.plan.candidate import Zero
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -36,7 +37,7 @@ class Weight:
     place: Place
     summed: tuple[str, ...]  # atoms whose ranks hold copies that see only a part of the batch's keys or values
     spread: tuple[str, ...]  # atoms over which the batch is spread
-    scatters: bool  # whether each of those ranks updates a piece (ZeRO-1), or all of them everything
+    zero: Zero  # what each of those ranks has a piece of: nothing, the optimizer's state, or all of it
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -56,7 +57,7 @@ class Weight:
     @property
     def alike(self) -> tuple[str, ...]:
         """Atoms along which ranks of a stage update the same numbers."""
-        apart = {atom for _, atoms in self.layout.dims for atom in atoms} | set(self.spread if self.scatters else ())
+        apart = {atom for _, atoms in self.layout.dims for atom in atoms} | set(self.spread if self.zero else ())
         return tuple(atom for atom, _ in self.place.mesh.axes if atom not in {"pp", *apart})
 
     @property
@@ -74,14 +75,17 @@ class Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Flat:
-    """Weights that meet the same ranks, side by side, with this rank's piece of the optimizer's state."""
+    """Weights that meet the same ranks, side by side, with this rank's piece of the optimizer's state.
+
+    Under ZeRO-3 values and sums are this rank's pieces too, padded with zeros: whoever runs a block opens it.
+    """
 
     weights: tuple[Weight, ...]
     values: torch.Tensor
     sums: torch.Tensor
     summed: Group | None
     spread: Group | None
-    scatters: bool
+    zero: Zero
     num_copies: int
     master: torch.Tensor | None  # None: the values themselves are updated
     moment1: torch.Tensor
@@ -100,7 +104,9 @@ class Flat:
         used = [formats.tensor(blocks[one.instance], first.block.tensors[first.name].dtype) for one in weights]
         values = torch.cat([one.reshape(-1) for one in used])
         exact = torch.cat([torch.from_numpy(blocks[one.instance].reshape(-1)) for one in weights])
-        ours = _piece(exact if master else values, spread if first.scatters else None)
+        ours = _piece(exact if master else values, spread if first.zero else None)
+        if first.zero == 3:
+            values = _piece(values, spread)
         moments = [torch.zeros(len(ours), dtype=first.dtype("moment1", formats)) for _ in range(2)]
         assert dtype == values.dtype, f"{first.instance} is {values.dtype}, not {dtype}"
         return cls(
@@ -109,7 +115,7 @@ class Flat:
             sums=torch.zeros(len(values), dtype=first.dtype("sum", formats)),
             summed=world.group(first.summed, "tp"),
             spread=spread,
-            scatters=first.scatters,
+            zero=first.zero,
             num_copies=world.num_ranks(first.alike),
             master=ours.to(master, copy=True) if master else None,
             moment1=moments[0],
@@ -117,36 +123,58 @@ class Flat:
             num_steps=torch.zeros(()),
         )
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all values and sums the whole time."""
+        return self.zero != 3 or self.spread is None
+
+    def opened(self) -> torch.Tensor:
+        """Return all values, gathered where each rank has a piece."""
+        return self.values if self.is_whole or not self.spread else self.spread.all_gather(self.values)
+
+    def opened_sums(self) -> torch.Tensor:
+        """Return what a micro-batch adds its gradients to."""
+        if self.is_whole or not self.spread:
+            return self.sums
+        return self.sums.new_zeros(len(self.sums) * len(self.spread.ranks))
+
+    def add(self, sums: torch.Tensor) -> None:
+        """Take in what a micro-batch has added where that is not in ``sums`` already."""
+        if not self.is_whole and self.spread:
+            self.sums.add_(self.spread.reduce_scatter(sums))
+
     def views(self, flat: torch.Tensor) -> Tensors:
-        """Return by instance the part of each weight of ``values`` or ``sums``, in its shape."""
-        parts = flat.split([one.num_elements for one in self.weights])
+        """Return by instance the part of each weight of opened values or sums, in its shape."""
+        counts = [one.num_elements for one in self.weights]
+        parts = flat[: sum(counts)].split(counts)
         return {one.instance: part.view(one.shape) for one, part in zip(self.weights, parts, strict=True)}
 
     def reduced(self) -> torch.Tensor:
         """Sum the gradients over the ranks that wait for them; return this rank's piece, padded with zeros."""
         if self.summed:
             self.summed.all_reduce(self.sums)
-        if self._shared:
+        if self._shared and self.is_whole:
             return self._shared.reduce_scatter(_padded(self.sums, len(self._shared.ranks)))
-        if self.spread:
+        if self.spread and self.is_whole:
             self.spread.all_reduce(self.sums)
         return self.sums
 
     @property
     def _shared(self) -> Group | None:
         """Who shares the optimizer's work, each a piece."""
-        return self.spread if self.scatters else None
+        return self.spread if self.zero else None
 
     def update(self, piece: torch.Tensor, clip: float, learning_rate: float) -> None:
         """Take a step with this rank's piece of the gradient, and gather the new values."""
         kind, master = self.weights[0].optimizer, self.master
-        mine = _piece(self.values, self._shared) if master is None else master
+        held = _piece(self.values, self._shared) if self.is_whole else self.values
+        mine = held if master is None else master
         adamw(
             [mine], [piece * clip], [self.moment1], [self.moment2], [], [self.num_steps],
             fused=mine.dtype == self.moment1.dtype, amsgrad=False, beta1=kind.beta1, beta2=kind.beta2,
             lr=learning_rate, weight_decay=kind.decay, eps=kind.eps, maximize=False,
         )  # fmt: skip
-        if self._shared:
+        if self._shared and self.is_whole:
             self.values.copy_(self._shared.all_gather(mine.to(self.values.dtype))[: len(self.values)])
         elif master is not None:
             self.values.copy_(master)
@@ -172,8 +200,9 @@ def flats(world: World, weights: Iterable[Weight], blocks: Mapping[str, Array], 
     """Lay weights side by side that meet the same ranks, are counted alike, and updated alike."""
     groups: dict[object, list[Weight]] = {}
     for one in weights:
+        unit = one.instance.rsplit(f".{one.name}", 1)[0] if one.zero == 3 else ""  # ZeRO-3 opens block by block
         dtypes = tuple(one.dtype(part, formats) for part in ("", "sum", "master", "moment1"))
-        groups.setdefault((one.summed, one.spread, one.alike, one.optimizer, dtypes), []).append(one)
+        groups.setdefault((unit, one.summed, one.spread, one.alike, one.optimizer, dtypes), []).append(one)
     return tuple(Flat.of(world, group, blocks, formats) for group in groups.values())
 
 

@@ -1,0 +1,91 @@
+"""A rank's weights and sums of gradients, as blocks see them: whole while a block runs, wherever they rest."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from autoshard.engine.torch.update import Flat, Tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """What a block may take while it runs, by the weights' names in the model."""
+
+    weights: Tensors
+    sums: Tensors
+    pending: tuple[tuple[Flat, torch.Tensor], ...] = ()  # sums that go back into their flats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """All weights of a rank; tied ones elsewhere updated are ``copies`` with sums of their own."""
+
+    flats: tuple[Flat, ...]
+    ties: Mapping[str, str]  # here: which weight uses another's memory
+    copies: Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # values and sums
+    whole: Opened = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Name once what rests whole."""
+        weights: dict[str, torch.Tensor] = {name: values for name, (values, _) in self.copies.items()}
+        sums: dict[str, torch.Tensor] = {name: own for name, (_, own) in self.copies.items()}
+        for flat in self.flats:
+            if flat.is_whole:
+                weights |= flat.views(flat.values)
+                sums |= flat.views(flat.sums)
+        for other, owner in self.ties.items():
+            if owner in weights:
+                weights[other], sums[other] = weights[owner], sums[owner]
+        object.__setattr__(self, "whole", Opened(weights=weights, sums=sums))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every weight of this rank."""
+        return (*(one.instance for flat in self.flats for one in flat.weights), *self.ties, *self.copies)
+
+    def opened(self, block: str, *, sums: bool) -> Opened:
+        """Gather what a block needs; ``sums`` says whether it adds to gradients."""
+        apart = [flat for flat in self.flats if not flat.is_whole and self._is_of(flat, block)]
+        if not apart:
+            return self.whole
+        values: dict[str, torch.Tensor] = dict(self.whole.weights)
+        added: dict[str, torch.Tensor] = dict(self.whole.sums)
+        pending: list[tuple[Flat, torch.Tensor]] = []
+        for flat in apart:
+            values |= flat.views(flat.opened())
+            if sums:
+                pending.append((flat, flat.opened_sums()))
+                added |= flat.views(pending[-1][1])
+        for other, owner in self.ties.items():
+            values |= {other: values[owner]} if owner in values else {}
+            added |= {other: added[owner]} if owner in added else {}
+        return Opened(weights=values, sums=added, pending=tuple(pending))
+
+    def close(self, opened: Opened) -> None:
+        """Bring sums back to where they rest."""
+        for flat, sums in opened.pending:
+            flat.add(sums)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for total in (*(flat.sums for flat in self.flats), *(sums for _, sums in self.copies.values())):
+            total.zero_()
+
+    def resting(self) -> Iterator[torch.Tensor]:
+        """Yield every tensor that lasts from step to step, but for the optimizer's."""
+        for flat in self.flats:
+            yield from (flat.values, flat.sums)
+        for values, sums in self.copies.values():
+            yield from (values, sums)
+
+    def _is_of(self, flat: Flat, block: str) -> bool:
+        prefix = f"{block}."
+        used = (
+            *(one.instance for one in flat.weights),
+            *(o for o, owner in self.ties.items() if self._holds(flat, owner)),
+        )
+        return any(name.startswith(prefix) for name in used)
+
+    def _holds(self, flat: Flat, name: str) -> bool:
+        return any(one.instance == name for one in flat.weights)
