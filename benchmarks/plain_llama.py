@@ -1,0 +1,181 @@
+"""Llama and its training step as people write them with PyTorch alone: what the torch engine is measured against."""
+
+# pyright: basic
+# torch's own signatures are only partly typed.
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from autoshard.engine.base import Batch
+from autoshard.spec.model import ModelSpec
+
+Step = Callable[[Sequence[Batch]], None]
+_Turns = tuple[torch.Tensor, torch.Tensor]
+
+
+class Layer(nn.Module):
+    """Attention and MLP with their norms."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        self.head_dim = model.head_dim
+        self.attn_norm = nn.RMSNorm(model.hidden, model.norm_eps)
+        self.mlp_norm = nn.RMSNorm(model.hidden, model.norm_eps)
+        self.q, self.k, self.v = (nn.Linear(model.hidden, out, bias=False) for out in (queries, keys, keys))
+        self.o = nn.Linear(queries, model.hidden, bias=False)
+        self.gate, self.up = (nn.Linear(model.hidden, model.ffn, bias=False) for _ in range(2))
+        self.down = nn.Linear(model.ffn, model.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor, turns: _Turns) -> torch.Tensor:
+        """Add what attention makes, then what the MLP makes."""
+        batch, seq, _ = x.shape
+        normed = self.attn_norm(x)
+        query, key, value = (
+            one(normed).view(batch, seq, -1, self.head_dim).transpose(1, 2) for one in (self.q, self.k, self.v)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            _turned(query, turns), _turned(key, turns), value, is_causal=True, enable_gqa=True
+        )
+        x = x + self.o(mixed.transpose(1, 2).reshape(batch, seq, -1))
+        normed = self.mlp_norm(x)
+        return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+
+
+def _turned(x: torch.Tensor, turns: _Turns) -> torch.Tensor:
+    cos, sin = turns
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class PlainLlama(nn.Module):
+    """The whole model, or the layers of one stage of it."""
+
+    def __init__(self, model: ModelSpec, seq_len: int, layers: range | None = None) -> None:
+        super().__init__()
+        layers = range(model.num_layers) if layers is None else layers
+        self.embed = nn.Embedding(model.vocab, model.hidden) if layers.start == 0 else None
+        self.layers = nn.ModuleList(Layer(model) for _ in layers)
+        ends = layers.stop == model.num_layers
+        self.norm = nn.RMSNorm(model.hidden, model.norm_eps) if ends else None
+        self.head = nn.Linear(model.hidden, model.vocab, bias=False) if ends else None
+        half = torch.arange(0, model.head_dim, 2) / model.head_dim
+        angles = torch.arange(seq_len)[:, None] * model.rotary_theta**-half
+        self.turns = (angles.cos(), angles.sin())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run what this stage has."""
+        x = self.embed(x) if self.embed is not None else x
+        for layer in self.layers:
+            x = layer(x, self.turns)
+        return self.head(self.norm(x)) if self.head is not None and self.norm is not None else x
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labels.numel()
+
+
+def _tensors(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(batch["tokens"]), torch.from_numpy(batch["labels"])
+
+
+def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.1, fused=True)
+
+
+def _finish(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Clip, update; weights that are cut and weights that are not are clipped by one norm."""
+    gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
+    kinds = [[one for one in gradients if isinstance(one, DTensor) == cut] for cut in (False, True)]
+    norms = [nn.utils.get_total_norm(some) for some in kinds if some]
+    total = torch.stack([one.full_tensor() if isinstance(one, DTensor) else one for one in norms]).norm()
+    for gradient in gradients:
+        gradient.mul_(float((1.0 / (total + 1e-6)).clamp(max=1.0)))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def one_process(model: ModelSpec, seq_len: int) -> Step:
+    """Accumulate over the micro-batches, clip, update."""
+    module = PlainLlama(model, seq_len)
+    optimizer = _optimizer(module)
+
+    def step(batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            tokens, labels = _tensors(batch)
+            (_loss(module(tokens), labels) / len(batches)).backward()
+        _finish(module, optimizer)
+
+    return step
+
+
+def data_parallel(model: ModelSpec, seq_len: int) -> Step:
+    """DistributedDataParallel, which reduces with the last micro-batch."""
+    module = DistributedDataParallel(PlainLlama(model, seq_len))
+    optimizer, rank, size = _optimizer(module), dist.get_rank(), dist.get_world_size()
+
+    def step(batches: Sequence[Batch]) -> None:
+        for number, batch in enumerate(batches, start=1):
+            tokens, labels = (one.chunk(size)[rank] for one in _tensors(batch))
+            module.require_backward_grad_sync = number == len(batches)
+            (_loss(module(tokens), labels) / len(batches)).backward()
+        _finish(module, optimizer)
+
+    return step
+
+
+def tensor_parallel(model: ModelSpec, seq_len: int) -> Step:
+    """``parallelize_module`` with the plan of PyTorch's own tutorial."""
+    module, mesh = PlainLlama(model, seq_len), init_device_mesh("cpu", (dist.get_world_size(),))
+    columns = dict.fromkeys(("q", "k", "v", "gate", "up"), ColwiseParallel())
+    for layer in module.layers:
+        parallelize_module(layer, mesh, {**columns, "o": RowwiseParallel(), "down": RowwiseParallel()})
+    ends: dict[str, Any] = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(module, mesh, ends)
+    weights = list(module.parameters())
+    apart = [[one for one in weights if isinstance(one, DTensor) == cut] for cut in (False, True)]
+    optimizer = torch.optim.AdamW([{"params": some} for some in apart], 1e-3, (0.9, 0.95), 1e-8, 0.1, foreach=True)
+
+    def step(batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            tokens, labels = _tensors(batch)
+            (_loss(module(tokens), labels) / len(batches)).backward()
+        _finish(module, optimizer)
+
+    return step
+
+
+def pipelined(model: ModelSpec, seq_len: int) -> Step:
+    """``torch.distributed.pipelining`` with 1F1B, a stage for each rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    share = model.num_layers // size
+    module = PlainLlama(model, seq_len, range(rank * share, (rank + 1) * share))
+    stage = PipelineStage(module, rank, size, torch.device("cpu"))
+    optimizer = _optimizer(module)
+    schedules: dict[int, Schedule1F1B] = {}
+
+    def step(batches: Sequence[Batch]) -> None:
+        count = len(batches)
+        if count not in schedules:
+            schedules[count] = Schedule1F1B(stage, count, loss_fn=_loss, scale_grads=True)
+        tokens, labels = (torch.cat(parts) for parts in zip(*map(_tensors, batches), strict=True))
+        if rank == 0:
+            schedules[count].step(tokens)
+        else:
+            schedules[count].step(target=labels) if rank == size - 1 else schedules[count].step()
+        _finish(module, optimizer)
+
+    return step
