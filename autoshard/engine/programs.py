@@ -207,11 +207,6 @@ def _refuse_unsupported(plan: Plan) -> None:
     require(
         (not whole, "mesh", f"{' and '.join(whole)} must be written in parts: edp and ep for dp, kv and rep for tp"),
         (
-            plan.zero != 3 or not plan.model.tied_embeddings or plan.mesh.size("pp") == 1,
-            "zero",
-            "ZeRO-3 with embeddings that are tied over stages is not executed yet. Use zero=0 or zero=1",
-        ),
-        (
             plan.cp_kind == "ring" or plan.mesh.size("cp") == 1,
             "cp_kind",
             f"{plan.cp_kind} is not executed yet. Use ring",

@@ -142,30 +142,28 @@ class Executor:
 
     def _tie_gradients(self) -> None:
         """Send the gradients of weights that share their values to where the first of them lives."""
-        sums = self._store.whole.sums
         for number, (other, owner) in enumerate(self._ties.items()):
-            if other in sums and owner in sums:
-                continue
-            if other in sums:
-                self._bench.world.send(sums[other], self._pipeline.rank_of(0), self._tie_tag(number, back=True))
-            elif owner in sums:
-                sums[owner].add_(self._tied(sums[owner], self._pipeline.last_stage, number, back=True))
+            if other in self._store.copies:
+                _, sums = self._store.copies[other]
+                self._bench.world.send(sums, self._pipeline.rank_of(0), self._tie_tag(number, back=True))
+            elif owner in self._held and other not in self._held:
+                dtype = self._held[owner].dtype("sum", self._formats)
+                sums = self._tied(owner, self._pipeline.last_stage, dtype, self._tie_tag(number, back=True))
+                self._store.add(owner, sums)
 
     def _tie_weights(self) -> None:
         """Hand the new values to those who share them."""
-        held = self._store.whole.weights
         for number, (other, owner) in enumerate(self._ties.items()):
-            if other in held and owner in held:
-                continue
-            if owner in held:
+            if other in self._store.copies:
+                values, _ = self._store.copies[other]
+                values.copy_(self._tied(other, 0, values.dtype, self._tie_tag(number, back=False)))
+            elif owner in self._held and other not in self._held:
                 last = self._pipeline.rank_of(self._pipeline.last_stage)
-                self._bench.world.send(held[owner], last, self._tie_tag(number, back=False))
-            elif other in held:
-                held[other].copy_(self._tied(held[other], 0, number, back=False))
+                self._bench.world.send(self._store.value(owner), last, self._tie_tag(number, back=False))
 
-    def _tied(self, like: torch.Tensor, from_stage: int, number: int, *, back: bool) -> torch.Tensor:
-        rank = self._pipeline.rank_of(from_stage)
-        return self._bench.world.receive(torch.empty_like(like), rank, self._tie_tag(number, back=back))
+    def _tied(self, name: str, from_stage: int, dtype: torch.dtype | None, tag: int) -> torch.Tensor:
+        like = torch.empty(self._held[name].shape, dtype=dtype)
+        return self._bench.world.receive(like, self._pipeline.rank_of(from_stage), tag)
 
     def _tie_tag(self, number: int, *, back: bool) -> int:
         return self._pipeline.tag(len(self._pipeline.plan.stages) + number, 0, back=back)

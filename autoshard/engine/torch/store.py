@@ -25,9 +25,10 @@ class Store:
     ties: Mapping[str, str]  # here: which weight uses another's memory
     copies: Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # values and sums
     whole: Opened = field(init=False)
+    apart: Mapping[str, tuple[Flat, ...]] = field(init=False)  # by block what each rank has a piece of
 
     def __post_init__(self) -> None:
-        """Name once what rests whole."""
+        """Name once what rests whole, and what every block needs beside it."""
         weights: dict[str, torch.Tensor] = {name: values for name, (values, _) in self.copies.items()}
         sums: dict[str, torch.Tensor] = {name: own for name, (_, own) in self.copies.items()}
         for flat in self.flats:
@@ -38,15 +39,17 @@ class Store:
             if owner in weights:
                 weights[other], sums[other] = weights[owner], sums[owner]
         object.__setattr__(self, "whole", Opened(weights=weights, sums=sums))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every weight of this rank."""
-        return (*(one.instance for flat in self.flats for one in flat.weights), *self.ties, *self.copies)
+        apart: dict[str, tuple[Flat, ...]] = {}
+        for flat in (flat for flat in self.flats if not flat.is_whole):
+            names = {one.instance for one in flat.weights}
+            names |= {other for other, owner in self.ties.items() if owner in names}
+            for block in dict.fromkeys(map(_block_of, sorted(names))):
+                apart[block] = (*apart.get(block, ()), flat)
+        object.__setattr__(self, "apart", apart)
 
     def opened(self, block: str, *, sums: bool) -> Opened:
         """Gather what a block needs; ``sums`` says whether it adds to gradients."""
-        apart = [flat for flat in self.flats if not flat.is_whole and self._is_of(flat, block)]
+        apart = self.apart.get(block, ())
         if not apart:
             return self.whole
         values: dict[str, torch.Tensor] = dict(self.whole.weights)
@@ -79,13 +82,18 @@ class Store:
         for values, sums in self.copies.values():
             yield from (values, sums)
 
-    def _is_of(self, flat: Flat, block: str) -> bool:
-        prefix = f"{block}."
-        used = (
-            *(one.instance for one in flat.weights),
-            *(o for o, owner in self.ties.items() if self._holds(flat, owner)),
-        )
-        return any(name.startswith(prefix) for name in used)
+    def value(self, name: str) -> torch.Tensor:
+        """Return a whole weight."""
+        return self.opened(_block_of(name), sums=False).weights[name]
 
-    def _holds(self, flat: Flat, name: str) -> bool:
-        return any(one.instance == name for one in flat.weights)
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """Add to a weight's gradient."""
+        opened = self.opened(_block_of(name), sums=True)
+        opened.sums[name].add_(gradient)
+        self.close(opened)
+
+
+def _block_of(name: str) -> str:
+    """Return the block that a weight is of: ``layer.3`` of ``layer.3.up.weight``."""
+    kind, number, _ = name.split(".", 2)
+    return f"{kind}.{number}"
