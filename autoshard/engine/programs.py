@@ -207,11 +207,6 @@ def _refuse_unsupported(plan: Plan) -> None:
     require(
         (not whole, "mesh", f"{' and '.join(whole)} must be written in parts: edp and ep for dp, kv and rep for tp"),
         (
-            plan.cp_kind == "ring" or plan.mesh.size("cp") == 1,
-            "cp_kind",
-            f"{plan.cp_kind} is not executed yet. Use ring",
-        ),
-        (
             (plan.workload.expert_capacity or _dropless(plan.model)) >= _dropless(plan.model),
             "expert_capacity",
             "dropped tokens are not executed yet. Leave expert_capacity out",

@@ -94,7 +94,8 @@ class Answers:
 
     def _ask(self, layout: int, cuts: bool) -> tuple[Asked, bool]:
         atoms = self._cut[layout]
-        terms = Terms(engine=self._space.engine, sequence_parallel=cuts, pins=self._pins)
+        space = self._space
+        terms = Terms(engine=space.engine, sequence_parallel=cuts, cp_kind=space.base.cp_kind, pins=self._pins)
         cutting = self._cutter.solved(self._space.at(layout, 0), terms)
         known = self._known.setdefault(cuts, [])
         same = [

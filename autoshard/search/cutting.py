@@ -19,7 +19,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS, KINDS, Step
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
-from autoshard.plan.rules.strategy import StrategyRule, strategy_rules
+from autoshard.plan.rules.strategy import CpKind, StrategyRule, strategy_rules
 from autoshard.plan.tables import residual_cuts
 from autoshard.search.operators import solve
 from autoshard.search.places import Held, op_places
@@ -34,12 +34,13 @@ class Terms:
 
     engine: Engine
     sequence_parallel: bool
+    cp_kind: CpKind = "ring"
     pins: tuple[Pin, ...] = ()
 
     @property
     def rules(self) -> tuple[StrategyRule, ...]:
         """The Rules about Strategies."""
-        return strategy_rules(self.engine, sequence_parallel=self.sequence_parallel)
+        return strategy_rules(self.engine, sequence_parallel=self.sequence_parallel, cp_kind=self.cp_kind)
 
     @property
     def boundary(self) -> Cuts:

@@ -44,7 +44,7 @@ def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
         if counts[table_name(kind, drop)]
     )
     named = {step.other.refused for block in found for step in block.steps if step.other}
-    rules = strategy_rules(plan.engine, sequence_parallel=plan.sp)
+    rules = strategy_rules(plan.engine, sequence_parallel=plan.sp, cp_kind=plan.cp_kind)
     return Explanation(
         candidate=str(plan.candidate),
         blocks=found,
@@ -174,7 +174,7 @@ def _others(plan: Plan, question: Question, setting: Setting, kind: str) -> Mapp
     """Return the second-best cuts; an operation that is cut as no choice of the solver keeps its cut: it was pinned."""
     blocks = setting.blocks
     assert isinstance(blocks, ListedBlocks), "a plan is explained as its own table says"
-    terms = Terms(engine=plan.engine, sequence_parallel=plan.sp)
+    terms = Terms(engine=plan.engine, sequence_parallel=plan.sp, cp_kind=plan.cp_kind)
     problem = operator_problem(question, plan.candidate, terms, kind)
     own = _own_cuts(problem, blocks.programs[kind])
     pinned = {name: (cuts,) for name, cuts in own.items() if not _is_choice(problem, name, cuts)}

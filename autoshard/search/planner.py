@@ -123,7 +123,9 @@ class Request:
 
     def cutting(self, candidate: Candidate, engine: Engine) -> Cutting:
         """Return the best cutting of a candidate's operations."""
-        terms = Terms(engine=engine, sequence_parallel=candidate.sequence_parallel, pins=self.layouts)
+        terms = Terms(
+            engine=engine, sequence_parallel=candidate.sequence_parallel, cp_kind=candidate.cp_kind, pins=self.layouts
+        )
         return solved_cutting(self.question(candidate), candidate, terms)
 
     def question(self, candidate: Candidate) -> Question:

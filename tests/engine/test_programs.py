@@ -93,12 +93,6 @@ def test_i_does_not_wait_for_w_and_makes_what_is_handed_back(text):
     assert "attn_norm.weight.sum" in stage["layer.0"].made("I")
 
 
-def test_all_to_all_attention_is_refused_where_it_would_be_another_one():
-    plan = replace(plan_of("tp=1,pp=1,cp=2,dp=1"), cp_kind="all_to_all")
-    with pytest.raises(InputError, match="cp_kind: all_to_all is not executed yet"):
-        programs_of(plan)
-
-
 def test_an_axis_in_one_piece_is_refused_because_layouts_name_its_parts():
     plan = replace(plan_of("tp=2,pp=1,dp=1"), mesh=Mesh.parse("pp=1,dp=1,cp=1,tp=2 on 0-1"))
     with pytest.raises(InputError, match="mesh: dp and tp must be written in parts"):

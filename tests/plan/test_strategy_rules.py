@@ -76,6 +76,16 @@ def test_sequence_parallelism_is_a_promise_about_what_lies_between_products():
     assert WITHOUT_SP in strategy_rules("nxd", sequence_parallel=False)
 
 
+def test_an_all_to_all_over_cp_cuts_heads_in_attention_and_tokens_elsewhere():
+    rules = strategy_rules("torch", sequence_parallel=False, cp_kind="all_to_all")
+    attention = {"dims": ("batch", "seq", "kv_seq", "kv_heads", "q_group", "head_dim"), "matrix": ()}
+    assert refused(rules, "cp", "kv_heads", **attention) == []
+    assert refused(rules, "cp", "seq", **attention) == ["cp-heads"]
+    assert refused(rules, "cp", "seq", **NORM) == [] and refused(rules, "cp", None, **NORM) == ["cp-heads"]
+    ring = strategy_rules("torch", sequence_parallel=False)
+    assert refused(ring, "cp", "kv_heads", **attention) == ["cp-sequence"]
+
+
 def test_a_refusal_says_what_where_and_what_instead():
     place = Place(op="layer.q", **PRODUCT, atom="kv", dim=None)
     (found,) = [found for rule in AXIS_RULES if (found := rule.rejection(place))]

@@ -74,14 +74,6 @@ RULES = (
         source=_NO_EFFECT,
     ),
     Rule(
-        id="cp-kind",
-        subject="cp_kind",
-        allows=lambda c: c.cp_kind == "ring",
-        message=lambda c: f"cp_kind={c.cp_kind}: attention over cp is planned and priced as a ring. Use cp_kind=ring",
-        source="autoshard: tables cut a dim over several atoms in the order of the mesh; heads that come back from an "
-        "all-to-all over cp would be cut over tp first",
-    ),
-    Rule(
         id="cp-order-effect",
         subject="cp_order",
         allows=lambda c: implies(c.cp_order != "contiguous", c.cp > 1),

@@ -30,8 +30,14 @@ def _sp(c: Columns) -> str:
 
 def _cp_heads(c: Columns) -> str:
     return (
-        f"cp_kind=all_to_all: {c.model.num_heads} query heads do not divide by tp*cp={c.tp * c.cp}. Use "
+        f"cp_kind=all_to_all: {c.model.num_kv_heads} KV heads of {c.model.name} do not divide by cp={c.cp}. Use "
         "cp_kind=ring, or a smaller cp"
+    )
+
+
+def _cp_tp(c: Columns) -> str:
+    return (
+        f"cp_kind=all_to_all: heads are cut over cp, so they cannot be cut over tp={c.tp} too. Use cp_kind=ring or tp=1"
     )
 
 
@@ -61,9 +67,17 @@ RULES = (
     Rule(
         id="cp-heads",
         subject="cp_kind",
-        allows=lambda c: implies(c.cp_kind == "all_to_all", c.model.num_heads % (c.tp * c.cp) == 0),
+        allows=lambda c: implies(c.cp_kind == "all_to_all", c.model.num_kv_heads % c.cp == 0),
         message=_cp_heads,
         source="derived: the all-to-all changes a cut of the sequence into a cut of the heads (Jacobs et "
         "al. 2023, arXiv:2309.14509)",
+    ),
+    Rule(
+        id="cp-heads-tp",
+        subject="cp_kind,tp",
+        allows=lambda c: implies(c.cp_kind == "all_to_all", c.tp == 1),
+        message=_cp_tp,
+        source="autoshard: tables cut a dim over several atoms in the order of the mesh; heads that come back from an "
+        "all-to-all over cp would be cut over tp first",
     ),
 )

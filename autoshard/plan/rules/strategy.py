@@ -16,6 +16,7 @@ from autoshard.plan.rules.rule import Rejection
 
 DATA, TP = ("edp", "ep"), ("kv", "rep")
 SHARED: Dims = ("kv_heads", "ffn", "vocab")  # weights along these are many, and what is computed with them independent
+CpKind = Literal["ring", "all_to_all"]
 _OUTER = "derived: what the outer search chooses sizes of; every other use of these ranks is another axis"
 
 
@@ -69,9 +70,12 @@ class StrategyRule:
         return Rejection(rule_id=self.id, message=f"{place}: {self.remedy}", source=self.source)
 
 
-def strategy_rules(engine: Literal["nxd", "torch"], *, sequence_parallel: bool) -> tuple[StrategyRule, ...]:
+def strategy_rules(
+    engine: Literal["nxd", "torch"], *, sequence_parallel: bool, cp_kind: CpKind = "ring"
+) -> tuple[StrategyRule, ...]:
     """Return the Rules under which the Strategies of a plan are searched."""
-    return (*AXIS_RULES, WITH_SP if sequence_parallel else WITHOUT_SP, *engine_rules(engine))
+    sp = WITH_SP if sequence_parallel else WITHOUT_SP
+    return (DP_BATCH, CP_SEQUENCE if cp_kind == "ring" else CP_HEADS, *TP_RULES, sp, *engine_rules(engine))
 
 
 def engine_rules(engine: Literal["nxd", "torch"]) -> tuple[StrategyRule, ...]:
@@ -89,6 +93,11 @@ def _dp(place: Place) -> bool:
 
 def _cp(place: Place) -> bool:
     return place.atom != "cp" or place.dim == _first(place.dims, ("seq", "slots"))
+
+
+def _cp_heads(place: Place) -> bool:
+    attends = "kv_seq" in place.dims and "kv_heads" in place.dims
+    return place.dim == "kv_heads" if place.atom == "cp" and attends else _cp(place)
 
 
 def _first(dims: Dims, wanted: Dims) -> str | None:
@@ -133,12 +142,19 @@ def _nxd_weights(place: Place) -> bool:
     return place.atom not in TP or place.dim not in ("hidden", "head_dim") or not place.shares_weights
 
 
-DATA_RULES = (
-    StrategyRule(
-        id="dp-batch", allows=_dp, remedy="dp cuts the batch, ep the experts, wherever there are any", source=_OUTER
-    ),
-    StrategyRule(id="cp-sequence", allows=_cp, remedy="cp cuts the sequence, wherever there is one", source=_OUTER),
+DP_BATCH = StrategyRule(
+    id="dp-batch", allows=_dp, remedy="dp cuts the batch, ep the experts, wherever there are any", source=_OUTER
 )
+CP_SEQUENCE = StrategyRule(
+    id="cp-sequence", allows=_cp, remedy="cp cuts the sequence, wherever there is one", source=_OUTER
+)
+CP_HEADS = StrategyRule(
+    id="cp-heads",
+    allows=_cp_heads,
+    remedy="with cp_kind=all_to_all cp cuts the heads of attention, and the sequence everywhere else. Use cp_kind=ring",
+    source="Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509)",
+)
+DATA_RULES = (DP_BATCH, CP_SEQUENCE)
 TP_RULES = (
     StrategyRule(
         id="tp-tokens",
