@@ -115,8 +115,11 @@ WRONG = [
     (f"{LOCAL} --fix tp=3", ["--fix tp=3: 8 query heads of tiny-llama do not divide by 3", "--fix tp=3: 4 KV heads"]),
     (f"{LOCAL} --fix kernels=zz", ["--fix kernels: there is no table 'zz'"]),
     (
-        f"{LOCAL} --fix cp=2,cp_kind=all_to_all",
-        ["--fix cp_kind=all_to_all: attention over cp is planned and priced as a ring. Use cp_kind=ring"],
+        f"{LOCAL} --fix tp=2,cp=2,cp_kind=all_to_all",
+        [
+            "--fix cp_kind=all_to_all: heads are cut over cp, so they cannot be cut over tp=2 too. "
+            "Use cp_kind=ring or tp=1"
+        ],
     ),
     (f"{LOCAL} --at tp=2 --fix pp=2", ["--at: already names every key; leave out --fix"]),
     (f"{LOCAL} --at tp=3", ["--at tp=3,pp=1,cp=1: tp*pp*cp is 3"]),
