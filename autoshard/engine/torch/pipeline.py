@@ -9,6 +9,7 @@ from autoshard.engine.base import Batch
 from autoshard.engine.place import Place
 from autoshard.engine.programs import BlockProgram, PlanPrograms
 from autoshard.engine.torch.block import Bench, BlockRun, Giving, Values
+from autoshard.engine.torch.formats import memory_of
 from autoshard.plan.plan import Plan
 from autoshard.schedule.action import Action, ActionKind
 from autoshard.spec.workload import Dtype
@@ -123,9 +124,9 @@ class _MicroBatches:
             *self._inputs.values(),
             self._pipeline.bench.positions,
         )
-        there = {tensor.untyped_storage().data_ptr() for tensor in lasting}
-        kept = (tensor.untyped_storage() for values in self._values.values() for tensor in values.values())
-        saved = {storage.data_ptr(): storage.nbytes() for storage in kept}
+        there = {memory_of(tensor) for tensor in lasting}
+        kept = (tensor for values in self._values.values() for tensor in values.values())
+        saved = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
         total = sum(size for place, size in saved.items() if place not in there)
         self.most_saved_bytes = max(self.most_saved_bytes, total)
 
