@@ -73,9 +73,12 @@ def faked(rank: int, num_ranks: int) -> Iterator[None]:
     ...     dist.get_rank(), dist.get_world_size(), total.shape, float(total.sum())
     (3, 512, torch.Size([1000000000, 1000000000]), 1.0)
     """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # positions are all that is computed; threads that wait for more would take the seconds
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     try:
         with _Shapes():
             yield
     finally:
         dist.destroy_process_group()
+        torch.set_num_threads(num_threads)

@@ -181,9 +181,10 @@ class _MicroBatches:
             (start, stop), *_ = run.place.bounds(layout)
             return bench.positions[start:stop]
         if (tensor, number) not in self._inputs:
-            whole = self._batches[number][tensor][:, bench.positions.numpy()]
+            rows, columns = (slice(*bounds) for bounds in run.place.bounds(layout))
+            mine = self._batches[number][tensor][rows][:, bench.positions.numpy()[columns]]
             dtype: Dtype = run.parts.block.tensors[tensor].dtype
-            self._inputs[tensor, number] = bench.formats.tensor(run.place.block(whole, layout), dtype)
+            self._inputs[tensor, number] = bench.formats.tensor(mine, dtype)
         return self._inputs[tensor, number]
 
     def _hand(self, tensor: torch.Tensor, stage: int, to_stage: int, number: int, *, back: bool) -> None:
