@@ -6,7 +6,6 @@ from typing import TypeVar
 
 from autoshard.engine.base import Measured
 from autoshard.engine.ran import DryRank
-from autoshard.errors import require
 from autoshard.plan.plan import Plan
 
 Counts = Callable[[Plan, int], Measured]
@@ -52,14 +51,6 @@ def alike_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
     mine = _kind(plan, plan.mesh.coordinates(rank).get("pp", 0))
     places = (place for place in range(plan.mesh.size("pp")) if _kind(plan, place) == mine)
     return tuple(sorted(rank for place in places for rank in _ranks_at(plan, place)))
-
-
-def asked_ranks(plan: Plan, text: str) -> tuple[int, ...]:
-    """Read ranks that a user typed: ``0,37``."""
-    words, last = text.split(","), plan.mesh.num_ranks - 1
-    right = all(word.isdecimal() and int(word) <= last for word in words)
-    require((right, "--dry-ranks", f"must be ranks from 0 to {last}, with commas, not {text!r}. Type 0,{last}"))
-    return tuple(dict.fromkeys(int(word) for word in words))
 
 
 def _kind(plan: Plan, place: int) -> object:

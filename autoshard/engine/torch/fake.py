@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it makes the backend "fake" known
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_READ = torch.ops.aten._local_scalar_dense.default
+_READ, _FRESH = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default
 
 
 class _Shapes(TorchDispatchMode):
-    """Tensors that are made have no memory (meta); what is real without them, such as positions, stays real.
+    """Tensors that are made have no memory (meta), but whole numbers that come from outside: positions stay real.
 
     torch's own FakeTensorMode does the same in eight times the seconds.
     """
@@ -27,10 +27,10 @@ class _Shapes(TorchDispatchMode):
     ) -> Any:
         given = {**kwargs} if kwargs else {}
         if func.namespace == "c10d":  # knows nothing of tensors without memory, and does not look at others here
-            return func(*_changed(args, _nothing), **given)
+            return func(*_of_nothing(args), **given)
         tensors = list(_tensors((args, *given.values())))
-        real = not any(tensor.is_meta for tensor in tensors)
-        if not real and func is _READ:  # a loss or a norm: any number will do, but one by which others can be divided
+        real = func is _FRESH or not any(tensor.is_meta or tensor.is_floating_point() for tensor in tensors)
+        if func is _READ and tensors[0].is_meta:  # a loss or a norm: any number, but one that may be divided by
             return 1.0 if tensors[0].is_floating_point() else 1
         if "device" in given and not (real and tensors):
             given["device"] = torch.device("meta")
@@ -59,8 +59,10 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta else tensor.to("meta")
 
 
-def _nothing(_: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0)
+def _of_nothing(given: Sequence[Any]) -> list[Any]:
+    """Let a collective send empty tensors, and no number of elements to each rank of an all-to-all."""
+    empty = _changed(given, lambda _: torch.empty(0))
+    return [[] if isinstance(one, list) and all(isinstance(size, int) for size in one) else one for one in empty]
 
 
 @contextmanager
