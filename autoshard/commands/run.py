@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoshard.command_line import Counts
+from autoshard.commands.dry import dry
 from autoshard.commands.output import print_json, write_plan, write_text
 from autoshard.errors import InputError, require
 
@@ -35,6 +37,8 @@ def run(
     rehearse: int | None = None,
     seed: int = 0,
     learning_rate: float = 3e-4,
+    dry_run: bool = False,
+    dry_ranks: Counts = (),
     json: bool = False,
 ) -> int:
     """Train on synthetic tokens as a plan says, and put what was predicted beside what is measured.
@@ -48,6 +52,8 @@ def run(
         rehearse: Run a plan of the same shape on at most so many ranks, with a model to match, e.g. 8.
         seed: Of the weights and the tokens; the same seed gives the same losses.
         learning_rate: Of AdamW, the same in all steps.
+        dry_run: Start nothing: try ranks of the whole plan out here one by one, without numbers, and count bytes.
+        dry_ranks: Which ranks --dry-run tries, e.g. 0,37. Default: one of each that differ.
         json: Print one JSON object at the end instead of steps and tables.
     """
     from autoshard.engine.base import Run
@@ -60,11 +66,14 @@ def run(
         (rehearse is None or rehearse >= 1, "--rehearse", f"must be at least 1, not {rehearse}"),
         (seed >= 0, "--seed", f"must be at least 0, not {seed}"),
     )
+    require((dry_run or not dry_ranks, "--dry-ranks", "says which ranks --dry-run tries. Type --dry-run as well"))
     given = given_rank()
     leads = given is None or given.rank == 0
     ready = _ready(plan, rehearse)
     if ready.rejections:
         return _say_refused(ready.rejections, json) if leads else 1
+    if dry_run:
+        return dry(ready.plan, ready.notes, dry_ranks, json=json) if leads else 0
     num_ranks = ready.plan.mesh.num_ranks
     if given is None:
         refuse_too_large(ready.plan, available_bytes())

@@ -1,9 +1,11 @@
 """What weights begin with: drawn by name, so that every rank finds the same, whatever it holds."""
 
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from autoshard.graph.block import OpGraph
 from autoshard.graph.op import Array
@@ -24,10 +26,29 @@ class InitialWeights:
         owner = self.graph.tied.get(f"{kind}.{parameter}")
         if owner:
             return self(owner.replace(".", ".0.", 1))
-        tensor = next(one for one in self.graph.block(kind).parameters if one.name == parameter)
-        shape = [self.graph.sizes[dim] for dim in tensor.dims]
+        shape = _shape(self.graph, name)
         if parameter.endswith(".bias"):
             return np.zeros(shape)
         if "norm" in parameter:
             return np.ones(shape)
         return np.random.default_rng([self.seed, zlib.crc32(name.encode())]).normal(scale=_SCALE, size=shape)
+
+
+def no_weights(graph: OpGraph) -> Callable[[str], Array]:
+    """Return what gives whole weights of the right shapes by name, all zero, and of a few bytes."""
+    return lambda name: no_memory(_shape(graph, name), np.float64)
+
+
+def no_memory(shape: Sequence[int], dtype: type[np.generic]) -> Array:
+    """Return an array in which every element is the same zero.
+
+    >>> no_memory((10**6, 10**6), np.int64).base.nbytes
+    8
+    """
+    return as_strided(np.zeros(1, dtype), shape, [0] * len(shape))
+
+
+def _shape(graph: OpGraph, name: str) -> tuple[int, ...]:
+    kind, _, parameter = name.split(".", 2)
+    tensor = next(one for one in graph.block(kind).parameters if one.name == parameter)
+    return tuple(graph.sizes[dim] for dim in tensor.dims)

@@ -50,3 +50,17 @@ class RunReport:
     def step_time_s(self) -> float:
         """The median of all steps but the first two; of a shorter run, of all."""
         return statistics.median(step.time_s for step in self.steps[WARM_UP:] or self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRank:
+    """What one rank would hold and send, found in one process without the others."""
+
+    rank: int
+    alike: tuple[int, ...]  # ranks of which the same is predicted, itself among them
+    num_run: int  # micro-batches that were run; what the others send is added
+    measured: Measured
+
+    def __post_init__(self) -> None:
+        """Refuse a rank that does not stand for itself."""
+        require((self.rank in self.alike, "alike", f"must hold rank {self.rank} itself"))

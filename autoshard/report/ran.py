@@ -69,9 +69,11 @@ def ran_report(plan: Plan, report: RunReport) -> Group:
     groups = alike_ranks(plan, report.ranks)
     tables = [_time_table(plan.prediction, report, comparable=plan.cluster.name == _HERE)]
     if any(counted.memory_bytes for counted in report.ranks):
-        tables.append(_bytes_table("Memory of a rank", [(group.ranks, group.memory) for group in groups]))
+        tables.append(bytes_table("Memory of a rank", [(ranks_text(group.ranks), group.memory) for group in groups]))
     if any(counted.sent_bytes for counted in report.ranks):
-        tables.append(_bytes_table("Sent by a rank in a step", [(group.ranks, group.sent) for group in groups]))
+        tables.append(
+            bytes_table("Sent by a rank in a step", [(ranks_text(group.ranks), group.sent) for group in groups])
+        )
     return Group(*(part for table in tables for part in ("", table)))
 
 
@@ -92,7 +94,7 @@ def ran_json(plan: Plan, report: RunReport) -> dict[str, Any]:
             for step in report.steps
         ],
         "ranks": [
-            {"ranks": list(group.ranks), "memory_bytes": _plain(group.memory), "sent_bytes": _plain(group.sent)}
+            {"ranks": list(group.ranks), "memory_bytes": plain(group.memory), "sent_bytes": plain(group.sent)}
             for group in alike_ranks(plan, report.ranks)
         ],
     }
@@ -102,7 +104,7 @@ def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> tuple[AlikeRanks, .
     """Put the prediction of every rank beside what it counted, and fold ranks of which all is the same."""
     found: list[tuple[list[int], dict[str, Beside], dict[str, Beside]]] = []
     for rank, counted in enumerate(measured):
-        memory, sent = _memory(plan, rank, counted), _sent(plan, counted)
+        memory, sent = memory_beside(plan, rank, counted), sent_beside(plan, counted)
         alike = next((entry for entry in found if entry[1:] == (memory, sent)), None)
         if alike:
             alike[0].append(rank)
@@ -111,7 +113,8 @@ def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> tuple[AlikeRanks, .
     return tuple(AlikeRanks(ranks=tuple(ranks), memory=memory, sent=sent) for ranks, memory, sent in found)
 
 
-def _memory(plan: Plan, rank: int, counted: Measured) -> dict[str, Beside]:
+def memory_beside(plan: Plan, rank: int, counted: Measured) -> dict[str, Beside]:
+    """Return what a rank held beside what its pipeline rank was predicted to hold."""
     assert plan.prediction
     parts = plan.prediction.stage_memory[plan.mesh.coordinates(rank).get("pp", 0)].parts
     return {
@@ -120,7 +123,8 @@ def _memory(plan: Plan, rank: int, counted: Measured) -> dict[str, Beside]:
     }
 
 
-def _sent(plan: Plan, counted: Measured) -> dict[str, Beside]:
+def sent_beside(plan: Plan, counted: Measured) -> dict[str, Beside]:
+    """Return what a rank sent beside the most that any was predicted to send."""
     assert plan.prediction
     predicted = {axis: size for axis, size in plan.prediction.communication_bytes.items() if size}
     axes = sorted({*predicted, *(axis for axis, size in counted.sent_bytes.items() if size)})
@@ -144,13 +148,14 @@ def _time_table(prediction: Prediction, report: RunReport, *, comparable: bool) 
     return table
 
 
-def _bytes_table(title: str, rows: Sequence[tuple[tuple[int, ...], Mapping[str, Beside]]]) -> Table:
+def bytes_table(title: str, rows: Sequence[tuple[str, Mapping[str, Beside]]], counted: str = "measured") -> Table:
+    """Return a table of bytes by ranks, predicted and as they were ``counted``."""
     table = make_table(title)
-    for name in ("ranks", "", "predicted", "measured", "measured / predicted"):
+    for name in ("ranks", "", "predicted", counted, f"{counted} / predicted"):
         table.add_column(name, justify="left" if name in ("ranks", "") else "right")
     for ranks, sizes in rows:
         for number, (name, both) in enumerate(sizes.items()):
-            table.add_row("" if number else ranks_text(ranks), name, *_cells(both))
+            table.add_row("" if number else ranks, name, *_cells(both))
     return table
 
 
@@ -180,5 +185,6 @@ def _tokens(per_s: float) -> str:
     return format_count(per_s, "tokens/s")
 
 
-def _plain(sizes: Mapping[str, Beside]) -> dict[str, dict[str, int | None]]:
+def plain(sizes: Mapping[str, Beside]) -> dict[str, dict[str, int | None]]:
+    """Return pairs of bytes as JSON has them."""
     return {name: {"predicted": both.predicted, "measured": both.measured} for name, both in sizes.items()}

@@ -1,11 +1,29 @@
 """Which engine executes a plan on this machine."""
 
-from autoshard.engine.base import Builds
+from collections.abc import Callable
+
+from autoshard.engine.base import Builds, Measured
 from autoshard.errors import InputError
+from autoshard.plan.plan import Plan
 
 
 def builder() -> Builds:
     """Return how the torch engine is built; importing it takes seconds, and must come before ranks are forked."""
+    _require_torch()
+    from autoshard.engine.torch.engine import build
+
+    return build
+
+
+def counter() -> Callable[[Plan, int], Measured]:
+    """Return what counts a step of one rank without the others."""
+    _require_torch()
+    from autoshard.engine.torch.dry import counted
+
+    return counted
+
+
+def _require_torch() -> None:
     try:
         import torch  # noqa: F401
     except ModuleNotFoundError as error:
@@ -13,6 +31,3 @@ def builder() -> Builds:
             raise
         message = "is not installed, and plans are executed with it. Type: pip install 'autoshard[torch]'"
         raise InputError.of("torch", f"{message}. Planning works without") from None
-    from autoshard.engine.torch.engine import build
-
-    return build

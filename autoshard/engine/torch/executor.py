@@ -14,7 +14,7 @@ from autoshard.engine.order import sequence_order
 from autoshard.engine.place import Held, Place
 from autoshard.engine.programs import programs_of, split_pending
 from autoshard.engine.torch.block import Bench
-from autoshard.engine.torch.formats import Formats
+from autoshard.engine.torch.formats import Formats, memory_of
 from autoshard.engine.torch.kernels.kernel import as_array
 from autoshard.engine.torch.kernels.rotations import Rotations
 from autoshard.engine.torch.pipeline import Pipeline
@@ -170,7 +170,8 @@ class Executor:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+    places = {(memory_of(tensor), tensor.storage_offset()): tensor.nbytes for tensor in tensors}
+    return sum(places.values())
 
 
 def _instance(parameter: str) -> str:

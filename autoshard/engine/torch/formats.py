@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.graph.op import Array
 from autoshard.spec.workload import Dtype
@@ -30,7 +30,18 @@ class Formats:
 
     def tensor(self, array: Array, dtype: Dtype) -> torch.Tensor:
         """Return a tensor of its own memory with an array's numbers."""
-        return torch.from_numpy(np.array(array, order="C", copy=True)).to(self.of(dtype))
+        return own(array, self.of(dtype))
+
+
+def own(array: Array, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a tensor of its own memory with an array's numbers, in another format where one is given."""
+    shared = torch.from_numpy(array)
+    return torch.empty(shared.shape, dtype=dtype or shared.dtype).copy_(shared)
+
+
+def memory_of(tensor: torch.Tensor) -> StorageWeakRef:
+    """Name the memory in which a tensor lies: equal for views of the same, also where there are no addresses."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from autoshard.engine.base import Batch
 from autoshard.engine.place import Place
 from autoshard.engine.programs import BlockProgram, PlanPrograms
 from autoshard.engine.torch.block import Bench, BlockRun, Giving, Values
+from autoshard.engine.torch.formats import memory_of
 from autoshard.engine.torch.store import Opened, Store
 from autoshard.plan.plan import Plan
 from autoshard.schedule.action import Action, ActionKind
@@ -118,9 +119,9 @@ class _MicroBatches:
     def count_saved(self) -> None:
         """Count what waits for backward, each piece of memory once; weights and the batch are there anyway."""
         lasting = (*self._store.resting(), *self._inputs.values(), self._pipeline.bench.positions)
-        there = {tensor.untyped_storage().data_ptr() for tensor in lasting}
-        kept = (tensor.untyped_storage() for values in self._values.values() for tensor in values.values())
-        saved = {storage.data_ptr(): storage.nbytes() for storage in kept}
+        there = {memory_of(tensor) for tensor in lasting}
+        kept = (tensor for values in self._values.values() for tensor in values.values())
+        saved = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
         total = sum(size for place, size in saved.items() if place not in there)
         self.most_saved_bytes = max(self.most_saved_bytes, total)
 
@@ -178,9 +179,10 @@ class _MicroBatches:
             (start, stop), *_ = run.place.bounds(layout)
             return bench.positions[start:stop]
         if (tensor, number) not in self._inputs:
-            whole = self._batches[number][tensor][:, bench.positions.numpy()]
+            rows, columns = (slice(*bounds) for bounds in run.place.bounds(layout))
+            mine = self._batches[number][tensor][rows][:, bench.positions.numpy()[columns]]
             dtype: Dtype = run.parts.block.tensors[tensor].dtype
-            self._inputs[tensor, number] = bench.formats.tensor(run.place.block(whole, layout), dtype)
+            self._inputs[tensor, number] = bench.formats.tensor(mine, dtype)
         return self._inputs[tensor, number]
 
     def _hand(self, tensor: torch.Tensor, stage: int, to_stage: int, number: int, *, back: bool) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.optim.adamw import adamw
 
 from autoshard.engine.place import Held, Place
-from autoshard.engine.torch.formats import Formats, wide
+from autoshard.engine.torch.formats import Formats, own, wide
 from autoshard.engine.torch.kernels.kernel import as_array
 from autoshard.engine.torch.world import Group, World
 from autoshard.graph.block import Block
@@ -103,7 +103,7 @@ class Flat:
         )
         used = [formats.tensor(blocks[one.instance], first.block.tensors[first.name].dtype) for one in weights]
         values = torch.cat([one.reshape(-1) for one in used])
-        exact = torch.cat([torch.from_numpy(blocks[one.instance].reshape(-1)) for one in weights])
+        exact = torch.cat([own(blocks[one.instance]).reshape(-1) for one in weights])
         ours = _piece(exact if master else values, spread if first.zero else None)
         if first.zero == 3:
             values = _piece(values, spread)

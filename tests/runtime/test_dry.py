@@ -1,0 +1,136 @@
+"""A dry run: what one process counts of a rank is what that rank counts in a world, and what was promised."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autoshard.cli import main
+from autoshard.engine.base import Measured
+from autoshard.engine.initial import InitialWeights, no_weights
+from autoshard.engine.programs import graph_of
+from autoshard.engine.ran import DryRank
+from autoshard.engine.torch.dry import counted
+from autoshard.engine.torch.executor import Executor
+from autoshard.engine.torch.fake import faked
+from autoshard.errors import InputError
+from autoshard.plan.codec import load
+from autoshard.plan.plan import Plan
+from autoshard.runtime.data import SyntheticData
+from autoshard.runtime.dry import dry_rank, enough, telling_ranks
+from tests.ranks.cases import gpt, llama, plan_of
+from tests.ranks.spawn import on_ranks
+from tests.runtime.cases import write_tiny
+
+MIXTURE = {"num_experts": 4, "experts_per_token": 2}
+CASES = {
+    "one rank": ("tp=1,pp=1,dp=1", llama(), 4),
+    "tp": ("tp=2,pp=1,dp=1", llama(), 4),
+    "tp on replicated keys": ("tp=4,pp=1,dp=1", llama(num_kv_heads=2, vocab=32), 4),
+    "ZeRO-1": ("tp=1,pp=1,dp=2,zero=1", llama(), 4),
+    "ZeRO-0": ("tp=1,pp=1,dp=2,zero=0", llama(), 4),
+    "pp, of whose micro-batches some are run": ("tp=1,pp=2,dp=1", llama(), 12),
+    "pp x dp": ("tp=1,pp=2,dp=2", llama(), 4),
+    "all forwards first": ("tp=1,pp=2,dp=1,schedule=gpipe", llama(), 6),
+    "interleaved stages": ("tp=1,pp=2,dp=1,vp=2,schedule=interleaved", llama(num_layers=4), 12),
+    "halves of backward": ("tp=1,pp=2,dp=1,schedule=zb_h1", llama(), 12),
+    "a ring": ("tp=1,pp=1,cp=2,dp=1", llama(), 4),
+    "a zig-zag ring": ("tp=1,pp=1,cp=4,dp=1,cp_order=zigzag", llama(), 4),
+    "a window": ("tp=2,pp=1,dp=1", llama(window=3), 4),
+    "experts": ("tp=1,pp=1,dp=2,ep=2", llama(**MIXTURE), 4),
+    "experts and tp": ("tp=2,pp=1,dp=2,ep=2", llama(**MIXTURE), 4),
+    "all recomputed": ("tp=2,pp=1,dp=1,recompute=full", llama(), 4),
+    "tied embeddings on two stages": ("tp=1,pp=2,dp=1", gpt(), 8),
+    "tied embeddings, biases, learned positions": ("tp=2,pp=1,dp=1", gpt(vocab=32), 4),
+}
+
+
+def measure(plan: Plan) -> Measured:
+    executor = Executor(plan, InitialWeights(graph=graph_of(plan), seed=0))
+    executor.step(SyntheticData.of(plan, 0).step(0))
+    return executor.measured()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("text", "model", "global_batch"), CASES.values(), ids=CASES)
+def test_a_dry_rank_counts_what_the_rank_itself_counts(text, model, global_batch) -> None:
+    plan = plan_of(text, model, global_batch=global_batch)
+    for rank, found in enumerate(on_ranks(plan.mesh.num_ranks, measure, plan)):
+        assert dry_rank(plan, rank, counted).measured == found, f"rank {rank}"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_run"),
+    [
+        ("tp=1,pp=2,dp=1", 4),
+        ("tp=1,pp=2,dp=1,vp=2,schedule=interleaved", 4),
+        ("tp=1,pp=2,dp=1,schedule=zb_h1", 4),
+        ("tp=1,pp=2,dp=1,schedule=gpipe", 16),
+        ("tp=1,pp=1,dp=1", 2),
+    ],
+)
+def test_few_micro_batches_are_run_where_more_keep_no_more(text: str, num_run: int) -> None:
+    assert enough(plan_of(text, llama(num_layers=4), global_batch=16), 0) == num_run
+
+
+def test_nothing_is_left_of_a_world_that_was_not_there() -> None:
+    num_threads = torch.get_num_threads()
+    with pytest.raises(ValueError, match="out of luck"), faked(5, 64):
+        assert dist.get_rank() == 5 and torch.ones(3).is_meta
+        assert int(torch.arange(3)[2]) == 1, "numbers are made up"
+        raise ValueError("out of luck")
+    assert not dist.is_initialized() and not torch.ones(3).is_meta and torch.get_num_threads() == num_threads
+
+
+def test_a_wrong_shape_is_found() -> None:
+    plan = plan_of("tp=2,pp=1,dp=1", llama())
+    weights = no_weights(graph_of(plan))
+    with pytest.raises(RuntimeError, match="split_sizes"), faked(1, 2):
+        Executor(plan, lambda name: weights(name)[..., :-1])
+    assert not dist.is_initialized()
+
+
+def test_a_dry_rank_stands_for_itself() -> None:
+    nothing = Measured(memory_bytes={}, calls={}, sent_bytes={})
+    with pytest.raises(InputError, match="alike: must hold rank 3 itself"):
+        DryRank(rank=3, alike=(1, 2), num_run=4, measured=nothing)
+
+
+def test_a_rank_of_512_holds_and_sends_what_was_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--model", "llama3-70b", "--nodes", "16", "--fix", "tp=32,pp=8,dp=2", "--top", "1"]) == 0
+    plan = load(Path("plan.json"))
+    assert telling_ranks(plan)[0] == 0 and telling_ranks(plan)[-1] == 448
+    capsys.readouterr()
+    assert main(["run", "plan.json", "--dry-run", "--dry-ranks", "511", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    (rank,) = said["ranks"]
+    assert rank["stands_for"] == list(range(448, 512)) and rank["micro_batches_run"] == 16
+    for name in ("weights", "gradients", "masters", "optimizer"):
+        assert rank["memory_bytes"][name]["measured"] == rank["memory_bytes"][name]["predicted"], name
+    for axis in ("tp", "dp"):
+        assert rank["sent_bytes"][axis]["measured"] == rank["sent_bytes"][axis]["predicted"], axis
+    assert 2 * rank["sent_bytes"]["pp"]["measured"] == rank["sent_bytes"]["pp"]["predicted"], "the end of the pipeline"
+    assert any(note.startswith("engine: nxd needs Neuron devices") for note in said["notes"])
+    assert "not tried: ranks 0-447. Leave --dry-ranks out for one of every kind" in said["notes"]
+    assert not Path("runs").exists()
+
+
+def test_ranks_and_whom_they_stand_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tiny(tmp_path, "tp=2,pp=2,dp=2")
+    assert main(["run", "tiny.json", "--dry-run"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "tiny-llama: tp=2,pp=2,dp=2, dry: 2 of 8 ranks, shapes without numbers"
+    assert "note: rank 0 stands for 4 ranks: 0-3" in said and "note: rank 4 stands for 4 ranks: 4-7" in said
+    assert any(line.startswith("Memory of a rank") for line in said)
+    assert main(["run", "tiny.json", "--dry-run", "--dry-ranks", "8"]) == 2
+    assert capsys.readouterr().err == ("autoshard: --dry-ranks: the plan has the ranks 0 to 7, not 8. Type 0,7\n")
+    assert main(["run", "tiny.json", "--dry-ranks", "1"]) == 2
+    assert capsys.readouterr().err.endswith("says which ranks --dry-run tries. Type --dry-run as well\n")
