@@ -48,7 +48,8 @@ def gpt(**changes: Any) -> ModelSpec:
 def request_of(candidate: Candidate, model: ModelSpec, **changes: Any) -> Request:
     """The question whose answer is this candidate on this machine; ``changes`` are those of the workload."""
     usual: dict[str, Any] = {"seq_len": 8, "global_batch": 4, "precision": Precision.named("bf16")}
-    workload = Workload(**(usual | {"clip_norm": CLIP_NORM} | changes))
+    usual["clip_norm"] = CLIP_NORM
+    workload = Workload(**(usual | changes))
     cluster = load_cluster("local", ranks=candidate.num_ranks)
     return Request(model=model, cluster=cluster, workload=workload, engines=("torch",))
 

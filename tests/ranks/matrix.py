@@ -2,11 +2,13 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 
+from autoshard.layout.pin import pins_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.search.planner import Request, plan_at, rejections_of
@@ -56,6 +58,13 @@ IMPOSSIBLE: Mapping[str, Callable[[Row], bool]] = {
         (row["zero"] == "alone") != (row["dp"] == "1" and row["cp"] == "1")
     ),
     "from 2 to 8 ranks": lambda row: not 2 <= num_ranks(row) <= MOST_RANKS,
+}
+# With sizes so small a search would rather leave ranks without keys than hold them twice.
+COPIED = {
+    "layer.q.weight": "[kv_heads/kv, q_group/rep, head_dim, hidden]",
+    "layer.k.weight": "[kv_heads/kv, head_dim, hidden]",
+    "layer.v.weight": "[kv_heads/kv, head_dim, hidden]",
+    "layer.attend": "[batch/dp, seq/cp, kv_heads/kv, q_group/rep, head_dim]",
 }
 CHUNKS = {"interleaved": 2, "zb_v": 2}
 RECOMPUTE = {"none": "none", "full": "full", "attend": "selective[attend]", "some": "full:1"}
@@ -170,7 +179,8 @@ def request_for(row: Row, precision: str = "bf16") -> Request:
         "clip_norm": CLIP_NORM if row["clip"] == "yes" else NO_CLIP,
         "expert_capacity": 1.0 if row["experts"] == "dropped" else None,
     }
-    return _question(f"tp={num_ranks(row)},pp=1,dp=1", model_of(row), tuple(changes.items()))
+    request = _question(f"tp={num_ranks(row)},pp=1,dp=1", model_of(row), tuple(changes.items()))
+    return replace(request, layouts=pins_of(COPIED, row["kv"])) if row["kv"] == "copied" else request
 
 
 def plan_for(row: Row, precision: str = "bf16") -> Plan:
