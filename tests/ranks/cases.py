@@ -45,19 +45,19 @@ def gpt(**changes: Any) -> ModelSpec:
     return llama(**(options | changes))
 
 
-def plan_of(text: str, model: ModelSpec, *, seq_len: int = 8, global_batch: int = 4, capacity: Any = None) -> Plan:
-    """The plan of exactly this candidate on this machine."""
-    candidate = Candidate.parse(text)
-    precision = Precision.named("bf16")
-    workload = Workload(
-        seq_len=seq_len,
-        global_batch=global_batch,
-        precision=precision,
-        clip_norm=CLIP_NORM,
-        expert_capacity=capacity,
-    )
+def request_of(candidate: Candidate, model: ModelSpec, **changes: Any) -> Request:
+    """The question whose answer is this candidate on this machine; ``changes`` are those of the workload."""
+    usual: dict[str, Any] = {"seq_len": 8, "global_batch": 4, "precision": Precision.named("bf16")}
+    usual["clip_norm"] = CLIP_NORM
+    workload = Workload(**(usual | changes))
     cluster = load_cluster("local", ranks=candidate.num_ranks)
-    return plan_at(Request(model=model, cluster=cluster, workload=workload, engines=("torch",)), candidate)
+    return Request(model=model, cluster=cluster, workload=workload, engines=("torch",))
+
+
+def plan_of(text: str, model: ModelSpec, **changes: Any) -> Plan:
+    """The plan of exactly this candidate on this machine; ``changes`` are those of the workload."""
+    candidate = Candidate.parse(text)
+    return plan_at(request_of(candidate, model, **changes), candidate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +69,10 @@ class Task:
     steps: tuple[tuple[Arrays, ...], ...]
 
     @classmethod
-    def of(cls, plan: Plan, num_steps: int = 1) -> "Task":
+    def of(cls, plan: Plan, num_steps: int = 1, *, masked: bool = True) -> "Task":
         generator, graph = np.random.default_rng(0), graph_of(plan)
         weights = random_weights(graph, generator, scale=0.3)
-        steps = tuple(_micro_batches(plan, generator) for _ in range(num_steps))
+        steps = tuple(_micro_batches(plan, generator, masked=masked) for _ in range(num_steps))
         return cls(plan=plan, weights=weights, steps=steps)
 
     def reference(self, weights: Arrays | None = None, step: int = 0) -> StepResult:
@@ -81,11 +81,11 @@ class Task:
         return evaluate_step(graph, weights or self.weights, self.steps[step], learning_rate=LEARNING_RATE)
 
 
-def _micro_batches(plan: Plan, generator: np.random.Generator) -> tuple[Arrays, ...]:
-    """Random tokens, of which a third does not count; weights add up to one over the whole step."""
+def _micro_batches(plan: Plan, generator: np.random.Generator, *, masked: bool) -> tuple[Arrays, ...]:
+    """Random tokens, of which a third does not count if masked; weights add up to one over the whole step."""
     sizes = graph_of(plan).sizes
     shape = (sizes["batch"], sizes["seq"])
-    counts = [generator.random(shape) < 2 / 3 for _ in range(plan.schedule.num_micro_batches)]
+    counts = [(generator.random(shape) < 2 / 3) | (not masked) for _ in range(plan.schedule.num_micro_batches)]
     total = sum(int(count.sum()) for count in counts)
     along = np.arange(sizes["seq"])
     return tuple(

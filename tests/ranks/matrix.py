@@ -1,0 +1,265 @@
+"""The matrix of features: rows that together hold every pair of values that can meet, and how they are found."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+
+from autoshard.layout.pin import pins_of
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.plan import Plan
+from autoshard.search.planner import Request, plan_at, rejections_of
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import Precision
+from tests.ranks.cases import CLIP_NORM, gpt, llama, request_of
+
+Row = Mapping[str, str]
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+MOST_RANKS = 8
+NO_CLIP = 1e6  # far above the norm of every row
+# What decides whether a row may run, and after it what goes with everything.
+STRUCTURE: Mapping[str, tuple[str, ...]] = {
+    "tp": ("1", "2", "4"),
+    "sp": ("no", "yes"),
+    "kv": ("own", "copied"),
+    "cp": ("1", "ring", "zigzag", "a2a"),
+    "experts": ("dense", "local", "spread", "dropped"),
+    "pipe": ("none", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"),
+    "stages": ("even", "uneven"),
+    "dp": ("1", "2"),
+    "zero": ("alone", "0", "1", "3"),
+    "micro": ("1", "4"),
+    "recompute": ("none", "full", "attend", "some"),
+    "edge": ("usual", "own"),
+}
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "tied": ("no", "yes"),
+    "vocab": ("32", "31"),
+    "clip": ("yes", "no"),
+    "mask": ("yes", "no"),
+    "model": ("llama", "gpt"),
+}
+FEATURES: Mapping[str, tuple[str, ...]] = {**STRUCTURE, **OPTIONS}
+ABSENT: Mapping[tuple[str, str], str] = {
+    ("zero", "3"): "the torch engine does not gather weights yet",
+    ("cp", "a2a"): "the planner has no table of an all-to-all over cp, and the engine does not execute one",
+    ("experts", "dropped"): "the torch engine does not drop tokens yet",
+    ("edge", "own"): "every table is solved for the usual layout between blocks",
+}
+IMPOSSIBLE: Mapping[str, Callable[[Row], bool]] = {
+    "sequence parallelism is over tp": lambda row: row["sp"] == "yes" and row["tp"] == "1",
+    "keys are copied over tp": lambda row: row["kv"] == "copied" and row["tp"] == "1",
+    "one stage has nothing to be uneven to": lambda row: row["stages"] == "uneven" and row["pipe"] == "none",
+    "ZeRO is about ranks that share weights": lambda row: (
+        (row["zero"] == "alone") != (row["dp"] == "1" and row["cp"] == "1")
+    ),
+    "from 2 to 8 ranks": lambda row: not 2 <= num_ranks(row) <= MOST_RANKS,
+}
+# With sizes so small a search would rather leave ranks without keys than hold them twice.
+COPIED = {
+    "layer.q.weight": "[kv_heads/kv, q_group/rep, head_dim, hidden]",
+    "layer.k.weight": "[kv_heads/kv, head_dim, hidden]",
+    "layer.v.weight": "[kv_heads/kv, head_dim, hidden]",
+    "layer.attend": "[batch/dp, seq/cp, kv_heads/kv, q_group/rep, head_dim]",
+}
+CHUNKS = {"interleaved": 2, "zb_v": 2}
+RECOMPUTE = {"none": "none", "full": "full", "attend": "selective[attend]", "some": "full:1"}
+
+TABLE = """
+tp sp  kv     cp     experts pipe        stages dp zero  micro recompute edge  tied vocab clip mask model
+4  yes copied zigzag local   none        even   1  1     4     some      usual yes  31    no   no   gpt
+2  no  own    1      spread  zb_v        uneven 2  0     1     none      usual no   32    no   yes  llama
+1  no  own    ring   dense   interleaved uneven 1  1     4     attend    usual yes  31    yes  no   llama
+2  yes copied 1      dense   1f1b        even   1  alone 1     full      usual no   32    yes  yes  gpt
+1  no  own    1      local   gpipe       even   2  0     4     full      usual yes  31    yes  yes  gpt
+4  yes own    1      local   zb_h1       uneven 1  alone 4     none      usual yes  32    yes  no   llama
+2  yes copied 1      spread  interleaved even   2  1     4     attend    usual no   31    no   no   gpt
+4  no  copied 1      dense   none        even   2  0     1     some      usual no   32    yes  yes  llama
+2  yes copied ring   local   gpipe       uneven 1  0     1     some      usual no   32    no   no   gpt
+1  no  own    ring   spread  zb_h1       even   2  1     1     none      usual yes  31    no   yes  gpt
+1  no  own    ring   spread  1f1b        uneven 2  1     4     some      usual yes  32    no   no   llama
+4  yes own    ring   local   none        even   1  0     1     attend    usual yes  32    no   yes  gpt
+2  yes copied ring   dense   zb_v        even   1  1     4     none      usual yes  31    no   no   gpt
+2  yes copied ring   spread  none        even   2  1     4     full      usual yes  31    no   no   llama
+2  no  copied zigzag dense   zb_h1       uneven 1  0     1     none      usual no   32    yes  yes  llama
+1  no  own    zigzag spread  interleaved uneven 2  0     4     full      usual no   32    yes  yes  gpt
+2  yes copied zigzag local   1f1b        uneven 1  0     4     attend    usual yes  31    no   no   gpt
+2  yes copied zigzag dense   gpipe       uneven 1  1     4     attend    usual yes  31    no   no   llama
+1  no  own    zigzag local   zb_v        uneven 2  1     4     none      usual yes  31    yes  no   gpt
+4  no  copied 1      local   interleaved uneven 1  alone 4     some      usual yes  31    no   no   gpt
+2  yes copied 1      spread  gpipe       uneven 2  1     4     none      usual yes  31    no   no   gpt
+4  yes copied 1      local   1f1b        uneven 1  alone 4     none      usual yes  31    no   no   gpt
+4  yes copied 1      local   gpipe       uneven 1  alone 4     attend    usual yes  31    no   no   gpt
+1  no  own    1      local   interleaved uneven 1  alone 4     none      usual yes  31    no   no   gpt
+4  yes copied 1      spread  none        even   2  1     4     none      usual yes  31    no   no   gpt
+4  yes copied 1      local   none        even   1  alone 4     full      usual yes  31    no   no   gpt
+4  yes copied 1      local   zb_v        uneven 1  alone 4     none      usual yes  31    no   no   gpt
+1  no  own    zigzag spread  none        even   2  1     4     some      usual yes  31    no   no   gpt
+"""
+
+
+def rows() -> tuple[Row, ...]:
+    """The rows of the table."""
+    names, *lines = (line.split() for line in TABLE.strip().splitlines())
+    return tuple(dict(zip(names, line, strict=True)) for line in lines)
+
+
+def table_of(found: Sequence[Row]) -> str:
+    """Print rows as they stand in the table."""
+    lines = [tuple(FEATURES), *(tuple(row[name] for name in FEATURES) for row in found)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(" ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+# -- what a row means ----------------------------------------------------------------------------------
+
+
+def num_ranks(row: Row) -> int:
+    """How many processes a row takes."""
+    return int(row["tp"]) * (1 + (row["pipe"] != "none")) * (1 + (row["cp"] != "1")) * int(row["dp"])
+
+
+def layers_of(row: Row) -> tuple[int, ...]:
+    """Layers per stage: as few as possible, and two where only some of a stage's are recomputed."""
+    num_stages = 1 if row["pipe"] == "none" else 2 * CHUNKS.get(row["pipe"], 1)
+    each = 2 if num_stages == 1 or (row["recompute"] == "some" and row["stages"] == "even") else 1
+    uneven = (1 + (row["stages"] == "uneven"),)
+    return (*uneven, *(1,) * (num_stages - 1)) if row["stages"] == "uneven" else (each,) * num_stages
+
+
+def candidate_of(row: Row) -> Candidate:
+    """The candidate of a row."""
+    pipe, layers = row["pipe"], layers_of(row)
+    choices = {
+        "tp": row["tp"],
+        "pp": "1" if pipe == "none" else "2",
+        "dp": row["dp"],
+        "cp": "1" if row["cp"] == "1" else "2",
+        "ep": "2" if row["experts"] == "spread" else "1",
+        "vp": str(CHUNKS.get(pipe, 1)),
+        "sp": "true" if row["sp"] == "yes" else "false",
+        "zero": "1" if row["zero"] == "alone" else row["zero"],
+        "schedule": "1f1b" if pipe == "none" else pipe,
+        "recompute": RECOMPUTE[row["recompute"]],
+        "cp_kind": "all_to_all" if row["cp"] == "a2a" else "ring",
+        "cp_order": "zigzag" if row["cp"] == "zigzag" else "contiguous",
+    }
+    if row["stages"] == "uneven":
+        choices["stages"] = "/".join(map(str, layers))
+    if row["edge"] == "own":
+        choices["boundary"] = "[batch/dp, seq/cp, hidden/tp]"
+    return Candidate.parse(",".join(f"{name}={value}" for name, value in choices.items()))
+
+
+def model_of(row: Row) -> ModelSpec:
+    """The model of a row."""
+    changes: dict[str, Any] = {"num_layers": sum(layers_of(row)), "vocab": int(row["vocab"])}
+    changes["tied_embeddings"] = row["tied"] == "yes"
+    if row["kv"] == "copied":
+        changes["num_kv_heads"] = int(row["tp"]) // 2
+    if row["experts"] != "dense":
+        changes |= {"num_experts": 4, "experts_per_token": 2, "gated_mlp": True, "mlp_bias": False}
+    return {"llama": llama, "gpt": gpt}[row["model"]](**changes)
+
+
+@functools.cache
+def _question(text: str, model: ModelSpec, changes: tuple[tuple[str, Any], ...]) -> Request:
+    return request_of(Candidate.parse(text), model, **dict(changes))
+
+
+def request_for(row: Row, precision: str = "bf16") -> Request:
+    """The question that a row answers."""
+    changes: dict[str, Any] = {
+        "global_batch": int(row["dp"]) * int(row["micro"]),
+        "precision": Precision.named(precision),
+        "clip_norm": CLIP_NORM if row["clip"] == "yes" else NO_CLIP,
+        "expert_capacity": 1.0 if row["experts"] == "dropped" else None,
+    }
+    request = _question(f"tp={num_ranks(row)},pp=1,dp=1", model_of(row), tuple(changes.items()))
+    return replace(request, layouts=pins_of(COPIED, row["kv"])) if row["kv"] == "copied" else request
+
+
+def plan_for(row: Row, precision: str = "bf16") -> Plan:
+    """The plan of a row."""
+    return plan_at(request_for(row, precision), candidate_of(row))
+
+
+# -- which rows there must be --------------------------------------------------------------------------
+
+
+def is_legal(row: Row) -> bool:
+    """Whether the planner's Rules let the torch engine run a row."""
+    return not rejections_of(request_for(row), candidate_of(row), "torch")
+
+
+def pairs_of(row: Row) -> Iterator[Pair]:
+    """Every two values that meet in a row."""
+    return combinations(((name, row[name]) for name in FEATURES), 2)
+
+
+def present(features: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Features without the values that are not there yet."""
+    return {name: tuple(value for value in values if (name, value) not in ABSENT) for name, values in features.items()}
+
+
+@functools.cache
+def possible() -> tuple[Row, ...]:
+    """Every combination of the structure that may run, with the first value of every option."""
+    plain = {name: values[0] for name, values in OPTIONS.items()}
+    choices = present(STRUCTURE)
+    combined = ({**dict(zip(choices, values, strict=True)), **plain} for values in product(*choices.values()))
+    thinkable = (row for row in combined if not any(excludes(row) for excludes in IMPOSSIBLE.values()))
+    return tuple(row for row in thinkable if is_legal(row))
+
+
+@functools.cache
+def possible_pairs() -> frozenset[Pair]:
+    """All pairs that some row can have; an option goes with everything."""
+    met = {pair for row in possible() for pair in combinations(((name, row[name]) for name in STRUCTURE), 2)}
+    values = {name: {row[name] for row in possible()} for name in STRUCTURE} | {
+        name: set(values) for name, values in OPTIONS.items()
+    }
+    free = {
+        ((one, left), (other, right))
+        for one, other in combinations(FEATURES, 2)
+        if other in OPTIONS
+        for left, right in product(values[one], values[other])
+    }
+    return frozenset(met | free)
+
+
+def covering() -> tuple[Row, ...]:
+    """Rows that have all pairs between them, found greedily: each has the most that are missing.
+
+    Every row starts from the first missing pair, so that the search ends. Of equals the last one has most features.
+    """
+    missing, found = dict.fromkeys(sorted(possible_pairs())), list[Row]()
+    number = {pair: place for place, pair in enumerate(missing)}
+    structures = possible()[::-1]
+    pairs = np.array([[number[pair] for pair in pairs_of(row) if pair[1][0] in STRUCTURE] for row in structures])
+    while missing:
+        wanted = dict(next(iter(missing)))
+        fits = np.array([all(row[name] == wanted[name] for name in wanted if name in STRUCTURE) for row in structures])
+        gains = np.isin(pairs, [number[pair] for pair in missing]).sum(axis=1)
+        row = dict(structures[int(np.argmax(np.where(fits, gains, -1)))])
+        for name in OPTIONS:
+            allowed = (wanted[name],) if name in wanted else OPTIONS[name][::-1]
+            row[name] = max(allowed, key=lambda value: sum(pair in missing for pair in pairs_of({**row, name: value})))
+        for pair in pairs_of(row):
+            missing.pop(pair, None)
+        found.append(row)
+    return tuple(found)
+
+
+def quick(found: Sequence[Row]) -> tuple[Row, ...]:
+    """Rows that hold every single value between them, each with the most that are missing."""
+    missing, chosen = {(name, row[name]) for row in found for name in FEATURES}, list[Row]()
+    while missing:
+        row = max(found, key=lambda row: len(missing & set(row.items())))
+        missing -= set(row.items())
+        chosen.append(row)
+    return tuple(chosen)

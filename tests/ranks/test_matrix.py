@@ -1,0 +1,279 @@
+"""Every pair of features on real processes equals one process, in double, in FP32 and in BF16.
+
+One process is the graph evaluated with numpy, and beside it the decoder with PyTorch's own gradients.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+
+from autoshard.engine.decoder.model import Decoder, graph_name, state_of
+from autoshard.engine.order import sequence_order
+from autoshard.engine.place import Place, assemble
+from autoshard.engine.programs import programs_of
+from autoshard.engine.torch import block
+from autoshard.engine.torch.collectives import Change, communication
+from autoshard.engine.torch.executor import Executor
+from autoshard.engine.torch.world import Group, World
+from autoshard.errors import InputError
+from autoshard.graph.evaluate import StepResult
+from autoshard.layout.collective import Collective
+from autoshard.layout.program import Communicate, Compute, Given
+from autoshard.plan.plan import Plan
+from autoshard.plan.tables import plan_programs
+from tests.ranks import matrix
+from tests.ranks.cases import Arrays, StepShare, Task, compare, run_steps, share_of, torch_adamw
+from tests.ranks.matrix import ABSENT, FEATURES, IMPOSSIBLE, Row
+from tests.ranks.spawn import on_ranks
+
+pytestmark = pytest.mark.ranks
+
+ROWS = matrix.rows()
+QUICK = matrix.quick(ROWS)
+BF16 = 2.0**-8  # unit roundoff
+
+
+def named(row: Row) -> str:
+    return f"{ROWS.index(row):02}: {matrix.candidate_of(row)}"
+
+
+with_every_row = pytest.mark.parametrize("row", ROWS, ids=named)
+with_quick_rows = pytest.mark.parametrize(
+    "row", [pytest.param(row, id=named(row), marks=[] if row in QUICK else [pytest.mark.slow]) for row in ROWS]
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The decoder is too small for threads, which wait for each other in a loop when cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def task_of(row: Row, precision: str = "bf16", num_steps: int = 1) -> Task:
+    return Task.of(matrix.plan_for(row, precision), num_steps, masked=row["mask"] == "yes")
+
+
+# -- the rows themselves -------------------------------------------------------------------------------
+
+
+def test_the_table_is_what_the_search_for_rows_finds():
+    assert matrix.TABLE.strip() == matrix.table_of(matrix.covering())
+
+
+def test_every_possible_pair_is_in_some_row():
+    assert matrix.possible_pairs() <= set(chain.from_iterable(map(matrix.pairs_of, ROWS)))
+
+
+def test_no_value_is_missing_but_those_that_are_not_there_yet():
+    met = {(name, row[name]) for row in ROWS for name in FEATURES}
+    assert met == {(name, value) for name, values in FEATURES.items() for value in values} - set(ABSENT)
+    assert met == {(name, row[name]) for row in QUICK for name in FEATURES}
+
+
+def test_every_row_may_run():
+    assert all(matrix.is_legal(row) for row in ROWS)
+    assert not [reason for row in ROWS for reason, excludes in IMPOSSIBLE.items() if excludes(row)]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row["kv"] == "copied"], ids=named)
+def test_copied_keys_are_on_every_rank_of_a_group(row):
+    for name, program in plan_programs(matrix.plan_for(row)).items():
+        if name.startswith("layer"):
+            given = [entry.value for entry in program.instructions if isinstance(entry, Given)]
+            keys = [one.layout.dims for one in given if one.tensor in ("k.weight", "v.weight")]
+            assert len(keys) == 2
+            assert "rep" not in {atom for dims in keys for _, atoms in dims for atom in atoms}
+
+
+@pytest.mark.parametrize(("name", "value"), ABSENT, ids=str)
+def test_what_is_not_there_yet_is_refused(name, value):
+    row = {**first_row({"dp": "2", "cp": "ring", "experts": "spread", "pipe": "none"}), name: value}
+    if matrix.is_legal(row):
+        with pytest.raises(InputError, match="not executed yet"):
+            programs_of(matrix.plan_for(row))
+
+
+# -- the rows run --------------------------------------------------------------------------------------
+
+
+@with_every_row
+def test_two_steps_in_double_are_those_of_one_process(row):
+    task = task_of(row, num_steps=2)
+    answers = on_ranks(task.plan.mesh.num_ranks, run_steps, task)
+    tensors, optimizer = torch_adamw(task.weights)
+    for step in range(2):
+        before = {name: tensor.numpy().copy() for name, tensor in tensors.items()}
+        expected = task.reference(before, step)
+        assert (expected.norm > task.plan.workload.clip_norm) == (row["clip"] == "yes")
+        loss, gradients = of_decoder(task, before, step)
+        for name, gradient in expected.gradients.items():
+            tensors[name].grad = torch.from_numpy(gradient.copy())
+        torch.nn.utils.clip_grad_norm_([tensors[name] for name in expected.gradients], task.plan.workload.clip_norm)
+        optimizer.step()
+        weights = {name: tensor.numpy() for name, tensor in tensors.items()}
+        shares = [found[step] for found in answers]
+        compare(expected, shares, weights=weights)
+        near(replace(expected, loss=loss, gradients=gradients), shares, 1e-9)
+
+
+def of_decoder(task: Task, weights: Arrays, step: int) -> tuple[float, Arrays]:
+    """Loss and gradients of a step by PyTorch's autograd on the plain module."""
+    module, loss = Decoder(task.plan.model, dtype=torch.float64), 0.0
+    module.load_state_dict(state_of(weights))
+    for batch in task.steps[step]:
+        part = module(*(torch.from_numpy(batch[name]) for name in ("tokens", "labels", "token_weight")))
+        part.backward()
+        loss += part.item()
+    parameters = {graph_name(name): parameter for name, parameter in module.named_parameters()}
+    return loss, {name: parameter.grad.numpy() for name, parameter in parameters.items() if parameter.grad is not None}
+
+
+def distances(expected: StepResult, shares: Sequence[StepShare]) -> Mapping[str, float]:
+    """How far loss and norm are, relative to themselves, and every gradient, relative to the largest."""
+    found = {"loss": 0.0, "norm": 0.0}
+    for share in shares:
+        found["loss"] = max(found["loss"], abs(share.loss / expected.loss - 1))
+        found["norm"] = max(found["norm"], abs(share.norm / expected.norm - 1))
+    largest = max(np.abs(gradient).max() for gradient in expected.gradients.values())
+    assert {name for share in shares for name in share.gradients} == set(expected.gradients)
+    for name, gradient in expected.gradients.items():
+        whole = assemble(gradient.shape, [share.gradients[name] for share in shares if name in share.gradients])
+        found[name] = float(np.abs(whole - gradient).max() / largest)
+    return found
+
+
+def near(expected: StepResult, shares: Sequence[StepShare], most: float) -> None:
+    """Hold loss, norm and every gradient within a distance."""
+    assert not {name: distance for name, distance in distances(expected, shares).items() if not distance <= most}
+
+
+def run_planned(task: Task) -> StepShare:
+    """One step in the formats of the plan."""
+    return share_of(Executor(task.plan, task.weights.__getitem__), task.steps[0])
+
+
+@with_quick_rows
+def test_a_step_in_fp32_is_near_one_process_in_double(row):
+    task = task_of(row, "fp32")
+    near(task.reference(), on_ranks(task.plan.mesh.num_ranks, run_planned, task), 1e-5)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row["experts"] == "dense"], ids=named)
+def test_a_step_in_bf16_is_as_near_as_its_roundings_let_it_be(row):
+    """Each rounding to BF16 moves a number by up to 2^-8 of itself; n of them, up and down as it comes, sqrt(n) as far.
+
+    n counts what a micro-batch passes: every operation that writes BF16, and in every sum over ranks one addition for
+    each rank but the first. So it grows with the depth and with tp. Nothing else is lost: gradients are added up in
+    FP32, and the reference starts from weights that BF16 holds. Routers choose otherwise when rounded, so experts are
+    left out.
+    """
+    task = with_rounded_weights(task_of(row))
+    most = BF16 * roundings(task.plan) ** 0.5
+    assert most < 0.1, "a part that is missing would not be seen"
+    near(task.reference(), on_ranks(task.plan.mesh.num_ranks, run_planned, task), most)
+
+
+def with_rounded_weights(task: Task) -> Task:
+    """The same task from weights that BF16 holds; tied ones stay the same array."""
+    rounded = {id(array): torch.from_numpy(array).bfloat16().double().numpy() for array in task.weights.values()}
+    return replace(task, weights={name: rounded[id(array)] for name, array in task.weights.items()})
+
+
+def roundings(plan: Plan) -> int:
+    """How often numbers of one micro-batch are rounded to BF16 on their way through all blocks and back."""
+    total = 0
+    for parts in (parts for blocks in programs_of(plan).stages for parts in blocks.values()):
+        for entry in parts.program.instructions:
+            match entry:
+                case Compute(op=op):
+                    total += any(parts.block.tensors[name].dtype == "bf16" for name in op.outputs)
+                case Communicate(collective=Collective(kind="all_reduce" | "reduce_scatter", atoms=atoms)):
+                    total += math.prod(plan.mesh.size(atom) for atom in atoms) - 1
+                case _:
+                    pass
+    return total
+
+
+# -- seeded faults -------------------------------------------------------------------------------------
+
+
+def per_micro_batch(task: Task) -> Task:
+    """Divide by the tokens that count in a micro-batch: a mean of means."""
+    (step,) = task.steps
+    share = len(step)
+    divided = (
+        {**batch, "token_weight": batch["token_weight"] / (share * batch["token_weight"].sum())} for batch in step
+    )
+    return replace(task, steps=(tuple(divided),))
+
+
+def swapped(task: Task) -> Task:
+    """Give micro-batches the labels of each other."""
+    (step,) = task.steps
+    return replace(task, steps=(tuple({**a, "labels": b["labels"]} for a, b in zip(step, step[::-1], strict=True)),))
+
+
+def labels_in_order(task: Task) -> Task:
+    """Undo the zig-zag beforehand, for labels alone."""
+    back = np.argsort(sequence_order(task.plan))
+    (step,) = task.steps
+    return replace(task, steps=(tuple({**batch, "labels": batch["labels"][:, back]} for batch in step),))
+
+
+def own_part(group: Group, whole: torch.Tensor) -> torch.Tensor:
+    """A reduce-scatter without the reduction."""
+    return whole.contiguous().chunk(len(group.ranks))[group.number].clone()
+
+
+def without_copies(world: World, place: Place, change: Communicate) -> Change:
+    """Leave out every sum over the ranks that hold the same keys."""
+    if change.collective.atoms == ("rep",) and change.collective.kind == "all_reduce":
+        return torch.clone
+    return communication(world, place, change)
+
+
+def not_added(one: Executor) -> None:
+    """Leave the gradients of tied weights where they are."""
+
+
+GIVEN = {
+    "a mean of means": (per_micro_batch, {"mask": "yes", "micro": "4"}),
+    "labels of another micro-batch": (swapped, {"micro": "4"}),
+    "labels in another order than tokens": (labels_in_order, {"cp": "zigzag"}),
+}
+REPLACED = {
+    "a reduce-scatter that does not sum": ((Group, "reduce_scatter", own_part), {"tp": "1", "zero": "1"}),
+    "reduce-scatters of activations that do not sum": ((Group, "reduce_scatter", own_part), {"sp": "yes", "zero": "0"}),
+    "gradients of copied keys": ((block, "communication", without_copies), {"kv": "copied", "tp": "4", "sp": "no"}),
+    "gradients of tied weights": ((Executor, "_tie_gradients", not_added), {"tied": "yes", "pipe": "gpipe"}),
+}
+
+
+def first_row(wanted: Mapping[str, str]) -> Row:
+    return min((row for row in ROWS if wanted.items() <= row.items()), key=matrix.num_ranks)
+
+
+def caught(task: Task, answers: Sequence[Sequence[StepShare]]) -> None:
+    with pytest.raises(AssertionError):
+        compare(task.reference(), [share for (share,) in answers])
+
+
+@pytest.mark.parametrize(("seed", "wanted"), GIVEN.values(), ids=GIVEN)
+def test_a_wrong_batch_is_caught(seed, wanted):
+    task = task_of(first_row(wanted))
+    caught(task, on_ranks(task.plan.mesh.num_ranks, run_steps, seed(task)))
+
+
+@pytest.mark.parametrize(("replaced", "wanted"), REPLACED.values(), ids=REPLACED)
+def test_a_wrong_rank_is_caught(replaced, wanted, monkeypatch):
+    task = task_of(first_row(wanted))
+    monkeypatch.setattr(*replaced)  # ranks are forked, so they have it too
+    caught(task, on_ranks(task.plan.mesh.num_ranks, run_steps, task))
