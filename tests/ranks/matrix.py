@@ -45,8 +45,6 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
 }
 FEATURES: Mapping[str, tuple[str, ...]] = {**STRUCTURE, **OPTIONS}
 ABSENT: Mapping[tuple[str, str], str] = {
-    ("zero", "3"): "the torch engine does not gather weights yet",
-    ("cp", "a2a"): "the planner has no table of an all-to-all over cp, and the engine does not execute one",
     ("experts", "dropped"): "the torch engine does not drop tokens yet",
     ("edge", "own"): "every table is solved for the usual layout between blocks",
 }
@@ -71,34 +69,39 @@ RECOMPUTE = {"none": "none", "full": "full", "attend": "selective[attend]", "som
 
 TABLE = """
 tp sp  kv     cp     experts pipe        stages dp zero  micro recompute edge  tied vocab clip mask model
-4  yes copied zigzag local   none        even   1  1     4     some      usual yes  31    no   no   gpt
-2  no  own    1      spread  zb_v        uneven 2  0     1     none      usual no   32    no   yes  llama
-1  no  own    ring   dense   interleaved uneven 1  1     4     attend    usual yes  31    yes  no   llama
-2  yes copied 1      dense   1f1b        even   1  alone 1     full      usual no   32    yes  yes  gpt
-1  no  own    1      local   gpipe       even   2  0     4     full      usual yes  31    yes  yes  gpt
-4  yes own    1      local   zb_h1       uneven 1  alone 4     none      usual yes  32    yes  no   llama
-2  yes copied 1      spread  interleaved even   2  1     4     attend    usual no   31    no   no   gpt
-4  no  copied 1      dense   none        even   2  0     1     some      usual no   32    yes  yes  llama
-2  yes copied ring   local   gpipe       uneven 1  0     1     some      usual no   32    no   no   gpt
-1  no  own    ring   spread  zb_h1       even   2  1     1     none      usual yes  31    no   yes  gpt
-1  no  own    ring   spread  1f1b        uneven 2  1     4     some      usual yes  32    no   no   llama
-4  yes own    ring   local   none        even   1  0     1     attend    usual yes  32    no   yes  gpt
-2  yes copied ring   dense   zb_v        even   1  1     4     none      usual yes  31    no   no   gpt
-2  yes copied ring   spread  none        even   2  1     4     full      usual yes  31    no   no   llama
-2  no  copied zigzag dense   zb_h1       uneven 1  0     1     none      usual no   32    yes  yes  llama
-1  no  own    zigzag spread  interleaved uneven 2  0     4     full      usual no   32    yes  yes  gpt
-2  yes copied zigzag local   1f1b        uneven 1  0     4     attend    usual yes  31    no   no   gpt
-2  yes copied zigzag dense   gpipe       uneven 1  1     4     attend    usual yes  31    no   no   llama
-1  no  own    zigzag local   zb_v        uneven 2  1     4     none      usual yes  31    yes  no   gpt
-4  no  copied 1      local   interleaved uneven 1  alone 4     some      usual yes  31    no   no   gpt
-2  yes copied 1      spread  gpipe       uneven 2  1     4     none      usual yes  31    no   no   gpt
+4  yes copied zigzag local   none        even   1  3     4     some      usual yes  31    no   no   gpt
+2  no  own    1      spread  zb_v        uneven 2  1     1     none      usual no   32    no   yes  llama
+1  no  own    a2a    dense   interleaved uneven 1  0     4     attend    usual yes  31    yes  no   llama
+2  yes copied ring   dense   1f1b        even   1  1     1     full      usual no   32    yes  yes  gpt
+4  yes copied 1      local   gpipe       uneven 1  alone 1     attend    usual yes  32    yes  yes  llama
+1  no  own    1      dense   gpipe       even   2  3     4     full      usual no   31    no   no   gpt
+1  no  own    1      local   1f1b        uneven 2  0     1     some      usual no   31    no   yes  gpt
+2  yes copied 1      spread  interleaved even   2  0     4     none      usual yes  31    yes  no   gpt
+4  no  own    1      dense   none        even   1  alone 4     none      usual no   32    no   no   llama
+2  yes own    1      local   zb_h1       uneven 2  1     4     none      usual yes  31    no   no   gpt
+1  no  own    a2a    spread  none        even   2  3     1     attend    usual no   32    no   yes  gpt
+1  no  own    a2a    local   zb_v        even   1  1     4     none      usual yes  31    yes  no   gpt
+1  no  own    a2a    spread  1f1b        uneven 2  3     4     full      usual yes  31    yes  no   llama
+1  no  own    a2a    spread  gpipe       uneven 2  1     4     some      usual yes  32    yes  yes  llama
+1  no  own    a2a    dense   zb_h1       even   1  0     1     none      usual no   32    yes  no   llama
+4  no  copied ring   local   none        even   1  0     4     full      usual yes  31    no   no   llama
+1  no  own    ring   spread  interleaved uneven 2  3     4     some      usual no   32    no   yes  gpt
+2  yes copied ring   local   gpipe       uneven 1  3     4     none      usual yes  31    no   no   gpt
+2  yes copied ring   local   zb_h1       uneven 1  1     4     none      usual yes  31    no   yes  gpt
+2  yes copied ring   dense   zb_v        uneven 1  0     4     none      usual yes  31    no   no   gpt
+2  yes copied ring   spread  none        even   2  1     4     attend    usual yes  31    yes  no   gpt
+2  no  own    zigzag dense   gpipe       uneven 1  0     1     some      usual no   32    yes  yes  llama
+1  no  own    zigzag spread  interleaved uneven 2  1     4     full      usual yes  31    no   no   gpt
+2  yes copied zigzag local   1f1b        uneven 1  3     4     attend    usual yes  31    no   no   gpt
+1  no  own    zigzag spread  zb_h1       uneven 2  1     4     none      usual yes  31    no   no   gpt
+2  yes copied zigzag local   zb_v        uneven 1  1     4     none      usual yes  31    no   no   gpt
+4  yes copied 1      local   interleaved uneven 1  alone 4     some      usual yes  31    no   no   gpt
 4  yes copied 1      local   1f1b        uneven 1  alone 4     none      usual yes  31    no   no   gpt
-4  yes copied 1      local   gpipe       uneven 1  alone 4     attend    usual yes  31    no   no   gpt
-1  no  own    1      local   interleaved uneven 1  alone 4     none      usual yes  31    no   no   gpt
-4  yes copied 1      spread  none        even   2  1     4     none      usual yes  31    no   no   gpt
-4  yes copied 1      local   none        even   1  alone 4     full      usual yes  31    no   no   gpt
+4  yes copied 1      local   zb_h1       uneven 1  alone 4     none      usual yes  31    no   no   gpt
 4  yes copied 1      local   zb_v        uneven 1  alone 4     none      usual yes  31    no   no   gpt
-1  no  own    zigzag spread  none        even   2  1     4     some      usual yes  31    no   no   gpt
+1  no  own    1      local   interleaved uneven 1  alone 4     full      usual yes  31    no   no   gpt
+2  yes copied 1      local   zb_v        uneven 1  alone 4     none      usual yes  31    no   no   gpt
+4  yes copied 1      spread  none        even   2  1     4     some      usual yes  31    no   no   gpt
 """
 
 

@@ -98,6 +98,7 @@ class Executor:
             weights |= {} if flat.is_whole else flat.shares(flat.values)
         for name, block in self._store.whole.weights.items():
             weights[name] = Held(bounds=self._held[name].bounds, array=as_array(block.clone()))
+        weights |= {other: weights[owner] for other, owner in self._store.ties.items()}
         return Shares(gradients=gradients, weights=weights)
 
     def measured(self) -> Measured:
