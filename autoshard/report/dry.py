@@ -37,7 +37,10 @@ def dry_notes(plan: Plan, ranks: Sequence[DryRank]) -> list[str]:
             "What the others send was added: as much as each of these"
         )
     if plan.mesh.size("pp") > 1:
-        notes.append("sent: the prediction is of whoever sends most; the first and the last stage send less over pp")
+        notes.append(
+            "sent: the prediction is of whoever sends most: over pp a stage between two others, "
+            "over tp and dp mostly one with the embedding or the head"
+        )
     if plan.kernels != _OWN:
         notes.append(
             f"saved: the prediction is of the kernels {plan.kernels}, which keep what they need for backward; "
