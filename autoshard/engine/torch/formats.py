@@ -35,7 +35,7 @@ class Formats:
 
 def own(array: Array, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a tensor of its own memory with an array's numbers, in another format where one is given."""
-    shared = torch.from_numpy(array)
+    shared = torch.from_numpy(array if array.flags.writeable else array.copy())  # torch warns of others
     return torch.empty(shared.shape, dtype=dtype or shared.dtype).copy_(shared)
 
 
