@@ -75,6 +75,7 @@ def test_every_forward_operation_is_a_leaf_of_its_name_in_the_order_of_the_graph
 
 
 def test_new_weights_are_drawn_and_biases_and_norms_start_neutral():
+    torch.manual_seed(0)
     module = decoder.Decoder(MODELS["experts and all else"])
     for name, parameter in module.named_parameters():
         leaf = module.get_submodule(name.rpartition(".")[0])
