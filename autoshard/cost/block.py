@@ -1,5 +1,6 @@
 """Seconds and bytes of one block on one rank, read off its sharded graph; for numbers or columns alike."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -48,9 +49,10 @@ class Setting:
 
     @property
     def sequences(self) -> Sequences:
-        """How sequences are cut: zig-zag gives all ranks the same, stretches in a row do not."""
-        stretches = self.atoms["cp"] if self.cp_order == "contiguous" else 1
-        return Sequences(length=self.sizes["seq"], stretches=stretches)
+        """How attention cuts sequences: zig-zag gives all ranks the same, as heads do, stretches in a row do not."""
+        attend = self.blocks.block("layer", Recompute()).sharding.op_cuts["attend"]
+        in_a_row = [self.atoms[atom] for atom in attend.get("seq", ())] if self.cp_order == "contiguous" else []
+        return Sequences(length=self.sizes["seq"], stretches=math.prod(in_a_row))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
