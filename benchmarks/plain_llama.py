@@ -20,6 +20,7 @@ from autoshard.engine.base import Batch
 from autoshard.spec.model import ModelSpec
 
 Step = Callable[[Sequence[Batch]], None]
+CLIP_NORM = 1.0
 _Turns = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -93,30 +94,44 @@ def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.1, fused=True)
 
 
-def _finish(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Clip, update; weights that are cut and weights that are not are clipped by one norm."""
-    gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
-    kinds = [[one for one in gradients if isinstance(one, DTensor) == cut] for cut in (False, True)]
-    norms = [nn.utils.get_total_norm(some) for some in kinds if some]
-    total = torch.stack([one.full_tensor() if isinstance(one, DTensor) else one for one in norms]).norm()
-    for gradient in gradients:
-        gradient.mul_(float((1.0 / (total + 1e-6)).clamp(max=1.0)))
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def one_process(model: ModelSpec, seq_len: int) -> Step:
-    """Accumulate over the micro-batches, clip, update."""
-    module = PlainLlama(model, seq_len)
-    optimizer = _optimizer(module)
+def _accumulating(module: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[nn.Module], None]) -> Step:
+    """Add up the gradients of the micro-batches, clip, update."""
 
     def step(batches: Sequence[Batch]) -> None:
         for batch in batches:
             tokens, labels = _tensors(batch)
             (_loss(module(tokens), labels) / len(batches)).backward()
-        _finish(module, optimizer)
+        clip(module)
+        _update(optimizer)
 
     return step
+
+
+def _clip(module: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(module.parameters(), CLIP_NORM)
+
+
+def _clip_apart(module: nn.Module) -> None:
+    """Clip weights that are cut and weights that are not by one norm, which PyTorch does not do by itself."""
+    weights = [weight for weight in module.parameters() if weight.grad is not None]
+    kinds = [[one for one in weights if isinstance(one, DTensor) == cut] for cut in (False, True)]
+    norms = [nn.utils.get_total_norm([one.grad for one in some if one.grad is not None]) for some in kinds if some]
+    total = torch.stack([one.full_tensor() if isinstance(one, DTensor) else one for one in norms]).norm()
+    factor = float((CLIP_NORM / (total + 1e-6)).clamp(max=1.0))
+    for weight in weights:
+        if weight.grad is not None:
+            weight.grad.mul_(factor)
+
+
+def _update(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def one_process(model: ModelSpec, seq_len: int) -> Step:
+    """A loop over the micro-batches."""
+    module = PlainLlama(model, seq_len)
+    return _accumulating(module, _optimizer(module), _clip)
 
 
 def data_parallel(model: ModelSpec, seq_len: int) -> Step:
@@ -129,7 +144,8 @@ def data_parallel(model: ModelSpec, seq_len: int) -> Step:
             tokens, labels = (one.chunk(size)[rank] for one in _tensors(batch))
             module.require_backward_grad_sync = number == len(batches)
             (_loss(module(tokens), labels) / len(batches)).backward()
-        _finish(module, optimizer)
+        _clip(module)
+        _update(optimizer)
 
     return step
 
@@ -148,14 +164,7 @@ def tensor_parallel(model: ModelSpec, seq_len: int) -> Step:
     weights = list(module.parameters())
     apart = [[one for one in weights if isinstance(one, DTensor) == cut] for cut in (False, True)]
     optimizer = torch.optim.AdamW([{"params": some} for some in apart], 1e-3, (0.9, 0.95), 1e-8, 0.1, foreach=True)
-
-    def step(batches: Sequence[Batch]) -> None:
-        for batch in batches:
-            tokens, labels = _tensors(batch)
-            (_loss(module(tokens), labels) / len(batches)).backward()
-        _finish(module, optimizer)
-
-    return step
+    return _accumulating(module, optimizer, _clip_apart)
 
 
 def pipelined(model: ModelSpec, seq_len: int) -> Step:
@@ -176,6 +185,7 @@ def pipelined(model: ModelSpec, seq_len: int) -> Step:
             schedules[count].step(tokens)
         else:
             schedules[count].step(target=labels) if rank == size - 1 else schedules[count].step()
-        _finish(module, optimizer)
+        _clip(module)
+        _update(optimizer)
 
     return step
