@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from autoshard.errors import require
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Program, Value
 from autoshard.plan.plan import Plan, Stage
 from autoshard.plan.tables import plan_blocks, plan_programs
@@ -136,7 +137,7 @@ def parted(block: Block, program: Program) -> BlockProgram:
             backward.append(entry)
     upstream = f"d.{handed_on.tensor}"
     assert upstream not in needed, f"{block.kind}: the forward pass waits for {upstream}"
-    inputs, weights = _halves(tuple(reversed(backward)), program)
+    inputs, weights = map(_added_at_once, _halves(tuple(reversed(backward)), program))
     return BlockProgram(
         block=block,
         program=program,
@@ -162,6 +163,25 @@ def _halves(
             weights.append(entry)
     assert not late & needed, "the gradient of a block's input waits for that of a weight"
     return tuple(reversed(inputs)), tuple(reversed(weights))
+
+
+def _added_at_once(entries: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    """Add every gradient to its sum as soon as it is made, so that nobody holds it beside the next."""
+    adding = {
+        entry.reads[1].name: entry
+        for entry in entries
+        if isinstance(entry, Compute) and isinstance(entry.op.kind, Accumulate)
+    }
+    sums = {entry.reads[0].name for entry in adding.values()}
+    given = {entry.value.name: entry for entry in entries if isinstance(entry, Given) and entry.value.name in sums}
+    moved = {id(entry) for entry in (*adding.values(), *given.values())}
+    found: list[Instruction] = []
+    for entry in entries:
+        if id(entry) not in moved:
+            found.append(entry)
+        for late in (adding[name] for name in written_by(entry) if name in adding):
+            found += [given[late.reads[0].name], late]
+    return tuple(found)
 
 
 def _is_forward(entry: Instruction) -> bool:

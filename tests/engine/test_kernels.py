@@ -12,10 +12,12 @@ from autoshard.engine.order import zigzag
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels import Local, kernel
 from autoshard.engine.torch.kernels.attention import joined
+from autoshard.engine.torch.kernels.products import adding
 from autoshard.graph.block import Block
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.evaluate import random_weights
 from autoshard.graph.kinds.attention import Attend, AttendGradient
+from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.op import Array, Call, Dims, Op, OpKind, Output, Tensor
 from autoshard.layout.local import joined_attention
 from autoshard.spec.kernels import load_kernels
@@ -86,6 +88,28 @@ def test_every_operation_of_a_step_gives_what_the_graph_gives(model: ModelSpec):
         found = kernel(op.kind, call, EXACT)(*tensors)
         for tensor, expected in zip(found, results, strict=True):
             np.testing.assert_allclose(tensor.numpy(), expected, rtol=1e-11, atol=1e-12, err_msg=f"{block.kind} {op}")
+
+
+@pytest.mark.parametrize("model", [MODELS["llama"], MODELS["experts"]], ids=["matrices", "a matrix for each expert"])
+def test_a_product_that_adds_itself_to_a_sum_gives_both_added(model: ModelSpec):
+    weights = [each for each in computed(model) if each[1].pass_ == "W" and isinstance(each[1].kind, Einsum)]
+    assert weights
+    for block, op, call, arrays, (expected,) in weights:
+        assert isinstance(op.kind, Einsum)
+        add = adding(op.kind, call)
+        assert add, f"{block.kind} {op} lies otherwise than its sum"
+        total = torch.linspace(-1, 1, expected.size, dtype=torch.float64).reshape(expected.shape)
+        before = total.numpy().copy()
+        (found,) = add(total, *(torch.from_numpy(np.array(array)) for array in arrays))
+        assert found is total
+        np.testing.assert_allclose(total.numpy(), before + expected, rtol=1e-11, atol=1e-12)
+
+
+def test_a_product_whose_dims_come_in_another_order_than_the_sums_does_not_add_itself():
+    left, right = (Tensor(name=name, dims=dims, dtype="fp32") for name, dims in (("x", ("a", "k")), ("y", ("b", "k"))))
+    result = Tensor(name="z", dims=("b", "a"), dtype="fp32")
+    call = Call(sizes={"a": 2, "b": 3, "k": 4}, inputs=(left, right), outputs=(result,))
+    assert adding(Einsum(dims=("b", "a")), call) is None
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.engine.programs import graph_of, programs_of
+from autoshard.engine.programs import graph_of, programs_of, read_by, written_by
 from autoshard.errors import InputError
+from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.program import Communicate, Compute, Given
 from autoshard.plan.candidate import Candidate
 from autoshard.search.planner import Request, plan_at
@@ -50,6 +51,18 @@ def test_the_passes_are_the_whole_program_and_the_first_does_not_wait_for_gradie
         for entry in parts.backward:
             assert not isinstance(entry, Compute) or entry.op.pass_ in "IW"
             assert not isinstance(entry, Communicate) or entry.pass_ in "IW"
+
+
+@pytest.mark.parametrize("text", ["tp=2,pp=1,dp=2", "tp=1,pp=2,dp=1,schedule=zb_h1"])
+def test_a_gradient_is_added_to_its_sum_as_soon_as_it_is_made(text):
+    for stage in programs_of(plan_of(text)).stages:
+        for parts in stage.values():
+            for entries in (parts.part("I"), parts.part("W")):
+                for number, entry in enumerate(entries):
+                    if isinstance(entry, Compute) and isinstance(entry.op.kind, Accumulate):
+                        total, gradient = read_by(entry)
+                        assert written_by(entries[number - 1]) == (total,)
+                        assert gradient in written_by(entries[number - 2])
 
 
 def test_blocks_know_what_they_hand_on_and_back():

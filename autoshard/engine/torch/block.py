@@ -1,6 +1,7 @@
 """One block on one rank: its program executed literally, forward and backward, instruction by instruction."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,12 @@ from autoshard.engine.programs import BlockProgram, read_by, written_by
 from autoshard.engine.torch.collectives import communication
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels import Kernel, Local, kernel
+from autoshard.engine.torch.kernels.products import adding
 from autoshard.engine.torch.kernels.rotations import Rotations
 from autoshard.engine.torch.ring import around
 from autoshard.engine.torch.world import World
+from autoshard.graph.kinds.linear import Einsum
+from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Sum, Value
 from autoshard.schedule.action import ActionKind
 
@@ -110,22 +114,68 @@ def _with_weights(parts: BlockProgram, entries: Sequence[Instruction]) -> tuple[
     return (*missing, *entries)
 
 
-def _steps(bench: Bench, parts: BlockProgram, entries: Sequence[Instruction], kept: set[str]) -> Iterable[_Step]:
+def _steps(bench: Bench, parts: BlockProgram, entries: Sequence[Instruction], kept: set[str]) -> Iterator[_Step]:
     """Make instructions ready; after its last reader a value goes, unless a later part wants it."""
     weights = {tensor.name for tensor in parts.block.parameters}
     kept = kept - weights
+    tasks = tuple(_tasks(bench, parts, entries, kept))
     last: dict[str, int] = {}
-    for number, entry in enumerate(entries):
-        last |= dict.fromkeys((*read_by(entry), *written_by(entry)), number)
-    for number, entry in enumerate(entries):
-        touched = dict.fromkeys((*read_by(entry), *written_by(entry)))
+    for number, task in enumerate(tasks):
+        last |= dict.fromkeys(task.touched, number)
+    for number, task in enumerate(tasks):
         yield _Step(
-            run=_kernel(bench, parts, entry),
-            reads=(entry.value.tensor,) if isinstance(entry, Given) else read_by(entry),
-            writes=written_by(entry),
-            shapes=tuple(bench.place.shape(value.layout) for value in _made(entry)),
-            drops=tuple(name for name in touched if last[name] == number and name not in kept),
+            run=task.run,
+            reads=task.reads,
+            writes=tuple(value.name for value in task.writes),
+            shapes=tuple(bench.place.shape(value.layout) for value in task.writes),
+            drops=tuple(name for name in task.touched if last[name] == number and name not in kept),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """What runs as one: an instruction, or a product that adds to a sum of gradients by itself."""
+
+    run: Kernel | None
+    reads: tuple[str, ...]  # values; of what is given the tensor
+    writes: tuple[Value, ...]
+
+    @property
+    def touched(self) -> Iterable[str]:
+        """Every value that it reads or writes, once."""
+        read = self.reads if self.run else ()
+        return dict.fromkeys((*read, *(value.name for value in self.writes)))
+
+
+def _tasks(bench: Bench, parts: BlockProgram, entries: Sequence[Instruction], kept: set[str]) -> Iterator[_Task]:
+    """Yield what runs; a gradient that nothing but its sum reads is never held where one kernel can add it."""
+    read = Counter(name for entry in entries for name in read_by(entry))
+    made = {entry.writes[0].name: entry for entry in entries if isinstance(entry, Compute)}
+    sums = [entry for entry in made.values() if isinstance(entry.op.kind, Accumulate)]
+    alone = [entry for entry in sums if read[entry.reads[1].name] == 1 and entry.reads[1].name not in kept]
+    added: dict[str, _Task] = {}
+    for entry in alone:
+        product = made.get(entry.reads[1].name)
+        run = product and _adding(bench, parts, product, entry)
+        if product and run:
+            task = _Task(run=run, reads=(entry.reads[0].name, *read_by(product)), writes=entry.writes)
+            added |= {entry.writes[0].name: task, product.writes[0].name: task}
+    for entry in entries:
+        name = written_by(entry)[0]
+        if name not in added:
+            reads = (entry.value.tensor,) if isinstance(entry, Given) else read_by(entry)
+            yield _Task(run=_kernel(bench, parts, entry), reads=reads, writes=_made(entry))
+        elif added[name].writes[0].name == name:
+            yield added[name]
+
+
+def _adding(bench: Bench, parts: BlockProgram, product: Compute, entry: Compute) -> Kernel | None:
+    """Return what adds a product to a sum in one go; None where it is no product, or of another format."""
+    if not isinstance(product.op.kind, Einsum):
+        return None
+    call = parts.block.call(product.op, _sizes(bench, product))
+    dtypes = {bench.formats.of(parts.block.tensors[value.tensor].dtype) for value in (*product.reads, *entry.writes)}
+    return adding(product.op.kind, call) if len(dtypes) == 1 else None
 
 
 def _made(entry: Instruction) -> tuple[Value, ...]:
@@ -155,11 +205,19 @@ def _kernel(bench: Bench, parts: BlockProgram, entry: Instruction) -> Kernel | N
 
 
 def _compute(bench: Bench, parts: BlockProgram, compute: Compute) -> Kernel:
-    bounds = {dim: bench.place.dim_bounds(dim, atoms) for dim, atoms in compute.cuts.items() if atoms}
-    sizes = {**bench.place.sizes, **{dim: stop - start for dim, (start, stop) in bounds.items()}}
-    local = Local(formats=bench.formats, bounds=bounds, rotations=bench.rotations)
-    found = kernel(compute.op.kind, parts.block.call(compute.op, sizes), local)
+    local = Local(formats=bench.formats, bounds=_bounds(bench, compute), rotations=bench.rotations)
+    found = kernel(compute.op.kind, parts.block.call(compute.op, _sizes(bench, compute)), local)
     return around(bench.world, bench.place, compute, found, bench.positions) if compute.ring else found
+
+
+def _bounds(bench: Bench, compute: Compute) -> Mapping[str, tuple[int, int]]:
+    """Return which part of each cut dim this rank computes."""
+    return {dim: bench.place.dim_bounds(dim, atoms) for dim, atoms in compute.cuts.items() if atoms}
+
+
+def _sizes(bench: Bench, compute: Compute) -> Mapping[str, int]:
+    parts = {dim: stop - start for dim, (start, stop) in _bounds(bench, compute).items()}
+    return {**bench.place.sizes, **parts}
 
 
 def _sum(reads: Sequence[Value], writes: Value) -> Kernel:
@@ -168,9 +226,9 @@ def _sum(reads: Sequence[Value], writes: Value) -> Kernel:
 
     def add(*blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         moved = [block.permute(order) for block, order in zip(blocks, orders, strict=True)]
-        total = moved[0]
-        for block in moved[1:]:
-            total = total + block
+        total = moved[0] + moved[1]
+        for block in moved[2:]:
+            total += block
         return (total,)
 
     return add

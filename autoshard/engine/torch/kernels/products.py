@@ -33,20 +33,55 @@ class _Side:
         return lambda tensor: tensor.permute(order).reshape(shape)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """An einsum as a product of matrices, or as one for each element of the dims that both factors keep."""
+
+    first: Callable[[torch.Tensor], torch.Tensor]
+    second: Callable[[torch.Tensor], torch.Tensor]
+    shape: tuple[int, ...]  # of the result, its dims in the order in which the product makes them
+    order: list[int] | None  # in which they are wanted, if that is another
+
+    @classmethod
+    def of(cls, kind: Einsum, call: Call) -> "_Product":
+        """Sort the dims of both factors."""
+        left, right = (tensor.dims for tensor in call.inputs)
+        both = tuple(dim for dim in left if dim in right and dim in kind.dims)
+        summed = tuple(dim for dim in left if dim in right and dim not in kind.dims)
+        alone = tuple(tuple(dim for dim in own if dim not in (*both, *summed)) for own in (left, right))
+        made = (*both, *alone[0], *alone[1])
+        order = [made.index(dim) for dim in kind.dims]
+        return cls(
+            first=_Side.of(left, (*((both,) if both else ()), alone[0], summed), call).change(),
+            second=_Side.of(right, (*((both,) if both else ()), summed, alone[1]), call).change(),
+            shape=shape_of(call, made),
+            order=None if order == sorted(order) else order,
+        )
+
+
 @kernel.register
 def _einsum(kind: Einsum, call: Call, local: Local) -> Kernel:
-    left, right = (tensor.dims for tensor in call.inputs)
-    both = tuple(dim for dim in left if dim in right and dim in kind.dims)
-    summed = tuple(dim for dim in left if dim in right and dim not in kind.dims)
-    alone = tuple(tuple(dim for dim in own if dim not in (*both, *summed)) for own in (left, right))
-    first = _Side.of(left, (*((both,) if both else ()), alone[0], summed), call).change()
-    second = _Side.of(right, (*((both,) if both else ()), summed, alone[1]), call).change()
-    made = (*both, *alone[0], *alone[1])
-    shape, order = shape_of(call, made), [made.index(dim) for dim in kind.dims]
-    plain = order == list(range(len(order)))
+    product = _Product.of(kind, call)
+    first, second, shape, order = product.first, product.second, product.shape, product.order
 
     def run(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
-        product = torch.matmul(first(x), second(y)).reshape(shape)
-        return (product if plain else product.permute(order),)
+        made = torch.matmul(first(x), second(y)).reshape(shape)
+        return (made.permute(order) if order else made,)
+
+    return run
+
+
+def adding(kind: Einsum, call: Call) -> Kernel | None:
+    """Return what adds an einsum to a sum (its first argument) as it is computed; None if the sum lies otherwise."""
+    product = _Product.of(kind, call)
+    if product.order:
+        return None
+    first, second = product.first, product.second
+
+    def run(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+        left, right = first(x), second(y)
+        into = total.view(*left.shape[:-1], right.shape[-1])
+        (into.addmm_ if left.dim() == 2 else into.baddbmm_)(left, right)
+        return (total,)
 
     return run
