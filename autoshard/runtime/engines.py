@@ -1,6 +1,7 @@
 """Which engine executes a plan on this machine."""
 
 from collections.abc import Callable
+from importlib import import_module
 
 from autoshard.engine.base import Builds, Measured
 from autoshard.errors import InputError
@@ -25,7 +26,7 @@ def counter() -> Callable[[Plan, int], Measured]:
 
 def _require_torch() -> None:
     try:
-        import torch  # noqa: F401
+        import_module("torch")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

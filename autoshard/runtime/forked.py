@@ -222,5 +222,6 @@ def _redirect_output(log: Path) -> None:
     number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(number, 1)
     os.dup2(number, 2)
+    # Open as long as the process lives.
     sys.stdout, sys.stderr = (open(one, "w", buffering=1, closefd=False) for one in (1, 2))  # noqa: SIM115
     faulthandler.enable(file=sys.stderr)

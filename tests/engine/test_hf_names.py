@@ -21,6 +21,7 @@ from autoshard.spec.hf_config import FAMILIES, spec_from_config
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import HEADER, model_names
 from tests.engine.small_models import graph_of
+from tests.small_configs import SMALL_FAMILIES, small_config
 
 CARDS = Path(autoshard.__file__).parents[1] / "models"
 FORMS: tuple[Form, ...] = ("published", "module")
@@ -157,27 +158,6 @@ def test_the_names_are_read_without_torch():
 
 # -- against transformers --------------------------------------------------------------------------
 
-SIZES: Mapping[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 19,
-    "max_position_embeddings": 16,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-}
-NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-SMALL: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"num_key_value_heads": 2},
-    "mistral": {"num_key_value_heads": 2, "sliding_window": 3},
-    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt2": {**NO_DROPOUT, "n_inner": 24},
-    "gpt_neox": {"rotary_pct": 0.5},
-    "qwen2": {"num_key_value_heads": 2},
-    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
-}
 MORE: Mapping[str, Mapping[str, Any]] = {
     "llama with biases, tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "llama with one head per key": {"num_key_value_heads": 4},
@@ -187,11 +167,7 @@ MORE: Mapping[str, Mapping[str, Any]] = {
 
 def small(name: str) -> dict[str, Any]:
     """Return a reduced configuration; the name's first word is the architecture."""
-    family = name.split()[0]
-    config: dict[str, Any] = {"model_type": family, **SIZES, **SMALL[family], **MORE.get(name, {})}
-    if family == "gpt2":
-        config.pop("intermediate_size")
-    return config
+    return small_config(name.split()[0], **MORE.get(name, {}))
 
 
 def transformers_module(config: Mapping[str, Any], device: str = "cpu") -> Any:
@@ -220,7 +196,7 @@ def test_a_card_has_the_tensors_of_the_transformers_module(name: str):
     assert HfNames.of(card["model_type"], model, "module").shapes == expected
 
 
-@pytest.mark.parametrize("name", [*SMALL, *MORE])
+@pytest.mark.parametrize("name", [*SMALL_FAMILIES, *MORE])
 def test_the_same_weights_give_the_same_logits_and_loss(name: str):
     torch: Any = pytest.importorskip("torch")
     from autoshard.engine.decoder.model import Decoder, state_of
@@ -242,7 +218,7 @@ def test_the_same_weights_give_the_same_logits_and_loss(name: str):
     torch.testing.assert_close(loss, expected.loss, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", [*SMALL, "llama with biases, tied"])
+@pytest.mark.parametrize("name", [*SMALL_FAMILIES, "llama with biases, tied"])
 def test_what_transformers_saves_is_read_and_what_is_written_is_what_it_saves(name: str, tmp_path: Path):
     load_file: Any = pytest.importorskip("safetensors.numpy").load_file
     torch: Any = pytest.importorskip("torch")

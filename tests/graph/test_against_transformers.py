@@ -16,6 +16,7 @@ from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
+from tests.small_configs import SMALL_FAMILIES, small_config
 
 torch: Any = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip("transformers")
@@ -23,31 +24,6 @@ overrides: Any = pytest.importorskip("torch.overrides")
 
 Read = Callable[[str], Array]  # a transformers parameter, or its gradient, by name
 BATCH, SEQ, ACCUMULATED, RATE = 2, 7, 2, 1e-2
-SIZES: Mapping[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 19,
-    "max_position_embeddings": 16,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-    "attention_dropout": 0.0,
-}
-GPT2_SIZES: Mapping[str, Any] = {
-    "n_embd": 16,
-    "n_inner": 24,
-    "n_layer": 2,
-    "n_head": 4,
-    "vocab_size": 19,
-    "n_positions": 16,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "attn_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -55,23 +31,10 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8,
 }
-GROUPED = {**SIZES, "num_key_value_heads": 2}
+OF_3_1 = {"head_dim": 8, "rope_theta": 50.0, "rope_scaling": LLAMA3_ROPE, "tie_word_embeddings": True}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"model_type": "llama", **GROUPED},
-    "llama, tied, scaled as in 3.1": {
-        "model_type": "llama",
-        **GROUPED,
-        "head_dim": 8,
-        "rope_theta": 50.0,
-        "rope_scaling": LLAMA3_ROPE,
-        "tie_word_embeddings": True,
-    },
-    "mistral with a window": {"model_type": "mistral", **GROUPED, "sliding_window": 3},
-    "mixtral": {"model_type": "mixtral", **GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt2": {"model_type": "gpt2", **GPT2_SIZES},
-    "gpt_neox": {"model_type": "gpt_neox", **SIZES, "rotary_pct": 0.5},
-    "qwen2": {"model_type": "qwen2", **GROUPED},
-    "qwen3": {"model_type": "qwen3", **GROUPED, "head_dim": 8},
+    **{family: small_config(family) for family in SMALL_FAMILIES},
+    "llama, tied, scaled as in 3.1": small_config("llama", **OF_3_1),
 }
 
 
