@@ -4,6 +4,7 @@ A cutting names atoms, not sizes, so that one serves many layouts. A layout that
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,15 @@ Column = Any
 
 
 class Answers:
-    """The solver's answers so far; ``cuts`` says whether tp cuts the sequence between products."""
+    """The solver's answers so far, by the terms under which it was asked; what is pinned is added to them here."""
 
     def __init__(self, question: Question, space: Space, legal: Sequence[Legal], pins: tuple[Pin, ...]) -> None:
         self._question, self._space, self._legal, self._pins = question, space, legal, pins
         self._cutter = Cutter(question)
         self._exact = frozenset(ATOMS if pins else ("ep", "cp") if question.model.num_experts else ())
-        self._known: dict[bool, list[Asked]] = {}
-        self._own: dict[tuple[int, bool], Asked] = {}
-        self._refused: set[tuple[int, bool]] = set()  # layouts that cannot keep to what is pinned
+        self._known: dict[Terms, list[Asked]] = {}
+        self._own: dict[tuple[int, Terms], Asked] = {}
+        self._refused: set[tuple[int, Terms]] = set()  # layouts that cannot keep to what is pinned
         self.faults: list[InputError] = []
         sizes = atom_columns(question.model, space)
         cut = zip(*((column > 1).tolist() for column in sizes.values()), strict=True)
@@ -42,45 +43,45 @@ class Answers:
         """How many answers differ."""
         return sum(len(known) for known in self._known.values())
 
-    def known(self, cuts: bool) -> Sequence[Asked]:
+    def known(self, terms: Terms) -> Sequence[Asked]:
         """Return what it said so far."""
-        return tuple(self._known.get(cuts, ()))
+        return tuple(self._known.get(terms, ()))
 
-    def has_own(self, layout: int, cuts: bool) -> bool:
+    def has_own(self, layout: int, terms: Terms) -> bool:
         """Say whether it was asked about a layout."""
-        return (layout, cuts) in self._own
+        return (layout, terms) in self._own
 
-    def allows(self, layout: int, cuts: bool, asked: Asked) -> bool:
+    def allows(self, layout: int, terms: Terms, asked: Asked) -> bool:
         """Say whether a layout may keep to a cutting: to its own, or to any other as long as it has none."""
-        return (layout, cuts) not in self._refused and self._own.get((layout, cuts), asked) is asked
+        return (layout, terms) not in self._refused and self._own.get((layout, terms), asked) is asked
 
-    def ask_first(self, layouts: Sequence[int], cuts: bool) -> tuple[int, Asked, bool] | None:
+    def ask_first(self, layouts: Sequence[int], terms: Terms) -> tuple[int, Asked, bool] | None:
         """Ask about the first layout that can keep to what is pinned; return it, its cutting and if that is new."""
         for layout in layouts:
             try:
-                return (layout, *self._ask(layout, cuts))
+                return (layout, *self._ask(layout, terms))
             except InputError as fault:
                 if not self._pins:
                     raise
                 self.faults.append(fault)
-                self._refused.add((layout, cuts))
+                self._refused.add((layout, terms))
         return None
 
-    def served(self, asked: Asked, cuts: bool, order: str) -> list[int]:
+    def served(self, asked: Asked, terms: Terms, order: str) -> list[int]:
         """Return the layouts that keep to a cutting, of the variants with an order of the sequence over cp."""
         return [
             layout
-            for layout in map(int, self._layouts(cuts, order))
-            if asked.serves(self._cut[layout], self._exact) and self.allows(layout, cuts, asked)
+            for layout in map(int, self._layouts(terms, order))
+            if asked.serves(self._cut[layout], self._exact) and self.allows(layout, terms, asked)
         ]
 
-    def kinds(self, cuts: bool) -> Iterator[list[int]]:
+    def kinds(self, terms: Terms) -> Iterator[list[int]]:
         """Yield the layouts of each kind that no cutting of another kind serves, those with the largest tp first.
 
         Of these first one that may well come out best, because that one is asked about anyway: with as few stages as
         leave room for other things than weights and gradients, and small micro-batches.
         """
-        layouts = self._layouts(cuts)
+        layouts = self._layouts(terms)
         rows, precision = self._space.keep(layouts).rows, self._question.workload.precision
         per_weight = DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients]
         held = self._question.model.num_parameters * per_weight / (rows["tp"] * rows["pp"])
@@ -92,22 +93,20 @@ class Answers:
             found.setdefault(tuple(sorted(self._cut[layout] & self._exact)), []).append(layout)
         yield from found.values()
 
-    def _ask(self, layout: int, cuts: bool) -> tuple[Asked, bool]:
+    def _ask(self, layout: int, terms: Terms) -> tuple[Asked, bool]:
         atoms = self._cut[layout]
-        space = self._space
-        terms = Terms(engine=space.engine, sequence_parallel=cuts, cp_kind=space.base.cp_kind, pins=self._pins)
-        cutting = self._cutter.solved(self._space.at(layout, 0), terms)
-        known = self._known.setdefault(cuts, [])
+        cutting = self._cutter.solved(self._space.at(layout, 0), replace(terms, pins=self._pins))
+        known = self._known.setdefault(terms, [])
         same = [
             one for one in known if one.serves(atoms, self._exact) and one.cutting.only(atoms) == cutting.only(atoms)
         ]
         asked = same[0] if same else Asked(cutting=cutting, atoms=atoms)
-        self._own[layout, cuts] = asked
+        self._own[layout, terms] = asked
         if not same:
             known.append(asked)
         return asked, not same
 
-    def _layouts(self, cuts: bool, order: str | None = None) -> Column:
+    def _layouts(self, terms: Terms, order: str | None = None) -> Column:
         """Return the layouts of the variants of a kind."""
-        some = [one.variant.layouts for one in self._legal if one.cuts == cuts and order in (None, one.cp_order)]
+        some = [one.variant.layouts for one in self._legal if one.terms == terms and order in (None, one.cp_order)]
         return np.unique(np.concatenate(some)) if some else np.zeros(0, dtype=np.int64)

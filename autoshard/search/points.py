@@ -10,6 +10,7 @@ from autoshard.plan.candidate import Zero
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.bounds import Ideal
 from autoshard.search.chosen import Options
+from autoshard.search.cutting import Terms
 from autoshard.search.families import Family
 from autoshard.search.fillings import Frame
 from autoshard.search.variants import Variant
@@ -26,9 +27,10 @@ class Legal:
     allowed: Column
 
     @property
-    def cuts(self) -> bool:
-        """Whether tp cuts the sequence between products; with tp 1 it makes no difference."""
-        return self.variant.space.sp is not False
+    def terms(self) -> Terms:
+        """Under what its blocks are cut; with tp 1 it makes no difference whether tp cuts the sequence."""
+        space = self.variant.space
+        return Terms(engine=space.engine, sequence_parallel=space.sp is not False, cp_kind=space.base.cp_kind)
 
     @property
     def cp_order(self) -> str:

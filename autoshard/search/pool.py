@@ -17,6 +17,7 @@ from autoshard.plan.candidate import Zero
 from autoshard.search.answers import Answers
 from autoshard.search.bounds import Ideal
 from autoshard.search.columns import Links
+from autoshard.search.cutting import Terms
 from autoshard.search.exact_ranges import Effort
 from autoshard.search.families import Asked, families
 from autoshard.search.goals import Goal
@@ -65,16 +66,16 @@ class Pool:
         self._open: list[tuple[float, int, Group]] = []
         self._passed: list[Group] = []  # no better than what is known: opened again if that is forgotten
         self._best: dict[int, Solution] = {}
-        self._least: dict[tuple[bool, Asked, int], float] = {}  # what a layout's solved points come to at least
+        self._least: dict[tuple[Terms, Asked, int], float] = {}  # what a layout's solved points come to at least
         self._number = self._num_open = 0
         self._bounded, self._solved, self._fits = ({one: _none_of(one) for one in ruled.legal} for _ in range(3))
 
     def settled(self, count: int, watch: Watch) -> str:
         """Solve points until so many of the best layouts are known, each with its own cutting; say why it ended."""
         wanted = max(count, _ALWAYS)
-        for cuts in dict.fromkeys(one.cuts for one in self._legal):
-            for layouts in self._answers.kinds(cuts):
-                self._learn(layouts, cuts)
+        for terms in dict.fromkeys(one.terms for one in self._legal):
+            for layouts in self._answers.kinds(terms):
+                self._learn(layouts, terms)
         if self._answers.faults and not self._waiting:
             raise self._answers.faults[0]
         while True:
@@ -86,10 +87,10 @@ class Pool:
                     return self._stopped(ended)
             ended = self._explore(wanted, watch)
             own = self._answers.has_own
-            left = [one for one in self.solutions[:wanted] if not own(one.layout, one.group.legal.cuts)]
+            left = [one for one in self.solutions[:wanted] if not own(one.layout, one.group.legal.terms)]
             if ended or not left:
                 return ended
-            self._learn([left[0].layout], left[0].group.legal.cuts)
+            self._learn([left[0].layout], left[0].group.legal.terms)
 
     @property
     def solutions(self) -> list[Solution]:
@@ -185,8 +186,8 @@ class Pool:
         return min(limit, known.value * (1 + _TIE)) if known and not self._effort.exhaustive else limit
 
     def _solve(self, group: Group, limit: float) -> None:
-        cuts, asked = group.legal.cuts, group.family.asked
-        group = group.only(np.array([self._answers.allows(one, cuts, asked) for one in group.layouts.tolist()], bool))
+        terms, asked = group.legal.terms, group.family.asked
+        group = group.only(np.array([self._answers.allows(one, terms, asked) for one in group.layouts.tolist()], bool))
         if not len(group.rows):
             return
         found = self._goal.solved(group, limit, self._effort)
@@ -195,7 +196,7 @@ class Pool:
         self._solved[group.legal][group.places] = True
         self._fits[group.legal][group.places] |= fits
         for number, (layout, bound) in enumerate(zip(group.layouts.tolist(), found.bound_s.tolist(), strict=True)):
-            place = (cuts, asked, layout)
+            place = (terms, asked, layout)
             self._least[place] = min(bound, self._least.get(place, np.inf))
             if fits[number]:
                 only = np.array([number])
@@ -216,35 +217,36 @@ class Pool:
         if len(group.rows):
             self._passed.append(group)
 
-    def _learn(self, layouts: list[int], cuts: bool) -> None:
+    def _learn(self, layouts: list[int], terms: Terms) -> None:
         """Ask about the first of some layouts; if the answer is new, its families are priced with it."""
-        answer = self._answers.ask_first(layouts, cuts)
+        answer = self._answers.ask_first(layouts, terms)
         if answer:
             layout, asked, new = answer
-            self._forget(layout, cuts, asked)
-            orders = dict.fromkeys(one.cp_order for one in self._legal if one.cuts == cuts) if new else ()
+            self._forget(layout, terms, asked)
+            orders = dict.fromkeys(one.cp_order for one in self._legal if one.terms == terms) if new else ()
             for order in orders:
-                self._price(asked, cuts, order)
+                self._price(asked, terms, order)
 
-    def _forget(self, layout: int, cuts: bool, asked: Asked) -> None:
+    def _forget(self, layout: int, terms: Terms, asked: Asked) -> None:
         """Drop what a layout came to with another cutting than its own, and open again what was passed over for it."""
-        for other in self._answers.known(cuts):
+        for other in self._answers.known(terms):
             if other is not asked:
-                self._least.pop((cuts, other, layout), None)
+                self._least.pop((terms, other, layout), None)
         known = self._best.get(layout)
-        if known and known.group.legal.cuts == cuts and known.group.family.asked is not asked:
+        if known and known.group.legal.terms == terms and known.group.family.asked is not asked:
             del self._best[layout]
             for group in self._passed:
                 self._push(group)
             self._passed.clear()
 
-    def _price(self, asked: Asked, cuts: bool, order: str) -> None:
+    def _price(self, asked: Asked, terms: Terms, order: str) -> None:
         """Price the blocks of all layouts that a cutting serves, and let their points wait."""
-        mine = [one for one in self._legal if (one.cuts, one.cp_order) == (cuts, order)]
-        layouts = self._answers.served(asked, cuts, order)
+        mine = [one for one in self._legal if (one.terms, one.cp_order) == (terms, order)]
+        layouts = self._answers.served(asked, terms, order)
         if not layouts:
             return
-        space = replace(self._space, base=replace(self._space.base, cp_order=order), sp=mine[0].variant.space.sp)
+        base = replace(self._space.base, cp_kind=terms.cp_kind, cp_order=order)
+        space = replace(self._space, base=base, sp=mine[0].variant.space.sp)
         for family in families(self._links, space, asked, np.array(layouts), apart=bool(self._pins)):
             zeros: list[Zero] = list(dict.fromkeys(legal.zero for legal in mine))
             for zero in zeros:

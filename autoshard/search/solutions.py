@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.stages import even_stages
 from autoshard.search.chosen import Chosen
+from autoshard.search.cutting import Terms
 from autoshard.search.families import Asked
 from autoshard.search.points import Group
 from autoshard.search.space import SIZES
@@ -32,6 +33,7 @@ class Solution:
             float(base.zero != 1),
             float(base.zero),
             float(base.cp_order != "contiguous"),
+            float(base.cp_kind != "ring"),
         ]
         numbers = (self.value, float(self.chosen.time_s[0]))
         times = [float(f"{number:.{TIE_DIGITS}g}") for number in numbers]
@@ -47,6 +49,6 @@ class Solution:
         return replace(candidate, stages=stages if uneven else None, recompute=recompute)
 
     @property
-    def told(self) -> tuple[bool, Asked]:
-        """What the solver was asked for it: whether tp cuts the sequence between products, and its answer."""
-        return self.group.legal.cuts, self.group.family.asked
+    def told(self) -> tuple[Terms, Asked]:
+        """What the solver was asked for it, and its answer."""
+        return self.group.legal.terms, self.group.family.asked
