@@ -18,7 +18,8 @@ from autoshard.search.cutting import Terms, solved_cutting
 @functools.cache
 def cutting_of(question: Question, candidate: Candidate, engine: Engine) -> Cutting:
     """The best cutting of a candidate."""
-    return solved_cutting(question, candidate, Terms(engine=engine, sequence_parallel=candidate.sequence_parallel))
+    terms = Terms(engine=engine, sequence_parallel=candidate.sequence_parallel, cp_kind=candidate.cp_kind)
+    return solved_cutting(question, candidate, terms)
 
 
 def blocks_of(question: Question, candidate: Candidate, engine: Engine) -> CutBlocks:

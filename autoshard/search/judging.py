@@ -1,4 +1,4 @@
-"""A whole space asked of the Rules: layouts first, by those that need no more; then every variant of the legal ones."""
+"""A whole space asked of the Rules: layouts first, by those that need no more; then every form of cp; then variants."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from autoshard.plan.rules.columns import Columns, Engine
 from autoshard.plan.rules.rule import Rule
 from autoshard.search.points import Legal
 from autoshard.search.space import Pins, Space, whole_space
-from autoshard.search.variants import CHOSEN, num_variants, variants
+from autoshard.search.variants import CHOSEN, CP_FORM, Variant, cp_forms, num_variants, variants
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
@@ -74,28 +74,42 @@ def judge_space(asked: Asked, engine: Engine) -> Ruled:
     """Enumerate all points of an engine and ask every Rule about all of them."""
     space = whole_space(asked.model, asked.cluster, asked.workload, engine, asked.pins)
     counts = num_variants(space, asked.model, asked.pins)
-    # Recompute that is pinned stage by stage depends on how many stages there are.
-    chosen = {*CHOSEN, *({"recompute"} & asked.pins.keys())}
-    early = tuple(rule for rule in all_rules() if not _keys(rule) & chosen)
-    late = sorted((rule for rule in all_rules() if _keys(rule) & chosen), key=_by_row)
+    num_forms = sum(np.bincount(one.layouts, minlength=len(counts)) for one in cp_forms(space, asked.pins))
+    early, middle, late = _in_turn(asked)
     tally = _Tally(asked=asked)
-    allowed = tally.judged(space, early, counts)
+    allowed = tally.judged(space, early, counts * num_forms)
     alive = np.flatnonzero(allowed.any(axis=1))
-    space, allowed = space.keep(alive), allowed[alive]
+    space, allowed, own = space.keep(alive), allowed[alive], counts[alive]
+    forms: list[Variant] = []
+    for form in cp_forms(space, asked.pins):
+        kept = np.flatnonzero(tally.judged(form.space, middle, own[form.layouts]).any(axis=1))
+        if len(kept):
+            forms.append(Variant(space=form.space.keep(kept), layouts=form.layouts[kept]))
     legal: list[Legal] = []
-    for variant in variants(space, asked.model, asked.pins):
+    for variant in variants(forms, asked.model, asked.pins):
         ones = np.ones(len(variant.layouts), dtype=np.int64)
-        left = allowed[variant.layouts] & tally.judged(variant.space, (*late, *asked.extra_rules), ones)
+        left = allowed[variant.layouts] & tally.judged(variant.space, late, ones)
         kept = np.flatnonzero(left.any(axis=1))
         if len(kept):
             legal.append(Legal(variant=variant, allowed=left).only(kept))
     return Ruled(
         space=space,
-        num_points=int(counts.sum()),
+        num_points=int((counts * num_forms).sum()),
         refusals=tally.refusals(),
         hopeless=tally.hopeless,
         legal=tuple(legal),
     )
+
+
+def _in_turn(asked: Asked) -> tuple[Sequence[Rule], Sequence[Rule], Sequence[Rule]]:
+    """Part the Rules: those about layouts, those that need to know the form of cp as well, and all others."""
+    # Recompute that is pinned stage by stage depends on how many stages there are.
+    chosen = {*CHOSEN, *({"recompute"} & asked.pins.keys())}
+    late = [rule for rule in all_rules() if _keys(rule) & chosen - {*CP_FORM}]
+    left = [rule for rule in all_rules() if rule not in late]
+    early = [rule for rule in left if not _keys(rule) & chosen]
+    middle = [rule for rule in left if rule not in early]
+    return early, middle, (*sorted(late, key=_by_row), *asked.extra_rules)
 
 
 def _keys(rule: Rule) -> set[str]:
@@ -104,7 +118,7 @@ def _keys(rule: Rule) -> set[str]:
 
 def _by_row(rule: Rule) -> bool:
     """Say whether a Rule may judge the rows of a variant differently; the others are asked first."""
-    return not _keys(rule) <= {"zero", "schedule", "cp_kind", "cp_order"}
+    return not _keys(rule) <= {"zero", "schedule"}
 
 
 class _Tally:

@@ -1,10 +1,10 @@
-"""Everything a layout can be run as: sequence parallelism, ZeRO, order of the sequence, schedule, chunks per rank.
+"""Everything a layout can be run as: how cp runs attention, sequence parallelism, ZeRO, schedule, chunks per rank.
 
 A variant is a space of its own, whose layouts share these choices; it holds a layout only where the choice changes
 something that is executed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -16,8 +16,9 @@ from autoshard.search.space import Pins, Space
 from autoshard.spec.model import ModelSpec
 
 Column = Any
-CHOSEN = ("sp", "zero", "cp_kind", "cp_order", "schedule", "vp", "stages")  # keys that a variant decides
-_ZEROS, _ORDERS = (1, 0, 3), ("contiguous", "zigzag")
+CP_FORM = ("cp_kind", "cp_order")
+CHOSEN = (*CP_FORM, "sp", "zero", "schedule", "vp", "stages")  # keys that a variant decides
+_KINDS, _ORDERS, _ZEROS = ("ring", "all_to_all"), ("contiguous", "zigzag"), (1, 0, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,48 +29,66 @@ class Variant:
     layouts: Column  # the number of each row's layout in the space that this is made of
 
 
-def variants(space: Space, model: ModelSpec, pins: Pins) -> Iterator[Variant]:
-    """Yield every choice that is not pinned, with the layouts for which it means something of its own."""
+def cp_forms(space: Space, pins: Pins) -> Iterator[Variant]:
+    """Yield every way in which cp may run attention, with the layouts for which it means something of its own.
+
+    With heads cut over cp every rank sees whole sequences, so that their order is nothing of its own; and tp cuts none.
+    """
     rows = space.rows
-    for sp, zero, order, builder in product(*_choices(pins)):
+    for kind, order in product(*_free(pins, cp_kind=_KINDS, cp_order=_ORDERS)):
         where = np.ones(space.num_layouts, dtype=bool)
+        if "cp_kind" not in pins and kind != "ring":
+            where &= (rows["cp"] > 1) & (rows["tp"] == 1)
+        if "cp_order" not in pins and order != "contiguous":
+            where &= (rows["cp"] > 1) & (kind == "ring")
+        layouts = np.flatnonzero(where)
+        if len(layouts):
+            found = replace(space, base=replace(space.base, cp_kind=kind, cp_order=order))
+            yield Variant(space=found.keep(layouts), layouts=layouts)
+
+
+def variants(forms: Sequence[Variant], model: ModelSpec, pins: Pins) -> Iterator[Variant]:
+    """Yield every choice that is not pinned, with the layouts for which it means something of its own."""
+    sps, zeros, schedules = _choices(pins)
+    for sp, zero, form, builder in product(sps, zeros, forms, schedules):
+        rows = form.space.rows
+        where = np.ones(form.space.num_layouts, dtype=bool)
         if "sp" not in pins and sp is False:
             where &= rows["tp"] > 1
         if "zero" not in pins and zero != 1:
             where &= rows["dp"] * rows["cp"] > 1
-        if "cp_order" not in pins and order != "contiguous":
-            where &= rows["cp"] > 1
         if "schedule" not in pins and builder != "1f1b":
             where &= rows["pp"] > 1
-        base = replace(space.base, zero=zero, cp_order=order, schedule=builder)
-        found = replace(space, base=base, sp=sp)
-        layouts, chunks = _chunked(np.flatnonzero(where), rows["pp"], builder, model.num_layers, pins)
-        if len(layouts):
-            kept = found.keep(layouts)
-            yield Variant(space=replace(kept, rows={**kept.rows, "vp": chunks}), layouts=layouts)
+        base = replace(form.space.base, zero=zero, schedule=builder)
+        found = replace(form.space, base=base, sp=sp)
+        some, chunks = _chunked(np.flatnonzero(where), rows["pp"], builder, model.num_layers, pins)
+        if len(some):
+            kept = found.keep(some)
+            yield Variant(space=replace(kept, rows={**kept.rows, "vp": chunks}), layouts=form.layouts[some])
 
 
 def num_variants(space: Space, model: ModelSpec, pins: Pins) -> Column:
-    """Count what each layout can be run as: how many rows of all variants are of it."""
+    """Count what each layout of a form can be run as: how many rows of all its variants are of it."""
     rows = space.rows
     sps = 1 if "sp" in pins else 1 + (rows["tp"] > 1)
     zeros = 1 if "zero" in pins else 1 + (len(_ZEROS) - 1) * (rows["dp"] * rows["cp"] > 1)
-    orders = 1 if "cp_order" in pins else 1 + (len(_ORDERS) - 1) * (rows["cp"] > 1)
     schedules = np.zeros(space.num_layouts, dtype=np.int64)
     for builder in _choices(pins)[-1]:
         where = (rows["pp"] > 1) | (builder == "1f1b") | ("schedule" in pins)
         layouts, _ = _chunked(np.flatnonzero(where), rows["pp"], builder, model.num_layers, pins)
         schedules += np.bincount(layouts, minlength=space.num_layouts)
-    return sps * zeros * orders * schedules
+    return sps * zeros * schedules
 
 
 def _choices(pins: Pins) -> Sequence[Sequence[Any]]:
-    """Return what sp, zero, cp_order and the schedule may be."""
+    """Return what sp, zero and the schedule may be."""
     schedules = [name for name, builder in BUILDERS.items() if _may_have(builder.num_chunks, pins)]
-    free: Mapping[str, Sequence[Any]] = {
-        "sp": (None, False), "zero": _ZEROS, "cp_order": _ORDERS, "schedule": schedules,
-    }  # fmt: skip
-    return [[pins[key]] if key in pins else values for key, values in free.items()]
+    return _free(pins, sp=(None, False), zero=_ZEROS, schedule=schedules)
+
+
+def _free(pins: Pins, **choices: Sequence[Any]) -> Sequence[Sequence[Any]]:
+    """Return what keys may be: what is pinned, or any of their choices."""
+    return [[pins[key]] if key in pins else values for key, values in choices.items()]
 
 
 def _may_have(num_chunks: int | None, pins: Pins) -> bool:

@@ -102,8 +102,8 @@ def every_point(request: Request) -> Iterator[Candidate]:
     """Every layout run in every way that there are words for, whether or not they say anything."""
     pins = request.pins
     free: Mapping[str, Sequence[Any]] = {
-        "sp": (True, False), "zero": (0, 1, 3), "cp_order": ("contiguous", "zigzag"), "schedule": tuple(BUILDERS),
-        "vp": range(1, request.model.num_layers + 1),
+        "sp": (True, False), "zero": (0, 1, 3), "cp_kind": ("ring", "all_to_all"),
+        "cp_order": ("contiguous", "zigzag"), "schedule": tuple(BUILDERS), "vp": range(1, request.model.num_layers + 1),
     }  # fmt: skip
     choices = [[pins[key]] if key in pins else values for key, values in free.items()]
     for layout in layouts(request):
@@ -118,7 +118,8 @@ def says_something(point: Candidate, request: Request) -> bool:
     meaning = {
         "sp": point.tp > 1 or not point.sequence_parallel,
         "zero": point.zero == 1 or point.dp * point.cp > 1,
-        "cp_order": point.cp_order == "contiguous" or point.cp > 1,
+        "cp_kind": point.cp_kind == "ring" or (point.cp > 1 and point.tp == 1),
+        "cp_order": point.cp_order == "contiguous" or (point.cp > 1 and point.cp_kind == "ring"),
         "schedule": (point.schedule == "1f1b" or point.pp > 1) and ("vp" not in request.pins or free_chunks),
         "vp": free_chunks and point.pp * point.vp <= request.model.num_layers,
     }

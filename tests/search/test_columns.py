@@ -34,6 +34,7 @@ CASES = {
     "zero-3": ("llama3-8b", "h100-80", 2, "zero=3"),
     "zero-3-experts": ("mixtral-8x7b", "h100-80", 2, "zero=3"),
     "zigzag": ("llama3-8b", "h100-80", 2, "cp=2,cp_order=zigzag"),
+    "heads-over-cp": ("llama3-8b", "h100-80", 2, "tp=1,cp_kind=all_to_all"),
     "all-forwards-first": ("llama3-8b", "h100-80", 2, "schedule=gpipe"),
     "interleaved-gpu": ("llama3-70b", "h100-80", 16, "schedule=interleaved,vp=2"),
     "split": ("llama3-8b", "h100-80", 4, "schedule=zb_h1"),

@@ -40,6 +40,7 @@ PINS = (
     "dp=3",
     "mbs=5",
     "cp=2,cp_kind=all_to_all,cp_order=zigzag",
+    "cp_kind=all_to_all",
     "cp_order=zigzag",
     "boundary=[batch]",
     "lnc=2",

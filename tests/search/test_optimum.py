@@ -19,6 +19,7 @@ QUESTIONS = {
     "tiny-llama, 6 ranks": ask("tiny-llama", ranks=6, global_batch=6, pins="sp=false,zero=3,recompute=full"),
     "tiny-llama, chunks": ask("tiny-llama", global_batch=8, pins="schedule=interleaved,vp=2,recompute=full"),
     "tiny-llama, stages": ask("tiny-llama", global_batch=8, pins="pp=2,vp=1,stages=1/3,recompute=full/none"),
+    "tiny-llama, cp": ask("tiny-llama", global_batch=2, pins="tp=1,dp=1,recompute=none"),
     "llama3-8b": ask("llama3-8b", "trn1.32xlarge", pins="tp=8,pp=1"),
     "nothing fits": ask("llama3-70b", "trn1.32xlarge", pins="tp=32,mbs=1"),
     "nothing is legal": ask("tiny-llama", ranks=7, pins="tp=7"),
@@ -76,6 +77,19 @@ def test_ties_go_to_less_memory_and_then_to_smaller_axes():
     keys = [(float(f"{time_s(plan):.9g}"), peak(plan)) for plan in found]
     assert keys == sorted(keys)
     assert [dump(plan) for plan in search(request, num_plans=100).plans] == [dump(plan) for plan in found]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [ask("tiny-llama", global_batch=1, pins="tp=1,dp=1"), ask("llama2-7b", "a100-80", pins="tp=1,pp=1", seq_len=32768)],
+    ids=["local", "GPUs"],
+)
+def test_cp_cuts_the_heads_where_that_is_faster_than_a_ring(request_: Request):
+    found = search(request_).plans[0]
+    apart = {kind: replace(request_, pins={**request_.pins, "cp_kind": kind}) for kind in ("ring", "all_to_all")}
+    times = {kind: time_s(search(one).plans[0]) for kind, one in apart.items()}
+    assert found.cp_kind == "all_to_all" and found.mesh.size("cp") > 1
+    assert time_s(found) == times["all_to_all"] < times["ring"]
 
 
 def rule(**changes) -> Rule:

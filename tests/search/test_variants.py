@@ -8,7 +8,7 @@ import pytest
 from autoshard.plan.candidate import Candidate
 from autoshard.search.planner import Request
 from autoshard.search.space import whole_space
-from autoshard.search.variants import num_variants, variants
+from autoshard.search.variants import cp_forms, num_variants, variants
 from tests.search.brute_force import Truth, ask, bare, every_point, points, refused, says_something
 from tests.search.test_judging import PINS
 
@@ -17,12 +17,14 @@ def listed(request: Request) -> tuple[list[Candidate], list[int], list[int]]:
     """Every row of every variant, the layout that it names, and how many rows each layout should have."""
     facts = (request.model, request.cluster, request.workload)
     space = whole_space(*facts, request.engines[0], request.pins)
+    forms = tuple(cp_forms(space, request.pins))
     found = [
         (one.space.at(row, 0), layout)
-        for one in variants(space, request.model, request.pins)
+        for one in variants(forms, request.model, request.pins)
         for row, layout in enumerate(one.layouts.tolist())
     ]
-    counts = num_variants(space, request.model, request.pins).tolist()
+    num_forms = sum(np.bincount(one.layouts, minlength=space.num_layouts) for one in forms)
+    counts = (num_variants(space, request.model, request.pins) * num_forms).tolist()
     return [candidate for candidate, _ in found], [layout for _, layout in found], counts
 
 
@@ -46,7 +48,7 @@ def usual(point: Candidate) -> Candidate:
     found = replace(point, recompute=(point.recompute[0],))
     if point.dp * point.cp == 1:
         found = replace(found, zero=1)
-    if point.cp == 1:
+    if point.cp == 1 or point.cp_kind == "all_to_all":
         found = replace(found, cp_order="contiguous")
     if point.pp == 1:
         found = replace(found, schedule="1f1b", vp=1)
