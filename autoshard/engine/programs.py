@@ -12,7 +12,6 @@ from autoshard.plan.plan import Plan, Stage
 from autoshard.plan.tables import plan_blocks, plan_programs
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import ATOMS
-from autoshard.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +89,9 @@ def graph_of(plan: Plan) -> OpGraph:
     """Return the step of a plan before sharding; experts that drop nothing get a slot for every token."""
     workload, model = plan.workload, plan.model
     if model.num_experts and workload.expert_capacity is None:
-        workload = replace(workload, expert_capacity=_dropless(model))
+        workload = replace(workload, expert_capacity=model.num_experts / model.experts_per_token)
     micro_batch = plan.micro_batch * plan.mesh.size("dp")
     return decoder_graph(model, workload, load_kernels(plan.kernels), micro_batch=micro_batch)
-
-
-def _dropless(model: ModelSpec) -> float:
-    """Return the capacity at which one expert could take every token."""
-    return model.num_experts / model.experts_per_token if model.num_experts else 1.0
 
 
 def split_pending(pending: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -226,11 +220,6 @@ def _refuse_unsupported(plan: Plan) -> None:
     whole = sorted(names - set(ATOMS))
     require(
         (not whole, "mesh", f"{' and '.join(whole)} must be written in parts: edp and ep for dp, kv and rep for tp"),
-        (
-            (plan.workload.expert_capacity or _dropless(plan.model)) >= _dropless(plan.model),
-            "expert_capacity",
-            "dropped tokens are not executed yet. Leave expert_capacity out",
-        ),
         (
             bool(plan.strategies),
             "strategies",

@@ -80,15 +80,11 @@ def test_experts_that_drop_nothing_have_a_slot_for_every_token():
 
 
 def test_everything_that_is_not_executed_yet_is_refused_at_once():
-    plan = plan_of("tp=1,pp=2,dp=2", num_experts=8, experts_per_token=2)
-    plan = replace(
-        plan, strategies={}, boundary="[batch, seq, hidden]",
-        workload=replace(plan.workload, expert_capacity=1.0),
-    )  # fmt: skip
+    plan = replace(plan_of("tp=1,pp=2,dp=2"), strategies={}, boundary="[batch, seq, hidden]")
     with pytest.raises(InputError) as caught:
         programs_of(plan)
     wheres = {fault.where for fault in caught.value.faults}
-    assert wheres == {"strategies", "boundary", "expert_capacity"}
+    assert wheres == {"strategies", "boundary"}
 
 
 @pytest.mark.parametrize("text", ["tp=2,pp=1,dp=2", "tp=1,pp=1,cp=2,dp=1,recompute=full", "tp=2,pp=1,dp=1,sp=false"])

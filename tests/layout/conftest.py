@@ -20,6 +20,7 @@ from autoshard.layout.lower import lower
 from autoshard.layout.program import Communicate, Compute, Program, Value
 from autoshard.layout.redistribute import Price, bytes_price
 from autoshard.layout.shards import VirtualMesh
+from autoshard.layout.token_groups import queueing_apart
 from autoshard.layout.virtual import Executor
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
@@ -74,6 +75,10 @@ class Uncut:
                 return False
         return True
 
+    def queueing_as(self, program: Program, mesh: VirtualMesh) -> "Uncut":
+        """The same block from the same arrays, with its tokens queueing in the groups of a program."""
+        return _evaluated(queueing_apart(self.block, program, mesh, self.sizes), self.sizes, self.given)
+
     def _whole_values(self, program: Program) -> Iterator[Value]:
         """Yield values that hold all of a tensor: not a part of a sum, nor what each rank numbers in its own way."""
         parts = {op.outputs[0] for op in self.block.ops if isinstance(op.kind, Collect) and len(op.inputs) > 1}
@@ -86,6 +91,12 @@ class Uncut:
                     yield value
 
 
+def _evaluated(block: Block, sizes: Mapping[str, int], given: Mapping[str, Array]) -> Uncut:
+    tensors = dict(given)
+    run_ops(block, block.select("micro_batch"), sizes, tensors)
+    return Uncut(block=block, sizes=sizes, given=given, tensors=tensors)
+
+
 @functools.cache
 def _price(mesh: VirtualMesh) -> Price:
     """Return the same price for the same mesh, so that what was found for one case serves the next."""
@@ -93,10 +104,12 @@ def _price(mesh: VirtualMesh) -> Price:
 
 
 @functools.cache
-def _block(options: str, even: bool, batch: int, seq: int, kind: str, again: Any) -> tuple[Block, Mapping[str, int]]:
+def _block(  # noqa: PLR0913
+    options: str, even: bool, batch: int, seq: int, kind: str, again: Any, capacity: float | None
+) -> tuple[Block, Mapping[str, int]]:
     model = ModelSpec(**{**LLAMA, **OPTIONS[options], **(EVEN if even else {})})
-    # An expert has slots for all tokens on each of up to 16 ranks, however they are cut: nothing is dropped.
-    capacity = 16.0 * model.num_experts if model.num_experts else None
+    # Unless asked otherwise an expert has slots for all tokens on each of up to 16 ranks, however they are cut.
+    capacity = capacity or (16.0 * model.num_experts if model.num_experts else None)
     workload = Workload(seq_len=seq, global_batch=8, precision=Precision.named("fp32"), expert_capacity=capacity)
     kernels = load_kernels("torch_cpu")
     graph = decoder_graph(model, workload, kernels, micro_batch=batch)
@@ -126,13 +139,10 @@ def uncut() -> Callable[..., Uncut]:
 
     def build(  # noqa: PLR0913
         options: str, kind: str = "layer", *, batch: int = 2, seq: int = 4, again: Any = (), seed: int = 0,
-        even: bool = False,
+        even: bool = False, capacity: float | None = None,
     ) -> Uncut:  # fmt: skip
-        block, sizes = _block(options, even, batch, seq, kind, again)
-        given = _given(block, sizes, np.random.default_rng(seed))
-        tensors = dict(given)
-        run_ops(block, block.select("micro_batch"), sizes, tensors)
-        return Uncut(block=block, sizes=sizes, given=given, tensors=tensors)
+        block, sizes = _block(options, even, batch, seq, kind, again, capacity)
+        return _evaluated(block, sizes, _given(block, sizes, np.random.default_rng(seed)))
 
     return build
 

@@ -67,6 +67,23 @@ def test_whatever_is_legal_gives_the_results_and_every_gradient_of_the_uncut_blo
         _compare_random_case(uncut, random_cuts, seed)
 
 
+def test_full_experts_drop_what_their_own_group_of_tokens_has_too_much(uncut, random_cuts):
+    """Together the groups drop other tokens than one queue for all of them would."""
+    differ = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        again, capacity = rng.choice([(), None]), rng.choice([0.5, 1.0, 1.25])
+        case = uncut("mixtral", batch=4, seq=rng.choice([3, 4]), again=again, seed=seed, capacity=capacity)
+        mesh = random_mesh(rng)
+        names = tuple(name for name, _ in mesh.atoms)
+        cuts = random_cuts(case.block, "mixtral", names, rng)
+        program = case.lower(cuts, mesh, _random_boundary(names, rng), keeps_gathered=True)
+        error = case.queueing_as(program, mesh).error(program, mesh)
+        assert error <= WORST_ERROR, f"seed {seed}: capacity {capacity} on {mesh.atoms}: off by {error}"
+        differ += case.error(program, mesh) > WORST_ERROR
+    assert differ
+
+
 def _natural(  # noqa: PLR0913
     uncut, natural_cuts, options, kind, atoms, *, sequence_parallel=True, keeps_gathered=True, **more
 ):  # fmt: skip

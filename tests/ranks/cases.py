@@ -11,14 +11,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from autoshard.engine.order import sequence_order
 from autoshard.engine.place import Held, assemble
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.executor import Executor
 from autoshard.engine.torch.formats import Formats
+from autoshard.graph.block import OpGraph
 from autoshard.graph.evaluate import StepResult, evaluate_step, random_weights
 from autoshard.graph.op import Array
+from autoshard.layout.shards import VirtualMesh
+from autoshard.layout.token_groups import queueing_apart
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
+from autoshard.plan.tables import plan_programs, table_setting
 from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
@@ -76,9 +81,20 @@ class Task:
         return cls(plan=plan, weights=weights, steps=steps)
 
     def reference(self, weights: Arrays | None = None, step: int = 0) -> StepResult:
-        """One process, nothing sharded."""
-        graph = graph_of(self.plan)
-        return evaluate_step(graph, weights or self.weights, self.steps[step], learning_rate=LEARNING_RATE)
+        """One process, nothing sharded; sequences in the plan's order, tokens in the plan's queues."""
+        graph, order = reference_graph(self.plan), sequence_order(self.plan)
+        batches = [{name: array[..., order] for name, array in batch.items()} for batch in self.steps[step]]
+        return evaluate_step(graph, weights or self.weights, batches, learning_rate=LEARNING_RATE)
+
+
+def reference_graph(plan: Plan) -> OpGraph:
+    """The step that the ranks of a plan must equal: which tokens experts drop, its table says."""
+    graph = graph_of(plan)
+    if plan.workload.expert_capacity is None:
+        return graph
+    mesh = VirtualMesh(atoms=tuple(table_setting(plan).atoms.items()))
+    layer = queueing_apart(graph.block("layer"), plan_programs(plan)["layer"], mesh, graph.sizes)
+    return replace(graph, blocks=tuple(layer if one.kind == "layer" else one for one in graph.blocks))
 
 
 def _micro_batches(plan: Plan, generator: np.random.Generator, *, masked: bool) -> tuple[Arrays, ...]:

@@ -45,7 +45,6 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
 }
 FEATURES: Mapping[str, tuple[str, ...]] = {**STRUCTURE, **OPTIONS}
 ABSENT: Mapping[tuple[str, str], str] = {
-    ("experts", "dropped"): "the torch engine does not drop tokens yet",
     ("edge", "own"): "every table is solved for the usual layout between blocks",
 }
 IMPOSSIBLE: Mapping[str, Callable[[Row], bool]] = {
@@ -69,39 +68,39 @@ RECOMPUTE = {"none": "none", "full": "full", "attend": "selective[attend]", "som
 
 TABLE = """
 tp sp  kv     cp     experts pipe        stages dp zero  micro recompute edge  tied vocab clip mask model
-4  yes copied zigzag local   none        even   1  3     4     some      usual yes  31    no   no   gpt
+4  yes copied zigzag dropped none        even   1  3     4     some      usual yes  31    no   no   gpt
 2  no  own    1      spread  zb_v        uneven 2  1     1     none      usual no   32    no   yes  llama
-1  no  own    a2a    dense   interleaved uneven 1  0     4     attend    usual yes  31    yes  no   llama
-2  yes copied ring   dense   1f1b        even   1  1     1     full      usual no   32    yes  yes  gpt
-4  yes copied 1      local   gpipe       uneven 1  alone 1     attend    usual yes  32    yes  yes  llama
-1  no  own    1      dense   gpipe       even   2  3     4     full      usual no   31    no   no   gpt
-1  no  own    1      local   1f1b        uneven 2  0     1     some      usual no   31    no   yes  gpt
-2  yes copied 1      spread  interleaved even   2  0     4     none      usual yes  31    yes  no   gpt
-4  no  own    1      dense   none        even   1  alone 4     none      usual no   32    no   no   llama
-2  yes own    1      local   zb_h1       uneven 2  1     4     none      usual yes  31    no   no   gpt
-1  no  own    a2a    spread  none        even   2  3     1     attend    usual no   32    no   yes  gpt
-1  no  own    a2a    local   zb_v        even   1  1     4     none      usual yes  31    yes  no   gpt
-1  no  own    a2a    spread  1f1b        uneven 2  3     4     full      usual yes  31    yes  no   llama
-1  no  own    a2a    spread  gpipe       uneven 2  1     4     some      usual yes  32    yes  yes  llama
-1  no  own    a2a    dense   zb_h1       even   1  0     1     none      usual no   32    yes  no   llama
-4  no  copied ring   local   none        even   1  0     4     full      usual yes  31    no   no   llama
-1  no  own    ring   spread  interleaved uneven 2  3     4     some      usual no   32    no   yes  gpt
-2  yes copied ring   local   gpipe       uneven 1  3     4     none      usual yes  31    no   no   gpt
-2  yes copied ring   local   zb_h1       uneven 1  1     4     none      usual yes  31    no   yes  gpt
-2  yes copied ring   dense   zb_v        uneven 1  0     4     none      usual yes  31    no   no   gpt
-2  yes copied ring   spread  none        even   2  1     4     attend    usual yes  31    yes  no   gpt
-2  no  own    zigzag dense   gpipe       uneven 1  0     1     some      usual no   32    yes  yes  llama
-1  no  own    zigzag spread  interleaved uneven 2  1     4     full      usual yes  31    no   no   gpt
-2  yes copied zigzag local   1f1b        uneven 1  3     4     attend    usual yes  31    no   no   gpt
+1  no  own    a2a    local   interleaved uneven 1  0     4     attend    usual yes  31    yes  no   llama
+2  yes copied ring   dense   1f1b        even   1  0     1     full      usual no   32    yes  yes  gpt
+4  yes copied 1      local   zb_h1       uneven 1  alone 4     none      usual yes  32    yes  yes  gpt
+1  no  own    1      dense   gpipe       even   2  3     4     full      usual yes  31    no   no   gpt
+4  yes own    1      dropped none        even   2  1     1     attend    usual no   31    yes  yes  llama
+1  no  own    1      dropped 1f1b        uneven 1  alone 1     some      usual no   32    no   no   llama
+2  yes copied 1      spread  interleaved even   2  1     4     some      usual yes  31    yes  no   gpt
+2  yes copied 1      local   gpipe       uneven 2  0     1     some      usual no   32    no   yes  llama
+1  no  own    a2a    dense   zb_h1       even   2  1     1     none      usual no   31    no   no   llama
+1  no  own    a2a    dropped zb_v        even   1  0     4     none      usual yes  31    yes  yes  gpt
+1  no  own    a2a    spread  1f1b        uneven 2  3     4     attend    usual no   32    no   yes  gpt
+1  no  own    a2a    dropped gpipe       uneven 1  1     4     full      usual yes  31    yes  no   llama
+1  no  own    a2a    local   none        even   2  3     1     full      usual yes  32    yes  no   llama
+1  no  own    a2a    dense   interleaved uneven 2  3     4     some      usual no   32    no   yes  gpt
+4  no  copied ring   dense   none        even   1  0     4     attend    usual yes  31    no   no   llama
+1  no  own    ring   dropped interleaved uneven 2  3     4     none      usual yes  31    no   no   gpt
+2  yes copied ring   local   zb_v        uneven 1  1     4     none      usual yes  31    no   no   gpt
+2  yes copied ring   spread  none        even   2  3     4     some      usual yes  31    no   no   gpt
+2  yes copied ring   dropped gpipe       uneven 1  3     4     attend    usual yes  31    no   no   gpt
+2  yes copied ring   dropped zb_h1       uneven 1  0     4     none      usual yes  31    no   no   gpt
+1  no  own    zigzag spread  gpipe       uneven 2  0     1     full      usual no   32    yes  yes  llama
+2  yes copied zigzag dense   1f1b        uneven 1  1     4     none      usual yes  31    no   no   gpt
+2  yes copied zigzag local   interleaved uneven 1  3     4     attend    usual yes  31    no   no   gpt
 1  no  own    zigzag spread  zb_h1       uneven 2  1     4     none      usual yes  31    no   no   gpt
-2  yes copied zigzag local   zb_v        uneven 1  1     4     none      usual yes  31    no   no   gpt
-4  yes copied 1      local   interleaved uneven 1  alone 4     some      usual yes  31    no   no   gpt
-4  yes copied 1      local   1f1b        uneven 1  alone 4     none      usual yes  31    no   no   gpt
-4  yes copied 1      local   zb_h1       uneven 1  alone 4     none      usual yes  31    no   no   gpt
-4  yes copied 1      local   zb_v        uneven 1  alone 4     none      usual yes  31    no   no   gpt
-1  no  own    1      local   interleaved uneven 1  alone 4     full      usual yes  31    no   no   gpt
-2  yes copied 1      local   zb_v        uneven 1  alone 4     none      usual yes  31    no   no   gpt
-4  yes copied 1      spread  none        even   2  1     4     some      usual yes  31    no   no   gpt
+2  yes copied zigzag dense   zb_v        uneven 1  1     4     none      usual yes  31    no   no   gpt
+4  yes copied 1      dense   interleaved even   1  alone 4     full      usual yes  31    no   no   gpt
+4  yes copied 1      local   1f1b        uneven 1  alone 4     attend    usual yes  31    no   no   gpt
+4  yes copied 1      dropped gpipe       uneven 1  alone 4     none      usual yes  31    no   no   gpt
+2  yes copied 1      dropped none        even   1  alone 4     none      usual yes  31    no   no   gpt
+4  yes copied 1      dropped zb_v        uneven 1  alone 4     none      usual yes  31    no   no   gpt
+4  yes copied 1      spread  none        even   2  3     4     some      usual yes  31    no   no   gpt
 """
 
 
@@ -142,7 +141,7 @@ def candidate_of(row: Row) -> Candidate:
         "pp": "1" if pipe == "none" else "2",
         "dp": row["dp"],
         "cp": "1" if row["cp"] == "1" else "2",
-        "ep": "2" if row["experts"] == "spread" else "1",
+        "ep": "2" if row["experts"] == "spread" or (row["experts"], row["dp"]) == ("dropped", "2") else "1",
         "vp": str(CHUNKS.get(pipe, 1)),
         "sp": "true" if row["sp"] == "yes" else "false",
         "zero": "1" if row["zero"] == "alone" else row["zero"],

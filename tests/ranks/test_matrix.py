@@ -4,9 +4,10 @@ One process is the graph evaluated with numpy, and beside it the decoder with Py
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -22,12 +23,13 @@ from autoshard.engine.torch.executor import Executor
 from autoshard.engine.torch.world import Group, World
 from autoshard.errors import InputError
 from autoshard.graph.evaluate import StepResult
+from autoshard.graph.kinds.experts import Slot
 from autoshard.layout.collective import Collective
 from autoshard.layout.program import Communicate, Compute, Given
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_programs
 from tests.ranks import matrix
-from tests.ranks.cases import Arrays, StepShare, Task, compare, run_steps, share_of, torch_adamw
+from tests.ranks.cases import Arrays, StepShare, Task, compare, reference_graph, run_steps, share_of, torch_adamw
 from tests.ranks.matrix import ABSENT, FEATURES, IMPOSSIBLE, Row
 from tests.ranks.spawn import on_ranks
 
@@ -128,12 +130,39 @@ def of_decoder(task: Task, weights: Arrays, step: int) -> tuple[float, Arrays]:
     """Loss and gradients of a step by PyTorch's autograd on the plain module."""
     module, loss = Decoder(task.plan.model, dtype=torch.float64), 0.0
     module.load_state_dict(state_of(weights))
+    if task.plan.workload.expert_capacity:
+        for layer in module.layers:
+            layer.queue = Queues(task.plan)
     for batch in task.steps[step]:
         part = module(*(torch.from_numpy(batch[name]) for name in ("tokens", "labels", "token_weight")))
         part.backward()
         loss += part.item()
     parameters = {graph_name(name): parameter for name, parameter in module.named_parameters()}
     return loss, {name: parameter.grad.numpy() for name, parameter in parameters.items() if parameter.grad is not None}
+
+
+class Queues(torch.nn.Module):
+    """Tokens counted one by one in the order of the plan, group by group; -1 where an expert is full."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        graph, self._order = reference_graph(plan), sequence_order(plan)
+        kind = graph.block("layer").op("queue").kind
+        assert isinstance(kind, Slot)
+        self._groups, self._slots, self._experts = kind.groups, graph.sizes["slots"], graph.sizes["experts"]
+
+    def forward(self, expert: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+        row = torch.full_like(expert, -1)
+        for group in self._groups:
+            start, stop = group.slots
+            taken = Counter[int]()
+            columns = self._order[slice(*group.seq)].tolist()
+            for where in product(range(*group.batch), columns, range(expert.shape[2])):
+                chosen = int(expert[where])
+                if start + taken[chosen] < stop:
+                    row[where] = chosen * self._slots + start + taken[chosen]
+                taken[chosen] += 1
+        return row, (self._slots,) * self._experts
 
 
 def distances(expected: StepResult, shares: Sequence[StepShare]) -> Mapping[str, float]:

@@ -87,8 +87,23 @@ class TopKGradient(_Routed, OpKind):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenGroup:
+    """Tokens that queue together, and the slots of every expert that are theirs; each from a start to a stop."""
+
+    batch: tuple[int, int]
+    seq: tuple[int, int]
+    slots: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slot(_Slotted, Differentiable):
-    """The place of each (token, choice) in its expert's queue, in token order; -1 where the queue is full."""
+    """The place of each (token, choice) in its expert's queue, in token order; -1 where the queue is full.
+
+    Ranks that cut the tokens are groups by themselves; ``groups`` says so of tokens that nobody has cut. Without any,
+    all tokens queue together.
+    """
+
+    groups: tuple[TokenGroup, ...] = ()
 
     @property
     def stops_gradient(self) -> bool:
@@ -100,11 +115,13 @@ class Slot(_Slotted, Differentiable):
         return (Output(dims=_CHOICES, dtype="int64"),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Count the tokens that came before to the same expert."""
-        chosen = arrays[0].reshape(-1)
-        mine = np.arange(call.sizes["experts"]) == chosen[:, None]
-        place = (np.cumsum(mine, axis=0) - 1)[np.arange(chosen.size), chosen]
-        return (np.where(place < call.sizes["slots"], place, -1).reshape(arrays[0].shape),)
+        """Count the tokens of the group that came before to the same expert."""
+        whole = {dim: (0, call.sizes[dim]) for dim in (*_TOKENS, "slots")}
+        place = np.full(arrays[0].shape, -1)
+        for group in self.groups or (TokenGroup(**whole),):
+            tokens = slice(*group.batch), slice(*group.seq)
+            place[tokens] = _queued(arrays[0][tokens], call.sizes["experts"], *group.slots)
+        return (place,)
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """A place has no gradient."""
@@ -137,10 +154,20 @@ class Dispatch(_Slotted, Differentiable):
         return (GradientStep(kind=DispatchGradient(), reads=("d0", "in1", "in2"), gives=(0,)),)
 
 
+def _queued(expert: Array, num_experts: int, start: int, stop: int) -> Array:
+    """Return the slots that tokens get when they queue together for these of every expert."""
+    chosen = expert.reshape(-1)
+    mine = np.arange(num_experts) == chosen[:, None]
+    place = start + (np.cumsum(mine, axis=0) - 1)[np.arange(chosen.size), chosen]
+    return np.where(place < stop, place, -1).reshape(expert.shape)
+
+
 def _fetch(slots: Array, expert: Array, place: Array) -> Array:
     """Return what lies in each (token, choice)'s slot, zero where it was dropped."""
-    rows = slots[expert, np.maximum(place, 0)]
-    return np.where((place >= 0)[..., None], rows, 0)
+    rows = np.zeros((*place.shape, slots.shape[-1]), dtype=slots.dtype)
+    kept = place >= 0
+    rows[kept] = slots[expert[kept], place[kept]]
+    return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
