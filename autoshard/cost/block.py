@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from autoshard.cost.compute import KernelWork, Rates, Sequences, kernel_time, kernel_work
-from autoshard.cost.held import Local, Shares, kept_bytes, shape_bytes, shares, working_bytes
+from autoshard.cost.held import Shares, kept_bytes, shape_bytes, shares, waiting_bytes, working_bytes
 from autoshard.cost.kernel_run import KernelRun, kernel_runs
 from autoshard.cost.live import Moment, moments
 from autoshard.cost.rings import Number, Ring
@@ -108,7 +108,7 @@ class BlockCost:
     seconds: Mapping[str, Mapping[str, Number]]  # pass -> part (compute, waiting, tp, cp, ep) -> seconds
     sent_bytes: Mapping[str, Number]  # axis -> bytes
     saved_bytes: Number
-    deferred_bytes: Number  # gradients that W reads, which a split backward keeps from I on
+    waiting_bytes: Number  # what a split backward keeps from I to W instead of what is saved
     remade_bytes: Number  # what recompute brings back while this block is in backward
     working_bytes: Number  # at most at any time of a pass, beside states and kept activations
     weights: Mapping[tuple[str, ...], Number]  # atoms that the gradient's sum is pending over -> weights on the rank
@@ -129,7 +129,7 @@ class BlockWork:
     messages: tuple[tuple[Message, Number], ...]  # with the bytes of a rank's buffer where it is largest
     hides_tp: float
     saved_bytes: Number
-    deferred_bytes: Number
+    waiting_bytes: Number
     remade_bytes: Number
     working_bytes: Number
     placeholder_bytes: Number
@@ -150,7 +150,7 @@ def block_work(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, til
         messages=tuple((one, shared(one.cuts).num_bytes(block.tensors[one.tensor])) for one in sharding.messages),
         hides_tp=sharded.hides_tp,
         saved_bytes=saved,
-        deferred_bytes=_deferred_bytes(block, local),
+        waiting_bytes=waiting_bytes(block, sharding, shared, setting.atoms),
         remade_bytes=sum(kept.values()) - saved,
         working_bytes=working_bytes(sharded.moments, kept, local, shared),
         placeholder_bytes=sum(placeholders),
@@ -183,7 +183,7 @@ def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Ra
         seconds=seconds,
         sent_bytes=sent,
         saved_bytes=work.saved_bytes,
-        deferred_bytes=work.deferred_bytes,
+        waiting_bytes=work.waiting_bytes,
         remade_bytes=work.remade_bytes,
         working_bytes=work.working_bytes,
         placeholder_bytes=work.placeholder_bytes,
@@ -200,13 +200,6 @@ def exposed_s(traffic_s: Number, covering_s: Number, share: float) -> Number:
     (1.0, 3.0)
     """
     return np.maximum((1 - share) * traffic_s, traffic_s - covering_s) if share else traffic_s
-
-
-def _deferred_bytes(block: Block, local: Mapping[str, Local]) -> Number:
-    """Return what W reads of what I made, as W reads it: gradients of products, and what was computed again."""
-    made = {name for op in block.ops if op.pass_ == "I" for name in op.outputs}
-    read = {name: op.name for op in block.ops if op.pass_ == "W" for name in op.inputs if name in made}
-    return sum(local[op].num_bytes(block.tensors[name]) for name, op in read.items())
 
 
 def _local_parameters(sharded: ShardedBlock, shared: Shares, *, tied: bool) -> Mapping[tuple[str, ...], Number]:

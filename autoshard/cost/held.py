@@ -47,16 +47,25 @@ def kept_bytes(block: Block, sharding: Sharding, shared: Shares, atoms: Mapping[
 
     A tensor that is kept in two layouts is kept once where atoms of size 1 are all that they differ in.
     """
-    kept: dict[str, Number] = {}
-    for entry in block.saved:
-        total: Number = 0
-        layouts = sharding.kept_cuts[entry.storage]
-        for number, cuts in enumerate(layouts):
-            size = shared(cuts).num_bytes(entry.tensor)
-            another = [_differ(cuts, other, atoms) for other in layouts[:number]]
-            total = total + (size * np.logical_and.reduce(another) if another else size)
-        kept[entry.storage] = total
-    return kept
+    tensors = {entry.storage: entry.tensor for entry in block.saved}
+    return {
+        storage: _bytes_in(tensor, sharding.kept_cuts[storage], shared, atoms) for storage, tensor in tensors.items()
+    }
+
+
+def waiting_bytes(block: Block, sharding: Sharding, shared: Shares, atoms: Mapping[str, Number]) -> Number:
+    """Return what a rank keeps of a block between the halves of its backward, for one micro-batch: what W reads."""
+    cuts = sharding.waiting_cuts.items()
+    return sum(_bytes_in(block.tensors[name], layouts, shared, atoms) for name, layouts in cuts)
+
+
+def _bytes_in(tensor: Tensor, layouts: Sequence[Cuts], shared: Shares, atoms: Mapping[str, Number]) -> Number:
+    total: Number = 0
+    for number, cuts in enumerate(layouts):
+        size = shared(cuts).num_bytes(tensor)
+        another = [_differ(cuts, other, atoms) for other in layouts[:number]]
+        total = total + (size * np.logical_and.reduce(another) if another else size)
+    return total
 
 
 def _differ(one: Cuts, other: Cuts, atoms: Mapping[str, Number]) -> Number:

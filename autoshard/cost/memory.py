@@ -19,9 +19,8 @@ from autoshard.spec.workload import DTYPE_BYTES, Precision
 class Holds:
     """What a pipeline rank has in memory at its fullest, beside buffers that depend on no block; numbers or arrays."""
 
-    kept_bytes: Number  # of micro-batches in flight, logits included
+    kept_bytes: Number  # of micro-batches in flight, and between I and W; logits included
     logits_bytes: Number
-    deferred_bytes: Number  # from I to W
     working_bytes: Number
     num_messages: Number  # hidden states on their way in or out
     placeholder_bytes: Number
@@ -35,9 +34,8 @@ def rank_memory(
     """Return the parts of a rank's peak: states, what is kept of micro-batches in flight, kernels, buffers, runtime."""
     schedule, keeps_outputs = pipeline.schedule, load_kernels(question.kernels).keeps_outputs
     holds = Holds(
-        kept_bytes=most_kept(schedule, rank, cost.saved_bytes, alike=cost.alike),
-        logits_bytes=most_kept(schedule, rank, cost.head_bytes, alike=cost.alike),
-        deferred_bytes=schedule.deferred(rank) * cost.deferred_bytes,
+        kept_bytes=most_kept(schedule, rank, cost.saved_bytes, cost.waiting_bytes, alike=cost.alike),
+        logits_bytes=most_kept(schedule, rank, cost.head_bytes, cost.head_waiting_bytes, alike=cost.alike),
         working_bytes=cost.working_bytes,
         num_messages=num_messages(schedule, rank, keeps_outputs=keeps_outputs),
         placeholder_bytes=cost.placeholder_bytes,
@@ -54,7 +52,7 @@ def memory_parts(
     precision, kernels = question.workload.precision, load_kernels(question.kernels)
     return {
         **state_bytes(holds.weights, setting, precision),
-        "activations": holds.kept_bytes - holds.logits_bytes + holds.deferred_bytes,
+        "activations": holds.kept_bytes - holds.logits_bytes,
         "logits": holds.logits_bytes,
         "working": holds.working_bytes,
         "gathered": _gathered_bytes(setting.zero, precision, holds.largest_block),
@@ -66,16 +64,21 @@ def memory_parts(
     }
 
 
-def most_kept(schedule: Schedule, rank: int, kept: Sequence[Number], *, alike: bool = False) -> Number:
+def most_kept(
+    schedule: Schedule, rank: int, kept: Sequence[Number], waiting: Sequence[Number], *, alike: bool = False
+) -> Number:
     """Return the most that a rank keeps at any time, given what it keeps of one micro-batch by chunk.
 
+    Where backwards are split, what is ``waiting`` for its W is kept instead from I on.
+
     >>> schedule = Schedule(builder="interleaved", num_ranks=2, num_chunks=2, num_micro_batches=4)
-    >>> int(most_kept(schedule, 0, [10, 1])), int(most_kept(schedule, 0, [1, 10]))
+    >>> int(most_kept(schedule, 0, [10, 1], [0, 0])), int(most_kept(schedule, 0, [1, 10], [0, 0]))
     (41, 23)
     """
-    if alike:
+    if alike and not schedule.splits_backward:
         return schedule.in_flight(rank) * kept[0]
-    amounts = [sum(count * size for count, size in zip(counts, kept, strict=True)) for counts in schedule.held(rank)]
+    sizes = (*kept, *waiting) if schedule.splits_backward else kept
+    amounts = [sum(count * size for count, size in zip(counts, sizes, strict=True)) for counts in schedule.held(rank)]
     return np.max(amounts, axis=0)
 
 
@@ -91,7 +94,8 @@ def num_messages(schedule: Schedule, rank: int, *, keeps_outputs: bool) -> Numbe
     before = any(stage > 0 and schedule.place_of(stage - 1)[0] != rank for stage in stages.values())
     hands_on = {chunk: stage < last and schedule.place_of(stage + 1)[0] != rank for chunk, stage in stages.items()}
     outputs = [int(hands_on[chunk] and keeps_outputs) for chunk in sorted(stages)]
-    return before + any(hands_on.values()) + most_kept(schedule, rank, outputs, alike=len(set(outputs)) == 1)
+    kept = most_kept(schedule, rank, outputs, [0] * len(outputs), alike=len(set(outputs)) == 1)
+    return before + any(hands_on.values()) + kept
 
 
 def _bucket_bytes(setting: Setting, bucket_bytes: Number) -> Number:

@@ -119,8 +119,9 @@ class RankCost:
     seconds: Mapping[str, Number]
     sent_bytes: Mapping[str, Number]
     saved_bytes: tuple[Number, ...]  # by chunk
-    deferred_bytes: Number  # that its fullest chunk keeps from I to W besides
+    waiting_bytes: tuple[Number, ...]  # by chunk, what is left of that between I and W
     head_bytes: tuple[Number, ...]  # of what is saved, what the head keeps: mostly logits
+    head_waiting_bytes: tuple[Number, ...]
     alike: bool  # whether its chunks hold the same
     working_bytes: Number
     placeholder_bytes: Number
@@ -149,9 +150,10 @@ def rank_cost(stages: tuple[StageLayers, ...], price: Price, *, splits: bool = F
     return RankCost(
         seconds=seconds,
         sent_bytes=sent,
-        saved_bytes=tuple(_saved(stage, price, ("embed", "layer", "head")) for stage in stages),
-        deferred_bytes=np.max([_deferred(stage, price) for stage in stages], axis=0),
-        head_bytes=tuple(_saved(stage, price, ("head",)) for stage in stages),
+        saved_bytes=tuple(_saved(stage, price) for stage in stages),
+        waiting_bytes=tuple(_waiting(stage, price) for stage in stages),
+        head_bytes=tuple(_saved(stage, price, "head") for stage in stages),
+        head_waiting_bytes=tuple(_waiting(stage, price, "head") for stage in stages),
         alike=len(set(stages)) == 1,
         working_bytes=np.max([_working(stage, price, splits=splits) for stage in stages], axis=0),
         placeholder_bytes=sum(cost.placeholder_bytes for cost in kinds.values()),
@@ -160,14 +162,14 @@ def rank_cost(stages: tuple[StageLayers, ...], price: Price, *, splits: bool = F
     )
 
 
-def _deferred(stage: StageLayers, price: Price) -> Number:
-    """Return what a stage keeps of one micro-batch from I to W, beside what it saved."""
-    return sum(count * price(kind, drop).deferred_bytes for kind, drop, count in stage.contents())
+def _saved(stage: StageLayers, price: Price, only: str = "") -> Number:
+    """Return what a stage, or its blocks of one kind, keep of one micro-batch."""
+    return sum(count * price(kind, drop).saved_bytes for kind, drop, count in stage.contents() if only in ("", kind))
 
 
-def _saved(stage: StageLayers, price: Price, kinds: tuple[str, ...]) -> Number:
-    """Return what blocks of some kinds keep of one micro-batch."""
-    return sum(count * price(kind, drop).saved_bytes for kind, drop, count in stage.contents() if kind in kinds)
+def _waiting(stage: StageLayers, price: Price, only: str = "") -> Number:
+    """Return what is left of that from I to W."""
+    return sum(count * price(kind, drop).waiting_bytes for kind, drop, count in stage.contents() if only in ("", kind))
 
 
 def _working(stage: StageLayers, price: Price, *, splits: bool) -> Number:

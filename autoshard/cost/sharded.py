@@ -45,7 +45,7 @@ def alike_without(blocks: CutBlocks, atom: str) -> bool:
     return all(_told(one.sharding, atom) == _told(other.sharding, atom) for one, other in pairs)
 
 
-def _told(sharding: Sharding, atom: str) -> tuple[Counter[object], Mapping[str, frozenset[object]]]:
+def _told(sharding: Sharding, atom: str) -> tuple[object, ...]:
     """Return what is sent and kept, but for what an atom does."""
 
     def left(cuts: Cuts) -> object:
@@ -57,7 +57,12 @@ def _told(sharding: Sharding, atom: str) -> tuple[Counter[object], Mapping[str, 
         over = tuple(one for one in message.collective.atoms if one != atom)
         if over and message.collective.kind != "slice":
             sent[message.pass_, message.collective.kind, message.tensor, over, left(message.cuts)] += 1
-    return sent, {name: frozenset(map(left, layouts)) for name, layouts in sharding.kept_cuts.items()}
+    held = ({name: frozenset(map(left, layouts)) for name, layouts in cuts.items()} for cuts in _held(sharding))
+    return sent, *held
+
+
+def _held(sharding: Sharding) -> tuple[Mapping[str, tuple[Cuts, ...]], ...]:
+    return sharding.kept_cuts, sharding.waiting_cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

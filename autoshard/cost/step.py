@@ -61,12 +61,12 @@ def step_cost(
 def _fullest(pipeline: Pipeline, group: Alike) -> Sequence[int]:
     """Return a rank of alike ones that holds as much as any; all of them where that depends on sizes of chunks.
 
-    What a rank hands on depends on which chunks lie next to others of its own.
+    What a rank hands on depends on which chunks lie next to others of its own, and what it keeps for W on its place.
     """
     schedule = pipeline.schedule
-    if len(group.ranks) == 1 or schedule.num_chunks > 1:
+    if len(group.ranks) == 1 or schedule.num_chunks > 1 or schedule.splits_backward:
         return group.ranks
-    return (max(group.ranks, key=lambda rank: (schedule.in_flight(rank), schedule.deferred(rank))),)
+    return (max(group.ranks, key=schedule.in_flight),)
 
 
 def update_costs(question: Question, setting: Setting, pipeline: Pipeline, alike: Sequence[Alike]) -> list[UpdateCost]:

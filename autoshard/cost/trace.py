@@ -121,11 +121,11 @@ def _taken_s(schedule: Schedule, lanes: Sequence[Coded], runs: Sequence[RankRun]
 
 def _changes(schedule: Schedule, owner: Mapping[int, RankCost]) -> Floats:
     """Return by kind and stage by how much an action changes what its rank keeps of micro-batches."""
-    kept, deferred = np.zeros(schedule.num_stages), np.zeros(schedule.num_stages)
+    kept, waiting = np.zeros(schedule.num_stages), np.zeros(schedule.num_stages)
     for rank, cost in owner.items():
         for chunk, stage in schedule.stages_of(rank).items():
-            kept[stage], deferred[stage] = cost.saved_bytes[chunk], cost.deferred_bytes
-    by_kind = {"F": kept, "B": -kept, "I": deferred, "W": -kept - deferred}
+            kept[stage], waiting[stage] = cost.saved_bytes[chunk], cost.waiting_bytes[chunk]
+    by_kind = {"F": kept, "B": -kept, "I": waiting - kept, "W": -waiting}
     return np.array([by_kind[kind] for kind in KINDS])
 
 
@@ -133,7 +133,7 @@ def _rank_trace(lane: Coded, run: RankRun, taken_s: Floats, changes: Floats, mem
     kinds, stages, micro_batches = lane
     parts = {name: round(float(size)) for name, size in memory.items()}
     in_flight = sum(parts[name] for name in _IN_FLIGHT)
-    is_taking = np.isin(kinds, [KINDS.index(kind) for kind in "FI"])  # what is given back is given back at the end
+    change = changes[kinds, stages]
     idle = sum(parts.values()) - in_flight
     return RankTrace(
         kinds="".join(KINDS[kind] for kind in kinds.tolist()),
@@ -142,8 +142,8 @@ def _rank_trace(lane: Coded, run: RankRun, taken_s: Floats, changes: Floats, mem
         start_s=run.start_s,
         end_s=run.end_s,
         taken_s=taken_s,
-        held_from_s=np.where(is_taking, run.start_s, run.end_s),
-        held_bytes=idle + np.rint(np.cumsum(changes[kinds, stages])).astype(np.int64),
+        held_from_s=np.where(change > 0, run.start_s, run.end_s),  # what is given back is given back at the end
+        held_bytes=idle + np.rint(np.cumsum(change)).astype(np.int64),
         idle_bytes=idle,
         predicted_bytes=idle + in_flight,
         busy_s=run.busy_s,

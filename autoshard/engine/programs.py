@@ -7,7 +7,16 @@ from autoshard.errors import require
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Program, Value
+from autoshard.layout.program import (
+    Communicate,
+    Compute,
+    Given,
+    Instruction,
+    Program,
+    Value,
+    read_by,
+    written_by,
+)
 from autoshard.plan.plan import Plan, Stage
 from autoshard.plan.tables import plan_blocks, plan_programs
 from autoshard.spec.kernels import load_kernels
@@ -117,46 +126,19 @@ def _contents(stage: Stage, num_layers: int) -> Iterator[tuple[str, str]]:
 
 
 def parted(block: Block, program: Program) -> BlockProgram:
-    """Part a program: forward is what pass F does and what it needs, all else waits for the gradient."""
-    handed_on = program.results[block.carry_out or "loss"]
-    needed = {handed_on.name}
-    forward: list[Instruction] = []
-    backward: list[Instruction] = []
-    for entry in reversed(program.instructions):
-        names, reads = written_by(entry), read_by(entry)
-        if needed.intersection(names) or _is_forward(entry):
-            forward.append(entry)
-            needed.update(reads)
-        else:
-            backward.append(entry)
-    upstream = f"d.{handed_on.tensor}"
-    assert upstream not in needed, f"{block.kind}: the forward pass waits for {upstream}"
-    inputs, weights = map(_added_at_once, _halves(tuple(reversed(backward)), program))
+    """Part a program into what each pass of a block runs."""
+    handed_on = block.carry_out or "loss"
+    parts = program.parts(handed_on)
+    upstream = f"d.{handed_on}"
+    assert upstream not in {name for entry in parts.forward for name in read_by(entry)}, f"{block.kind}: F waits"
+    inputs, weights = _added_at_once(parts.inputs), _added_at_once(parts.weights)
     return BlockProgram(
         block=block,
         program=program,
-        forward=tuple(reversed(forward)),
+        forward=parts.forward,
         backward=(*inputs, *weights),
         num_input=len(inputs),
     )
-
-
-def _halves(
-    backward: tuple[Instruction, ...], program: Program
-) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
-    """Part a backward pass: I is what says so, what it needs, and results that no W makes; all else is W."""
-    late = {name for entry in backward if _pass_of(entry) == "W" for name in written_by(entry)}
-    needed = {value.name for value in program.results.values()} - late
-    inputs: list[Instruction] = []
-    weights: list[Instruction] = []
-    for entry in reversed(backward):
-        if _pass_of(entry) == "I" or (_pass_of(entry) is None and needed.intersection(written_by(entry))):
-            inputs.append(entry)
-            needed.update(read_by(entry))
-        else:
-            weights.append(entry)
-    assert not late & needed, "the gradient of a block's input waits for that of a weight"
-    return tuple(reversed(inputs)), tuple(reversed(weights))
 
 
 def _added_at_once(entries: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
@@ -176,42 +158,6 @@ def _added_at_once(entries: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
         for late in (adding[name] for name in written_by(entry) if name in adding):
             found += [given[late.reads[0].name], late]
     return tuple(found)
-
-
-def _is_forward(entry: Instruction) -> bool:
-    return _pass_of(entry) == "F"
-
-
-def _pass_of(entry: Instruction) -> str | None:
-    match entry:
-        case Compute(op=op):
-            return op.pass_
-        case Communicate(pass_=pass_):
-            return pass_
-        case _:
-            return None
-
-
-def written_by(entry: Instruction) -> tuple[str, ...]:
-    """Return the names of the values that an instruction makes."""
-    match entry:
-        case Given(value=value):
-            return (value.name,)
-        case Compute(writes=writes):
-            return tuple(value.name for value in writes)
-        case _:
-            return (entry.writes.name,)
-
-
-def read_by(entry: Instruction) -> tuple[str, ...]:
-    """Return the names of the values that an instruction reads."""
-    match entry:
-        case Given():
-            return ()
-        case Communicate(reads=reads) | CountOnce(reads=reads):
-            return (reads.name,)
-        case _:
-            return tuple(value.name for value in entry.reads)
 
 
 def _refuse_unsupported(plan: Plan) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autoshard.graph.block import Block, Saved
 from autoshard.graph.kinds.attention import Attend, AttendGradient
-from autoshard.graph.op import Op, Pass
+from autoshard.graph.op import Dims, Op, Pass
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts, Layout
 from autoshard.layout.program import Compute, Program
@@ -32,11 +32,12 @@ class Sharding:
     """A block's cuts by operation, by tensor that is kept, and by weight; its messages; what gradients await.
 
     A ring shows every key to every rank, so that an attention's keys count whole. A tensor may be kept twice: as it
-    was made, and as it was delivered.
+    was made, and as it was delivered. Of what is kept, and of gradients, W reads what is ``waiting``.
     """
 
     op_cuts: Mapping[str, Cuts]
     kept_cuts: Mapping[str, tuple[Cuts, ...]]
+    waiting_cuts: Mapping[str, tuple[Cuts, ...]]
     messages: tuple[Message, ...]
     parameter_cuts: Mapping[str, Cuts]
     parameter_pending: Mapping[str, tuple[str, ...]]
@@ -51,9 +52,16 @@ class Sharding:
         read: dict[str, list[Layout]] = defaultdict(list)
         for value in program.kept():
             read[value.tensor].append(value.layout)
+        waiting: dict[str, list[Layout]] = defaultdict(list)
+        for value in program.waiting(block.carry_out or "loss"):
+            if block.tensors[value.tensor].role in ("activation", "gradient"):
+                waiting[value.tensor].append(value.layout)
         return cls(
             op_cuts=op_cuts,
             kept_cuts={entry.storage: _kept(entry, read[entry.storage], op_cuts) for entry in block.saved},
+            waiting_cuts={
+                name: tuple(_as(block.tensors[name].dims, one) for one in layouts) for name, layouts in waiting.items()
+            },
             messages=(*_delivered(program), *_rings(block, computes)),
             parameter_cuts={name: _real(layout) for name, layout in sums.items()},
             parameter_pending={name: tuple(sorted(layout.sums, key=ATOMS.index)) for name, layout in sums.items()},
@@ -77,10 +85,14 @@ def _kept(entry: Saved, read: Sequence[Layout], op_cuts: Mapping[str, Cuts]) -> 
     A kernel may keep a tensor under its readers' names of the dims; positions correspond.
     """
     if read:
-        dims = entry.tensor.dims
-        return tuple({dim: cut for dim, (_, cut) in zip(dims, one.dims, strict=True) if cut} for one in read)
+        return tuple(_as(entry.tensor.dims, one) for one in read)
     assert entry.op, f"{entry.storage} is kept, but nothing says how it is cut"
     return ({dim: cut for dim, cut in op_cuts[entry.op].items() if dim in entry.tensor.dims},)
+
+
+def _as(dims: Dims, layout: Layout) -> Cuts:
+    """Return the cuts of a layout under other names of the dims, which correspond by their positions."""
+    return {dim: cut for dim, (_, cut) in zip(dims, layout.dims, strict=True) if cut}
 
 
 def _delivered(program: Program) -> Iterator[Message]:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from autoshard.schedule.shape import PipelineShape, Step
+from autoshard.schedule.shape import Counts, PipelineShape, Step
 from autoshard.schedule.zero_bubble import (
-    h1_deferred,
+    h1_held,
     h1_in_flight,
     h1_order,
     h1_waiting,
-    v_deferred,
     v_in_flight,
     v_order,
     v_waiting,
@@ -27,7 +26,7 @@ class Builder:
     order: Callable[[PipelineShape, int], list[Step]]  # (kind, chunk, micro-batch) of the rank at a position
     in_flight: Callable[[PipelineShape, int], int]  # (chunk, micro-batch) pairs that the rank at a position holds
     waiting: Callable[[PipelineShape], float | None]  # units of F, I and W that a rank waits; None: no closed form
-    deferred: Callable[[PipelineShape, int], int] = lambda shape, position: 0  # pairs between their I and their W
+    held: Callable[[PipelineShape, int], Counts | None] = lambda shape, position: None  # whole, and between I and W
     num_chunks: int | None = 1  # per rank; None: any number
     in_rounds: bool = False  # chunks take turns in rounds of num_ranks micro-batches
     splits: bool = False  # backward into I and W
@@ -121,7 +120,7 @@ BUILDERS: Mapping[str, Builder] = {
     "zb_h1": Builder(
         order=h1_order,
         in_flight=h1_in_flight,
-        deferred=h1_deferred,
+        held=h1_held,
         waiting=h1_waiting,
         splits=True,
         meaning="1f1b with split backwards; a third of its bubble, its peak in flight on all ranks",
@@ -129,7 +128,6 @@ BUILDERS: Mapping[str, Builder] = {
     "zb_v": Builder(
         order=v_order,
         in_flight=v_in_flight,
-        deferred=v_deferred,
         waiting=v_waiting,
         num_chunks=2,
         splits=True,

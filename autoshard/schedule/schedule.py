@@ -9,7 +9,7 @@ from itertools import pairwise
 from autoshard.errors import nearest, require
 from autoshard.schedule.action import Action, ActionLists
 from autoshard.schedule.builders import BUILDERS, Builder
-from autoshard.schedule.shape import PipelineShape, Step, most_deferred, most_held, most_held_by_chunk
+from autoshard.schedule.shape import Counts, PipelineShape, Step, most_held, most_held_by_chunk
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -164,13 +164,20 @@ class Schedule:
             return most_held(action.kind for action in self.actions[rank])
         return self._builder.in_flight(self._shape, self.stages_of(rank)[0])
 
-    def held(self, rank: int) -> tuple[tuple[int, ...], ...]:
+    def held(self, rank: int) -> Counts:
         """Count the micro-batches of each chunk that a rank holds at a time, at all times that no other exceeds.
+
+        Where backwards are split, those that only wait for their W count apart, after the others.
 
         >>> Schedule(builder="interleaved", num_ranks=2, num_chunks=2, num_micro_batches=4).held(0)
         ((4, 1), (3, 2))
+        >>> Schedule(builder="zb_h1", num_ranks=4, num_micro_batches=8).held(1)
+        ((3, 1), (2, 2))
         """
-        return ((self.in_flight(rank),),) if self.num_chunks == 1 else _held(self, rank)
+        if self.num_chunks == 1 and not self.splits_backward:
+            return ((self.in_flight(rank),),)
+        known = self._builder.held(self._shape, self.stages_of(rank)[0]) if self.actions is None else None
+        return known or _held(self, rank)
 
     @property
     def splits_backward(self) -> bool:
@@ -178,12 +185,6 @@ class Schedule:
         if self.actions is None:
             return self._builder.splits
         return any(action.kind in "IW" for own in self.actions for action in own)
-
-    def deferred(self, rank: int) -> int:
-        """Count the (chunk, micro-batch) pairs whose W waits after their I at most; none where backwards are whole."""
-        if self.actions is not None:
-            return most_deferred(action.kind for action in self.actions[rank])
-        return self._builder.deferred(self._shape, self.stages_of(rank)[0])
 
     def bubble_fraction(self) -> float:
         """Share of the step in which a rank waits, if stages are equal, F, I and W as well, and sending is free.
@@ -213,13 +214,13 @@ class Schedule:
 
 
 @cache
-def _held(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
+def _held(schedule: Schedule, rank: int) -> Counts:
     few = 4 * schedule.num_ranks  # more repeat what these do: warm-ups take less than two rounds
     if schedule.actions is None and schedule.num_micro_batches > few:
         return _held(replace(schedule, num_micro_batches=few), rank)
     chunks = {stage: chunk for chunk, stage in schedule.stages_of(rank).items()}
     steps = ((kind, chunks[stage]) for kind, stage, _ in schedule.steps_of(rank))
-    return most_held_by_chunk(steps, schedule.num_chunks)
+    return most_held_by_chunk(steps, schedule.num_chunks, splits=schedule.splits_backward)
 
 
 def _unknown(builder: str) -> str:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 
 from autoshard.schedule.action import ActionKind
 
+Counts = tuple[tuple[int, ...], ...]  # of micro-batches by chunk, at several times
 Step = tuple[ActionKind, int, int]  # an action without its class: kind, stage (in an order: chunk), micro-batch
 
 
@@ -36,20 +36,29 @@ def most_held(kinds: Iterable[str]) -> int:
     return peak
 
 
-def most_held_by_chunk(steps: Iterable[tuple[str, int]], num_chunks: int) -> tuple[tuple[int, ...], ...]:
+def most_held_by_chunk(steps: Iterable[tuple[str, int]], num_chunks: int, *, splits: bool = False) -> Counts:
     """Count what is held of each chunk, given kind and chunk of each action: all counts that no other exceeds.
+
+    Where backwards are split, what only waits for its W counts apart, after the others.
 
     >>> most_held_by_chunk([("F", 0), ("F", 0), ("F", 1), ("B", 1), ("B", 0), ("B", 0)], 2)
     ((2, 1),)
+    >>> most_held_by_chunk([("F", 0), ("F", 0), ("I", 0), ("I", 0), ("W", 0), ("W", 0)], 1, splits=True)
+    ((2, 0), (1, 1), (0, 2))
     """
-    held = [0] * num_chunks
+    held = [0] * (2 * num_chunks if splits else num_chunks)
     found: set[tuple[int, ...]] = set()
     rises = False
     for kind, chunk in steps:
-        if kind in "BW" and rises:
-            found.add(tuple(held))  # only what is given back ends a peak
-        rises = kind == "F" or (rises and kind == "I")
-        held[chunk] += {"F": 1, "B": -1, "W": -1, "I": 0}[kind]
+        if kind != "F" and rises:
+            found.add(tuple(held))  # only what is given back, or changed, ends a peak
+        rises = kind in "FI"
+        if kind == "W":
+            held[num_chunks + chunk] -= 1
+        else:
+            held[chunk] += 1 if kind == "F" else -1
+        if kind == "I":
+            held[num_chunks + chunk] += 1
     kept: list[tuple[int, ...]] = []
     for one in sorted(found, key=lambda counts: (-sum(counts), [-count for count in counts])):
         # Only one that holds more in all can exceed it.
@@ -57,13 +66,3 @@ def most_held_by_chunk(steps: Iterable[tuple[str, int]], num_chunks: int) -> tup
         if not any(all(few <= many for few, many in zip(one, other, strict=True)) for other in larger):
             kept.append(one)
     return tuple(sorted(kept, reverse=True))
-
-
-def most_deferred(kinds: Iterable[str]) -> int:
-    """Count what at most has had its I and not its W yet.
-
-    >>> most_deferred("FFIIWW"), most_deferred("FBFB")
-    (2, 0)
-    """
-    change = {"I": 1, "W": -1}
-    return max(accumulate((change.get(kind, 0) for kind in kinds), initial=0))

@@ -4,10 +4,9 @@ Only I of a stage lets the stage before go on; W can be done whenever its rank h
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from autoshard.schedule.action import ActionKind
-from autoshard.schedule.shape import PipelineShape, Step, most_deferred, most_held
+from autoshard.schedule.shape import Counts, PipelineShape, Step, most_held
 
 
 def h1_order(shape: PipelineShape, position: int) -> list[Step]:
@@ -33,9 +32,15 @@ def h1_in_flight(shape: PipelineShape, position: int) -> int:
     return min(shape.num_ranks, shape.num_micro_batches)
 
 
-def h1_deferred(shape: PipelineShape, position: int) -> int:
-    """Count the micro-batches whose W waits: as many as ranks stand before, and the one at work."""
-    return min(position + 1, shape.num_micro_batches)
+def h1_held(shape: PipelineShape, position: int) -> Counts | None:
+    """Count what is whole and what waits for W, after an F and after an I of the steady state, if there is one.
+
+    As many wait as ranks stand before; an I adds the one at work.
+    """
+    if shape.num_micro_batches < shape.num_ranks:
+        return None
+    whole = shape.num_ranks - position
+    return (whole, position), (whole - 1, position + 1)
 
 
 def h1_waiting(shape: PipelineShape) -> float | None:
@@ -97,12 +102,6 @@ def v_in_flight(shape: PipelineShape, position: int) -> int:
     if shape.num_micro_batches >= 2 * shape.num_ranks:
         return 2 * shape.num_ranks
     return most_held(kind for kind, _, _ in v_order(shape, position))
-
-
-def v_deferred(shape: PipelineShape, position: int) -> int:
-    """Count the chunks whose W waits: none in the steady state, those of the last I in a row on the way out."""
-    reduced = replace(shape, num_micro_batches=min(shape.num_micro_batches, 2 * shape.num_ranks))
-    return most_deferred(kind for kind, _, _ in v_order(reduced, position))
 
 
 def v_waiting(shape: PipelineShape) -> float | None:

@@ -17,7 +17,7 @@ from autoshard.cost.setting import Question
 from autoshard.cost.update import state_bytes
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.columns import at
-from autoshard.search.loads import deferred_of, held_of, loads_of, messages_of
+from autoshard.search.loads import held_of, loads_of, messages_of
 from autoshard.spec.kernels import load_kernels
 
 Column = Any
@@ -34,7 +34,7 @@ class Totals:
     weight_s: Column
     saved_bytes: Column
     moment_bytes: Column  # beside all that is kept, while it is at work: with what is computed again
-    deferred_bytes: Column
+    waiting_bytes: Column  # instead of what is saved, from I to W
     placeholder_bytes: Column
     weights: Weights
     tied_weights: Weights
@@ -54,7 +54,7 @@ class Totals:
             weight_s=stacked(seconds[2]),
             saved_bytes=stacked([cost.saved_bytes for cost in costs]),
             moment_bytes=stacked([cost.working_bytes + cost.remade_bytes for cost in costs]),
-            deferred_bytes=stacked([cost.deferred_bytes for cost in costs]),
+            waiting_bytes=stacked([cost.waiting_bytes for cost in costs]),
             placeholder_bytes=stacked([cost.placeholder_bytes for cost in costs]),
             weights={pending: np.broadcast_to(number, count) for pending, number in whole.weights.items()},
             tied_weights={pending: np.broadcast_to(number, count) for pending, number in whole.tied_weights.items()},
@@ -68,7 +68,7 @@ class Totals:
             weight_s=self.weight_s[:, rows],
             saved_bytes=self.saved_bytes[:, rows],
             moment_bytes=self.moment_bytes[:, rows],
-            deferred_bytes=self.deferred_bytes[:, rows],
+            waiting_bytes=self.waiting_bytes[:, rows],
             placeholder_bytes=self.placeholder_bytes[:, rows],
             weights={pending: number[rows] for pending, number in self.weights.items()},
             tied_weights={pending: number[rows] for pending, number in self.tied_weights.items()},
@@ -181,15 +181,11 @@ class Filled:
 def filled(frame: Frame, fillings: Fillings) -> Filled:
     """Price all options of all ranks."""
     schedule, mixture = frame.schedule, _Mixture.of(frame, fillings)
-    saved = mixture.total("saved_bytes")
-    deferred = mixture.total("deferred_bytes").max(axis=2)
-    counts = deferred_of(schedule)
     weights = mixture.weights()
     keeps_outputs = load_kernels(frame.question.kernels).keeps_outputs
     holds = Holds(
-        kept_bytes=_kept(schedule, saved),
+        kept_bytes=_kept(schedule, mixture),
         logits_bytes=0.0,
-        deferred_bytes=counts[:, None, None] * deferred,
         working_bytes=mixture.working(splits=schedule.splits_backward),
         num_messages=messages_of(schedule, keeps_outputs=keeps_outputs)[:, None, None],
         placeholder_bytes=mixture.placeholders(),
@@ -206,11 +202,14 @@ def filled(frame: Frame, fillings: Fillings) -> Filled:
     )
 
 
-def _kept(schedule: Schedule, saved: Column) -> Column:
-    """Return the most that each rank keeps of micro-batches in flight."""
-    if schedule.num_chunks == 1:
-        return loads_of(schedule).flight[:, None, None] * saved[:, :, 0]
-    return np.stack([np.tensordot(own, saved[rank], (1, 1)).max(axis=0) for rank, own in enumerate(held_of(schedule))])
+def _kept(schedule: Schedule, mixture: "_Mixture") -> Column:
+    """Return the most that each rank keeps of micro-batches in flight, and between the halves of their backward."""
+    sizes = mixture.total("saved_bytes")
+    if schedule.splits_backward:
+        sizes = np.concatenate([sizes, mixture.total("waiting_bytes")], axis=2)
+    elif schedule.num_chunks == 1:
+        return loads_of(schedule).flight[:, None, None] * sizes[:, :, 0]
+    return np.stack([np.tensordot(own, sizes[rank], (1, 1)).max(axis=0) for rank, own in enumerate(held_of(schedule))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -16,7 +16,7 @@ Column = Any
 class Loads:
     """Counts by rank, and where each stage is."""
 
-    flight: Column  # (chunk, micro-batch) pairs held at most
+    flight: Column  # (chunk, micro-batch) pairs held at most, but for those that only wait for W
     sends: Column  # messages of one micro-batch
     ranks: Column  # by stage
     chunks: Column  # by stage
@@ -32,7 +32,7 @@ def loads_of(schedule: Schedule) -> Loads:
     for stage, place in enumerate(places):
         stages[place] = stage
     return Loads(
-        flight=np.array([schedule.in_flight(rank) for rank in every], dtype=np.float64),
+        flight=np.array([_most_whole(schedule, rank) for rank in every], dtype=np.float64),
         sends=np.array(schedule.num_sends(), dtype=np.float64),
         ranks=np.array([rank for rank, _ in places]),
         chunks=np.array([chunk for _, chunk in places]),
@@ -40,15 +40,18 @@ def loads_of(schedule: Schedule) -> Loads:
     )
 
 
-@lru_cache(maxsize=1024)
-def deferred_of(schedule: Schedule) -> Column:
-    """Count by rank the (chunk, micro-batch) pairs whose W waits."""
-    return np.array([schedule.deferred(rank) for rank in range(schedule.num_ranks)], dtype=np.float64)
+def _most_whole(schedule: Schedule, rank: int) -> int:
+    if not schedule.splits_backward:
+        return schedule.in_flight(rank)
+    return max(sum(counts[: schedule.num_chunks]) for counts in schedule.held(rank))
 
 
 @lru_cache(maxsize=1024)
 def held_of(schedule: Schedule) -> tuple[Column, ...]:
-    """Count by rank the micro-batches of each chunk that it holds, when no other time exceeds them: [time, chunk]."""
+    """Count by rank the micro-batches of each chunk that it holds, when no other time exceeds them: [time, chunk].
+
+    As in ``Schedule.held``, with those that wait for W as further chunks.
+    """
     return tuple(np.array(schedule.held(rank), dtype=np.float64) for rank in range(schedule.num_ranks))
 
 

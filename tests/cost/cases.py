@@ -104,7 +104,7 @@ def block(forward_s=0.0, backward_s=0.0, **changes):
         "seconds": {"F": {"compute": forward_s}, "I": {"compute": backward_s}, "W": {}},
         "sent_bytes": {},
         "saved_bytes": 0,
-        "deferred_bytes": 0,
+        "waiting_bytes": 0,
         "remade_bytes": 0,
         "working_bytes": 0,
         "placeholder_bytes": 0,

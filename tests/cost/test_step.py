@@ -290,20 +290,23 @@ class TestMemory:
         run = simulate(schedule, times, Kept(stages=kept))
         for rank in range(schedule.num_ranks):
             chunks = [kept[stage] for _, stage in sorted(schedule.stages_of(rank).items())]
-            assert most_kept(schedule, rank, chunks) == run.ranks[rank].peak
+            assert most_kept(schedule, rank, chunks, chunks) == run.ranks[rank].peak
 
     @pytest.mark.parametrize(
-        ("builder", "chunks", "pairs"), [("1f1b", 1, [0, 0, 0]), ("zb_h1", 1, [1, 2, 3]), ("zb_v", 2, [1, 3, 5])]
+        ("builder", "chunks", "waiting", "most"),
+        [
+            ("1f1b", 1, 5, [(3, 0), (2, 0), (1, 0)]),
+            ("zb_h1", 1, 5, [(3, 0), (2, 1), (1, 2)]),
+            ("zb_h1", 1, 50, [(2, 1), (1, 2), (0, 3)]),
+            ("zb_v", 2, 5, [(6, 0), (6, 0), (6, 0)]),
+        ],
     )
-    def test_a_split_backward_keeps_what_w_reads_besides(self, builder, chunks, pairs):
+    def test_a_split_backward_keeps_until_w_what_that_reads(self, builder, chunks, waiting, most):
         schedule = Schedule(builder=builder, num_ranks=3, num_chunks=chunks, num_micro_batches=8)
         run = pipeline(schedule, [2] * 3 * chunks)
-        plain, kept = (cost_of(run, block(saved_bytes=10, deferred_bytes=size)) for size in (0, 5))
-        found = [
-            after["activations"] - before["activations"]
-            for before, after in zip(plain.memory, kept.memory, strict=True)
-        ]
-        assert found == [count * 2 * 5 for count in pairs]
+        cost = cost_of(run, block(saved_bytes=10, waiting_bytes=waiting))
+        found = [parts["activations"] for parts in cost.memory]
+        assert found == [2 * (10 * whole + waiting * left) for whole, left in most]
 
 
 class TestWeights:

@@ -1,8 +1,9 @@
 import dataclasses
 import itertools
+import operator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.schedule.builders import BUILDERS
@@ -37,16 +38,18 @@ def test_in_flight_equals_what_the_action_lists_hold(schedule):
         assert schedule.in_flight(rank) == most_in_flight(actions)
 
 
-@given(schedules())
-def test_deferred_equals_how_many_w_of_the_lists_wait(schedule):
+@given(schedules(), st.lists(st.integers(0, 9), min_size=48, max_size=48))
+def test_what_is_held_is_what_the_action_lists_hold_whole_and_for_w(schedule, sizes):
     for rank, actions in enumerate(schedule.action_lists()):
-        waiting, most = set(), 0
+        chunks = {stage: chunk for chunk, stage in schedule.stages_of(rank).items()}
+        held, most = {}, 0
         for action in actions:
             unit = (action.stage, action.micro_batch)
-            waiting = waiting | {unit} if action.kind == "I" else waiting - {unit} if action.kind == "W" else waiting
-            most = max(most, len(waiting))
-        assert schedule.deferred(rank) == most
-        assert dataclasses.replace(schedule, actions=schedule.action_lists()).deferred(rank) == most
+            left = {"F": sizes[chunks[action.stage]], "I": sizes[schedule.num_chunks + chunks[action.stage]]}
+            held[unit] = left.get(action.kind, 0)
+            most = max(most, sum(held.values()))
+        for one in (schedule, dataclasses.replace(schedule, actions=schedule.action_lists())):
+            assert max(sum(map(operator.mul, counts, sizes)) for counts in one.held(rank)) == most
 
 
 @given(schedules())

@@ -66,7 +66,7 @@ def totals(random: np.random.Generator, count: int, kinds: int, weights: Mapping
         weight_s=np.broadcast_to(forward[0], shape) * random.choice([0.5, 1.0]),
         saved_bytes=np.sort(saved, axis=0)[::-1] * min(1.0, scale * 1e3),
         moment_bytes=random.choice([0.0, 1.0, 3.0], shape) * GIB / 64,
-        deferred_bytes=random.choice([0.0, 1.0], shape) * GIB / 128,
+        waiting_bytes=random.choice([0.0, 1.0], shape) * GIB / 128,
         placeholder_bytes=np.zeros(shape),
         weights={pending: np.full(count, float(random.integers(10**5, 10**6))) for pending in weights},
         tied_weights={},

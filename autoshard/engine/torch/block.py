@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from autoshard.engine.place import Place, dims_of
-from autoshard.engine.programs import BlockProgram, read_by, written_by
+from autoshard.engine.programs import BlockProgram
 from autoshard.engine.torch.collectives import communication
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels import Kernel, Local, kernel
@@ -17,7 +17,17 @@ from autoshard.engine.torch.ring import around
 from autoshard.engine.torch.world import World
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Sum, Value
+from autoshard.layout.program import (
+    Communicate,
+    Compute,
+    CountOnce,
+    Given,
+    Instruction,
+    Sum,
+    Value,
+    read_by,
+    written_by,
+)
 from autoshard.schedule.action import ActionKind
 
 Values = dict[str, torch.Tensor]  # what a rank holds while a program runs, by the values' names
@@ -55,21 +65,25 @@ class BlockRun:
     steps: Mapping[str, tuple[_Step, ...]]
     made: Mapping[str, Mapping[str, str]]  # by kind of action the results, by tensor
     handed_back: str | None
+    waiting: frozenset[str]  # values that I leaves for W
 
     @classmethod
     def of(cls, bench: Bench, parts: BlockProgram) -> "BlockRun":
         """Make ready what every action runs."""
         results = {value.name for value in parts.program.results.values()}
+        waiting = frozenset(name for entry in parts.part("W") for name in read_by(entry))
         later = {
             "F": {name for entry in parts.backward for name in read_by(entry)} | {_handed_on(parts).name},
             "B": results,
-            "I": {name for entry in parts.part("W") for name in read_by(entry)} | results,
+            "I": waiting | results,
             "W": results,
         }
         entries = {kind: _with_weights(parts, parts.part(kind)) for kind in later}
         steps = {kind: tuple(_steps(bench, parts, entries[kind], kept)) for kind, kept in later.items()}
         made = {kind: {tensor: value.name for tensor, value in parts.made(kind).items()} for kind in later}
-        return cls(place=bench.place, parts=parts, steps=steps, made=made, handed_back=parts.handed_back)
+        return cls(
+            place=bench.place, parts=parts, steps=steps, made=made, handed_back=parts.handed_back, waiting=waiting
+        )
 
     def forward(self, giving: Giving) -> tuple[torch.Tensor, Values]:
         """Run the forward pass; return what is handed on, and all values that backward reads."""
@@ -85,7 +99,11 @@ class BlockRun:
         That is by tensor sums of gradients, and what is handed back.
         """
         self._execute(kind, giving, values)
-        return {tensor: values[name] for tensor, name in self.made[kind].items()}
+        results = {tensor: values[name] for tensor, name in self.made[kind].items()}
+        if kind == "I":
+            for name in values.keys() - self.waiting:
+                del values[name]
+        return results
 
     def _execute(self, kind: str, giving: Giving, values: Values) -> None:
         for step in self.steps[kind]:
