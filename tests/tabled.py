@@ -18,8 +18,7 @@ from autoshard.search.cutting import Terms, solved_cutting
 @functools.cache
 def cutting_of(question: Question, candidate: Candidate, engine: Engine) -> Cutting:
     """The best cutting of a candidate."""
-    terms = Terms(engine=engine, sequence_parallel=candidate.sequence_parallel, cp_kind=candidate.cp_kind)
-    return solved_cutting(question, candidate, terms)
+    return solved_cutting(question, candidate, Terms.of(candidate, engine))
 
 
 def blocks_of(question: Question, candidate: Candidate, engine: Engine) -> CutBlocks:

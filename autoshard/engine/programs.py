@@ -171,5 +171,4 @@ def _refuse_unsupported(plan: Plan) -> None:
             "strategies",
             "the table is empty, so nothing says which collectives to execute. Make the plan again",
         ),
-        (plan.boundary is None, "boundary", "another layout between blocks is not executed yet. Leave boundary out"),
     )

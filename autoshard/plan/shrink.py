@@ -56,6 +56,7 @@ def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> Shrunk:
         kernels=large.kernels,
         cp_kind=large.cp_kind,
         cp_order=large.cp_order,
+        boundary=large.boundary,
     )
     workload = _workload(plan.workload, model, small)
     cluster = _cluster(plan.cluster, small.num_ranks)

@@ -7,10 +7,10 @@ from functools import cache
 from autoshard.errors import Fault, InputError
 from autoshard.graph.block import Block
 from autoshard.layout.cutting import Cutting
-from autoshard.layout.layout import Cuts
 from autoshard.layout.program import Program
 from autoshard.layout.strategy import strategies
 from autoshard.layout.table import Setting, Table, fitted, program_of, written
+from autoshard.plan.boundary import boundary_cuts
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.lowering import ATOMS, KINDS, Step, lowered, nominal_price, nominal_sizes
 from autoshard.plan.plan import Plan
@@ -72,18 +72,9 @@ def table_setting(plan: Plan) -> Setting:
     return Setting(
         atoms=atoms,
         price=nominal_price(frozenset(atom for atom, size in atoms.items() if size > 1)),
-        boundary=residual_cuts(plan.sp),
+        boundary=boundary_cuts(plan.boundary, sequence_parallel=plan.sp),
         keeps_gathered=step_of(plan).platform.keeps_gathered,
     )
-
-
-def residual_cuts(sequence_parallel: bool) -> Cuts:
-    """Return how the hidden state is cut between blocks.
-
-    >>> residual_cuts(True)["seq"]
-    ('cp', 'kv', 'rep')
-    """
-    return {"batch": ("edp", "ep"), "seq": ("cp", *(("kv", "rep") if sequence_parallel else ()))}
 
 
 def table_kinds(plan: Plan) -> tuple[tuple[str, Recompute], ...]:

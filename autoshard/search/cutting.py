@@ -14,13 +14,13 @@ from autoshard.layout.cutting import Cutting
 from autoshard.layout.layout import Cuts
 from autoshard.layout.legal import cut_operations, together
 from autoshard.layout.pin import Pin
+from autoshard.plan.boundary import boundary_cuts
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS, KINDS, Step
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.strategy import CpKind, StrategyRule, strategy_rules
-from autoshard.plan.tables import residual_cuts
 from autoshard.search.operators import solve
 from autoshard.search.places import Held, op_places
 from autoshard.search.problem import Atoms, OperatorProblem, Seconds, op_choices
@@ -35,7 +35,19 @@ class Terms:
     engine: Engine
     sequence_parallel: bool
     cp_kind: CpKind = "ring"
+    between: str | None = None  # layout between blocks; None: what sequence_parallel says
     pins: tuple[Pin, ...] = ()
+
+    @classmethod
+    def of(cls, candidate: Candidate, engine: Engine, pins: tuple[Pin, ...] = ()) -> "Terms":
+        """Return the terms of a candidate."""
+        return cls(
+            engine=engine,
+            sequence_parallel=candidate.sequence_parallel,
+            cp_kind=candidate.cp_kind,
+            between=candidate.boundary,
+            pins=pins,
+        )
 
     @property
     def rules(self) -> tuple[StrategyRule, ...]:
@@ -45,7 +57,7 @@ class Terms:
     @property
     def boundary(self) -> Cuts:
         """The cut of the hidden state between blocks."""
-        return residual_cuts(self.sequence_parallel)
+        return boundary_cuts(self.between, sequence_parallel=self.sequence_parallel)
 
 
 def solved_cutting(question: Question, candidate: Candidate, terms: Terms) -> Cutting:

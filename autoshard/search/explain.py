@@ -174,7 +174,7 @@ def _others(plan: Plan, question: Question, setting: Setting, kind: str) -> Mapp
     """Return the second-best cuts; an operation that is cut as no choice of the solver keeps its cut: it was pinned."""
     blocks = setting.blocks
     assert isinstance(blocks, ListedBlocks), "a plan is explained as its own table says"
-    terms = Terms(engine=plan.engine, sequence_parallel=plan.sp, cp_kind=plan.cp_kind)
+    terms = Terms.of(plan.candidate, plan.engine)
     problem = operator_problem(question, plan.candidate, terms, kind)
     own = _own_cuts(problem, blocks.programs[kind])
     pinned = {name: (cuts,) for name, cuts in own.items() if not _is_choice(problem, name, cuts)}

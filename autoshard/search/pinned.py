@@ -10,10 +10,10 @@ from autoshard.layout.claims import Claim, Claims, claims_of
 from autoshard.layout.layout import show_atoms, whole_axes
 from autoshard.layout.pin import Pin
 from autoshard.layout.sites import BOUNDARY, Net
+from autoshard.plan.boundary import boundary_cuts
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS, Step
-from autoshard.plan.tables import residual_cuts
 from autoshard.search.places import Held
 
 
@@ -56,7 +56,8 @@ def _order_faults(pin: Pin, atoms: Mapping[str, int]) -> Iterator[Fault]:
 
 def _boundary_faults(step: Step, candidate: Candidate, atoms: Mapping[str, int], pins: tuple[Pin, ...]) -> list[Fault]:
     """Say where a pin asks for another layout between blocks."""
-    claims, between = _claims(step, pins), residual_cuts(candidate.sequence_parallel)
+    claims, sp = _claims(step, pins), candidate.sequence_parallel
+    between = boundary_cuts(candidate.boundary, sequence_parallel=sp)
     asked: Mapping[str, Claim] = claims.cuts.get(BOUNDARY, {}) if claims else {}
     found: list[Fault] = []
     for dim, claim in asked.items():
@@ -64,8 +65,8 @@ def _boundary_faults(step: Step, candidate: Candidate, atoms: Mapping[str, int],
         fixed = [atom for atom in between.get(dim, ()) if atoms[atom] > 1]
         if mine != fixed:
             how = f"{dim}/{show_atoms(whole_axes(fixed, atoms))}" if fixed else f"{dim} whole"
-            other = str(not candidate.sequence_parallel).lower()
-            message = f"between blocks lies {how}. Pin it so, leave the pin out, or try --fix sp={other}"
+            other = "another boundary" if candidate.boundary else f"--fix sp={str(not sp).lower()}"
+            message = f"between blocks lies {how}. Pin it so, leave the pin out, or try {other}"
             found.append(Fault(where=str(claim.pin), message=message))
     return found
 

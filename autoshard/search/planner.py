@@ -123,10 +123,7 @@ class Request:
 
     def cutting(self, candidate: Candidate, engine: Engine) -> Cutting:
         """Return the best cutting of a candidate's operations."""
-        terms = Terms(
-            engine=engine, sequence_parallel=candidate.sequence_parallel, cp_kind=candidate.cp_kind, pins=self.layouts
-        )
-        return solved_cutting(self.question(candidate), candidate, terms)
+        return solved_cutting(self.question(candidate), candidate, Terms.of(candidate, engine, self.layouts))
 
     def question(self, candidate: Candidate) -> Question:
         """Return what the cost model is asked about candidates with these kernels."""

@@ -30,7 +30,12 @@ class Legal:
     def terms(self) -> Terms:
         """Under what its blocks are cut; with tp 1 it makes no difference whether tp cuts the sequence."""
         space = self.variant.space
-        return Terms(engine=space.engine, sequence_parallel=space.sp is not False, cp_kind=space.base.cp_kind)
+        return Terms(
+            engine=space.engine,
+            sequence_parallel=space.sp is not False,
+            cp_kind=space.base.cp_kind,
+            between=space.base.boundary,
+        )
 
     @property
     def cp_order(self) -> str:

@@ -79,12 +79,9 @@ def test_experts_that_drop_nothing_have_a_slot_for_every_token():
     assert sizes["slots"] == sizes["batch"] * sizes["seq"]
 
 
-def test_everything_that_is_not_executed_yet_is_refused_at_once():
-    plan = replace(plan_of("tp=1,pp=2,dp=2"), strategies={}, boundary="[batch, seq, hidden]")
-    with pytest.raises(InputError) as caught:
-        programs_of(plan)
-    wheres = {fault.where for fault in caught.value.faults}
-    assert wheres == {"strategies", "boundary"}
+def test_a_plan_without_a_table_is_refused():
+    with pytest.raises(InputError, match="strategies: the table is empty"):
+        programs_of(replace(plan_of("tp=1,pp=2,dp=2"), strategies={}))
 
 
 @pytest.mark.parametrize("text", ["tp=2,pp=1,dp=2", "tp=1,pp=1,cp=2,dp=1,recompute=full", "tp=2,pp=1,dp=1,sp=false"])

@@ -13,8 +13,8 @@ from autoshard.layout.redistribute import bytes_price
 from autoshard.layout.shards import VirtualMesh
 from autoshard.layout.strategy import Strategy, strategies
 from autoshard.layout.table import Setting, fitted, program_of, written
+from autoshard.plan.boundary import boundary_cuts
 from autoshard.plan.proof import random_inputs
-from autoshard.plan.tables import residual_cuts
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
@@ -29,7 +29,12 @@ GRAPH = decoder_graph(MODEL, WORKLOAD, load_kernels("torch_cpu"), micro_batch=2)
 
 
 def setting(atoms=ATOMS):
-    return Setting(atoms=atoms, price=bytes_price(1.0, atoms), boundary=residual_cuts(True), keeps_gathered=True)
+    return Setting(
+        atoms=atoms,
+        price=bytes_price(1.0, atoms),
+        boundary=boundary_cuts(None, sequence_parallel=True),
+        keeps_gathered=True,
+    )
 
 
 def lowered(kind, atoms=ATOMS):

@@ -24,6 +24,7 @@ CASES = {
     "odd-vocab": ("gpt3-6.7b", "a100-80", 1, "tp=4,pp=2,dp=1,recompute=full"),
     "experts": ("mixtral-8x7b", "a100-80", 2, "tp=2,pp=1,ep=4,dp=8"),
     "chunks": ("qwen3-8b", "a100-80", 1, "tp=2,pp=2,dp=2,vp=3,schedule=interleaved"),
+    "boundary": ("llama2-7b", "a100-80", 1, "tp=2,pp=2,dp=2,sp=false,boundary=[batch/dp, seq, hidden/tp]"),
     "mixed": ("llama2-7b", "a100-80", 1, "tp=2,pp=2,dp=2,recompute=full:3/selective[core_attn]"),
 }
 
@@ -57,8 +58,15 @@ def test_shrinking_keeps_every_axis_and_option_of_the_candidate(case):
     assert small.num_ranks <= MAX_RANKS
     for axis in ("tp", "pp", "cp", "ep", "dp"):
         assert (getattr(small, axis) > 1) == (getattr(large, axis) > 1), axis
-    kept = ("vp", "zero", "schedule", "cp_kind", "cp_order", "sequence_parallel", "kernels")
+    kept = ("vp", "zero", "schedule", "cp_kind", "cp_order", "sequence_parallel", "kernels", "boundary")
     assert [getattr(small, name) for name in kept] == [getattr(large, name) for name in kept]
+
+
+def test_full_experts_drop_the_tokens_that_the_table_says():
+    whole = plan("experts")
+    tight = dataclasses.replace(whole, workload=dataclasses.replace(whole.workload, expert_capacity=0.5))
+    assert shrink(tight).plan.workload.expert_capacity == 0.5
+    assert prove(tight).holds
 
 
 def test_what_finds_no_room_is_named():

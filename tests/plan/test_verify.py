@@ -91,7 +91,7 @@ def test_a_built_plan_is_refused_by_the_rules_alone(case):
         (put("kernels", "te"), "kernels", "Use nxd"),
         (put("engine", "torch"), "torch-trn1", "Use --engine nxd"),
         (put("stages", 0, "recompute", "full:11"), "recompute-layers", "1 stages have fewer layers"),
-        (put("boundary", "[batch]"), "boundary", "Leave boundary out"),
+        (put("boundary", "[batch]"), "boundary", "is [batch, seq, hidden], with nothing pending"),
         (put("workload", "seq_len", 1000), "nxd-flash-seq", "Use --seq-len 2048"),
         (put("model", "num_heads", 40), "heads", "40 query heads"),
     ],

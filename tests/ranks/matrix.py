@@ -44,11 +44,11 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "model": ("llama", "gpt"),
 }
 FEATURES: Mapping[str, tuple[str, ...]] = {**STRUCTURE, **OPTIONS}
-ABSENT: Mapping[tuple[str, str], str] = {
-    ("edge", "own"): "every table is solved for the usual layout between blocks",
-}
 IMPOSSIBLE: Mapping[str, Callable[[Row], bool]] = {
     "sequence parallelism is over tp": lambda row: row["sp"] == "yes" and row["tp"] == "1",
+    "only tp and cp cut what lies between blocks otherwise": lambda row: (
+        row["edge"] == "own" and row["tp"] == "1" and row["cp"] == "1"
+    ),
     "keys are copied over tp": lambda row: row["kv"] == "copied" and row["tp"] == "1",
     "one stage has nothing to be uneven to": lambda row: row["stages"] == "uneven" and row["pipe"] == "none",
     "ZeRO is about ranks that share weights": lambda row: (
@@ -68,39 +68,42 @@ RECOMPUTE = {"none": "none", "full": "full", "attend": "selective[attend]", "som
 
 TABLE = """
 tp sp  kv     cp     experts pipe        stages dp zero  micro recompute edge  tied vocab clip mask model
-4  yes copied zigzag dropped none        even   1  3     4     some      usual yes  31    no   no   gpt
-2  no  own    1      spread  zb_v        uneven 2  1     1     none      usual no   32    no   yes  llama
-1  no  own    a2a    local   interleaved uneven 1  0     4     attend    usual yes  31    yes  no   llama
-2  yes copied ring   dense   1f1b        even   1  0     1     full      usual no   32    yes  yes  gpt
-4  yes copied 1      local   zb_h1       uneven 1  alone 4     none      usual yes  32    yes  yes  gpt
-1  no  own    1      dense   gpipe       even   2  3     4     full      usual yes  31    no   no   gpt
-4  yes own    1      dropped none        even   2  1     1     attend    usual no   31    yes  yes  llama
-1  no  own    1      dropped 1f1b        uneven 1  alone 1     some      usual no   32    no   no   llama
-2  yes copied 1      spread  interleaved even   2  1     4     some      usual yes  31    yes  no   gpt
-2  yes copied 1      local   gpipe       uneven 2  0     1     some      usual no   32    no   yes  llama
-1  no  own    a2a    dense   zb_h1       even   2  1     1     none      usual no   31    no   no   llama
-1  no  own    a2a    dropped zb_v        even   1  0     4     none      usual yes  31    yes  yes  gpt
-1  no  own    a2a    spread  1f1b        uneven 2  3     4     attend    usual no   32    no   yes  gpt
-1  no  own    a2a    dropped gpipe       uneven 1  1     4     full      usual yes  31    yes  no   llama
-1  no  own    a2a    local   none        even   2  3     1     full      usual yes  32    yes  no   llama
-1  no  own    a2a    dense   interleaved uneven 2  3     4     some      usual no   32    no   yes  gpt
-4  no  copied ring   dense   none        even   1  0     4     attend    usual yes  31    no   no   llama
-1  no  own    ring   dropped interleaved uneven 2  3     4     none      usual yes  31    no   no   gpt
-2  yes copied ring   local   zb_v        uneven 1  1     4     none      usual yes  31    no   no   gpt
-2  yes copied ring   spread  none        even   2  3     4     some      usual yes  31    no   no   gpt
-2  yes copied ring   dropped gpipe       uneven 1  3     4     attend    usual yes  31    no   no   gpt
-2  yes copied ring   dropped zb_h1       uneven 1  0     4     none      usual yes  31    no   no   gpt
-1  no  own    zigzag spread  gpipe       uneven 2  0     1     full      usual no   32    yes  yes  llama
-2  yes copied zigzag dense   1f1b        uneven 1  1     4     none      usual yes  31    no   no   gpt
-2  yes copied zigzag local   interleaved uneven 1  3     4     attend    usual yes  31    no   no   gpt
-1  no  own    zigzag spread  zb_h1       uneven 2  1     4     none      usual yes  31    no   no   gpt
-2  yes copied zigzag dense   zb_v        uneven 1  1     4     none      usual yes  31    no   no   gpt
-4  yes copied 1      dense   interleaved even   1  alone 4     full      usual yes  31    no   no   gpt
-4  yes copied 1      local   1f1b        uneven 1  alone 4     attend    usual yes  31    no   no   gpt
-4  yes copied 1      dropped gpipe       uneven 1  alone 4     none      usual yes  31    no   no   gpt
-2  yes copied 1      dropped none        even   1  alone 4     none      usual yes  31    no   no   gpt
-4  yes copied 1      dropped zb_v        uneven 1  alone 4     none      usual yes  31    no   no   gpt
-4  yes copied 1      spread  none        even   2  3     4     some      usual yes  31    no   no   gpt
+4  yes copied zigzag dropped none        even   1  3     4     some      own   yes  31    no   no   gpt
+2  yes own    1      spread  zb_v        uneven 2  1     1     none      usual no   32    no   yes  llama
+1  no  own    a2a    local   interleaved uneven 2  0     4     attend    own   yes  31    yes  no   llama
+2  no  copied ring   dense   1f1b        even   1  0     1     full      usual no   32    yes  yes  gpt
+4  yes copied 1      local   gpipe       uneven 1  alone 1     attend    usual yes  31    yes  yes  gpt
+4  no  own    1      dense   zb_h1       even   1  alone 4     none      own   no   32    no   no   llama
+1  no  own    1      dropped 1f1b        uneven 2  3     1     some      usual no   32    yes  yes  llama
+2  yes copied 1      spread  interleaved even   2  1     4     full      own   yes  31    no   no   gpt
+1  no  own    1      dense   none        even   2  1     4     attend    usual yes  32    no   yes  gpt
+2  yes copied 1      dropped zb_h1       uneven 2  0     1     none      own   yes  31    yes  yes  gpt
+1  no  own    a2a    dropped gpipe       even   1  1     4     full      own   no   32    no   no   llama
+1  no  own    a2a    spread  gpipe       uneven 2  3     1     none      usual yes  31    yes  no   gpt
+1  no  own    a2a    dense   zb_v        uneven 1  0     4     none      own   yes  31    no   no   gpt
+1  no  own    a2a    local   1f1b        even   2  1     4     some      own   yes  31    no   yes  gpt
+1  no  own    a2a    spread  none        even   2  0     1     some      own   no   31    yes  no   llama
+1  no  own    a2a    local   zb_h1       uneven 2  1     4     none      usual no   32    yes  no   gpt
+2  yes own    ring   dense   interleaved uneven 1  3     4     some      own   yes  31    no   no   llama
+2  yes copied ring   local   none        even   2  3     4     attend    own   no   31    no   no   llama
+2  yes copied ring   dropped zb_v        even   1  1     4     none      own   yes  31    yes  no   gpt
+1  no  own    ring   spread  interleaved uneven 2  3     4     full      usual no   32    no   yes  gpt
+2  yes copied ring   dense   gpipe       uneven 1  0     4     some      own   yes  31    no   no   gpt
+1  no  own    ring   spread  zb_h1       uneven 2  1     4     none      own   yes  31    no   no   gpt
+1  no  own    zigzag spread  1f1b        uneven 2  1     1     attend    usual no   32    yes  no   llama
+4  yes copied zigzag dense   none        even   1  0     4     full      own   yes  31    no   yes  gpt
+2  yes copied zigzag local   zb_v        uneven 1  1     4     none      own   yes  31    no   no   gpt
+2  yes copied zigzag dropped gpipe       uneven 1  3     4     attend    own   yes  31    no   no   gpt
+2  yes copied zigzag dropped interleaved uneven 1  3     4     none      own   yes  31    no   no   gpt
+2  yes copied zigzag dropped zb_h1       uneven 1  1     4     none      own   yes  31    no   no   gpt
+4  yes copied 1      dropped 1f1b        uneven 1  alone 4     some      own   yes  31    no   no   gpt
+4  yes copied 1      local   interleaved uneven 1  alone 4     full      own   yes  31    no   no   gpt
+2  yes copied 1      dropped 1f1b        uneven 1  alone 4     none      own   yes  31    no   no   gpt
+4  yes copied 1      spread  none        even   2  1     4     none      own   yes  31    no   no   gpt
+4  yes copied 1      dropped none        even   1  alone 4     some      own   yes  31    no   no   gpt
+4  yes copied 1      dropped zb_v        uneven 1  alone 4     none      own   yes  31    no   no   gpt
+1  no  own    1      dropped zb_v        uneven 1  alone 4     none      usual yes  31    no   no   gpt
+4  yes copied ring   dropped none        even   1  3     4     some      own   yes  31    no   no   gpt
 """
 
 
@@ -153,7 +156,7 @@ def candidate_of(row: Row) -> Candidate:
     if row["stages"] == "uneven":
         choices["stages"] = "/".join(map(str, layers))
     if row["edge"] == "own":
-        choices["boundary"] = "[batch/dp, seq/cp, hidden/tp]"
+        choices["boundary"] = "[batch/dp, seq, hidden/cp.tp]"
     return Candidate.parse(",".join(f"{name}={value}" for name, value in choices.items()))
 
 
@@ -203,19 +206,22 @@ def pairs_of(row: Row) -> Iterator[Pair]:
     return combinations(((name, row[name]) for name in FEATURES), 2)
 
 
-def present(features: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Features without the values that are not there yet."""
-    return {name: tuple(value for value in values if (name, value) not in ABSENT) for name, values in features.items()}
-
-
 @functools.cache
 def possible() -> tuple[Row, ...]:
-    """Every combination of the structure that may run, with the first value of every option."""
-    plain = {name: values[0] for name, values in OPTIONS.items()}
-    choices = present(STRUCTURE)
-    combined = ({**dict(zip(choices, values, strict=True)), **plain} for values in product(*choices.values()))
-    thinkable = (row for row in combined if not any(excludes(row) for excludes in IMPOSSIBLE.values()))
-    return tuple(row for row in thinkable if is_legal(row))
+    """Every combination of the structure that may run, with the first value of every option.
+
+    What lies between blocks is asked last: no other Rule speaks of it, and Rules take their time.
+    """
+    plain = {name: values[0] for name, values in (*STRUCTURE.items(), *OPTIONS.items())}
+    choices = {name: values for name, values in STRUCTURE.items() if name != "edge"}
+    combined = ({**plain, **dict(zip(choices, values, strict=True))} for values in product(*choices.values()))
+    legal = (row for row in combined if _is_thinkable(row) and is_legal(row))
+    edged = ({**row, "edge": edge} for row in legal for edge in STRUCTURE["edge"])
+    return tuple(row for row in edged if _is_thinkable(row))
+
+
+def _is_thinkable(row: Row) -> bool:
+    return not any(excludes(row) for excludes in IMPOSSIBLE.values())
 
 
 @functools.cache

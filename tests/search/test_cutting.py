@@ -7,11 +7,11 @@ import pytest
 
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.legal import cut_operations, faults
+from autoshard.plan.boundary import boundary_cuts
 from autoshard.plan.build import cut_atoms
 from autoshard.plan.lowering import ATOMS, KINDS
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.strategy import strategy_rules
-from autoshard.plan.tables import residual_cuts
 from autoshard.search.cutting import Terms, operator_problem, solved_cutting
 from autoshard.search.operators import solve
 from autoshard.search.places import op_places
@@ -75,7 +75,7 @@ def test_every_card_can_be_cut_on_both_engines(model):
             candidate = candidate_of(question, text)
             terms = Terms(engine=engine, sequence_parallel=candidate.sequence_parallel)
             cutting = solved_cutting(question, candidate, terms)
-            assert cutting.boundary == residual_cuts(candidate.sequence_parallel)
+            assert cutting.boundary == boundary_cuts(None, sequence_parallel=candidate.sequence_parallel)
 
 
 def test_names_of_operations_do_not_matter():

@@ -43,6 +43,7 @@ PINS = (
     "cp_kind=all_to_all",
     "cp_order=zigzag",
     "boundary=[batch]",
+    "boundary=[batch/dp, seq, hidden/tp]",
     "lnc=2",
     "tp=3",
     "tp=3,pp=3",

@@ -15,7 +15,7 @@ WRONG = [
     (ask("tiny-llama", pins="pp=4,tp=2"), "--fix tp=2,pp=4,cp=1,dp=1", "uses 8 ranks, but the cluster has 4"),
     (ask("tiny-llama", pins="mbs=5"), "--fix dp=4,mbs=5", "does not divide by dp*mbs=20"),
     (ask("tiny-llama", pins="vp=2,schedule=1f1b"), "--fix vp=2", "Use schedule=interleaved"),
-    (ask("tiny-llama", pins="boundary=[x]"), "--fix boundary=[x]", "Leave boundary out"),
+    (ask("tiny-llama", pins="boundary=[x]"), "--fix boundary=[x]", "with nothing pending"),
     (ask("tiny-llama", pins="recompute=selective[x]"), "--fix recompute=selective[x]", "x is not known"),
     (ask("tiny-llama", pins="recompute=full:9"), "--fix recompute=full:9", "smaller K"),
     (ask("llama3-8b", "trn1.32xlarge", pins="zero=3"), "--fix zero=3", "NxD has no ZeRO-3"),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from autoshard.plan.boundary import boundary_fault
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import show_stages
 from autoshard.plan.rules import names
@@ -53,6 +54,7 @@ class Columns:
     kernels: Column = ""
     kernels_fault: Column = ""
     boundary: Column = ""
+    boundary_fault: Column = ""
 
     @classmethod
     def of(
@@ -80,6 +82,7 @@ class Columns:
             kernels=kernels,
             kernels_fault=names.kernels_fault(kernels, engine),
             boundary=candidate.boundary or "",
+            boundary_fault=boundary_fault(candidate.boundary),
         )
 
     @classmethod

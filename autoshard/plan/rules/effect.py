@@ -47,10 +47,6 @@ def _zero(c: Columns) -> str:
     return f"zero={c.zero}: there is nothing to spread over with dp=1 and cp=1. Leave zero out"
 
 
-def _boundary(c: Columns) -> str:
-    return f"boundary={c.boundary}: this version always uses the default layout between blocks. Leave boundary out"
-
-
 def _lnc(c: Columns) -> str:
     have = "has no logical cores to configure. Leave lnc out"
     if c.cluster.lnc is not None:
@@ -126,9 +122,9 @@ RULES = (
     Rule(
         id="boundary",
         subject="boundary",
-        allows=lambda c: c.boundary == "",
-        message=_boundary,
-        source="autoshard: every table is solved for [batch/dp, seq/cp.tp, hidden] between blocks (sp=false: seq/cp)",
+        allows=lambda c: c.boundary_fault == "",
+        message=lambda c: f"boundary={c.boundary}: {c.boundary_fault}",
+        source="derived: what is handed from block to block is a hidden state that nothing is left to do about",
     ),
     Rule(
         id="lnc",

@@ -122,7 +122,19 @@ def _fp16(c: Columns) -> str:
     )
 
 
+def _boundary(c: Columns) -> str:
+    return f"boundary={c.boundary}: NxD's layers take and give hidden states cut along their tokens. Leave boundary out"
+
+
 RULES = (
+    Rule(
+        id="nxd-boundary",
+        subject="boundary",
+        applies=on_nxd,
+        allows=lambda c: c.boundary == "",
+        message=_boundary,
+        source=_NXD + "parallel_layers/layers.py: a layer gathers and scatters the sequence, or nothing",
+    ),
     Rule(
         id="nxd-cluster",
         subject="engine",
