@@ -10,7 +10,8 @@ def calibrate(rows: Path, cluster: str, out: Path, date: str | None = None, json
     """Fit the constants of the cost model to measured runs, and write them to a calibration file.
 
     Args:
-        rows: A file with one measured run per line of JSON (see benchmarks/data), all of them of this cluster.
+        rows: A file with one measured run per line of JSON (see benchmarks/data), or a folder of such files or of runs;
+            all of this cluster.
         cluster: The cluster that the rows were run on, by name or as the path of a cluster file.
         out: The calibration file to write, for the option --calibration of the other commands.
         date: From when the rows are, if not from the newest date in them.

@@ -51,7 +51,7 @@ def run(
         out: The folder of the run: plan, steps, logs, a measured row. Default: runs/ and the name of the plan file.
         rehearse: Run a plan of the same shape on at most so many ranks, with a model to match, e.g. 8.
         seed: Of the weights and the tokens; the same seed gives the same losses.
-        learning_rate: Of AdamW, the same in all steps.
+        learning_rate: Of the optimizer, the same in all steps.
         dry_run: Start nothing: try ranks of the whole plan out here one by one, without numbers, and count bytes.
         dry_ranks: Which ranks --dry-run tries, e.g. 0,37. Default: one of each that differ.
         json: Print one JSON object at the end instead of steps and tables.
@@ -213,6 +213,7 @@ def _conclude(ready: _Ready, report: "RunReport", folder: Path, json: bool) -> N
         return
     make_console().print(ran_report(ready.plan, report))
     print(f"\nwrote {folder}: plan.json, steps.jsonl, measured.jsonl\nnext: autoshard validate {rows}")
+    print(f"or, after 3 runs of 2 layouts: autoshard calibrate {folder.parent} --cluster local --out local.json")
 
 
 def _row(plan: "Plan", report: "RunReport") -> dict[str, Any]:

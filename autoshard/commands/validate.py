@@ -9,7 +9,7 @@ def validate(rows: Path, calibration: Path | None = None, json: bool = False) ->
     """Predict measured runs from their own layouts alone, and say per data set how far that is off.
 
     Args:
-        rows: A file with one measured run per line of JSON (see benchmarks/data), or a folder of such files.
+        rows: A file with one measured run per line of JSON (see benchmarks/data), or a folder of such files or of runs.
         calibration: A calibration file, made by `autoshard calibrate`. Default: what is known of each row's cluster.
         json: Print one JSON object instead of tables.
     """

@@ -11,12 +11,12 @@ import numpy as np
 from autoshard.cost.accuracy import left_out_interval
 from autoshard.cost.calibration import EFFICIENCIES, SECONDS, Calibration, Fit, Reach, uncalibrated
 from autoshard.cost.fitting import Unknowns, fitted
-from autoshard.cost.measured import MeasuredRow, placed, read_rows
+from autoshard.cost.measured import MeasuredRow, placed
 from autoshard.cost.predict import step_timer
 from autoshard.errors import Fault, InputError, require
 from autoshard.plan.prediction import rounded
 from autoshard.search.measured_run import MeasuredRun, run_of
-from autoshard.search.validate import outlined_run, predicted_run
+from autoshard.search.validate import outlined_run, predicted_run, row_sets
 from autoshard.spec.cluster_catalogue import load_node_type
 
 Array = Any  # a numpy array of floats
@@ -80,9 +80,9 @@ class _Trial:
 
 
 def calibrate(path: Path, cluster: str, name: str, date: str | None = None) -> Calibration:
-    """Fit the constants of a cluster to the rows of a file that were run on it; ``date`` is that of the newest row."""
+    """Fit the constants of a cluster to rows that were run on it; ``date`` is that of the newest row."""
     node_type = load_node_type(cluster)
-    rows = [(where, row) for where, row in read_rows(path).items() if row.step_time_s]
+    rows = [(where, row) for one in row_sets(path).values() for where, row in one.items() if row.step_time_s]
     samples, apart = samples_of(rows, node_type.name)
     layouts = len({sample.run for sample in samples})
     require(

@@ -20,10 +20,11 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.units import GIB
 
 SUFFIX = ".jsonl"
+OF_A_RUN = "measured.jsonl"  # in the folder of a run, beside other files
 
 
 def validate(path: Path, calibration: Calibration | None = None) -> Validation:
-    """Predict every row of a file, or of all such files of a folder, each a data set; wrong rows are an InputError.
+    """Predict every row of all data sets that a path means; wrong rows are an InputError.
 
     Without a calibration, each row is predicted with the constants of its own cluster.
     """
@@ -37,7 +38,7 @@ def validate(path: Path, calibration: Calibration | None = None) -> Validation:
             known[run] = predicted_run(run, constants(run))
         return known[run]
 
-    sets = {file.stem: read_rows(file) for file in row_files(path)}
+    sets = row_sets(path)
     runs = _runs(sets)
     parts: list[Validation] = []
     for name, rows in sets.items():
@@ -47,11 +48,22 @@ def validate(path: Path, calibration: Calibration | None = None) -> Validation:
     return reduce(_joined, parts)
 
 
+def row_sets(path: Path) -> Mapping[str, Mapping[str, MeasuredRow]]:
+    """Read the data sets of a path, each row under its place: every file is one, all runs of a folder are one."""
+    sets: dict[str, dict[str, MeasuredRow]] = {}
+    for file in row_files(path):
+        name = file.stem if path in (file, file.parent) else path.resolve().name
+        sets.setdefault(name, {}).update(read_rows(file))
+    return sets
+
+
 def row_files(path: Path) -> list[Path]:
-    """Return the files of rows that are meant by a path."""
+    """Return the files of rows that are meant by a path: a file, all of a folder, that of a run, those of its runs."""
     if not path.is_dir():
         return [path]
-    files = sorted(path.glob(f"*{SUFFIX}"))
+    if (path / OF_A_RUN).is_file():
+        return [path / OF_A_RUN]
+    files = sorted(path.glob(f"*{SUFFIX}")) or sorted(path.glob(f"*/{OF_A_RUN}"))
     if not files:
         raise InputError.of(str(path), f"holds no files of rows: their names end in {SUFFIX}")
     return files

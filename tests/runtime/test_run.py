@@ -45,14 +45,19 @@ def test_plan_then_run(capsys: pytest.CaptureFixture[str]) -> None:
         f"step {n}/4" for n in (1, 2, 3, 4)
     ]
     assert any(line.startswith("Predicted and measured") for line in said)
-    assert said[-1] == "next: autoshard validate runs/plan/measured.jsonl"
+    assert said[-2:] == [
+        "next: autoshard validate runs/plan/measured.jsonl",
+        "or, after 3 runs of 2 layouts: autoshard calibrate runs --cluster local --out local.json",
+    ]
     folder = Path("runs/plan")
     assert (folder / "plan.json").read_bytes() == Path("plan.json").read_bytes()
     steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     assert [step["number"] for step in steps] == [1, 2, 3, 4] and all(step["time_s"] > 0 for step in steps)
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
     capsys.readouterr()
-    assert main(["validate", str(folder / "measured.jsonl")]) == 0
+    for path in (folder / "measured.jsonl", folder, folder.parent):
+        assert main(["validate", str(path)]) == 0
+    capsys.readouterr()
     assert main(["run", "plan.json"]) == 2
     errors = capsys.readouterr().err
     assert (
