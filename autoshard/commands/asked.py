@@ -27,6 +27,7 @@ class Asked:
         seq_len: Tokens in a sequence. Default: the card's context, at most 8192.
         global_batch: Sequences in an optimizer step. Default: 1024, on `local` 32.
         precision: Number format of weights and activations; bf16 and fp16 keep FP32 masters.
+        optimizer: What updates the weights: adamw, or sgd without momentum and decay.
         engine: Only what this engine runs; any lifts the restriction. Default: the cluster's own.
         calibration: A calibration file, made by `autoshard calibrate`. Default: what is known of the cluster.
         fix: Pin some keys of the layout, e.g. tp=32,pp=8.
@@ -41,6 +42,7 @@ class Asked:
     seq_len: int | None = None
     global_batch: int | None = None
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
     engine: Literal["nxd", "torch", "any"] | None = None
     calibration: str | None = None
     fix: str | None = None
@@ -54,8 +56,8 @@ class Asked:
         recipes = [
             Recipe(
                 model=self.model, nodes=nodes, cluster=self.cluster, lnc=self.lnc, ranks=self.ranks,
-                seq_len=self.seq_len, global_batch=self.global_batch, precision=self.precision, engine=self.engine,
-                calibration=self.calibration, fix=self.fix,
+                seq_len=self.seq_len, global_batch=self.global_batch, precision=self.precision,
+                optimizer=self.optimizer, engine=self.engine, calibration=self.calibration, fix=self.fix,
             )
             for nodes in self.nodes
         ]  # fmt: skip

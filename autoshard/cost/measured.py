@@ -9,6 +9,7 @@ from typing import cast
 from autoshard.errors import Fault, InputError, require
 from autoshard.spec import record
 from autoshard.spec.files import read_json_lines
+from autoshard.spec.workload import Optimizer
 
 _COUNTS = ("seq_len", "global_batch_seqs", "micro_batch", "nodes", "chips", "lnc", "tp", "pp", "vp", "cp", "ep", "dp")
 _MEASURED = ("step_time_s", "peak_memory_gib")
@@ -39,6 +40,7 @@ class MeasuredRow:
     recompute: str | None = None
     sharding: str | None = None
     precision: str | None = None
+    optimizer: Optimizer | None = None  # AdamW, where a row does not say
     pipeline_schedule: str | None = None
     candidate: str | None = None  # the whole layout in text, where it was autoshard that ran; agrees with the columns
     framework: str | None = None
@@ -83,7 +85,7 @@ class MeasuredRow:
     @property
     def measured_again(self) -> Hashable:
         """What rows of one layout agree in that were measured at different times; nobody's rows if it has no group."""
-        return (self.group or self.id, *self.layout, self.global_batch_seqs, self.seq_len)
+        return (self.group or self.id, *self.layout, self.global_batch_seqs, self.seq_len, self.optimizer)
 
 
 def read_rows(path: Path) -> Mapping[str, MeasuredRow]:

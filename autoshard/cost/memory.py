@@ -51,7 +51,7 @@ def memory_parts(
     """Return what a rank has in memory at its fullest, in named parts."""
     precision, kernels = question.workload.precision, load_kernels(question.kernels)
     return {
-        **state_bytes(holds.weights, setting, precision),
+        **state_bytes(holds.weights, setting, question.workload),
         "activations": holds.kept_bytes - holds.logits_bytes,
         "logits": holds.logits_bytes,
         "working": holds.working_bytes,

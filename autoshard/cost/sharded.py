@@ -127,7 +127,7 @@ def split_pending(pending: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerWeight:
-    """What norm, clip, AdamW and cast do for one weight, read off the graph's step phase."""
+    """What norm, clip, update and cast do for one weight, read off the graph's step phase."""
 
     vector_flops: float
     traffic_bytes: float

@@ -12,8 +12,9 @@ from autoshard.cost.block import Setting
 from autoshard.cost.rings import Number
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import PerWeight, split_pending
+from autoshard.graph.kinds.optimizer import UPDATES
 from autoshard.layout.collective import Collective, CollectiveKind
-from autoshard.spec.workload import DTYPE_BYTES, Precision
+from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
 
 Weights = Mapping[tuple[str, ...], Number]  # the atoms that a gradient's sum is pending over -> weights on the rank
 
@@ -31,10 +32,11 @@ def num_shards(shards: tuple[str, ...], setting: Setting) -> Number:
     return math.prod(setting.atoms[atom] for atom in shards) if setting.zero else 1
 
 
-def state_bytes(weights: Weights, setting: Setting, precision: Precision) -> Mapping[str, Number]:
+def state_bytes(weights: Weights, setting: Setting, workload: Workload) -> Mapping[str, Number]:
     """Return a rank's weights, gradients, masters and moments in bytes; ZeRO-1 divides the last two, ZeRO-3 all."""
+    precision = workload.precision
     per_master = DTYPE_BYTES[precision.masters] if precision.masters else 0
-    per_state = 2 * DTYPE_BYTES[precision.moments]
+    per_state = UPDATES[workload.optimizer].num_moments * DTYPE_BYTES[precision.moments]
     parts: dict[str, Number] = {"weights": 0, "gradients": 0, "masters": 0, "optimizer": 0}
     for shards, count in _grouped(weights, 0).items():
         shard = -(-count // num_shards(shards, setting))

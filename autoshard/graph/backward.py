@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from autoshard.graph.builder import BlockBuilder
 from autoshard.graph.kinds.linear import Deliver, Einsum
-from autoshard.graph.kinds.optimizer import Accumulate, AdamW, SquareSum
+from autoshard.graph.kinds.optimizer import UPDATES, Accumulate, SquareSum
 from autoshard.graph.kinds.pointwise import Cast
 from autoshard.graph.op import Differentiable, GradientStep, Op, Pass
 
@@ -93,25 +93,27 @@ def _accumulate(builder: BlockBuilder, parameter: str, gradient: str) -> None:
 
 
 def add_update(builder: BlockBuilder, ties: Mapping[str, str | None]) -> None:
-    """Append the step phase of every parameter: reduce, square, AdamW, gather.
+    """Append the step phase of every parameter: reduce, square, update, gather.
 
     ``ties`` maps a parameter to the gradient that another block made for the same values, or to None if that
     other block updates it.
     """
-    scalars = tuple(builder.add(name, (), "fp32", "input") for name in ("clip", "learning_rate", "step_number"))
+    for scalar in UPDATES[builder.optimizer].scalars:
+        builder.add(scalar, (), "fp32", "input")
     for name, tensor in list(builder.tensors.items()):
         if tensor.role == "parameter" and ties.get(name, "") is not None:
             gradient = _reduced(builder, name, ties.get(name))
             builder.append(f"{name}.square", SquareSum(), [gradient], source=name, phase="step")
-            _update(builder, name, gradient, scalars)
+            _update(builder, name, gradient)
 
 
-def _update(builder: BlockBuilder, name: str, gradient: str, scalars: tuple[str, ...]) -> None:
-    precision, weight = builder.precision, builder.tensors[name]
+def _update(builder: BlockBuilder, name: str, gradient: str) -> None:
+    kind, precision, weight = UPDATES[builder.optimizer], builder.precision, builder.tensors[name]
     current = builder.add(f"{name}.master", weight.dims, precision.masters, "state") if precision.masters else name
-    moments = [builder.add(f"{name}.moment{n}", weight.dims, precision.moments, "state") for n in (1, 2)]
-    reads = [current, *moments, gradient, *scalars]
-    updated = builder.append(f"{name}.update", AdamW(), reads, source=name, phase="step")[0]
+    numbers = range(1, kind.num_moments + 1)
+    moments = [builder.add(f"{name}.moment{number}", weight.dims, precision.moments, "state") for number in numbers]
+    reads = [current, *moments, gradient, *kind.scalars]
+    updated = builder.append(f"{name}.update", kind, reads, source=name, phase="step")[0]
     if precision.masters:
         (updated,) = builder.append(f"{name}.cast", Cast(dtype=weight.dtype), [updated], source=name, phase="step")
     builder.append(f"{name}.gather", Deliver(), [updated], source=name, phase="step")

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Dims, Op, OpKind, Pass, Phase, Role, Tensor
-from autoshard.spec.workload import Dtype, Precision
+from autoshard.spec.workload import Dtype, Optimizer, Precision
 
 
 class BlockBuilder:
     """Collects tensors and operations; inserts the deliver of a tensor when it is first read."""
 
-    def __init__(self, precision: Precision) -> None:
+    def __init__(self, precision: Precision, optimizer: Optimizer = "adamw") -> None:
         self.precision = precision
+        self.optimizer: Optimizer = optimizer
         self.tensors: dict[str, Tensor] = {}
         self.ops: list[Op] = []
         self._delivered: dict[str, str] = {}

@@ -77,7 +77,7 @@ def num_slots(model: ModelSpec, num_tokens: int, expert_capacity: float | None) 
 
 
 def _embed_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
-    b = BlockBuilder(workload.precision)
+    b = BlockBuilder(workload.precision, workload.optimizer)
     tokens = b.add("tokens", ("batch", "seq"), "int64", "input")
     x = b.emit("embed", Lookup(), b.weight("embed.weight", "vocab", "hidden"), tokens)
     if model.positions == "learned":
@@ -89,7 +89,7 @@ def _embed_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
 
 
 def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
-    b = BlockBuilder(workload.precision)
+    b = BlockBuilder(workload.precision, workload.optimizer)
     x = b.deliver_as(b.add("x", _RESIDUAL), "block_in")
     attended = _attention(b, model, x)
     after = b.deliver_as(b.emit("attn_add", Add(), x, attended), "mlp_residual")
@@ -101,7 +101,7 @@ def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
 
 
 def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
-    b = BlockBuilder(workload.precision)
+    b = BlockBuilder(workload.precision, workload.optimizer)
     x = b.deliver_as(b.add("x", _RESIDUAL), "head_in")
     labels = b.add("labels", ("batch", "seq"), "int64", "input")
     token_weight = b.add("token_weight", ("batch", "seq"), "fp32", "input")

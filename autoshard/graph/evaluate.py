@@ -46,7 +46,7 @@ def random_weights(graph: OpGraph, generator: np.random.Generator, scale: float 
 def evaluate_step(
     graph: OpGraph, weights: Arrays, micro_batches: Sequence[Arrays], *, learning_rate: float = 1e-2
 ) -> StepResult:
-    """Run forward and backward over all micro-batches, then reduce, clip and update (first step of AdamW).
+    """Run forward and backward over all micro-batches, then reduce, clip and update (the first step of AdamW).
 
     A micro-batch holds ``tokens``, ``labels``, ``positions``, ``key_positions`` and ``token_weight``. Experts
     drop what does not fit their slots, so a dropless model needs sizes in which ``slots`` is the number of

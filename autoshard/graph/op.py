@@ -5,7 +5,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -135,6 +135,16 @@ class Differentiable(OpKind):
     @abstractmethod
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """Return the steps that give the gradients of the ``needed`` inputs."""
+
+
+class Update(OpKind):
+    """A kind that takes a step: it reads a weight, its moments, its gradient and scalars, and gives weight and moments.
+
+    ``scalars`` are of clip (the factor of the whole gradient), learning_rate and step_number (from 1).
+    """
+
+    num_moments: ClassVar[int]
+    scalars: ClassVar[tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ def _headline(plan: Plan, prediction: Prediction) -> Group:
     )
     work = (
         f"{_many(workload.global_batch, 'sequence')} of {_many(workload.seq_len, 'token')} a step, "
-        f"{_precision(plan)}, ZeRO-{plan.zero}, engine {plan.engine}, kernels {plan.kernels}"
+        f"{_precision(plan)}, {workload.optimizer}, ZeRO-{plan.zero}, engine {plan.engine}, kernels {plan.kernels}"
     )
     low, high = format_seconds(prediction.low_s), format_seconds(prediction.high_s)
     result = Text.assemble(

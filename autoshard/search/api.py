@@ -22,7 +22,7 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.recipe import Recipe
-from autoshard.spec.workload import Precision, Workload
+from autoshard.spec.workload import Optimizer, Precision, Workload
 
 LONGEST_DEFAULT = 8192
 BATCH = 1024
@@ -108,10 +108,14 @@ def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:
     if faults or model is None or cluster is None or pins is None or listed is None:
         raise InputError(faults)
     held = {pin.tensor: pin for pin in (*listed, *layouts)}
-    lengths = {"seq_len": recipe.seq_len, "global_batch": recipe.global_batch}
     workload = _looked_up(
-        faults, "precision", lambda: default_workload(model, cluster, precision=recipe.precision, **lengths)
-    )
+        faults,
+        "precision",
+        lambda: default_workload(
+            model, cluster, seq_len=recipe.seq_len, global_batch=recipe.global_batch, precision=recipe.precision,
+            optimizer=recipe.optimizer,
+        ),
+    )  # fmt: skip
     if workload is None:
         raise InputError(faults)
     engines = engines_of(cluster, recipe.engine)
@@ -151,6 +155,7 @@ def default_workload(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: str = "bf16",
+    optimizer: Optimizer = "adamw",
 ) -> Workload:
     """Return the workload of a question that leaves some of it open.
 
@@ -160,6 +165,7 @@ def default_workload(
         seq_len=min(model.max_positions, LONGEST_DEFAULT) if seq_len is None else seq_len,
         global_batch=(LOCAL_BATCH if cluster.name == "local" else BATCH) if global_batch is None else global_batch,
         precision=Precision.named(precision),
+        optimizer=optimizer,
     )
 
 

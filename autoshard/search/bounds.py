@@ -97,7 +97,7 @@ class Ideal:
         layers = family.question.model.num_layers
         weights = {pending: -(-layers // ranks) * number[rows] for pending, number in family.layer.weights.items()}
         frame = family.frame(rows, Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1), self.zero)
-        states = sum(state_bytes(weights, frame.setting, family.question.workload.precision).values())
+        states = sum(state_bytes(weights, frame.setting, family.question.workload).values())
         flight = np.where(self.counts[rows] >= 2 * ranks, 2 * ranks, 1)
         least = np.maximum(1, layers // (2 * ranks) - MOST_RELIEVED)
         saved = family.layer.saved_bytes[:, rows]

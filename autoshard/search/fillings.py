@@ -133,7 +133,7 @@ class Frame:
 
 def states_bytes(frame: Frame, block: Totals) -> Column:
     """Return the states of a block at least: rounding, and weights that meet their copies, left out."""
-    parts = state_bytes(block.weights, frame.setting, frame.question.workload.precision)
+    parts = state_bytes(block.weights, frame.setting, frame.question.workload)
     return np.maximum(0.0, sum(parts.values()) - _ROUNDED * len(block.weights))
 
 

@@ -90,12 +90,12 @@ class Smallest:
         """Bound the memory of the rank with the most layers: their states, and what one micro-batch keeps of them."""
         family = ideal.family
         layers = -(-family.question.model.num_layers // ideal.num_ranks)
-        kernels, precision = load_kernels(family.question.kernels), family.question.workload.precision
+        kernels, workload = load_kernels(family.question.kernels), family.question.workload
         weights = {pending: layers * number for pending, number in family.layer.weights.items()}
         frame = family.frame(
             np.arange(len(layers)), Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1), ideal.zero
         )
-        states = sum(state_bytes(weights, frame.setting, precision).values())
+        states = sum(state_bytes(weights, frame.setting, workload).values())
         kept = layers * family.layer.saved_bytes.min(axis=0)
         return (states + kept + kernels.runtime_bytes + kernels.workspace_bytes)[rows] * (1 - 1e-9)
 

@@ -63,6 +63,7 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
         sp=layout.sequence_parallel,
         sharding=_SHARDINGS[layout.zero],
         precision=_precision(workload.precision),
+        optimizer=workload.optimizer,
         candidate=str(layout),
         framework="autoshard, torch engine",
         framework_version=ran.versions,

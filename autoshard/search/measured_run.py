@@ -125,7 +125,12 @@ def _guarded(notes: _Notes, make: Callable[[], T]) -> T | None:
 def _workload(row: MeasuredRow, notes: _Notes) -> Workload | None:
     nothing = read_precision(None).value
     precision = notes.value("precision", lambda: read_precision(row.precision), nothing)
-    return Workload(seq_len=row.seq_len, global_batch=row.global_batch_seqs, precision=precision)
+    return Workload(
+        seq_len=row.seq_len,
+        global_batch=row.global_batch_seqs,
+        precision=precision,
+        optimizer=row.optimizer or "adamw",
+    )
 
 
 def _cluster(row: MeasuredRow, notes: _Notes) -> Cluster | None:

@@ -8,6 +8,7 @@ from typing import Literal
 from autoshard.errors import InputError, require
 from autoshard.spec import record
 from autoshard.spec.files import read_data
+from autoshard.spec.workload import Optimizer
 
 EngineChoice = Literal["nxd", "torch", "any"]
 PrecisionName = Literal["bf16", "fp16", "fp32"]
@@ -25,6 +26,7 @@ class Recipe:
     seq_len: int | None = None
     global_batch: int | None = None
     precision: PrecisionName = "bf16"
+    optimizer: Optimizer = "adamw"
     engine: EngineChoice | None = None
     calibration: str | None = None  # a calibration file; None takes what is known of the cluster
     fix: str | None = None

@@ -8,6 +8,8 @@ from autoshard.errors import InputError, nearest, require
 Dtype = Literal["bf16", "fp16", "fp32", "fp64", "fp8", "int64"]
 DTYPE_BYTES: dict[Dtype, int] = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int64": 8}
 
+Optimizer = Literal["adamw", "sgd"]  # sgd: weight - rate * gradient, no momentum, no decay
+
 MOST = 2**31 - 1  # sequences or tokens: keeps every product of sizes inside 64 bits, where numpy counts
 
 
@@ -49,7 +51,7 @@ class Workload:
     seq_len: int
     global_batch: int
     precision: Precision
-    optimizer: Literal["adamw"] = "adamw"
+    optimizer: Optimizer = "adamw"
     clip_norm: float = 1.0
     expert_capacity: float | None = None
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 OPTIONS = (
     "--model", "--nodes", "--cluster", "--lnc", "--ranks", "--seq-len", "--global-batch", "--precision", "--engine",
-    "--fix", "--at", "--top", "--out", "--trace", "--json", "--config", "--help", "--zork", "-x", "--",
+    "--optimizer", "--fix", "--at", "--top", "--out", "--trace", "--json", "--config", "--help", "--zork", "-x", "--",
 )  # fmt: skip
 WORDS = (
     "tiny-llama", "tiny-mixtral", "gpt2-xl", "local", "trn1.32xlarge", "h100-80", "1", "2", "3", "7", "64", "-1", "0",
@@ -30,7 +30,7 @@ WORDS = (
 )  # fmt: skip
 ARGUMENTS = st.lists(st.one_of(st.sampled_from(OPTIONS), st.sampled_from(WORDS), st.text(max_size=8)), max_size=8)
 TINY = dump(autoshard.plan("tiny-llama", "local"))
-PAIRS = st.lists(st.tuples(st.sampled_from(OPTIONS[:14]), st.sampled_from(WORDS)), max_size=4)
+PAIRS = st.lists(st.tuples(st.sampled_from(OPTIONS[:15]), st.sampled_from(WORDS)), max_size=4)
 
 
 @pytest.fixture(autouse=True)

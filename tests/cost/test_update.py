@@ -9,9 +9,9 @@ from hypothesis import given, strategies as st
 from autoshard.cost.sharded import PerWeight, per_weight, split_pending
 from autoshard.cost.update import num_shards, state_bytes, update_cost
 from autoshard.spec.workload import Precision
-from tests.cost.cases import ask, setting
+from tests.cost.cases import ask, setting, workload
 
-BF16, FP16, FP32 = (Precision.named(name) for name in ("bf16", "fp16", "fp32"))
+BF16, FP16, FP32 = (workload(precision=Precision.named(name)) for name in ("bf16", "fp16", "fp32"))
 EVERYONE = ("edp", "ep", "cp")
 WEIGHTS = st.integers(1, 10**11)
 NOTHING = PerWeight(vector_flops=0.0, traffic_bytes=0.0)
@@ -44,6 +44,12 @@ class TestStates:
         parts = state_bytes({EVERYONE: count}, here(zero=0), FP32)
         assert parts == {"weights": 4 * count, "gradients": 4 * count, "masters": 0, "optimizer": 8 * count}
         assert state_bytes({EVERYONE: count}, here(zero=0), FP16)["masters"] == 4 * count
+
+    @given(WEIGHTS)
+    def test_sgd_keeps_no_moments(self, count):
+        for one in (BF16, FP32):
+            parts = state_bytes({EVERYONE: count}, here(), one)
+            assert state_bytes({EVERYONE: count}, here(), replace(one, optimizer="sgd")) == {**parts, "optimizer": 0}
 
     @given(WEIGHTS, WEIGHTS)
     def test_weights_of_experts_are_divided_over_the_ranks_that_hold_the_same_ones(self, dense, experts):
@@ -109,6 +115,13 @@ class TestUpdate:
         assert weight.traffic_bytes == pytest.approx(4 + 4 * 4 + 3 * 4 + 4 + 2, rel=1e-4)
         # norm 2, AdamW 15, cast 1
         assert weight.vector_flops == pytest.approx(18, rel=1e-4)
+
+    def test_sgd_moves_no_moments(self):
+        weight = per_weight(ask(optimizer="sgd").step)
+        # gradient read for the norm; master and gradient read, master written; master read, weight written
+        assert weight.traffic_bytes == pytest.approx(4 + 2 * 4 + 4 + 4 + 2, rel=1e-4)
+        # norm 2, SGD 2, cast 1
+        assert weight.vector_flops == pytest.approx(5, rel=1e-4)
 
     def test_it_takes_the_longer_of_arithmetic_and_memory(self):
         question = ask()

@@ -21,7 +21,7 @@ from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup, Pick
 from autoshard.graph.kinds.linear import Deliver, Einsum
 from autoshard.graph.kinds.norm import Norm, Softmax
-from autoshard.graph.kinds.optimizer import AdamW, ClipScale, SquareSum
+from autoshard.graph.kinds.optimizer import AdamW, ClipScale, Sgd, SquareSum
 from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Unary
 from autoshard.graph.op import DIMS, Array, Call, Differentiable, Dims, Op, OpKind
 from autoshard.spec.model import RotaryScaling
@@ -161,6 +161,13 @@ def reference_adamw(weight: Any, first: Any, second: Any, gradient: Any, *scalar
     return leaf.detach(), state["exp_avg"], state["exp_avg_sq"]
 
 
+def reference_sgd(weight: Any, gradient: Any, clip: Any, rate: Any, _: Sizes) -> Any:
+    leaf = weight.clone().requires_grad_()
+    leaf.grad = gradient * clip
+    torch.optim.SGD([leaf], lr=float(rate)).step()
+    return leaf.detach()
+
+
 def reference_clip(first: Any, second: Any, _: Sizes) -> tuple[Any, Any]:
     """Clip two parameters whose gradients have these squares."""
     roots = (first.sqrt(), second.sqrt())
@@ -214,6 +221,10 @@ def draw_combine(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
 
 def draw_positive(*shapes: tuple[str, ...]) -> Draw:
     return lambda sizes, rng: [np.abs(normal(sizes, rng, *shape)) + 0.1 for shape in shapes]
+
+
+def draw_sgd(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
+    return [normal(sizes, rng, "ffn", "hidden"), normal(sizes, rng, "ffn", "hidden"), np.asarray(0.7), np.asarray(0.1)]
 
 
 def draw_adamw(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
@@ -318,6 +329,7 @@ CASES: Mapping[str, Case] = {
     "square sum": Case(SquareSum(), ("ffn hidden",), lambda x, _: x.pow(2).sum()),
     "clip": Case(ClipScale(limit=1.0), ("", ""), reference_clip, draw_positive((), ())),
     "adamw": Case(AdamW(), (*["ffn hidden"] * 4, "", "", ""), reference_adamw, draw_adamw),
+    "sgd": Case(Sgd(), ("ffn hidden", "ffn hidden", "", ""), reference_sgd, draw_sgd),
 }  # fmt: skip
 
 
@@ -485,6 +497,7 @@ EXPECTED: Mapping[str, tuple[int, int, int]] = {  # matrix FLOPs, vector FLOPs, 
     "square sum": (0, 2 * 17 * H, 8 * 17 * H + 4),
     "clip": (0, 1, 2 * 8 + 2 * 4),
     "adamw": (0, 15 * 17 * H, 8 * 7 * 17 * H + 3 * 8),
+    "sgd": (0, 2 * 17 * H, 8 * 3 * 17 * H + 2 * 8),
 }
 EXPECTED_BACKWARD: Mapping[str, tuple[int, int, int]] = {  # by label: the first operation that has it
     "accumulate": (0, TH, 8 * 3 * TH),

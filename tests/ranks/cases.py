@@ -72,6 +72,7 @@ class Task:
     plan: Plan
     weights: Arrays
     steps: tuple[tuple[Arrays, ...], ...]
+    learning_rate: float = LEARNING_RATE
 
     @classmethod
     def of(cls, plan: Plan, num_steps: int = 1, *, masked: bool = True) -> "Task":
@@ -84,7 +85,12 @@ class Task:
         """One process, nothing sharded; sequences in the plan's order, tokens in the plan's queues."""
         graph, order = reference_graph(self.plan), sequence_order(self.plan)
         batches = [{name: array[..., order] for name, array in batch.items()} for batch in self.steps[step]]
-        return evaluate_step(graph, weights or self.weights, batches, learning_rate=LEARNING_RATE)
+        return evaluate_step(graph, weights or self.weights, batches, learning_rate=self.learning_rate)
+
+    def after(self, step: StepResult) -> Arrays:
+        """The weights after a step of one process; tied ones are as the one that was updated."""
+        updated = {id(self.weights[name]): array for name, array in step.weights.items()}
+        return {name: updated[id(array)] for name, array in self.weights.items()}
 
 
 def reference_graph(plan: Plan) -> OpGraph:
@@ -126,27 +132,30 @@ class StepShare:
     weights: Mapping[str, Held]
 
 
-def exact(task: Task) -> Executor:
-    """One rank of a task, computed in double."""
-    return Executor(task.plan, task.weights.__getitem__, Formats(exact=True))
+EXACT, AS_PLANNED = Formats(exact=True), Formats()
 
 
-def share_of(executor: Executor, batches: Sequence[Arrays]) -> StepShare:
+def executor_of(task: Task, formats: Formats = EXACT) -> Executor:
+    """One rank of a task, computed in double or in the formats of its plan."""
+    return Executor(task.plan, task.weights.__getitem__, formats)
+
+
+def share_of(executor: Executor, task: Task, step: int = 0) -> StepShare:
     """Run a step, and take what this rank has of it."""
-    loss, norm = executor.step(batches, LEARNING_RATE)
+    loss, norm = executor.step(task.steps[step], task.learning_rate)
     shares = executor.shares()
     return StepShare(loss=loss, norm=norm, gradients=shares.gradients, weights=shares.weights)
 
 
-def run_steps(task: Task) -> list[StepShare]:
+def run_steps(task: Task, formats: Formats = EXACT) -> list[StepShare]:
     """What every rank runs."""
-    executor = exact(task)
-    return [share_of(executor, batches) for batches in task.steps]
+    executor = executor_of(task, formats)
+    return [share_of(executor, task, step) for step in range(len(task.steps))]
 
 
 def run_counted(task: Task) -> Counter[str]:
     """Run, and count the calls of torch.distributed that this rank made."""
-    executor = exact(task)
+    executor = executor_of(task)
     calls: Counter[str] = Counter()
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,7 +167,7 @@ def run_counted(task: Task) -> Counter[str]:
         return wrapped
 
     with patched({name: counted(name, getattr(dist, name)) for name in CALLS}):
-        executor.step(task.steps[0], LEARNING_RATE)
+        executor.step(task.steps[0], task.learning_rate)
     return calls
 
 
@@ -166,9 +175,9 @@ def run_dropping(task: Task, name: str, num_calls: int) -> list[StepShare]:
     """Run the step once for each call of a collective, which then does nothing to what this rank has."""
     shares: list[StepShare] = []
     for dropped in range(num_calls):
-        executor = exact(task)
+        executor = executor_of(task)
         with patched({name: _without_call(name, dropped)}):
-            shares.append(share_of(executor, task.steps[0]))
+            shares.append(share_of(executor, task))
     return shares
 
 
@@ -212,9 +221,14 @@ def compare(expected: StepResult, shares: Sequence[StepShare], *, weights: Array
     for name, gradient in expected.gradients.items():
         found = assemble(gradient.shape, [share.gradients[name] for share in shares if name in share.gradients])
         np.testing.assert_allclose(found, gradient, rtol=0, atol=1e-12 * largest, err_msg=name)
-    for name, weight in (weights or expected.weights).items():
+    compare_weights(weights or expected.weights, shares, 1e-9)
+
+
+def compare_weights(expected: Arrays, shares: Sequence[StepShare], most: float) -> None:
+    """Hold the new weights of ranks against those of one process."""
+    for name, weight in expected.items():
         found = assemble(weight.shape, [share.weights[name] for share in shares if name in share.weights])
-        np.testing.assert_allclose(found, weight, rtol=0, atol=1e-9, err_msg=name)
+        np.testing.assert_allclose(found, weight, rtol=0, atol=most, err_msg=name)
 
 
 def torch_adamw(weights: Arrays) -> tuple[Mapping[str, torch.Tensor], torch.optim.Optimizer]:

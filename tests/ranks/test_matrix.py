@@ -28,7 +28,18 @@ from autoshard.layout.program import Communicate, Compute, Given
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_programs
 from tests.ranks import matrix
-from tests.ranks.cases import Arrays, StepShare, Task, compare, reference_graph, run_steps, share_of, torch_adamw
+from tests.ranks.cases import (
+    AS_PLANNED,
+    CLIP_NORM,
+    Arrays,
+    StepShare,
+    Task,
+    compare,
+    compare_weights,
+    reference_graph,
+    run_steps,
+    torch_adamw,
+)
 from tests.ranks.matrix import FEATURES, IMPOSSIBLE, Row
 from tests.ranks.spawn import on_ranks
 
@@ -175,15 +186,31 @@ def near(expected: StepResult, shares: Sequence[StepShare], most: float) -> None
     assert not {name: distance for name, distance in distances(expected, shares).items() if not distance <= most}
 
 
-def run_planned(task: Task) -> StepShare:
-    """One step in the formats of the plan."""
-    return share_of(Executor(task.plan, task.weights.__getitem__), task.steps[0])
+def by_sgd(row: Row, precision: str) -> Task:
+    """Two steps that move the weights by about as much as they are, so that what is wrong with them shows."""
+    task = task_of(row, precision, num_steps=2)
+    rate = 0.5 / CLIP_NORM if row["clip"] == "yes" else 0.1
+    workload = replace(task.plan.workload, optimizer="sgd")
+    return replace(task, plan=replace(task.plan, workload=workload), learning_rate=rate)
+
+
+def run_both(exact: Task, single: Task) -> tuple[list[StepShare], list[StepShare]]:
+    """The steps of one task in double, those of another as it is planned."""
+    return run_steps(exact), run_steps(single, AS_PLANNED)
 
 
 @with_quick_rows
-def test_a_step_in_fp32_is_near_one_process_in_double(row):
-    task = task_of(row, "fp32")
-    near(task.reference(), on_ranks(task.plan.mesh.num_ranks, run_planned, task), 1e-5)
+def test_two_steps_of_sgd_are_those_of_one_process_in_double_and_near_them_in_fp32(row):
+    task, single = by_sgd(row, "bf16"), by_sgd(row, "fp32")
+    answers = on_ranks(task.plan.mesh.num_ranks, run_both, task, single)
+    weights = task.weights
+    for step in range(2):
+        expected = task.reference(weights, step)
+        compare(expected, [found[step] for found, _ in answers])
+        shares = [found[step] for _, found in answers]
+        near(expected, shares, 1e-5)
+        compare_weights(expected.weights, shares, 1e-5)
+        weights = task.after(expected)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row["experts"] == "dense"], ids=named)
@@ -198,7 +225,8 @@ def test_a_step_in_bf16_is_as_near_as_its_roundings_let_it_be(row):
     task = with_rounded_weights(task_of(row))
     most = BF16 * roundings(task.plan) ** 0.5
     assert most < 0.1, "a part that is missing would not be seen"
-    near(task.reference(), on_ranks(task.plan.mesh.num_ranks, run_planned, task), most)
+    answers = on_ranks(task.plan.mesh.num_ranks, run_steps, task, AS_PLANNED)
+    near(task.reference(), [share for (share,) in answers], most)
 
 
 def with_rounded_weights(task: Task) -> Task:

@@ -4,7 +4,7 @@ import pytest
 
 from autoshard.engine.base import Measured
 from autoshard.engine.torch.executor import Executor
-from tests.ranks.cases import LEARNING_RATE, Task, gpt, llama, plan_of
+from tests.ranks.cases import Task, gpt, llama, plan_of
 from tests.ranks.spawn import on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -38,14 +38,23 @@ CASES = {
 
 def measure(task: Task) -> Measured:
     executor = Executor(task.plan, task.weights.__getitem__)
-    executor.step(task.steps[0], LEARNING_RATE)
+    executor.step(task.steps[0], task.learning_rate)
     return executor.measured()
 
 
 @pytest.mark.parametrize(("text", "model"), CASES.values(), ids=CASES)
 def test_what_is_held_and_sent_is_what_was_promised(text, model):
-    task = Task.of(plan_of(text, model))
-    plan, prediction = task.plan, task.plan.prediction
+    promises_hold(plan_of(text, model))
+
+
+def test_sgd_holds_no_state():
+    plan = plan_of("tp=1,pp=1,dp=2", llama(), optimizer="sgd")
+    assert plan.prediction and {memory.parts["optimizer"] for memory in plan.prediction.stage_memory} == {0}
+    promises_hold(plan)
+
+
+def promises_hold(plan):
+    task, prediction = Task.of(plan), plan.prediction
     assert prediction, "a plan that was made has its prediction"
     found = on_ranks(plan.mesh.num_ranks, measure, task)
     for number, memory in enumerate(prediction.stage_memory):

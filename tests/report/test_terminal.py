@@ -187,7 +187,9 @@ def test_every_part_of_the_time_has_words_of_its_own():
 def test_products_of_another_format_are_said():
     plan = plan_of(ask("llama3-8b", "h100-80", 1), "tp=8")
     eight = replace(plan.workload, precision=replace(plan.workload.precision, products="fp8"))
-    assert "bf16 with fp32 masters and fp8 products, ZeRO-1" in report(with_prediction(replace(plan, workload=eight)))
+    assert "bf16 with fp32 masters and fp8 products, adamw, ZeRO-1" in report(
+        with_prediction(replace(plan, workload=eight))
+    )
 
 
 def test_counts_of_one_are_singular():

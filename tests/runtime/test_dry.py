@@ -49,7 +49,7 @@ CASES = {
 
 def measure(plan: Plan) -> Measured:
     executor = Executor(plan, InitialWeights(graph=graph_of(plan), seed=0))
-    executor.step(SyntheticData.of(plan, 0).step(0))
+    executor.step(SyntheticData.of(plan, 0).step(0), learning_rate=0.0)
     return executor.measured()
 
 

@@ -47,6 +47,13 @@ def test_a_row_is_read_as_the_plan_that_ran(text: str) -> None:
     assert dict(run.assumed) == {"arch": "the model card tiny-llama"}
 
 
+def test_the_optimizer_travels() -> None:
+    plan = tiny_plan("tp=1,pp=1,dp=2")
+    other = replace(plan, workload=replace(plan.workload, optimizer="sgd"))
+    assert read(row(other)).workload == other.workload
+    assert read(replace(row(plan), optimizer=None)).workload == plan.workload
+
+
 def test_a_model_without_a_card_travels_as_its_numbers() -> None:
     plan = tiny_plan("tp=1,pp=1,dp=1")
     other = replace(plan, model=replace(plan.model, num_layers=3))

@@ -60,9 +60,10 @@ class Executor:
         }
         self._held, self._store = held, Store(flats=own, ties=here, copies=copies)
         self._pieces: list[torch.Tensor] = []
+        self._num_steps = 0
         self._saved_bytes = 0
 
-    def step(self, micro_batches: Sequence[Batch], learning_rate: float = 1e-2) -> tuple[float, float]:
+    def step(self, micro_batches: Sequence[Batch], learning_rate: float) -> tuple[float, float]:
         """Run one step; return the loss and the norm of the gradient, the same on every rank.
 
         A micro-batch holds whole arrays, of which the rank takes its part.
@@ -82,8 +83,10 @@ class Executor:
         total, loss = world_sum([square, passed.loss])
         op = self._graph.update.op("clip")
         clip, norm = op.kind.evaluate(self._graph.update.call(op, {}), np.asarray(total))
+        self._num_steps += 1
+        scalars = {"clip": float(clip), "learning_rate": learning_rate, "step_number": self._num_steps}
         for flat, piece in zip(self._store.flats, self._pieces, strict=True):
-            flat.update(piece, float(clip), learning_rate)
+            flat.update(piece, scalars)
         self._tie_weights()
         self._bench.world.finish_sending()
         return loss, float(norm)
@@ -106,7 +109,7 @@ class Executor:
         traffic = self._bench.world.traffic
         flats_here, copies = self._store.flats, self._store.copies.values()
         masters = [flat.master for flat in self._store.flats if flat.master is not None]
-        states = [state for flat in self._store.flats for state in (flat.moment1, flat.moment2)]
+        states = [state for flat in self._store.flats for state in flat.moments]
         return Measured(
             memory_bytes={
                 "weights": _bytes([*(flat.values for flat in flats_here), *(one for one, _ in copies)]),

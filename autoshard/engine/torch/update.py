@@ -1,4 +1,4 @@
-"""The step phase on one rank: gradients reduced, clipped by their norm, weights updated by AdamW and gathered.
+"""The step phase on one rank: gradients reduced, clipped by their norm, weights updated and gathered.
 
 Weights whose gradients await the same ranks lie side by side in one flat tensor, and so do their gradients: blocks see
 views of them, collectives the whole.
@@ -11,15 +11,14 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch.optim.adamw import adamw
 
 from autoshard.engine.place import Held, Place
 from autoshard.engine.torch.formats import Formats, own, wide
+from autoshard.engine.torch.kernels import Kernel, Local, kernel
 from autoshard.engine.torch.kernels.kernel import as_array
 from autoshard.engine.torch.world import Group, World
 from autoshard.graph.block import Block
-from autoshard.graph.kinds.optimizer import AdamW
-from autoshard.graph.op import Array
+from autoshard.graph.op import Array, Call, Update
 from autoshard.layout.layout import Layout
 from autoshard.plan.candidate import Zero
 
@@ -61,11 +60,16 @@ class Weight:
         return tuple(atom for atom, _ in self.place.mesh.axes if atom not in {"pp", *apart})
 
     @property
-    def optimizer(self) -> AdamW:
+    def optimizer(self) -> Update:
         """What takes a step."""
         kind = self.block.op(f"{self.name}.update").kind
-        assert isinstance(kind, AdamW), f"{self.name} is updated by {kind}"
+        assert isinstance(kind, Update), f"{self.name} is updated by {kind}"
         return kind
+
+    @property
+    def step(self) -> Call:
+        """What it is applied to."""
+        return self.block.call(self.block.op(f"{self.name}.update"), self.place.sizes)
 
     def dtype(self, part: str, formats: Formats) -> torch.dtype | None:
         """Return the format of the weight itself, of its ``sum``, ``master`` or moments; None for what it has not."""
@@ -88,9 +92,8 @@ class Flat:
     zero: Zero
     num_copies: int
     master: torch.Tensor | None  # None: the values themselves are updated
-    moment1: torch.Tensor
-    moment2: torch.Tensor
-    num_steps: torch.Tensor
+    moments: tuple[torch.Tensor, ...]
+    stepping: Kernel
 
     @classmethod
     def of(cls, world: World, weights: Sequence[Weight], blocks: Mapping[str, Array], formats: Formats) -> "Flat":
@@ -107,7 +110,6 @@ class Flat:
         ours = _piece(exact if master else values, spread if first.zero else None)
         if first.zero == 3:
             values = _piece(values, spread)
-        moments = [torch.zeros(len(ours), dtype=first.dtype("moment1", formats)) for _ in range(2)]
         assert dtype == values.dtype, f"{first.instance} is {values.dtype}, not {dtype}"
         return cls(
             weights=tuple(weights),
@@ -118,9 +120,11 @@ class Flat:
             zero=first.zero,
             num_copies=world.num_ranks(first.alike),
             master=ours.to(master, copy=True) if master else None,
-            moment1=moments[0],
-            moment2=moments[1],
-            num_steps=torch.zeros(()),
+            moments=tuple(
+                torch.zeros(len(ours), dtype=first.dtype("moment1", formats))
+                for _ in range(first.optimizer.num_moments)
+            ),
+            stepping=kernel(first.optimizer, first.step, Local(formats=formats)),
         )
 
     @property
@@ -164,16 +168,12 @@ class Flat:
         """Who shares the optimizer's work, each a piece."""
         return self.spread if self.zero else None
 
-    def update(self, piece: torch.Tensor, clip: float, learning_rate: float) -> None:
+    def update(self, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step with this rank's piece of the gradient, and gather the new values."""
-        kind, master = self.weights[0].optimizer, self.master
+        master = self.master
         held = _piece(self.values, self._shared) if self.is_whole else self.values
         mine = held if master is None else master
-        adamw(
-            [mine], [piece * clip], [self.moment1], [self.moment2], [], [self.num_steps],
-            fused=mine.dtype == self.moment1.dtype, amsgrad=False, beta1=kind.beta1, beta2=kind.beta2,
-            lr=learning_rate, weight_decay=kind.decay, eps=kind.eps, maximize=False,
-        )  # fmt: skip
+        self.stepping(mine, *self.moments, piece, *(scalars[name] for name in self.weights[0].optimizer.scalars))
         if self._shared and self.is_whole:
             self.values.copy_(self._shared.all_gather(mine.to(self.values.dtype))[: len(self.values)])
         elif master is not None:

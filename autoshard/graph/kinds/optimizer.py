@@ -1,14 +1,17 @@
-"""Gradient accumulation and the step phase: norm, clip, AdamW."""
+"""Gradient accumulation and the step phase: norm, clip, and the optimizers that a workload may name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from autoshard.graph.op import Array, Call, OpKind, Output, Tensor
+from autoshard.graph.op import Array, Call, OpKind, Output, Tensor, Update
+from autoshard.spec.workload import Optimizer
 
 _NORM_FLOOR = 1e-6  # cited: torch.nn.utils.clip_grad_norm_ adds it to the norm before dividing
 _ADAMW_FLOPS = 15  # derived: two moments (3 each), two corrections, root, division, decay, update
+_SGD_FLOPS = 2  # derived: a product with the rate (clip and rate are one number), a difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +66,11 @@ class ClipScale(OpKind):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamW(OpKind):
-    """One update: inputs are weight, both moments, gradient, clip factor, learning rate, step number."""
+class AdamW(Update):
+    """One update by gradients and their squares, averaged over steps, with decay of the weights."""
+
+    num_moments: ClassVar[int] = 2
+    scalars: ClassVar[tuple[str, ...]] = ("clip", "learning_rate", "step_number")
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -98,3 +104,27 @@ class AdamW(OpKind):
     def vector_flops(self, call: Call) -> int:
         """A dozen operations per weight."""
         return _ADAMW_FLOPS * call.elements(call.inputs[0].dims)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sgd(Update):
+    """One update by the gradient alone: no momentum, no decay."""
+
+    num_moments: ClassVar[int] = 0
+    scalars: ClassVar[tuple[str, ...]] = ("clip", "learning_rate")
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        """Give the new weight."""
+        return (Output(dims=inputs[0].dims, dtype=inputs[0].dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        """Update as torch.optim.SGD does by default."""
+        weight, gradient, clip, rate = arrays
+        return (weight - rate * (gradient * clip),)
+
+    def vector_flops(self, call: Call) -> int:
+        """Two operations per weight."""
+        return _SGD_FLOPS * call.elements(call.inputs[0].dims)
+
+
+UPDATES: Mapping[Optimizer, Update] = {"adamw": AdamW(), "sgd": Sgd()}

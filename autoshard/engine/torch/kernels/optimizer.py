@@ -1,12 +1,13 @@
-"""Gradient sums, the norm's squares, and AdamW; what is a rank's own for the whole run is updated in place."""
+"""Gradient sums, the norm's squares, and updates; what is a rank's own for the whole run is updated in place."""
 
 from typing import Any
 
 import torch
+from torch.optim.adamw import adamw
 
 from autoshard.engine.torch.formats import wide
 from autoshard.engine.torch.kernels.kernel import Kernel, Local, kernel
-from autoshard.graph.kinds.optimizer import Accumulate, AdamW, SquareSum
+from autoshard.graph.kinds.optimizer import Accumulate, AdamW, Sgd, SquareSum
 from autoshard.graph.op import Call
 
 
@@ -28,11 +29,20 @@ def _square_sum(kind: SquareSum, call: Call, local: Local) -> Kernel:
 def _adamw(kind: AdamW, call: Call, local: Local) -> Kernel:
     def run(*given: Any) -> tuple[torch.Tensor, ...]:
         weight, first, second, gradient, clip, rate, step = given
-        scaled = gradient * clip
-        first.lerp_(scaled, 1 - kind.beta1)
-        second.mul_(kind.beta2).addcmul_(scaled, scaled, value=1 - kind.beta2)
-        size = (second / (1 - kind.beta2**step)).sqrt_().add_(kind.eps)
-        weight.mul_(1 - rate * kind.decay).addcdiv_(first, size, value=-rate / (1 - kind.beta1**step))
+        adamw(
+            [weight], [gradient * clip], [first], [second], [], [torch.tensor(step - 1.0)],
+            fused=weight.dtype == first.dtype, amsgrad=False, beta1=kind.beta1, beta2=kind.beta2,
+            lr=rate, weight_decay=kind.decay, eps=kind.eps, maximize=False,
+        )  # fmt: skip
         return weight, first, second
+
+    return run
+
+
+@kernel.register
+def _sgd(kind: Sgd, call: Call, local: Local) -> Kernel:
+    def run(*given: Any) -> tuple[torch.Tensor, ...]:
+        weight, gradient, clip, rate = given
+        return (weight.add_(gradient, alpha=-rate * clip),)
 
     return run
