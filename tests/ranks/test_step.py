@@ -176,20 +176,6 @@ def step_calls(plan, pending):
     return Counter({"all_reduce": reduced, "reduce_scatter_single": scattered, "all_gather_single": scattered})
 
 
-def test_an_edited_line_changes_what_is_sent_and_not_what_is_computed():
-    plan = plan_of("tp=2,pp=1,dp=1", llama())
-    layer, line = plan.strategies["layer"], plan.strategies["layer"]["attn_out"]
-    edited = line.replace("F reduce_scatter seq/tp", "F all_reduce /tp, slice seq/kv")
-    assert edited != line
-    other = replace(plan, strategies={**plan.strategies, "layer": {**layer, "attn_out": edited}})
-    num_passes = plan.model.num_layers * plan.schedule.num_micro_batches
-    calls, other_calls = (on_ranks(2, run_counted, Task.of(each))[0] for each in (plan, other))
-    assert calls - other_calls == {"reduce_scatter_single": num_passes}
-    assert other_calls - calls == {"all_reduce": num_passes}
-    task = Task.of(other)
-    compare(task.reference(), [share for (share,) in on_ranks(2, run_steps, task)])
-
-
 def test_a_step_with_another_number_of_micro_batches_is_refused():
     task = Task.of(plan_of("tp=1,pp=1,dp=1", llama()))
     with pytest.raises(RankFailed, match="micro_batches: the plan takes 4 a step, not 3"):

@@ -1,0 +1,240 @@
+"""Every line of every table edited by hand: other collectives run, with the same results, or a Rule refuses the edit.
+
+One line of each kind of block is edited at a time, and what ``verify`` then asks for is pasted. Blocks are handed on in
+one layout whatever is inside them, so that edits of several kinds do not meet.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+import pytest
+
+from autoshard.engine.programs import programs_of, split_pending
+from autoshard.errors import InputError
+from autoshard.layout.collective import Collective
+from autoshard.layout.layout import Layout, whole_axes
+from autoshard.layout.legal import cut_operations
+from autoshard.layout.strategy import Chain, Strategy
+from autoshard.layout.table import Table, program_of
+from autoshard.plan.plan import Plan
+from autoshard.plan.tables import plan_blocks, table_setting
+from autoshard.plan.verify import verify
+from autoshard.spec.mesh import axis_of_atoms
+from tests.ranks.cases import StepShare, Task, compare, executor_of, llama, plan_of, share_of
+from tests.ranks.spawn import on_ranks
+
+pytestmark = pytest.mark.ranks
+
+Calls = Counter[tuple[str, str]]  # by axis and kind, as ranks count them
+
+MIXTRAL = {"num_experts": 4, "experts_per_token": 2}
+CASES = {
+    "dense": ("tp=2,pp=1,dp=1,recompute=full:1", llama()),
+    "experts": ("tp=1,pp=1,dp=2,ep=2,recompute=full:1", llama(**MIXTRAL)),
+}
+NUM_EDITS = {"dense": [2, 20, 14, 20], "experts": [1, 21, 12, 21]}  # lines of embed, layer, head, layer in full
+MOST_PASTES = 4
+
+
+def whole_tables(plan: Plan) -> Mapping[str, Table]:
+    """Every block with all its lines, those of recomputed layers that are as in others among them."""
+    tables = plan.strategies
+    return {name: {**tables[block.kind], **tables.get(name, {})} for name, block in plan_blocks(plan).items()}
+
+
+# -- what may be written instead of a line ---------------------------------------------------------
+
+
+def other_chains(line: Strategy) -> Iterator[Strategy]:
+    """Yield lines that lead to the same layouts by other collectives, or seem to."""
+    for part in ("forward", "backward", "weights"):
+        chains: tuple[Chain, ...] = getattr(line, part)
+        for number, chain in enumerate(chains):
+            for other in other_ways(chain, dims_of(line)):
+                yield replace(line, **{part: (*chains[:number], other, *chains[number + 1 :])})
+
+
+def other_cuts(line: Strategy, axis: tuple[str, ...]) -> Iterator[Strategy]:
+    """Yield lines in which an axis cuts another dim, or none; nothing is said of sums and collectives."""
+    for target in (*dims_of(line), None):
+        yield replace(
+            line,
+            inputs=tuple(moved(layout, axis, target) for layout in line.inputs),
+            outputs=tuple(moved(layout, axis, target) for layout in line.outputs),
+        )
+
+
+def dims_of(line: Strategy) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(dim for layout in (*line.inputs, *line.outputs) for dim, _ in layout.dims))
+
+
+def other_ways(chain: Chain, dims: Sequence[str]) -> Iterator[Chain]:
+    """Yield chains in which one collective is replaced by two that may do the same."""
+    for number, one in enumerate(chain):
+        for pair in pairs_for(one, dims):
+            yield (*chain[:number], *pair, *chain[number + 1 :])
+
+
+def pairs_for(one: Collective, dims: Sequence[str]) -> Iterator[tuple[Collective, Collective]]:
+    plain = Collective(kind="slice", dim=None, atoms=one.atoms)
+    for dim in dims:
+        gather, cut = (replace(plain, kind=kind, dim=dim) for kind in ("all_gather", "slice"))
+        match one.kind:
+            case "reduce_scatter":
+                yield replace(plain, kind="all_reduce"), replace(cut, dim=one.dim)
+            case "all_reduce":
+                yield replace(plain, kind="reduce_scatter", dim=dim), gather
+            case "all_gather":
+                yield replace(one, kind="all_to_all", to_dim=dim), gather
+            case "all_to_all":
+                yield replace(gather, dim=one.dim), replace(cut, dim=one.to_dim)
+            case "slice":
+                yield cut, replace(plain, kind="all_to_all", dim=dim, to_dim=one.dim)
+            case _:
+                return
+
+
+def moved(layout: Layout, axis: tuple[str, ...], target: str | None) -> Layout:
+    """Let an axis cut another dim, or none."""
+    rest = [(dim, tuple(atom for atom in cut if atom not in axis)) for dim, cut in layout.dims]
+    return replace(layout, dims=tuple((dim, (*cut, *axis) if dim == target else cut) for dim, cut in rest))
+
+
+# -- what follows from an edit -----------------------------------------------------------------------
+
+
+def pasted(plan: Plan, name: str, table: Table) -> Table | None:
+    """Paste the lines that are asked for until a block's table can be executed; None if it never can."""
+    block, setting, now = plan_blocks(plan)[name], table_setting(plan), dict(table)
+    for _ in range(MOST_PASTES):
+        try:
+            program_of(block, now, setting)
+        except InputError as error:
+            for fault in error.faults:
+                asked = re.search("(?:write|would be): (.*)", fault.message)
+                if asked:
+                    now[fault.where] = asked[1]
+                elif now.pop(fault.where) == table.get(fault.where):
+                    return None
+        else:
+            return now
+    return None
+
+
+def axis_of(plan: Plan) -> tuple[str, ...]:
+    """Return the atoms of the one axis along which ranks differ."""
+    return whole_axes([atom for atom, size in plan.mesh.axes if size > 1], dict(plan.mesh.axes))
+
+
+def edited(plan: Plan, name: str, table: Table, entry: str) -> Table | None:
+    """Return the table with one line written otherwise, so that other collectives run; None if no other is legal."""
+    line, before = Strategy.parse(table[entry]), sent_by(plan, table)
+    cut = entry in {op.name for op in cut_operations(plan_blocks(plan)[name])}
+    for other in (*other_chains(line), *(other_cuts(line, axis_of(plan)) if cut else ())):
+        found = pasted(plan, name, {**table, entry: str(other)})
+        if found and found[entry] != table[entry] and sent_by(plan, found) != before:
+            return found
+    return None
+
+
+def sent_by(plan: Plan, table: Table) -> Calls:
+    """Count what the text of a table sends in one micro-batch."""
+    calls: Calls = Counter()
+    for line in map(Strategy.parse, table.values()):
+        for one in (one for chain in (*line.forward, *line.backward, *line.weights) for one in chain):
+            kind, times = one.kind, 1
+            if line.ring:  # keys and values go one by one; backward their gradients follow them a hop later
+                kind, times = "send", 2 * one.repeat if one == line.ring else 4 * (one.repeat - 1)
+            calls[axis_of_atoms(real(plan, one.atoms)), kind] += times * (kind != "slice")
+        if line.ring:
+            calls[axis_of_atoms(real(plan, line.ring.atoms)), "send"] += 2 * line.ring.repeat
+    return +calls
+
+
+def sent_in_step(plan: Plan) -> Calls:
+    """Count what all micro-batches send, by the text of the tables, and the step phase, by what gradients await."""
+    calls: Calls = Counter()
+    tables, programs = whole_tables(plan), programs_of(plan)
+    meetings: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
+    for parts in (parts for blocks in programs.stages for parts in blocks.values()):
+        (name,) = (name for name, block in plan_blocks(plan).items() if block is parts.block)
+        for sent, number in sent_by(plan, tables[name]).items():
+            calls[sent] += number * plan.schedule.num_micro_batches
+        for tensor in parts.block.parameters:
+            layout = parts.program.results[f"{tensor.name}.sum"].layout
+            cutting = [atom for _, atoms in layout.dims for atom in atoms]
+            meetings.add((real(plan, layout.sums), real(plan, cutting)))
+    for spread, summed in (split_pending(pending) for pending, _ in meetings):
+        calls += Counter({("tp", "all_reduce"): bool(summed), ("dp", "reduce_scatter"): bool(spread)})
+        calls += Counter({("dp", "all_gather"): bool(spread)})
+    return calls
+
+
+def real(plan: Plan, atoms: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted(atom for atom in atoms if plan.mesh.size(atom) > 1))
+
+
+# -- the edits run -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What one rank knows of a step, and what it sent."""
+
+    share: StepShare
+    calls: Mapping[tuple[str, str], int]
+
+
+def run_all(task: Task, plans: Sequence[Plan]) -> list[Ran]:
+    """What every rank runs: the same step as each of the plans says."""
+    found: list[Ran] = []
+    for plan in plans:
+        executor = executor_of(replace(task, plan=plan))
+        found.append(Ran(share=share_of(executor, task), calls=executor.measured().calls))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_edited_line_changes_what_is_sent_as_the_table_says_and_no_result(case):
+    plan = plan_of(*CASES[case])
+    tables = whole_tables(plan)
+    columns = [
+        [found for entry in table if (found := edited(plan, name, table, entry))] for name, table in tables.items()
+    ]
+    assert [len(column) for column in columns] == NUM_EDITS[case]
+    rows = [dict(zip(tables, row, strict=True)) for row in zip_longest(*columns)]
+    plans = [replace(plan, strategies={name: row[name] or tables[name] for name in tables}) for row in rows]
+    task = Task.of(plan)
+    expected, answers = task.reference(), on_ranks(2, run_all, task, [plan, *plans])
+    for one, ran in zip((plan, *plans), zip(*answers, strict=True), strict=True):
+        compare(expected, [each.share for each in ran])
+        assert {tuple(sorted(each.calls.items())) for each in ran} == {tuple(sorted(sent_in_step(one).items()))}
+
+
+@pytest.mark.parametrize(("text", "model"), CASES.values(), ids=CASES)
+def test_what_cannot_be_edited_alone_is_refused_by_a_rule(text, model):
+    """A tensor that nobody takes otherwise passes through its deliver as it is; a queue's readers are cut as it is."""
+    plan = plan_of(text, model)
+    for name, table in whole_tables(plan).items():
+        for entry in (entry for entry in table if not edited(plan, name, table, entry)):
+            lines = [str(line) for line in other_cuts(Strategy.parse(table[entry]), axis_of(plan))]
+            other = next(line for line in lines if line != table[entry])
+            tables = {**plan.strategies, name: {**table, entry: other}}
+            refused = verify(replace(plan, strategies=tables, prediction=None))
+            assert {one.rule_id for one in refused} == {"plan-strategies"}
+            assert any(re.match(rf"strategies\.{name}\.(\w+: .* )?{entry}\b", one.message) for one in refused)
+
+
+def test_gathers_of_weights_under_zero_3_are_no_lines_and_cannot_be_made_lines():
+    """Weights are gathered block by block, whatever the table says."""
+    plan = plan_of("tp=1,pp=1,dp=2,zero=3", llama())
+    added = {
+        **plan.strategies["layer"],
+        "q.weight": "[kv_heads/dp, hidden] -> [kv_heads, hidden] | F all_gather kv_heads/dp",
+    }
+    (refused,) = verify(replace(plan, strategies={**plan.strategies, "layer": added}, prediction=None))
+    assert refused.rule_id == "plan-strategies"
+    assert refused.message.startswith("strategies.layer.q.weight: no operation of this name")
