@@ -11,7 +11,6 @@ from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction
 from autoshard.plan.rules.check import all_rules, rejections
-from autoshard.plan.rules.effect import SPLIT
 from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.rules.strategy import Place, engine_rules
 from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting
@@ -184,22 +183,7 @@ def _engine_misfits(plan: Plan) -> list[Rejection]:
             "Type actions: null"
         )
         return [_reject("nxd-actions", message, _source_of("nxd-schedule"))]
-    if not schedule.splits_backward or schedule.builder in SPLIT:
-        return []
-    found: list[Rejection] = []
-    if any(stage.recompute.kind != "none" for stage in plan.stages):
-        message = (
-            "schedule.actions: split the backward into I and W, and PyTorch recomputes again for each of them, or "
-            "fails. Use B, or recompute none in all stages"
-        )
-        found.append(_reject("torch-split-recompute", message, _source_of("torch-split-recompute")))
-    if plan.zero == 3:
-        message = (
-            "schedule.actions: split the backward into I and W under zero 3, and FSDP reduces gradients when the "
-            "input's are done, before W has made them. Use B, or zero 1"
-        )
-        found.append(_reject("torch-split-zero", message, _source_of("torch-split-zero")))
-    return found
+    return []
 
 
 def _is_built(schedule: Schedule) -> bool:

@@ -37,10 +37,17 @@ def test_layers_run_the_table_of_their_recompute():
     assert [parts.block.recompute for parts in stage.values()] == ["none", "full", "none", "none", "none", "none"]
 
 
-@pytest.mark.parametrize("text", ["tp=2,pp=1,dp=2", "tp=1,pp=1,cp=2,dp=1,recompute=full", "tp=2,pp=1,dp=1,sp=false"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp=2,pp=1,dp=2",
+        "tp=1,pp=1,cp=2,dp=1,recompute=full",
+        "tp=2,pp=1,dp=1,sp=false",
+        "tp=1,pp=2,dp=1,schedule=zb_h1,recompute=full",
+    ],
+)
 def test_the_passes_are_the_whole_program_and_the_first_does_not_wait_for_gradients(text):
-    (stage,) = programs_of(plan_of(text)).stages
-    for parts in stage.values():
+    for parts in (parts for stage in programs_of(plan_of(text)).stages for parts in stage.values()):
         both = (*parts.forward, *parts.backward)
         assert len(both) == len(parts.program.instructions)
         assert set(map(id, both)) == set(map(id, parts.program.instructions))
@@ -51,6 +58,8 @@ def test_the_passes_are_the_whole_program_and_the_first_does_not_wait_for_gradie
         for entry in parts.backward:
             assert not isinstance(entry, Compute) or entry.op.pass_ in "IW"
             assert not isinstance(entry, Communicate) or entry.pass_ in "IW"
+        again = {entry.op.name for entry in parts.backward if isinstance(entry, Compute) and entry.op.again}
+        assert again <= {entry.op.name for entry in parts.part("I") if isinstance(entry, Compute)}
 
 
 @pytest.mark.parametrize("text", ["tp=2,pp=1,dp=2", "tp=1,pp=2,dp=1,schedule=zb_h1"])

@@ -7,7 +7,6 @@ from hypothesis import given, strategies as st
 from autoshard.plan.rules.check import all_rules, judge, legal_mask, legality
 from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Rule
-from autoshard.schedule.schedule import Schedule, schedule_names
 from autoshard.spec.kernels import kernels_names
 from autoshard.spec.mesh import Mesh
 from tests.plan.cases import any_candidates, ask, questions, reasons
@@ -80,10 +79,6 @@ BREAKS = {
     "nxd-window": ({"model_changes": {"window": 4096}}, "tp=8", "Use --seq-len 4096 or less", None),
     "nxd-fp16": ({"precision": "fp16"}, "tp=8", "returns bf16 for every type but fp32", "tp=1"),
     "torch-trn1": ({"engine": "torch"}, "tp=8", "Use --engine nxd", None),
-    "torch-split-recompute": (GPU, "tp=8,pp=2,schedule=zb_h1,recompute=full", "Use recompute=none, or schedule=1f1b",
-                              "tp=8,pp=2,schedule=zb_h1"),
-    "torch-split-zero": (GPU, "tp=8,pp=2,vp=2,schedule=zb_v,zero=3", "Use zero=1, or schedule=interleaved",
-                         "tp=8,pp=2,vp=2,schedule=zb_v"),
 }  # fmt: skip
 
 
@@ -104,16 +99,6 @@ def test_each_engine_runs_the_kernels_of_its_own_platforms(name, engine):
     assert ("kernels" in found) == (name.startswith("nxd") != (engine == "nxd"))
     if "kernels" in found:
         assert "nxd" in found["kernels"].message and name not in found["kernels"].message.rpartition("Use")[2]
-
-
-@pytest.mark.parametrize("builder", schedule_names())
-def test_exactly_the_schedules_that_split_the_backward_are_refused_for_it(builder):
-    vp = 2 if builder in ("interleaved", "zb_v") else 1
-    candidate = f"tp=8,pp=2,dp=1,vp={vp},schedule={builder}"
-    lists = Schedule(builder=builder, num_ranks=2, num_chunks=vp, num_micro_batches=4).action_lists()
-    splits = any(action.kind == "I" for actions in lists for action in actions)
-    assert ("torch-split-recompute" in reasons(question_for(GPU), f"{candidate},recompute=full")) == splits
-    assert ("torch-split-zero" in reasons(question_for(GPU), f"{candidate},zero=3")) == splits
 
 
 def test_rules_have_one_id_each_a_subject_and_a_source():

@@ -31,6 +31,9 @@ CASES = {
     "attention recomputed": ("tp=2,pp=1,dp=1,recompute=selective[attend]", llama()),
     "split backward": ("tp=1,pp=2,dp=1,schedule=zb_h1", llama()),
     "split backward and tp": ("tp=2,pp=2,dp=1,schedule=zb_h1", llama(num_layers=3)),
+    "split backward, computed again": ("tp=1,pp=2,dp=1,schedule=zb_h1,recompute=full", llama()),
+    "split backward, attention again": ("tp=2,pp=2,dp=1,schedule=zb_h1,recompute=selective[attend]", llama()),
+    "split backward, ZeRO-3": ("tp=1,pp=2,dp=2,schedule=zb_h1,zero=3", llama()),
     "split backward in a V": ("tp=1,pp=2,dp=1,vp=2,schedule=zb_v", llama(num_layers=4)),
     "tied embeddings, biases and learned positions": ("tp=2,pp=1,dp=1", gpt(vocab=32)),
 }

@@ -129,6 +129,7 @@ class Executor:
     def _weights_here(self) -> Iterator[Weight]:
         pipeline = self._pipeline
         for name, run in pipeline.blocks.items():
+            late = run.parts.made("W") if pipeline.plan.schedule.splits_backward else {}
             for tensor in run.parts.block.parameters:
                 layout = run.parts.program.results[f"{tensor.name}.sum"].layout
                 held = run.parts.given(tensor.name).layout
@@ -137,6 +138,7 @@ class Executor:
                 yield Weight(
                     instance=f"{name}.{tensor.name}", name=tensor.name, block=run.parts.block, layout=layout,
                     place=run.place, summed=summed, spread=spread, zero=pipeline.plan.zero,
+                    late=f"{tensor.name}.sum" in late,
                 )  # fmt: skip
 
     def _copy(self, other: Weight, block: Array) -> tuple[torch.Tensor, torch.Tensor]:

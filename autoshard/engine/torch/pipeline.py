@@ -128,7 +128,7 @@ class _MicroBatches:
     def _forward(self, stage: int, number: int) -> None:
         hidden = self._arrived(stage, stage - 1, number, back=False) if stage else None
         for name, run in self._pipeline.stages[stage].items():
-            opened = self._store.opened(name, sums=False)
+            opened = self._store.opened(name, "F")
             hidden, self._values[name, number] = run.forward(self._giving(name, run, number, hidden, opened))
         assert hidden is not None, "a stage has blocks"
         if stage < self._pipeline.last_stage:
@@ -140,7 +140,7 @@ class _MicroBatches:
         """Run B, or one half: I, which keeps the values, and W, which is handed nothing and hands on nothing."""
         upstream = self._upstream(stage, number) if kind != "W" else None
         for name, run in reversed(list(self._pipeline.stages[stage].items())):
-            opened = self._store.opened(name, sums=True)
+            opened = self._store.opened(name, kind)
             giving = self._giving(name, run, number, upstream, opened)
             values = self._values[name, number] if kind == "I" else self._values.pop((name, number))
             results = run.backward(kind, giving, values)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from autoshard.engine.torch.update import Flat, Tensors
+from autoshard.schedule.action import ActionKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +48,8 @@ class Store:
                 apart[block] = (*apart.get(block, ()), flat)
         object.__setattr__(self, "apart", apart)
 
-    def opened(self, block: str, *, sums: bool) -> Opened:
-        """Gather what a block needs; ``sums`` says whether it adds to gradients."""
+    def opened(self, block: str, kind: ActionKind) -> Opened:
+        """Gather what a block needs for an action; W reads no weights, F adds to no gradients."""
         apart = self.apart.get(block, ())
         if not apart:
             return self.whole
@@ -56,8 +57,8 @@ class Store:
         added: dict[str, torch.Tensor] = dict(self.whole.sums)
         pending: list[tuple[Flat, torch.Tensor]] = []
         for flat in apart:
-            values |= flat.views(flat.opened())
-            if sums:
+            values |= flat.views(flat.opened()) if kind != "W" else {}
+            if kind == "B" or (kind == "W" if flat.late else kind == "I"):
                 pending.append((flat, flat.opened_sums()))
                 added |= flat.views(pending[-1][1])
         for other, owner in self.ties.items():
@@ -84,11 +85,11 @@ class Store:
 
     def value(self, name: str) -> torch.Tensor:
         """Return a whole weight."""
-        return self.opened(_block_of(name), sums=False).weights[name]
+        return self.opened(_block_of(name), "F").weights[name]
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """Add to a weight's gradient."""
-        opened = self.opened(_block_of(name), sums=True)
+        opened = self.opened(_block_of(name), "B")
         opened.sums[name].add_(gradient)
         self.close(opened)
 

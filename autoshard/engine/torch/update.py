@@ -37,6 +37,7 @@ class Weight:
     summed: tuple[str, ...]  # atoms whose ranks hold copies that see only a part of the batch's keys or values
     spread: tuple[str, ...]  # atoms over which the batch is spread
     zero: Zero  # what each of those ranks has a piece of: nothing, the optimizer's state, or all of it
+    late: bool = False  # whether its gradient is made by W, apart from I
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -128,6 +129,11 @@ class Flat:
         )
 
     @property
+    def late(self) -> bool:
+        """Whether W makes the gradients of all of them, apart from I."""
+        return self.weights[0].late
+
+    @property
     def is_whole(self) -> bool:
         """Whether this rank holds all values and sums the whole time."""
         return self.zero != 3 or self.spread is None
@@ -200,7 +206,8 @@ def flats(world: World, weights: Iterable[Weight], blocks: Mapping[str, Array], 
     """Lay weights side by side that meet the same ranks, are counted alike, and updated alike."""
     groups: dict[object, list[Weight]] = {}
     for one in weights:
-        unit = one.instance.rsplit(f".{one.name}", 1)[0] if one.zero == 3 else ""  # ZeRO-3 opens block by block
+        # ZeRO-3 opens block by block, and what I adds to apart from what W adds to.
+        unit = (one.instance.rsplit(f".{one.name}", 1)[0], one.late) if one.zero == 3 else ()
         dtypes = tuple(one.dtype(part, formats) for part in ("", "sum", "master", "moment1"))
         groups.setdefault((unit, one.summed, one.spread, one.alike, one.optimizer, dtypes), []).append(one)
     return tuple(Flat.of(world, group, blocks, formats) for group in groups.values())
