@@ -145,7 +145,7 @@ REFUSED = [  # answers with exit code 1: on stdout what was asked about a candid
     (f"{TRN1} --at tp=8,dp=4,vp=999999999", "32 layers of llama3-8b cannot fill 999999999 stages"),
     (f"{TRN1} --at tp=999999999,dp=1", "uses 999999999 ranks"),
     ("plan --model llama3-70b", "try --nodes 4"),
-    (f"{LOCAL} --ranks 7", "each of the 48 outer points of tiny-llama on this machine with 7 ranks is refused"),
+    (f"{LOCAL} --ranks 7", "each of the 66 outer points of tiny-llama on this machine with 7 ranks is refused"),
     (f"{TRN1} --fix pp=2", "try it without --fix"),
     ("plan --model llama3-70b --nodes 1000", "try --global-batch 1125"),
     ("plan --model gpt3-175b --nodes 2", "by nxd-tied, like pp=2: gpt3-175b ties"),
