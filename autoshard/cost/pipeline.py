@@ -126,6 +126,7 @@ class RankCost:
     working_bytes: Number
     placeholder_bytes: Number
     weights: Mapping[tuple[str, ...], Number]
+    tied_apart: Mapping[tuple[str, ...], Number]  # of these, what another rank has as well
     largest_block: Number  # weights of its largest block
 
     @property
@@ -146,6 +147,7 @@ def rank_cost(stages: tuple[StageLayers, ...], price: Price, *, splits: bool = F
             for axis, size in cost.sent_bytes.items():
                 sent[axis] = sent[axis] + count * size
     weights, largest = _weights(stages, price)
+    is_end = any(stage.is_first for stage in stages) != any(stage.is_last for stage in stages)
     kinds = {kind: price(kind, drop) for stage in stages for kind, drop, _ in stage.contents()}
     return RankCost(
         seconds=seconds,
@@ -158,6 +160,7 @@ def rank_cost(stages: tuple[StageLayers, ...], price: Price, *, splits: bool = F
         working_bytes=np.max([_working(stage, price, splits=splits) for stage in stages], axis=0),
         placeholder_bytes=sum(cost.placeholder_bytes for cost in kinds.values()),
         weights=weights,
+        tied_apart=price("head", Recompute()).tied_weights if is_end else {},
         largest_block=largest,
     )
 

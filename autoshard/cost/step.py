@@ -15,7 +15,7 @@ from autoshard.cost.pipelined import Alike, alike_ranks, pipeline_seconds
 from autoshard.cost.rings import Number
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import per_weight
-from autoshard.cost.update import UpdateCost, Weights, update_cost
+from autoshard.cost.update import UpdateCost, Weights, exchanged_bytes, update_cost
 from autoshard.spec.kernels import load_kernels
 
 
@@ -53,7 +53,7 @@ def step_cost(
     return StepCost(
         seconds=seconds,
         memory=tuple(rank_memory(question, setting, pipeline, rank, owner[rank]) for rank in shown),
-        sent_bytes=_sent(pipeline, alike, update),
+        sent_bytes=_sent(question, setting, pipeline, alike, update),
         weights=tuple(sum(owner[rank].weights.values()) for rank in shown),
     )
 
@@ -97,7 +97,9 @@ def rank_update(
     return replace(found, seconds={**found.seconds, "dp": hidden})
 
 
-def _sent(pipeline: Pipeline, alike: Sequence[Alike], update: UpdateCost) -> Mapping[str, Number]:
+def _sent(
+    question: Question, setting: Setting, pipeline: Pipeline, alike: Sequence[Alike], update: UpdateCost
+) -> Mapping[str, Number]:
     """Return the bytes that the busiest rank sends along each axis."""
     count = pipeline.schedule.num_micro_batches
     axes = sorted({axis for group in alike for axis in group.cost.sent_bytes})
@@ -107,5 +109,8 @@ def _sent(pipeline: Pipeline, alike: Sequence[Alike], update: UpdateCost) -> Map
     for axis, size in update.sent_bytes.items():
         sent[axis] = sent.get(axis, 0.0) + size
     if pipeline.schedule.num_ranks > 1:
-        sent["pp"] = count * max(group.num_sends for group in alike) * pipeline.boundary_bytes
+        precision = question.workload.precision
+        hidden = [count * group.num_sends * pipeline.boundary_bytes for group in alike]
+        tied = [exchanged_bytes(group.cost.tied_apart, setting, precision) for group in alike]
+        sent["pp"] = np.max([one + other for one, other in zip(hidden, tied, strict=True)], axis=0)
     return sent

@@ -48,6 +48,15 @@ def state_bytes(weights: Weights, setting: Setting, workload: Workload) -> Mappi
     return parts
 
 
+def exchanged_bytes(tied_apart: Weights, setting: Setting, precision: Precision) -> Number:
+    """Return what a rank sends of the gradients of weights that it shares with another stage: what it holds of them."""
+    sent: Number = 0
+    for shards, count in _grouped(tied_apart, 0).items():
+        held = -(-count // num_shards(shards, setting)) if setting.zero == 3 else count
+        sent = sent + held * DTYPE_BYTES[precision.gradients]
+    return sent
+
+
 def _grouped(weights: Weights, part: Literal[0, 1]) -> Weights:
     """Add up the weights whose gradients await the same atoms in one part of ``split_pending``: they travel as one."""
     counts: dict[tuple[str, ...], Number] = defaultdict(int)

@@ -35,6 +35,8 @@ CASES = {
     "split backward, attention again": ("tp=2,pp=2,dp=1,schedule=zb_h1,recompute=selective[attend]", llama()),
     "split backward, ZeRO-3": ("tp=1,pp=2,dp=2,schedule=zb_h1,zero=3", llama()),
     "split backward in a V": ("tp=1,pp=2,dp=1,vp=2,schedule=zb_v", llama(num_layers=4)),
+    "tied embeddings on two stages": ("tp=1,pp=2,dp=2", gpt(vocab=32)),
+    "tied embeddings on two stages with ZeRO-3": ("tp=1,pp=2,dp=2,zero=3", gpt(vocab=32)),
     "tied embeddings, biases and learned positions": ("tp=2,pp=1,dp=1", gpt(vocab=32)),
 }
 

@@ -19,7 +19,7 @@ from autoshard.engine.torch.kernels.kernel import as_array
 from autoshard.engine.torch.kernels.rotations import Rotations
 from autoshard.engine.torch.pipeline import Pipeline
 from autoshard.engine.torch.store import Store
-from autoshard.engine.torch.update import Weight, flats, world_sum
+from autoshard.engine.torch.update import Tied, Weight, flats, world_sum
 from autoshard.engine.torch.world import World
 from autoshard.errors import require
 from autoshard.graph.op import Array
@@ -48,17 +48,14 @@ class Executor:
         place = Place(mesh=plan.mesh, rank=world.rank, sizes=programs.graph.sizes)
         positions = torch.from_numpy(sequence_order(plan))
         bench = Bench(world=world, place=place, formats=formats, positions=positions, rotations=Rotations())
-        self._graph, self._formats = programs.graph, formats
+        self._graph = programs.graph
         self._pipeline = Pipeline.of(plan, programs, bench)
-        self._ties = {_instance(other): _instance(owner) for other, owner in programs.graph.tied.items()}
-        held = {one.instance: one for one in self._weights_here()}
+        ties = {_instance(other): _instance(owner) for other, owner in programs.graph.tied.items()}
+        held = {one.instance: one for one in self._weights_here(ties)}
         blocks = {name: place.block(whole(name), one.layout) for name, one in held.items()}
-        own = flats(world, (one for name, one in held.items() if name not in self._ties), blocks, formats)
-        here = {name: owner for name, owner in self._ties.items() if name in held and owner in held}
-        copies = {
-            name: self._copy(held[name], blocks[name]) for name in held if name in self._ties and name not in here
-        }
-        self._held, self._store = held, Store(flats=own, ties=here, copies=copies)
+        here = {other: owner for other, owner in ties.items() if other in held and owner in held}
+        own = flats(world, (one for name, one in held.items() if name not in here), blocks, formats)
+        self._held, self._store = held, Store(flats=own, ties=here)
         self._pieces: list[torch.Tensor] = []
         self._num_steps = 0
         self._saved_bytes = 0
@@ -87,7 +84,6 @@ class Executor:
         scalars = {"clip": float(clip), "learning_rate": learning_rate, "step_number": self._num_steps}
         for flat, piece in zip(self._store.flats, self._pieces, strict=True):
             flat.update(piece, scalars)
-        self._tie_weights()
         self._bench.world.finish_sending()
         return loss, float(norm)
 
@@ -95,10 +91,10 @@ class Executor:
         """Return this rank's parts of what the last step made, for who puts them together."""
         gradients: dict[str, Held] = {}
         for flat, piece in zip(self._store.flats, self._pieces, strict=True):
-            gradients |= flat.shares(piece)
+            gradients |= {} if flat.tied == "copy" else flat.shares(piece)
         weights: dict[str, Held] = {}
         for flat in self._store.flats:
-            weights |= {} if flat.is_whole else flat.shares(flat.values)
+            weights |= flat.shares(flat.values) if flat.parted else {}
         for name, block in self._store.whole.weights.items():
             weights[name] = Held(bounds=self._held[name].bounds, array=as_array(block.clone()))
         weights |= {other: weights[owner] for other, owner in self._store.ties.items()}
@@ -107,15 +103,13 @@ class Executor:
     def measured(self) -> Measured:
         """Return what this rank holds, and what it sent in the last step."""
         traffic = self._bench.world.traffic
-        flats_here, copies = self._store.flats, self._store.copies.values()
-        masters = [flat.master for flat in self._store.flats if flat.master is not None]
-        states = [state for flat in self._store.flats for state in flat.moments]
+        own = self._store.flats
         return Measured(
             memory_bytes={
-                "weights": _bytes([*(flat.values for flat in flats_here), *(one for one, _ in copies)]),
-                "gradients": _bytes([*(flat.sums for flat in flats_here), *(one for _, one in copies)]),
-                "masters": _bytes(masters),
-                "optimizer": _bytes(states),
+                "weights": _bytes(flat.values for flat in own),
+                "gradients": _bytes(flat.sums for flat in own),
+                "masters": _bytes(flat.master for flat in own if flat.master is not None),
+                "optimizer": _bytes(state for flat in own for state in flat.moments),
                 "saved": self._saved_bytes,
             },
             calls=dict(traffic.calls),
@@ -126,8 +120,12 @@ class Executor:
     def _bench(self) -> Bench:
         return self._pipeline.bench
 
-    def _weights_here(self) -> Iterator[Weight]:
+    def _weights_here(self, ties: Mapping[str, str]) -> Iterator[Weight]:
         pipeline = self._pipeline
+        blocks = {name: run.parts.block for name, run in pipeline.blocks.items()}
+        names = {f"{name}.{tensor.name}" for name, block in blocks.items() for tensor in block.parameters}
+        apart = {other: owner for other, owner in ties.items() if (other in names) != (owner in names)}
+        roles: dict[str, Tied] = {**dict.fromkeys(apart, "copy"), **dict.fromkeys(apart.values(), "owner")}
         for name, run in pipeline.blocks.items():
             late = run.parts.made("W") if pipeline.plan.schedule.splits_backward else {}
             for tensor in run.parts.block.parameters:
@@ -135,44 +133,23 @@ class Executor:
                 held = run.parts.given(tensor.name).layout
                 assert run.place.bounds(layout) == run.place.bounds(held), f"{layout} cannot update {held}"
                 spread, summed = split_pending(layout.sums)
+                instance = f"{name}.{tensor.name}"
+                kind, _, parameter = apart.get(instance, instance).split(".", 2)
                 yield Weight(
-                    instance=f"{name}.{tensor.name}", name=tensor.name, block=run.parts.block, layout=layout,
-                    place=run.place, summed=summed, spread=spread, zero=pipeline.plan.zero,
+                    instance=instance, name=parameter, block=self._graph.block(kind), layout=layout, place=run.place,
+                    summed=summed, spread=spread, zero=pipeline.plan.zero, tied=roles.get(instance, ""),
                     late=f"{tensor.name}.sum" in late,
                 )  # fmt: skip
 
-    def _copy(self, other: Weight, block: Array) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hold a copy of a weight that is updated elsewhere, and sums for its gradient."""
-        values = self._formats.tensor(block, other.block.tensors[other.name].dtype)
-        return values, torch.zeros(other.shape, dtype=other.dtype("sum", self._formats))
-
     def _tie_gradients(self) -> None:
-        """Send the gradients of weights that share their values to where the first of them lives."""
-        for number, (other, owner) in enumerate(self._ties.items()):
-            if other in self._store.copies:
-                _, sums = self._store.copies[other]
-                self._bench.world.send(sums, self._pipeline.rank_of(0), self._tie_tag(number, back=True))
-            elif owner in self._held and other not in self._held:
-                dtype = self._held[owner].dtype("sum", self._formats)
-                sums = self._tied(owner, self._pipeline.last_stage, dtype, self._tie_tag(number, back=True))
-                self._store.add(owner, sums)
-
-    def _tie_weights(self) -> None:
-        """Hand the new values to those who share them."""
-        for number, (other, owner) in enumerate(self._ties.items()):
-            if other in self._store.copies:
-                values, _ = self._store.copies[other]
-                values.copy_(self._tied(other, 0, values.dtype, self._tie_tag(number, back=False)))
-            elif owner in self._held and other not in self._held:
-                last = self._pipeline.rank_of(self._pipeline.last_stage)
-                self._bench.world.send(self._store.value(owner), last, self._tie_tag(number, back=False))
-
-    def _tied(self, name: str, from_stage: int, dtype: torch.dtype | None, tag: int) -> torch.Tensor:
-        like = torch.empty(self._held[name].shape, dtype=dtype)
-        return self._bench.world.receive(like, self._pipeline.rank_of(from_stage), tag)
-
-    def _tie_tag(self, number: int, *, back: bool) -> int:
-        return self._pipeline.tag(len(self._pipeline.plan.stages) + number, 0, back=back)
+        """Add up what two stages found for weights that share their values; both update them alike."""
+        world, pipeline = self._bench.world, self._pipeline
+        for number, flat in enumerate(flat for flat in self._store.flats if flat.tied):
+            back = flat.tied == "copy"
+            sent, taken = (pipeline.tag(len(pipeline.plan.stages) + number, 0, back=way) for way in (back, not back))
+            rank = pipeline.rank_of(0 if back else pipeline.last_stage)
+            world.send(flat.sums, rank, sent)
+            flat.sums.add_(world.receive(torch.empty_like(flat.sums), rank, taken))
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

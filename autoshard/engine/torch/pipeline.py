@@ -128,7 +128,7 @@ class _MicroBatches:
     def _forward(self, stage: int, number: int) -> None:
         hidden = self._arrived(stage, stage - 1, number, back=False) if stage else None
         for name, run in self._pipeline.stages[stage].items():
-            opened = self._store.opened(name, "F")
+            opened = self._store.opened(name, reads=True)
             hidden, self._values[name, number] = run.forward(self._giving(name, run, number, hidden, opened))
         assert hidden is not None, "a stage has blocks"
         if stage < self._pipeline.last_stage:
@@ -140,7 +140,8 @@ class _MicroBatches:
         """Run B, or one half: I, which keeps the values, and W, which is handed nothing and hands on nothing."""
         upstream = self._upstream(stage, number) if kind != "W" else None
         for name, run in reversed(list(self._pipeline.stages[stage].items())):
-            opened = self._store.opened(name, kind)
+            adds = {f"{name}.{made.removesuffix('.sum')}" for made in run.made[kind] if made != run.handed_back}
+            opened = self._store.opened(name, reads=kind != "W", adds=adds)
             giving = self._giving(name, run, number, upstream, opened)
             values = self._values[name, number] if kind == "I" else self._values.pop((name, number))
             results = run.backward(kind, giving, values)

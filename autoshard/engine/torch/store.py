@@ -1,12 +1,11 @@
 """A rank's weights and sums of gradients, as blocks see them: whole while a block runs, wherever they rest."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from autoshard.engine.torch.update import Flat, Tensors
-from autoshard.schedule.action import ActionKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,20 +19,19 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """All weights of a rank; tied ones elsewhere updated are ``copies`` with sums of their own."""
+    """All weights of a rank."""
 
     flats: tuple[Flat, ...]
     ties: Mapping[str, str]  # here: which weight uses another's memory
-    copies: Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # values and sums
     whole: Opened = field(init=False)
     apart: Mapping[str, tuple[Flat, ...]] = field(init=False)  # by block what each rank has a piece of
 
     def __post_init__(self) -> None:
         """Name once what rests whole, and what every block needs beside it."""
-        weights: dict[str, torch.Tensor] = {name: values for name, (values, _) in self.copies.items()}
-        sums: dict[str, torch.Tensor] = {name: own for name, (_, own) in self.copies.items()}
+        weights: dict[str, torch.Tensor] = {}
+        sums: dict[str, torch.Tensor] = {}
         for flat in self.flats:
-            if flat.is_whole:
+            if not flat.parted:
                 weights |= flat.views(flat.values)
                 sums |= flat.views(flat.sums)
         for other, owner in self.ties.items():
@@ -41,24 +39,25 @@ class Store:
                 weights[other], sums[other] = weights[owner], sums[owner]
         object.__setattr__(self, "whole", Opened(weights=weights, sums=sums))
         apart: dict[str, tuple[Flat, ...]] = {}
-        for flat in (flat for flat in self.flats if not flat.is_whole):
+        for flat in (flat for flat in self.flats if flat.parted):
             names = {one.instance for one in flat.weights}
             names |= {other for other, owner in self.ties.items() if owner in names}
             for block in dict.fromkeys(map(_block_of, sorted(names))):
                 apart[block] = (*apart.get(block, ()), flat)
         object.__setattr__(self, "apart", apart)
 
-    def opened(self, block: str, kind: ActionKind) -> Opened:
-        """Gather what a block needs for an action; W reads no weights, F adds to no gradients."""
+    def opened(self, block: str, *, reads: bool, adds: Collection[str] = ()) -> Opened:
+        """Gather what a block needs for an action that reads its weights, or adds to the gradients of some weights."""
         apart = self.apart.get(block, ())
         if not apart:
             return self.whole
         values: dict[str, torch.Tensor] = dict(self.whole.weights)
         added: dict[str, torch.Tensor] = dict(self.whole.sums)
         pending: list[tuple[Flat, torch.Tensor]] = []
+        owners = {self.ties.get(name, name) for name in adds}
         for flat in apart:
-            values |= flat.views(flat.opened()) if kind != "W" else {}
-            if kind == "B" or (kind == "W" if flat.late else kind == "I"):
+            values |= flat.views(flat.opened()) if reads else {}
+            if owners.intersection(one.instance for one in flat.weights):
                 pending.append((flat, flat.opened_sums()))
                 added |= flat.views(pending[-1][1])
         for other, owner in self.ties.items():
@@ -73,25 +72,13 @@ class Store:
 
     def clear(self) -> None:
         """Forget all gradients."""
-        for total in (*(flat.sums for flat in self.flats), *(sums for _, sums in self.copies.values())):
-            total.zero_()
+        for flat in self.flats:
+            flat.sums.zero_()
 
     def resting(self) -> Iterator[torch.Tensor]:
         """Yield every tensor that lasts from step to step, but for the optimizer's."""
         for flat in self.flats:
             yield from (flat.values, flat.sums)
-        for values, sums in self.copies.values():
-            yield from (values, sums)
-
-    def value(self, name: str) -> torch.Tensor:
-        """Return a whole weight."""
-        return self.opened(_block_of(name), "F").weights[name]
-
-    def add(self, name: str, gradient: torch.Tensor) -> None:
-        """Add to a weight's gradient."""
-        opened = self.opened(_block_of(name), "B")
-        opened.sums[name].add_(gradient)
-        self.close(opened)
 
 
 def _block_of(name: str) -> str:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from autoshard.layout.layout import Layout
 from autoshard.plan.candidate import Zero
 
 Tensors = Mapping[str, torch.Tensor]
+Tied = Literal["", "owner", "copy"]  # what a weight is of two on different stages that share their values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class Weight:
     """One weight on this rank: its block, and the atoms over whose ranks its gradient waits to be summed."""
 
     instance: str  # as in ``graph/evaluate``: ``layer.3.up.weight``
-    name: str  # in its block: ``up.weight``
+    name: str  # in the block that says how it is updated: ``up.weight``
     block: Block
     layout: Layout  # of the weight, and of its gradient's sum
     place: Place
@@ -38,6 +40,7 @@ class Weight:
     spread: tuple[str, ...]  # atoms over which the batch is spread
     zero: Zero  # what each of those ranks has a piece of: nothing, the optimizer's state, or all of it
     late: bool = False  # whether its gradient is made by W, apart from I
+    tied: Tied = ""
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -91,6 +94,7 @@ class Flat:
     summed: Group | None
     spread: Group | None
     zero: Zero
+    tied: Tied
     num_copies: int
     master: torch.Tensor | None  # None: the values themselves are updated
     moments: tuple[torch.Tensor, ...]
@@ -100,18 +104,13 @@ class Flat:
     def of(cls, world: World, weights: Sequence[Weight], blocks: Mapping[str, Array], formats: Formats) -> "Flat":
         """Lay weights with these blocks side by side, without memory of earlier steps."""
         first = weights[0]
-        spread, dtype, master = (
-            world.group(first.spread, "dp"),
-            first.dtype("", formats),
-            first.dtype("master", formats),
-        )
+        spread, master = world.group(first.spread, "dp"), first.dtype("master", formats)
         used = [formats.tensor(blocks[one.instance], first.block.tensors[first.name].dtype) for one in weights]
         values = torch.cat([one.reshape(-1) for one in used])
         exact = torch.cat([own(blocks[one.instance]).reshape(-1) for one in weights])
         ours = _piece(exact if master else values, spread if first.zero else None)
         if first.zero == 3:
             values = _piece(values, spread)
-        assert dtype == values.dtype, f"{first.instance} is {values.dtype}, not {dtype}"
         return cls(
             weights=tuple(weights),
             values=values,
@@ -119,6 +118,7 @@ class Flat:
             summed=world.group(first.summed, "tp"),
             spread=spread,
             zero=first.zero,
+            tied=first.tied,
             num_copies=world.num_ranks(first.alike),
             master=ours.to(master, copy=True) if master else None,
             moments=tuple(
@@ -129,29 +129,22 @@ class Flat:
         )
 
     @property
-    def late(self) -> bool:
-        """Whether W makes the gradients of all of them, apart from I."""
-        return self.weights[0].late
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank holds all values and sums the whole time."""
-        return self.zero != 3 or self.spread is None
+    def parted(self) -> Group | None:
+        """Who has but a piece of the values and sums each, if they are not whole the whole time."""
+        return self.spread if self.zero == 3 else None
 
     def opened(self) -> torch.Tensor:
         """Return all values, gathered where each rank has a piece."""
-        return self.values if self.is_whole or not self.spread else self.spread.all_gather(self.values)
+        return self.parted.all_gather(self.values) if self.parted else self.values
 
     def opened_sums(self) -> torch.Tensor:
         """Return what a micro-batch adds its gradients to."""
-        if self.is_whole or not self.spread:
-            return self.sums
-        return self.sums.new_zeros(len(self.sums) * len(self.spread.ranks))
+        return self.sums.new_zeros(len(self.sums) * len(self.parted.ranks)) if self.parted else self.sums
 
     def add(self, sums: torch.Tensor) -> None:
         """Take in what a micro-batch has added where that is not in ``sums`` already."""
-        if not self.is_whole and self.spread:
-            self.sums.add_(self.spread.reduce_scatter(sums))
+        if self.parted:
+            self.sums.add_(self.parted.reduce_scatter(sums))
 
     def views(self, flat: torch.Tensor) -> Tensors:
         """Return by instance the part of each weight of opened values or sums, in its shape."""
@@ -163,9 +156,11 @@ class Flat:
         """Sum the gradients over the ranks that wait for them; return this rank's piece, padded with zeros."""
         if self.summed:
             self.summed.all_reduce(self.sums)
-        if self._shared and self.is_whole:
+        if self.parted:
+            return self.sums
+        if self._shared:
             return self._shared.reduce_scatter(_padded(self.sums, len(self._shared.ranks)))
-        if self.spread and self.is_whole:
+        if self.spread:
             self.spread.all_reduce(self.sums)
         return self.sums
 
@@ -177,18 +172,18 @@ class Flat:
     def update(self, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step with this rank's piece of the gradient, and gather the new values."""
         master = self.master
-        held = _piece(self.values, self._shared) if self.is_whole else self.values
+        held = self.values if self.parted else _piece(self.values, self._shared)
         mine = held if master is None else master
         self.stepping(mine, *self.moments, piece, *(scalars[name] for name in self.weights[0].optimizer.scalars))
-        if self._shared and self.is_whole:
+        if self._shared and not self.parted:
             self.values.copy_(self._shared.all_gather(mine.to(self.values.dtype))[: len(self.values)])
         elif master is not None:
             self.values.copy_(master)
 
     def square(self, piece: torch.Tensor) -> float:
-        """Return this rank's share of the squared norm: what several ranks hold alike counts once."""
+        """Return this rank's share of the squared norm: what several ranks or two stages hold alike counts once."""
         flat = wide(piece)
-        return float(torch.dot(flat, flat)) / self.num_copies
+        return 0.0 if self.tied == "copy" else float(torch.dot(flat, flat)) / self.num_copies
 
     def shares(self, piece: torch.Tensor) -> dict[str, Held]:
         """Name by instance what parts of the weights a piece is, without its padding."""
@@ -207,9 +202,9 @@ def flats(world: World, weights: Iterable[Weight], blocks: Mapping[str, Array], 
     groups: dict[object, list[Weight]] = {}
     for one in weights:
         # ZeRO-3 opens block by block, and what I adds to apart from what W adds to.
-        unit = (one.instance.rsplit(f".{one.name}", 1)[0], one.late) if one.zero == 3 else ()
+        unit = [*one.instance.split(".")[:2], one.late] if one.zero == 3 else []
         dtypes = tuple(one.dtype(part, formats) for part in ("", "sum", "master", "moment1"))
-        groups.setdefault((unit, one.summed, one.spread, one.alike, one.optimizer, dtypes), []).append(one)
+        groups.setdefault((*unit, one.tied, one.summed, one.spread, one.alike, one.optimizer, dtypes), []).append(one)
     return tuple(Flat.of(world, group, blocks, formats) for group in groups.values())
 
 
