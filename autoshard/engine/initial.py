@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from autoshard.graph.block import OpGraph
+from autoshard.graph.block import Block, OpGraph
+from autoshard.graph.kinds.norm import Norm
+from autoshard.graph.kinds.pointwise import Add
 from autoshard.graph.op import Array
 
 _SCALE = 0.02  # cited: the standard deviation of GPT-2's weights (Radford et al. 2019); Llama's are drawn likewise
@@ -27,11 +29,18 @@ class InitialWeights:
         if owner:
             return self(owner.replace(".", ".0.", 1))
         shape = _shape(self.graph, name)
-        if parameter.endswith(".bias"):
-            return np.zeros(shape)
-        if "norm" in parameter:
-            return np.ones(shape)
+        begin = _begin(self.graph.block(kind), parameter)
+        if begin is not None:
+            return np.full(shape, begin)
         return np.random.default_rng([self.seed, zlib.crc32(name.encode())]).normal(scale=_SCALE, size=shape)
+
+
+def _begin(block: Block, parameter: str) -> float | None:
+    """Return what a weight begins as: one if a norm multiplies with it, zero if it is added; None if it is drawn."""
+    op = next(op for op in block.select("micro_batch", "F") if parameter in op.inputs)
+    if isinstance(op.kind, Norm):
+        return float(parameter == op.inputs[1])
+    return 0.0 if isinstance(op.kind, Add) else None
 
 
 def no_weights(graph: OpGraph) -> Callable[[str], Array]:
