@@ -48,9 +48,9 @@ def kept_bytes(block: Block, sharding: Sharding, shared: Shares, atoms: Mapping[
     A tensor that is kept in two layouts is kept once where atoms of size 1 are all that they differ in.
     """
     tensors = {entry.storage: entry.tensor for entry in block.saved}
-    return {
-        storage: _bytes_in(tensor, sharding.kept_cuts[storage], shared, atoms) for storage, tensor in tensors.items()
-    }
+    inputs = {name: block.tensors[name] for name in sharding.input_cuts}
+    cuts = {**sharding.kept_cuts, **sharding.input_cuts}
+    return {name: _bytes_in(tensor, cuts[name], shared, atoms) for name, tensor in {**tensors, **inputs}.items()}
 
 
 def waiting_bytes(block: Block, sharding: Sharding, shared: Shares, atoms: Mapping[str, Number]) -> Number:

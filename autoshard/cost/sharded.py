@@ -62,7 +62,7 @@ def _told(sharding: Sharding, atom: str) -> tuple[object, ...]:
 
 
 def _held(sharding: Sharding) -> tuple[Mapping[str, tuple[Cuts, ...]], ...]:
-    return sharding.kept_cuts, sharding.waiting_cuts
+    return sharding.kept_cuts, sharding.input_cuts, sharding.waiting_cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,11 +50,14 @@ def state_bytes(weights: Weights, setting: Setting, workload: Workload) -> Mappi
 
 def exchanged_bytes(tied_apart: Weights, setting: Setting, precision: Precision) -> Number:
     """Return what a rank sends of the gradients of weights that it shares with another stage: what it holds of them."""
-    sent: Number = 0
-    for shards, count in _grouped(tied_apart, 0).items():
-        held = -(-count // num_shards(shards, setting)) if setting.zero == 3 else count
-        sent = sent + held * DTYPE_BYTES[precision.gradients]
-    return sent
+    return sum(_resting(tied_apart, setting).values()) * DTYPE_BYTES[precision.gradients]
+
+
+def _resting(weights: Weights, setting: Setting) -> Weights:
+    """Return of how many weights a rank has gradients when all micro-batches are done: pieces of them under ZeRO-3."""
+    if setting.zero != 3:
+        return weights
+    return {pending: -(-count // num_shards(split_pending(pending)[0], setting)) for pending, count in weights.items()}
 
 
 def _grouped(weights: Weights, part: Literal[0, 1]) -> Weights:
@@ -106,7 +109,10 @@ def _collectives(
         ("dp", atoms, _traffic(setting.zero, count * gradient, count * weight, num_micro_batches))
         for atoms, count in _grouped(weights, 0).items()
     ]
-    traffic += [("tp", atoms, _traffic(0, count * gradient, 0, 1)) for atoms, count in _grouped(weights, 1).items()]
+    traffic += [
+        ("tp", atoms, _traffic(0, count * gradient, 0, 1))
+        for atoms, count in _grouped(_resting(weights, setting), 1).items()
+    ]
     for part, atoms, entries in traffic:
         for kind, size, times in entries if atoms else ():
             yield part, Collective(kind=kind, dim=None, atoms=atoms), size, times

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from autoshard.graph.block import Block, Saved
 from autoshard.graph.kinds.attention import Attend, AttendGradient
-from autoshard.graph.op import Dims, Op, Pass
+from autoshard.graph.op import Dims, Op, Pass, Role
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts, Layout
-from autoshard.layout.program import Compute, Program
+from autoshard.layout.program import Compute, Given, Program, Value
 from autoshard.spec.mesh import ATOMS
 
 RING_DIM = "kv_seq"
@@ -32,11 +32,13 @@ class Sharding:
     """A block's cuts by operation, by tensor that is kept, and by weight; its messages; what gradients await.
 
     A ring shows every key to every rank, so that an attention's keys count whole. A tensor may be kept twice: as it
-    was made, and as it was delivered. Of what is kept, and of gradients, W reads what is ``waiting``.
+    was made, and as it was delivered; an input of the batch is kept only where it was changed. Of what is kept, and of
+    gradients, W reads what is ``waiting``.
     """
 
     op_cuts: Mapping[str, Cuts]
     kept_cuts: Mapping[str, tuple[Cuts, ...]]
+    input_cuts: Mapping[str, tuple[Cuts, ...]]
     waiting_cuts: Mapping[str, tuple[Cuts, ...]]
     messages: tuple[Message, ...]
     parameter_cuts: Mapping[str, Cuts]
@@ -52,16 +54,14 @@ class Sharding:
         read: dict[str, list[Layout]] = defaultdict(list)
         for value in program.kept():
             read[value.tensor].append(value.layout)
-        waiting: dict[str, list[Layout]] = defaultdict(list)
-        for value in program.waiting(block.carry_out or "loss"):
-            if block.tensors[value.tensor].role in ("activation", "gradient"):
-                waiting[value.tensor].append(value.layout)
+        waiting = program.waiting(block.carry_out or "loss")
+        given = {entry.value.name for entry in program.instructions if isinstance(entry, Given)}
+        changed = [value for value in program.kept() if value.name not in given]
         return cls(
             op_cuts=op_cuts,
             kept_cuts={entry.storage: _kept(entry, read[entry.storage], op_cuts) for entry in block.saved},
-            waiting_cuts={
-                name: tuple(_as(block.tensors[name].dims, one) for one in layouts) for name, layouts in waiting.items()
-            },
+            input_cuts=_by_tensor(block, changed, ("input",)),
+            waiting_cuts=_by_tensor(block, waiting, ("activation", "gradient")),
             messages=(*_delivered(program), *_rings(block, computes)),
             parameter_cuts={name: _real(layout) for name, layout in sums.items()},
             parameter_pending={name: tuple(sorted(layout.sums, key=ATOMS.index)) for name, layout in sums.items()},
@@ -88,6 +88,16 @@ def _kept(entry: Saved, read: Sequence[Layout], op_cuts: Mapping[str, Cuts]) -> 
         return tuple(_as(entry.tensor.dims, one) for one in read)
     assert entry.op, f"{entry.storage} is kept, but nothing says how it is cut"
     return ({dim: cut for dim, cut in op_cuts[entry.op].items() if dim in entry.tensor.dims},)
+
+
+def _by_tensor(block: Block, values: Sequence[Value], roles: tuple[Role, ...]) -> Mapping[str, tuple[Cuts, ...]]:
+    """Return the layouts of values by tensor, for tensors of some roles."""
+    found: dict[str, tuple[Cuts, ...]] = {}
+    for value in values:
+        tensor = block.tensors[value.tensor]
+        if tensor.role in roles:
+            found[tensor.name] = (*found.get(tensor.name, ()), _as(tensor.dims, value.layout))
+    return found
 
 
 def _as(dims: Dims, layout: Layout) -> Cuts:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from autoshard.engine.torch.formats import Formats
 from autoshard.graph.block import OpGraph
 from autoshard.graph.evaluate import StepResult, evaluate_step, random_weights
 from autoshard.graph.op import Array
+from autoshard.layout.pin import pins_of
 from autoshard.layout.shards import VirtualMesh
 from autoshard.layout.token_groups import queueing_apart
 from autoshard.plan.candidate import Candidate
@@ -33,6 +35,14 @@ from autoshard.spec.workload import Precision, Workload
 Arrays = Mapping[str, Array]
 CLIP_NORM = 0.05  # far below the norm of every case, so that clipping matters
 LEARNING_RATE = 1e-2
+NOTHING: Mapping[str, str] = MappingProxyType({})
+# With sizes so small a search would rather leave ranks without keys than hold them twice.
+COPIED = {
+    "layer.q.weight": "[kv_heads/kv, q_group/rep, head_dim, hidden]",
+    "layer.k.weight": "[kv_heads/kv, head_dim, hidden]",
+    "layer.v.weight": "[kv_heads/kv, head_dim, hidden]",
+    "layer.attend": "[batch/dp, seq/cp, kv_heads/kv, q_group/rep, head_dim]",
+}
 CALLS = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "isend", "recv")
 
 
@@ -59,10 +69,11 @@ def request_of(candidate: Candidate, model: ModelSpec, **changes: Any) -> Reques
     return Request(model=model, cluster=cluster, workload=workload, engines=("torch",))
 
 
-def plan_of(text: str, model: ModelSpec, **changes: Any) -> Plan:
+def plan_of(text: str, model: ModelSpec, pins: Mapping[str, str] = NOTHING, **changes: Any) -> Plan:
     """The plan of exactly this candidate on this machine; ``changes`` are those of the workload."""
     candidate = Candidate.parse(text)
-    return plan_at(request_of(candidate, model, **changes), candidate)
+    request = replace(request_of(candidate, model, **changes), layouts=pins_of(pins, "tests"))
+    return plan_at(request, candidate)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from autoshard.plan.plan import Plan
 from autoshard.search.planner import Request, plan_at, rejections_of
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision
-from tests.ranks.cases import CLIP_NORM, gpt, llama, request_of
+from tests.ranks.cases import CLIP_NORM, COPIED, gpt, llama, request_of
 
 Row = Mapping[str, str]
 Pair = tuple[tuple[str, str], tuple[str, str]]
@@ -55,13 +55,6 @@ IMPOSSIBLE: Mapping[str, Callable[[Row], bool]] = {
         (row["zero"] == "alone") != (row["dp"] == "1" and row["cp"] == "1")
     ),
     "from 2 to 8 ranks": lambda row: not 2 <= num_ranks(row) <= MOST_RANKS,
-}
-# With sizes so small a search would rather leave ranks without keys than hold them twice.
-COPIED = {
-    "layer.q.weight": "[kv_heads/kv, q_group/rep, head_dim, hidden]",
-    "layer.k.weight": "[kv_heads/kv, head_dim, hidden]",
-    "layer.v.weight": "[kv_heads/kv, head_dim, hidden]",
-    "layer.attend": "[batch/dp, seq/cp, kv_heads/kv, q_group/rep, head_dim]",
 }
 CHUNKS = {"interleaved": 2, "zb_v": 2}
 RECOMPUTE = {"none": "none", "full": "full", "attend": "selective[attend]", "some": "full:1"}

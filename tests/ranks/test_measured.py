@@ -4,7 +4,7 @@ import pytest
 
 from autoshard.engine.base import Measured
 from autoshard.engine.torch.executor import Executor
-from tests.ranks.cases import Task, gpt, llama, plan_of
+from tests.ranks.cases import COPIED, Task, gpt, llama, plan_of
 from tests.ranks.spawn import on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -18,6 +18,8 @@ CASES = {
     "dp without ZeRO": ("tp=1,pp=1,dp=2,zero=0", llama()),
     "dp with ZeRO-3": ("tp=1,pp=1,dp=2,zero=3", llama()),
     "cp with ZeRO-3": ("tp=1,pp=1,cp=2,dp=1,zero=3", llama()),
+    "tp x dp with ZeRO-3": ("tp=2,pp=1,dp=2,zero=3", llama()),
+    "attention cut by heads": ("tp=1,pp=1,cp=2,dp=1,cp_kind=all_to_all", llama()),
     "pp x dp with ZeRO-3": ("tp=1,pp=2,dp=2,zero=3", llama()),
     "pp x dp": ("tp=1,pp=2,dp=2", llama()),
     "all forwards first": ("tp=1,pp=2,dp=1,schedule=gpipe", llama()),
@@ -25,7 +27,7 @@ CASES = {
     "ring attention": ("tp=1,pp=1,cp=2,dp=1", llama()),
     "ring attention, all sums everywhere": ("tp=1,pp=1,cp=2,dp=1,zero=0", llama()),
     "zig-zag on four ranks": ("tp=1,pp=1,cp=4,dp=1,cp_order=zigzag", llama()),
-    "replicated keys": ("tp=4,pp=1,dp=1", llama(num_kv_heads=2, vocab=32)),
+    "keys on half of the ranks": ("tp=4,pp=1,dp=1", llama(num_kv_heads=2, vocab=32)),
     "all recomputed": ("tp=2,pp=1,dp=1,recompute=full", llama()),
     "one layer of two recomputed": ("tp=2,pp=1,dp=1,recompute=full:1", llama()),
     "attention recomputed": ("tp=2,pp=1,dp=1,recompute=selective[attend]", llama()),
@@ -49,17 +51,25 @@ def measure(task: Task) -> Measured:
 
 @pytest.mark.parametrize(("text", "model"), CASES.values(), ids=CASES)
 def test_what_is_held_and_sent_is_what_was_promised(text, model):
-    promises_hold(plan_of(text, model))
+    hold(Task.of(plan_of(text, model)))
 
 
 def test_sgd_holds_no_state():
     plan = plan_of("tp=1,pp=1,dp=2", llama(), optimizer="sgd")
     assert plan.prediction and {memory.parts["optimizer"] for memory in plan.prediction.stage_memory} == {0}
-    promises_hold(plan)
+    hold(Task.of(plan))
 
 
-def promises_hold(plan):
-    task, prediction = Task.of(plan), plan.prediction
+@pytest.mark.parametrize("sp", ["true", "false"])
+def test_copies_of_keys_are_promised_too(sp):
+    plan = plan_of(f"tp=4,pp=1,dp=1,sp={sp}", llama(num_kv_heads=2, vocab=32), pins=COPIED)
+    assert "kv_heads/kv, head_dim, hidden]" in plan.strategies["layer"]["k"]
+    hold(Task.of(plan))
+
+
+def hold(task: Task) -> None:
+    """Run a step, and hold what every rank counted against the plan's prediction."""
+    plan, prediction = task.plan, task.plan.prediction
     assert prediction, "a plan that was made has its prediction"
     found = on_ranks(plan.mesh.num_ranks, measure, task)
     for number, memory in enumerate(prediction.stage_memory):

@@ -33,7 +33,7 @@ CASES = {
     "tied embeddings on two stages with ZeRO-3": ("tp=1,pp=2,dp=2,zero=3", gpt()),
     "experts with ZeRO-3": ("tp=1,pp=1,dp=4,ep=2,zero=3", llama(num_experts=4, experts_per_token=2)),
     "one rank": ("tp=1,pp=1,dp=1", llama()),
-    "replicated KV heads": ("tp=4,pp=1,dp=1", llama(num_kv_heads=2)),
+    "keys on half of the ranks": ("tp=4,pp=1,dp=1", llama(num_kv_heads=2)),
     "ring attention": ("tp=1,pp=1,cp=2,dp=1", llama()),
     "ring attention in zig-zag": ("tp=1,pp=1,cp=2,dp=1,cp_order=zigzag", llama()),
     "ring attention in zig-zag with tp": ("tp=2,pp=1,cp=2,dp=1,cp_order=zigzag", llama()),

@@ -84,6 +84,16 @@ def test_between_blocks_lies_what_sp_says():
     assert search(pinned(layouts, pins="tp=2,sp=false")).plans
 
 
+def test_a_search_keeps_to_the_layout_between_blocks():
+    between = "[batch/dp, seq, hidden/tp]"
+    (plan,) = search(ask("tiny-llama", pins=f"tp=2,pp=2,sp=false,boundary={between}")).plans
+    (usual,) = search(ask("tiny-llama", pins="tp=2,pp=2,sp=false")).plans
+    assert plan.boundary == between and prove(plan).holds
+    assert plan.prediction and usual.prediction
+    sent, usually = (one.communication_bytes["pp"] for one in (plan.prediction, usual.prediction))
+    assert 2 * sent == usually, "half of each message goes to another rank"
+
+
 def test_conflicts_are_told_with_both_origins_and_the_chain():
     recipe = Recipe(model="tiny-llama", cluster="local", pins={"up": "[batch/dp, seq/tp, ffn]"})
     request = request_of(recipe, pins_of({"up.weight": "[ffn/tp, hidden]"}, "--pin"))
