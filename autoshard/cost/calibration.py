@@ -21,6 +21,8 @@ EFFICIENCIES = (
 )  # fmt: skip
 SECONDS = ("launch_s", "collective_s", "step_s")
 CONSTANTS = (*EFFICIENCIES, *SECONDS)
+DECLARED = "local"  # the cluster whose rates are no data sheet's: a machine may be faster
+MOST_EFFICIENT = 100.0  # how much faster than declared it may be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,10 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Which part of each peak rate is reached, what takes time besides, and what the numbers rest on."""
+    """Which part of each peak rate is reached, what takes time besides, and what the numbers rest on.
+
+    More than a peak is reached where that is no data sheet's but declared, so that plans are the same on all machines.
+    """
 
     name: str
     matrix_efficiency: float  # of products as large as models have
@@ -100,15 +105,20 @@ class Calibration:
 
     def __post_init__(self) -> None:
         """Refuse efficiencies outside (0, 1], negative times and numbers without a source."""
-        numbers = (*CONSTANTS, "interval")
+        numbers, most = (*CONSTANTS, "interval"), self.most_efficient
         require(
             (bool(self.name.strip()), "name", "must not be empty"),
             (bool(self.basis.strip()), "basis", "say what the numbers are worth"),
-            *((0 < getattr(self, name) <= 1, name, "must lie in (0, 1]") for name in EFFICIENCIES),
+            *((0 < getattr(self, name) <= most, name, f"must lie in (0, {most:g}]") for name in EFFICIENCIES),
             *((getattr(self, name) >= 0, name, "must not be negative") for name in SECONDS),
             (0 <= self.interval < 1, "interval", "must lie in [0, 1)"),
             *((bool(self.sources.get(name)), f"sources.{name}", "say where this number is from") for name in numbers),
         )
+
+    @property
+    def most_efficient(self) -> float:
+        """What an efficiency is at most."""
+        return MOST_EFFICIENT if self.reach and self.reach.cluster == DECLARED else 1.0
 
     @property
     def constants(self) -> Mapping[str, float]:

@@ -52,7 +52,7 @@ def fitted(predict: Predict, unknowns: Unknowns, *, steps: int = _STEPS, current
         loss = _loss(residuals) + _pulled(here, unknowns)
         if loss < least:
             best, least = here, loss
-        slopes, root = _slopes(predict, here, residuals), np.sqrt(huber_weights(residuals))
+        slopes, root = _slopes(predict, here, residuals, unknowns.least), np.sqrt(huber_weights(residuals))
         matrix = np.vstack([root[:, None] * slopes, _PULL * np.eye(len(here))])
         target = np.concatenate([root * (slopes @ here - residuals), _PULL * unknowns.start])
         following = _bounded(matrix, target, here, unknowns.least)
@@ -77,10 +77,10 @@ def huber_weights(residuals: Array) -> Array:
     return reach / np.maximum(sizes, reach)
 
 
-def _slopes(predict: Predict, at: Array, residuals: Array) -> Array:
-    """Differentiate towards larger unknowns, which are always allowed."""
+def _slopes(predict: Predict, at: Array, residuals: Array, least: Array) -> Array:
+    """Differentiate towards larger unknowns, which are always allowed; what may be nothing changes by its unit."""
     columns: list[Array] = []
-    for place, step in enumerate(_STEP * np.maximum(at, 1.0)):
+    for place, step in enumerate(_STEP * np.maximum(at, np.where(least > 0, least, 1.0))):
         moved = at.copy()
         moved[place] += step
         columns.append((np.log(predict(moved)) - residuals) / step)

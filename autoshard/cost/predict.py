@@ -23,6 +23,7 @@ from autoshard.plan.prediction import Prediction, StageMemory, rounded
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.kernels import load_kernels
 
+_LINKS = ("near_link_efficiency", "far_link_efficiency", "collective_s", "reach")  # what sends take depends on these
 _NOTHING = 1e-12  # of a step: what is left of two sums of the same times, a waiting that is none
 
 
@@ -103,18 +104,15 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
         return work_of(asked, setting, kind, drop)
 
     @lru_cache(maxsize=2)  # a fit moves one constant at a time
-    def linked(near: float, far: float, least_s: float) -> tuple[Setting, Pipeline]:
-        links = {"near_link_efficiency": near, "far_link_efficiency": far, "collective_s": least_s}
-        question = replace(asked, calibration=replace(asked.calibration, **links))
+    def linked(links: Calibration) -> tuple[Setting, Pipeline]:
+        question = replace(asked, calibration=links)
         here = replace(setting, rings=rings_of(question, plan.mesh, blocks))
         pipeline = _pipeline(plan, question, here)
         return here, replace(pipeline, sends=replace(pipeline.sends, time_s=np.array([pipeline.sends.time_s])))
 
     def time_s(calibration: Calibration) -> float:
         question = replace(asked, calibration=calibration)
-        here, pipeline = linked(
-            calibration.near_link_efficiency, calibration.far_link_efficiency, calibration.collective_s
-        )
+        here, pipeline = linked(replace(uncalibrated(), **{name: getattr(calibration, name) for name in _LINKS}))
 
         @cache
         def price(kind: str, drop: Recompute) -> BlockCost:

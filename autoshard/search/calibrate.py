@@ -96,9 +96,6 @@ def calibrate(path: Path, cluster: str, name: str, date: str | None = None) -> C
     trials = [_trial(split, kinds, samples) for split, kinds in splits.items() if len(kinds) < layouts]
     least = min(trial.error for trial in trials)
     best = next(trial for trial in trials if trial.error <= least + _NO_WORSE)
-    runs = {sample.run for sample in samples}
-    kernels = sorted({run.candidate.kernels or run.cluster.kernels for run in runs})
-    reach = Reach(cluster=node_type.name, axes=_axes(samples), kernels=tuple(kernels))
     fit = Fit(
         date=newest,
         rows=tuple(sample.id for sample in samples),
@@ -108,10 +105,10 @@ def calibrate(path: Path, cluster: str, name: str, date: str | None = None) -> C
         left_out_mape=rounded(best.error),
         tried={trial.split: rounded(trial.error) for trial in trials},
     )
-    return _described(best, reach, fit, name)
+    return _described(best, fit, name)
 
 
-def _described(best: _Trial, reach: Reach, fit: Fit, name: str) -> Calibration:
+def _described(best: _Trial, fit: Fit, name: str) -> Calibration:
     """Say what fitted constants rest on.
 
     The interval is the one that holds four of five left-out rows, but no wider than twice their mean error: a few rows
@@ -121,6 +118,8 @@ def _described(best: _Trial, reach: Reach, fit: Fit, name: str) -> Calibration:
     inside = float((np.abs(1 / best.left_out - 1) <= interval).mean())
     require((interval < 1 and fit.left_out_mape < 1, "interval", f"rows are {fit.left_out_mape:.0%} off when they are "
              "left out: the cost model does not describe these rows, and no constants make it"))  # fmt: skip
+    reach = best.calibration.reach
+    assert reach, "what was fitted knows to what"
     fitted_to = f"fitted to {len(fit.rows)} rows of {reach.cluster}, constants told apart: {best.split}"
     left_out = f"{inside:.0%} of rows are within it when their {fit.left_out_by} is left out of the fit"
     return replace(
@@ -130,7 +129,6 @@ def _described(best: _Trial, reach: Reach, fit: Fit, name: str) -> Calibration:
         basis=f"calibrated on {len(fit.rows)} rows of {reach.cluster} ({fit.num_layouts} layouts, newest {fit.date}): "
         f"mean error {fit.in_sample_mape:.1%}, {fit.left_out_mape:.1%} where the {fit.left_out_by} is left out; "
         f"nominal 80% interval of {interval:.0%} either way, which holds {inside:.0%} of those",
-        reach=reach,
         fit=fit,
         sources={**best.calibration.sources, **dict.fromkeys(best.fitted, fitted_to), "interval": left_out},
     )
@@ -174,9 +172,12 @@ def _run(row: MeasuredRow, cluster: str) -> MeasuredRun:
     return run
 
 
-def _axes(samples: Sequence[Sample]) -> tuple[str, ...]:
-    found = [sample.run.candidate for sample in samples]
-    return tuple(axis for axis in _AXES if any(getattr(candidate, axis) > 1 for candidate in found))
+def _reach(samples: Sequence[Sample]) -> Reach:
+    runs = {sample.run for sample in samples}
+    found = [run.candidate for run in runs]
+    axes = tuple(axis for axis in _AXES if any(getattr(candidate, axis) > 1 for candidate in found))
+    kernels = sorted({run.candidate.kernels or run.cluster.kernels for run in runs})
+    return Reach(cluster=samples[0].run.cluster.name, axes=axes, kernels=tuple(kernels))
 
 
 def _trial(split: str, kinds: Kinds, samples: Sequence[Sample]) -> _Trial:
@@ -192,14 +193,14 @@ def _trial(split: str, kinds: Kinds, samples: Sequence[Sample]) -> _Trial:
 
 def fit_constants(kinds: Kinds, samples: Sequence[Sample]) -> Calibration:
     """Return the constants under which the predictions come closest to what was measured."""
-    nominal = uncalibrated()
+    nominal = replace(uncalibrated(), reach=_reach(samples))
     predict_all = _predictor(samples)
 
     def ratios(unknowns: Array) -> Array:
         return predict_all(_with(nominal, kinds, unknowns))
 
     start = np.array([_unknown(kind[0], getattr(nominal, kind[0])) for kind in kinds])
-    least = np.array([0.0 if kind[0] in SECONDS else 1.0 for kind in kinds])
+    least = np.array([0.0 if kind[0] in SECONDS else 1 / nominal.most_efficient for kind in kinds])
     found = fitted(ratios, Unknowns(start=start, least=least), current=_launching(kinds, start, ratios))
     return _with(nominal, kinds, found)
 

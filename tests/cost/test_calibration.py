@@ -11,6 +11,7 @@ from autoshard.cost.calibration import (
     EFFICIENCIES,
     SECONDS,
     Calibration,
+    Reach,
     built_in,
     calibration_text,
     load_calibration,
@@ -61,6 +62,14 @@ def test_a_time_may_be_nothing_but_not_less(name: str):
     assert getattr(replace(uncalibrated(), **{name: 0.0}), name) == 0
     with pytest.raises(InputError, match=rf"^{name}: must not be negative"):
         replace(uncalibrated(), **{name: -1e-12})
+
+
+def test_more_than_a_rate_is_reached_only_where_it_is_declared():
+    here = Reach(cluster="local", axes=(), kernels=("torch_engine",))
+    assert replace(uncalibrated(), reach=here, matrix_efficiency=4.0).matrix_efficiency == 4
+    for reach in (None, replace(here, cluster="h100-80")):
+        with pytest.raises(InputError, match=r"matrix_efficiency: must lie in \(0, 1\]"):
+            replace(uncalibrated(), reach=reach, matrix_efficiency=4.0)
 
 
 def test_the_constants_are_efficiencies_and_times():
