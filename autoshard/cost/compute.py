@@ -29,9 +29,12 @@ class Rates:
     attention_ratio: float = 1.0  # of attention, over other matrix products
     matrix_tile: int = 1  # a matrix unit works on so many rows and columns at once, full or not
     launch_s: float = 0.0
+    host_computes: bool = False  # it starts nothing while a kernel runs
 
     @classmethod
-    def of(cls, cluster: Cluster, precision: Precision, calibration: Calibration) -> "Rates":
+    def of(
+        cls, cluster: Cluster, precision: Precision, calibration: Calibration, *, host_computes: bool = False
+    ) -> "Rates":
         """Take the peaks of a cluster's chip down by what the calibration says."""
         peak = cluster.rank_matrix_flops_per_s(precision.activations)
         products = cluster.rank_matrix_flops_per_s(precision.products or precision.activations)
@@ -43,6 +46,7 @@ class Rates:
             attention_ratio=calibration.attention_efficiency / calibration.matrix_efficiency,
             matrix_tile=cluster.chip.matrix_tile,
             launch_s=calibration.launch_s,
+            host_computes=host_computes,
         )
 
 
@@ -109,14 +113,16 @@ def kernel_time(work: KernelWork, rates: Rates) -> KernelTime:
     """Return a kernel's time: that of the slowest of matrix unit, vector unit and memory.
 
     Attention that writes its scores is products and passes over memory one after the other. A device cannot start
-    kernels faster than hosts launch them.
+    kernels faster than hosts launch them; a host that is the device starts one after the other has run.
     """
     flops = work.matrix_flops + work.products_flops / rates.products_ratio
     products_s = (flops + work.attention_flops / rates.attention_ratio) / rates.matrix_flops_per_s
     vector_s, memory_s = work.vector_flops / rates.vector_flops_per_s, work.moved_bytes / rates.memory_bytes_per_s
     others_s = np.maximum(vector_s, memory_s)
     work_s = products_s + others_s if work.in_turn else np.maximum(products_s, others_s)
-    return KernelTime(work_s=work_s, waiting_s=np.maximum(0.0, work.launches * rates.launch_s - work_s))
+    started_s = work.launches * rates.launch_s
+    waiting_s = started_s + 0.0 * work_s if rates.host_computes else np.maximum(0.0, started_s - work_s)
+    return KernelTime(work_s=work_s, waiting_s=waiting_s)
 
 
 def _filled(op: Op, call: Call, tile: int) -> Number:

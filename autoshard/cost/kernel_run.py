@@ -71,7 +71,7 @@ def _kernel_run(
         skips_masked=group.skips_masked,
         mask_tile=group.mask_tile,
         flops_ratio=1.0 if forward else group.backward_flops_ratio,
-        launches=min(1, group.launches.forward) if plain else _way(group.launches, forward=forward),
+        launches=_launches(group.launches, pass_, forward=forward, summed=summed),
         score_bytes=0 if plain else _way(group.score_bytes, forward=forward),
         traffic_ratio=1.0 if plain else group.traffic_ratio,
         products=_weighed_only([op for op in ops if isinstance(op.kind, Einsum)], weighed),
@@ -80,6 +80,15 @@ def _kernel_run(
 
 def _weighed_only(products: Sequence[Op], weighed: Collection[str]) -> bool:
     return bool(products) and all(op.source in weighed for op in products)
+
+
+def _launches(count: BothWays, pass_: str, *, forward: bool, summed: bool) -> int:
+    one = min(1, count.forward)
+    if summed:
+        return one
+    if pass_ == "W":
+        return one if count.weights is None else count.weights
+    return _way(count, forward=forward)
 
 
 def _way(count: BothWays, *, forward: bool) -> int:

@@ -16,6 +16,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS, Step
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
+from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
@@ -40,7 +41,8 @@ class Question:
     @property
     def rates(self) -> Rates:
         """What a rank reaches in the workload's number format."""
-        return Rates.of(self.cluster, self.workload.precision, self.calibration)
+        kernels = load_kernels(self.kernels)
+        return Rates.of(self.cluster, self.workload.precision, self.calibration, host_computes=kernels.host_computes)
 
 
 def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Setting:

@@ -92,7 +92,7 @@ def _matches(kernel: Kernel, name: str) -> bool:
 
 def _run(kernel: Kernel, first: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return the operations that a kernel covers here; one that the model lacks is passed over."""
-    return (first, *(name for name in kernel.ops if name in names and name != first))
+    return (first,) if kernel.apart else (first, *(name for name in kernel.ops if name in names and name != first))
 
 
 def _fused(flow: Flow, kernel: Kernel | None, run: tuple[str, ...]) -> Fused:

@@ -22,22 +22,25 @@ _ALWAYS = (
 )  # fmt: skip
 _IF_STATED = (
     "placeholders", "workspace_bytes", "copies_buckets", "keeps_outputs", "uncounted", "seconds_per_graph", "hides",
+    "host_computes",
 )  # fmt: skip
 _HIDDEN = ("tp", "dp", "unit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BothWays:
-    """A count for the forward and one for the backward run of a kernel."""
+    """A count for the forward and one for the backward run of a kernel, and for what waits for pass W, if stated."""
 
     forward: int
     backward: int
+    weights: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse negative counts."""
         require(
             (self.forward >= 0, "forward", f"must not be negative, not {self.forward}"),
             (self.backward >= 0, "backward", f"must not be negative, not {self.backward}"),
+            ((self.weights or 0) >= 0, "weights", f"must not be negative, not {self.weights}"),
         )
 
 
@@ -48,7 +51,8 @@ ONCE, NEVER = BothWays(forward=1, backward=1), BothWays(forward=0, backward=0)
 class Kernel:
     """A run of forward operations executed as one, named by patterns such as ``*_norm``.
 
-    What the graph has as one operation may be several kernels one after the other: ``launches`` counts them,
+    Of operations that are ``apart`` each is a kernel by itself. What the graph has as one operation may be several
+    kernels one after the other: ``launches`` counts them (one for pass W, unless it says how many),
     ``traffic_ratio`` says how often more they move what a single kernel would, and ``score_bytes`` what attention moves
     of every (query, key) pair of a head, beside what it keeps of them (0 for fused attention, which writes no scores).
 
@@ -59,6 +63,7 @@ class Kernel:
     """
 
     ops: tuple[str, ...]
+    apart: bool = False
     saves: tuple[str, ...] | None = None
     skips_masked: bool = False
     mask_tile: int = 1  # positions that are skipped together or not at all
@@ -107,7 +112,8 @@ class Kernels:
     the framework reports leaves out; ``seconds_per_graph`` what a compiler takes for each distinct graph, 0 where
     nothing is compiled ahead.
 
-    ``eager`` says whether a host starts every kernel, or a compiled graph runs as a whole; ``hides`` which share of
+    ``eager`` says whether a host starts every kernel, or a compiled graph runs as a whole; ``host_computes`` whether
+    that host is the device, so that it starts nothing while it computes; ``hides`` which share of
     some traffic may go on behind compute: of tp behind the kernels of the same pass, of dp (ZeRO 0 and 1) behind the
     passes of a micro-batch, of unit (ZeRO-3) behind those of a step.
     """
@@ -129,6 +135,7 @@ class Kernels:
     uncounted: tuple[str, ...] = ()
     seconds_per_graph: float = 0.0
     hides: Mapping[str, float] = field(default_factory=dict[str, float])
+    host_computes: bool = False
 
     def __post_init__(self) -> None:
         """Refuse negative memory, and a table that does not say where its settings come from."""

@@ -23,7 +23,7 @@ works = st.builds(
 rates_of_all = st.builds(
     Rates,
     matrix_flops_per_s=RATE, vector_flops_per_s=RATE, memory_bytes_per_s=RATE, products_ratio=st.floats(0.5, 4),
-    attention_ratio=st.floats(0.1, 2), launch_s=st.floats(0, 1e-3),
+    attention_ratio=st.floats(0.1, 2), launch_s=st.floats(0, 1e-3), host_computes=st.booleans(),
 )  # fmt: skip
 
 
@@ -52,7 +52,8 @@ class TestKernelTime:
         busy = sum(products) + max(others) if kernel.in_turn else max(sum(products), *others)
         found = kernel_time(kernel, speed)
         assert found.work_s == pytest.approx(busy)
-        assert found.time_s == pytest.approx(max(busy, kernel.launches * speed.launch_s))
+        started = kernel.launches * speed.launch_s
+        assert found.time_s == pytest.approx(busy + started if speed.host_computes else max(busy, started))
         assert found.waiting_s >= 0
 
     @pytest.mark.parametrize(
@@ -75,6 +76,14 @@ class TestKernelTime:
         )  # fmt: skip
         found = kernel_time(kernel, speed)
         assert (found.work_s, found.waiting_s, found.time_s) == (work_s, waiting_s, work_s + waiting_s)
+
+    def test_a_processor_starts_kernels_when_it_does_not_compute(self):
+        assert ask("tiny-llama", "local", 1).rates.host_computes and not ask(cluster_name="h100-80").rates.host_computes
+        speed = Rates(
+            matrix_flops_per_s=10.0, vector_flops_per_s=5.0, memory_bytes_per_s=2.0, launch_s=2.5, host_computes=True
+        )
+        found = kernel_time(work(matrix_flops=60.0, launches=2), speed)
+        assert (found.work_s, found.waiting_s) == (6.0, 5.0)
 
     @given(st.lists(works, min_size=1, max_size=4), rates_of_all, st.booleans(), st.integers(0, 9))
     def test_columns_take_what_single_kernels_take(self, kernels, speed, in_turn, launches):

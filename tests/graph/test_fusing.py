@@ -346,6 +346,17 @@ def flow_names(flow: Flow) -> set[str]:
     return {name for op in flow.forward for name in (*op.inputs, *op.outputs)}
 
 
+def test_operations_apart_are_kernels_of_their_own(llama: ModelSpec, graph_of: GraphOf):
+    layer = graph_of(llama, "torch_engine").block("layer")
+    table = load_kernels("torch_engine")
+    (products,) = (entry for entry in table.kernels if "q" in entry.ops)
+    together = replace(table, kernels=(replace(products, apart=False),))
+    alone = {group.ops for group in fuse(Flow(dict(layer.tensors), layer.ops), table)}
+    assert {("q",), ("k",), ("down",)} <= alone
+    joined = {group.ops for group in fuse(Flow(dict(layer.tensors), layer.ops), together)}
+    assert ("q", "k", "v", "o", "up", "gate", "down") in joined
+
+
 def test_the_first_entry_that_names_an_operation_decides(llama: ModelSpec, graph_of: GraphOf):
     layer = graph_of(llama, "te").block("layer")
     special = Kernel(ops=("mlp_norm",), saves=("out1",), source="this test")
