@@ -30,6 +30,10 @@ CASES = {
     "tp x dp with ZeRO-3": ("tp=2,pp=1,dp=2,zero=3", llama(hidden=13, vocab=31)),
     "interleaved stages with ZeRO-3": ("tp=1,pp=2,dp=2,vp=2,schedule=interleaved,zero=3", llama(num_layers=4)),
     "tied embeddings with ZeRO-3": ("tp=1,pp=1,dp=2,zero=3,recompute=full", gpt()),
+    "tied embeddings at both ends of a V with ZeRO-3": (
+        "tp=1,pp=2,dp=2,vp=2,schedule=zb_v,zero=3",
+        gpt(num_layers=4),
+    ),
     "tied embeddings on two stages with ZeRO-3": ("tp=1,pp=2,dp=2,zero=3", gpt()),
     "experts with ZeRO-3": ("tp=1,pp=1,dp=4,ep=2,zero=3", llama(num_experts=4, experts_per_token=2)),
     "one rank": ("tp=1,pp=1,dp=1", llama()),
