@@ -11,7 +11,7 @@ from autoshard.layout.cutting import Cutting
 from autoshard.layout.layout import Cuts
 from autoshard.layout.program import Program
 from autoshard.layout.sharding import Sharding
-from autoshard.plan.lowering import KINDS, Step, lowered
+from autoshard.plan.lowering import KINDS, Step, lowered, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.tables import plan_programs, step_of, table_kinds, table_name
@@ -113,16 +113,6 @@ def atom_groups(blocks: Iterable[ShardedBlock]) -> frozenset[tuple[str, ...]]:
         for pending in block.sharding.parameter_pending.values():
             groups.update(part for part in split_pending(pending) if part)
     return frozenset(groups)
-
-
-def split_pending(pending: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split the atoms of a weight gradient's pending sum into those that share the optimizer's work and the others.
-
-    >>> split_pending(("edp", "ep", "cp", "kv", "rep"))
-    (('edp', 'ep', 'cp'), ('kv', 'rep'))
-    """
-    shards = tuple(atom for atom in ("edp", "ep", "cp") if atom in pending)
-    return shards, tuple(atom for atom in pending if atom not in shards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,10 @@ import numpy as np
 from autoshard.cost.block import Setting
 from autoshard.cost.rings import Number
 from autoshard.cost.setting import Question
-from autoshard.cost.sharded import PerWeight, split_pending
+from autoshard.cost.sharded import PerWeight
 from autoshard.graph.kinds.optimizer import UPDATES
 from autoshard.layout.collective import Collective, CollectiveKind
+from autoshard.plan.lowering import split_pending
 from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
 
 Weights = Mapping[tuple[str, ...], Number]  # the atoms that a gradient's sum is pending over -> weights on the rank

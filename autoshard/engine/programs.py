@@ -103,17 +103,6 @@ def graph_of(plan: Plan) -> OpGraph:
     return decoder_graph(model, workload, load_kernels(plan.kernels), micro_batch=micro_batch)
 
 
-def split_pending(pending: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Part the atoms that a weight's gradient awaits: those that share the optimizer's work, and the others.
-
-    >>> split_pending(("kv", "cp", "edp"))
-    (('edp', 'cp'), ('kv',))
-    """
-    ordered = tuple(sorted(pending, key=ATOMS.index))
-    shards = tuple(atom for atom in ordered if atom in ("edp", "ep", "cp"))
-    return shards, tuple(atom for atom in ordered if atom not in shards)
-
-
 def _contents(stage: Stage, num_layers: int) -> Iterator[tuple[str, str]]:
     """Yield the blocks that a stage runs, in order, each with the name of its table in the plan."""
     if stage.first_layer == 0:

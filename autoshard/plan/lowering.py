@@ -21,6 +21,17 @@ ATOMS = ("edp", "ep", "cp", "kv", "rep")  # that may cut tensors; pp cuts layers
 _NOMINAL = 2  # which way a layout is changed depends neither on the size of the tensor nor on that of the group
 
 
+def split_pending(pending: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Part the atoms that a weight's gradient awaits: those that share the optimizer's work, and the others.
+
+    >>> split_pending(("kv", "cp", "edp"))
+    (('edp', 'cp'), ('kv',))
+    """
+    ordered = tuple(sorted(pending, key=ATOMS.index))
+    shards = tuple(atom for atom in ordered if atom in ("edp", "ep", "cp"))
+    return shards, tuple(atom for atom in ordered if atom not in shards)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """What a graph is made of; its micro-batch has one sequence, and sizes are set where it is priced."""

@@ -77,6 +77,7 @@ class Plan:
     stages: tuple[Stage, ...]
     schedule: Schedule
     strategies: Mapping[str, Mapping[str, str]] = field(hash=False)  # block kind -> op -> Strategy in text
+    units: Mapping[str, str] = field(hash=False, default_factory=dict[str, str])  # block kind -> sent under ZeRO-3
     boundary: str | None
     buckets: Buckets
     padding: Mapping[str, int] = field(hash=False)  # dim -> size after padding

@@ -9,7 +9,7 @@ from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
-from autoshard.plan.tables import plan_blocks
+from autoshard.plan.tables import plan_blocks, with_strategies
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
@@ -64,7 +64,7 @@ def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> Shrunk:
     atoms = dict(made.mesh.axes)
     blocks = plan_blocks(made)
     tables = {name: fitted(table, atoms) for name, table in plan.strategies.items() if name in blocks}
-    return Shrunk(plan=replace(made, strategies=tables), lost=lost)
+    return Shrunk(plan=with_strategies(made, tables), lost=lost)
 
 
 def _axes(plan: Plan, max_ranks: int) -> tuple[dict[str, int], tuple[str, ...]]:

@@ -1,20 +1,24 @@
 """The Strategy table of a plan: made from cuts, read back into programs; lines that cannot be executed are named."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
 from autoshard.errors import Fault, InputError
 from autoshard.graph.block import Block
+from autoshard.layout.collective import Collective, CollectiveKind
 from autoshard.layout.cutting import Cutting
-from autoshard.layout.program import Program
+from autoshard.layout.layout import local_sizes, whole_axes
+from autoshard.layout.program import Program, written_by
 from autoshard.layout.strategy import strategies
 from autoshard.layout.table import Setting, Table, fitted, program_of, written
 from autoshard.plan.boundary import boundary_cuts
 from autoshard.plan.codec import fingerprint
-from autoshard.plan.lowering import ATOMS, KINDS, Step, lowered, nominal_price, nominal_sizes
+from autoshard.plan.lowering import ATOMS, KINDS, Step, lowered, nominal_price, nominal_sizes, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
+from autoshard.spec.workload import DTYPE_BYTES
 
 
 def strategy_tables(plan: Plan, cutting: Cutting) -> Mapping[str, Table]:
@@ -31,10 +35,48 @@ def strategy_tables(plan: Plan, cutting: Cutting) -> Mapping[str, Table]:
 
 def with_tables(plan: Plan, cutting: Cutting) -> Plan:
     """Return the plan with the tables of a cutting; a prediction stays, because it was made for just this sharding."""
-    full = replace(plan, strategies=strategy_tables(plan, cutting))
+    full = with_strategies(plan, strategy_tables(plan, cutting))
     if plan.prediction is None:
         return full
     return replace(full, prediction=replace(plan.prediction, of=fingerprint(full)))
+
+
+def with_strategies(plan: Plan, tables: Mapping[str, Table]) -> Plan:
+    """Return the plan with these tables, and with the units that follow from them."""
+    full = replace(plan, strategies=tables)
+    return replace(full, units=units_of(full))
+
+
+def units_of(plan: Plan) -> Mapping[str, str]:
+    """Return by block kind what ranks send for all its weights together under ZeRO-3, with the bytes of the whole unit.
+
+    It follows from how gradients are pending, and is no choice: W stands for the end of a backward that is not split.
+    """
+    if plan.zero != 3:
+        return {}
+    programs = plan_programs(plan)
+    lines = {name: _unit(plan, block, programs[name]) for name, block in plan_blocks(plan).items() if name in KINDS}
+    return {name: line for name, line in lines.items() if line}
+
+
+def _unit(plan: Plan, block: Block, program: Program) -> str:
+    atoms, dtypes = table_setting(plan).atoms, plan.workload.precision
+    late = {name for entry in program.parts(block.carry_out or "loss").weights for name in written_by(entry)}
+    sent: Counter[tuple[str, CollectiveKind, tuple[str, ...]]] = Counter()
+    for tensor in block.parameters:
+        total = program.results[f"{tensor.name}.sum"]
+        shards = tuple(atom for atom in split_pending(total.layout.sums)[0] if atoms[atom] > 1)
+        count = tensor.num_elements(local_sizes(step_of(plan).graph.sizes, dict(total.layout.dims), atoms))
+        if shards:
+            over = whole_axes(shards, atoms)
+            sent["F", "all_gather", over] += count * DTYPE_BYTES[dtypes.weights]
+            sent["I", "all_gather", over] += count * DTYPE_BYTES[dtypes.weights]
+            apart = plan.schedule.splits_backward and total.name not in late
+            sent["I" if apart else "W", "reduce_scatter", over] += count * DTYPE_BYTES[dtypes.gradients]
+    entries = sorted(sent.items(), key=lambda entry: ("FIW".index(entry[0][0]), entry[0][1:]))
+    return " | ".join(
+        f"{pass_} {Collective(kind=kind, dim='flat', atoms=over)} {size} B" for (pass_, kind, over), size in entries
+    )
 
 
 def plan_programs(plan: Plan) -> Mapping[str, Program]:

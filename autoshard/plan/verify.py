@@ -13,7 +13,7 @@ from autoshard.plan.prediction import Prediction
 from autoshard.plan.rules.check import all_rules, rejections
 from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.rules.strategy import Place, engine_rules
-from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting
+from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting, units_of
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.verify import verify_actions
 from autoshard.spec.mesh import Mesh
@@ -221,7 +221,7 @@ def _strategy_misfits(plan: Plan) -> list[Rejection]:
         programs = plan_programs(plan)
     except InputError as error:
         return [_reject("plan-strategies", str(fault)) for fault in error.faults]
-    found = _tied_misfits(plan, programs)
+    found = _tied_misfits(plan, programs) + _unit_misfits(plan)
     for name, block in plan_blocks(plan).items():
         computes = (entry for entry in programs[name].instructions if isinstance(entry, Compute))
         places = (
@@ -234,6 +234,20 @@ def _strategy_misfits(plan: Plan) -> list[Rejection]:
         against = (rule.rejection(place) for place in places for rule in engine_rules(plan.engine))
         found += [replace(one, message=f"strategies.{name}.{one.message}") for one in against if one]
     return found
+
+
+def _unit_misfits(plan: Plan) -> list[Rejection]:
+    """Say where a plan lists other collectives for a block's weights together than ZeRO-3 runs."""
+    right = units_of(plan)
+    return [
+        _reject(
+            "plan-units",
+            f"units.{name}: what is gathered and reduced for a whole block follows from zero={plan.zero} and the "
+            f"table, and cannot be edited. {f'Type {right[name]}' if name in right else 'Remove it'}",
+        )
+        for name in sorted({*right, *plan.units})
+        if right.get(name) != plan.units.get(name)
+    ]
 
 
 def _tied_misfits(plan: Plan, programs: Mapping[str, Program]) -> list[Rejection]:

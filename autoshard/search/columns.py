@@ -10,11 +10,12 @@ from autoshard.cost.block import BlockCost, Setting
 from autoshard.cost.rings import Ring, mesh_ring
 from autoshard.cost.routes import Route
 from autoshard.cost.setting import Question
-from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups, split_pending
+from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
 from autoshard.graph.decoder import dim_sizes
 from autoshard.layout.cutting import Cutting
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
+from autoshard.plan.lowering import split_pending
 from autoshard.search.space import Space
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.cost.sharded import PerWeight, per_weight, split_pending
+from autoshard.cost.sharded import PerWeight, per_weight
 from autoshard.cost.update import num_shards, state_bytes, update_cost
+from autoshard.plan.lowering import split_pending
 from autoshard.spec.workload import Precision
 from tests.cost.cases import ask, setting, workload
 

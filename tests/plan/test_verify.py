@@ -15,6 +15,7 @@ from autoshard.plan.tables import with_tables
 from autoshard.plan.verify import notices, verify
 from autoshard.search.cutting import Terms, solved_cutting
 from tests.plan.cases import ask, plan_of, shaped, with_prediction
+from tests.tabled import tabled
 
 
 def good(text="tp=32,pp=8,recompute=selective[LlamaMLP]", **facts):
@@ -173,6 +174,21 @@ def test_a_backward_split_by_hand_may_run_where_lists_are_executed_as_they_stand
     plan = plan_of(ask("llama3-8b", "h100-80", 1, global_batch=8), f"tp=2,pp=2,dp=2,schedule={schedule},{text}")
     assert verify(plan) == ()
     assert verify(split(plan)) == ()
+
+
+def test_what_zero_3_sends_for_a_block_is_listed_and_cannot_be_edited():
+    asked = ask("llama3-8b", "h100-80", 1, global_batch=8)
+    plan, whole = (tabled(plan_of(asked, f"tp=2,pp=2,dp=2,zero={zero}")) for zero in (3, 1))
+    assert verify(plan) == verify(whole) == ()
+    assert set(plan.units) == {"embed", "layer", "head"} and not whole.units
+    # 2 B for each weight of half a layer, and of its norms.
+    assert plan.units["layer"].startswith("F all_gather flat/dp 218120192 B | I all_gather")
+    for name, line in (("layer", plan.units["layer"].replace("flat/dp", "flat/tp")), ("layer", ""), ("stem", "")):
+        (refused,) = verify(dataclasses.replace(plan, units={**plan.units, name: line}, prediction=None))
+        assert refused.rule_id == "plan-units"
+        assert refused.message.endswith(f"Type {plan.units[name]}" if name in plan.units else "Remove it")
+    stray = verify(dataclasses.replace(whole, units=plan.units, prediction=None))
+    assert {one.rule_id for one in stray} == {"plan-units"}
 
 
 def test_a_builder_that_cannot_run_on_its_placement_is_refused():

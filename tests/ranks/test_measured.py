@@ -1,5 +1,7 @@
 """What a plan promises of bytes is what its ranks hold and send, to the byte."""
 
+import re
+
 import pytest
 
 from autoshard.engine.base import Measured
@@ -58,6 +60,18 @@ def test_sgd_holds_no_state():
     plan = plan_of("tp=1,pp=1,dp=2", llama(), optimizer="sgd")
     assert plan.prediction and {memory.parts["optimizer"] for memory in plan.prediction.stage_memory} == {0}
     hold(Task.of(plan))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_what_is_listed_for_units_is_what_zero_3_sends(schedule):
+    """Each rank gathers and reduces half of every unit once for every micro-batch where the line says so."""
+    task = Task.of(plan_of(f"tp=1,pp=2,dp=2,zero=3,schedule={schedule}", llama(num_layers=4)))
+    found = on_ranks(task.plan.mesh.num_ranks, measure, task)
+    unit = {name: sum(map(int, re.findall(r"(\d+) B", line))) for name, line in task.plan.units.items()}
+    num_micro_batches, layers = task.plan.schedule.num_micro_batches, 2 * unit["layer"]
+    for rank, one in enumerate(found):
+        ends = unit["embed" if task.plan.mesh.coordinates(rank)["pp"] == 0 else "head"]
+        assert one.sent_bytes["dp"] == num_micro_batches * (layers + ends) / 2
 
 
 @pytest.mark.parametrize("sp", ["true", "false"])

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autoshard.engine.programs import programs_of, split_pending
+from autoshard.engine.programs import programs_of
 from autoshard.layout.program import Compute
+from autoshard.plan.lowering import split_pending
 from autoshard.schedule.action import Action
 from autoshard.spec.model_catalogue import load_model
 from tests.ranks.cases import Task, compare, gpt, llama, plan_of, run_counted, run_dropping, run_steps, torch_adamw

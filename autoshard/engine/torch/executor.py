@@ -12,7 +12,7 @@ import torch
 from autoshard.engine.base import Batch, Measured
 from autoshard.engine.order import sequence_order
 from autoshard.engine.place import Held, Place
-from autoshard.engine.programs import programs_of, split_pending
+from autoshard.engine.programs import programs_of
 from autoshard.engine.torch.block import Bench
 from autoshard.engine.torch.formats import Formats, memory_of
 from autoshard.engine.torch.kernels.kernel import as_array
@@ -23,6 +23,7 @@ from autoshard.engine.torch.update import Tied, Weight, flats, world_sum
 from autoshard.engine.torch.world import World
 from autoshard.errors import require
 from autoshard.graph.op import Array
+from autoshard.plan.lowering import split_pending
 from autoshard.plan.plan import Plan
 
 Whole = Callable[[str], Array]  # a whole weight by its name, as in ``graph/evaluate``
