@@ -1,8 +1,8 @@
 """Many layouts as columns of numbers, for the formulas that price one: sizes, atoms, rings; grouped by lowering."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast, get_origin
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -145,31 +145,15 @@ def _route_column(routes: Sequence[Route]) -> Route | None:
 
 
 def at(value: Any, rows: Column) -> Any:
-    """Return some rows of every column inside a value."""
+    """Return some rows of every column inside a value made of dataclasses, dicts and tuples."""
+    if isinstance(value, np.ndarray):
+        return cast(Any, value)[rows]
+    if isinstance(value, dict):
+        return {key: at(own, rows) for key, own in cast(dict[Any, Any], value).items()}
+    if isinstance(value, tuple):
+        return tuple(at(own, rows) for own in cast(tuple[Any, ...], value))
+    names = _COLUMNS.get(type(value))
+    return value if names is None else type(value)(**{name: at(getattr(value, name), rows) for name in names})
 
-    def picked(column: Column) -> Column:
-        return column[rows]
 
-    return mapped(picked, value)
-
-
-def mapped(change: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """Apply a function to every number or column inside alike values made of dataclasses and dicts."""
-    values = (first, *others)
-    if isinstance(first, dict):
-        keys = {key: None for value in values for key in cast(dict[Any, Any], value)}
-        return {key: mapped(change, *(cast(dict[Any, Any], value).get(key, 0.0) for value in values)) for key in keys}
-    if isinstance(first, tuple):
-        rows = zip(*(cast(tuple[Any, ...], value) for value in values), strict=True)
-        return tuple(mapped(change, *row) for row in rows)
-    if isinstance(first, BlockCost | Setting | Ring | Route):
-        shared = (
-            "up_to_bytes",
-            *(field.name for field in dataclasses.fields(first) if get_origin(field.type) is Literal),
-        )
-        names = [field.name for field in dataclasses.fields(first) if field.name not in shared]
-        changed = {name: mapped(change, *(getattr(value, name) for value in values)) for name in names}
-        return dataclasses.replace(first, **changed)
-    if isinstance(first, np.ndarray | np.number | int | float) and not isinstance(first, bool):
-        return change(*cast(tuple[Any, ...], values))
-    return cast(Any, first)
+_COLUMNS = {kind: tuple(one.name for one in dataclasses.fields(kind)) for kind in (BlockCost, Setting, Ring, Route)}
