@@ -87,8 +87,7 @@ def _priced(family: Family, mine: Any, schedule: Schedule) -> Chosen:
     kinds = [0 if pinned else family.kinds.index(entry[0]) for entry in space.recomputes]
     option = np.broadcast_to(np.repeat(kinds, len(mine)), (schedule.num_ranks, len(kinds) * len(mine)))
     several = np.tile(np.arange(len(mine)), len(kinds))
-    found = filled(frame, fillings).only(several)
-    return timed(frame.only(several), fillings, found, option, np.ones(len(several), dtype=bool))
+    return timed(frame, fillings, filled(frame, fillings), option, np.ones(len(several), dtype=bool), several)
 
 
 def judge(each_us: list[float], count: int, difference: float, loop_s: float) -> Result:

@@ -151,6 +151,18 @@ class Fillings:
         """Layers of a rank, by option."""
         return (self.dropped + self.plain).sum(axis=2)
 
+    def only(self, options: Column) -> "Fillings":
+        """Return some options."""
+        return replace(self, kind=self.kind[:, options], dropped=self.dropped[:, options], plain=self.plain[:, options])
+
+    @classmethod
+    def side_by_side(cls, parts: "Sequence[Fillings]") -> "Fillings":
+        """Return the options of several as those of one."""
+        kind, dropped, plain = (
+            np.concatenate([getattr(one, name) for one in parts], axis=1) for name in ("kind", "dropped", "plain")
+        )
+        return cls(kind=kind, dropped=dropped, plain=plain, plain_kind=parts[0].plain_kind)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Filled:

@@ -137,8 +137,8 @@ class Stages:
 
     def timed(self, option: Column, candidates: Column) -> Chosen:
         """Time an option per rank for some candidates, or for one several times, in full."""
-        frame, found = self.frame.only(candidates), self.filled.only(candidates)
-        return timed(frame, self.fillings, found, option, np.ones(len(candidates), dtype=bool))
+        ok = np.ones(len(candidates), dtype=bool)
+        return timed(self.frame, self.fillings, self.filled, option, ok, candidates)
 
     def ways(self, rank: int, candidate: int, *, every: bool) -> tuple[Column, Column, Column, Column]:
         """Return numbers of layers, options, seconds of F and B with sends, and those of the path, of what fits a rank.

@@ -17,30 +17,32 @@ from autoshard.search.loads import loads_of
 Column = Any
 
 
-def timed(frame: Frame, fillings: Fillings, found: Filled, option: Column, ok: Column) -> Chosen:
-    """Time one option per rank and candidate, in full."""
+def timed(
+    frame: Frame, fillings: Fillings, found: Filled, option: Column, ok: Column, candidates: Column | None = None
+) -> Chosen:
+    """Time ways in full, an option per rank each: of every candidate one, or of those that are named, in this order."""
     ranks = np.arange(frame.schedule.num_ranks)[:, None]
-    candidates = np.arange(frame.num_candidates)
-    shape = (frame.schedule.num_ranks, *fillings.dropped.shape[1:])
+    shape, count = (frame.schedule.num_ranks, *fillings.dropped.shape[1:]), frame.num_candidates
+    columns = np.arange(count) if candidates is None else candidates
 
     def picked(column: Column) -> Column:
-        """Return [rank, candidate, chunk] of a column that candidates share."""
+        """Return [rank, way, chunk] of a column that candidates share."""
         return np.broadcast_to(column, shape)[ranks, option]
 
+    def own(column: Column) -> Column:
+        """Return [rank, way] of a column by rank, option and candidate."""
+        return np.broadcast_to(column, (*shape[:2], count))[ranks, option, columns]
+
     seconds = [
-        _by_stage(frame.schedule, column[ranks, option, :, candidates])
+        _by_stage(frame.schedule, column[ranks, option, :, columns])
         for column in (found.forward_s, found.input_s, found.weight_s)
     ]
-    weights = {
-        pending: np.broadcast_to(number, (*shape[:2], frame.num_candidates))[ranks, option, candidates]
-        for pending, number in found.weights.items()
-    }
-    peak = np.broadcast_to(found.peak_bytes, (*shape[:2], frame.num_candidates))[ranks, option, candidates].max(axis=0)
-    whole = step_s(frame, seconds, weights)
+    weights = {pending: own(number) for pending, number in found.weights.items()}
+    whole = step_s(frame if candidates is None else frame.only(candidates), seconds, weights)
     return Chosen(
         time_s=np.where(ok, whole, np.inf),
         bound_s=np.where(ok, whole, np.inf),
-        peak_bytes=np.where(ok, peak, np.inf),
+        peak_bytes=np.where(ok, own(found.peak_bytes).max(axis=0), np.inf),
         kind=_by_stage(frame.schedule, picked(fillings.kind)),
         dropped=_by_stage(frame.schedule, picked(fillings.dropped)),
         plain=_by_stage(frame.schedule, picked(fillings.plain)),

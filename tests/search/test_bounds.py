@@ -15,7 +15,7 @@ from autoshard.search.goals import Fastest, Smallest
 from autoshard.search.planner import Request
 from autoshard.search.points import groups
 from autoshard.search.ranges import own_path_s, path_weights
-from autoshard.search.splits import _quickest_s, listed_ranges, smallest_listed, splits
+from autoshard.search.splits import listed_ranges, quickest_listed_s, smallest_listed, splits
 from tests.search.brute_force import Truth, ask, near_even
 from tests.search.frame_cases import Case, cases, single_frames
 from tests.search.question_cases import Asked, requests
@@ -96,7 +96,7 @@ def test_what_a_list_leaves_out_early_is_no_faster(case: Case):
             only = replace(case.options, stages=split)
             one = listed_ranges(case.frame, only, np.inf, case.capacity)
             assert time_s <= one.time_s[number]
-            assert _quickest_s(case.frame, only, split, case.capacity)[number] <= one.time_s[number] * SURE
+            assert quickest_listed_s(case.frame, only, case.capacity)[number] <= one.time_s[number] * SURE
 
 
 @given(LISTED)
