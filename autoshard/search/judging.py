@@ -136,38 +136,41 @@ class _Tally:
         Once a Rule has refused every row, no other is asked.
         """
         facts = (self._asked.model, self._asked.cluster, self._asked.workload)
-        first = space.columns(*facts, 0)
-        shape = (space.num_layouts, len(space.recomputes))
-        asked: list[Rule] = []
-        answers: list[Column] = []
+        columns = [space.columns(*facts, 0)]
+        answers: list[tuple[Rule, Column]] = []  # of those that do not ask what is recomputed, one for all kinds
         for rule in rules:
-            if rule.applies(first):
-                allowed = np.empty(shape, dtype=bool)
-                whole = rule.allows(first)
-                allowed[:] = np.reshape(whole, (-1, 1))
-                asked.append(rule)
-                answers.append(allowed)
-                if np.ndim(whole) == 0 and not whole and rule not in self._asked.extra_rules:
-                    break
+            if rule.applies(columns[0]):
+                mine = rule in self._asked.extra_rules
+                whole = rule.allows(columns[0])
                 # A Rule of autoshard names all keys that it judges; one of the user's is asked about everything.
-                for kind in range(1, shape[1] if "recompute" in rule.subject or rule in self._asked.extra_rules else 1):
-                    allowed[:, kind] = rule.allows(space.columns(*facts, kind))
-        allowed = np.array(answers, dtype=bool).reshape(len(asked), *shape)
+                kinds = len(space.recomputes) if mine or "recompute" in rule.subject else 1
+                allowed = np.empty((space.num_layouts, kinds), dtype=bool)
+                allowed[:, :1] = np.reshape(whole, (-1, 1))
+                answers.append((rule, allowed))
+                if np.ndim(whole) == 0 and not whole and not mine:
+                    break
+                columns += [space.columns(*facts, kind) for kind in range(len(columns), kinds)]
+                for kind in range(1, kinds):
+                    allowed[:, kind] = rule.allows(columns[kind])
         if space.num_layouts:
-            self._count(space, asked, allowed, counts)
-        return allowed.all(axis=0)
+            self._count(space, answers, counts)
+        found = np.ones((space.num_layouts, len(space.recomputes)), dtype=bool)
+        for _, allowed in answers:
+            found &= allowed
+        return found
 
-    def _count(self, space: Space, rules: list[Rule], allowed: Column, counts: Column) -> None:
-        against = (~allowed).sum(axis=0).reshape(-1)
-        for rule, column in zip(rules, allowed, strict=True):
-            refused = np.flatnonzero(~column)
-            if column.any():
+    def _count(self, space: Space, answers: Sequence[tuple[Rule, Column]], counts: Column) -> None:
+        against = np.zeros((space.num_layouts, len(space.recomputes)), dtype=np.uint8)
+        for _, allowed in answers:
+            against += ~allowed
+        for rule, allowed in answers:
+            if allowed.any():
                 self._hopeful.add(rule.id)
-            if not len(refused):
+            if allowed.all():
                 continue
-            self._counts[rule.id] = self._counts.get(rule.id, 0) + int(counts[(~column).any(axis=1)].sum())
-            mildest = int(refused[np.argmin(against[refused])])
-            reasons = int(against[mildest])
+            self._counts[rule.id] = self._counts.get(rule.id, 0) + int(counts[~allowed.all(axis=1)].sum())
+            mildest = int(np.where(allowed, len(answers) + 1, against).argmin())
+            reasons = int(against.reshape(-1)[mildest])
             if rule.id not in self._examples or reasons < self._examples[rule.id][0]:
                 candidate = space.at(*divmod(mildest, len(space.recomputes)))
                 facts = (self._asked.model, self._asked.cluster, self._asked.workload, space.engine)
