@@ -58,7 +58,8 @@ def evaluate(question: Question, space: Space, cutting: Cutting, *, apart: bool 
     shape = (space.num_layouts, len(space.recomputes))
     time_s, peak_bytes = np.full(shape, np.inf), np.full(shape, np.inf)
     asked = Asked(cutting=cutting, atoms=frozenset(ATOMS))
-    for family in families(Links(question), space, asked, np.arange(space.num_layouts), apart=apart):
+    layouts = {space.base.cp_order: np.arange(space.num_layouts)}
+    for family in families(Links(question), space, asked, layouts, apart=apart):
         rows = family.space.rows
         counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
         shapes, shape = np.unique(np.stack([rows["pp"], rows["vp"], counts], axis=1), axis=0, return_inverse=True)

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.spec.kernels import Kernels
 from autoshard.spec.mesh import axis_of_atoms
 
+Text = Any  # or a numpy array of texts
 PASSES = ("F", "I", "W")
 _IN_PIECES = ("all_gather", "reduce_scatter")  # one for each rank, of which a product can wait for the first alone
 
@@ -45,14 +46,14 @@ class Setting:
     atoms: Mapping[str, Number]
     rings: Mapping[tuple[str, ...], Ring]
     zero: Literal[0, 1, 3]
-    cp_order: Literal["contiguous", "zigzag"]
+    cp_order: Text
 
     @property
     def sequences(self) -> Sequences:
         """How attention cuts sequences: zig-zag gives all ranks the same, as heads do, stretches in a row do not."""
         attend = self.blocks.block("layer", Recompute()).sharding.op_cuts["attend"]
-        in_a_row = [self.atoms[atom] for atom in attend.get("seq", ())] if self.cp_order == "contiguous" else []
-        return Sequences(length=self.sizes["seq"], stretches=math.prod(in_a_row))
+        parts = math.prod(self.atoms[atom] for atom in attend.get("seq", ()))
+        return Sequences(length=self.sizes["seq"], stretches=np.where(self.cp_order == "contiguous", parts, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,14 +140,14 @@ class BlockWork:
 
 def block_work(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, tile: int) -> BlockWork:
     """Count what a block does, sends and holds; ``whole`` is it without recompute, ``tile`` the matrix unit's."""
-    block, sharding = sharded.block, sharded.sharding
+    block, sharding, sequences = sharded.block, sharded.sharding, setting.sequences
     shared = shares(setting.sizes, setting.atoms)
     local = {name: shared(cuts) for name, cuts in sharding.op_cuts.items()}
     saved = sum(kept_bytes(block, sharding, shared, setting.atoms).values())
     kept = kept_bytes(whole.block, whole.sharding, shared, setting.atoms)
     placeholders = (shape_bytes(block, sharding, names, shared) for names in sharded.placeholders)
     return BlockWork(
-        kernels=tuple((run, kernel_work(block, run, local, tile, setting.sequences)) for run in sharded.runs),
+        kernels=tuple((run, kernel_work(block, run, local, tile, sequences)) for run in sharded.runs),
         messages=tuple((one, shared(one.cuts).num_bytes(block.tensors[one.tensor])) for one in sharding.messages),
         hides_tp=sharded.hides_tp,
         saved_bytes=saved,

@@ -14,6 +14,7 @@ from autoshard.spec.placement import Placement
 
 ALWAYS_PRINTED = ("tp", "pp", "dp")
 
+CpOrder = Literal["contiguous", "zigzag"]
 Zero = Literal[0, 1, 3]  # which states dp ranks share: none; optimizer and masters; gradients and weights as well
 
 
@@ -42,7 +43,7 @@ class Candidate:
     place: Placement | None = None  # of the ranks of a node on the mesh
     kernels: str | None = None
     cp_kind: Literal["ring", "all_to_all"] = "ring"
-    cp_order: Literal["contiguous", "zigzag"] = "contiguous"
+    cp_order: CpOrder = "contiguous"
     boundary: str | None = None
     lnc: int | None = None
 

@@ -3,7 +3,7 @@
 A cutting names atoms, not sizes, so that one serves many layouts. A layout that was asked about keeps to its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from autoshard.cost.setting import Question
 from autoshard.errors import InputError
 from autoshard.layout.pin import Pin
+from autoshard.plan.candidate import CpOrder
 from autoshard.plan.lowering import ATOMS
 from autoshard.search.columns import atom_columns
 from autoshard.search.cutting import Cutter, Terms
@@ -67,13 +68,14 @@ class Answers:
                 self._refused.add((layout, terms))
         return None
 
-    def served(self, asked: Asked, terms: Terms, order: str) -> list[int]:
-        """Return the layouts that keep to a cutting, of the variants with an order of the sequence over cp."""
-        return [
-            layout
-            for layout in map(int, self._layouts(terms, order))
-            if asked.serves(self._cut[layout], self._exact) and self.allows(layout, terms, asked)
-        ]
+    def served(self, asked: Asked, terms: Terms) -> Mapping[CpOrder, Column]:
+        """Return the layouts that keep to a cutting, of the variants with each order of the sequence over cp."""
+        found: dict[CpOrder, Column] = {}
+        for order in dict.fromkeys(one.cp_order for one in self._legal if one.terms == terms):
+            layouts: list[int] = self._layouts(terms, order).tolist()
+            served = [one for one in layouts if asked.serves(self._cut[one], self._exact)]
+            found[order] = np.array([one for one in served if self.allows(one, terms, asked)], dtype=np.int64)
+        return {order: layouts for order, layouts in found.items() if len(layouts)}
 
     def kinds(self, terms: Terms) -> Iterator[list[int]]:
         """Yield the layouts of each kind that no cutting of another kind serves, those with the largest tp first.

@@ -92,8 +92,8 @@ class Links:
         return self._known[key]
 
 
-def columns_of(links: Links, space: Space, blocks: CutBlocks) -> tuple[Setting, Ring]:
-    """Return the numbers of all layouts, and the links of their pipelines."""
+def columns_of(links: Links, space: Space, blocks: CutBlocks, cp_order: Column) -> tuple[Setting, Ring]:
+    """Return the numbers of all layouts, each with its order of the sequence, and the links of their pipelines."""
     question = links.question
     rows = {key: column.astype(np.float64) for key, column in space.rows.items()}
     candidates, inverse = distinct(space)
@@ -105,7 +105,7 @@ def columns_of(links: Links, space: Space, blocks: CutBlocks) -> tuple[Setting, 
         atoms={atom: column.astype(np.float64) for atom, column in atom_columns(question.model, space).items()},
         rings={group: at(links.column(meshes, group), inverse) for group in atom_groups(blocks.every())},
         zero=space.base.zero,
-        cp_order=space.base.cp_order,
+        cp_order=cp_order,
     )
     return setting, at(links.column(meshes, ("pp",)), inverse)
 

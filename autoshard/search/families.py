@@ -1,6 +1,6 @@
 """Layouts that one lowering of a cutting serves, with what their blocks cost: priced once, whatever the pipeline."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from autoshard.cost.setting import Question, boundary_bytes, price_block
 from autoshard.cost.sharded import CutBlocks
 from autoshard.layout.cutting import Cutting
 from autoshard.plan.build import buckets_of
-from autoshard.plan.candidate import Zero
+from autoshard.plan.candidate import CpOrder, Zero
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.columns import Links, at, columns_of, distinct, lowered_alike, of_step
@@ -71,6 +71,27 @@ class Family:
             head=self.head.only(rows),
         )
 
+    def in_order(self, order: CpOrder, rows: Column) -> "Family":
+        """Return some of its layouts, which have this order of the sequence over cp."""
+        space = self.space.keep(rows)
+        return replace(
+            self,
+            space=replace(space, base=replace(space.base, cp_order=order)),
+            layouts=self.layouts[rows],
+            setting=replace(at(self.setting, rows), cp_order=order),
+            sends=at(self.sends, rows),
+            boundary_bytes=self.boundary_bytes[rows],
+            bucket_bytes=self.bucket_bytes[rows],
+            embed=self.embed.only(rows),
+            layer=self.layer.only(rows),
+            head=self.head.only(rows),
+        )
+
+    @property
+    def cp_order(self) -> CpOrder:
+        """The order of the sequence over cp."""
+        return self.space.base.cp_order
+
     def fixed_s(self, rows: Column, builder: str, chunks: Any, zero: Zero) -> Column:
         """Return what a step of some of its layouts takes whatever it does, and by the user's own terms."""
         question = self.question
@@ -83,24 +104,31 @@ class Family:
         return fixed + terms_s(question, replace(own, base=base, rows=sizes))
 
 
-def families(links: Links, space: Space, asked: Asked, layouts: Column, *, apart: bool = False) -> Iterator[Family]:
-    """Price the blocks of some layouts as a cutting shards them; ``apart`` as in ``lowered_alike``."""
+def families(
+    links: Links, space: Space, asked: Asked, layouts: Mapping[CpOrder, Column], *, apart: bool = False
+) -> Iterator[Family]:
+    """Price the blocks of some layouts as a cutting shards them; ``apart`` as in ``lowered_alike``.
+
+    They are given by the order of the sequence, which tells families apart, but changes little of what is priced.
+    """
     question = links.question
     kinds = kinds_of(space.recomputes)
-    some = space.keep(layouts)
+    numbers = np.concatenate(list(layouts.values()))
+    orders = np.repeat(list(layouts), [len(one) for one in layouts.values()])
+    some = space.keep(numbers)
     for mine, blocks in lowered_alike(question, some, asked.cutting, apart=apart):
         own = some.keep(mine)
-        setting, sends = columns_of(links, own, blocks)
+        setting, sends = columns_of(links, own, blocks, orders[mine])
         count = own.num_layouts
         costs = [price_block(question, setting, "layer", drop) for drop in kinds]
         ends = {kind: price_block(question, setting, kind, Recompute()) for kind in ("embed", "head")}
         candidates, inverse = distinct(own)
         buckets = [buckets_of(candidate, space.engine).total_bytes for candidate in candidates]
-        yield Family(
+        whole = Family(
             question=question,
             asked=asked,
             space=own,
-            layouts=layouts[mine],
+            layouts=numbers[mine],
             blocks=blocks,
             setting=of_step(setting, (*costs, *ends.values())),
             sends=sends,
@@ -111,6 +139,10 @@ def families(links: Links, space: Space, asked: Asked, layouts: Column, *, apart
             layer=Totals.of(costs, count),
             head=Totals.of([ends["head"]], count),
         )
+        for order in layouts:
+            rows = np.flatnonzero(orders[mine] == order)
+            if len(rows):
+                yield whole.in_order(order, rows)
 
 
 def kinds_of(recomputes: Sequence[tuple[Recompute, ...]]) -> tuple[Recompute, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.plan.candidate import Zero
+from autoshard.plan.candidate import CpOrder, Zero
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.bounds import Ideal
 from autoshard.search.chosen import Options
@@ -38,7 +38,7 @@ class Legal:
         )
 
     @property
-    def cp_order(self) -> str:
+    def cp_order(self) -> CpOrder:
         """The order of the sequence over cp."""
         return self.variant.space.base.cp_order
 

@@ -223,9 +223,8 @@ class Pool:
         if answer:
             layout, asked, new = answer
             self._forget(layout, terms, asked)
-            orders = dict.fromkeys(one.cp_order for one in self._legal if one.terms == terms) if new else ()
-            for order in orders:
-                self._price(asked, terms, order)
+            if new:
+                self._price(asked, terms)
 
     def _forget(self, layout: int, terms: Terms, asked: Asked) -> None:
         """Drop what a layout came to with another cutting than its own, and open again what was passed over for it."""
@@ -239,19 +238,20 @@ class Pool:
                 self._push(group)
             self._passed.clear()
 
-    def _price(self, asked: Asked, terms: Terms, order: str) -> None:
+    def _price(self, asked: Asked, terms: Terms) -> None:
         """Price the blocks of all layouts that a cutting serves, and let their points wait."""
-        mine = [one for one in self._legal if (one.terms, one.cp_order) == (terms, order)]
-        layouts = self._answers.served(asked, terms, order)
+        layouts = self._answers.served(asked, terms)
         if not layouts:
             return
-        base = replace(self._space.base, cp_kind=terms.cp_kind, cp_order=order)
+        mine = [one for one in self._legal if one.terms == terms]
+        base = replace(self._space.base, cp_kind=terms.cp_kind)
         space = replace(self._space, base=base, sp=mine[0].variant.space.sp)
-        for family in families(self._links, space, asked, np.array(layouts), apart=bool(self._pins)):
-            zeros: list[Zero] = list(dict.fromkeys(legal.zero for legal in mine))
+        for family in families(self._links, space, asked, layouts, apart=bool(self._pins)):
+            alike = [legal for legal in mine if legal.cp_order == family.cp_order]
+            zeros: list[Zero] = list(dict.fromkeys(legal.zero for legal in alike))
             for zero in zeros:
                 ideal = Ideal.of(family, zero, self._goal.capacity)
-                for legal in mine:
+                for legal in alike:
                     if legal.zero == zero:
                         self._wait(ideal, legal)
 

@@ -34,7 +34,7 @@ def family(kernels: str, zero: int) -> Family:
     candidate = ruled.space.at(0, 0)
     question = request.question(candidate)
     asked = Asked(cutting=request.cutting(candidate, "torch"), atoms=frozenset({"kv", "edp"}))
-    return next(iter(families(Links(question), ruled.space, asked, np.arange(1))))
+    return next(iter(families(Links(question), ruled.space, asked, {"contiguous": np.arange(1)})))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -185,5 +185,5 @@ def single_frames(truth: Truth) -> Iterator[tuple[Point, Legal, int, Family]]:
             point = truth.point_of(variant.space.at(place, 0))
             space = replace(ruled.space, base=variant.space.base, sp=variant.space.sp)
             asked = Asked(cutting=point.blocks.cutting, atoms=frozenset())
-            (one,) = families(Links(point.question), space, asked, np.array([layout]))
+            (one,) = families(Links(point.question), space, asked, {space.base.cp_order: np.array([layout])})
             yield point, legal, place, one
