@@ -53,8 +53,7 @@ class _Waves:
     """The actions of all ranks, numbered wave by wave; what each waits for is of an earlier wave."""
 
     bounds: tuple[int, ...]  # where waves begin; the last one is the number of actions
-    before: Ints  # by action: the one before it on its rank; the number of actions stands for none
-    sender: Ints  # by action: the one whose message it needs, likewise
+    waits: Ints  # wave by wave: of all actions that before it on its rank, then of all that whose message it needs
     codes: Ints  # by action: kind and stage as one number
     last: Ints  # actions that their ranks end with
     window: Ints  # steady actions that later ones may wait for, and whatever lies between
@@ -71,13 +70,12 @@ class _Waves:
         """Return per candidate the end of the last action, and the seconds of a steady unit; NaN if none is steady."""
         count, columns = self.bounds[-1], delays.work_s.shape[2]
         own, free_s, sent_s = _by_code(delays)
-        free, sent = np.zeros((count + 1, columns)), np.zeros((count + 1, columns))
-        until_free, until_sent = free_s[self.codes], sent_s[self.codes]
-        before, sender = self.before, self.sender
+        times = np.zeros((2, count + 1, columns))  # when its rank is free, when its message arrives; last what is none
+        known, until = times.reshape(-1, columns), np.stack([free_s[self.codes], sent_s[self.codes]])
         for low, high in pairwise(self.bounds):
-            start = np.maximum(free.take(before[low:high], 0), sent.take(sender[low:high], 0))
-            np.add(start, until_free[low:high], out=free[low:high])
-            np.add(start, until_sent[low:high], out=sent[low:high])
+            ready, width = known.take(self.waits[2 * low : 2 * high], 0), high - low
+            np.add(np.maximum(ready[:width], ready[width:]), until[:, low:high], out=times[:, low:high])
+        free = times[0]
         ends = (free[self.last] - (free_s - own)[self.codes[self.last]]).max(axis=0)
         if not len(self.window):
             return ends, np.full(columns, np.nan)
@@ -107,15 +105,20 @@ def _waves(schedule: Schedule) -> _Waves:
     order = np.argsort(waves, kind="stable")
     new = np.append(np.argsort(order, kind="stable"), count)  # by old number; none stays none
     steady = _steady(lanes, starts, sender, _unit(schedule))
+    bounds = (0, *np.cumsum(np.bincount(waves)[1:]).tolist())
     return _Waves(
-        bounds=(0, *np.cumsum(np.bincount(waves)[1:]).tolist()),
-        before=new[before[order]],
-        sender=new[sender[order]],
+        bounds=bounds,
+        waits=_side_by_side(new[before[order]], new[sender[order]] + count + 1, bounds),
         codes=(kinds * schedule.num_stages + stages)[order],
         last=new[starts[1:] - 1],
         window=new[steady[0]],
         window_before=new[steady[1]],
     )
+
+
+def _side_by_side(ones: Ints, others: Ints, bounds: Sequence[int]) -> Ints:
+    """Return for each wave the numbers of its actions, then the others."""
+    return np.concatenate([part[low:high] for low, high in pairwise(bounds) for part in (ones, others)])
 
 
 def _senders(lanes: Sequence[Coded], schedule: Schedule) -> Ints:
