@@ -46,19 +46,15 @@ def most_held_by_chunk(steps: Iterable[tuple[str, int]], num_chunks: int, *, spl
     >>> most_held_by_chunk([("F", 0), ("F", 0), ("I", 0), ("I", 0), ("W", 0), ("W", 0)], 1, splits=True)
     ((2, 0), (1, 1), (0, 2))
     """
-    held = [0] * (2 * num_chunks if splits else num_chunks)
-    found: set[tuple[int, ...]] = set()
-    rises = False
-    for kind, chunk in steps:
-        if kind != "F" and rises:
-            found.add(tuple(held))  # only what is given back, or changed, ends a peak
-        rises = kind in "FI"
-        if kind == "W":
-            held[num_chunks + chunk] -= 1
-        else:
-            held[chunk] += 1 if kind == "F" else -1
-        if kind == "I":
-            held[num_chunks + chunk] += 1
+    import numpy as np  # only here: few schedules need it
+
+    kinds, chunks = (np.array(one) for one in zip(*steps, strict=True))
+    places = np.arange(num_chunks) == chunks[:, None]
+    taken = np.select([kinds == "F", kinds == "W"], [1, 0], -1)[:, None] * places
+    waiting = ((kinds == "I").astype(np.int64) - (kinds == "W"))[:, None] * places
+    held = np.cumsum(np.hstack([taken, waiting] if splits else [taken]), axis=0)
+    peaks = held[:-1][np.isin(kinds[:-1], ["F", "I"]) & (kinds[1:] != "F")]  # what is given back, or changed, ends one
+    found: set[tuple[int, ...]] = set(map(tuple, peaks.tolist()))
     kept: list[tuple[int, ...]] = []
     for one in sorted(found, key=lambda counts: (-sum(counts), [-count for count in counts])):
         # Only one that holds more in all can exceed it.
