@@ -5,7 +5,8 @@ A position is a rank's place in the pipeline: the stage of its first chunk. A ch
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from itertools import chain
 
 from autoshard.schedule.shape import Counts, PipelineShape, Step
 from autoshard.schedule.zero_bubble import (
@@ -48,13 +49,10 @@ def _one_forward_one_backward(
     warm_up: Callable[[PipelineShape, int], int], shape: PipelineShape, position: int
 ) -> list[Step]:
     """After the warm-up, forwards and whole backwards take turns until the forwards run out."""
+    forwards, backwards = _walks(shape)
     before = warm_up(shape, position)
-    steps: list[Step] = [("F", *_unit(shape, step)) for step in range(before)]
-    for step in range(shape.num_units):
-        if before + step < shape.num_units:
-            steps.append(("F", *_unit(shape, before + step)))
-        steps.append(("B", *_mirrored(shape, step)))
-    return steps
+    pairs = zip(forwards[before:], backwards, strict=False)
+    return [*forwards[:before], *chain.from_iterable(pairs), *backwards[shape.num_units - before :]]
 
 
 def _held_after(warm_up: Callable[[PipelineShape, int], int], shape: PipelineShape, position: int) -> int:
@@ -64,6 +62,15 @@ def _held_after(warm_up: Callable[[PipelineShape, int], int], shape: PipelineSha
 def _ends(shape: PipelineShape) -> float:
     # One unit of each other rank, at the two ends (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
     return shape.num_ranks - 1
+
+
+@lru_cache(maxsize=8)  # ranks differ only in where they begin
+def _walks(shape: PipelineShape) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """Give all forwards and all whole backwards, each in their order."""
+    units = range(shape.num_units)
+    forwards: list[Step] = [("F", *_unit(shape, step)) for step in units]
+    backwards: list[Step] = [("B", *_mirrored(shape, step)) for step in units]
+    return tuple(forwards), tuple(backwards)
 
 
 def _unit(shape: PipelineShape, step: int) -> tuple[int, int]:
