@@ -20,7 +20,7 @@ from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.chosen import SURE
 from autoshard.search.families import Family
-from autoshard.search.fillings import Frame, states_bytes
+from autoshard.search.fillings import states_bytes
 from autoshard.search.ranges import ALL_RANGES
 from autoshard.search.splits import MOST_RELIEVED, splits
 from autoshard.spec.kernels import load_kernels
@@ -49,11 +49,10 @@ class Ideal:
         rows, question = family.space.rows, family.question
         counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
         work, plain, free = np.full((3, len(counts)), np.inf)
+        rooms = _Rooms.of(family, zero, capacity)
         for ranks in np.unique(rows["pp"]).tolist():
             mine = np.flatnonzero(rows["pp"] == ranks)
-            frame = family.frame(mine, Schedule(builder="1f1b", num_ranks=ranks, num_micro_batches=1), zero)
-            own = _work_s(frame, family.kinds.index(Recompute()), capacity, counts[mine])
-            work[mine], plain[mine], free[mine] = own
+            work[mine], plain[mine], free[mine] = _work_s(family, rooms.layers(mine, ranks, counts[mine]), mine)
         update = _update_s(family, zero, counts, rows["pp"])
         return cls(
             family=family,
@@ -184,15 +183,14 @@ def _keeps_all(ideal: Ideal, builder: str, rows: Column) -> Column:
     return kept <= ideal.capacity
 
 
-def _work_s(frame: Frame, plain: int, capacity: float, counts: Column) -> tuple[Column, Column, Column]:
+def _work_s(family: Family, room: Column, mine: Column) -> tuple[Column, Column, Column]:
     """Return what one micro-batch costs on all ranks together at least, without recompute, and without limit."""
-    passes, layers = frame.layer.pass_s, frame.question.model.num_layers
-    order = passes.argsort(axis=0)
-    room = np.maximum(0.0, _room(frame, capacity, counts))
+    passes, layers = family.layer.pass_s[:, mine], family.question.model.num_layers
+    plain, order = family.kinds.index(Recompute()), passes.argsort(axis=0)
     sorted_room = np.take_along_axis(room, order[None], axis=1)
     most = np.minimum(np.maximum.accumulate(sorted_room, axis=1).sum(axis=0), layers)
     share = np.diff(most, axis=0, prepend=0.0)
-    ends = frame.embed.pass_s[0] + frame.head.pass_s[0]
+    ends = (family.embed.pass_s[0] + family.head.pass_s[0])[mine]
     work = (share * np.take_along_axis(passes, order, axis=0)).sum(axis=0) + ends
     none = layers * passes[plain] + ends
     fits = room[:, plain].sum(axis=0) >= layers
@@ -200,22 +198,39 @@ def _work_s(frame: Frame, plain: int, capacity: float, counts: Column) -> tuple[
     return np.where(most[-1] >= layers, work, np.inf), np.where(fits, none, np.inf), free
 
 
-def _room(frame: Frame, capacity: float, counts: Column) -> Column:
-    """Return how many layers of each kind fit a rank at most: [rank, kind, candidate].
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Rooms:
+    """The room that the layouts of a family have for layers, and what each layer takes of it."""
 
-    Of each layer it keeps at least as many micro-batches as 1F1B, which keeps fewest (but for ZB-V).
-    """
-    question, layer, head = frame.question, frame.layer, frame.head
-    kernels, ranks = load_kernels(question.kernels), frame.schedule.num_ranks
-    number = np.arange(ranks)[:, None]
-    flight = np.maximum(1, np.minimum(ranks - number, counts))[:, None]
-    first, last = (number == 0)[:, None] * 1.0, (number == ranks - 1)[:, None] * 1.0
-    gathered = 0.0 if frame.setting.zero != 3 else layer.num_weights * 2.0
-    base = kernels.workspace_bytes + kernels.runtime_bytes + gathered
-    ends = first * states_bytes(frame, frame.embed) + last * (states_bytes(frame, head) + flight * head.saved_bytes[0])
-    moment = np.maximum(0.0, layer.moment_bytes - last * head.saved_bytes[0])
-    each = states_bytes(frame, layer) + flight * layer.saved_bytes
-    return np.floor((capacity * (1 + 1e-9) - base - ends - moment) / np.maximum(each, 1.0))
+    family: Family
+    room: Column  # beside what every rank needs
+    embed: Column  # states of a block
+    layer: Column
+    head: Column
+
+    @classmethod
+    def of(cls, family: Family, zero: Zero, capacity: float) -> "_Rooms":
+        """Work out what does not depend on how many ranks there are."""
+        kernels, count = load_kernels(family.question.kernels), len(family.layouts)
+        frame = family.frame(np.arange(count), Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1), zero)
+        gathered = 0.0 if zero != 3 else family.layer.num_weights * 2.0
+        room = capacity * (1 + 1e-9) - (kernels.workspace_bytes + kernels.runtime_bytes + gathered)
+        embed, layer, head = (states_bytes(frame, block) for block in (family.embed, family.layer, family.head))
+        return cls(family=family, room=np.broadcast_to(room, count), embed=embed, layer=layer, head=head)
+
+    def layers(self, mine: Column, ranks: int, counts: Column) -> Column:
+        """Return how many layers of each kind fit a rank at most: [rank, kind, candidate].
+
+        Of each layer it keeps at least as many micro-batches as 1F1B, which keeps fewest (but for ZB-V).
+        """
+        number = np.arange(ranks)[:, None]
+        flight = np.maximum(1, np.minimum(ranks - number, counts))[:, None]
+        first, last = (number == 0)[:, None] * 1.0, (number == ranks - 1)[:, None] * 1.0
+        head_saved = self.family.head.saved_bytes[0][mine]
+        ends = first * self.embed[mine] + last * (self.head[mine] + flight * head_saved)
+        moment = np.maximum(0.0, self.family.layer.moment_bytes[:, mine] - last * head_saved)
+        each = self.layer[mine] + flight * self.family.layer.saved_bytes[:, mine]
+        return np.maximum(0.0, np.floor((self.room[mine] - ends - moment) / np.maximum(each, 1.0)))
 
 
 def _update_s(family: Family, zero: Zero, counts: Column, ranks: Column) -> Column:
