@@ -152,8 +152,9 @@ def at(value: Any, rows: Column) -> Any:
         return {key: at(own, rows) for key, own in cast(dict[Any, Any], value).items()}
     if isinstance(value, tuple):
         return tuple(at(own, rows) for own in cast(tuple[Any, ...], value))
-    names = _COLUMNS.get(type(value))
-    return value if names is None else type(value)(**{name: at(getattr(value, name), rows) for name in names})
+    kind = cast(type[Any], type(value))
+    names = _COLUMNS.get(kind)
+    return value if names is None else kind(**{name: at(getattr(value, name), rows) for name in names})
 
 
 _COLUMNS = {kind: tuple(one.name for one in dataclasses.fields(kind)) for kind in (BlockCost, Setting, Ring, Route)}
