@@ -35,7 +35,7 @@ from benchmarks.measure import yardstick_s
 from benchmarks.result import Extra, Result
 
 BAR = 0.30
-ROUNDS, STEPS = 2, 12
+ROUNDS, STEPS = 2, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +81,13 @@ SEEN: Sequence[Case] = (
     ("tp=1,pp=1,dp=1,recompute=full", _shape(128, 6, 512, 4)),
     ("tp=2,pp=1,dp=1", _shape(256, 4, 128, 8)),
     ("tp=2,pp=1,dp=1", _shape(128, 2, 512, 4)),
+    ("tp=2,pp=1,dp=1,mbs=2", _shape(384, 2, 256, 8)),
+    ("tp=2,pp=1,dp=1", _shape(128, 4, 32, 8)),
     ("tp=1,pp=2,dp=1", _shape(256, 4, 128, 8)),
     ("tp=1,pp=1,dp=2", _shape(256, 4, 256, 8)),
     ("tp=1,pp=1,dp=2,zero=0", _shape(128, 4, 128, 8)),
     ("tp=1,pp=1,cp=2,dp=1", _shape(256, 2, 512, 4)),
+    ("tp=1,pp=1,cp=2,dp=1", _shape(128, 4, 128, 8)),
 )
 NEW: Sequence[Case] = (
     ("tp=1,pp=1,dp=1,mbs=4", _shape(192, 6, 128, 8)),

@@ -51,6 +51,7 @@ _EAGER: Mapping[str, Kinds] = {
         *_EACH, *((name,) for name in SECONDS),
     ),
 }  # fmt: skip
+_UNEVEN = 4.0  # a machine that is so much faster than declared may be faster by this once more in one of its rates
 _LAUNCHES = (0.5, 1.0, 2.0, 4.0, 8.0)  # tried first, in their unit
 _UNITS = {"launch_s": 1e-5, "collective_s": 1e-5, "step_s": 1e-2}  # of what is fitted in seconds: what is usual
 
@@ -193,16 +194,28 @@ def _trial(split: str, kinds: Kinds, samples: Sequence[Sample]) -> _Trial:
 
 def fit_constants(kinds: Kinds, samples: Sequence[Sample]) -> Calibration:
     """Return the constants under which the predictions come closest to what was measured."""
-    nominal = replace(uncalibrated(), reach=_reach(samples))
     predict_all = _predictor(samples)
+    nominal = _as_fast(replace(uncalibrated(), reach=_reach(samples)), predict_all)
 
     def ratios(unknowns: Array) -> Array:
         return predict_all(_with(nominal, kinds, unknowns))
 
     start = np.array([_unknown(kind[0], getattr(nominal, kind[0])) for kind in kinds])
-    least = np.array([0.0 if kind[0] in SECONDS else 1 / nominal.most_efficient for kind in kinds])
+    declared = nominal.most_efficient > 1
+    fastest = np.maximum(start / _UNEVEN, 1 / nominal.most_efficient) if declared else np.ones(len(kinds))
+    least = np.where([kind[0] in SECONDS for kind in kinds], 0.0, fastest)
     found = fitted(ratios, Unknowns(start=start, least=least), current=_launching(kinds, start, ratios))
     return _with(nominal, kinds, found)
+
+
+def _as_fast(nominal: Calibration, predict_all: Callable[[Calibration], Array]) -> Calibration:
+    """Begin where rates are declared with one factor for all of them: single ones would leave the reach of a fit."""
+    if nominal.most_efficient == 1:
+        return nominal
+    one: Kinds = (EFFICIENCIES,)
+    start, least = 1 / nominal.matrix_efficiency, 1 / nominal.most_efficient
+    unknowns = Unknowns(start=np.array([start]), least=np.array([least]))
+    return _with(nominal, one, fitted(lambda factor: predict_all(_with(nominal, one, factor)), unknowns))
 
 
 def _launching(kinds: Kinds, start: Array, ratios: Callable[[Array], Array]) -> Array:

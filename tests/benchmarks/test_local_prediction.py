@@ -7,7 +7,7 @@ from autoshard.engine.ran import WARM_UP
 from benchmarks.local_prediction import NEW, SEEN, Beside, fastest_s, fitted, judge, name_of, predicted_beside, ran
 
 FASTER = 0.4
-FEW = {name_of(case): case[1].plan(case[0]) for case in (SEEN[1], SEEN[5], SEEN[8])}
+FEW = {name_of(case): case[1].plan(case[0]) for case in (SEEN[1], SEEN[5], SEEN[10])}
 
 
 def times_of(plans, factor):
@@ -46,7 +46,7 @@ def test_half_of_the_errors_may_be_larger_than_the_bar(calibration, errors, medi
 
 @pytest.mark.ranks
 def test_a_plan_is_run_as_by_the_command():
-    text, shape = SEEN[8]
+    text, shape = SEEN[10]
     report = ran(shape.plan(text), 3)
     assert len(report.steps) == 3 and len(report.ranks) == 2
     assert fastest_s([report]) == report.steps[WARM_UP].time_s > 0
