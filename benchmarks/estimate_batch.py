@@ -13,6 +13,7 @@ from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
 from autoshard.layout.cutting import Cutting
 from autoshard.plan.build import build_plan, cut_atoms
+from autoshard.plan.candidate import CpOrder
 from autoshard.plan.lowering import ATOMS
 from autoshard.plan.rules.check import legal_mask
 from autoshard.plan.stages import even_stages
@@ -58,7 +59,7 @@ def evaluate(question: Question, space: Space, cutting: Cutting, *, apart: bool 
     shape = (space.num_layouts, len(space.recomputes))
     time_s, peak_bytes = np.full(shape, np.inf), np.full(shape, np.inf)
     asked = Asked(cutting=cutting, atoms=frozenset(ATOMS))
-    layouts = {space.base.cp_order: np.arange(space.num_layouts)}
+    layouts: dict[CpOrder, Any] = {space.base.cp_order: np.arange(space.num_layouts)}
     for family in families(Links(question), space, asked, layouts, apart=apart):
         rows = family.space.rows
         counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
