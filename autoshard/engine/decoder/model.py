@@ -1,9 +1,10 @@
 """The blocks of the decoder: in each, a child module for every forward operation of the graph, by the same name.
 
-An engine replaces children by name. What the graph delivers from one to the next, a block hands over as it is.
+An engine replaces children by name, one by one or a run of them by one module (``Block.join``). What the graph delivers
+from one to the next, a block hands over as it is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from autoshard.engine.decoder.leaves import (
 )
 from autoshard.engine.decoder.loss import BelowTop, Exp, Log, Pick, Subtract, SumOfAll, ToFp32, Top, Total
 from autoshard.spec.model import ModelSpec
+
+# The run of children of the head from the logits to the loss of every token.
+TOKEN_LOSS = ("logits_fp32", "top", "shifted", "power", "total", "log_total", "picked", "token_loss")
 
 
 class Decoder(nn.Module):
@@ -70,15 +74,32 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """What blocks share: a product and, where the model has one, its bias."""
+    """What blocks share: products, with a bias where the model has one, and runs of children that one may replace."""
+
+    def join(self, names: Sequence[str], module: nn.Module) -> None:
+        """Put one module in the place of a run of children, some of which may have been joined before."""
+        ends = range(1, len(names) + 1)
+        inside = {"_".join(names[start:end]) for end in ends for start in range(end)}
+        for name in inside.intersection(self._modules):
+            delattr(self, name)
+        self.add_module("_".join(names), module)
+
+    def _joint(self, *names: str) -> nn.Module | None:
+        """Return what has taken the place of a run, if anything has."""
+        return self._modules.get("_".join(names))
 
     def _linear(self, name: str, out: Sizes, contracted: Sizes, factory: Factory, *, bias: bool) -> None:
         self.add_module(name, Product(out, contracted, factory))
         if bias:
             self.add_module(f"{name}_shift", Shift(out, factory))
 
-    def _through(self, name: str, x: Tensor) -> Tensor:
-        product = self.get_submodule(name)(x)
+    def _through(self, *names: str, x: Tensor) -> tuple[Tensor, ...]:
+        """Multiply one input with several weights."""
+        joint = self._joint(*names) if len(names) > 1 else None
+        products = joint(x) if joint else [self.get_submodule(name)(x) for name in names]
+        return tuple(self._shifted(name, product) for name, product in zip(names, products, strict=True))
+
+    def _shifted(self, name: str, product: Tensor) -> Tensor:
         shift = self._modules.get(f"{name}_shift")
         return product if shift is None else shift(product)
 
@@ -137,12 +158,12 @@ class Layer(Block):
         self._linear("o", hidden, queries, factory, bias=model.out_bias)
 
     def _attention(self, x: Tensor, turns: Tensor | None) -> Tensor:
-        query, key, value = (self._through(name, x) for name in "qkv")
+        query, key, value = self._through("q", "k", "v", x=x)
         if self._model.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         if turns is not None:
             query, key = self.q_rotary(query, turns), self.k_rotary(key, turns)
-        return self._through("o", self.attend(query, key, value))
+        return self._through("o", x=self.attend(query, key, value))[0]
 
     def _make_mlp(self, model: ModelSpec, factory: Factory) -> None:
         hidden, ffn = {"hidden": model.hidden}, {"ffn": model.ffn}
@@ -155,10 +176,19 @@ class Layer(Block):
         self._linear("down", hidden, ffn, factory, bias=model.mlp_bias)
 
     def _mlp(self, x: Tensor) -> Tensor:
-        inner = self._through("up", x)
-        if not self._model.gated_mlp:
-            return self._through("down", self.act(inner))
-        return self._through("down", self.product(self.act(self._through("gate", x)), inner))
+        joint = self._joint("up", "gate", "act", "product", "down")
+        if joint:
+            return joint(x)
+        if self._model.gated_mlp:
+            up, gate = self._through("up", "gate", x=x)
+            inner = self._gated(up, gate)
+        else:
+            inner = self.act(self._through("up", x=x)[0])
+        return self._through("down", x=inner)[0]
+
+    def _gated(self, up: Tensor, gate: Tensor) -> Tensor:
+        joint = self._joint("act", "product")
+        return joint(gate, up) if joint else self.product(self.act(gate), up)
 
     def _make_experts(self, model: ModelSpec, factory: Factory, expert_capacity: float | None) -> None:
         inner = {"experts": model.num_experts, "ffn": model.ffn, "hidden": model.hidden}
@@ -195,13 +225,19 @@ class Head(Block):
         self.token_loss, self.weighted, self.loss = Subtract(), Multiply(), SumOfAll()
 
     def forward(self, x: Tensor, labels: Tensor, token_weight: Tensor) -> Tensor:
-        """Return the loss; logits leave memory as soon as the next step has read them."""
+        """Return the loss."""
+        return self.loss(self.weighted(self._token_losses(x, labels), token_weight))
+
+    def _token_losses(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Logits leave memory as soon as the next step has read them."""
+        joint = self._joint(*TOKEN_LOSS)
+        if joint:
+            return joint(self.logits(x), labels)
         logits = self.logits_fp32(self.logits(x))
         shifted = self.shifted(logits, self.top(logits))
         del logits
         picked = self.picked(shifted, labels)
-        log_total = self.log_total(self.total(self.power(shifted)))
-        return self.loss(self.weighted(self.token_loss(log_total, picked), token_weight))
+        return self.token_loss(self.log_total(self.total(self.power(shifted))), picked)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits in the model's own format."""
