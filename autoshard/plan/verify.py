@@ -8,6 +8,7 @@ from autoshard.layout.layout import Layout, whole_axes
 from autoshard.layout.program import Compute, Program
 from autoshard.plan.build import num_kv_replicas, padding_of
 from autoshard.plan.codec import fingerprint
+from autoshard.plan.nxd.forms import SOURCE, plan_forms
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction
 from autoshard.plan.rules.check import all_rules, rejections
@@ -233,6 +234,9 @@ def _strategy_misfits(plan: Plan) -> list[Rejection]:
         )
         against = (rule.rejection(place) for place in places for rule in engine_rules(plan.engine))
         found += [replace(one, message=f"strategies.{name}.{one.message}") for one in against if one]
+    if plan.engine == "nxd" and not found and plan.model.num_experts == 0:  # experts are not lowered yet
+        _, faults = plan_forms(plan, programs)
+        found += [_reject("nxd-form", str(fault), SOURCE) for fault in faults]
     return found
 
 

@@ -11,6 +11,9 @@ NORM = {"dims": ("batch", "seq", "hidden"), "matrix": ()}
 EXPERT = {"dims": ("experts", "slots", "ffn", "hidden"), "matrix": ("experts", "ffn", "hidden")}
 ROUTER = {"dims": ("batch", "seq", "hidden", "experts"), "matrix": ("hidden", "experts")}
 DISPATCH = {"dims": ("batch", "seq", "hidden", "experts", "slots", "choices"), "matrix": ()}
+OWN_KEYS = {"dims": ("batch", "seq", "hidden", "kv_heads", "head_dim"), "matrix": ("kv_heads", "head_dim", "hidden")}
+LOGITS = {"dims": ("batch", "seq", "vocab"), "matrix": ()}
+TOKENS = {"dims": ("batch", "seq"), "matrix": ()}
 TABLE = {"dims": ("vocab", "hidden", "batch", "seq"), "matrix": ("vocab", "hidden")}
 
 
@@ -58,10 +61,20 @@ def test_an_axis_is_for_one_thing(atom, dim, op, why):
         ("kv", "seq", NORM, []),
         ("kv", "seq", ROUTER, []),
         ("kv", "seq", DISPATCH, ["nxd-sequence"]),
-        ("kv", "hidden", PRODUCT, ["nxd-weights"]),
-        ("kv", "head_dim", KEYS, ["nxd-weights"]),
+        ("kv", "hidden", PRODUCT, ["nxd-weights", "nxd-heads"]),
+        ("kv", "head_dim", KEYS, ["nxd-weights", "nxd-heads"]),
         ("kv", "ffn", EXPERT, []),
         ("edp", "hidden", PRODUCT, []),
+        ("kv", "kv_heads", OWN_KEYS, []),
+        ("kv", None, OWN_KEYS, ["nxd-heads"]),
+        ("rep", None, OWN_KEYS, []),
+        ("rep", "kv_heads", OWN_KEYS, ["nxd-heads"]),
+        ("rep", "q_group", PRODUCT, []),
+        ("rep", "kv_heads", PRODUCT, ["nxd-heads"]),
+        ("kv", "vocab", LOGITS, []),
+        ("kv", None, LOGITS, ["nxd-loss"]),
+        ("kv", None, TOKENS, []),
+        ("kv", "seq", TOKENS, ["nxd-loss"]),
     ],
 )
 def test_what_nxd_has_no_layer_for(atom, dim, op, why):
@@ -72,6 +85,7 @@ def test_sequence_parallelism_is_a_promise_about_what_lies_between_products():
     assert refused([WITH_SP], "kv", None, **NORM) == ["sp"] and refused([WITH_SP], "kv", "seq", **NORM) == []
     assert refused([WITHOUT_SP], "kv", "seq", **NORM) == ["sp"] and refused([WITHOUT_SP], "kv", None, **NORM) == []
     assert refused([WITH_SP, WITHOUT_SP], "cp", "seq", **NORM) == []
+    assert refused([WITH_SP], "kv", None, **TOKENS) == []  # losses are no hidden state
     assert WITH_SP in strategy_rules("torch", sequence_parallel=True)
     assert WITHOUT_SP in strategy_rules("nxd", sequence_parallel=False)
 

@@ -254,5 +254,5 @@ def test_a_table_that_its_engine_cannot_run_is_refused_with_the_rule():
     terms = {engine: Terms(engine=engine, sequence_parallel=True) for engine in ("nxd", "torch")}
     nxd, torch = (with_tables(plan, solved_cutting(priced, plan.candidate, terms[engine])) for engine in terms)
     assert verify(nxd) == ()
-    assert {found.rule_id for found in verify(torch)} == {"nxd-weights"}
+    assert {found.rule_id for found in verify(torch)} == {"nxd-weights", "nxd-heads", "nxd-loss"}
     assert verify(torch)[0].message.startswith("strategies.layer.q cuts hidden over kv: NxD's layers cut weights")

@@ -125,7 +125,7 @@ def _tp_vocab(place: Place) -> bool:
 
 def _with_sp(place: Place) -> bool:
     """Leave operations between products no choice: what the engines call sequence parallelism."""
-    between = "seq" in place.dims and not place.matrix and set(place.dims) <= {"batch", "seq", "hidden"}
+    between = {"seq", "hidden"} <= set(place.dims) <= {"batch", "seq", "hidden"} and not place.matrix
     return place.atom not in TP or place.dim is not None or not between
 
 
@@ -136,6 +136,22 @@ def _without_sp(place: Place) -> bool:
 def _nxd_sequence(place: Place) -> bool:
     inner = ("kv_heads", "ffn", "vocab", "slots", "choices")
     return place.atom not in TP or place.dim != "seq" or not any(dim in inner for dim in place.dims)
+
+
+def _nxd_heads(place: Place) -> bool:
+    if place.atom not in TP or "kv_heads" not in place.dims:
+        return True
+    if place.atom == "kv":
+        return place.dim == "kv_heads"
+    return place.dim == ("q_group" if "q_group" in place.dims else None)
+
+
+def _nxd_loss(place: Place) -> bool:
+    if place.atom not in TP:
+        return True
+    if "vocab" in place.dims:
+        return place.dim == "vocab"
+    return place.dim != "seq" or not set(place.dims) <= {"batch", "seq"}
 
 
 def _nxd_weights(place: Place) -> bool:
@@ -208,6 +224,22 @@ NXD_RULES = (
         remedy="NxD's layers cut weights over tp along heads, ffn or vocabulary",
         source="aws-neuron/neuronx-distributed parallel_layers/layers.py, modules/qkv_linear.py: ColumnParallelLinear "
         "gathers its output along the dim that it cuts, RowParallelLinear sums into the hidden state",
+        yields_to_pins=False,
+    ),
+    StrategyRule(
+        id="nxd-heads",
+        allows=_nxd_heads,
+        remedy="NxD's attention has whole KV heads: kv cuts their number, rep the queries of each, and no keys",
+        source="aws-neuron/neuronx-distributed modules/qkv_linear.py: kv_size_multiplier repeats heads until tp "
+        "divides them",
+        yields_to_pins=False,
+    ),
+    StrategyRule(
+        id="nxd-loss",
+        allows=_nxd_loss,
+        remedy="NxD's loss leaves logits cut along the vocabulary, and gives every rank of tp the loss of all tokens",
+        source="aws-neuron/neuronx-distributed parallel_layers/loss_functions.py: parallel_cross_entropy all-reduces "
+        "the largest logit, the label's logit and the sum of exponentials of all tokens",
         yields_to_pins=False,
     ),
 )

@@ -1,0 +1,156 @@
+"""Forms stand for exactly what a table lists: every weight once, every collective claimed, anything else a fault."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from autoshard.errors import InputError
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.nxd.form import FormParameter, Piece
+from autoshard.plan.nxd.forms import plan_forms
+from autoshard.plan.plan import Plan
+from autoshard.plan.tables import plan_blocks, plan_programs
+from autoshard.plan.verify import verify
+from autoshard.search.planner import Request, plan_at
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.workload import Precision, Workload
+
+CASES = [
+    ("llama3-70b", "trn1.32xlarge", "tp=32,pp=8,dp=2"),
+    ("llama3-70b", "trn1.32xlarge", "tp=32,pp=4,cp=2,dp=2"),
+    ("llama3-70b", "trn2.48xlarge", "tp=32,pp=4,dp=4"),
+    ("llama2-13b", "trn1.32xlarge", "tp=8,pp=4,dp=2,sp=false"),
+    ("llama3-8b", "trn1.32xlarge", "tp=1,pp=1,dp=32"),
+    ("gpt2-xl", "trn1.32xlarge", "tp=8,pp=1,dp=4,kernels=nxd_core"),
+    ("qwen3-8b", "trn1.32xlarge", "tp=32,pp=2,dp=2,recompute=full"),
+]
+
+
+def planned(model: str, cluster: str, text: str, seq_len: int = 8192, precision: str = "bf16") -> Plan:
+    candidate, node = Candidate.parse(text), load_cluster(cluster)
+    place = load_cluster(cluster, num_nodes=candidate.num_ranks // node.num_ranks)
+    card = load_model(model)
+    workload = Workload(
+        seq_len=min(seq_len, card.max_positions), global_batch=1024, precision=Precision.named(precision)
+    )
+    request = Request(model=card, cluster=place, workload=workload, engines=("nxd",))
+    return plan_at(request, candidate)
+
+
+@pytest.mark.parametrize(("model", "cluster", "text"), CASES)
+def test_what_the_planner_chooses_has_forms_that_hold_every_weight_once(model: str, cluster: str, text: str) -> None:
+    plan = planned(model, cluster, text)
+    forms, faults = plan_forms(plan, plan_programs(plan))
+    assert not faults
+    for kind, block in plan_blocks(plan).items():
+        if kind != block.kind:
+            continue
+        held = Counter(piece.tensor for form in forms[kind] for one in form.parameters for piece in one.pieces)
+        assert held == Counter(tensor.name for tensor in block.parameters)
+        replaced = [leaf for form in forms[kind] for leaf in form.leaves]
+        assert len(replaced) == len(set(replaced))
+
+
+def test_layers_follow_from_layouts() -> None:
+    plan = planned(*CASES[0])
+    forms, _ = plan_forms(plan, plan_programs(plan))
+    shown = [(form.layer, form.leaves) for block in forms.values() for form in block if form.layer != "leaf"]
+    loss = ("logits_fp32", "top", "shifted", "power", "total", "log_total", "picked", "token_loss")
+    assert shown == [
+        ("ParallelEmbedding", ("embed",)),
+        ("GQAQKVColumnParallelLinear", ("q", "k", "v")),
+        ("RowParallelLinear", ("o",)),
+        ("ColumnParallelLinear", ("up", "gate")),
+        ("RowParallelLinear", ("down",)),
+        ("ColumnParallelLinear", ("unembed",)),
+        ("parallel_cross_entropy", loss),
+    ]
+    heads = forms["layer"][1]
+    assert heads.arguments["kv_size_multiplier"] == 4 and heads.arguments["output_sizes"] == (8192, 1024)
+    assert [(one.name, one.copies) for one in heads.parameters] == [("weight_q", 1), ("weight_k", 4), ("weight_v", 4)]
+
+
+def test_without_copies_of_keys_one_weight_holds_queries_keys_and_values() -> None:
+    plan = planned("llama2-13b", "trn1.32xlarge", "tp=8,pp=4,dp=2")
+    forms, _ = plan_forms(plan, plan_programs(plan))
+    (weight,) = forms["layer"][1].parameters
+    assert weight.name == "weight_qkv" and [piece.tensor for piece in weight.pieces] == [
+        "q.weight",
+        "k.weight",
+        "v.weight",
+    ]
+
+
+def test_sequence_parallelism_and_sums_are_read_off_the_table() -> None:
+    for text, sequence in (("tp=8,pp=4,dp=2", True), ("tp=8,pp=4,dp=2,sp=false", False)):
+        plan = planned("llama2-13b", "trn1.32xlarge", text)
+        forms, _ = plan_forms(plan, plan_programs(plan))
+        linear = [form for form in forms["layer"] if form.layer.endswith("Linear")]
+        assert {form.arguments["sequence_parallel_enabled"] for form in linear} == {sequence}
+        norms = [one for form in forms["layer"] if form.layer == "leaf" for one in form.parameters]
+        assert norms and {one.summed for one in norms} == {sequence}
+
+
+def test_no_reduction_is_in_another_format_than_the_weights() -> None:
+    # NxD drops the reduced copy of a column layer's gradient when the formats differ.
+    plan = planned("llama2-13b", "trn1.32xlarge", "tp=8,pp=4,dp=2,sp=false")
+    forms, _ = plan_forms(plan, plan_programs(plan))
+    reduced = [form.arguments for block in forms.values() for form in block if "reduce_dtype" in form.arguments]
+    assert reduced and all(one["reduce_dtype"] == one["dtype"] for one in reduced)
+
+
+@pytest.mark.parametrize(
+    ("block", "entry", "old", "new", "fault"),
+    [
+        (
+            "layer",
+            "attn_out",
+            "F reduce_scatter seq/tp",
+            "F all_reduce /tp, slice seq/kv, slice seq/rep",
+            "attn_out: RowParallelLinear",
+        ),
+        (
+            "layer",
+            "mlp_in",
+            "I reduce_scatter seq/tp",
+            "I all_reduce /tp, slice seq/kv, slice seq/rep",
+            "mlp_in: ColumnParallelLinear",
+        ),
+        ("layer", "k_in", "I all_reduce /rep", "I reduce_scatter seq/rep, all_gather seq/rep", "k_in: GQAQKV"),
+        (
+            "head",
+            "picked_out",
+            "F all_reduce /tp",
+            "F reduce_scatter seq/tp, all_gather seq/tp",
+            "picked_out: parallel_",
+        ),
+        (
+            "embed",
+            "embed_out",
+            "F reduce_scatter seq/tp",
+            "F all_reduce /tp, slice seq/kv, slice seq/rep",
+            "embed_out: ParallelEmb",
+        ),
+    ],
+)
+def test_other_collectives_with_the_same_result_are_refused(
+    block: str, entry: str, old: str, new: str, fault: str
+) -> None:
+    plan = replace(planned(*CASES[0]), prediction=None)
+    assert verify(plan) == ()
+    line = plan.strategies[block][entry]
+    assert old in line
+    table = {**plan.strategies[block], entry: line.replace(old, new)}
+    edited = replace(plan, strategies={**plan.strategies, block: table})
+    (rejection,) = verify(edited)
+    assert rejection.rule_id == "nxd-form" and rejection.message.startswith(f"strategies.{block}.{fault}")
+    assert verify(replace(edited, engine="torch"))[0].rule_id != "nxd-form"
+
+
+def test_a_weight_is_not_both_cut_and_summed() -> None:
+    piece = Piece(tensor="a", axes=(("hidden",),), cuts={})
+    for wrong in ({"split": 0, "summed": True}, {"copies": 2}, {"pieces": ()}):
+        with pytest.raises(InputError):
+            FormParameter(**{"name": "weight", "pieces": (piece,), **wrong})
