@@ -1,0 +1,1 @@
+"""Plans on Trainium through neuronx-distributed (NxD); ``library`` is the only module that imports it."""

@@ -1,0 +1,53 @@
+"""What must stand in the environment of every rank before NxD is imported: a table, with a reason for every entry."""
+
+from collections.abc import Mapping
+
+from autoshard.plan.plan import Plan
+from autoshard.spec.workload import Precision
+
+_MIB = 2**20
+# cited: aws-neuron/neuronx-distributed-training 9169aa0, examples/train_setup.sh, examples/training_orchestrator.py and
+# examples/conf, where these are the same in all recipes for Llama-3.
+_ALWAYS: Mapping[str, str] = {
+    "MALLOC_ARENA_MAX": "128",
+    "NEURON_EXPERIMENTAL_COMPRESS_RG": "0",
+    "NEURON_FUSE_SOFTMAX": "1",
+    "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "5",
+    "NEURON_RT_EXEC_TIMEOUT": "100",
+    "XLA_DISABLE_FUNCTIONALIZATION": "0",
+}
+_BETWEEN_NODES: Mapping[str, str] = {"FI_EFA_FORK_SAFE": "1", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_PROVIDER": "efa"}
+# The formats of a plan are those of the tensors: nothing is to be computed in another than torch says. With
+# XLA_DOWNCAST_BF16 what torch calls FP32 would be BF16 on the device, statistics of norms and the loss among it.
+_AS_TORCH_SAYS: Mapping[str, str] = {"XLA_DOWNCAST_BF16": "0", "XLA_USE_BF16": "0"}
+
+
+def environment(plan: Plan) -> Mapping[str, str]:
+    """Return the variables of a plan, in alphabetical order."""
+    found = {**_ALWAYS, **_AS_TORCH_SAYS, "NEURON_CC_FLAGS": compiler_flags(plan)}
+    found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = str(int(rounds_by_chance(plan.workload.precision)))
+    found["ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB"] = str(plan.buckets.reduce_scatter_bytes // _MIB)
+    if plan.cluster.num_nodes > 1:
+        found |= _BETWEEN_NODES
+    if plan.cluster.lnc is not None:
+        found["NEURON_LOGICAL_NC_CONFIG"] = found["NEURON_RT_VIRTUAL_CORE_SIZE"] = str(plan.cluster.lnc)
+    return dict(sorted(found.items()))
+
+
+def compiler_flags(plan: Plan) -> str:
+    """Return the flags of neuronx-cc, which no longer chooses formats by itself."""
+    flags = ["--model-type transformer", "--auto-cast none"]
+    if plan.workload.precision.weights != "fp32":
+        flags.append("--enable-mixed-precision-accumulation")
+    if plan.model.num_experts:
+        flags.append("--enable-saturate-infinity")  # as the recipes for Mixtral do
+    return " ".join(flags)
+
+
+def rounds_by_chance(precision: Precision) -> bool:
+    """Say whether weights are updated in BF16 themselves, where rounding to the nearest would lose small updates.
+
+    >>> rounds_by_chance(Precision.named("bf16"))
+    False
+    """
+    return precision.masters is None and precision.weights == "bf16"

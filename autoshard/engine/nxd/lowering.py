@@ -1,0 +1,155 @@
+"""A plan as NxD is told it: layers, cuts, configurations and environment, as data; no torch, no NxD.
+
+What stands here is passed on as it is. The names of classes are those of ``layers`` and ``model``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from autoshard.engine.nxd.environment import environment
+from autoshard.errors import InputError, require
+from autoshard.graph.kinds.optimizer import AdamW
+from autoshard.plan.nxd.form import Form
+from autoshard.plan.nxd.forms import plan_forms
+from autoshard.plan.plan import Plan
+from autoshard.plan.recompute import Recompute
+from autoshard.plan.tables import plan_blocks, plan_programs
+from autoshard.spec.kernels import load_kernels
+
+INPUTS = ("tokens", "labels", "token_weight")
+RECOMPUTED = "Recomputed"  # the class that marks what is computed again
+# Runs of leaves that can be computed again as one module.
+_JOINED = (("up", "gate", "act", "product", "down"), ("act", "product"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """Neighbouring layers that compute the same again: runs of leaves, each as one module; an empty name is all."""
+
+    num_layers: int
+    runs: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowering:
+    """All that NxD needs to know of a plan."""
+
+    forms: Mapping[str, tuple[Form, ...]] = field(hash=False)  # by kind of block
+    recompute: tuple[Again, ...]
+    attention: str  # core, flash or ring
+    config: Mapping[str, Any] = field(hash=False)  # arguments of neuronx_distributed_config
+    optimizer: Mapping[str, Any] = field(hash=False)  # arguments of initialize_parallel_optimizer
+    kv_group: int  # ranks that hold the same keys
+    loss_scale: int  # NxD takes means over micro-batches and replicas of the batch; a plan's loss is a sum
+    environment: Mapping[str, str] = field(hash=False)
+
+    @property
+    def sequence_first(self) -> bool:
+        """Whether the hidden state between layers is [seq, batch, hidden], cut along the sequence."""
+        return any(form.arguments.get("sequence_parallel_enabled") for form in self.forms["layer"])
+
+
+def lowering_of(plan: Plan) -> Lowering:
+    """Lower a plan, or say for which entries of its table NxD has no layer."""
+    forms = _forms(plan)
+    same = [(_again(plan, drop), len(list(drops))) for drop, drops in groupby(_drops(plan))]
+    recompute = tuple(Again(num_layers=count, runs=runs) for runs, count in same)
+    summed = any(parameter.summed for block in forms.values() for form in block for parameter in form.parameters)
+    scale = plan.mesh.size("dp") * plan.mesh.size("cp")
+    return Lowering(
+        forms=forms,
+        recompute=recompute,
+        attention="ring" if plan.mesh.size("cp") > 1 else "core" if plan.kernels == "nxd_core" else "flash",
+        config=_config(plan, sums_gradients=summed, recomputes=any(again.runs for again in recompute)),
+        optimizer=_optimizer(plan),
+        kv_group=plan.mesh.size("rep"),
+        loss_scale=scale * (plan.schedule.num_micro_batches if plan.mesh.size("pp") > 1 else 1),
+        environment=environment(plan),
+    )
+
+
+def cuts_of(plan: Plan) -> tuple[str, ...]:
+    """Return the last layer of every stage but the last, as NxD cuts a pipeline."""
+    return tuple(f"layers.{stage.first_layer + stage.num_layers - 1}" for stage in plan.stages[:-1])
+
+
+def _forms(plan: Plan) -> Mapping[str, tuple[Form, ...]]:
+    require(
+        (plan.model.num_experts == 0, "model.num_experts", "experts are not lowered to NxD's modules yet"),
+        (bool(plan.strategies), "strategies", "the table is empty, so nothing says what is sent. Make the plan again"),
+    )
+    found, faults = plan_forms(plan, plan_programs(plan))
+    if faults:
+        raise InputError(faults)
+    return found
+
+
+def _drops(plan: Plan) -> tuple[Recompute, ...]:
+    """Return what every layer computes again."""
+    return tuple(stage.recompute.of_layer(index) for stage in plan.stages for index in range(stage.num_layers))
+
+
+def _again(plan: Plan, drop: Recompute) -> tuple[tuple[str, ...], ...]:
+    if drop.kind == "none":
+        return ()
+    if drop.kind == "full":
+        return (("",),)
+    sets = load_kernels(plan.kernels).selective
+    known = {op.name for op in plan_blocks(plan)["layer"].select("micro_batch", "F")}
+    leaves = known.intersection(leaf for name in drop.ops for leaf in sets.get(name, (name,)))
+    runs: list[tuple[str, ...]] = []
+    for run in _JOINED:
+        if leaves.issuperset(run):
+            runs.append(run)
+            leaves -= set(run)
+    return (*runs, *((leaf,) for leaf in sorted(leaves)))
+
+
+def _config(plan: Plan, *, sums_gradients: bool, recomputes: bool) -> Mapping[str, Any]:
+    precision, zero_one = plan.workload.precision, plan.zero == 1
+    masters = precision.masters is not None
+    return {
+        "tensor_parallel_size": plan.mesh.size("tp"),
+        "pipeline_parallel_size": plan.mesh.size("pp"),
+        "context_parallel_size": plan.mesh.size("cp"),
+        "expert_parallel_size": 1,
+        "lnc_size": plan.cluster.lnc or 1,
+        "sequence_parallel": sums_gradients,
+        "pipeline_config": _pipeline(plan) if plan.mesh.size("pp") > 1 else None,
+        "optimizer_config": {
+            "zero_one_enabled": zero_one,
+            "grad_clipping": True,
+            "max_grad_norm": plan.workload.clip_norm,
+        },
+        "mixed_precision_config": {
+            "use_master_weights": masters,
+            "use_fp32_grad_acc": zero_one and precision.gradients != precision.weights,
+            "use_master_weights_in_ckpt": masters,
+        },
+        "activation_checkpoint_config": RECOMPUTED if recomputes else None,
+    }
+
+
+def _pipeline(plan: Plan) -> Mapping[str, Any]:
+    return {
+        "transformer_layer_cls": "MiddleStage",
+        "num_microbatches": plan.schedule.num_micro_batches,
+        "virtual_pipeline_size": plan.schedule.num_chunks,
+        "output_loss_value_spec": True,
+        "input_names": INPUTS,
+        "pipeline_cuts": cuts_of(plan),
+        "leaf_module_cls": ("FirstStage", "LastStage"),
+        "tracer_cls": "torch",
+        "broadcast_and_average_loss": True,
+        "use_zero1_optimizer": plan.zero == 1,
+        "use_optimizer_wrapper": True,
+    }
+
+
+def _optimizer(plan: Plan) -> Mapping[str, Any]:
+    """Give AdamW the constants of the graph; ZeRO-1 reads the limit of the norm here, not in its configuration."""
+    adamw = AdamW()
+    found: dict[str, Any] = {"betas": (adamw.beta1, adamw.beta2), "eps": adamw.eps, "weight_decay": adamw.decay}
+    return {**found, **({"max_norm": plan.workload.clip_norm} if plan.zero == 1 else {})}

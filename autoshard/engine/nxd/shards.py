@@ -1,0 +1,100 @@
+"""Which part of our tensors a rank's parameters of NxD hold, in both directions; numpy only."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.engine.place import Held
+from autoshard.graph.op import Array, Dims
+from autoshard.plan.nxd.form import FormParameter, Piece
+from autoshard.plan.nxd.match import TP
+from autoshard.spec.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TpRank:
+    """A rank of a tp group, and how the atoms of tp are counted along it: on trn1 ``rep`` is outermost, on trn2 ``kv``.
+
+    >>> TpRank(atoms=(("rep", 2), ("kv", 2)), index=1).coordinate(("kv",)), TpRank(
+    ...     atoms=(("kv", 2), ("rep", 2)), index=1
+    ... ).coordinate(("kv",))
+    (1, 0)
+    """
+
+    atoms: tuple[tuple[str, int], ...]  # outermost first
+    index: int
+
+    @classmethod
+    def of(cls, mesh: Mesh, index: int) -> "TpRank":
+        """Take the order of the atoms from a mesh."""
+        return cls(atoms=tuple((atom, size) for atom, size in mesh.axes if atom in TP), index=index)
+
+    def size(self, atoms: Sequence[str]) -> int:
+        """Return into how many parts these atoms cut."""
+        return math.prod(size for atom, size in self.atoms if atom in atoms)
+
+    def coordinate(self, atoms: Sequence[str]) -> int:
+        """Return which of the parts is this rank's: over several atoms in the order of the ranks, as NxD cuts."""
+        found, rest = 0, self.index
+        weight = 1
+        for atom, size in reversed(self.atoms):
+            rest, place = divmod(rest, size)
+            if atom in atoms:
+                found += weight * place
+                weight *= size
+        return found
+
+    def bounds(self, dims: Dims, piece: Piece, sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+        """Return the rank's block of our tensor along its dims."""
+        return tuple(self._bounds(sizes[dim], piece.cuts.get(dim, ())) for dim in dims)
+
+    def _bounds(self, size: int, atoms: Sequence[str]) -> tuple[int, int]:
+        count, place = self.size(atoms), self.coordinate(atoms)
+        assert size % count == 0, f"{size} does not divide by {count}"
+        return place * (size // count), (place + 1) * (size // count)
+
+
+def dims_of(piece: Piece) -> Dims:
+    """Return the dims of our tensor, which are grouped but never moved."""
+    return tuple(dim for group in piece.axes for dim in group)
+
+
+def local_shape(parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of a rank's parameter."""
+    shapes = [_shape(piece, rank, sizes) for piece in parameter.pieces]
+    shape = list(shapes[0])
+    shape[parameter.axis] = sum(one[parameter.axis] for one in shapes)
+    return tuple(shape)
+
+
+def local_of(parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], whole: Mapping[str, Array]) -> Array:
+    """Cut a rank's parameter out of our whole tensors; what is padded is zero."""
+    parts: list[Array] = []
+    for piece in parameter.pieces:
+        dims = dims_of(piece)
+        missing = [(0, sizes[dim] - have) for dim, have in zip(dims, whole[piece.tensor].shape, strict=True)]
+        array = np.pad(whole[piece.tensor], missing) if any(more for _, more in missing) else whole[piece.tensor]
+        block = array[tuple(slice(*bounds) for bounds in rank.bounds(dims, piece, sizes))]
+        parts.append(block.reshape(_shape(piece, rank, sizes)))
+    return np.concatenate(parts, axis=parameter.axis)
+
+
+def ours_of(
+    parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], local: Array
+) -> Iterator[tuple[str, Held]]:
+    """Yield what a rank's parameter holds of our tensors, by name."""
+    start = 0
+    for piece in parameter.pieces:
+        length = _shape(piece, rank, sizes)[parameter.axis]
+        index = [slice(None)] * local.ndim
+        index[parameter.axis] = slice(start, start + length)
+        bounds = rank.bounds(dims_of(piece), piece, sizes)
+        array = local[tuple(index)].reshape([stop - begin for begin, stop in bounds])
+        yield piece.tensor, Held(bounds=bounds, array=array)
+        start += length
+
+
+def _shape(piece: Piece, rank: TpRank, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[dim] // rank.size(piece.cuts.get(dim, ())) for dim in group) for group in piece.axes)

@@ -1,0 +1,116 @@
+"""What NxD is told of a plan: golden files of the cases that its vendor documents, and what each part is for."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from autoshard.engine.nxd.environment import environment
+from autoshard.engine.nxd.lowering import Again, cuts_of, lowering_of
+from autoshard.errors import InputError
+from autoshard.plan.plan import Plan
+from autoshard.spec.record import encode
+from tests.plan.nxd.test_match import planned
+
+# cited: aws-neuron/neuronx-distributed-training examples/conf (Llama-3 70B on trn1, with context parallelism, on trn2)
+# and aws-neuron/aws-neuron-sdk, the tutorials of Llama-2 70B and 13B on 32 nodes of trn1.
+DOCUMENTED = {
+    "llama3-70b-16-trn1": ("llama3-70b", "trn1.32xlarge", "tp=32,pp=8,dp=2,recompute=selective[LlamaMLP]", 8192),
+    "llama3-70b-16-trn1-cp2": (
+        "llama3-70b",
+        "trn1.32xlarge",
+        "tp=32,pp=8,cp=2,dp=1,recompute=selective[LlamaMLP]",
+        8192,
+    ),
+    "llama3-70b-8-trn2": (
+        "llama3-70b",
+        "trn2.48xlarge",
+        "tp=32,pp=4,dp=4,stages=19/21/21/19,recompute=selective[LlamaRMSNorm,ActivationMultiplyMLP]",
+        8192,
+    ),
+    "llama2-70b-32-trn1-tp8": ("llama2-70b", "trn1.32xlarge", "tp=8,pp=8,dp=16,kernels=nxd_core,recompute=full", 4096),
+    "llama2-70b-32-trn1-tp32": ("llama2-70b", "trn1.32xlarge", "tp=32,pp=4,dp=8,kernels=nxd_core,recompute=full", 4096),
+    "llama2-13b-32-trn1": ("llama2-13b", "trn1.32xlarge", "tp=8,pp=4,dp=32,kernels=nxd_core,recompute=full", 4096),
+}
+
+
+def tp8(text: str = "tp=8,pp=4,dp=2") -> Plan:
+    return planned("llama2-13b", "trn1.32xlarge", text, 4096)
+
+
+@pytest.mark.parametrize("name", list(DOCUMENTED))
+def test_the_documented_cases(name: str, golden: Callable[[str, str], None]) -> None:
+    model, cluster, text, seq_len = DOCUMENTED[name]
+    lowering = lowering_of(planned(model, cluster, text, seq_len))
+    golden(f"nxd/{name}.yaml", yaml.safe_dump(encode(lowering), default_flow_style=None, sort_keys=False, width=120))
+
+
+def test_cuts_name_the_last_layer_of_each_stage() -> None:
+    # examples/conf/hf_llama3_70B_trn2_config.yaml: pipeline_cuts 18, 39, 60
+    model, cluster, text, seq_len = DOCUMENTED["llama3-70b-8-trn2"]
+    assert cuts_of(planned(model, cluster, text, seq_len)) == ("layers.18", "layers.39", "layers.60")
+
+
+def test_a_sum_becomes_the_mean_of_micro_batches_and_replicas() -> None:
+    assert lowering_of(tp8("tp=8,pp=4,dp=2")).loss_scale == 2 * 512
+    assert lowering_of(tp8("tp=8,pp=1,dp=4")).loss_scale == 4
+
+
+def test_the_limit_of_the_norm_reaches_zero_1() -> None:
+    # NxD's trainer passes grad_clipping on to ZeRO-1, but not max_grad_norm.
+    plan = tp8()
+    clipped = replace(plan, workload=replace(plan.workload, clip_norm=0.25))
+    assert lowering_of(clipped).optimizer["max_norm"] == 0.25
+    assert "max_norm" not in lowering_of(replace(clipped, zero=0)).optimizer
+    assert lowering_of(replace(clipped, zero=0)).config["optimizer_config"]["max_grad_norm"] == 0.25
+
+
+def test_masters_and_sums_follow_the_precision() -> None:
+    plan = tp8()
+    mixed = lowering_of(plan).config["mixed_precision_config"]
+    assert mixed["use_master_weights"] and mixed["use_fp32_grad_acc"]
+    alone = planned("llama2-13b", "trn1.32xlarge", "tp=8,pp=4,dp=2", 4096, "fp32")
+    assert not any(lowering_of(alone).config["mixed_precision_config"].values())
+
+
+def test_each_layer_says_what_it_computes_again() -> None:
+    full = lowering_of(tp8("tp=8,pp=4,dp=2,recompute=full:3/none*3"))
+    assert full.recompute == (Again(num_layers=3, runs=(("",),)), Again(num_layers=37, runs=()))
+    assert full.config["activation_checkpoint_config"] == "Recomputed"
+    (norms,) = lowering_of(tp8("tp=8,pp=4,dp=2,recompute=selective[LlamaRMSNorm,ActivationMultiplyMLP]")).recompute
+    assert norms.runs == (("act", "product"), ("attn_norm",), ("mlp_norm",))
+    (mlp,) = lowering_of(tp8("tp=8,pp=4,dp=2,recompute=selective[LlamaMLP]")).recompute
+    assert mlp.runs == (("up", "gate", "act", "product", "down"),)
+    assert lowering_of(tp8()).config["activation_checkpoint_config"] is None
+
+
+def test_the_environment_says_formats_buckets_and_cores() -> None:
+    plan = tp8()
+    found = environment(plan)
+    assert found["XLA_DOWNCAST_BF16"] == "0" and found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "0"
+    assert found["ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB"] == "130" and found["FI_PROVIDER"] == "efa"
+    assert "NEURON_LOGICAL_NC_CONFIG" not in found
+    without = replace(plan.workload.precision, masters=None)
+    assert (
+        environment(replace(plan, workload=replace(plan.workload, precision=without)))[
+            "NEURON_RT_STOCHASTIC_ROUNDING_EN"
+        ]
+        == "1"
+    )
+    lnc2 = environment(planned(*DOCUMENTED["llama3-70b-8-trn2"]))
+    assert lnc2["NEURON_LOGICAL_NC_CONFIG"] == lnc2["NEURON_RT_VIRTUAL_CORE_SIZE"] == "2"
+    alone = environment(planned("llama3-8b", "trn1.32xlarge", "tp=8,pp=1,dp=4"))
+    assert "FI_PROVIDER" not in alone and "--auto-cast none" in alone["NEURON_CC_FLAGS"]
+
+
+def test_what_is_not_lowered_is_refused_before_anything_starts() -> None:
+    with pytest.raises(InputError, match="experts are not lowered"):
+        lowering_of(planned("mixtral-8x7b", "trn1.32xlarge", "tp=8,pp=1,dp=4", 4096))
+    with pytest.raises(InputError, match="the table is empty"):
+        lowering_of(replace(tp8(), strategies={}))
+    plan = tp8()
+    layer = plan.strategies["layer"]
+    line = layer["attn_out"].replace("F reduce_scatter seq/tp", "F all_reduce /tp, slice seq/kv")
+    with pytest.raises(InputError, match="attn_out: RowParallelLinear sends F reduce_scatter"):
+        lowering_of(replace(plan, strategies={**plan.strategies, "layer": {**layer, "attn_out": line}}))
