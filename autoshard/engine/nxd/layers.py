@@ -1,0 +1,179 @@
+"""Modules that take the place of the decoder's leaves: layers of NxD, behind the decoder's own order of dims.
+
+Between its layers NxD keeps [seq, batch, hidden] where the sequence is cut over tp, else [batch, seq, hidden]. Inside
+attention, MLP and loss the decoder's order holds: batch, seq, then the dims of the operation.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autoshard.engine.decoder.leaves import at_least_fp32
+
+Shapes = Sequence[tuple[int, ...]]  # of what each weight makes, without batch and seq
+
+
+class Columns(nn.Module):
+    """Products of one input, cut along what they make: one layer for all of them."""
+
+    def __init__(self, layer: nn.Module, made: Shapes, *, sequence_first: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self._made, self._sequence_first = made, sequence_first
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Multiply; return one tensor for each weight."""
+        product = self.layer(x)
+        if isinstance(product, tuple):
+            parts: Sequence[Any] = [WholeRows.apply(part) for part in product]
+        else:
+            parts = product.chunk(len(self._made), dim=-1)
+        ordered = [part.transpose(0, 1) if self._sequence_first else part for part in parts]
+        shaped = tuple(part.unflatten(-1, shape) for part, shape in zip(ordered, self._made, strict=True))
+        first, *others = shaped
+        return shaped if others else first
+
+
+class WholeRows(torch.autograd.Function):
+    """The identity; its gradient has no gaps in memory, which NxD's products of queries and keys ask of a CPU's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Hand on."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Tensor:
+        """Close the gaps."""
+        (gradient,) = upstream
+        return gradient.contiguous()
+
+
+class Rows(nn.Module):
+    """A product cut along what it sums over, whose sums the layer completes."""
+
+    def __init__(self, layer: nn.Module, num_read: int, *, sequence_first: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self._num_read, self._sequence_first = num_read, sequence_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        flat = x.flatten(-self._num_read) if self._num_read > 1 else x
+        return self.layer(flat.transpose(0, 1) if self._sequence_first else flat)
+
+
+class Places(nn.Module):
+    """The embedding of positions: those of this rank's part of the sequence."""
+
+    def __init__(self, leaf: nn.Module, part: int, num_parts: int) -> None:
+        super().__init__()
+        self.leaf = leaf
+        self._part, self._num_parts = part, num_parts
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Take the rows of one part, for a hidden state that begins with the sequence."""
+        return self.leaf(positions.chunk(self._num_parts)[self._part]).unsqueeze(1)
+
+
+class TokenLosses(nn.Module):
+    """The loss of every token of a cut vocabulary; entries of its padding never win anything."""
+
+    def __init__(self, loss: Any, first: int, vocab: int) -> None:
+        super().__init__()
+        self._loss, self._first, self._vocab = loss, first, vocab
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return [batch, seq]; NxD works in place, on logits in FP32."""
+        wide = logits.to(at_least_fp32(logits.dtype))
+        entries = torch.arange(logits.shape[-1], device=logits.device) + self._first
+        if self._first + logits.shape[-1] > self._vocab:
+            wide = wide.masked_fill(entries >= self._vocab, torch.finfo(wide.dtype).min / 2)
+        elif wide is logits:
+            wide = logits.clone()
+        return self._loss(wide, labels)
+
+
+class FlashAttend(nn.Module):
+    """Attention in NxD's kernel, which takes as many keys as queries."""
+
+    def __init__(self, kernel: Any, lnc: int) -> None:
+        super().__init__()
+        self._kernel, self._lnc = kernel, lnc
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Mix the values that each query may see: [batch, seq, kv_heads, q_group, head_dim]."""
+        heads = query.flatten(2, 3).transpose(1, 2)
+        keys, values = (x.repeat_interleave(query.shape[3], dim=2).transpose(1, 2) for x in (key, value))
+        mixed = self._kernel(heads, keys, values, self._lnc, transpose_nki_inputs=False)
+        return mixed.transpose(1, 2).unflatten(2, query.shape[2:4])
+
+
+class CoreAttend(nn.Module):
+    """Causal attention in single operations; what is hidden is told from positions, not from a stored mask."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Mix the values that each query may see: [batch, seq, kv_heads, q_group, head_dim]."""
+        queries, keys = query.permute(0, 2, 3, 1, 4), key.permute(0, 2, 1, 3).unsqueeze(2)
+        scores = queries @ keys.transpose(-1, -2) / query.shape[-1] ** 0.5
+        along = torch.arange(query.shape[1], device=query.device)
+        scores = scores.to(at_least_fp32(query.dtype)).masked_fill(along[:, None] < along[None, :], float("-inf"))
+        weights = functional.softmax(scores, dim=-1).to(value.dtype)
+        return (weights @ value.permute(0, 2, 1, 3).unsqueeze(2)).permute(0, 3, 1, 2, 4)
+
+
+class Recomputed(nn.Module):
+    """Marks a module whose result is computed again for backward: NxD wraps every module of this class."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Compute."""
+        return self.module(*inputs)
+
+
+class InOrder(nn.Module):
+    """Several modules as one, each taking what the one before makes."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(modules)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Compute one after the other."""
+        for step in self.steps:
+            made = step(*inputs)
+            inputs = made if isinstance(made, tuple) else (made,)
+        return inputs[0]
+
+
+class Together(nn.Module):
+    """What several modules make of one input, or one module that makes as much."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Compute all of them."""
+        made = [part(x) for part in self.parts]
+        return made[0] if len(made) == 1 else tuple(made)
+
+
+class Gated(nn.Module):
+    """The element-wise part of a gated MLP; takes the gate first, or second where products hand it on so."""
+
+    def __init__(self, act: nn.Module, product: nn.Module, *, gate_first: bool) -> None:
+        super().__init__()
+        self.act, self.product = act, product
+        self._gate_first = gate_first
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        """Multiply one with a function of the other."""
+        gate, up = (first, second) if self._gate_first else (second, first)
+        return self.product(self.act(gate), up)

@@ -1,0 +1,33 @@
+"""What the engine uses of NxD: the only place that imports it, and only when it is asked to.
+
+Type checkers and machines without Trainium do not have it, so everything from there is ``Any``.
+"""
+
+import importlib
+from typing import Any
+
+_MODULES = {
+    "ColumnParallelLinear": "parallel_layers.layers",
+    "RowParallelLinear": "parallel_layers.layers",
+    "ParallelEmbedding": "parallel_layers.layers",
+    "GQAQKVColumnParallelLinear": "modules.qkv_linear",
+    "parallel_cross_entropy": "parallel_layers.loss_functions",
+    "nki_flash_attn_func": "kernels.flash_attn",
+    "cpu_mode": "utils",
+    "mark_step": "utils",
+}
+
+
+def named(name: str) -> Any:
+    """Return a layer or function of NxD by its name."""
+    return getattr(importlib.import_module(f"neuronx_distributed.{_MODULES[name]}"), name)
+
+
+def trainer() -> Any:
+    """Return NxD itself: its functions for configurations, models and optimizers."""
+    return importlib.import_module("neuronx_distributed")
+
+
+def groups() -> Any:
+    """Return what knows this rank's place in NxD's groups."""
+    return importlib.import_module("neuronx_distributed.parallel_layers.parallel_state")

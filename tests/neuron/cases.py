@@ -1,0 +1,145 @@
+"""Plans of the nxd engine for small models and few ranks, and what ranks of the real NxD find."""
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoshard.engine.place import Held, assemble
+from autoshard.graph.op import Array
+from autoshard.plan.build import build_plan
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.plan import Plan
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import Precision, Workload
+from tests.neuron import standins
+from tests.ranks.cases import CLIP_NORM, LEARNING_RATE, Arrays, Task
+from tests.tabled import tabled
+
+
+def few_ranks(platform: str, num_ranks: int) -> Cluster:
+    """A node of just so many ranks, otherwise like the platform's."""
+    whole = load_cluster({"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}[platform])
+    links = tuple(replace(link, ranks_per_port=1) for link in whole.links if link.domain in ("chip", "node"))
+    return replace(whole, chips_per_node=num_ranks, ranks_per_chip=1, links=links, placements=())
+
+
+def nxd_plan(text: str, model: ModelSpec, platform: str = "trn1", **changes: Any) -> Plan:
+    """The plan of a candidate, with the best table for it; Rules about real nodes are not asked."""
+    candidate = Candidate.parse(text)
+    usual: dict[str, Any] = {"seq_len": 8, "global_batch": 8, "precision": Precision.named("fp32")}
+    workload = Workload(**({**usual, "clip_norm": CLIP_NORM} | changes))
+    return tabled(build_plan(candidate, model, few_ranks(platform, candidate.num_ranks), workload, "nxd"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFound:
+    """What one rank has of every step: loss, norm, its parts of the gradients, and of the weights in the end."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    gradients: tuple[tuple[tuple[str, Held], ...], ...]
+    weights: tuple[tuple[str, Held], ...]
+    num_wrapped: int  # modules that are computed again
+    memory_bytes: Mapping[str, int]
+
+
+class Noting(torch.optim.AdamW):
+    """AdamW that notes the gradients it is given."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.noted = [one.grad.clone() for group in self.param_groups for one in group["params"]]
+        return super().step(closure)
+
+
+def run_nxd(task: Task, platform: str, changes: Mapping[str, str]) -> RankFound:
+    """What every rank runs: the steps of a task with the real NxD, perhaps without a measure against its defects."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.environ[standins.PLATFORM] = platform
+        os.environ["LOCAL_WORLD_SIZE"] = str(task.plan.mesh.size("tp"))  # else tp 4 on trn1 takes every second rank
+        from autoshard.engine.nxd.engine import NxdEngine
+
+        _leave_out(changes.get("without", ""))
+        engine = NxdEngine(task.plan, task.weights.__getitem__, LEARNING_RATE, Noting)
+        reports, gradients = [], []
+        for batches in task.steps:
+            reports.append(engine.step(batches))
+            gradients.append(tuple(_gradients(engine, reports[-1].norm)))
+        weights = tuple(_ours(engine, [one.detach().float().numpy() for _, one in engine.parameters]))
+    return RankFound(
+        losses=tuple(one.loss for one in reports),
+        norms=tuple(one.norm for one in reports),
+        gradients=tuple(gradients),
+        weights=weights,
+        num_wrapped=sum(type(one).__name__ == "NxDCheckpointWrapper" for _, one in engine.model.named_modules()),
+        memory_bytes=engine.measured().memory_bytes,
+    )
+
+
+def _leave_out(measure: str) -> None:
+    """Forget, in this process, what the engine does about a defect of NxD."""
+    from autoshard.engine.nxd import engine, lowering, model
+
+    def nothing(*_: Any) -> None:
+        """Do not."""
+
+    if measure == "marks":
+        model.Built.mark = nothing  # pyright: ignore[reportAttributeAccessIssue]
+    elif measure == "weights":
+        model.Built.fill = nothing  # pyright: ignore[reportAttributeAccessIssue]
+    elif measure == "max_norm":
+        real = lowering.lowering_of
+
+        def without(plan: Plan) -> Any:
+            found = real(plan)
+            return replace(found, optimizer={name: one for name, one in found.optimizer.items() if name != "max_norm"})
+
+        engine.lowering_of = without
+
+
+def _gradients(engine: Any, norm: float) -> list[tuple[str, Held]]:
+    """The whole gradients of this rank's parameters, as they were before they were clipped."""
+    optimizer = engine.optimizer.optimizer
+    clip = min(1.0, engine.plan.workload.clip_norm / (norm + 1e-6))
+    noted = getattr(optimizer, "base_optimizer", optimizer).noted
+    found: list[Array] = []
+    for (_, parameter), gradient in zip(engine.parameters, noted, strict=True):
+        whole = gradient
+        if engine.plan.zero == 1:
+            from neuronx_distributed.parallel_layers import parallel_state  # pyright: ignore
+
+            parts = [torch.empty_like(gradient) for _ in range(parallel_state.get_data_parallel_size())]
+            dist.all_gather(parts, gradient.contiguous(), group=parallel_state.get_data_parallel_group())
+            whole = torch.cat(parts)[: parameter.shape[0]]
+        found.append(whole.numpy() / clip)
+    return _ours(engine, found)
+
+
+def _ours(engine: Any, arrays: Sequence[Array]) -> list[tuple[str, Held]]:
+    from autoshard.engine.nxd.shards import ours_of
+
+    built, found = engine.built, list[tuple[str, Held]]()
+    for (name, _), array in zip(engine.parameters, arrays, strict=True):
+        placed = built.placed[name]
+        for tensor, held in ours_of(placed.holds, built.rank, built.sizes, array):
+            found.append((f"{placed.instance}.{tensor}", held))
+    return found
+
+
+def whole(like: Mapping[str, Array], parts: Sequence[Sequence[tuple[str, Held]]]) -> Arrays:
+    """Put tensors together from what all ranks have; padding of the vocabulary is cut off, copies must be equal."""
+    found: dict[str, Array] = {}
+    for name, array in like.items():
+        held = [one for rank in parts for other, one in rank if other == name]
+        if not held:
+            continue  # tied to another
+        shape = tuple(max(part.bounds[axis][1] for part in held) for axis in range(array.ndim))
+        found[name] = assemble(shape, held)[tuple(slice(size) for size in array.shape)]
+    return found
