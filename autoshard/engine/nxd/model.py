@@ -32,7 +32,7 @@ from autoshard.plan.nxd.form import Argument, Form, FormParameter
 from autoshard.plan.nxd.forms import setting_of
 from autoshard.plan.plan import Plan
 
-DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +113,12 @@ class _Making:
     def attention(self, layer: Layer) -> nn.Module:
         """Return the plan's attention; on a CPU, which has no kernels, the decoder's own, which computes the same."""
         kind = self._lowering.attention
+        if kind == "ring":
+            raise InputError.of("cp", "NxD's ring attention is not executed yet. Use cp=1")
         if kind == "core":
             return CoreAttend()
         if named("cpu_mode")():
             return layer.attend
-        if kind == "ring":
-            raise InputError.of("cp", "NxD's ring attention is not executed yet. Use cp=1")
         return FlashAttend(named("nki_flash_attn_func"), self._plan.cluster.lnc or 1)
 
     def _module(self, form: Form, block: Block, instance: str) -> nn.Module:

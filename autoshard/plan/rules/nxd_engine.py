@@ -36,6 +36,29 @@ def _zero(c: Columns) -> str:
     return f"zero={c.zero}: NxD keeps {c.workload.precision.masters} masters only inside ZeRO-1. Use zero=1"
 
 
+def _paired(c: Columns) -> tuple[int, ...]:
+    """Return the sizes of tp whose groups lie in two parts of a node."""
+    return tuple(rule.tp for rule in c.cluster.placements if rule.name == "paired")
+
+
+def _zero_groups_allows(c: Columns) -> Column:
+    alike = (c.dp == 1) | (one_of(c.tp, _paired(c)) ^ True)
+    return (c.zero != 0) | ((c.cp == 1) & alike)
+
+
+def _zero_groups(c: Columns) -> str:
+    mixed = f"with this tp mix the shards of different ranks on {c.cluster.name}"
+    wrong = mixed if c.cp == 1 else "count every rank of cp, over which it has averaged before"
+    return f"zero=0,tp={c.tp},cp={c.cp}: NxD adds up gradients over groups of its own, which {wrong}. Use zero=1"
+
+
+def _odd_pp(c: Columns) -> str:
+    return (
+        f"pp={c.pp}: NxD sends between stages in groups of two, and with an odd number of them rank 0 would be in two "
+        f"groups of one collective. Use pp={c.pp - 1} or {c.pp + 1}"
+    )
+
+
 def _ep(c: Columns) -> str:
     return (
         f"ep={c.ep}: NxD reduces the expert layer's output over all ranks instead of tp, which mixes the "
@@ -159,6 +182,25 @@ RULES = (
         message=_zero,
         source=_NXD + "trainer/trainer.py: use_master_weights without zero_one_enabled raises; "
         "there is no sharding of parameters",
+    ),
+    Rule(
+        id="nxd-zero-groups",
+        subject="zero,tp",
+        applies=on_nxd,
+        allows=_zero_groups_allows,
+        message=_zero_groups,
+        source=_NXD + "parallel_layers/grads.py bucket_allreduce_gradients: over expert-data-parallel groups, which "
+        "parallel_state.py builds without cp, and does not permute as it does tp and dp",
+    ),
+    Rule(
+        id="nxd-odd-pp",
+        subject="pp",
+        applies=on_nxd,
+        allows=lambda c: (c.pp == 1) | (c.pp % 2 == 0),
+        message=_odd_pp,
+        source=_NXD
+        + "parallel_layers/parallel_state.py get_pipeline_model_parallel_sr_group: of three stages [0,1] and "
+        "[2,0] are groups of one all-gather",
     ),
     Rule(
         id="nxd-ep",
