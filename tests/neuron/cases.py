@@ -19,7 +19,7 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
 from tests.neuron import standins
-from tests.ranks.cases import CLIP_NORM, LEARNING_RATE, Arrays, Task
+from tests.ranks.cases import CLIP_NORM, Arrays, Task
 from tests.tabled import tabled
 
 
@@ -50,12 +50,23 @@ class RankFound:
     memory_bytes: Mapping[str, int]
 
 
-class Noting(torch.optim.AdamW):
-    """AdamW that notes the gradients it is given."""
+class Noting(torch.optim.Optimizer):
+    """An optimizer that notes the gradients it is given."""
 
     def step(self, closure: Any = None) -> Any:
         self.noted = [one.grad.clone() for group in self.param_groups for one in group["params"]]
         return super().step(closure)
+
+
+class NotingAdamW(Noting, torch.optim.AdamW):
+    """The same with the name that torch gives it."""
+
+
+class NotingSgd(Noting, torch.optim.SGD):
+    """The same without moments."""
+
+
+NOTING = {"AdamW": NotingAdamW, "SGD": NotingSgd}
 
 
 def run_nxd(task: Task, platform: str, changes: Mapping[str, str]) -> RankFound:
@@ -67,7 +78,7 @@ def run_nxd(task: Task, platform: str, changes: Mapping[str, str]) -> RankFound:
         from autoshard.engine.nxd.engine import NxdEngine
 
         _leave_out(changes.get("without", ""))
-        engine = NxdEngine(task.plan, task.weights.__getitem__, LEARNING_RATE, Noting)
+        engine = NxdEngine(task.plan, task.weights.__getitem__, task.learning_rate, NOTING)
         reports, gradients = [], []
         for batches in task.steps:
             reports.append(engine.step(batches))

@@ -38,7 +38,7 @@ def groups_of_nxd(cluster: Cluster, sizes: dict[str, int]) -> dict[str, Groups]:
         from neuronx_distributed.parallel_layers import parallel_state  # pyright: ignore[reportMissingImports]
         from neuronx_distributed.utils.utils import hardware  # pyright: ignore[reportMissingImports]
 
-        found = parallel_state.initialize_model_parallel(
+        found: Any = parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes["tp"],
             pipeline_model_parallel_size=sizes["pp"],
             context_parallel_size=sizes["cp"],

@@ -21,16 +21,15 @@ from autoshard.plan.plan import Plan
 
 Whole = Callable[[str], Array]  # a whole weight by its name, as in ``graph/evaluate``
 _CLASSES: Mapping[str, type[nn.Module]] = {"MiddleStage": MiddleStage, "Recomputed": Recomputed}
+_UPDATES: Mapping[str, Any] = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
 _DTYPES: Mapping[str, torch.dtype] = {"token_weight": torch.float32}
 
 
 class NxdEngine:
     """One rank of a run in a running world of ``torch.distributed``."""
 
-    def __init__(
-        self, plan: Plan, whole: Whole, learning_rate: float, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
-    ) -> None:
-        """Build this rank's share; ``optimizer`` takes the arguments of AdamW."""
+    def __init__(self, plan: Plan, whole: Whole, learning_rate: float, updates: Mapping[str, Any] = _UPDATES) -> None:
+        """Build this rank's share; ``updates`` are classes by the name of the one of ``torch.optim`` that they are."""
         self.plan, self.lowering = plan, lowering_of(plan)
         config = trainer().neuronx_distributed_config(**_with_classes(self.lowering))
         tp_rank = groups().get_tensor_model_parallel_rank()
@@ -41,7 +40,9 @@ class NxdEngine:
         self.built.mark(self.parameters)
         given = [parameter for _, parameter in self.parameters]
         options = {"lr": learning_rate, **self.lowering.optimizer}
-        self.optimizer: Any = trainer().initialize_parallel_optimizer(config, optimizer, given, **options)
+        self.optimizer: Any = trainer().initialize_parallel_optimizer(
+            config, updates[self.lowering.update], given, **options
+        )
 
     def step(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Run one optimizer step."""

@@ -40,6 +40,7 @@ class Lowering:
     recompute: tuple[Again, ...]
     attention: str  # core, flash or ring
     config: Mapping[str, Any] = field(hash=False)  # arguments of neuronx_distributed_config
+    update: str  # the class of torch.optim
     optimizer: Mapping[str, Any] = field(hash=False)  # arguments of initialize_parallel_optimizer
     kv_group: int  # ranks that hold the same keys
     loss_scale: int  # NxD takes means over micro-batches and replicas of the batch; a plan's loss is a sum
@@ -63,6 +64,7 @@ def lowering_of(plan: Plan) -> Lowering:
         recompute=recompute,
         attention="ring" if plan.mesh.size("cp") > 1 else "core" if plan.kernels == "nxd_core" else "flash",
         config=_config(plan, sums_gradients=summed, recomputes=any(again.runs for again in recompute)),
+        update={"adamw": "AdamW", "sgd": "SGD"}[plan.workload.optimizer],
         optimizer=_optimizer(plan),
         kv_group=plan.mesh.size("rep"),
         loss_scale=scale * (plan.schedule.num_micro_batches if plan.mesh.size("pp") > 1 else 1),
@@ -150,6 +152,7 @@ def _pipeline(plan: Plan) -> Mapping[str, Any]:
 
 def _optimizer(plan: Plan) -> Mapping[str, Any]:
     """Give AdamW the constants of the graph; ZeRO-1 reads the limit of the norm here, not in its configuration."""
-    adamw = AdamW()
-    found: dict[str, Any] = {"betas": (adamw.beta1, adamw.beta2), "eps": adamw.eps, "weight_decay": adamw.decay}
+    adamw, found = AdamW(), dict[str, Any]()
+    if plan.workload.optimizer == "adamw":
+        found = {"betas": (adamw.beta1, adamw.beta2), "eps": adamw.eps, "weight_decay": adamw.decay}
     return {**found, **({"max_norm": plan.workload.clip_norm} if plan.zero == 1 else {})}
