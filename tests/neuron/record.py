@@ -48,8 +48,8 @@ def table(record: Mapping[str, Any]) -> str:
 
 def _lines(record: Mapping[str, Any]) -> Iterator[str]:
     yield f"NxD {record['nxd']}, PyTorch {record['torch']}, {record['date']}: CPU and gloo, FP32, two steps."
-    yield "Distances are relative, of gradients to the model's largest, of weights to their largest change: AdamW divides"
-    yield "gradients by themselves, so that small ones show noise."
+    yield "Distances are relative, of gradients to the model's largest, of weights to their largest change: AdamW"
+    yield "divides gradients by themselves, so that small ones show noise."
     yield ""
     yield "| feature | candidate | order of ranks | loss | every gradient | norm | weights |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
