@@ -71,6 +71,7 @@ class _Lowering:
         self._seeds = {f"d.{handed_on}": handed_on}  # gradients that arrive, and of which results
         self._count = 0
         self._settled = _settled(block)
+        self._maker = {name: op for op in reversed(block.ops) for name in op.outputs}
 
     def add(self, op: Op, boundary: Cuts) -> None:
         """Lower one operation; delivers and their gradients only note where things come from."""
@@ -229,11 +230,11 @@ class _Lowering:
     def _handed_on(self, tensor: str) -> Value:
         """Return a gradient that an addition hands on, cut as the addition is."""
         result = self._seeds.get(tensor) or self.block.op(self._entry[tensor]).inputs[0]
-        adder = next(op for op in self.block.ops if result in op.outputs)
-        return self.fetch(tensor, _restricted(self.cuts[adder.source], self.block.tensors[tensor].dims), "I")
+        cuts = self.cuts[self._maker[result].source]
+        return self.fetch(tensor, _restricted(cuts, self.block.tensors[tensor].dims), "I")
 
     def _renamed(self, part: str, tensor: str) -> Dims:
-        op = next(op for op in self.block.ops if tensor in op.outputs)
+        op = self._maker[tensor]
         names = dict(op.kind.rename) if isinstance(op.kind, Collect) else {}
         return tuple(names.get(dim, dim) for dim in self.block.tensors[part].dims)
 
