@@ -93,9 +93,14 @@ class ListedBlocks:
 
 @cache
 def _cut_block(blocks: CutBlocks, kind: str, drop: Recompute) -> ShardedBlock:
-    program = lowered(blocks.step, kind, drop, blocks.cutting, blocks.atoms)
-    whole = blocks.block(kind, Recompute()) if drop.kind != "none" else None
-    return _sharded(blocks.step, kind, drop, program, whole)
+    return _cut_alone(blocks.step, kind, drop, blocks.cutting.alone(kind).only(blocks.atoms), blocks.atoms)
+
+
+@cache  # cuttings often differ in one block only
+def _cut_alone(step: Step, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> ShardedBlock:
+    program = lowered(step, kind, drop, cutting, atoms)
+    whole = _cut_alone(step, kind, Recompute(), cutting, atoms) if drop.kind != "none" else None
+    return _sharded(step, kind, drop, program, whole)
 
 
 def _sharded(step: Step, kind: str, drop: Recompute, program: Program, whole: ShardedBlock | None) -> ShardedBlock:

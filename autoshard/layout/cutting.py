@@ -37,6 +37,10 @@ class Cutting:
         """Return the cuts of one block's operations; dims that are whole are left out."""
         return {name: dict(cuts) for name, cuts in dict(self.blocks)[kind]}
 
+    def alone(self, kind: str) -> "Cutting":
+        """Return what it says about one block."""
+        return Cutting(tuple(ops for ops in self.blocks if ops[0] == kind), self.between)
+
     def only(self, atoms: frozenset[str] | set[str]) -> "Cutting":
         """Return what it says about some atoms."""
         blocks = {kind: {name: _only(cuts, atoms) for name, cuts in ops} for kind, ops in self.blocks}

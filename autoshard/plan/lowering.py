@@ -57,7 +57,7 @@ class Step:
 
 def lowered(step: Step, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Program:
     """Lower a block with these cuts where these atoms cut anything: rings of nominal length, the ways of any size."""
-    return _lowered(step, kind, drop, cutting.only(atoms), atoms)
+    return _lowered(step, kind, drop, cutting.alone(kind).only(atoms), atoms)
 
 
 def nominal_sizes(atoms: frozenset[str]) -> Mapping[str, int]:
