@@ -19,9 +19,8 @@ from autoshard.plan.rules.check import legal_mask
 from autoshard.plan.stages import even_stages
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.chosen import Chosen, Options
-from autoshard.search.columns import Links
 from autoshard.search.cutting import Terms, solved_cutting
-from autoshard.search.families import Asked, Family, families
+from autoshard.search.families import Asked, Family, Prices, families
 from autoshard.search.fillings import filled
 from autoshard.search.space import Space, whole_space
 from autoshard.search.splits import fillings_of
@@ -60,7 +59,7 @@ def evaluate(question: Question, space: Space, cutting: Cutting, *, apart: bool 
     time_s, peak_bytes = np.full(shape, np.inf), np.full(shape, np.inf)
     asked = Asked(cutting=cutting, atoms=frozenset(ATOMS))
     layouts: dict[CpOrder, Any] = {space.base.cp_order: np.arange(space.num_layouts)}
-    for family in families(Links(question), space, asked, layouts, apart=apart):
+    for family in families(Prices(question), space, asked, layouts, apart=apart):
         rows = family.space.rows
         counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
         shapes, shape = np.unique(np.stack([rows["pp"], rows["vp"], counts], axis=1), axis=0, return_inverse=True)

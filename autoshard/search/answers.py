@@ -71,8 +71,8 @@ class Answers:
     def served(self, asked: Asked, terms: Terms) -> Mapping[CpOrder, Column]:
         """Return the layouts that keep to a cutting, of the variants with each order of the sequence over cp."""
         found: dict[CpOrder, Column] = {}
-        orders: dict[CpOrder, None] = dict.fromkeys(one.cp_order for one in self._legal if one.terms == terms)
-        for order in orders:
+        orders: list[CpOrder] = [one.cp_order for one in self._legal if one.terms == terms]
+        for order in dict.fromkeys(orders):
             layouts: list[int] = self._layouts(terms, order).tolist()
             served = [one for one in layouts if asked.serves(self._cut[one], self._exact)]
             found[order] = np.array([one for one in served if self.allows(one, terms, asked)], dtype=np.int64)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -66,7 +66,21 @@ def atom_columns(model: ModelSpec, space: Space) -> Mapping[str, Column]:
     return {"edp": dp // ep, "ep": ep, "cp": cp, "kv": tp // rep, "rep": rep}
 
 
-def of_step(setting: Setting, costs: Iterable[BlockCost]) -> Setting:
+class Weighs(Protocol):
+    """Blocks with weights, by the atoms that their gradients await."""
+
+    @property
+    def weights(self) -> Mapping[tuple[str, ...], Column]:
+        """Its own."""
+        ...
+
+    @property
+    def tied_weights(self) -> Mapping[tuple[str, ...], Column]:
+        """Those that are another block's as well."""
+        ...
+
+
+def of_step(setting: Setting, costs: Iterable[Weighs]) -> Setting:
     """Return what the step phase asks of a setting: the rings over which sums of gradients are pending."""
     pending = {atoms for cost in costs for atoms in (*cost.weights, *cost.tied_weights)}
     parts = {part for atoms in pending for part in split_pending(atoms)}
@@ -157,4 +171,6 @@ def at(value: Any, rows: Column) -> Any:
     return value if names is None else kind(**{name: at(getattr(value, name), rows) for name in names})
 
 
-_COLUMNS = {kind: tuple(one.name for one in dataclasses.fields(kind)) for kind in (BlockCost, Setting, Ring, Route)}
+_COLUMNS: Mapping[type[Any], tuple[str, ...]] = {
+    kind: tuple(one.name for one in dataclasses.fields(kind)) for kind in (BlockCost, Setting, Ring, Route)
+}

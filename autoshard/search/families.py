@@ -104,23 +104,44 @@ class Family:
         return fixed + terms_s(question, replace(own, base=base, rows=sizes))
 
 
+class Prices:
+    """What a search has priced already: links, and layers, which many cuttings cut alike."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.links = Links(question)
+        self._known: dict[object, tuple[Mapping[object, int], Totals]] = {}
+
+    def layers(self, blocks: CutBlocks, rows: Sequence[object], kinds: Sequence[Recompute], setting: Setting) -> Totals:
+        """Return what a layer takes and holds under some kinds of recompute, in rows that say what is priced."""
+        key = blocks.cutting.alone("layer").only(blocks.atoms), blocks.atoms
+        if key in self._known:
+            known, found = self._known[key]
+            if known.keys() >= set(rows):
+                return found.only(np.array([known[row] for row in rows]))
+        costs = [price_block(self.question, setting, "layer", drop) for drop in kinds]
+        self._known[key] = {row: number for number, row in enumerate(rows)}, Totals.of(costs, len(rows))
+        return self._known[key][1]
+
+
 def families(
-    links: Links, space: Space, asked: Asked, layouts: Mapping[CpOrder, Column], *, apart: bool = False
+    prices: Prices, space: Space, asked: Asked, layouts: Mapping[CpOrder, Column], *, apart: bool = False
 ) -> Iterator[Family]:
     """Price the blocks of some layouts as a cutting shards them; ``apart`` as in ``lowered_alike``.
 
     They are given by the order of the sequence, which tells families apart, but changes little of what is priced.
     """
-    question = links.question
+    question = prices.question
     kinds = kinds_of(space.recomputes)
     numbers = np.concatenate(list(layouts.values()))
     orders = np.repeat(list(layouts), [len(one) for one in layouts.values()])
     some = space.keep(numbers)
     for mine, blocks in lowered_alike(question, some, asked.cutting, apart=apart):
         own = some.keep(mine)
-        setting, sends = columns_of(links, own, blocks, orders[mine])
+        setting, sends = columns_of(prices.links, own, blocks, orders[mine])
         count = own.num_layouts
-        costs = [price_block(question, setting, "layer", drop) for drop in kinds]
+        rows = list(zip(numbers[mine].tolist(), orders[mine].tolist(), strict=True))
+        layer = prices.layers(blocks, rows, kinds, setting)
         ends = {kind: price_block(question, setting, kind, Recompute()) for kind in ("embed", "head")}
         candidates, inverse = distinct(own)
         buckets = [buckets_of(candidate, space.engine).total_bytes for candidate in candidates]
@@ -130,19 +151,19 @@ def families(
             space=own,
             layouts=numbers[mine],
             blocks=blocks,
-            setting=of_step(setting, (*costs, *ends.values())),
+            setting=of_step(setting, (layer, *ends.values())),
             sends=sends,
             boundary_bytes=np.broadcast_to(boundary_bytes(setting), count),
             bucket_bytes=np.array(buckets, dtype=np.float64)[inverse],
             kinds=kinds,
             embed=Totals.of([ends["embed"]], count),
-            layer=Totals.of(costs, count),
+            layer=layer,
             head=Totals.of([ends["head"]], count),
         )
         for order in layouts:
-            rows = np.flatnonzero(orders[mine] == order)
-            if len(rows):
-                yield whole.in_order(order, rows)
+            ordered = np.flatnonzero(orders[mine] == order)
+            if len(ordered):
+                yield whole.in_order(order, ordered)
 
 
 def kinds_of(recomputes: Sequence[tuple[Recompute, ...]]) -> tuple[Recompute, ...]:

@@ -16,10 +16,9 @@ from autoshard.layout.pin import Pin
 from autoshard.plan.candidate import Zero
 from autoshard.search.answers import Answers
 from autoshard.search.bounds import Ideal
-from autoshard.search.columns import Links
 from autoshard.search.cutting import Terms
 from autoshard.search.exact_ranges import Effort
-from autoshard.search.families import Asked, families
+from autoshard.search.families import Asked, Prices, families
 from autoshard.search.goals import Goal
 from autoshard.search.judging import Ruled
 from autoshard.search.points import Bound, Group, Legal, groups
@@ -60,7 +59,7 @@ class Pool:
     ) -> None:
         self._space, self._legal, self._pins = ruled.space, ruled.legal, pins
         self._goal, self._effort = goal, effort
-        self._links = Links(question)
+        self._prices = Prices(question)
         self._answers = Answers(question, ruled.space, ruled.legal, pins)
         self._waiting: list[_Waiting] = []
         self._open: list[tuple[float, int, Group]] = []
@@ -246,7 +245,7 @@ class Pool:
         mine = [one for one in self._legal if one.terms == terms]
         base = replace(self._space.base, cp_kind=terms.cp_kind)
         space = replace(self._space, base=base, sp=mine[0].variant.space.sp)
-        for family in families(self._links, space, asked, layouts, apart=bool(self._pins)):
+        for family in families(self._prices, space, asked, layouts, apart=bool(self._pins)):
             alike = [legal for legal in mine if legal.cp_order == family.cp_order]
             zeros: list[Zero] = list(dict.fromkeys(legal.zero for legal in alike))
             for zero in zeros:

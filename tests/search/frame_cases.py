@@ -13,8 +13,7 @@ from autoshard.cost.pipeline import Sends
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.chosen import Options
-from autoshard.search.columns import Links
-from autoshard.search.families import Asked, Family, families
+from autoshard.search.families import Asked, Family, Prices, families
 from autoshard.search.fillings import Filled, Fillings, Frame, Totals, filled
 from autoshard.search.judging import judge_space
 from autoshard.search.points import Legal
@@ -34,7 +33,7 @@ def family(kernels: str, zero: int) -> Family:
     candidate = ruled.space.at(0, 0)
     question = request.question(candidate)
     asked = Asked(cutting=request.cutting(candidate, "torch"), atoms=frozenset({"kv", "edp"}))
-    return next(iter(families(Links(question), ruled.space, asked, {"contiguous": np.arange(1)})))
+    return next(iter(families(Prices(question), ruled.space, asked, {"contiguous": np.arange(1)})))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -185,5 +184,5 @@ def single_frames(truth: Truth) -> Iterator[tuple[Point, Legal, int, Family]]:
             point = truth.point_of(variant.space.at(place, 0))
             space = replace(ruled.space, base=variant.space.base, sp=variant.space.sp)
             asked = Asked(cutting=point.blocks.cutting, atoms=frozenset())
-            (one,) = families(Links(point.question), space, asked, {space.base.cp_order: np.array([layout])})
+            (one,) = families(Prices(point.question), space, asked, {space.base.cp_order: np.array([layout])})
             yield point, legal, place, one
