@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from autoshard.cost.setting import Question
-from autoshard.errors import Fault
+from autoshard.errors import Fault, InputError
 from autoshard.graph.decoder import dim_sizes
 from autoshard.layout.claims import Claim, Claims, claims_of
 from autoshard.layout.layout import show_atoms, whole_axes
@@ -14,6 +14,9 @@ from autoshard.plan.boundary import boundary_cuts
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS, Step
+from autoshard.plan.nxd.forms import plan_forms
+from autoshard.plan.plan import Plan
+from autoshard.plan.tables import plan_programs
 from autoshard.search.places import Held
 
 
@@ -77,3 +80,10 @@ def _claims(step: Step, pins: tuple[Pin, ...]) -> Claims | None:
     if not pins:
         return None
     return claims_of(Net.of(step.graph), dict.fromkeys(ATOMS, 2), None, pins)
+
+
+def require_forms(plan: Plan) -> None:
+    """Refuse a table that keeps to what is pinned, and in which some entry then sends what no layer of NxD sends."""
+    _, faults = plan_forms(plan, plan_programs(plan))
+    if faults:
+        raise InputError(Fault(where=one.where, message=f"with what is pinned, {one.message}") for one in faults)

@@ -103,7 +103,12 @@ class Request:
         used = cutting or self.cutting(candidate, engine)
         real = cut_atoms(candidate, self.model)
         blocks = CutBlocks(step=self.question(candidate).step, cutting=used, atoms=real)
-        return with_tables(self.outline(candidate, engine, blocks), used)
+        made = with_tables(self.outline(candidate, engine, blocks), used)
+        if self.layouts and engine == "nxd":
+            from autoshard.search.pinned import require_forms
+
+            require_forms(made)
+        return made
 
     def outline(self, candidate: Candidate, engine: Engine, blocks: CutBlocks) -> Plan:
         """Return the plan of a candidate whose blocks are these with its prediction, but without tables."""

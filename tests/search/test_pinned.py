@@ -144,12 +144,15 @@ def test_a_table_that_cuts_a_tied_weight_in_two_ways_is_refused():
     assert "head.unembed.weight is [vocab/tp, hidden]" in found.message
 
 
-def test_kernels_that_gather_again_keep_to_pins_too():
-    # The nxd table of kernels keeps no gathered tensors; here nothing is gathered for the readers of the norm.
-    request = pinned({"attn_norm": "[batch/dp, seq/cp, hidden]"}, "llama3-8b", "trn1.32xlarge", pins="tp=8,cp=1,dp=1")
-    (plan,) = search(request).plans
-    assert str(line(plan, "attn_norm").outputs[0]) == "[batch, seq, hidden]"
+def test_a_pin_that_no_layer_of_nxd_can_keep_to_is_refused():
+    asked = ("llama3-8b", "trn1.32xlarge")
+    usual = pinned({"attn_norm": "[batch/dp, seq/cp.tp, hidden]"}, *asked, pins="tp=8,cp=1,dp=1")
+    (plan,) = search(usual).plans
     assert verify(plan) == () and prove(plan).holds
+    with pytest.raises(
+        InputError, match=r"layer\.block_in: with what is pinned, no layer of NxD sends F all_gather"
+    ):
+        search(pinned({"attn_norm": "[batch/dp, seq/cp, hidden]"}, *asked, pins="tp=8,cp=1,dp=1"))
 
 
 def test_atoms_of_a_dim_in_another_order_than_tables_have_are_refused():
