@@ -5,7 +5,7 @@ import itertools
 import json as json_text
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from autoshard.command_line import Counts
 from autoshard.commands.dry import dry
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autoshard.engine.ran import RunReport
     from autoshard.plan.plan import Plan
     from autoshard.plan.rules.rule import Rejection
+    from autoshard.runtime.launch import GivenRank
 
 _RUNS = Path("runs")
 
@@ -28,6 +29,12 @@ class _Ready:
     plan: "Plan"
     notes: tuple[str, ...]
     rejections: "tuple[Rejection, ...]" = ()
+    tried: bool = False  # rehearsed, or counted only: not on the machine that it is for
+
+    @property
+    def engine(self) -> Literal["nxd", "torch"]:
+        """What executes it here."""
+        return "torch" if self.tried else self.plan.engine
 
 
 def run(
@@ -58,7 +65,6 @@ def run(
     """
     from autoshard.engine.base import Run
     from autoshard.runtime.launch import given_rank
-    from autoshard.runtime.room import available_bytes, refuse_too_large
 
     folder = out or _RUNS / plan.stem
     asked = Run(folder=folder, num_steps=steps, learning_rate=learning_rate, seed=seed)
@@ -69,27 +75,23 @@ def run(
     require((dry_run or not dry_ranks, "--dry-ranks", "says which ranks --dry-run tries. Type --dry-run as well"))
     given = given_rank()
     leads = given is None or given.rank == 0
-    ready = _ready(plan, rehearse)
+    ready = _ready(plan, rehearse, dry_run=dry_run)
     if ready.rejections:
         return _say_refused(ready.rejections, json) if leads else 1
     if dry_run:
         return dry(ready.plan, ready.notes, dry_ranks, json=json) if leads else 0
-    num_ranks = ready.plan.mesh.num_ranks
-    if given is None:
-        refuse_too_large(ready.plan, available_bytes())
-    elif leads:
-        given.refuse_other_size(num_ranks, str(plan))
-    elif given.num_ranks != num_ranks:
-        return 2  # rank 0 says why
     if leads:
+        _refuse_place(ready, plan, given)
         _refuse_used(folder)
+    elif given and given.num_ranks != ready.plan.mesh.num_ranks:
+        return 2  # rank 0 says why
     report = _executed(ready, asked, silent=json or not leads)
     if report is not None:
         _conclude(ready, report, folder, json)
     return 0
 
 
-def _ready(path: Path, rehearse: int | None) -> _Ready:
+def _ready(path: Path, rehearse: int | None, *, dry_run: bool) -> _Ready:
     """Read a plan, predict it again where that is needed, and shrink it if it is only rehearsed."""
     from autoshard.cost.predict import predicted
     from autoshard.plan.codec import load
@@ -106,7 +108,10 @@ def _ready(path: Path, rehearse: int | None) -> _Ready:
         notes.append(f"rehearsal: {small.plan.candidate} of a small model, predicted again, for {current.candidate}")
         notes += [f"not kept: {feature}" for feature in small.lost]
         current = predicted(small.plan)
-    return _Ready(plan=current, notes=(*notes, *_elsewhere_notes(current)))
+    tried = rehearse is not None or dry_run
+    if tried or current.engine == "torch":
+        notes += _elsewhere_notes(current)
+    return _Ready(plan=current, notes=tuple(notes), tried=tried)
 
 
 def _card_notes(plan: "Plan") -> list[str]:
@@ -143,6 +148,19 @@ def _refuse_uncut(large: "Plan", small: "Plan", rehearse: int) -> None:
     require((kept, "--rehearse", message))
 
 
+def _refuse_place(ready: _Ready, path: Path, given: "GivenRank | None") -> None:
+    """Refuse what this machine cannot run, and ranks of another number."""
+    from autoshard.runtime.neuron import refuse_without_neuron
+    from autoshard.runtime.room import available_bytes, refuse_too_large
+
+    if ready.engine == "nxd":
+        refuse_without_neuron(ready.plan, given, str(path))
+    if given is None:
+        refuse_too_large(ready.plan, available_bytes())
+    else:
+        given.refuse_other_size(ready.plan.mesh.num_ranks, str(path))
+
+
 def _refuse_used(folder: Path) -> None:
     """Refuse a folder with anything in it, and name one that is free."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
@@ -167,10 +185,15 @@ def _say_refused(rejections: "tuple[Rejection, ...]", json: bool) -> int:
 def _executed(ready: _Ready, asked: "Run", *, silent: bool) -> "RunReport | None":
     """Run the plan; None in the process of another rank than the first, which has nothing to tell."""
     from autoshard.commands.steps import StepsShown
+    from autoshard.engine.nxd.environment import environment
     from autoshard.runtime.engines import builder
     from autoshard.runtime.launch import given_rank, launch
+    from autoshard.runtime.neuron import put_environment
 
-    given, plan, build = given_rank(), ready.plan, builder()
+    given, plan = given_rank(), ready.plan
+    if ready.engine == "nxd":
+        put_environment(environment(plan))
+    build = builder(ready.engine)
     from autoshard.runtime.train import train
 
     if given is None or given.rank == 0:
@@ -182,6 +205,7 @@ def _executed(ready: _Ready, asked: "Run", *, silent: bool) -> "RunReport | None
             lambda say: train(plan, asked, build, say),
             show=show,
             folder=asked.folder,
+            backend="xla" if ready.engine == "nxd" else "gloo",
         )
 
 

@@ -79,12 +79,12 @@ def _engines() -> list[Entry]:
         {
             "name": "nxd",
             "runs on": "trn1, trn1n, trn2, trn2u",
-            "through": "neuronx-distributed; plans only, so far",
+            "through": "neuronx-distributed; held against it on CPUs, not yet on Trainium",
         },
         {
             "name": "torch",
             "runs on": "GPUs, this machine",
-            "through": "PyTorch (NCCL, gloo); plans only, so far",
+            "through": "PyTorch (gloo; NCCL not yet)",
         },
     ]
 

@@ -6,11 +6,16 @@ from importlib import import_module
 from autoshard.engine.base import Builds, Measured
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
+from autoshard.plan.rules.columns import Engine
 
 
-def builder() -> Builds:
-    """Return how the torch engine is built; importing it takes seconds, and must come before ranks are forked."""
+def builder(engine: Engine) -> Builds:
+    """Return how an engine is built; importing it takes seconds, and must come before ranks are forked."""
     _require_torch()
+    if engine == "nxd":
+        from autoshard.engine.nxd.engine import build as build_nxd
+
+        return build_nxd
     from autoshard.engine.torch.engine import build
 
     return build

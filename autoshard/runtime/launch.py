@@ -18,6 +18,7 @@ from autoshard.errors import AutoshardError, Fault, InputError, RunFailed
 from autoshard.runtime.forked import Say, on_forks
 
 Body = Callable[[Say], Any]
+Backend = Literal["gloo", "xla"]  # what torch's world talks through: the host, or Neuron devices
 
 _SILENCE = timedelta(minutes=10)  # after which a rank that waits for another gives up
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # of Slurm jobs without a MASTER_PORT, by their number
@@ -62,13 +63,16 @@ def given_rank(environment: Mapping[str, str] = os.environ) -> GivenRank | None:
     return None
 
 
-def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, folder: Path) -> Any:
+def launch(
+    given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, folder: Path, backend: Backend = "gloo"
+) -> Any:
     """Run a body on every rank, in torch's world; return the answer of rank 0, None in the process of another rank.
 
     What rank 0 says while it runs is shown. Import torch before: forks of a process that has it start at once.
     """
     if given is not None:
-        return _joined(given, body, show)
+        return _joined(given, body, show, backend)
+    assert backend == "gloo", "devices are not for forks"
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="autoshard-") as meeting:
@@ -77,20 +81,20 @@ def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, fo
             alone = GivenRank(
                 by="torchrun", rank=rank, num_ranks=num_ranks, meeting=f"file://{meeting}/store", alone=True
             )
-            with _world(alone):
+            with _world(alone, "gloo"):
                 return body(say)
 
         return on_forks(num_ranks, child, show, logs)[0]
 
 
-def _joined(given: GivenRank, body: Body, show: Say) -> Any:
+def _joined(given: GivenRank, body: Body, show: Say, backend: Backend) -> Any:
     """Be the rank that this process was started as."""
 
     def silent(_: object) -> None:
         """Leave the telling to rank 0."""
 
     try:
-        with _world(given):
+        with _world(given, backend):
             answer = body(show if given.rank == 0 else silent)
     except AutoshardError:
         raise
@@ -104,7 +108,7 @@ def _joined(given: GivenRank, body: Body, show: Say) -> Any:
 
 
 @contextmanager
-def _world(given: GivenRank) -> Iterator[None]:
+def _world(given: GivenRank, backend: Backend) -> Iterator[None]:
     """Join torch's world with one thread for arithmetic: the cores belong to the other ranks."""
     import torch
     import torch.distributed as dist
@@ -112,7 +116,11 @@ def _world(given: GivenRank) -> Iterator[None]:
     if given.alone:
         os.environ["GLOO_SOCKET_IFNAME"] = _loopback()  # the name of this machine may lead to a network that is down
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", given.meeting, rank=given.rank, world_size=given.num_ranks, timeout=_SILENCE)
+    if backend == "xla":
+        from autoshard.engine.nxd.library import register
+
+        register()
+    dist.init_process_group(backend, given.meeting, rank=given.rank, world_size=given.num_ranks, timeout=_SILENCE)
     yield
     with suppress(Exception):  # the other end of a connection may be gone already
         dist.destroy_process_group()

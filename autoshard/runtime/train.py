@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,26 +17,28 @@ Say = Callable[[TimedStep], None]
 def train(plan: Plan, run: Run, build: Builds, say: Say) -> RunReport:
     """Take the steps of a run on this rank, and say each when it is done; torch's world must be running."""
     engine, data = build(plan, run), SyntheticData.of(plan, run.seed)
+    # Devices take no Python objects.
+    hosts: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
     steps: list[TimedStep] = []
     for number in range(run.num_steps):
-        steps.append(_step(engine, data, number))
+        steps.append(_step(engine, data, number, hosts))
         say(steps[-1])
-    return RunReport(steps=tuple(steps), ranks=_from_all(engine.measured()))
+    return RunReport(steps=tuple(steps), ranks=_from_all(engine.measured(), hosts))
 
 
-def _step(engine: Engine, data: SyntheticData, number: int) -> TimedStep:
+def _step(engine: Engine, data: SyntheticData, number: int, hosts: Any) -> TimedStep:
     """Take one step; the clock runs from when all ranks are ready until the last is done."""
     batches = data.step(number)
-    dist.barrier()
+    dist.barrier(hosts)
     start_s = time.perf_counter()
     report = engine.step(batches)
-    dist.barrier()
+    dist.barrier(hosts)
     time_s = time.perf_counter() - start_s
     num_tokens = data.num_micro_batches * data.micro_batch * data.seq_len
     return TimedStep(number=number + 1, loss=report.loss, norm=report.norm, time_s=time_s, num_tokens=num_tokens)
 
 
-def _from_all(mine: Measured) -> tuple[Measured, ...]:
+def _from_all(mine: Measured, hosts: Any) -> tuple[Measured, ...]:
     found: list[Measured] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    dist.all_gather_object(found, mine, hosts)
     return tuple(found)

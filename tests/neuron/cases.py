@@ -4,11 +4,13 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autoshard.engine.base import Run
 from autoshard.engine.place import Held, assemble
 from autoshard.graph.op import Array
 from autoshard.plan.build import build_plan
@@ -92,6 +94,18 @@ def run_nxd(task: Task, platform: str, changes: Mapping[str, str]) -> RankFound:
         num_wrapped=sum(type(one).__name__ == "NxDCheckpointWrapper" for _, one in engine.model.named_modules()),
         memory_bytes=engine.measured().memory_bytes,
     )
+
+
+def run_train(plan: Plan) -> Any:
+    """What every rank runs: the loop of ``autoshard run``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.environ["LOCAL_WORLD_SIZE"] = str(plan.mesh.size("tp"))
+        from autoshard.runtime.engines import builder
+        from autoshard.runtime.train import train
+
+        run = Run(folder=Path(), num_steps=4, learning_rate=3e-3)
+        return train(plan, run, builder("nxd"), lambda _: None)
 
 
 def _leave_out(measure: str) -> None:

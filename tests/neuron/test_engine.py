@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from autoshard.spec.workload import Precision
-from tests.neuron.cases import nxd_plan
+from tests.neuron.cases import nxd_plan, run_train
 from tests.neuron.features import CASES, errors_of, gradient_error, ran
 from tests.ranks.cases import Task, llama
+from tests.ranks.spawn import on_ranks
 
 pytestmark = [pytest.mark.nxd, pytest.mark.usefixtures("nxd")]
 RELATIVE = 2e-6  # of FP32 sums of some hundred terms, beside doubles
@@ -55,6 +56,13 @@ def test_what_is_computed_again_is_wrapped() -> None:
         task = Task.of(nxd_plan(f"tp=1,pp=1,dp=1,recompute={recompute}", llama(vocab=32)), 1)
         (rank,) = ran(task, "trn1")
         assert rank.num_wrapped == count, recompute
+
+
+def test_the_loop_of_a_run_trains_with_it() -> None:
+    plan = nxd_plan("tp=2,pp=2,dp=1", llama(vocab=32), seq_len=16)
+    reports = on_ranks(4, run_train, plan, timeout_s=300.0)
+    assert all(report.steps[-1].loss < report.steps[0].loss for report in reports)
+    assert len({report.steps[-1].loss for report in reports}) == 1 and len(reports[0].ranks) == 4
 
 
 def test_a_rank_tells_what_it_holds() -> None:

@@ -83,7 +83,10 @@ def test_the_answer_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_plan_for_512_ranks_is_rehearsed_on_8(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "llama3-70b", "--nodes", "16", "--top", "1"]) == 0
     said = refused(capsys, "plan.json")
-    assert said[0].startswith("mesh: 512 ranks; one machine runs at most 64.") and said[0].endswith("type --rehearse 8")
+    assert said[0].startswith("engine: nxd runs on Trainium through neuronx-distributed, which is not installed here.")
+    assert "autoshard[neuron]" in said[0] and said[0].endswith("type --rehearse 8")
+    with pytest.raises(InputError, match=r"512 ranks; one machine runs at most 64.*type --rehearse 8"):
+        refuse_too_large(load(Path("plan.json")), 10**15)
     said = refused(capsys, "plan.json", "--rehearse", "1")
     assert said == ["--rehearse: 1 is no room for tp=8, which the table needs. Type 2 or more"]
     assert main(["run", "plan.json", "--rehearse", "8", "--steps", "1"]) == 0

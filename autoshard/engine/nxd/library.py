@@ -28,6 +28,11 @@ def trainer() -> Any:
     return importlib.import_module("neuronx_distributed")
 
 
+def register() -> None:
+    """Make torch's world of Neuron devices known by its name, ``xla``."""
+    importlib.import_module("torch_xla.distributed.xla_backend")
+
+
 def groups() -> Any:
     """Return what knows this rank's place in NxD's groups."""
     return importlib.import_module("neuronx_distributed.parallel_layers.parallel_state")
