@@ -187,8 +187,7 @@ def _executed(ready: _Ready, asked: "Run", *, silent: bool) -> "RunReport | None
     from autoshard.commands.steps import StepsShown
     from autoshard.engine.nxd.environment import environment
     from autoshard.runtime.engines import builder
-    from autoshard.runtime.launch import given_rank, launch
-    from autoshard.runtime.neuron import put_environment
+    from autoshard.runtime.launch import given_rank, launch, put_environment
 
     given, plan = given_rank(), ready.plan
     if ready.engine == "nxd":

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +22,7 @@ Backend = Literal["gloo", "xla"]  # what torch's world talks through: the host, 
 
 _SILENCE = timedelta(minutes=10)  # after which a rank that waits for another gives up
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # of Slurm jobs without a MASTER_PORT, by their number
+_FLAGS = "NEURON_CC_FLAGS"
 _SPECIAL_STEPS = 2**32 - 16  # slurm.h numbers what srun has not started from here: batch scripts, interactive shells
 
 
@@ -85,6 +86,21 @@ def launch(
                 return body(say)
 
         return on_forks(num_ranks, child, show, logs)[0]
+
+
+def put_environment(wanted: Mapping[str, str], environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what is not set; compiler flags of the user's come after the plan's, so that they win.
+
+    >>> mine = {"NEURON_CC_FLAGS": "--verbose", "FI_PROVIDER": "tcp"}
+    >>> put_environment({"NEURON_CC_FLAGS": "--auto-cast none", "FI_PROVIDER": "efa"}, mine)
+    >>> mine
+    {'NEURON_CC_FLAGS': '--auto-cast none --verbose', 'FI_PROVIDER': 'tcp'}
+    """
+    for name, value in wanted.items():
+        if name == _FLAGS and name in environment:
+            environment[name] = f"{value} {environment[name]}"
+        else:
+            environment.setdefault(name, value)
 
 
 def _joined(given: GivenRank, body: Body, show: Say, backend: Backend) -> Any:

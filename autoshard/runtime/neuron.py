@@ -1,7 +1,5 @@
-"""Whether this machine runs a plan through NxD, and what its ranks need before they import it."""
+"""Whether this machine runs a plan through NxD."""
 
-import os
-from collections.abc import Mapping, MutableMapping
 from importlib.util import find_spec
 
 from autoshard.errors import require
@@ -9,7 +7,6 @@ from autoshard.plan.plan import Plan
 from autoshard.runtime.launch import GivenRank
 
 _INSTALL = "pip install --extra-index-url https://pip.repos.neuron.amazonaws.com 'autoshard[neuron]'"
-_FLAGS = "NEURON_CC_FLAGS"
 
 
 def refuse_without_neuron(plan: Plan, given: GivenRank | None, name: str) -> None:
@@ -25,18 +22,3 @@ def refuse_without_neuron(plan: Plan, given: GivenRank | None, name: str) -> Non
         )
     )
     require((given is not None, "engine", f"nxd takes one process for every rank. Type on every node: {start}"))
-
-
-def put_environment(wanted: Mapping[str, str], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what is not set; compiler flags of the user's come after the plan's, so that they win.
-
-    >>> mine = {"NEURON_CC_FLAGS": "--verbose", "FI_PROVIDER": "tcp"}
-    >>> put_environment({"NEURON_CC_FLAGS": "--auto-cast none", "FI_PROVIDER": "efa"}, mine)
-    >>> mine
-    {'NEURON_CC_FLAGS': '--auto-cast none --verbose', 'FI_PROVIDER': 'tcp'}
-    """
-    for name, value in wanted.items():
-        if name == _FLAGS and name in environment:
-            environment[name] = f"{value} {environment[name]}"
-        else:
-            environment.setdefault(name, value)
