@@ -9,7 +9,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
 
 
-def builder(engine: Engine) -> Builds:
+def builder(engine: Engine = "torch") -> Builds:
     """Return how an engine is built; importing it takes seconds, and must come before ranks are forked."""
     _require_torch()
     if engine == "nxd":
