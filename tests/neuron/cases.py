@@ -108,6 +108,25 @@ def run_train(plan: Plan) -> Any:
         return train(plan, run, builder("nxd"), lambda _: None)
 
 
+def run_saving(task: Task, folder: Path, again: bool) -> Mapping[str, bytes]:
+    """What every rank runs: a step, a checkpoint and a step; or, ``again``, the checkpoint and the last step only."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.environ["LOCAL_WORLD_SIZE"] = str(task.plan.mesh.size("tp"))
+        from autoshard.engine.nxd.engine import NxdEngine
+
+        whole = (lambda name: task.weights[name] + 1) if again else task.weights.__getitem__
+        engine = NxdEngine(task.plan, whole, task.learning_rate)
+        first, second = task.steps
+        if not again:
+            engine.step(first)
+            engine.save(folder, 1)
+        else:
+            engine.load(folder, 1)
+        engine.step(second)
+        return {name: one.detach().float().numpy().tobytes() for name, one in engine.parameters}
+
+
 def _leave_out(measure: str) -> None:
     """Forget, in this process, what the engine does about a defect of NxD."""
     from autoshard.engine.nxd import engine, lowering, model

@@ -26,7 +26,8 @@ NOT_VERIFIED: Mapping[str, str] = {
     "experts": "not lowered: what NxD's layer sends in backward is not what plans list",
     "fp16": "NxD's embedding returns BF16; refused with tp above 1",
     "buckets, graphs, stochastic rounding": "there is no XLA device; collectives are gloo's, tensor by tensor",
-    "checkpoints": "the engine does not save or load yet",
+    "checkpoints with cp": "NxD names the files of different cp ranks alike; cp is not executed",
+    "checkpoints as single tensors, asynchronous, in S3": "not used",
 }
 
 

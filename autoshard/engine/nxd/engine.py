@@ -1,6 +1,7 @@
 """A run's engine on one rank of Trainium: NxD's model and optimizer, made as the plan says."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,16 @@ class NxdEngine:
         self.optimizer.step()
         named("mark_step")()  # what is traced until here runs as one graph
         return StepReport(loss=loss, norm=float(self.optimizer.grad_norm))
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write weights and the optimizer's states in NxD's layout, every rank its own files."""
+        tag, content = f"step_{step}", {"step": step}
+        trainer().save_checkpoint(str(folder), tag, self.model, self.optimizer, user_content=content)
+
+    def load(self, folder: Path, step: int) -> None:
+        """Read them again: weights first, since ZeRO-1 cuts its shards from them unless masters were saved."""
+        trainer().load_checkpoint(str(folder), f"step_{step}", model=self.model)
+        trainer().load_checkpoint(str(folder), f"step_{step}", optimizer=self.optimizer)
 
     def measured(self) -> Measured:
         """Return what this rank holds; what it sends is not counted, since graphs send without the host."""
