@@ -149,9 +149,7 @@ def test_a_pin_that_no_layer_of_nxd_can_keep_to_is_refused():
     usual = pinned({"attn_norm": "[batch/dp, seq/cp.tp, hidden]"}, *asked, pins="tp=8,cp=1,dp=1")
     (plan,) = search(usual).plans
     assert verify(plan) == () and prove(plan).holds
-    with pytest.raises(
-        InputError, match=r"layer\.block_in: with what is pinned, no layer of NxD sends F all_gather"
-    ):
+    with pytest.raises(InputError, match=r"layer\.block_in: with what is pinned, no layer of NxD sends F all_gather"):
         search(pinned({"attn_norm": "[batch/dp, seq/cp, hidden]"}, *asked, pins="tp=8,cp=1,dp=1"))
 
 
