@@ -1,7 +1,7 @@
 """The matrix of features: rows that together hold every pair of values that can meet, and how they are found."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
@@ -202,11 +202,26 @@ def possible() -> tuple[Row, ...]:
 
     What lies between blocks is asked last: no other Rule speaks of it, and Rules take their time.
     """
+    return _edged(row for row in _combined() if is_legal(row))
+
+
+def refused_pairs() -> frozenset[Pair]:
+    """Pairs that could meet, but that no Rule lets meet."""
+    rows = _edged(_combined())
+    met = {pair for row in rows for pair in combinations(((name, row[name]) for name in STRUCTURE), 2)}
+    return frozenset(met - possible_pairs())
+
+
+def _combined() -> Iterator[Row]:
     plain = {name: values[0] for name, values in (*STRUCTURE.items(), *OPTIONS.items())}
     choices = {name: values for name, values in STRUCTURE.items() if name != "edge"}
     combined = ({**plain, **dict(zip(choices, values, strict=True))} for values in product(*choices.values()))
-    legal = (row for row in combined if _is_thinkable(row) and is_legal(row))
-    edged = ({**row, "edge": edge} for row in legal for edge in STRUCTURE["edge"])
+    return (row for row in combined if _is_thinkable(row))
+
+
+def _edged(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Rows with every layout between blocks that they can have."""
+    edged = ({**row, "edge": edge} for row in rows for edge in STRUCTURE["edge"])
     return tuple(row for row in edged if _is_thinkable(row))
 
 

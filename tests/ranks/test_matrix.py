@@ -90,6 +90,12 @@ def test_no_value_is_missing():
     assert met == {(name, row[name]) for row in QUICK for name in FEATURES}
 
 
+def test_rules_keep_apart_at_most_a_twentieth_of_all_pairs():
+    refused = matrix.refused_pairs()
+    assert (("pipe", "interleaved"), ("micro", "1")) in refused
+    assert len(refused) <= 0.05 * (len(refused) + len(matrix.possible_pairs()))
+
+
 def test_every_row_may_run():
     assert all(matrix.is_legal(row) for row in ROWS)
     assert not [reason for row in ROWS for reason, excludes in IMPOSSIBLE.items() if excludes(row)]
