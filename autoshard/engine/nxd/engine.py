@@ -14,7 +14,7 @@ from autoshard.engine.initial import InitialWeights
 from autoshard.engine.nxd.layers import Recomputed
 from autoshard.engine.nxd.library import groups, named, trainer
 from autoshard.engine.nxd.lowering import INPUTS, Lowering, lowering_of
-from autoshard.engine.nxd.model import Built, build_model
+from autoshard.engine.nxd.model import Built, build_model, tie
 from autoshard.engine.nxd.stages import MiddleStage
 from autoshard.engine.programs import graph_of
 from autoshard.graph.op import Array
@@ -36,6 +36,8 @@ class NxdEngine:
         tp_rank = groups().get_tensor_model_parallel_rank()
         self.built: Built = build_model(plan, self.lowering, tp_rank)
         self.model: Any = trainer().initialize_parallel_model(config, lambda: self.built.model)
+        if plan.model.tied_embeddings:
+            tie(self.built.model)
         self.parameters: list[tuple[str, nn.Parameter]] = list(self.model.named_parameters())
         self.built.fill(self.parameters, whole)
         self.built.mark(self.parameters)
@@ -118,11 +120,16 @@ def build(plan: Plan, run: Run) -> NxdEngine:
     return NxdEngine(plan, InitialWeights(graph=graph_of(plan), seed=run.seed), run.learning_rate)
 
 
+def _leave(module: nn.Module, device: torch.device) -> None:
+    """Leave parameters as they are made: they are filled by name."""
+
+
 def _with_classes(lowering: Lowering) -> dict[str, Any]:
     """Put classes for their names, and lists for NxD to append to."""
     config = dict(lowering.config)
     again = config["activation_checkpoint_config"]
     config["activation_checkpoint_config"] = [_CLASSES[again]] if again else None
+    config["model_init_config"] = {**config["model_init_config"], "param_init_fn": _leave}
     if config["pipeline_config"]:
         layer = _CLASSES[config["pipeline_config"]["transformer_layer_cls"]]
         listed = {name: list(value) for name, value in config["pipeline_config"].items() if isinstance(value, tuple)}

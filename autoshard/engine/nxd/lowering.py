@@ -130,6 +130,7 @@ def _config(plan: Plan, *, sums_gradients: bool, recomputes: bool) -> Mapping[st
             "use_fp32_grad_acc": zero_one and precision.gradients != precision.weights,
             "use_master_weights_in_ckpt": masters,
         },
+        "model_init_config": {"meta_device_init": True, "param_init_fn": "leave"},
         "activation_checkpoint_config": RECOMPUTED if recomputes else None,
     }
 

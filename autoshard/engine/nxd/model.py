@@ -33,6 +33,8 @@ from autoshard.plan.nxd.forms import setting_of
 from autoshard.plan.plan import Plan
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Where the whole model lies until NxD has taken this rank's stages: on a host, layers would draw whole weights first.
+_NOWHERE = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Built:
 def build_model(plan: Plan, lowering: Lowering, tp_rank: int) -> Built:
     """Build the model with this rank's share of every layer; NxD's groups must stand."""
     making = _Making(plan, lowering, TpRank.of(plan.mesh, tp_rank))
-    with torch.device("meta"):
+    with _NOWHERE:
         plain = Decoder(plan.model, dtype=making.dtype)
     seq_len = plan.workload.seq_len // plan.mesh.size("cp")
     making.replace(plain.embed, "embed", "embed.0")
@@ -87,9 +89,14 @@ def build_model(plan: Plan, lowering: Lowering, tp_rank: int) -> Built:
     head = LastStage(plain.head, lowering.loss_scale)
     model = NxdDecoder(FirstStage(plain.embed, seq_len), layers, head)
     if plan.model.tied_embeddings:
-        _weighted(plain.head.unembed).weight = _weighted(plain.embed.embed).weight
+        tie(model)
     placed = {name: making.placed[id(parameter)] for name, parameter in model.named_parameters()}
     return Built(model=model, placed=placed, rank=making.rank, sizes=making.sizes)
+
+
+def tie(model: NxdDecoder) -> None:
+    """Let the head use the weights of the embedding; NxD forgets that when it gives modules their memory."""
+    _weighted(model.head.block.unembed).weight = _weighted(model.embed.block.embed).weight
 
 
 class _Making:
@@ -128,7 +135,8 @@ class _Making:
         if form.layer == "parallel_cross_entropy":
             size = self.sizes["vocab"] // self.rank.size(("kv", "rep"))
             return TokenLosses(named(form.layer), self.rank.index * size, self._plan.model.vocab)
-        layer = named(form.layer)(**{name: _argument(name, value) for name, value in form.arguments.items()})
+        given = {name: _argument(name, value) for name, value in form.arguments.items()}
+        layer = named(form.layer)(device=_NOWHERE, **given)
         self._place(layer, form, instance)
         if form.layer == "ParallelEmbedding":
             return layer
@@ -144,7 +152,7 @@ class _Making:
     def _leaf(self, form: Form, leaf: nn.Module, instance: str) -> nn.Module:
         for parameter in form.parameters:
             shape = local_shape(parameter, self.rank, self.sizes)
-            setattr(leaf, parameter.name, nn.Parameter(torch.empty(shape, dtype=self.dtype)))
+            setattr(leaf, parameter.name, nn.Parameter(torch.empty(shape, dtype=self.dtype, device=_NOWHERE)))
         self._place(leaf, form, instance)
         if isinstance(leaf, Lookup) and self._lowering.sequence_first and form.parameters[0].summed:
             return Places(leaf, self.rank.index, self.rank.size(("kv", "rep")))
