@@ -91,6 +91,14 @@ def question_for(facts):
     return dataclasses.replace(question, model=dataclasses.replace(question.model, **changes))
 
 
+def test_zero_1_of_nxd_has_masters_in_any_case():
+    question = ask()
+    without = dataclasses.replace(question.workload.precision, masters=None)
+    question = dataclasses.replace(question, workload=dataclasses.replace(question.workload, precision=without))
+    assert "these bf16 weights have none" in reasons(question, "tp=32,pp=8,zero=1")["nxd-zero"].message
+    assert "nxd-zero" not in reasons(question, "tp=32,pp=8,zero=0")
+
+
 def test_every_rule_is_broken_by_a_case_of_this_file():
     assert set(BREAKS) == {rule.id for rule in all_rules()}
 

@@ -25,14 +25,17 @@ def _schedule(c: Columns) -> str:
 
 
 def _zero_allows(c: Columns) -> Column:
-    if c.workload.precision.masters is not None:
+    precision = c.workload.precision
+    if precision.masters is not None:
         return c.zero == 1
-    return one_of(c.zero, (0, 1))
+    return one_of(c.zero, (0, 1)) if precision.weights == "fp32" else c.zero == 0
 
 
 def _zero(c: Columns) -> str:
     if c.zero == 3:
         return "zero=3: NxD has no ZeRO-3; its parameters stay whole on every data-parallel rank. Use zero=1"
+    if c.zero == 1:
+        return f"zero=1: NxD's ZeRO-1 keeps fp32 masters, and these {c.workload.precision.weights} weights have none"
     return f"zero={c.zero}: NxD keeps {c.workload.precision.masters} masters only inside ZeRO-1. Use zero=1"
 
 
@@ -181,7 +184,7 @@ RULES = (
         allows=_zero_allows,
         message=_zero,
         source=_NXD + "trainer/trainer.py: use_master_weights without zero_one_enabled raises; "
-        "there is no sharding of parameters",
+        "there is no sharding of parameters. torch_xla zero_redundancy_optimizer.py: shards are fp32",
     ),
     Rule(
         id="nxd-zero-groups",
