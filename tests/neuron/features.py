@@ -44,6 +44,7 @@ CASES = {
     "tp + sp": Case(text="tp=2,pp=1,dp=1"),
     "odd vocabulary": Case(text="tp=2,pp=1,dp=1", options={"vocab": 31}),
     "learned positions, biases, tied embeddings": Case(text="tp=2,pp=1,dp=2", model=gpt),
+    "parallel residual": Case(text="tp=2,pp=1,dp=1", options={"parallel_residual": True}),
     "queries and keys normed": Case(text="tp=4,pp=1,dp=1", options={**COPIED, "qk_norm": True}),
     "copies of keys, trn1": Case(text="tp=4,pp=1,dp=1", options=COPIED),
     "copies of keys, trn2": Case(text="tp=4,pp=1,dp=1", options=COPIED, platform="trn2"),

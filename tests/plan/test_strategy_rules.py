@@ -12,6 +12,7 @@ EXPERT = {"dims": ("experts", "slots", "ffn", "hidden"), "matrix": ("experts", "
 ROUTER = {"dims": ("batch", "seq", "hidden", "experts"), "matrix": ("hidden", "experts")}
 DISPATCH = {"dims": ("batch", "seq", "hidden", "experts", "slots", "choices"), "matrix": ()}
 OWN_KEYS = {"dims": ("batch", "seq", "hidden", "kv_heads", "head_dim"), "matrix": ("kv_heads", "head_dim", "hidden")}
+POSITIONS = {"dims": ("positions", "hidden", "seq"), "matrix": ("positions", "hidden")}
 LOGITS = {"dims": ("batch", "seq", "vocab"), "matrix": ()}
 TOKENS = {"dims": ("batch", "seq"), "matrix": ()}
 TABLE = {"dims": ("vocab", "hidden", "batch", "seq"), "matrix": ("vocab", "hidden")}
@@ -65,6 +66,8 @@ def test_an_axis_is_for_one_thing(atom, dim, op, why):
         ("kv", "head_dim", KEYS, ["nxd-weights", "nxd-heads"]),
         ("kv", "ffn", EXPERT, []),
         ("edp", "hidden", PRODUCT, []),
+        ("kv", "positions", POSITIONS, ["nxd-weights"]),
+        ("kv", "seq", POSITIONS, []),
         ("kv", "kv_heads", OWN_KEYS, []),
         ("kv", None, OWN_KEYS, ["nxd-heads"]),
         ("rep", None, OWN_KEYS, []),

@@ -359,10 +359,21 @@ def _collects(found: _Matching, op: Op, what: str) -> bool:
     """Claim the entry after a layer that leaves sums pending; say whether the sequence is cut there."""
     entry, whole = found.after(op), found.setting.whole
     if _is_sequence(found, entry):
-        found.claim(entry, what, F=[whole("reduce_scatter", "seq")], I=[whole("all_gather", "seq")])
+        gather = [whole("all_gather", "seq")]
+        back = [] if _is_gathered_elsewhere(found, entry, gather[0]) else gather
+        found.claim(entry, what, F=[whole("reduce_scatter", "seq")], I=back)
         return True
     found.claim(entry, what, F=[whole("all_reduce")])
     return False
+
+
+def _is_gathered_elsewhere(found: _Matching, entry: str, gather: Send) -> bool:
+    """Beside a parallel residual two products take one gradient: the table lists one gather, which NxD repeats."""
+    return not found.sent[entry].get("I") and any(
+        lists.get("I") == (gather,) and lists.get("F") == found.sent[entry].get("F")
+        for other, lists in found.sent.items()
+        if other != entry
+    )
 
 
 def _is_sequence(found: _Matching, entry: str) -> bool:

@@ -155,7 +155,9 @@ def _nxd_loss(place: Place) -> bool:
 
 
 def _nxd_weights(place: Place) -> bool:
-    return place.atom not in TP or place.dim not in ("hidden", "head_dim") or not place.shares_weights
+    if place.atom not in TP or place.dim == "positions":
+        return place.atom not in TP
+    return place.dim not in ("hidden", "head_dim") or not place.shares_weights
 
 
 DP_BATCH = StrategyRule(

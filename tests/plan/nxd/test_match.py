@@ -24,6 +24,8 @@ CASES = [
     ("llama2-13b", "trn1.32xlarge", "tp=8,pp=4,dp=2,sp=false"),
     ("llama3-8b", "trn1.32xlarge", "tp=1,pp=1,dp=32"),
     ("gpt2-xl", "trn1.32xlarge", "tp=8,pp=1,dp=4,kernels=nxd_core"),
+    ("gpt-neox-20b", "trn1.32xlarge", "tp=8,pp=2,dp=2"),
+    ("gpt2-xl", "trn2.48xlarge", "tp=64,pp=1,dp=1,sp=false,kernels=nxd_core"),
     ("qwen3-8b", "trn1.32xlarge", "tp=32,pp=2,dp=2,recompute=full"),
 ]
 
