@@ -14,7 +14,7 @@ from autoshard.plan.tables import plan_blocks, plan_programs
 from autoshard.plan.verify import verify
 from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
-from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Precision, Workload
 
 CASES = [
@@ -53,6 +53,16 @@ def test_what_the_planner_chooses_has_forms_that_hold_every_weight_once(model: s
         assert held == Counter(tensor.name for tensor in block.parameters)
         replaced = [leaf for form in forms[kind] for leaf in form.leaves]
         assert len(replaced) == len(set(replaced))
+
+
+@pytest.mark.parametrize("name", [name for name in model_names() if not load_model(name).num_experts])
+def test_every_dense_card_has_forms_however_it_is_cut(name: str) -> None:
+    sizes = {"trn1.32xlarge": (8, 32), "trn2.48xlarge": (4, 64)}
+    for cluster, tp in ((cluster, tp) for cluster, sizes_of_tp in sizes.items() for tp in sizes_of_tp):
+        for sp in ("true", "false"):
+            dp = load_cluster(cluster).num_ranks // tp
+            plan = planned(name, cluster, f"tp={tp},pp=1,dp={dp},sp={sp}", seq_len=2048)
+            assert plan_forms(plan, plan_programs(plan))[1] == (), plan.candidate
 
 
 def test_layers_follow_from_layouts() -> None:
