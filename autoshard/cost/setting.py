@@ -9,7 +9,6 @@ from autoshard.cost.compute import Rates
 from autoshard.cost.rings import Number, Ring, mesh_ring
 from autoshard.cost.sharded import atom_groups
 from autoshard.cost.terms import CostTerm
-from autoshard.graph.decoder import dim_sizes
 from autoshard.layout.layout import local_sizes
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
@@ -50,7 +49,7 @@ def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Sett
     mesh = mesh_of(candidate, question.model, question.cluster)
     return Setting(
         blocks=blocks,
-        sizes=dim_sizes(question.model, question.workload, candidate.mbs * candidate.dp),
+        sizes=question.step.sizes(candidate.mbs * candidate.dp),
         atoms={atom: mesh.size(atom) for atom in ATOMS},
         rings=rings_of(question, mesh, blocks),
         zero=candidate.zero,

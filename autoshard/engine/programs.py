@@ -95,7 +95,10 @@ def programs_of(plan: Plan) -> PlanPrograms:
 
 
 def graph_of(plan: Plan) -> OpGraph:
-    """Return the step of a plan before sharding; experts that drop nothing get a slot for every token."""
+    """Return the step of a plan before sharding; experts that drop nothing get a slot for every token.
+
+    So messages are as long whatever routers choose; the table ``torch_engine`` prices them so (``pads_experts``).
+    """
     workload, model = plan.workload, plan.model
     if model.num_experts and workload.expert_capacity is None:
         workload = replace(workload, expert_capacity=model.num_experts / model.experts_per_token)

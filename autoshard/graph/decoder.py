@@ -45,10 +45,10 @@ def decoder_graph(model: ModelSpec, workload: Workload, kernels: Kernels, *, mic
         _head_block(model, workload, kernels),
     )
     update = _update_block(workload, blocks)
-    return OpGraph(sizes=dim_sizes(model, workload, micro_batch), blocks=blocks, update=update, tied=tied)
+    return OpGraph(sizes=dim_sizes(model, workload, kernels, micro_batch), blocks=blocks, update=update, tied=tied)
 
 
-def dim_sizes(model: ModelSpec, workload: Workload, micro_batch: int) -> Mapping[str, int]:
+def dim_sizes(model: ModelSpec, workload: Workload, kernels: Kernels, micro_batch: int) -> Mapping[str, int]:
     """Return the size of every dim; slots hold all choices, evenly spread, times the capacity."""
     sizes = {
         "batch": micro_batch,
@@ -65,7 +65,10 @@ def dim_sizes(model: ModelSpec, workload: Workload, micro_batch: int) -> Mapping
         sizes["positions"] = model.max_positions
     if model.num_experts:
         sizes["experts"], sizes["choices"] = model.num_experts, model.experts_per_token
-        sizes["slots"] = num_slots(model, micro_batch * workload.seq_len, workload.expert_capacity)
+        capacity = workload.expert_capacity
+        if capacity is None and kernels.pads_experts:
+            capacity = model.num_experts / model.experts_per_token
+        sizes["slots"] = num_slots(model, micro_batch * workload.seq_len, capacity)
     return sizes
 
 

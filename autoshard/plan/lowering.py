@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from autoshard.graph.block import Block, OpGraph
-from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.decoder import decoder_graph, dim_sizes
 from autoshard.graph.recompute import recompute
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.lower import lower
@@ -49,6 +49,10 @@ class Step:
     def platform(self) -> Kernels:
         """The kernels by their table."""
         return load_kernels(self.kernels)
+
+    def sizes(self, micro_batch: int) -> Mapping[str, int]:
+        """Return the size of every dim, for so many sequences over all of dp."""
+        return dim_sizes(self.model, self.workload, self.platform, micro_batch)
 
     def block(self, kind: str, drop: Recompute) -> Block:
         """Return a block, with what is computed again."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.graph.block import Block
-from autoshard.graph.decoder import dim_sizes
 from autoshard.graph.evaluate import run_ops
 from autoshard.graph.op import Array
 from autoshard.layout.interpret import Interpreter
@@ -16,7 +15,7 @@ from autoshard.layout.shards import VirtualMesh
 from autoshard.layout.token_groups import queueing_apart
 from autoshard.plan.plan import Plan
 from autoshard.plan.shrink import shrink
-from autoshard.plan.tables import plan_blocks, plan_programs, table_setting
+from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting
 
 TOLERANCE = 1e-9  # relative to the largest result of a block; everything is computed in float64
 
@@ -59,7 +58,7 @@ def prove(plan: Plan, seed: int = 0) -> Proof:
     small = shrunk.plan
     atoms = table_setting(small).atoms
     mesh = VirtualMesh(atoms=tuple((atom, size) for atom, size in atoms.items() if size > 1))
-    sizes = dim_sizes(small.model, small.workload, small.micro_batch * small.mesh.size("dp"))
+    sizes = step_of(small).sizes(small.micro_batch * small.mesh.size("dp"))
     programs, blocks = plan_programs(small), plan_blocks(small)
     generator = np.random.default_rng(seed)
     proofs = tuple(_prove_block(name, blocks[name], programs[name], mesh, sizes, generator) for name in blocks)

@@ -11,7 +11,6 @@ from autoshard.cost.rings import Ring, mesh_ring
 from autoshard.cost.routes import Route
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
-from autoshard.graph.decoder import dim_sizes
 from autoshard.layout.cutting import Cutting
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
@@ -112,7 +111,7 @@ def columns_of(links: Links, space: Space, blocks: CutBlocks, cp_order: Column) 
     rows = {key: column.astype(np.float64) for key, column in space.rows.items()}
     candidates, inverse = distinct(space)
     meshes = [mesh_of(candidate, question.model, question.cluster) for candidate in candidates]
-    sizes = dim_sizes(question.model, question.workload, rows["mbs"] * rows["dp"])
+    sizes = question.step.sizes(rows["mbs"] * rows["dp"])
     setting = Setting(
         blocks=blocks,
         sizes=sizes,

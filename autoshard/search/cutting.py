@@ -8,7 +8,6 @@ from types import MappingProxyType
 from autoshard.cost.rings import Number, Ring, mesh_ring
 from autoshard.cost.setting import Question
 from autoshard.errors import InputError
-from autoshard.graph.decoder import dim_sizes
 from autoshard.layout.collective import Collective
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.layout import Cuts
@@ -110,7 +109,7 @@ def operator_problem(question: Question, candidate: Candidate, terms: Terms, kin
     real = tuple(atom for atom, size in atoms.items() if size > 1)
     return OperatorProblem(
         block=question.step.block(kind, Recompute()),
-        sizes=dim_sizes(question.model, question.workload, candidate.mbs * candidate.dp),
+        sizes=question.step.sizes(candidate.mbs * candidate.dp),
         atoms=atoms,
         boundary={dim: tuple(atom for atom in cut if atom in real) for dim, cut in terms.boundary.items()},
         rates=question.rates,

@@ -5,7 +5,6 @@ from functools import cache
 
 from autoshard.cost.setting import Question
 from autoshard.errors import Fault, InputError
-from autoshard.graph.decoder import dim_sizes
 from autoshard.layout.claims import Claim, Claims, claims_of
 from autoshard.layout.layout import show_atoms, whole_axes
 from autoshard.layout.pin import Pin
@@ -41,7 +40,7 @@ def pin_faults(question: Question, candidate: Candidate, pins: tuple[Pin, ...]) 
         return ()
     mesh = mesh_of(candidate, question.model, question.cluster)
     atoms = {atom: mesh.size(atom) for atom in ATOMS}
-    sizes = dim_sizes(question.model, question.workload, candidate.mbs * candidate.dp)
+    sizes = question.step.sizes(candidate.mbs * candidate.dp)
     found = [fault.under(str(pin)) for pin in pins for fault in pin.layout.faults(atoms, sizes)]
     found += [fault for pin in pins for fault in _order_faults(pin, atoms)]
     return tuple(dict.fromkeys((*found, *_boundary_faults(question.step, candidate, atoms, pins))))

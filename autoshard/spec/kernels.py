@@ -22,7 +22,7 @@ _ALWAYS = (
 )  # fmt: skip
 _IF_STATED = (
     "placeholders", "workspace_bytes", "copies_buckets", "keeps_outputs", "uncounted", "seconds_per_graph", "hides",
-    "host_computes",
+    "host_computes", "pads_experts",
 )  # fmt: skip
 _HIDDEN = ("tp", "dp", "unit")
 
@@ -113,8 +113,9 @@ class Kernels:
     nothing is compiled ahead.
 
     ``eager`` says whether a host starts every kernel, or a compiled graph runs as a whole; ``host_computes`` whether
-    that host is the device, so that it starts nothing while it computes; ``hides`` which share of
-    some traffic may go on behind compute: of tp behind the kernels of the same pass, of dp (ZeRO 0 and 1) behind the
+    that host is the device, so that it starts nothing while it computes; ``pads_experts`` whether every expert that
+    drops nothing has a slot for every token, rather than for those alone that chose it; ``hides`` which share of some
+    traffic may go on behind compute: of tp behind the kernels of the same pass, of dp (ZeRO 0 and 1) behind the
     passes of a micro-batch, of unit (ZeRO-3) behind those of a step.
     """
 
@@ -136,6 +137,7 @@ class Kernels:
     seconds_per_graph: float = 0.0
     hides: Mapping[str, float] = field(default_factory=dict[str, float])
     host_computes: bool = False
+    pads_experts: bool = False
 
     def __post_init__(self) -> None:
         """Refuse negative memory, and a table that does not say where its settings come from."""

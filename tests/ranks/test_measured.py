@@ -11,6 +11,7 @@ from tests.ranks.spawn import on_ranks
 
 pytestmark = pytest.mark.ranks
 
+MIXTRAL = {"num_experts": 4, "experts_per_token": 2}
 STATES = ("weights", "gradients", "masters", "optimizer")
 CASES = {
     "one rank": ("tp=1,pp=1,dp=1", llama()),
@@ -39,6 +40,10 @@ CASES = {
     "split backward, attention again": ("tp=2,pp=2,dp=1,schedule=zb_h1,recompute=selective[attend]", llama()),
     "split backward, ZeRO-3": ("tp=1,pp=2,dp=2,schedule=zb_h1,zero=3", llama()),
     "split backward in a V": ("tp=1,pp=2,dp=1,vp=2,schedule=zb_v", llama(num_layers=4)),
+    "experts": ("tp=2,pp=1,dp=1", llama(**MIXTRAL)),
+    "experts spread": ("tp=1,pp=1,dp=2,ep=2", llama(**MIXTRAL)),
+    "experts spread, tp and copies": ("tp=2,pp=1,dp=2,ep=2,recompute=full:1", llama(**MIXTRAL)),
+    "experts spread, split backward": ("tp=1,pp=2,dp=2,ep=2,schedule=zb_h1", llama(**MIXTRAL)),
     "tied embeddings on two stages": ("tp=1,pp=2,dp=2", gpt(vocab=32)),
     "tied embeddings on two stages with ZeRO-3": ("tp=1,pp=2,dp=2,zero=3", gpt(vocab=32)),
     "tied embeddings, biases and learned positions": ("tp=2,pp=1,dp=1", gpt(vocab=32)),

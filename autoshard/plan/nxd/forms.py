@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 
 from autoshard.errors import Fault
-from autoshard.graph.decoder import dim_sizes
 from autoshard.layout.program import Program
 from autoshard.plan.nxd.form import Form
 from autoshard.plan.nxd.match import TP, Setting, forms_of
 from autoshard.plan.plan import Plan
-from autoshard.plan.tables import plan_blocks
+from autoshard.plan.tables import plan_blocks, step_of
 
 SOURCE = (
     "aws-neuron/neuronx-distributed parallel_layers/layers.py and loss_functions.py, modules/qkv_linear.py: "
@@ -18,7 +17,7 @@ SOURCE = (
 
 def setting_of(plan: Plan) -> Setting:
     """Return what the forms of a plan are made for."""
-    sizes = {**dim_sizes(plan.model, plan.workload, plan.micro_batch), **plan.padding}
+    sizes = {**step_of(plan).sizes(plan.micro_batch), **plan.padding}
     atoms = {atom: plan.mesh.size(atom) for atom in TP if plan.mesh.size(atom) > 1}
     return Setting(sizes=sizes, atoms=atoms, dtype=plan.workload.precision.weights)
 
