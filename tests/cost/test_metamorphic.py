@@ -21,7 +21,7 @@ from autoshard.spec.workload import DTYPE_BYTES, Precision
 from tests.cost.cases import ask, block, candidate_of, cost_of, pipeline, priced
 from tests.tabled import blocks_of
 
-FEWER = settings(max_examples=50)  # each prices a plan or more, which takes a while in all
+FEWER = settings(max_examples=35)  # each prices a plan or more, which takes a while in all
 BF16, FP8 = Precision.named("bf16"), replace(Precision.named("bf16"), products="fp8")
 NXD, GPU = ("nxd", "nxd_core"), tuple(name for name in kernels_names() if not name.startswith("nxd"))
 # Model, cluster, nodes, tables, formats, and layouts of every kind: each axis alone and together, ZeRO, schedules.

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import jsonschema
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from autoshard.cost.predict import plan_cost, predict, predicted
 from autoshard.plan.codec import dump, fingerprint, load, schema_text
 from autoshard.spec.workload import Precision
 from tests.cost.cases import ask, plan_of, predicted_of
 
+FEWER = settings(max_examples=min(settings().max_examples, 60))  # each prices two plans
 TEXTS = (
     "tp=8,pp=4,dp=4",
     "tp=8,pp=1,dp=16,mbs=2",
@@ -81,6 +82,7 @@ class TestPrediction:
 
 
 class TestComparisons:
+    @FEWER
     @given(st.sampled_from(TEXTS), st.floats(1, 100))
     def test_more_bandwidth_never_makes_a_step_slower(self, text, factor):
         question = ask()
@@ -90,6 +92,7 @@ class TestComparisons:
         quick = replace(question, cluster=replace(question.cluster, links=links))
         assert time_s(quick, text) <= time_s(question, text) * (1 + 1e-8)
 
+    @FEWER
     @given(st.sampled_from(TEXTS), st.floats(1, 100), st.sampled_from(["matrix", "vector", "memory"]))
     def test_a_faster_chip_never_makes_a_step_slower(self, text, factor, what):
         question = ask()

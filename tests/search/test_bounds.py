@@ -63,7 +63,7 @@ def is_bounded(request: Request, share: float) -> None:
             assert float(found[0].bound[0]) <= value * SURE, str(best.candidate)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(requests(), st.sampled_from([0.0, 0.02, 0.2, 1.1]))
 def test_no_filling_of_a_point_is_below_its_bound(asked: Asked, share: float):
     is_bounded(asked.request, share)

@@ -19,7 +19,7 @@ from benchmarks.estimate_batch import evaluate
 from tests.cost.cases import ask, plan_of
 from tests.tabled import cutting_of
 
-SAMPLE, KINDS = 12, 2  # layouts of each case, and of each the kinds of recompute that are priced by themselves
+SAMPLE, KINDS = 7, 2  # layouts of each case, and of each the kinds of recompute that are priced by themselves
 
 # model, cluster, nodes, pins
 CASES = {

@@ -29,6 +29,8 @@ from tests.search.operator_cases import (
 )
 from tests.search.small_cases import BOUNDARIES, SEEDS, TWO, compare_limited, every_cut, small_problem
 
+FEWER = settings(max_examples=min(settings().max_examples, 100))  # each is solved and lowered
+
 
 def obeys(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> bool:
     """Whether readers take every tensor as it was made, if nothing is pending in it, or in one other layout."""
@@ -52,6 +54,7 @@ def _made(problem, maker, tensor: str, cuts: Mapping[str, Cuts]) -> Layout:
     return made_layout(maker, tensors, tensor, OpChoice(cuts=cuts[maker.name]))
 
 
+@FEWER
 @given(seed=SEEDS, boundary=BOUNDARIES, gathered=st.booleans(), branches=st.integers(2, 3))
 def test_a_solution_costs_what_its_program_costs(seed: int, boundary: Cuts, gathered: bool, branches: int) -> None:
     problem = small_problem(branched_block(seed, branches), TWO, boundary, keeps_gathered=gathered)
@@ -60,6 +63,7 @@ def test_a_solution_costs_what_its_program_costs(seed: int, boundary: Cuts, gath
     assert assess(problem, lowered(problem, found.cuts)) == pytest.approx(found.cost_s, rel=1e-9)
 
 
+@FEWER
 @given(seed=SEEDS, boundary=BOUNDARIES, branches=st.integers(2, 3))
 def test_an_addition_shares_a_change_at_most(seed: int, boundary: Cuts, branches: int) -> None:
     problem = small_problem(branched_block(seed, branches, adds=True), TWO, boundary)

@@ -110,7 +110,7 @@ def test_what_is_pinned_is_judged_as_its_points_are(pins: str):
     [
         ask("llama3-8b", "trn1.32xlarge", pins="mbs=1"),
         ask("llama3-8b", "trn1.32xlarge", 2, pins="mbs=1,tp=8", seq_len=1000),
-        ask("mixtral-8x7b", "trn2.48xlarge", pins="mbs=1,tp=4"),
+        pytest.param(ask("mixtral-8x7b", "trn2.48xlarge", pins="mbs=1,tp=4"), marks=pytest.mark.slow),
         ask("mixtral-8x7b", "h100-80", pins="mbs=1,vp=1"),
     ],
     ids=["trn1", "odd sequence", "experts on trn2", "experts on GPUs"],

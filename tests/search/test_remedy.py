@@ -72,7 +72,7 @@ ADVICE = [
     (ask("llama3-8b", "trn1.32xlarge", seq_len=7), ["--seq-len 2048"]),
     (ask("llama3-8b", "trn1.32xlarge", pins="pp=2"), ["it without --fix", "--nodes 2"]),
     (ask("llama3-8b", "trn1.32xlarge", pins="tp=8,pp=2"), ["--fix tp=8, so without pp=2", "--nodes 2"]),
-    (ask("llama2-7b"), ["--ranks 64"]),
+    pytest.param(ask("llama2-7b"), ["--ranks 64"], marks=pytest.mark.slow),
     (ask("tiny-llama", ranks=7, global_batch=32, pins="pp=1"), ["--global-batch 35"]),
     (ask("llama3-70b", "trn1.32xlarge", 1000), ["--global-batch 1125"]),
     (ask("llama3-8b", "a100-40", pins="tp=1,pp=1,zero=1"), ["--fix pp=1,zero=1, so without tp=1"]),
@@ -81,7 +81,11 @@ ADVICE = [
 ]
 
 
-@pytest.mark.parametrize(("request_", "expected"), ADVICE, ids=[f"{case[0].model.name}-{case[1]}" for case in ADVICE])
+def named(value: Request | list[str]) -> str:
+    return value.model.name if isinstance(value, Request) else str(value)
+
+
+@pytest.mark.parametrize(("request_", "expected"), ADVICE, ids=named)
 def test_advice_is_what_helps(request_: Request, expected: list[str]):
     assert search(request_).plans == ()
     found = list(remedies(request_))
