@@ -58,7 +58,7 @@ class Executor:
         own = flats(world, (one for name, one in held.items() if name not in here), blocks, formats)
         self._held, self._store = held, Store(flats=own, ties=here)
         self._pieces: list[torch.Tensor] = []
-        self._num_steps = 0
+        self._num_steps, self._clip = 0, 1.0
         self._saved_bytes = 0
 
     def step(self, micro_batches: Sequence[Batch], learning_rate: float) -> tuple[float, float]:
@@ -82,7 +82,8 @@ class Executor:
         op = self._graph.update.op("clip")
         clip, norm = op.kind.evaluate(self._graph.update.call(op, {}), np.asarray(total))
         self._num_steps += 1
-        scalars = {"clip": float(clip), "learning_rate": learning_rate, "step_number": self._num_steps}
+        self._clip = float(clip)
+        scalars = {"clip": self._clip, "learning_rate": learning_rate, "step_number": self._num_steps}
         for flat, piece in zip(self._store.flats, self._pieces, strict=True):
             flat.update(piece, scalars)
         self._bench.world.finish_sending()
@@ -92,7 +93,7 @@ class Executor:
         """Return this rank's parts of what the last step made, for who puts them together."""
         gradients: dict[str, Held] = {}
         for flat, piece in zip(self._store.flats, self._pieces, strict=True):
-            gradients |= {} if flat.tied == "copy" else flat.shares(piece)
+            gradients |= {} if flat.tied == "copy" else flat.shares(piece / self._clip)
         weights: dict[str, Held] = {}
         for flat in self._store.flats:
             weights |= flat.shares(flat.values) if flat.parted else {}

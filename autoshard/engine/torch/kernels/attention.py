@@ -24,18 +24,21 @@ _Part = tuple[torch.Tensor, torch.Tensor]  # mixed values [batch, head, query, h
 def _rotary(kind: Rotary, call: Call, local: Local) -> Kernel:
     dims, head_dim = call.inputs[0].dims, call.sizes["head_dim"]
     half, dtype = kind.rotated(head_dim) // 2, local.formats.of(call.outputs[0].dtype)
+    turned = 2 * half
     after = len(dims) - dims.index(call.inputs[1].dims[0]) - 2  # dims between the positions and the head
     sign = -1 if kind.backward else 1
 
     def run(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        angles = local.rotations.of(kind, positions, head_dim, wide(x[..., :0]).dtype)
+        exact = wide(x[..., :0]).dtype
+        angles = local.rotations.of(kind, positions, head_dim, exact)
         cos, sin = (one.reshape(len(positions), *[1] * after, half) for one in angles)
-        result = torch.empty_like(x, dtype=dtype)
-        first, second = x[..., :half], x[..., half : 2 * half]
-        result[..., :half] = first * cos - second * (sign * sin)
-        result[..., half : 2 * half] = second * cos + first * (sign * sin)
-        result[..., 2 * half :] = x[..., 2 * half :]
-        return (result,)
+        result = torch.empty_like(x, dtype=exact)
+        first, second = x[..., :half], x[..., half:turned]
+        torch.mul(first, cos, out=result[..., :half]).addcmul_(second, sin, value=-sign)
+        torch.mul(second, cos, out=result[..., half:turned]).addcmul_(first, sin, value=sign)
+        if turned < head_dim:
+            result[..., turned:] = x[..., turned:]
+        return (result.to(dtype),)
 
     return run
 

@@ -1,4 +1,4 @@
-"""Gradient sums, the norm's squares, and updates; what is a rank's own for the whole run is updated in place."""
+"""Gradient sums, the norm's squares, and updates; what is a rank's own is updated in place, and clipped in place."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def _adamw(kind: AdamW, call: Call, local: Local) -> Kernel:
     def run(*given: Any) -> tuple[torch.Tensor, ...]:
         weight, first, second, gradient, clip, rate, step = given
         adamw(
-            [weight], [gradient * clip], [first], [second], [], [torch.tensor(step - 1.0)],
+            [weight], [_clipped(gradient, clip)], [first], [second], [], [torch.tensor(step - 1.0)],
             fused=weight.dtype == first.dtype, amsgrad=False, beta1=kind.beta1, beta2=kind.beta2,
             lr=rate, weight_decay=kind.decay, eps=kind.eps, maximize=False,
         )  # fmt: skip
@@ -43,6 +43,11 @@ def _adamw(kind: AdamW, call: Call, local: Local) -> Kernel:
 def _sgd(kind: Sgd, call: Call, local: Local) -> Kernel:
     def run(*given: Any) -> tuple[torch.Tensor, ...]:
         weight, gradient, clip, rate = given
-        return (weight.add_(gradient, alpha=-rate * clip),)
+        return (weight.add_(_clipped(gradient, clip), alpha=-rate),)
 
     return run
+
+
+def _clipped(gradient: torch.Tensor, clip: float) -> torch.Tensor:
+    """Bring a gradient down where it lies: memory of its own would cost more than the product."""
+    return gradient.mul_(clip) if clip < 1.0 else gradient
