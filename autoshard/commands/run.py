@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoshard.command_line import Counts
+from autoshard.commands.compiling import USUAL_STEPS, compile_ahead, compiling_place
 from autoshard.commands.dry import dry
 from autoshard.commands.output import print_json, write_plan, write_text
 from autoshard.errors import InputError, require
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from autoshard.runtime.launch import GivenRank
 
 _RUNS = Path("runs")
+_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +41,14 @@ class _Ready:
 
 def run(
     plan: Path,
-    steps: int = 20,
+    steps: int | None = None,
     out: Path | None = None,
     rehearse: int | None = None,
     seed: int = 0,
     learning_rate: float = 3e-4,
     dry_run: bool = False,
     dry_ranks: Counts = (),
+    compile_only: bool = False,
     json: bool = False,
 ) -> int:
     """Train on synthetic tokens as a plan says, and put what was predicted beside what is measured.
@@ -54,30 +57,37 @@ def run(
 
     Args:
         plan: The plan file.
-        steps: How many optimizer steps to take.
+        steps: How many optimizer steps to take. Default: 20, and 10 to find the graphs for --compile-only.
         out: The folder of the run: plan, steps, logs, a measured row. Default: runs/ and the name of the plan file.
         rehearse: Run a plan of the same shape on at most so many ranks, with a model to match, e.g. 8.
         seed: Of the weights and the tokens; the same seed gives the same losses.
         learning_rate: Of the optimizer, the same in all steps.
         dry_run: Start nothing: try ranks of the whole plan out here one by one, without numbers, and count bytes.
         dry_ranks: Which ranks --dry-run tries, e.g. 0,37. Default: one of each that differ.
+        compile_only: On Trainium, once on every node: compile all graphs into a cache in the folder of the run.
         json: Print one JSON object at the end instead of steps and tables.
     """
     from autoshard.engine.base import Run
     from autoshard.runtime.launch import given_rank
 
-    folder = out or _RUNS / plan.stem
-    asked = Run(folder=folder, num_steps=steps, learning_rate=learning_rate, seed=seed)
+    folder = out or _RUNS / (f"{plan.stem}-compiled" if compile_only else plan.stem)
+    count = (USUAL_STEPS if compile_only else _STEPS) if steps is None else steps
+    asked = Run(folder=folder, num_steps=count, learning_rate=learning_rate, seed=seed)
+    tried = dry_run or rehearse is not None
     require(
         (rehearse is None or rehearse >= 1, "--rehearse", f"must be at least 1, not {rehearse}"),
         (seed >= 0, "--seed", f"must be at least 0, not {seed}"),
+        (dry_run or not dry_ranks, "--dry-ranks", "says which ranks --dry-run tries. Type --dry-run as well"),
+        (not (compile_only and tried), "--compile-only", "what is only tried is not compiled. Leave one of them out"),
     )
-    require((dry_run or not dry_ranks, "--dry-ranks", "says which ranks --dry-run tries. Type --dry-run as well"))
     given = given_rank()
     leads = given is None or given.rank == 0
     ready = _ready(plan, rehearse, dry_run=dry_run)
     if ready.rejections:
         return _say_refused(ready.rejections, json) if leads else 1
+    if compile_only:
+        _refuse_used(compiling_place(ready.plan, asked, given, str(plan)))
+        return compile_ahead(ready.plan, asked, given, str(plan), json=json)
     if dry_run:
         return dry(ready.plan, ready.notes, dry_ranks, json=json) if leads else 0
     if leads:
@@ -228,7 +238,11 @@ def _conclude(ready: _Ready, report: "RunReport", folder: Path, json: bool) -> N
     """Write the measured row, and say how the prediction held."""
     from autoshard.report.ran import ran_json, ran_report
     from autoshard.report.terminal import make_console
+    from autoshard.runtime.launch import only_extracts
 
+    if only_extracts():
+        print("graphs were extracted and nothing was computed: no losses, no times, no measured row")
+        return
     rows = folder / "measured.jsonl"
     write_text(json_text.dumps(_row(ready.plan, report)) + "\n", rows)
     if json:

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.cost.block import BlockCost, Blocks, BlockWork, Setting, block_cost
 from autoshard.cost.calibration import Calibration, uncalibrated
-from autoshard.cost.compiling import compiling
+from autoshard.cost.compiling import compiling, least_instructions
 from autoshard.cost.pipeline import Pipeline, Price, Sends, StageLayers
 from autoshard.cost.rings import Number, mesh_ring
 from autoshard.cost.setting import Question, boundary_bytes, price_block, rings_of, setting_of, work_of
@@ -56,6 +56,21 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
         of=fingerprint(plan),
         compiling=compiling(plan.schedule, _stages(plan), load_kernels(plan.kernels)),
     )
+
+
+def most_instructions(plan: Plan) -> tuple[int, float]:
+    """Return the stage with the largest graph, and how many instructions of the matrix unit that has at least."""
+    asked = question_of(plan, uncalibrated())
+    setting = setting_of(asked, plan.candidate, ListedBlocks.of(plan))
+
+    @cache
+    def work(kind: str, drop: Recompute) -> BlockWork:
+        return work_of(asked, setting, kind, drop)
+
+    split = plan.cluster.lnc or 1  # a compiler parts a graph over the cores of a logical one
+    in_pipeline = len(plan.stages) > 1
+    counts = [least_instructions(stage, work, in_pipeline=in_pipeline) / split for stage in _stages(plan)]
+    return max(enumerate(counts), key=lambda one: one[1])
 
 
 def predicted(plan: Plan, calibration: Calibration | None = None, blocks: Blocks | None = None) -> Plan:

@@ -128,7 +128,7 @@ def on_forks(num_ranks: int, child: Child, show: Say, logs: Path) -> list[Any]:
     SIGTERM becomes Stopped. What ranks print goes to ``rank-N.log``.
     """
     ranks, answers = _Ranks(logs), dict[int, Any]()
-    with _heeding_sigterm():
+    with heeding_sigterm():
         try:
             ranks.start(num_ranks, child)
             while ranks.ends:
@@ -175,7 +175,7 @@ def _first(failures: Sequence[_Failure], num_ranks: int, logs: Path) -> InputErr
 
 
 @contextmanager
-def _heeding_sigterm() -> Iterator[None]:
+def heeding_sigterm() -> Iterator[None]:
     """Turn SIGTERM into an exception, so that the ranks end before this process does."""
 
     def stop(number: int, _: object) -> None:

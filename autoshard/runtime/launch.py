@@ -23,6 +23,8 @@ Backend = Literal["gloo", "xla"]  # what torch's world talks through: the host, 
 _SILENCE = timedelta(minutes=10)  # after which a rank that waits for another gives up
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # of Slurm jobs without a MASTER_PORT, by their number
 _FLAGS = "NEURON_CC_FLAGS"
+# cited: aws-neuron torch_neuronx/parallel_compile/neuron_parallel_compile.py sets it for what it starts.
+_EXTRACTING = "NEURON_EXTRACT_GRAPHS_ONLY"
 _SPECIAL_STEPS = 2**32 - 16  # slurm.h numbers what srun has not started from here: batch scripts, interactive shells
 
 
@@ -101,6 +103,31 @@ def put_environment(wanted: Mapping[str, str], environment: MutableMapping[str, 
             environment[name] = f"{value} {environment[name]}"
         else:
             environment.setdefault(name, value)
+
+
+def only_extracts(environment: Mapping[str, str] = os.environ) -> bool:
+    """Say whether this process is to find graphs for a compiler, and computes nothing that is real."""
+    return environment.get(_EXTRACTING) == "1"
+
+
+def node_words(
+    given: GivenRank | None, num_nodes: int, num_ranks: int, environment: Mapping[str, str] = os.environ
+) -> list[str]:
+    """Return what torchrun is told to start the ranks of this node, which is what ``given`` counts.
+
+    Nodes meet one port above that where ``given`` met: torchrun still listens there.
+
+    >>> node_words(None, 1, 32)
+    ['--standalone', '--nproc-per-node', '32']
+    """
+    if num_nodes == 1:
+        return ["--standalone", "--nproc-per-node", str(num_ranks)]
+    assert given is not None, "one of several nodes is told which"
+    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    if given.meeting != "env://":
+        address, _, port = given.meeting.removeprefix("tcp://").rpartition(":")
+    where = ["--master-addr", address, "--master-port", str(int(port) + 1)]
+    return ["--nnodes", str(num_nodes), "--node-rank", str(given.rank), *where, "--nproc-per-node", str(num_ranks)]
 
 
 def _joined(given: GivenRank, body: Body, show: Say, backend: Backend) -> Any:

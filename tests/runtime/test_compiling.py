@@ -1,0 +1,288 @@
+"""Graphs compiled before a run: what the vendor's tool prints, and a tool of the test in its place."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from autoshard.cli import main
+from autoshard.cost.compiling import MOST_INSTRUCTIONS
+from autoshard.cost.predict import most_instructions
+from autoshard.errors import InputError, RunFailed
+from autoshard.plan.codec import dump
+from autoshard.runtime.compiling import TOOL, Compiled, Failure, compiled_of, streamed
+from autoshard.runtime.launch import GivenRank, node_words, only_extracts
+from autoshard.runtime.neuron import refuse_without_compiler
+from tests.plan.nxd.test_match import planned
+from tests.runtime.cases import is_alive, started, wait_until, write_tiny
+
+WORKDIR = "/" + "tmp/no-user/neuroncc_compile_workdir"
+CACHE = "/var/tmp/neuron-compile-cache/neuronxcc-2.16.372.0+4a9b2326"
+STAMP = "2025-01-17 01:16:07.000981:  32201"
+ONE, TWO = "MODULE_9993940051196728623+3cc9a3cb", "MODULE_7470829644182149778+3cc9a3cb"
+
+
+def reported(**status: bool) -> str:
+    """The tool's own report of graphs, as JSON between lines of its log."""
+    modules = {"one": ONE, "two": TWO}
+    graphs = {
+        f"{CACHE}/{modules[name]}/model.hlo_module.pb": {"status": good, "retry": 0, "compile_time": 9.77}
+        for name, good in status.items()
+    }
+    summary = {"true": sum(status.values()), "false": len(status) - sum(status.values())}
+    text = json.dumps({"compilation_summary": summary, "compilation_report": graphs, "start_time": 1.5}, indent=4)
+    return f"{STAMP}  INFO ||NEURON_PARALLEL_COMPILE||: {text}\n"
+
+
+def totals(graphs: int, failed: int) -> str:
+    counts = (("graphs", graphs), ("successful compilations", graphs - failed), ("failed compilations", failed))
+    return "".join(f"{STAMP}  INFO ||NEURON_PARALLEL_COMPILE||: Total {name}: {count}\n" for name, count in counts)
+
+
+def command(module: str, folder: str) -> str:
+    """How the compiler is quoted where it has failed."""
+    file = f"{WORKDIR}/{folder}/model.{module}"
+    words = ["neuronx-cc", "compile", "--target=trn1", f"{file}.hlo_module.pb", "--output", f"{file}.neff", "--verbose"]
+    return f"Failed compilation with {words}"
+
+
+WHERE = f"{STAMP}  INFO ||NEURON_CACHE||: Compile cache path: /var/tmp/neuron-compile-cache\n"
+TICKET = " - Please open a support ticket at https://github.com/aws-neuron/aws-neuron-sdk/issues/new"
+TOO_MANY = "[XTP002] Number of instructions (8658944) is over the threshold (5000000)."
+# Issue 987 of aws-neuron-sdk, with the lines around it as in issues 947 and 948.
+REFUSED = (
+    f"2024-08-15T14:01:19Z Diagnostic logs stored in {WORKDIR}/174522cf/log-neuron-cc.txt\n"
+    f"{STAMP}  ERROR ||NEURON_CC_WRAPPER||: {command(ONE, '174522cf')}: 2024-08-15T14:01:19Z {TOO_MANY}{TICKET}\n"
+)
+# Issue 1299: the compiler passes, its wrapper does not, and only the number of a process is told.
+SOFT = (
+    "Compiler status PASS\nCompilation Successfully Completed for model.MODULE_13469879494523219861+f7f529f3.pb\n"
+    "Subprocess 17296 encountered error: stat: path should be string, bytes, os.PathLike or integer, not NoneType\n"
+)
+# Issue 94 of aws-neuron-samples: a worker is gone, and its graphs are in no sum.
+DIED = (
+    f"{STAMP}  INFO ||NEURON_PARALLEL_COMPILE||: sub-process 1 got exception: None\nTraceback (most recent call last)\n"
+)
+# Issues 881 and 1023, and the documentation: failures of another time.
+CACHED = (
+    f"{STAMP}  ERROR ||NEURON_CC_WRAPPER||: Got a cached failed neff at {CACHE}/{TWO}/model.neff. "
+    f"Will skip compilation, please set --retry_failed_compilation for recompilation: \n {command(TWO, '0a25')}: "
+    f"2024-04-30T20:50:00Z [TEN404] Internal tensorizer error{TICKET}\n"
+)
+NOTHING_NEW = "No todo hlos found in cache or hlo_tasklist, parallel_compile return before spawning workers....\n"
+WITH_LEVELS = "\nINFO: "  # as the documentation shows the report
+LOG_ONE, LOG_TWO = f"{CACHE}/{ONE}/model.log", f"{CACHE}/{TWO}/model.log"
+NONE_TYPE = "stat: path should be string, bytes, os.PathLike or integer, not NoneType"
+
+
+@pytest.mark.parametrize(
+    ("text", "graphs", "failed", "failures"),
+    [
+        (reported(one=True, two=True) + totals(2, 0), 2, 0, ()),
+        ("2022-12-21 00:07:10.000925: INFO ||PARALLEL_COMPILE||: " + totals(6, 0).replace("NEURON_", ""), 6, 0, ()),
+        (reported(one=True, two=True).replace("\n", WITH_LEVELS) + totals(2, 0), 2, 0, ()),
+        (NOTHING_NEW, 0, 0, ()),
+        (
+            REFUSED + reported(one=False, two=True) + totals(2, 1),
+            2,
+            1,
+            (Failure(graph=ONE, cause=TOO_MANY, logs=(LOG_ONE, f"{WORKDIR}/174522cf/log-neuron-cc.txt")),),
+        ),
+        (
+            reported(one=False).replace("\n", WITH_LEVELS) + totals(1, 1),
+            1,
+            1,
+            (Failure(graph=ONE, cause="", logs=(LOG_ONE,)),),
+        ),
+        (
+            SOFT + reported(one=True, two=False) + totals(2, 1),
+            2,
+            1,
+            (Failure(graph=TWO, cause=NONE_TYPE, logs=(LOG_TWO,)),),
+        ),
+        (DIED + totals(1, 0), 1, 1, (Failure(graph="", cause="a compiling process died: None"),)),
+        (
+            CACHED + NOTHING_NEW,
+            0,
+            1,
+            (Failure(graph=TWO, cause="[TEN404] Internal tensorizer error", logs=(LOG_TWO,)),),
+        ),
+        (totals(300, 256), 300, 256, ()),  # exit code 0, and no report
+    ],
+)  # fmt: skip
+def test_what_became_of_graphs_is_read(text: str, graphs: int, failed: int, failures: tuple[Failure, ...]) -> None:
+    assert compiled_of(WHERE + text) == Compiled(
+        num_graphs=graphs, num_failed=failed, failures=failures, cache="/var/tmp/neuron-compile-cache"
+    )
+
+
+def test_without_a_summary_nothing_is_known() -> None:
+    whole = reported(one=False) + totals(12, 1)
+    for end in range(0, len(whole) - 2, 7):
+        assert compiled_of(whole[:end]) is None
+    assert compiled_of("ERROR ||NEURON_PARALLEL_COMPILE||: There was an error in the training script.\n") is None
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "")  # restored at the end, whatever the command sets
+    monkeypatch.delenv("NEURON_COMPILE_CACHE_URL")
+    return tmp_path
+
+
+def tool(folder: Path, body: str) -> str:
+    """A tool in the place of the vendor's, first on the path."""
+    place = folder / "bin"
+    place.mkdir()
+    file = place / TOOL
+    file.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+    file.chmod(0o755)
+    return f"{place}{os.pathsep}{os.environ['PATH']}"
+
+
+def write_plan(folder: Path, text: str = "tp=8,pp=4,dp=1", seq_len: int = 8192) -> None:
+    (folder / "plan.json").write_text(dump(planned("llama3-8b", "trn1.32xlarge", text, seq_len)), encoding="utf-8")
+
+
+def test_a_short_run_is_extracted_and_compiled(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(here)
+    (here / "said").write_text(WHERE + reported(one=True, two=True) + totals(2, 0), encoding="utf-8")
+    record = 'echo "$@" > given; echo "$NEURON_COMPILE_CACHE_URL" > cache; cat said'
+    monkeypatch.setenv("PATH", tool(here, record))
+    assert main(["run", "plan.json", "--compile-only", "--seed", "3", "--learning-rate", "1e-3"]) == 0
+    said = capsys.readouterr().out
+    assert "Total graphs: 2" in said and "2 graphs compiled, cache: /var/tmp/neuron-compile-cache" in said
+    assert "warning" not in said
+    words = (here / "given").read_text().split()
+    folder = "runs/plan-compiled"
+    assert words[:2] == ["--parallel_compile_workdir", f"{folder}/work"] and words[3:5] == [
+        "-m",
+        "torch.distributed.run",
+    ]
+    assert words[5:8] == ["--standalone", "--nproc-per-node", "32"]
+    assert words[8:] == (
+        f"-m autoshard.cli run plan.json --steps 10 --out {folder}/short --seed 3 --learning-rate 0.001".split()
+    )
+    assert (here / "cache").read_text().strip() == str(here / folder / "cache")
+    assert (here / folder / "compile.log").read_text() == (here / "said").read_text()
+    assert main(["run", "plan.json", "--compile-only"]) == 2
+    assert "Type --out runs/plan-compiled-2" in capsys.readouterr().err
+
+
+def test_a_graph_that_fails_is_named_with_its_log(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(here, "tp=8,pp=1,dp=4,recompute=full")
+    (here / "said").write_text(REFUSED + reported(one=False, two=True) + totals(2, 1), encoding="utf-8")
+    monkeypatch.setenv("PATH", tool(here, "cat said; exit 1"))
+    assert main(["run", "plan.json", "--compile-only", "--out", "a"]) == 1
+    said = capsys.readouterr().out
+    assert "warning: the largest graph, of stage 0, takes at least 4.11 M instructions" in said
+    assert f"failed: {ONE}: {TOO_MANY}\n  Graphs get smaller with more pp or tp" in said
+    assert f"  log: {LOG_ONE}\n" in said and "1 of 2 graphs failed. All that was said: a/compile.log" in said
+    assert main(["run", "plan.json", "--compile-only", "--out", "b", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["graphs"], found["failed"], found["failures"][0]["graph"]) == (2, 1, ONE)
+    assert found["warnings"] and found["log"] == "b/compile.log"
+
+
+@pytest.mark.parametrize(
+    ("body", "how"),
+    [
+        ("echo There was an error in the training script.; exit 1", "ended with exit code 1 before"),
+        ("echo half a summ; kill -9 $$", "was ended by signal 9 before"),
+        ("echo Total failed compilations: 0; exit 3", "ended with exit code 3 before"),
+        ("exit 0", "ended with exit code 0 before"),
+    ],
+)
+def test_a_tool_that_ends_early_is_a_failed_run(
+    body: str, how: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(here)
+    monkeypatch.setenv("PATH", tool(here, body))
+    assert main(["run", "plan.json", "--compile-only"]) == RunFailed.exit_code
+    errors = capsys.readouterr().err
+    assert how in errors and "its output: runs/plan-compiled/compile.log" in errors
+
+
+def test_output_is_shown_as_it_comes_and_whoever_stops_it_stops_all(here: Path) -> None:
+    write_plan(here)
+    body = "printf 'first half'; sleep 60 & echo $! > sleeper; wait"
+    with started(here, "run", "plan.json", "--compile-only", PATH=tool(here, body)) as process:
+        assert process.stdout
+        assert process.stdout.readline().startswith("compiling the graphs of llama3-8b")
+        assert process.stdout.read(10) == "first half"  # no line has ended
+        wait_until(lambda: (here / "sleeper").exists() and (here / "sleeper").read_text().endswith("\n"), "it sleeps")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    wait_until(lambda: not is_alive(int((here / "sleeper").read_text())), "what the tool had started has ended")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("tiny.json",), "--compile-only: the torch engine runs this plan as it is, and compiles nothing ahead."),
+        (("plan.json",), "--compile-only: neuron_parallel_compile starts the compiler, and comes with torch-neuronx"),
+        (("plan.json", "--steps", "4"), "--steps: must be at least 5 to meet every graph, not 4"),
+        (("plan.json", "--rehearse", "8"), "--compile-only: what is only tried is not compiled."),
+        (("plan.json", "--dry-run"), "--compile-only: what is only tried is not compiled."),
+    ],
+)
+def test_what_is_not_compiled_is_refused(
+    words: tuple[str, ...], says: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(here)
+    write_tiny(here)
+    monkeypatch.setenv("PATH", "")
+    assert main(["run", *words, "--compile-only"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"autoshard: {says}") and not (here / "runs").exists()
+    assert ("--rehearse 8" in line) == ("torch-neuronx" in line)
+
+
+def test_every_node_starts_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("llama3-70b", "trn1.32xlarge", "tp=32,pp=8,dp=2")
+    monkeypatch.setenv("PATH", tool(here, "exit 0"))
+    node = GivenRank(by="Slurm", rank=3, num_ranks=16, meeting="tcp://trn003:21234")
+    refuse_without_compiler(plan, node, "plan.json")
+    for given in (None, GivenRank(by="Slurm", rank=3, num_ranks=512, meeting="tcp://trn003:21234")):
+        with pytest.raises(InputError, match=r"one process for every node.*srun --nodes 16 --ntasks-per-node 1"):
+            refuse_without_compiler(plan, given, "plan.json")
+    meeting = ["--nnodes", "16", "--node-rank", "3", "--master-addr", "trn003", "--master-port", "21235"]
+    assert node_words(node, 16, 32) == [*meeting, "--nproc-per-node", "32"]
+    by_torchrun = GivenRank(by="torchrun", rank=3, num_ranks=16, meeting="env://")
+    outside = {"MASTER_ADDR": "trn003", "MASTER_PORT": "21234"}
+    assert node_words(by_torchrun, 16, 32, outside) == [*meeting, "--nproc-per-node", "32"]
+
+
+def test_a_run_that_only_extracts_knows_it() -> None:
+    assert only_extracts({"NEURON_EXTRACT_GRAPHS_ONLY": "1"}) and not only_extracts({})
+
+
+@pytest.mark.parametrize(
+    ("text", "near"), [("tp=8,pp=1,dp=4", True), ("tp=32,pp=1,dp=1", False), ("tp=8,pp=4,dp=1", False)]
+)
+def test_the_largest_graph_is_the_work_of_a_rank_over_that_of_one_instruction(text: str, near: bool) -> None:
+    plan = planned("llama3-8b", "trn1.32xlarge", text)
+    stage, count = most_instructions(plan)
+    model, tokens = plan.model, plan.workload.seq_len
+    share = plan.mesh.size("tp") * plan.mesh.size("pp")
+    products = 3 * 2 * model.num_parameters * tokens / share / (2 * 128 * 128 * 512)
+    assert (count > MOST_INSTRUCTIONS / 2) == near and stage in range(len(plan.stages))
+    if plan.mesh.size("pp") == 1:  # forward, backward and attention in a graph
+        assert products < count < 1.5 * products
+    else:  # backward alone, of the largest stage
+        assert 0.6 * products < count < 1.2 * products
+
+
+def test_a_command_runs_to_its_end(tmp_path: Path) -> None:
+    said: list[str] = []
+    code = streamed(["sh", "-c", "printf '\\303'; sleep 0.1; printf '\\244!'; exit 5"], tmp_path / "log", said.append)
+    assert code == 5 and "".join(said) == "ä!" and (tmp_path / "log").read_text(encoding="utf-8") == "ä!"
