@@ -21,6 +21,8 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
 from tests.neuron import standins
+from tests.neuron.gloo_xla import group_of
+from tests.neuron.ring import ring_attention
 from tests.ranks.cases import CLIP_NORM, Arrays, Task
 from tests.tabled import tabled
 
@@ -68,6 +70,7 @@ class NotingSgd(Noting, torch.optim.SGD):
     """The same without moments."""
 
 
+KERNELS = {"nki_ring_attn_func": ring_attention}
 NOTING = {"AdamW": NotingAdamW, "SGD": NotingSgd}
 
 
@@ -80,7 +83,7 @@ def run_nxd(task: Task, platform: str, changes: Mapping[str, str]) -> RankFound:
         from autoshard.engine.nxd.engine import NxdEngine
 
         _leave_out(changes.get("without", ""))
-        engine = NxdEngine(task.plan, task.weights.__getitem__, task.learning_rate, NOTING)
+        engine = NxdEngine(task.plan, task.weights.__getitem__, task.learning_rate, NOTING, KERNELS)
         reports, gradients = [], []
         for batches in task.steps:
             reports.append(engine.step(batches))
@@ -116,7 +119,7 @@ def run_saving(task: Task, folder: Path, again: bool) -> Mapping[str, bytes]:
         from autoshard.engine.nxd.engine import NxdEngine
 
         whole = (lambda name: task.weights[name] + 1) if again else task.weights.__getitem__
-        engine = NxdEngine(task.plan, whole, task.learning_rate)
+        engine = NxdEngine(task.plan, whole, task.learning_rate, kernels=KERNELS)
         first, second = task.steps
         if not again:
             engine.step(first)
@@ -159,8 +162,9 @@ def _gradients(engine: Any, norm: float) -> list[tuple[str, Held]]:
         if engine.plan.zero == 1:
             from neuronx_distributed.parallel_layers import parallel_state  # pyright: ignore
 
-            parts = [torch.empty_like(gradient) for _ in range(parallel_state.get_data_parallel_size())]
-            dist.all_gather(parts, gradient.contiguous(), group=parallel_state.get_data_parallel_group())
+            group = group_of(parallel_state.get_zero1_sharding_groups())
+            parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, gradient.contiguous(), group=group)
             whole = torch.cat(parts)[: parameter.shape[0]]
         found.append(whole.numpy() / clip)
     return _ours(engine, found)

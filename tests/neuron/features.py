@@ -10,7 +10,7 @@ from autoshard.engine.place import assemble
 from autoshard.graph.evaluate import StepResult
 from autoshard.plan.plan import Plan
 from tests.neuron.cases import RankFound, nxd_plan, run_nxd, whole
-from tests.ranks.cases import Task, gpt, llama, run_steps
+from tests.ranks.cases import Arrays, Task, gpt, llama, run_steps
 from tests.ranks.spawn import on_ranks
 
 PATIENCE_S = 300.0
@@ -27,6 +27,7 @@ class Case:
     model: Callable[..., Any] = llama
     options: dict[str, Any] = field(default_factory=dict)
     workload: dict[str, Any] = field(default_factory=dict)
+    padded: bool = False  # the second half of every sequence counts for nothing
 
     def plan(self) -> Plan:
         options = {"vocab": 32, **self.options} if self.model is llama else self.options
@@ -35,7 +36,15 @@ class Case:
     def task(self) -> Task:
         """Two steps; SGD makes as large ones as AdamW does."""
         task = Task.of(self.plan(), 2)
+        if self.padded:
+            task = replace(task, steps=tuple(tuple(_padded(batch) for batch in step) for step in task.steps))
         return replace(task, learning_rate=SGD_RATE) if self.workload.get("optimizer") == "sgd" else task
+
+
+def _padded(batch: Arrays) -> Arrays:
+    weight = batch["token_weight"].copy()
+    weight[:, weight.shape[1] // 2 :] = 0
+    return {**batch, "token_weight": weight}
 
 
 COPIED = {"num_heads": 4, "num_kv_heads": 2}
@@ -65,6 +74,14 @@ CASES = {
     "full recompute of some layers, pp": Case(text="tp=2,pp=2,dp=1,recompute=full:1", options={"num_layers": 4}),
     "selective recompute": Case(text="tp=2,pp=1,dp=1,recompute=selective[LlamaRMSNorm,ActivationMultiplyMLP]"),
     "selective recompute of MLPs": Case(text="tp=2,pp=1,dp=1,recompute=selective[LlamaMLP]"),
+    "context parallelism": Case(text="tp=1,pp=1,cp=2,dp=1"),
+    "context parallelism, one rank with padding only": Case(text="tp=1,pp=1,cp=2,dp=1", padded=True),
+    "context parallelism, dp, ZeRO-1, SGD": Case(text="tp=1,pp=1,cp=2,dp=2", workload={"optimizer": "sgd"}),
+    "context parallelism, tp, shared KV heads": Case(
+        text="tp=2,pp=1,cp=2,dp=1", options={"num_heads": 8, "num_kv_heads": 2}
+    ),
+    "context parallelism, learned positions": Case(text="tp=2,pp=1,cp=2,dp=1", model=gpt),
+    "context parallelism, pp, all computed again": Case(text="tp=1,pp=2,cp=2,dp=1,mbs=2,recompute=full"),
     "core attention, computed again": Case(text="tp=2,pp=1,dp=1,kernels=nxd_core,recompute=selective[CoreAttention]"),
 }
 

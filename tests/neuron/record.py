@@ -1,13 +1,14 @@
 """What a run with the real NxD found, for machines without it: ``python -m tests.neuron.record "v2.28.0 (22cadad)"``.
 
-Written with it: ``record.json``, and the table of features in ``docs/trainium.md``.
+Written with it: ``record.json``, and the table of features in ``docs/trainium.md``. With ``--only NAME ...`` others
+stay as they are recorded; ``--only`` alone runs those that are not recorded, or lower to other layers than they did.
 """
 
+import argparse
 import datetime
 import importlib
 import json
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "trainium.md"
 BEGIN, END = "<!-- features: written by tests/neuron/record.py -->", "<!-- end of features -->"
 NOT_VERIFIED: Mapping[str, str] = {
     "flash attention": "a kernel for NeuronCores; on a CPU the decoder's own attention stands in its place",
-    "context parallelism": "lowered, not executed: ring attention is a kernel for NeuronCores",
+    "ring kernel": "a stand-in on CPU: exact attention over keys gathered from all of cp; all else of cp is NxD's",
     "experts": "not lowered: what NxD's layer sends in backward is not what plans list",
     "fp16": "NxD's embedding returns BF16; refused with tp above 1",
     "buckets, graphs, stochastic rounding": "there is no XLA device; collectives are gloo's, tensor by tensor",
-    "checkpoints with cp": "NxD names the files of different cp ranks alike; cp is not executed",
     "checkpoints as single tensors, asynchronous, in S3": "not used",
 }
 
@@ -50,7 +50,7 @@ def table(record: Mapping[str, Any]) -> str:
 def _lines(record: Mapping[str, Any]) -> Iterator[str]:
     yield f"NxD {record['nxd']}, PyTorch {record['torch']}, {record['date']}: CPU and gloo, FP32, two steps."
     yield "Distances are relative, of gradients to the model's largest, of weights to their largest change: AdamW"
-    yield "divides gradients by themselves, so that small ones show noise."
+    yield "divides gradients by themselves, so that small ones show noise. Ring kernel: a stand-in on CPU."
     yield ""
     yield "| feature | candidate | order of ranks | loss | every gradient | norm | weights |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
@@ -67,8 +67,13 @@ def with_table(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n\n{text}\n{END}{rest.partition(END)[2]}"
 
 
-def main(version: str) -> None:
-    """Run every case, and write what was found."""
+def stale(before: Mapping[str, Any]) -> list[str]:
+    """The cases that are not recorded, or with other layers."""
+    return [name for name, case in CASES.items() if before.get(name, {}).get("layers") != layers_of(case)]
+
+
+def main(version: str, only: Sequence[str] | None = None) -> None:
+    """Run cases, and write what was found."""
     missing = standins.absent()
     if missing:
         raise SystemExit(missing)
@@ -76,17 +81,26 @@ def main(version: str) -> None:
     importlib.import_module("autoshard.engine.nxd.engine")
     from tests.neuron.features import errors_of
 
-    cases: dict[str, Any] = {}
-    for name, case in CASES.items():
-        errors = errors_of(case)
+    with_torch = torch.__version__.partition("+")[0]
+    before: dict[str, Any] = {} if only is None else json.loads(RECORD.read_text(encoding="utf-8"))
+    if before and (before["nxd"], before["torch"]) != (version, with_torch):
+        raise SystemExit(f"recorded with NxD {before['nxd']} and PyTorch {before['torch']}: leave --only out")
+    cases: dict[str, Any] = before.get("cases", {})
+    for name in CASES if only is None else only or stale(cases):
+        errors = errors_of(CASES[name])
         parts = {part: float(f"{getattr(errors, part):.0e}") for part in ("loss", "gradients", "norm", "weights")}
-        cases[name] = {**parts, "layers": layers_of(case)}
+        cases[name] = {**parts, "layers": layers_of(CASES[name])}
         print(name, parts, flush=True)  # noqa: T201
     today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-    record = {"nxd": version, "torch": torch.__version__.partition("+")[0], "date": today, "cases": cases}
+    ordered = {name: cases[name] for name in CASES}
+    record = {"nxd": version, "torch": with_torch, "date": today, "cases": ordered}
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table(record)), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("version")
+    parser.add_argument("--only", nargs="*", choices=list(CASES), metavar="NAME")
+    given = parser.parse_args()
+    main(given.version, given.only)

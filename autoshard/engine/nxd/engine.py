@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from autoshard.engine.initial import InitialWeights
 from autoshard.engine.nxd.layers import Recomputed
 from autoshard.engine.nxd.library import groups, named, trainer
 from autoshard.engine.nxd.lowering import INPUTS, Lowering, lowering_of
-from autoshard.engine.nxd.model import Built, build_model, tie
+from autoshard.engine.nxd.model import Built, Kernels, build_model, places_of, tie
 from autoshard.engine.nxd.stages import MiddleStage
 from autoshard.engine.programs import graph_of
 from autoshard.graph.op import Array
@@ -23,18 +24,26 @@ from autoshard.plan.plan import Plan
 Whole = Callable[[str], Array]  # a whole weight by its name, as in ``graph/evaluate``
 _CLASSES: Mapping[str, type[nn.Module]] = {"MiddleStage": MiddleStage, "Recomputed": Recomputed}
 _UPDATES: Mapping[str, Any] = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
+_KERNELS: Kernels = MappingProxyType({})
 _DTYPES: Mapping[str, torch.dtype] = {"token_weight": torch.float32}
 
 
 class NxdEngine:
     """One rank of a run in a running world of ``torch.distributed``."""
 
-    def __init__(self, plan: Plan, whole: Whole, learning_rate: float, updates: Mapping[str, Any] = _UPDATES) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        whole: Whole,
+        learning_rate: float,
+        updates: Mapping[str, Any] = _UPDATES,
+        kernels: Kernels = _KERNELS,
+    ) -> None:
         """Build this rank's share; ``updates`` are classes by the name of the one of ``torch.optim`` that they are."""
         self.plan, self.lowering = plan, lowering_of(plan)
         config = trainer().neuronx_distributed_config(**_with_classes(self.lowering))
-        tp_rank = groups().get_tensor_model_parallel_rank()
-        self.built: Built = build_model(plan, self.lowering, tp_rank)
+        self.built: Built = build_model(plan, self.lowering, kernels)
+        self.places = places_of(plan)
         self.model: Any = trainer().initialize_parallel_model(config, lambda: self.built.model)
         if plan.model.tied_embeddings:
             tie(self.built.model)
@@ -84,9 +93,10 @@ class NxdEngine:
         )
 
     def _part(self, batch: Batch) -> dict[str, Tensor]:
-        """Take this replica's sequences."""
+        """Take this replica's sequences, and of each this rank's places."""
         count, mine = groups().get_data_parallel_size(), groups().get_data_parallel_rank()
-        parts = {name: np.array_split(np.asarray(batch[name]), count)[mine] for name in INPUTS}
+        whole = {name: np.array_split(np.asarray(batch[name]), count)[mine] for name in INPUTS}
+        parts = {name: array[:, slice(self.places.start, self.places.stop)] for name, array in whole.items()}
         return {name: torch.from_numpy(part.copy()).to(_DTYPES.get(name, torch.int64)) for name, part in parts.items()}
 
     def _through_pipeline(self, parts: Sequence[Mapping[str, Tensor]]) -> float:
@@ -104,7 +114,8 @@ class NxdEngine:
             named("mark_step")()
             losses.append(loss.detach())
         total = torch.stack(losses).sum() / self.lowering.loss_scale
-        dist.all_reduce(total, group=groups().get_data_parallel_group())
+        for group in (groups().get_data_parallel_group(), groups().get_context_model_parallel_group()):
+            dist.all_reduce(total, group=group)
         return float(total)
 
     def _shards(self) -> list[Tensor]:

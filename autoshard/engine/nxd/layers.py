@@ -106,10 +106,30 @@ class FlashAttend(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Mix the values that each query may see: [batch, seq, kv_heads, q_group, head_dim]."""
-        heads = query.flatten(2, 3).transpose(1, 2)
-        keys, values = (x.repeat_interleave(query.shape[3], dim=2).transpose(1, 2) for x in (key, value))
-        mixed = self._kernel(heads, keys, values, self._lnc, transpose_nki_inputs=False)
+        mixed = self._kernel(*_by_heads(query, key, value), self._lnc, transpose_nki_inputs=False)
         return mixed.transpose(1, 2).unflatten(2, query.shape[2:4])
+
+
+class RingAttend(nn.Module):
+    """Attention of a part of every sequence in NxD's kernel, which passes keys and values around a ring of ranks.
+
+    It takes as many keys as queries, and tells from the number of this rank which part is its own.
+    """
+
+    def __init__(self, kernel: Any, rank: int, ring: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self._kernel, self._rank, self._ring = kernel, rank, ring
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Mix the values that each query may see: [batch, seq, kv_heads, q_group, head_dim]."""
+        mixed = self._kernel(*_by_heads(query, key, value), self._rank, self._ring)
+        return mixed.transpose(1, 2).unflatten(2, query.shape[2:4])
+
+
+def _by_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return them as kernels take them, a key and a value for every query head: [batch, head, seq, head_dim]."""
+    keys, values = (x.repeat_interleave(query.shape[3], dim=2).transpose(1, 2) for x in (key, value))
+    return query.flatten(2, 3).transpose(1, 2), keys, values
 
 
 class CoreAttend(nn.Module):

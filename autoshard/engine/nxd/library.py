@@ -13,6 +13,7 @@ _MODULES = {
     "GQAQKVColumnParallelLinear": "modules.qkv_linear",
     "parallel_cross_entropy": "parallel_layers.loss_functions",
     "nki_flash_attn_func": "kernels.flash_attn",
+    "nki_ring_attn_func": "kernels.ring_attention_kernel",
     "cpu_mode": "utils",
     "mark_step": "utils",
 }

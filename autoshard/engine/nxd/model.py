@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autoshard.engine.decoder.leaves import Lookup
@@ -18,21 +19,24 @@ from autoshard.engine.nxd.layers import (
     InOrder,
     Places,
     Recomputed,
+    RingAttend,
     Rows,
     Together,
     TokenLosses,
 )
-from autoshard.engine.nxd.library import named
+from autoshard.engine.nxd.library import groups, named
 from autoshard.engine.nxd.lowering import Lowering
 from autoshard.engine.nxd.shards import TpRank, local_of, local_shape
 from autoshard.engine.nxd.stages import FirstStage, LastStage, MiddleStage, NxdDecoder
-from autoshard.errors import InputError
+from autoshard.errors import require
 from autoshard.graph.op import Array
 from autoshard.plan.nxd.form import Argument, Form, FormParameter
 from autoshard.plan.nxd.forms import setting_of
 from autoshard.plan.plan import Plan
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Kernels = Mapping[str, Any]  # functions by the names of those of NxD
+_RING = "nki_ring_attn_func"
 # Where the whole model lies until NxD has taken this rank's stages: on a host, layers would draw whole weights first.
 _NOWHERE = torch.device("meta")
 
@@ -71,12 +75,15 @@ class Built:
                 setattr(parameter, mark, value)
 
 
-def build_model(plan: Plan, lowering: Lowering, tp_rank: int) -> Built:
-    """Build the model with this rank's share of every layer; NxD's groups must stand."""
-    making = _Making(plan, lowering, TpRank.of(plan.mesh, tp_rank))
+def build_model(plan: Plan, lowering: Lowering, kernels: Kernels) -> Built:
+    """Build the model with this rank's share of every layer; NxD's groups must stand.
+
+    ``kernels`` take the place of NxD's where those cannot run, by their names.
+    """
+    making = _Making(plan, lowering, kernels)
     with _NOWHERE:
         plain = Decoder(plan.model, dtype=making.dtype)
-    seq_len = plan.workload.seq_len // plan.mesh.size("cp")
+    places = places_of(plan)
     making.replace(plain.embed, "embed", "embed.0")
     making.replace(plain.head, "head", "head.0")
     layers: list[MiddleStage] = []
@@ -85,13 +92,20 @@ def build_model(plan: Plan, lowering: Lowering, tp_rank: int) -> Built:
         assert isinstance(layer, Layer)
         making.replace(layer, "layer", f"layer.{number}")
         layer.join(["attend"], making.attention(layer))
-        layers.append(MiddleStage(_recomputing(layer, again), plan.model, seq_len))
+        layers.append(MiddleStage(_recomputing(layer, again), plan.model, places))
     head = LastStage(plain.head, lowering.loss_scale)
-    model = NxdDecoder(FirstStage(plain.embed, seq_len), layers, head)
+    model = NxdDecoder(FirstStage(plain.embed, places), layers, head)
     if plan.model.tied_embeddings:
         tie(model)
     placed = {name: making.placed[id(parameter)] for name, parameter in model.named_parameters()}
     return Built(model=model, placed=placed, rank=making.rank, sizes=making.sizes)
+
+
+def places_of(plan: Plan) -> range:
+    """Return which positions of every sequence are this rank's: over cp, NxD cuts it into pieces in a row."""
+    length = plan.workload.seq_len // plan.mesh.size("cp")
+    first = length * groups().get_context_model_parallel_rank()
+    return range(first, first + length)
 
 
 def tie(model: NxdDecoder) -> None:
@@ -102,8 +116,9 @@ def tie(model: NxdDecoder) -> None:
 class _Making:
     """A model while it is made: what its parameters hold, by identity."""
 
-    def __init__(self, plan: Plan, lowering: Lowering, rank: TpRank) -> None:
-        self.rank, self.sizes = rank, setting_of(plan).sizes
+    def __init__(self, plan: Plan, lowering: Lowering, kernels: Kernels) -> None:
+        self.rank = TpRank.of(plan.mesh, groups().get_tensor_model_parallel_rank())
+        self.sizes, self._kernels = setting_of(plan).sizes, kernels
         self.dtype = DTYPES[plan.workload.precision.weights]
         self.placed: dict[int, Placed] = {}
         self._plan, self._lowering = plan, lowering
@@ -119,12 +134,15 @@ class _Making:
 
     def attention(self, layer: Layer) -> nn.Module:
         """Return the plan's attention; on a CPU, which has no kernels, the decoder's own, which computes the same."""
-        kind = self._lowering.attention
-        if kind == "ring":
-            raise InputError.of("cp", "NxD's ring attention is not executed yet. Use cp=1")
+        kind, on_cpu = self._lowering.attention, named("cpu_mode")()
         if kind == "core":
             return CoreAttend()
-        if named("cpu_mode")():
+        if kind == "ring":
+            kernel = self._kernels.get(_RING) or named(_RING)
+            message = "NxD's ring attention is a kernel for NeuronCores, and there are none here. Use cp=1"
+            require((not on_cpu or _RING in self._kernels, "cp", message))
+            return RingAttend(kernel, dist.get_rank(), groups().get_context_model_parallel_src_tgt_pairs())
+        if on_cpu:
             return layer.attend
         return FlashAttend(named("nki_flash_attn_func"), self._plan.cluster.lnc or 1)
 

@@ -1,4 +1,7 @@
-"""What NxD takes as units of a pipeline, and the model made of them."""
+"""What NxD takes as units of a pipeline, and the model made of them.
+
+``places`` are the positions of this rank's part of every sequence, which is all of it without cp.
+"""
 
 from collections.abc import Iterable
 
@@ -13,27 +16,31 @@ from autoshard.spec.model import ModelSpec
 class FirstStage(nn.Module):
     """The embedding, which counts its positions itself, so that nothing but tokens goes in."""
 
-    def __init__(self, block: Embed, seq_len: int) -> None:
+    def __init__(self, block: Embed, places: range) -> None:
         super().__init__()
-        self.block, self._seq_len = block, seq_len
+        self.block, self._places = block, places
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the hidden state."""
-        return self.block(tokens, torch.arange(self._seq_len, device=tokens.device))
+        return self.block(tokens, _counted(self._places, tokens.device))
 
 
 class MiddleStage(nn.Module):
     """A layer, which makes the turns of its positions itself: else they would travel from stage to stage."""
 
-    def __init__(self, block: nn.Module, model: ModelSpec, seq_len: int) -> None:
+    def __init__(self, block: nn.Module, model: ModelSpec, places: range) -> None:
         super().__init__()
-        self.block, self._model, self._seq_len = block, model, seq_len
+        self.block, self._model, self._places = block, model, places
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the next hidden state."""
         if self._model.positions != "rotary":
             return self.block(x)
-        return self.block(x, rotary_turns(self._model, torch.arange(self._seq_len, device=x.device), x.dtype))
+        return self.block(x, rotary_turns(self._model, _counted(self._places, x.device), x.dtype))
+
+
+def _counted(places: range, device: torch.device) -> Tensor:
+    return torch.arange(places.start, places.stop, device=device)
 
 
 class LastStage(nn.Module):

@@ -1,0 +1,39 @@
+"""Layers around NxD's kernels, with functions in the place of the kernels: no NxD is needed for that."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autoshard.engine.nxd.layers import CoreAttend, FlashAttend, RingAttend
+
+
+def mixed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention of [batch, head, seq, head_dim], as many keys as queries."""
+    assert query.shape == key.shape == value.shape
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, lnc: int, *, transpose_nki_inputs: bool) -> Tensor:
+    assert lnc == 2 and not transpose_nki_inputs
+    return mixed(query, key, value)
+
+
+def ring(query: Tensor, key: Tensor, value: Tensor, rank_id: int, src_tgt_pairs: Any) -> Tensor:
+    assert rank_id == 5 and src_tgt_pairs == [[5, 5]]
+    return mixed(query, key, value)
+
+
+@pytest.mark.parametrize("layer", [FlashAttend(flash, 2), RingAttend(ring, 5, [[5, 5]])])
+def test_a_kernel_gets_every_head_and_gives_them_back_in_our_order(layer: nn.Module) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, 6, 3, 4, 8, dtype=torch.double, requires_grad=True)  # 3 KV heads, 4 queries for each
+    key, value = (torch.randn(2, 6, 3, 8, dtype=torch.double, requires_grad=True) for _ in range(2))
+    upstream = torch.randn_like(query)
+    found, expected = layer(query, key, value), CoreAttend()(query, key, value)
+    torch.testing.assert_close(found, expected)
+    inputs = (query, key, value)
+    gradients = (torch.autograd.grad(made, inputs, upstream) for made in (found, expected))
+    torch.testing.assert_close(*gradients)
