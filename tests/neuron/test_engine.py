@@ -61,11 +61,13 @@ def test_what_is_computed_again_is_wrapped() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("text", ["tp=2,pp=1,dp=2", "tp=2,pp=2,dp=1"])
+@pytest.mark.parametrize("text", ["tp=2,pp=1,dp=2", "tp=2,pp=2,dp=1", "tp=1,pp=1,cp=2,dp=2", "tp=1,pp=2,cp=2,dp=1"])
 def test_a_run_goes_on_from_a_checkpoint_bit_by_bit(text: str, precision: str, tmp_path: Path) -> None:
     plan = nxd_plan(text, llama(vocab=32), precision=Precision.named(precision))
     task = Task.of(plan, 2)
     went_on = on_ranks(4, run_saving, task, tmp_path, False, timeout_s=300.0)
+    assert len(list(tmp_path.rglob("optim/*.pt"))) == 4, "NxD names the files of different cp ranks alike"
+    assert len(list(tmp_path.rglob("model/*.pt"))) == plan.mesh.size("tp") * plan.mesh.size("pp")
     loaded = on_ranks(4, run_saving, task, tmp_path, True, timeout_s=300.0)
     assert went_on == loaded
 

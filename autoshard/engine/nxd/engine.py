@@ -67,13 +67,15 @@ class NxdEngine:
 
     def save(self, folder: Path, step: int) -> None:
         """Write weights and the optimizer's states in NxD's layout, every rank its own files."""
-        tag, content = f"step_{step}", {"step": step}
+        tag, content = _tag(step, groups().get_context_model_parallel_rank()), {"step": step}
+        (folder / tag / "optim").mkdir(parents=True, exist_ok=True)  # NxD makes that of rank 0 only
         trainer().save_checkpoint(str(folder), tag, self.model, self.optimizer, user_content=content)
 
     def load(self, folder: Path, step: int) -> None:
         """Read them again: weights first, since ZeRO-1 cuts its shards from them unless masters were saved."""
-        trainer().load_checkpoint(str(folder), f"step_{step}", model=self.model)
-        trainer().load_checkpoint(str(folder), f"step_{step}", optimizer=self.optimizer)
+        mine = groups().get_context_model_parallel_rank()
+        trainer().load_checkpoint(str(folder), _tag(step, 0), model=self.model)
+        trainer().load_checkpoint(str(folder), _tag(step, mine), optimizer=self.optimizer)
 
     def measured(self) -> Measured:
         """Return what this rank holds; what it sends is not counted, since graphs send without the host."""
@@ -129,6 +131,14 @@ class NxdEngine:
 def build(plan: Plan, run: Run) -> NxdEngine:
     """Build this rank's share of a plan."""
     return NxdEngine(plan, InitialWeights(graph=graph_of(plan), seed=run.seed), run.learning_rate)
+
+
+def _tag(step: int, cp_rank: int) -> str:
+    """Return where a rank of cp saves: ZeRO-1 cuts over cp too, but NxD names the files of all of them alike.
+
+    The first writes the weights for all, and lies where NxD looks for checkpoints.
+    """
+    return f"step_{step}/cp_rank_{cp_rank:02d}" if cp_rank else f"step_{step}"
 
 
 def _leave(module: nn.Module, device: torch.device) -> None:
