@@ -52,7 +52,7 @@ def compile_ahead(plan: "Plan", asked: "Run", given: "GivenRank | None", name: s
     put_environment({_CACHE_PLACE: str(cache)})
     nodes = plan.cluster.num_nodes
     start = [sys.executable, "-m", "torch.distributed.run", *node_words(given, nodes, plan.mesh.num_ranks // nodes)]
-    tool = [TOOL, "--parallel_compile_workdir", str(place / "work")]
+    tool = [TOOL, "--parallel_compile_workdir", str((place / "work").absolute())]  # else one of all who compile here
     code = streamed([*tool, *start, *_short_run(asked, name)], log, _silent if json else _shown)
     found = compiled_of(log.read_text(encoding="utf-8", errors="replace"))
     if found is None or (code and not found.num_failed):

@@ -31,6 +31,11 @@ def refuse_without_compiler(plan: Plan, given: GivenRank | None, name: str) -> N
     nodes, started = plan.cluster.num_nodes, given.num_ranks if given else 1
     missing = f"{TOOL} starts the compiler, and comes with torch-neuronx, which is not installed here. {_REMEDY}"
     require((which(TOOL) is not None, "--compile-only", missing))
-    start = f"srun --nodes {nodes} --ntasks-per-node 1 autoshard run {name} --compile-only"
+    slurm, torchrun = (
+        f"srun --nodes {nodes} --ntasks-per-node 1 ",
+        f", or torchrun --nnodes {nodes} --nproc-per-node 1 ...",
+    )
+    several = nodes > 1
+    start = f"{slurm if several else ''}autoshard run {name} --compile-only{torchrun if several else ''}"
     once = f"takes one process for every node, which starts the ranks: {nodes}, not {started}. Type {start}"
-    require((started == nodes, "--compile-only", f"{once}, or torchrun --nnodes {nodes} --nproc-per-node 1 ..."))
+    require((started == nodes, "--compile-only", once))

@@ -1,8 +1,10 @@
 """Graphs compiled before a run: what the vendor's tool prints, and a tool of the test in its place."""
 
+import argparse
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,18 @@ def tool(folder: Path, body: str) -> str:
     return f"{place}{os.pathsep}{os.environ['PATH']}"
 
 
+def left_over(words: list[str]) -> list[str]:
+    """What the tool takes for the command to run: all that is none of its own options, which it lets one shorten."""
+    parser = argparse.ArgumentParser()
+    numbers = ("--num_parallel", "--node_id", "--world_size")
+    for name in ("--command", *numbers, "--parallel_compile_workdir", "--log_level"):
+        parser.add_argument(name, type=int if name in numbers else str)
+    for name in ("--analyze-output", "--analyze-verbosity"):
+        parser.add_argument(name)
+    parser.add_argument("--static_schedule", action="store_true")
+    return parser.parse_known_args(words)[1]
+
+
 def write_plan(folder: Path, text: str = "tp=8,pp=4,dp=1", seq_len: int = 8192) -> None:
     (folder / "plan.json").write_text(dump(planned("llama3-8b", "trn1.32xlarge", text, seq_len)), encoding="utf-8")
 
@@ -162,14 +176,10 @@ def test_a_short_run_is_extracted_and_compiled(
     assert "warning" not in said
     words = (here / "given").read_text().split()
     folder = "runs/plan-compiled"
-    assert words[:2] == ["--parallel_compile_workdir", f"{folder}/work"] and words[3:5] == [
-        "-m",
-        "torch.distributed.run",
-    ]
-    assert words[5:8] == ["--standalone", "--nproc-per-node", "32"]
-    assert words[8:] == (
-        f"-m autoshard.cli run plan.json --steps 10 --out {folder}/short --seed 3 --learning-rate 0.001".split()
-    )
+    assert words[:2] == ["--parallel_compile_workdir", str(here / folder / "work")]
+    short = f"run plan.json --steps 10 --out {folder}/short --seed 3 --learning-rate 0.001"
+    start = f"-m torch.distributed.run --standalone --nproc-per-node 32 -m autoshard.cli {short}"
+    assert left_over(words) == words[2:] == [sys.executable, *start.split()]
     assert (here / "cache").read_text().strip() == str(here / folder / "cache")
     assert (here / folder / "compile.log").read_text() == (here / "said").read_text()
     assert main(["run", "plan.json", "--compile-only"]) == 2
@@ -262,8 +272,16 @@ def test_every_node_starts_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) 
     assert node_words(by_torchrun, 16, 32, outside) == [*meeting, "--nproc-per-node", "32"]
 
 
-def test_a_run_that_only_extracts_knows_it() -> None:
-    assert only_extracts({"NEURON_EXTRACT_GRAPHS_ONLY": "1"}) and not only_extracts({})
+@pytest.mark.ranks
+def test_a_run_that_only_extracts_leaves_no_row_to_learn_from(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not only_extracts({})
+    write_tiny(here, "tp=1,pp=1,dp=1")
+    monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
+    assert main(["run", "tiny.json", "--steps", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("graphs were extracted and nothing was computed")
+    assert not list(here.rglob("measured.jsonl"))
 
 
 @pytest.mark.parametrize(
