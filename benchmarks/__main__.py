@@ -86,8 +86,8 @@ def _log(wandb: ModuleType, result: Result) -> None:
 
 
 def _table(results: Sequence[Result]) -> Table:
-    more = Column("more", no_wrap=True)
-    table = Table(*_FIELDS, more, title="autoshard benchmarks on this machine")
+    short = [Column(name, no_wrap=name != "unit") for name in _FIELDS]  # figures stay whole, words are folded
+    table = Table(*short, Column("more", overflow="fold"), title="autoshard benchmarks on this machine")
     for result in results:
         row = result.row()
         extras = "\n".join(f"{key} {_shown(value)}" for key, value in result.extras.items())

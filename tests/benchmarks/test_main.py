@@ -39,6 +39,17 @@ def test_all_is_a_table_and_a_bar_that_does_not_hold_is_no_failure(
     assert "idle" in table and "late" in table and "NO" in table and "yardstick_s 0.1" in table
 
 
+def test_however_much_there_is_to_say_figures_are_shown_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    many = Result(name="wordy", value=0.125, unit="of it", bar=0.5, holds=True, extras={"case": "word " * 60})
+    monkeypatch.setattr("stand_in.idle", lambda: many)
+    assert main(["idle"]) == 0
+    table = capsys.readouterr().out
+    assert all(f" {shown} " in table for shown in ("wordy", "0.125", "0.5", "yes")) and table.count("word ") >= 60
+
+
 def test_an_unknown_name_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["idel"]) == 2
     assert "Did you mean idle?" in capsys.readouterr().err
