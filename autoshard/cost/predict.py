@@ -17,6 +17,7 @@ from autoshard.cost.step import StepCost, step_cost
 from autoshard.cost.terms import stated_s
 from autoshard.cost.worth import calibration_of, worth
 from autoshard.graph.count import model_flops_per_token
+from autoshard.graph.decoder import num_slots
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction, StageMemory, rounded
@@ -139,9 +140,15 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
 
 
 def utilisation(question: Question, step_time_s: float) -> float:
-    """Return the share of the matrix peak that the model's own FLOPs use, masked pairs counted as published ones do."""
-    flops = model_flops_per_token(question.step.graph) * question.workload.tokens_per_step
-    peak = question.cluster.rank_matrix_flops_per_s(question.workload.precision.activations)
+    """Return the share of the matrix peak that the model's own FLOPs use, counted as published ones are.
+
+    That is with masked pairs, and without slots of experts that no token needs.
+    """
+    graph, model, workload = question.step.graph, question.model, question.workload
+    if model.num_experts:
+        graph = replace(graph, sizes={**graph.sizes, "slots": num_slots(model, workload.seq_len, None)})
+    flops = model_flops_per_token(graph) * workload.tokens_per_step
+    peak = question.cluster.rank_matrix_flops_per_s(workload.precision.activations)
     return flops / (step_time_s * peak * question.cluster.num_ranks)
 
 

@@ -70,6 +70,14 @@ class TestPrediction:
         assert prediction.mfu == pytest.approx(flops / peak / prediction.step_time_s, rel=1e-6)
         assert 0.05 < prediction.mfu < 0.7
 
+    def test_slots_that_no_token_needs_are_no_work_of_the_model(self):
+        even, roomy = (
+            predicted_of(ask("mixtral-8x7b", "h100-80", 4, expert_capacity=capacity), "tp=8,pp=4,dp=1,mbs=1")
+            for capacity in (None, 2.0)
+        )
+        assert roomy.step_time_s > 1.2 * even.step_time_s
+        assert roomy.mfu * roomy.step_time_s == pytest.approx(even.mfu * even.step_time_s, rel=1e-6)
+
     def test_nothing_beats_the_efficiency_of_the_calibration(self):
         question = ask(kernels="te")
         for text in TEXTS:
