@@ -27,6 +27,7 @@ from autoshard.search import calibrate as module
 from autoshard.search.calibrate import Kinds, Sample, calibrate, fit_constants, samples_of
 from autoshard.search.measured_run import MeasuredRun
 from autoshard.search.validate import outlined_run, validate
+from autoshard.spec import record
 from tests.cost.measured_cases import ARCH, DATA, SMALL
 
 TRN1 = "trn1.32xlarge"
@@ -102,9 +103,20 @@ def test_one_gross_outlier_does_not_move_the_constants():
     assert fit_constants(ONE, wrong).far_link_efficiency == pytest.approx(plain.far_link_efficiency, rel=0.08)
 
 
+def are_alike(found: Calibration, shipped: Calibration) -> None:
+    """Hold every figure against the other; a fit goes down to the fifth digit, what follows is the processor's."""
+    ours, theirs = record.encode(found), record.encode(shipped)
+    for part in (ours, theirs):
+        part |= part.pop("fit")
+        part |= part.pop("tried")
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name] == (pytest.approx(value, rel=2e-4) if isinstance(value, float) else value), name
+
+
 def test_the_shipped_constants_are_those_of_its_rows(tmp_path: Path):
     shipped = built_in(TRN1)
-    assert calibrate(rows_of(shipped, "trainium", tmp_path), TRN1, TRN1) == shipped
+    are_alike(calibrate(rows_of(shipped, "trainium", tmp_path), TRN1, TRN1), shipped)
     assert shipped.fit and len(shipped.fit.rows) == 15
     assert shipped.fit.left_out_mape < 0.1 and shipped.interval < 2 * shipped.fit.left_out_mape
 
@@ -113,7 +125,7 @@ def test_the_shipped_constants_are_those_of_its_rows(tmp_path: Path):
 @pytest.mark.parametrize("cluster", ["a100-80", "h100-80", "h100-96"])
 def test_the_shipped_constants_of_gpus_are_those_of_their_rows(cluster: str, tmp_path: Path):
     shipped = built_in(cluster)
-    assert calibrate(rows_of(shipped, "gpu_published", tmp_path), cluster, cluster) == shipped
+    are_alike(calibrate(rows_of(shipped, "gpu_published", tmp_path), cluster, cluster), shipped)
 
 
 def rows_of(shipped: Calibration, name: str, folder: Path) -> Path:
