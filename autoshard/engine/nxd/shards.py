@@ -9,7 +9,7 @@ import numpy as np
 from autoshard.engine.place import Held
 from autoshard.graph.op import Array, Dims
 from autoshard.plan.nxd.form import FormParameter, Piece
-from autoshard.plan.nxd.match import TP
+from autoshard.plan.nxd.matching import TP
 from autoshard.spec.mesh import Mesh
 
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from autoshard.errors import Fault
 from autoshard.layout.program import Program
 from autoshard.plan.nxd.form import Form
-from autoshard.plan.nxd.match import TP, Setting, forms_of
+from autoshard.plan.nxd.match import forms_of
+from autoshard.plan.nxd.matching import TP, Setting
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, step_of
 

@@ -4,106 +4,18 @@ A form stands for a run of operations only if NxD's layer sends exactly what the
 stands for is a fault, with the entry of the table.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
 
 from autoshard.errors import Fault
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.indexing import Lookup, Pick
 from autoshard.graph.kinds.linear import Deliver, Einsum
 from autoshard.graph.op import Op, Tensor
-from autoshard.layout.layout import Cuts
 from autoshard.layout.program import Compute, Program
 from autoshard.plan.nxd.form import Argument, Form, FormParameter, Piece
+from autoshard.plan.nxd.matching import TP, Matching, Send, Setting, sent_over, shown
 
-TP = ("kv", "rep")  # the atoms of tp
 _LOSS = ("max", "subtract", "exp", "sum", "log", "pick", "subtract")  # kinds, after the cast to FP32
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Send:
-    """A collective as it is compared: over which atoms that are longer than 1, in no order."""
-
-    kind: str
-    dim: str | None
-    atoms: tuple[str, ...]
-
-    def __str__(self) -> str:
-        """Print as the table does."""
-        return f"{self.kind} {self.dim or ''}/{'.'.join(self.atoms)}"
-
-
-Lists = Mapping[str, tuple[Send, ...]]  # pass -> what is sent, in order
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What forms are made for: sizes of all dims (vocab padded), atoms of tp longer than 1, formats."""
-
-    sizes: Mapping[str, int]
-    atoms: Mapping[str, int]  # of tp
-    dtype: str
-
-    @property
-    def tp(self) -> int:
-        """Ranks of a tp group."""
-        return self.atoms.get("kv", 1) * self.atoms.get("rep", 1)
-
-    def whole(self, kind: str, dim: str | None = None) -> Send:
-        """Return a collective over all of tp."""
-        return Send(kind, dim, tuple(sorted(self.atoms)))
-
-    def size(self, dims: Sequence[str]) -> int:
-        """Return the product of the sizes of dims."""
-        found = 1
-        for dim in dims:
-            found *= self.sizes[dim]
-        return found
-
-
-@dataclass(kw_only=True)
-class _Matching:
-    """A block on its way to forms: what has been claimed by one, and what is wrong."""
-
-    block: Block
-    program: Program
-    setting: Setting
-    computes: Mapping[str, Compute]
-    sent: Mapping[str, Lists]
-    claimed: set[str] = field(default_factory=set[str])
-    faults: list[Fault] = field(default_factory=list[Fault])
-
-    def operations(self) -> tuple[Op, ...]:
-        """Return the forward operations that compute."""
-        return tuple(op for op in self.block.select("micro_batch", "F") if not isinstance(op.kind, Deliver))
-
-    def weights(self, op: Op) -> tuple[Tensor, ...]:
-        """Return the parameters that an operation reads."""
-        return tuple(self.block.tensors[name] for name in op.inputs if self.block.tensors[name].role == "parameter")
-
-    def cuts(self, op: Op, tensor: Tensor) -> Cuts:
-        """Return how tp cuts a tensor that an operation reads or makes."""
-        cuts = self.computes[op.name].cuts
-        found = {dim: tuple(atom for atom in cuts.get(dim, ()) if atom in TP) for dim in tensor.dims}
-        return {dim: atoms for dim, atoms in found.items() if atoms}
-
-    def before(self, op: Op) -> str:
-        """Return the entry that delivers an operation's first input."""
-        return next(one.name for one in self.block.ops if op.inputs[0] in one.outputs)
-
-    def after(self, op: Op) -> str:
-        """Return the entry that takes an operation's result on; the carried one is delivered where the block ends."""
-        readers = (one for one in self.block.select("micro_batch", "F") if op.outputs[0] in one.inputs)
-        return next((one.name for one in readers if isinstance(one.kind, Deliver)), f"{op.outputs[0]}_out")
-
-    def claim(self, entry: str, what: str, **lists: Sequence[Send]) -> None:
-        """Hold the lists of an entry against what a layer sends."""
-        self.claimed.add(entry)
-        have, need = self.sent.get(entry, {}), {name: tuple(sends) for name, sends in lists.items() if sends}
-        if {name: sends for name, sends in have.items() if sends} != need:
-            message = f"{what} sends {_shown(need)}, but the table lists {_shown(have)}"
-            self.faults.append(Fault(where=entry, message=message))
 
 
 def forms_of(block: Block, program: Program, setting: Setting) -> tuple[tuple[Form, ...], tuple[Fault, ...]]:
@@ -113,38 +25,15 @@ def forms_of(block: Block, program: Program, setting: Setting) -> tuple[tuple[Fo
         for entry in program.instructions
         if isinstance(entry, Compute) and entry.op.pass_ == "F" and not entry.op.again
     }
-    sent = _sent(program, frozenset(setting.atoms))
-    found = _Matching(block=block, program=program, setting=setting, computes=computes, sent=sent)
+    sent = sent_over(program, frozenset(setting.atoms))
+    found = Matching(block=block, program=program, setting=setting, computes=computes, sent=sent)
     forms = tuple(_forms(found))
     for entry in sorted(sent.keys() - found.claimed):
-        found.faults.append(Fault(where=entry, message=f"no layer of NxD sends {_shown(sent[entry])} here"))
+        found.faults.append(Fault(where=entry, message=f"no layer of NxD sends {shown(sent[entry])} here"))
     return forms, tuple(found.faults)
 
 
-def _sent(program: Program, atoms: frozenset[str]) -> Mapping[str, Lists]:
-    """Return what every entry sends over tp, chains of one kind along one dim taken together."""
-    found: dict[str, dict[str, list[Send]]] = {}
-    for change in program.collectives():
-        mine = tuple(sorted(atoms.intersection(change.collective.atoms)))
-        if mine:
-            sends = found.setdefault(change.entry, {}).setdefault(change.pass_, [])
-            sends.append(Send(change.collective.kind, change.collective.dim, mine))
-    return {entry: {name: _joined(sends) for name, sends in lists.items()} for entry, lists in found.items()}
-
-
-def _joined(sends: Sequence[Send]) -> tuple[Send, ...]:
-    runs = [list(run) for _, run in groupby(sends, key=lambda send: (send.kind, send.dim))]
-    joined: list[Send] = []
-    for run in runs:
-        atoms = [atom for send in run for atom in send.atoms]
-        if len(set(atoms)) < len(atoms):  # several collectives, not one in parts
-            joined.extend(run)
-        else:
-            joined.append(Send(run[0].kind, run[0].dim, tuple(sorted(atoms))))
-    return tuple(joined)
-
-
-def _forms(found: _Matching) -> Iterator[Form]:
+def _forms(found: Matching) -> Iterator[Form]:
     operations = found.operations()
     if not found.setting.atoms:
         yield from (_leaf(found, op) for op in operations if found.weights(op))
@@ -159,7 +48,7 @@ def _forms(found: _Matching) -> Iterator[Form]:
             yield form
 
 
-def _matcher(op: Op, found: _Matching) -> "Callable[[_Matching, Op], Form | None]":
+def _matcher(op: Op, found: Matching) -> "Callable[[Matching, Op], Form | None]":
     """Choose by what an operation is and where tp cuts it."""
     weights = found.weights(op)
     if not weights:
@@ -172,17 +61,17 @@ def _matcher(op: Op, found: _Matching) -> "Callable[[_Matching, Op], Form | None
     return _leaf
 
 
-def _unweighted(found: _Matching, op: Op) -> None:
+def _unweighted(found: Matching, op: Op) -> None:
     """Nothing to replace; what is sent around it is claimed by others, or by none."""
 
 
-def _leaf(found: _Matching, op: Op) -> Form:
+def _leaf(found: Matching, op: Op) -> Form:
     """Keep the decoder's own module."""
     parameters = tuple(_leaf_parameter(found, op, weight) for weight in found.weights(op))
     return Form(layer="leaf", leaves=(op.name,), arguments={}, parameters=parameters)
 
 
-def _leaf_parameter(found: _Matching, op: Op, weight: Tensor) -> FormParameter:
+def _leaf_parameter(found: Matching, op: Op, weight: Tensor) -> FormParameter:
     """The plan tells who has parts of a gradient; beside keys that ranks hold alike, NxD sums later than the plan."""
     cuts, dims = found.cuts(op, weight), found.block.tensors[op.outputs[0]].dims
     pending = set(TP).intersection(found.program.results[f"{weight.name}.sum"].layout.sums)
@@ -196,7 +85,7 @@ def _leaf_parameter(found: _Matching, op: Op, weight: Tensor) -> FormParameter:
     )
 
 
-def _embedding(found: _Matching, op: Op) -> Form:
+def _embedding(found: Matching, op: Op) -> Form:
     weight, setting = found.weights(op)[0], found.setting
     sequence = _collects(found, op, "ParallelEmbedding")
     return Form(
@@ -212,7 +101,7 @@ def _embedding(found: _Matching, op: Op) -> Form:
     )
 
 
-def _row(found: _Matching, op: Op) -> Form:
+def _row(found: Matching, op: Op) -> Form:
     weight = found.weights(op)[0]
     made, read = _sides(found, op, weight)
     sequence = _collects(found, op, "RowParallelLinear")
@@ -222,7 +111,7 @@ def _row(found: _Matching, op: Op) -> Form:
     return Form(layer="RowParallelLinear", leaves=(op.name,), arguments=arguments, parameters=parameters)
 
 
-def _column(found: _Matching, op: Op) -> Form | None:
+def _column(found: Matching, op: Op) -> Form | None:
     """Products of one input go together: queries, keys and values; the two halves of a gated MLP; one alone."""
     mates = [one for one in found.operations() if isinstance(one.kind, Einsum) and one.inputs[0] == op.inputs[0]]
     sequence = _gathers(found, op, "ColumnParallelLinear")
@@ -247,7 +136,7 @@ def _column(found: _Matching, op: Op) -> Form | None:
     return Form(layer="ColumnParallelLinear", leaves=names, arguments=arguments, parameters=parameters)
 
 
-def _attention_inputs(found: _Matching, mates: Sequence[Op], sequence: bool) -> Form | None:
+def _attention_inputs(found: Matching, mates: Sequence[Op], sequence: bool) -> Form | None:
     """Fused where each rank has its own keys; apart where several hold the same, so that the norm counts them once."""
     setting, made = found.setting, [_sides(found, one, found.weights(one)[0])[0] for one in mates]
     copies = setting.atoms.get("rep", 1)
@@ -279,7 +168,7 @@ def _attention_inputs(found: _Matching, mates: Sequence[Op], sequence: bool) -> 
     return Form(layer="GQAQKVColumnParallelLinear", leaves=leaves, arguments=arguments, parameters=parameters)
 
 
-def _claim_keys(found: _Matching) -> None:
+def _claim_keys(found: Matching) -> None:
     """Where ranks hold the same keys, the layer sums what they send back for them."""
     shared = [Send("all_reduce", None, ("rep",))] if "rep" in found.setting.atoms else []
     for op in found.block.select("micro_batch", "F"):
@@ -288,13 +177,13 @@ def _claim_keys(found: _Matching) -> None:
             found.claim(op.name, "GQAQKVColumnParallelLinear", I=shared)
 
 
-def _starts_loss(op: Op, found: _Matching) -> bool:
+def _starts_loss(op: Op, found: Matching) -> bool:
     """Tell the first operation on logits: what it reads is cut along the vocabulary, and it has no weights."""
     reads = [found.block.tensors[name] for name in op.inputs]
     return any(found.cuts(op, tensor).get("vocab") for tensor in reads)
 
 
-def _loss(found: _Matching, op: Op) -> Form | None:
+def _loss(found: Matching, op: Op) -> Form | None:
     """The run from the logits to the loss of every token."""
     operations, setting = found.operations(), found.setting
     rest = operations[operations.index(op) :]
@@ -318,13 +207,13 @@ def _loss(found: _Matching, op: Op) -> Form | None:
     )
 
 
-def _sides(found: _Matching, op: Op, weight: Tensor) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _sides(found: Matching, op: Op, weight: Tensor) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the dims that a product makes, and those over which it sums."""
     made = found.block.tensors[op.outputs[0]].dims
     return tuple(dim for dim in weight.dims if dim in made), tuple(dim for dim in weight.dims if dim not in made)
 
 
-def _weight(found: _Matching, ops: Sequence[Op], name: str, *, split: int, copies: int = 1) -> FormParameter:
+def _weight(found: Matching, ops: Sequence[Op], name: str, *, split: int, copies: int = 1) -> FormParameter:
     """Return a matrix of NxD, [out, in], made of our weights behind each other."""
     pieces: list[Piece] = []
     for op in ops:
@@ -335,19 +224,19 @@ def _weight(found: _Matching, ops: Sequence[Op], name: str, *, split: int, copie
     return FormParameter(name=name, pieces=tuple(pieces), split=split, copies=copies)
 
 
-def _common(found: _Matching, sequence: bool) -> dict[str, Argument]:
+def _common(found: Matching, sequence: bool) -> dict[str, Argument]:
     """Return what all linear layers take; sums travel in the format of the activations (see the docs of the engine)."""
     dtype = found.setting.dtype
     where: dict[str, Argument] = {"sequence_dimension": 0} if sequence else {}
     return {"sequence_parallel_enabled": sequence, **where, "dtype": dtype, "reduce_dtype": dtype}
 
 
-def _gathers(found: _Matching, op: Op, what: str) -> bool:
+def _gathers(found: Matching, op: Op, what: str) -> bool:
     """Claim the entry before a column layer; say whether the sequence is cut there."""
     entry, whole = found.before(op), found.setting.whole
     if entry in found.claimed:
-        return _is_sequence(found, entry)
-    if _is_sequence(found, entry):
+        return found.is_sequence(entry)
+    if found.is_sequence(entry):
         gather = [whole("all_gather", "seq")]
         found.claim(entry, what, F=gather, I=[whole("reduce_scatter", "seq")], W=gather)
         return True
@@ -355,10 +244,10 @@ def _gathers(found: _Matching, op: Op, what: str) -> bool:
     return False
 
 
-def _collects(found: _Matching, op: Op, what: str) -> bool:
+def _collects(found: Matching, op: Op, what: str) -> bool:
     """Claim the entry after a layer that leaves sums pending; say whether the sequence is cut there."""
     entry, whole = found.after(op), found.setting.whole
-    if _is_sequence(found, entry):
+    if found.is_sequence(entry):
         gather = [whole("all_gather", "seq")]
         back = [] if _is_gathered_elsewhere(found, entry, gather[0]) else gather
         found.claim(entry, what, F=[whole("reduce_scatter", "seq")], I=back)
@@ -367,19 +256,10 @@ def _collects(found: _Matching, op: Op, what: str) -> bool:
     return False
 
 
-def _is_gathered_elsewhere(found: _Matching, entry: str, gather: Send) -> bool:
+def _is_gathered_elsewhere(found: Matching, entry: str, gather: Send) -> bool:
     """Beside a parallel residual two products take one gradient: the table lists one gather, which NxD repeats."""
     return not found.sent[entry].get("I") and any(
         lists.get("I") == (gather,) and lists.get("F") == found.sent[entry].get("F")
         for other, lists in found.sent.items()
         if other != entry
     )
-
-
-def _is_sequence(found: _Matching, entry: str) -> bool:
-    forward = found.sent.get(entry, {}).get("F", ())
-    return any(send.dim == "seq" for send in forward)
-
-
-def _shown(lists: Lists) -> str:
-    return "; ".join(f"{name} {', '.join(map(str, sends))}" for name, sends in lists.items() if sends) or "nothing"
