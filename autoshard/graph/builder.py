@@ -28,9 +28,11 @@ class BlockBuilder:
         """Declare a parameter and return its name."""
         return self.add(name, dims, self.precision.weights, "parameter")
 
-    def deliver_as(self, tensor: str, name: str, rename: tuple[tuple[str, str], ...] = ()) -> str:
+    def deliver_as(
+        self, tensor: str, name: str, rename: tuple[tuple[str, str], ...] = (), *, settles: bool = False
+    ) -> str:
         """Say under which name a tensor reaches its readers; without this the name is ``<tensor>_out``."""
-        self._wanted[tensor] = (name, Deliver(rename=rename))
+        self._wanted[tensor] = (name, Deliver(rename=rename, settles=settles))
         return tensor
 
     def emit(self, name: str, kind: OpKind, *inputs: str) -> str:

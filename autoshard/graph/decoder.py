@@ -97,8 +97,10 @@ def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
     attended = _attention(b, model, x)
     after = b.deliver_as(b.emit("attn_add", Add(), x, attended), "mlp_residual")
     source = x if model.parallel_residual else after
-    normed = b.deliver_as(_norm(b, model, "mlp_norm", source, "hidden"), "mlp_in")
-    made = _experts(b, model, normed) if model.num_experts else _mlp(b, model, normed)
+    drops = workload.expert_capacity is not None
+    settled = kernels.settles_experts and model.num_experts > 0  # of the slots; of the tokens where none is dropped
+    normed = b.deliver_as(_norm(b, model, "mlp_norm", source, "hidden"), "mlp_in", settles=settled and not drops)
+    made = _experts(b, model, normed, settles=settled and drops) if model.num_experts else _mlp(b, model, normed)
     y = b.emit("mlp_add", Add(), after, made)
     return finish(b, "layer", kernels, carry=(x, y), repeat=model.num_layers)
 
@@ -176,13 +178,13 @@ def _mlp(b: BlockBuilder, model: ModelSpec, x: str) -> str:
     return b.deliver_as(result, "mlp_out")
 
 
-def _experts(b: BlockBuilder, model: ModelSpec, x: str) -> str:
+def _experts(b: BlockBuilder, model: ModelSpec, x: str, *, settles: bool) -> str:
     logits = _linear(b, "router", x, ("experts",), ("hidden",), bias=False)
     chosen = b.emit("choose", TopK(), logits)
     share = b.emit("share", Softmax(over="choices"), chosen)
     expert = "choose.expert"
     place = b.emit("queue", Slot(), expert)
-    slots = b.deliver_as(b.emit("dispatch", Dispatch(), x, expert, place), "expert_in")
+    slots = b.deliver_as(b.emit("dispatch", Dispatch(), x, expert, place), "expert_in", settles=settles)
     gate = _expert_linear(b, "gate", slots, "ffn", "hidden")
     up = _expert_linear(b, "up", slots, "ffn", "hidden")
     active = b.emit("act", Unary(function=model.activation), gate)

@@ -70,7 +70,8 @@ class _Lowering:
         self._entry = dict.fromkeys((handed_on, f"d.{handed_on}"), f"{handed_on}_out")
         self._seeds = {f"d.{handed_on}": handed_on}  # gradients that arrive, and of which results
         self._count = 0
-        self._settled = _settled(block)
+        self._at_once = _at_once(block)
+        self._settled = _settled(block) | self._at_once
         self._maker = {name: op for op in reversed(block.ops) for name in op.outputs}
 
     def add(self, op: Op, boundary: Cuts) -> None:
@@ -215,7 +216,10 @@ class _Lowering:
         for part in self._parts[tensor]:
             value = self._part(part, tensor)
             alike[_layout(dims, dict(value.layout.dims))].append(value)
-        changed = [self._change(self._added(tensor, values), cuts, when, busy) for values in alike.values()]
+        added = [self._added(tensor, values) for values in alike.values()]
+        if tensor in self._at_once:
+            added = [self._change(value, dict(value.layout.dims), when, None) for value in added]
+        changed = [self._change(value, cuts, when, busy) for value in added]
         if len({frozenset(value.layout.sums) for value in changed}) > 1:  # one part may stay pending only if all do
             changed = [self._change(value, cuts, when, None) for value in changed]
         return self._added(tensor, changed)
@@ -265,6 +269,12 @@ class _Lowering:
     def _new(self, tensor: str, layout: Layout) -> Value:
         self._count += 1
         return Value(name=f"{tensor}@{self._count}", tensor=tensor, layout=layout)
+
+
+def _at_once(block: Block) -> frozenset[str]:
+    """Return the gradients that are summed as soon as they are there."""
+    collects = (op for op in block.select("micro_batch", "I") if isinstance(op.kind, Collect) and op.kind.settles)
+    return frozenset(name for op in collects for name in op.outputs)
 
 
 def _settled(block: Block) -> frozenset[str]:

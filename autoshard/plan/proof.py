@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoshard.graph.block import Block
+from autoshard.graph.decoder import dim_sizes
 from autoshard.graph.evaluate import run_ops
 from autoshard.graph.op import Array
 from autoshard.layout.interpret import Interpreter
@@ -16,6 +17,7 @@ from autoshard.layout.token_groups import queueing_apart
 from autoshard.plan.plan import Plan
 from autoshard.plan.shrink import shrink
 from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting
+from autoshard.spec.workload import Workload
 
 TOLERANCE = 1e-9  # relative to the largest result of a block; everything is computed in float64
 
@@ -58,11 +60,17 @@ def prove(plan: Plan, seed: int = 0) -> Proof:
     small = shrunk.plan
     atoms = table_setting(small).atoms
     mesh = VirtualMesh(atoms=tuple((atom, size) for atom, size in atoms.items() if size > 1))
-    sizes = step_of(small).sizes(small.micro_batch * small.mesh.size("dp"))
+    sizes = dim_sizes(small.model, _roomy(small), step_of(small).platform, small.micro_batch * small.mesh.size("dp"))
     programs, blocks = plan_programs(small), plan_blocks(small)
     generator = np.random.default_rng(seed)
     proofs = tuple(_prove_block(name, blocks[name], programs[name], mesh, sizes, generator) for name in blocks)
     return Proof(candidate=str(small.candidate), lost=shrunk.lost, blocks=proofs)
+
+
+def _roomy(plan: Plan) -> Workload:
+    """Give every expert slots for all tokens, if none is to be dropped."""
+    capacity = float(plan.model.num_experts) if plan.model.num_experts else None
+    return replace(plan.workload, expert_capacity=plan.workload.expert_capacity or capacity)
 
 
 def _prove_block(

@@ -134,7 +134,6 @@ def _workload(workload: Workload, model: ModelSpec, small: Candidate) -> Workloa
         workload,
         seq_len=min(seq_len, model.max_positions),
         global_batch=small.dp * small.mbs * micro_batches,
-        expert_capacity=workload.expert_capacity or (float(model.num_experts) if model.num_experts else None),
     )
 
 

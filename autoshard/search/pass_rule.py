@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Differentiable, Op
 from autoshard.search.problem import OperatorProblem
 
@@ -33,6 +34,12 @@ class PassRule:
         }
         return cls(
             forward=0 in op.kind.linear_through() and inputs[0].role == "activation",
-            backward=bool(linear) and len(linear) == len(readers),
+            backward=bool(linear) and len(linear) == len(readers) and not _settles(op, problem),
             into=frozenset(number for number in into if number is not None),
         )
+
+
+def _settles(op: Op, problem: OperatorProblem) -> bool:
+    """Whether the gradient of what an operation makes is summed before it comes back."""
+    readers = (one for one in problem.block.select("micro_batch", "F") if one.inputs[0] in op.outputs)
+    return any(isinstance(one.kind, Deliver) and one.kind.settles for one in readers)

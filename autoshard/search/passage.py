@@ -220,7 +220,12 @@ class Passage:
             return np.zeros((len(self.choices), len(sides)))
         taken = [choice.layout(self.source.dims, choice.passed_back) for choice in self.choices]
         ways = self.neighbours.ways(self.source.dims, self.source.dtype)
-        return ways.between([self.renamed(side.sent) for side in sides], taken).T
+        sent = [self.renamed(side.sent) for side in sides]
+        if not (isinstance(self.deliver.kind, Deliver) and self.deliver.kind.settles):
+            return ways.between(sent, taken).T
+        summed = [Layout(dims=layout.dims) for layout in sent]
+        at_once = [ways.between([one], [other])[0, 0] for one, other in zip(sent, summed, strict=True)]
+        return ways.between(summed, taken).T + np.array(at_once)
 
     def _due(self, ones: Any, others: Any) -> Any:
         """Return where it lets pass back what a lowered program does: what may stay pending, if both parts await it."""

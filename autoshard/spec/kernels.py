@@ -22,7 +22,7 @@ _ALWAYS = (
 )  # fmt: skip
 _IF_STATED = (
     "placeholders", "workspace_bytes", "copies_buckets", "keeps_outputs", "uncounted", "seconds_per_graph", "hides",
-    "host_computes", "pads_experts",
+    "host_computes", "pads_experts", "settles_experts",
 )  # fmt: skip
 _HIDDEN = ("tp", "dp", "unit")
 
@@ -112,6 +112,9 @@ class Kernels:
     the framework reports leaves out; ``seconds_per_graph`` what a compiler takes for each distinct graph, 0 where
     nothing is compiled ahead.
 
+    ``settles_experts`` says whether the gradient of what experts read is summed over the ranks that share an expert as
+    soon as it is there: that of the slots; or, where no token is dropped, that of the tokens.
+
     ``eager`` says whether a host starts every kernel, or a compiled graph runs as a whole; ``host_computes`` whether
     that host is the device, so that it starts nothing while it computes; ``pads_experts`` whether every expert that
     drops nothing has a slot for every token, rather than for those alone that chose it; ``hides`` which share of some
@@ -138,6 +141,7 @@ class Kernels:
     hides: Mapping[str, float] = field(default_factory=dict[str, float])
     host_computes: bool = False
     pads_experts: bool = False
+    settles_experts: bool = False
 
     def __post_init__(self) -> None:
         """Refuse negative memory, and a table that does not say where its settings come from."""

@@ -42,6 +42,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "neox": {**BIASES, **PLAIN_MLP, "parallel_residual": True, "rotary_fraction": 0.5, "num_kv_heads": 1},
     "qwen": {"qk_norm": True, "qkv_bias": True, "window": 3},
 }
+_ROOM = 64.0  # an expert has slots for all tokens on each of up to 16 ranks, however they are cut
 # Every size divides by 8: each rank holds something, so that no collective is without effect.
 EVEN = {"hidden": 16, "ffn": 16, "num_heads": 64, "num_kv_heads": 8, "head_dim": 8, "vocab": 16, "max_positions": 8}
 
@@ -105,13 +106,11 @@ def _price(mesh: VirtualMesh) -> Price:
 
 @functools.cache
 def _block(  # noqa: PLR0913
-    options: str, even: bool, batch: int, seq: int, kind: str, again: Any, capacity: float | None
+    options: str, even: bool, batch: int, seq: int, kind: str, again: Any, capacity: float | None, platform: str
 ) -> tuple[Block, Mapping[str, int]]:
     model = ModelSpec(**{**LLAMA, **OPTIONS[options], **(EVEN if even else {})})
-    # Unless asked otherwise an expert has slots for all tokens on each of up to 16 ranks, however they are cut.
-    capacity = capacity or (16.0 * model.num_experts if model.num_experts else None)
     workload = Workload(seq_len=seq, global_batch=8, precision=Precision.named("fp32"), expert_capacity=capacity)
-    kernels = load_kernels("torch_cpu")
+    kernels = load_kernels(platform)
     graph = decoder_graph(model, workload, kernels, micro_batch=batch)
     block = graph.block(kind)
     return (block if again == () else recompute(block, kernels, again)), graph.sizes
@@ -139,9 +138,9 @@ def uncut() -> Callable[..., Uncut]:
 
     def build(  # noqa: PLR0913
         options: str, kind: str = "layer", *, batch: int = 2, seq: int = 4, again: Any = (), seed: int = 0,
-        even: bool = False, capacity: float | None = None,
+        even: bool = False, capacity: float | None = _ROOM, platform: str = "torch_cpu",
     ) -> Uncut:  # fmt: skip
-        block, sizes = _block(options, even, batch, seq, kind, again, capacity)
+        block, sizes = _block(options, even, batch, seq, kind, again, capacity, platform)
         return _evaluated(block, sizes, _given(block, sizes, np.random.default_rng(seed)))
 
     return build

@@ -84,6 +84,34 @@ def test_full_experts_drop_what_their_own_group_of_tokens_has_too_much(uncut, ra
     assert differ
 
 
+@pytest.mark.parametrize("capacity", [0.5, 2.0, None])
+def test_what_experts_read_has_its_gradient_summed_where_a_platform_does_so(uncut, random_cuts, capacity):
+    for seed in range(10):
+        rng, again = random.Random(seed), (None if seed % 3 == 0 else ())
+        case = uncut("mixtral", batch=4, seq=3, again=again, seed=seed, capacity=capacity, platform="nxd")
+        mesh = random_mesh(rng)
+        names = tuple(name for name, _ in mesh.atoms)
+        cuts = random_cuts(case.block, "mixtral", names, rng)
+        program = case.lower(cuts, mesh, _random_boundary(names, rng), keeps_gathered=False)
+        error = case.queueing_as(program, mesh).error(program, mesh)
+        assert error <= WORST_ERROR, f"seed {seed}: capacity {capacity} on {mesh.atoms}: off by {error}"
+
+
+@pytest.mark.parametrize(
+    ("capacity", "sent"),
+    [
+        (64.0, {"I expert_in all_reduce /kv", "I mlp_in slice seq/kv"}),
+        (None, {"I mlp_in all_reduce /kv", "I mlp_in slice seq/kv"}),
+    ],
+)
+def test_nxd_sums_slots_or_tokens_on_every_rank_before_it_slices_them(uncut, natural_cuts, capacity, sent):
+    case = uncut("mixtral", even=True, capacity=capacity, platform="nxd")
+    mesh, boundary = VirtualMesh(atoms=(("kv", 2),)), {"seq": ("kv",)}
+    cuts = natural_cuts(case.block, {"kv": 2}, sequence_parallel=True)
+    lines = _listed(case.lower(cuts, mesh, boundary, keeps_gathered=False))
+    assert {line for line in lines if line.startswith(("I expert_in", "I mlp_in"))} == sent
+
+
 def _natural(  # noqa: PLR0913
     uncut, natural_cuts, options, kind, atoms, *, sequence_parallel=True, keeps_gathered=True, **more
 ):  # fmt: skip

@@ -12,6 +12,7 @@ from autoshard.spec.mesh import Mesh
 from tests.plan.cases import any_candidates, ask, questions, reasons
 
 GPU = {"cluster_name": "h100-80", "nodes": 2}
+EXPERTS = {"model_name": "mixtral-8x7b"}
 LOCAL_MODEL = {"model_name": "gpt2-xl", "seq_len": 1024}
 
 # rule -> (question, candidate that breaks it, what the message must say, the same put right)
@@ -81,6 +82,14 @@ BREAKS = {
     "nxd-qkv-bias": ({"model_changes": {"qkv_bias": True}}, "tp=32", "has biases on q, k and v", "tp=8"),
     "nxd-window": ({"model_changes": {"window": 4096}}, "tp=8", "Use --seq-len 4096 or less", None),
     "nxd-fp16": ({"precision": "fp16"}, "tp=8", "returns bf16 for every type but fp32", "tp=1"),
+    "nxd-expert-capacity": ({**EXPERTS, "expert_capacity": 6.0}, "tp=32", "from 4 on no token is dropped", None),
+    "nxd-expert-slots": ({**EXPERTS, "expert_capacity": 1.1}, "tp=8,dp=64", "such as expert_capacity=1.125",
+                         "tp=32,pp=16"),
+    "nxd-expert-order": ({**EXPERTS, "expert_capacity": 2.0}, "tp=32,mbs=2", "Use mbs=1 or sp=false",
+                         "tp=32,mbs=2,sp=false"),
+    "nxd-dropless": ({**EXPERTS, "model_changes": {"ffn": 14080}}, "tp=32", "multiples of 16", "tp=8"),
+    "nxd-expert-recompute": (EXPERTS, "tp=32,recompute=selective[ActivationMultiplyMLP]", "keeps what it needs",
+                             "tp=32,recompute=full"),
     "torch-trn1": ({"engine": "torch"}, "tp=8", "Use --engine nxd", None),
 }  # fmt: skip
 

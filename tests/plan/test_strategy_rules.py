@@ -2,7 +2,15 @@
 
 import pytest
 
-from autoshard.plan.rules.strategy import AXIS_RULES, NXD_RULES, WITH_SP, WITHOUT_SP, Place, strategy_rules
+from autoshard.plan.rules.strategy import (
+    AXIS_RULES,
+    NXD_ROUTER,
+    NXD_RULES,
+    WITH_SP,
+    WITHOUT_SP,
+    Place,
+    strategy_rules,
+)
 
 QUERY = ("batch", "seq", "hidden", "kv_heads", "q_group", "head_dim")
 PRODUCT = {"dims": QUERY, "matrix": ("kv_heads", "q_group", "head_dim", "hidden")}
@@ -91,6 +99,20 @@ def test_sequence_parallelism_is_a_promise_about_what_lies_between_products():
     assert refused([WITH_SP], "kv", None, **TOKENS) == []  # losses are no hidden state
     assert WITH_SP in strategy_rules("torch", sequence_parallel=True)
     assert WITHOUT_SP in strategy_rules("nxd", sequence_parallel=False)
+
+
+def test_with_sequence_parallelism_nxd_routes_tokens_where_they_lie():
+    assert refused([NXD_ROUTER], "kv", None, **ROUTER) == ["nxd-router"]
+    assert refused([NXD_ROUTER], "kv", "seq", **ROUTER) == []
+    for op in (EXPERT, DISPATCH, NORM, PRODUCT):
+        assert refused([NXD_ROUTER], "kv", None, **op) == []
+    assert refused([NXD_ROUTER], "cp", None, **ROUTER) == []
+    asked = {
+        (engine, sp): strategy_rules(engine, sequence_parallel=sp)
+        for engine in ("nxd", "torch")
+        for sp in (True, False)
+    }
+    assert [key for key, rules in asked.items() if NXD_ROUTER in rules] == [("nxd", True)]
 
 
 def test_an_all_to_all_over_cp_cuts_heads_in_attention_and_tokens_elsewhere():

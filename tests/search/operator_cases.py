@@ -49,10 +49,12 @@ def model_problems(
     model: str, atoms: Mapping[str, int], boundary: Cuts, *, batch: int = 8, seq: int = 8192, **more: Any
 ) -> dict[str, OperatorProblem]:
     """The blocks of a model, by kind; pins are meant for the layer."""
-    workload = Workload(seq_len=seq, global_batch=64, precision=Precision.named("bf16"))
-    graph = decoder_graph(load_model(model), workload, load_kernels("torch_cuda"), micro_batch=batch)
     common = {"rates": RATES, "seconds": seconds_of(atoms), "num_micro_batches": 8, **more}
-    pins = common.pop("pins", {})
+    capacity, platform, pins = (
+        common.pop(name, usual) for name, usual in (("capacity", None), ("platform", "torch_cuda"), ("pins", {}))
+    )
+    workload = Workload(seq_len=seq, global_batch=64, precision=Precision.named("bf16"), expert_capacity=capacity)
+    graph = decoder_graph(load_model(model), workload, load_kernels(platform), micro_batch=batch)
     return {
         block.kind: OperatorProblem(
             block=block,

@@ -62,6 +62,20 @@ def test_real_blocks_cost_what_their_programs_cost_and_are_legal(model: str, bou
         assert assess(problem, lowered(problem, found.cuts)) == pytest.approx(found.cost_s, rel=1e-9)
 
 
+@pytest.mark.parametrize("capacity", [None, 2.0])
+def test_gradients_that_are_summed_at_once_are_priced_as_they_are_sent(capacity: float | None) -> None:
+    for boundary in (SEQUENCE, {"batch": ("dp",)}):
+        options = {"keeps_gathered": False, "capacity": capacity, "platform": "nxd"}
+        problem = model_problems("mixtral-8x7b", MESH, boundary, **options)["layer"]
+        pinned = replace(problem, pins={name: {"slots": ("dp",), "ffn": ("tp",)} for name in ("gate", "up")})
+        for asked in (problem, pinned):
+            found = solve(asked)
+            assert assess(asked, lowered(asked, found.cuts)) == pytest.approx(found.cost_s, rel=1e-9)
+        sent = collectives(problem, solve(pinned).cuts)
+        assert any(line.startswith("I mlp_in all_reduce") for line in sent) == (capacity is None)
+        assert any(line.startswith("I expert_in all_reduce") for line in sent) == (capacity is not None)
+
+
 def test_numbers_of_slots_are_read_as_they_were_counted() -> None:
     problem = model_problems("mixtral-8x7b", MESH, {"batch": ("dp",)})["layer"]
     problem = replace(problem, pins={"queue": {"batch": ("tp",)}})

@@ -65,7 +65,7 @@ def test_a_table_loads_under_its_own_name_and_cites_a_source_for_everything(name
     }  # fmt: skip
     own = set(stated(name)) - {"name", "like", "kernels", "sources"}
     assert own <= set(stated(name).get("sources", ())), "what a file states, it gives the source of"
-    optional = ("seconds_per_graph", "host_computes", "pads_experts")
+    optional = ("seconds_per_graph", "host_computes", "pads_experts", "settles_experts")
     assert set(table.sources) == always | {one for one in optional if getattr(table, one)}
     assert all(len(source) > 20 for source in table.sources.values())
 
@@ -153,7 +153,7 @@ def test_a_wrong_table_is_refused_with_all_faults_and_their_places():
     assert found == [
         "mine.extra: unknown key. Known: clones_end, copies_buckets, eager, hides, hides_sends, host_computes, "
         "keeps_gathered, keeps_outputs, kernels, name, pads_experts, placeholders, receives_apart, runtime_bytes, "
-        "seconds_per_graph, selective, sources, uncounted, workspace_bytes.",
+        "seconds_per_graph, selective, settles_experts, sources, uncounted, workspace_bytes.",
         "mine.kernels[0].ops: a kernel needs at least one operation",
         "mine.kernels[0].backward_flops_ratio: a kernel cannot do less than its gradient",
         "mine.kernels[0].source: say where this is known from",

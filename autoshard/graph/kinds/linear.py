@@ -50,10 +50,11 @@ class Deliver(Differentiable):
     """The identity through which a tensor reaches its readers; it alone may change a layout.
 
     ``rename`` names a dim differently on the other side: keys are made along ``seq`` and read along
-    ``kv_seq``.
+    ``kv_seq``. One that ``settles`` sums what its readers send back where it arrives, before it goes on in any layout.
     """
 
     rename: tuple[tuple[str, str], ...] = ()
+    settles: bool = False
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Give the input, renamed."""
@@ -80,7 +81,7 @@ class Deliver(Differentiable):
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """Sum what the readers send back; ``d0`` stands for all of it."""
         backward = tuple((new, old) for old, new in self.rename)
-        return (GradientStep(kind=Collect(rename=backward), reads=("d0",), gives=(0,)),)
+        return (GradientStep(kind=Collect(rename=backward, settles=self.settles), reads=("d0",), gives=(0,)),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,7 @@ class Collect(OpKind):
     """The gradient of a deliver: the sum of what all readers send back."""
 
     rename: tuple[tuple[str, str], ...] = ()
+    settles: bool = False
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Give the dims of what is summed, renamed back."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.rules import effect, neuron, nxd_engine, sequence, shape, torch_engine
+from autoshard.plan.rules import effect, neuron, nxd_engine, nxd_experts, sequence, shape, torch_engine
 from autoshard.plan.rules.columns import Column, Columns, Engine
 from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.spec.cluster import Cluster
@@ -20,6 +20,7 @@ def all_rules() -> tuple[Rule, ...]:
         *effect.RULES,
         *neuron.RULES,
         *nxd_engine.RULES,
+        *nxd_experts.RULES,
         *torch_engine.RULES,
     )
 

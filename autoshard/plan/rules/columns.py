@@ -47,6 +47,7 @@ class Columns:
     num_recomputes: Column = 1
     num_short_stages: Column = 0  # stages with fewer layers than their full:K
     recompute_fault: Column = ""
+    experts_fault: Column = ""
     num_stage_entries: Column = 0  # 0: the even split
     num_stage_layers: Column = 0  # their sum
     place: Column = ""
@@ -75,6 +76,7 @@ class Columns:
             num_recomputes=len(candidate.recompute),
             num_short_stages=_num_short_stages(candidate, model),
             recompute_fault=names.recompute_fault(candidate.recompute, kernels),
+            experts_fault=_experts_fault(candidate, model, workload, kernels),
             num_stage_entries=len(candidate.stages or ()),
             num_stage_layers=sum(candidate.stages or ()),
             place=str(candidate.place or ""),
@@ -127,3 +129,9 @@ def _num_short_stages(candidate: Candidate, model: ModelSpec) -> int:
     layers = layers_of(candidate, model.num_layers)
     wanted = [candidate.recompute_of(stage).num_layers or 0 for stage in range(candidate.num_stages)]
     return sum(want > have for want, have in zip(wanted, layers, strict=False))
+
+
+def _experts_fault(candidate: Candidate, model: ModelSpec, workload: Workload, kernels: str) -> str:
+    if not model.num_experts:
+        return ""
+    return names.experts_fault(candidate.recompute, kernels, drops=workload.expert_capacity is not None)

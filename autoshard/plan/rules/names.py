@@ -7,6 +7,7 @@ from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.placement import Placement
 
 _NXD = ("nxd", "nxd_core")
+_PRODUCTS = frozenset(("gate", "up", "act", "product", "down"))  # of experts
 
 
 def place_fault(place: Placement | None, cluster: Cluster) -> str:
@@ -32,6 +33,25 @@ def recompute_fault(recomputes: tuple[Recompute, ...], kernels: str) -> str:
         return ""
     known = recomputable_names(kernels)
     return " ".join(f"{name} is not known to {kernels}. {nearest(name, known)}" for name in names if name not in known)
+
+
+def experts_fault(recomputes: tuple[Recompute, ...], kernels: str, *, drops: bool) -> str:
+    """Judge what NxD is to compute again of experts: all products and what lies between, where tokens may be dropped.
+
+    >>> again = Recompute.parse("selective[LlamaMLP]")
+    >>> experts_fault((again,), "nxd", drops=True)
+    ''
+    >>> experts_fault((again,), "nxd", drops=False)
+    'the kernel for experts that drop no token keeps what it needs. Use none or full'
+    """
+    if kernels not in _NXD:
+        return ""
+    found = [_PRODUCTS.intersection(load_kernels(kernels).resolve(one.ops)) for one in recomputes]
+    if any(found) and not drops:
+        return "the kernel for experts that drop no token keeps what it needs. Use none or full"
+    if any(inside and inside != _PRODUCTS for inside in found):
+        return "of experts NxD computes all again or nothing. Use selective[LlamaMLP], none or full"
+    return ""
 
 
 def effective_names(kernels: str) -> tuple[str, ...]:

@@ -75,7 +75,8 @@ def strategy_rules(
 ) -> tuple[StrategyRule, ...]:
     """Return the Rules under which the Strategies of a plan are searched."""
     sp = WITH_SP if sequence_parallel else WITHOUT_SP
-    return (DP_BATCH, CP_SEQUENCE if cp_kind == "ring" else CP_HEADS, *TP_RULES, sp, *engine_rules(engine))
+    router = (NXD_ROUTER,) if engine == "nxd" and sequence_parallel else ()
+    return (DP_BATCH, CP_SEQUENCE if cp_kind == "ring" else CP_HEADS, *TP_RULES, sp, *engine_rules(engine), *router)
 
 
 def engine_rules(engine: Literal["nxd", "torch"]) -> tuple[StrategyRule, ...]:
@@ -136,6 +137,11 @@ def _without_sp(place: Place) -> bool:
 def _nxd_sequence(place: Place) -> bool:
     inner = ("kv_heads", "ffn", "vocab", "slots", "choices")
     return place.atom not in TP or place.dim != "seq" or not any(dim in inner for dim in place.dims)
+
+
+def _nxd_router(place: Place) -> bool:
+    routes = "experts" in place.matrix and "seq" in place.dims
+    return place.atom not in TP or place.dim == "seq" or not routes
 
 
 def _nxd_heads(place: Place) -> bool:
@@ -211,6 +217,14 @@ WITH_SP = StrategyRule(
 )
 WITHOUT_SP = StrategyRule(
     id="sp", allows=_without_sp, remedy="with sp=false tp does not cut the sequence. Use sp=true", source=_OUTER
+)
+NXD_ROUTER = StrategyRule(
+    id="nxd-router",
+    allows=_nxd_router,
+    remedy="with sp=true each rank of tp routes its own tokens, and gathers the logits",
+    source="aws-neuron/neuronx-distributed modules/moe/routing.py: one that routes gathered tokens keeps them so, "
+    "where every other layer gathers again",
+    yields_to_pins=False,
 )
 NXD_RULES = (
     StrategyRule(
