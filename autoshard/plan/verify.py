@@ -234,7 +234,7 @@ def _strategy_misfits(plan: Plan) -> list[Rejection]:
         )
         against = (rule.rejection(place) for place in places for rule in engine_rules(plan.engine))
         found += [replace(one, message=f"strategies.{name}.{one.message}") for one in against if one]
-    if plan.engine == "nxd" and not found and plan.model.num_experts == 0:  # experts are not lowered yet
+    if plan.engine == "nxd" and not found:
         _, faults = plan_forms(plan, programs)
         found += [_reject("nxd-form", str(fault), SOURCE) for fault in faults]
     return found

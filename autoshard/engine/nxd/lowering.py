@@ -78,10 +78,8 @@ def cuts_of(plan: Plan) -> tuple[str, ...]:
 
 
 def _forms(plan: Plan) -> Mapping[str, tuple[Form, ...]]:
-    require(
-        (plan.model.num_experts == 0, "model.num_experts", "experts are not lowered to NxD's modules yet"),
-        (bool(plan.strategies), "strategies", "the table is empty, so nothing says what is sent. Make the plan again"),
-    )
+    told = "the table is empty, so nothing says what is sent. Make the plan again"
+    require((bool(plan.strategies), "strategies", told))
     found, faults = plan_forms(plan, plan_programs(plan))
     if faults:
         raise InputError(faults)

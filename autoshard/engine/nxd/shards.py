@@ -46,19 +46,14 @@ class TpRank:
                 weight *= size
         return found
 
-    def bounds(self, dims: Dims, piece: Piece, sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+    def bounds(self, piece: Piece, sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
         """Return the rank's block of our tensor along its dims."""
-        return tuple(self._bounds(sizes[dim], piece.cuts.get(dim, ())) for dim in dims)
+        return tuple(self._bounds(sizes[dim], piece.cuts.get(dim, ())) for dim in piece.dims)
 
     def _bounds(self, size: int, atoms: Sequence[str]) -> tuple[int, int]:
         count, place = self.size(atoms), self.coordinate(atoms)
         assert size % count == 0, f"{size} does not divide by {count}"
         return place * (size // count), (place + 1) * (size // count)
-
-
-def dims_of(piece: Piece) -> Dims:
-    """Return the dims of our tensor, which are grouped but never moved."""
-    return tuple(dim for group in piece.axes for dim in group)
 
 
 def local_shape(parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -73,11 +68,10 @@ def local_of(parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], w
     """Cut a rank's parameter out of our whole tensors; what is padded is zero."""
     parts: list[Array] = []
     for piece in parameter.pieces:
-        dims = dims_of(piece)
-        missing = [(0, sizes[dim] - have) for dim, have in zip(dims, whole[piece.tensor].shape, strict=True)]
+        missing = [(0, sizes[dim] - have) for dim, have in zip(piece.dims, whole[piece.tensor].shape, strict=True)]
         array = np.pad(whole[piece.tensor], missing) if any(more for _, more in missing) else whole[piece.tensor]
-        block = array[tuple(slice(*bounds) for bounds in rank.bounds(dims, piece, sizes))]
-        parts.append(block.reshape(_shape(piece, rank, sizes)))
+        block = array[tuple(slice(*bounds) for bounds in rank.bounds(piece, sizes))]
+        parts.append(block.transpose(_places(piece.dims, piece.moved)).reshape(_shape(piece, rank, sizes)))
     return np.concatenate(parts, axis=parameter.axis)
 
 
@@ -90,11 +84,17 @@ def ours_of(
         length = _shape(piece, rank, sizes)[parameter.axis]
         index = [slice(None)] * local.ndim
         index[parameter.axis] = slice(start, start + length)
-        bounds = rank.bounds(dims_of(piece), piece, sizes)
-        array = local[tuple(index)].reshape([stop - begin for begin, stop in bounds])
-        yield piece.tensor, Held(bounds=bounds, array=array)
+        bounds = rank.bounds(piece, sizes)
+        lengths = {dim: stop - begin for dim, (begin, stop) in zip(piece.dims, bounds, strict=True)}
+        array = local[tuple(index)].reshape([lengths[dim] for dim in piece.moved])
+        yield piece.tensor, Held(bounds=bounds, array=array.transpose(_places(piece.moved, piece.dims)))
         start += length
 
 
 def _shape(piece: Piece, rank: TpRank, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[dim] // rank.size(piece.cuts.get(dim, ())) for dim in group) for group in piece.axes)
+
+
+def _places(before: Dims, after: Dims) -> list[int]:
+    """Return where each dim stands before it is moved."""
+    return [before.index(dim) for dim in after]

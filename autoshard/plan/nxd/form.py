@@ -14,21 +14,34 @@ Layer = Literal[
     "RowParallelLinear",
     "ParallelEmbedding",
     "parallel_cross_entropy",
+    "MoE",
     "leaf",  # the decoder's own module stays, with a rank's part of its parameters
 ]
-Argument = int | bool | str | tuple[int, ...]
+Plain = int | bool | float | str | tuple[int, ...]
+Argument = Plain | Mapping[str, Plain]  # of the layer, or of one that it is made of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One rank's part of one of our tensors: a slice along cut dims, its dims then grouped into the axes of another.
+    """One rank's part of one of our tensors: a slice along cut dims, which are then grouped into the axes of another.
 
-    Which slice is a rank's follows from its place among the ranks of its tp group, in NxD's order.
+    Which slice is a rank's follows from its place among the ranks of its tp group, in NxD's order. The dims of the axes
+    may stand in another order than ``dims``, which is that of our tensor.
     """
 
     tensor: str
+    dims: Dims
     axes: tuple[Dims, ...]
     cuts: Cuts = field(hash=False)  # by atoms of tp
+
+    def __post_init__(self) -> None:
+        """Refuse axes of other dims than the tensor has."""
+        require((sorted(self.moved) == sorted(self.dims), "axes", f"must hold {', '.join(self.dims)}, each once"))
+
+    @property
+    def moved(self) -> Dims:
+        """The dims in the order of the axes."""
+        return tuple(dim for group in self.axes for dim in group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

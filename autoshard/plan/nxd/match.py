@@ -12,6 +12,7 @@ from autoshard.graph.kinds.indexing import Lookup, Pick
 from autoshard.graph.kinds.linear import Deliver, Einsum
 from autoshard.graph.op import Op, Tensor
 from autoshard.layout.program import Compute, Program
+from autoshard.plan.nxd.experts import experts_form, starts_experts
 from autoshard.plan.nxd.form import Argument, Form, FormParameter, Piece
 from autoshard.plan.nxd.matching import TP, Matching, Send, Setting, sent_over, shown
 
@@ -34,12 +35,8 @@ def forms_of(block: Block, program: Program, setting: Setting) -> tuple[tuple[Fo
 
 
 def _forms(found: Matching) -> Iterator[Form]:
-    operations = found.operations()
-    if not found.setting.atoms:
-        yield from (_leaf(found, op) for op in operations if found.weights(op))
-        return
     done: set[str] = set()
-    for op in operations:
+    for op in found.operations():
         if op.name in done:
             continue
         form = _matcher(op, found)(found, op)
@@ -53,6 +50,8 @@ def _matcher(op: Op, found: Matching) -> "Callable[[Matching, Op], Form | None]"
     weights = found.weights(op)
     if not weights:
         return _loss if _starts_loss(op, found) else _unweighted
+    if starts_experts(found, op):
+        return experts_form
     cuts = found.cuts(op, weights[0])
     if isinstance(op.kind, Lookup) and cuts:
         return _embedding
@@ -79,7 +78,7 @@ def _leaf_parameter(found: Matching, op: Op, weight: Tensor) -> FormParameter:
     split = next((axis for axis, dim in enumerate(weight.dims) if dim in cuts), None)
     return FormParameter(
         name=weight.name.rpartition(".")[2],
-        pieces=(Piece(tensor=weight.name, axes=tuple((dim,) for dim in weight.dims), cuts=cuts),),
+        pieces=(Piece(tensor=weight.name, dims=weight.dims, axes=tuple((dim,) for dim in weight.dims), cuts=cuts),),
         split=split,
         summed=split is None and bool(pending or beside_keys),
     )
@@ -220,7 +219,7 @@ def _weight(found: Matching, ops: Sequence[Op], name: str, *, split: int, copies
         weight = found.weights(op)[0]
         is_table = isinstance(op.kind, Lookup)
         axes = tuple((dim,) for dim in weight.dims) if is_table else _sides(found, op, weight)
-        pieces.append(Piece(tensor=weight.name, axes=axes, cuts=found.cuts(op, weight)))
+        pieces.append(Piece(tensor=weight.name, dims=weight.dims, axes=axes, cuts=found.cuts(op, weight)))
     return FormParameter(name=name, pieces=tuple(pieces), split=split, copies=copies)
 
 

@@ -1,7 +1,8 @@
 """What NxD is told of a plan: golden files of the cases that its vendor documents, and what each part is for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import yaml
@@ -13,9 +14,9 @@ from autoshard.plan.plan import Plan
 from autoshard.spec.record import encode
 from tests.plan.nxd.test_match import planned
 
-# cited: aws-neuron/neuronx-distributed-training examples/conf (Llama-3 70B on trn1, with context parallelism, on trn2)
-# and aws-neuron/aws-neuron-sdk, the tutorials of Llama-2 70B and 13B on 32 nodes of trn1.
-DOCUMENTED = {
+# cited: aws-neuron/neuronx-distributed-training examples/conf (Llama-3 70B on trn1, with context parallelism, on trn2;
+# Mixtral 8x7B) and aws-neuron/aws-neuron-sdk, the tutorials of Llama-2 70B and 13B on 32 nodes of trn1.
+DOCUMENTED: Mapping[str, Any] = {
     "llama3-70b-16-trn1": ("llama3-70b", "trn1.32xlarge", "tp=32,pp=8,dp=2,recompute=selective[LlamaMLP]", 8192),
     "llama3-70b-16-trn1-cp2": (
         "llama3-70b",
@@ -31,6 +32,14 @@ DOCUMENTED = {
     ),
     "llama2-70b-32-trn1-tp8": ("llama2-70b", "trn1.32xlarge", "tp=8,pp=8,dp=16,kernels=nxd_core,recompute=full", 4096),
     "llama2-70b-32-trn1-tp32": ("llama2-70b", "trn1.32xlarge", "tp=32,pp=4,dp=8,kernels=nxd_core,recompute=full", 4096),
+    "mixtral-8x7b-8-trn1": (
+        "mixtral-8x7b",
+        "trn1.32xlarge",
+        "tp=32,pp=4,dp=2,kernels=nxd_core,recompute=full",
+        4096,
+        "bf16",
+        2.0,
+    ),
     "llama2-13b-32-trn1": ("llama2-13b", "trn1.32xlarge", "tp=8,pp=4,dp=32,kernels=nxd_core,recompute=full", 4096),
 }
 
@@ -41,15 +50,13 @@ def tp8(text: str = "tp=8,pp=4,dp=2") -> Plan:
 
 @pytest.mark.parametrize("name", list(DOCUMENTED))
 def test_the_documented_cases(name: str, golden: Callable[[str, str], None]) -> None:
-    model, cluster, text, seq_len = DOCUMENTED[name]
-    lowering = lowering_of(planned(model, cluster, text, seq_len))
+    lowering = lowering_of(planned(*DOCUMENTED[name]))
     golden(f"nxd/{name}.yaml", yaml.safe_dump(encode(lowering), default_flow_style=None, sort_keys=False, width=120))
 
 
 def test_cuts_name_the_last_layer_of_each_stage() -> None:
     # examples/conf/hf_llama3_70B_trn2_config.yaml: pipeline_cuts 18, 39, 60
-    model, cluster, text, seq_len = DOCUMENTED["llama3-70b-8-trn2"]
-    assert cuts_of(planned(model, cluster, text, seq_len)) == ("layers.18", "layers.39", "layers.60")
+    assert cuts_of(planned(*DOCUMENTED["llama3-70b-8-trn2"])) == ("layers.18", "layers.39", "layers.60")
 
 
 def test_a_sum_becomes_the_mean_of_micro_batches_and_replicas() -> None:
@@ -82,6 +89,8 @@ def test_each_layer_says_what_it_computes_again() -> None:
     assert norms.runs == (("act", "product"), ("attn_norm",), ("mlp_norm",))
     (mlp,) = lowering_of(tp8("tp=8,pp=4,dp=2,recompute=selective[LlamaMLP]")).recompute
     assert mlp.runs == (("up", "gate", "act", "product", "down"),)
+    routed = planned("mixtral-8x7b", "trn1.32xlarge", "tp=8,pp=4,dp=2,recompute=selective[LlamaMLP]", 4096, "bf16", 2.0)
+    assert lowering_of(routed).recompute[0].runs == mlp.runs
     assert lowering_of(tp8()).config["activation_checkpoint_config"] is None
 
 
@@ -105,8 +114,6 @@ def test_the_environment_says_formats_buckets_and_cores() -> None:
 
 
 def test_what_is_not_lowered_is_refused_before_anything_starts() -> None:
-    with pytest.raises(InputError, match="experts are not lowered"):
-        lowering_of(planned("mixtral-8x7b", "trn1.32xlarge", "tp=8,pp=1,dp=4", 4096))
     with pytest.raises(InputError, match="the table is empty"):
         lowering_of(replace(tp8(), strategies={}))
     plan = tp8()

@@ -8,41 +8,50 @@ from hypothesis import given, strategies as st
 
 from autoshard.engine.nxd.shards import TpRank, local_of, local_shape, ours_of
 from autoshard.engine.place import assemble
+from autoshard.graph.op import Dims
+from autoshard.layout.layout import Cuts
 from autoshard.plan.nxd.form import FormParameter, Piece
 
-SIZES = {"kv_heads": 4, "q_group": 4, "head_dim": 2, "hidden": 3, "ffn": 16, "vocab": 32}
+SIZES = {"kv_heads": 4, "q_group": 4, "head_dim": 2, "hidden": 3, "ffn": 16, "vocab": 32, "experts": 2}
 HEADS, KEYS = ("kv_heads", "q_group", "head_dim"), ("kv_heads", "head_dim")
 
 
 def pieces(copies: int) -> list[FormParameter]:
     """A weight of every form."""
     tp = ("kv", "rep")
-    query = Piece(tensor="q", axes=(HEADS, ("hidden",)), cuts={"kv_heads": ("kv",), "q_group": ("rep",)})
-    key = Piece(tensor="k", axes=(KEYS, ("hidden",)), cuts={"kv_heads": ("kv",)})
-    out = Piece(tensor="o", axes=(("hidden",), HEADS), cuts={"kv_heads": ("kv",), "q_group": ("rep",)})
-    up, gate = (Piece(tensor=name, axes=(("ffn",), ("hidden",)), cuts={"ffn": tp}) for name in ("up", "gate"))
-    norm = Piece(tensor="norm", axes=(("hidden",),), cuts={})
+    query = piece("q", (HEADS, ("hidden",)), {"kv_heads": ("kv",), "q_group": ("rep",)})
+    key = piece("k", (KEYS, ("hidden",)), {"kv_heads": ("kv",)})
+    out = piece("o", (("hidden",), HEADS), {"kv_heads": ("kv",), "q_group": ("rep",)})
+    up, gate = (piece(name, (("ffn",), ("hidden",)), {"ffn": tp}) for name in ("up", "gate"))
+    norm = piece("norm", (("hidden",),), {})
+    expert = ("experts", "ffn", "hidden")
+    halves = tuple(piece(name, (("experts",), ("hidden",), ("ffn",)), {"ffn": tp}, expert) for name in ("gate", "up"))
+    turned = piece("q", (("hidden",), HEADS), {"kv_heads": ("kv",), "q_group": ("rep",)}, (*HEADS, "hidden"))
     return [
         FormParameter(name="qkv", pieces=(query, key), split=0),
         FormParameter(name="k", pieces=(key,), split=0, copies=copies),
         FormParameter(name="o", pieces=(out,), split=1),
         FormParameter(name="up_gate", pieces=(up, gate), split=0),
         FormParameter(name="norm", pieces=(norm,), summed=True),
+        FormParameter(name="experts", pieces=halves, axis=2, split=2),
+        FormParameter(name="turned", pieces=(turned,), split=1),
     ]
+
+
+def piece(tensor: str, axes: tuple[Dims, ...], cuts: Cuts, dims: Dims = ()) -> Piece:
+    """A piece of a tensor; its dims stand as in the axes, if nothing else is said."""
+    return Piece(tensor=tensor, dims=dims or tuple(dim for group in axes for dim in group), axes=axes, cuts=cuts)
 
 
 @given(
     atoms=st.sampled_from(
         [(("rep", 2), ("kv", 4)), (("kv", 4), ("rep", 2)), (("kv", 4), ("rep", 1)), (("rep", 4), ("kv", 1))]
     ),
-    number=st.integers(0, 4),
+    number=st.integers(0, 6),
 )
 def test_all_ranks_together_hold_the_whole(atoms: tuple[tuple[str, int], ...], number: int) -> None:
     generator, parameter = np.random.default_rng(number), pieces(dict(atoms)["rep"])[number]
-    whole = {
-        piece.tensor: generator.random([SIZES[dim] for group in piece.axes for dim in group])
-        for piece in parameter.pieces
-    }
+    whole = {piece.tensor: generator.random([SIZES[dim] for dim in piece.dims]) for piece in parameter.pieces}
     ranks = [TpRank(atoms=atoms, index=index) for index in range(math.prod(size for _, size in atoms))]
     found: dict[str, list] = {name: [] for name in whole}
     for rank in ranks:
@@ -67,9 +76,20 @@ def test_keys_lie_on_ranks_as_nxd_arranges_them(atoms: tuple[tuple[str, int], ..
     assert [rank.coordinate(("kv", "rep")) for rank in ranks] == list(range(32))  # a vocabulary in the order of ranks
 
 
+def test_the_weights_of_experts_are_turned() -> None:
+    # NxD holds [experts, in, gate and up], we [experts, ffn, in].
+    parameter = pieces(1)[5]
+    rank = TpRank(atoms=(("kv", 2), ("rep", 1)), index=1)
+    gate, up = np.random.default_rng(0).random((2, 2, 16, 3))
+    local = local_of(parameter, rank, SIZES, {"gate": gate, "up": up})
+    assert local.shape == (2, 3, 16)
+    np.testing.assert_array_equal(local[1, :, :8], gate[1, 8:].T)
+    np.testing.assert_array_equal(local[1, :, 8:], up[1, 8:].T)
+
+
 def test_padding_is_zero() -> None:
-    piece = Piece(tensor="embed", axes=(("vocab",), ("hidden",)), cuts={"vocab": ("kv", "rep")})
-    parameter = FormParameter(name="weight", pieces=(piece,), split=0)
+    table = piece("embed", (("vocab",), ("hidden",)), {"vocab": ("kv", "rep")})
+    parameter = FormParameter(name="weight", pieces=(table,), split=0)
     rank = TpRank(atoms=(("kv", 2), ("rep", 1)), index=1)
     local = local_of(parameter, rank, SIZES, {"embed": np.ones((31, 3))})
     assert local.shape == (16, 3) and local[:-1].all() and not local[-1].any()

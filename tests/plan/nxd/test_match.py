@@ -1,19 +1,22 @@
 """Forms stand for exactly what a table lists: every weight once, every collective claimed, anything else a fault."""
 
+import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.nxd.form import FormParameter, Piece
+from autoshard.plan.nxd.form import Form, FormParameter, Piece
 from autoshard.plan.nxd.forms import plan_forms
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs
 from autoshard.plan.verify import verify
 from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Precision, Workload
 
@@ -27,23 +30,32 @@ CASES = [
     ("gpt-neox-20b", "trn1.32xlarge", "tp=8,pp=2,dp=2"),
     ("gpt2-xl", "trn2.48xlarge", "tp=64,pp=1,dp=1,sp=false,kernels=nxd_core"),
     ("qwen3-8b", "trn1.32xlarge", "tp=32,pp=2,dp=2,recompute=full"),
+    ("mixtral-8x7b", "trn1.32xlarge", "tp=32,pp=4,dp=2"),
+    ("mixtral-8x7b", "trn1.32xlarge", "tp=1,pp=1,dp=32"),
+    ("mixtral-8x7b", "trn2.48xlarge", "tp=4,pp=4,dp=4,sp=false", 8192, "bf16", 2.0),
 ]
 
 
-def planned(model: str, cluster: str, text: str, seq_len: int = 8192, precision: str = "bf16") -> Plan:
+def planned(
+    model: str | ModelSpec, cluster: str, text: str, seq_len: int = 8192, precision: str = "bf16",
+    expert_capacity: float | None = None,
+) -> Plan:  # fmt: skip
     candidate, node = Candidate.parse(text), load_cluster(cluster)
     place = load_cluster(cluster, num_nodes=candidate.num_ranks // node.num_ranks)
-    card = load_model(model)
+    card = load_model(model) if isinstance(model, str) else model
     workload = Workload(
-        seq_len=min(seq_len, card.max_positions), global_batch=1024, precision=Precision.named(precision)
+        seq_len=min(seq_len, card.max_positions),
+        global_batch=1024,
+        precision=Precision.named(precision),
+        expert_capacity=expert_capacity,
     )
     request = Request(model=card, cluster=place, workload=workload, engines=("nxd",))
     return plan_at(request, candidate)
 
 
-@pytest.mark.parametrize(("model", "cluster", "text"), CASES)
-def test_what_the_planner_chooses_has_forms_that_hold_every_weight_once(model: str, cluster: str, text: str) -> None:
-    plan = planned(model, cluster, text)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
+def test_what_the_planner_chooses_has_forms_that_hold_every_weight_once(case: Any) -> None:
+    plan = planned(*case)
     forms, faults = plan_forms(plan, plan_programs(plan))
     assert not faults
     for kind, block in plan_blocks(plan).items():
@@ -63,6 +75,80 @@ def test_every_dense_card_has_forms_however_it_is_cut(name: str) -> None:
             dp = load_cluster(cluster).num_ranks // tp
             plan = planned(name, cluster, f"tp={tp},pp=1,dp={dp},sp={sp}", seq_len=2048)
             assert plan_forms(plan, plan_programs(plan))[1] == (), plan.candidate
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "mixtral-8x22b"])
+def test_experts_have_a_form_however_they_are_cut(name: str) -> None:
+    for cluster, tp, sp, capacity in (
+        ("trn1.32xlarge", 8, "true", None),
+        ("trn1.32xlarge", 32, "false", 2.0),
+        ("trn2.48xlarge", 4, "true", 1.25),
+        ("trn2.48xlarge", 64, "false", None),
+    ):
+        text = f"tp={tp},pp=1,dp={load_cluster(cluster).num_ranks // tp},sp={sp}"
+        plan = planned(name, cluster, text, 2048, "bf16", capacity)
+        assert plan_forms(plan, plan_programs(plan))[1] == (), plan.candidate
+
+
+def experts_of(plan: Plan) -> Form:
+    forms, faults = plan_forms(plan, plan_programs(plan))
+    assert not faults
+    return next(form for form in forms["layer"] if form.layer == "MoE")
+
+
+@pytest.mark.parametrize(("sp", "summed"), [("true", True), ("false", False)])
+def test_experts_are_one_layer_from_the_router_on(sp: str, summed: bool) -> None:
+    form = experts_of(planned("mixtral-8x7b", "trn1.32xlarge", f"tp=8,pp=4,dp=2,sp={sp}"))
+    assert form.leaves[0] == "router" and form.leaves[-1] == "combine" and len(form.leaves) == 11
+    assert form.arguments["sequence_parallel_enabled"] is summed
+    router, inner, outer = form.parameters
+    assert (router.split, router.summed) == (None, summed) and (inner.split, outer.split) == (2, 1)
+    assert [piece.tensor for piece in inner.pieces] == ["gate.weight", "up.weight"]  # NxD takes the gate first
+    assert [dim for (dim,) in outer.pieces[0].axes] == ["experts", "ffn", "hidden"]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "text"), [(2.0, "tp=8,pp=4,dp=2"), (1.25, "tp=8,pp=2,cp=2,dp=2"), (4.0, "tp=8,pp=1,dp=4")]
+)
+def test_nxd_counts_as_many_slots_as_the_plan(capacity: float, text: str) -> None:
+    # expert_mlps_v2.py forward_capacity_factor: math.ceil(tokens * top_k * capacity_factor / num_experts)
+    plan = planned("mixtral-8x7b", "trn1.32xlarge", text, 4096, "bf16", capacity)
+    experts: Any = experts_of(plan).arguments["expert_mlps"]
+    tokens = 4096 // plan.mesh.size("cp")
+    assert math.ceil(tokens * 2 * experts["capacity_factor"] / 8) == tokens * 2 * capacity / 8
+    assert 0 < experts["capacity_factor"] < 8 / 2  # from there on NxD sends all tokens through all experts
+
+
+def test_experts_that_drop_nothing_run_block_by_block() -> None:
+    experts: Any = experts_of(planned("mixtral-8x7b", "trn1.32xlarge", "tp=8,pp=4,dp=2")).arguments["expert_mlps"]
+    assert experts["capacity_factor"] == 0.0 and not experts["normalize_top_k_affinities"]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "entry", "old", "new"),
+    [
+        (None, "mlp_in", "I all_reduce /tp, slice seq/tp", "I reduce_scatter seq/tp"),
+        (2.0, "expert_in", "I all_reduce /tp", "I reduce_scatter slots/tp, all_gather slots/tp"),
+        (None, "router_out", "F all_gather seq/tp", "F all_to_all seq>experts/tp, all_gather experts/tp"),
+        (2.0, "mlp_out", "F reduce_scatter seq/tp", "F all_reduce /tp, slice seq/tp"),
+        (2.0, "share_out", "I all_reduce /tp", "I reduce_scatter seq/tp, all_gather seq/tp"),
+    ],
+)
+def test_experts_send_just_this(capacity: float | None, entry: str, old: str, new: str) -> None:
+    plan = replace(planned("mixtral-8x7b", "trn1.32xlarge", "tp=8,pp=4,dp=4", 4096, "bf16", capacity), prediction=None)
+    assert verify(plan) == ()
+    table = plan.strategies["layer"]
+    assert old in table[entry]
+    edited = {**plan.strategies, "layer": {**table, entry: table[entry].replace(old, new)}}
+    (rejection,) = verify(replace(plan, strategies=edited))
+    assert rejection.rule_id == "nxd-form" and rejection.message.startswith(f"strategies.layer.{entry}: MoE sends")
+
+
+def test_experts_with_a_function_that_nxd_computes_otherwise_have_no_form() -> None:
+    card = replace(load_model("mixtral-8x7b"), activation="gelu_tanh")
+    plan = planned(card, "trn1.32xlarge", "tp=8,pp=4,dp=2", 4096, "bf16", 2.0)
+    faults = [str(fault) for fault in plan_forms(plan, plan_programs(plan))[1]]
+    assert any("router: no layer of NxD is einsum, top_k" in fault and "gelu_tanh" in fault for fault in faults)
 
 
 def test_layers_follow_from_layouts() -> None:
@@ -100,7 +186,7 @@ def test_sequence_parallelism_and_sums_are_read_off_the_table() -> None:
         plan = planned("llama2-13b", "trn1.32xlarge", text)
         forms, _ = plan_forms(plan, plan_programs(plan))
         linear = [form for form in forms["layer"] if form.layer.endswith("Linear")]
-        assert {form.arguments["sequence_parallel_enabled"] for form in linear} == {sequence}
+        assert linear and all(form.arguments["sequence_parallel_enabled"] == sequence for form in linear)
         norms = [one for form in forms["layer"] if form.layer == "leaf" for one in form.parameters]
         assert norms and {one.summed for one in norms} == {sequence}
 
@@ -162,7 +248,9 @@ def test_other_collectives_with_the_same_result_are_refused(
 
 
 def test_a_weight_is_not_both_cut_and_summed() -> None:
-    piece = Piece(tensor="a", axes=(("hidden",),), cuts={})
+    piece = Piece(tensor="a", dims=("hidden",), axes=(("hidden",),), cuts={})
     for wrong in ({"split": 0, "summed": True}, {"copies": 2}, {"pieces": ()}):
         with pytest.raises(InputError):
             FormParameter(**{"name": "weight", "pieces": (piece,), **wrong})
+    with pytest.raises(InputError, match="axes: must hold hidden, ffn, each once"):
+        Piece(tensor="a", dims=("hidden", "ffn"), axes=(("hidden",),), cuts={})
