@@ -28,6 +28,8 @@ from autoshard.engine.decoder.leaves import (
 from autoshard.engine.decoder.loss import BelowTop, Exp, Log, Pick, Subtract, SumOfAll, ToFp32, Top, Total
 from autoshard.spec.model import ModelSpec
 
+# The run of children of a layer from the logits of experts to what these send back.
+EXPERTS = ("router", "choose", "share", "queue", "dispatch", "gate", "up", "act", "product", "down", "combine")
 # The run of children of the head from the logits to the loss of every token.
 TOKEN_LOSS = ("logits_fp32", "top", "shifted", "power", "total", "log_total", "picked", "token_loss")
 
@@ -205,6 +207,9 @@ class Layer(Block):
         self.combine = Combine()
 
     def _experts(self, x: Tensor) -> Tensor:
+        joint = self._joint(*EXPERTS)
+        if joint:
+            return joint(x)
         chosen, expert = self.choose(self.router(x))
         row, rows = self.queue(expert)
         slots = self.dispatch(x, row, rows)

@@ -30,7 +30,7 @@ class Columns(nn.Module):
         if isinstance(product, tuple):
             parts: Sequence[Any] = [WholeRows.apply(part) for part in product]
         else:
-            parts = product.chunk(len(self._made), dim=-1)
+            parts = WholeRows.apply(product).chunk(len(self._made), dim=-1)  # pyright: ignore[reportOptionalMemberAccess]
         ordered = [part.transpose(0, 1) if self._sequence_first else part for part in parts]
         shaped = tuple(part.unflatten(-1, shape) for part, shape in zip(ordered, self._made, strict=True))
         first, *others = shaped
@@ -38,7 +38,7 @@ class Columns(nn.Module):
 
 
 class WholeRows(torch.autograd.Function):
-    """The identity; its gradient has no gaps in memory, which NxD's products of queries and keys ask of a CPU's."""
+    """The identity; its gradient has no gaps in memory, which NxD's products ask of a CPU's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -63,7 +63,24 @@ class Rows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply."""
         flat = x.flatten(-self._num_read) if self._num_read > 1 else x
-        return self.layer(flat.transpose(0, 1) if self._sequence_first else flat)
+        return self.layer(flat.transpose(0, 1).contiguous() if self._sequence_first else flat)
+
+
+class Mixture(nn.Module):
+    """A router, its experts and what they send; takes and gives hidden states as they lie between layers."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what comes back from the experts; NxD gives a tuple."""
+        return self.layer(x)[0]
+
+    def recompute(self) -> None:
+        """Mark the products of the experts and what lies between them."""
+        experts = self.layer.expert_mlps
+        experts.mlp_op = Recomputed(experts.mlp_op)
 
 
 class Places(nn.Module):
@@ -87,8 +104,8 @@ class TokenLosses(nn.Module):
         self._loss, self._first, self._vocab = loss, first, vocab
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return [batch, seq]; NxD works in place, on logits in FP32."""
-        wide = logits.to(at_least_fp32(logits.dtype))
+        """Return [batch, seq]; NxD works in place, on logits in FP32 without gaps in memory."""
+        wide = logits.to(at_least_fp32(logits.dtype)).contiguous()
         entries = torch.arange(logits.shape[-1], device=logits.device) + self._first
         if self._first + logits.shape[-1] > self._vocab:
             wide = wide.masked_fill(entries >= self._vocab, torch.finfo(wide.dtype).min / 2)

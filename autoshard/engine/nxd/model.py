@@ -17,6 +17,7 @@ from autoshard.engine.nxd.layers import (
     FlashAttend,
     Gated,
     InOrder,
+    Mixture,
     Places,
     Recomputed,
     RingAttend,
@@ -37,6 +38,7 @@ from autoshard.plan.plan import Plan
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Kernels = Mapping[str, Any]  # functions by the names of those of NxD
 _RING = "nki_ring_attn_func"
+_PARTS = {"router": "RouterTopK", "expert_mlps": "ExpertMLPs"}  # of a layer of experts
 # Where the whole model lies until NxD has taken this rank's stages: on a host, layers would draw whole weights first.
 _NOWHERE = torch.device("meta")
 
@@ -153,7 +155,12 @@ class _Making:
         if form.layer == "parallel_cross_entropy":
             size = self.sizes["vocab"] // self.rank.size(("kv", "rep"))
             return TokenLosses(named(form.layer), self.rank.index * size, self._plan.model.vocab)
-        given = {name: _argument(name, value) for name, value in form.arguments.items()}
+        given = _arguments(form.arguments)
+        if form.layer == "MoE":
+            parts = {part: named(_PARTS[part])(device=_NOWHERE, **given[part]) for part in _PARTS}
+            layer = named(form.layer)(**{**given, **parts})
+            self._place(layer, form, instance)
+            return Mixture(layer)
         layer = named(form.layer)(device=_NOWHERE, **given)
         self._place(layer, form, instance)
         if form.layer == "ParallelEmbedding":
@@ -178,7 +185,7 @@ class _Making:
 
     def _place(self, module: nn.Module, form: Form, instance: str) -> None:
         for parameter in form.parameters:
-            self.placed[id(getattr(module, parameter.name))] = Placed(instance, parameter)
+            self.placed[id(module.get_parameter(parameter.name))] = Placed(instance, parameter)
 
 
 def _recomputing(layer: Layer, again: tuple[tuple[str, ...], ...]) -> nn.Module:
@@ -188,6 +195,10 @@ def _recomputing(layer: Layer, again: tuple[tuple[str, ...], ...]) -> nn.Module:
     for run in again:
         if len(run) == 1:
             setattr(layer, run[0], Recomputed(layer.get_submodule(run[0])))
+            continue
+        mixture = next((one for one in layer.children() if isinstance(one, Mixture)), None)
+        if mixture:
+            mixture.recompute()
             continue
         alone = run == ("act", "product")
         gated = Gated(layer.act, layer.product, gate_first=alone)
@@ -202,7 +213,13 @@ def _weighted(module: nn.Module) -> Any:
     return getattr(module, "layer", module)
 
 
+def _arguments(given: Mapping[str, Argument]) -> dict[str, Any]:
+    return {name: _argument(name, value) for name, value in given.items()}
+
+
 def _argument(name: str, value: Argument) -> Any:
+    if isinstance(value, Mapping):
+        return _arguments(value)
     if name in ("dtype", "reduce_dtype"):
         return DTYPES[str(value)]
     return list(value) if isinstance(value, tuple) else value
