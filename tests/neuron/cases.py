@@ -141,6 +141,15 @@ def _leave_out(measure: str) -> None:
         model.Built.mark = nothing  # pyright: ignore[reportAttributeAccessIssue]
     elif measure == "weights":
         model.Built.fill = nothing  # pyright: ignore[reportAttributeAccessIssue]
+    elif measure == "shares":
+        made = model.named
+        usual = {"RouterTopK": {"apply_act_fn_over_topk": False}, "ExpertMLPs": {"normalize_top_k_affinities": True}}
+
+        def as_usual(name: str) -> Any:
+            real = made(name)
+            return (lambda **given: real(**(given | usual[name]))) if name in usual else real
+
+        model.named = as_usual
     elif measure == "max_norm":
         real = lowering.lowering_of
 

@@ -48,9 +48,12 @@ def _padded(batch: Arrays) -> Arrays:
 
 
 COPIED = {"num_heads": 4, "num_kv_heads": 2}
+EXPERTS = {"num_experts": 4, "experts_per_token": 2}
+DROPPING = {"expert_capacity": 0.75}
 CASES = {
     "tp": Case(text="tp=2,pp=1,dp=1,sp=false"),
     "tp + sp": Case(text="tp=2,pp=1,dp=1"),
+    "tp + sp, several sequences": Case(text="tp=2,pp=1,dp=2,mbs=2"),
     "odd vocabulary": Case(text="tp=2,pp=1,dp=1", options={"vocab": 31}),
     "learned positions, biases, tied embeddings": Case(text="tp=2,pp=1,dp=2", model=gpt),
     "parallel residual": Case(text="tp=2,pp=1,dp=1", options={"parallel_residual": True}),
@@ -82,6 +85,22 @@ CASES = {
     ),
     "context parallelism, learned positions": Case(text="tp=2,pp=1,cp=2,dp=1", model=gpt),
     "context parallelism, pp, all computed again": Case(text="tp=1,pp=2,cp=2,dp=1,mbs=2,recompute=full"),
+    "experts": Case(text="tp=2,pp=1,dp=1,mbs=2", options=EXPERTS),
+    "experts without sp": Case(text="tp=2,pp=1,dp=1,sp=false,mbs=2", options=EXPERTS),
+    "experts, tp x pp": Case(text="tp=2,pp=2,dp=1,recompute=full:1", options={**EXPERTS, "num_layers": 4}),
+    "experts, copies of keys": Case(text="tp=4,pp=1,dp=1", options={**EXPERTS, **COPIED}),
+    "experts without tp": Case(text="tp=1,pp=1,dp=2", options=EXPERTS),
+    "experts that drop tokens": Case(text="tp=2,pp=1,dp=1", options=EXPERTS, workload=DROPPING),
+    "experts that drop tokens, tp x dp, ZeRO-1": Case(text="tp=2,pp=1,dp=2", options=EXPERTS, workload=DROPPING),
+    "experts that drop tokens, without sp": Case(
+        text="tp=2,pp=1,dp=2,sp=false,mbs=2", options=EXPERTS, workload=DROPPING
+    ),
+    "experts that drop tokens, context parallelism": Case(
+        text="tp=2,pp=1,cp=2,dp=1", options=EXPERTS, workload=DROPPING | {"seq_len": 16}
+    ),
+    "experts that drop tokens, computed again": Case(
+        text="tp=2,pp=1,dp=1,recompute=selective[LlamaMLP]", options=EXPERTS, workload=DROPPING
+    ),
     "core attention, computed again": Case(text="tp=2,pp=1,dp=1,kernels=nxd_core,recompute=selective[CoreAttention]"),
 }
 

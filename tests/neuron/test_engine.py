@@ -1,5 +1,6 @@
 """The engine with the real NxD on a CPU: the numbers of one process and of the torch engine, feature by feature."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from autoshard.spec.workload import Precision
 from tests.neuron.cases import nxd_plan, run_saving, run_train
-from tests.neuron.features import CASES, errors_of, gradient_error, ran
+from tests.neuron.features import CASES, DROPPING, EXPERTS, errors_of, gradient_error, ran
 from tests.ranks.cases import Task, llama
 from tests.ranks.spawn import on_ranks
 
@@ -25,8 +26,8 @@ def test_nxd_agrees_with_one_process_and_with_the_torch_engine(name: str) -> Non
 
 def test_bf16_with_masters_stays_near_fp32() -> None:
     # Without a reduce_dtype of the weights' format NxD drops the sum of a column layer's gradient: norm off by half.
-    for sp in ("true", "false"):
-        plan = nxd_plan(f"tp=2,pp=1,dp=2,sp={sp}", llama(vocab=32), precision=Precision.named("bf16"))
+    for sp, options in (("true", {}), ("false", {}), ("true", EXPERTS)):
+        plan = nxd_plan(f"tp=2,pp=1,dp=2,sp={sp}", llama(vocab=32, **options), precision=Precision.named("bf16"))
         task = Task.of(plan, 1)
         expected = task.reference()
         for rank in ran(task, "trn1"):
@@ -52,18 +53,53 @@ def test_every_measure_against_a_defect_is_needed(name: str, without: str) -> No
         assert gradient_error(expected, [rank.gradients[0] for rank in found]) > 0.1
 
 
+@pytest.mark.parametrize(
+    ("text", "capacity"),
+    [
+        ("tp=2,pp=1,dp=1,mbs=2", 0.75),  # Rule nxd-expert-order: NxD queues [seq, batch], a plan [batch, seq]
+        ("tp=1,pp=1,dp=2", 0.8),  # Rule nxd-expert-slots: NxD has 4 slots on each of two ranks, a plan 7
+    ],
+)
+def test_what_rules_refuse_of_experts_drops_other_tokens(text: str, capacity: float) -> None:
+    case = replace(CASES["experts that drop tokens"], text=text, workload={"expert_capacity": capacity})
+    task = Task.of(case.plan(), 1)
+    expected, found = task.reference(), ran(task, case.platform)
+    assert gradient_error(expected, [rank.gradients[0] for rank in found]) > 1e-2
+
+
+def test_shares_are_not_normalised_after_tokens_were_dropped() -> None:
+    # As recipes of the vendor have it, what is left of a token weighs more; a plan's shares are those of its choices.
+    case = CASES["experts that drop tokens"]
+    task = Task.of(case.plan(), 1)
+    expected, found = task.reference(), ran(task, case.platform, without="shares")
+    assert gradient_error(expected, [rank.gradients[0] for rank in found]) > 1e-2
+
+
 def test_what_is_computed_again_is_wrapped() -> None:
     counts = {"none": 0, "full": 2, "selective[LlamaMLP]": 2, "selective[LlamaRMSNorm]": 4}
-    for recompute, count in counts.items():
-        task = Task.of(nxd_plan(f"tp=1,pp=1,dp=1,recompute={recompute}", llama(vocab=32)), 1)
-        (rank,) = ran(task, "trn1")
-        assert rank.num_wrapped == count, recompute
+    for options, capacity in (({}, None), (EXPERTS, DROPPING["expert_capacity"])):
+        for recompute, count in counts.items():
+            text, model = f"tp=1,pp=1,dp=1,recompute={recompute}", llama(vocab=32, **options)
+            task = Task.of(nxd_plan(text, model, expert_capacity=capacity), 1)
+            (rank,) = ran(task, "trn1")
+            assert rank.num_wrapped == count, recompute
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("text", ["tp=2,pp=1,dp=2", "tp=2,pp=2,dp=1", "tp=1,pp=1,cp=2,dp=2", "tp=1,pp=2,cp=2,dp=1"])
-def test_a_run_goes_on_from_a_checkpoint_bit_by_bit(text: str, precision: str, tmp_path: Path) -> None:
-    plan = nxd_plan(text, llama(vocab=32), precision=Precision.named(precision))
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("tp=2,pp=1,dp=2", {}),
+        ("tp=2,pp=2,dp=1", {}),
+        ("tp=1,pp=1,cp=2,dp=2", {}),
+        ("tp=1,pp=2,cp=2,dp=1", {}),
+        ("tp=2,pp=1,dp=2", EXPERTS),
+    ],
+)
+def test_a_run_goes_on_from_a_checkpoint_bit_by_bit(
+    text: str, options: dict[str, int], precision: str, tmp_path: Path
+) -> None:
+    plan = nxd_plan(text, llama(vocab=32, **options), precision=Precision.named(precision))
     task = Task.of(plan, 2)
     went_on = on_ranks(4, run_saving, task, tmp_path, False, timeout_s=300.0)
     assert len(list(tmp_path.rglob("optim/*.pt"))) == 4, "NxD names the files of different cp ranks alike"
