@@ -20,7 +20,7 @@ from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
-from tests.neuron import standins
+from tests.neuron import blocks, standins
 from tests.neuron.gloo_xla import group_of
 from tests.neuron.ring import ring_attention
 from tests.ranks.cases import CLIP_NORM, Arrays, Task
@@ -82,6 +82,7 @@ def run_nxd(task: Task, platform: str, changes: Mapping[str, str]) -> RankFound:
         os.environ["LOCAL_WORLD_SIZE"] = str(task.plan.mesh.size("tp"))  # else tp 4 on trn1 takes every second rank
         from autoshard.engine.nxd.engine import NxdEngine
 
+        blocks.put_in_place()
         _leave_out(changes.get("without", ""))
         engine = NxdEngine(task.plan, task.weights.__getitem__, task.learning_rate, NOTING, KERNELS)
         reports, gradients = [], []

@@ -24,7 +24,7 @@ BEGIN, END = "<!-- features: written by tests/neuron/record.py -->", "<!-- end o
 NOT_VERIFIED: Mapping[str, str] = {
     "flash attention": "a kernel for NeuronCores; on a CPU the decoder's own attention stands in its place",
     "ring kernel": "a stand-in on CPU: exact attention over keys gathered from all of cp; all else of cp is NxD's",
-    "the kernel for experts that drop no token": "for NeuronCores; on a CPU NxD sends every token through all experts",
+    "kernels for experts that drop no token": "stand-ins on CPU: one block of tokens after another; all else is NxD's",
     "expert parallelism": "refused (`nxd-ep`)",
     "fp16": "NxD's embedding returns BF16; refused with tp above 1",
     "buckets, graphs, stochastic rounding": "there is no XLA device; collectives are gloo's, tensor by tensor",

@@ -5,6 +5,7 @@ files in ``REAL_XLA`` run as they are (they are Python, of any installed or unpa
 of ``gloo_xla``. No module of neuronx_distributed is changed.
 """
 
+import collections
 import enum
 import importlib.abc
 import importlib.machinery
@@ -110,7 +111,7 @@ ANYWHERE: Mapping[str, Any] = {
     "enable_stack_allocator": _kernel,
     "CollectivesConfig": _Rings,
     "FlashConfig": _Options,
-    "SkipMode": _Options,
+    "SkipMode": collections.namedtuple("SkipMode", ("skip_token", "skip_weight")),
     "VNC": lambda number: number,
     "BlockShardStrategy": _names("BlockShardStrategy", "HI_LO", "PING_PONG"),
     "ActFnType": _names("ActFnType", "SiLU", "GELU", "GELU_Tanh_Approx", "Swish"),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from autoshard.layout.layout import local_sizes
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting
+from tests.neuron import blocks
 from tests.neuron.cases import nxd_plan
 from tests.neuron.features import EXPERTS, PATIENCE_S
 from tests.ranks.cases import Task, llama
@@ -48,6 +49,7 @@ def run_sends(task: Task) -> Sent:
         from autoshard.engine.nxd.engine import NxdEngine
         from autoshard.engine.nxd.layers import Mixture
 
+        blocks.put_in_place()
         engine = NxdEngine(task.plan, task.weights.__getitem__, task.learning_rate)
         mixture = next(one for one in engine.model.modules() if isinstance(one, Mixture))
         plan, seq = task.plan, task.plan.workload.seq_len
@@ -95,8 +97,8 @@ def counting(note: Callable[[str, int], None]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("sp", ["true", "false"])
-@pytest.mark.parametrize("capacity", [0.5, 1.0, 2.0])
-def test_experts_send_what_the_table_lists(sp: str, capacity: float) -> None:
+@pytest.mark.parametrize("capacity", [0.5, 1.0, 2.0, None])
+def test_experts_send_what_the_table_lists(sp: str, capacity: float | None) -> None:
     plan = nxd_plan(f"tp=2,pp=1,dp=1,sp={sp}", llama(vocab=32, **EXPERTS), expert_capacity=capacity)
     for sent in on_ranks(2, run_sends, Task.of(plan, 1), timeout_s=PATIENCE_S):
         assert sent == listed(plan)
