@@ -178,8 +178,8 @@ class _Tally:
 
     @property
     def hopeless(self) -> frozenset[str]:
-        """Rules that allowed nothing so far."""
-        return frozenset(self._counts.keys() - self._hopeful)
+        """Rules that refused some point and allowed nothing so far."""
+        return frozenset({rule_id for rule_id, count in self._counts.items() if count} - self._hopeful)
 
     def refusals(self) -> tuple[Refusal, ...]:
         """Return what was refused, by Rule."""

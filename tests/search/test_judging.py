@@ -119,6 +119,10 @@ def test_real_questions_are_judged_as_their_points_are(request_: Request):
     agrees(request_)
 
 
+def test_what_no_point_has_is_refused_by_no_rule():
+    agrees(ask("tiny-llama", ranks=3, global_batch=1, pins="tp=1,pp=1,cp=1,vp=2,mbs=1"))  # one stage is not two chunks
+
+
 def test_the_example_of_a_refusal_has_least_else_against_it():
     request = ask("tiny-llama", global_batch=8)
     alone = judged_alone(request)
