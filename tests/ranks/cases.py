@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ from autoshard.engine.place import Held, assemble
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.executor import Executor
 from autoshard.engine.torch.formats import Formats
+from autoshard.engine.torch.world import World
 from autoshard.graph.block import OpGraph
 from autoshard.graph.evaluate import StepResult, evaluate_step, random_weights
 from autoshard.graph.op import Array
@@ -170,6 +172,7 @@ def run_counted(task: Task) -> Counter[str]:
     calls: Counter[str] = Counter()
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
         def wrapped(*args: Any, **options: Any) -> Any:
             kind = f"{name}_max" if options.get("op") == dist.ReduceOp.MAX else name
             calls[kind] += 1
@@ -177,9 +180,33 @@ def run_counted(task: Task) -> Counter[str]:
 
         return wrapped
 
-    with patched({name: counted(name, getattr(dist, name)) for name in CALLS}):
+    def message(of_torch: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(op: Any, *args: Any) -> Any:
+            calls[op.__name__] += 1
+            return of_torch(getattr(op, "__wrapped__", op), *args)  # torch takes no other function than its own
+
+        return wrapped
+
+    replaced = {name: counted(name, getattr(dist, name)) for name in CALLS}
+    with patched({**replaced, "P2POp": message(dist.P2POp)}):
         executor.step(task.steps[0], task.learning_rate)
     return calls
+
+
+def run_most_under_way(task: Task) -> int:
+    """Run, and return how many messages this rank has sent at most that it does not know to be taken."""
+    executor, most = executor_of(task), 0
+    send = World.send
+
+    def sending(world: World, *args: Any) -> None:
+        nonlocal most
+        send(world, *args)
+        most = max(most, len(world.under_way))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "send", sending)
+        executor.step(task.steps[0], task.learning_rate)
+    return most
 
 
 def run_dropping(task: Task, name: str, num_calls: int) -> list[StepShare]:

@@ -11,7 +11,18 @@ from autoshard.layout.program import Compute
 from autoshard.plan.lowering import split_pending
 from autoshard.schedule.action import Action
 from autoshard.spec.model_catalogue import load_model
-from tests.ranks.cases import Task, compare, gpt, llama, plan_of, run_counted, run_dropping, run_steps, torch_adamw
+from tests.ranks.cases import (
+    Task,
+    compare,
+    gpt,
+    llama,
+    plan_of,
+    run_counted,
+    run_dropping,
+    run_most_under_way,
+    run_steps,
+    torch_adamw,
+)
 from tests.ranks.spawn import RankFailed, on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -42,6 +53,7 @@ CASES = {
     "ring attention": ("tp=1,pp=1,cp=2,dp=1", llama()),
     "ring attention in zig-zag": ("tp=1,pp=1,cp=2,dp=1,cp_order=zigzag", llama()),
     "ring attention in zig-zag with tp": ("tp=2,pp=1,cp=2,dp=1,cp_order=zigzag", llama()),
+    "ring attention over four ranks": ("tp=1,pp=1,cp=4,dp=1,cp_order=zigzag", llama()),
     "attention cut by heads": ("tp=1,pp=1,cp=2,dp=1,cp_kind=all_to_all", llama()),
     "attention cut by heads with pp": ("tp=1,pp=2,cp=2,dp=1,cp_kind=all_to_all,schedule=zb_h1", llama()),
     "attention cut by heads, all recomputed": ("tp=1,pp=1,cp=2,dp=2,cp_kind=all_to_all,zero=3,recompute=full", gpt()),
@@ -143,6 +155,12 @@ def test_every_rank_makes_exactly_the_calls_of_its_programs(text, model):
         assert calls == expected_calls(plan, plan.mesh.coordinates(rank)["pp"]), f"rank {rank}"
 
 
+@pytest.mark.parametrize(("schedule", "most"), [("1f1b", (2, 2)), ("zb_h1", (2, 2)), ("gpipe", (8, 8))])
+def test_messages_that_were_taken_are_kept_no_longer(schedule, most):
+    plan = plan_of(f"tp=1,pp=2,dp=1,schedule={schedule}", llama(), global_batch=8)
+    assert tuple(on_ranks(2, run_most_under_way, Task.of(plan))) == most
+
+
 def expected_calls(plan, pipeline_rank):
     """Count what the programs list, per micro-batch; then the step phase, weights that meet alike at once; the norm."""
     calls: Counter[str] = Counter()
@@ -158,7 +176,7 @@ def expected_calls(plan, pipeline_rank):
                     calls[names.get(kind) or str(kind)] += count
             for entry in parts.program.instructions:
                 hops = len(entry.ring) if isinstance(entry, Compute) else 0
-                for call in ("isend", "recv") if isinstance(entry, Compute) and hops else ():
+                for call in ("isend", "irecv") if isinstance(entry, Compute) and hops else ():
                     # Keys and values; backward their gradients follow them a hop later.
                     both = 2 * hops if entry.op.kind.label == "attend" else 4 * (hops - 1)
                     calls[call] += count * both

@@ -77,7 +77,7 @@ def faked(rank: int, num_ranks: int) -> Iterator[None]:
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # positions are all that is computed; threads that wait for more would take the seconds
-    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
+    dist.init_process_group("cpu:fake,meta:fake", rank=rank, world_size=num_ranks, store=FakeStore())
     try:
         with _Shapes():
             yield

@@ -33,6 +33,7 @@ class Pipeline:
     plan: Plan
     bench: Bench
     stages: Mapping[int, Mapping[str, BlockRun]]
+    turns: Mapping[tuple[bool, int, int], int]  # way back or not, stage, micro-batch -> number of its rank's action
 
     @classmethod
     def of(cls, plan: Plan, programs: PlanPrograms, bench: Bench) -> "Pipeline":
@@ -49,7 +50,13 @@ class Pipeline:
             for stage, blocks in enumerate(programs.stages)
             if plan.schedule.place_of(stage)[0] == bench.place.coordinate("pp")
         }
-        return cls(plan=plan, bench=bench, stages=stages)
+        turns = {
+            (action.kind != "F", action.stage, action.micro_batch): number
+            for actions in plan.schedule.action_lists()
+            for number, action in enumerate(actions)
+            if action.kind != "W"  # which hands nothing on
+        }
+        return cls(plan=plan, bench=bench, stages=stages, turns=turns)
 
     @property
     def place(self) -> Place:
@@ -191,13 +198,15 @@ class _MicroBatches:
         if rank == self._pipeline.place.rank:
             self._kept[tag] = tensor
         else:
-            self._pipeline.bench.world.send(tensor, rank, tag)
+            turn = self._pipeline.turns[back, to_stage, number]
+            self._pipeline.bench.world.send(tensor, rank, tag, turn)
 
     def _arrived(self, stage: int, from_stage: int, number: int, *, back: bool) -> torch.Tensor:
         rank, tag = self._pipeline.rank_of(from_stage), self._pipeline.tag(from_stage, number, back=back)
         if rank == self._pipeline.place.rank:
             return self._kept.pop(tag)
-        return self._pipeline.bench.world.receive(self._hidden(stage, back=back), rank, tag)
+        turn = self._pipeline.turns[back, from_stage, number]
+        return self._pipeline.bench.world.receive(self._hidden(stage, back=back), rank, tag, turn)
 
     def _hidden(self, stage: int, *, back: bool) -> torch.Tensor:
         """Return memory for the hidden state that a stage takes, or for its gradient where it ends."""

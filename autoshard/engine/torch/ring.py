@@ -1,4 +1,4 @@
-"""Attention whose keys and values travel around a ring of ranks, hop by hop."""
+"""Attention whose keys and values travel around a ring of ranks, hop by hop, while those at hand are attended to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,11 +8,9 @@ import torch
 from autoshard.engine.place import Place
 from autoshard.engine.torch.kernels.attention import joined
 from autoshard.engine.torch.kernels.kernel import Kernel
-from autoshard.engine.torch.world import Group, World
+from autoshard.engine.torch.world import Group, Passing, World
 from autoshard.graph.kinds.attention import Attend
 from autoshard.layout.program import Compute
-
-_RING_TAG = 0  # stages use positive tags
 
 
 def around(world: World, place: Place, compute: Compute, attend: Kernel, positions: torch.Tensor) -> Kernel:
@@ -21,7 +19,7 @@ def around(world: World, place: Place, compute: Compute, attend: Kernel, positio
     group = world.group(atoms)
     assert group, f"{compute.ring[0]} is a ring of one"
     spans = [place.at(rank).dim_bounds("kv_seq", atoms) for rank in group.ranks]
-    ring = _Ring(world=world, group=group, positions=tuple(positions[start:stop] for start, stop in spans))
+    ring = _Ring(group=group, positions=tuple(positions[start:stop] for start, stop in spans))
     hops = len(compute.ring)
     if isinstance(compute.op.kind, Attend):
         return lambda *tensors: _forward(ring, hops, attend, tensors)
@@ -32,7 +30,6 @@ def around(world: World, place: Place, compute: Compute, attend: Kernel, positio
 class _Ring:
     """The group of a ring, the positions of every member's keys, and the hand-over to the next member."""
 
-    world: World
     group: Group
     positions: tuple[torch.Tensor, ...]
 
@@ -40,27 +37,22 @@ class _Ring:
         """Return the positions of the keys that are here after so many hops."""
         return self.positions[(self.group.number - hop) % len(self.positions)]
 
-    def hop(self, tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
-        """Hand tensors to the next rank and take those of the one before; this is which hop."""
-        ranks, here = self.group.ranks, self.group.number
+    def hop(self, tensors: Sequence[torch.Tensor], number: int) -> Passing:
+        """Start handing on what belongs to the keys that are here before this hop, for what does after it."""
         count = len(self.keys_at(number))
-        arrived: list[torch.Tensor] = []
-        for tensor in tensors:
-            self.world.send(tensor, ranks[(here + 1) % len(ranks)], _RING_TAG, self.group.axis)
-        for tensor in tensors:
-            like = tensor.new_empty((tensor.shape[0], count, *tensor.shape[2:]))
-            arrived.append(self.world.receive(like, ranks[here - 1], _RING_TAG))
-        return arrived
+        arriving = [tensor.new_empty((tensor.shape[0], count, *tensor.shape[2:])) for tensor in tensors]
+        return self.group.pass_on(tensors, arriving)
 
 
 def _forward(ring: _Ring, hops: int, attend: Kernel, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     query, key, value, positions, _ = tensors
     found = None
     for number in range(hops + 1):
-        if number:
-            key, value = ring.hop((key, value), number)
+        following = ring.hop((key, value), number + 1) if number < hops else None
         part, weight = attend(query, key, value, positions, ring.keys_at(number))
         found = joined(found, (part, weight))
+        if following:
+            key, value = following.arrived()
     assert found, "a ring has at least one member"
     return found
 
@@ -68,12 +60,18 @@ def _forward(ring: _Ring, hops: int, attend: Kernel, tensors: Sequence[torch.Ten
 def _backward(ring: _Ring, hops: int, attend: Kernel, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Keys and values travel to all other ranks; their gradients follow a hop later, and come home with the last."""
     upstream, query, key, value, positions, _, result, lse = tensors
-    d_query, *own = attend(upstream, query, key, value, positions, ring.keys_at(0), result, lse)
-    travelling: list[torch.Tensor] = []
-    for number in range(1, hops):
-        key, value, *travelling = ring.hop((key, value, *travelling), number)
-        d_more, *made = attend(upstream, query, key, value, positions, ring.keys_at(number), result, lse)
-        d_query = d_query + d_more
-        travelling = [one + two for one, two in zip(travelling, made, strict=True)] if travelling else made
-    home = ring.hop(travelling, hops)
-    return d_query, own[0] + home[0], own[1] + home[1]
+    total, own, travelling = None, [], None
+    for number in range(hops):
+        following = ring.hop((key, value), number + 1) if number + 1 < hops else None
+        d_query, *made = attend(upstream, query, key, value, positions, ring.keys_at(number), result, lse)
+        total = d_query if total is None else total + d_query
+        if travelling:
+            made = [one + two for one, two in zip(travelling.arrived(), made, strict=True)]
+        if number:
+            travelling = ring.hop(made, number + 1)
+        else:
+            own = made
+        if following:
+            key, value = following.arrived()
+    assert total is not None and travelling, "a ring has at least two members"
+    return total, *(one + two for one, two in zip(own, travelling.arrived(), strict=True))

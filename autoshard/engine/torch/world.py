@@ -1,6 +1,7 @@
 """The process groups of a mesh, and messages between two ranks."""
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 
-Sent = tuple[dist.Work, torch.Tensor]  # a message under way, and its memory
+_AT_THE_END = sys.maxsize  # of a step: nothing that a rank receives before tells that a message was taken
 
 
 class Traffic:
@@ -29,6 +30,31 @@ class Traffic:
         """Begin anew."""
         self.calls.clear()
         self.sent_bytes.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sent:
+    """A message under way, its memory, and which action of the receiver's takes it."""
+
+    work: dist.Work
+    memory: torch.Tensor
+    to_rank: int
+    taken_at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passing:
+    """Tensors on their way around a ring; who waits for those that arrive has also handed on its own."""
+
+    works: tuple[dist.Work, ...]
+    sent: tuple[torch.Tensor, ...]  # kept until they have left
+    arriving: tuple[torch.Tensor, ...]
+
+    def arrived(self) -> tuple[torch.Tensor, ...]:
+        """Wait for what the member before hands on."""
+        for work in self.works:
+            work.wait()
+        return self.arriving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +103,17 @@ class Group:
         dist.all_to_all_single(received, given, list(counts), list(sent), group=self.handle)
         self._count("all_to_all", given.nbytes)
         return received
+
+    def pass_on(self, tensors: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]) -> Passing:
+        """Start handing tensors to the next member, and taking as many from the one before into given memory."""
+        count, here = len(self.ranks), self.number
+        sent = tuple(tensor.contiguous() for tensor in tensors)
+        messages = [dist.P2POp(dist.isend, one, self.ranks[(here + 1) % count], self.handle) for one in sent]
+        messages += [dist.P2POp(dist.irecv, one, self.ranks[here - 1], self.handle) for one in arriving]
+        works = dist.batch_isend_irecv(messages)
+        for tensor in sent:
+            self.traffic.add(self.axis, "send", tensor.nbytes)
+        return Passing(works=tuple(works), sent=sent, arriving=tuple(arriving))
 
     def _count(self, kind: str, whole_bytes: int) -> None:
         self.traffic.add(self.axis, kind, whole_bytes * (len(self.ranks) - 1) / len(self.ranks))
@@ -130,21 +167,25 @@ class World:
         """Return how many ranks differ only along these atoms."""
         return math.prod(self.mesh.size(atom) for atom in atoms)
 
-    def send(self, tensor: torch.Tensor, to_rank: int, tag: int, axis: str = "pp") -> None:
-        """Start sending; the receiver may take its time, and the tensor may be overwritten meanwhile."""
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-        work = dist.isend(tensor, to_rank, tag=tag)
+    def send(self, tensor: torch.Tensor, to_rank: int, tag: int, taken_at: int = _AT_THE_END) -> None:
+        """Start sending what an action of the receiver's takes; the tensor may be overwritten meanwhile."""
+        memory = tensor.clone(memory_format=torch.contiguous_format)
+        work = dist.isend(memory, to_rank, tag=tag)
         assert work is not None, "a message to another rank is under way"
-        self.under_way.append((work, tensor))
-        self.traffic.add(axis, "send", tensor.nbytes)
+        self.under_way.append(Sent(work=work, memory=memory, to_rank=to_rank, taken_at=taken_at))
+        self.traffic.add("pp", "send", memory.nbytes)
 
-    def receive(self, into: torch.Tensor, from_rank: int, tag: int) -> torch.Tensor:
-        """Wait for a message."""
+    def receive(self, into: torch.Tensor, from_rank: int, tag: int, made_at: int = -1) -> torch.Tensor:
+        """Wait for what an action of the sender's made: by then it had taken whatever came for it so far."""
         dist.recv(into, from_rank, tag=tag)
+        self._finish([sent for sent in self.under_way if sent.to_rank == from_rank and sent.taken_at <= made_at])
         return into
 
     def finish_sending(self) -> None:
         """Wait until everything sent has left."""
-        for work, _ in self.under_way:
-            work.wait()
-        self.under_way.clear()
+        self._finish(list(self.under_way))
+
+    def _finish(self, left: Sequence[Sent]) -> None:
+        for sent in left:
+            sent.work.wait()
+            self.under_way.remove(sent)
