@@ -14,7 +14,8 @@ from autoshard.engine.programs import graph_of
 from autoshard.engine.ran import DryRank
 from autoshard.engine.torch.dry import counted
 from autoshard.engine.torch.executor import Executor
-from autoshard.engine.torch.fake import faked
+from autoshard.engine.torch.fake import NOWHERE, faked
+from autoshard.engine.torch.formats import Formats
 from autoshard.errors import InputError
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
@@ -78,8 +79,8 @@ def test_few_micro_batches_are_run_where_more_keep_no_more(text: str, num_run: i
 def test_nothing_is_left_of_a_world_that_was_not_there() -> None:
     num_threads = torch.get_num_threads()
     with pytest.raises(ValueError, match="out of luck"), faked(5, 64):
-        assert dist.get_rank() == 5 and torch.ones(3).is_meta
-        assert int(torch.arange(3)[2]) == 1, "numbers are made up"
+        assert dist.get_rank() == 5 and torch.ones(3, device=NOWHERE).is_meta
+        assert int(torch.arange(3, device=NOWHERE)[2]) == 1, "numbers are made up"
         raise ValueError("out of luck")
     assert not dist.is_initialized() and not torch.ones(3).is_meta and torch.get_num_threads() == num_threads
 
@@ -88,7 +89,7 @@ def test_a_wrong_shape_is_found() -> None:
     plan = plan_of("tp=2,pp=1,dp=1", llama())
     weights = no_weights(graph_of(plan))
     with pytest.raises(RuntimeError, match="split_sizes"), faked(1, 2):
-        Executor(plan, lambda name: weights(name)[..., :-1])
+        Executor(plan, lambda name: weights(name)[..., :-1], Formats(device=NOWHERE))
     assert not dist.is_initialized()
 
 

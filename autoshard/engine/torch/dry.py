@@ -6,7 +6,8 @@ from autoshard.engine.base import Batch, Measured
 from autoshard.engine.initial import no_memory, no_weights
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.executor import Executor
-from autoshard.engine.torch.fake import faked
+from autoshard.engine.torch.fake import NOWHERE, faked
+from autoshard.engine.torch.formats import Formats
 from autoshard.plan.plan import Plan
 
 
@@ -16,7 +17,7 @@ def counted(plan: Plan, rank: int) -> Measured:
     Nothing is known of routed tokens: experts that drop none are given room for all, as in a real step.
     """
     with faked(rank, plan.mesh.num_ranks):
-        executor = Executor(plan, no_weights(graph_of(plan)))
+        executor = Executor(plan, no_weights(graph_of(plan)), Formats(device=NOWHERE))
         executor.step([_batch(plan)] * plan.schedule.num_micro_batches, learning_rate=0.0)
         return executor.measured()
 

@@ -1,4 +1,4 @@
-"""A world that is not there: one process stands for one rank of many, and tensors have shapes but no numbers."""
+"""A world that is not there: one process stands for one rank of many, and its device holds shapes but no numbers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -6,14 +6,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it makes the backend "fake" known
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_READ, _FRESH = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default
+NOWHERE = torch.device("meta")  # where tensors have shapes and no memory
+
+_BACKEND = "nowhere"
+_READ = torch.ops.aten._local_scalar_dense.default
+_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
 
-class _Shapes(TorchDispatchMode):
-    """Tensors that are made have no memory (meta), but whole numbers that come from outside: positions stay real.
+class _NoNumbers(TorchDispatchMode):
+    """What is read of tensors that are nowhere is 1; a device that meets what lies with the host is found out.
 
     torch's own FakeTensorMode does the same in eight times the seconds.
     """
@@ -29,12 +34,11 @@ class _Shapes(TorchDispatchMode):
         if func.namespace == "c10d":  # knows nothing of tensors without memory, and does not look at others here
             return func(*_of_nothing(args), **given)
         tensors = list(_tensors((args, *given.values())))
-        real = func is _FRESH or not any(tensor.is_meta or tensor.is_floating_point() for tensor in tensors)
         if func is _READ and tensors[0].is_meta:  # a loss or a norm: any number, but one that may be divided by
             return 1.0 if tensors[0].is_floating_point() else 1
-        if "device" in given and not (real and tensors):
-            given["device"] = torch.device("meta")
-        return func(*args, **given) if real else func(*_changed(args, _meta), **given)
+        if func not in _COPIES and len({one.device for one in tensors if one.dim()}) > 1:
+            raise RuntimeError(f"{func} takes tensors of the host and of a device")
+        return func(*args, **given)
 
 
 def _tensors(given: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -55,31 +59,35 @@ def _changed(given: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor
     ]  # fmt: skip
 
 
-def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_meta else tensor.to("meta")
-
-
 def _of_nothing(given: Sequence[Any]) -> list[Any]:
     """Let a collective send empty tensors, and no number of elements to each rank of an all-to-all."""
     empty = _changed(given, lambda _: torch.empty(0))
     return [[] if isinstance(one, list) and all(isinstance(size, int) for size in one) else one for one in empty]
 
 
+def _group_of_one(common: Any, own: Any) -> Any:
+    """Make a group as torch's own backend "fake" does, which knows no tensors without memory."""
+    make: Any = FakeProcessGroup._create_internal  # of which the stub leaves an argument out
+    return make(common.group_rank, common.group_size, own)
+
+
 @contextmanager
 def faked(rank: int, num_ranks: int) -> Iterator[None]:
-    """Be one rank of a world of so many, in which nothing takes memory and everything sent is lost.
+    """Be one rank of a world of so many, in which everything sent is lost.
 
     >>> with faked(3, 512):
-    ...     total = torch.zeros(10**9, 10**9)
+    ...     total = torch.zeros(10**9, 10**9, device=NOWHERE)
     ...     dist.all_reduce(total)
     ...     dist.get_rank(), dist.get_world_size(), total.shape, float(total.sum())
     (3, 512, torch.Size([1000000000, 1000000000]), 1.0)
     """
+    if not hasattr(dist.Backend, _BACKEND.upper()):
+        dist.Backend.register_backend(_BACKEND, _group_of_one, extended_api=True, devices=["cpu", NOWHERE.type])
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # positions are all that is computed; threads that wait for more would take the seconds
-    dist.init_process_group("cpu:fake,meta:fake", rank=rank, world_size=num_ranks, store=FakeStore())
+    dist.init_process_group(_BACKEND, rank=rank, world_size=num_ranks, store=FakeStore())
     try:
-        with _Shapes():
+        with _NoNumbers():
             yield
     finally:
         dist.destroy_process_group()

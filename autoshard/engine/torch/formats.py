@@ -1,4 +1,4 @@
-"""The number formats of a run: as the plan says, or all of them double, to be compared to the last digits."""
+"""The number formats of a run, as the plan says or all of them double, and the device that its tensors lie on."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autoshard.graph.op import Array
 from autoshard.spec.workload import Dtype
 
+_HOST = torch.device("cpu")
 _TYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -19,9 +20,18 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """Which of torch's types each format of the plan becomes; ``exact`` computes all of them in double."""
+    """Which of torch's types each format of the plan becomes; ``exact`` computes all of them in double.
+
+    Positions alone stay with the host, which decides by them what attends to what.
+    """
 
     exact: bool = False
+    device: torch.device = _HOST
+
+    @property
+    def staging(self) -> torch.device:
+        """Where whole weights are cut into pieces: with the host, which has the room, if there is anything to hold."""
+        return self.device if self.device.type == "meta" else _HOST
 
     def of(self, dtype: Dtype) -> torch.dtype:
         """Return torch's type."""
@@ -29,14 +39,14 @@ class Formats:
         return torch.float64 if self.exact and found.is_floating_point else found
 
     def tensor(self, array: Array, dtype: Dtype) -> torch.Tensor:
-        """Return a tensor of its own memory with an array's numbers."""
-        return own(array, self.of(dtype))
+        """Return a tensor of its own memory, on the device of the run, with an array's numbers."""
+        return own(array, self.of(dtype), self.device)
 
 
-def own(array: Array, dtype: torch.dtype | None = None) -> torch.Tensor:
+def own(array: Array, dtype: torch.dtype | None = None, device: torch.device = _HOST) -> torch.Tensor:
     """Return a tensor of its own memory with an array's numbers, in another format where one is given."""
     shared = torch.from_numpy(array if array.flags.writeable else array.copy())  # torch warns of others
-    return torch.empty(shared.shape, dtype=dtype or shared.dtype).copy_(shared)
+    return torch.empty(shared.shape, dtype=dtype or shared.dtype, device=device).copy_(shared)
 
 
 def memory_of(tensor: torch.Tensor) -> StorageWeakRef:

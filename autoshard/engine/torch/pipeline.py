@@ -101,19 +101,19 @@ class Pipeline:
             if counts:
                 passing.count_saved()
         self.bench.world.finish_sending()
-        return Passed(loss=passing.loss, saved_bytes=passing.most_saved_bytes)
+        return Passed(loss=passing.loss(), saved_bytes=passing.most_saved_bytes)
 
 
 class _MicroBatches:
     """What is kept of the micro-batches between the actions of a step."""
 
     def __init__(self, pipeline: Pipeline, store: Store, batches: Sequence[Batch]) -> None:
-        self.loss = 0.0
         self.most_saved_bytes = 0
         self._pipeline = pipeline
         self._store, self._batches = store, batches
         self._values: dict[tuple[str, int], Values] = {}  # of blocks that wait for their backward pass
         self._inputs: dict[tuple[str, int], torch.Tensor] = {}
+        self._losses: list[torch.Tensor] = []  # read at the end, so that no device is waited for between micro-batches
         self._kept: dict[int, torch.Tensor] = {}  # by tag: messages between two stages of this rank
 
     def act(self, action: Action) -> None:
@@ -122,6 +122,10 @@ class _MicroBatches:
             self._forward(action.stage, action.micro_batch)
         else:
             self._backward(action.kind, action.stage, action.micro_batch)
+
+    def loss(self) -> float:
+        """Add up the loss of all micro-batches, where it is counted."""
+        return sum(map(float, self._losses))
 
     def count_saved(self) -> None:
         """Count what waits for backward, each piece of memory once; weights and the batch are there anyway."""
@@ -141,7 +145,7 @@ class _MicroBatches:
         if stage < self._pipeline.last_stage:
             self._hand(hidden, stage, stage + 1, number, back=False)
         elif self._pipeline.counts_loss:
-            self.loss += float(hidden)
+            self._losses.append(hidden)
 
     def _backward(self, kind: ActionKind, stage: int, number: int) -> None:
         """Run B, or one half: I, which keeps the values, and W, which is handed nothing and hands on nothing."""
@@ -162,7 +166,8 @@ class _MicroBatches:
     def _upstream(self, stage: int, number: int) -> torch.Tensor:
         if stage < self._pipeline.last_stage:
             return self._arrived(stage, stage + 1, number, back=True)
-        return torch.ones((), dtype=self._pipeline.bench.formats.of("fp32"))
+        formats = self._pipeline.bench.formats
+        return torch.ones((), dtype=formats.of("fp32"), device=formats.device)
 
     def _giving(self, name: str, run: BlockRun, number: int, passed: torch.Tensor | None, opened: Opened) -> Giving:
         """Return what gives a block its weights, its sums of gradients, its part of the batch, and what is passed."""
@@ -214,5 +219,5 @@ class _MicroBatches:
         parts = runs[-1 if back else 0].parts
         tensor = f"d.{parts.handed_on}" if back else parts.block.carry_in
         assert tensor, "the first stage takes nothing"
-        dtype = self._pipeline.bench.formats.of(parts.block.tensors[tensor].dtype)
-        return torch.empty(self._pipeline.place.shape(parts.given(tensor).layout), dtype=dtype)
+        formats, shape = self._pipeline.bench.formats, self._pipeline.place.shape(parts.given(tensor).layout)
+        return torch.empty(shape, dtype=formats.of(parts.block.tensors[tensor].dtype), device=formats.device)

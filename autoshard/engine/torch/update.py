@@ -107,22 +107,22 @@ class Flat:
         spread, master = world.group(first.spread, "dp"), first.dtype("master", formats)
         used = [formats.tensor(blocks[one.instance], first.block.tensors[first.name].dtype) for one in weights]
         values = torch.cat([one.reshape(-1) for one in used])
-        exact = torch.cat([own(blocks[one.instance]).reshape(-1) for one in weights])
+        exact = torch.cat([own(blocks[one.instance], device=formats.staging).reshape(-1) for one in weights])
         ours = _piece(exact if master else values, spread if first.zero else None)
         if first.zero == 3:
             values = _piece(values, spread)
         return cls(
             weights=tuple(weights),
             values=values,
-            sums=torch.zeros(len(values), dtype=first.dtype("sum", formats)),
+            sums=torch.zeros(len(values), dtype=first.dtype("sum", formats), device=formats.device),
             summed=world.group(first.summed, "tp"),
             spread=spread,
             zero=first.zero,
             tied=first.tied,
             num_copies=world.num_ranks(first.alike),
-            master=ours.to(master, copy=True) if master else None,
+            master=ours.to(formats.device, master, copy=True) if master else None,
             moments=tuple(
-                torch.zeros(len(ours), dtype=first.dtype("moment1", formats))
+                torch.zeros(len(ours), dtype=first.dtype("moment1", formats), device=formats.device)
                 for _ in range(first.optimizer.num_moments)
             ),
             stepping=kernel(first.optimizer, first.step, Local(formats=formats)),

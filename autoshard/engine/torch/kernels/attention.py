@@ -4,20 +4,20 @@ No mask is ever as large as the scores of a sequence: only at the edge of a wind
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 
 import torch
 
-from autoshard.engine.torch.formats import wide
+from autoshard.engine.torch.formats import Formats, wide
+from autoshard.engine.torch.kernels.fused import Fused, Part, Slopes, fused
 from autoshard.engine.torch.kernels.kernel import Kernel, Local, kernel
 from autoshard.graph.kinds.attention import Attend, AttendGradient, Rotary
 from autoshard.graph.op import Call
 
-_aten = torch.ops.aten
-_ROWS = 128  # queries at the edge of a window that are masked together
-_Part = tuple[torch.Tensor, torch.Tensor]  # mixed values [batch, head, query, head_dim], log of the denominators
+_ROWS = 128  # queries that are masked together
 
 
 @kernel.register
@@ -29,10 +29,10 @@ def _rotary(kind: Rotary, call: Call, local: Local) -> Kernel:
     sign = -1 if kind.backward else 1
 
     def run(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        exact = wide(x[..., :0]).dtype
+        exact = wide(x[..., :0])
         angles = local.rotations.of(kind, positions, head_dim, exact)
         cos, sin = (one.reshape(len(positions), *[1] * after, half) for one in angles)
-        result = torch.empty_like(x, dtype=exact)
+        result = torch.empty_like(x, dtype=exact.dtype)
         first, second = x[..., :half], x[..., half:turned]
         torch.mul(first, cos, out=result[..., :half]).addcmul_(second, sin, value=-sign)
         torch.mul(second, cos, out=result[..., half:turned]).addcmul_(first, sin, value=sign)
@@ -89,11 +89,13 @@ class _Seen:
     masked: bool = False
 
 
-def _seen(query_positions: torch.Tensor, key_positions: torch.Tensor, window: int | None) -> Iterator[_Seen]:
-    """Yield all pairs of spans that see anything, cut so that a pair is the same positions or apart."""
+def _seen(
+    query_positions: torch.Tensor, key_positions: torch.Tensor, window: int | None, *, in_rows: bool
+) -> Iterator[_Seen]:
+    """Yield all pairs of spans that see anything, cut so that a pair is the same positions or apart, or ``in_rows``."""
     queries, keys = _spans(query_positions), _spans(key_positions)
-    if window and max(span.last for span in queries) - min(span.first for span in keys) >= window:
-        yield from _within(queries, keys, window)
+    if in_rows or (window and max(span.last for span in queries) - min(span.first for span in keys) >= window):
+        yield from _within(queries, keys, window or sys.maxsize)
         return
     edges = {edge for span in (*queries, *keys) for edge in (span.first, span.last + 1)}
     parts = [[part for span in spans for part in span.cut(edges)] for spans in (queries, keys)]
@@ -145,17 +147,50 @@ def _by_position(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2).reshape(*like.shape[:4], *tensor.shape[3:])
 
 
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """How an operation attends: with the device's own kernel, or a few rows of scores at a time; within a window."""
+
+    fused: Fused | None
+    window: int | None
+
+    @classmethod
+    def of(cls, call: Call, local: Local, window: int | None) -> "_Attention":
+        formats: Formats = local.formats
+        return cls(fused(formats.device, formats.of(call.inputs[0].dtype), call.sizes["head_dim"]), window)
+
+    def pairs(self, heads: _Heads, positions: torch.Tensor, key_positions: torch.Tensor) -> list[_Seen]:
+        """Return what sees what."""
+        there = heads.query.numel() and heads.key.numel()
+        return list(_seen(positions, key_positions, self.window, in_rows=self.fused is None)) if there else []
+
+    def forward(self, heads: _Heads, seen: _Seen) -> Part:
+        """Attend to what a pair sees."""
+        if seen.masked:
+            return _masked(heads, seen, self.window)
+        assert self.fused, "what nothing attends to at once is masked"
+        return self.fused.forward(heads.of_pair(seen), seen.causal)
+
+    def backward(self, heads: _Heads, seen: _Seen, given: tuple[torch.Tensor, ...]) -> Slopes:
+        """Return the gradients of a pair's queries, keys and values."""
+        upstream, result, lse = (one[:, :, seen.queries.slice] for one in given)
+        if seen.masked:
+            return _masked_slopes(heads, seen, (upstream, result, lse), self.window)
+        assert self.fused, "what nothing attends to at once is masked"
+        return self.fused.backward((upstream, *heads.of_pair(seen), result, lse), seen.causal)
+
+
 @kernel.register
 def _attend(kind: Attend, call: Call, local: Local) -> Kernel:
+    attention = _Attention.of(call, local, kind.window)
     formats = [local.formats.of(output.dtype) for output in call.outputs]
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value, positions, key_positions = tensors
         heads = _Heads.of(query, key, value)
-        parts: dict[_Span, _Part] = {}
-        for seen in _seen(positions, key_positions, kind.window) if query.numel() and key.numel() else ():
-            part = _masked(heads, seen, kind.window) if seen.masked else _flash(heads, seen)
-            parts[seen.queries] = joined(parts.get(seen.queries), part)
+        parts: dict[_Span, Part] = {}
+        for seen in attention.pairs(heads, positions, key_positions):
+            parts[seen.queries] = joined(parts.get(seen.queries), attention.forward(heads, seen))
         if len(parts) == 1 and next(iter(parts)).covers(query.shape[1]):
             mixed, lse = next(iter(parts.values()))
         else:
@@ -170,32 +205,27 @@ def _attend(kind: Attend, call: Call, local: Local) -> Kernel:
 
 @kernel.register
 def _attend_gradient(kind: AttendGradient, call: Call, local: Local) -> Kernel:
+    attention = _Attention.of(call, local, kind.window)
+
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         upstream, query, key, value, positions, key_positions, result, lse = tensors
         heads = _Heads.of(query, key, value)
         given = (_by_head(upstream), _by_head(result), _by_head(lse))
         made = [torch.zeros_like(one) for one in (heads.query, heads.key, heads.value)]
-        pairs = list(_seen(positions, key_positions, kind.window)) if query.numel() and key.numel() else []
+        pairs = attention.pairs(heads, positions, key_positions)
         if len(pairs) == 1 and pairs[0].queries.covers(query.shape[1]) and pairs[0].keys.covers(key.shape[1]):
-            made = list(_slopes(heads, pairs[0], given, kind.window))
+            made = attention.backward(heads, pairs[0], given)
         else:
             for seen in pairs:
-                rows, keys = seen.queries.slice, seen.keys.slice
-                for total, place, part in zip(
-                    made, (rows, keys, keys), _slopes(heads, seen, given, kind.window), strict=True
-                ):
+                places = (seen.queries.slice, seen.keys.slice, seen.keys.slice)
+                for total, place, part in zip(made, places, attention.backward(heads, seen, given), strict=True):
                     total[:, :, place] += part
         return _by_position(made[0], query), made[1].transpose(1, 2), made[2].transpose(1, 2)
 
     return run
 
 
-def _flash(heads: _Heads, seen: _Seen) -> _Part:
-    """Attend with the fused kernel, which writes no scores."""
-    return _aten._scaled_dot_product_flash_attention_for_cpu(*heads.of_pair(seen), 0.0, seen.causal)
-
-
-def _masked(heads: _Heads, seen: _Seen, window: int | None) -> _Part:
+def _masked(heads: _Heads, seen: _Seen, window: int | None) -> Part:
     """Attend with a few rows of scores at hand."""
     scores, value = _scores(heads, seen, window), heads.of_pair(seen)[2]
     lse = scores.logsumexp(-1)
@@ -215,16 +245,10 @@ def _scores(heads: _Heads, seen: _Seen, window: int | None) -> torch.Tensor:
     return scores.masked_fill((distance < 0) | (distance >= (window or math.inf)), -torch.inf)
 
 
-def _slopes(
-    heads: _Heads, seen: _Seen, given: tuple[torch.Tensor, ...], window: int | None
-) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of a pair's queries, keys and values."""
-    upstream, result, lse = (one[:, :, seen.queries.slice] for one in given)
+def _masked_slopes(heads: _Heads, seen: _Seen, given: tuple[torch.Tensor, ...], window: int | None) -> Slopes:
+    """Return the gradients of a pair's queries, keys and values with a few rows of scores at hand."""
+    upstream, result, lse = given
     query, key, value = heads.of_pair(seen)
-    if not seen.masked:
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            upstream, query, key, value, result, lse, 0.0, seen.causal
-        )
     groups = (key.shape[1], -1)
     probability = (_scores(heads, seen, window) - lse.unflatten(1, groups).unsqueeze(-1)).exp()
     up, out, rows = (wide(one).unflatten(1, groups) for one in (upstream, result, query))
@@ -233,10 +257,10 @@ def _slopes(
     d_scores = probability * slope / math.sqrt(query.shape[-1])
     d_query = (d_scores @ wide(key).unsqueeze(2)).flatten(1, 2)
     d_key = (d_scores.transpose(-1, -2) @ rows).sum(2)
-    return tuple(one.to(query.dtype) for one in (d_query, d_key, d_value))
+    return d_query.to(query.dtype), d_key.to(query.dtype), d_value.to(query.dtype)
 
 
-def joined(first: _Part | None, second: _Part) -> _Part:
+def joined(first: Part | None, second: Part) -> Part:
     """Join two parts of an attention, each normalised on its own; a part that saw no key weighs nothing."""
     if first is None:
         return second

@@ -23,6 +23,7 @@ def _lookup(kind: Lookup, call: Call, local: Local) -> Kernel:
     bounds, shape = local.bounds.get(call.inputs[0].dims[0]), shape_of(call, call.outputs[0].dims)
 
     def run(table: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        index = index.to(table.device)  # positions lie with the host
         if bounds is None:
             return (table[index],)
         if not len(table):
@@ -39,7 +40,7 @@ def _scatter_add(kind: ScatterAdd, call: Call, local: Local) -> Kernel:
     bounds, shape = local.bounds.get(kind.dims[0]), shape_of(call, kind.dims)
 
     def run(rows: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        table = rows.new_zeros(shape)
+        table, index = rows.new_zeros(shape), index.to(rows.device)
         if bounds is not None:
             held, index = _inside(index, bounds)
             rows = rows * _along(held, rows)

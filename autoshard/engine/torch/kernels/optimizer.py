@@ -29,8 +29,9 @@ def _square_sum(kind: SquareSum, call: Call, local: Local) -> Kernel:
 def _adamw(kind: AdamW, call: Call, local: Local) -> Kernel:
     def run(*given: Any) -> tuple[torch.Tensor, ...]:
         weight, first, second, gradient, clip, rate, step = given
+        before = torch.tensor(step - 1.0, device=weight.device)
         adamw(
-            [weight], [_clipped(gradient, clip)], [first], [second], [], [torch.tensor(step - 1.0)],
+            [weight], [_clipped(gradient, clip)], [first], [second], [], [before],
             fused=weight.dtype == first.dtype, amsgrad=False, beta1=kind.beta1, beta2=kind.beta2,
             lr=rate, weight_decay=kind.decay, eps=kind.eps, maximize=False,
         )  # fmt: skip

@@ -15,14 +15,14 @@ class Rotations:
 
     known: dict[object, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def of(self, kind: Rotary, positions: torch.Tensor, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return cosines and sines: [position, pair]."""
-        key = (kind.fraction, kind.theta, kind.scaling, head_dim, dtype, positions.data_ptr(), len(positions))
+    def of(self, kind: Rotary, positions: torch.Tensor, head_dim: int, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return cosines and sines, in the format and on the device of ``like``: [position, pair]."""
+        key = (kind.fraction, kind.theta, kind.scaling, head_dim, like.dtype, positions.data_ptr(), len(positions))
         if key not in self.known:
             if len(self.known) >= _MOST:
                 self.known.pop(next(iter(self.known)))
-            frequencies = torch.from_numpy(kind.frequencies(head_dim)).to(positions.device)
+            frequencies = torch.from_numpy(kind.frequencies(head_dim))
             angles = positions.double()[:, None] * frequencies
-            self.known[key] = (angles.cos().to(dtype), angles.sin().to(dtype), positions)  # kept, so is its address
+            self.known[key] = (angles.cos().to(like), angles.sin().to(like), positions)  # kept, so is its address
         cos, sin, _ = self.known[key]
         return cos, sin

@@ -1,0 +1,51 @@
+"""On a device nothing meets what lies with the host: every feature is run where tensors have shapes only."""
+
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+
+import autoshard.engine.torch.kernels.fused as fused
+from autoshard.engine.base import Measured
+from autoshard.engine.torch.dry import counted
+from autoshard.engine.torch.fake import NOWHERE, faked
+from tests.engine.test_kernels import attention
+from tests.ranks.cases import gpt, llama, plan_of
+
+EXPERTS = {"num_experts": 4, "experts_per_token": 2}
+CASES = {
+    "learned positions cut by cp": ("tp=1,pp=1,cp=2,dp=1,cp_order=zigzag", gpt(head_dim=8)),
+    "attention cut by heads": ("tp=1,pp=1,cp=2,dp=1,cp_kind=all_to_all", gpt(head_dim=8)),
+    "a ring with tp and a window": ("tp=2,pp=1,cp=2,dp=1", llama(head_dim=8, window=3)),
+    "ZeRO-3 with tied ends of a V": ("tp=1,pp=2,dp=2,vp=2,schedule=zb_v,zero=3", gpt(head_dim=8, num_layers=4)),
+    "ZeRO-1 after halves of backward": ("tp=2,pp=2,dp=2,schedule=zb_h1,zero=1", llama(head_dim=8)),
+    "experts": ("tp=1,pp=2,dp=2,ep=2,recompute=full", llama(head_dim=8, **EXPERTS)),
+}
+
+
+@pytest.fixture(params=["of the host", "of GPUs", "none"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attend with each kind of kernel where there is no memory."""
+    found = {"of the host": fused.KERNELS["cpu"], "of GPUs": fused.KERNELS["cuda"]}.get(request.param)
+    monkeypatch.setattr(fused, "KERNELS", MappingProxyType({"meta": found} if found else {}))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("text", "model"), CASES.values(), ids=CASES)
+def test_a_step_on_a_device_takes_no_tensor_of_the_host(text, model):
+    plan = plan_of(text, model)
+    found = [counted(plan, rank) for rank in (0, plan.mesh.num_ranks - 1)]
+    assert all(isinstance(one, Measured) and one.memory_bytes["saved"] for one in found)
+
+
+def test_tensors_of_two_devices_are_found_out():
+    with faked(0, 1), pytest.raises(RuntimeError, match="the host and of a device"):
+        torch.ones(3, device=NOWHERE).add_(torch.ones(3))
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_attention_on_a_device_without_a_kernel_is_the_same(window: int | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fused, "KERNELS", {})
+    attention(np.arange(300), np.arange(300), window)
+    attention(np.r_[0:70, 210:280], np.arange(280), window)
