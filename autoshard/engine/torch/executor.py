@@ -17,6 +17,7 @@ from autoshard.engine.torch.block import Bench
 from autoshard.engine.torch.formats import Formats, memory_of
 from autoshard.engine.torch.kernels.kernel import as_array
 from autoshard.engine.torch.kernels.rotations import Rotations
+from autoshard.engine.torch.lanes import lane_backend, refuse_crossing
 from autoshard.engine.torch.pipeline import Pipeline
 from autoshard.engine.torch.store import Store
 from autoshard.engine.torch.update import Tied, Weight, flats, world_sum
@@ -45,7 +46,10 @@ class Executor:
         """Take this rank's part of whole weights; torch's world must be running."""
         programs = programs_of(plan)
         meetings = {part for atoms in programs.pending() for part in split_pending(atoms)}
-        world = World.build(plan.mesh, {*programs.collective_atoms(), *meetings})
+        backend = lane_backend(formats.device)
+        if backend:
+            refuse_crossing(plan.schedule)
+        world = World.build(plan.mesh, {*programs.collective_atoms(), *meetings}, backend)
         place = Place(mesh=plan.mesh, rank=world.rank, sizes=programs.graph.sizes)
         positions = torch.from_numpy(sequence_order(plan))
         bench = Bench(world=world, place=place, formats=formats, positions=positions, rotations=Rotations())

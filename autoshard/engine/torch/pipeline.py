@@ -10,6 +10,7 @@ from autoshard.engine.place import Place
 from autoshard.engine.programs import BlockProgram, PlanPrograms
 from autoshard.engine.torch.block import Bench, BlockRun, Giving, Values
 from autoshard.engine.torch.formats import memory_of
+from autoshard.engine.torch.lanes import message_tag
 from autoshard.engine.torch.store import Opened, Store
 from autoshard.plan.plan import Plan
 from autoshard.schedule.action import Action, ActionKind
@@ -87,8 +88,8 @@ class Pipeline:
         return self.plan.mesh.group_of(self.place.rank, "pp")[self.plan.schedule.place_of(stage)[0]]
 
     def tag(self, number: int, micro_batch: int, *, back: bool) -> int:
-        """Number a message of a stage (or, beyond the last stage, of tied weights); 0 is left to rings."""
-        return 1 + 2 * (number * self.plan.schedule.num_micro_batches + micro_batch) + back
+        """Number a message of a stage, or, beyond the last stage, of tied weights."""
+        return message_tag(number * self.plan.schedule.num_micro_batches + micro_batch, back=back)
 
     def run(self, store: Store, micro_batches: Sequence[Batch], *, counts: bool) -> Passed:
         """Run the actions of this rank, which add to the sums of gradients; ``counts`` what is kept for backward.

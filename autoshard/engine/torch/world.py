@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+from autoshard.engine.torch.lanes import Lanes, goes_back, lanes_of
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 
 _AT_THE_END = sys.maxsize  # of a step: nothing that a rank receives before tells that a message was taken
@@ -135,11 +136,15 @@ class World:
     rank: int
     groups: Mapping[tuple[str, ...], Group]
     traffic: Traffic
+    lanes: Lanes
     under_way: list[Sent] = field(default_factory=list)
 
     @classmethod
-    def build(cls, mesh: Mesh, atoms: Iterable[tuple[str, ...]]) -> "World":
-        """Make the groups of these atoms; every rank of the running torch world calls this with the same ones."""
+    def build(cls, mesh: Mesh, atoms: Iterable[tuple[str, ...]], lane_backend: str | None = None) -> "World":
+        """Make the groups of these atoms, and lanes if messages have a backend of their own.
+
+        Every rank of the running torch world calls this with the same ones.
+        """
         assert dist.get_world_size() == mesh.num_ranks, f"{dist.get_world_size()} processes for {mesh}"
         rank = dist.get_rank()
         handles: dict[tuple[int, ...], object] = {}  # torch gives a number to who is no member
@@ -154,7 +159,8 @@ class World:
                 if rank in members and isinstance(handle, dist.ProcessGroup):
                     axis = axis_of_atoms(names)
                     groups[names] = Group(ranks=ranks, rank=rank, axis=axis, handle=handle, traffic=traffic)
-        return cls(mesh=mesh, rank=rank, groups=groups, traffic=traffic)
+        lanes = lanes_of(mesh.groups(("pp",)), lane_backend)
+        return cls(mesh=mesh, rank=rank, groups=groups, traffic=traffic, lanes=lanes)
 
     def group(self, atoms: Sequence[str], axis: str | None = None) -> Group | None:
         """Return this rank's group along atoms; None where it would be alone. ``axis`` names its traffic otherwise."""
@@ -170,16 +176,20 @@ class World:
     def send(self, tensor: torch.Tensor, to_rank: int, tag: int, taken_at: int = _AT_THE_END) -> None:
         """Start sending what an action of the receiver's takes; the tensor may be overwritten meanwhile."""
         memory = tensor.clone(memory_format=torch.contiguous_format)
-        work = dist.isend(memory, to_rank, tag=tag)
+        work = dist.isend(memory, to_rank, tag=tag, group=self._lane(tag, self.rank, to_rank))
         assert work is not None, "a message to another rank is under way"
         self.under_way.append(Sent(work=work, memory=memory, to_rank=to_rank, taken_at=taken_at))
         self.traffic.add("pp", "send", memory.nbytes)
 
     def receive(self, into: torch.Tensor, from_rank: int, tag: int, made_at: int = -1) -> torch.Tensor:
         """Wait for what an action of the sender's made: by then it had taken whatever came for it so far."""
-        dist.recv(into, from_rank, tag=tag)
+        dist.recv(into, from_rank, tag=tag, group=self._lane(tag, from_rank, self.rank))
         self._finish([sent for sent in self.under_way if sent.to_rank == from_rank and sent.taken_at <= made_at])
         return into
+
+    def _lane(self, tag: int, from_rank: int, to_rank: int) -> dist.ProcessGroup | None:
+        """Return the way of a message; None for the one that all share."""
+        return self.lanes.get((goes_back(tag), from_rank < to_rank))
 
     def finish_sending(self) -> None:
         """Wait until everything sent has left."""

@@ -1,0 +1,63 @@
+"""Messages between devices, which know no tags: in order on lanes of their own, or refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import autoshard.engine.torch.executor as executor_module
+from autoshard.engine.torch.lanes import refuse_crossing
+from autoshard.errors import InputError
+from autoshard.schedule.schedule import Schedule
+from tests.ranks.cases import Task, compare, gpt, llama, patched, plan_of, run_steps
+from tests.ranks.spawn import on_ranks
+
+TAGGED = ("isend", "recv")
+
+
+def run_without_tags(task: Task) -> Any:
+    """Run on lanes, where whatever comes first is taken; gloo's stand in for those of devices."""
+
+    def untagged(call: Any) -> Any:
+        def wrapped(tensor: Any, rank: int, *, tag: int, group: Any) -> Any:
+            assert group is not None and tag >= 0
+            return call(tensor, rank, group=group)
+
+        return wrapped
+
+    with pytest.MonkeyPatch.context() as patch, patched({name: untagged(getattr(dist, name)) for name in TAGGED}):
+        patch.setattr(executor_module, "lane_backend", lambda _: "gloo")
+        return run_steps(task)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("tp=1,pp=2,dp=2", gpt()),
+        ("tp=2,pp=2,dp=1,vp=2,schedule=interleaved", llama(num_layers=4)),
+        ("tp=1,pp=2,dp=1,vp=2,schedule=zb_v", gpt(num_layers=4)),
+        ("tp=1,pp=4,dp=1,schedule=zb_h1", gpt(num_layers=4)),
+    ],
+)
+def test_what_comes_first_on_a_lane_is_what_is_wanted(text, model):
+    task = Task.of(plan_of(text, model))
+    compare(task.reference(), [steps[0] for steps in on_ranks(task.plan.mesh.num_ranks, run_without_tags, task)])
+
+
+@pytest.mark.parametrize("builder", ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"])
+def test_no_built_in_schedule_crosses_messages(builder):
+    chunks = {"interleaved": (1, 2, 3), "zb_v": (2,)}.get(builder, (1,))
+    for num_ranks in (2, 3, 4):
+        for num_chunks in chunks:
+            schedule = Schedule(builder=builder, num_ranks=num_ranks, num_chunks=num_chunks, num_micro_batches=12)
+            refuse_crossing(schedule)
+
+
+def test_messages_that_cross_are_refused():
+    schedule = Schedule(builder="gpipe", num_ranks=2, num_micro_batches=2)
+    first, second = schedule.action_lists()
+    turned = (second[1], second[0], *second[2:])
+    with pytest.raises(InputError, match="rank 1 takes what rank 0 sends in another order"):
+        refuse_crossing(replace(schedule, actions=(first, turned)))
