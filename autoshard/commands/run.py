@@ -3,7 +3,7 @@
 import datetime
 import itertools
 import json as json_text
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -90,14 +90,14 @@ def run(
         return compile_ahead(ready.plan, asked, given, str(plan), json=json)
     if dry_run:
         return dry(ready.plan, ready.notes, dry_ranks, json=json) if leads else 0
+    ready, asked = _placed(ready, asked, given)
     if leads:
-        _refuse_place(ready, plan, given)
+        _refuse_place(ready, plan, given, asked.device)
         _refuse_used(folder)
     elif given and given.num_ranks != ready.plan.mesh.num_ranks:
         return 2  # rank 0 says why
-    report = _executed(ready, asked, silent=json or not leads)
-    if report is not None:
-        _conclude(ready, report, folder, json)
+    if report := _executed(ready, asked, silent=json or not leads):
+        _conclude(ready, report, asked, json)
     return 0
 
 
@@ -119,7 +119,7 @@ def _ready(path: Path, rehearse: int | None, *, dry_run: bool) -> _Ready:
         notes += [f"not kept: {feature}" for feature in small.lost]
         current = predicted(small.plan)
     tried = rehearse is not None or dry_run
-    if tried or current.engine == "torch":
+    if tried:
         notes += _elsewhere_notes(current)
     return _Ready(plan=current, notes=tuple(notes), tried=tried)
 
@@ -150,6 +150,16 @@ def _elsewhere_notes(plan: "Plan") -> list[str]:
     return notes
 
 
+def _device_notes(plan: "Plan", device: str) -> list[str]:
+    """Say on what a plan runs, where that is a question."""
+    from autoshard.engine.base import HOST
+
+    if device != HOST:
+        return [f"devices: {device}, one for each rank"]
+    notes, num_ranks = _elsewhere_notes(plan), plan.mesh.num_ranks
+    return [f"devices: none here for {num_ranks} ranks, which take this machine's processors", *notes] if notes else []
+
+
 def _refuse_uncut(large: "Plan", small: "Plan", rehearse: int) -> None:
     """Refuse to rehearse a table that cuts over tp where there is no room for tp: nothing of it would be left."""
     least = 4 if large.mesh.size("rep") > 1 else 2
@@ -158,15 +168,29 @@ def _refuse_uncut(large: "Plan", small: "Plan", rehearse: int) -> None:
     require((kept, "--rehearse", message))
 
 
-def _refuse_place(ready: _Ready, path: Path, given: "GivenRank | None") -> None:
+def _placed(ready: _Ready, asked: "Run", given: "GivenRank | None") -> "tuple[_Ready, Run]":
+    """Decide where tensors lie, and say so; what is only tried lies with the host."""
+    from autoshard.runtime.devices import XLA, device_of
+
+    if ready.engine == "nxd":
+        return ready, replace(asked, device=XLA)
+    if ready.tried:
+        return ready, asked
+    device = device_of(ready.plan, forked=given is None)
+    return replace(ready, notes=(*ready.notes, *_device_notes(ready.plan, device))), replace(asked, device=device)
+
+
+def _refuse_place(ready: _Ready, path: Path, given: "GivenRank | None", device: str) -> None:
     """Refuse what this machine cannot run, and ranks of another number."""
+    from autoshard.engine.base import HOST
     from autoshard.runtime.neuron import refuse_without_neuron
     from autoshard.runtime.room import available_bytes, refuse_too_large
 
     if ready.engine == "nxd":
         refuse_without_neuron(ready.plan, given, str(path))
     if given is None:
-        refuse_too_large(ready.plan, available_bytes())
+        if device == HOST:
+            refuse_too_large(ready.plan, available_bytes())
     else:
         given.refuse_other_size(ready.plan.mesh.num_ranks, str(path))
 
@@ -214,7 +238,7 @@ def _executed(ready: _Ready, asked: "Run", *, silent: bool) -> "RunReport | None
             lambda say: train(plan, asked, build, say),
             show=show,
             folder=asked.folder,
-            backend="xla" if ready.engine == "nxd" else "gloo",
+            device=asked.device,
         )
 
 
@@ -234,7 +258,7 @@ def _begin(ready: _Ready, folder: Path, *, silent: bool) -> None:
         print(f"note: {note}")
 
 
-def _conclude(ready: _Ready, report: "RunReport", folder: Path, json: bool) -> None:
+def _conclude(ready: _Ready, report: "RunReport", asked: "Run", json: bool) -> None:
     """Write the measured row, and say how the prediction held."""
     from autoshard.report.ran import ran_json, ran_report
     from autoshard.report.terminal import make_console
@@ -243,17 +267,27 @@ def _conclude(ready: _Ready, report: "RunReport", folder: Path, json: bool) -> N
     if only_extracts():
         print("graphs were extracted and nothing was computed: no losses, no times, no measured row")
         return
+    folder, cluster = asked.folder, _platform(ready.plan, asked.device)
     rows = folder / "measured.jsonl"
-    write_text(json_text.dumps(_row(ready.plan, report)) + "\n", rows)
+    write_text(json_text.dumps(_row(ready.plan, report, cluster)) + "\n", rows)
     if json:
         print_json({"folder": str(folder), "notes": list(ready.notes), **ran_json(ready.plan, report)})
         return
     make_console().print(ran_report(ready.plan, report))
     print(f"\nwrote {folder}: plan.json, steps.jsonl, measured.jsonl\nnext: autoshard validate {rows}")
-    print(f"or, after 3 runs of 2 layouts: autoshard calibrate {folder.parent} --cluster local --out local.json")
+    print(
+        f"or, after 3 runs of 2 layouts: autoshard calibrate {folder.parent} --cluster {cluster} --out {cluster}.json"
+    )
 
 
-def _row(plan: "Plan", report: "RunReport") -> dict[str, Any]:
+def _platform(plan: "Plan", device: str) -> str:
+    """Name what ran a plan: its own cluster, or the processors of this machine."""
+    from autoshard.engine.base import HOST
+
+    return "local" if device == HOST else plan.cluster.name
+
+
+def _row(plan: "Plan", report: "RunReport", platform: str) -> dict[str, Any]:
     """Return the run as a measured row, without what it leaves open."""
     import torch
 
@@ -267,5 +301,6 @@ def _row(plan: "Plan", report: "RunReport") -> dict[str, Any]:
         step_time_s=report.step_time_s,
         date=f"{now:%Y-%m-%d}",
         versions=f"autoshard {__version__}, torch {torch.__version__}",
+        platform=platform,
     )
     return {name: value for name, value in encode(row_of(plan, ran)).items() if value is not None}

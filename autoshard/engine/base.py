@@ -9,6 +9,7 @@ from autoshard.errors import require
 from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
 
+HOST = "cpu"
 Batch = Mapping[str, Array]  # one micro-batch, whole: tokens, labels, positions, key_positions, token_weight
 
 
@@ -20,6 +21,7 @@ class Run:
     num_steps: int
     learning_rate: float = 3e-4
     seed: int = 0
+    device: str = HOST  # where tensors lie, as torch names it
 
     def __post_init__(self) -> None:
         """Refuse a run that does nothing."""

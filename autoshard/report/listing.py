@@ -84,7 +84,7 @@ def _engines() -> list[Entry]:
         {
             "name": "torch",
             "runs on": "GPUs, this machine",
-            "through": "PyTorch (gloo; NCCL not yet)",
+            "through": "PyTorch: gloo on CPUs; NCCL on GPUs, not yet tried on any",
         },
     ]
 

@@ -11,7 +11,7 @@ from autoshard.plan.rules.columns import Engine
 
 def builder(engine: Engine = "torch") -> Builds:
     """Return how an engine is built; importing it takes seconds, and must come before ranks are forked."""
-    _require_torch()
+    require_torch()
     if engine == "nxd":
         from autoshard.engine.nxd.engine import build as build_nxd
 
@@ -23,13 +23,14 @@ def builder(engine: Engine = "torch") -> Builds:
 
 def counter() -> Callable[[Plan, int], Measured]:
     """Return what counts a step of one rank without the others."""
-    _require_torch()
+    require_torch()
     from autoshard.engine.torch.dry import counted
 
     return counted
 
 
-def _require_torch() -> None:
+def require_torch() -> None:
+    """Refuse to execute a plan without torch, and say how to install it."""
     try:
         import_module("torch")
     except ModuleNotFoundError as error:

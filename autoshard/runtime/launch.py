@@ -14,11 +14,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+from autoshard.engine.base import HOST
 from autoshard.errors import AutoshardError, Fault, InputError, RunFailed
+from autoshard.runtime.devices import XLA, joined_device
 from autoshard.runtime.forked import Say, on_forks
 
 Body = Callable[[Say], Any]
-Backend = Literal["gloo", "xla"]  # what torch's world talks through: the host, or Neuron devices
 
 _SILENCE = timedelta(minutes=10)  # after which a rank that waits for another gives up
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # of Slurm jobs without a MASTER_PORT, by their number
@@ -37,6 +38,7 @@ class GivenRank:
     num_ranks: int
     meeting: str  # an address as torch writes it
     alone: bool = False  # all ranks are on this machine
+    place: int = 0  # which of the ranks on its machine
 
     def refuse_other_size(self, num_ranks: int, name: str) -> None:
         """Refuse to be one of too few or too many."""
@@ -57,7 +59,7 @@ def given_rank(environment: Mapping[str, str] = os.environ) -> GivenRank | None:
     >>> given_rank({}) is None
     True
     >>> given_rank({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2"})
-    GivenRank(by='torchrun', rank=1, num_ranks=4, meeting='env://', alone=False)
+    GivenRank(by='torchrun', rank=1, num_ranks=4, meeting='env://', alone=False, place=1)
     """
     if {"RANK", "WORLD_SIZE"} & environment.keys():
         return _given_by_torchrun(environment)
@@ -66,25 +68,23 @@ def given_rank(environment: Mapping[str, str] = os.environ) -> GivenRank | None:
     return None
 
 
-def launch(
-    given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, folder: Path, backend: Backend = "gloo"
-) -> Any:
+def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, folder: Path, device: str = HOST) -> Any:
     """Run a body on every rank, in torch's world; return the answer of rank 0, None in the process of another rank.
 
     What rank 0 says while it runs is shown. Import torch before: forks of a process that has it start at once.
     """
     if given is not None:
-        return _joined(given, body, show, backend)
-    assert backend == "gloo", "devices are not for forks"
+        return _joined(given, body, show, device)
+    assert device != XLA, "its devices are not for forks"
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="autoshard-") as meeting:
 
         def child(rank: int, say: Say) -> Any:
             alone = GivenRank(
-                by="torchrun", rank=rank, num_ranks=num_ranks, meeting=f"file://{meeting}/store", alone=True
+                by="torchrun", rank=rank, num_ranks=num_ranks, meeting=f"file://{meeting}/store", alone=True, place=rank
             )
-            with _world(alone, "gloo"):
+            with _world(alone, device):
                 return body(say)
 
         return on_forks(num_ranks, child, show, logs)[0]
@@ -130,14 +130,14 @@ def node_words(
     return ["--nnodes", str(num_nodes), "--node-rank", str(given.rank), *where, "--nproc-per-node", str(num_ranks)]
 
 
-def _joined(given: GivenRank, body: Body, show: Say, backend: Backend) -> Any:
+def _joined(given: GivenRank, body: Body, show: Say, device: str) -> Any:
     """Be the rank that this process was started as."""
 
     def silent(_: object) -> None:
         """Leave the telling to rank 0."""
 
     try:
-        with _world(given, backend):
+        with _world(given, device):
             answer = body(show if given.rank == 0 else silent)
     except AutoshardError:
         raise
@@ -151,7 +151,7 @@ def _joined(given: GivenRank, body: Body, show: Say, backend: Backend) -> Any:
 
 
 @contextmanager
-def _world(given: GivenRank, backend: Backend) -> Iterator[None]:
+def _world(given: GivenRank, device: str) -> Iterator[None]:
     """Join torch's world with one thread for arithmetic: the cores belong to the other ranks."""
     import torch
     import torch.distributed as dist
@@ -159,11 +159,9 @@ def _world(given: GivenRank, backend: Backend) -> Iterator[None]:
     if given.alone:
         os.environ["GLOO_SOCKET_IFNAME"] = _loopback()  # the name of this machine may lead to a network that is down
     torch.set_num_threads(1)
-    if backend == "xla":
-        from autoshard.engine.nxd.library import register
-
-        register()
-    dist.init_process_group(backend, given.meeting, rank=given.rank, world_size=given.num_ranks, timeout=_SILENCE)
+    dist.init_process_group(
+        joined_device(device, given.place), given.meeting, rank=given.rank, world_size=given.num_ranks, timeout=_SILENCE
+    )
     yield
     with suppress(Exception):  # the other end of a connection may be gone already
         dist.destroy_process_group()
@@ -180,16 +178,19 @@ def _given_by_torchrun(environment: Mapping[str, str]) -> GivenRank:
         there = next(name for name in needed if name in environment)
         message = f"missing, though {there} is set. Start the ranks with torchrun, or unset {there} to have them forked"
         raise InputError(Fault(where=name, message=message) for name in missing)
-    numbers = _numbers(environment, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    environment = {"LOCAL_RANK": environment["RANK"], **environment}
+    numbers = _numbers(environment, ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"))
     local = environment.get("LOCAL_WORLD_SIZE")
     rank, num_ranks = numbers["RANK"], numbers["WORLD_SIZE"]
     _refuse_outside("RANK", rank, num_ranks)
-    return GivenRank(by="torchrun", rank=rank, num_ranks=num_ranks, meeting="env://", alone=local == str(num_ranks))
+    alone, place = local == str(num_ranks), numbers["LOCAL_RANK"]
+    return GivenRank(by="torchrun", rank=rank, num_ranks=num_ranks, meeting="env://", alone=alone, place=place)
 
 
 def _given_by_slurm(environment: Mapping[str, str]) -> GivenRank | None:
     """Read what srun says; a batch script, or a shell in an allocation, is none of its tasks."""
-    numbers = _numbers(environment, ("SLURM_PROCID", "SLURM_NTASKS"))
+    environment = {"SLURM_LOCALID": environment["SLURM_PROCID"], **environment}
+    numbers = _numbers(environment, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
     step = environment.get("SLURM_STEP_ID", "")
     rank, num_ranks = numbers["SLURM_PROCID"], numbers["SLURM_NTASKS"]
     if not step.isdecimal() or int(step) >= _SPECIAL_STEPS:
@@ -205,7 +206,8 @@ def _given_by_slurm(environment: Mapping[str, str]) -> GivenRank | None:
     address = environment.get("MASTER_ADDR") or first_node(nodes)
     alone = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1"
     meeting = f"tcp://{'127.0.0.1' if alone else address}:{port}"
-    return GivenRank(by="Slurm", rank=rank, num_ranks=num_ranks, meeting=meeting, alone=alone)
+    place = numbers["SLURM_LOCALID"]
+    return GivenRank(by="Slurm", rank=rank, num_ranks=num_ranks, meeting=meeting, alone=alone, place=place)
 
 
 def first_node(nodes: str) -> str:

@@ -13,7 +13,7 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Precision
 
-PLATFORM = "local"  # the only machine that this engine runs on
+_HERE = "local"  # this machine's processors, whatever a plan is for
 _SHARDINGS = {0: "none", 1: "ZeRO-1", 3: "ZeRO-3"}
 _ARCH = {
     "layers": "num_layers", "hidden": "hidden", "ffn": "ffn", "heads": "num_heads", "kv_heads": "num_kv_heads",
@@ -30,30 +30,35 @@ class Occasion:
     step_time_s: float
     date: str  # YYYY-MM-DD
     versions: str
+    platform: str = _HERE  # what ran it: those processors, or the cluster of the plan
 
     def __post_init__(self) -> None:
         """Refuse a run without a name, and one that took no time."""
         require(
             (bool(self.name.strip()), "name", "must not be empty"),
+            (bool(self.platform.strip()), "platform", "must not be empty"),
             (self.step_time_s > 0, "step_time_s", f"must be positive, not {self.step_time_s}"),
         )
 
 
 def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
-    """Return the row of a run on this machine: ``calibrate`` and ``validate`` read it as the same question."""
-    model, workload, layout = plan.model, plan.workload, _layout(plan)
+    """Return the row of a run: ``calibrate`` and ``validate`` read it as the same question."""
+    model, workload, cluster = plan.model, plan.workload, plan.cluster
+    at_home = ran.platform == cluster.name
+    layout = plan.candidate if at_home else _layout(plan)
     carded = model.name in model_names() and load_model(model.name) == model
     return MeasuredRow(
         id=ran.name,
-        group=f"{model.name}-{PLATFORM}-{layout.num_ranks}-{workload.seq_len}-{workload.global_batch}",
-        platform=PLATFORM,
+        group=f"{model.name}-{ran.platform}-{layout.num_ranks}-{workload.seq_len}-{workload.global_batch}",
+        platform=ran.platform,
         model=model.name,
         arch=None if carded else _arch(model),
         seq_len=workload.seq_len,
         global_batch_seqs=workload.global_batch,
         micro_batch=layout.mbs,
-        nodes=1,
-        chips=layout.num_ranks,
+        nodes=cluster.num_nodes if at_home else 1,
+        chips=cluster.num_nodes * cluster.chips_per_node if at_home else layout.num_ranks,
+        lnc=layout.lnc,
         tp=layout.tp,
         pp=layout.pp,
         vp=layout.vp,
@@ -65,7 +70,7 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
         precision=_precision(workload.precision),
         optimizer=workload.optimizer,
         candidate=str(layout),
-        framework="autoshard, torch engine",
+        framework=f"autoshard, {plan.engine if at_home else 'torch'} engine",
         framework_version=ran.versions,
         step_time_s=ran.step_time_s,
         source={"plan": str(plan.candidate), "cluster": plan.cluster.name},
@@ -76,8 +81,6 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
 def _layout(plan: Plan) -> Candidate:
     """Return the plan's layout without what belongs to the platform that it was made for."""
     layout = plan.candidate
-    if plan.cluster.name == PLATFORM:
-        return layout
     resolve = load_kernels(plan.kernels).resolve
     recompute = tuple(_in_own_words(one, resolve(one.ops)) for one in layout.recompute)
     return replace(layout, kernels=None, place=None, lnc=None, recompute=recompute)

@@ -175,11 +175,15 @@ def test_nobody_has_started_ranks() -> None:
 def test_torchrun_says_which_rank_this_is() -> None:
     given = given_rank(TORCHRUN | {"LOCAL_WORLD_SIZE": "2"})
     assert given and (given.rank, given.num_ranks, given.meeting, given.alone) == (1, 2, "env://", True)
+    second = given_rank(TORCHRUN | {"LOCAL_RANK": "0"})
+    assert (given.place, second and second.place) == (1, 0), "its number on its machine"
 
 
 def test_slurm_says_which_rank_this_is() -> None:
     given = given_rank(SLURM | {"SLURM_STEP_NODELIST": "trn[007-008]"})
-    assert given and (given.by, given.rank, given.num_ranks) == ("Slurm", 3, 8)
+    assert given and (given.by, given.rank, given.num_ranks, given.place) == ("Slurm", 3, 8, 3)
+    second = given_rank(SLURM | {"SLURM_STEP_NODELIST": "trn[007-008]", "SLURM_LOCALID": "1"})
+    assert second and second.place == 1
     assert given.meeting == "tcp://trn007:21234" and not given.alone
     alone = given_rank(SLURM | {"SLURM_NNODES": "1", "MASTER_PORT": "5"})
     assert alone and alone.meeting == "tcp://127.0.0.1:5" and alone.alone

@@ -12,9 +12,10 @@ from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.shrink import shrink
-from autoshard.search.api import plan as planned
+from autoshard.search.api import Search, plan as planned
 from autoshard.search.measured_plan import Occasion, row_of
 from autoshard.search.measured_run import MeasuredRun, run_of
+from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.record import encode
 from tests.runtime.cases import tiny_plan
 
@@ -45,6 +46,19 @@ def test_a_row_is_read_as_the_plan_that_ran(text: str) -> None:
     assert run.candidate == plan.candidate
     assert (run.model, run.cluster, run.workload) == (plan.model, plan.cluster, plan.workload)
     assert dict(run.assumed) == {"arch": "the model card tiny-llama"}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "text"),
+    [("h100-80", "tp=8,pp=2,dp=1"), ("trn1.32xlarge", "tp=8,pp=2,dp=4"), ("trn2.48xlarge", "tp=16,pp=4,dp=2,lnc=2")],
+)
+def test_a_row_of_the_plan_s_own_machine_is_read_as_what_ran_there(cluster: str, text: str) -> None:
+    plan = planned("llama3-8b", load_cluster(cluster, 2), search=Search(pins=text))
+    ran = Occasion(name="a run", step_time_s=0.5, date="2026-07-30", versions="autoshard 0.1.0", platform=cluster)
+    found = row_of(plan, ran)
+    assert found.framework == f"autoshard, {plan.engine} engine"
+    run = read(read_row(json.loads(json.dumps(encode(found)))))
+    assert (run.candidate, run.cluster) == (plan.candidate, plan.cluster)
 
 
 def test_the_optimizer_travels() -> None:

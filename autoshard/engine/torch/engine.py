@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
-from autoshard.engine.base import Batch, Measured, Run, StepReport
+import torch
+
+from autoshard.engine.base import HOST, Batch, Measured, Run, StepReport
 from autoshard.engine.initial import InitialWeights
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.executor import Executor
+from autoshard.engine.torch.formats import Formats
 from autoshard.plan.plan import Plan
 
 
@@ -13,12 +16,15 @@ class TorchEngine:
     """One rank of a run in a running world of ``torch.distributed``."""
 
     def __init__(self, plan: Plan, run: Run) -> None:
-        self._executor = Executor(plan, InitialWeights(graph=graph_of(plan), seed=run.seed))
+        formats = Formats(device=torch.device(run.device))
+        self._executor = Executor(plan, InitialWeights(graph=graph_of(plan), seed=run.seed), formats)
         self._run = run
 
     def step(self, micro_batches: Sequence[Batch]) -> StepReport:
         """Run one optimizer step."""
         loss, norm = self._executor.step(micro_batches, self._run.learning_rate)
+        if self._run.device != HOST:
+            torch.accelerator.synchronize()  # a step ends when its update does
         return StepReport(loss=loss, norm=norm)
 
     def measured(self) -> Measured:

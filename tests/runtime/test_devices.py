@@ -1,0 +1,59 @@
+"""Which devices a plan's ranks take here, and what they talk through."""
+
+import pytest
+import torch
+
+from autoshard.errors import InputError
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.plan import Plan
+from autoshard.runtime.devices import device_of, joined_device
+from autoshard.search.planner import Request, plan_at
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.workload import Precision, Workload
+
+
+def plan_for(name: str) -> Plan:
+    candidate = Candidate.parse("tp=8,pp=1,dp=1" if name != "local" else "tp=2,pp=1,dp=1")
+    cluster = load_cluster(name, ranks=2) if name == "local" else load_cluster(name)
+    workload = Workload(seq_len=64, global_batch=8, precision=Precision.named("bf16"))
+    return plan_at(
+        Request(model=load_model("tiny-llama"), cluster=cluster, workload=workload, engines=("torch",)), candidate
+    )
+
+
+def having(monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int) -> list[int]:
+    """Pretend that this machine has so many devices; return which are taken."""
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count if kind == "cuda" else 0)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(kind) if kind else None
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "forked", "started"),
+    [
+        ("cuda", 8, "cuda", "cuda"),
+        ("cuda", 7, "cpu", "cuda"),
+        ("mps", 1, "cpu", "cpu"),
+        (None, 0, "cpu", "cpu"),
+        ("xpu", 8, "cpu", "xpu"),
+    ],
+)
+def test_a_plan_for_gpus_takes_those_that_are_here(kind, count, forked, started, monkeypatch: pytest.MonkeyPatch):
+    having(monkeypatch, kind, count)
+    plan = plan_for("h100-80")
+    assert (device_of(plan, forked=True), device_of(plan, forked=False)) == (forked, started)
+    assert device_of(plan_for("local"), forked=True) == device_of(plan_for("local"), forked=False) == "cpu"
+
+
+def test_every_rank_takes_its_own_device_and_talks_through_the_host_as_well(monkeypatch: pytest.MonkeyPatch):
+    taken = having(monkeypatch, "cuda", 4)
+    assert joined_device("cuda", 3) == "cpu:gloo,cuda:nccl" and taken == [3]
+    assert joined_device("cpu", 9) == "gloo" and taken == [3]
+    with pytest.raises(InputError, match="number 4 of the ranks on its machine, counted from 0, which has 4 of cuda"):
+        joined_device("cuda", 4)
