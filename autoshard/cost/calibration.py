@@ -95,7 +95,7 @@ class Calibration:
     near_link_efficiency: float  # inside a node
     far_link_efficiency: float  # between nodes
     launch_s: float  # of a host, for each kernel that it starts
-    collective_s: float  # no collective takes less
+    collective_s: float  # of hosts, for each send or collective, whatever its size
     step_s: float  # of every step, whatever it does
     interval: float  # relative half-width of what is promised
     basis: str

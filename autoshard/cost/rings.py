@@ -1,9 +1,7 @@
-"""What one Collective costs: bytes over the slowest link of its ring, and the latency of every hop."""
+"""What one Collective costs: bytes over the slowest link of its ring, the latency of every hop, and its start."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
 
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.hops import group_exchange, mesh_hop
@@ -24,7 +22,7 @@ class Ring:
     size: Number
     bandwidth_bytes_per_s: Number  # of one direction, when all such groups talk at once
     latency_s: Number  # once around
-    least_s: Number = 0.0  # that any collective takes
+    start_s: Number = 0.0  # of hosts, for each send or collective
     hop: Route | None = None  # to the next rank; None where it is as fast as the ring
     exchange: Route | None = None  # of each rank with each other, likewise
     routes: tuple[Route, ...] = ()  # other ways to gather and to sum, those for the smallest messages last
@@ -32,10 +30,14 @@ class Ring:
 
     def time_s(self, collective: Collective, message_bytes: Number) -> Number:
         """Return the time of a Collective; ``message_bytes`` is a rank's buffer where it is largest."""
-        rounds = _ROUNDS.get(collective.kind, 1)
-        return np.maximum(self.least_s * min(1, rounds), self._sent_s(collective, message_bytes, rounds))
+        return self._num_starts(collective.kind) * self.start_s + self._sent_s(collective, message_bytes)
 
-    def _sent_s(self, collective: Collective, message_bytes: Number, rounds: int) -> Number:
+    def _num_starts(self, kind: CollectiveKind) -> Number:
+        """Return what hosts start: a send for each hop of a permutation, nothing for a slice, else a collective."""
+        return {"permute": self.size - 1, "slice": 0}.get(kind, 1)
+
+    def _sent_s(self, collective: Collective, message_bytes: Number) -> Number:
+        rounds = _ROUNDS.get(collective.kind, 1)
         if collective.kind == "permute" and self.hop:
             return (self.size - 1) * self.hop.time_s(message_bytes)
         if collective.kind == "all_to_all" and self.exchange:
@@ -64,7 +66,7 @@ class Ring:
         hop_s = (
             self.hop.time_s(message_bytes) if self.hop else message_bytes / self.bandwidth_bytes_per_s + self.latency_s
         )
-        return np.maximum(self.least_s, hop_s)
+        return self.start_s + hop_s
 
 
 def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration: Calibration) -> Ring:
@@ -82,7 +84,7 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
         size=len(group),
         bandwidth_bytes_per_s=min(speeds),
         latency_s=_latency_s(cluster, group),
-        least_s=calibration.collective_s if len(group) > 1 else 0.0,
+        start_s=calibration.collective_s if len(group) > 1 else 0.0,
         hop=mesh_hop(cluster, mesh, held, calibration) if passes_on else None,
         exchange=group_exchange(cluster, group, calibration),
         routes=group_routes(cluster, group, speeds),

@@ -136,7 +136,7 @@ def ring_column(rings: Sequence[Ring]) -> Ring:
         size=np.array([ring.size for ring in rings], dtype=np.float64),
         bandwidth_bytes_per_s=np.array([ring.bandwidth_bytes_per_s for ring in rings]),
         latency_s=np.array([ring.latency_s for ring in rings]),
-        least_s=np.array([ring.least_s for ring in rings]),
+        start_s=np.array([ring.start_s for ring in rings]),
         hop=_route_column([ring.hop for ring in rings if ring.hop]),
         exchange=_route_column([ring.exchange for ring in rings if ring.exchange]),
         routes=tuple(filter(None, map(_route_column, zip(*(ring.routes for ring in rings), strict=True)))),

@@ -47,13 +47,17 @@ def ring_s(problem: OperatorProblem, op: Op, choices: Sequence[OpChoice]) -> Col
 
 
 def ring_of_s(problem: OperatorProblem, part: Op, cuts: Cuts) -> float:
-    """Return the time of one ring: every tensor along the keys that the operation reads or makes visits every rank."""
+    """Return the time of one ring: all keys, values and gradients of them that the operation reads or makes go around.
+
+    Every rank has all positions from the start.
+    """
     atoms = tuple(cuts.get(RING_DIM, ()))
     if not atoms or not isinstance(part.kind, RINGS):
         return 0.0
     ring = Collective(kind="permute", dim=RING_DIM, atoms=atoms)
     tensors = [problem.block.tensors[name] for name in (*part.inputs, *part.outputs)]
-    layouts = [(OpChoice(cuts=cuts).layout(tensor.dims), tensor) for tensor in tensors if RING_DIM in tensor.dims]
+    sent = [tensor for tensor in tensors if {RING_DIM, "kv_heads"} <= set(tensor.dims)]
+    layouts = [(OpChoice(cuts=cuts).layout(tensor.dims), tensor) for tensor in sent]
     return sum(problem.seconds(ring, problem.local_bytes(layout, tensor.dtype)) for layout, tensor in layouts)
 
 

@@ -172,6 +172,13 @@ def test_a_ring_of_attention_sends_keys_and_values_to_all_and_brings_gradients_b
     assert cost.sent_bytes["cp"] == 3 * (2 + 4) * piece
 
 
+def test_each_of_them_is_a_send_of_its_own():
+    question = ask(kernels="te")
+    slow = replace(question, calibration=replace(question.calibration, collective_s=1e-3))
+    once, later = (priced(one, "tp=8,cp=4,cp_order=zigzag").part_s("cp") for one in (question, slow))
+    assert later - once == pytest.approx(3 * (2 + 4) * 1e-3)
+
+
 def test_experts_get_the_tokens_that_chose_them():
     question = ask("mixtral-8x7b", "h100-80", 1, kernels="te", seq_len=4096)
     cost = priced(question, "tp=1,dp=8,ep=8")

@@ -262,33 +262,46 @@ def test_a_ring_inside_a_node_knows_nothing_of_the_network_and_one_beyond_it_tak
         assert share * 96e9 / 32 <= slow.bandwidth_bytes_per_s <= full.bandwidth_bytes_per_s
 
 
-@given(SIZES, EVERYTHING, st.floats(0, 1e-2), st.sampled_from(["all_gather", "all_reduce", "permute", "slice"]))
-def test_no_collective_takes_less_than_the_least(size, message_bytes, least_s, kind):
+STARTED = {"all_gather": 1, "all_reduce": 1, "all_to_all": 1, "slice": 0}  # each hop of a permutation besides
+
+
+@given(SIZES, EVERYTHING, st.floats(0, 1e-2), st.sampled_from([*STARTED, "permute"]))
+def test_each_send_and_each_collective_has_a_start_whatever_its_size(size, message_bytes, start_s, kind):
     free = Ring(size=size, bandwidth_bytes_per_s=1e9, latency_s=1e-6)
-    floored = replace(free, least_s=least_s)
-    least = 0.0 if kind == "slice" else least_s  # which sends nothing
-    assert floored.time_s(collective(kind), message_bytes) == max(least, free.time_s(collective(kind), message_bytes))
-    assert floored.send_s(message_bytes) == max(least_s, free.send_s(message_bytes))
-    assert floored.sent_bytes(collective(kind), message_bytes) == free.sent_bytes(collective(kind), message_bytes)
+    ring, one = replace(free, start_s=start_s), collective(kind)
+    starts_s = STARTED.get(kind, size - 1) * start_s
+    assert ring.time_s(one, message_bytes) == pytest.approx(starts_s + free.time_s(one, message_bytes), rel=1e-12)
+    assert ring.send_s(message_bytes) == pytest.approx(start_s + free.send_s(message_bytes), rel=1e-12)
+    assert ring.sent_bytes(one, message_bytes) == free.sent_bytes(one, message_bytes)
 
 
-def test_the_least_of_a_collective_is_asked_of_those_who_talk_only():
-    place, floor = cluster("trn1.32xlarge", 2), replace(REACHED, collective_s=1e-3)
+@given(st.sampled_from(["all_gather", "all_reduce", "permute"]), st.floats(0, 1e-2))
+def test_ways_of_their_own_have_a_start_as_well(kind, start_s):
+    place, one = cluster("trn2.48xlarge", 2), collective(kind)  # which has other ways than the ring
+    for atoms in (TP, DP, PP):
+        here = mesh("tp=8,pp=2,cp=2,dp=4", place)
+        free, ring = (mesh_ring(place, here, atoms, replace(REACHED, collective_s=size)) for size in (0.0, start_s))
+        starts_s = (ring.size - 1 if kind == "permute" else 1) * start_s
+        assert ring.time_s(one, 1e6) == pytest.approx(starts_s + free.time_s(one, 1e6), rel=1e-12)
+
+
+def test_who_is_alone_starts_nothing():
+    place, slow = cluster("trn1.32xlarge", 2), replace(REACHED, collective_s=1e-3)
     here = mesh("tp=8,pp=2,dp=4", place)
-    assert mesh_ring(place, here, TP, floor).least_s == mesh_ring(place, here, PP, floor).least_s == 1e-3
-    assert mesh_ring(place, here, ("rep",), floor).least_s == 0
+    assert mesh_ring(place, here, TP, slow).start_s == mesh_ring(place, here, PP, slow).start_s == 1e-3
+    assert mesh_ring(place, here, ("rep",), slow).start_s == 0
     alone = mesh("tp=8,pp=1,dp=8", place)
-    assert mesh_ring(place, alone, PP, floor).least_s == mesh_ring(place, alone, PP, floor).send_s(1e6) == 0
+    assert mesh_ring(place, alone, PP, slow).start_s == mesh_ring(place, alone, PP, slow).send_s(1e6) == 0
 
 
 @given(st.lists(st.tuples(SIZES, EVERYTHING, st.floats(1e6, 1e12), st.floats(0, 1e-3)), min_size=1, max_size=5))
 def test_columns_of_rings_give_what_single_rings_give(rows):
     sizes, messages, bandwidths, latencies = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
-    many = Ring(size=sizes, bandwidth_bytes_per_s=bandwidths, latency_s=latencies, least_s=1e-4)
+    many = Ring(size=sizes, bandwidth_bytes_per_s=bandwidths, latency_s=latencies, start_s=1e-4)
     for kind in ("all_gather", "all_reduce", "permute", "all_to_all", "slice"):
         times, sent = many.time_s(collective(kind), messages), many.sent_bytes(collective(kind), messages)
         for row, (size, message, bandwidth, latency) in enumerate(rows):
-            one = Ring(size=size, bandwidth_bytes_per_s=bandwidth, latency_s=latency, least_s=1e-4)
+            one = Ring(size=size, bandwidth_bytes_per_s=bandwidth, latency_s=latency, start_s=1e-4)
             assert np.broadcast_to(times, sizes.shape)[row] == pytest.approx(one.time_s(collective(kind), message))
             assert np.broadcast_to(sent, sizes.shape)[row] == pytest.approx(one.sent_bytes(collective(kind), message))
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from autoshard.cost.setting import price_block, setting_of
+from autoshard.cost.sharded import CutBlocks
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.legal import cut_operations, faults
 from autoshard.plan.boundary import boundary_cuts
@@ -13,6 +15,7 @@ from autoshard.plan.lowering import ATOMS, KINDS
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.strategy import strategy_rules
 from autoshard.search.cutting import Terms, operator_problem, solved_cutting
+from autoshard.search.op_prices import ring_of_s
 from autoshard.search.operators import solve
 from autoshard.search.places import op_places
 from autoshard.spec.model_catalogue import model_names
@@ -58,6 +61,18 @@ def test_what_dp_cp_and_ep_cut_is_said_for_meshes_that_have_them(case):
     assert cutting.block("layer")["attn_norm"]["batch"] == ("edp", "ep")
     assert cutting.block("layer")["attn_norm"]["seq"][0] == "cp"
     assert cutting.block("layer")["attend"]["kv_seq"] == ("cp",)
+
+
+def test_a_ring_costs_the_solver_what_it_costs_a_block():
+    question, candidate, cutting = solved("ring")
+    question = replace(question, calibration=replace(question.calibration, collective_s=1e-3))
+    problem = operator_problem(question, candidate, Terms(engine="torch", sequence_parallel=True), "layer")
+    parts = [op for op in problem.block.select("micro_batch") if op.source == "attend"]
+    cuts = cutting.only(set(problem.real_atoms)).block("layer")["attend"]
+    ring_s = sum(ring_of_s(problem, op, cuts) for op in parts)
+    blocks = CutBlocks(step=question.step, cutting=cutting, atoms=cut_atoms(candidate, question.model))
+    cost = price_block(question, setting_of(question, candidate, blocks), "layer", Recompute())
+    assert ring_s == pytest.approx(cost.part_s("cp"), rel=1e-9)
 
 
 def test_a_cutting_of_some_atoms_is_that_of_a_mesh_with_these():
