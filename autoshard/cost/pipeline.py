@@ -15,6 +15,7 @@ from autoshard.spec.kernels import Kernels
 
 Price = Callable[[str, Recompute], BlockCost]  # block kind and recompute -> cost
 PARTS = ("compute", "waiting", "tp", "cp", "ep")
+_AS_IT_IS = Recompute()  # embedding and head compute nothing again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +36,9 @@ class StageLayers:
         """List its blocks: kind, recompute, how many."""
         contents = [("layer", drop, count) for drop, count in self.layers]
         if self.is_first:
-            contents.insert(0, ("embed", Recompute(), 1))
+            contents.insert(0, ("embed", _AS_IT_IS, 1))
         if self.is_last:
-            contents.append(("head", Recompute(), 1))
+            contents.append(("head", _AS_IT_IS, 1))
         return contents
 
 

@@ -11,9 +11,9 @@ from autoshard.cost.calibration import Calibration, uncalibrated
 from autoshard.cost.compiling import compiling, least_instructions
 from autoshard.cost.pipeline import Pipeline, Price, Sends, StageLayers
 from autoshard.cost.rings import Number, mesh_ring
-from autoshard.cost.setting import Question, boundary_bytes, price_block, rings_of, setting_of, work_of
+from autoshard.cost.setting import Question, boundary_bytes, price_block, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
-from autoshard.cost.step import StepCost, step_cost
+from autoshard.cost.step import StepCost, step_cost, step_s
 from autoshard.cost.terms import stated_s
 from autoshard.cost.worth import calibration_of, worth
 from autoshard.graph.count import model_flops_per_token
@@ -114,6 +114,7 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
     """
     asked = question_of(plan, uncalibrated())
     setting = setting_of(asked, plan.candidate, blocks)
+    whole = _pipeline(plan, asked, setting)
 
     @cache
     def work(kind: str, drop: Recompute) -> BlockWork:
@@ -121,10 +122,9 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
 
     @lru_cache(maxsize=2)  # a fit moves one constant at a time
     def linked(links: Calibration) -> tuple[Setting, Pipeline]:
-        question = replace(asked, calibration=links)
-        here = replace(setting, rings=rings_of(question, plan.mesh, blocks))
-        pipeline = _pipeline(plan, question, here)
-        return here, replace(pipeline, sends=replace(pipeline.sends, time_s=np.array([pipeline.sends.time_s])))
+        rings = {atoms: mesh_ring(plan.cluster, plan.mesh, atoms, links) for atoms in (*setting.rings, ("pp",))}
+        sends = replace(whole.sends, time_s=np.array([rings["pp",].send_s(whole.boundary_bytes)]))
+        return replace(setting, rings=rings), replace(whole, sends=sends)
 
     def time_s(calibration: Calibration) -> float:
         question = replace(asked, calibration=calibration)
@@ -134,7 +134,7 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
         def price(kind: str, drop: Recompute) -> BlockCost:
             return block_cost(work(kind, drop), here.rings, question.rates)
 
-        return float(np.max(step_cost(question, here, pipeline, price, folded=True).time_s))
+        return float(np.max(step_s(question, here, pipeline, price)))
 
     return time_s
 

@@ -39,34 +39,35 @@ class StepCost:
         return np.max([sum(parts.values()) for parts in self.memory], axis=0)
 
 
-def step_cost(
-    question: Question, setting: Setting, pipeline: Pipeline, price: Price, *, folded: bool = False
-) -> StepCost:
-    """Price a step; ``folded`` states memory once per group of equal ranks instead of for every rank."""
+def step_cost(question: Question, setting: Setting, pipeline: Pipeline, price: Price) -> StepCost:
+    """Price a step."""
     alike = alike_ranks(pipeline, price)
     update = _slowest_update(update_costs(question, setting, pipeline, alike))
-    seconds = {**pipeline_seconds(pipeline, alike, price), "fixed": question.calibration.step_s}
-    for part, value in update.seconds.items():
-        seconds[part] = seconds.get(part, 0.0) + value
+    seconds = _seconds(question, pipeline, alike, price, update)
     owner = {rank: group.cost for group in alike for rank in group.ranks}
-    shown = [rank for group in alike for rank in _fullest(pipeline, group)] if folded else sorted(owner)
+    ranks = sorted(owner)
     return StepCost(
         seconds=seconds,
-        memory=tuple(rank_memory(question, setting, pipeline, rank, owner[rank]) for rank in shown),
+        memory=tuple(rank_memory(question, setting, pipeline, rank, owner[rank]) for rank in ranks),
         sent_bytes=_sent(question, setting, pipeline, alike, update),
-        weights=tuple(sum(owner[rank].weights.values()) for rank in shown),
+        weights=tuple(sum(owner[rank].weights.values()) for rank in ranks),
     )
 
 
-def _fullest(pipeline: Pipeline, group: Alike) -> Sequence[int]:
-    """Return a rank of alike ones that holds as much as any; all of them where that depends on sizes of chunks.
+def step_s(question: Question, setting: Setting, pipeline: Pipeline, price: Price) -> Number:
+    """Return only what a step takes."""
+    alike = alike_ranks(pipeline, price)
+    update = _slowest_update(update_costs(question, setting, pipeline, alike))
+    return sum(_seconds(question, pipeline, alike, price, update).values())
 
-    What a rank hands on depends on which chunks lie next to others of its own, and what it keeps for W on its place.
-    """
-    schedule = pipeline.schedule
-    if len(group.ranks) == 1 or schedule.num_chunks > 1 or schedule.splits_backward:
-        return group.ranks
-    return (max(group.ranks, key=schedule.in_flight),)
+
+def _seconds(
+    question: Question, pipeline: Pipeline, alike: Sequence[Alike], price: Price, update: UpdateCost
+) -> Mapping[str, Number]:
+    seconds = {**pipeline_seconds(pipeline, alike, price), "fixed": question.calibration.step_s}
+    for part, value in update.seconds.items():
+        seconds[part] = seconds.get(part, 0.0) + value
+    return seconds
 
 
 def update_costs(question: Question, setting: Setting, pipeline: Pipeline, alike: Sequence[Alike]) -> list[UpdateCost]:

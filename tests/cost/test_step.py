@@ -218,18 +218,6 @@ class TestMemory:
         assert [parts["activations"] for parts in cost.memory] == [4 * 21, 3 * 20, 2 * 20, 1 * 20]
         assert [parts["logits"] for parts in cost.memory] == [0, 0, 0, 1]
 
-    def test_folding_shows_the_fullest_of_alike_ranks(self):
-        schedule = Schedule(builder="1f1b", num_ranks=4, num_micro_batches=16)
-        run = pipeline(schedule, [2, 2, 2, 2])
-        here = setting(ask(), "tp=8,dp=16")
-        both = [
-            step_cost(ask(), here, run, lambda kind, drop: block(1.0, 1.0, saved_bytes=10), folded=folded)
-            for folded in (False, True)
-        ]
-        assert (len(both[0].memory), len(both[1].memory)) == (4, 3)
-        assert both[0].peak_bytes == both[1].peak_bytes
-        assert both[0].time_s == both[1].time_s
-
     def test_a_message_is_received_ahead_from_either_side_and_what_was_sent_stays_until_its_backward(self):
         # nxd keeps outputs: each rank but the last one for every micro-batch in flight
         run = pipeline(Schedule(builder="1f1b", num_ranks=3, num_micro_batches=4), [1, 1, 1], boundary_bytes=100)
