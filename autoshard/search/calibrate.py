@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from autoshard.cost.accuracy import left_out_interval
-from autoshard.cost.calibration import EFFICIENCIES, SECONDS, Calibration, Fit, Reach, uncalibrated
+from autoshard.cost.calibration import EFFICIENCIES, Calibration, Fit, Reach, uncalibrated
 from autoshard.cost.fitting import Unknowns, fitted
 from autoshard.cost.measured import MeasuredRow, placed
 from autoshard.cost.predict import step_timer
@@ -38,22 +38,22 @@ _COMPILED: Mapping[str, Kinds] = {
     "arithmetic, memory, link": (EFFICIENCIES[:3], ("memory_efficiency",), _LINKS),
     "matrix, vector, memory, link": (_MATRIX, ("vector_efficiency",), ("memory_efficiency",), _LINKS),
 }
-# Hosts that start kernels one by one take time of their own. Vector units hardly bind where memory is as slow.
+# Hosts that start kernels one by one take time of their own, and more of it to start what waits for other ranks. Vector
+# units hardly bind where memory is as slow.
 _PASSES = ("vector_efficiency", "memory_efficiency")
 _EACH = (*((name,) for name in _MATRIX), _PASSES, *((name,) for name in _LINKS))
+_LAUNCH, _COLLECTIVE = ("launch_s",), ("collective_s",)
 _EAGER: Mapping[str, Kinds] = {
     "one for all": (EFFICIENCIES,),
-    "one for all, launch": (EFFICIENCIES, ("launch_s",)),
-    "chip, link, launch": (_CHIP, _LINKS, ("launch_s",)),
-    "matrix, memory, link, launch": (_MATRIX, _PASSES, _LINKS, ("launch_s",)),
-    "matrix, attention, memory, near link, far link, launch": (*_EACH, ("launch_s",)),
-    "matrix, attention, memory, near link, far link, launch, collective, step": (
-        *_EACH, *((name,) for name in SECONDS),
-    ),
-}  # fmt: skip
+    "one for all, launch": (EFFICIENCIES, _LAUNCH),
+    "chip, link, launch": (_CHIP, _LINKS, _LAUNCH),
+    "matrix, memory, link, launch": (_MATRIX, _PASSES, _LINKS, _LAUNCH),
+    "chip, link, launch, collective": (_CHIP, _LINKS, _LAUNCH, _COLLECTIVE),
+    "matrix, attention, memory, near link, far link, launch, collective": (*_EACH, _LAUNCH, _COLLECTIVE),
+}
 _UNEVEN = 4.0  # a machine that is so much faster than declared may be faster by this once more in one of its rates
 _LAUNCHES = (0.5, 1.0, 2.0, 4.0, 8.0)  # tried first, in their unit
-_UNITS = {"launch_s": 1e-5, "collective_s": 1e-5, "step_s": 1e-2}  # of what is fitted in seconds: what is usual
+_UNITS = {"launch_s": 1e-5, "collective_s": 1e-4}  # of what is fitted in seconds: what is usual
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +195,7 @@ def _trial(split: str, kinds: Kinds, samples: Sequence[Sample]) -> _Trial:
 def fit_constants(kinds: Kinds, samples: Sequence[Sample]) -> Calibration:
     """Return the constants under which the predictions come closest to what was measured."""
     predict_all = _predictor(samples)
-    nominal = _as_fast(replace(uncalibrated(), reach=_reach(samples)), predict_all)
+    nominal = _as_fast(tuple(samples))
 
     def ratios(unknowns: Array) -> Array:
         return predict_all(_with(nominal, kinds, unknowns))
@@ -203,16 +203,19 @@ def fit_constants(kinds: Kinds, samples: Sequence[Sample]) -> Calibration:
     start = np.array([_unknown(kind[0], getattr(nominal, kind[0])) for kind in kinds])
     declared = nominal.most_efficient > 1
     fastest = np.maximum(start / _UNEVEN, 1 / nominal.most_efficient) if declared else np.ones(len(kinds))
-    least = np.where([kind[0] in SECONDS for kind in kinds], 0.0, fastest)
+    least = np.where([kind[0] in _UNITS for kind in kinds], 0.0, fastest)
     found = fitted(ratios, Unknowns(start=start, least=least), current=_launching(kinds, start, ratios))
     return _with(nominal, kinds, found)
 
 
-def _as_fast(nominal: Calibration, predict_all: Callable[[Calibration], Array]) -> Calibration:
+@cache  # by all splits
+def _as_fast(samples: tuple[Sample, ...]) -> Calibration:
     """Begin where rates are declared with one factor for all of them: single ones would leave the reach of a fit."""
+    nominal = replace(uncalibrated(), reach=_reach(samples))
     if nominal.most_efficient == 1:
         return nominal
     one: Kinds = (EFFICIENCIES,)
+    predict_all = _predictor(samples)
     start, least = 1 / nominal.matrix_efficiency, 1 / nominal.most_efficient
     unknowns = Unknowns(start=np.array([start]), least=np.array([least]))
     return _with(nominal, one, fitted(lambda factor: predict_all(_with(nominal, one, factor)), unknowns))
@@ -220,9 +223,9 @@ def _as_fast(nominal: Calibration, predict_all: Callable[[Calibration], Array]) 
 
 def _launching(kinds: Kinds, start: Array, ratios: Callable[[Array], Array]) -> Array:
     """Begin with the launches that fit best: where kernels are longer than those, nothing says in which direction."""
-    if ("launch_s",) not in kinds:
+    if _LAUNCH not in kinds:
         return start
-    place = kinds.index(("launch_s",))
+    place = kinds.index(_LAUNCH)
     return min((_moved(start, place, size) for size in _LAUNCHES), key=lambda one: _error(ratios(one)))
 
 
@@ -238,7 +241,7 @@ def _error(ratios: Array) -> float:
 
 def _unknown(name: str, value: float) -> float:
     """Return what is fitted: a slowness, or a time in its unit."""
-    return value / _UNITS[name] if name in SECONDS else 1 / value
+    return value / _UNITS[name] if name in _UNITS else 1 / value
 
 
 def _with(calibration: Calibration, kinds: Kinds, unknowns: Array) -> Calibration:
@@ -248,7 +251,7 @@ def _with(calibration: Calibration, kinds: Kinds, unknowns: Array) -> Calibratio
 
 def _constant(name: str, unknown: float) -> float:
     """Return a constant as a file states it: digits far beyond what rows decide would be noise to read."""
-    return float(f"{unknown * _UNITS[name] if name in SECONDS else 1 / unknown:.{_DIGITS}g}")
+    return float(f"{unknown * _UNITS[name] if name in _UNITS else 1 / unknown:.{_DIGITS}g}")
 
 
 def _predictor(samples: Sequence[Sample]) -> Callable[[Calibration], Array]:

@@ -96,6 +96,14 @@ def test_constants_that_made_the_rows_are_found_again(arithmetic: float, memory:
     assert found.matrix_efficiency == pytest.approx(arithmetic, rel=0.06)
 
 
+def test_what_starting_takes_is_found_from_nothing(tmp_path: Path):
+    rows = read_rows(written(tmp_path, *({**row, "arch": ARCH} for row in OWN[:3])))  # so small that starts are all
+    true = replace(uncalibrated(), launch_s=1e-5, collective_s=1e-3)
+    samples = made_by(samples_of(list(rows.items()), "h100-80")[0], true)
+    found = fit_constants((EFFICIENCIES, ("launch_s",), ("collective_s",)), samples)
+    assert found.launch_s == pytest.approx(1e-5, rel=0.1) and found.collective_s == pytest.approx(1e-3, rel=0.1)
+
+
 def test_one_gross_outlier_does_not_move_the_constants():
     samples = samples_of(built_in_rows(), TRN1)[0]
     plain = fit_constants(ONE, samples)
