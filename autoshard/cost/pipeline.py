@@ -124,6 +124,7 @@ class RankCost:
     head_bytes: tuple[Number, ...]  # of what is saved, what the head keeps: mostly logits
     head_waiting_bytes: tuple[Number, ...]
     alike: bool  # whether its chunks hold the same
+    num_blocks: int
     working_bytes: Number
     placeholder_bytes: Number
     weights: Mapping[tuple[str, ...], Number]
@@ -158,6 +159,7 @@ def rank_cost(stages: tuple[StageLayers, ...], price: Price, *, splits: bool = F
         head_bytes=tuple(_saved(stage, price, "head") for stage in stages),
         head_waiting_bytes=tuple(_waiting(stage, price, "head") for stage in stages),
         alike=len(set(stages)) == 1,
+        num_blocks=sum(count for stage in stages for _, _, count in stage.contents()),
         working_bytes=np.max([_working(stage, price, splits=splits) for stage in stages], axis=0),
         placeholder_bytes=sum(cost.placeholder_bytes for cost in kinds.values()),
         weights=weights,

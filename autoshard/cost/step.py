@@ -15,7 +15,7 @@ from autoshard.cost.pipelined import Alike, alike_ranks, pipeline_seconds
 from autoshard.cost.rings import Number
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import per_weight
-from autoshard.cost.update import UpdateCost, Weights, exchanged_bytes, update_cost
+from autoshard.cost.update import Turns, UpdateCost, Weights, exchanged_bytes, update_cost
 from autoshard.spec.kernels import load_kernels
 
 
@@ -73,7 +73,11 @@ def _seconds(
 def update_costs(question: Question, setting: Setting, pipeline: Pipeline, alike: Sequence[Alike]) -> list[UpdateCost]:
     """Price the step phase of each group of ranks."""
     count = pipeline.schedule.num_micro_batches
-    return [rank_update(question, setting, group.cost.weights, group.cost.time_s, count) for group in alike]
+    found: list[UpdateCost] = []
+    for cost in (group.cost for group in alike):
+        turns = Turns(num_micro_batches=count, num_blocks=cost.num_blocks)
+        found.append(rank_update(question, setting, cost.weights, cost.time_s, turns))
+    return found
 
 
 def _slowest_update(costs: Sequence[UpdateCost]) -> UpdateCost:
@@ -84,16 +88,16 @@ def _slowest_update(costs: Sequence[UpdateCost]) -> UpdateCost:
     return UpdateCost(seconds=seconds, sent_bytes=sent)
 
 
-def rank_update(
-    question: Question, setting: Setting, weights: Weights, pass_s: Number, num_micro_batches: int
-) -> UpdateCost:
+def rank_update(question: Question, setting: Setting, weights: Weights, pass_s: Number, turns: Turns) -> UpdateCost:
     """Price the step phase of a rank that holds these weights and is busy so long with each micro-batch.
 
     A part of data parallelism's traffic may hide behind passes.
     """
-    found = update_cost(weights, setting, question, per_weight(question.step), num_micro_batches)
+    found = update_cost(weights, setting, question, per_weight(question.step), turns)
     share = load_kernels(question.kernels).hides.get("unit" if setting.zero == 3 else "dp", 0.0)
-    passes = num_micro_batches if setting.zero == 3 else 1  # sums are whole in the last backward, weights awaited once
+    passes = (
+        turns.num_micro_batches if setting.zero == 3 else 1
+    )  # sums are whole in the last backward, weights awaited once
     hidden = exposed_s(found.seconds["dp"], passes * pass_s, share)
     return replace(found, seconds={**found.seconds, "dp": hidden})
 

@@ -69,18 +69,26 @@ def _grouped(weights: Weights, part: Literal[0, 1]) -> Weights:
     return counts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """How often a step comes by the weights of a rank: micro-batches, and the blocks that each goes through there."""
+
+    num_micro_batches: Number
+    num_blocks: Number
+
+
 def update_cost(
-    weights: Weights, setting: Setting, question: Question, per_weight: PerWeight, num_micro_batches: int
+    weights: Weights, setting: Setting, question: Question, per_weight: PerWeight, turns: Turns
 ) -> UpdateCost:
     """Price the step phase of a rank that holds these weights.
 
-    ZeRO-0 sums gradients everywhere; ZeRO-1 scatters the sums and gathers new weights; ZeRO-3 does so for every
-    micro-batch, and gathers the weights twice (forward and backward). What also awaits tp is summed there once.
+    ZeRO-0 sums gradients everywhere; ZeRO-1 scatters the sums and gathers new weights; ZeRO-3 does so block by block in
+    every micro-batch, and gathers the weights twice (forward and backward). What also awaits tp is summed there once.
     """
     seconds: dict[str, Number] = {"dp": 0.0, "tp": 0.0, "update": 0.0}
     sent: dict[str, Number] = defaultdict(float)
     rates = question.rates
-    for part, collective, size, times in _collectives(weights, setting, question.workload.precision, num_micro_batches):
+    for part, collective, size, times in _collectives(weights, setting, question.workload.precision, turns):
         ring = setting.rings[collective.atoms]
         seconds[part] = seconds[part] + times * ring.time_s(collective, size)
         sent[part] = sent[part] + times * ring.sent_bytes(collective, size)
@@ -95,23 +103,24 @@ def update_cost(
 def gathering_share(weights: Weights, setting: Setting, precision: Precision) -> float:
     """Return how much of dp's seconds of a single candidate gathers weights: what waits for the update."""
     seconds: dict[CollectiveKind, float] = defaultdict(float)
-    for part, collective, size, _ in _collectives(weights, setting, precision, 1):
+    once = Turns(num_micro_batches=1, num_blocks=1)
+    for part, collective, size, _ in _collectives(weights, setting, precision, once):
         if part == "dp":
             seconds[collective.kind] += float(setting.rings[collective.atoms].time_s(collective, size))
     return seconds["all_gather"] / (sum(seconds.values()) or 1.0)
 
 
 def _collectives(
-    weights: Weights, setting: Setting, precision: Precision, num_micro_batches: int
+    weights: Weights, setting: Setting, precision: Precision, turns: Turns
 ) -> Iterator[tuple[str, Collective, Number, Number]]:
     """Yield what a rank sends in the step phase: part, collective, bytes, how often."""
     gradient, weight = DTYPE_BYTES[precision.gradients], DTYPE_BYTES[precision.weights]
     traffic = [
-        ("dp", atoms, _traffic(setting.zero, count * gradient, count * weight, num_micro_batches))
+        ("dp", atoms, _traffic(setting.zero, count * gradient, count * weight, turns))
         for atoms, count in _grouped(weights, 0).items()
     ]
     traffic += [
-        ("tp", atoms, _traffic(0, count * gradient, 0, 1))
+        ("tp", atoms, _traffic(0, count * gradient, 0, turns))
         for atoms, count in _grouped(_resting(weights, setting), 1).items()
     ]
     for part, atoms, entries in traffic:
@@ -120,11 +129,12 @@ def _collectives(
 
 
 def _traffic(
-    zero: int, gradient_bytes: Number, weight_bytes: Number, num_micro_batches: Number
+    zero: int, gradient_bytes: Number, weight_bytes: Number, turns: Turns
 ) -> Sequence[tuple[CollectiveKind, Number, Number]]:
     """List what data parallelism sends in a step: kind, bytes, how often."""
     if zero == 0:
         return [("all_reduce", gradient_bytes, 1)]
-    times = num_micro_batches if zero == 3 else 1
-    gathers = 2 * num_micro_batches if zero == 3 else 1
-    return [("reduce_scatter", gradient_bytes, times), ("all_gather", weight_bytes, gathers)]
+    if zero == 1:
+        return [("reduce_scatter", gradient_bytes, 1), ("all_gather", weight_bytes, 1)]
+    blocks, times = turns.num_blocks, turns.num_micro_batches * turns.num_blocks
+    return [("reduce_scatter", gradient_bytes / blocks, times), ("all_gather", weight_bytes / blocks, 2 * times)]

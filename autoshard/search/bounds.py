@@ -13,7 +13,7 @@ import numpy as np
 
 from autoshard.cost.pipeline import Sends
 from autoshard.cost.step import rank_update
-from autoshard.cost.update import state_bytes
+from autoshard.cost.update import Turns, state_bytes
 from autoshard.plan.candidate import Zero
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.builders import BUILDERS
@@ -234,10 +234,19 @@ class _Rooms:
 
 
 def _update_s(family: Family, zero: Zero, counts: Column, ranks: Column) -> Column:
-    """Return what the step phase of the rank with the most layers takes at least."""
+    """Return what the step phase of the rank with the most layers takes at least.
+
+    Embedding and head may be there too: under ZeRO-3 they are more messages, but if they are small, messages of another
+    size, which may go another way.
+    """
     frame = family.frame(np.arange(len(counts)), Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1), zero)
     layers = -(-family.question.model.num_layers // ranks)
     weights = {pending: layers * number for pending, number in family.layer.weights.items()}
     passes = np.full(len(counts), _FOREVER)  # behind which as much as possible hides
-    update = rank_update(family.question, frame.setting, weights, passes, counts)
-    return sum(np.broadcast_to(part, len(counts)) for part in update.seconds.values())
+
+    def with_s(ends: int) -> Column:
+        turns = Turns(num_micro_batches=counts, num_blocks=layers + ends)
+        update = rank_update(family.question, frame.setting, weights, passes, turns)
+        return sum(np.broadcast_to(part, len(counts)) for part in update.seconds.values())
+
+    return np.min([with_s(ends) for ends in (range(3) if zero == 3 else (0,))], axis=0)

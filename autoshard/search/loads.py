@@ -21,6 +21,7 @@ class Loads:
     ranks: Column  # by stage
     chunks: Column  # by stage
     stages: Column  # by rank and chunk
+    ends: Column  # whether a rank has the embedding, and the head, added up
 
 
 @lru_cache(maxsize=1024)
@@ -37,6 +38,7 @@ def loads_of(schedule: Schedule) -> Loads:
         ranks=np.array([rank for rank, _ in places]),
         chunks=np.array([chunk for _, chunk in places]),
         stages=stages,
+        ends=(stages == 0).sum(axis=1) + (stages == schedule.num_stages - 1).sum(axis=1),
     )
 
 

@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 
 from autoshard.cost.step import rank_update
+from autoshard.cost.update import Turns
 from autoshard.schedule.makespan import makespan_columns
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import delays_of
 from autoshard.schedule.timeline import KINDS
 from autoshard.search.chosen import Chosen
-from autoshard.search.fillings import Filled, Fillings, Frame
+from autoshard.search.fillings import Filled, Fillings, Frame, Weights
 from autoshard.search.loads import loads_of
 
 Column = Any
@@ -38,7 +39,12 @@ def timed(
         for column in (found.forward_s, found.input_s, found.weight_s)
     ]
     weights = {pending: own(number) for pending, number in found.weights.items()}
-    whole = step_s(frame if candidates is None else frame.only(candidates), seconds, weights)
+    layers = np.broadcast_to(fillings.num_layers, shape[:2])[ranks, option]
+    turns = Turns(
+        num_micro_batches=frame.schedule.num_micro_batches,
+        num_blocks=layers + loads_of(frame.schedule).ends[:, None],
+    )
+    whole = step_s(frame if candidates is None else frame.only(candidates), seconds, weights, turns)
     return Chosen(
         time_s=np.where(ok, whole, np.inf),
         bound_s=np.where(ok, whole, np.inf),
@@ -55,13 +61,13 @@ def _by_stage(schedule: Schedule, column: Column) -> Column:
     return column[loads.ranks, :, loads.chunks]
 
 
-def step_s(frame: Frame, seconds: Sequence[Column], weights: dict[tuple[str, ...], Column]) -> Column:
+def step_s(frame: Frame, seconds: Sequence[Column], weights: Weights, turns: Turns) -> Column:
     """Return what a step takes, given F, I and W by stage and weights by rank."""
     schedule, question = frame.schedule, frame.question
     forward, inputs, weight = seconds
     busy = np.zeros((schedule.num_ranks, frame.num_candidates))
     np.add.at(busy, loads_of(schedule).ranks, forward + inputs + weight)
-    update = rank_update(question, frame.setting, weights, busy, schedule.num_micro_batches)
+    update = rank_update(question, frame.setting, weights, busy, turns)
     rest = sum(np.broadcast_to(part, busy.shape).max(axis=0) for part in update.seconds.values())
     return makespan_s(frame, forward, inputs, weight) + rest + frame.fixed_s
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.cost.sharded import PerWeight, per_weight
-from autoshard.cost.update import num_shards, state_bytes, update_cost
+from autoshard.cost.update import Turns, num_shards, state_bytes, update_cost
 from autoshard.plan.lowering import split_pending
 from autoshard.spec.workload import Precision
 from tests.cost.cases import ask, setting, workload
@@ -18,8 +18,15 @@ WEIGHTS = st.integers(1, 10**11)
 NOTHING = PerWeight(vector_flops=0.0, traffic_bytes=0.0)
 
 
-def here(text="tp=8,dp=4,cp=4", zero=1):
+TEXT = "tp=8,dp=4,cp=4"
+
+
+def here(text=TEXT, zero=1):
     return replace(setting(ask(), text), zero=zero)
+
+
+def turns(num_micro_batches=1, num_blocks=1):
+    return Turns(num_micro_batches=num_micro_batches, num_blocks=num_blocks)
 
 
 class TestStates:
@@ -71,7 +78,7 @@ class TestTraffic:
     count, micro_batches = 10**6, 8
 
     def sent(self, zero, pending=EVERYONE):
-        cost = update_cost({pending: self.count}, here(zero=zero), ask(), NOTHING, self.micro_batches)
+        cost = update_cost({pending: self.count}, here(zero=zero), ask(), NOTHING, turns(self.micro_batches, 5))
         return cost.sent_bytes
 
     def test_zero_0_sums_gradients_everywhere(self):
@@ -83,6 +90,15 @@ class TestTraffic:
     def test_zero_3_scatters_once_and_gathers_twice_every_micro_batch(self):
         assert self.sent(3) == {"dp": pytest.approx(8 * (4 + 2 * 2) * self.count * 15 / 16)}
 
+    def test_zero_3_starts_a_gather_and_a_sum_for_every_block_and_the_others_once(self):
+        slow = replace(ask(), calibration=replace(ask().calibration, collective_s=1e-3))
+        for zero, starts in ((0, 1), (1, 2), (3, 3 * 8 * 5)):
+            both = [
+                update_cost({EVERYONE: self.count}, one, ask(), NOTHING, turns(self.micro_batches, 5))
+                for one in (here(zero=zero), replace(setting(slow, TEXT), zero=zero))
+            ]
+            assert both[1].seconds["dp"] - both[0].seconds["dp"] == pytest.approx(starts * 1e-3)
+
     def test_what_awaits_tp_is_summed_over_tp_once_a_step(self):
         for zero, pieces in ((0, 1), (1, 1), (3, 16)):  # under ZeRO-3 each rank has but a piece of the sum by then
             sent = self.sent(zero, (*EVERYONE, "kv", "rep"))
@@ -91,13 +107,13 @@ class TestTraffic:
 
     def test_weights_that_await_the_same_ranks_travel_as_one(self):
         together = {EVERYONE: self.count // 2, (*EVERYONE, "kv", "rep"): self.count // 2}
-        cost = update_cost(together, here("tp=8"), ask(), NOTHING, 1)
-        alone = update_cost({EVERYONE: self.count}, here("tp=8"), ask(), NOTHING, 1)
+        cost = update_cost(together, here("tp=8"), ask(), NOTHING, turns())
+        alone = update_cost({EVERYONE: self.count}, here("tp=8"), ask(), NOTHING, turns())
         assert cost.seconds["dp"] == pytest.approx(alone.seconds["dp"])
 
     def test_seconds_are_those_of_the_rings(self):
         now = here()
-        cost = update_cost({EVERYONE: self.count}, now, ask(), NOTHING, 1)
+        cost = update_cost({EVERYONE: self.count}, now, ask(), NOTHING, turns())
         ring = now.rings[EVERYONE]
         by_ring = cost.sent_bytes["dp"] / ring.bandwidth_bytes_per_s + 2 * ring.latency_s
         (route,) = ring.routes
@@ -129,7 +145,7 @@ class TestUpdate:
         weight = PerWeight(vector_flops=10.0, traffic_bytes=40.0)
         for heavy in ("vector_flops", "traffic_bytes"):
             loaded = replace(weight, **{heavy: 1e6})
-            cost = update_cost({EVERYONE: 1600}, here(), question, loaded, 1)
+            cost = update_cost({EVERYONE: 1600}, here(), question, loaded, turns())
             rate = {"vector_flops": "vector_flops_per_s", "traffic_bytes": "memory_bytes_per_s"}[heavy]
             assert cost.seconds["update"] == pytest.approx(100 * 1e6 / getattr(question.rates, rate))
 
@@ -137,7 +153,7 @@ class TestUpdate:
     def test_shards_divide_it(self, zero):
         question = ask()
         weight = per_weight(question.step)
-        alone = update_cost({EVERYONE: 1600}, here(zero=0), question, weight, 1).seconds["update"]
-        assert update_cost({EVERYONE: 1600}, here(zero=zero), question, weight, 1).seconds["update"] == pytest.approx(
-            alone / 16
-        )
+        alone = update_cost({EVERYONE: 1600}, here(zero=0), question, weight, turns()).seconds["update"]
+        assert update_cost({EVERYONE: 1600}, here(zero=zero), question, weight, turns()).seconds[
+            "update"
+        ] == pytest.approx(alone / 16)

@@ -19,6 +19,7 @@ from autoshard.cost.predict import plan_cost, priced
 from autoshard.cost.setting import Question, price_block, setting_of
 from autoshard.cost.sharded import CutBlocks
 from autoshard.cost.step import rank_update
+from autoshard.cost.update import Turns
 from autoshard.layout.cutting import Cutting
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import Candidate, parse_pins
@@ -255,7 +256,8 @@ class Point:
         )
         cost = rank_cost(held, self.price, splits=schedule.splits_backward)
         memory = rank_memory(self.question, self.setting, self.pipeline, rank, cost)
-        update = rank_update(self.question, self.setting, cost.weights, cost.time_s, schedule.num_micro_batches)
+        turns = Turns(num_micro_batches=schedule.num_micro_batches, num_blocks=cost.num_blocks)
+        update = rank_update(self.question, self.setting, cost.weights, cost.time_s, turns)
         times = StageSeconds.of_all(held, self.price)
         return Option(
             recompute=own,
