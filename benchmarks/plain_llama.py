@@ -82,7 +82,8 @@ class PlainLlama(nn.Module):
         return self.head(self.norm(x)) if self.head is not None and self.norm is not None else x
 
 
-def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean over the tokens of a micro-batch."""
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labels.numel()
 
 
@@ -100,7 +101,7 @@ def _accumulating(module: nn.Module, optimizer: torch.optim.Optimizer, clip: Cal
     def step(batches: Sequence[Batch]) -> None:
         for batch in batches:
             tokens, labels = _tensors(batch)
-            (_loss(module(tokens), labels) / len(batches)).backward()
+            (loss(module(tokens), labels) / len(batches)).backward()
         clip(module)
         _update(optimizer)
 
@@ -143,7 +144,7 @@ def data_parallel(model: ModelSpec, seq_len: int) -> Step:
         for number, batch in enumerate(batches, start=1):
             tokens, labels = (one.chunk(size)[rank] for one in _tensors(batch))
             module.require_backward_grad_sync = number == len(batches)
-            (_loss(module(tokens), labels) / len(batches)).backward()
+            (loss(module(tokens), labels) / len(batches)).backward()
         _clip(module)
         _update(optimizer)
 
@@ -179,7 +180,7 @@ def pipelined(model: ModelSpec, seq_len: int) -> Step:
     def step(batches: Sequence[Batch]) -> None:
         count = len(batches)
         if count not in schedules:
-            schedules[count] = Schedule1F1B(stage, count, loss_fn=_loss, scale_grads=True)
+            schedules[count] = Schedule1F1B(stage, count, loss_fn=loss, scale_grads=True)
         tokens, labels = (torch.cat(parts) for parts in zip(*map(_tensors, batches), strict=True))
         if rank == 0:
             schedules[count].step(tokens)

@@ -27,6 +27,7 @@ from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
 from benchmarks import plain_llama
 from benchmarks.measure import yardstick_s
+from benchmarks.on_gpu import layers_of, speeds
 from benchmarks.result import Extra, Result
 
 PAIRS = 15
@@ -106,8 +107,11 @@ def _cpu_s(step: Callable[[], object]) -> float:
 
 
 def run() -> Result:
-    """Compare every case."""
-    return judge({name: compared(text, plain) for name, (text, plain) in CASES.items()})
+    """Compare every case; on a GPU, if one is there, large layers too."""
+    found = judge({name: compared(text, plain) for name, (text, plain) in CASES.items()})
+    there = torch.cuda.device_count() > 0
+    on_gpu = speeds(layers_of()) if there else {"gpu_speed": None, "gpu_note": "skipped: no GPU here"}
+    return replace(found, extras={**found.extras, **on_gpu})
 
 
 def judge(found: Mapping[str, Compared]) -> Result:
@@ -117,7 +121,7 @@ def judge(found: Mapping[str, Compared]) -> Result:
         low, high = one.interval
         extras |= {f"{name}_speed": round(one.median, 3), f"{name}_low": round(low, 3), f"{name}_high": round(high, 3)}
     ranks: Sequence[Compared] = [one for name, one in found.items() if name != "one"]
-    extras |= {"pairs": len(found["one"].ratios), "gpu": torch.cuda.is_available(), "yardstick_s": yardstick_s()}
+    extras |= {"pairs": len(found["one"].ratios), "yardstick_s": yardstick_s()}
     return Result(
         name="runtime_vs_plain",
         value=round(found["one"].median, 3),
