@@ -1,6 +1,7 @@
 """From the words of a command line, and a file of options, to the arguments of a function; all faults at once."""
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, is_dataclass
@@ -33,6 +34,7 @@ def read_options(name: str, command: Callable[..., int], arguments: list[str]) -
     from jsonargparse import ArgumentError
 
     parameters = _options(command)
+    _refuse_halves(arguments)
     _refuse_unknown(name, arguments, [_flag(parameter) for parameter in parameters.values()])
     parser = _parser(name, command)
     try:
@@ -118,6 +120,15 @@ def _is_positional(parameter: inspect.Parameter) -> bool:
 
 def _label(parameter: inspect.Parameter) -> str:
     return parameter.name.upper() if _is_positional(parameter) else _flag(parameter)
+
+
+def _refuse_halves(arguments: list[str]) -> None:
+    """Refuse halves of characters, which no terminal sends and no file's name has."""
+    for argument in arguments:
+        try:
+            os.fsencode(argument)
+        except UnicodeEncodeError:
+            raise InputError.of(ascii(argument), "holds half of a character. Type whole ones") from None
 
 
 def _refuse_unknown(command: str, arguments: list[str], flags: list[str]) -> None:

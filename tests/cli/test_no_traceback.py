@@ -57,6 +57,14 @@ def test_any_words(command: str, arguments: list[str], capsys: pytest.CaptureFix
     check([command, *arguments], capsys)
 
 
+@pytest.mark.parametrize(
+    "words", [["validate", "\ud800"], ["plan", "--config", "\ud800"], ["plan", "--model", "\ud800"]]
+)
+def test_half_a_character(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(words) == 2
+    assert capsys.readouterr().err == "autoshard: '\\ud800': holds half of a character. Type whole ones\n"
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pairs=PAIRS)
 def test_any_options_of_a_small_question(pairs: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]):

@@ -1,7 +1,5 @@
 """On a device nothing meets what lies with the host: every feature is run where tensors have shapes only."""
 
-from types import MappingProxyType
-
 import numpy as np
 import pytest
 import torch
@@ -24,19 +22,23 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["of the host", "of GPUs", "none"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attend with each kind of kernel where there is no memory."""
-    found = {"of the host": fused.KERNELS["cpu"], "of GPUs": fused.KERNELS["cuda"]}.get(request.param)
-    monkeypatch.setattr(fused, "KERNELS", MappingProxyType({"meta": found} if found else {}))
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("text", "model"), CASES.values(), ids=CASES)
-def test_a_step_on_a_device_takes_no_tensor_of_the_host(text, model):
-    plan = plan_of(text, model)
+def steps(name: str) -> None:
+    """Run the first and the last rank of a case where nothing has memory."""
+    plan = plan_of(*CASES[name])
     found = [counted(plan, rank) for rank in (0, plan.mesh.num_ranks - 1)]
     assert all(isinstance(one, Measured) and one.memory_bytes["saved"] for one in found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_on_a_device_takes_no_tensor_of_the_host(name: str):
+    steps(name)
+
+
+@pytest.mark.parametrize("kernels", [{"meta": fused.KERNELS["cuda"]}, {}], ids=["those of GPUs", "none"])
+def test_attention_takes_the_kernel_of_the_device_if_there_is_one(kernels, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fused, "KERNELS", kernels)
+    for name in ("learned positions cut by cp", "a ring with tp and a window"):
+        steps(name)
 
 
 def test_tensors_of_two_devices_are_found_out():
