@@ -1,9 +1,8 @@
 """Which layers each stage gets and what it recomputes: the best of all ways, for many candidates that share a schedule.
 
 Where a schedule's makespan has a closed form (GPipe and 1F1B) all ranges of layers are searched, by dynamic programming
-over the stages. Its value is a lower bound: for every rank c there is a path through the schedule on which c does
-``alpha_c`` micro-batches more than the one that passes all stages, and, where it waits for them, those after it one
-more. The best found by it is timed as every plan is.
+over the stages. Its value is a lower bound: beside the micro-batch that passes all stages, every rank lies on paths
+through the schedule on which it does several more (``path_weights``). The best found by it is timed as every plan is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,15 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.cost.step import rank_update
+from autoshard.cost.update import Turns
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.chosen import SURE, Chosen, Options
 from autoshard.search.fillings import Filled, Fillings, Frame, filled
+from autoshard.search.loads import loads_of
 from autoshard.search.timed import timed
 
 Column = Any
 ALL_RANGES = ("1f1b", "gpipe")  # schedules of which all ranges of layers are searched
 _MORE = 2  # layers beyond an even share that a stage may get at first
-_NEVER = 1e30  # seconds of what does not fit: unlike infinity, nothing times that is nothing
+NEVER = 1e30  # seconds of what does not fit: unlike infinity, nothing times that is nothing
 
 
 def searches_all(options: Options, schedule: Schedule) -> bool:
@@ -61,6 +63,25 @@ def stages_below(frame: Frame, options: Options, below_s: Column, capacity: floa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ways:
+    """Ways to fill one rank for one candidate, and what each takes."""
+
+    layers: Column
+    option: Column
+    both_s: Column  # F and B with its sends
+    ahead_s: Column  # F alone
+    back_s: Column  # B alone
+    update_s: Column  # the step phase of the rank, at least
+
+    def only(self, rows: Column) -> "Ways":
+        """Return some of them."""
+        return Ways(
+            layers=self.layers[rows], option=self.option[rows], both_s=self.both_s[rows],
+            ahead_s=self.ahead_s[rows], back_s=self.back_s[rows], update_s=self.update_s[rows],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stages:
     """The ways to fill each stage, by rank, number of layers and candidate: the fastest that fits."""
 
@@ -72,7 +93,8 @@ class Stages:
     best: Column  # [rank, size, candidate]: the option
     fits: Column  # [rank, option, candidate]
     both_s: Column  # [rank, size, candidate]: F and B with its sends; forever where nothing fits
-    path_s: Column  # [rank, size, candidate]: what it adds to a path at least
+    each_s: Column  # [F or B, rank, size, candidate]: each with its sends, at least
+    update_s: Column  # [rank, size, candidate]: the step phase of the rank, at least
 
     @classmethod
     def of(cls, frame: Frame, options: Options, sizes: Sequence[int], capacity: float) -> "Stages":
@@ -87,12 +109,12 @@ class Stages:
         fits = _legal(options, frame.schedule, kind, dropped, plain) & (found.peak_bytes <= capacity)
         cost = np.where(fits, found.pass_s, np.inf)
         best = _best_of_sizes(cost, [own for *_, own in rows], sizes)
-        both = np.minimum(np.take_along_axis(cost, best, axis=1), _NEVER) + frame.hop_s[:, None]
-        own = np.where(fits, _own_path_s(frame, found), np.inf)
-        path = np.minimum(_least_of_sizes(own, [size for *_, size in rows], sizes), _NEVER)
+        both = np.minimum(np.take_along_axis(cost, best, axis=1), NEVER) + frame.hop_s[:, None]
+        owned = [size for *_, size in rows]
+        each = [_least_of_sizes(np.where(fits, own, np.inf), owned, sizes) for own in _each_s(frame, found)]
         return cls(
             frame=frame, options=options, sizes=np.array(sizes), fillings=fillings, filled=found, best=best, fits=fits,
-            both_s=both, path_s=path,
+            both_s=both, each_s=np.minimum(each, NEVER), update_s=_update_s(frame, found, best, sizes),
         )  # fmt: skip
 
     def longest(self, most_s: Column) -> int:
@@ -103,10 +125,10 @@ class Stages:
 
     def chosen(self, update_s: Column) -> Chosen:
         """Return the way of least bound, timed in full."""
-        sums, worst = self._suffixes()
+        sums, worst = self.suffixes(slice(None))
         layers = self.options.num_layers
         bound = sums[0][layers] + worst[0][layers]
-        found = timed(self.frame, self.fillings, self.filled, self._path(sums, worst), bound < _NEVER)
+        found = timed(self.frame, self.fillings, self.filled, self._path(sums, worst), bound < NEVER)
         constant = update_s + self.frame.fixed_s
         return replace(found, bound_s=np.minimum(found.time_s, (bound + constant) * (1 - SURE)))
 
@@ -140,40 +162,49 @@ class Stages:
         ok = np.ones(len(candidates), dtype=bool)
         return timed(self.frame, self.fillings, self.filled, option, ok, candidates)
 
-    def ways(self, rank: int, candidate: int, *, every: bool) -> tuple[Column, Column, Column, Column]:
-        """Return numbers of layers, options, seconds of F and B with sends, and those of the path, of what fits a rank.
+    def ways(self, rank: int, candidate: int, *, every: bool) -> "Ways":
+        """Return the ways to fill a rank that fit.
 
         The fastest of each number of layers, with the least that any adds to a path; or every one that no other beats
         in both F and B.
         """
         if not every:
             both = self.both_s[rank, :, candidate]
-            fits = np.flatnonzero(both < _NEVER)
-            return self.sizes[fits], self.best[rank, fits, candidate], both[fits], self.path_s[rank, fits, candidate]
+            fits = np.flatnonzero(both < NEVER)
+            ahead, back = self.each_s[:, rank, fits, candidate]
+            return Ways(
+                layers=self.sizes[fits], option=self.best[rank, fits, candidate], both_s=both[fits], ahead_s=ahead,
+                back_s=back, update_s=self.update_s[rank, fits, candidate],
+            )  # fmt: skip
         options = np.flatnonzero(self.fits[rank, :, candidate])
-        size = self.fillings.num_layers[0, options]
-        found, sent = self.filled, float(self.frame.hop_s[rank, candidate])
-        path = _own_path_s(self.frame, found)[rank, options, candidate]
+        alone = np.array([candidate])
+        found, one = self.filled.only(alone), self.frame.only(alone)
+        ahead, back = (own[rank, options, 0] for own in _each_s(one, found))
+        layers = self.fillings.num_layers[0, options]
+        update = self.update_s[rank, np.searchsorted(self.sizes, layers), candidate]
+        ways = Ways(
+            layers=layers, option=options, both_s=ahead + back, ahead_s=ahead, back_s=back, update_s=update
+        )  # fmt: skip
         if self.frame.hides_updates:  # behind more work more traffic hides, so none is beaten
-            return size, options, found.pass_s[rank, options, candidate] + sent, path
-        forward = found.forward_s[rank, options, 0, candidate]
-        backward = (found.input_s + found.weight_s)[rank, options, 0, candidate]
-        kept = [number for number in range(len(options)) if not np.any(_beats(number, size, forward, backward))]
-        return size[kept], options[kept], (forward + backward + sent)[kept], path[kept]
+            return ways
+        beaten = [bool(np.any(_beats(number, layers, ahead, back))) for number in range(len(options))]
+        return ways.only(np.flatnonzero(~np.array(beaten, dtype=bool)))
 
-    def _suffixes(self) -> tuple[list[Column], list[Column]]:
+    def suffixes(self, candidates: slice) -> tuple[list[Column], list[Column]]:
         """Return by stage and number of layers left: the least sum of F and B, and the least worst path."""
-        layers, count = self.options.num_layers, self.frame.num_candidates
-        _, tails = path_weights(self.frame.schedule)
+        weights, both_s = path_weights(self.frame.schedule), self.both_s[..., candidates]
+        alone_s = own_paths_s(self.frame.schedule, self.each_s[..., candidates].max(axis=0), both_s)
+        layers, count = self.options.num_layers, both_s.shape[-1]
         sums = [_only_zero(layers, count)]
         worst = [_only_zero(layers, count)]
         for rank in reversed(range(self.frame.schedule.num_ranks)):
-            total, path = np.full((2, layers + 1, count), _NEVER)
+            total, path = np.full((2, layers + 1, count), NEVER)
             for number, size in enumerate(self.sizes.tolist()):
-                own = self.both_s[rank, number]
+                own = both_s[rank, number]
                 after, later = sums[0][: layers + 1 - size], worst[0][: layers + 1 - size]
                 np.minimum(total[size:], after + own, out=total[size:])
-                here = np.maximum(later, self.path_s[rank, number] + tails[rank] * after)
+                waiting = weights.both[rank] * own + weights.waits[rank] * after
+                here = np.maximum(np.maximum(later, alone_s[rank, number]), waiting)
                 np.minimum(path[size:], here, out=path[size:])
             sums.insert(0, total)
             worst.insert(0, path)
@@ -181,7 +212,8 @@ class Stages:
 
     def _path(self, sums: list[Column], worst: list[Column]) -> Column:
         """Return the option of each rank on a way whose paths are no worse than the bound, with little work."""
-        _, tails = path_weights(self.frame.schedule)
+        weights = path_weights(self.frame.schedule)
+        alone_s = own_paths_s(self.frame.schedule, self.each_s.max(axis=0), self.both_s)
         columns = np.arange(self.frame.num_candidates)
         left = np.full(self.frame.num_candidates, self.options.num_layers)
         target = worst[0][left, columns] * (1 + SURE)
@@ -191,7 +223,8 @@ class Stages:
             rest = left - self.sizes[:, None]
             kept = np.maximum(rest, 0)
             after, later = sums[rank + 1][kept, columns], worst[rank + 1][kept, columns]
-            path = np.maximum(later, self.path_s[rank] + tails[rank] * after)
+            waiting = weights.both[rank] * own + weights.waits[rank] * after
+            path = np.maximum(np.maximum(later, alone_s[rank]), waiting)
             number = np.where((path <= target) & (rest >= 0), own + after, np.inf).argmin(axis=0)
             chosen.append(self.best[rank, number, columns])
             left = np.maximum(left - self.sizes[number], 0)
@@ -221,43 +254,79 @@ def _beats(number: int, size: Column, forward: Column, backward: Column) -> Colu
     return same & no_worse & better
 
 
-def path_weights(schedule: Schedule) -> tuple[Column, Column]:
-    """Return for every rank c how many micro-batches more than one it does on a path, and whether later ranks add one.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PathWeights:
+    """What every rank does on paths through a schedule, beside the micro-batch that passes all stages.
 
-    1F1B: c comes to its steady state once later ranks have done a forward and a backward, and leaves it likewise
-    (``schedule/makespan``). GPipe's ranks do all F in a row, then all B. Where ranks of 1F1B do so too, a path that
-    passes the later ones has all of a rank's F or all of its B, so at least half of both.
+    On one path ``both`` F and B more, and where it ``waits`` those of all later ranks once more; on another ``both`` F
+    and B more, and ``one`` F or B more.
+    """
+
+    both: Column
+    one: Column
+    waits: Column
+
+
+def path_weights(schedule: Schedule) -> PathWeights:
+    """Return the weights of GPipe and 1F1B.
+
+    GPipe's ranks do all F in a row, then all B. A rank of 1F1B comes to its steady state once all later ranks have done
+    a forward and a backward, and leaves it likewise (``schedule/makespan``); or it does as many F as there are later
+    ranks before that, or B after that, while they pass a micro-batch. Where there are too few micro-batches for a
+    steady state it does all F in a row, then all B: a path that passes the later ranks has all of these or of those.
     """
     ranks, count = schedule.num_ranks, schedule.num_micro_batches
-    number = np.arange(ranks)
+    later = ranks - 1 - np.arange(ranks)
     if schedule.builder == "gpipe":
-        return np.full(ranks, count - 1), np.zeros(ranks)
-    steady = number > ranks - count
-    return np.where(steady, count - ranks + number, (count - 1) / 2), steady.astype(np.float64)
+        return PathWeights(both=np.full(ranks, count - 1), one=np.zeros(ranks), waits=np.zeros(ranks))
+    return PathWeights(
+        both=np.maximum(0, count - 1 - later),
+        one=np.minimum(count - 1, later),
+        waits=(later < count).astype(np.float64),
+    )
 
 
-def own_path_s(schedule: Schedule, slower_s: Column, both_s: Column) -> Column:
-    """Return what ranks add to the paths on which they do more than one micro-batch: [rank, ...].
+def own_paths_s(schedule: Schedule, slower_s: Column, both_s: Column) -> Column:
+    """Return what ranks add to the path that waits for no later one: [rank, ...].
 
-    Given the slower of F and B, and both with what sends hold. Of a rank that does all its F in a row, then all its B,
-    one path has all of these and another all of those.
+    Given the slower of F and B, and both, with what sends hold.
     """
-    alphas, tails = path_weights(schedule)
-    path: Column = (alphas * both_s.T).T
-    if schedule.builder != "gpipe":
-        early = tails == 0
-        path[early] = np.maximum(path[early], (schedule.num_micro_batches - 1) * slower_s[early])
-    return path
+    weights = path_weights(schedule)
+    return (weights.both * both_s.T).T + (weights.one * slower_s.T).T
 
 
-def _own_path_s(frame: Frame, found: Filled) -> Column:
-    """Return the same for every option of a rank."""
-    slower = np.maximum(found.forward_s, found.input_s + found.weight_s)[:, :, 0]
-    return own_path_s(frame.schedule, slower, found.pass_s + frame.hop_s[:, None])
+def _each_s(frame: Frame, found: Filled) -> tuple[Column, Column]:
+    """Return F and B of every option of a rank, with what sends hold."""
+    ahead, back = _hops_s(frame)
+    return found.forward_s[:, :, 0] + ahead, (found.input_s + found.weight_s)[:, :, 0] + back
+
+
+def _update_s(frame: Frame, found: Filled, option: Column, sizes: Sequence[int]) -> Column:
+    """Return what the step phase of every rank takes at least, by option that it has for each size: [rank, size, ...].
+
+    That depends on how many layers there are, not on what is computed again, but for what hides behind it.
+    """
+    shape = (frame.schedule.num_ranks, found.pass_s.shape[1], frame.num_candidates)
+    ranks, columns = np.arange(shape[0])[:, None, None], np.arange(shape[2])
+    weights = {pending: np.broadcast_to(own, shape)[ranks, option, columns] for pending, own in found.weights.items()}
+    passes = np.full(option.shape, NEVER)
+    blocks = np.array(sizes)[:, None] + loads_of(frame.schedule).ends[:, None, None]
+    turns = Turns(num_micro_batches=frame.schedule.num_micro_batches, num_blocks=blocks)
+    update = rank_update(frame.question, frame.setting, weights, passes, turns)
+    return sum(np.broadcast_to(part, option.shape) for part in update.seconds.values())
+
+
+def _hops_s(frame: Frame) -> tuple[Column, Column]:
+    """Return for how long sending and receiving hold a rank at each F, and at each B: [rank, 1, candidate]."""
+    sends, ranks = frame.sends, frame.schedule.num_ranks
+    first, last = (np.arange(ranks)[:, None, None] == end for end in (0, ranks - 1))
+    receive = np.broadcast_to(sends.receive_s, frame.num_candidates)
+    send = np.broadcast_to(sends.held_s, frame.num_candidates) - receive
+    return ~first * receive + ~last * send, ~last * receive + ~first * send
 
 
 def _only_zero(layers: int, count: int) -> Column:
-    found = np.full((layers + 1, count), _NEVER)
+    found = np.full((layers + 1, count), NEVER)
     found[0] = 0.0
     return found
 

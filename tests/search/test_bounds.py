@@ -1,6 +1,7 @@
 """Bounds never promise more than there is: nothing is faster or smaller than they say."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,16 +12,17 @@ from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import delays_of
 from autoshard.schedule.timeline import KINDS
 from autoshard.search.bounds import Ideal
+from autoshard.search.exact_ranges import Labels, extended
 from autoshard.search.goals import Fastest, Smallest
 from autoshard.search.planner import Request
 from autoshard.search.points import groups
-from autoshard.search.ranges import own_path_s, path_weights
+from autoshard.search.ranges import Ways, own_paths_s, path_weights
 from autoshard.search.splits import listed_ranges, quickest_listed_s, smallest_listed, splits
 from tests.search.brute_force import Truth, ask, near_even
 from tests.search.frame_cases import Case, cases, single_frames
 from tests.search.question_cases import Asked, requests
 
-WAYS = 200  # random pipelines for each shape
+WAYS = 50  # random pipelines for each shape
 SURE = 1 + 1e-9
 
 
@@ -30,19 +32,38 @@ SURE = 1 + 1e-9
     count=st.integers(1, 16),
     seed=st.integers(0, 10**6),
     power=st.sampled_from([0.2, 1.0, 5.0]),
+    same=st.booleans(),
 )
-def test_a_pipeline_takes_at_least_each_of_its_paths(builder: str, ranks: int, count: int, seed: int, power: float):
+def test_a_pipeline_takes_at_least_each_of_its_paths(
+    builder: str, ranks: int, count: int, seed: int, power: float, same: bool
+):
     random = np.random.default_rng(seed)
     forward, backward = random.random((2, ranks, WAYS)) ** power
+    if same:
+        backward = 2 * forward
     schedule = Schedule(builder=builder, num_ranks=ranks, num_micro_batches=count)
     passes = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
     work, nothing = np.array([passes[kind] for kind in KINDS]), np.zeros((ranks - 1, WAYS))
     true_s = makespan_columns(schedule, delays_of(schedule, work, nothing, nothing, overlap=False))
-    _, tails = path_weights(schedule)
-    both = forward + backward
+    weights, both, each = path_weights(schedule), forward + backward, (forward, backward)
     later = both[::-1].cumsum(axis=0)[::-1] - both
-    paths = both.sum(axis=0) + own_path_s(schedule, np.maximum(forward, backward), both) + tails[:, None] * later
+    waiting = np.where(weights.waits[:, None], weights.both[:, None] * both + later, 0.0)
+    paths = both.sum(axis=0) + np.maximum(waiting, own_paths_s(schedule, np.maximum(*each), both))
     assert np.all(paths <= true_s * SURE), (paths / true_s).max(axis=1)
+    least_s = [labelled_s(schedule, column) for column in np.stack(each, axis=-1).swapaxes(0, 1)]
+    assert np.all(least_s <= true_s * SURE)
+    if builder == "1f1b" and same:  # the labels know all paths that matter
+        assert np.all(least_s >= true_s / SURE)
+
+
+def labelled_s(schedule: Schedule, each: Any) -> float:
+    """Return what the labels of one way come to: ``each`` is F and B by rank."""
+    labels, weights = Labels.nothing(0.0), path_weights(schedule)
+    for rank, (forward, backward) in enumerate(each):
+        columns = {"both_s": forward + backward, "ahead_s": forward, "back_s": backward, "update_s": 0.0}
+        one = {name: np.array([value]) for name, value in columns.items()}
+        labels = extended(labels, Ways(layers=np.array([1]), option=np.array([0]), **one), weights, rank, 0)
+    return float(labels.path_s[0])
 
 
 def is_bounded(request: Request, share: float) -> None:
