@@ -3,6 +3,7 @@
 A cutting names atoms, not sizes, so that one serves many layouts. A layout that was asked about keeps to its own.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,8 +33,8 @@ class Answers:
         self._cutter = Cutter(question)
         self._exact = frozenset(ATOMS if pins else ("ep", "cp") if question.model.num_experts else ())
         self._known: dict[Terms, list[Asked]] = {}
-        self._own: dict[tuple[int, Terms], Asked] = {}
-        self._refused: set[tuple[int, Terms]] = set()  # layouts that cannot keep to what is pinned
+        self._own: dict[Terms, dict[int, Asked]] = defaultdict(dict)
+        self._refused: dict[Terms, set[int]] = defaultdict(set)  # layouts that cannot keep to what is pinned
         self.faults: list[InputError] = []
         sizes = atom_columns(question.model, space)
         cut = zip(*((column > 1).tolist() for column in sizes.values()), strict=True)
@@ -50,11 +51,12 @@ class Answers:
 
     def has_own(self, layout: int, terms: Terms) -> bool:
         """Say whether it was asked about a layout."""
-        return (layout, terms) in self._own
+        return layout in self._own[terms]
 
-    def allows(self, layout: int, terms: Terms, asked: Asked) -> bool:
-        """Say whether a layout may keep to a cutting: to its own, or to any other as long as it has none."""
-        return (layout, terms) not in self._refused and self._own.get((layout, terms), asked) is asked
+    def allows(self, layouts: Sequence[int], terms: Terms, asked: Asked) -> Column:
+        """Say which layouts may keep to a cutting: to their own, or to any other as long as they have none."""
+        own, refused = self._own[terms], self._refused[terms]
+        return np.array([one not in refused and own.get(one, asked) is asked for one in layouts], dtype=bool)
 
     def ask_first(self, layouts: Sequence[int], terms: Terms) -> tuple[int, Asked, bool] | None:
         """Ask about the first layout that can keep to what is pinned; return it, its cutting and if that is new."""
@@ -65,7 +67,7 @@ class Answers:
                 if not self._pins:
                     raise
                 self.faults.append(fault)
-                self._refused.add((layout, terms))
+                self._refused[terms].add(layout)
         return None
 
     def served(self, asked: Asked, terms: Terms) -> Mapping[CpOrder, Column]:
@@ -73,9 +75,10 @@ class Answers:
         found: dict[CpOrder, Column] = {}
         orders: list[CpOrder] = [one.cp_order for one in self._legal if one.terms == terms]
         for order in dict.fromkeys(orders):
-            layouts: list[int] = self._layouts(terms, order).tolist()
-            served = [one for one in layouts if asked.serves(self._cut[one], self._exact)]
-            found[order] = np.array([one for one in served if self.allows(one, terms, asked)], dtype=np.int64)
+            layouts = self._layouts(terms, order)
+            every: list[int] = layouts.tolist()
+            served = np.array([asked.serves(self._cut[one], self._exact) for one in every], dtype=bool)
+            found[order] = layouts[served & self.allows(every, terms, asked)]
         return {order: layouts for order, layouts in found.items() if len(layouts)}
 
     def kinds(self, terms: Terms) -> Iterator[list[int]]:
@@ -104,7 +107,7 @@ class Answers:
             one for one in known if one.serves(atoms, self._exact) and one.cutting.only(atoms) == cutting.only(atoms)
         ]
         asked = same[0] if same else Asked(cutting=cutting, atoms=atoms)
-        self._own[layout, terms] = asked
+        self._own[terms][layout] = asked
         if not same:
             known.append(asked)
         return asked, not same

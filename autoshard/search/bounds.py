@@ -20,7 +20,7 @@ from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.chosen import SURE
 from autoshard.search.families import Family
-from autoshard.search.fillings import states_bytes
+from autoshard.search.fillings import Frame, Weights, states_bytes
 from autoshard.search.ranges import ALL_RANGES
 from autoshard.search.splits import MOST_RELIEVED, splits
 from autoshard.spec.kernels import load_kernels
@@ -42,18 +42,25 @@ class Ideal:
     update_s: Column  # what is no micro-batch's
     counts: Column  # micro-batches
     num_ranks: Column  # of the pipeline
+    states_bytes: Column  # of the rank with the most layers
+    saved_bytes: Column  # of a layer that keeps least
+    forward_s: Column  # of the fastest layer
+    pass_s: Column  # likewise forward and backward
 
     @classmethod
     def of(cls, family: Family, zero: Zero, capacity: float) -> "Ideal":
         """Work out what all schedules share."""
         rows, question = family.space.rows, family.question
         counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
+        frame = family.frame(np.arange(len(counts)), Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1), zero)
         work, plain, free = np.full((3, len(counts)), np.inf)
-        rooms = _Rooms.of(family, zero, capacity)
+        rooms = _Rooms.of(frame, capacity)
         for ranks in np.unique(rows["pp"]).tolist():
             mine = np.flatnonzero(rows["pp"] == ranks)
             work[mine], plain[mine], free[mine] = _work_s(family, rooms.layers(mine, ranks, counts[mine]), mine)
-        update = _update_s(family, zero, counts, rows["pp"])
+        share = -(-question.model.num_layers // rows["pp"])
+        weights = {pending: share * number for pending, number in family.layer.weights.items()}
+        update = _update_s(frame, weights, counts, share)
         return cls(
             family=family,
             zero=zero,
@@ -64,17 +71,21 @@ class Ideal:
             update_s=update,
             counts=counts,
             num_ranks=rows["pp"],
+            states_bytes=sum(state_bytes(weights, frame.setting, question.workload).values()),
+            saved_bytes=family.layer.saved_bytes.min(axis=0),
+            forward_s=family.layer.forward_s.min(axis=0),
+            pass_s=family.layer.pass_s.min(axis=0),
         )
 
     def bound_s(self, builder: str, rows: Column, chunks: Column, allowed: Column, below_s: float) -> Column:
         """Bound some layouts run with a schedule, each with so many chunks per rank.
 
-        ``allowed`` says which kinds of recompute each may use. Infinite where nothing fits; where that is not below
-        what matters, the bound need not be the best one.
+        ``allowed`` says which kinds of recompute each may use: [kind, layout]. Infinite where nothing fits; where that
+        is not below what matters, the bound need not be the best one.
         """
         family, counts, ranks = self.family, self.counts[rows], self.num_ranks[rows]
         again = [number for number, kind in enumerate(family.kinds) if kind != Recompute()]
-        only_plain = ~allowed[:, again].any(axis=1)
+        only_plain = ~allowed[again].any(axis=0)
         work = self.work_s[rows]
         work[only_plain] = self.plain_s[rows][only_plain]
         if BUILDERS[builder].turns:  # its first rank holds embedding and head, and others may keep less than under 1F1B
@@ -93,24 +104,19 @@ class Ideal:
     def _folds(self, rows: Column, only_plain: Column) -> Column:
         """Say where ZB-V may fit: its fullest rank holds an even share, and keeps chunks of every rank at a time."""
         family, ranks = self.family, self.num_ranks[rows]
-        layers = family.question.model.num_layers
-        weights = {pending: -(-layers // ranks) * number[rows] for pending, number in family.layer.weights.items()}
-        frame = family.frame(rows, Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1), self.zero)
-        states = sum(state_bytes(weights, frame.setting, family.question.workload).values())
         flight = np.where(self.counts[rows] >= 2 * ranks, 2 * ranks, 1)
-        least = np.maximum(1, layers // (2 * ranks) - MOST_RELIEVED)
-        saved = family.layer.saved_bytes[:, rows]
-        least_saved = saved.min(axis=0)
-        least_saved[only_plain] = saved[family.kinds.index(Recompute()), only_plain]
-        kept = flight * least * least_saved
-        return (states + kept) * (1 - 1e-9) <= self.capacity
+        least = np.maximum(1, family.question.model.num_layers // (2 * ranks) - MOST_RELIEVED)
+        plain = family.layer.saved_bytes[family.kinds.index(Recompute()), rows]
+        saved = self.saved_bytes[rows]
+        saved[only_plain] = plain[only_plain]
+        return (self.states_bytes[rows] + flight * least * saved) * (1 - 1e-9) <= self.capacity
 
     def _listed_s(self, builder: str, rows: Column, chunks: Column, held: Column) -> Column:
         """Bound schedules whose stages are those of a list: by the last and the fullest rank of its best split."""
         family, layers = self.family, self.family.question.model.num_layers
         pinned = family.space.base.stages
-        passes, head = family.layer.pass_s.min(axis=0)[rows], family.head.pass_s[0][rows]
-        ahead = family.layer.forward_s.min(axis=0)[rows] if BUILDERS[builder].splits else passes
+        passes, head = self.pass_s[rows], family.head.pass_s[0][rows]
+        ahead = self.forward_s[rows] if BUILDERS[builder].splits else passes
         found = np.full(len(rows), np.inf)
         ranks, counts = self.num_ranks[rows], self.counts[rows]
         shapes = ranks * (layers + 1) + chunks
@@ -156,7 +162,7 @@ def _by_rank(schedule: Schedule, split: tuple[int, ...]) -> tuple[Column, Column
 def _passes(builder: str, counts: Column, ranks: Column) -> Column:
     """Return how often a step takes the work of one micro-batch at least, however that lies on the ranks.
 
-    The paths of ``path_weights`` in the mixture in which all layers weigh the same.
+    Paths that are no longer than those of ``path_weights``, in the mixture in which all layers weigh the same.
     """
     passes = (counts + ranks - 1) / ranks
     few = (counts <= ranks) & (builder != "gpipe")
@@ -179,7 +185,7 @@ def _keeps_all(ideal: Ideal, builder: str, rows: Column) -> Column:
         return np.ones(len(rows), dtype=bool)
     family = ideal.family
     layers = -(-family.question.model.num_layers // ideal.num_ranks[rows])
-    kept = layers * ideal.counts[rows] * family.layer.saved_bytes.min(axis=0)[rows]
+    kept = layers * ideal.counts[rows] * ideal.saved_bytes[rows]
     return kept <= ideal.capacity
 
 
@@ -202,21 +208,20 @@ def _work_s(family: Family, room: Column, mine: Column) -> tuple[Column, Column,
 class _Rooms:
     """The room that the layouts of a family have for layers, and what each layer takes of it."""
 
-    family: Family
+    frame: Frame
     room: Column  # beside what every rank needs
     embed: Column  # states of a block
     layer: Column
     head: Column
 
     @classmethod
-    def of(cls, family: Family, zero: Zero, capacity: float) -> "_Rooms":
+    def of(cls, frame: Frame, capacity: float) -> "_Rooms":
         """Work out what does not depend on how many ranks there are."""
-        kernels, count = load_kernels(family.question.kernels), len(family.layouts)
-        frame = family.frame(np.arange(count), Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1), zero)
-        gathered = 0.0 if zero != 3 else family.layer.num_weights * 2.0
+        kernels = load_kernels(frame.question.kernels)
+        gathered = 0.0 if frame.setting.zero != 3 else frame.layer.num_weights * 2.0
         room = capacity * (1 + 1e-9) - (kernels.workspace_bytes + kernels.runtime_bytes + gathered)
-        embed, layer, head = (states_bytes(frame, block) for block in (family.embed, family.layer, family.head))
-        return cls(family=family, room=np.broadcast_to(room, count), embed=embed, layer=layer, head=head)
+        embed, layer, head = (states_bytes(frame, block) for block in (frame.embed, frame.layer, frame.head))
+        return cls(frame=frame, room=np.broadcast_to(room, frame.num_candidates), embed=embed, layer=layer, head=head)
 
     def layers(self, mine: Column, ranks: int, counts: Column) -> Column:
         """Return how many layers of each kind fit a rank at most: [rank, kind, candidate].
@@ -226,27 +231,24 @@ class _Rooms:
         number = np.arange(ranks)[:, None]
         flight = np.maximum(1, np.minimum(ranks - number, counts))[:, None]
         first, last = (number == 0)[:, None] * 1.0, (number == ranks - 1)[:, None] * 1.0
-        head_saved = self.family.head.saved_bytes[0][mine]
+        head_saved = self.frame.head.saved_bytes[0][mine]
         ends = first * self.embed[mine] + last * (self.head[mine] + flight * head_saved)
-        moment = np.maximum(0.0, self.family.layer.moment_bytes[:, mine] - last * head_saved)
-        each = self.layer[mine] + flight * self.family.layer.saved_bytes[:, mine]
+        moment = np.maximum(0.0, self.frame.layer.moment_bytes[:, mine] - last * head_saved)
+        each = self.layer[mine] + flight * self.frame.layer.saved_bytes[:, mine]
         return np.maximum(0.0, np.floor((self.room[mine] - ends - moment) / np.maximum(each, 1.0)))
 
 
-def _update_s(family: Family, zero: Zero, counts: Column, ranks: Column) -> Column:
-    """Return what the step phase of the rank with the most layers takes at least.
+def _update_s(frame: Frame, weights: Weights, counts: Column, layers: Column) -> Column:
+    """Return what the step phase of a rank with these layers, and their weights, takes at least.
 
     Embedding and head may be there too: under ZeRO-3 they are more messages, but if they are small, messages of another
     size, which may go another way.
     """
-    frame = family.frame(np.arange(len(counts)), Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1), zero)
-    layers = -(-family.question.model.num_layers // ranks)
-    weights = {pending: layers * number for pending, number in family.layer.weights.items()}
     passes = np.full(len(counts), _FOREVER)  # behind which as much as possible hides
 
     def with_s(ends: int) -> Column:
         turns = Turns(num_micro_batches=counts, num_blocks=layers + ends)
-        update = rank_update(family.question, frame.setting, weights, passes, turns)
+        update = rank_update(frame.question, frame.setting, weights, passes, turns)
         return sum(np.broadcast_to(part, len(counts)) for part in update.seconds.values())
 
-    return np.min([with_s(ends) for ends in (range(3) if zero == 3 else (0,))], axis=0)
+    return np.min([with_s(ends) for ends in (range(3) if frame.setting.zero == 3 else (0,))], axis=0)

@@ -5,8 +5,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from autoshard.cost.update import state_bytes
-from autoshard.schedule.schedule import Schedule
 from autoshard.search.bounds import Ideal
 from autoshard.search.chosen import SURE, Chosen
 from autoshard.search.exact_ranges import Effort, Exact
@@ -88,16 +86,10 @@ class Smallest:
 
     def bound(self, ideal: Ideal, builder: str, rows: Column, chunks: Column, allowed: Column, below: float) -> Column:
         """Bound the memory of the rank with the most layers: their states, and what one micro-batch keeps of them."""
-        family = ideal.family
-        layers = -(-family.question.model.num_layers // ideal.num_ranks)
-        kernels, workload = load_kernels(family.question.kernels), family.question.workload
-        weights = {pending: layers * number for pending, number in family.layer.weights.items()}
-        frame = family.frame(
-            np.arange(len(layers)), Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1), ideal.zero
-        )
-        states = sum(state_bytes(weights, frame.setting, workload).values())
-        kept = layers * family.layer.saved_bytes.min(axis=0)
-        return (states + kept + kernels.runtime_bytes + kernels.workspace_bytes)[rows] * (1 - 1e-9)
+        question = ideal.family.question
+        layers, kernels = -(-question.model.num_layers // ideal.num_ranks), load_kernels(question.kernels)
+        held = ideal.states_bytes + layers * ideal.saved_bytes + kernels.runtime_bytes + kernels.workspace_bytes
+        return held[rows] * (1 - 1e-9)
 
     def sharpened(self, group: Group) -> Column:
         """Keep what is known."""

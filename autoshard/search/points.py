@@ -1,12 +1,13 @@
 """Outer points: layouts with everything that they can be run as, each with a bound on what it takes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from autoshard.plan.candidate import CpOrder, Zero
+from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.bounds import Ideal
 from autoshard.search.chosen import Options
@@ -67,6 +68,7 @@ class Group:
     schedule: Schedule
     rows: Column  # of the family
     places: Column  # rows of the variant
+    allowed: Column  # [kind of recompute, point]: what the Rules allow
     bound: Column  # of what is minimised
     rest_s: Column  # of a step at least, what is no micro-batch's
     sharp: bool = False  # whether each bound is as good as it gets without solving
@@ -74,7 +76,12 @@ class Group:
     def only(self, some: Column) -> "Group":
         """Return some of its points."""
         return replace(
-            self, rows=self.rows[some], places=self.places[some], bound=self.bound[some], rest_s=self.rest_s[some]
+            self,
+            rows=self.rows[some],
+            places=self.places[some],
+            allowed=self.allowed[:, some],
+            bound=self.bound[some],
+            rest_s=self.rest_s[some],
         )
 
     @property
@@ -88,7 +95,14 @@ class Group:
 
     def options(self) -> Options:
         """Return what its points' stages may choose from."""
-        return _options(self.family, self.legal, self.places)
+        space, pinned = self.legal.variant.space, _pinned(self.family, self.legal)
+        return Options(
+            kinds=self.family.kinds,
+            allowed=self.allowed,
+            num_layers=self.family.question.model.num_layers,
+            stages=space.base.stages,
+            recompute=pinned,
+        )
 
 
 def groups(ideal: Ideal, legal: Legal, bound: Bound, below: float) -> tuple[list[Group], Column, float]:
@@ -102,7 +116,8 @@ def groups(ideal: Ideal, legal: Legal, bound: Bound, below: float) -> tuple[list
     number[family.layouts] = np.arange(len(family.layouts))
     places = np.flatnonzero(number[variant.layouts] >= 0)
     rows, chunks = number[variant.layouts[places]], variant.space.rows["vp"][places]
-    least = bound(ideal, legal.builder, rows, chunks, _options(family, legal, places).allowed.T, below)
+    allowed = _allowed(family, legal, places)
+    least = bound(ideal, legal.builder, rows, chunks, allowed, below)
     left = float(least[np.isfinite(least) & (least >= below)].min(initial=np.inf))
     some = np.flatnonzero(least < below)
     ranks, counts = ideal.num_ranks[rows[some]], ideal.counts[rows[some]]
@@ -118,6 +133,7 @@ def groups(ideal: Ideal, legal: Legal, bound: Bound, below: float) -> tuple[list
                 schedule=schedule,
                 rows=rows[own],
                 places=places[own],
+                allowed=allowed[:, own],
                 bound=least[own],
                 rest_s=ideal.update_s[rows[own]],
             )
@@ -125,20 +141,20 @@ def groups(ideal: Ideal, legal: Legal, bound: Bound, below: float) -> tuple[list
     return found, places[np.isfinite(least)], left
 
 
-def _options(family: Family, legal: Legal, places: Column) -> Options:
-    base = legal.variant.space.base
-    allowed = legal.allowed[places]
+def _pinned(family: Family, legal: Legal) -> tuple[Recompute, ...] | None:
+    """Return what every stage has to compute again, if that is pinned."""
     recomputes = legal.variant.space.recomputes
-    pinned: Sequence[Any] | None = None
-    if len(recomputes) == 1 and recomputes[0] != (family.kinds[0],):
-        pinned, columns = recomputes[0], [allowed[:, 0]] * len(family.kinds)
-    else:
-        known = {stages[0]: number for number, stages in enumerate(recomputes)}
-        columns = [allowed[:, known[kind]] if kind in known else np.zeros(len(places), bool) for kind in family.kinds]
-    return Options(
-        kinds=family.kinds,
-        allowed=np.array(columns),
-        num_layers=family.question.model.num_layers,
-        stages=base.stages,
-        recompute=None if pinned is None else tuple(pinned),
-    )
+    return recomputes[0] if len(recomputes) == 1 and recomputes[0] != (family.kinds[0],) else None
+
+
+def _allowed(family: Family, legal: Legal, places: Column) -> Column:
+    """Return which kinds of recompute some rows of a variant may use: [kind, row]."""
+    allowed = legal.allowed[places].T
+    if _pinned(family, legal) is not None:
+        return np.repeat(allowed[:1], len(family.kinds), axis=0)
+    known = {stages[0]: number for number, stages in enumerate(legal.variant.space.recomputes)}
+    found = np.zeros((len(family.kinds), len(places)), dtype=bool)
+    for number, kind in enumerate(family.kinds):
+        if kind in known:
+            found[number] = allowed[known[kind]]
+    return found

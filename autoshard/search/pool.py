@@ -186,7 +186,7 @@ class Pool:
 
     def _solve(self, group: Group, limit: float) -> None:
         terms, asked = group.legal.terms, group.family.asked
-        group = group.only(np.array([self._answers.allows(one, terms, asked) for one in group.layouts.tolist()], bool))
+        group = group.only(self._answers.allows(group.layouts.tolist(), terms, asked))
         if not len(group.rows):
             return
         found = self._goal.solved(group, limit, self._effort)
