@@ -187,7 +187,7 @@ def _quickest_s(frame: Frame, options: Options, listed: Sequence[Sequence[int]],
     """Return by split and candidate what the slowest rank takes at least, with the fastest recompute that may fit it.
 
     Cheaper than to price every option, and never slower: a rank keeps no less than its smallest chunk as often as it
-    keeps any.
+    keeps any. It begins when the stages before its first one have passed a micro-batch, and ends before they do.
     """
     schedule, layer = frame.schedule, frame.layer
     places, shape = loads_of(schedule).ranks, (len(listed), schedule.num_ranks)
@@ -203,7 +203,17 @@ def _quickest_s(frame: Frame, options: Options, listed: Sequence[Sequence[int]],
     passes = np.minimum(alike, _mixed_s(kept, layer.pass_s, options, capacity))
     busy = layers[:, :, None] * passes + frame.hop_s
     busy[:, places[-1]] += frame.head.pass_s[0]
-    return schedule.num_micro_batches * busy.max(axis=1) * (1 - SURE)
+    return (_ahead_s(frame, listed) + schedule.num_micro_batches * busy).max(axis=1) * (1 - SURE)
+
+
+def _ahead_s(frame: Frame, listed: Sequence[Sequence[int]]) -> Column:
+    """Return by split, rank and candidate what one micro-batch takes at least in the stages before its lowest one."""
+    name = "forward_s" if frame.schedule.splits_backward else "pass_s"
+    layer, embed = (getattr(block, name) for block in (frame.layer, frame.embed))
+    before = np.array([np.cumsum([0, *split])[: frame.schedule.num_ranks] for split in listed])
+    ahead = before[:, :, None] * layer.min(axis=0)
+    ahead[:, 1:] += embed[0]
+    return ahead
 
 
 def _mixed_s(kept: Column, passes: Column, options: Options, capacity: float) -> Column:
