@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
 
-from autoshard.schedule.shape import Counts, PipelineShape, Step
+from autoshard.schedule.shape import Counts, PipelineShape, Step, unexceeded
 from autoshard.schedule.zero_bubble import (
     h1_held,
     h1_in_flight,
@@ -55,8 +55,22 @@ def _one_forward_one_backward(
     return [*forwards[:before], *chain.from_iterable(pairs), *backwards[shape.num_units - before :]]
 
 
-def _held_after(warm_up: Callable[[PipelineShape, int], int], shape: PipelineShape, position: int) -> int:
+def _held_in_flight(warm_up: Callable[[PipelineShape, int], int], shape: PipelineShape, position: int) -> int:
     return min(warm_up(shape, position) + 1, shape.num_units)
+
+
+def _held_interleaved(shape: PipelineShape, position: int) -> Counts:
+    """Count by chunk what is held before each backward of the first round: later ones repeat that."""
+    before, turn = _warm_up_interleaved(shape, position), shape.num_ranks * shape.num_chunks
+    held = [0] * shape.num_chunks
+    for step in range(before):
+        held[_unit(shape, step)[0]] += 1
+    found = {tuple(held)} if before == shape.num_units else set[tuple[int, ...]]()
+    for step in range(min(turn, shape.num_units - before)):
+        held[_unit(shape, before + step)[0]] += 1
+        found.add(tuple(held))
+        held[_mirrored(shape, step)[0]] -= 1
+    return unexceeded(found)
 
 
 def _ends(shape: PipelineShape) -> float:
@@ -106,19 +120,20 @@ def _warm_up_interleaved(shape: PipelineShape, position: int) -> int:
 BUILDERS: Mapping[str, Builder] = {
     "gpipe": Builder(
         order=partial(_one_forward_one_backward, _warm_up_gpipe),
-        in_flight=partial(_held_after, _warm_up_gpipe),
+        in_flight=partial(_held_in_flight, _warm_up_gpipe),
         waiting=_ends,
         meaning="all forwards, then all backwards; every micro-batch is in flight",
     ),
     "1f1b": Builder(
         order=partial(_one_forward_one_backward, _warm_up_1f1b),
-        in_flight=partial(_held_after, _warm_up_1f1b),
+        in_flight=partial(_held_in_flight, _warm_up_1f1b),
         waiting=_ends,
         meaning="one forward, one backward; at most pp micro-batches in flight",
     ),
     "interleaved": Builder(
         order=partial(_one_forward_one_backward, _warm_up_interleaved),
-        in_flight=partial(_held_after, _warm_up_interleaved),
+        in_flight=partial(_held_in_flight, _warm_up_interleaved),
+        held=_held_interleaved,
         waiting=_ends,
         num_chunks=None,
         in_rounds=True,

@@ -1,6 +1,6 @@
 """What every builder of schedules is given, and what it gives."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from autoshard.schedule.action import ActionKind
@@ -54,11 +54,17 @@ def most_held_by_chunk(steps: Iterable[tuple[str, int]], num_chunks: int, *, spl
     waiting = ((kinds == "I").astype(np.int64) - (kinds == "W"))[:, None] * places
     held = np.cumsum(np.hstack([taken, waiting] if splits else [taken]), axis=0)
     peaks = held[:-1][np.isin(kinds[:-1], ["F", "I"]) & (kinds[1:] != "F")]  # what is given back, or changed, ends one
-    found: set[tuple[int, ...]] = set(map(tuple, peaks.tolist()))
-    kept: list[tuple[int, ...]] = []
-    for one in sorted(found, key=lambda counts: (-sum(counts), [-count for count in counts])):
-        # Only one that holds more in all can exceed it.
-        larger = (other for other in kept if sum(other) > sum(one))
-        if not any(all(few <= many for few, many in zip(one, other, strict=True)) for other in larger):
-            kept.append(one)
-    return tuple(sorted(kept, reverse=True))
+    return unexceeded(set(map(tuple, peaks.tolist())))
+
+
+def unexceeded(found: Collection[tuple[int, ...]]) -> Counts:
+    """Return the counts that are not at most another's, chunk by chunk.
+
+    >>> unexceeded({(2, 1), (1, 3), (1, 1)})
+    ((2, 1), (1, 3))
+    """
+    import numpy as np  # only here: few schedules need it
+
+    counts = np.array(sorted(found, reverse=True))
+    fewer = (counts[:, None] <= counts).all(axis=2)  # each is as many as itself
+    return tuple(map(tuple, counts[fewer.sum(axis=1) == 1].tolist()))

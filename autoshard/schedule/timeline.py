@@ -96,9 +96,9 @@ def unit_bubble(steps: Sequence[Sequence[Step]], shape: PipelineShape) -> float:
 def coded(own: Sequence[Step]) -> Coded:
     """Write a rank's actions as numbers."""
     kinds, stages, micro_batches = zip(*own, strict=True) if own else ((), (), ())
-    letters = np.array(kinds, dtype="U1")
+    letters = np.frombuffer("".join(kinds).encode(), dtype=np.uint8)
     return (
-        np.searchsorted(np.array(list(KINDS)), letters),
+        np.searchsorted(np.frombuffer(KINDS.encode(), dtype=np.uint8), letters),
         np.array(stages, dtype=np.int64),
         np.array(micro_batches, dtype=np.int64),
     )
