@@ -18,7 +18,7 @@ from autoshard.commands.validate import validate
 from autoshard.commands.verify import verify
 from autoshard.errors import AutoshardError, InputError, nearest
 
-_RARELY = (200_000, 20, 20)  # measured: looking for cycles of objects takes a twentieth of a planning process
+_RARELY = (1_000_000, 20, 20)  # measured: looking for cycles of objects takes a twentieth of a planning process
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "plan": plan,
