@@ -44,15 +44,16 @@ def plan(
 
 
 def _best(request: "Request", how: How, top: int, out: Path, json: bool) -> int:
-    from autoshard.report.structured import found_json
-    from autoshard.report.terminal import make_console, plan_report
-
     found = _searched(request, top, how)
     best = found.plans[0]
     write_plan(best, out)
     if json:
+        from autoshard.report.structured import found_json
+
         print_json(found_json(found.plans, found.certificate))
     else:
+        from autoshard.report.terminal import make_console, plan_report
+
         make_console().print(plan_report(best, found.plans[1:], found.certificate, next_command(out)))
         print(f"wrote {out}")
     return 0

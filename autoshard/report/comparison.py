@@ -1,7 +1,7 @@
 """Two plans compared in words: which is faster, why, and whether that is known."""
 
 from autoshard.plan.diff import Breakdown, Diff, Side, Term
-from autoshard.report.terminal import TIME_WORDS
+from autoshard.report.words import TIME_WORDS
 from autoshard.units import format_count, format_seconds
 
 _PLURAL = frozenset(("pp", "dp"))  # parts of the time that are named in the plural

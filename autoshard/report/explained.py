@@ -12,7 +12,6 @@ from autoshard.plan.explanation import ExplainedBlock, Explanation, Step
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction
 from autoshard.report.terminal import (
-    TIME_WORDS,
     at_commas,
     dollars_text,
     make_table,
@@ -21,6 +20,7 @@ from autoshard.report.terminal import (
     time_table,
     worth_measuring,
 )
+from autoshard.report.words import TIME_WORDS
 from autoshard.units import format_bytes, format_seconds
 
 _PASSES = ("F", "I", "W")

@@ -14,6 +14,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Compiling, Prediction, StageMemory
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.rule import Rejection
+from autoshard.report.words import TIME_WORDS
 from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
 
 WIDTH = 120  # of what is no terminal, so that files do not depend on the machine
@@ -26,18 +27,6 @@ _SIZES = {  # columns of the table of memory -> the parts that they add up
     "gradients": ("gradients",),
     "optimizer": ("masters", "optimizer"),
     "activations": ("activations", "logits"),
-}
-TIME_WORDS = {
-    "compute": "compute",
-    "waiting": "waiting for kernels to start",
-    "tp": "tensor-parallel communication",
-    "cp": "context-parallel communication",
-    "ep": "expert-parallel communication",
-    "pp": "sends between stages",
-    "bubble": "waiting in the pipeline",
-    "dp": "gradients and weights over dp",
-    "update": "optimizer update",
-    "fixed": "fixed time of every step",
 }
 
 

@@ -115,4 +115,4 @@ class Answers:
     def _layouts(self, terms: Terms, order: str | None = None) -> Column:
         """Return the layouts of the variants of a kind."""
         some = [one.variant.layouts for one in self._legal if one.terms == terms and order in (None, one.cp_order)]
-        return np.unique(np.concatenate(some)) if some else np.zeros(0, dtype=np.int64)
+        return np.flatnonzero(np.bincount(np.concatenate(some))) if some else np.zeros(0, dtype=np.int64)

@@ -55,7 +55,7 @@ class Ideal:
         frame = family.frame(np.arange(len(counts)), Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1), zero)
         work, plain, free = np.full((3, len(counts)), np.inf)
         rooms = _Rooms.of(frame, capacity)
-        for ranks in np.unique(rows["pp"]).tolist():
+        for ranks in sorted(set(rows["pp"].tolist())):
             mine = np.flatnonzero(rows["pp"] == ranks)
             work[mine], plain[mine], free[mine] = _work_s(family, rooms.layers(mine, ranks, counts[mine]), mine)
         share = -(-question.model.num_layers // rows["pp"])
@@ -120,7 +120,7 @@ class Ideal:
         found = np.full(len(rows), np.inf)
         ranks, counts = self.num_ranks[rows], self.counts[rows]
         shapes = ranks * (layers + 1) + chunks
-        for shape in np.unique(shapes).tolist():
+        for shape in sorted(set(shapes.tolist())):
             mine = np.flatnonzero(shapes == shape)
             own, ahead_s, count, held_s = passes[mine], ahead[mine], counts[mine], held[mine]
             best = np.full(len(mine), np.inf)

@@ -61,7 +61,7 @@ def listed_ranges(frame: Frame, options: Options, below_s: float, capacity: floa
         times[split, candidate] = least[split, candidate] = done.time_s
         number = np.zeros(least.shape, dtype=np.int64)
         number[split, candidate] = np.arange(len(split))
-        best, tried = times.argmin(axis=0), np.unique(candidate)
+        best, tried = times.argmin(axis=0), np.flatnonzero(np.isfinite(times).any(axis=0))
         found = found.where(tried, done.only(number[best[tried], tried]))
     bound[near] = least
     return replace(found, bound_s=bound.min(axis=0))
