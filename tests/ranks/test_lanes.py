@@ -1,10 +1,12 @@
 """Messages between devices, which know no tags: in order on lanes of their own, or refused."""
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import autoshard.engine.torch.executor as executor_module
 from autoshard.engine.torch.lanes import refuse_crossing
@@ -14,14 +16,27 @@ from tests.ranks.cases import Task, compare, gpt, llama, patched, plan_of, run_s
 from tests.ranks.spawn import on_ranks
 
 TAGGED = ("isend", "recv")
+CONNECTS = timedelta(seconds=20)
 
 
 def run_without_tags(task: Task) -> Any:
-    """Run on lanes, where whatever comes first is taken; gloo's stand in for those of devices."""
+    """Run on lanes, where whatever comes first is taken; gloo's stand in for those of devices.
+
+    As with NCCL, two ranks connect when both first use a lane, and whoever comes first waits.
+    """
+    connected: set[tuple[str, int]] = set()
+
+    def connect(name: str, rank: int) -> None:
+        if (name, rank) not in connected:
+            connected.add((name, rank))
+            store = distributed_c10d._get_default_store()
+            store.set(f"{name} {dist.get_rank()} {rank}", "here")
+            store.wait([f"{name} {rank} {dist.get_rank()}"], CONNECTS)
 
     def untagged(call: Any) -> Any:
         def wrapped(tensor: Any, rank: int, *, tag: int, group: Any) -> Any:
             assert group is not None and tag >= 0
+            connect(group.group_name, rank)
             return call(tensor, rank, group=group)
 
         return wrapped

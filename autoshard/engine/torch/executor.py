@@ -148,14 +148,22 @@ class Executor:
                 )  # fmt: skip
 
     def _tie_gradients(self) -> None:
-        """Add up what two stages found for weights that share their values; both update them alike."""
+        """Add up what two stages found for weights that share their values; both update them alike.
+
+        The copy sends first and the owner takes first: devices that never talked wait for each other to connect.
+        """
         world, pipeline = self._bench.world, self._pipeline
         for number, flat in enumerate(flat for flat in self._store.flats if flat.tied):
-            back = flat.tied == "copy"
+            back, other = flat.tied == "copy", torch.empty_like(flat.sums)
             sent, taken = (pipeline.tag(len(pipeline.plan.stages) + number, 0, back=way) for way in (back, not back))
             rank = pipeline.rank_of(0 if back else pipeline.last_stage)
-            world.send(flat.sums, rank, sent)
-            flat.sums.add_(world.receive(torch.empty_like(flat.sums), rank, taken))
+            if back:
+                world.send(flat.sums, rank, sent)
+                world.receive(other, rank, taken)
+            else:
+                world.receive(other, rank, taken)
+                world.send(flat.sums, rank, sent)
+            flat.sums.add_(other)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
