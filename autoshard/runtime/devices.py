@@ -7,12 +7,14 @@ from autoshard.plan.plan import Plan
 from autoshard.runtime.engines import require_torch
 
 XLA = "xla"  # Neuron devices as NxD has them
+_CUDA = "cuda"
 
 
 def device_of(plan: Plan, *, forked: bool) -> str:
     """Return torch's name of the devices for the ranks of a plan that PyTorch itself executes.
 
-    Forks cannot use a device that their parent has begun with, so that for them those of CUDA are only counted.
+    Forks cannot use a device that their parent has begun with, so that for them those of CUDA are only counted. Plans
+    for Trainium take no GPUs: what was measured on them would be told of Trainium.
     """
     if plan.cluster.name == DECLARED:
         return HOST
@@ -20,9 +22,11 @@ def device_of(plan: Plan, *, forked: bool) -> str:
     import torch
 
     if forked:
-        return "cuda" if torch.cuda.device_count() >= plan.mesh.num_ranks else HOST
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return HOST if found is None or device_backend(found.type) == "gloo" else found.type
+        found = _CUDA if torch.cuda.device_count() >= plan.mesh.num_ranks else HOST
+    else:
+        there = torch.accelerator.current_accelerator(check_available=True)
+        found = HOST if there is None or device_backend(there.type) == "gloo" else there.type
+    return HOST if found == _CUDA and plan.cluster.engine == "nxd" else found
 
 
 def device_backend(device: str) -> str:
@@ -51,7 +55,8 @@ def joined_device(device: str, place: int) -> str:
     import torch
 
     there = torch.accelerator.device_count()
-    message = f"this is number {place} of the ranks on its machine, counted from 0, which has {there} of {device}"
-    require((place < there, "ranks", f"{message}. Start one rank for each device"))
+    message = f"this is number {place} of the ranks on its machine, counted from 0, and sees {there} of {device}"
+    remedy = "Start one rank for each device, and let all see all of them (Slurm: --gpus-per-node, not --gpus-per-task)"
+    require((place < there, "ranks", f"{message}. {remedy}"))
     torch.accelerator.set_device_index(place)
     return f"{HOST}:gloo,{device}:{device_backend(device)}"  # what lies with the host goes between hosts

@@ -14,7 +14,9 @@ from autoshard.spec.workload import Precision, Workload
 
 
 def plan_for(name: str) -> Plan:
-    candidate = Candidate.parse("tp=8,pp=1,dp=1" if name != "local" else "tp=2,pp=1,dp=1")
+    candidate = Candidate.parse(
+        {"local": "tp=2,pp=1,dp=1", "trn1.32xlarge": "tp=8,pp=1,dp=4"}.get(name, "tp=8,pp=1,dp=1")
+    )
     cluster = load_cluster(name, ranks=2) if name == "local" else load_cluster(name)
     workload = Workload(seq_len=64, global_batch=8, precision=Precision.named("bf16"))
     return plan_at(
@@ -51,9 +53,17 @@ def test_a_plan_for_gpus_takes_those_that_are_here(kind, count, forked, started,
     assert device_of(plan_for("local"), forked=True) == device_of(plan_for("local"), forked=False) == "cpu"
 
 
+def test_a_plan_for_trainium_takes_no_gpu(monkeypatch: pytest.MonkeyPatch):
+    plan = plan_for("trn1.32xlarge")
+    having(monkeypatch, "cuda", 64)
+    assert device_of(plan, forked=True) == device_of(plan, forked=False) == "cpu"
+    having(monkeypatch, "xpu", 64)
+    assert device_of(plan, forked=False) == "xpu"
+
+
 def test_every_rank_takes_its_own_device_and_talks_through_the_host_as_well(monkeypatch: pytest.MonkeyPatch):
     taken = having(monkeypatch, "cuda", 4)
     assert joined_device("cuda", 3) == "cpu:gloo,cuda:nccl" and taken == [3]
     assert joined_device("cpu", 9) == "gloo" and taken == [3]
-    with pytest.raises(InputError, match="number 4 of the ranks on its machine, counted from 0, which has 4 of cuda"):
+    with pytest.raises(InputError, match="number 4 of the ranks on its machine, counted from 0, and sees 4 of cuda"):
         joined_device("cuda", 4)
