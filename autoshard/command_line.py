@@ -165,7 +165,8 @@ def _parser(name: str, command: Callable[..., int]) -> "ArgumentParser":
     for parameter in _options(command).values():
         text, default = help_of[parameter.name], parameter.default
         if default not in (None, False, (), inspect.Parameter.empty):
-            text = f"{text} Default: {default}."
+            shown = ",".join(map(str, default)) if parameter.annotation is Counts else default
+            text = f"{text} Default: {shown}."
         if parameter.annotation is bool:
             parser.add_argument(_flag(parameter), action="store_true", help=text)
         elif parameter.annotation is SaidOften:

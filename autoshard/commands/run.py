@@ -230,7 +230,7 @@ def _executed(ready: _Ready, asked: "Run", *, silent: bool) -> "RunReport | None
     from autoshard.runtime.train import train
 
     if given is None or given.rank == 0:
-        _begin(ready, asked.folder, silent=silent)
+        _begin(ready, asked.folder, given, silent=silent)
     with StepsShown(asked.folder, asked.num_steps, silent=silent) as show:
         return launch(
             given,
@@ -242,7 +242,7 @@ def _executed(ready: _Ready, asked: "Run", *, silent: bool) -> "RunReport | None
         )
 
 
-def _begin(ready: _Ready, folder: Path, *, silent: bool) -> None:
+def _begin(ready: _Ready, folder: Path, given: "GivenRank | None", *, silent: bool) -> None:
     """Make the folder with the plan in it, and say what is about to run."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -253,7 +253,8 @@ def _begin(ready: _Ready, folder: Path, *, silent: bool) -> None:
         return
     num_ranks = ready.plan.mesh.num_ranks
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    print(f"{ready.plan.model.name} on {ranks} of this machine: {ready.plan.candidate}")
+    where = "of this machine" if given is None or given.alone else f"that {given.by} started"
+    print(f"{ready.plan.model.name} on {ranks} {where}: {ready.plan.candidate}")
     for note in ready.notes:
         print(f"note: {note}")
 

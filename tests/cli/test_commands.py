@@ -22,6 +22,7 @@ FINE = [
     ("-h", "verify    Say every reason"),
     ("--version", "autoshard 0."),
     ("plan --help", "--global-batch N"),
+    ("plan --help", "e.g. 4,8,16. Default: 1."),
     ("verify -h", "The plan file."),
     ("explain -h", "The plan file."),
     ("compare -h", "--fail-if-slower PERCENT"),
