@@ -274,7 +274,7 @@ def _conclude(ready: _Ready, report: "RunReport", asked: "Run", json: bool) -> N
     if json:
         print_json({"folder": str(folder), "notes": list(ready.notes), **ran_json(ready.plan, report)})
         return
-    make_console().print(ran_report(ready.plan, report))
+    make_console().print(ran_report(ready.plan, report, cluster))
     print(f"\nwrote {folder}: plan.json, steps.jsonl, measured.jsonl\nnext: autoshard validate {rows}")
     print(
         f"or, after 3 runs of 2 layouts: autoshard calibrate {folder.parent} --cluster {cluster} --out {cluster}.json"

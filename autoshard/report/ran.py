@@ -15,7 +15,6 @@ from autoshard.plan.prediction import Prediction
 from autoshard.report.terminal import make_table
 from autoshard.units import format_bytes, format_count, format_seconds
 
-_HERE = "local"  # the cluster whose seconds are those of this machine
 _SHOWN = 12  # steps of a live table
 _PARTS = {  # what an engine counts -> the predicted parts that it adds up
     "weights": ("weights",),
@@ -63,11 +62,11 @@ def steps_table(steps: Sequence[TimedStep], num_steps: int) -> Table:
     return table
 
 
-def ran_report(plan: Plan, report: RunReport) -> Group:
-    """Return what was predicted of a run beside what it took, held and sent."""
+def ran_report(plan: Plan, report: RunReport, platform: str) -> Group:
+    """Return what was predicted of a run beside what it took, held and sent; ``platform`` names what ran it."""
     assert plan.prediction, "only predicted plans are run"
     groups = alike_ranks(plan, report.ranks)
-    tables = [_time_table(plan.prediction, report, comparable=plan.cluster.name == _HERE)]
+    tables = [_time_table(plan.prediction, report, comparable=plan.cluster.name == platform)]
     if any(counted.memory_bytes for counted in report.ranks):
         tables.append(bytes_table("Memory of a rank", [(ranks_text(group.ranks), group.memory) for group in groups]))
     if any(counted.sent_bytes for counted in report.ranks):
@@ -132,7 +131,7 @@ def sent_beside(plan: Plan, counted: Measured) -> dict[str, Beside]:
 
 
 def _time_table(prediction: Prediction, report: RunReport, *, comparable: bool) -> Table:
-    """Return the table of seconds; those about another machine are not divided by those of this one."""
+    """Return the table of seconds; those about another machine are not divided by those that were measured."""
     table = make_table("Predicted and measured")
     for name in ("", "predicted", "interval", "measured", "measured / predicted"):
         table.add_column(name, justify="right" if name else "left")

@@ -1,5 +1,7 @@
 """What a run prints: its steps, and predictions beside measurements with like ranks folded."""
 
+from dataclasses import replace
+
 from autoshard.engine.base import Measured
 from autoshard.engine.ran import RunReport, TimedStep
 from autoshard.report.ran import alike_ranks, ran_json, ran_report, steps_table
@@ -40,14 +42,20 @@ def test_ranks_of_which_all_is_the_same_are_folded() -> None:
 
 
 def test_the_report_puts_numbers_side_by_side() -> None:
-    text = printed(ran_report(PLAN, report(5, 5, 5, 5)))
+    text = printed(ran_report(PLAN, report(5, 5, 5, 5), PLAN.cluster.name))
     assert "250.0 ms" in text and "Memory of a rank" in text and "Sent by a rank in a step" in text
     assert "0-1" in text and "2-3" in text and "4.00 KiB" in text
 
 
+def test_seconds_of_what_a_plan_is_for_are_divided_and_those_of_another_machine_are_not() -> None:
+    gpus = replace(PLAN, cluster=replace(PLAN.cluster, name="h100-80"))
+    assert "another machine" not in printed(ran_report(gpus, report(5), "h100-80"))
+    assert "another machine" in printed(ran_report(gpus, report(5), "local"))
+
+
 def test_an_engine_that_counts_nothing_leaves_the_times() -> None:
     nothing = Measured(memory_bytes={}, calls={}, sent_bytes={})
-    text = printed(ran_report(PLAN, RunReport(steps=report(1).steps, ranks=(nothing,) * 4)))
+    text = printed(ran_report(PLAN, RunReport(steps=report(1).steps, ranks=(nothing,) * 4), PLAN.cluster.name))
     assert "Predicted and measured" in text and "Memory" not in text and "Sent" not in text
 
 

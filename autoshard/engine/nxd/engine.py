@@ -78,7 +78,7 @@ class NxdEngine:
         trainer().load_checkpoint(str(folder), _tag(step, mine), optimizer=self.optimizer)
 
     def measured(self) -> Measured:
-        """Return what this rank holds; what it sends is not counted, since graphs send without the host."""
+        """Return what this rank holds; what graphs keep for backward and send, the host does not see."""
         masters = [one for one in self._shards() if one.dtype == torch.float32] if self.plan.zero == 1 else []
         sums = [getattr(one, "main_grad", None) for _, one in self.parameters]
         states = [state for one in self._states() for state in one.values() if isinstance(state, Tensor)]
@@ -88,7 +88,6 @@ class NxdEngine:
                 "gradients": sum(one.nbytes for one in sums if one is not None),
                 "masters": sum(one.nbytes for one in masters),
                 "optimizer": sum(one.nbytes for one in states if one.ndim),
-                "saved": 0,
             },
             calls={},
             sent_bytes={},
