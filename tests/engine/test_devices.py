@@ -1,5 +1,7 @@
 """On a device nothing meets what lies with the host: every feature is run where tensors have shapes only."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,17 @@ def test_attention_takes_the_kernel_of_the_device_if_there_is_one(kernels, monke
 def test_tensors_of_two_devices_are_found_out():
     with faked(0, 1), pytest.raises(RuntimeError, match="the host and of a device"):
         torch.ones(3, device=NOWHERE).add_(torch.ones(3))
+
+
+def test_kernels_of_gpus_are_given_denominators_without_gaps(monkeypatch: pytest.MonkeyPatch):
+    given: list[object] = []
+    monkeypatch.setattr(
+        fused, "_aten", SimpleNamespace(_scaled_dot_product_flash_attention_backward=lambda *args: given.extend(args))
+    )
+    numbers = torch.arange(8.0).view(1, 4, 2).transpose(1, 2)
+    fused.GPU.backward((*[torch.empty(1, 2, 4, 8)] * 5, numbers), True)
+    lse = given[5]
+    assert isinstance(lse, torch.Tensor) and lse.is_contiguous() and lse.equal(numbers)
 
 
 @pytest.mark.parametrize("window", [None, 150])

@@ -43,10 +43,12 @@ def _on_gpu(tensors: Sequence[torch.Tensor], causal: bool) -> Part:
 
 
 def _on_gpu_back(tensors: Sequence[torch.Tensor], causal: bool) -> Slopes:
-    _, query, key, *_ = tensors
+    *given, lse = tensors
+    _, query, key, *_ = given
     lengths = (None, None, query.shape[2], key.shape[2])  # all sequences are as long
     seeds = [torch.empty(size, dtype=torch.uint64, device=query.device) for size in (2, 0)]  # of a dropout
-    return _aten._scaled_dot_product_flash_attention_backward(*tensors, *lengths, _NO_DROPOUT, causal, *seeds)
+    rows = lse.contiguous()  # the kernel reads it without its strides
+    return _aten._scaled_dot_product_flash_attention_backward(*given, rows, *lengths, _NO_DROPOUT, causal, *seeds)
 
 
 _HOST = Fused(
