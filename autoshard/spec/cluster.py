@@ -108,10 +108,6 @@ class Cluster:
         """Return the node that holds a rank."""
         return self._known(rank) // self.ranks_per_node
 
-    def chip_of(self, rank: int) -> int:
-        """Return the chip that holds a rank, counted over the whole cluster."""
-        return self._known(rank) // self.ranks_per_chip
-
     def domain_ranks(self, domain: Domain) -> int:
         """Count the ranks of one chip, node, ultraserver or the cluster."""
         if domain == "cluster":
@@ -146,8 +142,10 @@ class Cluster:
         """Ranks after which the hardware repeats: of an ultraserver where there is one, else of a node."""
         return min(self.num_ranks, self.ranks_per_node * self.nodes_per_ultraserver)
 
-    def group_bandwidth_bytes_per_s(self, groups: Sequence[Sequence[int]], judged: int | None = None) -> float:
-        """Return what each group gets, in one direction, when all of them run a ring at once.
+    def level_bandwidths_bytes_per_s(
+        self, groups: Sequence[Sequence[int]], judged: int | None = None
+    ) -> tuple[float, ...]:
+        """Return what each group gets of every link in one direction when all run a ring at once, innermost first.
 
         Let a link join units (the ranks of a chip, the chips of a node, the nodes of a cluster). A ring
         that visits one unit after the other enters and leaves each unit once, cut into as many parallel
@@ -158,29 +156,13 @@ class Cluster:
         times their bandwidth, divided by the groups that cross its border.
 
         On a torus all wires of a chip count as usable, which only the ring over the whole torus achieves.
-        Groups of one rank send nothing and get infinity. With ``judged`` only the first so many ranks are
+        Of a link that no group needs each gets infinity. With ``judged`` only the first so many ranks are
         judged; of groups that reach further, one member beyond them is enough.
         """
-        return min(self.level_bandwidths_bytes_per_s(groups, judged))
-
-    def level_bandwidths_bytes_per_s(
-        self, groups: Sequence[Sequence[int]], judged: int | None = None
-    ) -> tuple[float, ...]:
-        """Return what each group gets of every link by itself, innermost first; infinity where it has no need of it."""
         limit = self.num_ranks if judged is None else judged
         return tuple(
             link.bandwidth_bytes_per_s * self._share(level, groups, limit) for level, link in enumerate(self.links)
         )
-
-    def groups_sharing_nic(self, groups: Sequence[Sequence[int]], judged: int | None = None) -> int:
-        """Count the groups that leave their node through the same network port, at the busiest port.
-
-        0 means that no group needs the network. With ``judged`` only ports of the first so many ranks count.
-        """
-        if self.links[-1].domain != "cluster":
-            return 0
-        loads = _port_loads(self._crossings(len(self.links) - 1, groups, self.num_ranks if judged is None else judged))
-        return max(loads.values(), default=0)
 
     def _known(self, rank: int) -> int:
         assert 0 <= rank < self.num_ranks, f"rank {rank} is not one of the {self.num_ranks} of {self.name}"

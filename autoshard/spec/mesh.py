@@ -268,16 +268,11 @@ def _positions(placement: Placement) -> tuple[int, ...]:
     return tuple(positions)
 
 
-def axis_bandwidth_bytes_per_s(cluster: Cluster, mesh: Mesh, names: str | Sequence[str]) -> float:
-    """Return what each group along these axes gets, in one direction, when all run a ring at once.
-
-    The same as ``cluster.group_bandwidth_bytes_per_s(mesh.groups(names))``, at a cost that does not grow.
-    """
-    return min(axis_levels_bytes_per_s(cluster, mesh, names))
-
-
 def axis_levels_bytes_per_s(cluster: Cluster, mesh: Mesh, names: str | Sequence[str]) -> tuple[float, ...]:
-    """Return the same for every link by itself, innermost first."""
+    """Return what each group along these axes gets of every link when all run a ring at once, innermost first.
+
+    The same as ``cluster.level_bandwidths_bytes_per_s(mesh.groups(names))``, at a cost that does not grow.
+    """
     assert mesh.num_ranks == cluster.num_ranks, f"{mesh} is not a mesh of {cluster.num_ranks} ranks"
     repeat = cluster.repeat_ranks
     if mesh.repeats_every(repeat):

@@ -139,12 +139,12 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Every trained number once: a tied output head adds nothing to the embedding that it shares."""
-        return self._parameters_with(self.num_experts)
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token meets: of the experts only those it is routed to."""
-        return self._parameters_with(self.experts_per_token)
+        mlps = max(1, self.num_experts) * (self._mlp_weights + self._mlp_biases)
+        layer = self._attention_weights + self._attention_vectors + mlps + self._router_weights
+        norms = (2 * self.num_layers + 1) * self._norm_size(self.hidden)
+        tables = self.vocab * (1 if self.tied_embeddings else 2)
+        learned = self.max_positions if self.positions == "learned" else 0
+        return self.num_layers * layer + norms + (tables + learned) * self.hidden
 
     @property
     def matmul_parameters(self) -> int:
@@ -155,14 +155,6 @@ class ModelSpec:
         mlps = max(1, self.experts_per_token) * self._mlp_weights
         layer = self._attention_weights + mlps + self._router_weights
         return self.num_layers * layer + self.vocab * self.hidden
-
-    def _parameters_with(self, experts: int) -> int:
-        mlps = max(1, experts) * (self._mlp_weights + self._mlp_biases)
-        layer = self._attention_weights + self._attention_vectors + mlps + self._router_weights
-        norms = (2 * self.num_layers + 1) * self._norm_size(self.hidden)
-        tables = self.vocab * (1 if self.tied_embeddings else 2)
-        learned = self.max_positions if self.positions == "learned" else 0
-        return self.num_layers * layer + norms + (tables + learned) * self.hidden
 
     @property
     def _attention_weights(self) -> int:

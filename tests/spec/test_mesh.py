@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.spec.cluster_catalogue import load_cluster
-from autoshard.spec.mesh import ATOMS, Mesh, axis_bandwidth_bytes_per_s
+from autoshard.spec.mesh import ATOMS, Mesh, axis_levels_bytes_per_s
 from autoshard.spec.placement import Placement
 from autoshard.spec.record import decode, encode
 
@@ -107,12 +107,11 @@ def laid(draw: st.DrawFn):
 @given(laid(), names_of_axes())
 def test_one_stretch_of_the_mesh_tells_the_bandwidth_of_all(both: tuple, names: list[str]):
     cluster, mesh = both
-    whole = cluster.group_bandwidth_bytes_per_s(mesh.groups(names))
-    assert math.isclose(axis_bandwidth_bytes_per_s(cluster, mesh, names), whole)
+    whole = cluster.level_bandwidths_bytes_per_s(mesh.groups(names))
+    assert axis_levels_bytes_per_s(cluster, mesh, names) == pytest.approx(whole)
     repeat = cluster.repeat_ranks
     if mesh.repeats_every(repeat):
         local = mesh.local_groups(names, repeat)
-        assert cluster.groups_sharing_nic(local, judged=repeat) == cluster.groups_sharing_nic(mesh.groups(names))
         assert cluster.link_of(local[0]) == cluster.link_of(mesh.groups(names)[0])
 
 
