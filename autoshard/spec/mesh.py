@@ -87,7 +87,7 @@ class Mesh:
             (
                 product == cluster.num_ranks,
                 "dp",
-                f"pp x dp x cp x tp is {product}, but {cluster.name} with {cluster.num_nodes} nodes has "
+                f"pp x dp x cp x tp is {product}, but {cluster.num_nodes} x {cluster.name} has "
                 f"{cluster.num_ranks} ranks",
             ),
         )

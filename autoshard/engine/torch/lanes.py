@@ -63,6 +63,5 @@ def refuse_crossing(schedule: Schedule) -> None:
                     messages[*ends, back].append((stop, action.micro_batch))
     for (one, other, back), order in sent.items():
         if one != other and order != taken[one, other, back]:
-            raise InputError.of(
-                "schedule", f"pipeline rank {other} takes what rank {one} sends in another order, which devices cannot"
-            )
+            message = f"pipeline rank {other} takes what rank {one} sends in another order, which devices cannot"
+            raise InputError.of("schedule", f"{message}. Order the actions of both alike")
