@@ -97,7 +97,9 @@ class How:
 def pins_of(said: SaidOften) -> "list[Pin]":
     """Read pinned layouts; one on the command line goes before one of the same name in a file."""
     from autoshard.layout.pin import Pin, parse_pin
+    from autoshard.plan.lowering import ATOMS
 
+    atoms: dict[str, int] = dict.fromkeys(ATOMS, 1)
     faults: list[Fault] = []
     pins: dict[str, Pin] = {}
     for one in said:
@@ -108,6 +110,7 @@ def pins_of(said: SaidOften) -> "list[Pin]":
             continue
         if pin.tensor in pins and pins[pin.tensor].origin == one.where:
             faults.append(Fault(where=f"{one.where} {pin.tensor}", message="is given twice; keep one"))
+        faults += [fault.under(f"{one.where} {pin.tensor}") for fault in pin.layout.faults(atoms)]
         pins[pin.tensor] = pin
     if faults:
         raise InputError(faults)

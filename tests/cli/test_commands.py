@@ -93,6 +93,7 @@ WRONG = [
     (f"{LOCAL} --pin q --pin up=[ffn", ["--pin: 'q' is not a pin. Write it like", "--pin up: '[ffn' is not a layout."]),
     (f"{LOCAL} --pin u=[x] --pin u=[y]", ["--pin u: is given twice; keep one"]),
     (f"{LOCAL} --pin upp=[x]", ["--pin upp: no tensor of the forward pass has this name. Did you mean up?"]),
+    (f"{LOCAL} --pin up=[batch/xx,seq,ffn/pp]", ["--pin up: unknown atom 'xx'. Known:", "--pin up: unknown atom 'pp'"]),
     (f"{LOCAL} --nodes 1.5 --ranks a --engine x", ["--nodes: expected a whole", "--ranks: exp", "Known: any, nxd"]),
     (
         f"{LOCAL} --nodes 0 --ranks 65 --lnc 1",
