@@ -19,6 +19,7 @@ from autoshard.commands.verify import verify
 from autoshard.errors import AutoshardError, InputError, nearest
 
 _RARELY = (1_000_000, 20, 20)  # measured: looking for cycles of objects takes a twentieth of a planning process
+_MOST_FAULTS = 40  # shown: a file of another kind has one in every line
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "plan": plan,
@@ -43,8 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except InputError as error:
-        for fault in error.faults:
+        for fault in error.faults[:_MOST_FAULTS]:
             _complain(" ".join(str(fault).split()))
+        if len(error.faults) > _MOST_FAULTS:
+            _complain(f"and {len(error.faults) - _MOST_FAULTS} faults more")
         return error.exit_code
     except AutoshardError as error:
         _complain(str(error))

@@ -228,6 +228,13 @@ def test_a_wrong_config_names_every_fault(data: object, faults: list[str], capsy
         assert words in err
 
 
+def test_a_file_of_another_kind_is_told_in_a_screenful(capsys: pytest.CaptureFixture[str]):
+    write("plan.jsonl", "{\n" * 300)
+    lines = run("validate plan.jsonl", capsys)[2].splitlines()
+    assert len(lines) == 41 and lines[0].startswith("autoshard: plan.jsonl line 1: is not JSON")
+    assert lines[-1] == "autoshard: and 260 faults more"
+
+
 def test_a_config_that_is_missing_or_no_text_is_refused(capsys: pytest.CaptureFixture[str]):
     assert "no.yaml: cannot be read: No such file" in run("plan --config no.yaml", capsys)[2]
     Path("b.yaml").write_bytes(b"\xff\xfe\x00")
