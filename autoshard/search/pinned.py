@@ -49,7 +49,7 @@ def pin_faults(question: Question, candidate: Candidate, pins: tuple[Pin, ...]) 
 def _order_faults(pin: Pin, atoms: Mapping[str, int]) -> Iterator[Fault]:
     """Yield the dims whose atoms stand in another order than tables can have."""
     for dim, cut in pin.layout.dims:
-        real = [atom for atom in cut if atoms[atom] > 1]
+        real = [atom for atom in cut if atoms.get(atom, 1) > 1]  # unknown ones are another fault
         right = sorted(real, key=ATOMS.index)
         if real != right:
             message = f"several atoms cut a dim in the mesh's order. Write {dim}/{show_atoms(whole_axes(right, atoms))}"

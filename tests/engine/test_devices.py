@@ -59,6 +59,13 @@ def test_kernels_of_gpus_are_given_denominators_without_gaps(monkeypatch: pytest
     assert isinstance(lse, torch.Tensor) and lse.is_contiguous() and lse.equal(numbers)
 
 
+@pytest.mark.parametrize(("capability", "fuses"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_gpus_older_than_their_kernel_attend_without_it(capability, fuses, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert bool(fused.fused(torch.device("cuda"), torch.bfloat16, 64)) == fuses
+    assert fused.fused(torch.device("cuda"), torch.float32, 64) is None
+
+
 @pytest.mark.parametrize("window", [None, 150])
 def test_attention_on_a_device_without_a_kernel_is_the_same(window: int | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fused, "KERNELS", {})

@@ -11,6 +11,7 @@ Slopes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of queries, keys and
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 _NO_DROPOUT = 0.0
+_LEAST_CAPABILITY = (8, 0)  # of a GPU, for torch's flash attention: Ampere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class Fused:
 
 def fused(device: torch.device, dtype: torch.dtype, head_dim: int) -> Fused | None:
     """Return the kernel for these tensors, if there is one."""
+    if device.type == "cuda" and torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
+        return None
     found = KERNELS.get(device.type)
     return found if found and dtype in found.dtypes and head_dim in found.head_dims else None
 
