@@ -72,7 +72,7 @@ def test_any_options_of_a_small_question(pairs: list[tuple[str, str]], capsys: p
     check([*asked, *(word for pair in pairs for word in pair)], capsys)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(bound=st.text(max_size=12) | st.from_regex(r"[-+0-9.e]{0,9} ?%", fullmatch=True), paths=st.sampled_from("ab"))
 def test_any_bound_of_a_comparison(bound: str, paths: str, capsys: pytest.CaptureFixture[str]):
     Path("a.json").write_text(TINY)

@@ -91,7 +91,7 @@ def test_the_next_command_works(capsys: pytest.CaptureFixture[str]):
         "--model llama3-8b --seq-len 1000",
         "--model llama3-8b --fix pp=2",
         "--model llama3-8b --fix tp=8,pp=4,vp=2,schedule=interleaved,mbs=16,recompute=none",
-        "--model llama3-8b --cluster a100-40 --fix tp=1,pp=1,zero=1",
+        pytest.param("--model llama3-8b --cluster a100-40 --fix tp=1,pp=1,zero=1", marks=pytest.mark.slow),
         "--model llama3-70b --nodes 1000",
         "--model gpt2-xl --cluster trn2.48xlarge",
     ],
