@@ -67,6 +67,14 @@ def test_whatever_is_legal_gives_the_results_and_every_gradient_of_the_uncut_blo
         _compare_random_case(uncut, random_cuts, seed)
 
 
+def _lowered_at_random(case, random_cuts, rng, *, keeps_gathered):
+    """Cut a layer of experts at random for a random mesh."""
+    mesh = random_mesh(rng)
+    names = tuple(name for name, _ in mesh.atoms)
+    cuts = random_cuts(case.block, "mixtral", names, rng)
+    return case.lower(cuts, mesh, _random_boundary(names, rng), keeps_gathered=keeps_gathered), mesh
+
+
 def test_full_experts_drop_what_their_own_group_of_tokens_has_too_much(uncut, random_cuts):
     """Together the groups drop other tokens than one queue for all of them would."""
     differ = 0
@@ -74,10 +82,7 @@ def test_full_experts_drop_what_their_own_group_of_tokens_has_too_much(uncut, ra
         rng = random.Random(seed)
         again, capacity = rng.choice([(), None]), rng.choice([0.5, 1.0, 1.25])
         case = uncut("mixtral", batch=4, seq=rng.choice([3, 4]), again=again, seed=seed, capacity=capacity)
-        mesh = random_mesh(rng)
-        names = tuple(name for name, _ in mesh.atoms)
-        cuts = random_cuts(case.block, "mixtral", names, rng)
-        program = case.lower(cuts, mesh, _random_boundary(names, rng), keeps_gathered=True)
+        program, mesh = _lowered_at_random(case, random_cuts, rng, keeps_gathered=True)
         error = case.queueing_as(program, mesh).error(program, mesh)
         assert error <= WORST_ERROR, f"seed {seed}: capacity {capacity} on {mesh.atoms}: off by {error}"
         differ += case.error(program, mesh) > WORST_ERROR
@@ -89,10 +94,7 @@ def test_what_experts_read_has_its_gradient_summed_where_a_platform_does_so(uncu
     for seed in range(10):
         rng, again = random.Random(seed), (None if seed % 3 == 0 else ())
         case = uncut("mixtral", batch=4, seq=3, again=again, seed=seed, capacity=capacity, platform="nxd")
-        mesh = random_mesh(rng)
-        names = tuple(name for name, _ in mesh.atoms)
-        cuts = random_cuts(case.block, "mixtral", names, rng)
-        program = case.lower(cuts, mesh, _random_boundary(names, rng), keeps_gathered=False)
+        program, mesh = _lowered_at_random(case, random_cuts, rng, keeps_gathered=False)
         error = case.queueing_as(program, mesh).error(program, mesh)
         assert error <= WORST_ERROR, f"seed {seed}: capacity {capacity} on {mesh.atoms}: off by {error}"
 
