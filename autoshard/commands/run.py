@@ -142,10 +142,12 @@ def _card_notes(plan: "Plan") -> list[str]:
 
 def _elsewhere_notes(plan: "Plan") -> list[str]:
     """Say what follows from running a plan on another machine than it was made for."""
+    from autoshard.spec.cluster import LOCAL
+
     notes: list[str] = []
     if plan.engine == "nxd":
         notes.append("engine: nxd needs Neuron devices, so the torch engine executes the plan's table here, on the CPU")
-    if plan.cluster.name != "local":
+    if plan.cluster.name != LOCAL:
         notes.append(f"prediction: its seconds are about {plan.cluster.name}, not about this machine")
     return notes
 
@@ -284,8 +286,9 @@ def _conclude(ready: _Ready, report: "RunReport", asked: "Run", json: bool) -> N
 def _platform(plan: "Plan", device: str) -> str:
     """Name what ran a plan: its own cluster, or the processors of this machine."""
     from autoshard.engine.base import HOST
+    from autoshard.spec.cluster import LOCAL
 
-    return "local" if device == HOST else plan.cluster.name
+    return LOCAL if device == HOST else plan.cluster.name
 
 
 def _row(plan: "Plan", report: "RunReport", platform: str) -> dict[str, Any]:

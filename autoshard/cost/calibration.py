@@ -13,6 +13,7 @@ from typing import Literal
 
 from autoshard.errors import InputError, require
 from autoshard.spec import record
+from autoshard.spec.cluster import LOCAL
 from autoshard.spec.files import read_data
 
 EFFICIENCIES = (
@@ -21,7 +22,6 @@ EFFICIENCIES = (
 )  # fmt: skip
 SECONDS = ("launch_s", "collective_s", "step_s")
 CONSTANTS = (*EFFICIENCIES, *SECONDS)
-DECLARED = "local"  # the cluster whose rates are no data sheet's: a machine may be faster
 MOST_EFFICIENT = 100.0  # how much faster than declared it may be
 
 
@@ -118,7 +118,7 @@ class Calibration:
     @property
     def most_efficient(self) -> float:
         """What an efficiency is at most."""
-        return MOST_EFFICIENT if self.reach and self.reach.cluster == DECLARED else 1.0
+        return MOST_EFFICIENT if self.reach and self.reach.cluster == LOCAL else 1.0
 
     @property
     def constants(self) -> Mapping[str, float]:

@@ -15,6 +15,7 @@ from autoshard.plan.prediction import Compiling, Prediction, StageMemory
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.words import TIME_WORDS
+from autoshard.spec.cluster import LOCAL
 from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
 
 WIDTH = 120  # of what is no terminal, so that files do not depend on the machine
@@ -66,7 +67,7 @@ def make_console() -> Console:
 def _headline(plan: Plan, prediction: Prediction) -> Group:
     cluster, workload, model = plan.cluster, plan.workload, plan.model
     lnc = f" at lnc {cluster.lnc}" if cluster.lnc else ""
-    place = f"{cluster.num_nodes} x {cluster.name}{lnc}" if cluster.name != "local" else "this machine"
+    place = f"{cluster.num_nodes} x {cluster.name}{lnc}" if cluster.name != LOCAL else "this machine"
     asked = Text.assemble(
         (model.name, "bold"),
         f" ({format_count(model.num_parameters)} parameters) on {place}: {_many(cluster.num_ranks, 'rank')}",

@@ -1,10 +1,10 @@
 """Where the tensors of a run lie: on this machine's accelerators if the plan is for some, else with the host."""
 
-from autoshard.cost.calibration import DECLARED
 from autoshard.engine.base import HOST
 from autoshard.errors import require
 from autoshard.plan.plan import Plan
 from autoshard.runtime.engines import require_torch
+from autoshard.spec.cluster import LOCAL
 
 XLA = "xla"  # Neuron devices as NxD has them
 _CUDA = "cuda"
@@ -16,7 +16,7 @@ def device_of(plan: Plan, *, forked: bool) -> str:
     Forks cannot use a device that their parent has begun with, so that for them those of CUDA are only counted. Plans
     for Trainium take no GPUs: what was measured on them would be told of Trainium.
     """
-    if plan.cluster.name == DECLARED:
+    if plan.cluster.name == LOCAL:
         return HOST
     require_torch()
     import torch

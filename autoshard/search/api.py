@@ -16,7 +16,7 @@ from autoshard.plan.rules.rule import Rule
 from autoshard.search.planner import Found, Request, search as search_all
 from autoshard.search.remedy import fixed_faults, no_remedy, remedies, why_none
 from autoshard.search.space import Pins
-from autoshard.spec.cluster import Cluster
+from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.cluster_catalogue import load_cluster, other_lnc
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
@@ -163,7 +163,7 @@ def default_workload(
     """
     return Workload(
         seq_len=min(model.max_positions, LONGEST_DEFAULT) if seq_len is None else seq_len,
-        global_batch=(LOCAL_BATCH if cluster.name == "local" else BATCH) if global_batch is None else global_batch,
+        global_batch=(LOCAL_BATCH if cluster.name == LOCAL else BATCH) if global_batch is None else global_batch,
         precision=Precision.named(precision),
         optimizer=optimizer,
     )

@@ -8,12 +8,12 @@ from autoshard.errors import require
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
+from autoshard.spec.cluster import LOCAL
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Precision
 
-_HERE = "local"  # this machine's processors, whatever a plan is for
 _SHARDINGS = {0: "none", 1: "ZeRO-1", 3: "ZeRO-3"}
 _ARCH = {
     "layers": "num_layers", "hidden": "hidden", "ffn": "ffn", "heads": "num_heads", "kv_heads": "num_kv_heads",
@@ -30,7 +30,7 @@ class Occasion:
     step_time_s: float
     date: str  # YYYY-MM-DD
     versions: str
-    platform: str = _HERE  # what ran it: those processors, or the cluster of the plan
+    platform: str = LOCAL  # what ran it: the processors here, whatever the plan is for, or the plan's own cluster
 
     def __post_init__(self) -> None:
         """Refuse a run without a name, and one that took no time."""

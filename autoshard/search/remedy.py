@@ -13,7 +13,7 @@ from autoshard.plan.rules.rule import Rule
 from autoshard.search.judging import judge_space
 from autoshard.search.planner import Found, Request, rejections_of, search
 from autoshard.search.space import Pins, default_kernels
-from autoshard.spec.cluster import Cluster
+from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.workload import MOST
 from autoshard.units import format_bytes
 
@@ -73,7 +73,7 @@ def _refusal_lines(refusals: Sequence[Refusal]) -> list[str]:
 
 
 def _place(cluster: Cluster) -> str:
-    if cluster.name == "local":
+    if cluster.name == LOCAL:
         return f"this machine with {cluster.num_ranks} ranks"
     return f"{cluster.num_nodes} x {cluster.name}"
 
@@ -156,7 +156,7 @@ def _whole_tiles(request: Request) -> Iterator[str]:
 
 def _more_ranks(request: Request) -> Iterator[str]:
     cluster = request.cluster
-    local = cluster.name == "local"
+    local = cluster.name == LOCAL
     size = cluster.num_ranks if local else cluster.num_nodes
     most = _MOST_LOCAL_RANKS if local else size * _MOST_NODES
     while size < most:

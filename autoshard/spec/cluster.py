@@ -17,9 +17,10 @@ from autoshard.spec.link import DOMAINS, Domain, Link
 from autoshard.spec.placement import Placement, PlacementRule
 from autoshard.spec.sources import source_checks
 
-__all__ = ["Chip", "Cluster", "Domain", "EngineName", "KvOrder", "Link", "Placement", "PlacementRule"]
+__all__ = ["LOCAL", "Chip", "Cluster", "Domain", "EngineName", "KvOrder", "Link", "Placement", "PlacementRule"]
 
 EngineName = Literal["nxd", "torch"]
+LOCAL = "local"  # the cluster that is the processors of this machine: its rates are declared, not a data sheet's
 KvOrder = Literal["strided", "adjacent"]
 
 

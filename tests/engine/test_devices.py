@@ -9,7 +9,8 @@ import torch
 import autoshard.engine.torch.kernels.fused as fused
 from autoshard.engine.base import Measured
 from autoshard.engine.torch.dry import counted
-from autoshard.engine.torch.fake import NOWHERE, faked
+from autoshard.engine.torch.fake import faked
+from autoshard.engine.torch.formats import NOWHERE
 from tests.engine.test_kernels import attention
 from tests.ranks.cases import gpt, llama, plan_of
 

@@ -14,8 +14,8 @@ from autoshard.engine.programs import graph_of
 from autoshard.engine.ran import DryRank
 from autoshard.engine.torch.dry import counted
 from autoshard.engine.torch.executor import Executor
-from autoshard.engine.torch.fake import NOWHERE, faked
-from autoshard.engine.torch.formats import Formats
+from autoshard.engine.torch.fake import faked
+from autoshard.engine.torch.formats import NOWHERE, Formats
 from autoshard.errors import InputError
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan

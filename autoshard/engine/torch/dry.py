@@ -6,8 +6,8 @@ from autoshard.engine.base import Batch, Measured
 from autoshard.engine.initial import no_memory, no_weights
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.executor import Executor
-from autoshard.engine.torch.fake import NOWHERE, faked
-from autoshard.engine.torch.formats import Formats
+from autoshard.engine.torch.fake import faked
+from autoshard.engine.torch.formats import NOWHERE, Formats
 from autoshard.plan.plan import Plan
 
 

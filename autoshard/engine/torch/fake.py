@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-NOWHERE = torch.device("meta")  # where tensors have shapes and no memory
+from autoshard.engine.torch.formats import NOWHERE
 
 _BACKEND = "nowhere"
 _READ = torch.ops.aten._local_scalar_dense.default

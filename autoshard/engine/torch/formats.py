@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autoshard.engine.base import HOST
 from autoshard.graph.op import Array
 from autoshard.spec.workload import Dtype
 
-_HOST = torch.device("cpu")
+NOWHERE = torch.device("meta")  # where tensors have shapes and no memory
+_HOST = torch.device(HOST)
 _TYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -31,7 +33,7 @@ class Formats:
     @property
     def staging(self) -> torch.device:
         """Where whole weights are cut into pieces: with the host, which has the room, if there is anything to hold."""
-        return self.device if self.device.type == "meta" else _HOST
+        return self.device if self.device == NOWHERE else _HOST
 
     def of(self, dtype: Dtype) -> torch.dtype:
         """Return torch's type."""

@@ -11,6 +11,8 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
+from autoshard.engine.base import HOST
+from autoshard.engine.torch.formats import NOWHERE
 from autoshard.errors import InputError
 from autoshard.schedule.schedule import Schedule
 
@@ -34,7 +36,7 @@ def goes_back(tag: int) -> bool:
 
 def lane_backend(device: torch.device) -> str | None:
     """Return what messages between devices go through; None where the receiver picks them by their tags."""
-    return None if device.type in ("cpu", "meta") else dist.get_default_backend_for_device(device)
+    return None if device.type in (HOST, NOWHERE.type) else dist.get_default_backend_for_device(device)
 
 
 def lanes_of(pipelines: Iterable[tuple[int, ...]], backend: str | None) -> Lanes:

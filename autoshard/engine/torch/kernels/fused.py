@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from autoshard.engine.base import HOST
+from autoshard.engine.torch.formats import NOWHERE
+
 Part = tuple[torch.Tensor, torch.Tensor]  # mixed values [batch, head, query, head_dim], log of the denominators
 Slopes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of queries, keys and values
 
@@ -58,4 +61,4 @@ _HOST = Fused(
     dtypes=(torch.float32, torch.float64, *_HALF), head_dims=range(1, 2**16), forward=_on_host, backward=_on_host_back
 )
 GPU = Fused(dtypes=_HALF, head_dims=range(8, 257, 8), forward=_on_gpu, backward=_on_gpu_back)
-KERNELS: Mapping[str, Fused] = {"cpu": _HOST, "meta": _HOST, "cuda": GPU}
+KERNELS: Mapping[str, Fused] = {HOST: _HOST, NOWHERE.type: _HOST, "cuda": GPU}
