@@ -30,6 +30,7 @@ from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.record import encode
+from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision, Workload
 from benchmarks.measure import yardstick_s
 from benchmarks.result import Extra, Result
@@ -124,7 +125,7 @@ def ran(plan: Plan, num_steps: int = STEPS) -> RunReport:
     """Run a plan as ``autoshard run`` does."""
     build = builder()  # imports torch, so that forks need not
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(folder=Path(folder), num_steps=num_steps)
+        run = Run(folder=Path(folder), training=Training(steps=num_steps))
         return launch(
             None, plan.mesh.num_ranks, lambda say: train(plan, run, build, say), show=_silent, folder=run.folder
         )

@@ -25,6 +25,7 @@ from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision, Workload
 from benchmarks import plain_llama
 from benchmarks.result import Extra
@@ -46,10 +47,13 @@ def speeds(plan: Plan, device: str = "cuda", backend: str = "inductor", pairs: i
 
     def body(_: Callable[[Any], None]) -> Sequence[tuple[float, float]]:
         with tempfile.TemporaryDirectory() as folder:
-            engine = build(plan, Run(folder=Path(folder), num_steps=1, device=device))
+            engine = build(plan, Run(folder=Path(folder), training=Training(steps=1), device=device))
         batches = SyntheticData.of(plan, seed=0).step(1)
         plain = compiled(plan.model, plan.workload.seq_len, device, backend)
-        taken = [(_taken_s(engine.step, batches), _taken_s(plain, batches)) for _ in range(WARM_UP + pairs)]
+        taken = [
+            (_taken_s(lambda given: engine.step(given, 3e-4), batches), _taken_s(plain, batches))
+            for _ in range(WARM_UP + pairs)
+        ]
         return taken[WARM_UP:]
 
     with tempfile.TemporaryDirectory() as folder:

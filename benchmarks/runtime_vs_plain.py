@@ -24,6 +24,7 @@ from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision, Workload
 from benchmarks import plain_llama
 from benchmarks.measure import yardstick_s
@@ -83,11 +84,11 @@ def compared(text: str, plain: Plain, pairs: int = PAIRS) -> Compared:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         with tempfile.TemporaryDirectory() as folder:
-            engine = build(plan, Run(folder=Path(folder), num_steps=1))
+            engine = build(plan, Run(folder=Path(folder), training=Training(steps=1)))
         batches, other = SyntheticData.of(plan, seed=0).step(1), plain(plan.model, SEQ_LEN)
         ratios: list[float] = []
         for number in range(pairs + 2):
-            both = [_cpu_s(lambda: engine.step(batches)), _cpu_s(lambda: other(batches))]
+            both = [_cpu_s(lambda: engine.step(batches, 3e-4)), _cpu_s(lambda: other(batches))]
             ratios += [both[1] / both[0]] if number > 1 else []  # the first steps set things up
         return tuple(ratios)
 

@@ -30,8 +30,8 @@ def compiling_place(plan: "Plan", asked: "Run", given: "GivenRank | None", name:
 
     message = "the torch engine runs this plan as it is, and compiles nothing ahead. Leave it out"
     require((plan.engine == "nxd", "--compile-only", message))
-    steps = f"must be at least {LEAST_STEPS} to meet every graph, not {asked.num_steps}"
-    require((asked.num_steps >= LEAST_STEPS, "--steps", steps))
+    steps = f"must be at least {LEAST_STEPS} to meet every graph, not {asked.training.steps}"
+    require((asked.training.steps >= LEAST_STEPS, "--steps", steps))
     refuse_without_compiler(plan, given, name)
     return _place(plan, asked, given)
 
@@ -67,8 +67,8 @@ def _place(plan: "Plan", asked: "Run", given: "GivenRank | None") -> Path:
 
 def _short_run(asked: "Run", name: str) -> list[str]:
     """Return the run that is extracted from: all but its steps and its folder as the run that it is for."""
-    constants = ["--seed", str(asked.seed), "--learning-rate", str(asked.learning_rate)]
-    steps = ["--steps", str(asked.num_steps), "--out", str(asked.folder / "short")]
+    constants = ["--seed", str(asked.training.seed), "--learning-rate", str(asked.training.learning_rate)]
+    steps = ["--steps", str(asked.training.steps), "--out", str(asked.folder / "short")]
     return ["-m", "autoshard.cli", "run", name, *steps, *constants]
 
 

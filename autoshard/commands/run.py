@@ -12,6 +12,7 @@ from autoshard.commands.compiling import USUAL_STEPS, compile_ahead, compiling_p
 from autoshard.commands.dry import dry
 from autoshard.commands.output import print_json, write_plan, write_text
 from autoshard.errors import InputError, require
+from autoshard.spec.training import Training
 
 if TYPE_CHECKING:
     from autoshard.engine.base import Run
@@ -61,7 +62,7 @@ def run(
         out: The folder of the run: plan, steps, logs, a measured row. Default: runs/ and the name of the plan file.
         rehearse: Run a plan of the same shape on at most so many ranks, with a model to match, e.g. 8.
         seed: Of the weights and the tokens; the same seed gives the same losses.
-        learning_rate: Of the optimizer, the same in all steps.
+        learning_rate: Of the optimizer.
         dry_run: Start nothing: try ranks of the whole plan out here one by one, without numbers, and count bytes.
         dry_ranks: Which ranks --dry-run tries, e.g. 0,37. Default: one of each that differ.
         compile_only: On Trainium, once on every node: compile all graphs into a cache in the folder of the run.
@@ -72,11 +73,10 @@ def run(
 
     folder = out or _RUNS / (f"{plan.stem}-compiled" if compile_only else plan.stem)
     count = (USUAL_STEPS if compile_only else _STEPS) if steps is None else steps
-    asked = Run(folder=folder, num_steps=count, learning_rate=learning_rate, seed=seed)
+    asked = Run(folder=folder, training=Training(steps=count, learning_rate=learning_rate, seed=seed))
     tried = dry_run or rehearse is not None
     require(
         (rehearse is None or rehearse >= 1, "--rehearse", f"must be at least 1, not {rehearse}"),
-        (seed >= 0, "--seed", f"must be at least 0, not {seed}"),
         (dry_run or not dry_ranks, "--dry-ranks", "says which ranks --dry-run tries. Type --dry-run as well"),
         (not (compile_only and tried), "--compile-only", "what is only tried is not compiled. Leave one of them out"),
     )
@@ -233,7 +233,7 @@ def _executed(ready: _Ready, asked: "Run", *, silent: bool) -> "RunReport | None
 
     if given is None or given.rank == 0:
         _begin(ready, asked.folder, given, silent=silent)
-    with StepsShown(asked.folder, asked.num_steps, silent=silent) as show:
+    with StepsShown(asked.folder, asked.training.steps, silent=silent) as show:
         return launch(
             given,
             plan.mesh.num_ranks,

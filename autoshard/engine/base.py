@@ -1,13 +1,15 @@
 """What the runtime asks of an engine, and nothing else."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from autoshard.errors import require
+from autoshard.engine.pieces import Piece
 from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
+from autoshard.spec.training import Training
 
 HOST = "cpu"
 Batch = Mapping[str, Array]  # one micro-batch, whole: tokens, labels, positions, key_positions, token_weight
@@ -18,17 +20,8 @@ class Run:
     """One execution of a plan: its output folder, and what the plan leaves open."""
 
     folder: Path
-    num_steps: int
-    learning_rate: float = 3e-4
-    seed: int = 0
+    training: Training
     device: str = HOST  # where tensors lie, as torch names it
-
-    def __post_init__(self) -> None:
-        """Refuse a run that does nothing."""
-        require(
-            (self.num_steps >= 1, "--steps", f"must be at least 1, not {self.num_steps}"),
-            (self.learning_rate > 0, "--learning-rate", f"must be positive, not {self.learning_rate}"),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +30,21 @@ class StepReport:
 
     loss: float
     norm: float  # of the whole gradient, before it was clipped
+    updated: bool = True  # whether the weights took the step
+    suspects: tuple[str, ...] = ()  # if a number is not finite: which ranks found it, and where
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and norm are numbers."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+Allows = Callable[[StepReport], bool]
+
+
+def whenever_finite(report: StepReport) -> bool:
+    """Allow an update by numbers."""
+    return report.finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +60,20 @@ class Measured:
 class Engine(Protocol):
     """One rank of a run, built from its plan."""
 
-    def step(self, micro_batches: Sequence[Batch]) -> StepReport:
-        """Run one optimizer step."""
+    def step(self, micro_batches: Sequence[Batch], learning_rate: float, allows: Allows = ...) -> StepReport:
+        """Run one optimizer step.
+
+        When all ranks know loss and norm, and before anything of the state changes, every rank calls ``allows`` with
+        the same report; the weights are updated if it says so. Until it returns, pieces may still be read.
+        """
+        ...
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return what this rank holds of the state, each box once; loading fills their memory."""
+        ...
+
+    def restored(self, num_updates: int) -> None:
+        """Take over what ``pieces`` were filled with, after so many updates; every rank calls it."""
         ...
 
     def measured(self) -> Measured:

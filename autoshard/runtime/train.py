@@ -16,22 +16,22 @@ Say = Callable[[TimedStep], None]
 
 def train(plan: Plan, run: Run, build: Builds, say: Say) -> RunReport:
     """Take the steps of a run on this rank, and say each when it is done; torch's world must be running."""
-    engine, data = build(plan, run), SyntheticData.of(plan, run.seed)
+    engine, data = build(plan, run), SyntheticData.of(plan, run.training.seed)
     # Devices take no Python objects.
     hosts: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
     steps: list[TimedStep] = []
-    for number in range(run.num_steps):
-        steps.append(_step(engine, data, number, hosts))
+    for number in range(run.training.steps):
+        steps.append(_step(engine, data, number, run.training.rate(number + 1), hosts))
         say(steps[-1])
     return RunReport(steps=tuple(steps), ranks=_from_all(engine.measured(), hosts))
 
 
-def _step(engine: Engine, data: SyntheticData, number: int, hosts: Any) -> TimedStep:
+def _step(engine: Engine, data: SyntheticData, number: int, rate: float, hosts: Any) -> TimedStep:
     """Take one step; the clock runs from when all ranks are ready until the last is done."""
     batches = data.step(number)
     dist.barrier(hosts)
     start_s = time.perf_counter()
-    report = engine.step(batches)
+    report = engine.step(batches, rate)
     dist.barrier(hosts)
     time_s = time.perf_counter() - start_s
     num_tokens = data.num_micro_batches * data.micro_batch * data.seq_len

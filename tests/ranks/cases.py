@@ -155,9 +155,9 @@ def executor_of(task: Task, formats: Formats = EXACT) -> Executor:
 
 def share_of(executor: Executor, task: Task, step: int = 0) -> StepShare:
     """Run a step, and take what this rank has of it."""
-    loss, norm = executor.step(task.steps[step], task.learning_rate)
+    report = executor.step(task.steps[step], task.learning_rate)
     shares = executor.shares()
-    return StepShare(loss=loss, norm=norm, gradients=shares.gradients, weights=shares.weights)
+    return StepShare(loss=report.loss, norm=report.norm, gradients=shares.gradients, weights=shares.weights)
 
 
 def run_steps(task: Task, formats: Formats = EXACT) -> list[StepShare]:

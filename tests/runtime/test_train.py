@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autoshard.engine.base import Measured, Run, StepReport
+from autoshard.engine.base import Measured, Run, whenever_finite
 from autoshard.engine.programs import graph_of
 from autoshard.engine.ran import RunReport, TimedStep
 from autoshard.engine.torch.executor import Executor
@@ -16,6 +16,7 @@ from autoshard.graph.evaluate import random_weights
 from autoshard.runtime.data import SyntheticData
 from autoshard.runtime.launch import launch
 from autoshard.runtime.train import train
+from autoshard.spec.training import Training
 from tests.runtime.cases import tiny_plan
 
 SMALL = SyntheticData(num_micro_batches=3, micro_batch=2, seq_len=50, vocab=11, seed=4)
@@ -30,19 +31,24 @@ class Double:
     """An engine that computes in double precision, so that losses can be compared to the last digits."""
 
     def __init__(self, plan, run):
-        weights = random_weights(graph_of(plan), np.random.default_rng(run.seed), scale=0.02)
-        self.executor, self.learning_rate = Executor(plan, weights.__getitem__, Formats(exact=True)), run.learning_rate
+        weights = random_weights(graph_of(plan), np.random.default_rng(run.training.seed), scale=0.02)
+        self.executor = Executor(plan, weights.__getitem__, Formats(exact=True))
 
-    def step(self, micro_batches):
-        loss, norm = self.executor.step(micro_batches, self.learning_rate)
-        return StepReport(loss=loss, norm=norm)
+    def step(self, micro_batches, learning_rate, allows=whenever_finite):
+        return self.executor.step(micro_batches, learning_rate, allows)
+
+    def pieces(self):
+        return self.executor.pieces()
+
+    def restored(self, num_updates):
+        self.executor.restored(num_updates)
 
     def measured(self):
         return Measured(memory_bytes={"weights": 4}, calls={}, sent_bytes={})
 
 
 def trained(text: str, folder: Path, **options) -> RunReport:
-    run = Run(folder=folder, **({"num_steps": 4, "learning_rate": 1e-2} | options))
+    run = Run(folder=folder, training=Training(**({"steps": 4, "learning_rate": 1e-2} | options)))
     steps: list[TimedStep] = []
     report = launch(
         None,
@@ -71,16 +77,16 @@ def test_the_same_seed_gives_the_same_losses_on_two_ranks_as_on_one(text: str, t
 
 @pytest.mark.ranks
 def test_another_seed_gives_other_losses(tmp_path: Path) -> None:
-    first, second = (trained("tp=1,pp=1,dp=1", tmp_path / str(seed), seed=seed, num_steps=1) for seed in (0, 1))
+    first, second = (trained("tp=1,pp=1,dp=1", tmp_path / str(seed), seed=seed, steps=1) for seed in (0, 1))
     assert losses(first) != losses(second)
 
 
 @pytest.mark.ranks
 def test_the_loss_falls_on_a_repeated_batch(tmp_path: Path) -> None:
     def body(_):
-        engine = Double(plan("tp=1,pp=1,dp=2"), Run(folder=tmp_path, num_steps=1, learning_rate=1e-2))
+        engine = Double(plan("tp=1,pp=1,dp=2"), Run(folder=tmp_path, training=Training(steps=1)))
         batches = SyntheticData.of(plan("tp=1,pp=1,dp=2"), 0).step(0)
-        return [engine.step(batches).loss for _ in range(6)]
+        return [engine.step(batches, 1e-2).loss for _ in range(6)]
 
     found = launch(None, 2, body, show=print, folder=tmp_path)
     assert found == sorted(found, reverse=True) and found[-1] < found[0] - 0.3

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autoshard.engine.base import Batch, Measured, Run, StepReport
+from autoshard.engine.base import Allows, Batch, Measured, Run, StepReport, whenever_finite
 from autoshard.engine.initial import InitialWeights
 from autoshard.engine.nxd.layers import Recomputed
 from autoshard.engine.nxd.library import groups, named, trainer
 from autoshard.engine.nxd.lowering import INPUTS, Lowering, lowering_of
 from autoshard.engine.nxd.model import Built, Kernels, build_model, places_of, tie
 from autoshard.engine.nxd.stages import MiddleStage
+from autoshard.engine.pieces import Piece
 from autoshard.engine.programs import graph_of
 from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
@@ -56,8 +57,12 @@ class NxdEngine:
             config, updates[self.lowering.update], given, **options
         )
 
-    def step(self, micro_batches: Sequence[Batch]) -> StepReport:
+    def step(
+        self, micro_batches: Sequence[Batch], learning_rate: float, allows: Allows = whenever_finite
+    ) -> StepReport:
         """Run one optimizer step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
         self.optimizer.zero_grad()
         parts = [self._part(batch) for batch in micro_batches]
         loss = self._through_pipeline(parts) if self.plan.mesh.size("pp") > 1 else self._one_by_one(parts)
@@ -76,6 +81,14 @@ class NxdEngine:
         mine = groups().get_context_model_parallel_rank()
         trainer().load_checkpoint(str(folder), _tag(step, 0), model=self.model)
         trainer().load_checkpoint(str(folder), _tag(step, mine), optimizer=self.optimizer)
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return what this rank holds of the state."""
+        raise AssertionError("checkpoints of the nxd engine are its own: see save")
+
+    def restored(self, num_updates: int) -> None:
+        """Take over what the pieces were filled with."""
+        raise AssertionError("checkpoints of the nxd engine are its own: see load")
 
     def measured(self) -> Measured:
         """Return what this rank holds; what graphs keep for backward and send, the host does not see."""
@@ -129,7 +142,7 @@ class NxdEngine:
 
 def build(plan: Plan, run: Run) -> NxdEngine:
     """Build this rank's share of a plan."""
-    return NxdEngine(plan, InitialWeights(graph=graph_of(plan), seed=run.seed), run.learning_rate)
+    return NxdEngine(plan, InitialWeights(graph=graph_of(plan), seed=run.training.seed), run.training.learning_rate)
 
 
 def _tag(step: int, cp_rank: int) -> str:

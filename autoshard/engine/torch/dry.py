@@ -18,7 +18,7 @@ def counted(plan: Plan, rank: int) -> Measured:
     """
     with faked(rank, plan.mesh.num_ranks):
         executor = Executor(plan, no_weights(graph_of(plan)), Formats(device=NOWHERE))
-        executor.step([_batch(plan)] * plan.schedule.num_micro_batches, learning_rate=0.0)
+        executor.step([_batch(plan)] * plan.schedule.num_micro_batches, 0.0, lambda _: True)
         return executor.measured()
 
 

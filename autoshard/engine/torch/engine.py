@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from autoshard.engine.base import HOST, Batch, Measured, Run, StepReport
+from autoshard.engine.base import HOST, Allows, Batch, Measured, Run, StepReport, whenever_finite
 from autoshard.engine.initial import InitialWeights
+from autoshard.engine.pieces import Piece
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.executor import Executor
 from autoshard.engine.torch.formats import Formats
@@ -17,15 +18,25 @@ class TorchEngine:
 
     def __init__(self, plan: Plan, run: Run) -> None:
         formats = Formats(device=torch.device(run.device))
-        self._executor = Executor(plan, InitialWeights(graph=graph_of(plan), seed=run.seed), formats)
+        self._executor = Executor(plan, InitialWeights(graph=graph_of(plan), seed=run.training.seed), formats)
         self._run = run
 
-    def step(self, micro_batches: Sequence[Batch]) -> StepReport:
+    def step(
+        self, micro_batches: Sequence[Batch], learning_rate: float, allows: Allows = whenever_finite
+    ) -> StepReport:
         """Run one optimizer step."""
-        loss, norm = self._executor.step(micro_batches, self._run.learning_rate)
+        report = self._executor.step(micro_batches, learning_rate, allows)
         if self._run.device != HOST:
             torch.accelerator.synchronize()  # a step ends when its update does
-        return StepReport(loss=loss, norm=norm)
+        return report
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return what this rank holds of the state."""
+        return self._executor.pieces()
+
+    def restored(self, num_updates: int) -> None:
+        """Take over what the pieces were filled with."""
+        self._executor.restored(num_updates)
 
     def measured(self) -> Measured:
         """Return what this rank holds, and what it sent in the last step."""

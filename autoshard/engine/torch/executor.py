@@ -3,14 +3,17 @@
 Nothing is derived here: every local operation and every Collective is an instruction of the plan's table.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from autoshard.engine.base import Batch, Measured
+from autoshard.engine.base import Allows, Batch, Measured, StepReport, whenever_finite
 from autoshard.engine.order import sequence_order
+from autoshard.engine.pieces import Piece
 from autoshard.engine.place import Held, Place
 from autoshard.engine.programs import programs_of
 from autoshard.engine.torch.block import Bench
@@ -29,6 +32,7 @@ from autoshard.plan.plan import Plan
 
 Whole = Callable[[str], Array]  # a whole weight by its name, as in ``graph/evaluate``
 _AS_PLANNED = Formats()
+_MOST_SUSPECTS = 3  # that a rank names of what it found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +66,15 @@ class Executor:
         own = flats(world, (one for name, one in held.items() if name not in here), blocks, formats)
         self._held, self._store = held, Store(flats=own, ties=here)
         self._pieces: list[torch.Tensor] = []
-        self._num_steps, self._clip = 0, 1.0
+        self._num_updates, self._clip = 0, 1.0
         self._saved_bytes = 0
 
-    def step(self, micro_batches: Sequence[Batch], learning_rate: float) -> tuple[float, float]:
-        """Run one step; return the loss and the norm of the gradient, the same on every rank.
+    def step(
+        self, micro_batches: Sequence[Batch], learning_rate: float, allows: Allows = whenever_finite
+    ) -> StepReport:
+        """Run one step; a micro-batch holds whole arrays, of which the rank takes its part.
 
-        A micro-batch holds whole arrays, of which the rank takes its part.
+        Weights are updated if ``allows`` says so of loss and norm, which are the same on every rank.
         """
         wanted = self._pipeline.plan.schedule.num_micro_batches
         require(
@@ -81,17 +87,47 @@ class Executor:
         self._saved_bytes = self._saved_bytes or passed.saved_bytes
         self._tie_gradients()
         self._pieces = [flat.reduced() for flat in self._store.flats]
-        square = sum(flat.square(piece) for flat, piece in zip(self._store.flats, self._pieces, strict=True))
-        total, loss = world_sum([square, passed.loss])
+        squares = [flat.square(piece) for flat, piece in zip(self._store.flats, self._pieces, strict=True)]
+        total, loss = world_sum([sum(squares), sum(passed.losses.values())])
         op = self._graph.update.op("clip")
         clip, norm = op.kind.evaluate(self._graph.update.call(op, {}), np.asarray(total))
-        self._num_steps += 1
-        self._clip = float(clip)
-        scalars = {"clip": self._clip, "learning_rate": learning_rate, "step_number": self._num_steps}
+        self._bench.world.finish_sending()
+        report = StepReport(loss=loss, norm=float(norm))
+        if not report.finite:
+            report = replace(report, suspects=self._suspects(passed.losses, squares))
+        if not allows(report):
+            return replace(report, updated=False)
+        self._update(float(clip), learning_rate)
+        return report
+
+    def _update(self, clip: float, learning_rate: float) -> None:
+        """Let the optimizer take the step."""
+        self._num_updates += 1
+        self._clip = clip
+        scalars = {"clip": clip, "learning_rate": learning_rate, "step_number": self._num_updates}
         for flat, piece in zip(self._store.flats, self._pieces, strict=True):
             flat.update(piece, scalars)
-        self._bench.world.finish_sending()
-        return loss, float(norm)
+
+    def _suspects(self, losses: Mapping[int, float], squares: Sequence[float]) -> tuple[str, ...]:
+        """Say which ranks found what is not finite: losses of micro-batches, then gradients of weights."""
+        mine = [f"loss of micro-batch {number}" for number, loss in losses.items() if not math.isfinite(loss)]
+        for flat, piece, square in zip(self._store.flats, self._pieces, squares, strict=True):
+            if not math.isfinite(square):
+                shares = flat.shares(piece)
+                mine += [f"gradient of {name}" for name, share in shares.items() if not np.isfinite(share.array).all()]
+        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, mine[:_MOST_SUSPECTS])
+        return tuple(f"rank {rank}: {', '.join(its)}" for rank, its in enumerate(found) if its)
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Return the boxes of the state that this rank holds; what loading fills counts after ``restored``."""
+        return tuple(piece for flat in self._store.flats for piece in flat.state())
+
+    def restored(self, num_updates: int) -> None:
+        """Take over what the pieces were filled with: weights follow from the masters or pieces that are updated."""
+        self._num_updates = num_updates
+        for flat in self._store.flats:
+            flat.restored()
 
     def shares(self) -> Shares:
         """Return this rank's parts of what the last step made, for who puts them together."""
@@ -140,11 +176,12 @@ class Executor:
                 assert run.place.bounds(layout) == run.place.bounds(held), f"{layout} cannot update {held}"
                 spread, summed = split_pending(layout.sums)
                 instance = f"{name}.{tensor.name}"
-                kind, _, parameter = apart.get(instance, instance).split(".", 2)
+                owner = apart.get(instance, instance)
+                kind, _, parameter = owner.split(".", 2)
                 yield Weight(
-                    instance=instance, name=parameter, block=self._graph.block(kind), layout=layout, place=run.place,
-                    summed=summed, spread=spread, zero=pipeline.plan.zero, tied=roles.get(instance, ""),
-                    late=f"{tensor.name}.sum" in late,
+                    instance=instance, owner=owner, name=parameter, block=self._graph.block(kind), layout=layout,
+                    place=run.place, summed=summed, spread=spread, zero=pipeline.plan.zero,
+                    tied=roles.get(instance, ""), late=f"{tensor.name}.sum" in late,
                 )  # fmt: skip
 
     def _tie_gradients(self) -> None:

@@ -23,7 +23,7 @@ _ALONG_SEQUENCE = ("tokens", "labels", "token_weight")  # inputs that come in th
 class Passed:
     """What all micro-batches gave a rank: the loss where it is counted, and the most that was kept for backward."""
 
-    loss: float
+    losses: Mapping[int, float]  # by micro-batch, on ranks that count it
     saved_bytes: int
 
 
@@ -102,7 +102,7 @@ class Pipeline:
             if counts:
                 passing.count_saved()
         self.bench.world.finish_sending()
-        return Passed(loss=passing.loss(), saved_bytes=passing.most_saved_bytes)
+        return Passed(losses=passing.losses(), saved_bytes=passing.most_saved_bytes)
 
 
 class _MicroBatches:
@@ -114,7 +114,7 @@ class _MicroBatches:
         self._store, self._batches = store, batches
         self._values: dict[tuple[str, int], Values] = {}  # of blocks that wait for their backward pass
         self._inputs: dict[tuple[str, int], torch.Tensor] = {}
-        self._losses: list[torch.Tensor] = []  # read at the end, so that no device is waited for between micro-batches
+        self._losses: dict[int, torch.Tensor] = {}  # read at the end: no device is waited for meanwhile
         self._kept: dict[int, torch.Tensor] = {}  # by tag: messages between two stages of this rank
 
     def act(self, action: Action) -> None:
@@ -124,9 +124,9 @@ class _MicroBatches:
         else:
             self._backward(action.kind, action.stage, action.micro_batch)
 
-    def loss(self) -> float:
-        """Add up the loss of all micro-batches, where it is counted."""
-        return sum(map(float, self._losses))
+    def losses(self) -> dict[int, float]:
+        """Return the loss of every micro-batch, where it is counted."""
+        return {number: float(loss) for number, loss in self._losses.items()}
 
     def count_saved(self) -> None:
         """Count what waits for backward, each piece of memory once; weights and the batch are there anyway."""
@@ -146,7 +146,7 @@ class _MicroBatches:
         if stage < self._pipeline.last_stage:
             self._hand(hidden, stage, stage + 1, number, back=False)
         elif self._pipeline.counts_loss:
-            self._losses.append(hidden)
+            self._losses[number] = hidden
 
     def _backward(self, kind: ActionKind, stage: int, number: int) -> None:
         """Run B, or one half: I, which keeps the values, and W, which is handed nothing and hands on nothing."""

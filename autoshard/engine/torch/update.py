@@ -5,7 +5,8 @@ views of them, collectives the whole.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -13,6 +14,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from autoshard.engine.pieces import Part, Piece, placed_boxes
 from autoshard.engine.place import Held, Place
 from autoshard.engine.torch.formats import Formats, own, wide
 from autoshard.engine.torch.kernels import Kernel, Local, kernel
@@ -32,6 +34,7 @@ class Weight:
     """One weight on this rank: its block, and the atoms over whose ranks its gradient waits to be summed."""
 
     instance: str  # as in ``graph/evaluate``: ``layer.3.up.weight``
+    owner: str  # the instance whose values it has: its own, but for a tied weight on another stage
     name: str  # in the block that says how it is updated: ``up.weight``
     block: Block
     layout: Layout  # of the weight, and of its gradient's sum
@@ -53,6 +56,11 @@ class Weight:
         return self.place.shape(self.layout)
 
     @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the weight over all ranks."""
+        return tuple(self.place.sizes[dim] for dim, _ in self.layout.dims)
+
+    @property
     def num_elements(self) -> int:
         """How many numbers the rank holds."""
         return math.prod(self.shape)
@@ -62,6 +70,16 @@ class Weight:
         """Atoms along which ranks of a stage update the same numbers."""
         apart = {atom for _, atoms in self.layout.dims for atom in atoms} | set(self.spread if self.zero else ())
         return tuple(atom for atom, _ in self.place.mesh.axes if atom not in {"pp", *apart})
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank saves it: one of those that hold the same, another one for another weight."""
+        if self.tied == "copy":
+            return False
+        number, count = 0, 1
+        for atom in self.alike:
+            number, count = number + count * self.place.coordinate(atom), count * self.place.mesh.size(atom)
+        return zlib.crc32(self.owner.encode()) % count == number
 
     @property
     def optimizer(self) -> Update:
@@ -171,14 +189,45 @@ class Flat:
 
     def update(self, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step with this rank's piece of the gradient, and gather the new values."""
-        master = self.master
-        held = self.values if self.parted else _piece(self.values, self._shared)
-        mine = held if master is None else master
+        mine = self._mine()
         self.stepping(mine, *self.moments, piece, *(scalars[name] for name in self.weights[0].optimizer.scalars))
+        self._publish(mine)
+
+    def _mine(self) -> torch.Tensor:
+        """Return what this rank updates: its masters, its piece of the values, or all of them."""
+        if self.master is not None:
+            return self.master
+        return self.values if self.parted else _piece(self.values, self._shared)
+
+    def _publish(self, mine: torch.Tensor) -> None:
+        """Bring what this rank has updated to where blocks read it."""
         if self._shared and not self.parted:
             self.values.copy_(self._shared.all_gather(mine.to(self.values.dtype))[: len(self.values)])
-        elif master is not None:
-            self.values.copy_(master)
+        elif self.master is not None:
+            self.values.copy_(self.master)
+
+    def state(self) -> Iterator[Piece]:
+        """Yield the boxes of weights and moments that this rank updates, as views of their memory."""
+        whole = not (self._shared and not self.parted)
+        length = len(self.values if whole else _piece(self.values, self._shared))
+        start = 0 if whole or self._shared is None else length * self._shared.number
+        mine = self.values[start : start + length] if self.master is None else self.master
+        reads = bool(self.zero) or self.spread is None or self.spread.number == 0
+        parts: tuple[Part, ...] = ("weight", "moment1", "moment2")
+        for part, memory in zip(parts, (mine, *self.moments), strict=False):
+            for weight, (low, high), first in self._ranges(length):
+                for offsets, lengths, where in placed_boxes(weight.bounds, low, high):
+                    yield Piece(
+                        weight=weight.owner, part=part, whole=weight.whole, offsets=offsets,
+                        memory=memory[first : first + high - low][where].view(lengths), saves=weight.saves, reads=reads,
+                    )  # fmt: skip
+
+    def restored(self) -> None:
+        """Take over what the views of ``state`` were filled with."""
+        if self.spread and not self.zero:
+            for one in (self._mine(), *self.moments):
+                self.spread.broadcast(one)
+        self._publish(self._mine())
 
     def square(self, piece: torch.Tensor) -> float:
         """Return this rank's share of the squared norm: what several ranks or two stages hold alike counts once."""
@@ -187,14 +236,20 @@ class Flat:
 
     def shares(self, piece: torch.Tensor) -> dict[str, Held]:
         """Name by instance what parts of the weights a piece is, without its padding."""
-        start = len(piece) * (self._shared.number if self._shared else 0)
+        return {
+            weight.instance: Held(
+                bounds=weight.bounds, array=as_array(piece[first : first + high - low].clone()), piece=(low, high)
+            )
+            for weight, (low, high), first in self._ranges(len(piece))
+        }
+
+    def _ranges(self, length: int) -> Iterator[tuple[Weight, tuple[int, int], int]]:
+        """Yield what this rank's piece of a length has of each weight: which range of it, and where that begins."""
+        start = length * (self._shared.number if self._shared else 0)
         ends = accumulate((one.num_elements for one in self.weights), initial=0)
-        found: dict[str, Held] = {}
         for weight, offset in zip(self.weights, ends, strict=False):
-            low, high = (min(max(place - offset, 0), weight.num_elements) for place in (start, start + len(piece)))
-            part = piece[offset + low - start : offset + high - start] if high > low else piece[:0]
-            found[weight.instance] = Held(bounds=weight.bounds, array=as_array(part.clone()), piece=(low, high))
-        return found
+            low, high = (min(max(place - offset, 0), weight.num_elements) for place in (start, start + length))
+            yield weight, (low, high), max(offset + low - start, 0)
 
 
 def flats(world: World, weights: Iterable[Weight], blocks: Mapping[str, Array], formats: Formats) -> tuple[Flat, ...]:

@@ -98,6 +98,10 @@ class Group:
         self._count("reduce_scatter", given.nbytes)
         return mine
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Give everybody what the first member has, in place; nothing of a step, so not counted."""
+        dist.broadcast(tensor, self.ranks[0], group=self.handle)
+
     def all_to_all(self, given: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
         """Exchange parts of flat tensors, which stand in torch's order of the members."""
         received = given.new_empty(sum(counts))

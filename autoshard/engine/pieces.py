@@ -1,0 +1,66 @@
+"""What a rank holds of the state of a run, as boxes of whole tensors: what checkpoints are made of and filled from."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from autoshard.engine.place import Bounds
+
+Part = Literal["weight", "moment1", "moment2"]
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and lengths along every dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """A box of one tensor of the state; ``memory`` is a view of what the engine updates, so loading fills it."""
+
+    weight: str  # as in ``graph/evaluate``: layer.3.up.weight; weights that share their values have the owner's name
+    part: Part  # the weight in the format in which it is updated, or a moment of the optimizer
+    whole: tuple[int, ...]  # the shape of the whole tensor
+    offsets: tuple[int, ...]
+    memory: Any  # a tensor of torch, of the shape of the box
+    saves: bool = True  # one of all ranks that hold the same saves it
+    reads: bool = True  # whether this rank reads it, or is given it by another rank
+
+    @property
+    def name(self) -> str:
+        """The tensor's name in a checkpoint."""
+        return f"{self.part}/{self.weight}"
+
+
+def boxes_of(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
+    """Cut a range of a tensor in storage order into boxes, in storage order.
+
+    >>> list(boxes_of((3, 4), 2, 9))
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if low >= high:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row, inner = math.prod(shape[1:]), shape[1:]
+    first, last = -(-low // row), high // row  # rows that are whole
+    if first > last:  # inside one row
+        yield from _in_row(last, boxes_of(inner, low - last * row, high - last * row))
+        return
+    if low < first * row:
+        yield from _in_row(first - 1, boxes_of(inner, low - (first - 1) * row, row))
+    if first < last:
+        yield (first, *(0 for _ in inner)), (last - first, *inner)
+    if last * row < high:
+        yield from _in_row(last, boxes_of(inner, 0, high - last * row))
+
+
+def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    return (((row, *offsets), (1, *lengths)) for offsets, lengths in boxes)
+
+
+def placed_boxes(bounds: Bounds, low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], slice]]:
+    """Cut a range of a rank's block into boxes of the whole tensor, each with its slice of the range."""
+    shape, start = tuple(stop - begin for begin, stop in bounds), 0
+    for offsets, lengths in boxes_of(shape, low, high):
+        stop = start + math.prod(lengths)
+        yield tuple(at + begin for at, (begin, _) in zip(offsets, bounds, strict=True)), lengths, slice(start, stop)
+        start = stop

@@ -1,0 +1,176 @@
+"""What a training run does beside its plan: steps, learning rate, optimizer constants, checkpoints, trackers."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autoshard.errors import require
+
+Shape = Literal["constant", "linear", "cosine", "wsd"]
+_WSD_SHARE = 5  # wsd: the last fifth of the steps decays (Hagele et al. 2024, arXiv:2405.18392, use 10 to 20%)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateSchedule:
+    """How the learning rate goes: up from zero, then along a shape down to a share of its peak.
+
+    Args:
+        shape: After the warm-up: constant, linear, cosine, or wsd (constant, then linear over the last decay_steps).
+        warm_up_steps: Steps in which the rate rises linearly from 0 to its peak.
+        final: Share of the peak that is left in the last step; constant has none.
+        decay_steps: How many of the last steps wsd decays. Default: a fifth of all.
+    """
+
+    shape: Shape = "constant"
+    warm_up_steps: int = 0
+    final: float = 0.0
+    decay_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no schedule has."""
+        decay = self.decay_steps
+        require(
+            (self.warm_up_steps >= 0, "warm_up_steps", f"must be at least 0, not {self.warm_up_steps}"),
+            (0 <= self.final <= 1, "final", f"must be from 0 to 1, not {self.final}"),
+            (decay is None or decay >= 1, "decay_steps", f"must be at least 1, not {decay}"),
+            (decay is None or self.shape == "wsd", "decay_steps", f"is of shape wsd only, not of {self.shape}"),
+            (self.final == 0 or self.shape != "constant", "final", "has no effect on the shape constant"),
+        )
+
+    def share(self, step: int, num_steps: int) -> float:
+        """Return the share of the peak in a step, counted from 1.
+
+        >>> [round(RateSchedule(shape="cosine", warm_up_steps=2).share(step, 6), 3) for step in (1, 2, 3, 4, 5, 6)]
+        [0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
+        """
+        if step <= self.warm_up_steps:
+            return step / self.warm_up_steps
+        first = self.warm_up_steps
+        if self.shape == "wsd":
+            first = max(first, num_steps - (self.decay_steps or -(-num_steps // _WSD_SHARE)))
+        if self.shape == "constant" or step <= first:
+            return 1.0
+        done = min(1.0, (step - first) / max(1, num_steps - first))
+        left = (1 + math.cos(math.pi * done)) / 2 if self.shape == "cosine" else 1 - done
+        return self.final + (1 - self.final) * left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWConstants:
+    """The constants of AdamW; weights of norms and biases do not decay.
+
+    Args:
+        beta1: Share of the first moment that stays from step to step.
+        beta2: Share of the second moment that stays.
+        eps: Added to the root of the second moment.
+        weight_decay: Share of a weight, times the learning rate, that each step takes off.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Refuse constants for which moments do not settle."""
+        require(
+            (0 <= self.beta1 < 1, "beta1", f"must be from 0 to below 1, not {self.beta1}"),
+            (0 <= self.beta2 < 1, "beta2", f"must be from 0 to below 1, not {self.beta2}"),
+            (self.eps > 0, "eps", f"must be positive, not {self.eps}"),
+            (self.weight_decay >= 0, "weight_decay", f"must be at least 0, not {self.weight_decay}"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointing:
+    """When the state of a run is saved, where, and what is kept.
+
+    Args:
+        to: A folder or a URL such as s3://bucket/run; none saves nothing. Default: checkpoints, in the run's folder.
+        every_steps: Save after every so many steps.
+        every_minutes: Save when so many minutes have passed since the last time.
+        keep_last: How many of the newest checkpoints are kept.
+        keep_every: Checkpoints whose step is a multiple of this are kept for good.
+    """
+
+    to: str | None = None
+    every_steps: int | None = None
+    every_minutes: float | None = 30.0
+    keep_last: int = 2
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what would never save, or keep nothing."""
+        require(
+            *(
+                (value is None or value > 0, name, f"must be positive, not {value}")
+                for name, value in (
+                    ("every_steps", self.every_steps),
+                    ("every_minutes", self.every_minutes),
+                    ("keep_every", self.keep_every),
+                )
+            ),
+            (self.keep_last >= 1, "keep_last", f"must be at least 1, not {self.keep_last}"),
+        )
+
+    @property
+    def saves(self) -> bool:
+        """Whether anything is saved at all."""
+        return self.to != "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracking:
+    """Where a run is shown beside its own folder.
+
+    Args:
+        wandb: The Weights & Biases project that gets plan, metrics and summary; offline where there is no key.
+        tensorboard: Write the metrics for TensorBoard too, in the folder of the run.
+        name: What the run is called there. Default: the name of its folder.
+    """
+
+    wandb: str | None = None
+    tensorboard: bool = False
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """All that a run needs beside its plan.
+
+    Args:
+        steps: How many optimizer steps the whole run takes.
+        seed: Of the first weights and of the order of the data.
+        learning_rate: The peak of the learning rate.
+        on_nonfinite: What to do if loss or gradient norm is not finite: stop before the update, or skip the update.
+        skip_budget: With on_nonfinite skip: how many steps of the run may be skipped before it stops.
+        init_weights: Where weights come from: a checkpoint or a Hugging Face folder. Default: drawn at random.
+        schedule: How the learning rate goes.
+        adamw: The constants of AdamW.
+        checkpoint: When the state is saved, and where.
+        track: Where the run is shown beside its own folder.
+    """
+
+    steps: int = 20
+    seed: int = 0
+    learning_rate: float = 3e-4
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    skip_budget: int = 10
+    init_weights: str | None = None
+    schedule: RateSchedule = field(default_factory=RateSchedule)
+    adamw: AdamWConstants = field(default_factory=AdamWConstants)
+    checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    track: Tracking = field(default_factory=Tracking)
+
+    def __post_init__(self) -> None:
+        """Refuse a run that does nothing."""
+        require(
+            (self.steps >= 1, "steps", f"must be at least 1, not {self.steps}"),
+            (self.seed >= 0, "seed", f"must be at least 0, not {self.seed}"),
+            (self.learning_rate > 0, "learning_rate", f"must be positive, not {self.learning_rate}"),
+            (self.skip_budget >= 0, "skip_budget", f"must be at least 0, not {self.skip_budget}"),
+        )
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 1."""
+        return self.learning_rate * self.schedule.share(step, self.steps)
