@@ -19,7 +19,7 @@ from autoshard.engine.torch.engine import build
 from autoshard.graph.count import model_flops_per_token
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.runtime.data import SyntheticData
+from autoshard.runtime.data.synthetic import synthetic_step
 from autoshard.runtime.launch import launch
 from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
@@ -48,7 +48,7 @@ def speeds(plan: Plan, device: str = "cuda", backend: str = "inductor", pairs: i
     def body(_: Callable[[Any], None]) -> Sequence[tuple[float, float]]:
         with tempfile.TemporaryDirectory() as folder:
             engine = build(plan, Run(folder=Path(folder), training=Training(steps=1), device=device))
-        batches = SyntheticData.of(plan, seed=0).step(1)
+        batches = synthetic_step(plan)
         plain = compiled(plan.model, plan.workload.seq_len, device, backend)
         taken = [
             (_taken_s(lambda given: engine.step(given, 3e-4), batches), _taken_s(plain, batches))

@@ -18,7 +18,7 @@ from autoshard.engine.base import Run
 from autoshard.engine.torch.engine import build
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.runtime.data import SyntheticData
+from autoshard.runtime.data.synthetic import synthetic_step
 from autoshard.runtime.launch import launch
 from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -85,7 +85,7 @@ def compared(text: str, plain: Plain, pairs: int = PAIRS) -> Compared:
         torch.manual_seed(0)
         with tempfile.TemporaryDirectory() as folder:
             engine = build(plan, Run(folder=Path(folder), training=Training(steps=1)))
-        batches, other = SyntheticData.of(plan, seed=0).step(1), plain(plan.model, SEQ_LEN)
+        batches, other = synthetic_step(plan), plain(plan.model, SEQ_LEN)
         ratios: list[float] = []
         for number in range(pairs + 2):
             both = [_cpu_s(lambda: engine.step(batches, 3e-4)), _cpu_s(lambda: other(batches))]

@@ -19,7 +19,7 @@ from autoshard.engine.torch.formats import NOWHERE, Formats
 from autoshard.errors import InputError
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
-from autoshard.runtime.data import SyntheticData
+from autoshard.runtime.data.synthetic import synthetic_step
 from autoshard.runtime.dry import dry_rank, enough, telling_ranks
 from tests.ranks.cases import gpt, llama, plan_of
 from tests.ranks.spawn import on_ranks
@@ -50,7 +50,7 @@ CASES = {
 
 def measure(plan: Plan) -> Measured:
     executor = Executor(plan, InitialWeights(graph=graph_of(plan), seed=0))
-    executor.step(SyntheticData.of(plan, 0).step(0), learning_rate=0.0)
+    executor.step(synthetic_step(plan), learning_rate=0.0)
     return executor.measured()
 
 

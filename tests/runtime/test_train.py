@@ -13,13 +13,11 @@ from autoshard.engine.torch.executor import Executor
 from autoshard.engine.torch.formats import Formats
 from autoshard.errors import InputError
 from autoshard.graph.evaluate import random_weights
-from autoshard.runtime.data import SyntheticData
+from autoshard.runtime.data.synthetic import synthetic_step
 from autoshard.runtime.launch import launch
 from autoshard.runtime.train import train
 from autoshard.spec.training import Training
 from tests.runtime.cases import tiny_plan
-
-SMALL = SyntheticData(num_micro_batches=3, micro_batch=2, seq_len=50, vocab=11, seed=4)
 
 
 @cache
@@ -85,52 +83,11 @@ def test_another_seed_gives_other_losses(tmp_path: Path) -> None:
 def test_the_loss_falls_on_a_repeated_batch(tmp_path: Path) -> None:
     def body(_):
         engine = Double(plan("tp=1,pp=1,dp=2"), Run(folder=tmp_path, training=Training(steps=1)))
-        batches = SyntheticData.of(plan("tp=1,pp=1,dp=2"), 0).step(0)
+        batches = synthetic_step(plan("tp=1,pp=1,dp=2"))
         return [engine.step(batches, 1e-2).loss for _ in range(6)]
 
     found = launch(None, 2, body, show=print, folder=tmp_path)
     assert found == sorted(found, reverse=True) and found[-1] < found[0] - 0.3
-
-
-def test_the_weights_of_counted_tokens_add_up_to_one() -> None:
-    weights = [batch["token_weight"] for batch in SMALL.step(0)]
-    assert sum(weight.sum() for weight in weights) == pytest.approx(1)
-    counted = {float(value) for weight in weights for value in weight.ravel()}
-    assert len(counted) == 2 and 0.0 in counted, "all that count weigh the same, some do not count"
-
-
-def test_labels_are_the_next_tokens_which_mostly_follow_a_rule() -> None:
-    batches = SMALL.step(0)
-    assert len(batches) == 3
-    for batch in batches:
-        assert batch["tokens"].shape == batch["labels"].shape == (2, 50)
-        assert (batch["tokens"][:, 1:] == batch["labels"][:, :-1]).all()
-        assert batch["tokens"].min() >= 0 and batch["tokens"].max() < 11
-    pairs = {
-        (int(a), int(b)) for batch in batches for a, b in zip(batch["tokens"].flat, batch["labels"].flat, strict=True)
-    }
-    assert len(pairs) < 60, "of 121; chance alone would show nearly all"
-
-
-def test_a_step_is_the_same_however_it_is_cut() -> None:
-    whole = SyntheticData(num_micro_batches=1, micro_batch=6, seq_len=50, vocab=11, seed=4).step(7)
-    cut = SMALL.step(7)
-    for name in ("tokens", "labels", "token_weight"):
-        np.testing.assert_array_equal(np.concatenate([batch[name] for batch in cut]), whole[0][name])
-
-
-def test_steps_and_seeds_differ() -> None:
-    def first(data: SyntheticData, number: int) -> bytes:
-        return data.step(number)[0]["tokens"].tobytes()
-
-    other = SyntheticData(num_micro_batches=3, micro_batch=2, seq_len=50, vocab=11, seed=5)
-    assert len({first(SMALL, 0), first(SMALL, 1), first(other, 0)}) == 3
-
-
-def test_one_token_always_counts() -> None:
-    for number in range(30):
-        (batch,) = SyntheticData(num_micro_batches=1, micro_batch=1, seq_len=1, vocab=3).step(number)
-        assert batch["token_weight"].sum() == 1
 
 
 def test_the_first_two_steps_are_no_measure() -> None:

@@ -1,0 +1,1 @@
+"""Which tokens a run eats: sources of samples, their files, and how both are made and checked."""
