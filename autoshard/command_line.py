@@ -3,10 +3,10 @@
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NewType, cast, get_args, get_origin, get_type_hints
 
 from autoshard.errors import Fault, InputError, nearest
 
@@ -24,55 +24,87 @@ class Said:
 
 SaidOften = tuple[Said, ...]
 Counts = tuple[int, ...]  # one whole number, or several with commas between them
+Weights = Mapping[str, float]  # names, each with a number
+Configs = Sequence[tuple[str, Mapping[str, object]]]  # files by their names, with their options
+PlanOrRecipe = NewType("PlanOrRecipe", Path)  # a recipe is a file of options as well
+
+_POSITIONAL = ("plan", "rows", "what", "a", "b")  # `autoshard list models`, unlike `autoshard plan --model ...`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A parameter of a command, or a field of a dataclass that is one: ``schedule.shape``."""
+
+    name: str
+    kind: Any
+    default: object
+    help: str
+
+    @property
+    def is_positional(self) -> bool:
+        """Whether it is given without its name."""
+        return self.name in _POSITIONAL
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it may be given several times, as NAME=VALUE."""
+        return self.kind in (SaidOften, Weights)
+
+    @property
+    def flag(self) -> str:
+        """How it is typed; what may be given several times is named in the singular."""
+        name = self.name.removesuffix("s") if self.repeats else self.name
+        return f"--{name.replace('_', '-')}"
+
+    @property
+    def label(self) -> str:
+        """How faults name it."""
+        return self.name.upper() if self.is_positional else self.flag
 
 
 def read_options(name: str, command: Callable[..., int], arguments: list[str]) -> dict[str, Any] | None:
     """Return the values of a command's parameters; None after printing its help.
 
-    A parameter whose type is a dataclass stands for its fields: each is an option.
+    A parameter whose type is a dataclass stands for its fields: each is an option. Options come from the line, from the
+    file after --config, and from a recipe in the place of a plan, in this order.
     """
     from jsonargparse import ArgumentError
 
-    parameters = _options(command)
+    options = {option.name: option for option in _options(command)}
     _refuse_halves(arguments)
-    _refuse_unknown(name, arguments, [_flag(parameter) for parameter in parameters.values()])
-    parser = _parser(name, command)
+    _refuse_unknown(name, arguments, [option.flag for option in options.values() if not option.is_positional])
+    parser = _parser(name, command, options.values())
     try:
-        texts = parser.parse_args(arguments).as_dict()
+        texts = dict(_flat(parser.parse_args(arguments).as_dict()))
     except ArgumentError as error:
         raise InputError.of("", f"{error}. See autoshard {name} --help") from None
     if texts["help"]:
         parser.print_help()
         return None
     faults: list[Fault] = []
-    config, path = {}, texts["config"]
-    if path is not None:
-        config = _config(path, list(parameters), faults)
-    values: dict[str, Any] = {}
-    for key, parameter in parameters.items():
-        if parameter.annotation is SaidOften:
-            values[key] = (
-                *_listed(config.get(key), f"--config {path}: {key}", faults),
-                *_repeated(texts[key], parameter),
-            )
-            continue
-        given = texts[key] not in (None, False)
-        where = _label(parameter) if given or key not in config else f"--config {path}: {key}"
-        values[key] = _read(parameter, texts[key] if given else config.get(key), where, faults)
+    files = [(f"--config {texts['config']}", texts["config"])] if texts["config"] is not None else []
+    files += [(texts[key], texts[key]) for key, one in options.items() if _is_recipe(one, texts[key])]
+    configs = [(where, _config(where, path, options, faults)) for where, path in files]
+    values = {key: _merged(option, texts[key], configs, faults) for key, option in options.items()}
     if faults:
         raise InputError(faults)
-    return {name: _value(name, kind, values) for name, kind in _kinds(command).items()}
+    return {name: _value(kind, name, values, configs, options) for name, kind in _kinds(command).items()}
+
+
+def _flat(nested: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            yield from _flat(cast(dict[str, Any], value), f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def _is_recipe(option: Option, text: object) -> bool:
+    return option.kind is PlanOrRecipe and str(text).endswith((".yaml", ".yml"))
 
 
 def _is_group(kind: Any) -> bool:
     return isinstance(kind, type) and is_dataclass(kind)  # not a dataclass's value
-
-
-def _value(name: str, kind: Any, values: dict[str, Any]) -> object:
-    """Return the value of a parameter; that of a group is made of those of its fields."""
-    if not _is_group(kind):
-        return values[name]
-    return kind(**{key: values[key] for key in inspect.signature(kind).parameters})
 
 
 def _kinds(command: Callable[..., int]) -> dict[str, Any]:
@@ -80,46 +112,97 @@ def _kinds(command: Callable[..., int]) -> dict[str, Any]:
     return {name: parameter.annotation for name, parameter in inspect.signature(command).parameters.items()}
 
 
-def _options(command: Callable[..., int]) -> dict[str, inspect.Parameter]:
-    """Return a command's parameters by name, those of its groups among them."""
-    found: dict[str, inspect.Parameter] = {}
-    for name, parameter in inspect.signature(command).parameters.items():
-        kind: Any = parameter.annotation
-        found |= dict(inspect.signature(kind).parameters) if _is_group(kind) else {name: parameter}
-    return found
+def _options(source: Any, before: str = "") -> Iterator[Option]:
+    """Yield a command's options, or those of a dataclass; dataclasses inside a dataclass put their name before."""
+    import docstring_parser
+
+    about = docstring_parser.parse(source.__doc__ or "")
+    help_of = {entry.arg_name: " ".join((entry.description or "").split()).replace("%", "%%") for entry in about.params}
+    types = get_type_hints(source)
+    for name, parameter in inspect.signature(source).parameters.items():
+        kind = types[name]
+        if _is_group(kind):
+            yield from _options(kind, f"{before}{name}." if _is_group(source) else "")
+        else:
+            yield Option(name=before + name, kind=kind, default=parameter.default, help=help_of[name])
 
 
-def _flag(parameter: inspect.Parameter) -> str:
-    """Return the option of a parameter; what may be given several times is named in the singular there."""
-    name = parameter.name.removesuffix("s") if parameter.annotation is SaidOften else parameter.name
-    return f"--{name.replace('_', '-')}"
+def _value(
+    kind: Any,
+    name: str,
+    values: Mapping[str, object],
+    configs: Configs,
+    options: Mapping[str, Option],
+) -> object:
+    """Return the value of a parameter; that of a dataclass is made of those of its fields, whose faults it names."""
+    if not _is_group(kind):
+        return values[name]
+
+    def built(group: Any, before: str) -> object:
+        fields: dict[str, object] = {}
+        for key, annotation in get_type_hints(group).items():
+            fields[key] = built(annotation, f"{before}{key}.") if _is_group(annotation) else values[before + key]
+        try:
+            return group(**fields)
+        except InputError as error:
+            raise InputError(_located(fault, before, configs, options) for fault in error.faults) from None
+
+    return built(kind, "")
 
 
-def _listed(given: object, where: str, faults: list[Fault]) -> Iterator[Said]:
+def _located(fault: Fault, before: str, configs: Configs, options: Mapping[str, Option]) -> Fault:
+    """Say which option, or which key of which file, a fault of a dataclass is about."""
+    key = f"{before}{fault.where}".partition("[")[0]
+    key = next((name for name in options if key == name or key.startswith(f"{name}.")), key)
+    where = next((f"{file}: {key}" for file, config in configs if key in config), "")
+    option = options.get(key)
+    return Fault(where=where or (option.flag if option else fault.where), message=fault.message)
+
+
+def _merged(option: Option, text: Any, configs: Configs, faults: list[Fault]) -> object:
+    """Return an option's value: from the line, else from the first file that has it, else its default."""
+    if option.repeats:
+        listed = [
+            said
+            for file, config in reversed(configs)
+            for said in _listed(config.get(option.name), file, option, faults)
+        ]
+        said = (*listed, *(Said(text=one, where=option.flag) for one in text or ()))
+        return said if option.kind == SaidOften else _weights(said, faults)
+    if text not in (None, False):
+        return _read(option, text, option.label, faults)
+    file, found = next(((file, config) for file, config in configs if option.name in config), ("", {}))
+    where = f"{file}: {option.name}" if file else option.label
+    return _read(option, found.get(option.name), where, faults)
+
+
+def _listed(given: object, file: str, option: Option, faults: list[Fault]) -> Iterator[Said]:
     """Read what a file maps names to."""
+    where = f"{file}: {option.name}"
     if given is None:
         return
     if not isinstance(given, dict):
         faults.append(Fault(where=where, message="must map names to values, one `name: value` per line"))
         return
     for name, value in cast(dict[Any, Any], given).items():
-        if isinstance(value, str):
+        number = isinstance(value, int | float) and option.kind == Weights and not isinstance(value, bool)
+        if isinstance(value, str) or number:
             yield Said(text=f"{name}={value}", where=where)
         else:
             faults.append(Fault(where=f"{where}.{name}", message=f"must be text. Put {value!r} in quotes"))
 
 
-def _repeated(texts: list[str] | None, parameter: inspect.Parameter) -> Iterator[Said]:
-    yield from (Said(text=text, where=_flag(parameter)) for text in texts or ())
-
-
-def _is_positional(parameter: inspect.Parameter) -> bool:
-    """Tell ``autoshard list models`` from ``autoshard plan --model ...``, which has too many options for an order."""
-    return parameter.name in ("plan", "rows", "what", "a", "b")
-
-
-def _label(parameter: inspect.Parameter) -> str:
-    return parameter.name.upper() if _is_positional(parameter) else _flag(parameter)
+def _weights(said: SaidOften, faults: list[Fault]) -> Weights:
+    """Read NAME=NUMBER; a name alone weighs 1, and of one that is given twice the last counts."""
+    found: dict[str, float] = {}
+    for one in said:
+        name, equals, text = one.text.rpartition("=")
+        fault, number = _number(text) if equals else ("", 1.0)
+        if fault:
+            faults.append(Fault(where=one.where, message=f"{one.text}: {fault}"))
+        else:
+            found[name if equals else one.text] = float(cast(float, number))
+    return found
 
 
 def _refuse_halves(arguments: list[str]) -> None:
@@ -144,86 +227,98 @@ def _refuse_unknown(command: str, arguments: list[str], flags: list[str]) -> Non
         raise InputError(unknown)
 
 
-def _parser(name: str, command: Callable[..., int]) -> "ArgumentParser":
+def _parser(name: str, command: Callable[..., int], options: Iterable[Option]) -> "ArgumentParser":
     """Make the parser of a command: it only splits the line, so that all faults of values are found together."""
     import argparse
 
     import docstring_parser
     from jsonargparse import ArgumentParser
 
-    about = docstring_parser.parse(command.__doc__ or "")
     parser = ArgumentParser(
         prog=f"autoshard {name}",
-        description=about.short_description,
+        description=docstring_parser.parse(command.__doc__ or "").short_description,
         exit_on_error=False,
         add_help=False,
         formatter_class=argparse.HelpFormatter,
     )
-    groups = [docstring_parser.parse(kind.__doc__ or "") for kind in _kinds(command).values() if _is_group(kind)]
-    told = (entry for one in (about, *groups) for entry in one.params)
-    help_of = {entry.arg_name: " ".join((entry.description or "").split()).replace("%", "%%") for entry in told}
-    for parameter in _options(command).values():
-        text, default = help_of[parameter.name], parameter.default
-        if default not in (None, False, (), inspect.Parameter.empty):
-            shown = ",".join(map(str, default)) if parameter.annotation is Counts else default
-            text = f"{text} Default: {shown}."
-        if parameter.annotation is bool:
-            parser.add_argument(_flag(parameter), action="store_true", help=text)
-        elif parameter.annotation is SaidOften:
-            parser.add_argument(_flag(parameter), dest=parameter.name, action="append", metavar="NAME=VALUE", help=text)
-        elif _is_positional(parameter):
-            parser.add_argument(parameter.name, metavar=parameter.name.upper(), nargs="?", help=text)
+    for option in options:
+        text, default = option.help, option.default
+        if isinstance(default, tuple):
+            default = ",".join(map(str, cast(tuple[object, ...], default)))
+        if default not in (None, False, "", inspect.Parameter.empty) and not option.repeats:
+            text = f"{text} Default: {default}."
+        if option.kind is bool:
+            parser.add_argument(option.flag, dest=option.name, action="store_true", help=text)
+        elif option.repeats:
+            parser.add_argument(option.flag, dest=option.name, action="append", metavar="NAME=VALUE", help=text)
+        elif option.is_positional:
+            parser.add_argument(option.name, metavar=option.name.upper(), nargs="?", help=text)
         else:
-            parser.add_argument(_flag(parameter), metavar=_metavar(parameter), help=text)
+            parser.add_argument(option.flag, dest=option.name, metavar=_metavar(option), help=text)
     parser.add_argument("--config", metavar="FILE", help="A YAML or JSON file with any of these options.")
     parser.add_argument("-h", "--help", action="store_true", help="Show this help.")
     return parser
 
 
-def _choices(parameter: inspect.Parameter) -> list[str]:
+def _choices(option: Option) -> list[str]:
     """Return the words that an option takes, if it takes only some; None stands for the default."""
-    members = [parameter.annotation, *get_args(parameter.annotation)]
+    members = [option.kind, *get_args(option.kind)]
     return [word for member in members if get_origin(member) is Literal for word in get_args(member)]
 
 
-def _metavar(parameter: inspect.Parameter) -> str:
-    choices = _choices(parameter)
+def _metavar(option: Option) -> str:
+    choices = _choices(option)
     if choices:
         return "{" + ",".join(choices) + "}"
-    if parameter.annotation in (int, int | None):
+    if option.kind in (int, int | None):
         return "N"
-    if parameter.annotation is float:
+    if option.kind in (float, float | None):
         return "X"
-    if parameter.annotation is Counts:
+    if option.kind == Counts:
         return "N[,N...]"
-    words = {"out": "PATH", "fix": "KEY=VALUE,...", "at": "CANDIDATE", "fail_if_slower": "PERCENT"}
-    return words.get(parameter.name, "NAME_OR_PATH")
+    words = {"out": "PATH", "fix": "KEY=VALUE,...", "at": "CANDIDATE", "fail_if_slower": "PERCENT", "resume": "WHERE"}
+    return words.get(option.name, "NAME_OR_PATH")
 
 
-def _config(path: str, known: list[str], faults: list[Fault]) -> dict[str, Any]:
-    """Read options from a file; what stands on the command line wins over it."""
+def _config(where: str, path: str, options: Mapping[str, Option], faults: list[Fault]) -> dict[str, Any]:
+    """Read options from a file; keys of a recipe that this command has no use for are only checked for their names."""
     from autoshard.spec.files import read_data
+    from autoshard.spec.recipe import RECIPE_KEYS
 
     try:
         data = read_data(Path(path))
     except InputError as error:
-        raise InputError(Fault(where=f"--config {path}", message=fault.message) for fault in error.faults) from None
+        raise InputError(Fault(where=where, message=fault.message) for fault in error.faults) from None
     if not isinstance(data, dict):
-        raise InputError.of(f"--config {path}", "must hold options, one `name: value` per line")
-    options = {str(key).replace("-", "_"): value for key, value in cast(dict[Any, Any], data).items()}
-    unknown = [key for key in options if key not in known]
-    faults += [Fault(where=f"--config {path}: {key}", message=f"unknown key. {nearest(key, known)}") for key in unknown]
-    return {key: value for key, value in options.items() if key in known and value is not None}
+        raise InputError.of(where, "must hold options, one `name: value` per line")
+    whole = {name for name, option in options.items() if option.repeats}
+    found: dict[str, Any] = {}
+
+    def take(entries: dict[Any, Any], before: str) -> None:
+        known = [name.removeprefix(before).partition(".")[0] for name in options if name.startswith(before)]
+        for given, value in entries.items():
+            key = str(given).replace("-", "_")
+            name = before + key
+            if isinstance(value, dict) and name not in whole and any(one.startswith(f"{name}.") for one in options):
+                take(cast(dict[Any, Any], value), f"{name}.")
+            elif name in options:
+                found.update({name: value} if value is not None else {})
+            elif before or key not in RECIPE_KEYS:
+                message = f"unknown key. {nearest(key, known)}"
+                faults.append(Fault(where=f"{where}: {name}", message=message))
+
+    take(cast(dict[Any, Any], data), "")
+    return found
 
 
-def _read(parameter: inspect.Parameter, given: object, where: str, faults: list[Fault]) -> object:
+def _read(option: Option, given: object, where: str, faults: list[Fault]) -> object:
     """Read a value, from the line as text or from a file as what it holds; what is not given has its default."""
-    choices, kind = _choices(parameter), parameter.annotation
+    choices, kind = _choices(option), option.kind
     text = str(given)
     if given is None:
-        fault = "missing" if parameter.default is inspect.Parameter.empty else ""
+        fault = "missing" if option.default is inspect.Parameter.empty else ""
         fault = f"{fault}; one of {', '.join(choices)}" if fault and choices else fault
-        value = parameter.default
+        value = option.default
     elif kind is bool:
         fault, value = "" if isinstance(given, bool) else f"expected true or false, found {text!r}", given
     elif isinstance(given, dict | list | bool):
@@ -231,12 +326,12 @@ def _read(parameter: inspect.Parameter, given: object, where: str, faults: list[
     elif choices:
         fault, value = "" if text in choices else f"{text!r} is not one of them. {nearest(text, choices)}", text
     elif kind in (int, int | None, Counts):
-        fault, value = _whole(text, several=kind is Counts)
-    elif kind is float:
+        fault, value = _whole(text, several=kind == Counts)
+    elif kind in (float, float | None):
         fault, value = _number(text)
     else:
         fault = "" if text.strip() and "\0" not in text else "must not be empty"
-        value = Path(text) if kind in (Path, Path | None) else text
+        value = Path(text) if kind in (Path, Path | None, PlanOrRecipe) else text
     if fault:
         faults.append(Fault(where=where, message=fault))
     return value

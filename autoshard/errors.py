@@ -5,6 +5,7 @@ AutoshardError
     NoPlan          the question is fine, but no plan answers it; exit code 1
     CheckFailed     a plan or a file did not pass a check; exit code 1
     RunFailed       a run started and did not end well; exit code 3
+        NotFinite   its loss or gradient is no number any more; starting it again would not help
     Stopped         a signal ended a run; exit code 128 and the number of the signal
 
 A candidate that may not run is not an exception: it is a Rejection, a value (see ``autoshard.plan.rules``).
@@ -74,6 +75,10 @@ class RunFailed(AutoshardError):
     """A run started and did not end well."""
 
     exit_code = 3
+
+
+class NotFinite(RunFailed):
+    """A run met numbers that are not finite."""
 
 
 class Stopped(AutoshardError):

@@ -22,7 +22,7 @@ from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.runtime.engines import builder
-from autoshard.runtime.launch import launch
+from autoshard.runtime.launch import Placing, launch
 from autoshard.runtime.train import train
 from autoshard.search.calibrate import calibrate
 from autoshard.search.measured_plan import Occasion, row_of
@@ -30,7 +30,7 @@ from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.record import encode
-from autoshard.spec.training import Training
+from autoshard.spec.training import Checkpointing, Training
 from autoshard.spec.workload import Precision, Workload
 from benchmarks.measure import yardstick_s
 from benchmarks.result import Extra, Result
@@ -125,9 +125,10 @@ def ran(plan: Plan, num_steps: int = STEPS) -> RunReport:
     """Run a plan as ``autoshard run`` does."""
     build = builder()  # imports torch, so that forks need not
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(folder=Path(folder), training=Training(steps=num_steps))
+        run = Run(folder=Path(folder), training=Training(steps=num_steps, checkpoint=Checkpointing(to="none")))
+        placing = Placing(folder=run.folder)
         return launch(
-            None, plan.mesh.num_ranks, lambda say: train(plan, run, build, say), show=_silent, folder=run.folder
+            None, plan.mesh.num_ranks, lambda say: train(plan, run, build, say), show=_silent, placing=placing
         )
 
 

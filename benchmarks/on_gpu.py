@@ -20,7 +20,7 @@ from autoshard.graph.count import model_flops_per_token
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.runtime.data.synthetic import synthetic_step
-from autoshard.runtime.launch import launch
+from autoshard.runtime.launch import Placing, launch
 from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
 from autoshard.spec.model import ModelSpec
@@ -57,7 +57,7 @@ def speeds(plan: Plan, device: str = "cuda", backend: str = "inductor", pairs: i
         return taken[WARM_UP:]
 
     with tempfile.TemporaryDirectory() as folder:
-        found = launch(None, 1, body, show=lambda _: None, folder=Path(folder), device=device)
+        found = launch(None, 1, body, show=lambda _: None, placing=Placing(folder=Path(folder), device=device))
     tokens = plan.workload.seq_len * plan.workload.global_batch
     rates = model_flops_per_token(graph_of(plan)) * tokens / np.median(np.array(found), axis=0)
     peak = peak_flops_per_s(torch.cuda.get_device_name() if device == "cuda" else "")

@@ -19,7 +19,7 @@ from autoshard.engine.torch.engine import build
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.runtime.data.synthetic import synthetic_step
-from autoshard.runtime.launch import launch
+from autoshard.runtime.launch import Placing, launch
 from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
@@ -93,7 +93,7 @@ def compared(text: str, plain: Plain, pairs: int = PAIRS) -> Compared:
         return tuple(ratios)
 
     with tempfile.TemporaryDirectory() as folder:
-        ratios = launch(None, plan.mesh.num_ranks, body, show=lambda _: None, folder=Path(folder))
+        ratios = launch(None, plan.mesh.num_ranks, body, show=lambda _: None, placing=Placing(folder=Path(folder)))
     return Compared(ratios=ratios)
 
 

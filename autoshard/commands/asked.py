@@ -1,6 +1,6 @@
 """The options of a question, and of how it is searched, which commands share."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from autoshard.command_line import Counts, SaidOften
@@ -63,6 +63,54 @@ class Asked:
         ]  # fmt: skip
         pinned = pins_of(self.pins)
         return [replace(request_of(recipe, pinned), effort=how.effort, objective=how.objective) for recipe in recipes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfRecipe:
+    """The question of a recipe, which a run plans first; a plan file has answered it.
+
+    Args:
+        model: Of a recipe: a model card by name, or the path of a Hugging Face config.json.
+        nodes: Of a recipe: how many nodes the cluster has.
+        cluster: Of a recipe: a cluster by name, or the path of a cluster file.
+        lnc: Of a recipe: logical NeuronCore configuration of trn2, 1 or 2.
+        ranks: Of a recipe: processes on this machine; only for the cluster `local`.
+        seq_len: Of a recipe: tokens in a sequence.
+        global_batch: Of a recipe: sequences in an optimizer step.
+        precision: Of a recipe: number format of weights and activations.
+        optimizer: Of a recipe: what updates the weights.
+        engine: Of a recipe: only what this engine runs.
+        calibration: Of a recipe: a calibration file.
+        fix: Of a recipe: pin some keys of the layout, e.g. tp=32,pp=8.
+        pins: Of a recipe: pin the layout of a tensor; may be given several times.
+    """
+
+    model: str | None = None
+    nodes: int | None = None
+    cluster: str | None = None
+    lnc: int | None = None
+    ranks: int | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    precision: Literal["bf16", "fp16", "fp32"] | None = None
+    optimizer: Literal["adamw", "sgd"] | None = None
+    engine: Literal["nxd", "torch", "any"] | None = None
+    calibration: str | None = None
+    fix: str | None = None
+    pins: SaidOften = ()
+
+    def refuse_any(self, path: object) -> None:
+        """Refuse keys of a question that a plan file has answered already."""
+        given = [entry.name for entry in fields(self) if getattr(self, entry.name) not in (None, ())]
+        message = f"is part of the question that {path} has answered. Plan again with it, or run a recipe"
+        require(*((False, f"--{name.replace('_', '-')}", message) for name in given))
+
+    def asked(self) -> Asked:
+        """Return the question, with the defaults of ``plan`` where it is silent."""
+        require((self.model is not None, "model", "missing in the recipe"))
+        given = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        named = {name: value for name, value in given.items() if value is not None}
+        return Asked(**{**named, "nodes": (self.nodes or 1,)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

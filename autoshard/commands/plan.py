@@ -44,7 +44,7 @@ def plan(
 
 
 def _best(request: "Request", how: How, top: int, out: Path, json: bool) -> int:
-    found = _searched(request, top, how)
+    found = searched(request, top, how)
     best = found.plans[0]
     write_plan(best, out)
     if json:
@@ -83,7 +83,7 @@ def _frontier(requests: "list[Request]", how: How, out: Path, json: bool) -> int
     return 0
 
 
-def _searched(request: "Request", num_plans: int, how: How) -> "Found":
+def searched(request: "Request", num_plans: int, how: How) -> "Found":
     """Search; where nothing fits, say by how much the best misses and what would help."""
     from autoshard.search.api import unanswered
     from autoshard.search.planner import search

@@ -1,28 +1,25 @@
-"""``autoshard run``: execute a plan, and say how its prediction holds."""
+"""``autoshard run``: execute a plan, or plan a recipe and execute that, and say how its prediction holds."""
 
-import datetime
-import itertools
-import json as json_text
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from autoshard.command_line import Counts
+from autoshard.command_line import Counts, PlanOrRecipe
+from autoshard.commands.asked import How, OfRecipe
 from autoshard.commands.compiling import USUAL_STEPS, compile_ahead, compiling_place
 from autoshard.commands.dry import dry
-from autoshard.commands.output import print_json, write_plan, write_text
+from autoshard.commands.output import print_json
+from autoshard.commands.running import Running, free_name, run_on
 from autoshard.errors import InputError, require
 from autoshard.spec.training import Training
 
 if TYPE_CHECKING:
-    from autoshard.engine.base import Run
-    from autoshard.engine.ran import RunReport
+    from autoshard.engine.base import Resume, Run
     from autoshard.plan.plan import Plan
     from autoshard.plan.rules.rule import Rejection
     from autoshard.runtime.launch import GivenRank
 
 _RUNS = Path("runs")
-_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,28 +38,30 @@ class _Ready:
 
 
 def run(
-    plan: Path,
-    steps: int | None = None,
+    plan: PlanOrRecipe,
+    training: Training,
+    question: OfRecipe,
     out: Path | None = None,
+    resume: str = "auto",
+    restarts: int = 0,
     rehearse: int | None = None,
-    seed: int = 0,
-    learning_rate: float = 3e-4,
     dry_run: bool = False,
     dry_ranks: Counts = (),
     compile_only: bool = False,
     json: bool = False,
 ) -> int:
-    """Train on synthetic tokens as a plan says, and put what was predicted beside what is measured.
+    """Train as a plan or a recipe says, and put what was predicted beside what is measured.
 
     The ranks are forked here, unless torchrun or srun has started this process as one of them.
 
     Args:
-        plan: The plan file.
-        steps: How many optimizer steps to take. Default: 20, and 10 to find the graphs for --compile-only.
-        out: The folder of the run: plan, steps, logs, a measured row. Default: runs/ and the name of the plan file.
+        plan: A plan file, or a recipe (.yaml), which is planned first; any key of a recipe is an option too.
+        training: What the run does beside its plan.
+        question: What a recipe asks.
+        out: The folder of the run: plan, metrics, checkpoints, logs. Default: runs/ and the name of the file.
+        resume: Where to go on in a folder that holds a run: auto (the newest checkpoint), never, or a step.
+        restarts: How often in a row failed ranks are started again without a newer checkpoint.
         rehearse: Run a plan of the same shape on at most so many ranks, with a model to match, e.g. 8.
-        seed: Of the weights and the tokens; the same seed gives the same losses.
-        learning_rate: Of the optimizer.
         dry_run: Start nothing: try ranks of the whole plan out here one by one, without numbers, and count bytes.
         dry_ranks: Which ranks --dry-run tries, e.g. 0,37. Default: one of each that differ.
         compile_only: On Trainium, once on every node: compile all graphs into a cache in the folder of the run.
@@ -71,44 +70,78 @@ def run(
     from autoshard.engine.base import Run
     from autoshard.runtime.launch import given_rank
 
-    folder = out or _RUNS / (f"{plan.stem}-compiled" if compile_only else plan.stem)
-    count = (USUAL_STEPS if compile_only else _STEPS) if steps is None else steps
-    asked = Run(folder=folder, training=Training(steps=count, learning_rate=learning_rate, seed=seed))
     tried = dry_run or rehearse is not None
     require(
         (rehearse is None or rehearse >= 1, "--rehearse", f"must be at least 1, not {rehearse}"),
+        (restarts >= 0, "--restarts", f"must be at least 0, not {restarts}"),
         (dry_run or not dry_ranks, "--dry-ranks", "says which ranks --dry-run tries. Type --dry-run as well"),
         (not (compile_only and tried), "--compile-only", "what is only tried is not compiled. Leave one of them out"),
     )
+    folder = out or _RUNS / (f"{plan.stem}-compiled" if compile_only else plan.stem)
+    asked = Run(folder=folder, training=training, resume=_where(resume))
+    if tried:
+        asked = replace(asked, resume="never", training=replace(training, checkpoint=_NO_CHECKPOINTS))
     given = given_rank()
     leads = given is None or given.rank == 0
-    ready = _ready(plan, rehearse, dry_run=dry_run)
+    ready = _ready(_planned(plan, question, compile_only=compile_only), rehearse, dry_run=dry_run)
     if ready.rejections:
         return _say_refused(ready.rejections, json) if leads else 1
     if compile_only:
-        _refuse_used(compiling_place(ready.plan, asked, given, str(plan)))
-        return compile_ahead(ready.plan, asked, given, str(plan), json=json)
+        return _compile(ready.plan, asked, given, str(plan), json)
     if dry_run:
         return dry(ready.plan, ready.notes, dry_ranks, json=json) if leads else 0
     ready, asked = _placed(ready, asked, given)
     if leads:
         _refuse_place(ready, plan, given, asked.device)
-        _refuse_used(folder)
     elif given and given.num_ranks != ready.plan.mesh.num_ranks:
         return 2  # rank 0 says why
-    if report := _executed(ready, asked, silent=json or not leads):
-        _conclude(ready, report, asked, json)
-    return 0
+    running = Running(plan=ready.plan, notes=ready.notes, run=asked, engine=ready.engine, restarts=restarts, json=json)
+    return run_on(running, given)
 
 
-def _ready(path: Path, rehearse: int | None, *, dry_run: bool) -> _Ready:
-    """Read a plan, predict it again where that is needed, and shrink it if it is only rehearsed."""
-    from autoshard.cost.predict import predicted
+_NO_CHECKPOINTS = replace(Training().checkpoint, to="none")
+
+
+def _where(resume: str) -> "Resume":
+    """Read where a run goes on."""
+    if resume == "auto" or resume == "never":
+        return resume
+    require((resume.isdecimal(), "--resume", f"must be auto, never or the step of a checkpoint, not {resume}"))
+    return int(resume)
+
+
+def _planned(path: Path, question: OfRecipe, *, compile_only: bool) -> "Plan":
+    """Read a plan file, or answer the question of a recipe."""
     from autoshard.plan.codec import load
+
+    if path.suffix not in (".yaml", ".yml"):
+        question.refuse_any(path)
+        return load(path)
+    first = f"takes a plan file. Type first: autoshard plan --config {path}"
+    require((not compile_only, "--compile-only", first))
+    from autoshard.commands.plan import searched
+
+    how = How()
+    return searched(question.asked().requests(how)[0], 1, how).plans[0]
+
+
+def _compile(plan: "Plan", asked: "Run", given: "GivenRank | None", name: str, json: bool) -> int:
+    """Compile the graphs of a short run of a plan."""
+    asked = replace(asked, training=replace(asked.training, steps=min(asked.training.steps, USUAL_STEPS)))
+    place = compiling_place(plan, asked, given, name)
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        what = "holds files already" if place.is_dir() else "is a file"
+        raise InputError.of(f"--out {place}", f"{what}, and nothing is overwritten. Type --out {free_name(place)}")
+    return compile_ahead(plan, asked, given, name, json=json)
+
+
+def _ready(plan: "Plan", rehearse: int | None, *, dry_run: bool) -> _Ready:
+    """Predict a plan again where that is needed, and shrink it if it is only rehearsed."""
+    from autoshard.cost.predict import predicted
     from autoshard.plan.shrink import shrink
     from autoshard.search.judged import judged
 
-    found = judged(load(path))
+    found = judged(plan)
     current, notes = found.plan, [*([found.remark] if found.remark else []), *_card_notes(found.plan)]
     if found.rejections:
         return _Ready(plan=current, notes=tuple(notes), rejections=found.rejections)
@@ -197,16 +230,6 @@ def _refuse_place(ready: _Ready, path: Path, given: "GivenRank | None", device: 
         given.refuse_other_size(ready.plan.mesh.num_ranks, str(path))
 
 
-def _refuse_used(folder: Path) -> None:
-    """Refuse a folder with anything in it, and name one that is free."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
-    free = next(name for name in names if not name.exists())
-    what = "holds files already" if folder.is_dir() else "is a file"
-    raise InputError.of(f"--out {folder}", f"{what}, and a run overwrites nothing. Type --out {free}")
-
-
 def _say_refused(rejections: "tuple[Rejection, ...]", json: bool) -> int:
     from autoshard.report.structured import rejection_json
     from autoshard.report.terminal import make_console, rejections_report
@@ -216,95 +239,3 @@ def _say_refused(rejections: "tuple[Rejection, ...]", json: bool) -> int:
     else:
         make_console().print(rejections_report(rejections))
     return 1
-
-
-def _executed(ready: _Ready, asked: "Run", *, silent: bool) -> "RunReport | None":
-    """Run the plan; None in the process of another rank than the first, which has nothing to tell."""
-    from autoshard.commands.steps import StepsShown
-    from autoshard.engine.nxd.environment import environment
-    from autoshard.runtime.engines import builder
-    from autoshard.runtime.launch import given_rank, launch, put_environment
-
-    given, plan = given_rank(), ready.plan
-    if ready.engine == "nxd":
-        put_environment(environment(plan))
-    build = builder(ready.engine)
-    from autoshard.runtime.train import train
-
-    if given is None or given.rank == 0:
-        _begin(ready, asked.folder, given, silent=silent)
-    with StepsShown(asked.folder, asked.training.steps, silent=silent) as show:
-        return launch(
-            given,
-            plan.mesh.num_ranks,
-            lambda say: train(plan, asked, build, say),
-            show=show,
-            folder=asked.folder,
-            device=asked.device,
-        )
-
-
-def _begin(ready: _Ready, folder: Path, given: "GivenRank | None", *, silent: bool) -> None:
-    """Make the folder with the plan in it, and say what is about to run."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError.of(f"--out {folder}", f"cannot be made: {error.strerror or error}") from None
-    write_plan(ready.plan, folder / "plan.json")
-    if silent:
-        return
-    num_ranks = ready.plan.mesh.num_ranks
-    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    where = "of this machine" if given is None or given.alone else f"that {given.by} started"
-    print(f"{ready.plan.model.name} on {ranks} {where}: {ready.plan.candidate}")
-    for note in ready.notes:
-        print(f"note: {note}")
-
-
-def _conclude(ready: _Ready, report: "RunReport", asked: "Run", json: bool) -> None:
-    """Write the measured row, and say how the prediction held."""
-    from autoshard.report.ran import ran_json, ran_report
-    from autoshard.report.terminal import make_console
-    from autoshard.runtime.launch import only_extracts
-
-    if only_extracts():
-        print("graphs were extracted and nothing was computed: no losses, no times, no measured row")
-        return
-    folder, cluster = asked.folder, _platform(ready.plan, asked.device)
-    rows = folder / "measured.jsonl"
-    write_text(json_text.dumps(_row(ready.plan, report, cluster)) + "\n", rows)
-    if json:
-        print_json({"folder": str(folder), "notes": list(ready.notes), **ran_json(ready.plan, report)})
-        return
-    make_console().print(ran_report(ready.plan, report, cluster))
-    print(f"\nwrote {folder}: plan.json, steps.jsonl, measured.jsonl\nnext: autoshard validate {rows}")
-    print(
-        f"or, after 3 runs of 2 layouts: autoshard calibrate {folder.parent} --cluster {cluster} --out {cluster}.json"
-    )
-
-
-def _platform(plan: "Plan", device: str) -> str:
-    """Name what ran a plan: its own cluster, or the processors of this machine."""
-    from autoshard.engine.base import HOST
-    from autoshard.spec.cluster import LOCAL
-
-    return LOCAL if device == HOST else plan.cluster.name
-
-
-def _row(plan: "Plan", report: "RunReport", platform: str) -> dict[str, Any]:
-    """Return the run as a measured row, without what it leaves open."""
-    import torch
-
-    from autoshard import __version__
-    from autoshard.search.measured_plan import Occasion, row_of
-    from autoshard.spec.record import encode
-
-    now = datetime.datetime.now(datetime.UTC)
-    ran = Occasion(
-        name=f"{plan.model.name} {plan.candidate} {now:%Y-%m-%dT%H:%M:%S.%fZ}",
-        step_time_s=report.step_time_s,
-        date=f"{now:%Y-%m-%d}",
-        versions=f"autoshard {__version__}, torch {torch.__version__}",
-        platform=platform,
-    )
-    return {name: value for name, value in encode(row_of(plan, ran)).items() if value is not None}

@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from autoshard.engine.pieces import Piece
+from autoshard.engine.position import Position
 from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
 from autoshard.spec.training import Training
 
 HOST = "cpu"
+Resume = Literal["auto", "never"] | int  # from the newest checkpoint, from the beginning, from that of a step
 Batch = Mapping[str, Array]  # one micro-batch, whole: tokens, labels, positions, key_positions, token_weight
 
 
@@ -22,6 +24,9 @@ class Run:
     folder: Path
     training: Training
     device: str = HOST  # where tensors lie, as torch names it
+    resume: Resume = "auto"
+    trackers: tuple[tuple[str, str], ...] = ()  # which show the run, and under which ids if it is a new one
+    position: Position = field(default_factory=Position, compare=False)  # where this rank is, for who watches it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

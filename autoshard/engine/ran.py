@@ -18,6 +18,10 @@ class TimedStep:
     norm: float
     time_s: float
     num_tokens: int
+    learning_rate: float | None = None
+    waited_s: float = 0.0  # for data, before the step began
+    updated: bool = True  # whether the weights took the step
+    memory_bytes: int | None = None  # the most that a device has held so far; None where nobody counts
 
     def __post_init__(self) -> None:
         """Refuse a step that took no time."""
@@ -33,16 +37,27 @@ class TimedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What is known when a run begins: after which step, and what the user should know of it."""
+
+    step: int
+    notes: tuple[str, ...] = ()
+    trackers: tuple[tuple[str, str], ...] = ()  # which know the run, and under which ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """A run that ended well."""
 
-    steps: tuple[TimedStep, ...]
+    steps: tuple[TimedStep, ...]  # the last ones
     ranks: tuple[Measured, ...]
+    signal: int = 0  # that stopped it before its last step
+    unsaved: str = ""  # why its state at the end is in no checkpoint
 
     def __post_init__(self) -> None:
         """Refuse a run without steps or ranks."""
         require(
-            (bool(self.steps), "steps", "must hold at least one"),
+            (bool(self.steps) or self.signal > 0, "steps", "must hold at least one"),
             (bool(self.ranks), "ranks", "must hold at least one"),
         )
 

@@ -22,8 +22,20 @@ from autoshard.errors import Fault, InputError, RunFailed, Stopped
 Say = Callable[[Any], None]
 Child = Callable[[int, Say], Any]  # its rank, and how it says something before its answer
 
+_LOOK_S = 1.0  # how long to wait for messages before looking after the ranks
 _GRACE_S = 0.5  # after a failure, for those who failed before it and are heard of later
 _LAST_LINES = 15  # of a traceback that are shown; the log has all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Care:
+    """How ranks are looked after: how long they may take to heed a signal, and what tells that they hang."""
+
+    grace_s: float = 0.0
+    hung: Callable[[], str] = str  # says who hangs; nothing while all is well
+
+
+_NO_CARE = Care()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +61,7 @@ class _Failure:
     at_s: float
     text: str
     faults: tuple[Fault, ...] = ()  # of what the user can mend
+    error: RunFailed | None = None  # a run's own failure, which needs no traceback
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -121,18 +134,23 @@ class _Ranks:
             os.close(lifeline)
 
 
-def on_forks(num_ranks: int, child: Child, show: Say, logs: Path) -> list[Any]:
+def on_forks(num_ranks: int, child: Child, show: Say, logs: Path, care: Care = _NO_CARE) -> list[Any]:
     """Run a function on so many forks of this process; return the answers by rank, and show what rank 0 says.
 
     The first rank that fails ends all: InputError where the user can mend it, otherwise RunFailed with its traceback.
-    SIGTERM becomes Stopped. What ranks print goes to ``rank-N.log``.
+    SIGTERM and SIGINT go to the ranks, which may answer within their grace; then all are stopped. What ranks print goes
+    to ``rank-N.log``.
     """
     ranks, answers = _Ranks(logs), dict[int, Any]()
-    with heeding_sigterm():
+    with _passing_on_signals(ranks, care.grace_s) as asked:
         try:
             ranks.start(num_ranks, child)
             while ranks.ends:
-                _listen(ranks, answers, show)
+                _listen(ranks, answers, show, asked)
+                if text := care.hung():
+                    raise RunFailed(f"{text}\nall ranks were stopped; their logs: {logs}")
+                if asked and time.monotonic() > asked[0].at_s + care.grace_s:
+                    raise asked[0].error()
         finally:
             ranks.stop()
     return [answers[rank] for rank in range(num_ranks)]
@@ -143,15 +161,17 @@ def log_of(logs: Path, rank: int) -> Path:
     return logs / f"rank-{rank}.log"
 
 
-def _listen(ranks: _Ranks, answers: dict[int, Any], show: Say) -> None:
+def _listen(ranks: _Ranks, answers: dict[int, Any], show: Say, asked: "list[_Asked]") -> None:
     failures: list[_Failure] = []
-    for rank, message in ranks.messages():
+    for rank, message in ranks.messages(_LOOK_S):
         if isinstance(message, _Failure):
             failures.append(message)
         elif isinstance(message, _Answer):
             answers[rank] = message.value
         elif rank == 0:
             show(message.value)
+    if failures and asked and all(failure.silent for failure in failures):
+        raise asked[0].error()  # ranks that do not heed a signal die of it
     if failures:
         raise _first([*failures, *_late_failures(ranks)], len(ranks.workers), ranks.logs)
 
@@ -169,9 +189,44 @@ def _first(failures: Sequence[_Failure], num_ranks: int, logs: Path) -> InputErr
     first = min(failures, key=lambda failure: failure.order)
     if first.faults:
         return InputError(first.faults)
+    if first.error:
+        return first.error
     lines = first.text.strip().splitlines()[-_LAST_LINES:]
     where = f"its log: {log_of(logs, first.rank)}"
     return RunFailed("\n".join([f"rank {first.rank} of {num_ranks} failed, the others were stopped", *lines, where]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A signal that this process was sent."""
+
+    number: int
+    at_s: float
+
+    def error(self) -> BaseException:
+        """Return what ends a run that does not end by itself."""
+        return KeyboardInterrupt() if self.number == signal.SIGINT else Stopped("SIGTERM", self.number)
+
+
+@contextmanager
+def _passing_on_signals(ranks: _Ranks, grace_s: float) -> Iterator[list[_Asked]]:
+    """Give SIGTERM and SIGINT to the ranks; without any grace, or when asked again, stop at once."""
+    asked: list[_Asked] = []
+
+    def heed(number: int, _: object) -> None:
+        asked.append(_Asked(number, time.monotonic()))
+        if not grace_s or len(asked) > 1:
+            raise asked[-1].error()
+        for worker in ranks.workers:
+            if worker.pid is not None and worker.is_alive():
+                os.kill(worker.pid, number)
+
+    before = {number: signal.signal(number, heed) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -201,8 +256,9 @@ def _work(rank: int, child: Child, end: Connection, lifeline: tuple[int, int], l
     except BaseException as error:
         traceback.print_exc()
         faults = error.faults if isinstance(error, InputError) else ()
+        own = error if isinstance(error, RunFailed) else None
         text = traceback.format_exc()
-        message = _Failure(rank=rank, silent=False, at_s=time.monotonic(), text=text, faults=faults)
+        message = _Failure(rank=rank, silent=False, at_s=time.monotonic(), text=text, faults=faults, error=own)
     with suppress(OSError):  # nobody may be listening any more
         end.send(message)
 

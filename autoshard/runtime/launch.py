@@ -17,7 +17,8 @@ from typing import Any, Literal
 from autoshard.engine.base import HOST
 from autoshard.errors import AutoshardError, Fault, InputError, RunFailed
 from autoshard.runtime.devices import XLA, joined_device
-from autoshard.runtime.forked import Say, on_forks
+from autoshard.runtime.forked import Care, Say, on_forks
+from autoshard.runtime.watchdog import Watch, end_if_hung
 
 Body = Callable[[Say], Any]
 
@@ -68,13 +69,26 @@ def given_rank(environment: Mapping[str, str] = os.environ) -> GivenRank | None:
     return None
 
 
-def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, folder: Path, device: str = HOST) -> Any:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placing:
+    """Where the ranks of a run lie, and how they are looked after."""
+
+    folder: Path  # of the run
+    device: str = HOST
+    watch: Watch | None = None
+    grace_s: float = 0.0  # for a signal to be heeded
+
+
+def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, placing: Placing) -> Any:
     """Run a body on every rank, in torch's world; return the answer of rank 0, None in the process of another rank.
 
     What rank 0 says while it runs is shown. Import torch before: forks of a process that has it start at once.
     """
+    folder, device, watch = placing.folder, placing.device, placing.watch
     if given is not None:
-        return _joined(given, body, show, device)
+        if watch is not None:
+            end_if_hung(watch, folder / f"hang-rank-{given.rank}.txt")
+        return _joined(given, body, _heard(watch, show if given.rank == 0 else None), device)
     assert device != XLA, "its devices are not for forks"
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -87,7 +101,20 @@ def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, fo
             with _world(alone, device):
                 return body(say)
 
-        return on_forks(num_ranks, child, show, logs)[0]
+        care = Care(grace_s=placing.grace_s, hung=watch.hung if watch else str)
+        return on_forks(num_ranks, child, _heard(watch, show), logs, care)[0]
+
+
+def _heard(watch: Watch | None, show: Say | None) -> Say:
+    """Let who watches the ranks learn from what is said, and show it where somebody looks."""
+
+    def hear(said: object) -> None:
+        if watch is not None:
+            watch.learn(said)
+        if show is not None:
+            show(said)
+
+    return hear
 
 
 def put_environment(wanted: Mapping[str, str], environment: MutableMapping[str, str] = os.environ) -> None:
@@ -132,13 +159,9 @@ def node_words(
 
 def _joined(given: GivenRank, body: Body, show: Say, device: str) -> Any:
     """Be the rank that this process was started as."""
-
-    def silent(_: object) -> None:
-        """Leave the telling to rank 0."""
-
     try:
         with _world(given, device):
-            answer = body(show if given.rank == 0 else silent)
+            answer = body(show)
     except AutoshardError:
         raise
     except Exception as error:

@@ -1,45 +1,214 @@
-"""The loop of a run on one rank: batches in, steps out, every step timed."""
+"""The loop of a run on one rank: from where it stands to its last step, with everything that may come between."""
 
+import resource
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from autoshard.engine.base import Batch, Builds, Engine, Measured, Run
-from autoshard.engine.ran import RunReport, TimedStep
+from autoshard.engine.base import HOST, Builds, Engine, Measured, Run, StepReport
+from autoshard.engine.position import Position, positions_folder
+from autoshard.engine.ran import RunReport, Started, TimedStep
+from autoshard.errors import NotFinite
 from autoshard.plan.plan import Plan
-from autoshard.runtime.data.batches import StepShape, batches
+from autoshard.runtime.checkpoint.index import RunState
+from autoshard.runtime.checkpoint.saver import Saver
+from autoshard.runtime.checkpoint.shelf import Shelf
+from autoshard.runtime.data.batches import StepShape
+from autoshard.runtime.data.prefetch import Loader, Prepared
 from autoshard.runtime.data.synthetic import SyntheticTokens
+from autoshard.runtime.resume import begin, place_of
 
-Say = Callable[[TimedStep], None]
+Say = Callable[[Started | TimedStep | str], None]
+
+_REPORTED = 1000  # steps of a report: the last ones
+_RETRY_S = (10.0, 600.0)  # after a checkpoint that failed: at first, at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Agreed:
+    """What all ranks know after a step."""
+
+    signal: int  # that somebody was sent; 0 for none
+    saving: bool  # whether a checkpoint is under way on some rank
+    due: bool  # whether one should be made now
 
 
 def train(plan: Plan, run: Run, build: Builds, say: Say) -> RunReport:
     """Take the steps of a run on this rank, and say each when it is done; torch's world must be running."""
-    engine, source, shape = build(plan, run), SyntheticTokens.of(plan, run.training.seed), StepShape.of(plan)
-    # Devices take no Python objects.
-    hosts: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-    steps: list[TimedStep] = []
-    for number in range(run.training.steps):
-        given, rate = batches(source, number * shape.num_samples, shape), run.training.rate(number + 1)
-        steps.append(_step(engine, number, given, rate, hosts))
-        say(steps[-1])
-    return RunReport(steps=tuple(steps), ranks=_from_all(engine.measured(), hosts))
+    run = replace(run, position=Position(positions_folder(run.folder) / str(dist.get_rank())))
+    with heeding_signals() as asked:
+        loop = _Loop(plan, run, build, say, asked)
+        with loop.loader:
+            return loop.run()
 
 
-def _step(engine: Engine, number: int, micro_batches: Sequence[Batch], rate: float, hosts: Any) -> TimedStep:
-    """Take one step; the clock runs from when all ranks are ready until the last is done."""
-    dist.barrier(hosts)
-    start_s = time.perf_counter()
-    report = engine.step(micro_batches, rate)
-    dist.barrier(hosts)
-    time_s = time.perf_counter() - start_s
-    num_tokens = sum(batch["tokens"].size for batch in micro_batches)
-    return TimedStep(number=number + 1, loss=report.loss, norm=report.norm, time_s=time_s, num_tokens=num_tokens)
+class _Loop:
+    """A run under way."""
+
+    def __init__(self, plan: Plan, run: Run, build: Builds, say: Say, asked: list[int]) -> None:
+        self._plan, self._run, self._say, self._asked = plan, run, say, asked
+        # Devices take no Python objects; saving talks while steps do.
+        self._hosts: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        self._saves = run.training.checkpoint.saves
+        saving = dist.new_group(backend="gloo") if self._saves else None
+        self._engine: Engine = build(plan, run)
+        self._state, notes = begin(plan, run, self._engine, self._hosts)
+        if not self._state.trackers:
+            self._state = replace(self._state, trackers=run.trackers)
+        say(Started(step=self._state.step, notes=notes, trackers=self._state.trackers))
+        label = {"model": plan.model.name, "candidate": str(plan.candidate)}
+        self._saver = Saver(Shelf(place=place_of(run)), run.training.checkpoint, saving, label)
+        self._saved_step, self._saved_at_s, self._retry_s = self._state.step, time.monotonic(), 0.0
+        self._failure = ""
+        shape = StepShape.of(plan)
+        source = SyntheticTokens.of(plan, self._state.seed)
+        self.loader = Loader(source, shape, self._state.next_sample)
+
+    def run(self) -> RunReport:
+        """Take all steps that are left."""
+        steps: deque[TimedStep] = deque(maxlen=_REPORTED)
+        stopped = 0
+        while self._state.step < self._run.training.steps and not stopped:
+            timed, report, agreed = self._step()
+            steps.append(timed)
+            self._say(timed)
+            if not report.updated:
+                self._refuse_nonfinite(report)
+            if self._saver.busy and not agreed.saving:
+                self._conclude()
+            if agreed.due and not self._saver.busy:
+                self._saver.begin(self._state, self._engine.pieces())
+            stopped = agreed.signal
+        self._save_last()
+        ranks = self._from_all(self._engine.measured())
+        return RunReport(steps=tuple(steps), ranks=ranks, signal=stopped, unsaved=self._failure)
+
+    def _step(self) -> tuple[TimedStep, StepReport, _Agreed]:
+        """Take one step; the clock runs from when all ranks are ready until the last is done."""
+        training, number = self._run.training, self._state.step + 1
+        position, rate = self._run.position, training.rate(number)
+        position.begin(number)
+        position.wait("the data of this step")
+        given = self.loader.next()
+        position.wait("all ranks to be ready")
+        dist.barrier(self._hosts)
+        start_s = time.perf_counter()
+        report = self._engine.step(given.batches, rate, self._allows)
+        position.wait("all ranks to end the step")
+        agreed = self._agree()
+        time_s = time.perf_counter() - start_s
+        position.end()
+        num_tokens = sum(batch["tokens"].size for batch in given.batches)
+        self._state = self._after(given, num_tokens, updated=report.updated)
+        timed = TimedStep(
+            number=number, loss=report.loss, norm=report.norm, time_s=time_s, num_tokens=num_tokens, learning_rate=rate,
+            waited_s=given.waited_s, updated=report.updated, memory_bytes=_peak_bytes(self._run.device),
+        )  # fmt: skip
+        return timed, report, agreed
+
+    def _allows(self, report: StepReport) -> bool:
+        """Let the state change if the gradient is one, and when no save reads it any more."""
+        if report.finite:
+            self._run.position.wait("the checkpoint to be copied")
+            self._saver.wait_copied()
+            self._run.position.wait("")
+        return report.finite
+
+    def _agree(self) -> _Agreed:
+        """Let all ranks know what one of them knows; the first rank's clock and counts decide when to save."""
+        asked = self._asked[0] if self._asked else 0
+        due = dist.get_rank() == 0 and self._is_due()
+        told = torch.tensor([asked, self._saver.busy and not self._saver.done, due], dtype=torch.int64)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._hosts)
+        number, saving, due = told.tolist()
+        return _Agreed(signal=number, saving=bool(saving), due=bool(due))
+
+    def _is_due(self) -> bool:
+        keeping, since_s = self._run.training.checkpoint, time.monotonic() - self._saved_at_s
+        if not self._saves:
+            return False
+        if self._retry_s:
+            return since_s > self._retry_s
+        number = self._state.step + 1  # the step that ends now
+        by_steps = keeping.every_steps is not None and number % keeping.every_steps == 0
+        return by_steps or (keeping.every_minutes is not None and since_s > 60 * keeping.every_minutes)
+
+    def _conclude(self) -> None:
+        """Take note of how a save ended; after a failure training goes on, and the next try comes soon."""
+        saved = self._saver.ended()
+        self._failure = saved.failure
+        self._saved_at_s = time.monotonic()
+        if saved.failure:
+            first_s, most_s = _RETRY_S
+            self._retry_s = min(most_s, 2 * self._retry_s or first_s)
+            again = f"The next try is in {self._retry_s:.0f} s or at the end"
+            self._say(f"step {saved.step} was not saved: {saved.failure}. {again}")
+            return
+        self._retry_s, self._saved_step = 0.0, saved.step
+        self._say(f"saved step {saved.step} in {saved.time_s:.1f} s; updates waited {saved.blocked_s:.2f} s for it")
+
+    def _save_last(self) -> None:
+        """Save where the run stands now, unless that is saved already."""
+        if self._saver.busy:
+            self._conclude()
+        if self._saves and (self._saved_step != self._state.step or self._failure):
+            self._saver.begin(self._state, self._engine.pieces())
+            self._conclude()
+
+    def _refuse_nonfinite(self, report: StepReport) -> None:
+        """End the run after a gradient that is none, unless such steps may be skipped and some are left to skip."""
+        training, state = self._run.training, self._state
+        first, shape = state.next_sample - self._plan.workload.global_batch, StepShape.of(self._plan)
+        samples = f"its samples are {first} to {state.next_sample - 1}, {shape.micro_batch} in each micro-batch"
+        what = f"step {state.step}: loss {report.loss}, gradient norm {report.norm}. {'; '.join(report.suspects)}"
+        num_skipped = state.step - state.num_updates
+        if training.on_nonfinite == "skip" and num_skipped <= training.skip_budget:
+            self._say(f"{what}. The update was skipped, {num_skipped} of at most {training.skip_budget}; {samples}")
+            return
+        before = replace(state, step=state.step - 1, next_sample=first)
+        self._state = before if training.on_nonfinite == "stop" else state
+        self._save_last()
+        budget = f", and {training.skip_budget} steps were skipped before" if training.on_nonfinite == "skip" else ""
+        remedy = "Lower learning_rate, look at these samples, or set on_nonfinite to skip"
+        raise NotFinite(f"{what}. Nothing was updated{budget}; {samples}. {remedy}")
+
+    def _after(self, given: Prepared, num_tokens: int, *, updated: bool) -> RunState:
+        return replace(
+            self._state,
+            step=self._state.step + 1,
+            num_updates=self._state.num_updates + updated,
+            next_sample=given.next_sample,
+            num_tokens=self._state.num_tokens + num_tokens,
+        )
+
+    def _from_all(self, mine: Measured) -> tuple[Measured, ...]:
+        found: list[Measured] = [mine] * dist.get_world_size()
+        dist.all_gather_object(found, mine, self._hosts)
+        return tuple(found)
 
 
-def _from_all(mine: Measured, hosts: Any) -> tuple[Measured, ...]:
-    found: list[Measured] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine, hosts)
-    return tuple(found)
+@contextmanager
+def heeding_signals() -> Iterator[list[int]]:
+    """Note SIGTERM and SIGINT instead of dying of them: the step ends, and the state is saved."""
+    asked: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _peak_bytes(device: str) -> int:
+    """Return the most memory that this rank has held: of its device, or of its process."""
+    if device != HOST and hasattr(torch.accelerator, "max_memory_allocated"):
+        return torch.accelerator.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

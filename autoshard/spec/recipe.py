@@ -1,13 +1,14 @@
 """A recipe: the whole question in one small file, with the same keys as the options of ``autoshard plan``."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
-from autoshard.errors import InputError, require
+from autoshard.errors import Fault, InputError, require
 from autoshard.spec import record
 from autoshard.spec.files import read_data
+from autoshard.spec.training import Training
 from autoshard.spec.workload import Optimizer
 
 EngineChoice = Literal["nxd", "torch", "any"]
@@ -31,6 +32,7 @@ class Recipe:
     calibration: str | None = None  # a calibration file; None takes what is known of the cluster
     fix: str | None = None
     pins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # tensor -> layout
+    training: Training = field(default_factory=Training)  # whose keys stand beside the others in a file
 
     def __post_init__(self) -> None:
         """Refuse an empty name; numbers are judged where they are used."""
@@ -40,9 +42,19 @@ class Recipe:
         )
 
 
+_TRAINING = tuple(entry.name for entry in fields(Training))
+RECIPE_KEYS = (*(entry.name for entry in fields(Recipe) if entry.name != "training"), *_TRAINING)
+
+
 def load_recipe(path: Path) -> Recipe:
     """Read a recipe from YAML or JSON; every fault names the file."""
     try:
-        return record.decode(Recipe, read_data(path))
+        data = read_data(path)
+        if isinstance(data, dict):
+            given = cast(dict[str, object], data)
+            training = {key: value for key, value in given.items() if key in _TRAINING}
+            data = {key: value for key, value in given.items() if key not in _TRAINING} | {"training": training}
+        return record.decode(Recipe, data)
     except InputError as error:
-        raise error.under(str(path)) from error
+        faults = (Fault(where=fault.where.removeprefix("training."), message=fault.message) for fault in error.faults)
+        raise InputError(faults).under(str(path)) from error

@@ -91,6 +91,7 @@ class Checkpointing:
         every_minutes: Save when so many minutes have passed since the last time.
         keep_last: How many of the newest checkpoints are kept.
         keep_every: Checkpoints whose step is a multiple of this are kept for good.
+        grace_seconds: How long after SIGTERM or Ctrl-C the ranks may take to end their step and save it.
     """
 
     to: str | None = None
@@ -98,6 +99,7 @@ class Checkpointing:
     every_minutes: float | None = 30.0
     keep_last: int = 2
     keep_every: int | None = None
+    grace_seconds: float = 25.0
 
     def __post_init__(self) -> None:
         """Refuse what would never save, or keep nothing."""
@@ -110,6 +112,7 @@ class Checkpointing:
                     ("keep_every", self.keep_every),
                 )
             ),
+            (self.grace_seconds >= 0, "grace_seconds", f"must be at least 0, not {self.grace_seconds}"),
             (self.keep_last >= 1, "keep_last", f"must be at least 1, not {self.keep_last}"),
         )
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.errors import InputError, RunFailed
-from autoshard.runtime.launch import first_node, given_rank, launch
+from autoshard.runtime.launch import Placing, first_node, given_rank, launch
 from tests.runtime.cases import children_of, environment, is_alive, started, wait_until, write_tiny
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
@@ -19,7 +19,7 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_
 
 def run(num_ranks, body, folder):
     said = []
-    return launch(None, num_ranks, body, show=said.append, folder=folder), said
+    return launch(None, num_ranks, body, show=said.append, placing=Placing(folder=folder)), said
 
 
 @pytest.mark.ranks
@@ -153,7 +153,7 @@ def test_a_rank_of_torchrun_that_fails_says_so_itself(tmp_path: Path) -> None:
         for name, value in {"RANK": "0", **world}.items():
             patch.setenv(name, value)
         with pytest.raises(RunFailed, match="rank 0 of 1 failed: ValueError: out of luck"):
-            launch(given, 1, body, show=print, folder=tmp_path)
+            launch(given, 1, body, show=print, placing=Placing(folder=tmp_path))
     dist.destroy_process_group()
 
 

@@ -14,7 +14,7 @@ from autoshard.engine.torch.formats import Formats
 from autoshard.errors import InputError
 from autoshard.graph.evaluate import random_weights
 from autoshard.runtime.data.synthetic import synthetic_step
-from autoshard.runtime.launch import launch
+from autoshard.runtime.launch import Placing, launch
 from autoshard.runtime.train import train
 from autoshard.spec.training import Training
 from tests.runtime.cases import tiny_plan
@@ -53,7 +53,7 @@ def trained(text: str, folder: Path, **options) -> RunReport:
         plan(text).mesh.num_ranks,
         lambda say: train(plan(text), run, Double, say),
         show=steps.append,
-        folder=folder,
+        placing=Placing(folder=folder),
     )
     assert tuple(steps) == report.steps, "every step is told when it is done"
     return report
@@ -86,7 +86,7 @@ def test_the_loss_falls_on_a_repeated_batch(tmp_path: Path) -> None:
         batches = synthetic_step(plan("tp=1,pp=1,dp=2"))
         return [engine.step(batches, 1e-2).loss for _ in range(6)]
 
-    found = launch(None, 2, body, show=print, folder=tmp_path)
+    found = launch(None, 2, body, show=print, placing=Placing(folder=tmp_path))
     assert found == sorted(found, reverse=True) and found[-1] < found[0] - 0.3
 
 

@@ -18,7 +18,8 @@ class TorchEngine:
 
     def __init__(self, plan: Plan, run: Run) -> None:
         formats = Formats(device=torch.device(run.device))
-        self._executor = Executor(plan, InitialWeights(graph=graph_of(plan), seed=run.training.seed), formats)
+        whole = InitialWeights(graph=graph_of(plan), seed=run.training.seed)
+        self._executor = Executor(plan, whole, formats, run.position)
         self._run = run
 
     def step(

@@ -15,6 +15,7 @@ from autoshard.engine.base import Allows, Batch, Measured, StepReport, whenever_
 from autoshard.engine.order import sequence_order
 from autoshard.engine.pieces import Piece
 from autoshard.engine.place import Held, Place
+from autoshard.engine.position import Position
 from autoshard.engine.programs import programs_of
 from autoshard.engine.torch.block import Bench
 from autoshard.engine.torch.formats import Formats, memory_of
@@ -46,14 +47,16 @@ class Shares:
 class Executor:
     """One rank's share of a training run: its blocks, its weights, its pieces of the optimizer's state."""
 
-    def __init__(self, plan: Plan, whole: Whole, formats: Formats = _AS_PLANNED) -> None:
+    def __init__(
+        self, plan: Plan, whole: Whole, formats: Formats = _AS_PLANNED, position: Position | None = None
+    ) -> None:
         """Take this rank's part of whole weights; torch's world must be running."""
         programs = programs_of(plan)
         meetings = {part for atoms in programs.pending() for part in split_pending(atoms)}
         backend = lane_backend(formats.device)
         if backend:
             refuse_crossing(plan.schedule)
-        world = World.build(plan.mesh, {*programs.collective_atoms(), *meetings}, backend)
+        world = World.build(plan.mesh, {*programs.collective_atoms(), *meetings}, backend, position)
         place = Place(mesh=plan.mesh, rank=world.rank, sizes=programs.graph.sizes)
         positions = torch.from_numpy(sequence_order(plan))
         bench = Bench(world=world, place=place, formats=formats, positions=positions, rotations=Rotations())
@@ -85,10 +88,13 @@ class Executor:
         counts = not self._saved_bytes  # every step keeps as much as the first
         passed = self._pipeline.run(self._store, micro_batches, counts=counts)
         self._saved_bytes = self._saved_bytes or passed.saved_bytes
+        self._bench.world.position.act("reduction of gradients")
         self._tie_gradients()
         self._pieces = [flat.reduced() for flat in self._store.flats]
         squares = [flat.square(piece) for flat, piece in zip(self._store.flats, self._pieces, strict=True)]
+        self._bench.world.position.wait("the norm of all ranks")
         total, loss = world_sum([sum(squares), sum(passed.losses.values())])
+        self._bench.world.position.act("update")
         op = self._graph.update.op("clip")
         clip, norm = op.kind.evaluate(self._graph.update.call(op, {}), np.asarray(total))
         self._bench.world.finish_sending()

@@ -119,6 +119,7 @@ class _MicroBatches:
 
     def act(self, action: Action) -> None:
         """Run one action of the schedule."""
+        self._pipeline.bench.world.position.act(f"{action} (stage {action.stage}, micro-batch {action.micro_batch})")
         if action.kind == "F":
             self._forward(action.stage, action.micro_batch)
         else:

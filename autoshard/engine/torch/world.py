@@ -3,12 +3,14 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
+from autoshard.engine.position import Position
 from autoshard.engine.torch.lanes import Lanes, goes_back, lanes_of
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 
@@ -50,11 +52,15 @@ class Passing:
     works: tuple[dist.Work, ...]
     sent: tuple[torch.Tensor, ...]  # kept until they have left
     arriving: tuple[torch.Tensor, ...]
+    label: str
+    position: Position
 
     def arrived(self) -> tuple[torch.Tensor, ...]:
         """Wait for what the member before hands on."""
+        self.position.wait(self.label)
         for work in self.works:
             work.wait()
+        self.position.wait("")
         return self.arriving
 
 
@@ -67,6 +73,7 @@ class Group:
     axis: str  # whose traffic this is
     handle: dist.ProcessGroup
     traffic: Traffic
+    position: Position
 
     @property
     def number(self) -> int:
@@ -80,13 +87,15 @@ class Group:
 
     def all_reduce(self, total: torch.Tensor, *, largest: bool = False) -> None:
         """Sum everybody's tensor, or take the maximum, in place."""
-        dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.handle)
+        with self._waiting("all_reduce"):
+            dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.handle)
         self._count("all_reduce_max" if largest else "all_reduce", 2 * total.nbytes)
 
     def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
         """Put equal pieces together along their first dim, in the order of the members."""
         joined = piece.new_empty((len(self.ranks) * len(piece), *piece.shape[1:]))
-        dist.all_gather_single(joined, piece.contiguous(), group=self.handle)
+        with self._waiting("all_gather"):
+            dist.all_gather_single(joined, piece.contiguous(), group=self.handle)
         self._count("all_gather", joined.nbytes)
         return _ordered(joined, self.torch_order, self.ranks)
 
@@ -94,7 +103,8 @@ class Group:
         """Sum what divides along its first dim by the members; return this member's piece."""
         given = _ordered(whole.contiguous(), self.ranks, self.torch_order)
         mine = given.new_empty((len(given) // len(self.ranks), *given.shape[1:]))
-        dist.reduce_scatter_single(mine, given, group=self.handle)
+        with self._waiting("reduce_scatter"):
+            dist.reduce_scatter_single(mine, given, group=self.handle)
         self._count("reduce_scatter", given.nbytes)
         return mine
 
@@ -105,7 +115,8 @@ class Group:
     def all_to_all(self, given: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
         """Exchange parts of flat tensors, which stand in torch's order of the members."""
         received = given.new_empty(sum(counts))
-        dist.all_to_all_single(received, given, list(counts), list(sent), group=self.handle)
+        with self._waiting("all_to_all"):
+            dist.all_to_all_single(received, given, list(counts), list(sent), group=self.handle)
         self._count("all_to_all", given.nbytes)
         return received
 
@@ -118,7 +129,15 @@ class Group:
         works = dist.batch_isend_irecv(messages)
         for tensor in sent:
             self.traffic.add(self.axis, "send", tensor.nbytes)
-        return Passing(works=tuple(works), sent=sent, arriving=tuple(arriving))
+        label = f"permute over {self.axis} of ranks {self.torch_order}"
+        return Passing(works=tuple(works), sent=sent, arriving=tuple(arriving), label=label, position=self.position)
+
+    @contextmanager
+    def _waiting(self, kind: str) -> Iterator[None]:
+        """Say while it lasts which collective this rank is in."""
+        self.position.wait(f"{kind} over {self.axis} of ranks {self.torch_order}")
+        yield
+        self.position.wait("")
 
     def _count(self, kind: str, whole_bytes: int) -> None:
         self.traffic.add(self.axis, kind, whole_bytes * (len(self.ranks) - 1) / len(self.ranks))
@@ -140,11 +159,18 @@ class World:
     rank: int
     groups: Mapping[tuple[str, ...], Group]
     traffic: Traffic
+    position: Position
     lanes: Lanes
     under_way: list[Sent] = field(default_factory=list)
 
     @classmethod
-    def build(cls, mesh: Mesh, atoms: Iterable[tuple[str, ...]], lane_backend: str | None = None) -> "World":
+    def build(
+        cls,
+        mesh: Mesh,
+        atoms: Iterable[tuple[str, ...]],
+        lane_backend: str | None = None,
+        position: Position | None = None,
+    ) -> "World":
         """Make the groups of these atoms, and lanes if messages have a backend of their own.
 
         Every rank of the running torch world calls this with the same ones.
@@ -153,7 +179,7 @@ class World:
         rank = dist.get_rank()
         handles: dict[tuple[int, ...], object] = {}  # torch gives a number to who is no member
         groups: dict[tuple[str, ...], Group] = {}
-        traffic = Traffic()
+        traffic, position = Traffic(), position or Position()
         for names in sorted(set(atoms) - {()}):
             for ranks in mesh.groups(names):
                 members = tuple(sorted(ranks))
@@ -162,9 +188,11 @@ class World:
                 handle = handles.get(members)
                 if rank in members and isinstance(handle, dist.ProcessGroup):
                     axis = axis_of_atoms(names)
-                    groups[names] = Group(ranks=ranks, rank=rank, axis=axis, handle=handle, traffic=traffic)
+                    groups[names] = Group(
+                        ranks=ranks, rank=rank, axis=axis, handle=handle, traffic=traffic, position=position
+                    )
         lanes = lanes_of(mesh.groups(("pp",)), lane_backend)
-        return cls(mesh=mesh, rank=rank, groups=groups, traffic=traffic, lanes=lanes)
+        return cls(mesh=mesh, rank=rank, groups=groups, traffic=traffic, position=position, lanes=lanes)
 
     def group(self, atoms: Sequence[str], axis: str | None = None) -> Group | None:
         """Return this rank's group along atoms; None where it would be alone. ``axis`` names its traffic otherwise."""
@@ -187,7 +215,9 @@ class World:
 
     def receive(self, into: torch.Tensor, from_rank: int, tag: int, made_at: int = -1) -> torch.Tensor:
         """Wait for what an action of the sender's made: by then it had taken whatever came for it so far."""
+        self.position.wait(f"what rank {from_rank} hands on")
         dist.recv(into, from_rank, tag=tag, group=self._lane(tag, from_rank, self.rank))
+        self.position.wait("")
         self._finish([sent for sent in self.under_way if sent.to_rank == from_rank and sent.taken_at <= made_at])
         return into
 
@@ -201,5 +231,7 @@ class World:
 
     def _finish(self, left: Sequence[Sent]) -> None:
         for sent in left:
+            self.position.wait(f"rank {sent.to_rank} to take a message")
             sent.work.wait()
+            self.position.wait("")
             self.under_way.remove(sent)

@@ -1,0 +1,75 @@
+"""Where a rank is right now: a record of a few bytes that other processes of its machine can read at any time."""
+
+import mmap
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_HEAD = struct.Struct("<qqdHH")  # process, step, time of the last change, bytes of the two texts
+_SIZE = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a record said."""
+
+    process: int
+    step: int  # 0: in no step
+    since_s: float  # of this machine's clock that only goes forward
+    action: str  # of the schedule, or another part of a step
+    waits_for: str  # a collective or message; empty while it computes
+
+
+def positions_folder(run: Path) -> Path:
+    """Return where the ranks of this machine keep their records: clocks of other machines tell other times."""
+    return run / "positions" / socket.gethostname()
+
+
+class Position:
+    """A rank's own record; without a file it is kept where nobody looks."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._memory: mmap.mmap | bytearray = bytearray(_SIZE)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes(_SIZE))
+            with path.open("r+b") as file:
+                self._memory = mmap.mmap(file.fileno(), _SIZE)
+        self._process, self._step, self._action = os.getpid(), 0, b""
+
+    def begin(self, step: int) -> None:
+        """Enter a step."""
+        self._step, self._action = step, b""
+        self._write(b"")
+
+    def end(self) -> None:
+        """Leave the step: what follows may take as long as it likes."""
+        self.begin(0)
+
+    def act(self, action: str) -> None:
+        """Begin an action."""
+        self._action = action.encode()[: _SIZE // 4]
+        self._write(b"")
+
+    def wait(self, what: str) -> None:
+        """Begin to wait for other ranks; with no text, go on."""
+        self._write(what.encode()[: _SIZE // 4])
+
+    def _write(self, waits_for: bytes) -> None:
+        head = _HEAD.pack(self._process, self._step, time.monotonic(), len(self._action), len(waits_for))
+        text = self._action + waits_for
+        self._memory[: len(head) + len(text)] = head + text
+
+
+def seen(path: Path) -> Seen | None:
+    """Read a record; None before its rank has begun."""
+    data = path.read_bytes() if path.is_file() else b""
+    if len(data) < _HEAD.size:
+        return None
+    process, step, since_s, one, two = _HEAD.unpack_from(data)
+    text = data[_HEAD.size :]
+    action, waits_for = (part.decode(errors="replace") for part in (text[:one], text[one : one + two]))
+    return Seen(process=process, step=step, since_s=since_s, action=action, waits_for=waits_for) if process else None

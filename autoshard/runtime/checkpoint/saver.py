@@ -1,0 +1,137 @@
+"""Saves beside training: a thread reads the state while the next step computes, and the next update waits for it."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from autoshard.engine.pieces import Piece
+from autoshard.runtime.checkpoint.index import Index, RunState, StoredTensor
+from autoshard.runtime.checkpoint.places import StorageError
+from autoshard.runtime.checkpoint.reader import PieceLoadPlanner, PieceReader
+from autoshard.runtime.checkpoint.shelf import Checkpoint, Shelf
+from autoshard.runtime.checkpoint.writer import PieceSavePlanner, PieceWriter, Progress
+from autoshard.spec.training import Checkpointing
+
+_PATIENCE_S = 10.0  # without a byte written, after which a step gives the checkpoint up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """How a save ended."""
+
+    step: int
+    time_s: float
+    blocked_s: float  # for which this rank's updates waited
+    failure: str = ""  # why there is no checkpoint
+
+
+class Saver:
+    """Saves a run's state, one checkpoint at a time; every rank of the group calls the same."""
+
+    def __init__(self, shelf: Shelf, keeping: Checkpointing, group: Any, label: Mapping[str, str]) -> None:
+        self._shelf, self._keeping, self._group, self._label = shelf, keeping, group, label
+        self._thread: threading.Thread | None = None
+        self._progress = Progress()
+        self._blocked_s = 0.0
+        self._saved: Saved | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is under way on this rank, or its end has not been asked for yet."""
+        return self._thread is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank's thread has ended."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def begin(self, state: RunState, pieces: Sequence[Piece]) -> None:
+        """Start to save; the pieces must not change before ``wait_copied`` has returned."""
+        assert self._thread is None, "one checkpoint at a time"
+        self._progress, self._blocked_s = Progress(), 0.0
+        self._thread = threading.Thread(target=self._save, args=(state, tuple(pieces), self._progress), daemon=True)
+        self._thread.start()
+
+    def wait_copied(self) -> None:
+        """Wait until the state may change; a store that writes nothing any more is not waited for."""
+        if self._thread is None:
+            return
+        start_s = time.monotonic()
+        while not self._progress.copied.wait(0.05):
+            if time.monotonic() - max(self._progress.last_s, start_s) > _PATIENCE_S:
+                self._progress.abandoned.set()
+        self._blocked_s += time.monotonic() - start_s
+
+    def ended(self) -> Saved:
+        """Wait for the end of the save, and say how it went; then another one may begin."""
+        assert self._thread is not None, "nothing was begun"
+        self._thread.join()
+        self._thread = None
+        assert self._saved is not None, "the thread says how it ended"
+        return self._saved
+
+    def _save(self, state: RunState, pieces: Sequence[Piece], progress: Progress) -> None:
+        start_s, failure = time.monotonic(), ""
+        try:
+            self._write(state, pieces, progress)
+        except (CheckpointException, StorageError) as error:
+            failure = _reason(error)
+        except Exception as error:  # a step must not wait for a thread that is gone; the run is told
+            failure = f"{type(error).__name__}: {error}"
+        finally:
+            progress.copied.set()
+            self._saved = Saved(
+                step=state.step, time_s=time.monotonic() - start_s, blocked_s=self._blocked_s, failure=failure
+            )
+
+    def _write(self, state: RunState, pieces: Sequence[Piece], progress: Progress) -> None:
+        leads = dist.get_rank() == 0
+        folder, failure = "", ""
+        if leads:
+            folder, failure = _tried(lambda: self._shelf.begin(state.step))
+        told: list[Any] = [folder, failure]
+        dist.broadcast_object_list(told, 0, group=self._group)
+        folder, failure = told
+        if failure:
+            raise StorageError(failure)
+
+        def index(*, finite: bool, files: Mapping[str, int], tensors: Mapping[str, StoredTensor]) -> Index:
+            return Index(state=state, finite=finite, files=files, tensors=tensors, **self._label)
+
+        writer = PieceWriter(self._shelf.place, folder, dist.get_rank(), progress, index)
+        dcp_save({}, storage_writer=writer, planner=PieceSavePlanner(pieces), process_group=self._group)
+        if leads:
+            self._shelf.publish(folder)
+            self._shelf.prune(self._keeping)
+
+
+def load(shelf: Shelf, checkpoint: Checkpoint, pieces: Sequence[Piece], group: Any) -> None:
+    """Fill pieces from a checkpoint; every rank calls this, and on all of them it fails or on none."""
+    reader = PieceReader(shelf.place, checkpoint.folder, checkpoint.index)
+    try:
+        dcp_load({}, storage_reader=reader, planner=PieceLoadPlanner(pieces), process_group=group)
+    except CheckpointException as error:
+        raise StorageError(_reason(error)) from None
+
+
+def _tried(operation: Callable[[], str]) -> tuple[str, str]:
+    try:
+        return operation(), ""
+    except StorageError as error:
+        return "", str(error)
+
+
+def _reason(error: BaseException) -> str:
+    """Return what the first rank that failed says, without tracebacks."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    rank, (cause, _) = min(error.failures.items())
+    told = str(cause) if isinstance(cause, StorageError) else f"{type(cause).__name__}: {cause}"
+    return f"rank {rank}: {told}"

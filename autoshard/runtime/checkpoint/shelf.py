@@ -1,0 +1,135 @@
+"""The checkpoints of a run: which are complete, which is the newest, which are kept."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.engine.pieces import Piece
+from autoshard.errors import InputError
+from autoshard.runtime.checkpoint.index import FILE, Index, load_index
+from autoshard.runtime.checkpoint.places import Place, StorageError
+from autoshard.runtime.checkpoint.writer import folder_of, step_of
+from autoshard.spec.training import Checkpointing
+
+_ASIDE = ".partial"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint: every file is there, as long as the index says."""
+
+    folder: str
+    index: Index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shelf:
+    """A place of checkpoints, one folder each."""
+
+    place: Place
+    remarks: list[str] = field(default_factory=list[str])  # on folders that were passed over, each once
+
+    def steps(self) -> list[int]:
+        """Return the steps of all folders that are not under way, newest first."""
+        found = (step_of(name) for name in self.place.folders())
+        return sorted((step for step in found if step is not None), reverse=True)
+
+    def complete(self) -> Iterator[Checkpoint]:
+        """Yield complete checkpoints, newest first; what is wrong with others becomes a remark."""
+        for step in self.steps():
+            try:
+                yield self.open(step)
+            except InputError as error:
+                for fault in error.faults:
+                    self._remark(str(fault))
+
+    def usable(self) -> Iterator[Checkpoint]:
+        """Yield those that are finite as well."""
+        for one in self.complete():
+            if one.index.finite:
+                yield one
+            else:
+                self._remark(f"{self.place.path(one.folder)}: holds numbers that are not finite")
+
+    def open(self, step: int) -> Checkpoint:
+        """Read the index of a checkpoint, and check that its files are there."""
+        folder = folder_of(step)
+        path = self.place.path(folder)
+        data = self.place.read(f"{folder}/{FILE}")
+        if data is None:
+            raise InputError.of(path, "was not finished: it has no index")
+        index = load_index(data, f"{path}/{FILE}")
+        there = self.place.sizes(folder)
+        missing = [name for name in index.files if name not in there]
+        short = [name for name, size in index.files.items() if name in there and there[name] != size]
+        if missing or short:
+            what = f"{missing[0]} is missing" if missing else f"{short[0]} has {there[short[0]]} bytes"
+            was = "" if missing else f" instead of {index.files[short[0]]}"
+            raise InputError.of(path, f"is damaged: {what}{was}")
+        return Checkpoint(folder=folder, index=index)
+
+    def begin(self, step: int) -> str:
+        """Return the folder in which a checkpoint is written, empty; what crashes have left of others goes."""
+        if not self.place.is_local:
+            return folder_of(step)
+        for name in self.place.folders():
+            if name.endswith(_ASIDE):
+                self.place.remove(name)
+        return folder_of(step) + _ASIDE
+
+    def publish(self, folder: str) -> None:
+        """Give a checkpoint that is written its name."""
+        if not folder.endswith(_ASIDE):
+            return  # the index was written last
+        name = folder.removesuffix(_ASIDE)
+        if name in self.place.folders():  # of the same step, before the run went back
+            self.place.remove(name)
+        self.place.rename(folder, name)
+
+    def prune(self, keeping: Checkpointing) -> None:
+        """Remove what need not be kept; of those that are finite, the newest always stay."""
+        kept = {one.folder for one, _ in zip(self.usable(), range(keeping.keep_last), strict=False)}
+        newest = max((step_of(name) or 0 for name in kept), default=None)
+        for step in self.steps():
+            for_good = keeping.keep_every is not None and step % keeping.keep_every == 0
+            if newest is not None and step <= newest and folder_of(step) not in kept and not for_good:
+                self._remove(folder_of(step))
+
+    def _remove(self, folder: str) -> None:
+        """Remove the index first: what is left of a crash is then no checkpoint."""
+        if FILE in self.place.sizes(folder):
+            self.place.remove(f"{folder}/{FILE}")
+        if self.place.is_local or self.place.sizes(folder):
+            self.place.remove(folder)
+
+    def _remark(self, text: str) -> None:
+        if text not in self.remarks:
+            self.remarks.append(text)
+
+
+def refuse_other(index: Index, pieces: Sequence[Piece], where: str, *, weights_only: bool = False) -> None:
+    """Refuse a checkpoint of another model, or without moments that the optimizer has; name what differs."""
+    wanted = {piece.name: piece.whole for piece in pieces if piece.part == "weight" or not weights_only}
+    faults = list(_differences(index, wanted))
+    if faults:
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+        remedy = "Give the run the model and the optimizer of the checkpoint, or start it with --resume never"
+        raise InputError.of(where, f"does not fit: {'; '.join(faults[:3])}{more}. {remedy}")
+
+
+def _differences(index: Index, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for name, shape in wanted.items():
+        stored = index.tensors.get(name)
+        if stored is None:
+            yield f"{name} is missing"
+        elif stored.shape != shape:
+            yield f"{name} has shape {list(stored.shape)}, the model of this run {list(shape)}"
+
+
+def newest(place: Place) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """Return the newest checkpoint that is complete and finite, and remarks on those passed over."""
+    shelf = Shelf(place=place)
+    try:
+        found = next(shelf.usable(), None)
+    except StorageError as error:
+        raise InputError.of("checkpoint.to", f"cannot be read: {error}") from None
+    return found, tuple(shelf.remarks)

@@ -1,0 +1,229 @@
+"""Saving through torch.distributed.checkpoint: its plans, and files of our own that carry checksums.
+
+Each rank writes one safetensors file, box after box, and never holds more than one box beside the state itself.
+"""
+
+import errno
+import json
+import math
+import struct
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from threading import Event
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from autoshard.engine.pieces import Piece
+from autoshard.runtime.checkpoint.index import FILE, Index, StoredBox, StoredTensor, dump_index
+from autoshard.runtime.checkpoint.places import Place, StorageError
+
+DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+_MOST_BYTES = 2**26  # of a box in a file; larger pieces are cut, so that little is copied at a time
+_FINAL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}  # trying again is no use
+_TRIES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # waits between tries of a file, if nobody waits for it
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a save tells those who wait for it, and what they tell it."""
+
+    copied: Event = field(default_factory=Event)  # nothing of the state is read any more
+    abandoned: Event = field(default_factory=Event)  # nobody wants the rest
+    last_s: float = field(default_factory=time.monotonic)  # when something was written last
+
+
+class PieceSavePlanner(DefaultSavePlanner):
+    """Plans the boxes of an engine's pieces; DCP's own planner checks that they fill every tensor without overlap."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        cut = [part for piece in pieces if piece.saves for part in _cut(piece)]
+        self._pieces = {MetadataIndex(piece.name, piece.offsets): piece for piece in cut}
+
+    def create_local_plan(self) -> SavePlan:
+        """List what this rank saves."""
+        self.plan = SavePlan([_write_item(index, piece) for index, piece in self._pieces.items()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the memory of a box."""
+        return self._pieces[index].memory
+
+
+def _cut(piece: Piece) -> list[Piece]:
+    """Cut a piece along its first dim into parts that are not too large; rows stay whole."""
+    lengths = tuple(piece.memory.shape)
+    num_bytes = piece.memory.numel() * piece.memory.element_size()
+    if num_bytes <= _MOST_BYTES or not lengths:
+        return [piece]
+    rows = max(1, lengths[0] * _MOST_BYTES // num_bytes)
+    first, *others = piece.offsets
+    return [
+        replace(piece, offsets=(first + start, *others), memory=piece.memory[start : start + rows])
+        for start in range(0, lengths[0], rows)
+    ]
+
+
+def _write_item(index: MetadataIndex, piece: Piece) -> WriteItem:
+    chunk = ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=piece.memory.shape)
+    properties = TensorProperties(dtype=piece.memory.dtype)
+    data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(piece.whole))
+    return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Where a box went, as the coordinator is told."""
+
+    box: StoredBox
+    finite: bool
+
+
+class PieceWriter(StorageWriter):
+    """Writes a rank's boxes into one file, and as the coordinator the index of all."""
+
+    def __init__(self, place: Place, folder: str, rank: int, progress: Progress, index: Callable[..., Index]) -> None:
+        self._place, self._folder, self._rank, self._progress, self._index = place, folder, rank, progress, index
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept from save to save."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Folders come with their files."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Take the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Take the plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the file of this rank; a store that fails is tried again, as long as somebody wants the checkpoint."""
+        future: Future[list[WriteResult]] = Future()
+        try:
+            future.set_result(self._written(plan, planner) if plan.items else [])
+        finally:
+            self._progress.copied.set()
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index: with it the checkpoint is complete."""
+        written = {result.index: result.storage_data for listed in results for result in listed}
+        tensors: dict[str, StoredTensor] = {}
+        for name, found in metadata.state_dict_metadata.items():
+            assert isinstance(found, TensorStorageMetadata), f"{name} is no tensor"
+            boxes = tuple(written[MetadataIndex(name, chunk.offsets)].box for chunk in found.chunks)
+            tensors[name] = StoredTensor(DTYPES[found.properties.dtype], tuple(found.size), boxes)
+        files: dict[str, int] = {}
+        for one in written.values():
+            files[one.box.file] = max(files.get(one.box.file, 0), one.box.start + one.box.num_bytes)
+        index = self._index(finite=all(one.finite for one in written.values()), files=files, tensors=tensors)
+        with self._place.writing(f"{self._folder}/{FILE}") as file:
+            file.write(dump_index(index))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Refuse to be chosen by the form of a path."""
+        return False
+
+    def _written(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        for wait_s in (*_TRIES_S, None):
+            try:
+                return self._write(plan, planner)
+            except StorageError as error:
+                final = isinstance(error.__cause__, OSError) and error.__cause__.errno in _FINAL
+                changed = self._progress.copied.is_set()  # the state may be another by now
+                if wait_s is None or final or changed or self._progress.abandoned.wait(wait_s):
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        name = f"rank-{self._rank:05}.safetensors"
+        header, starts = _header(plan.items)
+        results: list[WriteResult] = []
+        with self._place.writing(f"{self._folder}/{name}") as file:
+            file.write(header)
+            for item, start in zip(plan.items, starts, strict=True):
+                if self._progress.abandoned.is_set():
+                    raise StorageError(f"{self._place.path(self._folder)}: given up, so that training goes on")
+                numbers = _on_host(planner.resolve_data(item))
+                raw = numbers.reshape(-1).view(torch.uint8).numpy().data
+                file.write(raw)
+                self._progress.last_s = time.monotonic()
+                data = item.tensor_data
+                assert data is not None, "only tensors are saved"
+                offsets, lengths = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+                box = StoredBox(offsets, lengths, name, start, raw.nbytes, zlib.crc32(raw))
+                results.append(WriteResult(item.index, raw.nbytes, _Written(box, is_finite(numbers))))
+            if self._place.is_local:
+                self._progress.copied.set()  # what is left is to bring the file to the disk
+        return results
+
+
+def _header(items: Sequence[WriteItem]) -> tuple[bytes, list[int]]:
+    """Return the header of a safetensors file, and where in the file each box starts."""
+    entries: dict[str, Any] = {}
+    ends = [0]
+    for item in items:
+        data = item.tensor_data
+        assert data is not None and item.index.offset is not None, "only boxes of tensors are saved"
+        size = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+        entries[f"{item.index.fqn}@{','.join(map(str, item.index.offset))}"] = {
+            "dtype": DTYPES[data.properties.dtype],
+            "shape": list(data.chunk.sizes),
+            "data_offsets": [ends[-1], ends[-1] + size],
+        }
+        ends.append(ends[-1] + size)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = struct.pack("<Q", len(text)) + text
+    return head, [len(head) + end for end in ends[:-1]]
+
+
+def _on_host(tensor: Any) -> torch.Tensor:
+    """Return a box without gaps on the host: the state's own memory where it is so already."""
+    return tensor.detach().to("cpu").contiguous()
+
+
+def is_finite(numbers: torch.Tensor) -> bool:
+    """Say whether all numbers are finite; a sum says so at once unless it overflows.
+
+    >>> is_finite(torch.tensor([1.0, 3e38, 3e38])), is_finite(torch.tensor([1.0, float("nan")]))
+    (True, False)
+    """
+    total = float(numbers.sum(dtype=torch.float32 if numbers.dtype != torch.float64 else None))
+    return bool(np.isfinite(total)) or bool(torch.isfinite(numbers).all())
+
+
+def folder_of(step: int) -> str:
+    """Name the checkpoint of a step, so that names sort as steps do.
+
+    >>> folder_of(120)
+    'step-00000120'
+    """
+    return f"step-{step:08}"
+
+
+def step_of(folder: str) -> int | None:
+    """Return the step of a checkpoint's name; None if it is none."""
+    name = PurePath(folder).name
+    number = name.removeprefix("step-")
+    return int(number) if name.startswith("step-") and number.isdecimal() else None

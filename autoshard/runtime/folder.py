@@ -1,0 +1,101 @@
+"""The folder of a run: who writes to it, what was started in it before, and under which plan."""
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import InputError, RunFailed
+from autoshard.plan.plan import Plan
+from autoshard.spec import record
+from autoshard.spec.training import Training
+
+PLAN, TRAINING, ATTEMPTS = "plan.json", "training.json", "attempts.jsonl"
+_LOCK = ".lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make a folder and keep others from running in it; the lock goes with this process, however it ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / _LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise InputError.of(f"--out {folder}", f"cannot be made: {error.strerror or error}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            who = file.read().strip() or "another process"
+            raise InputError.of(f"--out {folder}", f"{who} is running in it. Wait for it, or name another") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def holds_files(folder: Path) -> bool:
+    """Say whether there is anything in a folder beside its lock, or a file in its place."""
+    return folder.exists() and (not folder.is_dir() or any(one.name != _LOCK for one in folder.iterdir()))
+
+
+def refuse_other_run(folder: Path, plan: Plan) -> None:
+    """Refuse to go on with a run of another model, or in a folder that holds something else."""
+    from autoshard.plan.codec import load
+
+    path = folder / PLAN
+    if not path.is_file():
+        raise InputError.of(f"--out {folder}", f"holds files, and none is the {PLAN} of a run. Name another folder")
+    before = load(path)
+    names = [entry.name for entry in fields(plan.model) if entry.name not in ("name", "source")]
+    changed = [name for name in names if getattr(before.model, name) != getattr(plan.model, name)]
+    if changed:
+        pairs = ", ".join(f"{name} {getattr(before.model, name)}, now {getattr(plan.model, name)}" for name in changed)
+        raise InputError.of(f"--out {folder}", f"holds a run of another model ({pairs}). Name another folder")
+
+
+def changes_since(folder: Path, training: Training) -> list[str]:
+    """Return what this start does otherwise than the last one in the folder, and keep what it does."""
+    path, now = folder / TRAINING, record.encode(training)
+    before: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else now
+    path.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+    one, other = dict(_flat(before)), dict(_flat(now))
+    return [f"{name} was {one.get(name)}, now {value}" for name, value in other.items() if one.get(name) != value]
+
+
+def _flat(nested: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield before + key, value
+
+
+def count_attempt(folder: Path, step: int, most: int) -> None:
+    """Note that a run starts from a step; refuse when as many starts before got no further and failed."""
+    path = folder / ATTEMPTS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    found = [json.loads(line) for line in lines if line.endswith("}")]
+    alike = 0
+    while alike < len(found) and found[-1 - alike] == {"from": step}:
+        alike += 1
+    if alike >= most:
+        message = f"{alike} starts after step {step} came to no checkpoint beyond it. See {folder / 'logs'}"
+        raise RunFailed(f"{message}; then type --resume {step} to allow as many again")
+    _note(path, {"from": step})
+
+
+def allow_attempts(folder: Path) -> None:
+    """Forget the starts before: the user, or a run that ended as it should, says so."""
+    _note(folder / ATTEMPTS, {"allowed": True})
+
+
+def _note(path: Path, what: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(what) + "\n")

@@ -1,0 +1,105 @@
+"""Finds out that ranks hang, by their positions, long before a library gives up; the plan says how long steps take."""
+
+import math
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+from autoshard.engine.position import Seen, positions_folder, seen
+from autoshard.engine.ran import WARM_UP, TimedStep
+from autoshard.plan.plan import Plan
+
+HUNG = 75  # exit code of a rank that ends because of a hang
+_STEPS, _LEAST_S = 4, 24.0  # reported before five step times or 30 s are over
+_UNKNOWN_S = 600.0  # for steps of which nothing is known: on another machine, or while they set things up
+_STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead", "D": "in uninterruptible sleep"}
+
+
+class Watch:
+    """Watches the ranks of this machine that keep their positions in the folder of a run."""
+
+    def __init__(self, folder: Path, plan: Plan, *, here: bool) -> None:
+        self._folder, self._mesh = positions_folder(folder), plan.mesh
+        self._compiles = plan.engine == "nxd"
+        predicted = plan.prediction
+        self._predicted_s = predicted.high_s if predicted and here else None
+        self._times_s: deque[float] = deque(maxlen=20)
+        self._num_steps = 0
+
+    def learn(self, said: object) -> None:
+        """Learn from a step how long steps take; the first ones set things up."""
+        if isinstance(said, TimedStep):
+            self._num_steps += 1
+            if self._num_steps > WARM_UP:
+                self._times_s.append(said.time_s)
+
+    @property
+    def limit_s(self) -> float:
+        """How long all ranks may stay where they are inside a step."""
+        if self._times_s:
+            return max(_LEAST_S, _STEPS * statistics.median(self._times_s))
+        if self._compiles and self._num_steps <= WARM_UP:
+            return math.inf
+        return _UNKNOWN_S if self._predicted_s is None else max(_LEAST_S, _STEPS * self._predicted_s)
+
+    def hung(self) -> str:
+        """Say who hangs and where; nothing while some rank moves."""
+        paths = ((rank, self._folder / str(rank)) for rank in range(self._mesh.num_ranks))
+        found = {rank: one for rank, path in paths if (one := seen(path)) and one.step and _is_alive(one.process)}
+        if not found:
+            return ""
+        now_s = time.monotonic()
+        still_s = now_s - max(one.since_s for one in found.values())
+        if still_s < self.limit_s:
+            return ""
+        culprit = min(found, key=lambda rank: _suspicion(found[rank]))
+        lines = [f"no rank has moved for {still_s:.0f} s (limit {self.limit_s:.0f} s). {self._line(culprit, found)}"]
+        lines += [f"  {self._line(rank, found)}" for rank in sorted(found) if rank != culprit]
+        return "\n".join(lines)
+
+    def _line(self, rank: int, found: dict[int, Seen]) -> str:
+        one = found[rank]
+        stage = self._mesh.coordinates(rank).get("pp", 0)
+        state = _STATES.get(_state(one.process), "")
+        doing = f"waits for {one.waits_for}" if one.waits_for else "computes"
+        where = f"rank {rank} (pipeline rank {stage}, process {one.process}{', ' + state if state else ''})"
+        return f"{where} in step {one.step}, {one.action or 'before its first action'}: {doing}"
+
+
+def _suspicion(one: Seen) -> tuple[bool, bool, int, float]:
+    """Order ranks: those that cannot run first, then those that wait for nobody, then those furthest behind."""
+    return _state(one.process) not in _STATES, bool(one.waits_for), one.step, one.since_s
+
+
+def _is_alive(process: int) -> bool:
+    """Say whether a record is of a process that there is, not of one that an earlier start has left."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _state(process: int) -> str:
+    """Return the letter of a process' state on Linux."""
+    path = Path(f"/proc/{process}/stat")
+    return path.read_text(encoding="utf-8").rpartition(")")[2].split()[0] if path.is_file() else ""
+
+
+def end_if_hung(watch: Watch, report: Path) -> None:
+    """Watch from a thread of this rank, which nobody else watches; a hang ends the process with a report."""
+
+    def look() -> None:
+        while True:
+            time.sleep(1.0)
+            if text := watch.hung():
+                report.write_text(text + "\n", encoding="utf-8")
+                sys.stderr.write(f"autoshard: {text}\n")
+                sys.stderr.flush()
+                os._exit(HUNG)
+
+    threading.Thread(target=look, daemon=True, name="watchdog").start()
