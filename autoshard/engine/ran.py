@@ -1,12 +1,26 @@
 """What a run gave: its steps with their times, and what every rank counted."""
 
+import math
 import statistics
 from dataclasses import dataclass
+from typing import Literal
 
 from autoshard.engine.base import Measured
 from autoshard.errors import require
 
 WARM_UP = 2  # steps that allocate, connect and cache; they are no measure of the others
+Phase = Literal["compile", "warm-up", "steady"]
+
+
+def phase_of(num_taken: int, *, compiles: bool) -> Phase:
+    """Return what a step is, after so many that this start of a run has taken; on some devices the first compiles.
+
+    >>> [phase_of(taken, compiles=True) for taken in range(4)]
+    ['compile', 'warm-up', 'steady', 'steady']
+    """
+    if num_taken == 0 and compiles:
+        return "compile"
+    return "warm-up" if num_taken < WARM_UP else "steady"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +36,25 @@ class TimedStep:
     waited_s: float = 0.0  # for data, before the step began
     updated: bool = True  # whether the weights took the step
     memory_bytes: int | None = None  # the most that a device has held so far; None where nobody counts
+    phase: Phase = "steady"
 
     def __post_init__(self) -> None:
         """Refuse a step that took no time."""
         require(
             (self.number >= 1, "number", f"must be at least 1, not {self.number}"),
             (self.time_s > 0, "time_s", f"must be positive, not {self.time_s}"),
+            (self.waited_s >= 0, "waited_s", f"must be at least 0, not {self.waited_s}"),
         )
+
+    @property
+    def nonfinite(self) -> dict[str, str]:
+        """Which of loss and norm are no numbers, and what they are instead: nan, inf or -inf, which JSON cannot write.
+
+        >>> TimedStep(number=1, loss=math.nan, norm=1.0, time_s=1.0, num_tokens=1).nonfinite
+        {'loss': 'nan'}
+        """
+        both = {"loss": self.loss, "norm": self.norm}
+        return {name: str(float(value)) for name, value in both.items() if not math.isfinite(value)}
 
     @property
     def tokens_per_s(self) -> float:

@@ -1,0 +1,164 @@
+"""The file ``metrics.jsonl``: a line for every step, whole up to the last one however the run ends."""
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from autoshard.engine.ran import TimedStep
+from autoshard.errors import InputError
+
+METRICS = "metrics.jsonl"
+_MODE = 0o666  # less what the umask takes
+
+# The fields of a line. A value that is not known is null; loss or norm is null too where it is not finite.
+FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "step": "number of the optimizer step, from 1; a step that is done again after a restart is here once",
+        "loss": "mean over the tokens that count, before the update",
+        "norm": "of the whole gradient, before it was clipped",
+        "learning_rate": "of this step",
+        "updated": "false if the weights did not take the step",
+        "time_s": "seconds of the step, from when all ranks were ready until the last was done",
+        "waited_s": "seconds that the step waited for its data before that",
+        "tokens": "tokens of the step, over all ranks",
+        "tokens_per_s": "tokens over time_s",
+        "mfu": "share of the devices' peak that the model's own FLOPs use; null on another machine than the plan's",
+        "memory_bytes": "the most that a device has held so far",
+        "phase": "compile, warm-up or steady; only steady steps are a measure of the others",
+        "at": "when the step was shown, in seconds since 1970",
+        "nonfinite": "only where loss or norm is no number: what it is instead, nan, inf or -inf",
+        "neuron": "only where neuron-monitor runs: what it said since the last line, of the node of rank 0",
+    }
+)
+
+
+def record_of(step: TimedStep, *, at: float, mfu: float | None = None, neuron: Any = None) -> dict[str, Any]:
+    """Return the fields of a step; numbers that are not finite stay as they are."""
+    record = {
+        "step": step.number,
+        "loss": step.loss,
+        "norm": step.norm,
+        "learning_rate": step.learning_rate,
+        "updated": step.updated,
+        "time_s": step.time_s,
+        "waited_s": step.waited_s,
+        "tokens": step.num_tokens,
+        "tokens_per_s": step.tokens_per_s,
+        "mfu": mfu,
+        "memory_bytes": step.memory_bytes,
+        "phase": step.phase,
+        "at": at,
+    }
+    return record if neuron is None else {**record, "neuron": neuron}
+
+
+def line_of(record: Mapping[str, Any]) -> str:
+    """Write a record as a line of JSON; what is not finite becomes null, and ``nonfinite`` says what it was.
+
+    >>> line_of({"step": 3, "loss": math.nan, "norm": 1.5})
+    '{"step": 3, "loss": null, "norm": 1.5, "nonfinite": {"loss": "nan"}}'
+    """
+    strange = {
+        name: str(value) for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)
+    }
+    if strange:
+        record = {**record, **dict.fromkeys(strange), "nonfinite": strange}
+    return json.dumps(record, allow_nan=False)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read all steps of a file; a last line that a killed run did not finish is left out."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InputError.of(str(path), f"cannot be read: {error.strerror or error}") from None
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(lines[:-1], 1):
+        record = _record(line)
+        if record is None:
+            raise InputError.of(f"{path}: line {number}", "is no step of a run. Remove this line")
+        found.append(record)
+    return found
+
+
+class MetricsLog:
+    """The file of a run that goes on: opened at its first step, one write for every line."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / METRICS
+        self._file: int | None = None
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a step; a line of which a full disk took only a part is taken back, and OSError raised."""
+        if self._file is None:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, _MODE)
+            _mend(self._file)
+        line = line_of(record).encode() + b"\n"
+        written = os.write(self._file, line)
+        if written < len(line):
+            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            raise OSError(28, "No space left on device", str(self.path))
+
+    def cut_after(self, step: int) -> int:
+        """Drop the lines of steps after this one, which will be done again, and unreadable ones; say how many."""
+        assert self._file is None, "lines are cut before the first is added"
+        if not self.path.exists():
+            return 0
+        aside = self.path.with_name(f"{METRICS}.part")
+        num_dropped = 0
+        with self.path.open("rb") as old, aside.open("wb") as new:
+            for line in old:
+                record = _record(line) if line.endswith(b"\n") else None
+                if record is None or record["step"] > step:
+                    num_dropped += 1
+                else:
+                    new.write(line)
+            new.flush()
+            os.fsync(new.fileno())
+        aside.replace(self.path)
+        return num_dropped
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a record as trackers want them, nested ones under ``name/``.
+
+    >>> dict(scalars({"step": 3, "loss": 2.5, "updated": True, "mfu": None, "neuron": {"core_use": 0.5}}))
+    {'loss': 2.5, 'updated': 1.0, 'neuron/core_use': 0.5}
+    """
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and (prefix or name not in ("step", "at")):
+            yield f"{prefix}{name}", float(value)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Read a line; None if it is no step."""
+    try:
+        record = json.loads(line)
+        strange = record.pop("nonfinite", {})
+        whole = {**record, **{name: float(value) for name, value in strange.items()}}
+    except (ValueError, TypeError, AttributeError):  # no JSON, or not what a line is
+        return None
+    return whole if type(whole.get("step")) is int else None
+
+
+def _mend(file: int) -> None:
+    """Take away what a killed run left of its last line, so that the next does not continue it."""
+    size = os.fstat(file).st_size
+    if size:
+        with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as text:
+            end = text.rfind(b"\n") + 1
+        if end < size:
+            os.ftruncate(file, end)

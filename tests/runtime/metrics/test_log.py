@@ -1,0 +1,149 @@
+"""``metrics.jsonl``: always JSON, whole up to the last step, however a run ended and wherever it goes on."""
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from autoshard.engine.ran import TimedStep
+from autoshard.errors import InputError
+from autoshard.runtime.metrics.log import FIELDS, METRICS, MetricsLog, line_of, read_metrics, record_of, scalars
+from tests.runtime.cases import environment
+
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from autoshard.runtime.metrics.log import MetricsLog
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+log, refused = MetricsLog(Path(sys.argv[1])), []
+most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+for step in range(1, 41):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if step < 40 else most, most))
+    try:
+        log.append({"step": step, "loss": 1 / step})
+    except OSError as error:
+        refused.append(step)
+print(refused)
+"""
+KILLED = """
+import sys
+from pathlib import Path
+from autoshard.runtime.metrics.log import MetricsLog
+log = MetricsLog(Path(sys.argv[1]))
+for step in range(1, 10**9):
+    log.append({"step": step, "loss": 1 / step})
+    print(step, flush=True)
+"""
+
+
+def step(number: int = 1, **fields: Any) -> TimedStep:
+    return TimedStep(**({"number": number, "loss": 2.5, "norm": 1.0, "time_s": 0.5, "num_tokens": 64} | fields))
+
+
+def strict(text: str) -> dict[str, Any]:
+    """Read JSON as other readers do, which know no NaN."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def written(folder: Path, numbers: range) -> Path:
+    log = MetricsLog(folder)
+    for number in numbers:
+        log.append(record_of(step(number), at=0.0))
+    log.close()
+    return folder / METRICS
+
+
+def numbers_in(path: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(path)]
+
+
+@given(NUMBERS, NUMBERS)
+def test_any_loss_and_norm_make_json_and_are_read_back(loss: float, norm: float) -> None:
+    record = record_of(step(loss=loss, norm=norm), at=1.5)
+    line = strict(line_of(record))
+    assert all(line[name] is None for name, value in (("loss", loss), ("norm", norm)) if not math.isfinite(value))
+    with tempfile.TemporaryDirectory() as folder:
+        log = MetricsLog(Path(folder))
+        log.append(record)
+        log.close()
+        (found,) = read_metrics(log.path)
+    assert str(found) == str(record), "NaN differs from itself"
+
+
+def test_the_table_of_fields_names_all_that_is_written() -> None:
+    usual = record_of(step(), at=0.0)
+    assert [name for name in FIELDS if name not in ("nonfinite", "neuron")] == list(usual)
+    strange = strict(line_of(record_of(step(loss=math.inf), at=0.0, neuron={"num_cores": 2})))
+    assert set(strange) == set(FIELDS)
+
+
+def test_trackers_get_every_number() -> None:
+    found = dict(scalars(record_of(step(loss=math.nan), at=9.0, mfu=0.5, neuron={"errors": {"numerical": 2}})))
+    assert math.isnan(found["loss"]) and found["updated"] == 1.0 and found["neuron/errors/numerical"] == 2.0
+    assert not {"step", "at", "phase", "memory_bytes"} & set(found)
+
+
+@given(st.integers(0, 2000))
+def test_a_file_cut_anywhere_is_read_to_its_last_whole_line_and_continued(size: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path = written(Path(name), range(1, 6))
+        path.write_bytes(path.read_bytes()[:size])
+        whole = numbers_in(path)
+        assert whole == list(range(1, path.read_bytes().count(b"\n") + 1))
+        written(Path(name), range(6, 8))
+        assert numbers_in(path) == [*whole, 6, 7]
+
+
+@given(st.integers(0, 8), st.binary(max_size=30))
+def test_steps_that_are_done_again_are_dropped(last: int, torn: bytes) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path = written(Path(name), range(1, 7))
+        with path.open("ab") as file:
+            file.write(torn.replace(b"\n", b""))
+        MetricsLog(Path(name)).cut_after(last)
+        assert numbers_in(path) == list(range(1, min(last, 6) + 1))
+        assert [one.name for one in Path(name).iterdir()] == [METRICS]
+
+
+def test_nothing_is_cut_from_no_file(tmp_path: Path) -> None:
+    assert MetricsLog(tmp_path).cut_after(3) == 0 and not list(tmp_path.iterdir())
+
+
+def test_a_line_that_is_no_step_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path, range(1, 3))
+    path.write_text(path.read_text() + "[]\n" + path.read_text())
+    with pytest.raises(InputError, match=r"metrics.jsonl: line 3: is no step of a run. Remove this line"):
+        read_metrics(path)
+    assert MetricsLog(tmp_path).cut_after(9) == 1 and numbers_in(path) == [1, 2, 1, 2]
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        read_metrics(tmp_path / "none")
+
+
+def test_a_full_disk_leaves_whole_lines_and_later_steps_are_kept_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    refused, path = json.loads(done.stdout), tmp_path / METRICS
+    assert refused and refused[-1] == 39
+    assert numbers_in(path) == [number for number in range(1, 41) if number not in refused]
+
+
+def test_a_killed_run_has_kept_every_step(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        heard = [int(process.stdout.readline()) for _ in range(500)]
+        process.kill()
+        heard += [int(line) for line in process.stdout.read().splitlines()]
+    found = numbers_in(tmp_path / METRICS)
+    assert found == list(range(1, len(found) + 1)) and len(found) >= heard[-1]
