@@ -1,52 +1,202 @@
-"""What somebody who waits for a run sees: a table that moves on a terminal, lines elsewhere; a file keeps the steps."""
+"""What somebody who waits for a run sees: a line that moves on a terminal, lines elsewhere; a file keeps the steps."""
 
-import json
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from autoshard.engine.ran import TimedStep
+    from autoshard.engine.ran import RunReport, TimedStep
+    from autoshard.plan.plan import Plan
+    from autoshard.runtime.metrics.neuron_monitor import NeuronMonitor
+    from autoshard.runtime.metrics.pace import Pace, Paced
+    from autoshard.runtime.metrics.trackers import Trackers
+    from autoshard.spec.training import Training
+
+_EVERY = 100  # so many steps are printed one by one, where there is no terminal
+_PAUSE_S = 10.0  # between later ones
+_FRAME_S = 0.1  # between drawings on a terminal
+_FINISH_S = 90.0  # for trackers to upload what they have; after a run that failed, less:
+_FAILED_S = 10.0
+
+
+def shown(
+    plan: "Plan",
+    training: "Training",
+    folder: Path,
+    *,
+    platform: str,
+    silent: bool,
+    num_done: int = 0,
+    given_ids: "Mapping[str, str] | None" = None,
+) -> "StepsShown":
+    """Prepare to show and keep the steps of a run, in the one process that does; nothing starts before its first step.
+
+    Lines of steps after ``num_done`` are dropped, since they are done again. ``platform`` names what runs the plan,
+    and ``given_ids`` are the ``ids`` of the run that a checkpoint carries.
+    """
+    from autoshard.runtime.metrics.log import MetricsLog
+    from autoshard.runtime.metrics.neuron_monitor import NeuronMonitor
+    from autoshard.runtime.metrics.pace import Pace
+    from autoshard.runtime.metrics.trackers import Trackers, refuse_without_packages, tracker_ids, trackers_of
+    from autoshard.spec.record import encode
+
+    track = training.track
+    refuse_without_packages(track)
+    MetricsLog(folder).cut_after(num_done)
+    ids = tracker_ids(folder, given_ids) if track.wandb is not None else dict(given_ids or {})
+    files = _files(plan, folder) if track.wandb is not None else {}
+    trackers = trackers_of(track, folder, num_done=num_done, run_id=ids.get("wandb", ""), files=files)
+    config = {"candidate": str(plan.candidate), "plan": encode(plan), "training": encode(training)}
+    show = StepsShown(
+        folder,
+        training.steps,
+        silent=silent,
+        pace=Pace(training.steps, plan.prediction if plan.cluster.name == platform else None),
+        trackers=Trackers(trackers, config),
+        monitor=NeuronMonitor(),
+    )
+    show.ids = ids
+    return show
 
 
 class StepsShown:
-    """Shows every step, and appends it to ``steps.jsonl``; used as a context, at whose end the table stays."""
+    """Shows every step, and adds it to ``metrics.jsonl`` and to trackers; used as a context, which ends them all.
 
-    def __init__(self, folder: Path, num_steps: int, *, silent: bool) -> None:
+    At the end ``failure`` says what could not be written, without which training goes on, and ``notes`` what trackers
+    had to say; ``ids`` are what they call the run, for its checkpoints.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        num_steps: int,
+        *,
+        silent: bool,
+        pace: "Pace | None" = None,
+        trackers: "Trackers | None" = None,
+        monitor: "NeuronMonitor | None" = None,
+    ) -> None:
         from autoshard.report.terminal import make_console
+        from autoshard.runtime.metrics.log import MetricsLog
+        from autoshard.runtime.metrics.pace import Pace
 
-        self._file, self._num_steps, self._silent = folder / "steps.jsonl", num_steps, silent
+        self._log, self._num_steps, self._silent = MetricsLog(folder), num_steps, silent
+        self._pace, self._trackers, self._monitor = pace or Pace(num_steps, None), trackers, monitor
         self._console = make_console()
-        self._steps: list[TimedStep] = []
         self._live: Live | None = None
+        self._num_shown = 0
+        self._drawn_s = float("-inf")
+        self._waiting: tuple[TimedStep, Paced] | None = None  # the last step, if it was not printed
+        self._summary: dict[str, Any] = {}
+        self.ids: dict[str, str] = {}
+        self.notes: list[str] = []
+        self.failure: str | None = None
 
     def __call__(self, step: "TimedStep") -> None:
-        """Show one step more."""
-        from autoshard.report.ran import step_line, steps_table
-        from autoshard.spec.record import encode
+        """Keep and show one step more."""
+        from autoshard.runtime.metrics.log import record_of, scalars
+        from autoshard.runtime.metrics.neuron_monitor import neuron_record
 
-        self._steps.append(step)
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(encode(step)) + "\n")
-        if self._silent:
+        now_s = time.monotonic()
+        paced = self._pace(step, now_s)
+        neuron = neuron_record(self._monitor.taken()) if self._monitor else None
+        record = record_of(step, at=time.time(), mfu=paced.mfu, neuron=neuron)
+        self._write(record)
+        if self._trackers:
+            self._trackers.log(step.number, dict(scalars(record)))
+        for warning in paced.warnings:
+            self._say("warning", warning)
+        self._pass_on()
+        self._num_shown += 1
+        if not self._silent:
+            self._show(step, paced, now_s)
+
+    def __enter__(self) -> "StepsShown":
+        """Begin."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        """Leave the last line where it is, and end what has begun."""
+        if self._waiting:
+            self._print(*self._waiting)
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self._monitor:
+            self._monitor.close()
+        if self._trackers:
+            within_s = _FINISH_S if kind is None else _FAILED_S
+            self._trackers.finish(self._summary, failed=kind is not None, within_s=within_s)
+            self._pass_on()
+        self._log.close()
+
+    def conclude(self, plan: "Plan", report: "RunReport", platform: str) -> None:
+        """Tell trackers, when they end, how the run compares with its prediction."""
+        from autoshard.report.ran import ran_summary
+
+        self._summary = ran_summary(plan, report, platform)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        try:
+            self._log.append(record)
+        except OSError as error:
+            if self.failure is None:
+                self.failure = f"{self._log.path}: step {record['step']} was not written: {error.strerror or error}"
+                self._say("warning", f"{self.failure}. The run goes on")
+
+    def _pass_on(self) -> None:
+        """Say what trackers have to say."""
+        for said in self._trackers.said() if self._trackers else ():
+            self._say(said.kind, said.text)
+
+    def _say(self, kind: str, text: str) -> None:
+        """Print a note, or a warning, which is heard in silence as well."""
+        if kind == "note":
+            self.notes.append(text)
+        if not self._silent:
+            self._console.print(f"{kind}: {text}", soft_wrap=True, markup=False, highlight=False)
+        elif kind == "warning":
+            print(f"{kind}: {text}", file=sys.stderr)
+
+    def _show(self, step: "TimedStep", paced: "Paced", now_s: float) -> None:
+        """Draw or print a step, unless one was a moment ago; the last, and one that took no update, always."""
+        pause_s = _FRAME_S if self._console.is_terminal else _PAUSE_S if self._num_shown > _EVERY else 0.0
+        if now_s - self._drawn_s < pause_s and step.number < self._num_steps and step.updated:
+            self._waiting = (step, paced)
             return
-        if not self._console.is_terminal:
-            self._console.print(step_line(step, self._num_steps))
+        self._drawn_s = now_s
+        self._print(step, paced)
+
+    def _print(self, step: "TimedStep", paced: "Paced") -> None:
+        from rich.text import Text
+
+        from autoshard.report.ran import step_line
+
+        self._waiting = None
+        width = self._console.width if self._console.is_terminal else None
+        line = step_line(step, self._num_steps, mfu=paced.mfu, ratio=paced.ratio, left_s=paced.left_s, width=width)
+        if width is None:
+            self._console.print(line, soft_wrap=True, markup=False, highlight=False)
             return
         if self._live is None:  # not before: a thread that draws would not survive in forked ranks
             from rich.live import Live
 
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-        self._live.update(steps_table(self._steps, self._num_steps), refresh=True)
+        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
-    def __enter__(self) -> "StepsShown":
-        """Begin."""
-        return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        """Leave the last table where it is."""
-        if self._live is not None:
-            self._live.stop()
+def _files(plan: "Plan", folder: Path) -> dict[str, Path]:
+    """Return what goes to where runs are compared, beside the numbers: the plan, and its predicted step as a trace."""
+    from autoshard.cost.trace import trace
+    from autoshard.report.trace import trace_text
+
+    path = folder / "predicted_trace.json"
+    if not path.exists():
+        path.write_text(trace_text(plan, trace(plan)), encoding="utf-8")
+    return {"plan": folder / "plan.json", "predicted_trace": path}

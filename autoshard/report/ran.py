@@ -12,10 +12,14 @@ from autoshard.engine.base import Measured
 from autoshard.engine.ran import RunReport, TimedStep
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction
-from autoshard.report.terminal import make_table
+from autoshard.report.terminal import compiled_words, make_table
 from autoshard.units import format_bytes, format_count, format_seconds
 
-_SHOWN = 12  # steps of a live table
+_PORT = 6006  # TensorBoard's own
+_GAP = "   "  # between the parts of a line
+_WAITED = 0.02  # of a step's time: to wait so long for data is worth a word
+_PHASES = {"compile": "compiled in it", "warm-up": "warm-up", "steady": ""}
+_DISPENSABLE = ("memory", "rate", "norm", "ratio", "mfu", "speed", "waited", "left", "phase")  # where a line is short
 _PARTS = {  # what an engine counts -> the predicted parts that it adds up
     "weights": ("weights",),
     "gradients": ("gradients",),
@@ -42,24 +46,60 @@ class AlikeRanks:
     sent: Mapping[str, Beside] = field(hash=False)
 
 
-def step_line(step: TimedStep, num_steps: int) -> str:
-    """Write a step as a line.
+def step_line(
+    step: TimedStep,
+    num_steps: int,
+    *,
+    mfu: float | None = None,
+    ratio: float | None = None,
+    left_s: float | None = None,
+    width: int | None = None,
+) -> str:
+    """Write a step as a line: what is known of it, or as much as fits a width, the least important left out first.
+
+    ``ratio`` is that of the step's time to the predicted.
 
     >>> step_line(TimedStep(number=3, loss=6.25, norm=1.5, time_s=0.125, num_tokens=512), 20)
     'step  3/20   loss 6.2500   norm 1.500   125.0 ms   4.10 ktokens/s'
+    >>> step = TimedStep(number=1, loss=6.25, norm=1.5, time_s=0.125, num_tokens=512, phase="warm-up")
+    >>> step_line(step, 20, mfu=0.381, left_s=2.4, width=60)
+    'step  1/20   loss 6.2500   125.0 ms   2.40 s left   warm-up'
     """
-    place = f"{step.number:{len(str(num_steps))}}/{num_steps}"
-    return "   ".join([f"step {place}", f"loss {step.loss:.4f}", f"norm {step.norm:.3f}", *_speed(step)])
+    parts = {
+        "step": f"step {step.number:{len(str(num_steps))}}/{num_steps}",
+        "loss": f"loss {step.loss:.4f}",
+        "norm": f"norm {step.norm:.3f}",
+        "rate": "" if step.learning_rate is None else f"lr {step.learning_rate:.2e}",
+        "time": format_seconds(step.time_s),
+        "ratio": "" if ratio is None or step.phase != "steady" else f"{ratio:.2f} x predicted",
+        "speed": _tokens(step.tokens_per_s),
+        "mfu": "" if mfu is None else f"MFU {mfu:.1%}",
+        "memory": "" if step.memory_bytes is None else format_bytes(step.memory_bytes),
+        "waited": f"waited {format_seconds(step.waited_s)} for data" if step.waited_s > _WAITED * step.time_s else "",
+        "left": "" if not left_s else f"{format_seconds(left_s)} left",
+        "phase": _PHASES[step.phase],
+        "skipped": "" if step.updated else "no update",
+    }
+    parts = {name: text for name, text in parts.items() if text}
+    for name in _DISPENSABLE:
+        if width is None or len(_GAP.join(parts.values())) <= width:
+            break
+        parts.pop(name, None)
+    return _GAP.join(parts.values())
 
 
-def steps_table(steps: Sequence[TimedStep], num_steps: int) -> Table:
-    """Return the last steps as a table, which is drawn again after every step."""
-    table = make_table(f"Step {len(steps)} of {num_steps}")
-    for name in ("step", "loss", "gradient norm", "time", "speed"):
-        table.add_column(name, justify="right")
-    for step in steps[-_SHOWN:]:
-        table.add_row(str(step.number), f"{step.loss:.4f}", f"{step.norm:.3f}", *_speed(step))
-    return table
+def start_lines(plan: Plan, folder: str, host: str, *, tensorboard: bool) -> list[str]:
+    """Say before the first step what it does besides, and how the run is watched from elsewhere."""
+    lines: list[str] = []
+    if plan.prediction and plan.prediction.compiling:
+        lines.append(compiled_words(plan.prediction.compiling))
+    if plan.engine == "nxd":
+        lines.append("NeuronCores: type neuron-top on a node to watch them")
+    if tensorboard or plan.engine == "nxd":
+        place = f"tensorboard --logdir {folder}/tensorboard --port {_PORT}"
+        tunnel = f"ssh -N -L {_PORT}:localhost:{_PORT} {host}"
+        lines.append(f"TensorBoard: on {host} type {place}, on your machine {tunnel}; open http://localhost:{_PORT}")
+    return lines
 
 
 def ran_report(plan: Plan, report: RunReport, platform: str) -> Group:
@@ -88,15 +128,35 @@ def ran_json(plan: Plan, report: RunReport) -> dict[str, Any]:
             "high": prediction.high_s,
             "measured": report.step_time_s,
         },
-        "steps": [
-            {"number": step.number, "loss": step.loss, "norm": step.norm, "time_s": step.time_s}
-            for step in report.steps
-        ],
+        "steps": [_step_json(step) for step in report.steps],
         "ranks": [
             {"ranks": list(group.ranks), "memory_bytes": plain(group.memory), "sent_bytes": plain(group.sent)}
             for group in alike_ranks(plan, report.ranks)
         ],
     }
+
+
+def ran_summary(plan: Plan, report: RunReport, platform: str) -> dict[str, Any]:
+    """Return predicted beside measured as flat names, for those who compare many runs; bytes are of the fullest rank.
+
+    Seconds about another machine than ``platform`` are not divided by those that were measured.
+    """
+    prediction = plan.prediction
+    assert prediction, "only predicted plans are run"
+    found: dict[str, Any] = {
+        "step_time_s/predicted": prediction.step_time_s,
+        "step_time_s/low": prediction.low_s,
+        "step_time_s/high": prediction.high_s,
+        "step_time_s/measured": report.step_time_s,
+        "step_time_s/ratio": report.step_time_s / prediction.step_time_s if plan.cluster.name == platform else None,
+        "mfu/predicted": prediction.mfu,
+    }
+    groups = alike_ranks(plan, report.ranks)
+    for kind, sizes in (("memory_bytes", [one.memory for one in groups]), ("sent_bytes", [one.sent for one in groups])):
+        for name in dict.fromkeys(name for one in sizes for name in one):
+            fullest = max((one[name] for one in sizes if name in one), key=lambda both: both.measured or 0)
+            found |= {f"{kind}/{name}/{key}": value for key, value in plain({name: fullest})[name].items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> tuple[AlikeRanks, ...]:
@@ -176,8 +236,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
-def _speed(step: TimedStep) -> tuple[str, str]:
-    return format_seconds(step.time_s), _tokens(step.tokens_per_s)
+def _step_json(step: TimedStep) -> dict[str, Any]:
+    """Return a step; a loss or norm that is no number is null, and ``nonfinite`` says what it was."""
+    found: dict[str, Any] = {"number": step.number, "loss": step.loss, "norm": step.norm, "time_s": step.time_s}
+    strange = step.nonfinite
+    return {**found, **dict.fromkeys(strange), "nonfinite": strange} if strange else found
 
 
 def _tokens(per_s: float) -> str:

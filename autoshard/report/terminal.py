@@ -43,7 +43,7 @@ def plan_report(plan: Plan, runners_up: Sequence[Plan], certificate: Certificate
         parts += [_looked_at(certificate), ""]
     parts.append(Text(f"prediction {plan.prediction.basis}", style="yellow"))
     if plan.prediction.compiling:
-        parts.append(Text(_compiled(plan.prediction.compiling), style="yellow"))
+        parts.append(Text(compiled_words(plan.prediction.compiling), style="yellow"))
     if next_command:
         parts.append(Text.assemble("next: ", (next_command, "bold")))
     return Group(*parts)
@@ -98,7 +98,8 @@ def dollars_text(dollars: Dollars) -> Text:
     )  # fmt: skip
 
 
-def _compiled(compiling: Compiling) -> str:
+def compiled_words(compiling: Compiling) -> str:
+    """Say what is compiled before the first step, and how long that takes."""
     graphs = _many(compiling.num_graphs, "distinct graph")
     return f"before the first step, {graphs} to compile: {format_seconds(compiling.compile_s)} by {compiling.basis}"
 

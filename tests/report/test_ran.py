@@ -1,10 +1,16 @@
 """What a run prints: its steps, and predictions beside measurements with like ranks folded."""
 
+import json
+import math
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from autoshard.engine.base import Measured
 from autoshard.engine.ran import RunReport, TimedStep
-from autoshard.report.ran import alike_ranks, ran_json, ran_report, steps_table
+from autoshard.plan.prediction import Compiling
+from autoshard.report.ran import alike_ranks, ran_json, ran_report, ran_summary, start_lines, step_line
 from autoshard.report.terminal import make_console
 from tests.runtime.cases import tiny_plan
 
@@ -65,6 +71,53 @@ def test_the_same_as_json() -> None:
     assert found["ranks"][0]["sent_bytes"]["tp"]["measured"] == 4096
 
 
-def test_the_live_table_shows_the_last_steps() -> None:
-    text = printed(steps_table(report(1).steps, 40))
-    assert "Step 19 of 40" in text and "0.0526" in text and "0.1429" not in text
+def test_a_loss_that_is_no_number_is_still_json() -> None:
+    usual = report(5)
+    strange = replace(usual, steps=(replace(usual.steps[0], loss=math.nan, norm=-math.inf), *usual.steps[1:]))
+    first, second = json.loads(json.dumps(ran_json(PLAN, strange), allow_nan=False))["steps"][:2]
+    assert first["loss"] is None and first["nonfinite"] == {"loss": "nan", "norm": "-inf"}
+    assert second["loss"] == 0.5 and "nonfinite" not in second
+
+
+def test_the_summary_is_flat_and_of_the_fullest_rank() -> None:
+    found = ran_summary(PLAN, report(5, 9, 6, 5), PLAN.cluster.name)
+    assert found["memory_bytes/weights/measured"] == 9 and found["sent_bytes/tp/measured"] == 4096
+    assert found["step_time_s/ratio"] == 0.25 / found["step_time_s/predicted"]
+    assert all(isinstance(value, int | float) for value in found.values())
+    assert "step_time_s/ratio" not in ran_summary(PLAN, report(5), "another")
+
+
+FULL = TimedStep(
+    number=7, loss=2.5, norm=1.25, time_s=1.5, num_tokens=6000, learning_rate=3e-4, waited_s=0.25, memory_bytes=2**31
+)
+KNOWN: dict[str, Any] = {"mfu": 0.385, "ratio": 1.0625, "left_s": 7200.0}
+
+
+def test_a_line_says_all_that_is_known() -> None:
+    assert step_line(FULL, 1000, **KNOWN) == (
+        "step    7/1000   loss 2.5000   norm 1.250   lr 3.00e-04   1.50 s   1.06 x predicted   4.00 ktokens/s   "
+        "MFU 38.5%   2.00 GiB   waited 250.0 ms for data   2.00 h left"
+    )
+    skipped = replace(FULL, loss=math.nan, updated=False, phase="compile", waited_s=0.0)
+    assert step_line(skipped, 10, ratio=2.0).endswith("2.00 GiB   compiled in it   no update")
+
+
+@pytest.mark.parametrize("width", range(20, 200, 7))
+def test_a_line_fits_and_keeps_what_matters(width: int) -> None:
+    line = step_line(FULL, 1000, **KNOWN, width=width)
+    assert "step    7/1000   loss 2.5000" in line and "1.50 s" in line
+    assert len(line) <= max(width, 37)
+    assert len(step_line(FULL, 1000, **KNOWN, width=width + 7)) >= len(line)
+
+
+def test_what_is_said_before_the_first_step() -> None:
+    assert start_lines(PLAN, "runs/a", "node0", tensorboard=False) == []
+    assert PLAN.prediction
+    compiling = Compiling(num_graphs=3, compile_s=900.0, basis="a guess")
+    for_neuron = replace(PLAN, engine="nxd", prediction=replace(PLAN.prediction, compiling=compiling))
+    first, second, third = start_lines(for_neuron, "runs/a", "node0", tensorboard=False)
+    assert first == "before the first step, 3 distinct graphs to compile: 15.0 min by a guess"
+    assert second == "NeuronCores: type neuron-top on a node to watch them"
+    assert "tensorboard --logdir runs/a/tensorboard --port 6006" in third
+    assert "ssh -N -L 6006:localhost:6006 node0" in third
+    assert start_lines(PLAN, "runs/a", "node0", tensorboard=True) == [third]

@@ -99,7 +99,7 @@ def test_what_the_user_can_mend_stays_an_input_error(tmp_path: Path) -> None:
 def test_a_signal_ends_all(number: signal.Signals, whom: str, code: int, says: str, tmp_path: Path) -> None:
     write_tiny(tmp_path)
     with started(tmp_path, "run", "tiny.json", "--steps", "100000") as process:
-        steps = tmp_path / "runs" / "tiny" / "steps.jsonl"
+        steps = tmp_path / "runs" / "tiny" / "metrics.jsonl"
         wait_until(lambda: steps.is_file() or process.poll() is not None, "there is a step")
         ranks = children_of(process.pid)
         assert len(ranks) == 2
@@ -122,7 +122,7 @@ def test_torchrun_starts_one_process_a_rank(tmp_path: Path) -> None:
         first, second = one.communicate(timeout=30), two.communicate(timeout=30)
     assert (one.returncode, two.returncode) == (0, 0), (first, second)
     assert "step 3/3" in first[0] and second == ("", "")
-    assert len((tmp_path / "runs" / "tiny" / "steps.jsonl").read_text().splitlines()) == 3
+    assert len((tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

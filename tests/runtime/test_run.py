@@ -51,8 +51,8 @@ def test_plan_then_run(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     folder = Path("runs/plan")
     assert (folder / "plan.json").read_bytes() == Path("plan.json").read_bytes()
-    steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    assert [step["number"] for step in steps] == [1, 2, 3, 4] and all(step["time_s"] > 0 for step in steps)
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4] and all(step["time_s"] > 0 for step in steps)
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
     capsys.readouterr()
     for path in (folder / "measured.jsonl", folder, folder.parent):

@@ -1,0 +1,41 @@
+"""Starts of a run on W&B one after the other, in a process of its own, with which W&B's service ends.
+
+Arguments: the folder, the steps of every start (``1-12,11-20``), and for how long to wait before a kill, if at all.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from autoshard.commands.steps import shown
+from autoshard.engine.base import Measured
+from autoshard.engine.ran import RunReport, TimedStep
+from autoshard.plan.codec import dump
+from autoshard.spec.training import Tracking, Training
+from tests.runtime.cases import tiny_plan
+
+
+def main(folder: Path, starts: str, killed_after_s: float | None) -> None:
+    """Show the steps of all starts."""
+    plan = tiny_plan("tp=1,pp=1,dp=1")
+    folder.mkdir(exist_ok=True)
+    (folder / "plan.json").write_text(dump(plan), encoding="utf-8")
+    training = Training(steps=20, track=Tracking(wandb="tested"))
+    for first, last in (map(int, start.split("-")) for start in starts.split(",")):
+        steps: list[TimedStep] = []
+        with shown(plan, training, folder, platform="local", silent=False, num_done=first - 1) as show:
+            for number in range(first, last + 1):
+                loss = float("nan") if number == 4 else 1 / number
+                steps.append(TimedStep(number=number, loss=loss, norm=1.0, time_s=0.25, num_tokens=64, memory_bytes=3))
+                show(steps[-1])
+            if killed_after_s is not None:
+                time.sleep(killed_after_s)
+                os.kill(os.getpid(), signal.SIGKILL)
+            measured = Measured(memory_bytes={"weights": 5}, calls={}, sent_bytes={"tp": 7})
+            show.conclude(plan, RunReport(steps=tuple(steps), ranks=(measured,)), "local")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]) if sys.argv[3:] else None)

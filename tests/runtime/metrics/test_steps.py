@@ -1,0 +1,141 @@
+"""What somebody who waits for a run sees, and what is kept of it meanwhile."""
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from autoshard.commands import steps as module
+from autoshard.commands.steps import StepsShown, shown
+from autoshard.engine.ran import TimedStep
+from autoshard.errors import InputError
+from autoshard.runtime.launch import launch
+from autoshard.runtime.metrics.log import METRICS, read_metrics
+from autoshard.spec.training import Tracking, Training
+from tests.runtime.cases import tiny_plan
+
+PLAN = tiny_plan("tp=1,pp=1,dp=1")
+
+
+def step(number: int, time_s: float = 0.25, **fields) -> TimedStep:
+    return TimedStep(**({"number": number, "loss": 1.0, "norm": 1.0, "time_s": time_s, "num_tokens": 64} | fields))
+
+
+def show_all(folder: Path, numbers: range, *, silent: bool = False, num_done: int = 0, **fields) -> StepsShown:
+    training = Training(steps=numbers[-1])
+    with shown(PLAN, training, folder, platform="local", silent=silent, num_done=num_done) as show:
+        for number in numbers:
+            show(step(number, **fields))
+    return show
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[int]:
+    lines = capsys.readouterr().out.splitlines()
+    return [int(line.removeprefix("step").split("/")[0]) for line in lines if line.startswith("step")]
+
+
+def test_elsewhere_than_on_a_terminal_the_first_hundred_steps_are_lines_and_then_few(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show_all(tmp_path, range(1, 151))
+    assert printed(capsys) == [*range(1, 101), 150], "the last always"
+    assert len(read_metrics(tmp_path / METRICS)) == 150
+    monkeypatch.setattr(module, "_PAUSE_S", 0.0)
+    show_all(tmp_path, range(1, 151))
+    assert printed(capsys) == list(range(1, 151))
+
+
+def test_a_step_without_an_update_is_always_a_line_and_so_is_the_last_of_a_run_that_breaks_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(KeyboardInterrupt), StepsShown(tmp_path, 1000, silent=False) as show:
+        for number in range(1, 121):
+            show(step(number, loss=math.nan, updated=False) if number == 110 else step(number))
+        raise KeyboardInterrupt
+    assert printed(capsys) == [*range(1, 101), 110, 120]
+
+
+def test_a_terminal_has_one_line_that_fits_and_warnings_above_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = io.StringIO()
+    terminal = Console(file=file, force_terminal=True, width=72, color_system=None)
+    monkeypatch.setattr("autoshard.report.terminal.make_console", lambda: terminal)
+    monkeypatch.setattr(module, "_FRAME_S", 0.0)
+    show_all(tmp_path, range(1, 31), time_s=9.0)
+    lines = [line.rpartition("\x1b[2K")[2] for line in file.getvalue().split("\n")]
+    assert all(len(line) <= 72 for line in lines if line.startswith("step"))
+    assert "warning: step 20: the last 20 steps took 9.00 s (median), outside the predicted" in file.getvalue()
+    assert lines[-2].startswith("step 30/30   loss 1.0000")
+
+
+def test_silence_keeps_all_and_says_only_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show_all(tmp_path, range(1, 31), silent=True, time_s=9.0)
+    said = capsys.readouterr()
+    assert not said.out and said.err.count("warning: ") == 1 == said.err.count("\n")
+    assert len(read_metrics(tmp_path / METRICS)) == 30
+
+
+def test_a_run_that_goes_on_has_every_step_once(tmp_path: Path) -> None:
+    show_all(tmp_path, range(1, 31), silent=True)
+    show_all(tmp_path, range(21, 41), silent=True, num_done=20, time_s=0.5)
+    found = read_metrics(tmp_path / METRICS)
+    assert [one["step"] for one in found] == list(range(1, 41))
+    assert [one["time_s"] for one in found] == [0.25] * 20 + [0.5] * 20
+
+
+def test_a_file_that_cannot_be_written_is_told_once_and_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / METRICS).symlink_to("/dev/full")
+    show = StepsShown(tmp_path, 3, silent=False)
+    with show:
+        for number in range(1, 4):
+            show(step(number))
+    said = capsys.readouterr().out
+    assert show.failure == f"{tmp_path / METRICS}: step 1 was not written: No space left on device"
+    assert said.count("warning: ") == 1 and len([line for line in said.splitlines() if line[:4] == "step"]) == 3
+
+
+def test_trackers_that_are_missing_are_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tensorboard", None)
+    training = Training(track=Tracking(tensorboard=True))
+    with pytest.raises(InputError, match=r"track.tensorboard: tensorboard is not installed here. Type: pip install"):
+        shown(PLAN, training, tmp_path, platform="local", silent=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.ranks
+def test_what_forked_ranks_say_is_shown_kept_and_tracked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def body(say) -> int:
+        for number in range(1, 6):
+            say(step(number, learning_rate=1e-3))
+        return 7
+
+    training = Training(steps=5, track=Tracking(tensorboard=True))
+    with shown(PLAN, training, tmp_path, platform="local", silent=False) as show:
+        assert launch(None, 2, body, show=show, folder=tmp_path) == 7
+    assert printed(capsys) == [1, 2, 3, 4, 5]
+    assert [one["learning_rate"] for one in read_metrics(tmp_path / METRICS)] == [1e-3] * 5
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("tokens_per_s")] == [1, 2, 3, 4, 5]
+    (config,) = found.Tensors("configuration")
+    text = json.loads(config.tensor_proto.string_val[0])
+    assert text["training"]["steps"] == 5 and text["candidate"] == str(PLAN.candidate)
+
+
+def test_another_machine_is_not_compared(tmp_path: Path) -> None:
+    elsewhere = replace(PLAN, cluster=replace(PLAN.cluster, name="trn9"))
+    with shown(elsewhere, Training(steps=1), tmp_path, platform="local", silent=True) as show:
+        show(step(1))
+    (found,) = read_metrics(tmp_path / METRICS)
+    assert found["mfu"] is None
