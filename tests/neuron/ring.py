@@ -15,9 +15,12 @@ from tests.neuron.gloo_xla import all_gather, group_of, reduce_scatter
 Pairs = Sequence[Sequence[int]]
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, rank_id: int, src_tgt_pairs: Pairs) -> Tensor:
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, rank_id: int, src_tgt_pairs: Pairs, *, mixed_precision: bool = True
+) -> Tensor:
     """Mix the values that each query may see: [batch, head, seq, head_dim], of this rank's part of the sequence."""
     assert query.shape == key.shape == value.shape, "the kernel takes as many keys as queries"
+    assert mixed_precision == (query.dtype != torch.float32), "FP32 is not multiplied in BF16"
     assert rank_id == dist.get_rank(), "the kernel wants the number among all ranks"
     ring = sorted(source for source, _ in src_tgt_pairs)
     assert ring == sorted(target for _, target in src_tgt_pairs) and rank_id in ring, "who sends must also receive"

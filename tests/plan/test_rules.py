@@ -76,6 +76,10 @@ BREAKS = {
     "nxd-cp-form": ({}, "tp=32,cp=2,cp_order=zigzag", "Use cp_kind=ring,cp_order=contiguous", "tp=32,cp=2"),
     "nxd-cp-trn1": ({"cluster_name": "trn2.48xlarge"}, "tp=32,cp=2", "on trn1 only", "tp=32"),
     "nxd-ring-seq": ({"seq_len": 2560}, "tp=32,cp=2", "multiple of 2048", "tp=32"),
+    "nxd-head-dim": ({"model_changes": {"head_dim": 256}}, "tp=32", "heads of 256, and NxD's attention kernels take"
+                     " up to 128. Use kernels=nxd_core with cp=1", "tp=32,kernels=nxd_core"),
+    "nxd-ring-head-dim": ({"model_changes": {"head_dim": 64}}, "tp=32,cp=2", "sums of other queries. Use cp=1",
+                          "tp=32"),
     "nxd-flash-seq": ({"seq_len": 3072}, "tp=32", "Use --seq-len 4096, or kernels=nxd_core",
                       "tp=32,kernels=nxd_core"),
     "nxd-core-cp": ({"seq_len": 4096}, "tp=32,cp=2,kernels=nxd_core", "Use cp=1 or kernels=nxd", "tp=32,cp=2"),
@@ -106,6 +110,14 @@ def test_zero_1_of_nxd_has_masters_in_any_case():
     question = dataclasses.replace(question, workload=dataclasses.replace(question.workload, precision=without))
     assert "these bf16 weights have none" in reasons(question, "tp=32,pp=8,zero=1")["nxd-zero"].message
     assert "nxd-zero" not in reasons(question, "tp=32,pp=8,zero=0")
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "says"), [(5120, "tiles of 2048 tokens, and each rank has 5120"), (3072, ""), (8192, "")]
+)
+def test_long_parts_of_a_ring_are_cut_into_larger_tiles(seq_len, says):
+    found = reasons(ask(seq_len=2 * seq_len), "tp=32,cp=2").get("nxd-ring-seq")
+    assert says in found.message if found else not says
 
 
 def test_every_rule_is_broken_by_a_case_of_this_file():

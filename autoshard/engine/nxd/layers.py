@@ -115,7 +115,11 @@ class TokenLosses(nn.Module):
 
 
 class FlashAttend(nn.Module):
-    """Attention in NxD's kernel, which takes as many keys as queries."""
+    """Attention in NxD's kernel, which takes as many keys as queries.
+
+    Over the cores of a logical one it shares whole heads, ``heads // lnc`` for each, and what is left over is never
+    computed. Without sharing (``lnc`` 1) its grid has all heads.
+    """
 
     def __init__(self, kernel: Any, lnc: int) -> None:
         super().__init__()
@@ -123,7 +127,10 @@ class FlashAttend(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Mix the values that each query may see: [batch, seq, kv_heads, q_group, head_dim]."""
-        mixed = self._kernel(*_by_heads(query, key, value), self._lnc, transpose_nki_inputs=False)
+        lnc = 1 if query.shape[2] * query.shape[3] % self._lnc else self._lnc
+        mixed = self._kernel(
+            *_by_heads(query, key, value), lnc, mixed_precision=_in_bf16(query), transpose_nki_inputs=False
+        )
         return mixed.transpose(1, 2).unflatten(2, query.shape[2:4])
 
 
@@ -139,7 +146,7 @@ class RingAttend(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Mix the values that each query may see: [batch, seq, kv_heads, q_group, head_dim]."""
-        mixed = self._kernel(*_by_heads(query, key, value), self._rank, self._ring)
+        mixed = self._kernel(*_by_heads(query, key, value), self._rank, self._ring, mixed_precision=_in_bf16(query))
         return mixed.transpose(1, 2).unflatten(2, query.shape[2:4])
 
 
@@ -147,6 +154,11 @@ def _by_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     """Return them as kernels take them, a key and a value for every query head: [batch, head, seq, head_dim]."""
     keys, values = (x.repeat_interleave(query.shape[3], dim=2).transpose(1, 2) for x in (key, value))
     return query.flatten(2, 3).transpose(1, 2), keys, values
+
+
+def _in_bf16(query: Tensor) -> bool:
+    """Say whether kernels may multiply in BF16, which they do by default, FP32 included."""
+    return query.dtype != torch.float32
 
 
 class CoreAttend(nn.Module):

@@ -7,8 +7,11 @@ from autoshard.plan.rules.rule import Rule, one_of
 _NXD = "aws-neuron/neuronx-distributed src/neuronx_distributed/"
 _NXDT = "aws-neuron/neuronx-distributed-training src/neuronx_distributed_training/"
 _SDK = "aws-neuron/aws-neuron-sdk "
+_NKI = "aws-neuron/nki-samples "  # the last published source of the kernels that come with the compiler
 FLASH_TILE = 2048  # tokens: kernels/flash_attn.py:199
 RING_TILE = 1024  # tokens: kernels/ring_attention_kernel.py:148
+LONG_RING, LONG_RING_TILE = 4096, 2048  # tokens: get_seq_tile_size of the same file
+HEAD_TILE = 128  # partitions of the matrix unit's memory
 
 
 def on_nxd(c: Columns) -> bool:
@@ -91,14 +94,43 @@ def _cp_platform(c: Columns) -> str:
     return f"cp={c.cp}: NxD documents ring attention on trn1 only, not on {c.cluster.name}. Use cp=1"
 
 
+def ring_length_allows(length: Column) -> Column:
+    """Hold for lengths of a rank's part of a sequence that are whole tiles of the ring kernel."""
+    return (length % RING_TILE == 0) & ((length < LONG_RING) | (length % LONG_RING_TILE == 0))
+
+
 def _ring_seq_allows(c: Columns) -> Column:
-    return (c.cp == 1) | (c.workload.seq_len // c.cp % RING_TILE == 0)
+    return (c.cp == 1) | ring_length_allows(c.workload.seq_len // c.cp)
 
 
 def _ring_seq(c: Columns) -> str:
+    length = c.workload.seq_len // c.cp
+    tile = LONG_RING_TILE if length >= LONG_RING else RING_TILE
     return (
-        f"cp={c.cp}: NxD's ring attention works on tiles of {RING_TILE} tokens, and each rank has "
-        f"{c.workload.seq_len // c.cp}. Use a --seq-len that is a multiple of {RING_TILE * c.cp}"
+        f"cp={c.cp}: NxD's ring attention works on tiles of {tile} tokens, and each rank has {length}. "
+        f"Use a --seq-len that is a multiple of {tile * c.cp}"
+    )
+
+
+def _head_dim_allows(c: Columns) -> Column:
+    return (c.kernels == "nxd_core") | (c.model.head_dim <= HEAD_TILE)
+
+
+def _head_dim(c: Columns) -> str:
+    return (
+        f"kernels={c.kernels}: {c.model.name} has heads of {c.model.head_dim}, and NxD's attention kernels take "
+        f"up to {HEAD_TILE}. Use kernels=nxd_core with cp=1"
+    )
+
+
+def _ring_head_dim_allows(c: Columns) -> Column:
+    return (c.cp == 1) | (c.model.head_dim >= HEAD_TILE)  # of larger ones nxd-head-dim speaks
+
+
+def _ring_head_dim(c: Columns) -> str:
+    return (
+        f"cp={c.cp}: {c.model.name} has heads of {c.model.head_dim}, and where they are smaller than {HEAD_TILE} "
+        "the backward pass of NxD's ring attention normalises with the sums of other queries. Use cp=1"
     )
 
 
@@ -248,7 +280,26 @@ RULES = (
         applies=on_nxd,
         allows=_ring_seq_allows,
         message=_ring_seq,
-        source=_NXD + "kernels/ring_attention_kernel.py:148",
+        source=_NXD + "kernels/ring_attention_kernel.py:148, and get_seq_tile_size, of whose tiles the kernel wants "
+        "whole ones",
+    ),
+    Rule(
+        id="nxd-head-dim",
+        subject="kernels",
+        applies=on_nxd,
+        allows=_head_dim_allows,
+        message=_head_dim,
+        source=_NKI + "8370e11 src/nki_samples/reference/attention.py:369 (flash_fwd) and 7af4e4d contributed/"
+        "neuron-team-kernels/attention.py (ring_attention_fwd): we do not support head_dim > 128",
+    ),
+    Rule(
+        id="nxd-ring-head-dim",
+        subject="cp",
+        applies=on_nxd,
+        allows=_ring_head_dim_allows,
+        message=_ring_head_dim,
+        source=_NKI + "7af4e4d contributed/neuron-team-kernels/attention.py:805 (ring_attention_bwd): from the second "
+        "step on it reads the log-sum-exp of head_dim queries in each tile of 128",
     ),
     Rule(
         id="nxd-flash-seq",
