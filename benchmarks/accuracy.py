@@ -32,7 +32,7 @@ def judge(parts: list[Validation], cpu_s: float) -> Result:
     """Hold the worst set against the bar; it holds only if every row was predicted."""
     sets = [entry for part in parts for entry in part.sets]
     worst = max((entry.step_time.mape for entry in sets if entry.step_time), default=math.inf)
-    missing = sum(entry.num_unrepresented for entry in sets)
+    missing = sum(entry.num_unrepresented for entry in sets) + sum(len(part.left_out) for part in parts)
     return Result(
         name="accuracy",
         value=round(worst, 4),

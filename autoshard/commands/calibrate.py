@@ -2,16 +2,18 @@
 
 from pathlib import Path
 
-from autoshard.commands.output import place_checks, print_json, write_text
+from autoshard.commands.output import place_checks, print_json, print_left_out, write_text
 from autoshard.errors import require
 
 
 def calibrate(rows: Path, cluster: str, out: Path, date: str | None = None, json: bool = False) -> int:
     """Fit the constants of the cost model to measured runs, and write them to a calibration file.
 
+    Rows that cannot be used are left out, each with a line that says why.
+
     Args:
         rows: A file with one measured run per line of JSON (see benchmarks/data), or a folder of such files or of runs;
-            all of this cluster.
+            of other clusters, rehearsals and runs that did not end none is used.
         cluster: The cluster that the rows were run on, by name or as the path of a cluster file.
         out: The calibration file to write, for the option --calibration of the other commands.
         date: From when the rows are, if not from the newest date in them.
@@ -19,11 +21,13 @@ def calibrate(rows: Path, cluster: str, out: Path, date: str | None = None, json
     """
     from autoshard.cost.calibration import calibration_text
     from autoshard.report.calibrated import calibration_report
-    from autoshard.search.calibrate import calibrate as calibrated
+    from autoshard.search.calibrate import fit, usable
     from autoshard.spec.record import encode
 
     require(*place_checks(out))
-    found = calibrated(rows, cluster, out.stem, date)
+    runs = usable(rows, cluster, date)
+    print_left_out(runs.left_out)
+    found = fit(runs, out.stem)
     write_text(calibration_text(found), out)
     if json:
         print_json(encode(found))

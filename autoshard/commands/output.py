@@ -1,9 +1,11 @@
 """What commands share: where files may go, how they are written, how JSON is printed."""
 
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoshard.errors import InputError
+from autoshard.errors import Fault, InputError
 
 if TYPE_CHECKING:
     from autoshard.cost.calibration import Calibration
@@ -46,6 +48,12 @@ def write_text(text: str, out: Path, option: str = "--out") -> None:
     except (OSError, ValueError) as error:  # the latter: a path that no file can have
         reason = error.strerror if isinstance(error, OSError) else None
         raise InputError.of(f"{option} {out}", f"cannot be written: {reason or error}") from None
+
+
+def print_left_out(faults: Iterable[Fault]) -> None:
+    """Say on stderr, in a line each, what was left out of the answer and why."""
+    for fault in faults:
+        print(f"left out {' '.join(str(fault).split())}", file=sys.stderr)
 
 
 def print_json(value: object) -> None:

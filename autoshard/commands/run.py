@@ -95,7 +95,7 @@ def run(
         _refuse_place(ready, plan, given, asked.device)
     elif given and given.num_ranks != ready.plan.mesh.num_ranks:
         return 2  # rank 0 says why
-    running = Running(plan=ready.plan, notes=ready.notes, run=asked, engine=ready.engine, restarts=restarts, json=json)
+    running = Running(plan=ready.plan, notes=ready.notes, run=asked, tried=ready.tried, restarts=restarts, json=json)
     return run_on(running, given)
 
 

@@ -14,6 +14,7 @@ from autoshard.errors import InputError, RunFailed, Stopped
 
 if TYPE_CHECKING:
     from autoshard.commands.steps import StepsShown
+    from autoshard.cost.measured import Kind
     from autoshard.engine.base import Run
     from autoshard.engine.ran import RunReport
     from autoshard.plan.plan import Plan
@@ -29,9 +30,14 @@ class Running:
     plan: "Plan"
     notes: tuple[str, ...]
     run: "Run"
-    engine: Literal["nxd", "torch"]
+    tried: bool  # a rehearsal, not on the machine that the plan is for
     restarts: int
     json: bool
+
+    @property
+    def engine(self) -> Literal["nxd", "torch"]:
+        """What executes it here."""
+        return "torch" if self.tried else self.plan.engine
 
     @property
     def platform(self) -> str:
@@ -207,7 +213,7 @@ def _concluded(running: Running, report: "RunReport", shown: Shown) -> int:
     failures += _noted(lambda: allow_attempts(folder))
     rows = folder / "measured.jsonl"
     if report.steps:
-        row = json_text.dumps(_row(plan, report, running.platform))
+        row = json_text.dumps(_row(plan, report, running.platform, "rehearsal" if running.tried else report.kind))
         failures += _noted(lambda: write_text(row + "\n", rows))
     if running.json:
         print_json({"folder": str(folder), "notes": shown.notes, **ran_json(plan, report)})
@@ -244,7 +250,7 @@ def _noted(write: Any) -> list[str]:
     return []
 
 
-def _row(plan: "Plan", report: "RunReport", platform: str) -> dict[str, Any]:
+def _row(plan: "Plan", report: "RunReport", platform: str, kind: "Kind") -> dict[str, Any]:
     """Return the run as a measured row, without what it leaves open."""
     import torch
 
@@ -259,5 +265,6 @@ def _row(plan: "Plan", report: "RunReport", platform: str) -> dict[str, Any]:
         date=f"{now:%Y-%m-%d}",
         versions=f"autoshard {__version__}, torch {torch.__version__}",
         platform=platform,
+        kind=kind,
     )
     return {name: value for name, value in encode(row_of(plan, ran)).items() if value is not None}

@@ -110,7 +110,7 @@ class StepsShown:
         if self._trackers:
             self._trackers.log(step.number, dict(scalars(record)))
         for warning in paced.warnings:
-            self._say("warning", warning)
+            self.say("warning", warning)
         self._pass_on()
         self._num_shown += 1
         if not self._silent:
@@ -147,14 +147,14 @@ class StepsShown:
         except OSError as error:
             if self.failure is None:
                 self.failure = f"{self._log.path}: step {record['step']} was not written: {error.strerror or error}"
-                self._say("warning", f"{self.failure}. The run goes on")
+                self.say("warning", f"{self.failure}. The run goes on")
 
     def _pass_on(self) -> None:
         """Say what trackers have to say."""
         for said in self._trackers.said() if self._trackers else ():
-            self._say(said.kind, said.text)
+            self.say(said.kind, said.text)
 
-    def _say(self, kind: str, text: str) -> None:
+    def say(self, kind: str, text: str) -> None:
         """Print a note, or a warning, which is heard in silence as well."""
         if kind == "note":
             self.notes.append(text)

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
-from autoshard.commands.output import constants_in, print_json
+from autoshard.commands.output import constants_in, print_json, print_left_out
 
 
 def validate(rows: Path, calibration: Path | None = None, json: bool = False) -> int:
     """Predict measured runs from their own layouts alone, and say per data set how far that is off.
+
+    Rows that cannot be used are left out, each with a line that says why; those of a folder's rehearsals are.
 
     Args:
         rows: A file with one measured run per line of JSON (see benchmarks/data), or a folder of such files or of runs.
@@ -19,6 +21,7 @@ def validate(rows: Path, calibration: Path | None = None, json: bool = False) ->
     from autoshard.spec.record import encode
 
     found = validated(rows, constants_in(calibration))
+    print_left_out(found.left_out)
     if json:
         print_json(encode(found))
     else:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autoshard.cost.accuracy import Accuracy
+from autoshard.errors import Fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,3 +52,4 @@ class Validation:
     sets: tuple[SetAccuracy, ...]
     rows: tuple[PredictedRow, ...]
     unrepresented: tuple[Unrepresented, ...]
+    left_out: tuple[Fault, ...] = ()  # what is no row, or not one that can be used

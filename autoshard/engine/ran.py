@@ -88,6 +88,11 @@ class RunReport:
         )
 
     @property
+    def kind(self) -> Literal["run", "short"]:
+        """Whether its times had settled, as rows of measured runs say it."""
+        return "run" if len(self.steps) > WARM_UP else "short"
+
+    @property
     def step_time_s(self) -> float:
         """The median of all steps but the first two; of a shorter run, of all."""
         return statistics.median(step.time_s for step in self.steps[WARM_UP:] or self.steps)

@@ -11,12 +11,12 @@ import numpy as np
 from autoshard.cost.accuracy import left_out_interval
 from autoshard.cost.calibration import EFFICIENCIES, Calibration, Fit, Reach, uncalibrated
 from autoshard.cost.fitting import Unknowns, fitted
-from autoshard.cost.measured import MeasuredRow, placed
+from autoshard.cost.measured import MeasuredRow
 from autoshard.cost.predict import step_timer
 from autoshard.errors import Fault, InputError, require
 from autoshard.plan.prediction import rounded
 from autoshard.search.measured_run import MeasuredRun, run_of
-from autoshard.search.validate import outlined_run, predicted_run, row_sets
+from autoshard.search.validate import left_out, outlined_run, predicted_run, row_sets, without
 from autoshard.spec.cluster_catalogue import load_node_type
 
 Array = Any  # a numpy array of floats
@@ -80,33 +80,62 @@ class _Trial:
         return float(np.abs(self.left_out - 1).mean())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usable:
+    """The runs of a cluster that a fit can use, from when the newest is, and why other rows are left out."""
+
+    samples: tuple[Sample, ...]
+    left_out_by: Literal["model", "layout"]
+    newest: str
+    left_out: tuple[Fault, ...]
+
+
 def calibrate(path: Path, cluster: str, name: str, date: str | None = None) -> Calibration:
     """Fit the constants of a cluster to rows that were run on it; ``date`` is that of the newest row."""
+    return fit(usable(path, cluster, date), name)
+
+
+def usable(path: Path, cluster: str, date: str | None = None) -> Usable:
+    """Take the rows of a path that a fit can use, or say why they are too few."""
     node_type = load_node_type(cluster)
-    rows = [(where, row) for one in row_sets(path).values() for where, row in one.items() if row.step_time_s]
-    samples, apart = samples_of(rows, node_type.name)
+    sets = row_sets(path)
+    rows = {where: row for one in sets.values() for where, row in one.rows.items()}
+    samples, apart, faults = samples_of(list(rows.items()), node_type.name)
+    out = left_out(without(sets, faults))
     layouts = len({sample.run for sample in samples})
-    require(
-        (len(samples) >= LEAST_ROWS, str(path),
-         f"{len(samples)} rows with a step_time_s are too few; a fit needs {LEAST_ROWS}"),
-        (layouts > 1, str(path), "all rows are of one layout; a fit needs two, to predict one from the other"),
-    )  # fmt: skip
-    newest = date or max((row.first_seen or "" for _, row in rows), default="")
+    try:
+        require(
+            (len(samples) >= LEAST_ROWS, str(path),
+             f"{len(samples)} rows of {node_type.name} with a step_time_s are too few; a fit needs {LEAST_ROWS}"),
+            (layouts > 1 or not samples, str(path),
+             "all rows are of one layout; a fit needs two, to predict one from the other"),
+        )  # fmt: skip
+    except InputError as error:
+        raise InputError([*error.faults, *out]) from None
+    newest = date or max((row.first_seen or "" for where, row in rows.items() if where not in faults), default="")
     require((bool(newest), "--date", f"missing; no row of {path} has first_seen, so say from when they are"))
+    return Usable(samples=tuple(samples), left_out_by=apart, newest=newest, left_out=out)
+
+
+def fit(found: Usable, name: str) -> Calibration:
+    """Fit the constants of a cluster to its runs."""
+    samples = found.samples
+    layouts = len({sample.run for sample in samples})
+    node_type = load_node_type(samples[0].run.cluster.name)
     splits = _COMPILED if node_type.engine == "nxd" else _EAGER
     trials = [_trial(split, kinds, samples) for split, kinds in splits.items() if len(kinds) < layouts]
     least = min(trial.error for trial in trials)
     best = next(trial for trial in trials if trial.error <= least + _NO_WORSE)
-    fit = Fit(
-        date=newest,
+    rests_on = Fit(
+        date=found.newest,
         rows=tuple(sample.id for sample in samples),
         num_layouts=layouts,
-        left_out_by=apart,
+        left_out_by=found.left_out_by,
         in_sample_mape=rounded(float(np.abs(_ratios(samples, best.calibration) - 1).mean())),
         left_out_mape=rounded(best.error),
         tried={trial.split: rounded(trial.error) for trial in trials},
     )
-    return _described(best, fit, name)
+    return _described(best, rests_on, name)
 
 
 def _described(best: _Trial, fit: Fit, name: str) -> Calibration:
@@ -137,22 +166,18 @@ def _described(best: _Trial, fit: Fit, name: str) -> Calibration:
 
 def samples_of(
     rows: Sequence[tuple[str, MeasuredRow]], cluster: str
-) -> tuple[list[Sample], Literal["model", "layout"]]:
-    """Understand the rows, or name all that is wrong; left out together is a model, or where there is one, a layout."""
-    faults: list[Fault] = []
+) -> tuple[list[Sample], Literal["model", "layout"], dict[str, InputError]]:
+    """Understand the rows; left out together is a model, or where there is one, a layout. Also name what is wrong."""
+    faults: dict[str, InputError] = {}
     runs: list[tuple[MeasuredRow, MeasuredRun]] = []
     for where, row in rows:
         try:
-            run = _run(row, cluster)
+            runs.append((row, _run(row, cluster)))
         except InputError as error:
-            faults.extend(placed(where, fault) for fault in error.faults)
-        else:
-            runs.append((row, run))
-    if faults:
-        raise InputError(faults)
+            faults[where] = error
     layouts = list(dict.fromkeys(run for _, run in runs))
     models = len({run.model.name for run in layouts}) > 1
-    return [
+    samples = [
         Sample(
             id=row.id,
             run=run,
@@ -160,15 +185,17 @@ def samples_of(
             apart=run.model.name if models else f"layout {layouts.index(run)}",
         )
         for row, run in runs
-    ], "model" if models else "layout"
+    ]
+    return samples, "model" if models else "layout", faults
 
 
 def _run(row: MeasuredRow, cluster: str) -> MeasuredRun:
+    require((not row.unfit, "", row.unfit), (bool(row.step_time_s), "step_time_s", "is not there to be fitted to"))
     run = run_of(row.unmeasured)
     if isinstance(run, str):
-        raise InputError.of("arch", f"{run}. Leave the row out")
+        raise InputError.of("arch", run)
     if run.cluster.name != cluster:
-        raise InputError.of("platform", f"was run on {run.cluster.name}, not on {cluster}. Leave the row out")
+        raise InputError.of("platform", f"was run on {run.cluster.name}, not on {cluster}")
     _timer(run)
     return run
 

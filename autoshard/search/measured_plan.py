@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autoshard.cost.measured import MeasuredRow
+from autoshard.cost.measured import Kind, MeasuredRow
 from autoshard.errors import require
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
@@ -30,6 +30,7 @@ class Occasion:
     step_time_s: float
     date: str  # YYYY-MM-DD
     versions: str
+    kind: Kind = "run"
     platform: str = LOCAL  # what ran it: the processors here, whatever the plan is for, or the plan's own cluster
 
     def __post_init__(self) -> None:
@@ -49,6 +50,7 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
     carded = model.name in model_names() and load_model(model.name) == model
     return MeasuredRow(
         id=ran.name,
+        kind=ran.kind,
         group=f"{model.name}-{ran.platform}-{layout.num_ranks}-{workload.seq_len}-{workload.global_batch}",
         platform=ran.platform,
         model=model.name,

@@ -1,16 +1,16 @@
 """Measured rows against the cost model: every row predicted from its own layout, and the errors of every data set."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
 from autoshard.cost.accuracy import Compared, accuracy
 from autoshard.cost.calibration import Calibration, built_in
-from autoshard.cost.measured import MeasuredRow, placed, read_rows
+from autoshard.cost.measured import MeasuredRow, RowsRead, in_lines, rows_in
 from autoshard.cost.sharded import CutBlocks
 from autoshard.cost.validation import PredictedRow, SetAccuracy, Unrepresented, Validation
-from autoshard.errors import Fault, InputError
+from autoshard.errors import Fault, InputError, require
 from autoshard.plan.build import cut_atoms
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction, rounded
@@ -21,10 +21,12 @@ from autoshard.units import GIB
 
 SUFFIX = ".jsonl"
 OF_A_RUN = "measured.jsonl"  # in the folder of a run, beside other files
+_UNENDED = "holds a run without a measured row, which is written when it ends"
+_REMEDY = "Run a plan to its end (autoshard run PLAN), and name the file measured.jsonl in its folder, or its folder"
 
 
 def validate(path: Path, calibration: Calibration | None = None) -> Validation:
-    """Predict every row of all data sets that a path means; wrong rows are an InputError.
+    """Predict every row of all data sets that a path means, but those that cannot be used.
 
     Without a calibration, each row is predicted with the constants of its own cluster.
     """
@@ -39,22 +41,64 @@ def validate(path: Path, calibration: Calibration | None = None) -> Validation:
         return known[run]
 
     sets = row_sets(path)
-    runs = _runs(sets)
+    runs, faults = _understood(sets)
+    sets = without(sets, faults)
+    refuse_unusable(path, sets)
     parts: list[Validation] = []
-    for name, rows in sets.items():
-        pairs = [(row, runs[where]) for where, row in rows.items()]
-        bases = dict.fromkeys(constants(run).basis for _, run in pairs if not isinstance(run, str))
-        parts.append(_validated(name, pairs, predict, " | ".join(bases) or "nothing: no row could be predicted"))
-    return reduce(_joined, parts)
+    for name, pairs in ((name, [(row, runs[where]) for where, row in one.rows.items()]) for name, one in sets.items()):
+        if pairs:
+            bases = dict.fromkeys(constants(run).basis for _, run in pairs if not isinstance(run, str))
+            parts.append(_validated(name, pairs, predict, " | ".join(bases) or "nothing: no row could be predicted"))
+    return replace(reduce(_joined, parts), left_out=left_out(sets))
 
 
-def row_sets(path: Path) -> Mapping[str, Mapping[str, MeasuredRow]]:
-    """Read the data sets of a path, each row under its place: every file is one, all runs of a folder are one."""
-    sets: dict[str, dict[str, MeasuredRow]] = {}
-    for file in row_files(path):
+def row_sets(path: Path) -> Mapping[str, RowsRead]:
+    """Read the data sets of a path: every file is one, all runs of a folder are one.
+
+    Rows of rehearsals and of runs that were too short are used where a file or a run is named that has no others.
+    """
+    files, sets = row_files(path), dict[str, RowsRead]()
+    for file in files:
         name = file.stem if path in (file, file.parent) else path.resolve().name
-        sets.setdefault(name, {}).update(read_rows(file))
-    return sets
+        sets[name] = sets.get(name, RowsRead()).joined(_rows_in(file, named=path == file))
+    if path.is_dir() and all(file.parent.parent == path for file in files):
+        name = path.resolve().name
+        sets[name] = sets.get(name, RowsRead()).without(_unended(path))
+    rows = {where: row for one in sets.values() for where, row in one.rows.items()}
+    unfit = {where: InputError.of("", row.unfit) for where, row in rows.items() if row.unfit}
+    one_named = files in ([path], [path / OF_A_RUN])
+    kept = sets if one_named and len(unfit) == len(rows) else without(sets, unfit)
+    refuse_unusable(path, kept)
+    return kept
+
+
+def without(sets: Mapping[str, RowsRead], faults: Mapping[str, InputError]) -> Mapping[str, RowsRead]:
+    """Leave rows out of the sets in which they stand."""
+    return {
+        name: one.without({where: error for where, error in faults.items() if where in one.rows})
+        for name, one in sets.items()
+    }
+
+
+def left_out(sets: Mapping[str, RowsRead]) -> tuple[Fault, ...]:
+    """Say in lines what is left out of all sets."""
+    return in_lines({where: error for one in sets.values() for where, error in one.left_out.items()})
+
+
+def refuse_unusable(path: Path, sets: Mapping[str, RowsRead]) -> None:
+    """Raise an InputError that says what to do if no row is left."""
+    if not any(one.rows for one in sets.values()):
+        nothing = Fault(where=str(path), message=f"holds no measured row that can be used. {_REMEDY}")
+        raise InputError([nothing, *left_out(sets)])
+
+
+def _rows_in(file: Path, *, named: bool) -> RowsRead:
+    try:
+        return rows_in(file)
+    except InputError as error:
+        if named:
+            raise
+        return RowsRead(left_out={fault.where: InputError.of("", fault.message) for fault in error.faults})
 
 
 def row_files(path: Path) -> list[Path]:
@@ -63,10 +107,21 @@ def row_files(path: Path) -> list[Path]:
         return [path]
     if (path / OF_A_RUN).is_file():
         return [path / OF_A_RUN]
+    require((not _is_run(path), str(path), f"{_UNENDED}. {_REMEDY}"))
     files = sorted(path.glob(f"*{SUFFIX}")) or sorted(path.glob(f"*/{OF_A_RUN}"))
-    if not files:
+    if not files and not _unended(path):
         raise InputError.of(str(path), f"holds no files of rows: their names end in {SUFFIX}")
     return files
+
+
+def _unended(path: Path) -> Mapping[str, InputError]:
+    """Name the runs of a folder that have no row, which they write in the end."""
+    runs = sorted(one for one in path.iterdir() if one.is_dir() and _is_run(one))
+    return {str(run): InputError.of("", _UNENDED) for run in runs if not (run / OF_A_RUN).is_file()}
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "plan.json").is_file() and (folder / "logs").is_dir()
 
 
 def predicted_run(run: MeasuredRun, calibration: Calibration) -> Prediction:
@@ -87,18 +142,16 @@ def outlined_run(run: MeasuredRun, calibration: Calibration) -> tuple[Plan, CutB
     return request.outline(run.candidate, engine, blocks), blocks
 
 
-def _runs(sets: Mapping[str, Mapping[str, MeasuredRow]]) -> Mapping[str, MeasuredRun | str]:
-    """Understand all rows of all sets without a look at what was measured, or name everything that is wrong."""
-    faults: list[Fault] = []
+def _understood(sets: Mapping[str, RowsRead]) -> tuple[dict[str, MeasuredRun | str], dict[str, InputError]]:
+    """Understand all rows without a look at what was measured; by place what was run, and what is wrong."""
     runs: dict[str, MeasuredRun | str] = {}
-    for where, row in ((where, row) for rows in sets.values() for where, row in rows.items()):
+    faults: dict[str, InputError] = {}
+    for where, row in ((where, row) for one in sets.values() for where, row in one.rows.items()):
         try:
             runs[where] = run_of(row.unmeasured)
         except InputError as error:
-            faults.extend(placed(where, fault) for fault in error.faults)
-    if faults:
-        raise InputError(faults)
-    return runs
+            faults[where] = error
+    return runs, faults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from autoshard.errors import Fault, InputError
+from autoshard.errors import InputError
 
 YAML_SUFFIXES = (".yaml", ".yml")
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
@@ -21,42 +21,53 @@ def read_data(path: Path) -> object:
         raise InputError.of(str(path), "is nested too deeply") from error
 
 
-def read_json_lines(path: Path) -> Mapping[str, object]:
-    """Parse a file with one JSON value per line, each under its place, as in ``runs.jsonl line 3``."""
-    faults: list[Fault] = []
-    values: dict[str, object] = {}
-    for number, line in enumerate(_text(path).split("\n"), 1):
-        where = f"{path} line {number}"
-        try:
-            if line.strip():
-                values[where] = _parsed_json(line, where)
-        except InputError as error:
-            faults.extend(error.faults)
-        except RecursionError:
-            faults.append(Fault(where=where, message="is nested too deeply"))
-    if faults:
-        raise InputError(faults)
-    return values
+def json_lines(path: Path) -> Mapping[str, object]:
+    """Parse a file with one JSON value per line, each under its place, as in ``runs.jsonl line 3``.
+
+    Each line stands for itself: what is no JSON is an InputError, as a value.
+    """
+    lines = {f"{path} line {number}": line for number, line in enumerate(_bytes(path).split(b"\n"), 1)}
+    return {where: _parsed_line(line) for where, line in lines.items() if line.strip()}
+
+
+def _parsed_line(line: bytes) -> object:
+    try:
+        return _parsed_json(line.decode("utf-8"), "")
+    except UnicodeDecodeError:
+        return InputError.of("", "is not text in UTF-8")
+    except InputError as error:
+        return error
+    except RecursionError:
+        return InputError.of("", "is nested too deeply")
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError.of(str(path), f"cannot be read: {error.strerror or error}") from error
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError.of(str(path), f"cannot be read: {error.strerror or error}") from error
+        return _bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError.of(str(path), "is not text in UTF-8") from error
 
 
 def _parsed_json(text: str, where: str) -> object:
     try:
-        return json.loads(text, object_pairs_hook=_without_repeats)
+        return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise InputError.of(where, f"is not JSON: {error.msg} in line {error.lineno}, column {error.colno}") from error
     except InputError as error:
         raise InputError.of(where, str(error)) from error
     except ValueError as error:  # a whole number of thousands of digits
         raise InputError.of(where, f"is not usable JSON: {error}") from error
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no number")
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

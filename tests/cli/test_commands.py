@@ -230,9 +230,13 @@ def test_a_wrong_config_names_every_fault(data: object, faults: list[str], capsy
 
 def test_a_file_of_another_kind_is_told_in_a_screenful(capsys: pytest.CaptureFixture[str]):
     write("plan.jsonl", "{\n" * 300)
+    first, second = run("validate plan.jsonl", capsys)[2].splitlines()
+    assert first.startswith("autoshard: plan.jsonl: holds no measured row that can be used. Run a plan to its end")
+    assert second.startswith("autoshard: plan.jsonl lines 1 to 300: is not JSON")
+    write("plan.jsonl", "".join("{" + " " * number + "\n" for number in range(300)))
     lines = run("validate plan.jsonl", capsys)[2].splitlines()
-    assert len(lines) == 41 and lines[0].startswith("autoshard: plan.jsonl line 1: is not JSON")
-    assert lines[-1] == "autoshard: and 260 faults more"
+    assert len(lines) == 41 and lines[1].startswith("autoshard: plan.jsonl line 1: is not JSON")
+    assert lines[-1] == "autoshard: and 261 faults more"
 
 
 def test_a_config_that_is_missing_or_no_text_is_refused(capsys: pytest.CaptureFixture[str]):

@@ -80,7 +80,9 @@ def test_every_fault_of_every_line_comes_at_once(tmp_path: Path):
     ("text", "says"),
     [
         ("{", " line 1: is not JSON: Expecting property name"),
-        ('{"id": NaN}', " line 1, id: expected a string, found nan"),
+        ('{"id": NaN}', " line 1: is not usable JSON: NaN is no number"),
+        ('{"number": 1, "loss": 2.5}', " line 1: is no measured row, which has an id and a platform"),
+        ('{"id": "a", "kind": "walk"}', " line 1, kind: "),
         ('{"id": "a", "id": "b"}', " line 1: the key 'id' stands twice"),
         ("[" * 100_000, " line 1: is nested too deeply"),
         ("", ": holds no rows; write one JSON object per line"),
@@ -94,4 +96,4 @@ def test_what_is_no_row_is_one_line(text: str, says: str, tmp_path: Path):
 def test_files_that_cannot_be_read(tmp_path: Path):
     assert faults(tmp_path / "none.jsonl") == [": cannot be read: No such file or directory"]
     (tmp_path / "raw.jsonl").write_bytes(b"\xff\xfe")
-    assert faults(tmp_path / "raw.jsonl") == [": is not text in UTF-8"]
+    assert faults(tmp_path / "raw.jsonl") == [" line 1: is not text in UTF-8"]

@@ -24,7 +24,7 @@ from autoshard.cost.predict import step_timer
 from autoshard.errors import InputError
 from autoshard.plan.codec import load
 from autoshard.search import calibrate as module
-from autoshard.search.calibrate import Kinds, Sample, calibrate, fit_constants, samples_of
+from autoshard.search.calibrate import Kinds, Sample, calibrate, fit_constants, samples_of, usable
 from autoshard.search.measured_run import MeasuredRun
 from autoshard.search.validate import outlined_run, validate
 from autoshard.spec import record
@@ -189,12 +189,13 @@ def test_a_row_without_a_time_is_left_aside_and_the_file_predicts_as_its_constan
     ("rows", "cluster", "said"),
     [
         (OWN, "h10", "'h10' is not a cluster. Did you mean"),
-        (OWN[:2], "h100-80", "2 rows with a step_time_s are too few; a fit needs 3"),
-        ([{**row, "step_time_s": None} for row in OWN], "h100-80", "0 rows with a step_time_s are too few"),
+        (OWN[:2], "h100-80", "2 rows of h100-80 with a step_time_s are too few; a fit needs 3"),
+        ([{**row, "step_time_s": None} for row in OWN], "h100-80", "lines 1 to 4: step_time_s: is not there"),
         ([{**OWN[0], "id": name} for name in "abc"], "h100-80", "all rows are of one layout"),
-        (OWN, TRN1, f"line 1, platform: was run on h100-80, not on {TRN1}. Leave the row out"),
+        (OWN, TRN1, f"lines 1 to 4: platform: was run on h100-80, not on {TRN1}"),
         ([{**row, "first_seen": None} for row in OWN], "h100-80", "--date: missing; no row of"),
-        ([*OWN, {**OWN[0], "id": "odd", "arch": None}], "h100-80", "line 5, arch: its architecture is not known"),
+        ([*OWN[:2], {**OWN[2], "arch": None}], "h100-80", "line 3: arch: its architecture is not known"),
+        ([*OWN[:2], {**OWN[2], "kind": "rehearsal"}], "h100-80", "line 3: is of a rehearsal"),
     ],
 )
 def test_every_fault_is_a_clear_line(rows: list[dict[str, Any]], cluster: str, said: str, tmp_path: Path):
@@ -202,6 +203,18 @@ def test_every_fault_is_a_clear_line(rows: list[dict[str, Any]], cluster: str, s
         calibrate(written(tmp_path, *rows), cluster, "mine")
     assert any(said in str(fault) for fault in caught.value.faults)
     assert all("\n" not in str(fault) for fault in caught.value.faults)
+
+
+def test_what_a_fit_cannot_use_is_left_out(tmp_path: Path):
+    alone = usable(written(tmp_path, *OWN), "h100-80")
+    more = [{"kind": "rehearsal"}, {"kind": "short"}, {"platform": "a100"}, {"step_time_s": None}, {"arch": None}]
+    rows = [*OWN, *({**OWN[0], **change, "id": f"more {number}"} for number, change in enumerate(more))]
+    found = usable(written(tmp_path, *rows), "h100-80")
+    assert not alone.left_out and found.samples == alone.samples
+    assert [str(fault).partition("runs.jsonl ")[2][:24] for fault in found.left_out] == [
+        "line 5: is of a rehearsa", "line 6: is of a run that", "line 7: platform: was ru",
+        "line 8: step_time_s: is ", "line 9: arch: its archit",
+    ]  # fmt: skip
 
 
 def test_rows_that_no_constants_describe_are_refused(tmp_path: Path):
@@ -215,8 +228,10 @@ def test_the_file_is_used_everywhere_and_stays_with_the_plan(
 ):
     monkeypatch.chdir(tmp_path)
     rows = own_rows(tmp_path, **dict.fromkeys(EFFICIENCIES, 0.25))
+    rows.write_text(rows.read_text("utf-8") + '\n{"id": "cut of', "utf-8")
     assert main(["calibrate", str(rows), "--cluster", "h100-80", "--out", "my.json"]) == 0
-    said = capsys.readouterr().out
+    said, noted = capsys.readouterr()
+    assert noted.startswith(f"left out {rows} line 5: is not JSON") and len(noted.splitlines()) == 1
     assert "my: calibrated on 4 rows of h100-80" in said and "wrote my.json" in said
     asked = ["plan", "--model", "llama3-8b", "--cluster", "h100-80"]
     assert main([*asked, "--out", "usual.json"]) == 0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from autoshard.cli import main
 from autoshard.cost.calibration import built_in
 from autoshard.cost.validation import Validation
 from autoshard.errors import InputError
@@ -57,7 +58,7 @@ def test_no_measurement_moves_a_prediction(step_time_s: float | None, peak: floa
 
 def test_the_json_has_what_is_promised(tmp_path: Path):
     found = encode(validated(tmp_path, SMALL, {**SMALL, "id": "odd", "arch": None}))
-    assert list(found) == ["sets", "rows", "unrepresented"]
+    assert list(found) == ["sets", "rows", "unrepresented", "left_out"]
     (row,) = found["rows"]
     assert list(row) == [
         "id", "predicted_step_time_s", "low_s", "high_s", "predicted_peak_memory_gib", "assumed", "parts",
@@ -119,8 +120,82 @@ def test_every_fault_of_every_row_comes_at_once(tmp_path: Path):
     with pytest.raises(InputError) as caught:
         validated(tmp_path, {**SMALL, "sharding": "x"}, {**SMALL, "id": "b", "dp": 3, "platform": "tpu"})
     heads = [str(fault).removeprefix(str(tmp_path / "runs.jsonl")) for fault in caught.value.faults]
-    assert heads[0].startswith(" line 1, sharding: cannot read 'x'.")
-    assert heads[1].startswith(" line 2, platform: cannot read 'tpu'.")
+    assert heads[0].startswith(": holds no measured row that can be used. Run a plan to its end")
+    assert heads[1].startswith(" line 1: sharding: cannot read 'x'.")
+    assert heads[2].startswith(" line 2: platform: cannot read 'tpu'.")
+
+
+def a_run(folder: Path, name: str, text: str | bytes | None) -> Path:
+    """Make the folder of a run, with so much of a row."""
+    (folder / name / "logs").mkdir(parents=True)
+    (folder / name / "plan.json").write_text("{}", encoding="utf-8")
+    (folder / name / "steps.jsonl").write_text('{"number": 1, "loss": 2.5}\n' * 54, encoding="utf-8")
+    if text is not None:
+        path = folder / name / "measured.jsonl"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder / name
+
+
+WHOLE = json.dumps({**SMALL, "id": "whole", "kind": "run"})
+LEFT: dict[str, tuple[str | bytes | None, str]] = {
+    "cut": (WHOLE[:200], "line 1: is not JSON: "),
+    "empty": ("", ": holds no rows; write one JSON object per line"),
+    "garbage": (b"\x00\xff\xfe" * 9, "line 1: is not text in UTF-8"),
+    "killed": (None, ": holds a run without a measured row, which is written when it ends"),
+    "nan": (json.dumps({**SMALL, "step_time_s": float("nan")}), "line 1: is not usable JSON: NaN is no number"),
+    "of_before": (json.dumps({**SMALL, "widgets": 3}), "line 1: widgets: unknown key"),
+    "rehearsed": (json.dumps({**SMALL, "id": "b", "kind": "rehearsal"}), "line 1: is of a rehearsal, which runs a"),
+    "short": (json.dumps({**SMALL, "id": "c", "kind": "short"}), "line 1: is of a run that ended before its"),
+    "steps": ('{"number": 1, "loss": 2.5}\n' * 54, "lines 1 to 54: is no measured row"),
+    "twice": (WHOLE, "line 1: id: whole stands in"),
+    "unread": (json.dumps({**SMALL, "id": "d", "sharding": "x"}), "line 1: sharding: cannot read 'x'"),
+}
+
+
+def test_what_runs_leave_is_left_out_in_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    expected = validate(a_run(tmp_path / "runs", "a", WHOLE))
+    assert not expected.left_out
+    for name, (text, _) in LEFT.items():
+        a_run(tmp_path / "runs", name, text)
+    found = validate(tmp_path / "runs")
+    assert found.rows == expected.rows and [entry.num_rows for entry in found.sets] == [1]
+    capsys.readouterr()
+    assert main(["validate", str(tmp_path / "runs")]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(LEFT)
+    for name, (text, says) in LEFT.items():
+        place = tmp_path / "runs" / name / ("" if text is None else "measured.jsonl")
+        joint = "" if says.startswith(":") else " "
+        assert any(line.startswith(f"left out {place}{joint}{says}") for line in said), name
+
+
+@pytest.mark.parametrize("name", [name for name in LEFT if name not in ("rehearsed", "short", "twice")])
+def test_a_run_that_has_nothing_to_use_says_what_to_do(name: str, tmp_path: Path):
+    text, says = LEFT[name]
+    folder = a_run(tmp_path, name, text)
+    for path in (folder, tmp_path, *([folder / "measured.jsonl"] if text is not None else [])):
+        with pytest.raises(InputError) as caught:
+            validate(path)
+        first, *_ = lines = [str(fault) for fault in caught.value.faults]
+        assert "Run a plan to its end (autoshard run PLAN)" in first and len(lines) <= 2
+        assert any(says.removeprefix(": ") in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["rehearsed", "short"])
+def test_a_rehearsal_is_predicted_where_it_is_named(name: str, tmp_path: Path):
+    folder = a_run(tmp_path, name, LEFT[name][0])
+    assert len(validate(folder).rows) == len(validate(folder / "measured.jsonl").rows) == 1
+    with pytest.raises(InputError, match="holds no measured row that can be used"):
+        validate(tmp_path)
+
+
+@AT_WORK
+@given(cut=st.integers(0, len(WHOLE)), junk=st.binary(max_size=9).filter(lambda junk: b"\n" not in junk))
+def test_a_line_that_a_kill_cuts_costs_that_line_only(cut: int, junk: bytes, tmp_path: Path):
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(WHOLE.encode() + b"\n" + WHOLE[:cut].replace("whole", "last").encode() + junk)
+    found = validate(path)
+    assert found.rows[0].id == "whole" and len(found.rows) + len(found.left_out) <= 2
 
 
 def test_a_folder_without_rows(tmp_path: Path):
@@ -149,6 +224,6 @@ def test_any_row_is_predicted_or_told(
     try:
         found = validated(tmp_path, row)
     except InputError as error:
-        assert all("line 1" in fault.where for fault in error.faults)
+        assert all("line 1" in fault.where for fault in error.faults[1:])
     else:
         assert len(found.rows) + len(found.unrepresented) == 1
