@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoshard.commands.output import print_json, write_plan, write_text
+from autoshard.commands.output import print_json, write_plan
 from autoshard.errors import InputError, RunFailed, Stopped
 
 if TYPE_CHECKING:
@@ -214,12 +214,14 @@ def _concluded(running: Running, report: "RunReport", shown: Shown) -> int:
     rows = folder / "measured.jsonl"
     if report.steps:
         row = json_text.dumps(_row(plan, report, running.platform, "rehearsal" if running.tried else report.kind))
-        failures += _noted(lambda: write_text(row + "\n", rows))
+        failures += _noted(lambda: _append(row, rows))
     if running.json:
         print_json({"folder": str(folder), "notes": shown.notes, **ran_json(plan, report)})
     elif report.steps:
         make_console().print(ran_report(plan, report, running.platform))
-        print(f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl\nnext: autoshard validate {rows}")
+        print(
+            f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, checkpoints\nnext: autoshard validate {rows}"
+        )
         clusters = f"--cluster {running.platform} --out {running.platform}.json"
         print(f"or, after 3 runs of 2 layouts: autoshard calibrate {folder.parent} {clusters}")
     else:
@@ -237,6 +239,11 @@ def _stopped(report: "RunReport") -> BaseException:
     if report.signal == signal.SIGINT:
         return KeyboardInterrupt()
     return Stopped(signal.Signals(report.signal).name, report.signal)
+
+
+def _append(line: str, path: Path) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
 
 
 def _noted(write: Any) -> list[str]:

@@ -73,7 +73,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """A run that ended well."""
+    """A run that ended well; without steps if it had taken all of them before."""
 
     steps: tuple[TimedStep, ...]  # the last ones
     ranks: tuple[Measured, ...]
@@ -81,9 +81,8 @@ class RunReport:
     unsaved: str = ""  # why its state at the end is in no checkpoint
 
     def __post_init__(self) -> None:
-        """Refuse a run without steps or ranks."""
+        """Refuse a run without ranks."""
         require(
-            (bool(self.steps) or self.signal > 0, "steps", "must hold at least one"),
             (bool(self.ranks), "ranks", "must hold at least one"),
         )
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from autoshard.engine.base import HOST, Builds, Engine, Measured, Run, StepReport
 from autoshard.engine.position import Position, positions_folder
-from autoshard.engine.ran import RunReport, Started, TimedStep
+from autoshard.engine.ran import RunReport, Started, TimedStep, phase_of
 from autoshard.errors import NotFinite
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.index import RunState
@@ -66,7 +66,7 @@ class _Loop:
         label = {"model": plan.model.name, "candidate": str(plan.candidate)}
         self._saver = Saver(Shelf(place=place_of(run)), run.training.checkpoint, saving, label)
         self._saved_step, self._saved_at_s, self._retry_s = self._state.step, time.monotonic(), 0.0
-        self._failure = ""
+        self._failure, self._num_taken = "", 0
         shape = StepShape.of(plan)
         source = SyntheticTokens.of(plan, self._state.seed)
         self.loader = Loader(source, shape, self._state.next_sample)
@@ -110,7 +110,9 @@ class _Loop:
         timed = TimedStep(
             number=number, loss=report.loss, norm=report.norm, time_s=time_s, num_tokens=num_tokens, learning_rate=rate,
             waited_s=given.waited_s, updated=report.updated, memory_bytes=_peak_bytes(self._run.device),
+            phase=phase_of(self._num_taken, compiles=self._plan.engine == "nxd" and self._run.device != HOST),
         )  # fmt: skip
+        self._num_taken += 1
         return timed, report, agreed
 
     def _allows(self, report: StepReport) -> bool:
