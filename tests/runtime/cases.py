@@ -7,7 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump
@@ -22,12 +24,13 @@ PATIENCE_S = 30.0  # far beyond what anything here takes; a test that waits so l
 OUTSIDE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def tiny_plan(text: str, *, seq_len: int = 16, global_batch: int = 4) -> Plan:
-    """The plan of exactly this candidate for tiny-llama on this machine."""
+def tiny_plan(text: str, *, seq_len: int = 16, global_batch: int = 4, precision: str = "bf16", **changes: Any) -> Plan:
+    """The plan of exactly this candidate for tiny-llama, or one with other sizes, on this machine."""
     candidate = Candidate.parse(text)
-    workload = Workload(seq_len=seq_len, global_batch=global_batch, precision=Precision.named("bf16"))
+    workload = Workload(seq_len=seq_len, global_batch=global_batch, precision=Precision.named(precision))
+    model = replace(load_model("tiny-llama"), **changes)
     cluster = load_cluster("local", ranks=candidate.num_ranks)
-    request = Request(model=load_model("tiny-llama"), cluster=cluster, workload=workload, engines=("torch",))
+    request = Request(model=model, cluster=cluster, workload=workload, engines=("torch",))
     return plan_at(request, candidate)
 
 

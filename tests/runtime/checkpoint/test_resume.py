@@ -1,0 +1,167 @@
+"""Runs that go on: bit for bit under the same plan, along the same curve under any other, and past damage."""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autoshard.errors import InputError, NotFinite
+from autoshard.runtime.checkpoint.index import load_index
+from tests.runtime.test_train import Double
+from tests.runtime.training_cases import plan_of, trained
+
+SAME = ["tp=1,pp=1,dp=2", "tp=1,pp=1,dp=2,zero=0", "tp=1,pp=1,dp=2,zero=3", "tp=2,pp=1,dp=1,mbs=2", "tp=1,pp=2,dp=1"]
+OTHERS = ["tp=1,pp=1,cp=2,dp=1", "tp=2,pp=2,dp=1", "tp=1,pp=2,dp=1,vp=1,schedule=zb_h1", "tp=1,pp=1,dp=4,zero=3"]
+
+
+@cache
+def whole_curve(double: bool, tmp: Path) -> dict[int, float]:
+    """The losses of 8 steps on one rank, undisturbed."""
+    return trained(plan_of("tp=1,pp=1,dp=1"), tmp, 8, build=Double if double else None).curve
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    return whole_curve(True, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("text", SAME)
+def test_the_second_resume_is_as_exact_as_the_first(text: str, tmp_path: Path) -> None:
+    plan = plan_of(text)
+    whole = trained(plan, tmp_path / "whole", 5)
+    parts = [trained(plan, tmp_path / "parts", steps) for steps in (2, 3, 5)]
+    assert [part.started.step for part in parts] == [0, 2, 3]
+    assert parts[0].curve | parts[1].curve | parts[2].curve == whole.curve, "to the last bit"
+    assert [one.norm for one in whole.steps] == [one.norm for part in parts for one in part.steps]
+    assert saved(tmp_path / "whole", 5) == saved(tmp_path / "parts", 5)
+
+
+@pytest.mark.ranks
+def test_any_other_plan_follows_the_same_curve(curve: dict[int, float], tmp_path: Path) -> None:
+    found: dict[int, float] = {}
+    for number, text in enumerate([*SAME[2:], *OTHERS[:2]], 1):
+        found |= trained(plan_of(text), tmp_path, number, build=Double).curve
+    np.testing.assert_allclose(list(found.values()), list(curve.values())[: len(found)], rtol=1e-9)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [*SAME, *OTHERS])
+def test_20_steps_in_fp32_follow_the_curve_of_one_rank(text: str, tmp_path: Path) -> None:
+    one = trained(plan_of("tp=1,pp=1,dp=1", precision="fp32"), tmp_path / "one", 30, every_steps=10, keep_every=10)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "checkpoints").symlink_to(tmp_path / "one" / "checkpoints")
+    other = trained(plan_of(text, precision="fp32"), tmp_path / "other", 30, resume=10)
+    wanted = [one.curve[number] for number in other.curve]
+    assert len(wanted) == 20
+    np.testing.assert_allclose(list(other.curve.values()), wanted, rtol=1e-4)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing file", "no index", "cut index"])
+def test_a_damaged_checkpoint_is_passed_over(damage: str, curve: dict[int, float], tmp_path: Path) -> None:
+    plan = plan_of("tp=1,pp=1,dp=2")
+    trained(plan, tmp_path, 4, build=Double, every_steps=2)
+    newest = tmp_path / "checkpoints" / "step-00000004"
+    file, index = newest / "rank-00001.safetensors", newest / "index.json"
+    data = bytearray(file.read_bytes())
+    if damage == "flip":
+        data[-5] ^= 4
+        file.write_bytes(data)
+    elif damage == "cut":
+        file.write_bytes(data[:-1])
+    elif damage == "cut index":
+        index.write_bytes(index.read_bytes()[:-9])
+    else:
+        (file if damage == "missing file" else index).unlink()
+    found = trained(plan, tmp_path, 5, build=Double)
+    assert found.started.step == 2 and "step-00000004" in found.notes
+    np.testing.assert_allclose(
+        [found.curve[step] for step in (3, 4, 5)], [curve[step] for step in (3, 4, 5)], rtol=1e-9
+    )
+
+
+@pytest.mark.ranks
+def test_where_all_are_damaged_nothing_begins_anew(tmp_path: Path) -> None:
+    plan = plan_of("tp=1,pp=1,dp=1")
+    trained(plan, tmp_path, 1)
+    (tmp_path / "checkpoints" / "step-00000001" / "index.json").unlink()
+    with pytest.raises(InputError, match=r"none of its checkpoints can be used.*type another --out"):
+        trained(plan, tmp_path, 2)
+
+
+@pytest.mark.ranks
+def test_a_run_goes_back_to_a_step_that_is_named(tmp_path: Path) -> None:
+    plan = plan_of("tp=1,pp=1,dp=1")
+    first = trained(plan, tmp_path, 4, every_steps=2)
+    again = trained(plan, tmp_path, 4, resume=2)
+    assert again.started.step == 2 and again.curve == {number: first.curve[number] for number in (3, 4)}
+    with pytest.raises(InputError, match="step-00000003: was not finished: it has no index"):
+        trained(plan, tmp_path, 4, resume=3)
+
+
+@pytest.mark.ranks
+def test_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
+    trained(plan_of("tp=1,pp=1,dp=1"), tmp_path, 1)
+    small = plan_of("tp=1,pp=1,dp=1", ffn=24)
+    with pytest.raises(InputError, match=r"has shape \[.*the model of this run \["):
+        trained(small, tmp_path, 2)
+
+
+@pytest.mark.ranks
+def test_weights_alone_begin_a_new_run(tmp_path: Path) -> None:
+    plan = plan_of("tp=1,pp=1,dp=2")
+    first = trained(plan, tmp_path / "first", 3)
+    at = str(tmp_path / "first" / "checkpoints")
+    begun = trained(plan_of("tp=1,pp=2,dp=1"), tmp_path / "second", 1, init_weights=at)
+    assert begun.started.step == 0 and "weights from step 3" in begun.notes
+    assert begun.steps[0].loss < first.steps[0].loss - 0.05, "trained weights, on the first batch"
+
+
+@pytest.mark.ranks
+def test_the_newest_are_kept_and_every_nth_for_good(tmp_path: Path) -> None:
+    trained(plan_of("tp=1,pp=1,dp=1"), tmp_path, 9, every_steps=1, keep_last=2, keep_every=4)
+    kept = sorted(int(one.name.removeprefix("step-")) for one in (tmp_path / "checkpoints").iterdir())
+    assert kept[-2:] == [8, 9] and 4 in kept and len(kept) == 3
+
+
+class Overflowing(Double):
+    """An engine whose gradients become infinite in a step."""
+
+    def step(self, micro_batches, learning_rate, allows=None):
+        self.taken = getattr(self, "taken", 0) + 1
+        if self.taken == 3:
+            bad = dict(micro_batches[0])
+            bad["token_weight"] = bad["token_weight"] * np.inf
+            micro_batches = [bad, *micro_batches[1:]]
+        return super().step(micro_batches, learning_rate, allows)
+
+
+@pytest.mark.ranks
+def test_numbers_that_are_not_finite_end_the_run_before_they_are_in_the_weights(tmp_path: Path) -> None:
+    plan = plan_of("tp=1,pp=1,dp=2")
+    with pytest.raises(NotFinite, match=r"step 3: loss nan.*rank [01]: loss of micro-batch 0.*samples are 8 to 11"):
+        trained(plan, tmp_path, 5, build=Overflowing)
+    assert [one.name for one in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    again = trained(plan, tmp_path, 5, build=Double)
+    assert again.started.step == 2 and np.isfinite(list(again.curve.values())).all()
+
+
+@pytest.mark.ranks
+def test_or_their_step_is_skipped_while_some_may_be(tmp_path: Path) -> None:
+    plan = plan_of("tp=1,pp=1,dp=2")
+    found = trained(plan, tmp_path, 5, build=Overflowing, on_nonfinite="skip", skip_budget=1)
+    assert [step.updated for step in found.steps] == [True, True, False, True, True]
+    assert "The update was skipped, 1 of at most 1" in found.notes
+    index = load_index((tmp_path / "checkpoints" / "step-00000005" / "index.json").read_bytes(), "")
+    assert (index.state.num_updates, index.state.step, index.state.next_sample) == (4, 5, 20)
+    with pytest.raises(NotFinite, match="were skipped before"):
+        trained(plan, tmp_path / "other", 5, build=Overflowing, on_nonfinite="skip", skip_budget=0)
+
+
+def saved(folder: Path, step: int) -> dict[str, list[tuple[int, ...]]]:
+    """The checksums of everything in a checkpoint."""
+    index = load_index((folder / "checkpoints" / f"step-{step:08}" / "index.json").read_bytes(), "")
+    return {name: [(*box.offsets, box.crc32) for box in tensor.boxes] for name, tensor in index.tensors.items()}

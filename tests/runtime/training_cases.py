@@ -1,0 +1,64 @@
+"""Short runs of small plans, as often as a test likes: where they lie, what they said, what their curves are."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from autoshard.engine.base import Run
+from autoshard.engine.ran import RunReport, Started, TimedStep
+from autoshard.plan.plan import Plan
+from autoshard.runtime.engines import builder
+from autoshard.runtime.launch import Placing, launch
+from autoshard.runtime.train import train
+from autoshard.runtime.watchdog import Watch
+from autoshard.spec.training import Checkpointing, Training
+from tests.runtime.cases import tiny_plan
+
+
+@cache
+def plan_of(text: str, **options: Any) -> Plan:
+    return tiny_plan(text, seq_len=8, **options)
+
+
+class Trained:
+    """What a start of a run said, until it ended or failed."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.report: RunReport | None = None
+
+    @property
+    def started(self) -> Started:
+        return next(one for one in self.said if isinstance(one, Started))
+
+    @property
+    def steps(self) -> list[TimedStep]:
+        return [one for one in self.said if isinstance(one, TimedStep)]
+
+    @property
+    def curve(self) -> dict[int, float]:
+        return {step.number: step.loss for step in self.steps}
+
+    @property
+    def notes(self) -> str:
+        return "\n".join(one for one in (*self.started.notes, *self.said) if isinstance(one, str))
+
+
+def trained(plan: Plan, folder: Path, steps: int, *, build: Any = None, **options: Any) -> Trained:
+    """Run until a step; options are those of a run, and fields of its training."""
+    found = Trained()
+    run_into(found, plan, folder, steps, build=build, **options)
+    return found
+
+
+def run_into(found: Trained, plan: Plan, folder: Path, steps: int, *, build: Any = None, **options: Any) -> None:
+    """Run, and note what is said while it goes on, so that it is known after a failure too."""
+    watch, resume = options.pop("watch", False), options.pop("resume", "auto")
+    keeping = {name: options.pop(name) for name in tuple(options) if name in Checkpointing.__dataclass_fields__}
+    training = Training(steps=steps, checkpoint=Checkpointing(**keeping), **({"learning_rate": 1e-2} | options))
+    run = Run(folder=folder, training=training, resume=resume)
+    made = build or builder("torch")
+    placing = Placing(folder=folder, watch=Watch(folder, plan, here=True) if watch else None, grace_s=20.0)
+    found.report = launch(
+        None, plan.mesh.num_ranks, lambda say: train(plan, run, made, say), show=found.said.append, placing=placing
+    )
