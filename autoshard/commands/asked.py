@@ -28,6 +28,8 @@ class Asked:
         global_batch: Sequences in an optimizer step. Default: 1024, on `local` 32.
         precision: Number format of weights and activations; bf16 and fp16 keep FP32 masters.
         optimizer: What updates the weights: adamw, or sgd without momentum and decay.
+        documents: Whether documents packed into one sequence see each other (joined), or attention and positions
+            stop where one ends (separate).
         engine: Only what this engine runs; any lifts the restriction. Default: the cluster's own.
         calibration: A calibration file, made by `autoshard calibrate`. Default: what is known of the cluster.
         fix: Pin some keys of the layout, e.g. tp=32,pp=8.
@@ -43,6 +45,7 @@ class Asked:
     global_batch: int | None = None
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    documents: Literal["joined", "separate"] = "joined"
     engine: Literal["nxd", "torch", "any"] | None = None
     calibration: str | None = None
     fix: str | None = None
@@ -57,7 +60,8 @@ class Asked:
             Recipe(
                 model=self.model, nodes=nodes, cluster=self.cluster, lnc=self.lnc, ranks=self.ranks,
                 seq_len=self.seq_len, global_batch=self.global_batch, precision=self.precision,
-                optimizer=self.optimizer, engine=self.engine, calibration=self.calibration, fix=self.fix,
+                optimizer=self.optimizer, documents=self.documents, engine=self.engine, calibration=self.calibration,
+                fix=self.fix,
             )
             for nodes in self.nodes
         ]  # fmt: skip

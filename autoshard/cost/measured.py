@@ -9,7 +9,7 @@ from typing import Literal, cast
 from autoshard.errors import Fault, InputError, require
 from autoshard.spec import record
 from autoshard.spec.files import json_lines
-from autoshard.spec.workload import Optimizer
+from autoshard.spec.workload import Documents, Optimizer
 
 Kind = Literal["run", "rehearsal", "short"]  # short: ended, or was stopped, before its times had settled
 
@@ -49,6 +49,7 @@ class MeasuredRow:
     sharding: str | None = None
     precision: str | None = None
     optimizer: Optimizer | None = None  # AdamW, where a row does not say
+    documents: Documents | None = None  # joined, where a row does not say
     pipeline_schedule: str | None = None
     candidate: str | None = None  # the whole layout in text, where it was autoshard that ran; agrees with the columns
     framework: str | None = None
@@ -98,7 +99,8 @@ class MeasuredRow:
     @property
     def measured_again(self) -> Hashable:
         """What rows of one layout agree in that were measured at different times; nobody's rows if it has no group."""
-        return (self.group or self.id, *self.layout, self.global_batch_seqs, self.seq_len, self.optimizer)
+        work = (self.global_batch_seqs, self.seq_len, self.optimizer, self.documents)
+        return (self.group or self.id, *self.layout, *work)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

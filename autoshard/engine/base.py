@@ -14,7 +14,10 @@ from autoshard.spec.training import Training
 
 HOST = "cpu"
 Resume = Literal["auto", "never"] | int  # from the newest checkpoint, from the beginning, from that of a step
-Batch = Mapping[str, Array]  # one micro-batch, whole: tokens, labels, positions, key_positions, token_weight
+# One micro-batch, whole, in the order of the sequence: tokens, labels, token_weight, [sequences, positions] each, and
+# positions, key_positions. Where documents are separate also document_starts, [sequences, positions]: for every token
+# the position of the first token of its document.
+Batch = Mapping[str, Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

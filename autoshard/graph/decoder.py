@@ -84,8 +84,8 @@ def _embed_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
     tokens = b.add("tokens", ("batch", "seq"), "int64", "input")
     x = b.emit("embed", Lookup(), b.weight("embed.weight", "vocab", "hidden"), tokens)
     if model.positions == "learned":
-        positions = b.add("positions", ("seq",), "int64", "input")
-        place = b.emit("place", Lookup(), b.weight("place.weight", "positions", "hidden"), positions)
+        where = (b.add("positions", ("seq",), "int64", "input"), *_document_starts(b, workload))
+        place = b.emit("place", Lookup(), b.weight("place.weight", "positions", "hidden"), *where)
         x = b.emit("embed_add", Add(), x, place)
     ties = {"embed.weight": "head.unembed.weight.sum"} if model.tied_embeddings else {}
     return finish(b, "embed", kernels, carry=(None, x), ties=ties)
@@ -94,7 +94,7 @@ def _embed_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
 def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
     b = BlockBuilder(workload.precision, workload.optimizer)
     x = b.deliver_as(b.add("x", _RESIDUAL), "block_in")
-    attended = _attention(b, model, x)
+    attended = _attention(b, model, workload, x)
     after = b.deliver_as(b.emit("attn_add", Add(), x, attended), "mlp_residual")
     source = x if model.parallel_residual else after
     drops = workload.expert_capacity is not None
@@ -144,26 +144,34 @@ def _linear(b: BlockBuilder, name: str, x: str, out: Dims, contracted: Dims, *, 
     return b.emit(f"{name}_shift", Add(), product, b.weight(f"{name}_shift.bias", *out))
 
 
-def _attention(b: BlockBuilder, model: ModelSpec, x: str) -> str:
+def _attention(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) -> str:
     normed = b.deliver_as(_norm(b, model, "attn_norm", x, "hidden"), "attn_in")
     query = _linear(b, "q", normed, _HEADS, ("hidden",), bias=model.qkv_bias)
     key = _linear(b, "k", normed, _KV, ("hidden",), bias=model.qkv_bias)
     value = _linear(b, "v", normed, _KV, ("hidden",), bias=model.qkv_bias)
     positions = b.add("positions", ("seq",), "int64", "input")
     key_positions = b.add("key_positions", ("kv_seq",), "int64", "input")
+    starts = _document_starts(b, workload)
     if model.qk_norm:
         query = _norm(b, model, "q_norm", query, "head_dim")
         key = _norm(b, model, "k_norm", key, "head_dim")
     if model.positions == "rotary":
         rotary = Rotary(fraction=model.rotary_fraction, theta=model.rotary_theta, scaling=model.rotary_scaling)
-        query = b.emit("q_rotary", rotary, query, positions)
-        key = b.emit("k_rotary", rotary, key, positions)
+        query = b.emit("q_rotary", rotary, query, positions, *starts)
+        key = b.emit("k_rotary", rotary, key, positions, *starts)
     b.deliver_as(query, "q_in")
     b.deliver_as(key, "k_in", _KEYS_ALONG)
     b.deliver_as(value, "v_in", _KEYS_ALONG)
-    mixed = b.emit("attend", Attend(window=model.window), query, key, value, positions, key_positions)
+    mixed = b.emit("attend", Attend(window=model.window), query, key, value, positions, key_positions, *starts)
     result = _linear(b, "o", b.deliver_as(mixed, "o_in"), ("hidden",), _HEADS, bias=model.out_bias)
     return b.deliver_as(result, "attn_out")
+
+
+def _document_starts(b: BlockBuilder, workload: Workload) -> tuple[str, ...]:
+    """Where in its sequence the document of each token starts, if documents do not see each other."""
+    if workload.documents == "joined":
+        return ()
+    return (b.add("document_starts", ("batch", "seq"), "int64", "input"),)
 
 
 def _mlp(b: BlockBuilder, model: ModelSpec, x: str) -> str:

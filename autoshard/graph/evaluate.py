@@ -9,6 +9,7 @@ from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.op import Array, Op, float_dtype
 
 Arrays = Mapping[str, Array]
+_DOCUMENTS = 4  # drawn for a sequence, on average
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +44,21 @@ def random_weights(graph: OpGraph, generator: np.random.Generator, scale: float 
     return weights
 
 
+def random_document_starts(generator: np.random.Generator, shape: tuple[int, int]) -> Array:
+    """Return where the document of each token starts, [sequences, positions], for a few random documents each."""
+    along = np.arange(shape[1])
+    begins = generator.random(shape) < min(0.5, _DOCUMENTS / shape[1])
+    return np.maximum.accumulate(np.where(begins, along, 0), axis=1)
+
+
 def evaluate_step(
     graph: OpGraph, weights: Arrays, micro_batches: Sequence[Arrays], *, learning_rate: float = 1e-2
 ) -> StepResult:
     """Run forward and backward over all micro-batches, then reduce, clip and update (the first step of AdamW).
 
-    A micro-batch holds ``tokens``, ``labels``, ``positions``, ``key_positions`` and ``token_weight``. Experts
-    drop what does not fit their slots, so a dropless model needs sizes in which ``slots`` is the number of
-    tokens.
+    A micro-batch holds ``tokens``, ``labels``, ``positions``, ``key_positions``, ``token_weight``, and, where documents
+    are separate, ``document_starts``. Experts drop what does not fit their slots, so a dropless model needs sizes in
+    which ``slots`` is the number of tokens.
     """
     sums: dict[str, Array] = {}
     loss = 0.0

@@ -103,25 +103,25 @@ class Interpreter:
         return self._ring_backward(instruction, arrays)
 
     def _ring_forward(self, instruction: Compute, arrays: list[list[Array]]) -> list[Shards]:
-        query, key, value, positions, key_positions = arrays
+        query, key, value, positions, key_positions, *starts = arrays
         joined: list[tuple[Array, Array] | None] = [None] * self.mesh.num_ranks
         for hop in (None, *instruction.ring):
             if hop is not None:
                 key, value, key_positions = (self._hop(part, hop) for part in (key, value, key_positions))
             for rank in range(self.mesh.num_ranks):
-                parts = (query, key, value, positions, key_positions)
+                parts = (query, key, value, positions, key_positions, *starts)
                 mixed, lse = self._local(instruction, rank, [part[rank] for part in parts])
                 joined[rank] = joined_attention(joined[rank], (mixed, lse))
         return [tuple(part[index] for part in joined if part) for index in (0, 1)]
 
     def _ring_backward(self, instruction: Compute, arrays: list[list[Array]]) -> list[Shards]:
         assert isinstance(instruction.op.kind, AttendGradient), f"{instruction.op.kind.label} is no ring"
-        upstream, query, key, value, positions, key_positions, result, lse = arrays
+        upstream, query, key, value, positions, key_positions, result, lse, *starts = arrays
         d_query = [np.zeros_like(array) for array in query]
         d_key, d_value = [np.zeros_like(array) for array in key], [np.zeros_like(array) for array in value]
         for hop in instruction.ring:
             for rank in range(self.mesh.num_ranks):
-                parts = (upstream, query, key, value, positions, key_positions, result, lse)
+                parts = (upstream, query, key, value, positions, key_positions, result, lse, *starts)
                 made = self._local(instruction, rank, [part[rank] for part in parts])
                 d_query[rank] = d_query[rank] + made[0]
                 d_key[rank], d_value[rank] = d_key[rank] + made[1], d_value[rank] + made[2]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autoshard.graph.block import Block
-from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd
+from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, places
 from autoshard.graph.op import Array, Call, OpKind
 from autoshard.layout.program import Compute
 
@@ -41,7 +41,8 @@ def _indexed_dim(kind: OpKind, call: Call) -> str | None:
 
 def _evaluate_inside(kind: OpKind, call: Call, arrays: Sequence[Array], start: int, stop: int) -> Array:
     """Evaluate an indexing operation on a block of what is indexed: what lies outside counts as zero."""
-    values, index = arrays
+    values, *where = arrays
+    index = places(*where)
     inside = (index >= start) & (index < stop)
     local = np.where(inside, index - start, 0)
     if start == stop:

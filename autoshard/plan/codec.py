@@ -13,12 +13,22 @@ from autoshard.spec.record import decode, encode, json_schema
 
 # From a schema number to the function that rewrites a file of that number into the next one's form.
 Migrations = Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]
-MIGRATIONS: Migrations = {}
+
+
+def _with_documents(data: dict[str, Any]) -> dict[str, Any]:
+    """Schema 2 says whether the documents of a sequence see each other; before, they always did."""
+    work = data.get("workload")
+    return (
+        {**data, "workload": {**cast(dict[str, Any], work), "documents": "joined"}} if isinstance(work, dict) else data
+    )
+
+
+MIGRATIONS: Migrations = {1: _with_documents}
 
 
 def dump(plan: Plan) -> str:
     """Write a plan as JSON: the same plan gives the same bytes."""
-    return json.dumps(encode(plan), indent=2, allow_nan=False) + "\n"
+    return _text(encode(plan))
 
 
 def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:
@@ -35,7 +45,15 @@ def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:
 
 def fingerprint(plan: Plan) -> str:
     """Hash all of a plan but its prediction; ``prediction.of`` holds it, so that an edit shows."""
-    return hashlib.sha256(dump(replace(plan, prediction=None)).encode()).hexdigest()
+    return _hash_of(encode(replace(plan, prediction=None)))
+
+
+def _hash_of(data: object) -> str:
+    return hashlib.sha256(_text(data).encode()).hexdigest()
+
+
+def _text(data: object) -> str:
+    return json.dumps(data, indent=2, allow_nan=False) + "\n"
 
 
 def schema_text() -> str:
@@ -120,9 +138,23 @@ def _migrated(data: dict[str, Any], migrations: Migrations) -> dict[str, Any]:
     while number < SCHEMA:
         if number not in migrations:
             raise InputError.of("schema", f"{number} cannot be read; this version reads {_readable(migrations)}")
-        data = {**migrations[number](data), "schema": number + 1}
+        data = _sealed_again(data, {**migrations[number](data), "schema": number + 1})
         number += 1
     return data
+
+
+def _sealed_again(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Let the prediction of a file that nobody has edited be that of the file's new form."""
+    prediction = old.get("prediction")
+    if not isinstance(prediction, dict):
+        return new
+    numbers = cast(dict[str, Any], prediction)
+    try:
+        if numbers.get("of") != _hash_of({**old, "prediction": None}):
+            return new
+    except (ValueError, RecursionError):  # what no plan holds, as decoding says
+        return new
+    return {**new, "prediction": {**numbers, "of": _hash_of({**new, "prediction": None})}}
 
 
 def _schema_number(data: Mapping[str, object]) -> int:

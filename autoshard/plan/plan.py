@@ -16,7 +16,7 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.placement import MAX_RANKS_PER_NODE, Placement
 from autoshard.spec.workload import Workload
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.graph.block import Block
 from autoshard.graph.decoder import dim_sizes
-from autoshard.graph.evaluate import run_ops
+from autoshard.graph.evaluate import random_document_starts, run_ops
 from autoshard.graph.op import Array
 from autoshard.layout.interpret import Interpreter
 from autoshard.layout.program import Program
@@ -90,7 +90,10 @@ def _prove_block(
 
 
 def random_inputs(block: Block, sizes: Mapping[str, int], generator: np.random.Generator) -> dict[str, Array]:
-    """Return random values for everything that a block is given; positions count up, sums start at zero."""
+    """Return random values for everything that a block is given; positions count up, sums start at zero.
+
+    Documents are cut anywhere.
+    """
     made = {output for op in block.ops for output in op.outputs}
     given: dict[str, Array] = {}
     for tensor in block.tensors.values():
@@ -99,6 +102,8 @@ def random_inputs(block: Block, sizes: Mapping[str, int], generator: np.random.G
             continue
         if tensor.role == "state":
             given[tensor.name] = np.zeros(shape)
+        elif tensor.name == "document_starts":
+            given[tensor.name] = random_document_starts(generator, (sizes["batch"], sizes["seq"]))
         elif tensor.dtype == "int64" and len(shape) == 1:
             given[tensor.name] = np.arange(shape[0])
         elif tensor.dtype == "int64":

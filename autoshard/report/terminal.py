@@ -72,8 +72,9 @@ def _headline(plan: Plan, prediction: Prediction) -> Group:
         (model.name, "bold"),
         f" ({format_count(model.num_parameters)} parameters) on {place}: {_many(cluster.num_ranks, 'rank')}",
     )
+    apart = " of separate documents" if workload.documents == "separate" else ""
     work = (
-        f"{_many(workload.global_batch, 'sequence')} of {_many(workload.seq_len, 'token')} a step, "
+        f"{_many(workload.global_batch, 'sequence')} of {_many(workload.seq_len, 'token')}{apart} a step, "
         f"{_precision(plan)}, {workload.optimizer}, ZeRO-{plan.zero}, engine {plan.engine}, kernels {plan.kernels}"
     )
     low, high = format_seconds(prediction.low_s), format_seconds(prediction.high_s)

@@ -22,7 +22,7 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.recipe import Recipe
-from autoshard.spec.workload import Optimizer, Precision, Workload
+from autoshard.spec.workload import Precision, Workload
 
 LONGEST_DEFAULT = 8192
 BATCH = 1024
@@ -111,11 +111,8 @@ def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:
     workload = _looked_up(
         faults,
         "precision",
-        lambda: default_workload(
-            model, cluster, seq_len=recipe.seq_len, global_batch=recipe.global_batch, precision=recipe.precision,
-            optimizer=recipe.optimizer,
-        ),
-    )  # fmt: skip
+        lambda: default_workload(model, cluster, recipe),
+    )
     if workload is None:
         raise InputError(faults)
     engines = engines_of(cluster, recipe.engine)
@@ -148,24 +145,19 @@ def pins_of(text: str | None) -> Pins:
     return pins
 
 
-def default_workload(
-    model: ModelSpec,
-    cluster: Cluster,
-    *,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: str = "bf16",
-    optimizer: Optimizer = "adamw",
-) -> Workload:
-    """Return the workload of a question that leaves some of it open.
+def default_workload(model: ModelSpec, cluster: Cluster, recipe: Recipe | None = None) -> Workload:
+    """Return the workload of a question that leaves some of it open, or all.
 
     The sequence is the card's context, at most 8192 tokens; 1024 sequences a step, 32 on this machine.
     """
+    asked = recipe or Recipe(model=model.name, cluster=cluster.name)
+    longest, batch = min(model.max_positions, LONGEST_DEFAULT), LOCAL_BATCH if cluster.name == LOCAL else BATCH
     return Workload(
-        seq_len=min(model.max_positions, LONGEST_DEFAULT) if seq_len is None else seq_len,
-        global_batch=(LOCAL_BATCH if cluster.name == LOCAL else BATCH) if global_batch is None else global_batch,
-        precision=Precision.named(precision),
-        optimizer=optimizer,
+        seq_len=longest if asked.seq_len is None else asked.seq_len,
+        global_batch=batch if asked.global_batch is None else asked.global_batch,
+        precision=Precision.named(asked.precision),
+        optimizer=asked.optimizer,
+        documents=asked.documents,
     )
 
 

@@ -71,6 +71,7 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
         sharding=_SHARDINGS[layout.zero],
         precision=_precision(workload.precision),
         optimizer=workload.optimizer,
+        documents=None if workload.documents == "joined" else workload.documents,
         candidate=str(layout),
         framework=f"autoshard, {plan.engine if at_home else 'torch'} engine",
         framework_version=ran.versions,

@@ -130,6 +130,7 @@ def _workload(row: MeasuredRow, notes: _Notes) -> Workload | None:
         global_batch=row.global_batch_seqs,
         precision=precision,
         optimizer=row.optimizer or "adamw",
+        documents=row.documents or "joined",
     )
 
 

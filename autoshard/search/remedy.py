@@ -21,7 +21,7 @@ _MOST_NODES = 64  # times as many nodes as asked for, at most
 _MOST_LOCAL_RANKS = 64
 _LEAST_TOKENS = 512
 _MOST_REFUSALS = 6  # that are shown
-_OPTIONS = {"seq_len": "--seq-len", "engine": "--engine", "precision": "--precision"}
+_OPTIONS = {"seq_len": "--seq-len", "engine": "--engine", "precision": "--precision", "documents": "--documents"}
 
 
 def remedies(request: Request) -> Iterator[str]:

@@ -9,7 +9,7 @@ from autoshard.errors import Fault, InputError, require
 from autoshard.spec import record
 from autoshard.spec.files import read_data
 from autoshard.spec.training import Training
-from autoshard.spec.workload import Optimizer
+from autoshard.spec.workload import Documents, Optimizer
 
 EngineChoice = Literal["nxd", "torch", "any"]
 PrecisionName = Literal["bf16", "fp16", "fp32"]
@@ -28,6 +28,7 @@ class Recipe:
     global_batch: int | None = None
     precision: PrecisionName = "bf16"
     optimizer: Optimizer = "adamw"
+    documents: Documents = "joined"
     engine: EngineChoice | None = None
     calibration: str | None = None  # a calibration file; None takes what is known of the cluster
     fix: str | None = None

@@ -9,6 +9,7 @@ Dtype = Literal["bf16", "fp16", "fp32", "fp64", "fp8", "int64"]
 DTYPE_BYTES: dict[Dtype, int] = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int64": 8}
 
 Optimizer = Literal["adamw", "sgd"]  # sgd: weight - rate * gradient, no momentum, no decay
+Documents = Literal["joined", "separate"]  # whether those packed into one sequence see each other
 
 MOST = 2**31 - 1  # sequences or tokens: keeps every product of sizes inside 64 bits, where numpy counts
 
@@ -46,7 +47,10 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One optimizer step: sequences, their length, number formats, optimizer."""
+    """One optimizer step: sequences, their length, number formats, optimizer.
+
+    ``documents`` packed into one sequence are ``joined``, one text for attention and positions, or ``separate``.
+    """
 
     seq_len: int
     global_batch: int
@@ -54,6 +58,7 @@ class Workload:
     optimizer: Optimizer = "adamw"
     clip_norm: float = 1.0
     expert_capacity: float | None = None
+    documents: Documents = "joined"
 
     def __post_init__(self) -> None:
         """Refuse impossible numbers."""

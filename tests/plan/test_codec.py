@@ -9,9 +9,10 @@ from hypothesis import given, settings
 import autoshard.plan
 from autoshard.errors import InputError
 from autoshard.plan.build import build_plan
-from autoshard.plan.codec import dump, fingerprint, load, schema_text
+from autoshard.plan.codec import MIGRATIONS, dump, fingerprint, load, schema_text
 from tests.plan.cases import ask, plan_of, shaped, with_prediction
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 SHIPPED_SCHEMA = Path(autoshard.plan.__file__).with_name("plan.schema.json")
 
 
@@ -95,7 +96,7 @@ def test_all_faults_are_reported_at_once():
     ("text", "where", "says"),
     [
         ("", "line 1, column 1", "is not JSON"),
-        ('{\n  "schema": 1,\n  oops\n}', "line 3, column 3", "is not JSON"),
+        ('{\n  "schema": 2,\n  oops\n}', "line 3, column 3", "is not JSON"),
         ("[]", "plan", "must be a JSON object"),
         ("null", "plan", "must be a JSON object"),
         ("[" * 100_000, "plan", "nested too deeply"),
@@ -103,11 +104,11 @@ def test_all_faults_are_reported_at_once():
         ("{}", "schema", "missing"),
         ('{"schema": "1"}', "schema", "whole number"),
         ('{"schema": true}', "schema", "whole number"),
-        ('{"schema": 0}', "schema", "0 cannot be read; this version reads schema 1"),
-        ('{"schema": 2}', "schema", "Use an autoshard that knows schema 2 or later"),
-        ('{"schema": 2, "provenance": {"autoshard": "9.1"}}', "schema", "Use autoshard 9.1 or later"),
-        ('{"schema": 1, "stages": [{"rank": 0, "rank": 1}], "sp": 1, "sp": 2}', "sp", "stands twice"),
-        ('{"schema": 1, "stages": [{"rank": 0, "rank": 1}]}', "stages[0].rank", "stands twice"),
+        ('{"schema": 0}', "schema", "0 cannot be read; this version reads schemas 1 to 2"),
+        ('{"schema": 3}', "schema", "Use an autoshard that knows schema 3 or later"),
+        ('{"schema": 3, "provenance": {"autoshard": "9.1"}}', "schema", "Use autoshard 9.1 or later"),
+        ('{"schema": 2, "stages": [{"rank": 0, "rank": 1}], "sp": 1, "sp": 2}', "sp", "stands twice"),
+        ('{"schema": 2, "stages": [{"rank": 0, "rank": 1}]}', "stages[0].rank", "stands twice"),
     ],
 )
 def test_files_that_are_no_plan_are_refused_where_they_go_wrong(text, where, says):
@@ -125,11 +126,28 @@ def test_older_files_go_through_every_migration():
     old = json.loads(dump(plan()))
     old["kernel_table"] = old.pop("kernels")
     text = json.dumps({**old, "schema": -1})
-    migrations = {-1: from_minus_1, 0: from_0}
+    migrations = {-1: from_minus_1, 0: from_0, **MIGRATIONS}
     assert load(text, migrations) == plan()
     assert (
-        "this version reads schemas -1 to 1" in faults_of(json.dumps({"schema": -2}), migrations=migrations)["schema"]
+        "this version reads schemas -1 to 2" in faults_of(json.dumps({"schema": -2}), migrations=migrations)["schema"]
     )
+
+
+def test_a_plan_of_schema_1_is_read_as_it_was_meant():
+    old = (GOLDEN / "plan" / "schema-1.json").read_text()
+    read = load(old)
+    assert read.workload.documents == "joined"
+    assert read.prediction and read.prediction.of == fingerprint(read), "nobody has edited it"
+    seal = json.loads(old)["prediction"]["of"]
+    last = '    "expert_capacity": null\n'
+    expected = old.replace(last, last.replace("null", 'null,\n    "documents": "joined"'))
+    assert dump(read) == expected.replace('"schema": 1', '"schema": 2').replace(seal, read.prediction.of)
+
+
+def test_an_edited_plan_of_schema_1_stays_edited():
+    old = (GOLDEN / "plan" / "schema-1.json").read_text()
+    read = load(old.replace('"global_batch": 1024', '"global_batch": 2048'))
+    assert read.prediction and read.prediction.of != fingerprint(read)
 
 
 def test_values_that_no_other_field_can_make_right_are_refused():

@@ -20,7 +20,7 @@ from autoshard.engine.torch.executor import Executor
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.world import World
 from autoshard.graph.block import OpGraph
-from autoshard.graph.evaluate import StepResult, evaluate_step, random_weights
+from autoshard.graph.evaluate import StepResult, evaluate_step, random_document_starts, random_weights
 from autoshard.graph.op import Array
 from autoshard.layout.pin import pins_of
 from autoshard.layout.shards import VirtualMesh
@@ -122,7 +122,7 @@ def _micro_batches(plan: Plan, generator: np.random.Generator, *, masked: bool) 
     shape = (sizes["batch"], sizes["seq"])
     counts = [(generator.random(shape) < 2 / 3) | (not masked) for _ in range(plan.schedule.num_micro_batches)]
     total = sum(int(count.sum()) for count in counts)
-    along = np.arange(sizes["seq"])
+    along, separate = np.arange(sizes["seq"]), plan.workload.documents == "separate"
     return tuple(
         {
             "tokens": generator.integers(0, sizes["vocab"], shape),
@@ -130,6 +130,7 @@ def _micro_batches(plan: Plan, generator: np.random.Generator, *, masked: bool) 
             "positions": along,
             "key_positions": along,
             "token_weight": count / total,
+            **({"document_starts": random_document_starts(generator, shape)} if separate else {}),
         }
         for count in counts
     )

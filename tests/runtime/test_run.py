@@ -160,7 +160,7 @@ def test_what_cannot_be_meant_is_refused(
 
 def test_a_plan_of_another_schema_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_tiny(tmp_path)
-    path.write_text(path.read_text().replace('"schema": 1', '"schema": 99'), encoding="utf-8")
+    path.write_text(path.read_text().replace('"schema": 2', '"schema": 99'), encoding="utf-8")
     (said,) = refused(capsys, "tiny.json")
     assert "tiny.json: schema" in said and "99" in said
 

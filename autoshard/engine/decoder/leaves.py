@@ -110,14 +110,14 @@ class Norm(nn.Module):
 
 
 def rotary_turns(model: ModelSpec, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return cosines and sines, [2, seq, pairs], of the angles of every position; made once for all layers.
+    """Return cosines and sines, [2, (batch,) seq, pairs], of the angles of every position; made once for all layers.
 
     They are computed anew from the positions: a buffer would hold garbage after a start on the meta device.
     """
     rotary = Rotary(fraction=model.rotary_fraction, theta=model.rotary_theta, scaling=model.rotary_scaling)
     wide = at_least_fp32(dtype)
     frequencies = torch.tensor(rotary.frequencies(model.head_dim).tolist(), dtype=wide, device=positions.device)
-    angles = rearrange(positions.to(wide), "seq -> seq 1") * frequencies
+    angles = rearrange(positions.to(wide), "... seq -> ... seq 1") * frequencies
     return torch.stack([angles.cos(), angles.sin()]).to(dtype)
 
 
@@ -130,7 +130,7 @@ class Turn(nn.Module):
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         """Rotate; backward needs nothing but the turns."""
         between = " ".join("1" for _ in x.shape[2:-1])
-        cos, sin = rearrange(turns, f"part seq pairs -> part seq {between} pairs").unbind(0)
+        cos, sin = rearrange(turns, f"part ... seq pairs -> part ... seq {between} pairs").unbind(0)
         half = turns.shape[-1]
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

@@ -57,21 +57,29 @@ class Decoder(nn.Module):
         if model.tied_embeddings:
             self.head.unembed.weight = self.embed.embed.weight
 
-    def forward(self, tokens: Tensor, labels: Tensor, token_weight: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, labels: Tensor, token_weight: Tensor, positions: Tensor | None = None,
+        document_starts: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the loss of a micro-batch, [batch, seq] each: the sum of token weights times token losses."""
-        return self.head(self.hidden(tokens, positions), labels, token_weight)
+        return self.head(self.hidden(tokens, positions, document_starts), labels, token_weight)
 
-    def logits(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def logits(self, tokens: Tensor, positions: Tensor | None = None, document_starts: Tensor | None = None) -> Tensor:
         """Return the logits of every token, [batch, seq, vocab]."""
-        return self.head.logits(self.hidden(tokens, positions))
+        return self.head.logits(self.hidden(tokens, positions, document_starts))
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return what the last layer hands to the head; positions count up from 0 unless they are given."""
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, document_starts: Tensor | None = None) -> Tensor:
+        """Return what the last layer hands to the head; positions count up from 0 unless they are given.
+
+        ``document_starts`` says for every token where its document starts in the sequence, [batch, seq]: attention
+        stops there, and positions count from there. Without it all tokens of a sequence see those before them.
+        """
         where = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+        where = where if document_starts is None else where - document_starts
         x = self.embed(tokens, where)
         turns = rotary_turns(self.model, where, x.dtype) if self.model.positions == "rotary" else None
         for layer in self.layers:
-            x = layer(x, turns)
+            x = layer(x, turns, document_starts)
         return x
 
 
@@ -138,9 +146,9 @@ class Layer(Block):
             self._make_mlp(model, factory)
         self.mlp_add = Add()
 
-    def forward(self, x: Tensor, turns: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor | None = None, document_starts: Tensor | None = None) -> Tensor:
         """Return the next hidden state; ``turns`` are those of ``rotary_turns``."""
-        after = self.attn_add(x, self._attention(self.attn_norm(x), turns))
+        after = self.attn_add(x, self._attention(self.attn_norm(x), turns, document_starts))
         normed = self.mlp_norm(x if self._model.parallel_residual else after)
         made = self._experts(normed) if self._model.num_experts else self._mlp(normed)
         return self.mlp_add(after, made)
@@ -159,13 +167,14 @@ class Layer(Block):
         self.attend = Attend(model.window)
         self._linear("o", hidden, queries, factory, bias=model.out_bias)
 
-    def _attention(self, x: Tensor, turns: Tensor | None) -> Tensor:
+    def _attention(self, x: Tensor, turns: Tensor | None, document_starts: Tensor | None) -> Tensor:
         query, key, value = self._through("q", "k", "v", x=x)
         if self._model.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         if turns is not None:
             query, key = self.q_rotary(query, turns), self.k_rotary(key, turns)
-        return self._through("o", x=self.attend(query, key, value))[0]
+        stops = () if document_starts is None else (document_starts,)  # other engines' attention knows no documents
+        return self._through("o", x=self.attend(query, key, value, *stops))[0]
 
     def _make_mlp(self, model: ModelSpec, factory: Factory) -> None:
         hidden, ffn = {"hidden": model.hidden}, {"ffn": model.ffn}

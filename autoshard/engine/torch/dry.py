@@ -24,5 +24,5 @@ def counted(plan: Plan, rank: int) -> Measured:
 
 def _batch(plan: Plan) -> Batch:
     shape = (plan.micro_batch * plan.mesh.size("dp"), plan.workload.seq_len)
-    numbers = {"tokens": np.int64, "labels": np.int64, "token_weight": np.float64}
+    numbers = {"tokens": np.int64, "labels": np.int64, "token_weight": np.float64, "document_starts": np.int64}
     return {name: no_memory(shape, dtype) for name, dtype in numbers.items()}

@@ -24,7 +24,7 @@ _TYPES = {
 class Formats:
     """Which of torch's types each format of the plan becomes; ``exact`` computes all of them in double.
 
-    Positions alone stay with the host, which decides by them what attends to what.
+    Positions, of tokens and of documents, alone stay with the host, which decides by them what attends to what.
     """
 
     exact: bool = False

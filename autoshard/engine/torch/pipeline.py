@@ -9,14 +9,17 @@ from autoshard.engine.base import Batch
 from autoshard.engine.place import Place
 from autoshard.engine.programs import BlockProgram, PlanPrograms
 from autoshard.engine.torch.block import Bench, BlockRun, Giving, Values
-from autoshard.engine.torch.formats import memory_of
+from autoshard.engine.torch.formats import memory_of, own
 from autoshard.engine.torch.lanes import message_tag
 from autoshard.engine.torch.store import Opened, Store
+from autoshard.layout.layout import Layout
 from autoshard.plan.plan import Plan
 from autoshard.schedule.action import Action, ActionKind
 from autoshard.spec.workload import Dtype
 
-_ALONG_SEQUENCE = ("tokens", "labels", "token_weight")  # inputs that come in the order of the sequence
+# Inputs that come in the order of the sequence; by document_starts the host decides what attends to what.
+_ALONG_SEQUENCE = ("tokens", "labels", "token_weight", "document_starts")
+_WITH_HOST = ("document_starts",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +116,7 @@ class _MicroBatches:
         self._pipeline = pipeline
         self._store, self._batches = store, batches
         self._values: dict[tuple[str, int], Values] = {}  # of blocks that wait for their backward pass
-        self._inputs: dict[tuple[str, int], torch.Tensor] = {}
+        self._inputs: dict[tuple[str, int, Layout], torch.Tensor] = {}
         self._losses: dict[int, torch.Tensor] = {}  # read at the end: no device is waited for meanwhile
         self._kept: dict[int, torch.Tensor] = {}  # by tag: messages between two stages of this rank
 
@@ -193,12 +196,13 @@ class _MicroBatches:
         if tensor not in _ALONG_SEQUENCE:
             (start, stop), *_ = run.place.bounds(layout)
             return bench.positions[start:stop]
-        if (tensor, number) not in self._inputs:
+        key = (tensor, number, layout)
+        if key not in self._inputs:
             rows, columns = (slice(*bounds) for bounds in run.place.bounds(layout))
             mine = self._batches[number][tensor][rows][:, bench.positions.numpy()[columns]]
             dtype: Dtype = run.parts.block.tensors[tensor].dtype
-            self._inputs[tensor, number] = bench.formats.tensor(mine, dtype)
-        return self._inputs[tensor, number]
+            self._inputs[key] = own(mine) if tensor in _WITH_HOST else bench.formats.tensor(mine, dtype)
+        return self._inputs[key]
 
     def _hand(self, tensor: torch.Tensor, stage: int, to_stage: int, number: int, *, back: bool) -> None:
         rank, tag = self._pipeline.rank_of(to_stage), self._pipeline.tag(stage, number, back=back)

@@ -45,11 +45,11 @@ class _Ring:
 
 
 def _forward(ring: _Ring, hops: int, attend: Kernel, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    query, key, value, positions, _ = tensors
+    query, key, value, positions, _, *starts = tensors
     found = None
     for number in range(hops + 1):
         following = ring.hop((key, value), number + 1) if number < hops else None
-        part, weight = attend(query, key, value, positions, ring.keys_at(number))
+        part, weight = attend(query, key, value, positions, ring.keys_at(number), *starts)
         found = joined(found, (part, weight))
         if following:
             key, value = following.arrived()
@@ -59,11 +59,11 @@ def _forward(ring: _Ring, hops: int, attend: Kernel, tensors: Sequence[torch.Ten
 
 def _backward(ring: _Ring, hops: int, attend: Kernel, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Keys and values travel to all other ranks; their gradients follow a hop later, and come home with the last."""
-    upstream, query, key, value, positions, _, result, lse = tensors
+    upstream, query, key, value, positions, _, result, lse, *starts = tensors
     total, own, travelling = None, [], None
     for number in range(hops):
         following = ring.hop((key, value), number + 1) if number + 1 < hops else None
-        d_query, *made = attend(upstream, query, key, value, positions, ring.keys_at(number), result, lse)
+        d_query, *made = attend(upstream, query, key, value, positions, ring.keys_at(number), result, lse, *starts)
         total = d_query if total is None else total + d_query
         if travelling:
             made = [one + two for one, two in zip(travelling.arrived(), made, strict=True)]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.graph.kinds.indexing import places
 from autoshard.graph.op import (
     Array,
     Call,
@@ -45,7 +46,7 @@ class Rotary(Differentiable):
         return "rotary_back" if self.backward else "rotary"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Keep dims and dtype; the second input holds the positions."""
+        """Keep dims and dtype; the second input holds the positions, a third where each token's document starts."""
         assert inputs[0].dims[-1] == "head_dim", f"{inputs[0]} does not end in the dim that is turned"
         return (Output(dims=inputs[0].dims, dtype=inputs[0].dtype),)
 
@@ -65,10 +66,10 @@ class Rotary(Differentiable):
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Rotate; the gradient rotates back."""
-        x, positions = arrays
+        x, *where = arrays
         tensor = call.inputs[0]
         frequencies = self.frequencies(call.sizes["head_dim"])
-        angles = aligned(positions, call.inputs[1].dims, tensor.dims) * frequencies
+        angles = aligned(places(*where), call.inputs[-1].dims, tensor.dims) * frequencies
         half = len(frequencies)
         cos, sin = np.cos(angles), np.sin(angles) * (-1 if self.backward else 1)
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -81,7 +82,8 @@ class Rotary(Differentiable):
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """A rotation's gradient is the rotation back."""
         kind = Rotary(fraction=self.fraction, theta=self.theta, scaling=self.scaling, backward=not self.backward)
-        return (GradientStep(kind=kind, reads=("d0", "in1"), gives=(0,)),)
+        where = (f"in{number}" for number in range(1, len(inputs)))
+        return (GradientStep(kind=kind, reads=("d0", *where), gives=(0,)),)
 
 
 def _stretched(base: Array, scaling: RotaryScaling) -> Array:
@@ -98,8 +100,9 @@ def _stretched(base: Array, scaling: RotaryScaling) -> Array:
 class Attend(Differentiable):
     """Causal attention; query heads are key/value heads times group, so shared heads need no copies.
 
-    Inputs: queries, keys, values, positions of the queries and of the keys. ``window`` limits how far it
-    looks.
+    Inputs: queries, keys, values, positions of the queries and of the keys, and, if documents that share a sequence do
+    not see each other, where the document of each query starts. ``window`` limits how far it looks. What it computes is
+    counted as if documents saw each other: more than it is where they do not.
     """
 
     window: int | None = None
@@ -110,10 +113,13 @@ class Attend(Differentiable):
         assert (query.dims, key.dims, value.dims) == (_QUERY, _KEY, _KEY), f"attend({query}, {key}, {value})"
         return (Output(dims=_QUERY, dtype=query.dtype), Output(dims=_QUERY[:-1], dtype="fp32", suffix="lse"))
 
-    def visible(self, query_positions: Array, key_positions: Array) -> Array:
-        """Return which keys each query may see."""
+    def visible(self, query_positions: Array, key_positions: Array, *document_starts: Array) -> Array:
+        """Return which keys each query may see, along the dims of scores: the last two, or all with documents."""
         distance = query_positions[:, None] - key_positions[None, :]
-        return (distance >= 0) & (distance < self.window) if self.window else distance >= 0
+        seen = (distance >= 0) & (distance < self.window) if self.window else distance >= 0
+        for starts in document_starts:
+            seen = seen & (key_positions >= starts[:, None, None, :, None])
+        return seen
 
     def visible_pairs(self, seq_len: int) -> int:
         """Return how many (query, key) pairs are seen in a whole sequence.
@@ -134,10 +140,10 @@ class Attend(Differentiable):
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Score, mask, normalise, mix the values; a query that sees no key gives zero, with the log of nothing."""
-        query, key, value, query_positions, key_positions = arrays
-        visible = self.visible(query_positions, key_positions)
+        query, key, value, *where = arrays
+        visible = self.visible(*where)
         scores = np.where(visible, _scores(query, key), -np.inf)
-        sees_any: Array = np.any(visible, axis=-1)[:, None]
+        sees_any: Array = np.any(visible, axis=-1, keepdims=True)
         top = np.where(sees_any, scores.max(axis=-1, keepdims=True, initial=-np.inf), 0)
         powers = np.exp(scores - top)
         total = np.where(sees_any, powers.sum(axis=-1, keepdims=True), 1)
@@ -155,7 +161,8 @@ class Attend(Differentiable):
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """One operation gives all three, from the inputs, the result and the saved denominator."""
-        reads = ("d0", "in0", "in1", "in2", "in3", "in4", "out0", "out1")
+        starts = ("in5",) if len(inputs) > len(("query", "key", "value", "positions", "key_positions")) else ()
+        reads = ("d0", "in0", "in1", "in2", "in3", "in4", "out0", "out1", *starts)
         return (GradientStep(kind=AttendGradient(window=self.window), reads=reads, gives=(0, 1, 2)),)
 
 
@@ -184,8 +191,8 @@ class AttendGradient(OpKind):
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Rebuild the probabilities from the denominator, then apply the chain rule."""
-        upstream, query, key, value, query_positions, key_positions, result, lse = arrays
-        visible = Attend(window=self.window).visible(query_positions, key_positions)
+        upstream, query, key, value, query_positions, key_positions, result, lse, *starts = arrays
+        visible = Attend(window=self.window).visible(query_positions, key_positions, *starts)
         exponent = _scores(query, key) - lse.transpose(0, 2, 3, 1)[..., None]
         probability = np.exp(np.where(visible, exponent, -np.inf))
         d_value = np.einsum("bkgst,bskgd->btkd", probability, upstream, optimize=True)

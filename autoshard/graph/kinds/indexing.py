@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,18 +19,28 @@ from autoshard.graph.op import (
 )
 
 
+def places(positions: Any, *document_starts: Any) -> Any:
+    """Return where tokens stand: in the sequence, or, if it is known where each one's document starts, in that.
+
+    >>> places(np.arange(4), np.array([[0, 0, 2, 2]])).tolist()
+    [[0, 1, 0, 1]]
+    """
+    return positions - document_starts[0] if document_starts else positions
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup(Differentiable):
-    """Rows of a table (first input) at the given indices (second input)."""
+    """Rows of a table (first input) at the given indices (second input), counted from a third if there is one."""
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Give the index's dims followed by the row's."""
-        table, index = inputs
-        return (Output(dims=(*index.dims, *table.dims[1:]), dtype=table.dtype),)
+        table = inputs[0]
+        return (Output(dims=(*inputs[-1].dims, *table.dims[1:]), dtype=table.dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Take the rows."""
-        return (arrays[0][arrays[1]],)
+        table, *index = arrays
+        return (table[places(*index)],)
 
     def vector_flops(self, call: Call) -> int:
         """Nothing is computed."""
@@ -37,11 +48,13 @@ class Lookup(Differentiable):
 
     def traffic_bytes(self, call: Call) -> int:
         """Only the rows that are read move, not the table."""
-        return 2 * call.outputs[0].num_bytes(call.sizes) + call.inputs[1].num_bytes(call.sizes)
+        index_bytes = sum(tensor.num_bytes(call.sizes) for tensor in call.inputs[1:])
+        return 2 * call.outputs[0].num_bytes(call.sizes) + index_bytes
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """Add each row's gradient to the row of the table that it came from."""
-        return (GradientStep(kind=ScatterAdd(dims=inputs[0].dims), reads=("d0", "in1"), gives=(0,)),)
+        index = (f"in{number}" for number in range(1, len(inputs)))
+        return (GradientStep(kind=ScatterAdd(dims=inputs[0].dims), reads=("d0", *index), gives=(0,)),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +73,9 @@ class ScatterAdd(OpKind):
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Add the rows."""
-        rows, index = arrays
+        rows, *index = arrays
         table = np.zeros([call.sizes[dim] for dim in self.dims], dtype=rows.dtype)
-        np.add.at(table, index, rows)
+        np.add.at(table, places(*index), rows)
         return (table,)
 
     def vector_flops(self, call: Call) -> int:

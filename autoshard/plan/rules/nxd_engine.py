@@ -173,6 +173,14 @@ def _window(c: Columns) -> str:
     )
 
 
+def _documents(c: Columns) -> str:
+    remedy = "documents=joined" if on_trn1(c) else "documents=joined, or --engine torch"
+    return (
+        "documents=separate: NxD's attention knows no mask but the causal one, and counts positions from the start of "
+        f"the sequence, so that documents in one sequence see each other. Use {remedy}"
+    )
+
+
 def _fp16(c: Columns) -> str:
     return (
         f"precision: fp16 with tp={c.tp}, but NxD's cut embedding returns bf16 for every type but fp32. "
@@ -333,6 +341,14 @@ RULES = (
         allows=_window_allows,
         message=_window,
         source=_NXD + "kernels/flash_attn.py and ring_attention_kernel.py: causal is the only mask",
+    ),
+    Rule(
+        id="nxd-documents",
+        subject="documents",
+        applies=on_nxd,
+        allows=lambda c: c.workload.documents == "joined",
+        message=_documents,
+        source=_NXD + "kernels/flash_attn.py:162 and ring_attention_kernel.py:118: causal is the only mask",
     ),
     Rule(
         id="nxd-fp16",

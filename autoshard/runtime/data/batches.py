@@ -19,12 +19,12 @@ class StepShape:
     separate: bool = False  # attention and positions stop at documents, so batches say where these start
 
     @classmethod
-    def of(cls, plan: Plan, *, separate: bool = False) -> "StepShape":
+    def of(cls, plan: Plan) -> "StepShape":
         """Return what a plan eats in a step."""
         return cls(
             num_micro_batches=plan.schedule.num_micro_batches,
             micro_batch=plan.micro_batch * plan.mesh.size("dp"),
-            separate=separate,
+            separate=plan.workload.documents == "separate",
         )
 
     @property

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.engine.base import Batch
+from autoshard.graph.evaluate import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
 from autoshard.runtime.data.batches import StepShape, batches
@@ -16,7 +17,7 @@ _UNCOUNTED = 0.1  # of the labels do not count, as the padding of real data
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticTokens:
-    """A source that needs no files; each sample is one document."""
+    """A source that needs no files; a sample holds a few documents, which its tokens do not show."""
 
     seq_len: int
     vocab: int
@@ -32,9 +33,11 @@ class SyntheticTokens:
         generators = [np.random.default_rng((self.seed, 1, number)) for number in range(first, first + count)]
         counted = np.stack([generator.random(self.seq_len) for generator in generators]) >= _UNCOUNTED
         counted |= ~counted.any(axis=1, keepdims=True)
-        return Samples(
-            tokens=self._sequences(generators), counted=counted, document_starts=np.zeros(counted.shape, np.int64)
-        )
+        starts = [
+            random_document_starts(np.random.default_rng((self.seed, 2, number)), (1, self.seq_len))
+            for number in range(first, first + count)
+        ]
+        return Samples(tokens=self._sequences(generators), counted=counted, document_starts=np.concatenate(starts))
 
     def _sequences(self, generators: list[np.random.Generator]) -> Array:
         """Draw one token more than a sequence is long, because labels are the next tokens."""

@@ -1,12 +1,13 @@
 """Rotary positions, and causal attention in pieces that are seen whole, up to the diagonal, or not at all.
 
 No mask is ever as large as the scores of a sequence: only at the edge of a window are a few rows masked at a time.
+Documents that do not see each other need none: each is attended to on its own.
 """
 
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import torch
@@ -25,13 +26,13 @@ def _rotary(kind: Rotary, call: Call, local: Local) -> Kernel:
     dims, head_dim = call.inputs[0].dims, call.sizes["head_dim"]
     half, dtype = kind.rotated(head_dim) // 2, local.formats.of(call.outputs[0].dtype)
     turned = 2 * half
-    after = len(dims) - dims.index(call.inputs[1].dims[0]) - 2  # dims between the positions and the head
+    after = len(dims) - dims.index(call.inputs[-1].dims[-1]) - 2  # dims between the positions and the head
     sign = -1 if kind.backward else 1
 
-    def run(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(x: torch.Tensor, *where: torch.Tensor) -> tuple[torch.Tensor, ...]:
         exact = wide(x[..., :0])
-        angles = local.rotations.of(kind, positions, head_dim, exact)
-        cos, sin = (one.reshape(len(positions), *[1] * after, half) for one in angles)
+        angles = local.rotations.of(kind, where, head_dim, exact)
+        cos, sin = (one.reshape(*one.shape[:-1], *[1] * after, half) for one in angles)
         result = torch.empty_like(x, dtype=exact.dtype)
         first, second = x[..., :half], x[..., half:turned]
         torch.mul(first, cos, out=result[..., :half]).addcmul_(second, sin, value=-sign)
@@ -68,6 +69,12 @@ class _Span:
         for start, stop in pairwise((self.start, *inside, self.stop)):
             yield _Span(start, stop, self.first + start - self.start)
 
+    def within(self, first: int, last: int) -> "_Span | None":
+        """Return the part of it between two positions, both included."""
+        low, high = max(first, self.first), min(last, self.last)
+        at = self.start + low - self.first
+        return _Span(at, at + high - low + 1, low) if low <= high else None
+
 
 def _spans(positions: torch.Tensor) -> list[_Span]:
     """Return the runs of positions that follow each other; most ranks hold one, with zig-zag two."""
@@ -81,19 +88,52 @@ def _spans(positions: torch.Tensor) -> list[_Span]:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Queries and keys of which each query sees all keys, those up to itself (``causal``), or some (``masked``)."""
+    """Queries and keys of which each query sees all keys, those up to itself (``causal``), or some (``masked``).
+
+    They are those of some sequences of the batch, from the first of ``rows`` to before the second, or of all.
+    """
 
     queries: _Span
     keys: _Span
     causal: bool = False
     masked: bool = False
+    rows: tuple[int, int] | None = None
+
+    @property
+    def batch(self) -> slice:
+        return slice(*self.rows) if self.rows else slice(None)
 
 
-def _seen(
-    query_positions: torch.Tensor, key_positions: torch.Tensor, window: int | None, *, in_rows: bool
+def _seen_by_document(
+    positions: torch.Tensor, keys: list[_Span], starts: torch.Tensor, window: int | None, *, in_rows: bool
 ) -> Iterator[_Seen]:
+    """Yield what sees what where documents do not see each other: those of the queries, one after the other.
+
+    Sequences that follow each other and are cut alike go together.
+    """
+    changes: list[int] = (starts[1:] != starts[:-1]).any(1).nonzero().flatten().add_(1).tolist()
+    for rows in pairwise((0, *changes, len(starts))):
+        documents: dict[int, list[_Span]] = {}
+        for start, span in _spans_of_documents(positions, starts[rows[0]]):
+            documents.setdefault(start, []).append(span)
+        for start, queries in documents.items():
+            last = max(span.last for span in queries)
+            own = [part for part in (span.within(start, last) for span in keys) if part]
+            if own:
+                yield from (replace(seen, rows=rows) for seen in _seen(queries, own, window, in_rows=in_rows))
+
+
+def _spans_of_documents(positions: torch.Tensor, starts: torch.Tensor) -> Iterator[tuple[int, _Span]]:
+    """Yield the runs of positions of one document each, with where the document starts."""
+    found: list[int] = ((torch.diff(positions) != 1) | (torch.diff(starts) != 0)).nonzero().flatten().add_(1).tolist()
+    begins = (0, *found)
+    firsts, documents = positions[list(begins)].tolist(), starts[list(begins)].tolist()
+    for (start, stop), first, document in zip(pairwise((*begins, len(positions))), firsts, documents, strict=True):
+        yield document, _Span(start, stop, first)
+
+
+def _seen(queries: list[_Span], keys: list[_Span], window: int | None, *, in_rows: bool) -> Iterator[_Seen]:
     """Yield all pairs of spans that see anything, cut so that a pair is the same positions or apart, or ``in_rows``."""
-    queries, keys = _spans(query_positions), _spans(key_positions)
     if in_rows or (window and max(span.last for span in queries) - min(span.first for span in keys) >= window):
         yield from _within(queries, keys, window or sys.maxsize)
         return
@@ -128,8 +168,13 @@ class _Heads:
         return cls(query=_by_head(query), key=_rows(key).transpose(1, 2), value=_rows(value).transpose(1, 2))
 
     def of_pair(self, seen: _Seen) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        keys = seen.keys.slice
-        return self.query[:, :, seen.queries.slice], self.key[:, :, keys], self.value[:, :, keys]
+        rows, keys = seen.batch, seen.keys.slice
+        return self.query[rows, :, seen.queries.slice], self.key[rows, :, keys], self.value[rows, :, keys]
+
+    def is_whole(self, seen: _Seen) -> bool:
+        """Whether a pair is about every query."""
+        batch, _, count, _ = self.query.shape
+        return seen.rows in (None, (0, batch)) and seen.queries.covers(count)
 
 
 def _by_head(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,10 +204,16 @@ class _Attention:
         formats: Formats = local.formats
         return cls(fused(formats.device, formats.of(call.inputs[0].dtype), call.sizes["head_dim"]), window)
 
-    def pairs(self, heads: _Heads, positions: torch.Tensor, key_positions: torch.Tensor) -> list[_Seen]:
-        """Return what sees what."""
-        there = heads.query.numel() and heads.key.numel()
-        return list(_seen(positions, key_positions, self.window, in_rows=self.fused is None)) if there else []
+    def pairs(
+        self, heads: _Heads, positions: torch.Tensor, key_positions: torch.Tensor, *starts: torch.Tensor
+    ) -> list[_Seen]:
+        """Return what sees what; ``starts``, if documents do not see each other, are those of the queries."""
+        if not heads.query.numel() or not heads.key.numel():
+            return []
+        in_rows, keys = self.fused is None, _spans(key_positions)
+        if starts:
+            return list(_seen_by_document(positions, keys, starts[0], self.window, in_rows=in_rows))
+        return list(_seen(_spans(positions), keys, self.window, in_rows=in_rows))
 
     def forward(self, heads: _Heads, seen: _Seen) -> Part:
         """Attend to what a pair sees."""
@@ -173,7 +224,7 @@ class _Attention:
 
     def backward(self, heads: _Heads, seen: _Seen, given: tuple[torch.Tensor, ...]) -> Slopes:
         """Return the gradients of a pair's queries, keys and values."""
-        upstream, result, lse = (one[:, :, seen.queries.slice] for one in given)
+        upstream, result, lse = (one[seen.batch, :, seen.queries.slice] for one in given)
         if seen.masked:
             return _masked_slopes(heads, seen, (upstream, result, lse), self.window)
         assert self.fused, "what nothing attends to at once is masked"
@@ -186,18 +237,19 @@ def _attend(kind: Attend, call: Call, local: Local) -> Kernel:
     formats = [local.formats.of(output.dtype) for output in call.outputs]
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query, key, value, positions, key_positions = tensors
+        query, key, value, *where = tensors
         heads = _Heads.of(query, key, value)
-        parts: dict[_Span, Part] = {}
-        for seen in attention.pairs(heads, positions, key_positions):
-            parts[seen.queries] = joined(parts.get(seen.queries), attention.forward(heads, seen))
-        if len(parts) == 1 and next(iter(parts)).covers(query.shape[1]):
+        parts: dict[_Seen, Part] = {}
+        for seen in attention.pairs(heads, *where):
+            of_queries = _Seen(seen.queries, seen.queries, rows=seen.rows)
+            parts[of_queries] = joined(parts.get(of_queries), attention.forward(heads, seen))
+        if len(parts) == 1 and heads.is_whole(next(iter(parts))):
             mixed, lse = next(iter(parts.values()))
         else:
             mixed = torch.zeros_like(heads.query)
             lse = torch.full(mixed.shape[:3], -torch.inf, dtype=formats[1], device=mixed.device)
-            for span, (part, weight) in parts.items():
-                mixed[:, :, span.slice], lse[:, :, span.slice] = part, weight
+            for seen, (part, weight) in parts.items():
+                mixed[seen.batch, :, seen.queries.slice], lse[seen.batch, :, seen.queries.slice] = part, weight
         return _by_position(mixed, query).to(formats[0]), _by_position(lse, query).to(formats[1])
 
     return run
@@ -208,18 +260,18 @@ def _attend_gradient(kind: AttendGradient, call: Call, local: Local) -> Kernel:
     attention = _Attention.of(call, local, kind.window)
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        upstream, query, key, value, positions, key_positions, result, lse = tensors
+        upstream, query, key, value, positions, key_positions, result, lse, *starts = tensors
         heads = _Heads.of(query, key, value)
         given = (_by_head(upstream), _by_head(result), _by_head(lse))
         made = [torch.zeros_like(one) for one in (heads.query, heads.key, heads.value)]
-        pairs = attention.pairs(heads, positions, key_positions)
-        if len(pairs) == 1 and pairs[0].queries.covers(query.shape[1]) and pairs[0].keys.covers(key.shape[1]):
+        pairs = attention.pairs(heads, positions, key_positions, *starts)
+        if len(pairs) == 1 and heads.is_whole(pairs[0]) and pairs[0].keys.covers(key.shape[1]):
             made = attention.backward(heads, pairs[0], given)
         else:
             for seen in pairs:
                 places = (seen.queries.slice, seen.keys.slice, seen.keys.slice)
                 for total, place, part in zip(made, places, attention.backward(heads, seen, given), strict=True):
-                    total[:, :, place] += part
+                    total[seen.batch, :, place] += part
         return _by_position(made[0], query), made[1].transpose(1, 2), made[2].transpose(1, 2)
 
     return run

@@ -3,7 +3,7 @@
 import torch
 
 from autoshard.engine.torch.kernels.kernel import Kernel, Local, kernel, shape_of
-from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd
+from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, places
 from autoshard.graph.op import Call
 
 
@@ -22,8 +22,8 @@ def _along(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _lookup(kind: Lookup, call: Call, local: Local) -> Kernel:
     bounds, shape = local.bounds.get(call.inputs[0].dims[0]), shape_of(call, call.outputs[0].dims)
 
-    def run(table: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        index = index.to(table.device)  # positions lie with the host
+    def run(table: torch.Tensor, *where: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        index = places(*where).to(table.device)  # positions lie with the host
         if bounds is None:
             return (table[index],)
         if not len(table):
@@ -39,8 +39,8 @@ def _lookup(kind: Lookup, call: Call, local: Local) -> Kernel:
 def _scatter_add(kind: ScatterAdd, call: Call, local: Local) -> Kernel:
     bounds, shape = local.bounds.get(kind.dims[0]), shape_of(call, kind.dims)
 
-    def run(rows: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        table, index = rows.new_zeros(shape), index.to(rows.device)
+    def run(rows: torch.Tensor, *where: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        table, index = rows.new_zeros(shape), places(*where).to(rows.device)
         if bounds is not None:
             held, index = _inside(index, bounds)
             rows = rows * _along(held, rows)
