@@ -8,11 +8,12 @@ import numpy as np
 
 from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.evaluate import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec, RotaryScaling
 from autoshard.spec.model_catalogue import load_model, model_names
-from autoshard.spec.workload import Precision, Workload
+from autoshard.spec.workload import Documents, Precision, Workload
 
 BATCH, SEQ = 3, 8
 WINDOW = 3
@@ -85,16 +86,19 @@ def roomy(model: ModelSpec) -> float | None:
 
 
 def graph_of(
-    model: ModelSpec, *, capacity: float | None = None, precision: str = "bf16", seq_len: int = SEQ, batch: int = BATCH
-) -> OpGraph:
+    model: ModelSpec, *, capacity: float | None = None, precision: str = "bf16", seq_len: int = SEQ, batch: int = BATCH,
+    documents: Documents = "joined",
+) -> OpGraph:  # fmt: skip
     """Return the graph of a small step with the kernels that torch has on a CPU."""
     named = Precision.named(precision)
-    workload = Workload(seq_len=seq_len, global_batch=2 * batch, precision=named, expert_capacity=capacity)
+    workload = Workload(
+        seq_len=seq_len, global_batch=2 * batch, precision=named, expert_capacity=capacity, documents=documents
+    )
     return decoder_graph(model, workload, load_kernels("torch_cpu"), micro_batch=batch)
 
 
 def micro_batches(model: ModelSpec, rng: np.random.Generator, count: int = 2) -> Sequence[Mapping[str, Array]]:
-    """Return random tokens and labels, with token weights that differ; some are zero, as padding has."""
+    """Return random tokens, labels and documents, with token weights that differ; some are zero, as padding has."""
     shape, where = (BATCH, SEQ), np.arange(SEQ)
     return [
         {
@@ -103,6 +107,7 @@ def micro_batches(model: ModelSpec, rng: np.random.Generator, count: int = 2) ->
             "positions": where,
             "key_positions": where,
             "token_weight": rng.random(shape) * (rng.random(shape) < 0.8),
+            "document_starts": random_document_starts(rng, shape),
         }
         for _ in range(count)
     ]

@@ -9,10 +9,11 @@ import pytest
 
 from autoshard.graph.block import distinct_bytes
 from autoshard.graph.count import matrix_flops
-from autoshard.graph.evaluate import evaluate_step, instances, random_weights
+from autoshard.graph.evaluate import evaluate_step, instances, random_document_starts, random_weights
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
+from autoshard.spec.workload import Documents
 from tests.engine.small_models import BATCH, SEQ, graph_of, micro_batches, reduced, roomy, small_models
 
 torch: Any = pytest.importorskip("torch")
@@ -29,6 +30,14 @@ WITH_CAPACITY = {
     **{name: (model, None) for name, model in MODELS.items()},
     **{f"{name}, capacity 2": (model, 2.0) for name, model in MODELS.items() if model.num_experts},
 }
+APART = (
+    "no option",
+    "keys of one head",
+    "part of a head turned",
+    "learned positions",
+    "window",
+    "experts and all else",
+)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -88,15 +97,18 @@ def test_new_weights_are_drawn_and_biases_and_norms_start_neutral():
 # -- against the graph -----------------------------------------------------------------------------
 
 
-def check_step(model: ModelSpec, *, capacity: float | None, of_graph: float | None) -> None:
+def check_step(
+    model: ModelSpec, *, capacity: float | None, of_graph: float | None, documents: Documents = "joined"
+) -> None:
     """Compare loss and every gradient, summed over two micro-batches, with numpy's."""
     rng = np.random.default_rng(7)
-    graph = graph_of(model, capacity=of_graph)
+    graph = graph_of(model, capacity=of_graph, documents=documents)
+    names = ("tokens", "labels", "token_weight", "positions", "document_starts")[: 5 if documents == "separate" else 4]
     weights, batches = random_weights(graph, rng), micro_batches(model, rng)
     expected = evaluate_step(graph, weights, batches)
     module, loss = loaded(model, weights, capacity), 0.0
     for batch in batches:
-        part = module(*tensors(batch, "tokens", "labels", "token_weight", "positions"))
+        part = module(*tensors(batch, *names))
         part.backward()
         loss += part.item()
     assert loss == pytest.approx(expected.loss, rel=1e-12)
@@ -110,6 +122,11 @@ def check_step(model: ModelSpec, *, capacity: float | None, of_graph: float | No
 @with_every_model
 def test_loss_and_every_gradient_are_those_of_the_graph(model: ModelSpec):
     check_step(model, capacity=None, of_graph=roomy(model))
+
+
+@pytest.mark.parametrize("name", APART)
+def test_documents_that_do_not_see_each_other_are_those_of_the_graph(name: str):
+    check_step(MODELS[name], capacity=None, of_graph=roomy(MODELS[name]), documents="separate")
 
 
 @pytest.mark.parametrize("capacity", [0.3, 1.0, 1.25, 2.0])
@@ -172,10 +189,12 @@ class EagerAttend(torch.nn.Module):
         super().__init__()
         self.window = window
 
-    def forward(self, query: Any, key: Any, value: Any) -> Any:
+    def forward(self, query: Any, key: Any, value: Any, starts: Any = None) -> Any:
         where = torch.arange(query.shape[1])
         distance = where[:, None] - where[None, :]
         hidden = (distance < 0) | (distance >= (self.window or query.shape[1]))
+        if starts is not None:
+            hidden = hidden | (where[None, None] < starts[:, :, None])[:, None, None]
         scores = einops.einsum(query, key, "b s k g d, b t k d -> b k g s t") / query.shape[-1] ** 0.5
         weight = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
         return einops.einsum(weight, value, "b k g s t, b t k d -> b s k g d")
@@ -183,13 +202,23 @@ class EagerAttend(torch.nn.Module):
 
 @with_every_model
 def test_the_flops_counted_are_those_of_the_graph(model: ModelSpec):
-    graph = graph_of(model)
+    check_flops(model, "joined")
+
+
+@pytest.mark.parametrize("name", APART)
+def test_the_flops_of_separate_documents_are_counted_as_if_they_were_joined(name: str):
+    check_flops(MODELS[name], "separate")
+
+
+def check_flops(model: ModelSpec, documents: Documents) -> None:
+    graph = graph_of(model, documents=documents)
+    starts = ("document_starts",) if documents == "separate" else ()
     module = decoder.Decoder(model)
     for layer in module.layers:
         layer.attend = EagerAttend(model.window)  # leaves are replaced by name
     (batch,) = micro_batches(model, np.random.default_rng(0), count=1)
     with flop_counter.FlopCounterMode(display=False) as counter:
-        loss = module(*tensors(batch, "tokens", "labels", "token_weight"))
+        loss = module(*tensors(batch, "tokens", "labels", "token_weight", "positions", *starts))
         forward = counter.get_total_flops()
         loss.backward()
     expected = [sum(block.repeat * matrix_flops(block, p, graph.sizes) for block in graph.blocks) for p in ("F", "IW")]
@@ -279,13 +308,15 @@ def test_a_long_sequence_makes_no_tensor_of_seq_by_seq(window: int | None):
     assert seq_len * 32 <= largest.elements < seq_len * seq_len
 
 
-@pytest.mark.parametrize(("seq_len", "window"), [(9, 1), (10, 3), (9, 4), (600, 300), (513, 256)])
-def test_attention_in_tiles_equals_attention_with_a_mask(seq_len: int, window: int):
+@pytest.mark.parametrize("apart", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize(("seq_len", "window"), [(9, 1), (10, 3), (9, 4), (600, 300), (513, 256), (600, None)])
+def test_attention_in_tiles_equals_attention_with_a_mask(seq_len: int, window: int | None, *, apart: bool):
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, seq_len, 2, 3, 4), (2, seq_len, 2, 4), (2, seq_len, 2, 4))
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
     upstream = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
-    results = [leaf(*inputs) for leaf in (attend.Attend(window), EagerAttend(window))]
+    starts = torch.from_numpy(random_document_starts(np.random.default_rng(0), (2, seq_len))) if apart else None
+    results = [leaf(*inputs, starts) for leaf in (attend.Attend(window), EagerAttend(window))]
     torch.testing.assert_close(*results, rtol=0, atol=1e-12)
     gradients = [torch.autograd.grad(result, inputs, upstream) for result in results]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)

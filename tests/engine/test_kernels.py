@@ -8,22 +8,25 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+import autoshard.engine.torch.kernels.attention as attention_kernels
+import autoshard.engine.torch.kernels.fused as fused
 from autoshard.engine.order import zigzag
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels import Local, kernel
 from autoshard.engine.torch.kernels.attention import joined
 from autoshard.engine.torch.kernels.products import adding
+from autoshard.engine.torch.kernels.rotations import Rotations
 from autoshard.graph.block import Block
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.evaluate import random_weights
-from autoshard.graph.kinds.attention import Attend, AttendGradient
+from autoshard.graph.evaluate import random_document_starts, random_weights
+from autoshard.graph.kinds.attention import Attend, AttendGradient, Rotary
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.op import Array, Call, Dims, Op, OpKind, Output, Tensor
 from autoshard.layout.local import joined_attention
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.workload import Precision, Workload
+from autoshard.spec.workload import Documents, Precision, Workload
 
 SMALL = {"num_layers": 1, "hidden": 8, "ffn": 12, "head_dim": 4, "vocab": 11, "num_heads": 4, "num_kv_heads": 2}
 EXACT = Local(formats=Formats(exact=True))
@@ -49,6 +52,13 @@ MODELS = {
 }
 
 
+SEPARATE = {name: MODELS[name] for name in ("llama", "window", "norms of queries and keys", "gelu")}
+QUESTIONS = {
+    **{name: (model, "joined") for name, model in MODELS.items()},
+    **{f"{name}, separate documents": (model, "separate") for name, model in SEPARATE.items()},
+}
+
+
 def inputs(graph_sizes: Mapping[str, int], block: Block, random: np.random.Generator) -> dict[str, Array]:
     """Everything that a block reads and does not make."""
     made = {name for op in block.ops for name in op.outputs}
@@ -58,7 +68,9 @@ def inputs(graph_sizes: Mapping[str, int], block: Block, random: np.random.Gener
         shape = [graph_sizes[dim] for dim in tensor.dims]
         if tensor.name in made:
             continue
-        if tensor.dtype == "int64":
+        if tensor.name == "document_starts":
+            found[tensor.name] = random_document_starts(random, (graph_sizes["batch"], graph_sizes["seq"]))
+        elif tensor.dtype == "int64":
             along = np.arange(shape[-1])
             found[tensor.name] = random.integers(0, limit[tensor.name], shape) if tensor.name in limit else along
         else:
@@ -66,9 +78,11 @@ def inputs(graph_sizes: Mapping[str, int], block: Block, random: np.random.Gener
     return found
 
 
-def computed(model: ModelSpec) -> Iterator[tuple[Block, Op, Call, list[Array], tuple[Array, ...]]]:
+def computed(
+    model: ModelSpec, documents: Documents = "joined"
+) -> Iterator[tuple[Block, Op, Call, list[Array], tuple[Array, ...]]]:
     """Run every block of a model with numpy, and yield each operation with what it read and made."""
-    workload = Workload(seq_len=6, global_batch=2, precision=Precision.named("bf16"))
+    workload = Workload(seq_len=6, global_batch=2, precision=Precision.named("bf16"), documents=documents)
     graph, random = decoder_graph(model, workload, load_kernels("torch_cpu"), micro_batch=2), np.random.default_rng(0)
     assert random_weights(graph, random)
     for block in graph.blocks:
@@ -81,9 +95,9 @@ def computed(model: ModelSpec) -> Iterator[tuple[Block, Op, Call, list[Array], t
             yield block, op, call, arrays, results
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_every_operation_of_a_step_gives_what_the_graph_gives(model: ModelSpec):
-    for block, op, call, arrays, results in computed(model):
+@pytest.mark.parametrize(("model", "documents"), QUESTIONS.values(), ids=QUESTIONS)
+def test_every_operation_of_a_step_gives_what_the_graph_gives(model: ModelSpec, documents: Documents):
+    for block, op, call, arrays, results in computed(model, documents):
         tensors = [torch.from_numpy(np.array(array)) for array in arrays]
         found = kernel(op.kind, call, EXACT)(*tensors)
         for tensor, expected in zip(found, results, strict=True):
@@ -141,14 +155,15 @@ def test_an_operation_of_a_user_is_evaluated_as_it_is_defined():
     assert found.tolist() == [8.0, 27.0] and found.dtype == torch.float32
 
 
-def attention(positions: Array, key_positions: Array, window: int | None) -> None:
+def attention(positions: Array, key_positions: Array, window: int | None, *starts: Array) -> None:
     """Compare attention and its gradient on some positions with what the graph defines."""
-    sizes = {"batch": 2, "seq": len(positions), "kv_seq": len(key_positions)}
+    sizes = {"batch": len(starts[0]) if starts else 2, "seq": len(positions), "kv_seq": len(key_positions)}
     sizes |= {"kv_heads": 2, "q_group": 3, "head_dim": 4}
-    where = tuple(Tensor(name=name, dims=(name,), dtype="int64") for name in ("seq", "kv_seq"))
+    dims = [("seq",), ("kv_seq",), *([("batch", "seq")] if starts else [])]
+    where = tuple(Tensor(name=" ".join(one), dims=one, dtype="int64") for one in dims)
     random = np.random.default_rng(0)
     arrays = [random.normal(size=[sizes[dim] for dim in one.dims]) for one in TAKEN]
-    arrays += [positions, key_positions]
+    arrays += [positions, key_positions, *starts]
     forward = Call(inputs=(*TAKEN, *where), outputs=MADE, sizes=sizes)
     expected = Attend(window=window).evaluate(forward, *arrays)
     found = kernel(Attend(window=window), forward, EXACT)(*map(torch.from_numpy, arrays))
@@ -157,11 +172,10 @@ def attention(positions: Array, key_positions: Array, window: int | None) -> Non
     if not np.isfinite(expected[1]).all():  # in a ring the denominators are those of all keys
         return
     upstream = random.normal(size=expected[0].shape)
-    backward = Call(inputs=(MADE[0], *TAKEN, *where, *MADE), outputs=TAKEN, sizes=sizes)
-    slopes = AttendGradient(window=window).evaluate(backward, upstream, *arrays, *expected)
-    made = kernel(AttendGradient(window=window), backward, EXACT)(
-        *map(torch.from_numpy, [upstream, *arrays, *expected])
-    )
+    backward = Call(inputs=(MADE[0], *TAKEN, *where[:2], *MADE, *where[2:]), outputs=TAKEN, sizes=sizes)
+    given_arrays = [upstream, *arrays[:5], *expected, *starts]
+    slopes = AttendGradient(window=window).evaluate(backward, *given_arrays)
+    made = kernel(AttendGradient(window=window), backward, EXACT)(*map(torch.from_numpy, given_arrays))
     for tensor, array in zip(made, slopes, strict=True):
         np.testing.assert_allclose(tensor.numpy(), array, rtol=1e-10, atol=1e-12)
 
@@ -173,6 +187,47 @@ def test_attention_between_any_two_parts_of_a_sequence(ranks, part, data, mirror
     blocks = order.reshape(ranks, -1)
     mine, other = data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, ranks - 1))
     attention(blocks[mine], data.draw(st.sampled_from([blocks[other], order])), window)
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 5), st.data(), st.booleans(), st.sampled_from([None, 1, 2, 5, 100]),
+    st.sampled_from(["fused", "in rows"]),
+)  # fmt: skip
+def test_attention_to_documents_between_any_two_parts_of_a_sequence(ranks, part, data, mirrored, window, kernels):
+    count = 2 * ranks * part
+    order = zigzag(count, ranks) if mirrored else np.arange(count)
+    blocks = order.reshape(ranks, -1)
+    mine, other = data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, ranks - 1))
+    begins = data.draw(st.lists(st.sets(st.integers(1, count)), min_size=1, max_size=3))
+    starts = np.array([np.maximum.accumulate([at if at in row else 0 for at in range(count)]) for row in begins])
+    keys = data.draw(st.sampled_from([blocks[other], order]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "KERNELS", fused.KERNELS if kernels == "fused" else {})
+        attention(blocks[mine], keys, window, starts[:, blocks[mine]])
+
+
+def test_sequences_that_are_cut_alike_are_attended_to_together():
+    """Four documents in two ways to cut, of three sequences: as many calls of a kernel."""
+    starts = torch.tensor([[0, 0, 2, 2], [0, 0, 2, 2], [0, 1, 1, 1]])
+    along = torch.arange(4)
+    found = list(
+        attention_kernels._seen_by_document(along, attention_kernels._spans(along), starts, None, in_rows=False)
+    )
+    assert [(seen.rows, seen.queries.start, seen.queries.stop, seen.causal) for seen in found] == [
+        ((0, 2), 0, 2, True), ((0, 2), 2, 4, True), ((2, 3), 0, 1, True), ((2, 3), 1, 4, True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [4, 6])
+def test_angles_that_start_again_with_every_document_are_made_once_for_all_layers(head_dim: int):
+    cached, kind, like = Rotations(), Rotary(fraction=1.0, theta=100.0), torch.empty(0, dtype=torch.float64)
+    along = torch.arange(6)
+    starts = torch.tensor([[0, 0, 2, 2, 2, 5], [0, 1, 2, 3, 4, 5]])
+    cos, sin = cached.of(kind, (along, starts), head_dim, like)
+    expected = (along - starts)[..., None] * torch.from_numpy(kind.frequencies(head_dim))
+    torch.testing.assert_close((cos, sin), (expected.cos(), expected.sin()), rtol=0, atol=1e-15)
+    assert cached.of(kind, (along, starts), head_dim, like)[0] is cos
+    assert cached.of(kind, (along,), head_dim, like)[0].shape == (6, head_dim // 2)
 
 
 def test_attention_within_a_window_of_a_long_sequence():

@@ -16,6 +16,7 @@ from hypothesis import given, strategies as st
 import autoshard.graph.kinds
 from autoshard.graph.backward import add_backward
 from autoshard.graph.builder import BlockBuilder
+from autoshard.graph.evaluate import random_document_starts
 from autoshard.graph.kinds.attention import Attend, Rotary
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup, Pick
@@ -63,12 +64,14 @@ CLOSE, FAR = (RotaryScaling(kind="linear", factor=4.0), RotaryScaling(
 def reference_rotary(fraction: float, scaling: RotaryScaling | None = None, theta: float = 10000.0) -> Reference:
     """Turn complex numbers: the first half of the rotated part is real, the second imaginary."""
 
-    def rotate(x: Any, positions: Any, sizes: Sizes) -> Any:
+    def rotate(x: Any, positions: Any, *rest: Any) -> Any:
+        *starts, sizes = rest
         rotated = int(sizes["head_dim"] * fraction)
         half = rotated // 2
         speeds = [reference_speed(theta ** (-2 * pair / rotated), scaling) for pair in range(half)]
-        angles = positions.double()[:, None] * torch.tensor(speeds, dtype=torch.float64)
-        angles = angles.reshape(1, sizes["seq"], *[1] * (x.ndim - 3), half)
+        where = torch.stack([positions - row for row in starts[0]] if starts else [positions])
+        angles = where.double()[..., None] * torch.tensor(speeds, dtype=torch.float64)
+        angles = angles.reshape(len(where), sizes["seq"], *[1] * (x.ndim - 3), half)
         turned = torch.complex(x[..., :half], x[..., half:rotated]) * torch.polar(torch.ones_like(angles), angles)
         return torch.cat([turned.real, turned.imag, x[..., rotated:]], dim=-1)
 
@@ -95,9 +98,13 @@ def reference_speed(speed: float, scaling: RotaryScaling | None) -> float:
 def reference_attention(window: int | None) -> Reference:
     """Torch's own attention, with keys and values copied for every query head."""
 
-    def attend(q: Any, k: Any, v: Any, at: Any, key_at: Any, sizes: Sizes) -> tuple[Any, Any]:
+    def attend(q: Any, k: Any, v: Any, at: Any, key_at: Any, *rest: Any) -> tuple[Any, Any]:
+        *starts, sizes = rest
         distance = at[:, None] - key_at[None, :]
         seen = (distance >= 0) & (distance < (window or 10**9))
+        if starts:
+            rows = [torch.stack([key_at >= start for start in row]) for row in starts[0]]
+            seen = torch.stack([seen & row for row in rows])[:, None]
         queries = q.permute(0, 2, 3, 1, 4).flatten(1, 2)
         keys, values = (x.permute(0, 2, 1, 3).repeat_interleave(sizes["q_group"], dim=1) for x in (k, v))
         heads = (sizes["kv_heads"], sizes["q_group"])
@@ -191,8 +198,22 @@ def positions(sizes: Sizes) -> list[Array]:
     return [np.arange(start, sizes["kv_seq"]), np.arange(sizes["kv_seq"])]
 
 
-def draw_rotary(*dims: str) -> Draw:
-    return lambda sizes, rng: [normal(sizes, rng, *dims), positions(sizes)[0]]
+def starts(sizes: Sizes, rng: np.random.Generator) -> Array:
+    """Of the documents of the queries; the first may have begun before them."""
+    return random_document_starts(rng, (sizes["batch"], sizes["kv_seq"]))[:, sizes["kv_seq"] - sizes["seq"] :]
+
+
+def draw_rotary(*dims: str, apart: bool = False) -> Draw:
+    return lambda sizes, rng: [normal(sizes, rng, *dims), positions(sizes)[0], starts(sizes, rng)][: 2 + apart]
+
+
+def draw_places(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
+    at = rng.integers(0, sizes["positions"], sizes["seq"])
+    return [normal(sizes, rng, "positions", "hidden"), at, rng.integers(0, at + 1, (sizes["batch"], sizes["seq"]))]
+
+
+def draw_documents(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
+    return [*draw_attention(sizes, rng), starts(sizes, rng)]
 
 
 def draw_attention(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
@@ -212,10 +233,7 @@ def draw_dispatch(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
 
 
 def draw_combine(sizes: Sizes, rng: np.random.Generator) -> list[Array]:
-    slots, weight = (
-        normal(sizes, rng, "experts", "slots", "hidden"),
-        normal(sizes, rng, "batch", "seq", "choices"),
-    )
+    slots, weight = normal(sizes, rng, "experts", "slots", "hidden"), normal(sizes, rng, "batch", "seq", "choices")
     return [slots, weight, *draw_routing(sizes, rng)]
 
 
@@ -266,14 +284,18 @@ def norm(name: Any, over: str, *inputs: str, eps: float = 1e-3) -> Case:
     return Case(Norm(function=name, over=over, eps=eps), inputs, reference_norm(name, eps))
 
 
-def rotary(x: str, fraction: float = 1.0, scaling: RotaryScaling | None = None, theta: float = 10000.0) -> Case:
+def rotary(
+    x: str, fraction: float = 1.0, scaling: RotaryScaling | None = None, theta: float = 10000.0, *, apart: bool = False
+) -> Case:
     kind = Rotary(fraction=fraction, theta=theta, scaling=scaling)
-    return Case(kind, (x, "seq <"), reference_rotary(fraction, scaling, theta), draw_rotary(*dims(x)))
+    where = ("seq <", *(("batch seq <",) if apart else ()))
+    return Case(kind, (x, *where), reference_rotary(fraction, scaling, theta), draw_rotary(*dims(x), apart=apart))
 
 
-def attention(window: int | None = None) -> Case:
-    inputs = (HEADS, KEYS, KEYS, "seq <", "kv_seq <")
-    return Case(Attend(window=window), inputs, reference_attention(window), draw_attention)
+def attention(window: int | None = None, *, apart: bool = False) -> Case:
+    inputs = (HEADS, KEYS, KEYS, "seq <", "kv_seq <", *(("batch seq <",) if apart else ()))
+    draw = draw_documents if apart else draw_attention
+    return Case(Attend(window=window), inputs, reference_attention(window), draw)
 
 
 CASES: Mapping[str, Case] = {
@@ -299,6 +321,11 @@ CASES: Mapping[str, Case] = {
     "lookup": Case(
         Lookup(), ("vocab hidden", "batch seq < vocab"), lambda table, at, _: F.embedding(at, table)
     ),
+    "lookup from where a document starts": Case(
+        Lookup(), ("positions hidden", "seq <", "batch seq <"),
+        lambda table, at, starts, _: torch.stack([table[at - row] for row in starts]),
+        draw_places,
+    ),
     "pick": Case(
         Pick(over="vocab"), ("batch seq vocab", "batch seq < vocab"),
         lambda x, at, _: x.gather(-1, at[..., None])[..., 0],
@@ -307,7 +334,10 @@ CASES: Mapping[str, Case] = {
     "rotary of keys, part of the head": rotary("batch seq kv_heads head_dim", fraction=0.5, theta=500.0),
     "rotary, linear scaling": rotary(HEADS, scaling=CLOSE),
     "rotary, llama3 scaling": rotary(HEADS, scaling=FAR),
+    "rotary of keys from where a document starts": rotary("batch seq kv_heads head_dim", fraction=0.5, apart=True),
     "attend": attention(),
+    "attend to a document": attention(apart=True),
+    "attend to a document in a window": attention(window=2, apart=True),
     "attend in a window": attention(window=2),
     "top k": Case(TopK(), ("batch seq experts",), lambda x, sizes: tuple(x.topk(sizes["choices"]))),
     "slot": Case(
@@ -455,11 +485,7 @@ def all_calls(sizes: Sizes) -> Iterator[tuple[OpKind, Call]]:
 # Different primes, so that a count can come from one product of dims only.
 PRIMES: Sizes = dict(zip(DIMS, (2, 3, 5, 7, 11, 4, 13, 17, 19, 23, 29, 31, 37), strict=True))
 T, H, E, K = 2 * 3, 13, 19, 29  # tokens, hidden, experts, choices
-TH, Q, QK = (
-    T * H,
-    T * 7 * 11,
-    2 * 7 * 11 * 3 * 5,
-)  # elements of X, query heads, (query, key) pairs of all heads
+TH, Q, QK = T * H, T * 7 * 11, 2 * 7 * 11 * 3 * 5  # elements of X, query heads, (query, key) pairs of all heads
 EXPECTED: Mapping[str, tuple[int, int, int]] = {  # matrix FLOPs, vector FLOPs, bytes moved (float64 and int64)
     "a product with heads": (2 * TH * 7 * 11 * 4, 0, 8 * (TH + 7 * 11 * 4 * H + Q * 4)),
     "a product back from heads": (2 * TH * 7 * 11 * 4, 0, 8 * (TH + 7 * 11 * 4 * H + Q * 4)),
@@ -481,6 +507,7 @@ EXPECTED: Mapping[str, tuple[int, int, int]] = {  # matrix FLOPs, vector FLOPs, 
     "layer norm": (0, 4 * TH, 8 * (2 * TH + 2 * H) + 4 * T),
     "layer norm without bias": (0, 4 * TH, 8 * (2 * TH + H) + 4 * T),
     "lookup": (0, 0, 8 * (2 * TH + T)),  # rows read, rows written, indices: never the table
+    "lookup from where a document starts": (0, 0, 8 * (2 * TH + 3 + T)),
     "pick": (0, 0, 8 * 3 * T),
     "rotary": (0, 3 * Q * 4, 8 * (2 * Q * 4 + 3)),
     "rotary of keys, part of the head": (0, 3 * T * 7 * 2, 8 * (2 * T * 7 * 4 + 3)),
@@ -488,6 +515,14 @@ EXPECTED: Mapping[str, tuple[int, int, int]] = {  # matrix FLOPs, vector FLOPs, 
     "rotary, llama3 scaling": (0, 3 * Q * 4, 8 * (2 * Q * 4 + 3)),
     "attend": (2 * 2 * QK * 4, 5 * QK, 8 * (2 * Q * 4 + 2 * 2 * 5 * 7 * 4 + 3 + 5) + 4 * Q),
     "attend in a window": (2 * 2 * QK * 4, 5 * QK, 8 * (2 * Q * 4 + 2 * 2 * 5 * 7 * 4 + 3 + 5) + 4 * Q),
+    "rotary of keys from where a document starts": (0, 3 * T * 7 * 2, 8 * (2 * T * 7 * 4 + 3 + T)),
+    # As many pairs as if documents saw each other: what is counted is no less than what is done.
+    "attend to a document": (2 * 2 * QK * 4, 5 * QK, 8 * (2 * Q * 4 + 2 * 2 * 5 * 7 * 4 + 3 + 5 + T) + 4 * Q),
+    "attend to a document in a window": (
+        2 * 2 * QK * 4,
+        5 * QK,
+        8 * (2 * Q * 4 + 2 * 2 * 5 * 7 * 4 + 3 + 5 + T) + 4 * Q,
+    ),
     "top k": (0, T * E, 8 * (T * E + 2 * T * K)),
     "slot": (0, T * K, 8 * 2 * T * K),
     "dispatch": (0, 0, 8 * (TH + 2 * T * K + E * 23 * H)),

@@ -10,7 +10,7 @@ import pytest
 
 from autoshard.graph.block import Block
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.evaluate import run_ops
+from autoshard.graph.evaluate import random_document_starts, run_ops
 from autoshard.graph.kinds.linear import Collect
 from autoshard.graph.op import Array
 from autoshard.graph.recompute import recompute
@@ -108,8 +108,12 @@ def _price(mesh: VirtualMesh) -> Price:
 def _block(  # noqa: PLR0913
     options: str, even: bool, batch: int, seq: int, kind: str, again: Any, capacity: float | None, platform: str
 ) -> tuple[Block, Mapping[str, int]]:
-    model = ModelSpec(**{**LLAMA, **OPTIONS[options], **(EVEN if even else {})})
-    workload = Workload(seq_len=seq, global_batch=8, precision=Precision.named("fp32"), expert_capacity=capacity)
+    name, _, apart = options.partition(" of ")
+    model = ModelSpec(**{**LLAMA, **OPTIONS[name], **(EVEN if even else {})})
+    workload = Workload(
+        seq_len=seq, global_batch=8, precision=Precision.named("fp32"), expert_capacity=capacity,
+        documents="separate" if apart else "joined",
+    )  # fmt: skip
     kernels = load_kernels(platform)
     graph = decoder_graph(model, workload, kernels, micro_batch=batch)
     block = graph.block(kind)
@@ -125,6 +129,8 @@ def _given(block: Block, sizes: Mapping[str, int], rng: np.random.Generator) -> 
             continue
         if name in ("positions", "key_positions"):
             arrays[name] = np.arange(shape[0])
+        elif name == "document_starts":
+            arrays[name] = random_document_starts(rng, (sizes["batch"], sizes["seq"]))
         elif tensor.dtype == "int64":
             arrays[name] = rng.integers(0, sizes["vocab"], shape)
         else:
@@ -134,7 +140,7 @@ def _given(block: Block, sizes: Mapping[str, int], rng: np.random.Generator) -> 
 
 @pytest.fixture(scope="session")
 def uncut() -> Callable[..., Uncut]:
-    """``uncut("llama", "layer", batch=2, seq=5, again=("attend",), seed=3, even=True)``."""
+    """``uncut("llama", "layer", batch=2, seq=5, again=("attend",), even=True)``, or ``"llama of documents"``."""
 
     def build(  # noqa: PLR0913
         options: str, kind: str = "layer", *, batch: int = 2, seq: int = 4, again: Any = (), seed: int = 0,

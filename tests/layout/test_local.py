@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.graph.block import Block
+from autoshard.graph.evaluate import random_document_starts
 from autoshard.graph.kinds.attention import Attend
 from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd
 from autoshard.graph.kinds.pointwise import Multiply
@@ -58,19 +59,23 @@ def test_other_operations_just_run_on_their_block():
     assert found.tolist() == [0.0, 5.0]
 
 
-@given(edges=st.lists(st.integers(0, 6), max_size=3), window=st.sampled_from([None, 2]), seed=st.integers(0, 9))
-def test_attention_to_parts_of_the_keys_joins_to_the_whole(edges, window, seed):
+@given(
+    edges=st.lists(st.integers(0, 6), max_size=3), window=st.sampled_from([None, 2]), seed=st.integers(0, 9),
+    apart=st.booleans(),
+)  # fmt: skip
+def test_attention_to_parts_of_the_keys_joins_to_the_whole(edges, window, seed, apart):
     generator = np.random.default_rng(seed)
     query = generator.normal(size=(1, 6, 2, 1, 4))
     key, value = generator.normal(size=(2, 1, 6, 2, 4))
     positions, kind = np.arange(6), Attend(window=window)
+    starts = [random_document_starts(generator, (1, 6))] if apart else []
     call = Call(inputs=(), outputs=(), sizes={})
-    expected = kind.evaluate(call, query, key, value, positions, positions)
+    expected = kind.evaluate(call, query, key, value, positions, positions, *starts)
     cuts = [0, *sorted(edges), 6]
     joined = None
     for start, stop in reversed(list(itertools.pairwise(cuts))):
         inside = slice(start, stop)
-        part, lse = kind.evaluate(call, query, key[:, inside], value[:, inside], positions, positions[inside])
+        part, lse = kind.evaluate(call, query, key[:, inside], value[:, inside], positions, positions[inside], *starts)
         joined = joined_attention(joined, (part, lse))
     assert joined is not None
     for found, whole in zip(joined, expected, strict=True):

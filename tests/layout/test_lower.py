@@ -46,9 +46,9 @@ def _random_boundary(names, rng):
     return {dim: tuple(cut) for dim, cut in cuts.items()}
 
 
-def _compare_random_case(uncut, random_cuts, seed):
+def _compare_random_case(uncut, random_cuts, seed, models=("llama", "mixtral", "gpt", "neox", "qwen")):
     rng = random.Random(seed)
-    options = rng.choice(["llama", "mixtral", "gpt", "neox", "qwen"])
+    options = rng.choice(models)
     kind = rng.choice(["layer"] * 6 + ["head"] * 3 + ["embed"])
     again = rng.choice([(), None, ("attend",)]) if kind == "layer" else ()
     case = uncut(options, kind, batch=rng.randint(1, 4), seq=rng.choice([2, 3, 5, 6]), again=again, seed=seed)
@@ -65,6 +65,11 @@ def _compare_random_case(uncut, random_cuts, seed):
 def test_whatever_is_legal_gives_the_results_and_every_gradient_of_the_uncut_block(uncut, random_cuts, start):
     for seed in range(start, start + PER_TEST):
         _compare_random_case(uncut, random_cuts, seed)
+
+
+def test_whatever_is_legal_keeps_documents_apart(uncut, random_cuts):
+    for seed in range(NUM_CASES // 10):
+        _compare_random_case(uncut, random_cuts, seed, ("llama of documents", "gpt of documents", "qwen of documents"))
 
 
 def _lowered_at_random(case, random_cuts, rng, *, keeps_gathered):

@@ -82,7 +82,7 @@ def _lowered(uncut, natural_cuts, options, kind, atoms, **more):
     return case.block, case.lower(cuts, VirtualMesh(atoms=atoms), {"batch": ("edp",)}, keeps_gathered=False)
 
 
-@pytest.mark.parametrize("options", ["llama", "mixtral", "gpt", "neox", "qwen"])
+@pytest.mark.parametrize("options", ["llama", "mixtral", "gpt", "neox", "qwen", "gpt of documents"])
 @pytest.mark.parametrize("kind", ["embed", "layer", "head"])
 @pytest.mark.parametrize("atoms", MESHES)
 def test_every_operation_and_every_collective_of_a_program_is_told(uncut, natural_cuts, options, kind, atoms):
