@@ -45,6 +45,7 @@ FINE = [
     (f"{LOCAL} --engine any", "engine torch"),
     (f"{LOCAL} --precision fp32", "fp32, adamw, ZeRO-1"),
     (f"{LOCAL} --optimizer sgd", "bf16 with fp32 masters, sgd, ZeRO-1"),
+    (f"{LOCAL} --documents separate", "tokens of separate documents a step"),
     (f"{LOCAL} --out other.json", "wrote other.json"),
     (f"{LOCAL} --nodes 2 --nodes 1", "plan tp="),
     (f"{LOCAL} --fix pp=2,stages=1/3,recompute=full/none", "stages=1/3"),
@@ -78,6 +79,10 @@ WRONG = [
     (f"{LOCAL} --nodes 1,2", ["--nodes: takes several numbers with --pareto only"]),
     (f"{LOCAL} --nodes 1,x", ["--nodes: expected a whole number, or several like 4,8,16"]),
     (f"{LOCAL} --time-limit 0", ["--time-limit: must be 1 to"]),
+    (
+        "plan --model llama3-8b --documents separate",
+        ["--documents separate: NxD's attention knows no mask but the causal one"],
+    ),
     (f"{LOCAL} --pareto --at tp=2", ["--pareto: searches; leave out --at"]),
     ("list model", ["WHAT: 'model' is not one of them. Did you mean models?"]),
     ("verify", ["PLAN: missing"]),

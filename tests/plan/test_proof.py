@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 
+import autoshard.plan.proof as of_plans
 from autoshard.errors import InputError
+from autoshard.graph.kinds.attention import Attend
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.proof import prove
@@ -30,11 +32,11 @@ CASES = {
 }
 
 
-def plan(case):
+def plan(case, **changes):
     name, cluster, nodes, text = CASES[case]
     where = load_cluster(cluster, nodes)
     candidate = Candidate.parse(text, where.num_ranks)
-    work = Workload(seq_len=2048, global_batch=256, precision=Precision.named("bf16"))
+    work = Workload(seq_len=2048, global_batch=256, precision=Precision.named("bf16"), **changes)
     return tabled(build_plan(candidate, load_model(name), where, work, where.engine))
 
 
@@ -69,6 +71,27 @@ def test_full_experts_drop_the_tokens_that_the_table_says():
     tight = dataclasses.replace(whole, workload=dataclasses.replace(whole.workload, expert_capacity=0.5))
     assert shrink(tight).plan.workload.expert_capacity == 0.5
     assert prove(tight).holds
+
+
+@pytest.mark.parametrize("case", ["ring", "no-sp"])
+def test_the_sharded_plan_keeps_documents_apart(case):
+    whole = plan(case, documents="separate")
+    assert shrink(whole).plan.workload.documents == "separate"
+    assert prove(whole).holds
+
+
+def test_a_ring_that_forgets_documents_is_no_proof(monkeypatch):
+    visible = Attend.visible
+    monkeypatch.setattr(Attend, "visible", lambda kind, at, keys, *starts: visible(kind, at, keys))
+    uncut = of_plans.run_ops
+
+    def with_documents(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Attend, "visible", visible)
+            uncut(*args)
+
+    monkeypatch.setattr(of_plans, "run_ops", with_documents)
+    assert not prove(plan("ring", documents="separate")).holds and prove(plan("ring")).holds
 
 
 def test_what_finds_no_room_is_named():

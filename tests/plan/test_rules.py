@@ -85,6 +85,7 @@ BREAKS = {
     "nxd-core-cp": ({"seq_len": 4096}, "tp=32,cp=2,kernels=nxd_core", "Use cp=1 or kernels=nxd", "tp=32,cp=2"),
     "nxd-qkv-bias": ({"model_changes": {"qkv_bias": True}}, "tp=32", "has biases on q, k and v", "tp=8"),
     "nxd-window": ({"model_changes": {"window": 4096}}, "tp=8", "Use --seq-len 4096 or less", None),
+    "nxd-documents": ({"documents": "separate"}, "tp=8", "Use documents=joined", None),
     "nxd-fp16": ({"precision": "fp16"}, "tp=8", "returns bf16 for every type but fp32", "tp=1"),
     "nxd-expert-capacity": ({**EXPERTS, "expert_capacity": 6.0}, "tp=32", "from 4 on no token is dropped", None),
     "nxd-expert-slots": ({**EXPERTS, "expert_capacity": 1.1}, "tp=8,dp=64", "such as expert_capacity=1.125",
@@ -118,6 +119,12 @@ def test_zero_1_of_nxd_has_masters_in_any_case():
 def test_long_parts_of_a_ring_are_cut_into_larger_tiles(seq_len, says):
     found = reasons(ask(seq_len=2 * seq_len), "tp=32,cp=2").get("nxd-ring-seq")
     assert says in found.message if found else not says
+
+
+def test_documents_are_separate_where_another_engine_runs():
+    trn2 = {"cluster_name": "trn2.48xlarge", "documents": "separate"}
+    assert "Use documents=joined, or --engine torch" in reasons(ask(**trn2), "tp=8")["nxd-documents"].message
+    assert "nxd-documents" not in reasons(ask(**trn2, engine="torch"), "tp=8")
 
 
 def test_every_rule_is_broken_by_a_case_of_this_file():

@@ -61,6 +61,15 @@ def test_what_is_held_and_sent_is_what_was_promised(text, model):
     hold(Task.of(plan_of(text, model)))
 
 
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [("tp=1,pp=1,cp=2,dp=1,cp_kind=all_to_all", llama()), ("tp=1,pp=1,cp=2,dp=1,cp_order=zigzag", gpt(vocab=32))],
+    ids=["attention cut by heads", "learned positions in zig-zag"],
+)
+def test_separate_documents_hold_and_send_what_was_promised(text, model):
+    hold(Task.of(plan_of(text, model, documents="separate")))
+
+
 def test_sgd_holds_no_state():
     plan = plan_of("tp=1,pp=1,dp=2", llama(), optimizer="sgd")
     assert plan.prediction and {memory.parts["optimizer"] for memory in plan.prediction.stage_memory} == {0}

@@ -62,6 +62,13 @@ def test_a_dry_rank_counts_what_the_rank_itself_counts(text, model, global_batch
         assert dry_rank(plan, rank, counted).measured == found, f"rank {rank}"
 
 
+@pytest.mark.ranks
+def test_a_dry_rank_counts_separate_documents_as_the_rank_does() -> None:
+    plan = plan_of("tp=1,pp=1,cp=2,dp=1,cp_kind=all_to_all", llama(), documents="separate")
+    for rank, found in enumerate(on_ranks(2, measure, plan)):
+        assert dry_rank(plan, rank, counted).measured == found, f"rank {rank}"
+
+
 @pytest.mark.parametrize(
     ("text", "num_run"),
     [

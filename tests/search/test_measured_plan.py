@@ -68,6 +68,14 @@ def test_the_optimizer_travels() -> None:
     assert read(replace(row(plan), optimizer=None)).workload == plan.workload
 
 
+def test_separate_documents_travel() -> None:
+    plan = tiny_plan("tp=1,pp=1,dp=2")
+    other = replace(plan, workload=replace(plan.workload, documents="separate"))
+    assert read(row(other)).workload == other.workload
+    assert row(plan).documents is None, "rows of joined documents are as they were"
+    assert row(other).measured_again != row(plan).measured_again
+
+
 def test_a_model_without_a_card_travels_as_its_numbers() -> None:
     plan = tiny_plan("tp=1,pp=1,dp=1")
     other = replace(plan, model=replace(plan.model, num_layers=3))

@@ -134,7 +134,7 @@ class Overflowing(Double):
         self.taken = getattr(self, "taken", 0) + 1
         if self.taken == 3:
             bad = dict(micro_batches[0])
-            bad["token_weight"] = bad["token_weight"] * np.inf
+            bad["token_weight"] = bad["token_weight"] + np.inf
             micro_batches = [bad, *micro_batches[1:]]
         return super().step(micro_batches, learning_rate, allows)
 
