@@ -122,9 +122,9 @@ def test_long_parts_of_a_ring_are_cut_into_larger_tiles(seq_len, says):
 
 
 def test_documents_are_separate_where_another_engine_runs():
-    trn2 = {"cluster_name": "trn2.48xlarge", "documents": "separate"}
-    assert "Use documents=joined, or --engine torch" in reasons(ask(**trn2), "tp=8")["nxd-documents"].message
-    assert "nxd-documents" not in reasons(ask(**trn2, engine="torch"), "tp=8")
+    nxd, torch = (ask(cluster_name="trn2.48xlarge", documents="separate", engine=engine) for engine in ("nxd", "torch"))
+    assert "Use documents=joined, or --engine torch" in reasons(nxd, "tp=8")["nxd-documents"].message
+    assert "nxd-documents" not in reasons(torch, "tp=8")
 
 
 def test_every_rule_is_broken_by_a_case_of_this_file():

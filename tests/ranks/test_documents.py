@@ -28,7 +28,7 @@ from autoshard.spec.model import ModelSpec
 from tests.ranks import matrix
 from tests.ranks.cases import COPIED, Arrays, StepShare, Task, compare, gpt, llama, plan_of, run_steps, torch_adamw
 from tests.ranks.matrix import Row
-from tests.ranks.spawn import on_ranks
+from tests.ranks.spawn import RankFailed, on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -299,6 +299,14 @@ def of_another_micro_batch(task: Task) -> Task:
         task,
         steps=(tuple({**one, "document_starts": other} for one, other in zip(step, starts[::-1], strict=True)),),
     )
+
+
+def test_a_batch_that_does_not_say_where_documents_start_is_refused():
+    task = Task.of(separate("tp=1,pp=1,dp=1", llama()))
+    (step,) = task.steps
+    silent = tuple({name: array for name, array in batch.items() if name != "document_starts"} for batch in step)
+    with pytest.raises(RankFailed, match="document_starts: the plan keeps documents separate"):
+        on_ranks(1, run_steps, replace(task, steps=(silent,)))
 
 
 @pytest.mark.parametrize("seed", [in_another_order, of_another_micro_batch])

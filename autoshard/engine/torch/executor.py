@@ -80,8 +80,15 @@ class Executor:
         Weights are updated if ``allows`` says so of loss and norm, which are the same on every rank.
         """
         wanted = self._pipeline.plan.schedule.num_micro_batches
+        apart = self._pipeline.plan.workload.documents == "separate"
+        told = all("document_starts" in batch for batch in micro_batches)
         require(
-            (len(micro_batches) == wanted, "micro_batches", f"the plan takes {wanted} a step, not {len(micro_batches)}")
+            (
+                len(micro_batches) == wanted,
+                "micro_batches",
+                f"the plan takes {wanted} a step, not {len(micro_batches)}",
+            ),
+            (told or not apart, "document_starts", "the plan keeps documents separate, and a batch does not say where"),
         )
         self._bench.world.traffic.clear()
         self._store.clear()
