@@ -6,18 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autoshard.engine.base import Measured, Run, whenever_finite
-from autoshard.engine.programs import graph_of
+from autoshard.engine.base import Measured, Run
 from autoshard.engine.ran import RunReport, TimedStep
-from autoshard.engine.torch.executor import Executor
-from autoshard.engine.torch.formats import Formats
-from autoshard.errors import InputError
-from autoshard.graph.evaluate import random_weights
 from autoshard.runtime.data.synthetic import synthetic_step
 from autoshard.runtime.launch import Placing, launch
-from autoshard.runtime.train import train
 from autoshard.spec.training import Training
 from tests.runtime.cases import tiny_plan
+from tests.runtime.training_cases import Double, trained as run
 
 
 @cache
@@ -25,38 +20,10 @@ def plan(text: str):
     return tiny_plan(text, seq_len=8)
 
 
-class Double:
-    """An engine that computes in double precision, so that losses can be compared to the last digits."""
-
-    def __init__(self, plan, run):
-        weights = random_weights(graph_of(plan), np.random.default_rng(run.training.seed), scale=0.02)
-        self.executor = Executor(plan, weights.__getitem__, Formats(exact=True))
-
-    def step(self, micro_batches, learning_rate, allows=whenever_finite):
-        return self.executor.step(micro_batches, learning_rate, allows)
-
-    def pieces(self):
-        return self.executor.pieces()
-
-    def restored(self, num_updates):
-        self.executor.restored(num_updates)
-
-    def measured(self):
-        return Measured(memory_bytes={"weights": 4}, calls={}, sent_bytes={})
-
-
 def trained(text: str, folder: Path, **options) -> RunReport:
-    run = Run(folder=folder, training=Training(**({"steps": 4, "learning_rate": 1e-2} | options)))
-    steps: list[TimedStep] = []
-    report = launch(
-        None,
-        plan(text).mesh.num_ranks,
-        lambda say: train(plan(text), run, Double, say),
-        show=steps.append,
-        placing=Placing(folder=folder),
-    )
-    assert tuple(steps) == report.steps, "every step is told when it is done"
-    return report
+    found = run(plan(text), folder, **({"steps": 4, "build": Double, "to": "none"} | options))
+    assert found.report is not None and tuple(found.steps) == found.report.steps, "every step is told when it is done"
+    return found.report
 
 
 def losses(report: RunReport) -> list[float]:
@@ -98,5 +65,3 @@ def test_the_first_two_steps_are_no_measure() -> None:
     ranks = (Measured(memory_bytes={}, calls={}, sent_bytes={}),)
     assert RunReport(steps=steps, ranks=ranks).step_time_s == 2
     assert RunReport(steps=steps[:2], ranks=ranks).step_time_s == 8.5
-    with pytest.raises(InputError, match="steps: must hold at least one"):
-        RunReport(steps=(), ranks=ranks)

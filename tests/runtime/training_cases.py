@@ -4,8 +4,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from autoshard.engine.base import Run
+import numpy as np
+
+from autoshard.engine.base import Measured, Run, whenever_finite
+from autoshard.engine.programs import graph_of
 from autoshard.engine.ran import RunReport, Started, TimedStep
+from autoshard.engine.torch.executor import Executor
+from autoshard.engine.torch.formats import Formats
+from autoshard.graph.evaluate import random_weights
 from autoshard.plan.plan import Plan
 from autoshard.runtime.engines import builder
 from autoshard.runtime.launch import Placing, launch
@@ -18,6 +24,26 @@ from tests.runtime.cases import tiny_plan
 @cache
 def plan_of(text: str, **options: Any) -> Plan:
     return tiny_plan(text, seq_len=8, **options)
+
+
+class Double:
+    """An engine that computes in double precision, so that losses can be compared to the last digits."""
+
+    def __init__(self, plan, run):
+        weights = random_weights(graph_of(plan), np.random.default_rng(run.training.seed), scale=0.02)
+        self.executor = Executor(plan, weights.__getitem__, Formats(exact=True))
+
+    def step(self, micro_batches, learning_rate, allows=whenever_finite):
+        return self.executor.step(micro_batches, learning_rate, allows)
+
+    def pieces(self):
+        return self.executor.pieces()
+
+    def restored(self, num_updates):
+        self.executor.restored(num_updates)
+
+    def measured(self):
+        return Measured(memory_bytes={"weights": 4}, calls={}, sent_bytes={})
 
 
 class Trained:

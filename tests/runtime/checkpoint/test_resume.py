@@ -8,8 +8,7 @@ import pytest
 
 from autoshard.errors import InputError, NotFinite
 from autoshard.runtime.checkpoint.index import load_index
-from tests.runtime.test_train import Double
-from tests.runtime.training_cases import plan_of, trained
+from tests.runtime.training_cases import Double, plan_of, trained
 
 SAME = ["tp=1,pp=1,dp=2", "tp=1,pp=1,dp=2,zero=0", "tp=1,pp=1,dp=2,zero=3", "tp=2,pp=1,dp=1,mbs=2", "tp=1,pp=2,dp=1"]
 OTHERS = ["tp=1,pp=1,cp=2,dp=1", "tp=2,pp=2,dp=1", "tp=1,pp=2,dp=1,vp=1,schedule=zb_h1", "tp=1,pp=1,dp=4,zero=3"]
@@ -142,7 +141,9 @@ class Overflowing(Double):
 @pytest.mark.ranks
 def test_numbers_that_are_not_finite_end_the_run_before_they_are_in_the_weights(tmp_path: Path) -> None:
     plan = plan_of("tp=1,pp=1,dp=2")
-    with pytest.raises(NotFinite, match=r"step 3: loss nan.*rank [01]: loss of micro-batch 0.*samples are 8 to 11"):
+    with pytest.raises(
+        NotFinite, match=r"step 3: loss inf, gradient norm nan.*rank [01]: loss of micro-batch 0.*samples are 8 to 11"
+    ):
         trained(plan, tmp_path, 5, build=Overflowing)
     assert [one.name for one in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
     again = trained(plan, tmp_path, 5, build=Double)
