@@ -1,0 +1,206 @@
+"""Faults that are made to happen: after each, the next start goes on along the curve of an undisturbed run."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoshard.errors import RunFailed, Stopped
+from autoshard.runtime import train as loop, watchdog
+from autoshard.runtime.checkpoint import saver
+from autoshard.runtime.checkpoint.places import Place
+from autoshard.runtime.checkpoint.reader import PieceReader
+from autoshard.runtime.checkpoint.shelf import Shelf
+from tests.runtime.training_cases import Trained, plan_of, run_into, trained
+
+STEPS = 12
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of an undisturbed run on two ranks."""
+    return trained(plan_of("tp=1,pp=1,dp=2"), tmp_path_factory.mktemp("whole"), STEPS, to="none").curve
+
+
+def one_start(folder: Path, **options: Any) -> tuple[Trained, BaseException | None]:
+    found = Trained()
+    try:
+        run_into(found, plan_of("tp=1,pp=1,dp=2"), folder, STEPS, **({"every_steps": 2} | options))
+    except (RunFailed, Stopped) as error:
+        return found, error
+    return found, None
+
+
+def saved_steps(found: Trained) -> list[int]:
+    notes = [one.split() for one in found.said if isinstance(one, str) and one.startswith("saved step")]
+    return [int(words[2]) for words in notes]
+
+
+def kill_soon(number: random.Random) -> Callable[[], None]:
+    """Kill a rank of this process' next run at a random moment; return what calls that off."""
+    over = threading.Event()
+    after_s, which = number.uniform(0.1, 1.6), number.randrange(2)
+
+    def kill() -> None:
+        if not over.wait(after_s):
+            ranks = sorted(active_children(), key=lambda one: one.name)
+            if len(ranks) > which and ranks[which].pid:
+                os.kill(ranks[which].pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+
+    def call_off() -> None:
+        over.set()
+        thread.join()
+
+    return call_off
+
+
+def killed_until_done(folder: Path, seed: int, num_kills: int, curve: dict[int, float]) -> None:
+    number, killed, known, found = random.Random(seed), 0, 0, dict[int, float]()
+    while True:
+        call_off = kill_soon(number) if killed < num_kills else lambda: None
+        start, error = one_start(folder)
+        call_off()
+        if start.said:
+            assert start.started.step >= known, "no step is lost beyond the last checkpoint"
+            numbers = [step.number for step in start.steps]
+            assert numbers == list(range(start.started.step + 1, start.started.step + 1 + len(numbers)))
+            found |= start.curve
+            known = max([known, *saved_steps(start)])
+        if error is None:
+            if killed >= num_kills or (known == STEPS and not list(start.steps)):
+                break
+            killed += known == STEPS  # a start that had nothing left to do
+        else:
+            killed += 1
+    assert found == curve, "to the last bit"
+    assert not active_children()
+
+
+def test_ranks_killed_at_random_moments_leave_the_curve_as_it_is(curve: dict[int, float], tmp_path: Path) -> None:
+    killed_until_done(tmp_path, seed=1, num_kills=6, curve=curve)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_a_hundred_kills(seed: int, curve: dict[int, float], tmp_path: Path) -> None:
+    killed_until_done(tmp_path, seed=100 + seed, num_kills=10, curve=curve)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "calls"),
+    [
+        (Place, "writing", 2),  # a file of a rank
+        (Place, "rename", 2),  # before a checkpoint gets its name
+        (Shelf, "prune", 2),  # after it has it
+        (Shelf, "_remove", 1),  # while an old one goes
+        (PieceReader, "_fill", 5),  # while one is loaded
+        (saver.Saver, "wait_copied", 5),
+    ],
+)
+def test_a_kill_inside_a_save_or_load_leaves_a_checkpoint_that_is_whole(
+    owner: type, name: str, calls: int, curve: dict[int, float], tmp_path: Path
+) -> None:
+    if owner is PieceReader:
+        one_start(tmp_path, every_steps=3)
+        (tmp_path / "checkpoints" / "step-00000012").rename(tmp_path / "gone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, dies_at(getattr(owner, name), calls))
+        start, error = one_start(tmp_path)
+        assert isinstance(error, RunFailed) and "SIGKILL" in str(error)
+    again, error = one_start(tmp_path)
+    assert error is None and again.started.step >= max([0, *saved_steps(start)])
+    assert again.curve == {step: curve[step] for step in range(again.started.step + 1, STEPS + 1)}
+
+
+def dies_at(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """Let a rank die without a word in a call of a function; forks count their own calls."""
+    left = [calls]
+
+    def dying(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **options)
+
+    return dying
+
+
+def test_a_signal_saves_the_step_that_it_met(curve: dict[int, float], tmp_path: Path) -> None:
+    found = Trained()
+    timer = threading.Thread(target=interrupt_after, args=(found, 3))
+    timer.start()
+    run_into(found, plan_of("tp=1,pp=1,dp=2"), tmp_path, 10**6, every_steps=10**5)
+    timer.join()
+    assert found.report is not None and found.report.signal == signal.SIGTERM
+    last = found.steps[-1].number
+    assert last >= 3 and saved_steps(found) == [last]
+
+
+def interrupt_after(found: Trained, steps: int) -> None:
+    while len(found.steps) < steps:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_ranks_that_do_not_heed_a_signal_are_stopped_when_their_grace_is_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(loop._Loop, "_save_last", lambda _: time.sleep(60))
+    found = Trained()
+    timer = threading.Thread(target=interrupt_after, args=(found, 2))
+    timer.start()
+    with pytest.raises(Stopped) as caught:
+        run_into(found, plan_of("tp=1,pp=1,dp=2"), tmp_path, 10**6, grace_seconds=1.0)
+    timer.join()
+    assert caught.value.exit_code == 143 and not active_children()
+
+
+def test_a_full_disk_names_the_file_and_training_goes_on(curve: dict[int, float], tmp_path: Path) -> None:
+    """Writing goes to a device that is always full, from the second checkpoint on."""
+    opened = Place.of(str(tmp_path)).system.__class__
+    real = opened.open
+
+    def open_full(self: Any, path: str, mode: str = "rb", **options: Any) -> Any:
+        full = "step-00000004" in path and "rank-00001" in path and "w" in mode
+        return Path("/dev/full").open(mode) if full else real(self, path, mode, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opened, "open", open_full)
+        found, error = one_start(tmp_path, every_steps=4)
+    assert error is None and found.curve == curve
+    assert "step 4 was not saved" in found.notes and "No space left on device" in found.notes
+    assert "step-00000004.partial/rank-00001.safetensors" in found.notes
+    assert found.report is not None and not found.report.unsaved, "the next one has room"
+
+
+def test_a_rank_that_stands_still_is_named_with_what_all_wait_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(watchdog, "_LEAST_S", 2.0)
+    monkeypatch.setattr(watchdog, "_UNKNOWN_S", 6.0)
+    found = Trained()
+
+    def stop() -> None:
+        while len(found.steps) < 4:
+            time.sleep(0.01)
+        os.kill(next(one.pid for one in active_children() if one.name == "rank 1" and one.pid), signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(RunFailed) as caught:
+        run_into(found, plan_of("tp=2,pp=1,dp=1,mbs=2"), tmp_path, 10**6, watch=True, to="none")
+    thread.join()
+    assert "rank 1 (pipeline rank 0" in str(caught.value).splitlines()[0]
+    assert "stopped by a signal" in str(caught.value) and "over tp of ranks (0, 1)" in str(caught.value)
+    assert not active_children()
