@@ -17,4 +17,5 @@ BENCHMARKS: Mapping[str, str] = {
     "solve_unrolled": "benchmarks.solve_unrolled:run",
     "local_prediction": "benchmarks.local_prediction:run",
     "runtime_vs_plain": "benchmarks.runtime_vs_plain:run",
+    "metrics_cost": "benchmarks.metrics_cost:run",
 }

@@ -5,17 +5,24 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.live import Live
+from rich.live import Live
+from rich.text import Text
 
-    from autoshard.engine.ran import RunReport, TimedStep
-    from autoshard.plan.plan import Plan
-    from autoshard.runtime.metrics.neuron_monitor import NeuronMonitor
-    from autoshard.runtime.metrics.pace import Pace, Paced
-    from autoshard.runtime.metrics.trackers import Trackers
-    from autoshard.spec.training import Training
+from autoshard.cost.trace import trace
+from autoshard.engine.ran import RunReport, TimedStep
+from autoshard.errors import InputError
+from autoshard.plan.plan import Plan
+from autoshard.report.ran import ran_summary, step_line
+from autoshard.report.terminal import make_console
+from autoshard.report.trace import trace_text
+from autoshard.runtime.metrics.log import MetricsLog, record_of
+from autoshard.runtime.metrics.neuron_monitor import NeuronMonitor, neuron_record
+from autoshard.runtime.metrics.pace import Pace, Paced
+from autoshard.runtime.metrics.trackers import Trackers, refuse_without_packages, tracker_ids, trackers_of
+from autoshard.spec.record import encode
+from autoshard.spec.training import Training
 
 _EVERY = 100  # so many steps are printed one by one, where there is no terminal
 _PAUSE_S = 10.0  # between later ones
@@ -25,31 +32,28 @@ _FAILED_S = 10.0
 
 
 def shown(
-    plan: "Plan",
-    training: "Training",
+    plan: Plan,
+    training: Training,
     folder: Path,
     *,
     platform: str,
     silent: bool,
     num_done: int = 0,
-    given_ids: "Mapping[str, str] | None" = None,
+    given_ids: Mapping[str, str] | None = None,
 ) -> "StepsShown":
     """Prepare to show and keep the steps of a run, in the one process that does; nothing starts before its first step.
 
     Lines of steps after ``num_done`` are dropped, since they are done again. ``platform`` names what runs the plan,
     and ``given_ids`` are the ``ids`` of the run that a checkpoint carries.
     """
-    from autoshard.runtime.metrics.log import MetricsLog
-    from autoshard.runtime.metrics.neuron_monitor import NeuronMonitor
-    from autoshard.runtime.metrics.pace import Pace
-    from autoshard.runtime.metrics.trackers import Trackers, refuse_without_packages, tracker_ids, trackers_of
-    from autoshard.spec.record import encode
-
-    track = training.track
+    track, ids, files = training.track, dict(given_ids or {}), dict[str, Path]()
     refuse_without_packages(track)
-    MetricsLog(folder).cut_after(num_done)
-    ids = tracker_ids(folder, given_ids) if track.wandb is not None else dict(given_ids or {})
-    files = _files(plan, folder) if track.wandb is not None else {}
+    try:
+        MetricsLog(folder).cut_after(num_done)
+        if track.wandb is not None:
+            ids, files = tracker_ids(folder, given_ids), _files(plan, folder)
+    except OSError as error:
+        raise InputError.of(str(folder), f"cannot be written: {error.strerror or error}") from None
     trackers = trackers_of(track, folder, num_done=num_done, run_id=ids.get("wandb", ""), files=files)
     config = {"candidate": str(plan.candidate), "plan": encode(plan), "training": encode(training)}
     show = StepsShown(
@@ -77,13 +81,10 @@ class StepsShown:
         num_steps: int,
         *,
         silent: bool,
-        pace: "Pace | None" = None,
-        trackers: "Trackers | None" = None,
-        monitor: "NeuronMonitor | None" = None,
+        pace: Pace | None = None,
+        trackers: Trackers | None = None,
+        monitor: NeuronMonitor | None = None,
     ) -> None:
-        from autoshard.report.terminal import make_console
-        from autoshard.runtime.metrics.log import MetricsLog
-        from autoshard.runtime.metrics.pace import Pace
 
         self._log, self._num_steps, self._silent = MetricsLog(folder), num_steps, silent
         self._pace, self._trackers, self._monitor = pace or Pace(num_steps, None), trackers, monitor
@@ -97,18 +98,15 @@ class StepsShown:
         self.notes: list[str] = []
         self.failure: str | None = None
 
-    def __call__(self, step: "TimedStep") -> None:
+    def __call__(self, step: TimedStep) -> None:
         """Keep and show one step more."""
-        from autoshard.runtime.metrics.log import record_of, scalars
-        from autoshard.runtime.metrics.neuron_monitor import neuron_record
-
         now_s = time.monotonic()
         paced = self._pace(step, now_s)
         neuron = neuron_record(self._monitor.taken()) if self._monitor else None
         record = record_of(step, at=time.time(), mfu=paced.mfu, neuron=neuron)
         self._write(record)
         if self._trackers:
-            self._trackers.log(step.number, dict(scalars(record)))
+            self._trackers.log(step.number, record)
         for warning in paced.warnings:
             self.say("warning", warning)
         self._pass_on()
@@ -135,10 +133,14 @@ class StepsShown:
             self._pass_on()
         self._log.close()
 
-    def conclude(self, plan: "Plan", report: "RunReport", platform: str) -> None:
-        """Tell trackers, when they end, how the run compares with its prediction."""
-        from autoshard.report.ran import ran_summary
+    def rewind(self, num_done: int) -> None:
+        """Forget the steps after this one, which are done again, because the ranks were started anew meanwhile."""
+        self._log.close()
+        self._log.cut_after(num_done)
+        self._pace.restart()
 
+    def conclude(self, plan: Plan, report: RunReport, platform: str) -> None:
+        """Tell trackers, when they end, how the run compares with its prediction."""
         self._summary = ran_summary(plan, report, platform)
 
     def _write(self, record: Mapping[str, Any]) -> None:
@@ -163,7 +165,7 @@ class StepsShown:
         elif kind == "warning":
             print(f"{kind}: {text}", file=sys.stderr)
 
-    def _show(self, step: "TimedStep", paced: "Paced", now_s: float) -> None:
+    def _show(self, step: TimedStep, paced: Paced, now_s: float) -> None:
         """Draw or print a step, unless one was a moment ago; the last, and one that took no update, always."""
         pause_s = _FRAME_S if self._console.is_terminal else _PAUSE_S if self._num_shown > _EVERY else 0.0
         if now_s - self._drawn_s < pause_s and step.number < self._num_steps and step.updated:
@@ -172,10 +174,7 @@ class StepsShown:
         self._drawn_s = now_s
         self._print(step, paced)
 
-    def _print(self, step: "TimedStep", paced: "Paced") -> None:
-        from rich.text import Text
-
-        from autoshard.report.ran import step_line
+    def _print(self, step: TimedStep, paced: Paced) -> None:
 
         self._waiting = None
         width = self._console.width if self._console.is_terminal else None
@@ -184,19 +183,13 @@ class StepsShown:
             self._console.print(line, soft_wrap=True, markup=False, highlight=False)
             return
         if self._live is None:  # not before: a thread that draws would not survive in forked ranks
-            from rich.live import Live
-
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
-def _files(plan: "Plan", folder: Path) -> dict[str, Path]:
+def _files(plan: Plan, folder: Path) -> dict[str, Path]:
     """Return what goes to where runs are compared, beside the numbers: the plan, and its predicted step as a trace."""
-    from autoshard.cost.trace import trace
-    from autoshard.report.trace import trace_text
-
     path = folder / "predicted_trace.json"
-    if not path.exists():
-        path.write_text(trace_text(plan, trace(plan)), encoding="utf-8")
+    path.write_text(trace_text(plan, trace(plan)), encoding="utf-8")
     return {"plan": folder / "plan.json", "predicted_trace": path}

@@ -13,6 +13,7 @@ from autoshard.engine.ran import TimedStep
 from autoshard.errors import InputError
 
 METRICS = "metrics.jsonl"
+_JSON = json.JSONEncoder(allow_nan=False)  # made once: a step must cost next to nothing
 _MODE = 0o666  # less what the umask takes
 
 # The fields of a line. A value that is not known is null; loss or norm is null too where it is not finite.
@@ -63,12 +64,12 @@ def line_of(record: Mapping[str, Any]) -> str:
     >>> line_of({"step": 3, "loss": math.nan, "norm": 1.5})
     '{"step": 3, "loss": null, "norm": 1.5, "nonfinite": {"loss": "nan"}}'
     """
-    strange = {
-        name: str(value) for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)
-    }
-    if strange:
-        record = {**record, **dict.fromkeys(strange), "nonfinite": strange}
-    return json.dumps(record, allow_nan=False)
+    try:
+        return _JSON.encode(record)
+    except ValueError:  # rarely, and only then it is worth looking
+        numbers = ((name, value) for name, value in record.items() if isinstance(value, float))
+        strange = {name: str(value) for name, value in numbers if not math.isfinite(value)}
+        return _JSON.encode({**record, **dict.fromkeys(strange), "nonfinite": strange})
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -130,14 +131,14 @@ class MetricsLog:
             self._file = None
 
 
-def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers of a record as trackers want them, nested ones under ``name/``.
 
     >>> dict(scalars({"step": 3, "loss": 2.5, "updated": True, "mfu": None, "neuron": {"core_use": 0.5}}))
     {'loss': 2.5, 'updated': 1.0, 'neuron/core_use': 0.5}
     """
     for name, value in record.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             yield from scalars(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and (prefix or name not in ("step", "at")):
             yield f"{prefix}{name}", float(value)

@@ -18,7 +18,7 @@ class OnTensorBoard:
     name = "TensorBoard"
 
     def __init__(self, *, folder: Path, num_done: int) -> None:
-        self._folder, self._num_done = folder / FOLDER, num_done
+        self._folder, self._last = folder / FOLDER, num_done
         self._records: Any = None
 
     def start(self, config: Mapping[str, Any]) -> Sequence[str]:
@@ -31,14 +31,16 @@ class OnTensorBoard:
         name = f"events.out.tfevents.{now_ns // 10**9:010d}.{now_ns % 10**9:09d}.autoshard"
         self._records = RecordWriter((self._folder / name).open("wb"))
         self._write(file_version=_VERSION)
-        session_log = _message("event_pb2:SessionLog")
-        if self._num_done:
-            self._write(step=self._num_done + 1, session_log=session_log(status=session_log.START))
-        self._write_text("configuration", config, self._num_done)
+        if self._last:
+            self._forget_from(self._last + 1)
+        self._write_text("configuration", config)
         return [f"TensorBoard: tensorboard --logdir {self._folder}"]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the numbers of a step, as one record."""
+        """Write the numbers of a step, as one record; one that is done again replaces what came after it."""
+        if step <= self._last:
+            self._forget_from(step)
+        self._last = step
         summary = _message("summary_pb2:Summary")
         shown = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(step=step, summary=summary(value=shown))
@@ -46,15 +48,19 @@ class OnTensorBoard:
     def finish(self, summary: Mapping[str, Any], *, failed: bool) -> None:
         """Write the summary, and close."""
         if summary:
-            self._write_text("summary", {"failed": failed, **summary}, self._num_done)
+            self._write_text("summary", {"failed": failed, **summary})
         self._records.close()
 
-    def _write_text(self, tag: str, value: Mapping[str, Any], step: int) -> None:
+    def _forget_from(self, step: int) -> None:
+        session_log = _message("event_pb2:SessionLog")
+        self._write(step=step, session_log=session_log(status=session_log.START))
+
+    def _write_text(self, tag: str, value: Mapping[str, Any]) -> None:
         summary, metadata = _message("summary_pb2:Summary"), _message("summary_pb2:SummaryMetadata")
         indented = "\n".join(f"    {line}" for line in json.dumps(value, indent=2).splitlines())  # code, to Markdown
         of_text = metadata(plugin_data=metadata.PluginData(plugin_name="text"))
         tensor = _message("tensor_pb2:TensorProto")(dtype=_STRING, string_val=[indented.encode()])
-        self._write(step=step, summary=summary(value=[summary.Value(tag=tag, tensor=tensor, metadata=of_text)]))
+        self._write(step=self._last, summary=summary(value=[summary.Value(tag=tag, tensor=tensor, metadata=of_text)]))
 
     def _write(self, **fields: Any) -> None:
         event = _message("event_pb2:Event")(wall_time=time.time(), **fields)

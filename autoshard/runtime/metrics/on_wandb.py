@@ -17,7 +17,7 @@ class OnWandb:
         self._project, self._run_id, self._run_name = project, run_id, name
         self._folder, self._files = folder.resolve(), files
         self._run: Any = None
-        self._first_step = 0
+        self._next_step = 0
 
     def start(self, config: Mapping[str, Any]) -> Sequence[str]:
         """Begin or continue the run, and attach its files."""
@@ -44,9 +44,10 @@ class OnWandb:
         return [*notes, f"Weights & Biases: kept offline. To send it, type: wandb sync {lies}"]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand on a step; one that the server has from an earlier start is not sent again, since it takes none back."""
-        if step >= self._first_step:
+        """Hand on a step; one that W&B has already, and that is done again, is not sent again: it takes none back."""
+        if step >= self._next_step:
             self._run.log(dict(values), step=step, commit=True)
+            self._next_step = step + 1
 
     def finish(self, summary: Mapping[str, Any], *, failed: bool) -> None:
         """Write the summary, and wait a minute for what has to be uploaded."""
@@ -67,7 +68,7 @@ class OnWandb:
             mode=mode,
             settings=wandb.Settings(**settings),
         )
-        self._first_step = self._run.starting_step
+        self._next_step = self._run.starting_step
 
 
 def _mode(wandb: Any) -> tuple[str, list[str]]:

@@ -49,6 +49,10 @@ class Pace:
             warnings=tuple(self._drifts(step)),
         )
 
+    def restart(self) -> None:
+        """Begin to count again what lies between steps: the ranks were started anew."""
+        self._ends_s.clear()
+
     def _each_s(self, step: TimedStep) -> float | None:
         """Return what a step takes with all that lies between steps."""
         if len(self._ends_s) > 1:
@@ -61,17 +65,18 @@ class Pace:
         self._steady_s.append(step.time_s)
         if len(self._steady_s) < WINDOW:
             return []
-        median_s = statistics.median(self._steady_s)
-        said = f"step {step.number}: the last {WINDOW} steps took {format_seconds(median_s)} (median)"
-        known, found = self._prediction, dict[str, str]()
+        median_s, known = statistics.median(self._steady_s), self._prediction
+        found: dict[str, str] = {}
         if known and not known.low_s <= median_s <= known.high_s:
-            interval = f"{format_seconds(known.low_s)} to {format_seconds(known.high_s)}"
-            found["prediction"] = f"{said}, outside the predicted {interval}"
+            found["prediction"] = (
+                f"outside the predicted {format_seconds(known.low_s)} to {format_seconds(known.high_s)}"
+            )
         if self._first_s is None:
             self._first_s = median_s
         elif median_s > SLOWER * self._first_s:
             slower = f"{median_s / self._first_s - 1:.0%} more than the {format_seconds(self._first_s)}"
-            found["own"] = f"{said}, {slower} that the first {WINDOW} steady steps took"
-        new = {name: text for name, text in found.items() if name not in self._told}
-        self._told |= new.keys()
-        return list(new.values())
+            found["own"] = f"{slower} that the first {WINDOW} steady steps took"
+        new = found.keys() - self._told
+        self._told |= new
+        said = f"step {step.number}: the last {WINDOW} steps took {format_seconds(median_s)} (median)" if new else ""
+        return [f"{said}, {text}" for name, text in found.items() if name in new]

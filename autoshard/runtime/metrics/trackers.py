@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Literal, Protocol
 
 from autoshard.errors import Fault, InputError
+from autoshard.runtime.metrics.log import scalars
 from autoshard.spec.training import Tracking
 
 _IDS = "trackers.json"
@@ -45,10 +46,10 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """Numbers for a tracker."""
+    """A step for a tracker."""
 
-    step: int
-    values: Mapping[str, float]
+    number: int
+    record: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ class _Feed:
                 if isinstance(item, _End):
                     self.tracker.finish(item.summary, failed=item.failed)
                     return
-                self.tracker.log(item.step, item.values)
+                self.tracker.log(item.number, dict(scalars(item.record)))
         except Exception as error:
             self.dropped = True
             cause = f"{type(error).__name__}: {error}"
@@ -98,15 +99,15 @@ class Trackers:
         self._config = config
         self._started = False
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand the numbers of a step on."""
+    def log(self, step: int, record: dict[str, Any]) -> None:
+        """Hand the fields of a step on; what trackers take of them is found in their threads."""
         if not self._started:
             self._started = True
             for feed in self._feeds:
                 feed.start(self._config)
         for feed in self._feeds:
             if not feed.dropped:
-                feed.items.put(_Step(step=step, values=values))
+                feed.items.put(_Step(number=step, record=record))
 
     def finish(self, summary: Mapping[str, Any], *, failed: bool, within_s: float) -> None:
         """Tell all that the run has ended, and wait so long for each to write what it has."""
@@ -123,11 +124,8 @@ class Trackers:
 
     def said(self) -> Iterator[Said]:
         """Take what the trackers have to say since the last time."""
-        while True:
-            try:
-                yield self._said.get_nowait()
-            except Empty:
-                return
+        while not self._said.empty():  # nobody else takes
+            yield self._said.get()
 
 
 def tracker_ids(folder: Path, given: Mapping[str, str] | None = None) -> dict[str, str]:
