@@ -133,12 +133,6 @@ class StepsShown:
             self._pass_on()
         self._log.close()
 
-    def rewind(self, num_done: int) -> None:
-        """Forget the steps after this one, which are done again, because the ranks were started anew meanwhile."""
-        self._log.close()
-        self._log.cut_after(num_done)
-        self._pace.restart()
-
     def conclude(self, plan: Plan, report: RunReport, platform: str) -> None:
         """Tell trackers, when they end, how the run compares with its prediction."""
         self._summary = ran_summary(plan, report, platform)

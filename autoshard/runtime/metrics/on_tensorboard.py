@@ -31,15 +31,14 @@ class OnTensorBoard:
         name = f"events.out.tfevents.{now_ns // 10**9:010d}.{now_ns % 10**9:09d}.autoshard"
         self._records = RecordWriter((self._folder / name).open("wb"))
         self._write(file_version=_VERSION)
+        session_log = _message("event_pb2:SessionLog")
         if self._last:
-            self._forget_from(self._last + 1)
+            self._write(step=self._last + 1, session_log=session_log(status=session_log.START))
         self._write_text("configuration", config)
         return [f"TensorBoard: tensorboard --logdir {self._folder}"]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the numbers of a step, as one record; one that is done again replaces what came after it."""
-        if step <= self._last:
-            self._forget_from(step)
+        """Write the numbers of a step, as one record."""
         self._last = step
         summary = _message("summary_pb2:Summary")
         shown = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
@@ -50,10 +49,6 @@ class OnTensorBoard:
         if summary:
             self._write_text("summary", {"failed": failed, **summary})
         self._records.close()
-
-    def _forget_from(self, step: int) -> None:
-        session_log = _message("event_pb2:SessionLog")
-        self._write(step=step, session_log=session_log(status=session_log.START))
 
     def _write_text(self, tag: str, value: Mapping[str, Any]) -> None:
         summary, metadata = _message("summary_pb2:Summary"), _message("summary_pb2:SummaryMetadata")

@@ -49,10 +49,6 @@ class Pace:
             warnings=tuple(self._drifts(step)),
         )
 
-    def restart(self) -> None:
-        """Begin to count again what lies between steps: the ranks were started anew."""
-        self._ends_s.clear()
-
     def _each_s(self, step: TimedStep) -> float | None:
         """Return what a step takes with all that lies between steps."""
         if len(self._ends_s) > 1:

@@ -88,23 +88,6 @@ def test_a_run_that_goes_on_has_every_step_once(tmp_path: Path) -> None:
     assert [one["time_s"] for one in found] == [0.25] * 20 + [0.5] * 20
 
 
-def test_ranks_that_are_started_anew_leave_every_step_once(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    training = Training(steps=40, track=Tracking(tensorboard=True))
-    with shown(PLAN, training, tmp_path, platform="local", silent=True) as show:
-        for number in range(1, 31):
-            show(step(number))
-        show.rewind(20)
-        for number in range(21, 41):
-            show(step(number, time_s=0.5))
-    times = [0.25] * 20 + [0.5] * 20
-    assert [(one["step"], one["time_s"]) for one in read_metrics(tmp_path / METRICS)] == list(enumerate(times, 1))
-    found = EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    assert [(event.step, event.value) for event in found.Scalars("time_s")] == list(enumerate(times, 1))
-
-
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     show_all(tmp_path, range(1, 3), silent=True)
     (tmp_path / f"{METRICS}.part").mkdir()
