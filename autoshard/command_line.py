@@ -88,7 +88,10 @@ def read_options(name: str, command: Callable[..., int], arguments: list[str]) -
     values = {key: _merged(option, texts[key], configs, faults) for key, option in options.items()}
     if faults:
         raise InputError(faults)
-    return {name: _value(kind, name, values, configs, options) for name, kind in _kinds(command).items()}
+    typed = {key for key, text in texts.items() if text not in (None, False)}
+    found = {key: f"{file}: {key}" for file, config in reversed(configs) for key in config if key not in typed}
+    places = {key: found.get(key, option.label) for key, option in options.items()}
+    return {name: _value(kind, name, values, places) for name, kind in _kinds(command).items()}
 
 
 def _flat(nested: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -127,14 +130,8 @@ def _options(source: Any, before: str = "") -> Iterator[Option]:
             yield Option(name=before + name, kind=kind, default=parameter.default, help=help_of[name])
 
 
-def _value(
-    kind: Any,
-    name: str,
-    values: Mapping[str, object],
-    configs: Configs,
-    options: Mapping[str, Option],
-) -> object:
-    """Return the value of a parameter; that of a dataclass is made of those of its fields, whose faults it names."""
+def _value(kind: Any, name: str, values: Mapping[str, object], places: Mapping[str, str]) -> object:
+    """Return the value of a parameter; that of a dataclass is made of those of its fields, whose faults it places."""
     if not _is_group(kind):
         return values[name]
 
@@ -145,18 +142,16 @@ def _value(
         try:
             return group(**fields)
         except InputError as error:
-            raise InputError(_located(fault, before, configs, options) for fault in error.faults) from None
+            raise InputError(_placed(fault, before, places) for fault in error.faults) from None
 
     return built(kind, "")
 
 
-def _located(fault: Fault, before: str, configs: Configs, options: Mapping[str, Option]) -> Fault:
+def _placed(fault: Fault, before: str, places: Mapping[str, str]) -> Fault:
     """Say which option, or which key of which file, a fault of a dataclass is about."""
-    key = f"{before}{fault.where}".partition("[")[0]
-    key = next((name for name in options if key == name or key.startswith(f"{name}.")), key)
-    where = next((f"{file}: {key}" for file, config in configs if key in config), "")
-    option = options.get(key)
-    return Fault(where=where or (option.flag if option else fault.where), message=fault.message)
+    key = before + fault.where
+    name = next((name for name in places if key == name or key.startswith((f"{name}.", f"{name}["))), None)
+    return Fault(where=places[name] if name else fault.where, message=fault.message)
 
 
 def _merged(option: Option, text: Any, configs: Configs, faults: list[Fault]) -> object:

@@ -83,6 +83,7 @@ class OfRecipe:
         global_batch: Of a recipe: sequences in an optimizer step.
         precision: Of a recipe: number format of weights and activations.
         optimizer: Of a recipe: what updates the weights.
+        documents: Of a recipe: whether attention and positions stop where a document ends.
         engine: Of a recipe: only what this engine runs.
         calibration: Of a recipe: a calibration file.
         fix: Of a recipe: pin some keys of the layout, e.g. tp=32,pp=8.
@@ -98,6 +99,7 @@ class OfRecipe:
     global_batch: int | None = None
     precision: Literal["bf16", "fp16", "fp32"] | None = None
     optimizer: Literal["adamw", "sgd"] | None = None
+    documents: Literal["joined", "separate"] | None = None
     engine: Literal["nxd", "torch", "any"] | None = None
     calibration: str | None = None
     fix: str | None = None

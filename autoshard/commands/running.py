@@ -4,8 +4,9 @@ import datetime
 import itertools
 import json as json_text
 import signal
+import socket
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,9 +57,20 @@ def run_on(running: Running, given: "GivenRank | None") -> int:
     with locked(running.run.folder) if leads else nullcontext():
         if leads:
             _begin(running, given)
+        running = _named(running)
         shown = Shown(running) if leads else None
         report = _with_restarts(running, given, shown)
         return _concluded(running, report, shown) if shown and report else 0
+
+
+def _named(running: Running) -> Running:
+    """Name the run for trackers, as its folder does or anew; a checkpoint that it goes on from knows better."""
+    from autoshard.runtime.metrics.trackers import proposed_ids, refuse_without_packages
+
+    track = running.run.training.track
+    refuse_without_packages(track)
+    ids = tuple(sorted(proposed_ids(running.run.folder).items())) if track.wandb is not None else ()
+    return replace(running, run=replace(running.run, trackers=ids))
 
 
 def _with_restarts(running: Running, given: "GivenRank | None", shown: "Shown | None") -> "RunReport | None":
@@ -98,8 +110,12 @@ def _executed(running: Running, given: "GivenRank | None", shown: "Shown | None"
     placing = Placing(folder=run.folder, device=run.device, watch=watch, grace_s=grace_s)
     with shown or nullcontext():
         show = shown or (lambda _: None)
-        body = lambda say: train(plan, run, build, say)  # noqa: E731
-        return launch(given, plan.mesh.num_ranks, body, show=show, placing=placing)
+        report = launch(
+            given, plan.mesh.num_ranks, lambda say: train(plan, run, build, say), show=show, placing=placing
+        )
+        if shown and report:
+            shown.conclude(report)
+        return report
 
 
 class Shown:
@@ -133,14 +149,16 @@ class Shown:
         if self._steps is not None:
             self._steps.__exit__(*error)
             self.failure = self.failure or self._steps.failure
+            self.notes += self._steps.notes
             self._steps = None
 
     def say(self, text: str) -> None:
         """Tell the user something between steps."""
-        self.notes.append(text)
         if self._steps is not None:
             self._steps.say("note", text)
-        elif not self._running.json:
+            return
+        self.notes.append(text)
+        if not self._running.json:
             print(f"note: {text}", flush=True)
 
     def conclude(self, report: "RunReport") -> None:
@@ -165,6 +183,7 @@ class Shown:
 
 def _begin(running: Running, given: "GivenRank | None") -> None:
     """Make the folder ready with the plan in it, and say what is about to run."""
+    from autoshard.report.ran import start_lines
     from autoshard.runtime.folder import PLAN, allow_attempts, changes_since, holds_files, refuse_other_run
 
     run, plan = running.run, running.plan
@@ -188,7 +207,8 @@ def _begin(running: Running, given: "GivenRank | None") -> None:
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     where = "of this machine" if given is None or given.alone else f"that {given.by} started"
     print(f"{plan.model.name} on {ranks} {where}: {plan.candidate}")
-    for note in (*running.notes, *changes):
+    watching = start_lines(plan, str(folder), socket.gethostname(), tensorboard=run.training.track.tensorboard)
+    for note in (*running.notes, *changes, *watching):
         print(f"note: {note}")
 
 

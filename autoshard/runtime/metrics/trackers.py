@@ -128,11 +128,8 @@ class Trackers:
             yield self._said.get()
 
 
-def tracker_ids(folder: Path, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return under which ids trackers know a run: those that its folder keeps, those of a checkpoint, or new ones.
-
-    They are kept in ``trackers.json``, so that a run which is continued goes on where it is shown.
-    """
+def proposed_ids(folder: Path) -> dict[str, str]:
+    """Return under which ids trackers know the run of a folder, or would know a new one."""
     path = folder / _IDS
     try:
         kept: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
@@ -140,11 +137,16 @@ def tracker_ids(folder: Path, given: Mapping[str, str] | None = None) -> dict[st
         kept = {}
     except ValueError:
         raise InputError.of(str(path), "is not JSON. Remove it, and trackers show a new run") from None
-    ids = {"wandb": secrets.token_hex(_ID_BYTES), **(given or {}), **kept}
-    if ids != kept:
-        aside = path.with_name(f"{_IDS}.part")
-        aside.write_text(json.dumps(ids) + "\n", encoding="utf-8")
-        aside.replace(path)
+    return {"wandb": secrets.token_hex(_ID_BYTES), **kept}
+
+
+def tracker_ids(folder: Path, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the ids of a run, those of its checkpoint first, and keep them in ``trackers.json``."""
+    path = folder / _IDS
+    ids = {**proposed_ids(folder), **(given or {})}
+    aside = path.with_name(f"{_IDS}.part")
+    aside.write_text(json.dumps(ids) + "\n", encoding="utf-8")
+    aside.replace(path)
     return ids
 
 

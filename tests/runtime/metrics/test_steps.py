@@ -13,7 +13,7 @@ from autoshard.commands import steps as module
 from autoshard.commands.steps import StepsShown, shown
 from autoshard.engine.ran import TimedStep
 from autoshard.errors import InputError
-from autoshard.runtime.launch import launch
+from autoshard.runtime.launch import Placing, launch
 from autoshard.runtime.metrics.log import METRICS, read_metrics
 from autoshard.spec.training import Tracking, Training
 from tests.runtime.cases import tiny_plan
@@ -129,7 +129,7 @@ def test_what_forked_ranks_say_is_shown_kept_and_tracked(tmp_path: Path, capsys:
 
     training = Training(steps=5, track=Tracking(tensorboard=True))
     with shown(PLAN, training, tmp_path, platform="local", silent=False) as show:
-        assert launch(None, 2, body, show=show, folder=tmp_path) == 7
+        assert launch(None, 2, body, show=show, placing=Placing(folder=tmp_path)) == 7
     assert printed(capsys) == [1, 2, 3, 4, 5]
     assert [one["learning_rate"] for one in read_metrics(tmp_path / METRICS)] == [1e-3] * 5
     found = EventAccumulator(str(tmp_path / "tensorboard"))

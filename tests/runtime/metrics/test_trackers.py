@@ -85,10 +85,11 @@ def test_a_run_without_steps_starts_no_tracker() -> None:
     assert not tracker.heard
 
 
-def test_ids_are_those_of_the_folder_then_those_of_a_checkpoint_then_new(tmp_path: Path) -> None:
+def test_ids_are_those_of_a_checkpoint_then_those_of_the_folder_then_new(tmp_path: Path) -> None:
     made = tracker_ids(tmp_path)
     assert len(made["wandb"]) == 8 and tracker_ids(tmp_path) == made
-    assert tracker_ids(tmp_path, {"wandb": "other"}) == made, "the folder's own run goes on"
+    assert tracker_ids(tmp_path, {"wandb": "other"}) == {"wandb": "other"}, "the run of the checkpoint goes on"
+    assert tracker_ids(tmp_path, made) == made
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     assert tracker_ids(elsewhere, made) == made
