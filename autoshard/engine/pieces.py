@@ -1,6 +1,7 @@
 """What a rank holds of the state of a run, as boxes of whole tensors: what checkpoints are made of and filled from."""
 
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +28,11 @@ class Piece:
     def name(self) -> str:
         """The tensor's name in a checkpoint."""
         return f"{self.part}/{self.weight}"
+
+
+def saves_alone(weight: str, number: int, count: int) -> bool:
+    """Whether the one of this number saves a weight that so many ranks hold alike: others save others."""
+    return zlib.crc32(weight.encode()) % count == number
 
 
 def boxes_of(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.engine.place import Held
+from autoshard.engine.pieces import boxes_of
 from autoshard.graph.op import Array, Dims
+from autoshard.layout.layout import Cuts
 from autoshard.plan.nxd.form import FormParameter, Piece
 from autoshard.plan.nxd.matching import TP
 from autoshard.spec.mesh import Mesh
@@ -75,20 +76,52 @@ def local_of(parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], w
     return np.concatenate(parts, axis=parameter.axis)
 
 
-def ours_of(
-    parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], local: Array
-) -> Iterator[tuple[str, Held]]:
-    """Yield what a rank's parameter holds of our tensors, by name."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A box of one of our whole tensors, and where it lies in some rows of a rank's parameter.
+
+    The rows at ``region`` are opened to ``shape``, their dims put in the ``order`` of ours, and padding is left out.
+    """
+
+    tensor: str
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    region: tuple[slice, ...]
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    kept: tuple[slice, ...]
+    cuts: Cuts = field(hash=False)  # by atoms of tp: ranks along the others hold the same box
+
+
+def boxes_in(
+    parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], whole: Mapping[str, int], rows: tuple[int, int]
+) -> Iterator[Box]:
+    """Yield what a range of rows of a rank's parameter holds; ``sizes`` are padded, those of our ``whole`` are not."""
     start = 0
     for piece in parameter.pieces:
-        length = _shape(piece, rank, sizes)[parameter.axis]
-        index = [slice(None)] * local.ndim
-        index[parameter.axis] = slice(start, start + length)
-        bounds = rank.bounds(piece, sizes)
-        lengths = {dim: stop - begin for dim, (begin, stop) in zip(piece.dims, bounds, strict=True)}
-        array = local[tuple(index)].reshape([lengths[dim] for dim in piece.moved])
-        yield piece.tensor, Held(bounds=bounds, array=array.transpose(_places(piece.moved, piece.dims)))
-        start += length
+        shape = _shape(piece, rank, sizes)
+        bounds = dict(zip(piece.dims, rank.bounds(piece, sizes), strict=True))
+        begins = start if parameter.axis == 0 else 0  # the row where the piece does
+        low, high = (min(max(row - begins, 0), shape[0]) for row in rows)
+        region = [slice(None)] * len(shape)
+        region[parameter.axis] = slice(start, start + shape[parameter.axis])
+        row = begins + low - rows[0]
+        for offsets, lengths in boxes_of([bounds[dim][1] - bounds[dim][0] for dim in piece.axes[0]], low, high):
+            region[0] = slice(row, row + math.prod(lengths))
+            row = region[0].stop
+            at, size = {dim: begin for dim, (begin, _) in bounds.items()}, dict[str, int]()
+            for dim, offset, length in zip(piece.axes[0], offsets, lengths, strict=True):
+                at[dim], size[dim] = at[dim] + offset, length
+            size = {dim: stop - begin for dim, (begin, stop) in bounds.items()} | size
+            left = [min(size[dim], whole[dim] - at[dim]) for dim in piece.dims]
+            if min(left) > 0:
+                yield Box(
+                    tensor=piece.tensor, whole=tuple(whole[dim] for dim in piece.dims),
+                    offsets=tuple(at[dim] for dim in piece.dims), region=tuple(region),
+                    shape=tuple(size[dim] for dim in piece.moved), order=tuple(_places(piece.moved, piece.dims)),
+                    kept=tuple(slice(count) for count in left), cuts=piece.cuts,
+                )  # fmt: skip
+        start += shape[parameter.axis]
 
 
 def _shape(piece: Piece, rank: TpRank, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ views of them, collectives the whole.
 """
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,7 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.pieces import Part, Piece, placed_boxes
+from autoshard.engine.pieces import Part, Piece, placed_boxes, saves_alone
 from autoshard.engine.place import Held, Place
 from autoshard.engine.torch.formats import Formats, own, wide
 from autoshard.engine.torch.kernels import Kernel, Local, kernel
@@ -79,7 +78,7 @@ class Weight:
         number, count = 0, 1
         for atom in self.alike:
             number, count = number + count * self.place.coordinate(atom), count * self.place.mesh.size(atom)
-        return zlib.crc32(self.owner.encode()) % count == number
+        return saves_alone(self.owner, number, count)
 
     @property
     def optimizer(self) -> Update:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.engine.nxd.shards import TpRank, local_of, local_shape, ours_of
-from autoshard.engine.place import assemble
+from autoshard.engine.nxd.shards import TpRank, boxes_in, local_of, local_shape
 from autoshard.graph.op import Dims
 from autoshard.layout.layout import Cuts
 from autoshard.plan.nxd.form import FormParameter, Piece
@@ -35,6 +34,7 @@ def pieces(copies: int) -> list[FormParameter]:
         FormParameter(name="norm", pieces=(norm,), summed=True),
         FormParameter(name="experts", pieces=halves, axis=2, split=2),
         FormParameter(name="turned", pieces=(turned,), split=1),
+        FormParameter(name="table", pieces=(piece("table", (("vocab",), ("hidden",)), {"vocab": tp}),), split=0),
     ]
 
 
@@ -47,20 +47,34 @@ def piece(tensor: str, axes: tuple[Dims, ...], cuts: Cuts, dims: Dims = ()) -> P
     atoms=st.sampled_from(
         [(("rep", 2), ("kv", 4)), (("kv", 4), ("rep", 2)), (("kv", 4), ("rep", 1)), (("rep", 4), ("kv", 1))]
     ),
-    number=st.integers(0, 6),
+    number=st.integers(0, 7),
+    num_shards=st.integers(1, 7),
+    padding=st.integers(0, 9),
 )
-def test_all_ranks_together_hold_the_whole(atoms: tuple[tuple[str, int], ...], number: int) -> None:
+def test_shards_of_all_ranks_together_hold_the_whole_each_element_as_often_as_it_is_copied(
+    atoms: tuple[tuple[str, int], ...], number: int, num_shards: int, padding: int
+) -> None:
     generator, parameter = np.random.default_rng(number), pieces(dict(atoms)["rep"])[number]
-    whole = {piece.tensor: generator.random([SIZES[dim] for dim in piece.dims]) for piece in parameter.pieces}
+    own = {**SIZES, "vocab": SIZES["vocab"] - padding}
+    whole = {piece.tensor: generator.random([own[dim] for dim in piece.dims]) + 1 for piece in parameter.pieces}
     ranks = [TpRank(atoms=atoms, index=index) for index in range(math.prod(size for _, size in atoms))]
-    found: dict[str, list] = {name: [] for name in whole}
+    counts = {name: np.zeros(array.shape, dtype=int) for name, array in whole.items()}
     for rank in ranks:
         local = local_of(parameter, rank, SIZES, whole)
         assert local.shape == local_shape(parameter, rank, SIZES)
-        for name, held in ours_of(parameter, rank, SIZES, local):
-            found[name].append(held)
-    for name, array in whole.items():
-        np.testing.assert_array_equal(assemble(array.shape, found[name]), array)
+        num_rows = -(-len(local) // num_shards)  # as ZeRO-1 pads and cuts
+        padded = np.pad(local, [(0, num_rows * num_shards - len(local)), *[(0, 0)] * (local.ndim - 1)])
+        for first in range(0, len(padded), num_rows):
+            rows = (first, first + num_rows)
+            for box in boxes_in(parameter, rank, SIZES, own, rows):
+                opened = padded[slice(*rows)][box.region].reshape(box.shape).transpose(box.order)[box.kept]
+                place = tuple(slice(at, at + size) for at, size in zip(box.offsets, opened.shape, strict=True))
+                np.testing.assert_array_equal(opened, whole[box.tensor][place])
+                assert box.whole == whole[box.tensor].shape
+                counts[box.tensor][place] += 1
+    for piece in parameter.pieces:
+        cut = {atom for cuts in piece.cuts.values() for atom in cuts}
+        assert (counts[piece.tensor] == math.prod(size for atom, size in atoms if atom not in cut)).all()
 
 
 @pytest.mark.parametrize(
