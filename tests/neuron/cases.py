@@ -2,15 +2,15 @@
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
-from autoshard.engine.base import Run
+from autoshard.engine.base import Run, StepReport, whenever_finite
 from autoshard.engine.place import Held, assemble
 from autoshard.graph.op import Array
 from autoshard.plan.build import build_plan
@@ -19,9 +19,9 @@ from autoshard.plan.plan import Plan
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
+from autoshard.spec.training import AdamWConstants, Training
 from autoshard.spec.workload import Precision, Workload
 from tests.neuron import blocks, standins
-from tests.neuron.gloo_xla import group_of
 from tests.neuron.ring import ring_attention
 from tests.ranks.cases import CLIP_NORM, Arrays, Task
 from tests.tabled import tabled
@@ -84,12 +84,12 @@ def run_nxd(task: Task, platform: str, changes: Mapping[str, str]) -> RankFound:
 
         blocks.put_in_place()
         _leave_out(changes.get("without", ""))
-        engine = NxdEngine(task.plan, task.weights.__getitem__, task.learning_rate, NOTING, KERNELS)
+        engine = NxdEngine(task.plan, task.weights.__getitem__, updates=NOTING, kernels=KERNELS)
         reports, gradients = [], []
         for batches in task.steps:
-            reports.append(engine.step(batches))
+            reports.append(engine.step(batches, task.learning_rate, lambda _: True))
             gradients.append(tuple(_gradients(engine, reports[-1].norm)))
-        weights = tuple(_ours(engine, [one.detach().float().numpy() for _, one in engine.parameters]))
+        weights = tuple(_weights(engine))
     return RankFound(
         losses=tuple(one.loss for one in reports),
         norms=tuple(one.norm for one in reports),
@@ -100,6 +100,164 @@ def run_nxd(task: Task, platform: str, changes: Mapping[str, str]) -> RankFound:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A piece as a rank hands it to the test."""
+
+    name: str
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    array: Array
+    saves: bool
+    reads: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """What a rank has: its pieces before the last step, and after it these, its weights, loss and norm."""
+
+    before: tuple[Saved, ...]
+    after: tuple[Saved, ...]
+    weights: tuple[tuple[str, bytes], ...]
+    loss: float
+    norm: float
+
+
+def run_going_on(task: Task, state: Arrays | None, how: Mapping[str, Any]) -> Resumed:
+    """What every rank runs: all steps of a task, or only the last, from a state after the others.
+
+    ``how`` names the platform and the engine; ``apart`` lets that of NxD believe that views share no memory.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.environ[standins.PLATFORM] = how["platform"]
+        os.environ["LOCAL_WORLD_SIZE"] = str(task.plan.mesh.size("tp"))
+        engine = how.get("engine", "nxd")
+        made = _engine(engine, task, (lambda name: task.weights[name] + 1) if state else task.weights.__getitem__)
+        if how.get("apart"):
+            made.state.apart = True
+        if state:
+            for piece in made.pieces():
+                box = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.memory.shape, strict=True))
+                assert piece.whole == state[piece.name].shape
+                if piece.reads:
+                    piece.memory.copy_(torch.from_numpy(state[piece.name][box]))
+            made.restored(len(task.steps) - 1)
+        else:
+            for step in task.steps[:-1]:
+                made.step(step, task.learning_rate)
+        before = saved(made)
+        report = made.step(task.steps[-1], task.learning_rate)
+        weights = [(name, _bytes(one.detach())) for name, one in made.parameters] if engine == "nxd" else []
+        return Resumed(before=before, after=saved(made), weights=tuple(weights), loss=report.loss, norm=report.norm)
+
+
+def run_groups(task: Task, constants: AdamWConstants) -> tuple[tuple[str, float, tuple[float, float], float], ...]:
+    """What every rank runs: of each tensor its decay and the other constants, as torch's optimizer has them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.environ["LOCAL_WORLD_SIZE"] = str(task.plan.mesh.size("tp"))
+        from autoshard.engine.nxd.engine import NxdEngine
+
+        engine = NxdEngine(task.plan, task.weights.__getitem__, constants)
+        groups = {part: group for group in engine.state.stepping.param_groups for part in group["params"]}
+        return tuple(
+            (f"{one.placed.instance}.{piece.tensor}", group["weight_decay"], group["betas"], group["eps"])
+            for one in engine.state.holdings
+            for piece in one.placed.holds.pieces
+            for group in [groups[one.updated]]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declined:
+    """What a rank has of a step that was not to be taken, and of the next, which was."""
+
+    asked: tuple[StepReport, ...]
+    report: StepReport
+    same: bool  # what it held when it was asked, and after, as before the step
+    learning_rates: frozenset[float]
+    after: tuple[bytes, ...]
+
+
+def run_declined(task: Task, how: Mapping[str, str]) -> Declined:
+    """What every rank runs: a step, one that is declined (unless ``how`` says not to try), and another."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.environ["LOCAL_WORLD_SIZE"] = str(task.plan.mesh.size("tp"))
+        engine = _engine("nxd", task, task.weights.__getitem__)
+        first, wrong, last = task.steps
+        engine.step(first, task.learning_rate)
+        for piece in engine.pieces() if "poison" in how else ():
+            if piece.name == how["poison"]:
+                piece.memory.fill_(torch.nan)
+        if "poison" in how:
+            engine.restored(1)
+        asked: list[StepReport] = []
+        seen = [_held(engine)]
+
+        def refuses(report: StepReport) -> bool:
+            asked.append(report)
+            seen.append(_held(engine))
+            return False
+
+        report = StepReport(loss=0.0, norm=0.0)
+        if "only" not in how:
+            allows = whenever_finite if "poison" in how else refuses
+            report = engine.step(wrong, 1.0, allows)
+            seen.append(_held(engine))
+        rates = frozenset(float(group["lr"]) for group in engine.state.stepping.param_groups)
+        if "poison" not in how:
+            assert engine.step(last, task.learning_rate).updated
+        same = all(one == seen[0] for one in seen)
+        return Declined(asked=tuple(asked), report=report, same=same, learning_rates=rates, after=_held(engine))
+
+
+def _held(engine: Any) -> tuple[bytes, ...]:
+    steps = [_bytes(one["step"]) for one in engine.state.stepping.state.values() if "step" in one]
+    pieces = [one.array.tobytes() for one in saved(engine)]
+    return (*pieces, *steps, *(_bytes(one.detach()) for _, one in engine.parameters))
+
+
+def _engine(name: str, task: Task, weights: Callable[[str], Array]) -> Any:
+    if name == "nxd":
+        from autoshard.engine.nxd.engine import NxdEngine
+
+        blocks.put_in_place()
+        return NxdEngine(task.plan, weights, kernels=KERNELS)
+    from autoshard.engine.torch.executor import Executor
+
+    return Executor(task.plan, weights)
+
+
+def saved(engine: Any) -> tuple[Saved, ...]:
+    """The pieces of an engine as they are now."""
+    return tuple(
+        Saved(
+            name=piece.name, whole=piece.whole, offsets=piece.offsets, array=piece.memory.float().numpy().copy(),
+            saves=piece.saves, reads=piece.reads,
+        )
+        for piece in engine.pieces()
+    )  # fmt: skip
+
+
+def together(parts: Sequence[Sequence[Saved]]) -> Arrays:
+    """Put the tensors of a state together from what ranks save: every element exactly once."""
+    found: dict[str, Array] = {}
+    counts: dict[str, Array] = {}
+    for one in (one for rank in parts for one in rank if one.saves):
+        box = tuple(slice(at, at + size) for at, size in zip(one.offsets, one.array.shape, strict=True))
+        found.setdefault(one.name, np.zeros(one.whole, dtype=np.float32))[box] = one.array
+        counts.setdefault(one.name, np.zeros(one.whole, dtype=int))[box] += 1
+    wrong = [name for name, count in counts.items() if not (count == 1).all()]
+    assert not wrong, f"not saved exactly once: {wrong}"
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.float().numpy().tobytes()
+
+
 def run_train(plan: Plan) -> Any:
     """What every rank runs: the loop of ``autoshard run``."""
     with warnings.catch_warnings():
@@ -108,27 +266,8 @@ def run_train(plan: Plan) -> Any:
         from autoshard.runtime.engines import builder
         from autoshard.runtime.train import train
 
-        run = Run(folder=Path(), num_steps=4, learning_rate=3e-3)
+        run = Run(folder=Path(), training=Training(steps=4, learning_rate=3e-3))
         return train(plan, run, builder("nxd"), lambda _: None)
-
-
-def run_saving(task: Task, folder: Path, again: bool) -> Mapping[str, bytes]:
-    """What every rank runs: a step, a checkpoint and a step; or, ``again``, the checkpoint and the last step only."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.environ["LOCAL_WORLD_SIZE"] = str(task.plan.mesh.size("tp"))
-        from autoshard.engine.nxd.engine import NxdEngine
-
-        whole = (lambda name: task.weights[name] + 1) if again else task.weights.__getitem__
-        engine = NxdEngine(task.plan, whole, task.learning_rate, kernels=KERNELS)
-        first, second = task.steps
-        if not again:
-            engine.step(first)
-            engine.save(folder, 1)
-        else:
-            engine.load(folder, 1)
-        engine.step(second)
-        return {name: one.detach().float().numpy().tobytes() for name, one in engine.parameters}
 
 
 def _leave_out(measure: str) -> None:
@@ -163,41 +302,37 @@ def _leave_out(measure: str) -> None:
 
 def _gradients(engine: Any, norm: float) -> list[tuple[str, Held]]:
     """The whole gradients of this rank's parameters, as they were before they were clipped."""
-    optimizer = engine.optimizer.optimizer
     clip = min(1.0, engine.plan.workload.clip_norm / (norm + 1e-6))
-    noted = getattr(optimizer, "base_optimizer", optimizer).noted
-    found: list[Array] = []
-    for (_, parameter), gradient in zip(engine.parameters, noted, strict=True):
-        whole = gradient
-        if engine.plan.zero == 1:
-            from neuronx_distributed.parallel_layers import parallel_state  # pyright: ignore
-
-            group = group_of(parallel_state.get_zero1_sharding_groups())
-            parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, gradient.contiguous(), group=group)
-            whole = torch.cat(parts)[: parameter.shape[0]]
-        found.append(whole.numpy() / clip)
-    return _ours(engine, found)
-
-
-def _ours(engine: Any, arrays: Sequence[Array]) -> list[tuple[str, Held]]:
-    from autoshard.engine.nxd.shards import ours_of
-
-    built, found = engine.built, list[tuple[str, Held]]()
-    for (name, _), array in zip(engine.parameters, arrays, strict=True):
-        placed = built.placed[name]
-        for tensor, held in ours_of(placed.holds, built.rank, built.sizes, array):
-            found.append((f"{placed.instance}.{tensor}", held))
+    noted, found = engine.state.stepping.noted, list[tuple[str, Held]]()
+    for one, gradient in zip(engine.state.holdings, noted, strict=True):
+        found += _ours(engine, one.placed, gradient / clip, one.rows)
     return found
 
 
+def _weights(engine: Any) -> list[tuple[str, Held]]:
+    """The weights that the model computes with, which are not those that the optimizer updates."""
+    found: list[tuple[str, Held]] = []
+    for one in engine.state.holdings:
+        found += _ours(engine, one.placed, one.parameter.detach().float(), (0, len(one.parameter)))
+    return found
+
+
+def _ours(engine: Any, placed: Any, rows: torch.Tensor, which: tuple[int, int]) -> Iterator[tuple[str, Held]]:
+    from autoshard.engine.nxd.shards import boxes_in
+    from autoshard.engine.nxd.state import view_of
+
+    built = engine.built
+    for box in boxes_in(placed.holds, built.rank, built.sizes, built.whole, which):
+        array = view_of(rows, box).numpy()
+        bounds = tuple((first, first + length) for first, length in zip(box.offsets, array.shape, strict=True))
+        yield f"{placed.instance}.{box.tensor}", Held(bounds=bounds, array=array)
+
+
 def whole(like: Mapping[str, Array], parts: Sequence[Sequence[tuple[str, Held]]]) -> Arrays:
-    """Put tensors together from what all ranks have; padding of the vocabulary is cut off, copies must be equal."""
+    """Put tensors together from what all ranks have; copies must be equal."""
     found: dict[str, Array] = {}
     for name, array in like.items():
         held = [one for rank in parts for other, one in rank if other == name]
-        if not held:
-            continue  # tied to another
-        shape = tuple(max(part.bounds[axis][1] for part in held) for axis in range(array.ndim))
-        found[name] = assemble(shape, held)[tuple(slice(size) for size in array.shape)]
+        if held:  # else it is tied to another
+            found[name] = assemble(array.shape, held)
     return found

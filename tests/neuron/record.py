@@ -28,7 +28,7 @@ NOT_VERIFIED: Mapping[str, str] = {
     "expert parallelism": "refused (`nxd-ep`)",
     "fp16": "NxD's embedding returns BF16; refused with tp above 1",
     "buckets, graphs, stochastic rounding": "there is no XLA device; collectives are gloo's, tensor by tensor",
-    "checkpoints as single tensors, asynchronous, in S3": "not used",
+    "checkpoints of NxD's own": "not used",
 }
 
 

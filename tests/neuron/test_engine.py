@@ -1,13 +1,12 @@
 """The engine with the real NxD on a CPU: the numbers of one process and of the torch engine, feature by feature."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from autoshard.spec.workload import Precision
-from tests.neuron.cases import nxd_plan, run_saving, run_train
+from tests.neuron.cases import nxd_plan, run_train
 from tests.neuron.features import CASES, DROPPING, EXPERTS, errors_of, gradient_error, ran
 from tests.ranks.cases import Task, llama
 from tests.ranks.spawn import on_ranks
@@ -83,29 +82,6 @@ def test_what_is_computed_again_is_wrapped() -> None:
             task = Task.of(nxd_plan(text, model, expert_capacity=capacity), 1)
             (rank,) = ran(task, "trn1")
             assert rank.num_wrapped == count, recompute
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("text", "options"),
-    [
-        ("tp=2,pp=1,dp=2", {}),
-        ("tp=2,pp=2,dp=1", {}),
-        ("tp=1,pp=1,cp=2,dp=2", {}),
-        ("tp=1,pp=2,cp=2,dp=1", {}),
-        ("tp=2,pp=1,dp=2", EXPERTS),
-    ],
-)
-def test_a_run_goes_on_from_a_checkpoint_bit_by_bit(
-    text: str, options: dict[str, int], precision: str, tmp_path: Path
-) -> None:
-    plan = nxd_plan(text, llama(vocab=32, **options), precision=Precision.named(precision))
-    task = Task.of(plan, 2)
-    went_on = on_ranks(4, run_saving, task, tmp_path, False, timeout_s=300.0)
-    assert len(list(tmp_path.rglob("optim/*.pt"))) == 4, "NxD names the files of different cp ranks alike"
-    assert len(list(tmp_path.rglob("model/*.pt"))) == plan.mesh.size("tp") * plan.mesh.size("pp")
-    loaded = on_ranks(4, run_saving, task, tmp_path, True, timeout_s=300.0)
-    assert went_on == loaded
 
 
 def test_the_loop_of_a_run_trains_with_it() -> None:

@@ -50,7 +50,7 @@ def run_sends(task: Task) -> Sent:
         from autoshard.engine.nxd.layers import Mixture
 
         blocks.put_in_place()
-        engine = NxdEngine(task.plan, task.weights.__getitem__, task.learning_rate)
+        engine = NxdEngine(task.plan, task.weights.__getitem__)
         mixture = next(one for one in engine.model.modules() if isinstance(one, Mixture))
         plan, seq = task.plan, task.plan.workload.seq_len
         shape = (seq // plan.mesh.size("tp"), plan.micro_batch) if plan.sp else (plan.micro_batch, seq)

@@ -1,7 +1,7 @@
 """A run's engine on one rank of Trainium: NxD's model and optimizer, made as the plan says."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,18 +15,24 @@ from autoshard.engine.initial import InitialWeights
 from autoshard.engine.nxd.layers import Recomputed
 from autoshard.engine.nxd.library import groups, named, trainer
 from autoshard.engine.nxd.lowering import INPUTS, Lowering, lowering_of
-from autoshard.engine.nxd.model import Built, Kernels, build_model, places_of, tie
+from autoshard.engine.nxd.model import Built, Kernels, Placed, build_model, places_of, tie
 from autoshard.engine.nxd.stages import MiddleStage
+from autoshard.engine.nxd.state import State
 from autoshard.engine.pieces import Piece
 from autoshard.engine.programs import graph_of
+from autoshard.graph.block import OpGraph
+from autoshard.graph.kinds.optimizer import AdamW
 from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
+from autoshard.spec.training import AdamWConstants
 
 Whole = Callable[[str], Array]  # a whole weight by its name, as in ``graph/evaluate``
 _CLASSES: Mapping[str, type[nn.Module]] = {"MiddleStage": MiddleStage, "Recomputed": Recomputed}
 _UPDATES: Mapping[str, Any] = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
 _KERNELS: Kernels = MappingProxyType({})
 _DTYPES: Mapping[str, torch.dtype] = {"token_weight": torch.float32}
+_USUAL = AdamWConstants()
+_MOST_SUSPECTS = 3  # that a rank names of what it found
 
 
 class NxdEngine:
@@ -36,7 +42,7 @@ class NxdEngine:
         self,
         plan: Plan,
         whole: Whole,
-        learning_rate: float,
+        constants: AdamWConstants = _USUAL,
         updates: Mapping[str, Any] = _UPDATES,
         kernels: Kernels = _KERNELS,
     ) -> None:
@@ -51,50 +57,40 @@ class NxdEngine:
         self.parameters: list[tuple[str, nn.Parameter]] = list(self.model.named_parameters())
         self.built.fill(self.parameters, whole)
         self.built.mark(self.parameters)
-        given = [parameter for _, parameter in self.parameters]
-        options = {"lr": learning_rate, **self.lowering.optimizer}
         self.optimizer: Any = trainer().initialize_parallel_optimizer(
-            config, updates[self.lowering.update], given, **options
+            config, updates[self.lowering.update], self._groups(constants), **self.lowering.optimizer
         )
+        self.state = State(self.built, self.optimizer, dict(self.parameters), plan.zero)
+        # Devices take no Python objects.
+        self._hosts: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def step(
         self, micro_batches: Sequence[Batch], learning_rate: float, allows: Allows = whenever_finite
     ) -> StepReport:
-        """Run one optimizer step."""
+        """Run one optimizer step; where a device computes, it is waited for once, before the update."""
+        self.state.forget()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.zero_grad()
         parts = [self._part(batch) for batch in micro_batches]
-        loss = self._through_pipeline(parts) if self.plan.mesh.size("pp") > 1 else self._one_by_one(parts)
-        self.optimizer.step()
+        losses = self._through_pipeline(parts) if self.plan.mesh.size("pp") > 1 else self._one_by_one(parts)
+        report = self._updated(losses, allows)
         named("mark_step")()  # what is traced until here runs as one graph
-        return StepReport(loss=loss, norm=float(self.optimizer.grad_norm))
-
-    def save(self, folder: Path, step: int) -> None:
-        """Write weights and the optimizer's states in NxD's layout, every rank its own files."""
-        tag, content = _tag(step, groups().get_context_model_parallel_rank()), {"step": step}
-        (folder / tag / "optim").mkdir(parents=True, exist_ok=True)  # NxD makes that of rank 0 only
-        trainer().save_checkpoint(str(folder), tag, self.model, self.optimizer, user_content=content)
-
-    def load(self, folder: Path, step: int) -> None:
-        """Read them again: weights first, since ZeRO-1 cuts its shards from them unless masters were saved."""
-        mine = groups().get_context_model_parallel_rank()
-        trainer().load_checkpoint(str(folder), _tag(step, 0), model=self.model)
-        trainer().load_checkpoint(str(folder), _tag(step, mine), optimizer=self.optimizer)
+        return report
 
     def pieces(self) -> Sequence[Piece]:
-        """Return what this rank holds of the state."""
-        raise AssertionError("checkpoints of the nxd engine are its own: see save")
+        """Return what this rank holds of the state; of a device's, copies as of now."""
+        return self.state.pieces()
 
     def restored(self, num_updates: int) -> None:
         """Take over what the pieces were filled with."""
-        raise AssertionError("checkpoints of the nxd engine are its own: see load")
+        self.state.restored(num_updates)
 
     def measured(self) -> Measured:
         """Return what this rank holds; what graphs keep for backward and send, the host does not see."""
-        masters = [one for one in self._shards() if one.dtype == torch.float32] if self.plan.zero == 1 else []
+        masters = [one.updated for one in self.state.holdings if self.plan.zero and one.updated.dtype == torch.float32]
         sums = [getattr(one, "main_grad", None) for _, one in self.parameters]
-        states = [state for one in self._states() for state in one.values() if isinstance(state, Tensor)]
+        states = [tensor for one in self.state.stepping.state.values() for tensor in one.values()]
         return Measured(
             memory_bytes={
                 "weights": sum(one.nbytes for _, one in self.parameters),
@@ -113,12 +109,12 @@ class NxdEngine:
         parts = {name: array[:, slice(self.places.start, self.places.stop)] for name, array in whole.items()}
         return {name: torch.from_numpy(part.copy()).to(_DTYPES.get(name, torch.int64)) for name, part in parts.items()}
 
-    def _through_pipeline(self, parts: Sequence[Mapping[str, Tensor]]) -> float:
+    def _through_pipeline(self, parts: Sequence[Mapping[str, Tensor]]) -> "_Losses":
         """NxD cuts the batch into micro-batches again; its loss is the mean over them and over replicas."""
         whole = {name: torch.cat([part[name] for part in parts]) for name in INPUTS}
-        return float(self.model.run_train(**whole))
+        return _Losses(total=self.model.run_train(**whole))
 
-    def _one_by_one(self, parts: Sequence[Mapping[str, Tensor]]) -> float:
+    def _one_by_one(self, parts: Sequence[Mapping[str, Tensor]]) -> "_Losses":
         """Without a pipeline, gradients of micro-batches add up here."""
         device = self.parameters[0][1].device
         losses: list[Tensor] = []
@@ -130,27 +126,96 @@ class NxdEngine:
         total = torch.stack(losses).sum() / self.lowering.loss_scale
         for group in (groups().get_data_parallel_group(), groups().get_context_model_parallel_group()):
             dist.all_reduce(total, group=group)
-        return float(total)
+        return _Losses(total=total, own=tuple(losses))
 
-    def _shards(self) -> list[Tensor]:
-        groups = getattr(self.optimizer.optimizer, "base_optimizer", self.optimizer.optimizer).param_groups
-        return [one for group in groups for one in group["params"]]
+    def _updated(self, losses: "_Losses", allows: Allows) -> StepReport:
+        """Let NxD reduce, clip and update; ask where torch's own optimizer, inside NxD's, begins its step."""
+        asked: list[StepReport] = []
 
-    def _states(self) -> list[Mapping[str, Any]]:
-        return list(getattr(self.optimizer.optimizer, "base_optimizer", self.optimizer.optimizer).state.values())
+        def ask(*_: Any) -> None:
+            if asked:
+                return
+            named("mark_step")()  # all until here is one graph, the update another
+            asked.append(self._report(losses))
+            if not allows(asked[0]):
+                raise _DeclinedError
+
+        hook = self.state.stepping.register_step_pre_hook(ask)
+        try:
+            self.optimizer.step()
+        except _DeclinedError:
+            if self.plan.zero:
+                self.state.stepping.zero_grad()  # else the shards' gradients would be held until the next step
+            return replace(asked[0], updated=False)
+        finally:
+            hook.remove()
+        return asked[0]
+
+    def _report(self, losses: "_Losses") -> StepReport:
+        """Read loss and norm; what rank 0 reads holds for all, since sums over other groups may round otherwise."""
+        norm = (self.optimizer.optimizer if self.plan.zero else self.optimizer).grad_norm
+        words = torch.tensor([float(losses.total), float(norm)], dtype=torch.float64)
+        dist.broadcast(words, 0, group=self._hosts)
+        loss, norm = words.tolist()
+        report = StepReport(loss=loss, norm=norm)
+        return report if report.finite else replace(report, suspects=self._suspects(losses))
+
+    def _suspects(self, losses: "_Losses") -> tuple[str, ...]:
+        """Say which ranks found what is not finite: their losses, and gradients as they were before ranks shared them.
+
+        Without ZeRO-1, NxD has summed gradients over replicas by now, in their place.
+        """
+        mine = [f"loss of micro-batch {number}" for number, one in enumerate(losses.own) if not _is_finite(one)]
+        for one in self.state.holdings:
+            gradient = getattr(one.parameter, "main_grad", None) if one.parameter.grad is None else one.parameter.grad
+            if gradient is not None and not _is_finite(gradient):
+                mine += [f"gradient of {one.placed.instance}.{piece.tensor}" for piece in one.placed.holds.pieces]
+        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, mine[:_MOST_SUSPECTS], group=self._hosts)
+        return tuple(f"rank {rank}: {', '.join(its)}" for rank, its in enumerate(found) if its)
+
+    def _groups(self, constants: AdamWConstants) -> list[dict[str, Any]]:
+        """Put parameters that decay apart from those that do not, as the graph says."""
+        if self.lowering.update != "AdamW":
+            return [{"params": [parameter for _, parameter in self.parameters]}]
+        graph, groups = graph_of(self.plan), dict[float, list[nn.Parameter]]()
+        for name, parameter in self.parameters:
+            decay = constants.weight_decay if _decays(graph, self.built.placed[name]) else 0.0
+            groups.setdefault(decay, []).append(parameter)
+        usual = {"betas": (constants.beta1, constants.beta2), "eps": constants.eps}
+        return [{"params": found, "weight_decay": decay, **usual} for decay, found in groups.items()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Losses:
+    """The loss of a step over all ranks, and those of micro-batches on this rank where NxD tells."""
+
+    total: Tensor
+    own: tuple[Tensor, ...] = ()
+
+
+class _DeclinedError(Exception):
+    """The loop of the run does not allow the update."""
+
+
+def _decays(graph: OpGraph, placed: Placed) -> bool:
+    """Whether the graph lets the weights of a parameter decay."""
+    block, found = graph.block(placed.kind), set[bool]()
+    for piece in placed.holds.pieces:
+        kind = block.op(f"{piece.tensor}.update").kind
+        assert isinstance(kind, AdamW), f"{piece.tensor} is updated by {kind}"
+        found.add(kind.decay > 0)
+    assert len(found) == 1, f"{placed} holds weights that decay and others"
+    return found.pop()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.detach().cpu().isfinite().all())
 
 
 def build(plan: Plan, run: Run) -> NxdEngine:
     """Build this rank's share of a plan."""
-    return NxdEngine(plan, InitialWeights(graph=graph_of(plan), seed=run.training.seed), run.training.learning_rate)
-
-
-def _tag(step: int, cp_rank: int) -> str:
-    """Return where a rank of cp saves: ZeRO-1 cuts over cp too, but NxD names the files of all of them alike.
-
-    The first writes the weights for all, and lies where NxD looks for checkpoints.
-    """
-    return f"step_{step}/cp_rank_{cp_rank:02d}" if cp_rank else f"step_{step}"
+    return NxdEngine(plan, InitialWeights(graph=graph_of(plan), seed=run.training.seed), run.training.adamw)
 
 
 def _leave(module: nn.Module, device: torch.device) -> None:

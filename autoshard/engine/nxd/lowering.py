@@ -10,7 +10,6 @@ from typing import Any
 
 from autoshard.engine.nxd.environment import environment
 from autoshard.errors import InputError, require
-from autoshard.graph.kinds.optimizer import AdamW
 from autoshard.plan.nxd.form import Form
 from autoshard.plan.nxd.forms import plan_forms
 from autoshard.plan.plan import Plan
@@ -150,8 +149,5 @@ def _pipeline(plan: Plan) -> Mapping[str, Any]:
 
 
 def _optimizer(plan: Plan) -> Mapping[str, Any]:
-    """Give AdamW the constants of the graph; ZeRO-1 reads the limit of the norm here, not in its configuration."""
-    adamw, found = AdamW(), dict[str, Any]()
-    if plan.workload.optimizer == "adamw":
-        found = {"betas": (adamw.beta1, adamw.beta2), "eps": adamw.eps, "weight_decay": adamw.decay}
-    return {**found, **({"max_norm": plan.workload.clip_norm} if plan.zero == 1 else {})}
+    """ZeRO-1 reads the limit of the norm here, not in its configuration; a run's constants come beside it."""
+    return {"max_norm": plan.workload.clip_norm} if plan.zero == 1 else {}

@@ -34,6 +34,7 @@ from autoshard.graph.op import Array
 from autoshard.plan.nxd.form import Argument, Form, FormParameter
 from autoshard.plan.nxd.forms import setting_of
 from autoshard.plan.plan import Plan
+from autoshard.plan.tables import step_of
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Kernels = Mapping[str, Any]  # functions by the names of those of NxD
@@ -50,6 +51,11 @@ class Placed:
     instance: str
     holds: FormParameter
 
+    @property
+    def kind(self) -> str:
+        """Of which kind the block is."""
+        return self.instance.partition(".")[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
@@ -59,6 +65,7 @@ class Built:
     placed: Mapping[str, Placed]
     rank: TpRank
     sizes: Mapping[str, int]
+    whole: Mapping[str, int]  # the same without padding
 
     def fill(self, parameters: Iterable[tuple[str, nn.Parameter]], whole: Callable[[str], Array]) -> None:
         """Give parameters this rank's part of whole weights: what NxD draws differs between copies of keys."""
@@ -100,7 +107,8 @@ def build_model(plan: Plan, lowering: Lowering, kernels: Kernels) -> Built:
     if plan.model.tied_embeddings:
         tie(model)
     placed = {name: making.placed[id(parameter)] for name, parameter in model.named_parameters()}
-    return Built(model=model, placed=placed, rank=making.rank, sizes=making.sizes)
+    whole = step_of(plan).sizes(plan.micro_batch)
+    return Built(model=model, placed=placed, rank=making.rank, sizes=making.sizes, whole=whole)
 
 
 def places_of(plan: Plan) -> range:

@@ -1,0 +1,134 @@
+"""What NxD's optimizer holds on one rank, as boxes of our whole tensors."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoshard.engine.nxd.library import groups, named
+from autoshard.engine.nxd.model import Built, Placed
+from autoshard.engine.nxd.shards import Box, boxes_in
+from autoshard.engine.pieces import Part, Piece, saves_alone
+from autoshard.plan.candidate import Zero
+from autoshard.plan.nxd.matching import TP
+
+_MOMENTS: Mapping[Part, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}  # as torch.optim.AdamW names them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Holding:
+    """A parameter, and what the optimizer updates in its place: ZeRO-1's shard of its rows, or the parameter itself."""
+
+    placed: Placed
+    parameter: nn.Parameter
+    updated: nn.Parameter
+    rows: tuple[int, int]
+
+
+class State:
+    """What one rank updates; ``optimizer`` is NxD's.
+
+    On the host pieces are views of it. Elsewhere (``apart``) views need not share memory, so that pieces are of copies,
+    made when they are asked for and brought back by ``restored``.
+    """
+
+    def __init__(self, built: Built, optimizer: Any, parameters: Mapping[str, nn.Parameter], zero: Zero) -> None:
+        self._built, self._zero = built, zero
+        self._given = optimizer.optimizer  # ZeRO-1, or what it would wrap
+        self.stepping: torch.optim.Optimizer = self._given.base_optimizer if zero else self._given
+        self.holdings = tuple(self._holdings(parameters))
+        self.apart = any(one.updated.device.type != "cpu" for one in self.holdings)
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        if isinstance(self.stepping, torch.optim.AdamW):
+            for one in self.holdings:
+                self.stepping.state[one.updated] = _before_any_step(one.updated)
+
+    def _holdings(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[Holding]:
+        names = {parameter: name for name, parameter in parameters.items()}
+        for whole, parts in zip(self._given.param_groups, self.stepping.param_groups, strict=True):
+            for parameter, updated in zip(whole["params"], parts["params"], strict=True):
+                first = len(updated) * self._given.local_rank if self._zero else 0
+                rows = (first, first + len(updated))
+                yield Holding(
+                    placed=self._built.placed[names[parameter]], parameter=parameter, updated=updated, rows=rows
+                )
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Return the boxes of weights and moments that this rank holds."""
+        self.forget()
+        return tuple(piece for one in self.holdings for piece in self._pieces(one))
+
+    def restored(self, num_updates: int) -> None:
+        """Take over what the last pieces were filled with: weights follow from what is updated."""
+        with torch.no_grad():
+            for tensor, copy in self._copies:
+                tensor.copy_(copy)
+            self.forget()
+            for state in self.stepping.state.values():
+                if "step" in state:
+                    state["step"].fill_(num_updates)
+            if self._zero:
+                self._publish()
+        named("mark_step")()
+
+    def forget(self) -> None:
+        """Let go of copies that nobody will fill any more."""
+        self._copies = []
+
+    def _pieces(self, one: Holding) -> Iterator[Piece]:
+        holds, instance = one.placed.holds, one.placed.instance
+        state = self.stepping.state.get(one.updated, {})
+        memories: dict[Part, Tensor] = {"weight": self._memory(one.updated.detach())}
+        memories |= {part: self._memory(state[name]) for part, name in _MOMENTS.items() if name in state}
+        boxes = list(boxes_in(holds, self._built.rank, self._built.sizes, self._built.whole, one.rows))
+        for part, memory in memories.items():
+            for box in boxes:
+                weight = f"{instance}.{box.tensor}"
+                yield Piece(
+                    weight=weight, part=part, whole=box.whole, offsets=box.offsets, memory=view_of(memory, box),
+                    saves=saves_alone(weight, *self._alike(box)),
+                )  # fmt: skip
+
+    def _memory(self, tensor: Tensor) -> Tensor:
+        if not self.apart:
+            return tensor
+        self._copies.append((tensor, tensor.to("cpu", copy=True)))
+        return self._copies[-1][1]
+
+    def _alike(self, box: Box) -> tuple[int, int]:
+        """Return which this rank is of those that hold the same box, and how many they are."""
+        cut = {atom for atoms in box.cuts.values() for atom in atoms}
+        same = [atom for atom in TP if atom not in cut]
+        number, count = self._built.rank.coordinate(same), self._built.rank.size(same)
+        if not self._zero:
+            known = groups()
+            for place, size in (
+                (known.get_data_parallel_rank(), known.get_data_parallel_size()),
+                (known.get_context_model_parallel_rank(), known.get_context_model_parallel_size()),
+            ):
+                number, count = number + count * place, count * size
+        return number, count
+
+    def _publish(self) -> None:
+        """Let ZeRO-1 gather the weights from its shards; it only does that for weights that have a gradient."""
+        for one in self.holdings:
+            shape, device = one.parameter.shape, one.parameter.device
+            if self._given.use_grad_acc_hook and not hasattr(one.updated, "main_grad"):
+                zeros: Any = torch.zeros(shape, dtype=self._given.optimizer_dtype, device=device)
+                one.updated.main_grad = one.parameter.main_grad = zeros  # pyright: ignore[reportAttributeAccessIssue]
+            elif not self._given.use_grad_acc_hook and one.parameter.grad is None:
+                one.parameter.grad = torch.zeros_like(one.parameter)
+        self._given.allgather_weights_and_update_full_parameter()
+
+
+def _before_any_step(updated: Tensor) -> dict[str, Tensor]:
+    """Return what torch.optim.AdamW begins its first step with."""
+    moments = {name: torch.zeros_like(updated, memory_format=torch.preserve_format) for name in _MOMENTS.values()}
+    return {"step": torch.tensor(0.0), **moments}
+
+
+def view_of(rows: Tensor, box: Box) -> Tensor:
+    """Return a box of rows of a parameter, as it stands in our tensor."""
+    return rows[box.region].view(box.shape).permute(box.order)[box.kept]
