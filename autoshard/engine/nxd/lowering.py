@@ -125,7 +125,7 @@ def _config(plan: Plan, *, sums_gradients: bool, recomputes: bool) -> Mapping[st
         "mixed_precision_config": {
             "use_master_weights": masters,
             "use_fp32_grad_acc": zero_one and precision.gradients != precision.weights,
-            "use_master_weights_in_ckpt": masters,
+            "use_master_weights_in_ckpt": zero_one,  # else torch_xla warns of its own checkpoints, which are not used
         },
         "model_init_config": {"meta_device_init": True, "param_init_fn": "leave"},
         "activation_checkpoint_config": RECOMPUTED if recomputes else None,
