@@ -69,7 +69,7 @@ def _short_run(asked: "Run", name: str) -> list[str]:
     """Return the run that is extracted from: all but its steps and its folder as the run that it is for."""
     constants = ["--seed", str(asked.training.seed), "--learning-rate", str(asked.training.learning_rate)]
     steps = ["--steps", str(asked.training.steps), "--out", str(asked.folder / "short")]
-    return ["-m", "autoshard.cli", "run", name, *steps, *constants]
+    return ["-m", "autoshard.cli", "run", name, *steps, *constants, "--checkpoint.to", "none"]
 
 
 def _make(place: Path) -> None:

@@ -16,7 +16,7 @@ from autoshard.errors import InputError, RunFailed, Stopped
 if TYPE_CHECKING:
     from autoshard.commands.steps import StepsShown
     from autoshard.cost.measured import Kind
-    from autoshard.engine.base import Run
+    from autoshard.engine.base import Builds, Run
     from autoshard.engine.ran import RunReport
     from autoshard.plan.plan import Plan
     from autoshard.runtime.launch import GivenRank
@@ -51,15 +51,20 @@ class Running:
 
 def run_on(running: Running, given: "GivenRank | None") -> int:
     """Run to the end, starting failed ranks again where that is asked for; every rank's process calls this."""
+    from autoshard.engine.nxd.environment import environment
+    from autoshard.runtime.engines import builder
     from autoshard.runtime.folder import locked
+    from autoshard.runtime.launch import put_environment
 
     leads = given is None or given.rank == 0
+    if running.engine == "nxd":
+        put_environment(environment(running.plan))
+    build, running = builder(running.engine), _named(running)
     with locked(running.run.folder) if leads else nullcontext():
         if leads:
             _begin(running, given)
-        running = _named(running)
         shown = Shown(running) if leads else None
-        report = _with_restarts(running, given, shown)
+        report = _with_restarts(running, given, build, shown)
         return _concluded(running, report, shown) if shown and report else 0
 
 
@@ -73,14 +78,17 @@ def _named(running: Running) -> Running:
     return replace(running, run=replace(running.run, trackers=ids))
 
 
-def _with_restarts(running: Running, given: "GivenRank | None", shown: "Shown | None") -> "RunReport | None":
+def _with_restarts(
+    running: Running, given: "GivenRank | None", build: "Builds", shown: "Shown | None"
+) -> "RunReport | None":
+    """Run; failed ranks are started again while that is allowed and makes progress."""
+    from autoshard.errors import NotFinite
+
     left, last = running.restarts, -1
     while True:
         try:
-            return _executed(running, given, shown)
+            return _executed(running, given, build, shown)
         except RunFailed as error:
-            from autoshard.errors import NotFinite
-
             begun = shown.begun_after if shown else 0
             if given is not None or shown is None or isinstance(error, NotFinite):
                 raise
@@ -92,19 +100,15 @@ def _with_restarts(running: Running, given: "GivenRank | None", shown: "Shown | 
             shown.say(f"{error}\nthe ranks are started again; {left} restarts are left without a newer checkpoint")
 
 
-def _executed(running: Running, given: "GivenRank | None", shown: "Shown | None") -> "RunReport | None":
+def _executed(
+    running: Running, given: "GivenRank | None", build: "Builds", shown: "Shown | None"
+) -> "RunReport | None":
     """Run the plan; None in the process of another rank than the first, which has nothing to tell."""
-    from autoshard.engine.nxd.environment import environment
-    from autoshard.runtime.engines import builder
-    from autoshard.runtime.launch import Placing, launch, put_environment
-
-    plan, run = running.plan, running.run
-    if running.engine == "nxd":
-        put_environment(environment(plan))
-    build = builder(running.engine)
+    from autoshard.runtime.launch import Placing, launch
     from autoshard.runtime.train import train
     from autoshard.runtime.watchdog import Watch
 
+    plan, run = running.plan, running.run
     watch = Watch(run.folder, plan, here=running.platform == plan.cluster.name)
     grace_s = run.training.checkpoint.grace_seconds
     placing = Placing(folder=run.folder, device=run.device, watch=watch, grace_s=grace_s)
@@ -163,7 +167,7 @@ class Shown:
 
     def conclude(self, report: "RunReport") -> None:
         """Tell trackers how the run compares with its prediction."""
-        if self._steps is not None:
+        if self._steps is not None and report.steps:
             self._steps.conclude(self._running.plan, report, self._running.platform)
 
     def _begin(self, started: Any) -> None:
@@ -236,7 +240,7 @@ def _concluded(running: Running, report: "RunReport", shown: Shown) -> int:
         row = json_text.dumps(_row(plan, report, running.platform, "rehearsal" if running.tried else report.kind))
         failures += _noted(lambda: _append(row, rows))
     if running.json:
-        print_json({"folder": str(folder), "notes": shown.notes, **ran_json(plan, report)})
+        print_json({"folder": str(folder), "notes": shown.notes, **(ran_json(plan, report) if report.steps else {})})
     elif report.steps:
         make_console().print(ran_report(plan, report, running.platform))
         print(

@@ -22,6 +22,8 @@ _LOCK = ".lock"
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Make a folder and keep others from running in it; the lock goes with this process, however it ends."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError.of(f"--out {folder}", "is a file. Name a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / _LOCK).open("a+", encoding="utf-8")

@@ -23,6 +23,7 @@ from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.data.batches import StepShape
 from autoshard.runtime.data.prefetch import Loader, Prepared
 from autoshard.runtime.data.synthetic import SyntheticTokens
+from autoshard.runtime.launch import only_extracts
 from autoshard.runtime.resume import begin, place_of
 
 Say = Callable[[Started | TimedStep | str], None]
@@ -57,6 +58,7 @@ class _Loop:
         # Devices take no Python objects; saving talks while steps do.
         self._hosts: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         self._saves = run.training.checkpoint.saves
+        self._extracts = only_extracts()  # numbers are not real, and every graph is wanted
         saving = dist.new_group(backend="gloo") if self._saves else None
         self._engine: Engine = build(plan, run)
         self._state, notes = begin(plan, run, self._engine, self._hosts)
@@ -100,6 +102,7 @@ class _Loop:
         position.wait("all ranks to be ready")
         dist.barrier(self._hosts)
         start_s = time.perf_counter()
+        position.act("the step of the engine")
         report = self._engine.step(given.batches, rate, self._allows)
         position.wait("all ranks to end the step")
         agreed = self._agree()
@@ -117,11 +120,12 @@ class _Loop:
 
     def _allows(self, report: StepReport) -> bool:
         """Let the state change if the gradient is one, and when no save reads it any more."""
-        if report.finite:
+        allowed = report.finite or self._extracts
+        if allowed:
             self._run.position.wait("the checkpoint to be copied")
             self._saver.wait_copied()
             self._run.position.wait("")
-        return report.finite
+        return allowed
 
     def _agree(self) -> _Agreed:
         """Let all ranks know what one of them knows; the first rank's clock and counts decide when to save."""

@@ -177,7 +177,7 @@ def test_a_short_run_is_extracted_and_compiled(
     words = (here / "given").read_text().split()
     folder = "runs/plan-compiled"
     assert words[:2] == ["--parallel_compile_workdir", str(here / folder / "work")]
-    short = f"run plan.json --steps 10 --out {folder}/short --seed 3 --learning-rate 0.001"
+    short = f"run plan.json --steps 10 --out {folder}/short --seed 3 --learning-rate 0.001 --checkpoint.to none"
     start = f"-m torch.distributed.run --standalone --nproc-per-node 32 -m autoshard.cli {short}"
     assert left_over(words) == words[2:] == [sys.executable, *start.split()]
     assert (here / "cache").read_text().strip() == str(here / folder / "cache")

@@ -58,12 +58,15 @@ def test_plan_then_run(capsys: pytest.CaptureFixture[str]) -> None:
     for path in (folder / "measured.jsonl", folder, folder.parent):
         assert main(["validate", str(path)]) == 0
     capsys.readouterr()
-    assert main(["run", "plan.json"]) == 2
+    assert main(["run", "plan.json", "--steps", "4", "--resume", "never"]) == 2
     errors = capsys.readouterr().err
-    assert (
-        errors
-        == "autoshard: --out runs/plan: holds files already, and a run overwrites nothing. Type --out runs/plan-2\n"
-    )
+    assert errors.endswith("runs/plan: holds files already, and a run overwrites nothing. Type --out runs/plan-2\n")
+    assert main(["run", "plan.json", "--steps", "4"]) == 0
+    assert "nothing is left to do: all 4 steps were taken. To take more, type --steps 8" in capsys.readouterr().out
+    assert main(["run", "plan.json", "--steps", "5", "--learning-rate", "1e-3"]) == 0
+    said = capsys.readouterr().out
+    assert "note: changed since the last start: learning_rate was 0.0003, now 0.001" in said
+    assert "note: continues after step 4" in said and "step 5/5" in said
 
 
 @pytest.mark.ranks
@@ -73,7 +76,7 @@ def test_the_answer_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     words = ["--steps", "2", "--out", "empty", "--seed", "3", "--learning-rate", "1e-3", "--json"]
     assert main(["run", "tiny.json", *words]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["folder"] == "empty" and said["notes"] == [] and len(said["steps"]) == 2
+    assert said["folder"] == "empty" and said["notes"][0].startswith("saved step 2") and len(said["steps"]) == 2
     assert said["step_time_s"]["low"] <= said["step_time_s"]["predicted"] <= said["step_time_s"]["high"]
     assert said["ranks"][0]["ranks"] == [0]
     assert said["step_time_s"]["measured"] == json.loads(Path("empty/measured.jsonl").read_text())["step_time_s"]
@@ -123,7 +126,7 @@ def test_a_run_that_fails_has_exit_code_3(
     def fails(*_: object) -> None:
         raise ValueError("out of luck")
 
-    monkeypatch.setattr(train, "_step", fails)
+    monkeypatch.setattr(train._Loop, "_step", fails)
     write_tiny(tmp_path, "tp=1,pp=1,dp=1")
     assert main(["run", "tiny.json"]) == 3
     errors = capsys.readouterr().err
@@ -147,7 +150,7 @@ def test_a_run_that_fails_has_exit_code_3(
             "--step: unknown option. Did you mean --steps or --seed or --help? See autoshard run --help"
         ]),
         (("tiny.json", "--out", "tiny.json"), [
-            "--out tiny.json: is a file, and a run overwrites nothing. Type --out tiny.json-2"
+            "--out tiny.json: is a file. Name a folder"
         ]),
     ],
 )  # fmt: skip
