@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from autoshard.runtime.resume import begin, place_of
 
 Say = Callable[[Started | TimedStep | str], None]
 
+_LONGEST = timedelta(hours=12)  # that ranks wait for each other; the watchdog ends steps that hang long before
 _REPORTED = 1000  # steps of a report: the last ones
 _RETRY_S = (10.0, 600.0)  # after a checkpoint that failed: at first, at most
 
@@ -55,11 +57,11 @@ class _Loop:
 
     def __init__(self, plan: Plan, run: Run, build: Builds, say: Say, asked: list[int]) -> None:
         self._plan, self._run, self._say, self._asked = plan, run, say, asked
-        # Devices take no Python objects; saving talks while steps do.
-        self._hosts: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        # Devices take no Python objects; saving talks while steps do. Loading and compiling may take hours.
+        self._hosts: Any = dist.new_group(backend="gloo", timeout=_LONGEST)
         self._saves = run.training.checkpoint.saves
         self._extracts = only_extracts()  # numbers are not real, and every graph is wanted
-        saving = dist.new_group(backend="gloo") if self._saves else None
+        saving = dist.new_group(backend="gloo", timeout=_LONGEST) if self._saves else None
         self._engine: Engine = build(plan, run)
         self._state, notes = begin(plan, run, self._engine, self._hosts)
         if not self._state.trackers:
