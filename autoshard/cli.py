@@ -14,6 +14,7 @@ from autoshard.commands.explain import explain
 from autoshard.commands.listing import list_
 from autoshard.commands.plan import plan
 from autoshard.commands.run import run
+from autoshard.commands.tokenize import tokenize
 from autoshard.commands.validate import validate
 from autoshard.commands.verify import verify
 from autoshard.errors import AutoshardError, InputError, nearest
@@ -27,6 +28,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "compare": compare,
     "verify": verify,
     "run": run,
+    "tokenize": tokenize,
     "validate": validate,
     "calibrate": calibrate,
     "list": list_,

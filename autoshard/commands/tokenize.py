@@ -1,0 +1,152 @@
+"""``autoshard tokenize``: text becomes a set of tokens that runs can read."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoshard.commands.output import print_json
+from autoshard.errors import InputError, require
+from autoshard.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from autoshard.runtime.data.documents import Source
+    from autoshard.runtime.data.tokenizers import TokenizerSpec
+    from autoshard.runtime.data.tokenizing import Progress
+
+_LINE_S = 10.0  # between two lines where there is no terminal
+
+
+def tokenize(
+    source: str,
+    tokenizer: str,
+    out: Path,
+    field: str | None = None,
+    chat: bool = False,
+    chat_template: Path | None = None,
+    eos: str | None = None,
+    bos: str | None = None,
+    subset: str | None = None,
+    split: str = "train",
+    workers: int | None = None,
+    json: bool = False,
+) -> int:
+    """Turn text into tokens in Megatron's indexed format (.bin and .idx), for the data of a recipe.
+
+    The same command goes on where it was killed; the result depends on neither that nor the number of workers.
+
+    Args:
+        source: A file, folder or pattern of .txt (one document each), .jsonl, both also as .gz, or .parquet; or the id
+            of a Hugging Face data set.
+        tokenizer: The word bytes (each byte a token, 257 tokens), a folder with a tokenizer.json, or a name on the hub.
+        out: The folder to write. The same folder goes on with what was begun.
+        field: Where a record has its text. Default: text, and messages with --chat.
+        chat: Records hold conversations, as lists of role and content; what the assistant says is marked as answers.
+        chat_template: A file with a chat template in Jinja. Default: that of the tokenizer.
+        eos: The token that closes a document. Default: that of the tokenizer.
+        bos: A token that opens a document. Default: none.
+        subset: Of a data set on the hub.
+        split: Of a data set on the hub.
+        workers: How many processes tokenize. Default: one for each core.
+        json: Print the manifest as JSON instead of a summary.
+    """
+    from autoshard.runtime.data.tokenizing import Work, tokenize as made
+    from autoshard.spec.record import encode
+
+    num_workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    require(
+        (num_workers >= 1, "--workers", f"must be at least 1, not {num_workers}"),
+        (not out.exists() or out.is_dir(), "--out", f"{out} is a file. Give a folder"),
+        (chat or chat_template is None, "--chat-template", "is for conversations. Type --chat as well"),
+        (chat_template is None or chat_template.is_file(), "--chat-template", f"there is no file {chat_template}"),
+    )
+    work = Work(
+        source=_source(source, subset, split),
+        tokenizer=_tokenizer(tokenizer, eos, bos, chat_template),
+        kind="chat" if chat else "text",
+        field=field or ("messages" if chat else "text"),
+    )
+    with _shown(quiet=json) as say:
+        manifest = made(work, out, num_workers, say)
+    if json:
+        print_json(encode(manifest))
+    else:
+        size = format_bytes(sum(file.bytes for file in manifest.files))
+        counts = f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {size}"
+        print(f"{out}: {counts}, tokens of {manifest.tokenizer.name} (vocabulary {manifest.tokenizer.vocab:,})")
+        if manifest.num_empty:
+            print(f"{manifest.num_empty:,} documents without text were left out")
+    return 0
+
+
+def _source(text: str, subset: str | None, split: str) -> "Source":
+    from autoshard.runtime.data.documents import local_source
+    from autoshard.runtime.data.hub import hub_source, is_hub_id
+
+    found = local_source(text)
+    if found is not None:
+        return found
+    if not is_hub_id(text):
+        raise InputError.of(text, "there is no such file or folder")
+    return hub_source(text, subset, split)
+
+
+def _tokenizer(text: str, eos: str | None, bos: str | None, template: Path | None) -> "TokenizerSpec":
+    from autoshard.runtime.data.hub import CONVERT, hub_tokenizer, is_hub_id
+    from autoshard.runtime.data.tokenizers import BYTES, TokenizerSpec, tokenizer_files
+
+    if text == BYTES:
+        require((not eos and not bos, "--tokenizer", "bytes has no tokens to name by --eos or --bos. Leave them out"))
+        return TokenizerSpec(name=text, template=template)
+    path = Path(text)
+    folder = path.parent if path.name == "tokenizer.json" else path
+    if folder.is_dir():
+        require(((folder / "tokenizer.json").is_file(), text, f"has no tokenizer.json. {CONVERT}"))
+    elif is_hub_id(text):
+        folder = hub_tokenizer(text, tokenizer_files())
+    else:
+        raise InputError.of(
+            "--tokenizer", f"there is no {text}. Type bytes, a folder with a tokenizer.json, or a hub's name"
+        )
+    return TokenizerSpec(name=text, folder=folder.resolve(), eos=eos, bos=bos, template=template)
+
+
+@contextmanager
+def _shown(*, quiet: bool) -> "Iterator[Callable[[Progress], None]]":
+    """Show progress: a bar on a terminal, else a line now and then."""
+    from rich.console import Console
+
+    console, start_s = Console(stderr=True), time.monotonic()
+    if quiet or not console.is_terminal:
+        yield _lines(start_s, quiet=quiet)
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[speed]}"))
+    with Bar(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("", total=None, speed="")
+        yield lambda now: bar.update(task, completed=now.done_bytes, total=now.all_bytes, speed=_speed(now, start_s))
+
+
+def _lines(start_s: float, *, quiet: bool) -> "Callable[[Progress], None]":
+    import sys
+
+    said_s = [start_s]
+
+    def say(now: "Progress") -> None:
+        begins = now.kept_bytes > 0 and now.done_bytes == now.kept_bytes
+        if quiet or (not begins and time.monotonic() - said_s[0] < _LINE_S):
+            return
+        said_s[0] = time.monotonic()
+        share = now.done_bytes / max(1, now.all_bytes)
+        goes_on = "going on: " if begins else ""
+        print(f"{goes_on}{share:.0%} of {format_bytes(now.all_bytes)}, {_speed(now, start_s)}", file=sys.stderr)
+
+    return say
+
+
+def _speed(now: "Progress", start_s: float) -> str:
+    rate = (now.done_bytes - now.kept_bytes) / max(1e-9, time.monotonic() - start_s)
+    return f"{format_count(now.num_tokens)} tokens, {format_bytes(rate)}/s"

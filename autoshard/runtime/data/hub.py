@@ -1,0 +1,132 @@
+"""What comes from a Hugging Face hub: data sets and tokenizers; what can go wrong there, in one sentence each."""
+
+import errno
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from autoshard.errors import InputError
+from autoshard.runtime.data.documents import Source, arrow_parts, piece_bytes
+
+_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?$")
+_UNREACHED = ("ConnectError", "ConnectTimeout", "OfflineModeIsEnabled")  # of whichever HTTP library is used
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+_LOGIN = "Log in with `hf auth login`, or set HF_TOKEN"
+
+
+def is_hub_id(text: str) -> bool:
+    """Tell an id, as in ``owner/name``, from a path."""
+    return _ID.match(text) is not None
+
+
+def hub_source(text: str, subset: str | None, split: str) -> Source:
+    """Download a data set and find its tables; what was downloaded before is taken from the cache."""
+    with _told(text, "dataset"):
+        import datasets
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        api.auth_check(text, repo_type="dataset")
+        revision = api.dataset_info(text).sha
+        datasets.disable_progress_bars()
+        try:
+            table: Any = datasets.load_dataset(text, subset, split=split, revision=revision)
+        except ValueError as error:  # no such subset or split: the message lists those that there are
+            raise InputError.of(text, f"{' '.join(str(error).split())} See --subset and --split") from None
+    paths = [entry["filename"] for entry in table.cache_files]
+    rows = [datasets.Dataset.from_file(path).num_rows for path in paths]
+    files = tuple((path, Path(path).stat().st_size, 0) for path in paths)
+    parts = tuple(arrow_parts(paths, rows, piece_bytes(files)))
+    name = "/".join(filter(None, (text, subset, split)))
+    return Source(text=name, files=files, parts=parts, revision=revision)
+
+
+def hub_tokenizer(name: str, files: tuple[str, ...]) -> Path:
+    """Download the files of a tokenizer, of which the first must be there, and return their folder."""
+    with _told(name, "model"):
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+
+        try:
+            folder = Path(hf_hub_download(name, files[0])).parent
+        except EntryNotFoundError as error:
+            if _status(error) != 404:
+                raise
+            raise InputError.of(name, f"has no {files[0]}. {CONVERT}") from None
+        for file in files[1:]:
+            try:
+                hf_hub_download(name, file, revision=folder.name)
+            except EntryNotFoundError as error:
+                if _status(error) != 404:
+                    raise
+        return folder
+
+
+CONVERT = (
+    "Write one with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER), and give that folder"
+)
+
+
+@contextmanager
+def _told(name: str, kind: Literal["dataset", "model"]) -> Iterator[None]:
+    """Turn what the libraries of a hub raise into one message with the remedy."""
+    try:
+        from huggingface_hub import constants, errors
+    except ImportError:
+        raise InputError.of(
+            name, "comes from a hub, which needs the data extra: pip install 'autoshard[data]'"
+        ) from None
+    try:
+        yield
+    except (OSError, RuntimeError, errors.HfHubHTTPError) as error:
+        found = list(_causes(error))
+        if any(isinstance(one, OSError) and one.errno in _OF_THE_DISK for one in found):
+            raise
+        page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
+        status = next((status for one in found if (status := _status(one))), None)
+        if any(isinstance(one, errors.GatedRepoError) for one in found):
+            message = _gated(page, status)
+        elif any(isinstance(one, errors.RepositoryNotFoundError) for one in found) or status in (401, 403):
+            message = _refused(page, status)
+        else:
+            message = _broken(constants.ENDPOINT, status, found)
+        raise InputError.of(name, message) from error
+
+
+def _gated(page: str, status: int | None) -> str:
+    if status == 403:
+        return (
+            f"its licence is not accepted by the account of your token. Accept it at {page}, or give a token that may"
+        )
+    return f"needs a token and an accepted licence. Accept it at {page}. {_LOGIN}"
+
+
+def _refused(page: str, status: int | None) -> str:
+    if status == 403:
+        return f"your token may not read it. Ask its owner at {page}, or give a token that may"
+    return (
+        f"there is no {page}, or it is private, or your token is wrong. Look at the spelling. {_LOGIN} if it is private"
+    )
+
+
+def _broken(hub: str, status: int | None, found: list[BaseException]) -> str:
+    if status is not None:
+        return f"{hub} answers {status}. Start the same command again later: it goes on where it ended"
+    if any(type(one).__name__ in _UNREACHED for one in found):
+        return (
+            f"{hub} cannot be reached. Look at the network, at a proxy and at HF_ENDPOINT. Without a network, download "
+            "elsewhere and give the folder"
+        )
+    return f"the download from {hub} broke off. Start the same command again: it goes on where it ended"
+
+
+def _status(error: BaseException) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

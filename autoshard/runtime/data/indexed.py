@@ -1,0 +1,311 @@
+r"""Megatron's indexed format: tokens in PREFIX.bin; lengths, places and documents of their sequences in PREFIX.idx.
+
+An index is: 9 bytes ``MMIDIDX\0\0``, a version (1), a code of the tokens' format, how many sequences and how many
+document entries; then per sequence its length (int32), per sequence its first byte in the .bin (int64), and the number
+of the first sequence of each document, closed by the number of sequences (int64). All of it is little-endian.
+
+Files are read by ``pread``, not mapped: a file that shrinks under a run is then an error with a name and not a SIGBUS,
+a slow disk does not hold Python's lock, and thousands of files need no descriptor each.
+"""
+
+import bisect
+import os
+import struct
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, overload
+
+import numpy as np
+
+from autoshard.errors import Fault, InputError, RunFailed
+from autoshard.graph.op import Array
+
+_MAGIC = b"MMIDIDX\0\0"
+_OLD_MAGIC = b"TNTIDX\0\0"  # of fairseq's older "cached" and "lazy" forms
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_CODES = {"int32": 4, "uint16": 8}
+_FLOATS = {6: "float64", 7: "float32"}
+_LENGTH, _PLACE = np.dtype("<i4"), np.dtype("<i8")
+_MOST_OPEN = 64  # descriptors
+_CHUNK = 1 << 24  # bytes that a check reads at a time
+
+AGAIN = "copy it again from where it was made, or tokenize again"
+
+
+def beside(prefix: Path, suffix: str) -> Path:
+    """Return a file of a set: its name may hold dots."""
+    return prefix.with_name(prefix.name + suffix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """What stands where in one pair of files; made by ``read_index``, which checks it against their sizes."""
+
+    prefix: Path
+    dtype: np.dtype
+    num_sequences: int
+    num_entries: int  # of documents: one more than there are
+    num_tokens: int
+
+    @property
+    def bin(self) -> Path:
+        """The file of the tokens."""
+        return beside(self.prefix, ".bin")
+
+    @property
+    def idx(self) -> Path:
+        """The file of the lengths."""
+        return beside(self.prefix, ".idx")
+
+    @property
+    def mask(self) -> Path:
+        """The file that says which tokens are answers: one byte each, 1 or 0. Only conversations have one."""
+        return beside(self.prefix, ".mask.bin")
+
+    @property
+    def places_at(self) -> int:
+        """Where in the index the first bytes of the sequences are listed."""
+        return _HEADER.size + _LENGTH.itemsize * self.num_sequences
+
+    @property
+    def documents_at(self) -> int:
+        """Where in the index the documents are listed."""
+        return self.places_at + _PLACE.itemsize * self.num_sequences
+
+
+def read_index(prefix: Path) -> Index:
+    """Read what an index says, and hold it against the sizes of both files; costs a few small reads for any size."""
+    idx, bin_ = beside(prefix, ".idx"), beside(prefix, ".bin")
+    try:
+        with idx.open("rb", buffering=0) as file:
+            return _checked(prefix, file.fileno(), bin_.stat().st_size)
+    except OSError as error:
+        raise InputError.of(error.filename or str(idx), f"cannot be read: {error.strerror}") from error
+
+
+def _checked(prefix: Path, file: int, bin_bytes: int) -> Index:
+    idx = str(beside(prefix, ".idx"))
+    header, idx_bytes = os.pread(file, _HEADER.size, 0), os.fstat(file).st_size
+    if header.startswith(_OLD_MAGIC):
+        raise InputError.of(idx, "is in an older form (TNTIDX). Tokenize again, or convert it with Megatron-LM")
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise InputError.of(idx, f"is not an index of Megatron's form: it begins with {header[:9]!r}")
+    _, version, code, num_sequences, num_entries = _HEADER.unpack(header)
+    if version != 1:
+        raise InputError.of(idx, f"has version {version}; only version 1 is known")
+    if code not in _DTYPES:
+        raise InputError.of(idx, f"says that tokens are {_FLOATS.get(code, f'of the unknown format {code}')}")
+    index = Index(
+        prefix=prefix, dtype=np.dtype(_DTYPES[code]), num_sequences=num_sequences, num_entries=num_entries, num_tokens=0
+    )
+    _check_idx_bytes(index, idx_bytes)
+    num_bytes = _end(index, file)
+    if num_bytes != bin_bytes:
+        raise InputError.of(str(index.bin), f"{wrong_size(bin_bytes, num_bytes)} by its index")
+    return replace(index, num_tokens=num_bytes // index.dtype.itemsize)
+
+
+def wrong_size(found: int, expected: int) -> str:
+    """Say what became of a file that has another size than it must have, as the begin of a sentence."""
+    what = "truncated" if found < expected else "altered"
+    return f"is {what}: {AGAIN}. It has {found} bytes and should have {expected}"
+
+
+def _check_idx_bytes(index: Index, found: int) -> None:
+    expected = index.documents_at + _PLACE.itemsize * index.num_entries
+    if found == expected:
+        return
+    if index.num_sequences and found == expected + index.num_sequences:
+        raise InputError.of(str(index.idx), "holds the modes of a multimodal set; only sets of text can be read")
+    raise InputError.of(str(index.idx), f"{wrong_size(found, expected)} by its header")
+
+
+def _end(index: Index, file: int) -> int:
+    """Return how many bytes the sequences take by the last one, after a look at the ends of the other columns."""
+
+    def one(dtype: np.dtype, offset: int) -> int:
+        return int.from_bytes(os.pread(file, dtype.itemsize, offset), "little", signed=True)
+
+    if not index.num_entries or one(_PLACE, index.documents_at) != 0:
+        raise InputError.of(str(index.idx), f"is altered: {AGAIN}. Its documents do not begin with sequence 0")
+    if not index.num_sequences:
+        return 0
+    last = index.num_sequences - 1
+    length = one(_LENGTH, _HEADER.size + last * _LENGTH.itemsize)
+    place = one(_PLACE, index.places_at + last * _PLACE.itemsize)
+    closed_by = one(_PLACE, index.documents_at + (index.num_entries - 1) * _PLACE.itemsize)
+    if one(_PLACE, index.places_at) or place < 0 or length < 0 or closed_by > index.num_sequences:
+        raise InputError.of(str(index.idx), f"is altered: {AGAIN}. Its first or last sequence cannot be")
+    return place + length * index.dtype.itemsize
+
+
+class OpenFiles:
+    """Reads parts of many files, and keeps the descriptors of those used last; for one thread."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, int] = OrderedDict()
+
+    def read(self, path: Path, dtype: np.dtype, first: int, count: int, start: int = 0) -> Array:
+        """Read some items of a file whose items begin at byte ``start``."""
+        data = bytearray(count * dtype.itemsize)
+        view, offset = memoryview(data), start + first * dtype.itemsize
+        try:
+            while view and (got := os.preadv(self._descriptor(path), [view], offset)):  # at most 2 GiB at a time
+                view, offset = view[got:], offset + got
+        except OSError as error:
+            raise RunFailed(f"{path}: cannot be read: {error.strerror}") from error
+        if view:
+            raise RunFailed(f"{path}: ends too early; it was whole when it was opened. Copy it again, then start again")
+        return np.frombuffer(data, dtype)
+
+    def _descriptor(self, path: Path) -> int:
+        if path in self._open:
+            self._open.move_to_end(path)
+            return self._open[path]
+        if len(self._open) >= _MOST_OPEN:
+            os.close(self._open.popitem(last=False)[1])
+        self._open[path] = os.open(path, os.O_RDONLY)
+        return self._open[path]
+
+    def close(self) -> None:
+        """Close what is open; reading opens it again."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def __del__(self) -> None:
+        """Leave no descriptor behind."""
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Column(Sequence[int]):
+    """A column of an index as ``bisect`` wants it, left on the disk: a look at n entries reads log n of them."""
+
+    files: OpenFiles
+    path: Path
+    start: int
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        assert isinstance(index, int), "bisect asks for one at a time"
+        return int(self.files.read(self.path, _PLACE, index, 1, self.start)[0])
+
+
+def starts_within(index: Index, files: OpenFiles, first: int, count: int) -> Array:
+    """Return which of the tokens ``first`` to ``first + count - 1`` begin a document, counted from ``first``."""
+    item = index.dtype.itemsize
+    places = _Column(files, index.idx, index.places_at, index.num_sequences)
+    begin = bisect.bisect_left(places, first * item)
+    end = bisect.bisect_left(places, (first + count) * item, begin)
+    if index.num_entries == index.num_sequences + 1:  # every sequence is a document, as in all sets of text
+        found = files.read(index.idx, _PLACE, begin, end - begin, index.places_at)
+        return found // item - first
+    entries = _Column(files, index.idx, index.documents_at, index.num_entries)
+    low = bisect.bisect_left(entries, begin)
+    high = bisect.bisect_left(entries, end, low)
+    sequences = files.read(index.idx, _PLACE, low, high - low, index.documents_at)
+    return np.array([places[int(sequence)] // item - first for sequence in sequences], np.int64)
+
+
+def document_lengths(index: Index, files: OpenFiles) -> Array:
+    """Return the tokens of every document; reads the whole index."""
+    lengths = files.read(index.idx, _LENGTH, 0, index.num_sequences, _HEADER.size).astype(np.int64)
+    if index.num_entries == index.num_sequences + 1:
+        return lengths
+    entries = files.read(index.idx, _PLACE, 0, index.num_entries, index.documents_at)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    return np.diff(ends[np.unique(np.append(entries, index.num_sequences))])
+
+
+def faults_inside(index: Index, files: OpenFiles, vocab: int) -> Iterator[Fault]:
+    """Read both files whole, and say what in them cannot be."""
+    lengths = files.read(index.idx, _LENGTH, 0, index.num_sequences, _HEADER.size).astype(np.int64)
+    places = files.read(index.idx, _PLACE, 0, index.num_sequences, index.places_at)
+    entries = files.read(index.idx, _PLACE, 0, index.num_entries, index.documents_at)
+    if (lengths < 0).any() or (
+        places != np.cumsum(lengths * index.dtype.itemsize) - lengths * index.dtype.itemsize
+    ).any():
+        yield Fault(where=str(index.idx), message=f"is altered: {AGAIN}. Its sequences do not follow one another")
+    if (np.diff(entries) < 0).any():
+        yield Fault(where=str(index.idx), message=f"is altered: {AGAIN}. Its documents do not follow one another")
+    step = _CHUNK // index.dtype.itemsize
+    for first in range(0, index.num_tokens, step):
+        tokens = files.read(index.bin, index.dtype, first, min(step, index.num_tokens - first))
+        if wrong := foreign_token(tokens, vocab):
+            yield Fault(where=str(index.bin), message=wrong)
+            return
+
+
+def foreign_token(tokens: Array, vocab: int) -> str:
+    """Say that tokens are not of a model's vocabulary, if so."""
+    if not tokens.size or (tokens.min() >= 0 and tokens.max() < vocab):
+        return ""
+    worst = tokens.max() if tokens.min() >= 0 else tokens.min()
+    return (
+        f"holds the token {worst}, and the model knows 0 to {vocab - 1}. Tokenize with the model's own tokenizer, "
+        f"or train a model with at least {worst + 1} tokens"
+    )
+
+
+class IndexedWriter:
+    """Writes a set document by document; only lengths stay in memory until ``close`` writes the index."""
+
+    def __init__(self, prefix: Path, vocab: int, *, masked: bool = False) -> None:
+        self.prefix, self.num_tokens = prefix, 0
+        self._dtype = np.dtype(dtype_of(vocab))
+        self._lengths = array("i")
+        self._bin = beside(prefix, ".bin").open("wb")
+        self._mask = beside(prefix, ".mask.bin").open("wb") if masked else None
+
+    @property
+    def num_documents(self) -> int:
+        """Documents so far."""
+        return len(self._lengths)
+
+    def add(self, document: Sequence[int] | Array, answers: Sequence[bool] = ()) -> None:
+        """Write one document, and which of its tokens are answers."""
+        if len(document) > np.iinfo(_LENGTH).max:
+            raise InputError.of(
+                str(self.prefix), f"a document has {len(document)} tokens; the format holds 2 ** 31 - 1"
+            )
+        self._bin.write(np.asarray(document).astype(self._dtype).tobytes())
+        if self._mask is not None:
+            self._mask.write(np.array(answers, np.uint8).tobytes())
+        self._lengths.append(len(document))
+        self.num_tokens += len(document)
+
+    def close(self) -> tuple[Path, ...]:
+        """Write the index, see all files onto the disk, and return them; nothing is left of a set without documents."""
+        idx = beside(self.prefix, ".idx").open("wb")
+        idx.write(_HEADER.pack(_MAGIC, 1, _CODES[self._dtype.name], self.num_documents, self.num_documents + 1))
+        lengths = np.array(self._lengths, np.int64)
+        idx.write(lengths.astype(_LENGTH).tobytes())
+        idx.write(((np.cumsum(lengths) - lengths) * self._dtype.itemsize).astype(_PLACE).tobytes())
+        idx.write(np.arange(self.num_documents + 1, dtype=_PLACE).tobytes())
+        written = [self._bin, idx, self._mask] if self._mask else [self._bin, idx]
+        for file in written:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        paths = tuple(Path(file.name) for file in written)
+        if self.num_documents:
+            return paths
+        for path in paths:
+            path.unlink()
+        return ()
+
+
+def dtype_of(vocab: int) -> Literal["uint16", "int32"]:
+    """Return the format of tokens, as Megatron chooses it."""
+    return "uint16" if vocab < 65500 else "int32"

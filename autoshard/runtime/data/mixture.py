@@ -1,0 +1,134 @@
+"""Several sets as one source: which tokens make up sample k is a function of a seed and k, without any index.
+
+The set of sample k, and how many samples of that set came before it, follow from k and the weights (``Shares``). That
+count names an epoch of the set and a place in it, and a permutation of the epoch, keyed by seed, set and epoch, names
+the sample. So every sample costs the same, whatever k, and a change of data-parallel size, workers or machine changes
+nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.graph.op import Array
+from autoshard.runtime.data.permutation import permuted
+from autoshard.runtime.data.source import Samples
+from autoshard.runtime.data.stream import Cut, Packs, Span, Stream
+
+_BITS = 30  # of a weight: one sample in a billion is off, and products stay inside 64 bits
+_ONE = 1 << _BITS
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """A tree that parts sample numbers by weight: evenly, and with a closed form for any number.
+
+    Of the first k numbers that reach a node, k times its weight go left, rounded; leaves are sets. Joining the two
+    lightest first keeps what any set got after any k less than two samples from what its weight says.
+    """
+
+    left: "Shares | int"
+    right: "Shares | int | None" = None
+    weight: int = _ONE  # of the left, in parts of _ONE
+
+    @classmethod
+    def of(cls, weights: Sequence[float]) -> "Shares":
+        """Build the tree of some positive weights.
+
+        >>> Shares.of([3, 1]).chosen(np.arange(8))[0].tolist()
+        [0, 0, 1, 0, 0, 0, 1, 0]
+        """
+        nodes: list[tuple[float, int, Shares | int]] = [
+            (weight, number, number) for number, weight in enumerate(weights)
+        ]
+        while len(nodes) > 1:
+            light, heavy, *nodes = sorted(nodes, key=lambda node: node[:2])
+            both = light[0] + heavy[0]
+            joined = cls(heavy[2], light[2], round(heavy[0] / both * _ONE))
+            nodes.append((both, min(light[1], heavy[1]), joined))
+        node = nodes[0][2]
+        return node if isinstance(node, Shares) else cls(node)
+
+    def chosen(self, numbers: Array) -> tuple[Array, Array]:
+        """Return the set of each sample, and how many samples of that set come before it."""
+        before = self._left_of_first(numbers)
+        goes_left = self._left_of_first(numbers + 1) > before
+        sets, counts = np.empty_like(numbers), np.empty_like(numbers)
+        for side, mine, local in ((self.left, goes_left, before), (self.right, ~goes_left, numbers - before)):
+            if isinstance(side, Shares):
+                sets[mine], counts[mine] = side.chosen(local[mine])
+            elif side is not None:
+                sets[mine], counts[mine] = side, local[mine]
+        return sets, counts
+
+    def _left_of_first(self, count: Array) -> Array:
+        whole, rest = count >> _BITS, count & (_ONE - 1)
+        return whole * self.weight + ((rest * self.weight + _ONE // 2) >> _BITS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutStream:
+    """A set, cut into samples, and what it weighs in the mixture."""
+
+    stream: Stream
+    cut: Cut
+    weight: float
+
+    def __str__(self) -> str:
+        """Say what it is, for the banner of a run."""
+        tokens = f"{self.stream.num_tokens:,} tokens, {len(self.cut):,} samples an epoch"
+        if not isinstance(self.cut, Packs):
+            return f"{self.stream.name}: {tokens}"
+        cut = f", {self.cut.num_cut} longer than a sample and cut" if self.cut.num_cut else ""
+        return f"{self.stream.name}: {tokens} of whole conversations{cut}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """A source of samples from several sets."""
+
+    sets: tuple[CutStream, ...]
+    shares: Shares
+    seq_len: int
+    seed: int
+    separate: bool  # labels in another document than their token do not count
+    answers_only: bool
+
+    def samples(self, first: int, count: int) -> Samples:
+        """Read the samples of these numbers."""
+        tokens = np.zeros((count, self.seq_len + 1), np.int64)
+        counted = np.zeros((count, self.seq_len), np.bool_)
+        starts = np.zeros((count, self.seq_len), np.int64)
+        for row, (number, sample) in enumerate(zip(*self.members(first, count), strict=True)):
+            chosen = self.sets[number]
+            span = chosen.stream.read(*chosen.cut.place(sample))
+            tokens[row, : len(span.tokens)] = span.tokens
+            counted[row], starts[row] = self._labels(span)
+        return Samples(tokens=tokens, counted=counted, document_starts=starts)
+
+    def members(self, first: int, count: int) -> tuple[list[int], list[int]]:
+        """Return the set of each sample, and its number in that set."""
+        which, before = self.shares.chosen(np.arange(first, first + count))
+        numbers = np.empty_like(before)
+        for number, one in enumerate(self.sets):
+            epochs, places = np.divmod(before, len(one.cut))
+            for epoch in np.unique(epochs[which == number]).tolist():
+                mine = (which == number) & (epochs == epoch)
+                numbers[mine] = permuted(places[mine], len(one.cut), (self.seed, number, epoch))
+        return which.tolist(), numbers.tolist()
+
+    def _labels(self, span: Span) -> tuple[Array, Array]:
+        """Return which labels count, and where the document of each token begins; what is padded is one of its own."""
+        length = len(span.tokens)
+        begins = np.zeros(self.seq_len + 1, np.int64)
+        begins[span.starts] = span.starts
+        if length <= self.seq_len:
+            begins[length] = length
+        begins = np.maximum.accumulate(begins)
+        counted = np.arange(1, self.seq_len + 1) < length
+        if self.answers_only and span.answers is not None:
+            counted[: length - 1] &= span.answers[1:]
+        if self.separate:
+            counted &= begins[1:] == begins[:-1]
+        return counted, begins[:-1]

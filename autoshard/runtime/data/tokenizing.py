@@ -1,0 +1,327 @@
+"""Text becomes a folder of tokens: piece by piece, in several processes, and goes on where it was killed.
+
+What a piece of work is follows from the source alone, and each becomes files of its own; so the folder is byte for byte
+the same for any number of processes and however often the work was interrupted.
+"""
+
+import fcntl
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import Fault, InputError, RunFailed
+from autoshard.runtime.data.chat import ChatTemplate, Marked, messages_of
+from autoshard.runtime.data.documents import Part, Source, documents
+from autoshard.runtime.data.indexed import IndexedWriter, beside, dtype_of
+from autoshard.runtime.data.manifest import (
+    NAME,
+    SCHEMA,
+    FileRecord,
+    Kind,
+    Manifest,
+    TokenizerRecord,
+    described,
+    missing_or_resized,
+    read_manifest,
+    write_record,
+)
+from autoshard.runtime.data.tokenizers import Tokenizer, TokenizerSpec, open_tokenizer
+from autoshard.spec import record
+from autoshard.spec.files import read_data
+
+_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024  # that a tokenizer gets at a time
+_WORK, _DONE, _LOCK = "work.json", ".done.json", "work.lock"  # of a folder, until all is done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What becomes tokens, and how."""
+
+    source: Source
+    tokenizer: TokenizerSpec
+    kind: Kind
+    field: str  # of a record: the text, or the messages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceRecord:
+    """A piece that is done."""
+
+    source_bytes: int
+    num_tokens: int
+    num_documents: int
+    num_empty: int
+    files: tuple[FileRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far the work is."""
+
+    done_bytes: int
+    all_bytes: int
+    num_tokens: int
+    kept_bytes: int  # of it done before this start
+
+
+def tokenize(work: Work, out: Path, num_workers: int, say: Callable[[Progress], None]) -> Manifest:
+    """Make a folder of tokens, or finish one that was begun."""
+    tokenizer = open_tokenizer(work.tokenizer)  # what is wrong with it must not wait for a process
+    if work.kind == "text" and tokenizer.record.eos is None:
+        raise InputError.of("--eos", f"{work.tokenizer.name} does not say what ends a document. Name the token")
+    if work.kind == "chat" and tokenizer.template is None:
+        raise InputError.of(
+            "--chat-template", f"{work.tokenizer.name} has no chat template. Give one in a file of Jinja"
+        )
+    if (out / NAME).exists():
+        return _finished(work, tokenizer.record, out)
+    out.mkdir(parents=True, exist_ok=True)
+    pieces = [_Piece.of(work, parts, out, number) for number, parts in enumerate(work.source.pieces())]
+    with _claimed(work, tokenizer.record, out):
+        done = {piece.prefix: found for piece in pieces if (found := piece.kept()) is not None}
+        kept = sum(one.source_bytes for one in done.values())
+        total = sum(piece.size for piece in pieces)
+
+        def tell() -> None:
+            finished = sum(one.source_bytes for one in done.values())
+            tokens = sum(one.num_tokens for one in done.values())
+            say(Progress(done_bytes=finished, all_bytes=total, num_tokens=tokens, kept_bytes=kept))
+
+        tell()
+        for piece, found in _made([piece for piece in pieces if piece.prefix not in done], num_workers):
+            done[piece.prefix] = found
+            tell()
+        manifest = _manifest(work, tokenizer.record, [done[piece.prefix] for piece in pieces])
+        write_record(manifest, out / NAME)
+        _clear(out)
+    return manifest
+
+
+def _clear(out: Path) -> None:
+    """Remove what only unfinished work needs."""
+    for path in (*out.glob(f"*{_DONE}"), out / _WORK, out / _LOCK):
+        path.unlink(missing_ok=True)
+
+
+def _finished(work: Work, tokenizer: TokenizerRecord, out: Path) -> Manifest:
+    manifest = read_manifest(out / NAME)
+    asked = (work.source.text, work.source.revision, work.kind, tokenizer)
+    if (manifest.source, manifest.revision, manifest.kind, manifest.tokenizer) != asked:
+        raise InputError.of(str(out), "holds another set. Give another --out, or remove the folder")
+    if faults := list(missing_or_resized(out, manifest.files)):
+        raise InputError(faults)
+    _clear(out)
+    return manifest
+
+
+@contextmanager
+def _claimed(work: Work, tokenizer: TokenizerRecord, out: Path) -> Iterator[None]:
+    """Hold a folder for this work: against other processes by a lock, against other work by what was asked before."""
+    path = out / _WORK
+    asked = {"work": record.encode(work), "tokenizer": record.encode(tokenizer)}
+    file = os.open(out / _LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError.of(
+                str(out), "another process tokenizes into it. Wait for it, or give another --out"
+            ) from None
+        if path.exists() and read_data(path) != asked:
+            raise InputError.of(
+                str(out),
+                "holds unfinished work on another source, or with another tokenizer, or the source has changed "
+                "since. Give another --out, or remove the folder",
+            )
+        if not path.exists():
+            write_record(asked, path)
+        yield
+    finally:
+        os.close(file)
+
+
+def _made(pieces: "Sequence[_Piece]", num_workers: int) -> "Iterator[tuple[_Piece, PieceRecord]]":
+    """Make pieces, in one process or several."""
+    if num_workers == 1 or len(pieces) < 2:
+        yield from ((piece, _make(piece)) for piece in pieces)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would inherit the library's threads, but not their locks
+    ends_with_us, stop = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(min(num_workers, len(pieces)), context, _start, (ends_with_us,))
+    try:
+        yield from _gathered({pool.submit(_make_here, piece): piece for piece in pieces})
+    except BrokenProcessPool:
+        raise RunFailed(
+            "a process that tokenized was killed, perhaps for its memory: fewer --workers take less"
+        ) from None
+    finally:
+        stop.close()  # what still runs here after an interrupt ends now
+        pool.shutdown(cancel_futures=True)
+        ends_with_us.close()
+
+
+def _gathered(waiting: "dict[Future[_Found], _Piece]") -> "Iterator[tuple[_Piece, PieceRecord]]":
+    """Yield pieces as they are done; those that were begun are finished before faults are raised."""
+    faults: list[Fault] = []
+    while waiting:
+        for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+            piece = waiting.pop(future)
+            if future.cancelled():
+                continue
+            found = future.result()
+            if isinstance(found, PieceRecord):
+                yield piece, found
+            else:
+                faults += found
+                for other in waiting:
+                    other.cancel()
+    if faults:
+        raise InputError(faults)
+
+
+def _start(ends_with_parent: Connection) -> None:
+    """Make this process a worker that ends when its parent does, however that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # typed for the parent, which closes the pipe
+    os.putenv("TOKENIZERS_PARALLELISM", "false")  # processes share the cores already
+    threading.Thread(target=_end_with, args=(ends_with_parent,), daemon=True).start()
+
+
+def _end_with(parent: Connection) -> None:
+    try:
+        parent.poll(None)
+    finally:
+        os._exit(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """One piece of work, as a worker gets it."""
+
+    prefix: Path  # of the files that it becomes
+    parts: tuple[Part, ...]
+    tokenizer: TokenizerSpec
+    kind: Kind
+    field: str
+
+    @classmethod
+    def of(cls, work: Work, parts: tuple[Part, ...], out: Path, number: int) -> "_Piece":
+        prefix = out / f"part-{number:05d}"
+        return cls(prefix=prefix, parts=parts, tokenizer=work.tokenizer, kind=work.kind, field=work.field)
+
+    @property
+    def size(self) -> int:
+        """Bytes of text, about."""
+        return sum(part.size for part in self.parts)
+
+    def kept(self) -> PieceRecord | None:
+        """Return what was done before, if its files are there."""
+        path = beside(self.prefix, _DONE)
+        if not path.exists():
+            return None
+        found = record.decode(PieceRecord, read_data(path))
+        return None if any(missing_or_resized(self.prefix.parent, found.files)) else found
+
+
+_Found = PieceRecord | tuple[Fault, ...]  # errors do not travel well between processes
+
+
+def _make_here(piece: _Piece) -> _Found:
+    try:
+        return _make(piece)
+    except InputError as error:
+        return error.faults
+
+
+@functools.cache
+def _opened(spec: TokenizerSpec) -> Tokenizer:
+    """Open the tokenizer of a process once for all its pieces."""
+    return open_tokenizer(spec)
+
+
+def _make(piece: _Piece) -> PieceRecord:
+    """Tokenize a piece into files; its record comes last, and says that they are whole."""
+    aside = beside(piece.prefix, ".partial")
+    tokenizer = _opened(piece.tokenizer)
+    writer = IndexedWriter(aside, tokenizer.record.vocab, masked=piece.kind == "chat")
+    template = ChatTemplate(source=tokenizer.template or "", special=tokenizer.special)
+    num_empty = 0
+    for batch in _batches(piece, template):
+        texts = [text for text in batch if text]
+        num_empty += len(batch) - len(texts)
+        if piece.kind == "text":
+            for document in tokenizer.documents(texts):
+                writer.add(document)
+        else:
+            for tokens, answers in tokenizer.conversations(texts):
+                writer.add(tokens, answers)
+    files = tuple(
+        replace(described(path), name=path.name.replace(aside.name, piece.prefix.name)) for path in writer.close()
+    )
+    for file in files:
+        beside(aside, file.name.removeprefix(piece.prefix.name)).replace(piece.prefix.with_name(file.name))
+    done = PieceRecord(
+        source_bytes=piece.size,
+        num_tokens=writer.num_tokens,
+        num_documents=writer.num_documents,
+        num_empty=num_empty,
+        files=files,
+    )
+    write_record(done, beside(piece.prefix, _DONE))
+    return done
+
+
+def _batches(piece: _Piece, template: ChatTemplate) -> Iterator[list[Any]]:
+    """Gather texts, or marked conversations, to what a tokenizer gets at a time."""
+    held: list[Any] = []
+    size = 0
+    for part in piece.parts:
+        for where, value in documents(part, piece.field):
+            one = _told(value, where, piece, template)
+            held.append(one)
+            size += len(one.text) if isinstance(one, Marked) else len(one)
+            if size >= _BATCH_CHARACTERS or len(held) >= _BATCH_DOCUMENTS:
+                yield held
+                held, size = [], 0
+    yield held
+
+
+def _told(value: Any, where: str, piece: _Piece, template: ChatTemplate) -> str | Marked:
+    if piece.kind == "chat":
+        try:
+            return template.marked(messages_of(value, piece.field))
+        except InputError as error:
+            raise InputError(
+                Fault(where=f"{where}: {one.where}", message=one.message) for one in error.faults
+            ) from None
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise InputError.of(where, f"{piece.field!r} is no text. Name another field with --field, or give --chat")
+    return value
+
+
+def _manifest(work: Work, tokenizer: TokenizerRecord, pieces: Sequence[PieceRecord]) -> Manifest:
+    if not any(one.num_tokens for one in pieces):
+        raise InputError.of(work.source.text, "holds no text")
+    return Manifest(
+        schema=SCHEMA,
+        source=work.source.text,
+        revision=work.source.revision,
+        kind=work.kind,
+        tokenizer=tokenizer,
+        dtype=dtype_of(tokenizer.vocab),
+        num_tokens=sum(one.num_tokens for one in pieces),
+        num_documents=sum(one.num_documents for one in pieces),
+        num_empty=sum(one.num_empty for one in pieces),
+        files=tuple(file for one in pieces for file in one.files),
+    )
