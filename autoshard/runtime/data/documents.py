@@ -3,14 +3,17 @@
 import glob
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from autoshard.errors import Fault, InputError
 
 Form = Literal["text", "jsonl", "parquet", "arrow"]
+
+Where = Callable[[], str]
 
 _FORMS: dict[str, Form] = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _SUFFIXES = ", ".join([*_FORMS, ".txt.gz", ".jsonl.gz"])
@@ -125,11 +128,11 @@ def arrow_parts(paths: Sequence[str], rows: Sequence[int], size: int) -> Iterato
             yield Part(path=path, form="arrow", begin=begin, end=end, size=length * (end - begin) // num_rows)
 
 
-def documents(part: Part, field: str) -> Iterator[tuple[str, Any]]:
-    """Read the documents of a part, each with the place that messages name."""
+def documents(part: Part, field: str) -> Iterator[tuple[Where, Any]]:
+    """Read the documents of a part, each with how to find out the place that messages name."""
     try:
         if part.form == "text":
-            yield part.path, _text(part)
+            yield partial(str, part.path), _text(part)
         elif part.form == "jsonl":
             yield from _lines(part, field)
         else:
@@ -145,7 +148,7 @@ def _text(part: Part) -> str:
     return (gzip.decompress(data) if part.packed else data).decode()
 
 
-def _lines(part: Part, field: str) -> Iterator[tuple[str, Any]]:
+def _lines(part: Part, field: str) -> Iterator[tuple[Where, Any]]:
     """Read the lines that begin in the range of a part: the one that crosses its begin belongs to the part before."""
     with gzip.open(part.path, "rb") if part.packed else open(part.path, "rb") as file:  # noqa: PTH123
         if part.begin:
@@ -156,38 +159,37 @@ def _lines(part: Part, field: str) -> Iterator[tuple[str, Any]]:
             if at >= part.end and not part.packed:
                 return
             if line.strip():
-                yield f"{part.path} at byte {at}", _field(line, field, part, at)
+                where = partial(_line, part, at)
+                yield where, _field(line, field, where)
             at += len(line)
 
 
-def _field(line: bytes, field: str, part: Part, at: int) -> Any:
+def _field(line: bytes, field: str, where: Where) -> Any:
     value = None
     try:
         value = json.loads(line)
         return value[field]
     except ValueError as error:
-        raise InputError.of(f"{part.path} line {_line_number(part, at)}", f"is not JSON: {error}") from None
+        raise InputError.of(where(), f"is not JSON: {error}") from None
     except (KeyError, TypeError):
         hint = f"it has {', '.join(value)}. Name one with --field" if isinstance(value, dict) else "it is no object"
-        place = f"{part.path} line {_line_number(part, at)}"
-        raise InputError.of(place, f"has no {field!r}: {hint}") from None
+        raise InputError.of(where(), f"has no {field!r}: {hint}") from None
 
 
-def _line_number(part: Part, at: int) -> int:
+def _line(part: Part, at: int) -> str:
+    """Name the line that begins at a byte."""
     with gzip.open(part.path, "rb") if part.packed else open(part.path, "rb") as file:  # noqa: PTH123
         number = 1
         while at > 0 and (chunk := file.read(min(at, 1 << 20))):
             number, at = number + chunk.count(b"\n"), at - len(chunk)
-        return number
+        return f"{part.path} line {number}"
 
 
-def _rows(part: Part, field: str) -> Iterator[tuple[str, Any]]:
-    at = part.begin if part.form == "arrow" else 0
-    for column in _columns(part, field):
-        for value in column:
-            place = f"{part.path} row {at}" if part.form == "arrow" else f"{part.path} row group {part.begin} row {at}"
-            yield place, value
-            at += 1
+def _rows(part: Part, field: str) -> Iterator[tuple[Where, Any]]:
+    first, group = (0, f" row group {part.begin}") if part.form == "parquet" else (part.begin, "")
+    values = (value for column in _columns(part, field) for value in column)
+    for row, value in enumerate(values, first):
+        yield partial("{}{} row {}".format, part.path, group, row), value
 
 
 def _columns(part: Part, field: str) -> Iterator[list[Any]]:

@@ -12,6 +12,7 @@ from autoshard.runtime.data.documents import Source, arrow_parts, piece_bytes
 
 _ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?$")
 _UNREACHED = ("ConnectError", "ConnectTimeout", "OfflineModeIsEnabled")  # of whichever HTTP library is used
+_BROKEN = ("RemoteProtocolError", "ReadError", "ReadTimeout", "PoolTimeout", "IncompleteRead")
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _LOGIN = "Log in with `hf auth login`, or set HF_TOKEN"
 
@@ -25,11 +26,12 @@ def hub_source(text: str, subset: str | None, split: str) -> Source:
     """Download a data set and find its tables; what was downloaded before is taken from the cache."""
     with _told(text, "dataset"):
         import datasets
-        from huggingface_hub import HfApi
+        from huggingface_hub import HfApi, constants
 
-        api = HfApi()
-        api.auth_check(text, repo_type="dataset")
-        revision = api.dataset_info(text).sha
+        revision = None
+        if not constants.HF_HUB_OFFLINE:  # else what the cache has is all that there is
+            HfApi().auth_check(text, repo_type="dataset")
+            revision = HfApi().dataset_info(text).sha
         datasets.disable_progress_bars()
         try:
             table: Any = datasets.load_dataset(text, subset, split=split, revision=revision)
@@ -74,13 +76,16 @@ def _told(name: str, kind: Literal["dataset", "model"]) -> Iterator[None]:
     """Turn what the libraries of a hub raise into one message with the remedy."""
     try:
         from huggingface_hub import constants, errors
+
+        # Of the HTTP library, which is another one from time to time.
+        http_error: type[Exception] = errors.HfHubHTTPError.__mro__[1]
     except ImportError:
         raise InputError.of(
             name, "comes from a hub, which needs the data extra: pip install 'autoshard[data]'"
         ) from None
     try:
         yield
-    except (OSError, RuntimeError, errors.HfHubHTTPError) as error:
+    except (OSError, RuntimeError, http_error) as error:
         found = list(_causes(error))
         if any(isinstance(one, OSError) and one.errno in _OF_THE_DISK for one in found):
             raise
@@ -91,7 +96,7 @@ def _told(name: str, kind: Literal["dataset", "model"]) -> Iterator[None]:
         elif any(isinstance(one, errors.RepositoryNotFoundError) for one in found) or status in (401, 403):
             message = _refused(page, status)
         else:
-            message = _broken(constants.ENDPOINT, status, found)
+            message = _broken(constants.ENDPOINT, status, found) or f"cannot be read: {' '.join(str(error).split())}"
         raise InputError.of(name, message) from error
 
 
@@ -113,13 +118,15 @@ def _refused(page: str, status: int | None) -> str:
 
 def _broken(hub: str, status: int | None, found: list[BaseException]) -> str:
     if status is not None:
-        return f"{hub} answers {status}. Start the same command again later: it goes on where it ended"
+        return f"{hub} answers {status}. Start the same command again later: finished files are kept"
     if any(type(one).__name__ in _UNREACHED for one in found):
         return (
             f"{hub} cannot be reached. Look at the network, at a proxy and at HF_ENDPOINT. Without a network, download "
             "elsewhere and give the folder"
         )
-    return f"the download from {hub} broke off. Start the same command again: it goes on where it ended"
+    if any(type(one).__name__ in _BROKEN or isinstance(one, ConnectionError | TimeoutError) for one in found):
+        return f"the download from {hub} broke off. Start the same command again: finished files are kept"
+    return ""
 
 
 def _status(error: BaseException) -> int | None:

@@ -259,7 +259,10 @@ def foreign_token(tokens: Array, vocab: int) -> str:
 
 
 class IndexedWriter:
-    """Writes a set document by document; only lengths stay in memory until ``close`` writes the index."""
+    """Writes a set document by document; only lengths stay in memory until ``close`` writes the index.
+
+    As a context it leaves no file open when something goes wrong.
+    """
 
     def __init__(self, prefix: Path, vocab: int, *, masked: bool = False) -> None:
         self.prefix, self.num_tokens = prefix, 0
@@ -267,6 +270,14 @@ class IndexedWriter:
         self._lengths = array("i")
         self._bin = beside(prefix, ".bin").open("wb")
         self._mask = beside(prefix, ".mask.bin").open("wb") if masked else None
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (self._bin, self._mask):
+            if file is not None:
+                file.close()
 
     @property
     def num_documents(self) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 from autoshard.errors import Fault, InputError, RunFailed
 from autoshard.runtime.data.chat import ChatTemplate, Marked, messages_of
-from autoshard.runtime.data.documents import Part, Source, documents
+from autoshard.runtime.data.documents import Part, Source, Where, documents
 from autoshard.runtime.data.indexed import IndexedWriter, beside, dtype_of
 from autoshard.runtime.data.manifest import (
     NAME,
@@ -51,6 +51,14 @@ class Work:
     tokenizer: TokenizerSpec
     kind: Kind
     field: str  # of a record: the text, or the messages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    """What a folder is for, while the work in it is not finished."""
+
+    work: Work
+    tokenizer: TokenizerRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +136,7 @@ def _finished(work: Work, tokenizer: TokenizerRecord, out: Path) -> Manifest:
 def _claimed(work: Work, tokenizer: TokenizerRecord, out: Path) -> Iterator[None]:
     """Hold a folder for this work: against other processes by a lock, against other work by what was asked before."""
     path = out / _WORK
-    asked = {"work": record.encode(work), "tokenizer": record.encode(tokenizer)}
+    begun = _Begun(work=work, tokenizer=tokenizer)
     file = os.open(out / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
         try:
@@ -137,14 +145,14 @@ def _claimed(work: Work, tokenizer: TokenizerRecord, out: Path) -> Iterator[None
             raise InputError.of(
                 str(out), "another process tokenizes into it. Wait for it, or give another --out"
             ) from None
-        if path.exists() and read_data(path) != asked:
+        if path.exists() and read_data(path) != record.encode(begun):
             raise InputError.of(
                 str(out),
                 "holds unfinished work on another source, or with another tokenizer, or the source has changed "
                 "since. Give another --out, or remove the folder",
             )
         if not path.exists():
-            write_record(asked, path)
+            write_record(begun, path)
         yield
     finally:
         os.close(file)
@@ -250,9 +258,26 @@ def _opened(spec: TokenizerSpec) -> Tokenizer:
 
 def _make(piece: _Piece) -> PieceRecord:
     """Tokenize a piece into files; its record comes last, and says that they are whole."""
-    aside = beside(piece.prefix, ".partial")
-    tokenizer = _opened(piece.tokenizer)
-    writer = IndexedWriter(aside, tokenizer.record.vocab, masked=piece.kind == "chat")
+    aside, tokenizer = beside(piece.prefix, ".partial"), _opened(piece.tokenizer)
+    with IndexedWriter(aside, tokenizer.record.vocab, masked=piece.kind == "chat") as writer:
+        num_empty = _write(piece, tokenizer, writer)
+        written = writer.close()
+    files = tuple(replace(described(path), name=path.name.replace(aside.name, piece.prefix.name)) for path in written)
+    for path, file in zip(written, files, strict=True):
+        path.replace(piece.prefix.with_name(file.name))
+    done = PieceRecord(
+        source_bytes=piece.size,
+        num_tokens=writer.num_tokens,
+        num_documents=writer.num_documents,
+        num_empty=num_empty,
+        files=files,
+    )
+    write_record(done, beside(piece.prefix, _DONE))
+    return done
+
+
+def _write(piece: _Piece, tokenizer: Tokenizer, writer: IndexedWriter) -> int:
+    """Write the tokens of a piece, and return how many of its documents are empty."""
     template = ChatTemplate(source=tokenizer.template or "", special=tokenizer.special)
     num_empty = 0
     for batch in _batches(piece, template):
@@ -264,20 +289,7 @@ def _make(piece: _Piece) -> PieceRecord:
         else:
             for tokens, answers in tokenizer.conversations(texts):
                 writer.add(tokens, answers)
-    files = tuple(
-        replace(described(path), name=path.name.replace(aside.name, piece.prefix.name)) for path in writer.close()
-    )
-    for file in files:
-        beside(aside, file.name.removeprefix(piece.prefix.name)).replace(piece.prefix.with_name(file.name))
-    done = PieceRecord(
-        source_bytes=piece.size,
-        num_tokens=writer.num_tokens,
-        num_documents=writer.num_documents,
-        num_empty=num_empty,
-        files=files,
-    )
-    write_record(done, beside(piece.prefix, _DONE))
-    return done
+    return num_empty
 
 
 def _batches(piece: _Piece, template: ChatTemplate) -> Iterator[list[Any]]:
@@ -295,18 +307,18 @@ def _batches(piece: _Piece, template: ChatTemplate) -> Iterator[list[Any]]:
     yield held
 
 
-def _told(value: Any, where: str, piece: _Piece, template: ChatTemplate) -> str | Marked:
+def _told(value: Any, where: Where, piece: _Piece, template: ChatTemplate) -> str | Marked:
     if piece.kind == "chat":
         try:
             return template.marked(messages_of(value, piece.field))
         except InputError as error:
             raise InputError(
-                Fault(where=f"{where}: {one.where}", message=one.message) for one in error.faults
+                Fault(where=f"{where()}: {one.where}", message=one.message) for one in error.faults
             ) from None
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise InputError.of(where, f"{piece.field!r} is no text. Name another field with --field, or give --chat")
+        raise InputError.of(where(), f"{piece.field!r} is no text. Name another field with --field, or give --chat")
     return value
 
 

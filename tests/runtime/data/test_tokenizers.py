@@ -1,0 +1,138 @@
+"""Tokens of texts and of conversations, and which of them are answers."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from autoshard.errors import InputError
+from autoshard.runtime.data.chat import CHATML, ChatTemplate, messages_of
+from autoshard.runtime.data.tokenizers import ByteTokenizer, LibraryTokenizer, TokenizerSpec, open_tokenizer
+from tests.runtime.data.small_tokenizer import write_tokenizer
+
+LLAMA3 = (  # the shape of Llama 3's own
+    "{% for message in messages %}"
+    "{% set content = '<|start|>' + message['role'] + '<|end|>\n\n' + message['content'] | trim + '<|eot|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"
+)
+MARKED = (
+    "{%- for message in messages %}\n{%- if message.role == 'assistant' %}A: {% generation %}"
+    "{{ message.content }}.{% endgeneration %}{% else %}Q: {{ message.content }}\n{% endif %}{% endfor %}"
+)
+LAST_ONLY = "{% for message in messages %}{% if loop.last %}{{ message.content }}{% else %}-{% endif %}{% endfor %}"
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Häh?"},
+    {"role": "assistant", "content": "Größe 🙂"},
+    {"role": "user", "content": "Ah"},
+    {"role": "assistant", "content": "ja"},
+]
+
+
+def answers(template: str, messages=TALK, **special: str) -> list[str]:
+    marked = ChatTemplate(source=template, special=special).marked(messages)
+    return [marked.text[begin:end] for begin, end in marked.ranges]
+
+
+def test_answers_are_what_the_assistant_adds_to_its_prompt() -> None:
+    assert answers(CHATML) == ["Größe 🙂<|im_end|>\n", "ja<|im_end|>\n"]
+    assert answers(LLAMA3, bos_token="<s>") == ["Größe 🙂<|eot|>", "ja<|eot|>"]
+
+
+def test_a_template_may_mark_answers_itself() -> None:
+    assert answers(MARKED) == ["Größe 🙂.", "ja."]
+    assert (
+        ChatTemplate(source=MARKED, special={}).marked(TALK).text == "Q: Be brief.\nQ: Häh?\nA: Größe 🙂.Q: Ah\nA: ja."
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (LAST_ONLY, "writes earlier turns otherwise .* Give one with --chat-template"),
+        ("{% for", "is not Jinja"),
+        ("{{ raise_exception('only two roles') }}", "refuses a conversation: only two roles"),
+        ("{{ ''.__class__.__mro__ }}", "refuses a conversation: .*unsafe"),
+    ],
+)
+def test_a_template_that_cannot_serve_is_refused(template: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        answers(template)
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([], "messages: expected a list"),
+        ("hello", "messages: expected a list"),
+        ([{"content": "x"}], r"messages\[0\]: expected"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"messages\[0\].content: expected text"),
+        ([{"role": "user", "content": "\ue0f0"}], "private characters"),
+    ],
+)
+def test_messages_are_checked(messages, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        messages_of(messages, "messages")
+
+
+@given(text=st.text())
+def test_bytes_are_the_text_and_an_end(text: str) -> None:
+    (tokens,) = ByteTokenizer().documents([text])
+    assert bytes(list(tokens[:-1])) == text.encode(errors="replace") and tokens[-1] == 256
+
+
+def test_the_bytes_of_answers_are_marked() -> None:
+    marked = ChatTemplate(source=CHATML, special={}).marked(TALK)
+    ((tokens, mask),) = ByteTokenizer().conversations([marked])
+    assert len(tokens) == len(mask)
+    said = bytes(token for token, counts in zip(tokens, mask, strict=True) if counts)
+    assert said.decode() == "Größe 🙂<|im_end|>\nja<|im_end|>\n"
+
+
+def test_a_tokenizer_of_the_library_closes_documents(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    tokenizer = LibraryTokenizer.opened(TokenizerSpec(name="small", folder=folder, bos="<s>"), folder)
+    first, second = tokenizer.documents(["Größe 🙂", "half \ud800 a character"])
+    assert first[0] == second[0] == 1 and first[-1] == second[-1] == 0
+    assert tokenizer.library.decode(list(first[1:-1])) == "Größe 🙂"
+    assert tokenizer.record.vocab == 300 and tokenizer.record.eos == 0 and len(tokenizer.record.sha256 or "") == 64
+
+
+def test_the_tokens_of_answers_are_marked(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, chat_template=LLAMA3, bos_token={"content": "<s>"})
+    tokenizer = LibraryTokenizer.opened(TokenizerSpec(name="small", folder=folder), folder)
+    marked = ChatTemplate(source=tokenizer.template or "", special=tokenizer.special).marked(TALK)
+    ((tokens, mask),) = tokenizer.conversations([marked])
+    assert tokens[0] == 1, "the template names the tokens of the tokenizer"
+    said = [token for token, counts in zip(tokens, mask, strict=True) if counts]
+    assert tokenizer.library.decode(said) == "Größe 🙂<|eot|>ja<|eot|>"
+    rest = [token for token, counts in zip(tokens, mask, strict=True) if not counts]
+    assert "assistant" in tokenizer.library.decode(rest) and "ja" not in tokenizer.library.decode(rest)
+
+
+def test_a_template_may_be_a_file_of_its_own_or_one_of_several(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "1", chat_template=[{"name": "default", "template": MARKED}])
+    assert open_tokenizer(TokenizerSpec(name="x", folder=folder)).template == MARKED
+    (folder / "chat_template.jinja").write_text(LLAMA3)
+    assert open_tokenizer(TokenizerSpec(name="x", folder=folder)).template == LLAMA3
+    (tmp_path / "mine").write_text(CHATML)
+    assert open_tokenizer(TokenizerSpec(name="x", folder=folder, template=tmp_path / "mine")).template == CHATML
+
+
+@pytest.mark.parametrize(
+    ("change", "spec", "said"),
+    [
+        ({"tokenizer.json": "{}"}, {}, r"tokenizer\.json: is not a tokenizer that the tokenizers library reads"),
+        ({"tokenizer_config.json": "{"}, {}, r"tokenizer_config\.json: is not JSON"),
+        ({"tokenizer_config.json": json.dumps({"eos_token": "<x>"})}, {}, "--eos: '<x>' is not a token"),
+        ({}, {"bos": "<x>"}, "--bos: '<x>' is not a token"),
+    ],
+)
+def test_a_broken_tokenizer_is_named(tmp_path: Path, change, spec, said: str) -> None:
+    folder = write_tokenizer(tmp_path)
+    for name, text in change.items():
+        (folder / name).write_text(text)
+    with pytest.raises(InputError, match=said):
+        open_tokenizer(TokenizerSpec(name="x", folder=folder, **spec))
