@@ -123,8 +123,8 @@ def _clear(out: Path) -> None:
 
 def _finished(work: Work, tokenizer: TokenizerRecord, out: Path) -> Manifest:
     manifest = read_manifest(out / NAME)
-    asked = (work.source.text, work.source.revision, work.kind, tokenizer)
-    if (manifest.source, manifest.revision, manifest.kind, manifest.tokenizer) != asked:
+    same = (manifest.source, manifest.kind, manifest.tokenizer) == (work.source.text, work.kind, tokenizer)
+    if not same or work.source.revision not in (None, manifest.revision):  # without a network there is none
         raise InputError.of(str(out), "holds another set. Give another --out, or remove the folder")
     if faults := list(missing_or_resized(out, manifest.files)):
         raise InputError(faults)

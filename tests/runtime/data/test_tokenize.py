@@ -185,7 +185,8 @@ def test_work_that_is_killed_twice_goes_on_and_ends_with_the_same_bytes(tmp_path
             process.wait()
             wait_until(lambda pids=children: not any(map(is_alive, pids)), "the workers ended with their parent")
         assert not (out / NAME).exists()
-    before = {path: path.stat().st_mtime_ns for path in out.glob("*.bin") if ".partial" not in path.name}
+    done = [out / path.name.replace(".done.json", ".bin") for path in out.glob("*.done.json")]
+    before = {path: path.stat().st_mtime_ns for path in done}
     with started(source, out) as process:
         assert process.stderr is not None and "going on:" in process.stderr.read()
         assert process.wait() == 0
