@@ -5,8 +5,9 @@ from collections.abc import Mapping
 
 from autoshard.graph.builder import BlockBuilder
 from autoshard.graph.kinds.linear import Deliver, Einsum
+from autoshard.graph.kinds.norm import Norm
 from autoshard.graph.kinds.optimizer import UPDATES, Accumulate, SquareSum
-from autoshard.graph.kinds.pointwise import Cast
+from autoshard.graph.kinds.pointwise import Add, Cast
 from autoshard.graph.op import Differentiable, GradientStep, Op, Pass
 
 
@@ -108,7 +109,8 @@ def add_update(builder: BlockBuilder, ties: Mapping[str, str | None]) -> None:
 
 
 def _update(builder: BlockBuilder, name: str, gradient: str) -> None:
-    kind, precision, weight = UPDATES[builder.optimizer], builder.precision, builder.tensors[name]
+    precision, weight, usual = builder.precision, builder.tensors[name], UPDATES[builder.optimizer]
+    kind = usual if _decays(builder, name) else usual.without_decay()
     current = builder.add(f"{name}.master", weight.dims, precision.masters, "state") if precision.masters else name
     numbers = range(1, kind.num_moments + 1)
     moments = [builder.add(f"{name}.moment{number}", weight.dims, precision.moments, "state") for number in numbers]
@@ -117,6 +119,12 @@ def _update(builder: BlockBuilder, name: str, gradient: str) -> None:
     if precision.masters:
         (updated,) = builder.append(f"{name}.cast", Cast(dtype=weight.dtype), [updated], source=name, phase="step")
     builder.append(f"{name}.gather", Deliver(), [updated], source=name, phase="step")
+
+
+def _decays(builder: BlockBuilder, parameter: str) -> bool:
+    """Hold for embeddings and products; a norm's scale and shift, and what is added as a bias, keep their size."""
+    reader = next(op for op in builder.ops if parameter in op.inputs)
+    return not isinstance(reader.kind, (Norm, Add))
 
 
 def _reduced(builder: BlockBuilder, name: str, tie: str | None) -> str:

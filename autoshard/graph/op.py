@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from autoshard.spec.training import AdamWConstants
 from autoshard.spec.workload import DTYPE_BYTES, Dtype
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -145,6 +146,14 @@ class Update(OpKind):
 
     num_moments: ClassVar[int]
     scalars: ClassVar[tuple[str, ...]]
+
+    def without_decay(self) -> "Update":
+        """Return what updates a weight that does not decay: one of a norm, or a bias."""
+        return self
+
+    def with_constants(self, constants: AdamWConstants) -> "Update":
+        """Return the same with the constants of a run, where they are its own."""
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,7 +167,10 @@ def theirs(config: Mapping[str, Any], tokens: Array) -> Theirs:
     norm = torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
     kind = AdamW()
     betas = (kind.beta1, kind.beta2)
-    torch.optim.AdamW(parameters.values(), lr=RATE, betas=betas, eps=kind.eps, weight_decay=kind.decay).step()
+    tables = [one for one in parameters.values() if one.ndim > 1]  # norms and biases are vectors, and nothing else is
+    vectors = [one for one in parameters.values() if one.ndim == 1]
+    kinds = [{"params": tables, "weight_decay": kind.decay}, {"params": vectors, "weight_decay": 0.0}]
+    torch.optim.AdamW(kinds, lr=RATE, betas=betas, eps=kind.eps).step()
     reads = [lambda name, of=of: of[name].detach().numpy() for of in (old, gradients, parameters)]
     size = sum(parameter.numel() for parameter in parameters.values())
     return Theirs(float(loss.detach()), float(norm), size, *reads)

@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 from autoshard.graph.block import Block, OpGraph, distinct_bytes
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.linear import Deliver
+from autoshard.graph.kinds.optimizer import AdamW
 from autoshard.graph.op import Op
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
@@ -54,6 +55,13 @@ def test_a_result_with_the_wrong_dims_or_dtype_is_refused(data: st.DataObject):
     change = data.draw(st.sampled_from([{"dims": (*LAYER.tensors[name].dims, "vocab")}, {"dtype": other}]))
     with pytest.raises(AssertionError):
         replace(LAYER, tensors=with_tensor(name, **change))
+
+
+def test_only_weights_of_norms_and_biases_do_not_decay(model: ModelSpec, graph_of: Callable[..., OpGraph]):
+    for block in graph_of(model, "torch_cpu").blocks:
+        for op in block.select("step"):
+            if isinstance(op.kind, AdamW):
+                assert (op.kind.decay == 0) == op.source.endswith(("norm.weight", ".bias")), op.source
 
 
 def test_the_message_names_block_operation_and_both_shapes():

@@ -4,7 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -32,11 +32,13 @@ from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.training import AdamWConstants, Training
 from autoshard.spec.workload import Precision, Workload
 
 Arrays = Mapping[str, Array]
 CLIP_NORM = 0.05  # far below the norm of every case, so that clipping matters
 LEARNING_RATE = 1e-2
+USUAL = AdamWConstants()
 NOTHING: Mapping[str, str] = MappingProxyType({})
 # With sizes so small a search would rather leave ranks without keys than hold them twice.
 COPIED = {
@@ -86,6 +88,7 @@ class Task:
     weights: Arrays
     steps: tuple[tuple[Arrays, ...], ...]
     learning_rate: float = LEARNING_RATE
+    training: Training = field(default_factory=Training)
 
     @classmethod
     def of(cls, plan: Plan, num_steps: int = 1, *, masked: bool = True) -> "Task":
@@ -151,7 +154,7 @@ EXACT, AS_PLANNED = Formats(exact=True), Formats()
 
 def executor_of(task: Task, formats: Formats = EXACT) -> Executor:
     """One rank of a task, computed in double or in the formats of its plan."""
-    return Executor(task.plan, task.weights.__getitem__, formats)
+    return Executor(task.plan, task.weights.__getitem__, formats, task.training)
 
 
 def share_of(executor: Executor, task: Task, step: int = 0) -> StepShare:
@@ -270,8 +273,15 @@ def compare_weights(expected: Arrays, shares: Sequence[StepShare], most: float) 
         np.testing.assert_allclose(found, weight, rtol=0, atol=most, err_msg=name)
 
 
-def torch_adamw(weights: Arrays) -> tuple[Mapping[str, torch.Tensor], torch.optim.Optimizer]:
-    """PyTorch's own optimizer with our constants; tied weights are one tensor."""
+def torch_adamw(
+    weights: Arrays, constants: AdamWConstants = USUAL
+) -> tuple[Mapping[str, torch.Tensor], torch.optim.Optimizer]:
+    """PyTorch's own optimizer with these constants; tied weights are one tensor, norms and biases do not decay."""
     distinct = {id(array): torch.from_numpy(array.copy()) for array in weights.values()}
     tensors = {name: distinct[id(array)] for name, array in weights.items()}
-    return tensors, torch.optim.AdamW(distinct.values(), LEARNING_RATE, (0.9, 0.95), 1e-8, 0.1)
+    still = {id(array) for name, array in weights.items() if name.endswith(("norm.weight", ".bias"))}
+    kinds = [
+        {"params": [distinct[one] for one in distinct if (one in still) == decays_not], "weight_decay": decay}
+        for decays_not, decay in ((False, constants.weight_decay), (True, 0.0))
+    ]
+    return tensors, torch.optim.AdamW(kinds, LEARNING_RATE, (constants.beta1, constants.beta2), constants.eps)

@@ -11,6 +11,7 @@ from autoshard.layout.program import Compute
 from autoshard.plan.lowering import split_pending
 from autoshard.schedule.action import Action
 from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.training import AdamWConstants, Training
 from tests.ranks.cases import (
     Task,
     compare,
@@ -115,16 +116,26 @@ def test_tiny_llama_itself(text):
     compare(task.reference(), [share for (share,) in answers])
 
 
+OWN = AdamWConstants(beta1=0.5, beta2=0.8, eps=1e-4, weight_decay=3.0)  # a decay beside which no update is large
+
+
 @pytest.mark.parametrize(
-    ("text", "model"),
-    [("tp=2,pp=1,dp=1", gpt()), ("tp=1,pp=2,dp=1", gpt()), ("tp=1,pp=1,dp=2", llama())],
-    ids=["tp, tied", "pp, tied", "dp"],
+    ("text", "model", "constants"),
+    [
+        ("tp=2,pp=1,dp=1", gpt(), AdamWConstants()),
+        ("tp=1,pp=2,dp=1", gpt(), OWN),
+        ("tp=1,pp=1,dp=2", gpt(), OWN),
+        ("tp=1,pp=1,dp=2,zero=3", llama(qk_norm=True, qkv_bias=True), OWN),
+        ("tp=1,pp=1,dp=2", llama(), AdamWConstants(weight_decay=0.0)),
+    ],
+    ids=["tp, tied", "pp, tied, own constants", "ZeRO-1, own constants", "ZeRO-3, own constants", "dp, no decay"],
 )
-def test_three_steps_follow_the_adamw_of_pytorch_on_clipped_gradients(text, model):
+def test_three_steps_follow_the_adamw_of_pytorch_on_clipped_gradients(text, model, constants):
     """The first step of AdamW does not see the scale of a gradient; later ones do, and they need the moments."""
-    task = Task.of(plan_of(text, model, global_batch=2), num_steps=3)
+    plan = plan_of(text, model, global_batch=2)
+    task = replace(Task.of(plan, num_steps=3), training=Training(adamw=constants))
     answers = on_ranks(task.plan.mesh.num_ranks, run_steps, task)
-    tensors, optimizer = torch_adamw(task.weights)
+    tensors, optimizer = torch_adamw(task.weights, constants)
     for step in range(3):
         expected = task.reference({name: tensor.numpy() for name, tensor in tensors.items()}, step)
         for name, gradient in expected.gradients.items():

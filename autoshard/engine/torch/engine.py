@@ -19,7 +19,7 @@ class TorchEngine:
     def __init__(self, plan: Plan, run: Run) -> None:
         formats = Formats(device=torch.device(run.device))
         whole = InitialWeights(graph=graph_of(plan), seed=run.training.seed)
-        self._executor = Executor(plan, whole, formats, run.position)
+        self._executor = Executor(plan, whole, formats, run)
         self._run = run
 
     def step(

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.base import Allows, Batch, Measured, StepReport, whenever_finite
+from autoshard.engine.base import Allows, Batch, Measured, Run, StepReport, whenever_finite
 from autoshard.engine.order import sequence_order
 from autoshard.engine.pieces import Piece
 from autoshard.engine.place import Held, Place
-from autoshard.engine.position import Position
 from autoshard.engine.programs import programs_of
 from autoshard.engine.torch.block import Bench
 from autoshard.engine.torch.formats import Formats, memory_of
@@ -30,9 +29,11 @@ from autoshard.errors import require
 from autoshard.graph.op import Array
 from autoshard.plan.lowering import split_pending
 from autoshard.plan.plan import Plan
+from autoshard.spec.training import AdamWConstants, Training
 
 Whole = Callable[[str], Array]  # a whole weight by its name, as in ``graph/evaluate``
 _AS_PLANNED = Formats()
+_USUAL = Training()
 _MOST_SUSPECTS = 3  # that a rank names of what it found
 
 
@@ -47,23 +48,22 @@ class Shares:
 class Executor:
     """One rank's share of a training run: its blocks, its weights, its pieces of the optimizer's state."""
 
-    def __init__(
-        self, plan: Plan, whole: Whole, formats: Formats = _AS_PLANNED, position: Position | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, whole: Whole, formats: Formats = _AS_PLANNED, run: Run | None = None) -> None:
         """Take this rank's part of whole weights; torch's world must be running."""
+        training = run.training if run else _USUAL
         programs = programs_of(plan)
         meetings = {part for atoms in programs.pending() for part in split_pending(atoms)}
         backend = lane_backend(formats.device)
         if backend:
             refuse_crossing(plan.schedule)
-        world = World.build(plan.mesh, {*programs.collective_atoms(), *meetings}, backend, position)
+        world = World.build(plan.mesh, {*programs.collective_atoms(), *meetings}, backend, run.position if run else None)
         place = Place(mesh=plan.mesh, rank=world.rank, sizes=programs.graph.sizes)
         positions = torch.from_numpy(sequence_order(plan))
         bench = Bench(world=world, place=place, formats=formats, positions=positions, rotations=Rotations())
         self._graph = programs.graph
         self._pipeline = Pipeline.of(plan, programs, bench)
         ties = {_instance(other): _instance(owner) for other, owner in programs.graph.tied.items()}
-        held = {one.instance: one for one in self._weights_here(ties)}
+        held = {one.instance: one for one in self._weights_here(ties, training.adamw)}
         blocks = {name: place.block(whole(name), one.layout) for name, one in held.items()}
         here = {other: owner for other, owner in ties.items() if other in held and owner in held}
         own = flats(world, (one for name, one in held.items() if name not in here), blocks, formats)
@@ -175,7 +175,7 @@ class Executor:
     def _bench(self) -> Bench:
         return self._pipeline.bench
 
-    def _weights_here(self, ties: Mapping[str, str]) -> Iterator[Weight]:
+    def _weights_here(self, ties: Mapping[str, str], adamw: AdamWConstants) -> Iterator[Weight]:
         pipeline = self._pipeline
         blocks = {name: run.parts.block for name, run in pipeline.blocks.items()}
         names = {f"{name}.{tensor.name}" for name, block in blocks.items() for tensor in block.parameters}
@@ -193,7 +193,7 @@ class Executor:
                 kind, _, parameter = owner.split(".", 2)
                 yield Weight(
                     instance=instance, owner=owner, name=parameter, block=self._graph.block(kind), layout=layout,
-                    place=run.place, summed=summed, spread=spread, zero=pipeline.plan.zero,
+                    place=run.place, summed=summed, spread=spread, zero=pipeline.plan.zero, adamw=adamw,
                     tied=roles.get(instance, ""), late=f"{tensor.name}.sum" in late,
                 )  # fmt: skip
 

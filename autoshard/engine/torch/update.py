@@ -7,7 +7,7 @@ views of them, collectives the whole.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, groupby
 from typing import Literal
 
 import torch
@@ -23,6 +23,7 @@ from autoshard.graph.block import Block
 from autoshard.graph.op import Array, Call, Update
 from autoshard.layout.layout import Layout
 from autoshard.plan.candidate import Zero
+from autoshard.spec.training import AdamWConstants
 
 Tensors = Mapping[str, torch.Tensor]
 Tied = Literal["", "owner", "copy"]  # what a weight is of two on different stages that share their values
@@ -41,6 +42,7 @@ class Weight:
     summed: tuple[str, ...]  # atoms whose ranks hold copies that see only a part of the batch's keys or values
     spread: tuple[str, ...]  # atoms over which the batch is spread
     zero: Zero  # what each of those ranks has a piece of: nothing, the optimizer's state, or all of it
+    adamw: AdamWConstants
     late: bool = False  # whether its gradient is made by W, apart from I
     tied: Tied = ""
 
@@ -85,7 +87,7 @@ class Weight:
         """What takes a step."""
         kind = self.block.op(f"{self.name}.update").kind
         assert isinstance(kind, Update), f"{self.name} is updated by {kind}"
-        return kind
+        return kind.with_constants(self.adamw)
 
     @property
     def step(self) -> Call:
@@ -115,7 +117,7 @@ class Flat:
     num_copies: int
     master: torch.Tensor | None  # None: the values themselves are updated
     moments: tuple[torch.Tensor, ...]
-    stepping: Kernel
+    stepping: Mapping[Update, Kernel]  # one flat has weights that decay and weights that do not
 
     @classmethod
     def of(cls, world: World, weights: Sequence[Weight], blocks: Mapping[str, Array], formats: Formats) -> "Flat":
@@ -142,7 +144,7 @@ class Flat:
                 torch.zeros(len(ours), dtype=first.dtype("moment1", formats), device=formats.device)
                 for _ in range(first.optimizer.num_moments)
             ),
-            stepping=kernel(first.optimizer, first.step, Local(formats=formats)),
+            stepping={one.optimizer: kernel(one.optimizer, one.step, Local(formats=formats)) for one in weights},
         )
 
     @property
@@ -189,7 +191,9 @@ class Flat:
     def update(self, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step with this rank's piece of the gradient, and gather the new values."""
         mine = self._mine()
-        self.stepping(mine, *self.moments, piece, *(scalars[name] for name in self.weights[0].optimizer.scalars))
+        for kind, where in self._alike(len(mine)):
+            state = (one[where] for one in (mine, *self.moments, piece))
+            self.stepping[kind](*state, *(scalars[name] for name in kind.scalars))
         self._publish(mine)
 
     def _mine(self) -> torch.Tensor:
@@ -242,6 +246,13 @@ class Flat:
             for weight, (low, high), first in self._ranges(len(piece))
         }
 
+    def _alike(self, length: int) -> Iterator[tuple[Update, slice]]:
+        """Yield the parts of this rank's piece that are updated alike."""
+        for kind, group in groupby(self._ranges(length), key=lambda found: found[0].optimizer):
+            held = [(first, first + high - low) for _, (low, high), first in group if low < high]
+            if held:
+                yield kind, slice(held[0][0], held[-1][1])
+
     def _ranges(self, length: int) -> Iterator[tuple[Weight, tuple[int, int], int]]:
         """Yield what this rank's piece of a length has of each weight: which range of it, and where that begins."""
         start = length * (self._shared.number if self._shared else 0)
@@ -252,14 +263,18 @@ class Flat:
 
 
 def flats(world: World, weights: Iterable[Weight], blocks: Mapping[str, Array], formats: Formats) -> tuple[Flat, ...]:
-    """Lay weights side by side that meet the same ranks, are counted alike, and updated alike."""
-    groups: dict[object, list[Weight]] = {}
+    """Lay weights side by side that meet the same ranks, are counted alike, and updated by one optimizer.
+
+    Those that it treats alike follow each other.
+    """
+    groups: dict[object, dict[Update, list[Weight]]] = {}
     for one in weights:
         # ZeRO-3 opens block by block, and what I adds to apart from what W adds to.
         unit = [*one.instance.split(".")[:2], one.late] if one.zero == 3 else []
         dtypes = tuple(one.dtype(part, formats) for part in ("", "sum", "master", "moment1"))
-        groups.setdefault((*unit, one.tied, one.summed, one.spread, one.alike, one.optimizer, dtypes), []).append(one)
-    return tuple(Flat.of(world, group, blocks, formats) for group in groups.values())
+        key = (*unit, one.tied, one.summed, one.spread, one.alike, type(one.optimizer), dtypes)
+        groups.setdefault(key, {}).setdefault(one.optimizer, []).append(one)
+    return tuple(Flat.of(world, list(chain(*kinds.values())), blocks, formats) for kinds in groups.values())
 
 
 def _piece(flat: torch.Tensor, shared: Group | None) -> torch.Tensor:

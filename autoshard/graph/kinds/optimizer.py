@@ -1,17 +1,19 @@
 """Gradient accumulation and the step phase: norm, clip, and the optimizers that a workload may name."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
 from autoshard.graph.op import Array, Call, OpKind, Output, Tensor, Update
+from autoshard.spec.training import AdamWConstants
 from autoshard.spec.workload import Optimizer
 
 _NORM_FLOOR = 1e-6  # cited: torch.nn.utils.clip_grad_norm_ adds it to the norm before dividing
 _ADAMW_FLOPS = 15  # derived: two moments (3 each), two corrections, root, division, decay, update
 _SGD_FLOPS = 2  # derived: a product with the rate (clip and rate are one number), a difference
+_USUAL = AdamWConstants()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +74,24 @@ class AdamW(Update):
     num_moments: ClassVar[int] = 2
     scalars: ClassVar[tuple[str, ...]] = ("clip", "learning_rate", "step_number")
 
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    decay: float = 0.1
+    beta1: float = _USUAL.beta1
+    beta2: float = _USUAL.beta2
+    eps: float = _USUAL.eps
+    decay: float = _USUAL.weight_decay
 
     @property
     def label(self) -> str:
         """One word, as everybody writes it."""
         return "adamw"
+
+    def without_decay(self) -> "AdamW":
+        """Leave the size of the weight alone."""
+        return replace(self, decay=0.0)
+
+    def with_constants(self, constants: AdamWConstants) -> "AdamW":
+        """Take the constants of a run; what does not decay still does not."""
+        decay = constants.weight_decay if self.decay else 0.0
+        return AdamW(beta1=constants.beta1, beta2=constants.beta2, eps=constants.eps, decay=decay)
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Give the new weight and moments."""
