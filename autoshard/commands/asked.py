@@ -26,7 +26,8 @@ class Asked:
         ranks: Processes on this machine, 1 to 64; only for the cluster `local`. Default: 4.
         seq_len: Tokens in a sequence. Default: the card's context, at most 8192.
         global_batch: Sequences in an optimizer step. Default: 1024, on `local` 32.
-        precision: Number format of weights and activations; bf16 and fp16 keep FP32 masters.
+        precision: Number format of weights and activations; bf16 and fp16 keep FP32 masters,
+            bf16-sr keeps none and rounds its weights stochastically.
         optimizer: What updates the weights: adamw, or sgd without momentum and decay.
         documents: Whether documents packed into one sequence see each other (joined), or attention and positions
             stop where one ends (separate).
@@ -43,7 +44,7 @@ class Asked:
     ranks: int | None = None
     seq_len: int | None = None
     global_batch: int | None = None
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    precision: Literal["bf16", "bf16-sr", "fp16", "fp32"] = "bf16"
     optimizer: Literal["adamw", "sgd"] = "adamw"
     documents: Literal["joined", "separate"] = "joined"
     engine: Literal["nxd", "torch", "any"] | None = None
@@ -97,7 +98,7 @@ class OfRecipe:
     ranks: int | None = None
     seq_len: int | None = None
     global_batch: int | None = None
-    precision: Literal["bf16", "fp16", "fp32"] | None = None
+    precision: Literal["bf16", "bf16-sr", "fp16", "fp32"] | None = None
     optimizer: Literal["adamw", "sgd"] | None = None
     documents: Literal["joined", "separate"] | None = None
     engine: Literal["nxd", "torch", "any"] | None = None

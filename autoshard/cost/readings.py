@@ -38,6 +38,7 @@ _PRECISIONS: Mapping[str, Reading[Precision]] = {
     "autocast:bf16+sr": Reading(value=_BF16_SR),
     "bf16+sr": Reading(value=_BF16_SR),
     "bf16": Reading(value=_BF16),
+    "bf16-sr": Reading(value=Precision.named("bf16-sr")),
     "bf16 eager": Reading(value=_BF16),
     "bf16 compile": Reading(value=_BF16),
     "bf16 vanilla tp": Reading(value=_BF16),

@@ -108,6 +108,7 @@ def compiled_words(compiling: Compiling) -> str:
 def _precision(plan: Plan) -> str:
     precision = plan.workload.precision
     masters = f" with {precision.masters} masters" if precision.masters else ""
+    masters = " with stochastic rounding" if precision.rounds_stochastically else masters
     products = f" and {precision.products} products" if precision.products else ""
     return f"{precision.weights}{masters}{products}"
 

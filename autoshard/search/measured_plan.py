@@ -12,7 +12,6 @@ from autoshard.spec.cluster import LOCAL
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
-from autoshard.spec.workload import Precision
 
 _SHARDINGS = {0: "none", 1: "ZeRO-1", 3: "ZeRO-3"}
 _ARCH = {
@@ -69,7 +68,7 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
         dp=layout.dp,
         sp=layout.sequence_parallel,
         sharding=_SHARDINGS[layout.zero],
-        precision=_precision(workload.precision),
+        precision=workload.precision.name,
         optimizer=workload.optimizer,
         documents=None if workload.documents == "joined" else workload.documents,
         candidate=str(layout),
@@ -96,8 +95,3 @@ def _in_own_words(recompute: Recompute, ops: tuple[str, ...]) -> Recompute:
 
 def _arch(model: ModelSpec) -> Mapping[str, object]:
     return {column: getattr(model, name) for column, name in _ARCH.items()}
-
-
-def _precision(precision: Precision) -> str | None:
-    """Return the name of number formats; None for a mixture that has none."""
-    return next((name for name in ("bf16", "fp16", "fp32") if Precision.named(name) == precision), None)

@@ -9,10 +9,9 @@ from autoshard.errors import Fault, InputError, require
 from autoshard.spec import record
 from autoshard.spec.files import read_data
 from autoshard.spec.training import Training
-from autoshard.spec.workload import Documents, Optimizer
+from autoshard.spec.workload import Documents, Optimizer, PrecisionName
 
 EngineChoice = Literal["nxd", "torch", "any"]
-PrecisionName = Literal["bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

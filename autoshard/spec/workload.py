@@ -1,6 +1,7 @@
 """What is trained on: batch, sequence, precision, optimizer."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autoshard.errors import InputError, nearest, require
@@ -8,6 +9,7 @@ from autoshard.errors import InputError, nearest, require
 Dtype = Literal["bf16", "fp16", "fp32", "fp64", "fp8", "int64"]
 DTYPE_BYTES: dict[Dtype, int] = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int64": 8}
 
+PrecisionName = Literal["bf16", "bf16-sr", "fp16", "fp32"]
 Optimizer = Literal["adamw", "sgd"]  # sgd: weight - rate * gradient, no momentum, no decay
 Documents = Literal["joined", "separate"]  # whether those packed into one sequence see each other
 
@@ -35,14 +37,33 @@ class Precision:
         >>> Precision.named("bf16").masters
         'fp32'
         """
-        known = {
-            "bf16": cls(weights="bf16", activations="bf16", gradients="fp32", masters="fp32", moments="fp32"),
-            "fp16": cls(weights="fp16", activations="fp16", gradients="fp32", masters="fp32", moments="fp32"),
-            "fp32": cls(weights="fp32", activations="fp32", gradients="fp32", masters=None, moments="fp32"),
-        }
+        known = dict[str, Precision](PRECISIONS.items())
         if name not in known:
             raise InputError.of("precision", f"{name!r} is not a precision. {nearest(name, list(known))}")
         return known[name]
+
+    @property
+    def name(self) -> str | None:
+        """What users call it; None for a mixture that has no name."""
+        return next((name for name, one in PRECISIONS.items() if one == self), None)
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether weights are updated in BF16 themselves, where rounding to the nearest would lose small updates.
+
+        >>> Precision.named("bf16-sr").rounds_stochastically, Precision.named("bf16").rounds_stochastically
+        (True, False)
+        """
+        return self.masters is None and self.weights == "bf16"
+
+
+_BF16 = Precision(weights="bf16", activations="bf16", gradients="fp32", masters="fp32", moments="fp32")
+PRECISIONS: Mapping[PrecisionName, Precision] = {
+    "bf16": _BF16,
+    "bf16-sr": replace(_BF16, masters=None),
+    "fp16": replace(_BF16, weights="fp16", activations="fp16"),
+    "fp32": replace(_BF16, weights="fp32", activations="fp32", masters=None),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,7 +110,7 @@ WRONG = [
     (f"{LOCAL} --seq-len 1000000000000000000", ["--seq-len: must be at most 2147483647"]),
     (f"{LOCAL} --global-batch {10**60}", ["--global-batch: must be at most 2147483647"]),
     (f"{LOCAL} --seq-len=", ["--seq-len: expected a whole number, found ''"]),
-    (f"{LOCAL} --precision fp8", ["--precision: 'fp8' is not one of them. Known: bf16, fp16, fp32"]),
+    (f"{LOCAL} --precision fp8", ["--precision: 'fp8' is not one of them. Known: bf16, bf16-sr, fp16, fp32"]),
     (f"{LOCAL} --top 0", ["--top: must be 1 to 100, not 0"]),
     (f"{LOCAL} --top 1000", ["--top: must be 1 to 100"]),
     (f"{LOCAL} --out no/such/plan.json", ["--out no/such/plan.json: there is no folder no/such. Make it first"]),

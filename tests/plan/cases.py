@@ -103,7 +103,7 @@ def questions(draw, batches=(60, 64, 256, 1024)):
         lnc,
         seq_len=draw(st.sampled_from([1024, 3000, 4096, 8192])),
         global_batch=draw(st.sampled_from(batches)),
-        precision=draw(st.sampled_from(["bf16", "fp16", "fp32"])),
+        precision=draw(st.sampled_from(["bf16", "bf16-sr", "fp16", "fp32"])),
         engine=draw(st.sampled_from(["nxd", "torch"])),
     )
 

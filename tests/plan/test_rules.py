@@ -68,6 +68,7 @@ BREAKS = {
     "nxd-cluster": (GPU | {"engine": "nxd"}, "tp=8", "Use --engine torch", None),
     "nxd-schedule": ({}, "tp=32,pp=8,schedule=gpipe", "Use schedule=1f1b", "tp=32,pp=8"),
     "nxd-zero": ({}, "tp=32,pp=8,zero=0", "fp32 masters only inside ZeRO-1", "tp=32,pp=8"),
+    "nxd-states": ({"precision": "bf16-sr"}, "tp=32,zero=0", "NxD keeps both in bf16. Use bf16", None),
     "nxd-zero-groups": ({"cluster_name": "trn2.48xlarge", "lnc": 2, "precision": "fp32"}, "tp=32,zero=0",
                         "mix the shards of different ranks", "tp=16,zero=0"),
     "nxd-odd-pp": ({"nodes": 3, "global_batch": 1536}, "tp=32,pp=3", "Use pp=2 or 4", "tp=32"),

@@ -6,6 +6,7 @@ import pytest
 
 from autoshard.engine.base import Measured
 from autoshard.engine.torch.executor import Executor
+from autoshard.spec.workload import Precision
 from tests.ranks.cases import COPIED, Task, gpt, llama, plan_of
 from tests.ranks.spawn import on_ranks
 
@@ -73,6 +74,15 @@ def test_separate_documents_hold_and_send_what_was_promised(text, model):
 def test_sgd_holds_no_state():
     plan = plan_of("tp=1,pp=1,dp=2", llama(), optimizer="sgd")
     assert plan.prediction and {memory.parts["optimizer"] for memory in plan.prediction.stage_memory} == {0}
+    hold(Task.of(plan))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_bf16_without_masters_holds_none(zero):
+    plan = plan_of(f"tp=1,pp=1,dp=2,zero={zero}", llama(), precision=Precision.named("bf16-sr"))
+    assert plan.prediction
+    (memory,) = plan.prediction.stage_memory
+    assert memory.parts["masters"] == 0 and memory.parts["gradients"] == 2 * memory.parts["weights"] > 0
     hold(Task.of(plan))
 
 

@@ -24,7 +24,7 @@ def test_a_recipe_is_read_from_yaml_and_from_json(tmp_path: Path):
         ("model: x\nnodez: 2\nnodes: two\n", ["nodez: unknown key", "nodes: expected a whole number"]),
         ("model: x\noptimizer: lion\n", ["optimizer: expected one of adamw, sgd, found 'lion'"]),
         ("model: x\ndocuments: apart\n", ["documents: expected one of joined, separate, found 'apart'"]),
-        ("model: x\nprecision: fp8\n", ["precision: expected one of bf16, fp16, fp32, found 'fp8'"]),
+        ("model: x\nprecision: fp8\n", ["precision: expected one of bf16, bf16-sr, fp16, fp32, found 'fp8'"]),
         ("- model: x\n", ["expected an object, found a list"]),
         ("model: [x\n", ["is not YAML"]),
     ],

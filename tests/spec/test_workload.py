@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from autoshard.errors import InputError
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.record import decode, encode
-from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
+from autoshard.spec.workload import DTYPE_BYTES, PRECISIONS as NAMED, Precision, Workload
 
 DTYPES = st.sampled_from(sorted(DTYPE_BYTES))
 PRECISIONS = st.builds(
@@ -24,9 +24,9 @@ def test_every_precision_survives_json(precision: Precision):
     assert decode(Precision, json.loads(json.dumps(encode(precision)))) == precision
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("name", NAMED)
 def test_no_precision_by_name_multiplies_in_a_format_of_its_own(name: str):
-    assert Precision.named(name).products is None
+    assert Precision.named(name).products is None and Precision.named(name).name == name
 
 
 def test_what_was_written_before_products_had_a_format_reads_as_without_one():

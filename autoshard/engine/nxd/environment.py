@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from autoshard.plan.plan import Plan
-from autoshard.spec.workload import Precision
 
 _MIB = 2**20
 # cited: aws-neuron/neuronx-distributed-training 9169aa0, examples/train_setup.sh, examples/training_orchestrator.py and
@@ -25,7 +24,7 @@ _AS_TORCH_SAYS: Mapping[str, str] = {"XLA_DOWNCAST_BF16": "0", "XLA_USE_BF16": "
 def environment(plan: Plan) -> Mapping[str, str]:
     """Return the variables of a plan, in alphabetical order."""
     found = {**_ALWAYS, **_AS_TORCH_SAYS, "NEURON_CC_FLAGS": compiler_flags(plan)}
-    found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = str(int(rounds_by_chance(plan.workload.precision)))
+    found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = str(int(plan.workload.precision.rounds_stochastically))
     found["ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB"] = str(plan.buckets.reduce_scatter_bytes // _MIB)
     if plan.cluster.num_nodes > 1:
         found |= _BETWEEN_NODES
@@ -42,12 +41,3 @@ def compiler_flags(plan: Plan) -> str:
     if plan.model.num_experts:
         flags.append("--enable-saturate-infinity")  # as the recipes for Mixtral do
     return " ".join(flags)
-
-
-def rounds_by_chance(precision: Precision) -> bool:
-    """Say whether weights are updated in BF16 themselves, where rounding to the nearest would lose small updates.
-
-    >>> rounds_by_chance(Precision.named("bf16"))
-    False
-    """
-    return precision.masters is None and precision.weights == "bf16"

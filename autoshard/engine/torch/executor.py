@@ -29,7 +29,7 @@ from autoshard.errors import require
 from autoshard.graph.op import Array
 from autoshard.plan.lowering import split_pending
 from autoshard.plan.plan import Plan
-from autoshard.spec.training import AdamWConstants, Training
+from autoshard.spec.training import Training
 
 Whole = Callable[[str], Array]  # a whole weight by its name, as in ``graph/evaluate``
 _AS_PLANNED = Formats()
@@ -63,7 +63,7 @@ class Executor:
         self._graph = programs.graph
         self._pipeline = Pipeline.of(plan, programs, bench)
         ties = {_instance(other): _instance(owner) for other, owner in programs.graph.tied.items()}
-        held = {one.instance: one for one in self._weights_here(ties, training.adamw)}
+        held = {one.instance: one for one in self._weights_here(ties, training)}
         blocks = {name: place.block(whole(name), one.layout) for name, one in held.items()}
         here = {other: owner for other, owner in ties.items() if other in held and owner in held}
         own = flats(world, (one for name, one in held.items() if name not in here), blocks, formats)
@@ -175,7 +175,7 @@ class Executor:
     def _bench(self) -> Bench:
         return self._pipeline.bench
 
-    def _weights_here(self, ties: Mapping[str, str], adamw: AdamWConstants) -> Iterator[Weight]:
+    def _weights_here(self, ties: Mapping[str, str], training: Training) -> Iterator[Weight]:
         pipeline = self._pipeline
         blocks = {name: run.parts.block for name, run in pipeline.blocks.items()}
         names = {f"{name}.{tensor.name}" for name, block in blocks.items() for tensor in block.parameters}
@@ -193,7 +193,7 @@ class Executor:
                 kind, _, parameter = owner.split(".", 2)
                 yield Weight(
                     instance=instance, owner=owner, name=parameter, block=self._graph.block(kind), layout=layout,
-                    place=run.place, summed=summed, spread=spread, zero=pipeline.plan.zero, adamw=adamw,
+                    place=run.place, summed=summed, spread=spread, zero=pipeline.plan.zero, training=training,
                     tied=roles.get(instance, ""), late=f"{tensor.name}.sum" in late,
                 )  # fmt: skip
 

@@ -18,12 +18,13 @@ from autoshard.engine.place import Held, Place
 from autoshard.engine.torch.formats import Formats, own, wide
 from autoshard.engine.torch.kernels import Kernel, Local, kernel
 from autoshard.engine.torch.kernels.kernel import as_array
+from autoshard.engine.torch.rounding import Dice, chunks, round_into
 from autoshard.engine.torch.world import Group, World
 from autoshard.graph.block import Block
 from autoshard.graph.op import Array, Call, Update
 from autoshard.layout.layout import Layout
 from autoshard.plan.candidate import Zero
-from autoshard.spec.training import AdamWConstants
+from autoshard.spec.training import Training
 
 Tensors = Mapping[str, torch.Tensor]
 Tied = Literal["", "owner", "copy"]  # what a weight is of two on different stages that share their values
@@ -42,7 +43,7 @@ class Weight:
     summed: tuple[str, ...]  # atoms whose ranks hold copies that see only a part of the batch's keys or values
     spread: tuple[str, ...]  # atoms over which the batch is spread
     zero: Zero  # what each of those ranks has a piece of: nothing, the optimizer's state, or all of it
-    adamw: AdamWConstants
+    training: Training
     late: bool = False  # whether its gradient is made by W, apart from I
     tied: Tied = ""
 
@@ -87,7 +88,7 @@ class Weight:
         """What takes a step."""
         kind = self.block.op(f"{self.name}.update").kind
         assert isinstance(kind, Update), f"{self.name} is updated by {kind}"
-        return kind.with_constants(self.adamw)
+        return kind.with_constants(self.training.adamw)
 
     @property
     def step(self) -> Call:
@@ -191,10 +192,31 @@ class Flat:
     def update(self, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step with this rank's piece of the gradient, and gather the new values."""
         mine = self._mine()
-        for kind, where in self._alike(len(mine)):
-            state = (one[where] for one in (mine, *self.moments, piece))
-            self.stepping[kind](*state, *(scalars[name] for name in kind.scalars))
+        if mine.dtype == torch.bfloat16:
+            self._step_rounding(mine, piece, scalars)
+        else:
+            for kind, where in self._alike(len(mine)):
+                self._step(kind, mine[where], where, piece, scalars)
         self._publish(mine)
+
+    def _step(
+        self, kind: Update, weight: torch.Tensor, where: slice, piece: torch.Tensor, scalars: Mapping[str, float]
+    ) -> None:
+        """Take a step of a part of this rank's piece: the weights in place, and so the moments."""
+        state = (one[where] for one in (*self.moments, piece))
+        self.stepping[kind](weight, *state, *(scalars[name] for name in kind.scalars))
+
+    def _step_rounding(self, mine: torch.Tensor, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
+        """Take a step of BF16 weights without masters in FP32, chunk by chunk, and round by chance."""
+        for weight, (low, high), first in self._ranges(len(mine)):
+            dice = Dice(
+                seed=weight.training.seed, update=int(scalars["step_number"]), weight=weight.owner, whole=weight.whole
+            )
+            for start, stop in chunks(low, high):
+                where = slice(first + start - low, first + stop - low)
+                exact = mine[where].float()
+                self._step(weight.optimizer, exact, where, piece, scalars)
+                round_into(mine[where], exact, dice.bits(weight.bounds, start, stop, mine.device))
 
     def _mine(self) -> torch.Tensor:
         """Return what this rank updates: its masters, its piece of the values, or all of them."""

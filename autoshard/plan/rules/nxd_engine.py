@@ -42,6 +42,19 @@ def _zero(c: Columns) -> str:
     return f"zero={c.zero}: NxD keeps {c.workload.precision.masters} masters only inside ZeRO-1. Use zero=1"
 
 
+def _states_allows(c: Columns) -> Column:
+    precision = c.workload.precision
+    return precision.masters is not None or {precision.gradients, precision.moments} == {precision.weights}
+
+
+def _states(c: Columns) -> str:
+    precision = c.workload.precision
+    return (
+        f"precision={precision.name or precision.weights}: has no masters, but {precision.gradients} gradients and "
+        f"{precision.moments} moments; without ZeRO-1 NxD keeps both in {precision.weights}. Use bf16"
+    )
+
+
 def _paired(c: Columns) -> tuple[int, ...]:
     """Return the sizes of tp whose groups lie in two parts of a node."""
     return tuple(rule.tp for rule in c.cluster.placements if rule.name == "paired")
@@ -225,6 +238,15 @@ RULES = (
         message=_zero,
         source=_NXD + "trainer/trainer.py: use_master_weights without zero_one_enabled raises; "
         "there is no sharding of parameters. torch_xla zero_redundancy_optimizer.py: shards are fp32",
+    ),
+    Rule(
+        id="nxd-states",
+        subject="precision",
+        applies=on_nxd,
+        allows=_states_allows,
+        message=_states,
+        source=_NXD + "trainer/trainer.py initialize_optimizer_from_class: use_fp32_grad_acc without zero_one_enabled "
+        "raises; moments of torch.optim.AdamW have the format of the parameter",
     ),
     Rule(
         id="nxd-zero-groups",

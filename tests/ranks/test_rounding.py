@@ -1,0 +1,124 @@
+"""BF16 weights without masters on ranks: each update is rounded to a neighbour, and replicas to the same."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autoshard.engine.place import assemble
+from autoshard.engine.programs import graph_of
+from autoshard.graph.kinds.optimizer import AdamW
+from autoshard.spec.training import Training
+from autoshard.spec.workload import Precision
+from tests.ranks.cases import (
+    AS_PLANNED,
+    CLIP_NORM,
+    COPIED,
+    LEARNING_RATE,
+    NOTHING,
+    StepShare,
+    Task,
+    executor_of,
+    gpt,
+    llama,
+    plan_of,
+    run_steps,
+    share_of,
+)
+from tests.ranks.spawn import on_ranks
+from tests.ranks.test_matrix import with_rounded_weights
+
+pytestmark = pytest.mark.ranks
+
+CASES = {
+    "dp, ZeRO-0, and norms copied over tp": ("tp=2,pp=1,dp=2,zero=0", llama(), NOTHING),
+    "dp, ZeRO-1": ("tp=1,pp=1,dp=2", llama(vocab=31), NOTHING),
+    "dp, ZeRO-3": ("tp=1,pp=1,dp=2,zero=3", llama(vocab=31), NOTHING),
+    "copies of keys": ("tp=4,pp=1,dp=1", llama(num_kv_heads=2, vocab=32), COPIED),
+    "tied embeddings on two stages": ("tp=1,pp=2,dp=2", gpt(), NOTHING),
+}
+
+
+def rounding_task(text: str, model: Any, pins: Any = NOTHING, num_steps: int = 1, seed: int = 0) -> Task:
+    plan = plan_of(text, model, pins, precision=Precision.named("bf16-sr"))
+    return replace(with_rounded_weights(Task.of(plan, num_steps)), training=Training(seed=seed))
+
+
+def whole_weights(task: Task, shares: list[StepShare]) -> dict[str, Any]:
+    """Put weights together; replicas that differ by a bit are refused."""
+    return {
+        name: assemble(weight.shape, [share.weights[name] for share in shares if name in share.weights])
+        for name, weight in task.weights.items()
+    }
+
+
+def exact_update(task: Task, name: str, share: StepShare, gradient: Any) -> Any:
+    """The first step of AdamW in double, from the gradient that the ranks found."""
+    graph, (kind, _, parameter) = graph_of(task.plan), name.split(".", 2)
+    op = graph.block(kind).op(f"{parameter}.update")
+    assert isinstance(op.kind, AdamW)
+    zero, clip = np.zeros_like(gradient), min(1.0, CLIP_NORM / (share.norm + 1e-6))
+    given = (task.weights[name], zero, zero, gradient, *map(np.asarray, (clip, LEARNING_RATE, 1)))
+    return op.kind.evaluate(graph.block(kind).call(op, graph.sizes), *given)[0]
+
+
+@pytest.mark.parametrize(("text", "model", "pins"), CASES.values(), ids=CASES)
+def test_replicas_round_alike_and_each_weight_to_a_neighbour(text, model, pins):
+    task = rounding_task(text, model, pins)
+    shares = [share for (share,) in on_ranks(task.plan.mesh.num_ranks, run_steps, task, AS_PLANNED)]
+    found, distances = whole_weights(task, shares), []
+    for name in {name for share in shares for name in share.gradients}:
+        parts = [share.gradients[name] for share in shares if name in share.gradients]
+        exact = exact_update(task, name, shares[0], assemble(task.weights[name].shape, parts))
+        digit = 2.0 ** (np.floor(np.log2(np.abs(exact) + 1e-30)) - 7)
+        distances.append(((found[name] - exact) / digit).reshape(-1))
+    off = np.concatenate(distances)
+    assert np.abs(off).max() < 1 + 1e-3  # FP32 is as near to double
+    assert abs(off.mean()) < 5 * off.std() / len(off) ** 0.5 < 0.1 and off.std() > 0.2
+    for other, owner in graph_of(task.plan).tied.items():
+        np.testing.assert_array_equal(found[other.replace(".", ".0.", 1)], found[owner.replace(".", ".0.", 1)])
+
+
+def run_interrupted(task: Task, after: int) -> tuple[list[StepShare], list[StepShare]]:
+    """All steps at once; and again, with another rank's memory in between."""
+    straight = run_steps(task, AS_PLANNED)
+    first, second = (executor_of(task, AS_PLANNED) for _ in range(2))
+    for step in range(after):
+        share_of(first, task, step)
+    for old, new in zip(first.pieces(), second.pieces(), strict=True):
+        assert (old.name, old.offsets) == (new.name, new.offsets)
+        new.memory.copy_(old.memory)
+    second.restored(after)
+    return straight[after:], [share_of(second, task, step) for step in range(after, len(task.steps))]
+
+
+@pytest.mark.parametrize("text", ["tp=1,pp=1,dp=2,zero=0", "tp=1,pp=1,dp=2", "tp=1,pp=1,dp=2,zero=3"])
+def test_a_run_that_goes_on_rounds_as_one_that_was_never_stopped(text):
+    task = rounding_task(text, llama(), num_steps=4)
+    answers = on_ranks(2, run_interrupted, task, 2)
+    for step in range(2):
+        straight, again = ([share[kind][step] for share in answers] for kind in (0, 1))
+        assert {share.loss for share in straight} == {share.loss for share in again}
+        for name, weight in whole_weights(task, straight).items():
+            np.testing.assert_array_equal(weight, whole_weights(task, again)[name], err_msg=name)
+
+
+def run_seeds(tasks: list[Task]) -> list[list[StepShare]]:
+    return [run_steps(task, AS_PLANNED) for task in tasks]
+
+
+def test_updates_smaller_than_a_digit_are_not_lost():
+    """Each of 40 updates is a hundredth of the last digit: rounded to the nearest, none would be seen."""
+    task = rounding_task("tp=1,pp=1,dp=1", llama(), num_steps=1)
+    task = replace(task, steps=task.steps * 40, learning_rate=1e-5)
+    ((first, second),) = on_ranks(1, run_seeds, [task, replace(task, training=Training(seed=1))])
+    moved = []
+    for name, weight in whole_weights(task, [first[-1]]).items():
+        large = np.abs(task.weights[name]) > 0.25
+        towards = np.sign(first[0].gradients[name].array.reshape(weight.shape))
+        moved.append(((task.weights[name] - weight) * towards)[large])
+    mean = np.concatenate(moved).mean()
+    assert 0.5 * 40 * 1e-5 < mean < 1.5 * 40 * 1e-5
+    others = whole_weights(task, [second[-1]])
+    assert any((weight != others[name]).any() for name, weight in whole_weights(task, [first[-1]]).items())
