@@ -28,7 +28,14 @@ Weights = Mapping[str, float]  # names, each with a number
 Configs = Sequence[tuple[str, Mapping[str, object]]]  # files by their names, with their options
 PlanOrRecipe = NewType("PlanOrRecipe", Path)  # a recipe is a file of options as well
 
-_POSITIONAL = ("plan", "rows", "source", "what", "a", "b")  # `autoshard list models`, unlike `autoshard plan --model ...`
+_POSITIONAL = (
+    "plan",
+    "rows",
+    "source",
+    "what",
+    "a",
+    "b",
+)  # `autoshard list models`, unlike `autoshard plan --model ...`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,14 @@
-"""Whole weights from Hugging Face form to ours and back, for numpy arrays and torch tensors alike.
+"""Weights from Hugging Face form to ours and back, whole or box by box, for numpy arrays and torch tensors alike.
 
 Only methods that both have are called: ``reshape``, ``swapaxes`` and slices.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from autoshard.engine.hf_names import DERIVED, FUSED, HEADS, HF_NAMES, Form
 from autoshard.errors import Fault, InputError, nearest
@@ -75,6 +75,23 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Slice:
+    """A slice of a tensor of theirs, and where its numbers go in a box of ours."""
+
+    tensor: str
+    index: tuple[slice, ...]
+    lengths: Mapping[str, int]  # of the dims of what is read, in their order
+    dims: tuple[str, ...]  # the same dims in ours
+    place: tuple[slice, ...]
+
+    def laid(self, read: Any) -> Any:
+        """Return what was read with the axes of our tensor."""
+        split = read.reshape(tuple(self.lengths.values()))
+        shape = tuple(part.stop - part.start for part in self.place)
+        return _ordered(split, tuple(self.lengths), self.dims).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
 class HfNames:
     """The tensors of one model in one Hugging Face form, each with its place among ours."""
 
@@ -98,18 +115,36 @@ class HfNames:
             raise InputError.of("model_type", f"{family} has no tensors for {_listed(missing)} of {model.name}")
         return cls(rows, {**graph.sizes, **FUSED}, tied)
 
+    @classmethod
+    def fitting(cls, family: str, model: ModelSpec, names: Collection[str]) -> "HfNames":
+        """Expand the table of the form that has most of these names of theirs."""
+        forms: tuple[Form, ...] = ("published", "module")
+        tables = [cls.of(family, model, form) for form in forms]
+        return max(tables, key=lambda table: len(table.shapes.keys() & set(names)))
+
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every tensor of theirs."""
         return {row.theirs.tensor: row.theirs.axes.shape(self.sizes) for row in self.rows}
 
+    def faults(self, found: Mapping[str, tuple[int, ...]]) -> Iterator[Fault]:
+        """Yield what is missing among tensors of these shapes, what nobody knows, and what has another shape."""
+        for name, shape in self.shapes.items():
+            if name not in found:
+                yield Fault(where=name, message="missing")
+            elif found[name] != shape:
+                yield Fault(where=name, message=f"has shape {found[name]}, the model asks for {shape}")
+        needless = (*DERIVED, *HEADS) if self.tied else DERIVED
+        for name in found.keys() - self.shapes.keys():
+            if not name.endswith(needless):
+                yield Fault(where=name, message="is no tensor of this model")
+
 
 def from_hf(family: str, model: ModelSpec, tensors: Mapping[str, A], empty: Empty) -> dict[str, A]:
     """Return our weights, named as in ``graph/evaluate``, of a whole model in either form; they may share memory."""
-    forms: tuple[Form, ...] = ("published", "module")
-    tables = [HfNames.of(family, model, form) for form in forms]
-    names = max(tables, key=lambda table: len(table.shapes.keys() & tensors.keys()))
-    faults = list(_faults(names, tensors))
+    names = HfNames.fitting(family, model, tensors.keys())
+    shapes = {name: tuple(cast(Any, tensor).shape) for name, tensor in tensors.items()}
+    faults = list(names.faults(shapes))
     if faults:
         raise InputError(faults)
     ours = _moved(((row.theirs, row.ours) for row in names.rows), tensors, names.sizes, empty)
@@ -122,6 +157,48 @@ def to_hf(
     """Return the tensors of a Hugging Face model with our weights; a tied head is left out, as their files do."""
     names = HfNames.of(family, model, form)
     return _moved(((row.ours, row.theirs) for row in names.rows), weights, names.sizes, empty)
+
+
+def slices(row: Row, sizes: Mapping[str, int], offsets: Sequence[int], lengths: Sequence[int]) -> Iterator[Slice]:
+    """Yield what a row has of a box of our tensor, as slices of theirs that are whole ranges along every axis.
+
+    >>> theirs = Part("qkv", Axes.parse("(kv_heads qkv:1 head_dim) hidden"))
+    >>> row = Row(theirs, Part("k", Axes.parse("kv_heads head_dim hidden")))
+    >>> sizes = {"kv_heads": 2, "qkv": 3, "head_dim": 4, "hidden": 8}
+    >>> [found.index for found in slices(row, sizes, (0, 0, 0), (2, 4, 5))]
+    [(slice(4, 8, None), slice(0, 5, None)), (slice(16, 20, None), slice(0, 5, None))]
+    """
+    ours = [dim for group in row.ours.axes.groups for dim in group]
+    begin = dict(zip(ours, offsets, strict=True))
+    box = {dim: (begin[dim], begin[dim] + length) for dim, length in zip(ours, lengths, strict=True)}
+    chosen = {dim: (number, number + 1) for dim, number in row.ours.axes.chosen}
+    if any(not box[dim][0] <= number < box[dim][1] for dim, (number, _) in chosen.items()):
+        return
+    wanted = {**box, **chosen, **{dim: (number, number + 1) for dim, number in row.theirs.axes.chosen}}
+    for found in product(*(list(_ranges(group, wanted, sizes)) for group in row.theirs.axes.groups)):
+        parts = {**chosen, **{dim: part for _, inside in found for dim, part in inside.items()}}
+        yield Slice(
+            tensor=row.theirs.tensor,
+            index=tuple(along for along, _ in found),
+            lengths={dim: parts[dim][1] - parts[dim][0] for dim in row.theirs.axes.dims},
+            dims=row.ours.axes.dims,
+            place=tuple(slice(parts[dim][0] - begin[dim], parts[dim][1] - begin[dim]) for dim in ours),
+        )
+
+
+def _ranges(
+    group: Sequence[str], wanted: Mapping[str, tuple[int, int]], sizes: Mapping[str, int]
+) -> Iterator[tuple[slice, Mapping[str, tuple[int, int]]]]:
+    """Cut a part of an axis that is made of dims into ranges; with each, the part of every dim that it is."""
+    cut = max((place for place, dim in enumerate(group) if wanted[dim] != (0, sizes[dim])), default=0)
+    outer, inner = group[:cut], math.prod(sizes[dim] for dim in group[cut + 1 :])
+    for numbers in product(*(range(*wanted[dim]) for dim in outer)):
+        row = 0
+        for dim, number in zip((*outer, group[cut]), (*numbers, 0), strict=True):
+            row = row * sizes[dim] + number
+        low, high = wanted[group[cut]]
+        fixed = {dim: (number, number + 1) for dim, number in zip(outer, numbers, strict=True)}
+        yield slice((row + low) * inner, (row + high) * inner), {**{dim: wanted[dim] for dim in group}, **fixed}
 
 
 def _instance(parameter: str) -> str:
@@ -141,20 +218,6 @@ def _expanded(table: Sequence[tuple[str, str, str]], model: ModelSpec, wanted: M
                 dims = [f"{dim}:{expert}" if apart and dim == "experts" else dim for dim in wanted[name]]
                 there = Part(theirs.format(layer=layer, expert=expert), Axes.parse(axes))
                 yield Row(there, Part(name, Axes.parse(" ".join(dims))))
-
-
-def _faults(names: HfNames, tensors: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield what is missing, what nobody knows, and what has another shape."""
-    shapes = names.shapes
-    for name, shape in shapes.items():
-        if name not in tensors:
-            yield Fault(where=name, message="missing")
-        elif tuple(tensors[name].shape) != shape:
-            yield Fault(where=name, message=f"has shape {tuple(tensors[name].shape)}, the model asks for {shape}")
-    needless = (*DERIVED, *HEADS) if names.tied else DERIVED
-    for name in tensors:
-        if name not in shapes and not name.endswith(needless):
-            yield Fault(where=name, message="is no tensor of this model")
 
 
 def _listed(names: Sequence[str]) -> str:

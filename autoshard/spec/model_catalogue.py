@@ -61,7 +61,7 @@ def _is_path(name_or_path: str | Path) -> bool:
 
 
 def _load(path: Path, name: str) -> ModelSpec:
-    config = _read_object(path)
+    config = read_config(path)
     header = config.get(HEADER)
     stated = cast(Mapping[str, object], header).get("source") if isinstance(header, Mapping) else None
     source = stated if isinstance(stated, str) else f"the user's {path.name}"
@@ -73,7 +73,8 @@ def _load(path: Path, name: str) -> ModelSpec:
         raise InputError(faults) from error
 
 
-def _read_object(path: Path) -> Mapping[str, object]:
+def read_config(path: Path) -> Mapping[str, object]:
+    """Return the data of a config.json, or say why there is none."""
     try:
         content = _content(path)
     except (OSError, ValueError) as error:

@@ -56,7 +56,9 @@ class Executor:
         backend = lane_backend(formats.device)
         if backend:
             refuse_crossing(plan.schedule)
-        world = World.build(plan.mesh, {*programs.collective_atoms(), *meetings}, backend, run.position if run else None)
+        world = World.build(
+            plan.mesh, {*programs.collective_atoms(), *meetings}, backend, run.position if run else None
+        )
         place = Place(mesh=plan.mesh, rank=world.rank, sizes=programs.graph.sizes)
         positions = torch.from_numpy(sequence_order(plan))
         bench = Bench(world=world, place=place, formats=formats, positions=positions, rotations=Rotations())

@@ -1,0 +1,231 @@
+"""Hugging Face folders fill the weights of ranks: the first loss is that of transformers; what is wrong is named."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from autoshard.engine.base import Run
+from autoshard.engine.pieces import Piece
+from autoshard.engine.torch.engine import TorchEngine
+from autoshard.errors import InputError
+from autoshard.plan.plan import Plan
+from autoshard.runtime.weights import read_weights
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.training import Training
+from autoshard.spec.workload import Precision
+from tests.ranks.cases import plan_of
+from tests.ranks.spawn import on_ranks
+from tests.small_configs import SMALL_FAMILIES, small_config
+
+transformers: Any = pytest.importorskip("transformers")
+safetensors: Any = pytest.importorskip("safetensors.torch")
+
+BATCH, SEQ = 4, 8
+QUICK = {
+    "llama": "tp=2,pp=2,dp=1",
+    "mistral": "tp=1,pp=1,dp=2,zero=3",
+    "mixtral": "tp=2,pp=1,dp=2,ep=2",
+    "gpt2": "tp=2,pp=2,dp=1",
+    "gpt_neox": "tp=4,pp=1,dp=1",
+    "qwen2": "tp=1,pp=1,dp=2,zero=0",
+    "qwen3": "tp=2,pp=1,dp=2",
+}
+LAYOUTS = (
+    "tp=1,pp=1,dp=1",
+    "tp=2,pp=1,dp=1,sp=false",
+    "tp=4,pp=1,dp=1",
+    "tp=1,pp=2,dp=1,vp=1,schedule=zb_h1",
+    "tp=1,pp=1,dp=2",
+    "tp=1,pp=1,dp=4,zero=3",
+    "tp=2,pp=1,dp=2,zero=0",
+    "tp=1,pp=1,cp=2,dp=1",
+)
+TOKENS = np.random.default_rng(3).integers(0, 19, (BATCH, SEQ))
+
+
+def module_of(family: str, **changes: Any) -> Any:
+    config = small_config(family, **changes)
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
+    made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **fields), **options)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in made.parameters():
+        parameter.data.normal_(0, 0.3, generator=generator)
+    return made
+
+
+def expected(module: Any) -> tuple[float, float]:
+    """The loss of transformers, and the norm of its gradient."""
+    batch = torch.tensor(TOKENS)
+    loss = module(input_ids=batch, labels=batch, use_cache=False).loss
+    loss.backward()
+    norms = [parameter.grad.norm() for parameter in module.parameters()]
+    return float(loss.detach()), float(torch.stack(norms).norm())
+
+
+def plan_for(folder: Path, text: str, precision: str = "fp32") -> Plan:
+    named = Precision.named(precision)
+    return plan_of(text, load_model(folder), seq_len=SEQ, global_batch=BATCH, precision=named)
+
+
+def first_step(plan: Plan, folder: Path) -> tuple[float, float]:
+    """What every rank runs: the engine of a run, filled from a folder; transformers shifts the labels by itself."""
+    engine = TorchEngine(plan, Run(folder=folder, training=Training(seed=9)))
+    read_weights(folder, plan, engine.pieces())
+    engine.restored(0)
+    labels, weight = np.roll(TOKENS, -1, axis=1), np.full(TOKENS.shape, 1 / (BATCH * (SEQ - 1)))
+    weight[:, -1] = 0
+    where = {"positions": np.arange(SEQ), "key_positions": np.arange(SEQ)}
+    count = plan.schedule.num_micro_batches
+    parts = [np.split(array, count) for array in (TOKENS, labels, weight)]
+    batches = [{"tokens": t, "labels": n, "token_weight": w, **where} for t, n, w in zip(*parts, strict=True)]
+    report = engine.step(batches, 1e-3)
+    return report.loss, report.norm
+
+
+def check(family: str, text: str, folder: Path, **changes: Any) -> None:
+    module = module_of(family, **changes)
+    module.save_pretrained(folder)
+    plan, wanted = plan_for(folder, text), expected(module)
+    for found in on_ranks(plan.mesh.num_ranks, first_step, plan, folder):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("family", "text"), QUICK.items())
+def test_the_first_loss_is_that_of_transformers(family: str, text: str, tmp_path: Path):
+    check(family, text, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("family", SMALL_FAMILIES)
+def test_the_first_loss_is_that_of_transformers_in_every_layout(family: str, text: str, tmp_path: Path):
+    check(family, text, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("family", "text", "changes"),
+    [
+        ("llama", "tp=2,pp=2,dp=1", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        ("mixtral", "tp=1,pp=1,dp=4,ep=4", {}),
+        ("mixtral", "tp=1,pp=2,dp=2,ep=2", {"tie_word_embeddings": True}),
+        ("gpt2", "tp=1,pp=2,dp=2,zero=3", {}),
+        ("gpt_neox", "tp=1,pp=2,dp=1", {"use_parallel_residual": False, "tie_word_embeddings": True}),
+    ],
+)
+def test_tied_heads_biases_and_experts_too(family: str, text: str, changes: Mapping[str, Any], tmp_path: Path):
+    check(family, text, tmp_path, **changes)
+
+
+def test_every_family_of_the_table_is_tried():
+    assert set(QUICK) == set(SMALL_FAMILIES)
+
+
+# -- formats ---------------------------------------------------------------------------------------
+
+
+def box(weight: str, shape: tuple[int, ...], dtype: torch.dtype, **changes: Any) -> Piece:
+    given: dict[str, Any] = {"weight": weight, "part": "weight", "whole": shape, "offsets": (0,) * len(shape)}
+    return Piece(**{**given, "memory": torch.full(shape, 7.0, dtype=dtype), **changes})
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("held", [torch.float64, torch.float32, torch.bfloat16])
+def test_formats_are_converted_and_shards_found(stored: torch.dtype, held: torch.dtype, tmp_path: Path):
+    module = module_of("llama").to(stored)
+    module.save_pretrained(tmp_path, max_shard_size="6KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    up, norm = box("layer.1.up.weight", (24, 16), held), box("head.0.final_norm.weight", (16,), held)
+    other = box("layer.1.up.weight", (24, 16), held, part="moment1")
+    given = box("layer.1.down.weight", (16, 24), held, reads=False)
+    read_weights(tmp_path, plan_for(tmp_path, "tp=1,pp=1,dp=1"), [up, norm, other, given])
+    assert torch.equal(up.memory, module.model.layers[1].mlp.up_proj.weight.to(held))
+    assert torch.equal(norm.memory, module.model.norm.weight.to(held))
+    assert (other.memory == 7).all() and (given.memory == 7).all()
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    change(tensors)
+    safetensors.save_file(tensors, folder / "model.safetensors")
+
+
+def cut(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+def reconfigured(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def indexed(folder: Path, text: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+GATE = "model.layers.0.mlp.gate_proj.weight"
+FAULTS: Mapping[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "a tensor is missing": (lambda f: rewritten(f, lambda t: t.pop(GATE)), (f"folder: {GATE}: missing",)),
+    "a tensor has another shape": (
+        lambda f: rewritten(f, lambda t: t.update({GATE: torch.zeros(24, 17)})),
+        (f"model.safetensors: {GATE}: has shape (24, 17), the model asks for (24, 16)",),
+    ),
+    "a tensor is of something else": (
+        lambda f: rewritten(f, lambda t: t.update(sth=torch.zeros(2))),
+        ("model.safetensors: sth: is no tensor of this model",),
+    ),
+    "a format without fractions": (
+        lambda f: rewritten(f, lambda t: t.update({GATE: t[GATE].to(torch.int8)})),
+        (f"model.safetensors: {GATE}: holds I8, and only F64, F32, F16, BF16 can be read",),
+    ),
+    "a truncated file": (lambda f: cut(f, 9000), ("model.safetensors: has 9000 bytes of the ", "Download it again")),
+    "a truncated header": (lambda f: cut(f, 100), ("model.safetensors: is no whole file of tensors",)),
+    "an empty file": (lambda f: cut(f, 0), ("model.safetensors: is no whole file of tensors",)),
+    "another model": (
+        lambda f: reconfigured(f, num_hidden_layers=3, rms_norm_eps=0.5),
+        ("num_layers: is 3 there and 2 in the plan's", "norm_eps: is 0.5", "plan for it: --model"),
+    ),
+    "no configuration": (lambda f: (f / "config.json").unlink(), ("config.json: there is no such file",)),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), ("holds no *.safetensors. Write them with transf",)),
+    "a shard is missing": (
+        lambda f: indexed(f, json.dumps({"weight_map": {GATE: "model-1.safetensors"}})),
+        ("model-1.safetensors: there is no such file, though model.safetensors.index.json names it",),
+    ),
+    "a shard has not what the index says": (
+        lambda f: indexed(f, json.dumps({"weight_map": {"sth": "model.safetensors"}})),
+        ("model.safetensors: sth: is not there, though model.safetensors.index.json says so (1 such",),
+    ),
+    "an index of something else": (lambda f: indexed(f, "{}"), ("weight_map: must say for each tensor the file",)),
+}
+
+
+@pytest.mark.parametrize(("spoil", "words"), FAULTS.values(), ids=FAULTS)
+def test_what_is_wrong_is_named(spoil: Callable[[Path], object], words: tuple[str, ...], tmp_path: Path):
+    folder = tmp_path / "folder"
+    module_of("llama").save_pretrained(folder)
+    plan = plan_for(folder, "tp=1,pp=1,dp=1")
+    spoil(folder)
+    with pytest.raises(InputError) as caught:
+        read_weights(folder, plan, [])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_how_long_contexts_were_is_free(tmp_path: Path):
+    module_of("llama").save_pretrained(tmp_path)
+    plan = plan_for(tmp_path, "tp=1,pp=1,dp=1")
+    read_weights(tmp_path, replace(plan, model=replace(plan.model, max_positions=99)), [])
