@@ -14,6 +14,7 @@ from autoshard.engine.torch.fake import faked
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.graph.evaluate import random_document_starts
 from autoshard.plan.plan import Plan
+from autoshard.spec.workload import Precision
 from tests.engine.test_kernels import attention
 from tests.ranks.cases import gpt, llama, plan_of
 
@@ -61,6 +62,12 @@ def test_documents_are_told_apart_by_the_host(name: str, kernels, monkeypatch: p
 def with_documents(plan: Plan) -> Batch:
     given = dry_batch(plan)
     return {**given, "document_starts": random_document_starts(np.random.default_rng(0), given["tokens"].shape)}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_rounding_takes_no_tensor_of_the_host(zero: int):
+    plan = plan_of(f"tp=2,pp=1,dp=2,zero={zero}", gpt(head_dim=8), precision=Precision.named("bf16-sr"))
+    assert counted(plan, 0).memory_bytes["masters"] == 0
 
 
 @pytest.mark.parametrize("kernels", [{"meta": fused.KERNELS["cuda"]}, {}], ids=["those of GPUs", "none"])
