@@ -35,7 +35,7 @@ _POSITIONAL = (
     "what",
     "a",
     "b",
-)  # `autoshard list models`, unlike `autoshard plan --model ...`
+)  # `list models`, unlike `plan --model ...`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,7 @@ class Running:
 def run_on(running: Running, given: "GivenRank | None") -> int:
     """Run to the end, starting failed ranks again where that is asked for; every rank's process calls this."""
     from autoshard.engine.nxd.environment import environment
+    from autoshard.runtime.data.opened import source_of
     from autoshard.runtime.engines import builder
     from autoshard.runtime.folder import locked
     from autoshard.runtime.launch import put_environment
@@ -62,6 +63,7 @@ def run_on(running: Running, given: "GivenRank | None") -> int:
     build, running = builder(running.engine), _named(running)
     with locked(running.run.folder) if leads else nullcontext():
         if leads:
+            source_of(running.plan, running.run.training.data, running.run.training.seed)  # refuses what is wrong
             _begin(running, given)
         shown = Shown(running) if leads else None
         report = _with_restarts(running, given, build, shown)

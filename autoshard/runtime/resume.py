@@ -13,6 +13,7 @@ from autoshard.runtime.checkpoint.index import RunState
 from autoshard.runtime.checkpoint.places import Place, StorageError
 from autoshard.runtime.checkpoint.saver import load
 from autoshard.runtime.checkpoint.shelf import Checkpoint, Shelf, newest, refuse_other
+from autoshard.runtime.weights import read_weights
 
 Begun = tuple[RunState, tuple[str, ...]]  # and what the user should know of it
 Value = TypeVar("Value")
@@ -32,7 +33,7 @@ def begin(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun:
             return begun
     fresh = RunState(step=0, num_updates=0, next_sample=0, seed=run.training.seed)
     path = run.training.init_weights
-    return fresh, (_initialised(Path(path), engine, group),) if path else ()
+    return fresh, (_initialised(Path(path), plan, engine, group),) if path else ()
 
 
 def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None:
@@ -64,9 +65,13 @@ def _candidates(shelf: Shelf, resume: str | int) -> Iterator[Checkpoint]:
         yield from shelf.usable()
 
 
-def _initialised(path: Path, engine: Engine, group: Any) -> str:
-    """Fill the weights alone, from a checkpoint."""
+def _initialised(path: Path, plan: Plan, engine: Engine, group: Any) -> str:
+    """Fill the weights alone, from a checkpoint or from a folder of Hugging Face."""
     pieces = [piece for piece in engine.pieces() if piece.part == "weight"]
+    if (path / "config.json").is_file():
+        read_weights(path, plan, pieces)
+        engine.restored(0)
+        return f"weights from {path}"
     place = Place.of(str(path), "init_weights")
     checkpoint, remarks = told(lambda: newest(place), group)
     if checkpoint is None:

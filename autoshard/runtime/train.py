@@ -22,8 +22,8 @@ from autoshard.runtime.checkpoint.index import RunState
 from autoshard.runtime.checkpoint.saver import Saver
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.data.batches import StepShape
+from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.data.prefetch import Loader, Prepared
-from autoshard.runtime.data.synthetic import SyntheticTokens
 from autoshard.runtime.launch import only_extracts
 from autoshard.runtime.resume import begin, place_of
 
@@ -72,7 +72,7 @@ class _Loop:
         self._saved_step, self._saved_at_s, self._retry_s = self._state.step, time.monotonic(), 0.0
         self._failure, self._num_taken = "", 0
         shape = StepShape.of(plan)
-        source = SyntheticTokens.of(plan, self._state.seed)
+        source = source_of(plan, replace(run.training.data, check="sizes"), self._state.seed)
         self.loader = Loader(source, shape, self._state.next_sample)
 
     def run(self) -> RunReport:

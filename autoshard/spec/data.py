@@ -13,12 +13,17 @@ Check = Literal["sizes", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """Sets of tokens by folder, and how they are read; without a set the tokens are synthetic."""
+    """Sets of tokens by folder, and how they are read; without a set the tokens are synthetic.
 
-    # A folder of `autoshard tokenize`, a prefix of PREFIX.bin and PREFIX.idx, or a small .txt file -> weight.
+    Args:
+        sets: A folder of `autoshard tokenize`, a prefix of .bin and .idx, or a small .txt file, each with its weight.
+        loss_on: Which tokens count in the loss: all, or only the answers of conversations.
+        check: What is looked at before the run: sizes of all files, or in full every byte.
+    """
+
     sets: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
-    loss_on: LossOn = "all"  # answers: only what an assistant says in conversations
-    check: Check = "sizes"  # full: read every byte before the run and compare checksums
+    loss_on: LossOn = "all"
+    check: Check = "sizes"
 
     def __post_init__(self) -> None:
         """Refuse weights that are no weights."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autoshard.errors import require
+from autoshard.spec.data import DataSpec
 
 Shape = Literal["constant", "linear", "cosine", "wsd"]
 _WSD_SHARE = 5  # wsd: the last fifth of the steps decays (Hagele et al. 2024, arXiv:2405.18392, use 10 to 20%)
@@ -147,6 +148,7 @@ class Training:
         learning_rate: The peak of the learning rate.
         on_nonfinite: What to do if loss or gradient norm is not finite: stop before the update, or skip the update.
         skip_budget: With on_nonfinite skip: how many steps of the run may be skipped before it stops.
+        data: What is trained on.
         init_weights: Where weights come from: a checkpoint or a Hugging Face folder. Default: drawn at random.
         schedule: How the learning rate goes.
         adamw: The constants of AdamW.
@@ -160,6 +162,7 @@ class Training:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     skip_budget: int = 10
     init_weights: str | None = None
+    data: DataSpec = field(default_factory=DataSpec)
     schedule: RateSchedule = field(default_factory=RateSchedule)
     adamw: AdamWConstants = field(default_factory=AdamWConstants)
     checkpoint: Checkpointing = field(default_factory=Checkpointing)

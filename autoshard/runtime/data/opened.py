@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoshard.errors import Fault, InputError
+from autoshard.plan.plan import Plan
 from autoshard.runtime.data.indexed import (
     Index,
     OpenFiles,
@@ -58,6 +59,12 @@ def open_source(spec: DataSpec, *, seq_len: int, vocab: int, seed: int, separate
         separate=separate,
         answers_only=spec.loss_on == "answers",
     )
+
+
+def source_of(plan: Plan, spec: DataSpec, seed: int) -> Source:
+    """Open the sets of a recipe as a plan reads them."""
+    separate = plan.workload.documents == "separate"
+    return open_source(spec, seq_len=plan.workload.seq_len, vocab=plan.model.vocab, seed=seed, separate=separate)
 
 
 def _cut(stream: Stream, asked: _Asked) -> CutStream:
