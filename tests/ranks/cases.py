@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autoshard.engine.base import Run
 from autoshard.engine.order import sequence_order
 from autoshard.engine.place import Held, assemble
 from autoshard.engine.programs import graph_of
@@ -154,7 +156,7 @@ EXACT, AS_PLANNED = Formats(exact=True), Formats()
 
 def executor_of(task: Task, formats: Formats = EXACT) -> Executor:
     """One rank of a task, computed in double or in the formats of its plan."""
-    return Executor(task.plan, task.weights.__getitem__, formats, task.training)
+    return Executor(task.plan, task.weights.__getitem__, formats, Run(folder=Path(), training=task.training))
 
 
 def share_of(executor: Executor, task: Task, step: int = 0) -> StepShare:
