@@ -1,0 +1,60 @@
+"""On a GPU: a run is saved from the device while it trains, and goes on bit for bit."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoshard.engine.base import Run
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.plan import Plan
+from autoshard.runtime.checkpoint.index import load_index
+from autoshard.runtime.engines import builder
+from autoshard.runtime.launch import GivenRank, Placing, launch
+from autoshard.runtime.train import train
+from autoshard.search.planner import Request, plan_at
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.training import Checkpointing, Training
+from autoshard.spec.workload import Precision, Workload
+from tests.runtime.training_cases import Trained
+
+pytestmark = pytest.mark.gpu
+
+
+@functools.cache
+def plan_of(precision: str, documents: Any) -> Plan:
+    """One rank; the cluster's name does not matter to an engine."""
+    workload = Workload(seq_len=256, global_batch=8, precision=Precision.named(precision), documents=documents)
+    request = Request(
+        model=load_model("tiny-llama"), cluster=load_cluster("local", ranks=1), workload=workload, engines=("torch",)
+    )
+    return plan_at(request, Candidate.parse("tp=1,pp=1,dp=1,mbs=4"))
+
+
+def start(plan: Plan, folder: Path, steps: int, port: int) -> Trained:
+    found = Trained()
+    training = Training(steps=steps, learning_rate=1e-2, checkpoint=Checkpointing(every_steps=2))
+    run = Run(folder=folder, training=training, device="cuda")
+    build = builder("torch")
+    rank = GivenRank(by="torchrun", rank=0, num_ranks=1, meeting=f"tcp://127.0.0.1:{port}", alone=True)
+    placing = Placing(folder=folder, device="cuda")
+    found.report = launch(rank, 1, lambda say: train(plan, run, build, say), show=found.said.append, placing=placing)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("precision", "documents"), [("bf16", "joined"), ("fp32", "joined"), ("bf16-sr", "joined"), ("bf16", "separate")]
+)
+def test_a_run_goes_on_bit_for_bit(precision: str, documents: str, tmp_path: Path) -> None:
+    plan = plan_of(precision, documents)
+    whole = start(plan, tmp_path / "whole", 8, 29611)
+    parts = [start(plan, tmp_path / "parts", steps, 29612 + steps) for steps in (3, 8)]
+    assert parts[0].curve | parts[1].curve == whole.curve
+    assert whole.curve[8] < whole.curve[1]
+    sums = [
+        load_index((tmp_path / name / "checkpoints" / "step-00000008" / "index.json").read_bytes(), "").tensors
+        for name in ("whole", "parts")
+    ]
+    assert sums[0] == sums[1] and any("moment2" in name for name in sums[0])
