@@ -162,12 +162,12 @@ class _Loop:
         self._retry_s, self._saved_step = 0.0, saved.step
         self._say(f"saved step {saved.step} in {saved.time_s:.1f} s; updates waited {saved.blocked_s:.2f} s for it")
 
-    def _save_last(self) -> None:
+    def _save_last(self, *, prunes: bool = True) -> None:
         """Save where the run stands now, unless that is saved already."""
         if self._saver.busy:
             self._conclude()
         if self._saves and (self._saved_step != self._state.step or self._failure):
-            self._saver.begin(self._state, self._engine.pieces())
+            self._saver.begin(self._state, self._engine.pieces(), prunes=prunes)
             self._conclude()
 
     def _refuse_nonfinite(self, report: StepReport) -> None:
@@ -182,7 +182,7 @@ class _Loop:
             return
         before = replace(state, step=state.step - 1, next_sample=first)
         self._state = before if training.on_nonfinite == "stop" else state
-        self._save_last()
+        self._save_last(prunes=False)  # the step after it may fail again
         budget = f", and {training.skip_budget} steps were skipped before" if training.on_nonfinite == "skip" else ""
         remedy = "Lower learning_rate, look at these samples, or set on_nonfinite to skip"
         raise NotFinite(f"{what}. Nothing was updated{budget}; {samples}. {remedy}")

@@ -52,11 +52,14 @@ class Saver:
         """Whether this rank's thread has ended."""
         return self._thread is not None and not self._thread.is_alive()
 
-    def begin(self, state: RunState, pieces: Sequence[Piece]) -> None:
-        """Start to save; the pieces must not change before ``wait_copied`` has returned."""
+    def begin(self, state: RunState, pieces: Sequence[Piece], *, prunes: bool = True) -> None:
+        """Start to save; the pieces must not change before ``wait_copied`` has returned.
+
+        Older checkpoints that need not be kept are removed afterwards, unless this one is not to be relied on.
+        """
         assert self._thread is None, "one checkpoint at a time"
         self._progress, self._blocked_s = Progress(), 0.0
-        self._thread = threading.Thread(target=self._save, args=(state, tuple(pieces), self._progress), daemon=True)
+        self._thread = threading.Thread(target=self._save, args=(state, tuple(pieces), prunes), daemon=True)
         self._thread.start()
 
     def wait_copied(self) -> None:
@@ -77,10 +80,12 @@ class Saver:
         assert self._saved is not None, "the thread says how it ended"
         return self._saved
 
-    def _save(self, state: RunState, pieces: Sequence[Piece], progress: Progress) -> None:
-        start_s, failure = time.monotonic(), ""
+    def _save(self, state: RunState, pieces: Sequence[Piece], prunes: bool) -> None:
+        start_s, failure, progress = time.monotonic(), "", self._progress
         try:
             self._write(state, pieces, progress)
+            if prunes and dist.get_rank() == 0:
+                self._shelf.prune(self._keeping)
         except (CheckpointException, StorageError) as error:
             failure = _reason(error)
         except Exception as error:  # a step must not wait for a thread that is gone; the run is told
@@ -109,7 +114,6 @@ class Saver:
         dcp_save({}, storage_writer=writer, planner=PieceSavePlanner(pieces), process_group=self._group)
         if leads:
             self._shelf.publish(folder)
-            self._shelf.prune(self._keeping)
 
 
 def load(shelf: Shelf, checkpoint: Checkpoint, pieces: Sequence[Piece], group: Any) -> None:
