@@ -18,4 +18,7 @@ BENCHMARKS: Mapping[str, str] = {
     "local_prediction": "benchmarks.local_prediction:run",
     "runtime_vs_plain": "benchmarks.runtime_vs_plain:run",
     "metrics_cost": "benchmarks.metrics_cost:run",
+    "loader_start": "benchmarks.loading:loader_start",
+    "loader_wait": "benchmarks.loading:loader_wait",
+    "tokenize_speed": "benchmarks.tokenize_speed:run",
 }

@@ -13,6 +13,7 @@ from autoshard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from autoshard.runtime.data.documents import Source
+    from autoshard.runtime.data.manifest import Manifest
     from autoshard.runtime.data.tokenizers import TokenizerSpec
     from autoshard.runtime.data.tokenizing import Progress
 
@@ -55,30 +56,42 @@ def tokenize(
     from autoshard.runtime.data.tokenizing import Work, tokenize as made
     from autoshard.spec.record import encode
 
-    num_workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    num_workers = _num_cores() if workers is None else workers
     require(
         (num_workers >= 1, "--workers", f"must be at least 1, not {num_workers}"),
         (not out.exists() or out.is_dir(), "--out", f"{out} is a file. Give a folder"),
         (chat or chat_template is None, "--chat-template", "is for conversations. Type --chat as well"),
         (chat_template is None or chat_template.is_file(), "--chat-template", f"there is no file {chat_template}"),
     )
-    work = Work(
-        source=_source(source, subset, split),
-        tokenizer=_tokenizer(tokenizer, eos, bos, chat_template),
-        kind="chat" if chat else "text",
-        field=field or ("messages" if chat else "text"),
-    )
-    with _shown(quiet=json) as say:
-        manifest = made(work, out, num_workers, say)
+    try:
+        work = Work(
+            source=_source(source, subset, split),
+            tokenizer=_tokenizer(tokenizer, eos, bos, chat_template),
+            kind="chat" if chat else "text",
+            field=field or ("messages" if chat else "text"),
+        )
+        with _shown(quiet=json) as say:
+            manifest = made(work, out, num_workers, say)
+    except ModuleNotFoundError as error:
+        raise InputError.of("autoshard tokenize", f"needs {error.name}: pip install 'autoshard[data]'") from None
     if json:
         print_json(encode(manifest))
     else:
-        size = format_bytes(sum(file.bytes for file in manifest.files))
-        counts = f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {size}"
-        print(f"{out}: {counts}, tokens of {manifest.tokenizer.name} (vocabulary {manifest.tokenizer.vocab:,})")
-        if manifest.num_empty:
-            print(f"{manifest.num_empty:,} documents without text were left out")
+        print(_summary(manifest, out))
     return 0
+
+
+def _summary(manifest: "Manifest", out: Path) -> str:
+    size = format_bytes(sum(file.bytes for file in manifest.files))
+    counts = f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {size}"
+    made_by = f"tokens of {manifest.tokenizer.name} (vocabulary {manifest.tokenizer.vocab:,})"
+    left_out = f"\n{manifest.num_empty:,} without text were left out" if manifest.num_empty else ""
+    return f"{out}: {counts}, {made_by}{left_out}"
+
+
+def _num_cores() -> int:
+    """Return how many cores this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _source(text: str, subset: str | None, split: str) -> "Source":

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from autoshard.errors import require
@@ -38,3 +39,16 @@ class DataSpec:
                 "answers need a set of conversations. Make one with autoshard tokenize --chat",
             ),
         )
+
+    def seen_from(self, folder: Path) -> "DataSpec":
+        """Return the same sets for a recipe in this folder: a path that is not here may stand beside the recipe."""
+        return replace(self, sets={_seen_from(folder, name): weight for name, weight in self.sets.items()})
+
+
+def _seen_from(folder: Path, name: str) -> str:
+    beside = folder / name
+    return name if _is_there(Path(name)) or not _is_there(beside) else str(beside)
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.with_name(f"{path.name}.idx").exists()

@@ -74,15 +74,10 @@ CONVERT = (
 @contextmanager
 def _told(name: str, kind: Literal["dataset", "model"]) -> Iterator[None]:
     """Turn what the libraries of a hub raise into one message with the remedy."""
-    try:
-        from huggingface_hub import constants, errors
+    from huggingface_hub import constants, errors
 
-        # Of the HTTP library, which is another one from time to time.
-        http_error: type[Exception] = errors.HfHubHTTPError.__mro__[1]
-    except ImportError:
-        raise InputError.of(
-            name, "comes from a hub, which needs the data extra: pip install 'autoshard[data]'"
-        ) from None
+    # Of the HTTP library, which is another one from time to time.
+    http_error: type[Exception] = errors.HfHubHTTPError.__mro__[1]
     try:
         yield
     except (OSError, RuntimeError, http_error) as error:

@@ -16,8 +16,8 @@ def permuted(places: Array, size: int, key: Sequence[int]) -> Array:
     A Feistel network permutes a grid of rows and columns that has at most ``isqrt(size) + 1`` cells more than asked
     for; who lands on one of those goes on until it leaves them, which keeps it a permutation (cycle walking).
 
-    >>> permuted(np.arange(6), 6, key=(1, 2)).tolist()
-    [2, 3, 0, 5, 1, 4]
+    >>> permuted(np.arange(10), 20, key=(1, 2)).tolist()
+    [3, 0, 15, 4, 16, 10, 14, 2, 7, 12]
     """
     if size == 1:
         return np.zeros_like(places)

@@ -56,6 +56,27 @@ def test_what_we_write_has_the_bytes_of_the_format(tmp_path_factory, documents, 
         assert (folder / f"ours{suffix}").read_bytes() == (folder / f"theirs{suffix}").read_bytes()
 
 
+@given(
+    lengths=st.lists(st.one_of(st.integers(0, 3), st.integers(1, 400)), min_size=1, max_size=40),
+    repeats=st.integers(1, 200),
+    joined=st.integers(1, 3),
+    data=st.data(),
+)
+def test_documents_of_a_large_index_are_found(tmp_path_factory, lengths, repeats: int, joined: int, data) -> None:
+    folder = tmp_path_factory.mktemp("set")
+    lengths = (sorted(lengths) * repeats)[: len(lengths) * repeats // joined * joined or joined]
+    lengths += [1] * (-len(lengths) % joined)
+    documents = [[[1] * length for length in lengths[at : at + joined]] for at in range(0, len(lengths), joined)]
+    index, files = read_index(write_set(folder / "s", documents, "uint8")), OpenFiles()
+    begins = np.cumsum([0, *(sum(map(len, document)) for document in documents)])[:-1]
+    for _ in range(5):
+        first = data.draw(st.integers(0, max(0, index.num_tokens - 1)))
+        count = data.draw(st.integers(0, index.num_tokens - first))
+        found = starts_within(index, files, first, count) + first
+        assert set(found.tolist()) == set(begins[(first <= begins) & (begins < first + count)].tolist())
+    files.close()
+
+
 def test_a_mask_is_one_byte_for_each_token(tmp_path: Path) -> None:
     writer = IndexedWriter(tmp_path / "chat", 300, masked=True)
     writer.add([1, 2, 3], [False, True, True])

@@ -201,3 +201,17 @@ def test_answers_of_synthetic_tokens_are_refused() -> None:
 def test_a_recipe_states_sets() -> None:
     spec = record.decode(DataSpec, {"sets": {"data/web": 7, "data/code": 0.3}})
     assert spec.sets == {"data/web": 7.0, "data/code": 0.3} and np.isclose(sum(spec.sets.values()), 7.3)
+
+
+def test_a_recipe_names_sets_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_set(tmp_path / "recipes" / "data" / "set", counting(9, [9]))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    spec = DataSpec(sets={"data/set": 1, "here": 2, "nowhere": 3}).seen_from(Path("recipes"))
+    assert spec.sets == {"recipes/data/set": 1, "here": 2, "nowhere": 3}
+
+
+def test_the_text_that_comes_with_recipes_is_a_set() -> None:
+    text = Path(__file__).parents[3] / "recipes" / "data" / "poems.txt"
+    tokens = opened({text: 1}, seq_len=256, vocab=257).samples(0, 8).tokens
+    assert tokens.max() < 128 and text.stat().st_size > 10_000, "plain ASCII"

@@ -237,6 +237,16 @@ def test_two_processes_do_not_write_one_folder(tmp_path: Path, capsys) -> None:
         assert "another process tokenizes into it" in say(source, "--tokenizer", "bytes", "--out", out, capsys=capsys)
 
 
+@pytest.mark.parametrize("library", ["pyarrow", "huggingface_hub", "tokenizers"])
+def test_a_library_that_is_not_installed_is_named(tmp_path: Path, library: str, capsys, monkeypatch) -> None:
+    parquet, tokenizer = write_parquet(tmp_path / "a.parquet"), write_tokenizer(tmp_path / "tokenizer")
+    monkeypatch.setitem(sys.modules, library, None)
+    given = {"pyarrow": (parquet, "bytes"), "huggingface_hub": ("me/set", "bytes"), "tokenizers": (parquet, tokenizer)}
+    source, name = given[library]
+    said = say(source, "--tokenizer", name, "--out", tmp_path / "out", capsys=capsys)
+    assert f"needs {library}: pip install 'autoshard[data]'" in said
+
+
 def chat_file(folder: Path) -> Path:
     return write_jsonl(folder / "chat.jsonl", [TALKS[0], [{"role": "user"}]], field="messages")
 
