@@ -5,6 +5,7 @@ import itertools
 import json as json_text
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -228,7 +229,7 @@ def _concluded(running: Running, report: "RunReport", shown: Shown) -> int:
     """Write the measured row, and say how the prediction held; what could not be written is an error at the end."""
     from autoshard.report.ran import ran_json, ran_report
     from autoshard.report.terminal import make_console
-    from autoshard.runtime.folder import allow_attempts
+    from autoshard.runtime.folder import ATTEMPTS, allow_attempts
     from autoshard.runtime.launch import only_extracts
 
     folder, plan = running.run.folder, running.plan
@@ -236,11 +237,11 @@ def _concluded(running: Running, report: "RunReport", shown: Shown) -> int:
         print("graphs were extracted and nothing was computed: no losses, no times, no measured row")
         return 0
     failures = [one for one in (shown.failure, report.unsaved and f"the state at the end: {report.unsaved}") if one]
-    failures += _noted(lambda: allow_attempts(folder))
+    failures += _noted(folder / ATTEMPTS, lambda: allow_attempts(folder))
     rows = folder / "measured.jsonl"
     if report.steps:
         row = json_text.dumps(_row(plan, report, running.platform, "rehearsal" if running.tried else report.kind))
-        failures += _noted(lambda: _append(row, rows))
+        failures += _noted(rows, lambda: _append(row, rows))
     if running.json:
         print_json({"folder": str(folder), "notes": shown.notes, **(ran_json(plan, report) if report.steps else {})})
     elif report.steps:
@@ -272,14 +273,12 @@ def _append(line: str, path: Path) -> None:
         file.write(line + "\n")
 
 
-def _noted(write: Any) -> list[str]:
+def _noted(path: Path, write: Callable[[], None]) -> list[str]:
     """Write, and return what went wrong instead of raising it: the tables are still to come."""
     try:
         write()
-    except InputError as error:
-        return [str(error)]
     except OSError as error:
-        return [f"{error.filename}: {error.strerror}"]
+        return [f"{path}: {error.strerror or error}"]
     return []
 
 

@@ -1,0 +1,113 @@
+"""The folder of a run: one run at a time, one model, and no start without end."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoshard.cli import main
+from autoshard.errors import InputError, RunFailed
+from autoshard.plan.codec import dump
+from autoshard.runtime.folder import allow_attempts, changes_since, count_attempt, locked, refuse_other_run
+from autoshard.runtime.metrics.log import MetricsLog
+from autoshard.spec.data import DataSpec
+from autoshard.spec.training import RateSchedule, Training
+from tests.runtime.cases import started, tiny_plan, wait_until, write_tiny
+
+
+def test_a_folder_is_one_process_at_a_time(tmp_path: Path) -> None:
+    with locked(tmp_path / "run"):
+        child = os.fork()
+        if child == 0:
+            try:
+                with locked(tmp_path / "run"):
+                    os._exit(1)
+            except InputError as error:
+                says = f"--out {tmp_path / 'run'}: process {os.getppid()} on "
+                os._exit(0 if str(error).startswith(says) and "is running in it" in str(error) else 2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with locked(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.ranks
+def test_a_second_run_is_refused_while_the_first_goes_on_and_a_kill_frees_the_folder(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "tp=1,pp=1,dp=1")
+    words = ["run", "tiny.json", "--steps", "100000", "--checkpoint.every-steps", "2"]
+    with started(tmp_path, *words) as first:
+        metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+        wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 4, "there are steps")
+        with started(tmp_path, *words) as second:
+            assert second.wait(60) == 2 and "is running in it" in second.communicate()[1]
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait(30)
+    lines = metrics.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1)), "whole up to the last step"
+    with started(tmp_path, "run", "tiny.json", "--steps", str(len(lines) + 2)) as third:
+        out, err = third.communicate(timeout=60)
+        assert third.returncode == 0, err
+        assert "note: continues after step" in out
+    again = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert again == list(range(1, len(lines) + 3)), "none is done twice, none is lost"
+
+
+def test_another_model_and_other_files_are_refused(tmp_path: Path) -> None:
+    plan = tiny_plan("tp=1,pp=1,dp=1")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"holds files, and none is the plan.json of a run"):
+        refuse_other_run(tmp_path, plan)
+    (tmp_path / "plan.json").write_text(dump(plan))
+    refuse_other_run(tmp_path, tiny_plan("tp=1,pp=1,dp=2"))
+    with pytest.raises(InputError, match=r"holds a run of another model \(ffn 384, now 256\)"):
+        refuse_other_run(tmp_path, replace(plan, model=replace(plan.model, ffn=256)))
+
+
+def test_what_a_start_does_otherwise_is_named(tmp_path: Path) -> None:
+    first = Training(steps=10)
+    assert changes_since(tmp_path, first) == []
+    assert changes_since(tmp_path, first) == []
+    other = replace(first, schedule=RateSchedule(warm_up_steps=3), data=DataSpec(sets={"a": 2.0}))
+    assert changes_since(tmp_path, other) == ["data.sets.a was None, now 2.0", "schedule.warm_up_steps was 0, now 3"]
+
+
+def test_starts_that_come_no_further_are_counted(tmp_path: Path) -> None:
+    for _ in range(3):
+        count_attempt(tmp_path, 40, most=3)
+    with pytest.raises(RunFailed, match=r"3 starts after step 40 came to no checkpoint beyond it.*type --resume 40"):
+        count_attempt(tmp_path, 40, most=3)
+    count_attempt(tmp_path, 50, most=3)
+    allow_attempts(tmp_path)
+    for _ in range(3):
+        count_attempt(tmp_path, 40, most=3)
+    with (tmp_path / "attempts.jsonl").open("a") as file:
+        file.write('{"from": 4')  # a kill while it was written
+    with pytest.raises(RunFailed):
+        count_attempt(tmp_path, 40, most=3)
+
+
+@pytest.mark.ranks
+def test_full_disks_name_the_file_after_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tiny(tmp_path, "tp=1,pp=1,dp=1")
+    folder = tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text((tmp_path / "tiny.json").read_text())
+    append = MetricsLog.append
+
+    def append_to_full(self: MetricsLog, record: Any) -> None:
+        self._file = os.open("/dev/full", os.O_WRONLY) if self._file is None else self._file
+        append(self, record)
+
+    monkeypatch.setattr(MetricsLog, "append", append_to_full)
+    (folder / "measured.jsonl").symlink_to("/dev/full")
+    assert main(["run", "tiny.json", "--steps", "3"]) == 3
+    said = capsys.readouterr()
+    assert "Predicted and measured" in said.out and "saved step 3" in said.out
+    assert "runs/tiny/metrics.jsonl: step 1 was not written: No space left on device" in said.err
+    assert "runs/tiny/measured.jsonl: No space left on device" in said.err
