@@ -13,7 +13,7 @@ import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -38,7 +38,7 @@ AGAIN = "copy it again from where it was made, or tokenize again"
 
 def beside(prefix: Path, suffix: str) -> Path:
     """Return a file of a set: its name may hold dots."""
-    return prefix.with_name(prefix.name + suffix)
+    return Path(f"{prefix}{suffix}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,20 +46,12 @@ class Index:
     """What stands where in one pair of files; made by ``read_index``, which checks it against their sizes."""
 
     prefix: Path
+    bin: Path
+    idx: Path
     dtype: np.dtype
     num_sequences: int
     num_entries: int  # of documents: one more than there are
     num_tokens: int
-
-    @property
-    def bin(self) -> Path:
-        """The file of the tokens."""
-        return beside(self.prefix, ".bin")
-
-    @property
-    def idx(self) -> Path:
-        """The file of the lengths."""
-        return beside(self.prefix, ".idx")
 
     @property
     def mask(self) -> Path:
@@ -79,34 +71,41 @@ class Index:
 
 def read_index(prefix: Path) -> Index:
     """Read what an index says, and hold it against the sizes of both files; costs a few small reads for any size."""
-    idx, bin_ = beside(prefix, ".idx"), beside(prefix, ".bin")
+    idx, tokens = beside(prefix, ".idx"), beside(prefix, ".bin")
     try:
         with idx.open("rb", buffering=0) as file:
-            return _checked(prefix, file.fileno(), bin_.stat().st_size)
+            dtype, num_sequences, num_entries = _header(idx, file.read(_HEADER.size))
+            bin_bytes = tokens.stat().st_size
+            index = Index(
+                prefix=prefix,
+                bin=tokens,
+                idx=idx,
+                dtype=dtype,
+                num_sequences=num_sequences,
+                num_entries=num_entries,
+                num_tokens=bin_bytes // dtype.itemsize,
+            )
+            _check_idx_bytes(index, os.fstat(file.fileno()).st_size)
+            num_bytes = _end(index, file.fileno())
     except OSError as error:
         raise InputError.of(error.filename or str(idx), f"cannot be read: {error.strerror}") from error
-
-
-def _checked(prefix: Path, file: int, bin_bytes: int) -> Index:
-    idx = str(beside(prefix, ".idx"))
-    header, idx_bytes = os.pread(file, _HEADER.size, 0), os.fstat(file).st_size
-    if header.startswith(_OLD_MAGIC):
-        raise InputError.of(idx, "is in an older form (TNTIDX). Tokenize again, or convert it with Megatron-LM")
-    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise InputError.of(idx, f"is not an index of Megatron's form: it begins with {header[:9]!r}")
-    _, version, code, num_sequences, num_entries = _HEADER.unpack(header)
-    if version != 1:
-        raise InputError.of(idx, f"has version {version}; only version 1 is known")
-    if code not in _DTYPES:
-        raise InputError.of(idx, f"says that tokens are {_FLOATS.get(code, f'of the unknown format {code}')}")
-    index = Index(
-        prefix=prefix, dtype=np.dtype(_DTYPES[code]), num_sequences=num_sequences, num_entries=num_entries, num_tokens=0
-    )
-    _check_idx_bytes(index, idx_bytes)
-    num_bytes = _end(index, file)
     if num_bytes != bin_bytes:
         raise InputError.of(str(index.bin), f"{wrong_size(bin_bytes, num_bytes)} by its index")
-    return replace(index, num_tokens=num_bytes // index.dtype.itemsize)
+    return index
+
+
+def _header(idx: Path, header: bytes) -> tuple[np.dtype, int, int]:
+    """Return the format of the tokens, how many sequences there are, and how many entries of documents."""
+    if header.startswith(_OLD_MAGIC):
+        raise InputError.of(str(idx), "is in an older form (TNTIDX). Tokenize again, or convert it with Megatron-LM")
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise InputError.of(str(idx), f"is not an index of Megatron's form: it begins with {header[:9]!r}")
+    _, version, code, num_sequences, num_entries = _HEADER.unpack(header)
+    if version != 1:
+        raise InputError.of(str(idx), f"has version {version}; only version 1 is known")
+    if code not in _DTYPES:
+        raise InputError.of(str(idx), f"says that tokens are {_FLOATS.get(code, f'of the unknown format {code}')}")
+    return np.dtype(_DTYPES[code]), num_sequences, num_entries
 
 
 def wrong_size(found: int, expected: int) -> str:

@@ -23,6 +23,7 @@ from autoshard.runtime.data.synthetic import SyntheticTokens
 from autoshard.spec.data import DataSpec
 
 _LOOKED_AT = 4096  # tokens at the begin of a file without a manifest
+_AT_ONCE, _TOGETHER = 16, 64  # threads that open files, and how many each takes at a time
 _MOST_TEXT_BYTES = 1 << 24
 _HOW = "Make a set with `autoshard tokenize SOURCE --tokenizer NAME --out FOLDER`"
 
@@ -150,20 +151,28 @@ def _foreign(index: Index, asked: _Asked) -> Iterator[Fault]:
 
 
 def _files(name: str, asked: _Asked, prefixes: list[Path], *, has_answers: bool) -> FileStream:
-    def read(prefix: Path) -> Index | InputError:
-        try:
-            return read_index(prefix)
-        except InputError as error:
-            return error
+    def read(some: list[Path]) -> list[Index | InputError]:
+        return [_index_or_faults(prefix) for prefix in some]
 
-    with ThreadPoolExecutor(16) as pool:  # a file system in a network answers many at once
-        found = list(pool.map(read, prefixes))
+    with ThreadPoolExecutor(_AT_ONCE) as pool:  # a file system in a network answers many at once
+        found = [
+            one
+            for some in pool.map(read, [prefixes[at : at + _TOGETHER] for at in range(0, len(prefixes), _TOGETHER)])
+            for one in some
+        ]
     faults = [fault for one in found if isinstance(one, InputError) for fault in one.faults]
     files = tuple(one for one in found if isinstance(one, Index))
     faults += [fault for index in files if has_answers for fault in _mask_faults(index)]
     if faults:
         raise InputError(faults)
     return FileStream(name=name, files=files, vocab=asked.vocab, has_answers=has_answers)
+
+
+def _index_or_faults(prefix: Path) -> Index | InputError:
+    try:
+        return read_index(prefix)
+    except InputError as error:
+        return error
 
 
 def _mask_faults(index: Index) -> Iterator[Fault]:
