@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autoshard.runtime.launch import GivenRank
 
 _RUNS = Path("runs")
+_RECIPES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,8 @@ def run(
         (dry_run or not dry_ranks, "--dry-ranks", "says which ranks --dry-run tries. Type --dry-run as well"),
         (not (compile_only and tried), "--compile-only", "what is only tried is not compiled. Leave one of them out"),
     )
+    if plan.suffix in _RECIPES:
+        training = replace(training, data=training.data.seen_from(plan.parent))
     folder = out or _RUNS / (f"{plan.stem}-compiled" if compile_only else plan.stem)
     asked = Run(folder=folder, training=training, resume=_where(resume))
     if tried:
@@ -114,7 +117,7 @@ def _planned(path: Path, question: OfRecipe, *, compile_only: bool) -> "Plan":
     """Read a plan file, or answer the question of a recipe."""
     from autoshard.plan.codec import load
 
-    if path.suffix not in (".yaml", ".yml"):
+    if path.suffix not in _RECIPES:
         question.refuse_any(path)
         return load(path)
     first = f"takes a plan file. Type first: autoshard plan --config {path}"
