@@ -1,6 +1,7 @@
 """From the words of a command line, and a file of options, to the arguments of a function; all faults at once."""
 
 import inspect
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -164,13 +165,11 @@ def _placed(fault: Fault, before: str, places: Mapping[str, str]) -> Fault:
 def _merged(option: Option, text: Any, configs: Configs, faults: list[Fault]) -> object:
     """Return an option's value: from the line, else from the first file that has it, else its default."""
     if option.repeats:
-        listed = [
-            said
-            for file, config in reversed(configs)
-            for said in _listed(config.get(option.name), file, option, faults)
-        ]
-        said = (*listed, *(Said(text=one, where=option.flag) for one in text or ()))
-        return said if option.kind == SaidOften else _weights(said, faults)
+        typed = tuple(Said(text=one, where=option.flag) for one in text or ())
+        files = [tuple(_listed(config.get(option.name), file, option, faults)) for file, config in configs]
+        if option.kind == SaidOften:  # what is typed comes last, and goes before what a file says of the same name
+            return (*itertools.chain(*reversed(files)), *typed)
+        return _weights(next((said for said in (typed, *files) if said), ()), faults)
     if text not in (None, False):
         return _read(option, text, option.label, faults)
     file, found = next(((file, config) for file, config in configs if option.name in config), ("", {}))
