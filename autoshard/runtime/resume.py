@@ -50,6 +50,10 @@ def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None
             remarks.append(f"the checkpoint of step {index.state.step} is passed over: {error}")
             continue
         engine.restored(index.state.num_updates)
+        later = [step for step in told(shelf.steps, group) if step > index.state.step]
+        if later:
+            steps = ", ".join(map(str, reversed(later)))
+            remarks.append(f"checkpoints of later steps ({steps}) are removed when the first new one is saved")
         other = "" if index.candidate == str(plan.candidate) else f", which was saved under {index.candidate}"
         return index.state, (*shelf.remarks, *remarks, f"continues after step {index.state.step}{other}")
     if told(lambda: bool(shelf.steps()), group):

@@ -98,9 +98,11 @@ def load_index(data: bytes, where: str) -> Index:
         whole: Any = json.loads(text)
         body = whole["index"]
         told = json.dumps(body, separators=(",", ":"))
-        assert zlib.crc32(told.encode()) == whole["crc32"], "its checksum is another"
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        kept = whole["crc32"]
+    except (ValueError, KeyError, TypeError) as error:
         raise InputError.of(where, f"is damaged: {error}") from None
+    if zlib.crc32(told.encode()) != kept:
+        raise InputError.of(where, "is damaged: its checksum is another")
     if body.get("format") != FORMAT:
         raise InputError.of(where, f"is of format {body.get('format')}, and this version reads {FORMAT}")
     return Index(

@@ -1,20 +1,64 @@
 """Where checkpoints lie: a local folder, or any URL that fsspec reads, with one set of operations for both."""
 
+import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from autoshard.errors import InputError
+
+Value = TypeVar("Value")
+
+TRIES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # waits between tries, so that a store may be away for a minute
+_LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+# cited: docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html: at most 10,000 parts, so a file of 320 GiB.
+_SENT_BYTES = 2**25  # to a store at a time
+_FETCHED_BYTES = 2**23  # from a store beyond what is asked for
+# By the names of exceptions: packages of stores are not imported here, and each has its own.
+_KEYS = "Name a profile in AWS_PROFILE, set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role"
+_REMEDIES = {
+    "NoCredentialsError": _KEYS,
+    "PartialCredentialsError": _KEYS,
+    "PermissionError": "Whoever runs this must be allowed to list, read, write and remove there",
+    "FileNotFoundError": "A bucket must be there before; the folders in it need not",
+    "EndpointConnectionError": "Are the network and AWS_ENDPOINT_URL_S3 right?",
+}
 
 
 class StorageError(Exception):
     """An operation on a file failed: which file, and why."""
+
+    @property
+    def remedy(self) -> str:
+        """What the user can do about it."""
+        return _REMEDIES.get(type(self.__cause__).__name__, "Give --checkpoint.to another place, or none")
+
+    @property
+    def lasts(self) -> bool:
+        """Whether trying again is no use: what is missing, forbidden, full or damaged stays so."""
+        cause = self.__cause__
+        if cause is None or isinstance(cause, FileNotFoundError | PermissionError):
+            return True
+        return isinstance(cause, OSError) and cause.errno in _LASTING
+
+
+def persistent(operation: Callable[[], Value], stop: Event | None = None) -> Value:
+    """Try an operation again while a store fails, each time after a longer wait, until ``stop`` is set."""
+    for wait_s in TRIES_S:
+        try:
+            return operation()
+        except StorageError as error:
+            if error.lasts or (stop or Event()).wait(wait_s):
+                raise
+    return operation()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +94,34 @@ class Place:
         with _named(path):
             if self.is_local:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
-            with self.system.open(path, "wb") as file:
+            options = {} if self.is_local else {"block_size": _SENT_BYTES}
+            file = self.system.open(path, "wb", **options)
+            try:
                 yield file
                 if self.is_local:
                     file.flush()
                     os.fsync(file.fileno())
+            except BaseException:
+                _give_up(file, path)
+                raise
+            file.close()
 
     @contextmanager
     def reading(self, name: str) -> Iterator[Any]:
         """Open a file to read parts of it."""
         path = self.path(name)
-        with _named(path), self.system.open(path, "rb") as file:
+        options = {} if self.is_local else {"block_size": _FETCHED_BYTES}
+        with _named(path), self.system.open(path, "rb", **options) as file:
             yield file
 
     def read(self, name: str) -> bytes | None:
         """Return a whole file; None if there is none."""
-        try:
-            with self.reading(name) as file:
-                return file.read()
-        except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+        path = self.path(name)
+        with _named(path):
+            try:
+                return self.system.cat_file(path)
+            except FileNotFoundError:
                 return None
-            raise
 
     def folders(self) -> list[str]:
         """Return the names of all folders here, in order; none if this place does not exist yet."""
@@ -88,13 +138,12 @@ class Place:
             self.system.rm(path, recursive=True)
 
     def rename(self, name: str, to: str) -> None:
-        """Rename a local folder, for good."""
+        """Rename a local folder, for good, with all the files that it has."""
         assert self.is_local, "stores rename by copying"
         with _named(self.path(to)):
+            _synchronise(self.path(name))
             Path(self.path(name)).rename(self.path(to))
-            folder = os.open(self.root, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
+            _synchronise(self.root)
 
     def _entries(self, folder: str) -> list[tuple[str, Any]]:
         path = self.path(folder)
@@ -107,12 +156,31 @@ class Place:
         return [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in found]
 
 
+def _give_up(file: Any, path: str) -> None:
+    """Close a file that is not whole; of a store's, nothing is to be seen."""
+    if not isinstance(file, AbstractBufferedFile):
+        file.close()
+        return
+    file.closed = True  # or else Python closes it some day, which makes an object of what was sent
+    with suppress(StorageError), _named(path):  # a store that is away keeps the parts, until its own rules remove them
+        file.discard()
+
+
+def _synchronise(folder: str) -> None:
+    """Bring the names in a folder to the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
 @contextmanager
 def _named(path: str) -> Iterator[None]:
     """Let every failure name the file: each filesystem has its own exceptions."""
     try:
         yield
-    except StorageError:
+    except (StorageError, AssertionError):
         raise
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"

@@ -85,7 +85,7 @@ class Saver:
         try:
             self._write(state, pieces, progress)
             if prunes and dist.get_rank() == 0:
-                self._shelf.prune(self._keeping)
+                self._shelf.prune(self._keeping, state.step)
         except (CheckpointException, StorageError) as error:
             failure = _reason(error)
         except Exception as error:  # a step must not wait for a thread that is gone; the run is told

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from autoshard.engine.pieces import Piece
 from autoshard.errors import InputError
@@ -33,18 +34,17 @@ class Shelf:
         found = (step_of(name) for name in self.place.folders())
         return sorted((step for step in found if step is not None), reverse=True)
 
-    def complete(self) -> Iterator[Checkpoint]:
-        """Yield complete checkpoints, newest first; what is wrong with others becomes a remark."""
+    def usable(self, most: int | None = None) -> Iterator[Checkpoint]:
+        """Yield those that are complete and finite, newest first; what is wrong with others becomes a remark."""
         for step in self.steps():
+            if most is not None and step > most:
+                continue
             try:
-                yield self.open(step)
+                one = self.open(step)
             except InputError as error:
                 for fault in error.faults:
                     self._remark(str(fault))
-
-    def usable(self) -> Iterator[Checkpoint]:
-        """Yield those that are finite as well."""
-        for one in self.complete():
+                continue
             if one.index.finite:
                 yield one
             else:
@@ -68,8 +68,9 @@ class Shelf:
         return Checkpoint(folder=folder, index=index)
 
     def begin(self, step: int) -> str:
-        """Return the folder in which a checkpoint is written, empty; what crashes have left of others goes."""
+        """Return the folder in which a checkpoint is written; what crashes have left of others goes."""
         if not self.place.is_local:
+            self._spoil(folder_of(step))  # of the same step, before the run went back
             return folder_of(step)
         for name in self.place.folders():
             if name.endswith(_ASIDE):
@@ -85,21 +86,30 @@ class Shelf:
             self.place.remove(name)
         self.place.rename(folder, name)
 
-    def prune(self, keeping: Checkpointing) -> None:
-        """Remove what need not be kept; of those that are finite, the newest always stay."""
-        kept = {one.folder for one, _ in zip(self.usable(), range(keeping.keep_last), strict=False)}
-        newest = max((step_of(name) or 0 for name in kept), default=None)
-        for step in self.steps():
-            for_good = keeping.keep_every is not None and step % keeping.keep_every == 0
-            if newest is not None and step <= newest and folder_of(step) not in kept and not for_good:
-                self._remove(folder_of(step))
+    def prune(self, keeping: Checkpointing, step: int) -> None:
+        """Remove what need not be kept when a step is saved; of those that are finite, the newest always stay.
+
+        Later ones are of a course that the run has left: it went back, or they could not be used.
+        """
+        kept = [one.index.state.step for one in islice(self.usable(step), keeping.keep_last)]
+        if not kept:
+            return
+        for one in self.steps():
+            for_good = keeping.keep_every is not None and one % keeping.keep_every == 0
+            old = one < kept[0] and one not in kept and not for_good
+            left = one > step == kept[0]
+            if old or left:
+                self._remove(folder_of(one))
 
     def _remove(self, folder: str) -> None:
-        """Remove the index first: what is left of a crash is then no checkpoint."""
-        if FILE in self.place.sizes(folder):
-            self.place.remove(f"{folder}/{FILE}")
+        self._spoil(folder)
         if self.place.is_local or self.place.sizes(folder):
             self.place.remove(folder)
+
+    def _spoil(self, folder: str) -> None:
+        """Remove the index first: what a crash leaves is then no checkpoint."""
+        if FILE in self.place.sizes(folder):
+            self.place.remove(f"{folder}/{FILE}")
 
     def _remark(self, text: str) -> None:
         if text not in self.remarks:

@@ -1,0 +1,157 @@
+"""The shelf: which checkpoints are there, in a folder and in a store, and which are kept."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from autoshard.errors import InputError
+from autoshard.runtime.checkpoint import places
+from autoshard.runtime.checkpoint.index import FILE, Index, RunState, dump_index
+from autoshard.runtime.checkpoint.places import Place, StorageError, persistent
+from autoshard.runtime.checkpoint.shelf import Shelf
+from autoshard.spec.training import Checkpointing
+
+_stores = itertools.count()
+
+
+@pytest.fixture(params=["folder", "store"])
+def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> Shelf:
+    return Shelf(place=Place.of(str(tmp_path) if request.param == "folder" else in_memory()))
+
+
+def in_memory() -> str:
+    return f"memory://shelf-{next(_stores)}/run"
+
+
+def put(shelf: Shelf, step: int, *, finite: bool = True) -> None:
+    """Save as a saver does, a file of a rank and then the index."""
+    folder = shelf.begin(step)
+    with shelf.place.writing(f"{folder}/rank-00000.safetensors") as file:
+        file.write(b"12345678")
+    state = RunState(step=step, num_updates=step, next_sample=step)
+    sizes = {"rank-00000.safetensors": 8}
+    index = Index(state=state, model="tiny", candidate="tp=1", finite=finite, files=sizes, tensors={})
+    with shelf.place.writing(f"{folder}/{FILE}") as file:
+        file.write(dump_index(index))
+    shelf.publish(folder)
+
+
+def usable(shelf: Shelf) -> list[int]:
+    return [one.index.state.step for one in shelf.usable()]
+
+
+def test_what_is_damaged_or_not_finite_is_passed_over_with_a_remark(shelf: Shelf) -> None:
+    for step in (2, 4, 6, 8):
+        put(shelf, step, finite=step != 6)
+    shelf.place.remove("step-00000008/rank-00000.safetensors")
+    assert usable(shelf) == [4, 2]
+    assert "step-00000008: is damaged: rank-00000.safetensors is missing" in shelf.remarks[0]
+    assert "step-00000006: holds numbers that are not finite" in shelf.remarks[1]
+
+
+def test_a_folder_without_an_index_is_no_checkpoint(shelf: Shelf) -> None:
+    put(shelf, 2)
+    put(shelf, 4)
+    shelf.place.remove(f"step-00000004/{FILE}")
+    assert usable(shelf) == [2]
+    with pytest.raises(InputError, match="step-00000004: was not finished: it has no index"):
+        shelf.open(4)
+
+
+def test_a_step_that_is_saved_again_is_no_checkpoint_while_it_is_written(shelf: Shelf) -> None:
+    put(shelf, 2)
+    put(shelf, 4)
+    folder = shelf.begin(4)
+    with shelf.place.writing(f"{folder}/rank-00000.safetensors") as file:
+        file.write(b"other 8b")
+    whole = [4, 2] if shelf.place.is_local else [2]  # files of a store have their names at once
+    assert usable(shelf) == whole
+    put(shelf, 4)
+    assert usable(shelf) == [4, 2]
+
+
+def test_what_a_run_saves_after_it_went_back_stays_and_what_it_left_goes(shelf: Shelf) -> None:
+    for step in (2, 4, 6, 8):
+        put(shelf, step)
+    put(shelf, 3)  # after --resume 2
+    shelf.prune(Checkpointing(keep_last=2), 3)
+    assert usable(shelf) == [3, 2]
+
+
+def test_one_that_is_not_finite_replaces_none(shelf: Shelf) -> None:
+    put(shelf, 2)
+    put(shelf, 4, finite=False)
+    put(shelf, 6, finite=False)
+    shelf.prune(Checkpointing(keep_last=1), 6)
+    assert usable(shelf) == [2]
+    assert shelf.steps() == [6, 4, 2], "they are there to be looked at"
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=8),
+    st.integers(1, 3),
+    st.none() | st.integers(2, 4),
+)
+def test_pruning_keeps_the_newest_finite_and_every_nth(
+    saves: Sequence[tuple[int, bool]], keep_last: int, keep_every: int | None
+) -> None:
+    shelf = Shelf(place=Place.of(in_memory()))
+    there: dict[int, bool] = {}
+    for step, finite in saves:
+        put(shelf, step, finite=finite)
+        shelf.prune(Checkpointing(keep_last=keep_last, keep_every=keep_every), step)
+        there[step] = finite
+        good = sorted((one for one in there if there[one] and one <= step), reverse=True)[:keep_last]
+        if good:
+            later = good[0] == step
+            there = {
+                one: is_finite
+                for one, is_finite in there.items()
+                if (one in good or one > good[0] or (keep_every and one % keep_every == 0))
+                and not (later and one > step)
+            }
+        assert shelf.steps() == sorted(there, reverse=True)
+
+
+def test_a_file_of_a_store_is_not_seen_before_it_is_whole() -> None:
+    """An upload that ends with an exception makes no object; buffered files would close, and so finish it."""
+    sent: list[bytes] = []
+
+    class Upload(places.AbstractBufferedFile):
+        def _upload_chunk(self, final: bool = False) -> bool:
+            sent.append(self.buffer.getvalue())
+            return True
+
+        def discard(self) -> None:
+            sent.clear()
+
+    place = Place.of(in_memory())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place.system, "open", lambda path, mode, **options: Upload(place.system, path, mode, **options))
+        with pytest.raises(StorageError, match="given up"), place.writing("a") as file:
+            file.write(b"12")
+            raise StorageError("given up")
+        del file
+        assert sent == []
+        with place.writing("a") as file:
+            file.write(b"12")
+        assert sent == [b"12"]
+
+
+def test_what_cannot_get_better_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "TRIES_S", (0.01, 0.02))
+    tries: list[BaseException] = []
+
+    def fail(cause: BaseException) -> None:
+        tries.append(cause)
+        raise StorageError("somewhere") from cause
+
+    for cause, times in ((OSError(28, "full"), 1), (PermissionError("403"), 1), (OSError(5, "away"), 3)):
+        tries.clear()
+        with pytest.raises(StorageError):
+            persistent(lambda cause=cause: fail(cause))
+        assert len(tries) == times
