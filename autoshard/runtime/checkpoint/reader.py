@@ -3,6 +3,7 @@
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.futures import Future
 
 from autoshard.engine.pieces import Piece
 from autoshard.runtime.checkpoint.index import Index, StoredBox
-from autoshard.runtime.checkpoint.places import Place, StorageError
+from autoshard.runtime.checkpoint.places import Place, StorageError, persistent
 from autoshard.runtime.checkpoint.writer import DTYPES
 
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -114,10 +115,14 @@ class PieceReader(StorageReader):
         files: dict[str, list[StoredBox]] = defaultdict(list)
         for box in sorted(wanted, key=lambda box: (box.file, box.start)):
             files[box.file].append(box)
-        for name, boxes in files.items():
+
+        def read(name: str) -> None:
             with self._place.reading(f"{self._folder}/{name}") as file:
-                for box in boxes:
+                for box in files[name]:
                     self._fill(file, box, wanted[box], planner)
+
+        for name in files:
+            persistent(partial(read, name))
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -3,8 +3,8 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -13,11 +13,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from autoshard.engine.pieces import Piece
 from autoshard.runtime.checkpoint.index import Index, RunState, StoredTensor
-from autoshard.runtime.checkpoint.places import StorageError
+from autoshard.runtime.checkpoint.places import StorageError, persistent
 from autoshard.runtime.checkpoint.reader import PieceLoadPlanner, PieceReader
 from autoshard.runtime.checkpoint.shelf import Checkpoint, Shelf
 from autoshard.runtime.checkpoint.writer import PieceSavePlanner, PieceWriter, Progress
 from autoshard.spec.training import Checkpointing
+
+Value = TypeVar("Value")
 
 _PATIENCE_S = 10.0  # without a byte written, after which a step gives the checkpoint up
 
@@ -30,6 +32,7 @@ class Saved:
     time_s: float
     blocked_s: float  # for which this rank's updates waited
     failure: str = ""  # why there is no checkpoint
+    remark: str = ""  # on a checkpoint that is there
 
 
 class Saver:
@@ -67,9 +70,9 @@ class Saver:
         if self._thread is None:
             return
         start_s = time.monotonic()
-        while not self._progress.copied.wait(0.05):
+        while not self._progress.settled.wait(0.05):
             if time.monotonic() - max(self._progress.last_s, start_s) > _PATIENCE_S:
-                self._progress.abandoned.set()
+                self._progress.abandon()
         self._blocked_s += time.monotonic() - start_s
 
     def ended(self) -> Saved:
@@ -78,42 +81,53 @@ class Saver:
         self._thread.join()
         self._thread = None
         assert self._saved is not None, "the thread says how it ended"
-        return self._saved
+        return replace(self._saved, blocked_s=self._blocked_s)
 
     def _save(self, state: RunState, pieces: Sequence[Piece], prunes: bool) -> None:
-        start_s, failure, progress = time.monotonic(), "", self._progress
+        start_s, failure, remark, progress = time.monotonic(), "", "", self._progress
         try:
             self._write(state, pieces, progress)
-            if prunes and dist.get_rank() == 0:
-                self._shelf.prune(self._keeping, state.step)
+            remark = self._pruned(state.step) if prunes else ""
         except (CheckpointException, StorageError) as error:
             failure = _reason(error)
         except Exception as error:  # a step must not wait for a thread that is gone; the run is told
             failure = f"{type(error).__name__}: {error}"
         finally:
-            progress.copied.set()
-            self._saved = Saved(
-                step=state.step, time_s=time.monotonic() - start_s, blocked_s=self._blocked_s, failure=failure
-            )
+            progress.settled.set()
+            time_s = time.monotonic() - start_s
+            self._saved = Saved(step=state.step, time_s=time_s, blocked_s=0.0, failure=failure, remark=remark)
 
-    def _write(self, state: RunState, pieces: Sequence[Piece], progress: Progress) -> None:
-        leads = dist.get_rank() == 0
-        folder, failure = "", ""
-        if leads:
-            folder, failure = _tried(lambda: self._shelf.begin(state.step))
-        told: list[Any] = [folder, failure]
-        dist.broadcast_object_list(told, 0, group=self._group)
-        folder, failure = told
-        if failure:
-            raise StorageError(failure)
+    def _write(self, state: RunState, pieces: Sequence[Piece], progress: Progress) -> str:
+        """Save, and return what the user should know of it; on all ranks this fails or on none."""
+        folder = self._led(lambda: persistent(lambda: self._shelf.begin(state.step), progress.settled))
 
         def index(*, finite: bool, files: Mapping[str, int], tensors: Mapping[str, StoredTensor]) -> Index:
             return Index(state=state, finite=finite, files=files, tensors=tensors, **self._label)
 
         writer = PieceWriter(self._shelf.place, folder, dist.get_rank(), progress, index)
         dcp_save({}, storage_writer=writer, planner=PieceSavePlanner(pieces), process_group=self._group)
-        if leads:
-            self._shelf.publish(folder)
+        self._led(lambda: self._shelf.publish(folder))
+
+    def _pruned(self, step: int) -> str:
+        """Remove what need not be kept; return what the user should know of it."""
+        try:
+            self._led(lambda: self._shelf.prune(self._keeping, step))
+        except StorageError as error:
+            return f"older checkpoints are still there: {error}"
+        return ""
+
+    def _led(self, operation: Callable[[], Value]) -> Value:
+        """Let the first rank do something, and all know what came of it."""
+        told: list[Any] = [None, ""]
+        if dist.get_rank() == 0:
+            try:
+                told[0] = operation()
+            except StorageError as error:
+                told[1] = str(error)
+        dist.broadcast_object_list(told, 0, group=self._group)
+        if told[1]:
+            raise StorageError(told[1])
+        return told[0]
 
 
 def load(shelf: Shelf, checkpoint: Checkpoint, pieces: Sequence[Piece], group: Any) -> None:
@@ -123,13 +137,6 @@ def load(shelf: Shelf, checkpoint: Checkpoint, pieces: Sequence[Piece], group: A
         dcp_load({}, storage_reader=reader, planner=PieceLoadPlanner(pieces), process_group=group)
     except CheckpointException as error:
         raise StorageError(_reason(error)) from None
-
-
-def _tried(operation: Callable[[], str]) -> tuple[str, str]:
-    try:
-        return operation(), ""
-    except StorageError as error:
-        return "", str(error)
 
 
 def _reason(error: BaseException) -> str:

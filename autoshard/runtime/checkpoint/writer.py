@@ -3,7 +3,6 @@
 Each rank writes one safetensors file, box after box, and never holds more than one box beside the state itself.
 """
 
-import errno
 import json
 import math
 import struct
@@ -12,7 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 import numpy as np
@@ -31,21 +30,39 @@ from torch.futures import Future
 
 from autoshard.engine.pieces import Piece
 from autoshard.runtime.checkpoint.index import FILE, Index, StoredBox, StoredTensor, dump_index
-from autoshard.runtime.checkpoint.places import Place, StorageError
+from autoshard.runtime.checkpoint.places import Place, StorageError, persistent
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 _MOST_BYTES = 2**26  # of a box in a file; larger pieces are cut, so that little is copied at a time
-_FINAL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}  # trying again is no use
-_TRIES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # waits between tries of a file, if nobody waits for it
+_SLICE_BYTES = 2**22  # that are looked at, summed up and written at a time
 
 
 @dataclass(slots=True)
 class Progress:
-    """What a save tells those who wait for it, and what they tell it."""
+    """How far a save is, for those who wait for it: in the end the state is copied, or the save is given up."""
 
-    copied: Event = field(default_factory=Event)  # nothing of the state is read any more
-    abandoned: Event = field(default_factory=Event)  # nobody wants the rest
+    settled: Event = field(default_factory=Event)  # the state may change
+    abandoned: Event = field(default_factory=Event)  # what is read of it from now on is of no use
     last_s: float = field(default_factory=time.monotonic)  # when something was written last
+    _deciding: Lock = field(default_factory=Lock)
+
+    def end_copy(self, what: str) -> None:
+        """Let the state change, unless it may have changed already."""
+        with self._deciding:
+            self.go_on(what)
+            self.settled.set()
+
+    def go_on(self, what: str) -> None:
+        """Stop a save that was given up."""
+        if self.abandoned.is_set():
+            raise StorageError(f"{what}: given up, so that training goes on")
+
+    def abandon(self) -> None:
+        """Let the state change even if it was not copied."""
+        with self._deciding:
+            if not self.settled.is_set():
+                self.abandoned.set()
+                self.settled.set()
 
 
 class PieceSavePlanner(DefaultSavePlanner):
@@ -116,12 +133,10 @@ class PieceWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the file of this rank; a store that fails is tried again, as long as somebody wants the checkpoint."""
+        """Write the file of this rank; a store that fails is tried again, as long as the state is what it was."""
         future: Future[list[WriteResult]] = Future()
-        try:
-            future.set_result(self._written(plan, planner) if plan.items else [])
-        finally:
-            self._progress.copied.set()
+        settled = self._progress.settled  # from then on the state may be another
+        future.set_result(persistent(lambda: self._write(plan, planner), settled) if plan.items else [])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -136,46 +151,51 @@ class PieceWriter(StorageWriter):
         for one in written.values():
             files[one.box.file] = max(files.get(one.box.file, 0), one.box.start + one.box.num_bytes)
         index = self._index(finite=all(one.finite for one in written.values()), files=files, tensors=tensors)
-        with self._place.writing(f"{self._folder}/{FILE}") as file:
-            file.write(dump_index(index))
+        data = dump_index(index)
+
+        def write() -> None:
+            with self._place.writing(f"{self._folder}/{FILE}") as file:
+                file.write(data)
+
+        persistent(write)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         """Refuse to be chosen by the form of a path."""
         return False
 
-    def _written(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        for wait_s in (*_TRIES_S, None):
-            try:
-                return self._write(plan, planner)
-            except StorageError as error:
-                final = isinstance(error.__cause__, OSError) and error.__cause__.errno in _FINAL
-                changed = self._progress.copied.is_set()  # the state may be another by now
-                if wait_s is None or final or changed or self._progress.abandoned.wait(wait_s):
-                    raise
-        raise AssertionError("the last try returns or raises")
-
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         name = f"rank-{self._rank:05}.safetensors"
+        whole = self._place.path(f"{self._folder}/{name}")
         header, starts = _header(plan.items)
         results: list[WriteResult] = []
         with self._place.writing(f"{self._folder}/{name}") as file:
             file.write(header)
             for item, start in zip(plan.items, starts, strict=True):
-                if self._progress.abandoned.is_set():
-                    raise StorageError(f"{self._place.path(self._folder)}: given up, so that training goes on")
-                numbers = _on_host(planner.resolve_data(item))
-                raw = numbers.reshape(-1).view(torch.uint8).numpy().data
-                file.write(raw)
-                self._progress.last_s = time.monotonic()
                 data = item.tensor_data
                 assert data is not None, "only tensors are saved"
+                numbers = _on_host(planner.resolve_data(item))
+                crc32, finite = self._put(numbers, file, whole)
                 offsets, lengths = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-                box = StoredBox(offsets, lengths, name, start, raw.nbytes, zlib.crc32(raw))
-                results.append(WriteResult(item.index, raw.nbytes, _Written(box, is_finite(numbers))))
+                box = StoredBox(offsets, lengths, name, start, numbers.nbytes, crc32)
+                results.append(WriteResult(item.index, numbers.nbytes, _Written(box, finite)))
             if self._place.is_local:
-                self._progress.copied.set()  # what is left is to bring the file to the disk
+                self._progress.end_copy(whole)  # what is left is to bring the file to the disk
+                return results
+        self._progress.end_copy(whole)
         return results
+
+    def _put(self, numbers: torch.Tensor, file: Any, path: str) -> tuple[int, bool]:
+        """Write a box; return its checksum, and whether it is finite."""
+        crc32, finite = 0, True
+        for part in numbers.reshape(-1).split(_SLICE_BYTES // numbers.itemsize):
+            self._progress.go_on(path)
+            finite = finite and is_finite(part)
+            raw = part.view(torch.uint8).numpy().data
+            crc32 = zlib.crc32(raw, crc32)
+            file.write(raw)
+            self._progress.last_s = time.monotonic()
+        return crc32, finite
 
 
 def _header(items: Sequence[WriteItem]) -> tuple[bytes, list[int]]:

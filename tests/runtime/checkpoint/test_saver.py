@@ -1,0 +1,108 @@
+"""Saves beside training: when the state may change, and what all ranks know of how a save ended."""
+
+import errno
+import os
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoshard.runtime.checkpoint import saver
+from autoshard.runtime.checkpoint.places import Place, StorageError
+from autoshard.runtime.checkpoint.shelf import Shelf
+from autoshard.runtime.checkpoint.writer import Progress
+from tests.runtime.training_cases import Trained, plan_of, trained
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    return trained(plan_of("tp=1,pp=1,dp=2"), tmp_path_factory.mktemp("whole"), STEPS, to="none").curve
+
+
+def two_ranks(folder: Path, **options: Any) -> Trained:
+    return trained(plan_of("tp=1,pp=1,dp=2"), folder, STEPS, **({"every_steps": 2, "keep_last": 9} | options))
+
+
+def test_a_state_is_copied_or_given_up_and_never_both() -> None:
+    copied, left = Progress(), Progress()
+    copied.end_copy("a file")
+    copied.abandon()
+    assert copied.settled.is_set() and not copied.abandoned.is_set()
+    left.abandon()
+    with pytest.raises(StorageError, match="a file: given up, so that training goes on"):
+        left.end_copy("a file")
+
+
+@pytest.mark.ranks
+def test_updates_do_not_wait_for_a_place_that_hangs_longer_than_their_patience(
+    curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(saver, "_PATIENCE_S", 0.3)
+    real = Place.writing
+
+    @contextmanager
+    def hanging(self: Place, name: str) -> Any:
+        with real(self, name) as file:
+            if "step-00000002.partial/rank-00001" in name:
+                time.sleep(3.0)  # like a mount whose server is gone: nothing inside can look at a clock
+            yield file
+
+    monkeypatch.setattr(Place, "writing", hanging)
+    found = two_ranks(tmp_path)
+    assert found.curve == curve
+    assert max(step.time_s for step in found.steps) < 1.5
+    assert "step 2 was not saved: rank 1: " in found.notes and "given up, so that training goes on" in found.notes
+    assert "saved step 6" in found.notes
+
+
+@pytest.mark.ranks
+def test_a_file_that_failed_after_the_state_moved_on_is_not_written_again(
+    curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its second try would hold another state under the name of the first, with checksums that fit."""
+    real, failed = os.fsync, list[int]()
+
+    def failing(number: int) -> None:
+        if os.readlink(f"/proc/self/fd/{number}").endswith("step-00000002.partial/rank-00001.safetensors"):
+            assert not failed, "one try"
+            failed.append(number)
+            time.sleep(0.5)
+            raise OSError(errno.EIO, "Input/output error")
+        real(number)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    found = two_ranks(tmp_path)
+    assert found.curve == curve
+    assert "step 2 was not saved: rank 1: " in found.notes and "Input/output error" in found.notes
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["begin", "publish", "prune"])
+def test_what_fails_on_the_first_rank_alone_is_known_to_all(
+    name: str, curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The last save as well: ranks that disagree about it would wait for each other for ever."""
+
+    def failing(*_: Any) -> None:
+        raise StorageError("somewhere: no")
+
+    monkeypatch.setattr(Shelf, name, failing)
+    found = two_ranks(tmp_path)
+    assert found.curve == curve and found.report is not None
+    if name == "prune":
+        assert "older checkpoints are still there: somewhere: no" in found.notes and not found.report.unsaved
+    else:
+        assert found.report.unsaved == "somewhere: no"
+
+
+@pytest.mark.ranks
+def test_a_run_that_went_back_goes_on_from_there(tmp_path: Path) -> None:
+    two_ranks(tmp_path)  # saves step 4 only if the save of step 2 had ended
+    again = trained(plan_of("tp=1,pp=1,dp=2"), tmp_path, 3, resume=2)
+    assert "6) are removed when the first new one is saved" in again.notes
+    steps = sorted(one.name for one in (tmp_path / "checkpoints").iterdir())
+    assert steps == ["step-00000002", "step-00000003"]
