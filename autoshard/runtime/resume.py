@@ -1,5 +1,7 @@
 """Where a run begins: at a checkpoint of its own, at weights from elsewhere, or at random weights."""
 
+import socket
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +20,44 @@ from autoshard.runtime.weights import read_weights
 Begun = tuple[RunState, tuple[str, ...]]  # and what the user should know of it
 Value = TypeVar("Value")
 
+_TOKEN = ".token"
+
 
 def place_of(run: Run) -> Place:
     """Return where a run's checkpoints lie."""
     to = run.training.checkpoint.to
     return Place.of(str((run.folder / "checkpoints").absolute()) if to in (None, "none") else to)
+
+
+def require_place(run: Run, group: Any) -> None:
+    """Find out before the first step whether all ranks see one place, in which files can be written and removed."""
+    place = place_of(run)
+    token = told(lambda: _usable(lambda: _write_token(place)), group)
+    here = f"rank {dist.get_rank()} on {socket.gethostname()}"
+    try:
+        fault = "" if place.read(_TOKEN) == token else f"{here} does not see what rank 0 writes there"
+    except StorageError as error:
+        fault = f"{here} cannot read there: {error}. {error.remedy}"
+    found: list[str] = [fault] * dist.get_world_size()
+    dist.all_gather_object(found, fault, group)
+    told(lambda: _usable(lambda: place.remove(_TOKEN)), group)
+    if fault := next(filter(None, found), ""):
+        remedy = "Checkpoints need a folder that all nodes share, or a URL such as s3://bucket/run"
+        raise InputError.of("checkpoint.to", f"{place.path()}: {fault}. {remedy}")
+
+
+def _write_token(place: Place) -> bytes:
+    token = uuid.uuid4().bytes
+    with place.writing(_TOKEN) as file:
+        file.write(token)
+    return token
+
+
+def _usable(operation: Callable[[], Value]) -> Value:
+    try:
+        return operation()
+    except StorageError as error:
+        raise InputError.of("checkpoint.to", f"cannot be used: {error}. {error.remedy}") from None
 
 
 def begin(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun:

@@ -25,7 +25,7 @@ from autoshard.runtime.data.batches import StepShape
 from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.data.prefetch import Loader, Prepared
 from autoshard.runtime.launch import only_extracts
-from autoshard.runtime.resume import begin, place_of
+from autoshard.runtime.resume import begin, place_of, require_place
 
 Say = Callable[[Started | TimedStep | str], None]
 
@@ -62,6 +62,8 @@ class _Loop:
         self._saves = run.training.checkpoint.saves
         self._extracts = only_extracts()  # numbers are not real, and every graph is wanted
         saving = dist.new_group(backend="gloo", timeout=_LONGEST) if self._saves else None
+        if self._saves:
+            require_place(run, self._hosts)
         self._engine: Engine = build(plan, run)
         self._state, notes = begin(plan, run, self._engine, self._hosts)
         if not self._state.trackers:
@@ -161,6 +163,8 @@ class _Loop:
             return
         self._retry_s, self._saved_step = 0.0, saved.step
         self._say(f"saved step {saved.step} in {saved.time_s:.1f} s; updates waited {saved.blocked_s:.2f} s for it")
+        if saved.remark:
+            self._say(saved.remark)
 
     def _save_last(self, *, prunes: bool = True) -> None:
         """Save where the run stands now, unless that is saved already."""

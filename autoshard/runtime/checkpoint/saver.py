@@ -97,8 +97,8 @@ class Saver:
             time_s = time.monotonic() - start_s
             self._saved = Saved(step=state.step, time_s=time_s, blocked_s=0.0, failure=failure, remark=remark)
 
-    def _write(self, state: RunState, pieces: Sequence[Piece], progress: Progress) -> str:
-        """Save, and return what the user should know of it; on all ranks this fails or on none."""
+    def _write(self, state: RunState, pieces: Sequence[Piece], progress: Progress) -> None:
+        """Save; on all ranks this fails or on none."""
         folder = self._led(lambda: persistent(lambda: self._shelf.begin(state.step), progress.settled))
 
         def index(*, finite: bool, files: Mapping[str, int], tensors: Mapping[str, StoredTensor]) -> Index:

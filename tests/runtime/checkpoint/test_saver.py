@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from autoshard.errors import InputError
+from autoshard.runtime import resume
 from autoshard.runtime.checkpoint import saver
 from autoshard.runtime.checkpoint.places import Place, StorageError
 from autoshard.runtime.checkpoint.shelf import Shelf
@@ -106,3 +108,36 @@ def test_a_run_that_went_back_goes_on_from_there(tmp_path: Path) -> None:
     assert "6) are removed when the first new one is saved" in again.notes
     steps = sorted(one.name for one in (tmp_path / "checkpoints").iterdir())
     assert steps == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.ranks
+def test_a_place_that_ranks_do_not_share_is_found_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As with two nodes that have a folder of the same name each."""
+    real = resume.place_of
+
+    def own(run: Any) -> Place:
+        place = real(run)
+        return Place(place.system, f"{place.root}-{resume.dist.get_rank()}")
+
+    monkeypatch.setattr(resume, "place_of", own)
+    with pytest.raises(InputError, match=r"rank 1 on .* does not see what rank 0 writes there.*that all nodes share"):
+        two_ranks(tmp_path)
+    assert not list((tmp_path / "checkpoints-0").iterdir()), "nothing is left"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("to", "told"),
+    [
+        ("/dev/null/here", "checkpoint.to: cannot be used: .*Not a directory. Give --checkpoint.to another place"),
+        ("gs://bucket/run", r"checkpoint.to: gs://bucket/run cannot be opened: .*gcsfs"),
+        ("nosuch://bucket", r"checkpoint.to: nosuch://bucket cannot be opened: Protocol not known: nosuch"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_found_before_the_first_step(to: str, told: str, tmp_path: Path) -> None:
+    found = Trained()
+    with pytest.raises(InputError, match=told):
+        found = two_ranks(tmp_path, to=to)
+    assert not found.said
