@@ -1,0 +1,150 @@
+"""Checkpoints in S3, by a real server over HTTP: save, resume, prune, damage, faults of the store and of its user."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from autoshard.engine.base import Builds, Engine, Run, StepReport
+from autoshard.errors import InputError
+from autoshard.plan.plan import Plan
+from autoshard.runtime import train as loop
+from autoshard.runtime.checkpoint import places, saver
+from autoshard.runtime.engines import builder
+from tests.runtime.checkpoint.s3 import BUCKET, S3, running
+from tests.runtime.training_cases import Trained, plan_of, run_into, trained
+
+pytestmark = pytest.mark.ranks
+PLAN = "tp=1,pp=1,dp=2"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    with running() as found:
+        yield found
+
+
+def curve_of(steps: int, folder: Path) -> dict[int, float]:
+    return trained(plan_of(PLAN), folder, steps, to="none").curve
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    return curve_of(41, tmp_path_factory.mktemp("whole"))
+
+
+def test_a_run_is_saved_resumed_and_pruned_and_passes_over_damage(
+    s3: S3, curve: dict[int, float], tmp_path: Path
+) -> None:
+    keeping = {"to": f"s3://{BUCKET}/resume", "keep_last": 3, "every_steps": 1}
+    parts = [trained(plan_of(PLAN), tmp_path, steps, **keeping) for steps in (2, 4, 6)]
+    assert [part.started.step for part in parts] == [0, 2, 4]
+    assert parts[0].curve | parts[1].curve | parts[2].curve == {step: curve[step] for step in range(1, 7)}
+    newest = s3.folders("resume/")
+    assert len(newest) == 3 and newest[-1] == "step-00000006"
+    assert not s3.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads")
+    assert not (tmp_path / "checkpoints").exists()
+    s3.client.delete_object(Bucket=BUCKET, Key=f"resume/{newest[-1]}/rank-00001.safetensors")
+    flipped = {"Bucket": BUCKET, "Key": f"resume/{newest[-2]}/rank-00000.safetensors"}
+    data = bytearray(s3.client.get_object(**flipped)["Body"].read())
+    data[-5] ^= 4
+    s3.client.put_object(**flipped, Body=bytes(data))
+    again = trained(plan_of(PLAN), tmp_path, 6, **keeping)
+    assert again.started.step == int(newest[0][-8:]) and again.curve.items() <= curve.items()
+    assert f"{newest[-1]}: is damaged: rank-00001.safetensors is missing" in again.notes
+    assert f"{newest[-2]}/rank-00000.safetensors: the checksum of" in again.notes
+
+
+def slow(least_s: float) -> Builds:
+    """Build engines whose steps take a while, as real ones do."""
+
+    def build(plan: Plan, run: Run) -> Engine:
+        engine = builder("torch")(plan, run)
+        step = engine.step
+
+        def slowly(*arguments: Any) -> StepReport:
+            time.sleep(least_s)
+            return step(*arguments)
+
+        engine.step = slowly
+        return engine
+
+    return build
+
+
+def disturbed(s3: S3, how: str, folder: Path, *, steps: int, step_s: float, for_s: float) -> Trained:
+    """Train while the store is away for some seconds, from the seventh step on."""
+    found = Trained()
+
+    def disturb() -> None:
+        while len(found.steps) < 7:
+            time.sleep(0.01)
+        with s3.away(how):
+            time.sleep(for_s)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    run_into(found, plan_of(PLAN), folder, steps, build=slow(step_s), to=f"s3://{BUCKET}/{folder.name}", every_steps=5)
+    thread.join()
+    return found
+
+
+def assert_not_disturbed(found: Trained, curve: dict[int, float], patience_s: float) -> None:
+    assert found.curve == {step: curve[step] for step in range(1, len(found.steps) + 1)}
+    assert max(step.time_s for step in found.steps) < patience_s + 1.0, "no step waits longer"
+    lost = [one for one in found.said if isinstance(one, str) and "was not saved" in one]
+    assert lost and all("The next try is in" in one for one in lost)
+    last = [one for one in found.said if isinstance(one, str) and one.startswith(("saved", "step"))][-1]
+    assert last.startswith(f"saved step {len(found.steps)} in"), "saving succeeds again"
+    assert found.report is not None and not found.report.unsaved
+
+
+@pytest.mark.parametrize("how", ["refuses", "silent"])
+def test_a_store_that_is_away_costs_checkpoints_and_no_steps(
+    how: str, s3: S3, curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(saver, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(loop, "_RETRY_S", (0.3, 0.6))
+    monkeypatch.setattr(places, "TRIES_S", (0.1, 0.2, 0.4))
+    short = {"connect_timeout": 0.5, "read_timeout": 0.5, "retries": {"max_attempts": 1}}
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": short})
+    found = disturbed(s3, how, tmp_path, steps=40, step_s=0.1, for_s=1.5)
+    assert_not_disturbed(found, curve, 0.5)
+    again = trained(plan_of(PLAN), tmp_path, 41, to=f"s3://{BUCKET}/{tmp_path.name}")
+    assert again.started.step == 40 and again.curve == {41: curve[41]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["refuses", "silent"])
+def test_a_store_that_is_away_for_a_minute(how: str, s3: S3, tmp_path: Path) -> None:
+    found = disturbed(s3, how, tmp_path / how, steps=400, step_s=0.25, for_s=60.0)
+    assert_not_disturbed(found, curve_of(400, tmp_path / "whole"), saver._PATIENCE_S)
+
+
+def test_a_store_that_cannot_be_used_is_found_before_the_first_step(
+    s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refusal(to: str) -> str:
+        found = Trained()
+        with pytest.raises(InputError) as caught:
+            run_into(found, plan_of(PLAN), tmp_path, 2, to=to)
+        assert not found.said and len(caught.value.faults) == 1
+        return str(caught.value)
+
+    told = refusal("s3://nowhere/run")
+    assert "checkpoint.to: cannot be used: nowhere/run/.token: " in told and "A bucket must be there before" in told
+    with s3.asking_for_keys():
+        assert "must be allowed to list, read, write and remove there" in refusal(f"s3://{BUCKET}/run")
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+        patch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"retries": {"max_attempts": 0}}})
+        assert "Are the network and AWS_ENDPOINT_URL_S3 right?" in refusal(f"s3://{BUCKET}/run")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    assert "Name a profile in AWS_PROFILE, set AWS_ACCESS_KEY_ID" in refusal(f"s3://{BUCKET}/run")
