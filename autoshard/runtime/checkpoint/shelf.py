@@ -55,6 +55,9 @@ class Shelf:
         folder = folder_of(step)
         path = self.place.path(folder)
         data = self.place.read(f"{folder}/{FILE}")
+        if data is None and step not in (steps := self.steps()):
+            there = f"there are {', '.join(map(str, sorted(steps)))}" if steps else "there is none"
+            raise InputError.of(path, f"there is no checkpoint of step {step}; {there}")
         if data is None:
             raise InputError.of(path, "was not finished: it has no index")
         index = load_index(data, f"{path}/{FILE}")
@@ -116,9 +119,9 @@ class Shelf:
             self.remarks.append(text)
 
 
-def refuse_other(index: Index, pieces: Sequence[Piece], where: str, *, weights_only: bool = False) -> None:
+def refuse_other(index: Index, pieces: Sequence[Piece], where: str) -> None:
     """Refuse a checkpoint of another model, or without moments that the optimizer has; name what differs."""
-    wanted = {piece.name: piece.whole for piece in pieces if piece.part == "weight" or not weights_only}
+    wanted = {piece.name: piece.whole for piece in pieces}
     faults = list(_differences(index, wanted))
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""

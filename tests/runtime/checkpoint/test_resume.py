@@ -97,7 +97,7 @@ def test_a_run_goes_back_to_a_step_that_is_named(tmp_path: Path) -> None:
     first = trained(plan, tmp_path, 4, every_steps=2)
     again = trained(plan, tmp_path, 4, resume=2)
     assert again.started.step == 2 and again.curve == {number: first.curve[number] for number in (3, 4)}
-    with pytest.raises(InputError, match="step-00000003: was not finished: it has no index"):
+    with pytest.raises(InputError, match="step-00000003: there is no checkpoint of step 3; there are 2, 4"):
         trained(plan, tmp_path, 4, resume=3)
 
 
