@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,9 @@ def test_a_card_has_exactly_the_published_parameters(name: str):
 
 
 def test_every_model_of_the_catalogue_is_there():
-    others = {"tiny-llama", "tiny-mixtral", "codegen25-7b"} | {f"gpt3-{size}b" for size in ("6.7", "23", "46", "175")}
-    assert set(model_names()) == set(PARAMETERS) | others
+    tiny = {"tiny-llama", "tiny-mixtral", "tiny-gpt"}
+    gpt3 = {f"gpt3-{size}" for size in ("6.7b", "23b", "46b", "175b", "175b-untied")}
+    assert set(model_names()) == set(PARAMETERS) | tiny | gpt3 | {"codegen25-7b"}
 
 
 def test_names_are_sorted_and_found_without_reading_a_card(monkeypatch: pytest.MonkeyPatch):
@@ -69,11 +71,17 @@ def test_gpt3_cards_have_the_size_in_their_name(size: str):
     assert load_model(f"gpt3-{size}b").num_parameters / 1e9 == pytest.approx(float(size), rel=0.02)
 
 
-def test_the_tiny_models_can_be_cut_by_four_ranks_and_have_grouped_heads():
-    for name in ("tiny-llama", "tiny-mixtral"):
+def test_the_untied_gpt3_differs_by_its_head_alone():
+    tied, untied = load_model("gpt3-175b"), load_model("gpt3-175b-untied")
+    assert replace(untied, name=tied.name, source=tied.source, tied_embeddings=True) == tied
+    assert untied.num_parameters - tied.num_parameters == tied.vocab * tied.hidden
+
+
+def test_the_tiny_models_can_be_cut_by_four_ranks_and_the_newer_ones_have_grouped_heads():
+    for name in ("tiny-llama", "tiny-mixtral", "tiny-gpt"):
         spec = load_model(name)
         assert spec.num_parameters < 2_000_000
-        assert spec.queries_per_kv_head > 1
+        assert spec.queries_per_kv_head > 1 or name == "tiny-gpt"
         assert all(size % 4 == 0 for size in (spec.num_layers, spec.num_kv_heads, spec.hidden, spec.ffn, spec.vocab))
     assert load_model("tiny-mixtral").num_experts % 4 == 0
 
