@@ -282,9 +282,9 @@ def _metavar(option: Option) -> str:
 
 
 def _config(where: str, path: str, options: Mapping[str, Option], faults: list[Fault]) -> dict[str, Any]:
-    """Read options from a file; keys of a recipe that this command has no use for are only checked for their names."""
+    """Read options from a file; what a recipe says for other commands is checked too."""
     from autoshard.spec.files import read_data
-    from autoshard.spec.recipe import RECIPE_KEYS
+    from autoshard.spec.recipe import RECIPE_KEYS, training_faults
 
     try:
         data = read_data(Path(path))
@@ -292,24 +292,37 @@ def _config(where: str, path: str, options: Mapping[str, Option], faults: list[F
         raise InputError(Fault(where=where, message=fault.message) for fault in error.faults) from None
     if not isinstance(data, dict):
         raise InputError.of(where, "must hold options, one `name: value` per line")
-    whole = {name for name, option in options.items() if option.repeats}
     found: dict[str, Any] = {}
+    elsewhere: dict[str, object] = {}
 
     def take(entries: dict[Any, Any], before: str) -> None:
         known = [name.removeprefix(before).partition(".")[0] for name in options if name.startswith(before)]
         for given, value in entries.items():
             key = str(given).replace("-", "_")
             name = before + key
-            if isinstance(value, dict) and name not in whole and any(one.startswith(f"{name}.") for one in options):
+            inside = _inside(options, name)
+            if inside and isinstance(value, dict):
                 take(cast(dict[Any, Any], value), f"{name}.")
-            elif name in options:
-                found.update({name: value} if value is not None else {})
-            elif before or key not in RECIPE_KEYS:
-                message = f"unknown key. {nearest(key, known)}"
+            elif inside and value is not None:
+                message = f"must hold keys, each on a line of its own: {', '.join(inside)}"
                 faults.append(Fault(where=f"{where}: {name}", message=message))
+            elif name in options or inside:
+                found.update({name: value} if value is not None else {})
+            elif not before and key in RECIPE_KEYS:
+                elsewhere[key] = value
+            else:
+                names = dict.fromkeys([*known, *(() if before else RECIPE_KEYS)])
+                faults.append(Fault(where=f"{where}: {name}", message=f"unknown key. {nearest(key, list(names))}"))
 
     take(cast(dict[Any, Any], data), "")
+    faults += (Fault(where=f"{where}: {fault.where}", message=fault.message) for fault in training_faults(elsewhere))
     return found
+
+
+def _inside(options: Mapping[str, Option], name: str) -> list[str]:
+    """Return the keys of a section, such as schedule; none if that is an option, or no name at all."""
+    rest = [one.removeprefix(f"{name}.") for one in options if one.startswith(f"{name}.")]
+    return list(dict.fromkeys(one.partition(".")[0] for one in rest))
 
 
 def _read(option: Option, given: object, where: str, faults: list[Fault]) -> object:

@@ -4,11 +4,11 @@ from typing import Literal
 
 from autoshard.commands.output import print_json
 
-Listable = Literal["models", "clusters", "engines", "schedules", "kernels", "rules"]
+Listable = Literal["models", "recipes", "clusters", "engines", "schedules", "kernels", "rules"]
 
 
 def list_(what: Listable, json: bool = False) -> int:
-    """List what can be named: models, clusters, engines, schedules, kernels or rules.
+    """List what can be named: models, recipes, clusters, engines, schedules, kernels or rules.
 
     Args:
         what: What to list.

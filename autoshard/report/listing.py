@@ -1,5 +1,7 @@
 """What ``autoshard list`` shows: the names that commands take, each with what one would ask first."""
 
+from pathlib import Path
+
 from autoshard.units import format_bytes, format_count
 
 Entry = dict[str, str]
@@ -9,6 +11,7 @@ def entries(what: str) -> list[Entry]:
     """Return one entry per name; only the catalogue that is asked for is read."""
     sources = {
         "models": _models,
+        "recipes": _recipes,
         "clusters": _clusters,
         "engines": _engines,
         "schedules": _schedules,
@@ -49,6 +52,28 @@ def _models() -> list[Entry]:
         }
         for model in map(load_model, model_names())
     ]
+
+
+def _recipes() -> list[Entry]:
+    from autoshard.spec.recipe import about, load_recipe, recipe_files
+
+    files = {path: load_recipe(path) for path in recipe_files()}
+    return [
+        {
+            "name": _as_typed(path),
+            "model": recipe.model,
+            "cluster": recipe.cluster,
+            "nodes": str(recipe.nodes),
+            "about": about(path),
+        }
+        for path, recipe in files.items()
+    ]
+
+
+def _as_typed(path: Path) -> str:
+    """Return a path as one would type it here."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _clusters() -> list[Entry]:

@@ -12,6 +12,13 @@ YAML_SUFFIXES = (".yaml", ".yml")
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
 
 
+def shipped(name: str) -> Path:
+    """Return a folder of data that comes along: inside the package if it was installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "_data" / name
+    return installed if installed.is_dir() else package.parent / name
+
+
 def read_data(path: Path) -> object:
     """Parse a JSON file, or a YAML file if its suffix says so; whatever is wrong becomes an InputError."""
     text = _text(path)
@@ -82,7 +89,14 @@ def _parsed_yaml(text: str, path: Path) -> object:
     import yaml  # here, because planning from JSON must not pay for it
 
     class Loader(yaml.SafeLoader):
-        """YAML 1.1 takes 3e11 for text; everybody who writes it means the number."""
+        """YAML 1.1 takes 3e11 for text, where everybody means the number, and the last of two equal keys."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value]
+            twice = next((key for key in keys if keys.count(key) > 1), None)
+            if twice is not None:
+                raise InputError.of(str(path), f"the key {twice!r} stands twice in one object")
+            return super().construct_mapping(node, deep)
 
     cast(Any, Loader).add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-0123456789"))
     try:

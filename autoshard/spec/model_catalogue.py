@@ -8,6 +8,7 @@ from typing import cast
 
 from autoshard.errors import Fault, InputError, nearest
 from autoshard.spec.config_reader import shown
+from autoshard.spec.files import shipped
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.model import ModelSpec
 
@@ -22,7 +23,7 @@ def model_names() -> tuple[str, ...]:
     >>> "llama3-70b" in model_names()
     True
     """
-    return tuple(sorted(path.stem for path in _cards_folder().glob("*.json")))
+    return tuple(sorted(path.stem for path in shipped("models").glob("*.json")))
 
 
 def load_model(name_or_path: str | Path) -> ModelSpec:
@@ -34,7 +35,7 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
     names = model_names()
     text = str(name_or_path)
     if text in names and isinstance(name_or_path, str):
-        return _load(_cards_folder() / f"{text}.json", text)
+        return _load(shipped("models") / f"{text}.json", text)
     if not _is_path(name_or_path):
         hint = f"{nearest(text, names)} Or give the path of a config.json."
         raise InputError.of("model", f"{text!r} is not a known model. {hint}")
@@ -45,13 +46,6 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
     except (OSError, ValueError) as error:
         raise InputError.of(text, f"cannot be opened: {error}") from error
     return _load(path, name or "model")
-
-
-def _cards_folder() -> Path:
-    """Return where the cards are: inside the package if it was installed, beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "_data" / "models"
-    return installed if installed.is_dir() else package.parent / "models"
 
 
 def _is_path(name_or_path: str | Path) -> bool:

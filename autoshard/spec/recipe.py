@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, cast
 
-from autoshard.errors import Fault, InputError, require
+from autoshard.errors import Fault, InputError, nearest, require
 from autoshard.spec import record
-from autoshard.spec.files import read_data
+from autoshard.spec.files import read_data, shipped
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Documents, Optimizer, PrecisionName
 
@@ -43,18 +43,48 @@ class Recipe:
 
 
 _TRAINING = tuple(entry.name for entry in fields(Training))
-RECIPE_KEYS = (*(entry.name for entry in fields(Recipe) if entry.name != "training"), *_TRAINING)
+_QUESTION = tuple(entry.name for entry in fields(Recipe) if entry.name != "training")
+RECIPE_KEYS = (*_QUESTION, *_TRAINING)
+
+
+def recipe_files() -> tuple[Path, ...]:
+    """Return the recipes that come along, by name.
+
+    >>> "llama3-70b-trn1-16" in [path.stem for path in recipe_files()]
+    True
+    """
+    return tuple(sorted(shipped("recipes").glob("*.yaml")))
+
+
+def about(path: Path) -> str:
+    """Return what a recipe says of itself: the comment in its first line."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def training_faults(entries: Mapping[str, object]) -> tuple[Fault, ...]:
+    """Return what is wrong with the keys of a recipe that are about training; the others are left alone."""
+    try:
+        record.decode(Training, {key: entries[key] for key in _TRAINING if entries.get(key) is not None})
+    except InputError as error:
+        return error.faults
+    return ()
 
 
 def load_recipe(path: Path) -> Recipe:
     """Read a recipe from YAML or JSON; every fault names the file."""
+    data, faults = read_data(path), list[Fault]()
+    if isinstance(data, dict):
+        given = cast(dict[str, object], data)
+        unknown = [key for key in given if key not in RECIPE_KEYS]
+        faults = [Fault(where=key, message=f"unknown key. {nearest(key, RECIPE_KEYS)}") for key in map(str, unknown)]
+        training = {key: given[key] for key in given if key in _TRAINING}
+        data = {key: given[key] for key in given if key in _QUESTION} | {"training": training}
+    recipe: Recipe | None = None
     try:
-        data = read_data(path)
-        if isinstance(data, dict):
-            given = cast(dict[str, object], data)
-            training = {key: value for key, value in given.items() if key in _TRAINING}
-            data = {key: value for key, value in given.items() if key not in _TRAINING} | {"training": training}
-        return record.decode(Recipe, data)
+        recipe = record.decode(Recipe, data)
     except InputError as error:
-        faults = (Fault(where=fault.where.removeprefix("training."), message=fault.message) for fault in error.faults)
-        raise InputError(faults).under(str(path)) from error
+        faults += (Fault(where=one.where.removeprefix("training."), message=one.message) for one in error.faults)
+    if faults or recipe is None:
+        raise InputError(faults).under(str(path))
+    return recipe

@@ -33,7 +33,10 @@ FINE = [
     ("calibrate -h", "--cluster NAME_OR_PATH"),
     ("run -h", "--rehearse N"),
     ("list --help", "WHAT"),
-    *((f"list {what}", "name") for what in ("models", "clusters", "engines", "schedules", "kernels", "rules")),
+    *(
+        (f"list {what}", "name")
+        for what in ("models", "recipes", "clusters", "engines", "schedules", "kernels", "rules")
+    ),
     (LOCAL, "on this machine: 4 ranks"),
     (f"{LOCAL} --ranks 1", "on this machine: 1 rank\n"),
     (f"{LOCAL} --global-batch 1 --seq-len 1", "1 sequence of 1 token a step"),
@@ -75,7 +78,7 @@ WRONG = [
     ("", ["usage: autoshard COMMAND"]),
     ("plna", ["plna: not a command. Did you mean plan?"]),
     ("plan", ["--model: missing"]),
-    ("list", ["WHAT: missing; one of models, clusters"]),
+    ("list", ["WHAT: missing; one of models, recipes, clusters"]),
     (f"{LOCAL} --nodes 1,2", ["--nodes: takes several numbers with --pareto only"]),
     (f"{LOCAL} --nodes 1,x", ["--nodes: expected a whole number, or several like 4,8,16"]),
     (f"{LOCAL} --time-limit 0", ["--time-limit: must be 1 to"]),
@@ -217,6 +220,13 @@ CONFIGS: list[tuple[object, list[str]]] = [
         ["json: expected true or false", "top: expected a single value"],
     ),
     ({"model": 3, "cluster": "local"}, ["--model: '3' is not a known model"]),
+    ({"model": "tiny-llama", "learning_rat": 1}, ["c.yaml: learning_rat: unknown key. Did you mean learning_rate?"]),
+    (
+        {"model": "tiny-llama", "schedule": {"shap": "cosine"}, "steps": 0, "data": {"sets": {"a": 0}}},
+        ["schedule.shap: unknown key. Did you mean shape?", "data.sets.a: must weigh more than 0"],
+    ),
+    ({"model": "tiny-llama", "steps": 0, "checkpoint": None}, ["c.yaml: steps: must be at least 1, not 0"]),
+    ("model: tiny-llama\nsteps: 5\nsteps: 6\n", ["the key 'steps' stands twice in one object"]),
     ("- 1\n- 2\n", ["must hold options"]),
     ("", ["must hold options"]),
     ("a: [1\n", ["is not YAML"]),
@@ -430,7 +440,10 @@ def test_a_broken_plan_file_is_wrong_input(change: Any, words: str, capsys: pyte
         (f"{LOCAL} --at tp=2 --json", 0, {"rejections", "plan", "dollars"}),
         (f"{TRN1} --at tp=2 --json", 1, {"rejections", "plan", "dollars"}),
         (f"{TRN1} --at tp=8,mbs=1024 --json", 1, {"rejections", "plan", "dollars"}),
-        *((f"list {what} --json", 0, {what}) for what in ("models", "clusters", "engines", "schedules", "rules")),
+        *(
+            (f"list {what} --json", 0, {what})
+            for what in ("models", "recipes", "clusters", "engines", "schedules", "rules")
+        ),
     ],
 )
 def test_json_is_one_object_and_nothing_else(line: str, code: int, keys: set[str], capsys: pytest.CaptureFixture[str]):

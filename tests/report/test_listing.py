@@ -1,5 +1,7 @@
 """Lists of names: complete, and each name is one that the commands take."""
 
+from pathlib import Path
+
 import pytest
 
 from autoshard.plan.rules.check import all_rules
@@ -8,9 +10,11 @@ from autoshard.schedule.schedule import schedule_names
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
 from autoshard.spec.kernels import kernels_names
 from autoshard.spec.model_catalogue import load_model, model_names
+from autoshard.spec.recipe import recipe_files
 
 NAMES = {
     "models": model_names(),
+    "recipes": tuple(str(path) for path in recipe_files()),
     "clusters": cluster_names(),
     "engines": ("nxd", "torch"),
     "schedules": schedule_names(),
@@ -20,7 +24,8 @@ NAMES = {
 
 
 @pytest.mark.parametrize("what", NAMES)
-def test_a_list_is_complete_and_a_rectangle(what: str):
+def test_a_list_is_complete_and_a_rectangle(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
     rows = entries(what)
     assert [row["name"] for row in rows] == list(NAMES[what])
     assert len({tuple(row) for row in rows}) == 1
@@ -42,6 +47,13 @@ def test_models_and_clusters_show_their_numbers():
     assert clusters["trn2.48xlarge"]["ranks a node"] == "64 (lnc 2)"
     assert clusters["a100-80"]["memory a rank"] == "80.00 GiB"
     assert clusters["local"]["engine"] == load_cluster("local").engine
+
+
+def test_recipes_are_named_as_one_types_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(recipe_files()[0].parents[1])
+    (row,) = (row for row in entries("recipes") if row["name"] == "recipes/llama3-70b-trn1-16.yaml")
+    assert (row["model"], row["cluster"], row["nodes"]) == ("llama3-70b", "trn1.32xlarge", "16")
+    assert row["about"].startswith("Llama 3 70B from scratch")
 
 
 def test_widths_follow_the_longest_cell():

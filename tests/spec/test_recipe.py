@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.errors import InputError
-from autoshard.spec.recipe import Recipe, load_recipe
+from autoshard.spec.recipe import Recipe, about, load_recipe
 
 
 def test_a_recipe_is_read_from_yaml_and_from_json(tmp_path: Path):
@@ -22,6 +22,11 @@ def test_a_recipe_is_read_from_yaml_and_from_json(tmp_path: Path):
         ("nodes: 2\n", ["model: missing"]),
         ("model: ''\ncluster: ' '\n", ["model: must name a card", "cluster: must name a cluster"]),
         ("model: x\nnodez: 2\nnodes: two\n", ["nodez: unknown key", "nodes: expected a whole number"]),
+        ("model: x\nlearning-rate: 1\nlearning_rat: 1\n", ["learning-rate: unknown", "Did you mean learning_rate?"]),
+        ("model: x\ntraining: {steps: 3}\n", ["training: unknown key"]),
+        ("model: x\nschedule: {shap: cosine}\nsteps: 0\n", ["schedule.shap: unknown key. Did you mean shape?"]),
+        ("model: x\nsteps: 1\nsteps: 2\n", ["the key 'steps' stands twice"]),
+        ("model: x\nadamw: {eps: 1.0e-5, eps: 1}\n", ["the key 'eps' stands twice"]),
         ("model: x\noptimizer: lion\n", ["optimizer: expected one of adamw, sgd, found 'lion'"]),
         ("model: x\ndocuments: apart\n", ["documents: expected one of joined, separate, found 'apart'"]),
         ("model: x\nprecision: fp8\n", ["precision: expected one of bf16, bf16-sr, fp16, fp32, found 'fp8'"]),
@@ -38,6 +43,12 @@ def test_every_fault_names_the_file(tmp_path: Path, text: str, faults: list[str]
     for fault, words in zip(caught.value.faults, faults, strict=True):
         assert str(path) in str(fault)
         assert words in str(fault)
+
+
+def test_a_recipe_says_of_itself_what_its_first_comment_says(tmp_path: Path):
+    (tmp_path / "a.yaml").write_text("# A model.\n# More.\nmodel: x\n")
+    (tmp_path / "b.yaml").write_text("model: x  # no\n# A model.\n")
+    assert (about(tmp_path / "a.yaml"), about(tmp_path / "b.yaml")) == ("A model.", "")
 
 
 def test_a_missing_recipe_is_an_input_error(tmp_path: Path):
