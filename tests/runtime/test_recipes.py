@@ -1,0 +1,59 @@
+"""The small recipes train: what each says is to be prepared first, then three of its steps."""
+
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autoshard.cli import main
+from autoshard.plan.codec import load
+from autoshard.runtime.metrics.log import read_metrics
+from autoshard.spec.recipe import load_recipe, recipe_files
+
+SMALL = {path.stem: path for path in recipe_files() if path.stem.startswith("tiny-")}
+FEW = ("--steps", "3")
+FEWER = (*FEW, "--seq-len", "64", "--global-batch", "4")  # of a run whose weights are all that is wanted
+
+# What makes a recipe the twin of its kind, as keys of its plan.
+SHAPES = {"tiny-mixtral": ("ep", 2), "tiny-long-context": ("cp", 2)}
+
+
+@pytest.fixture
+def beside_the_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which one types what the recipes say, as in a clone."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "recipes").symlink_to(next(iter(SMALL.values())).parent)
+    return tmp_path
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_recipe_trains(name: str, beside_the_recipes: Path):
+    for words in to_prepare(SMALL[name]):
+        assert main([*words, *(FEWER if words[0] == "run" else ())]) == 0
+    assert main(["run", f"recipes/{name}.yaml", *FEW]) == 0
+    folder = beside_the_recipes / "runs" / name
+    losses = [step["loss"] for step in read_metrics(folder / "metrics.jsonl")]
+    assert len(losses) == 3 and np.isfinite(losses).all()
+    plan, recipe = load(folder / "plan.json"), load_recipe(SMALL[name])
+    assert plan.workload.documents == recipe.documents
+    axis, size = SHAPES.get(name, ("pp", plan.mesh.size("pp")))
+    assert plan.mesh.size(axis) == size
+
+
+def to_prepare(path: Path) -> list[list[str]]:
+    """Return the commands that a recipe asks for in its comment."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    return [shlex.split(line.partition("autoshard ")[2]) for line in lines if line.startswith("# First: autoshard ")]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_small_text_is_known_by_heart_after_its_steps(beside_the_recipes: Path):
+    assert main(["run", "recipes/tiny-text.yaml"]) == 0
+    steps = read_metrics(beside_the_recipes / "runs" / "tiny-text" / "metrics.jsonl")
+    assert steps[0]["loss"] > 6
+    assert np.mean([step["loss"] for step in steps[-10:]]) < 0.2
