@@ -17,7 +17,7 @@ from autoshard.runtime.data.batches import StepShape, batches
 from autoshard.runtime.data.indexed import IndexedWriter
 from autoshard.runtime.data.opened import open_source
 from autoshard.runtime.data.prefetch import Loader
-from autoshard.runtime.launch import launch
+from autoshard.runtime.launch import Placing, launch
 from autoshard.spec.data import DataSpec
 from benchmarks.measure import yardstick_s
 from benchmarks.result import Result
@@ -104,12 +104,12 @@ def loader_wait() -> Result:
             sources = [
                 open_source(spec, seq_len=SEQ_LEN, vocab=plan.model.vocab, seed=0, separate=False) for _ in range(2)
             ]
-            engine = build(plan, Run(folder=Path(name), num_steps=1))
+            engine = build(plan, Run(folder=Path(name), training=Training(steps=1)))
             with Loader(sources[0], shape) as loader:
                 return [_step(engine, loader, sources[1], shape) for _ in range(WARM_UP + STEPS)]
 
     with tempfile.TemporaryDirectory() as name:
-        found = launch(None, 1, body, show=lambda _: None, folder=Path(name))
+        found = launch(None, 1, body, show=lambda _: None, placing=Placing(folder=Path(name)))
     waited_s, step_s, made_s = (sum(times) for times in zip(*found[WARM_UP:], strict=True))
     share = waited_s / (waited_s + step_s)
     return Result(

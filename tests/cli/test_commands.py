@@ -424,7 +424,7 @@ def test_verify_finds_what_was_edited(change: Any, code: int, words: str, capsys
         (lambda data: data.update(bogus=1, micro_batch="x"), "plan.json: micro_batch: expected a whole number"),
         (lambda data: data["prediction"].update(step_time_s=1.0), "prediction.time_parts: the parts add up to"),
         (lambda data: data["workload"].update(seq_len=10**15), "workload.seq_len: must be at most"),
-        (lambda data: data.update(schema=2), "schema: 2 is newer than 1"),
+        (lambda data: data.update(schema=3), "schema: 3 is newer than 2"),
     ],
 )
 def test_a_broken_plan_file_is_wrong_input(change: Any, words: str, capsys: pytest.CaptureFixture[str]):

@@ -52,8 +52,8 @@ def kill_soon(number: random.Random) -> Callable[[], None]:
     def kill() -> None:
         if not over.wait(after_s):
             ranks = sorted(active_children(), key=lambda one: one.name)
-            if len(ranks) > which and ranks[which].pid:
-                os.kill(ranks[which].pid, signal.SIGKILL)
+            if len(ranks) > which and (pid := ranks[which].pid):
+                os.kill(pid, signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     thread.start()

@@ -81,7 +81,8 @@ def run_into(found: Trained, plan: Plan, folder: Path, steps: int, *, build: Any
     """Run, and note what is said while it goes on, so that it is known after a failure too."""
     watch, resume = options.pop("watch", False), options.pop("resume", "auto")
     keeping = {name: options.pop(name) for name in tuple(options) if name in Checkpointing.__dataclass_fields__}
-    training = Training(steps=steps, checkpoint=Checkpointing(**keeping), **({"learning_rate": 1e-2} | options))
+    asked: dict[str, Any] = {"learning_rate": 1e-2, **options}
+    training = Training(steps=steps, checkpoint=Checkpointing(**keeping), **asked)
     run = Run(folder=folder, training=training, resume=resume)
     made = build or builder("torch")
     placing = Placing(folder=folder, watch=Watch(folder, plan, here=True) if watch else None, grace_s=20.0)
