@@ -72,9 +72,8 @@ class S3:
 def running() -> Iterator[S3]:
     """Start both, with a bucket; the environment names the gate as users name an endpoint."""
     behind, before = _free_port(), _free_port()
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(behind)], **quiet)
-    gate = subprocess.Popen([sys.executable, str(_GATE), str(before), str(behind)], **quiet)
+    server = _started("-m", "moto.server", "-H", "127.0.0.1", "-p", str(behind))
+    gate = _started(str(_GATE), str(before), str(behind))
     try:
         for port in (behind, before):
             _wait_for(port)
@@ -95,6 +94,10 @@ def running() -> Iterator[S3]:
             process.send_signal(signal.SIGCONT)
             process.kill()
             process.wait()
+
+
+def _started(*words: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _free_port() -> int:

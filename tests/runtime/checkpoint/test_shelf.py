@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -122,7 +123,7 @@ def test_a_file_of_a_store_is_not_seen_before_it_is_whole() -> None:
     sent: list[bytes] = []
 
     class Upload(places.AbstractBufferedFile):
-        def _upload_chunk(self, final: bool = False) -> bool:
+        def _upload_chunk(self, final: bool = False) -> Any:
             sent.append(self.buffer.getvalue())
             return True
 

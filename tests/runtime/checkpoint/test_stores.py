@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
+from fsspec.config import conf
 
 from autoshard.engine.base import Builds, Engine, Run, StepReport
 from autoshard.errors import InputError
@@ -63,7 +63,7 @@ def slow(least_s: float) -> Builds:
     """Build engines whose steps take a while, as real ones do."""
 
     def build(plan: Plan, run: Run) -> Engine:
-        engine = builder("torch")(plan, run)
+        engine: Any = builder("torch")(plan, run)
         step = engine.step
 
         def slowly(*arguments: Any) -> StepReport:
@@ -111,7 +111,7 @@ def test_a_store_that_is_away_costs_checkpoints_and_no_steps(
     monkeypatch.setattr(loop, "_RETRY_S", (0.3, 0.6))
     monkeypatch.setattr(places, "TRIES_S", (0.1, 0.2, 0.4))
     short = {"connect_timeout": 0.5, "read_timeout": 0.5, "retries": {"max_attempts": 1}}
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": short})
+    monkeypatch.setitem(conf, "s3", {"config_kwargs": short})
     found = disturbed(s3, how, tmp_path, steps=40, step_s=0.1, for_s=1.5)
     assert_not_disturbed(found, curve, 0.5)
     again = trained(plan_of(PLAN), tmp_path, 41, to=f"s3://{BUCKET}/{tmp_path.name}")
@@ -141,7 +141,7 @@ def test_a_store_that_cannot_be_used_is_found_before_the_first_step(
         assert "must be allowed to list, read, write and remove there" in refusal(f"s3://{BUCKET}/run")
     with monkeypatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
-        patch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"retries": {"max_attempts": 0}}})
+        patch.setitem(conf, "s3", {"config_kwargs": {"retries": {"max_attempts": 0}}})
         assert "Are the network and AWS_ENDPOINT_URL_S3 right?" in refusal(f"s3://{BUCKET}/run")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
