@@ -16,6 +16,7 @@ BENCHMARKS: Mapping[str, str] = {
     "solve_block": "benchmarks.solve_block:run",
     "solve_unrolled": "benchmarks.solve_unrolled:run",
     "local_prediction": "benchmarks.local_prediction:run",
+    "checkpoint_bandwidth": "benchmarks.checkpoint_bandwidth:run",
     "runtime_vs_plain": "benchmarks.runtime_vs_plain:run",
     "metrics_cost": "benchmarks.metrics_cost:run",
     "loader_start": "benchmarks.loading:loader_start",
