@@ -19,6 +19,7 @@ from autoshard.runtime.data.opened import open_source
 from autoshard.runtime.data.prefetch import Loader
 from autoshard.runtime.launch import Placing, launch
 from autoshard.spec.data import DataSpec
+from autoshard.spec.training import Training
 from benchmarks.measure import yardstick_s
 from benchmarks.result import Result
 from benchmarks.runtime_vs_plain import SEQ_LEN, plan_of
@@ -142,7 +143,7 @@ def _step(engine, loader, source, shape) -> tuple[float, float, float]:
     """Return what a step waited and took, and what its batches would have taken without a thread."""
     prepared = loader.next()
     begin_s = time.perf_counter()
-    engine.step(prepared.batches)
+    engine.step(prepared.batches, 1e-3)
     step_s = time.perf_counter() - begin_s
     begin_s = time.perf_counter()
     batches(source, prepared.first_sample, shape)
