@@ -83,7 +83,7 @@ def run(
     folder = out or _RUNS / (f"{plan.stem}-compiled" if compile_only else plan.stem)
     asked = Run(folder=folder, training=training, resume=_where(resume))
     if tried:
-        asked = replace(asked, resume="never", training=replace(training, checkpoint=_NO_CHECKPOINTS))
+        asked = replace(asked, resume="never", training=_only_tried(training))
     given = given_rank()
     leads = given is None or given.rank == 0
     ready = _ready(_planned(plan, question, compile_only=compile_only), rehearse, dry_run=dry_run)
@@ -102,7 +102,11 @@ def run(
     return run_on(running, given)
 
 
-_NO_CHECKPOINTS = replace(Training().checkpoint, to="none")
+def _only_tried(training: Training) -> Training:
+    """Return the training of what is only tried: its small model fits neither real tokens nor real weights."""
+    usual = Training()
+    checkpoint = replace(usual.checkpoint, to="none")
+    return replace(training, checkpoint=checkpoint, data=usual.data, init_weights=None)
 
 
 def _where(resume: str) -> "Resume":
@@ -151,7 +155,9 @@ def _ready(plan: "Plan", rehearse: int | None, *, dry_run: bool) -> _Ready:
     if rehearse is not None:
         small = shrink(current, rehearse)
         _refuse_uncut(current, small.plan, rehearse)
-        notes.append(f"rehearsal: {small.plan.candidate} of a small model, predicted again, for {current.candidate}")
+        notes.append(
+            f"rehearsal: {small.plan.candidate} of a small model on synthetic tokens, predicted again, for {current.candidate}"
+        )
         notes += [f"not kept: {feature}" for feature in small.lost]
         current = predicted(small.plan)
     tried = rehearse is not None or dry_run

@@ -51,6 +51,13 @@ def to_prepare(path: Path) -> list[list[str]]:
 
 
 @pytest.mark.ranks
+def test_a_recipe_is_rehearsed_without_its_data_and_its_weights(beside_the_recipes: Path):
+    sft = "recipes/llama3-8b-sft-a100-1.yaml"
+    assert main(["run", sft, "--rehearse", "2", "--fix", "tp=2,pp=1", "--steps", "1", "--out", "tried"]) == 0
+    assert load(beside_the_recipes / "tried" / "plan.json").model.name == "llama3-8b (shrunk)"
+
+
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_the_small_text_is_known_by_heart_after_its_steps(beside_the_recipes: Path):
     assert main(["run", "recipes/tiny-text.yaml"]) == 0
