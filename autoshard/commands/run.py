@@ -155,9 +155,8 @@ def _ready(plan: "Plan", rehearse: int | None, *, dry_run: bool) -> _Ready:
     if rehearse is not None:
         small = shrink(current, rehearse)
         _refuse_uncut(current, small.plan, rehearse)
-        notes.append(
-            f"rehearsal: {small.plan.candidate} of a small model on synthetic tokens, predicted again, for {current.candidate}"
-        )
+        tried_out = f"{small.plan.candidate} of a small model on synthetic tokens, predicted again"
+        notes.append(f"rehearsal: {tried_out}, for {current.candidate}")
         notes += [f"not kept: {feature}" for feature in small.lost]
         current = predicted(small.plan)
     tried = rehearse is not None or dry_run

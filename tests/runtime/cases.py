@@ -20,7 +20,7 @@ from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 30.0  # far beyond what anything here takes; a test that waits so long has failed
+PATIENCE_S = 120.0  # far beyond what anything here takes; a test that waits so long has failed
 OUTSIDE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
