@@ -68,7 +68,6 @@ def run(
         compile_only: On Trainium, once on every node: compile all graphs into a cache in the folder of the run.
         json: Print one JSON object at the end instead of steps and tables.
     """
-    from autoshard.engine.base import Run
     from autoshard.runtime.launch import given_rank
 
     tried = dry_run or rehearse is not None
@@ -78,12 +77,8 @@ def run(
         (dry_run or not dry_ranks, "--dry-ranks", "says which ranks --dry-run tries. Type --dry-run as well"),
         (not (compile_only and tried), "--compile-only", "what is only tried is not compiled. Leave one of them out"),
     )
-    if plan.suffix in _RECIPES:
-        training = replace(training, data=training.data.seen_from(plan.parent))
     folder = out or _RUNS / (f"{plan.stem}-compiled" if compile_only else plan.stem)
-    asked = Run(folder=folder, training=training, resume=_where(resume))
-    if tried:
-        asked = replace(asked, resume="never", training=_only_tried(training))
+    asked = _only_tried(folder, training) if tried else _asked(folder, training, resume, plan)
     given = given_rank()
     leads = given is None or given.rank == 0
     ready = _ready(_planned(plan, question, compile_only=compile_only), rehearse, dry_run=dry_run)
@@ -102,11 +97,26 @@ def run(
     return run_on(running, given)
 
 
-def _only_tried(training: Training) -> Training:
-    """Return the training of what is only tried: its small model fits neither real tokens nor real weights."""
+def _asked(folder: Path, training: Training, resume: str, path: Path) -> "Run":
+    """Return the run that is asked for; sets of a recipe may lie beside it."""
+    from autoshard.engine.base import Run
+
+    weights = training.init_weights
+    message = f"there is no folder {weights}. Name a folder of checkpoints, or one with a config.json and safetensors"
+    require((weights is None or "://" in weights or Path(weights).is_dir(), "init_weights", message))
+    if path.suffix in _RECIPES:
+        training = replace(training, data=training.data.seen_from(path.parent))
+    return Run(folder=folder, training=training, resume=_where(resume))
+
+
+def _only_tried(folder: Path, training: Training) -> "Run":
+    """Return the run of what is only tried: its small model fits neither real tokens nor real weights."""
+    from autoshard.engine.base import Run
+
     usual = Training()
     checkpoint = replace(usual.checkpoint, to="none")
-    return replace(training, checkpoint=checkpoint, data=usual.data, init_weights=None)
+    training = replace(training, checkpoint=checkpoint, data=usual.data, init_weights=None)
+    return Run(folder=folder, training=training, resume="never")
 
 
 def _where(resume: str) -> "Resume":

@@ -214,7 +214,8 @@ def _begin(running: Running, given: "GivenRank | None") -> None:
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     where = "of this machine" if given is None or given.alone else f"that {given.by} started"
     print(f"{plan.model.name} on {ranks} {where}: {plan.candidate}")
-    watching = start_lines(plan, str(folder), socket.gethostname(), tensorboard=run.training.track.tensorboard)
+    shown = run.training.track.tensorboard
+    watching = [] if running.tried else start_lines(plan, str(folder), socket.gethostname(), tensorboard=shown)
     for note in (*running.notes, *changes, *watching):
         print(f"note: {note}")
 
