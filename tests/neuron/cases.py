@@ -19,7 +19,7 @@ from autoshard.plan.plan import Plan
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.training import AdamWConstants, Training
+from autoshard.spec.training import AdamWConstants, Checkpointing, Training
 from autoshard.spec.workload import Precision, Workload
 from tests.neuron import blocks, standins
 from tests.neuron.ring import ring_attention
@@ -258,7 +258,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.float().numpy().tobytes()
 
 
-def run_train(plan: Plan) -> Any:
+def run_train(plan: Plan, folder: Path) -> Any:
     """What every rank runs: the loop of ``autoshard run``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -266,7 +266,8 @@ def run_train(plan: Plan) -> Any:
         from autoshard.runtime.engines import builder
         from autoshard.runtime.train import train
 
-        run = Run(folder=Path(), training=Training(steps=4, learning_rate=3e-3))
+        training = Training(steps=4, learning_rate=3e-3, checkpoint=Checkpointing(to="none"))
+        run = Run(folder=folder, training=training)
         return train(plan, run, builder("nxd"), lambda _: None)
 
 

@@ -1,6 +1,7 @@
 """The engine with the real NxD on a CPU: the numbers of one process and of the torch engine, feature by feature."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,9 +85,9 @@ def test_what_is_computed_again_is_wrapped() -> None:
             assert rank.num_wrapped == count, recompute
 
 
-def test_the_loop_of_a_run_trains_with_it() -> None:
+def test_the_loop_of_a_run_trains_with_it(tmp_path: Path) -> None:
     plan = nxd_plan("tp=2,pp=2,dp=1", llama(vocab=32), seq_len=16)
-    reports = on_ranks(4, run_train, plan, timeout_s=300.0)
+    reports = on_ranks(4, run_train, plan, tmp_path, timeout_s=300.0)
     assert all(report.steps[-1].loss < report.steps[0].loss for report in reports)
     assert len({report.steps[-1].loss for report in reports}) == 1 and len(reports[0].ranks) == 4
 
