@@ -82,11 +82,12 @@ class _Loop:
         steps: deque[TimedStep] = deque(maxlen=_REPORTED)
         stopped = 0
         while self._state.step < self._run.training.steps and not stopped:
+            before = self._state
             timed, report, agreed = self._step()
             steps.append(timed)
             self._say(timed)
             if not report.updated:
-                self._refuse_nonfinite(report)
+                self._refuse_nonfinite(report, before)
             if self._saver.busy and not agreed.saving:
                 self._conclude()
             if agreed.due and not self._saver.busy:
@@ -174,17 +175,16 @@ class _Loop:
             self._saver.begin(self._state, self._engine.pieces(), prunes=prunes)
             self._conclude()
 
-    def _refuse_nonfinite(self, report: StepReport) -> None:
+    def _refuse_nonfinite(self, report: StepReport, before: RunState) -> None:
         """End the run after a gradient that is none, unless such steps may be skipped and some are left to skip."""
         training, state = self._run.training, self._state
-        first, shape = state.next_sample - self._plan.workload.global_batch, StepShape.of(self._plan)
-        samples = f"its samples are {first} to {state.next_sample - 1}, {shape.micro_batch} in each micro-batch"
+        samples = f"its samples are {before.next_sample} to {state.next_sample - 1}"
+        samples = f"{samples}, {StepShape.of(self._plan).micro_batch} in each micro-batch"
         what = f"step {state.step}: loss {report.loss}, gradient norm {report.norm}. {'; '.join(report.suspects)}"
         num_skipped = state.step - state.num_updates
         if training.on_nonfinite == "skip" and num_skipped <= training.skip_budget:
             self._say(f"{what}. The update was skipped, {num_skipped} of at most {training.skip_budget}; {samples}")
             return
-        before = replace(state, step=state.step - 1, next_sample=first)
         self._state = before if training.on_nonfinite == "stop" else state
         self._save_last(prunes=False)  # the step after it may fail again
         budget = f", and {training.skip_budget} steps were skipped before" if training.on_nonfinite == "skip" else ""
