@@ -16,7 +16,7 @@ from autoshard.runtime.checkpoint.index import Index, RunState, StoredTensor
 from autoshard.runtime.checkpoint.places import StorageError, persistent
 from autoshard.runtime.checkpoint.reader import PieceLoadPlanner, PieceReader
 from autoshard.runtime.checkpoint.shelf import Checkpoint, Shelf
-from autoshard.runtime.checkpoint.writer import PieceSavePlanner, PieceWriter, Progress
+from autoshard.runtime.checkpoint.writer import Known, PieceSavePlanner, PieceWriter, Progress
 from autoshard.spec.training import Checkpointing
 
 Value = TypeVar("Value")
@@ -41,7 +41,7 @@ class Saver:
     def __init__(self, shelf: Shelf, keeping: Checkpointing, group: Any, label: Mapping[str, str]) -> None:
         self._shelf, self._keeping, self._group, self._label = shelf, keeping, group, label
         self._thread: threading.Thread | None = None
-        self._progress = Progress()
+        self._progress, self._known = Progress(), Known()
         self._blocked_s = 0.0
         self._saved: Saved | None = None
 
@@ -104,8 +104,9 @@ class Saver:
         def index(*, finite: bool, files: Mapping[str, int], tensors: Mapping[str, StoredTensor]) -> Index:
             return Index(state=state, finite=finite, files=files, tensors=tensors, **self._label)
 
-        writer = PieceWriter(self._shelf.place, folder, dist.get_rank(), progress, index)
-        dcp_save({}, storage_writer=writer, planner=PieceSavePlanner(pieces), process_group=self._group)
+        planner = PieceSavePlanner(pieces, self._known)
+        writer = PieceWriter(self._shelf.place, folder, progress, planner, index)
+        dcp_save({}, storage_writer=writer, planner=planner, process_group=self._group)
         self._led(lambda: self._shelf.publish(folder))
 
     def _pruned(self, step: int) -> str:

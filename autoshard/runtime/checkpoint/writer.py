@@ -8,6 +8,7 @@ import math
 import struct
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from autoshard.engine.pieces import Piece
@@ -65,17 +66,39 @@ class Progress:
                 self.settled.set()
 
 
+@dataclass(slots=True)
+class Known:
+    """What a save tells the next one: pieces do not change while a run goes on, so their plan is agreed on once."""
+
+    plan: SavePlan | None = None  # of this rank
+    metadata: Metadata | None = None  # of all ranks, on the first one
+
+
 class PieceSavePlanner(DefaultSavePlanner):
     """Plans the boxes of an engine's pieces; DCP's own planner checks that they fill every tensor without overlap."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece], known: Known) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         cut = [part for piece in pieces if piece.saves for part in _cut(piece)]
         self._pieces = {MetadataIndex(piece.name, piece.offsets): piece for piece in cut}
+        self._known = known
 
     def create_local_plan(self) -> SavePlan:
-        """List what this rank saves."""
+        """List what this rank saves; a list that is known already is not sent."""
         self.plan = SavePlan([_write_item(index, piece) for index, piece in self._pieces.items()])
+        return SavePlan([], usable=False) if self.plan == self._known.plan else self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Check the plans of all ranks; each of them knows its own."""
+        if any(plan.usable for plan in all_plans):
+            assert all(plan.usable for plan in all_plans), "all ranks know a plan or none does"
+            _, self._known.metadata = super().create_global_plan(all_plans)
+        assert self._known.metadata is not None, "plans that are known were checked"
+        return [SavePlan([], usable=False)] * len(all_plans), self._known.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Know that all is well with this rank's plan."""
+        self._known.plan = self.plan
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -83,18 +106,19 @@ class PieceSavePlanner(DefaultSavePlanner):
         return self._pieces[index].memory
 
 
-def _cut(piece: Piece) -> list[Piece]:
-    """Cut a piece along its first dim into parts that are not too large; rows stay whole."""
-    lengths = tuple(piece.memory.shape)
-    num_bytes = piece.memory.numel() * piece.memory.element_size()
-    if num_bytes <= _MOST_BYTES or not lengths:
+def _cut(piece: Piece, dim: int = 0) -> list[Piece]:
+    """Cut a piece along its first dims into parts that are not too large, each of them in one run of memory."""
+    lengths, num_bytes = piece.memory.shape, piece.memory.nbytes
+    if num_bytes <= _MOST_BYTES or dim == len(lengths):
         return [piece]
-    rows = max(1, lengths[0] * _MOST_BYTES // num_bytes)
-    first, *others = piece.offsets
-    return [
-        replace(piece, offsets=(first + start, *others), memory=piece.memory[start : start + rows])
-        for start in range(0, lengths[0], rows)
-    ]
+    rows = max(1, lengths[dim] * _MOST_BYTES // num_bytes)
+    parts: list[Piece] = []
+    for start in range(0, lengths[dim], rows):
+        offsets = list(piece.offsets)
+        offsets[dim] += start
+        memory = piece.memory.narrow(dim, start, min(rows, lengths[dim] - start))
+        parts += _cut(replace(piece, offsets=tuple(offsets), memory=memory), dim + 1)
+    return parts
 
 
 def _write_item(index: MetadataIndex, piece: Piece) -> WriteItem:
@@ -104,54 +128,72 @@ def _write_item(index: MetadataIndex, piece: Piece) -> WriteItem:
     return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
 
 
+_Box = tuple[str, tuple[int, ...], tuple[int, ...], int, int, int]  # the tensor, and a StoredBox without its file
+
+
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Where a box went, as the coordinator is told."""
+    """A rank's file, as the coordinator is told."""
 
-    box: StoredBox
+    file: str
+    num_bytes: int
     finite: bool
+    boxes: list[_Box]
 
 
 class PieceWriter(StorageWriter):
     """Writes a rank's boxes into one file, and as the coordinator the index of all."""
 
-    def __init__(self, place: Place, folder: str, rank: int, progress: Progress, index: Callable[..., Index]) -> None:
-        self._place, self._folder, self._rank, self._progress, self._index = place, folder, rank, progress, index
+    def __init__(
+        self, place: Place, folder: str, progress: Progress, planner: PieceSavePlanner, index: Callable[..., Index]
+    ) -> None:
+        self._place, self._folder, self._progress = place, folder, progress
+        self._planner, self._index = planner, index
+        self._written: list[_Written] = []
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept from save to save."""
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Folders come with their files."""
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, rank: int = 0, **kwargs: Any) -> None:
+        """Name the file of this rank."""
+        self._name = f"rank-{rank:05}.safetensors"
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Take the plan as it is."""
+        """Write the file of this rank before others know of it: updates wait for that, and not for many ranks' plans.
+
+        A store that fails is tried again, as long as the state is what it was.
+        """
+        items = self._planner.plan.items
+        if items:
+            self._written = [persistent(lambda: self._write(items), self._progress.settled)]
+        else:
+            self._progress.end_copy(self._name)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Take the plans as they are."""
         return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the file of this rank; a store that fails is tried again, as long as the state is what it was."""
-        future: Future[list[WriteResult]] = Future()
-        settled = self._progress.settled  # from then on the state may be another
-        future.set_result(persistent(lambda: self._write(plan, planner), settled) if plan.items else [])
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        """Tell what was written."""
+        future: Future[Any] = Future()
+        future.set_result(self._written)
         return future
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Write the index: with it the checkpoint is complete."""
-        written = {result.index: result.storage_data for listed in results for result in listed}
+        written: list[_Written] = [one for listed in results for one in listed]
+        boxes: dict[str, list[StoredBox]] = defaultdict(list)
+        for one in written:
+            for name, offsets, lengths, *where in one.boxes:
+                boxes[name].append(StoredBox(offsets, lengths, one.file, *where))
         tensors: dict[str, StoredTensor] = {}
         for name, found in metadata.state_dict_metadata.items():
             assert isinstance(found, TensorStorageMetadata), f"{name} is no tensor"
-            boxes = tuple(written[MetadataIndex(name, chunk.offsets)].box for chunk in found.chunks)
-            tensors[name] = StoredTensor(DTYPES[found.properties.dtype], tuple(found.size), boxes)
-        files: dict[str, int] = {}
-        for one in written.values():
-            files[one.box.file] = max(files.get(one.box.file, 0), one.box.start + one.box.num_bytes)
-        index = self._index(finite=all(one.finite for one in written.values()), files=files, tensors=tensors)
-        data = dump_index(index)
+            assert len(found.chunks) == len(boxes[name]), f"{name} was planned otherwise"
+            tensors[name] = StoredTensor(DTYPES[found.properties.dtype], tuple(found.size), tuple(boxes[name]))
+        files = {one.file: one.num_bytes for one in written}
+        data = dump_index(self._index(finite=all(one.finite for one in written), files=files, tensors=tensors))
 
         def write() -> None:
             with self._place.writing(f"{self._folder}/{FILE}") as file:
@@ -164,26 +206,26 @@ class PieceWriter(StorageWriter):
         """Refuse to be chosen by the form of a path."""
         return False
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        name = f"rank-{self._rank:05}.safetensors"
-        whole = self._place.path(f"{self._folder}/{name}")
-        header, starts = _header(plan.items)
-        results: list[WriteResult] = []
-        with self._place.writing(f"{self._folder}/{name}") as file:
+    def _write(self, items: Sequence[WriteItem]) -> _Written:
+        path = f"{self._folder}/{self._name}"
+        whole = self._place.path(path)
+        header, (*starts, num_bytes) = _header(items)
+        finite, boxes = True, list[_Box]()
+        with self._place.writing(path) as file:
             file.write(header)
-            for item, start in zip(plan.items, starts, strict=True):
+            for item, start in zip(items, starts, strict=True):
                 data = item.tensor_data
                 assert data is not None, "only tensors are saved"
-                numbers = _on_host(planner.resolve_data(item))
-                crc32, finite = self._put(numbers, file, whole)
-                offsets, lengths = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-                box = StoredBox(offsets, lengths, name, start, numbers.nbytes, crc32)
-                results.append(WriteResult(item.index, numbers.nbytes, _Written(box, finite)))
+                numbers = _on_host(self._planner.resolve_data(item))
+                crc32, is_good = self._put(numbers, file, whole)
+                finite = finite and is_good
+                lengths = tuple(data.chunk.sizes)
+                boxes.append((item.index.fqn, tuple(data.chunk.offsets), lengths, start, numbers.nbytes, crc32))
             if self._place.is_local:
                 self._progress.end_copy(whole)  # what is left is to bring the file to the disk
-                return results
-        self._progress.end_copy(whole)
-        return results
+        if not self._place.is_local:
+            self._progress.end_copy(whole)
+        return _Written(self._name, num_bytes, finite, boxes)
 
     def _put(self, numbers: torch.Tensor, file: Any, path: str) -> tuple[int, bool]:
         """Write a box; return its checksum, and whether it is finite."""
@@ -199,7 +241,7 @@ class PieceWriter(StorageWriter):
 
 
 def _header(items: Sequence[WriteItem]) -> tuple[bytes, list[int]]:
-    """Return the header of a safetensors file, and where in the file each box starts."""
+    """Return the header of a safetensors file, where in the file each box starts, and where the last one ends."""
     entries: dict[str, Any] = {}
     ends = [0]
     for item in items:
@@ -215,7 +257,7 @@ def _header(items: Sequence[WriteItem]) -> tuple[bytes, list[int]]:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = struct.pack("<Q", len(text)) + text
-    return head, [len(head) + end for end in ends[:-1]]
+    return head, [len(head) + end for end in ends]
 
 
 def _on_host(tensor: Any) -> torch.Tensor:

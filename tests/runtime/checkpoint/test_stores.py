@@ -95,7 +95,7 @@ def disturbed(s3: S3, how: str, folder: Path, *, steps: int, step_s: float, for_
 
 def assert_not_disturbed(found: Trained, curve: dict[int, float], patience_s: float) -> None:
     assert found.curve == {step: curve[step] for step in range(1, len(found.steps) + 1)}
-    assert max(step.time_s for step in found.steps) < patience_s + 1.0, "no step waits longer"
+    assert max(step.time_s for step in found.steps) < patience_s + 3.0, "no step waits longer, on a busy machine"
     lost = [one for one in found.said if isinstance(one, str) and "was not saved" in one]
     assert lost and all("The next try is in" in one for one in lost)
     last = [one for one in found.said if isinstance(one, str) and one.startswith(("saved", "step"))][-1]
