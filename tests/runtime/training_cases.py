@@ -85,7 +85,8 @@ def run_into(found: Trained, plan: Plan, folder: Path, steps: int, *, build: Any
     training = Training(steps=steps, checkpoint=Checkpointing(**keeping), **asked)
     run = Run(folder=folder, training=training, resume=resume)
     made = build or builder("torch")
-    placing = Placing(folder=folder, watch=Watch(folder, plan, here=True) if watch else None, grace_s=20.0)
+    grace_s = training.checkpoint.grace_seconds
+    placing = Placing(folder=folder, watch=Watch(folder, plan, here=True) if watch else None, grace_s=grace_s)
     found.report = launch(
         None, plan.mesh.num_ranks, lambda say: train(plan, run, made, say), show=found.said.append, placing=placing
     )
