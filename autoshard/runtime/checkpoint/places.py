@@ -28,7 +28,7 @@ _REMEDIES = {
     "NoCredentialsError": _KEYS,
     "PartialCredentialsError": _KEYS,
     "PermissionError": "Whoever runs this must be allowed to list, read, write and remove there",
-    "FileNotFoundError": "A bucket must be there before; the folders in it need not",
+    "FileNotFoundError": "A bucket, or the disk of a folder, must be there before",
     "EndpointConnectionError": "Are the network and AWS_ENDPOINT_URL_S3 right?",
 }
 

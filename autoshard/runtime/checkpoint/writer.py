@@ -15,7 +15,6 @@ from pathlib import PurePath
 from threading import Event, Lock
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -271,8 +270,8 @@ def is_finite(numbers: torch.Tensor) -> bool:
     >>> is_finite(torch.tensor([1.0, 3e38, 3e38])), is_finite(torch.tensor([1.0, float("nan")]))
     (True, False)
     """
-    total = float(numbers.sum(dtype=torch.float32 if numbers.dtype != torch.float64 else None))
-    return bool(np.isfinite(total)) or bool(torch.isfinite(numbers).all())
+    total = float(numbers.sum())
+    return math.isfinite(total) or bool(torch.isfinite(numbers).all())
 
 
 def folder_of(step: int) -> str:

@@ -136,7 +136,10 @@ def test_a_store_that_cannot_be_used_is_found_before_the_first_step(
         return str(caught.value)
 
     told = refusal("s3://nowhere/run")
-    assert "checkpoint.to: cannot be used: nowhere/run/.token: " in told and "A bucket must be there before" in told
+    assert (
+        "checkpoint.to: cannot be used: nowhere/run/.token: " in told
+        and "A bucket, or the disk of a folder, must be there before" in told
+    )
     with s3.asking_for_keys():
         assert "must be allowed to list, read, write and remove there" in refusal(f"s3://{BUCKET}/run")
     with monkeypatch.context() as patch:

@@ -34,6 +34,15 @@ def test_a_piece_is_cut_into_runs_of_memory_that_are_not_too_large(shape: list[i
     assert torch.equal(found, memory)
 
 
+@pytest.mark.parametrize("dtype", writer.DTYPES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), None])
+def test_one_number_that_is_not_finite_is_found(dtype: torch.dtype, bad: float | None) -> None:
+    numbers = torch.full((1001,), torch.finfo(dtype).max, dtype=dtype)  # whose sum overflows
+    if bad is not None:
+        numbers[500] = bad
+    assert writer.is_finite(numbers) == (bad is None)
+
+
 @pytest.mark.ranks
 def test_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
     trained(plan_of("tp=1,pp=1,dp=2"), tmp_path, 1)
