@@ -16,13 +16,13 @@ def mixed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def flash(query: Tensor, key: Tensor, value: Tensor, lnc: int, *, transpose_nki_inputs: bool) -> Tensor:
-    assert lnc == 2 and not transpose_nki_inputs
+def flash(query: Tensor, key: Tensor, value: Tensor, lnc: int, **options: bool) -> Tensor:
+    assert lnc == 2 and options == {"mixed_precision": True, "transpose_nki_inputs": False}
     return mixed(query, key, value)
 
 
-def ring(query: Tensor, key: Tensor, value: Tensor, rank_id: int, src_tgt_pairs: Any) -> Tensor:
-    assert rank_id == 5 and src_tgt_pairs == [[5, 5]]
+def ring(query: Tensor, key: Tensor, value: Tensor, rank_id: int, pairs: Any, *, mixed_precision: bool) -> Tensor:
+    assert rank_id == 5 and pairs == [[5, 5]] and mixed_precision
     return mixed(query, key, value)
 
 
