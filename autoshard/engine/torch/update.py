@@ -233,9 +233,10 @@ class Flat:
 
     def state(self) -> Iterator[Piece]:
         """Yield the boxes of weights and moments that this rank updates, as views of their memory."""
-        whole = not (self._shared and not self.parted)
-        length = len(self.values if whole else _piece(self.values, self._shared))
-        start = 0 if whole or self._shared is None else length * self._shared.number
+        length, start = len(self.values), 0
+        if self._shared and not self.parted:
+            length = max(1, -(-length // len(self._shared.ranks)))  # as ``_piece`` pads it, without copying anything
+            start = length * self._shared.number
         mine = self.values[start : start + length] if self.master is None else self.master
         reads = bool(self.zero) or self.spread is None or self.spread.number == 0
         parts: tuple[Part, ...] = ("weight", "moment1", "moment2")

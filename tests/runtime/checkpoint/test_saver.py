@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.profiler import ProfilerActivity, profile
 
+from autoshard.engine.base import Engine, Run
 from autoshard.errors import InputError
+from autoshard.plan.plan import Plan
 from autoshard.runtime import resume
 from autoshard.runtime.checkpoint import saver
 from autoshard.runtime.checkpoint.places import Place, StorageError
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.writer import Progress
+from autoshard.runtime.engines import builder
 from tests.runtime.training_cases import Trained, plan_of, trained
 
 STEPS = 6
@@ -99,6 +103,29 @@ def test_what_fails_on_the_first_rank_alone_is_known_to_all(
         assert "older checkpoints are still there: somewhere: no" in found.notes and not found.report.unsaved
     else:
         assert found.report.unsaved == "somewhere: no"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("zero", "precision"), [(1, "bf16"), (1, "fp32"), (3, "fp32")])
+def test_listing_the_state_copies_none_of_it(zero: int, precision: str, tmp_path: Path) -> None:
+    """A step waits for the list, and a copy would be a second state for a moment."""
+
+    def build(plan: Plan, run: Run) -> Engine:
+        engine: Any = builder("torch")(plan, run)
+        pieces = engine.pieces
+
+        def watched() -> Any:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+                found = pieces()
+            taken = sum(max(0, event.cpu_memory_usage) for event in profiled.events() or ())
+            assert taken == 0, f"{taken} bytes were taken"
+            return found
+
+        engine.pieces = watched
+        return engine
+
+    plan = plan_of(f"tp=1,pp=1,dp=2,zero={zero}", precision=precision)
+    assert "saved step 1" in trained(plan, tmp_path, 1, build=build).notes
 
 
 @pytest.mark.ranks
