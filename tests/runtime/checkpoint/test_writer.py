@@ -62,8 +62,8 @@ def test_plans_are_agreed_on_once_and_nobody_waits_for_that(monkeypatch: pytest.
     settled: list[Any] = []
     begin = saver.Saver.begin
 
-    def noted(self: Any, *arguments: Any) -> None:
-        begin(self, *arguments)
+    def noted(self: Any, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
         settled[:] = [self._progress.settled]
 
     def counted(self: Any, plans: Any) -> Any:
