@@ -68,7 +68,7 @@ def begin(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun:
             return begun
     fresh = RunState(step=0, num_updates=0, next_sample=0, seed=run.training.seed)
     path = run.training.init_weights
-    return fresh, (_initialised(Path(path), plan, engine, group),) if path else ()
+    return fresh, (_initialised(path, plan, engine, group),) if path else ()
 
 
 def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None:
@@ -104,14 +104,14 @@ def _candidates(shelf: Shelf, resume: str | int) -> Iterator[Checkpoint]:
         yield from shelf.usable()
 
 
-def _initialised(path: Path, plan: Plan, engine: Engine, group: Any) -> str:
+def _initialised(path: str, plan: Plan, engine: Engine, group: Any) -> str:
     """Fill the weights alone, from a checkpoint or from a folder of Hugging Face."""
     pieces = [piece for piece in engine.pieces() if piece.part == "weight"]
-    if (path / "config.json").is_file():
-        read_weights(path, plan, pieces)
+    if (Path(path) / "config.json").is_file():
+        read_weights(Path(path), plan, pieces)
         engine.restored(0)
         return f"weights from {path}"
-    place = Place.of(str(path), "init_weights")
+    place = Place.of(path, "init_weights")
     checkpoint, remarks = told(lambda: newest(place), group)
     if checkpoint is None:
         message = f"{path} holds neither a checkpoint of autoshard nor a config.json with safetensors"
