@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from autoshard.engine.base import Allows, Run, StepReport
+from autoshard.engine.ran import Saved
 from autoshard.engine.torch.engine import TorchEngine, build
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.index import RunState
 from autoshard.runtime.checkpoint.places import Place
-from autoshard.runtime.checkpoint.saver import Saved, Saver, load
+from autoshard.runtime.checkpoint.saver import Saver, load
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.writer import folder_of
 from autoshard.runtime.data.synthetic import synthetic_step
@@ -103,7 +104,8 @@ class _Rank:
         self.engine: TorchEngine = build(plan, Run(folder=folder, training=Training(steps=1)))
         self.shelf = Shelf(place=Place.of(str(folder / "checkpoints")))
         keeping = Checkpointing(keep_last=1)
-        self.saver = Saver(self.shelf, keeping, dist.new_group(backend="gloo"), {"model": "", "candidate": ""})
+        group, label = dist.new_group(backend="gloo"), {"model": "", "candidate": ""}
+        self.saver = Saver(self.shelf, folder / "spool", (), keeping=keeping, group=group, label=label)
 
     def measured(self, rounds: int) -> Measured:
         """Go through all rounds; one before does not count."""
@@ -155,13 +157,13 @@ class _Rank:
             return True
 
         self.step(allows)
-        return self.saver.ended(), started_s
+        return self.saver.ended().saved, started_s
 
     def save(self, number: int) -> None:
         """Save, and wait for the end."""
         self.saver.begin(_state(number), self.engine.pieces())
-        saved = self.saver.ended()
-        assert not saved.failure, saved.failure
+        ended = self.saver.ended()
+        assert not ended.failure, ended.failure
 
     def load(self) -> None:
         """Load what is there."""

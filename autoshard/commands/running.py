@@ -95,6 +95,8 @@ def _with_restarts(
             begun = shown.begun_after if shown else 0
             if given is not None or shown is None or isinstance(error, NotFinite):
                 raise
+            if shown.has_saved:  # whatever step the user named to begin with, the newest checkpoint is of this run
+                running = replace(running, run=replace(running.run, resume="auto"))
             left = running.restarts if begun > last else left  # a newer checkpoint than at the last failure
             last = max(last, begun)
             if not left:
@@ -132,17 +134,19 @@ class Shown:
         self._running = running
         self._steps: StepsShown | None = None
         self.begun_after = 0
+        self.has_saved = False
         self.failure: str | None = None
         self.notes: list[str] = list(running.notes)
 
     def __call__(self, said: Any) -> None:
         """Show one thing that a rank said."""
-        from autoshard.engine.ran import Started
+        from autoshard.engine.ran import Saved, Started
 
         if isinstance(said, Started):
             self._begin(said)
-        elif isinstance(said, str):
-            self.say(said)
+        elif isinstance(said, Saved | str):
+            self.has_saved = self.has_saved or isinstance(said, Saved)
+            self.say(str(said))
         else:
             assert self._steps is not None, "a run starts before its steps"
             self._steps(said)

@@ -72,6 +72,25 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint that is complete.
+
+    >>> print(Saved(step=40, time_s=2.1, blocked_s=0.02))
+    saved step 40 in 2.1 s; updates waited 0.02 s for it
+    """
+
+    step: int
+    time_s: float
+    blocked_s: float = 0.0  # for which updates waited
+    remark: str = ""  # what else the user should know
+
+    def __str__(self) -> str:
+        """Say it on a line, and remarks on another."""
+        line = f"saved step {self.step} in {self.time_s:.1f} s; updates waited {self.blocked_s:.2f} s for it"
+        return "\n".join(filter(None, (line, self.remark)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """A run that ended well; without steps if it had taken all of them before."""
 

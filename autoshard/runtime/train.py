@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from autoshard.engine.base import HOST, Builds, Engine, Measured, Run, StepReport
 from autoshard.engine.position import Position, positions_folder
-from autoshard.engine.ran import RunReport, Started, TimedStep, phase_of
+from autoshard.engine.ran import RunReport, Saved, Started, TimedStep, phase_of
 from autoshard.errors import NotFinite
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.index import RunState
@@ -25,9 +25,9 @@ from autoshard.runtime.data.batches import StepShape
 from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.data.prefetch import Loader, Prepared
 from autoshard.runtime.launch import only_extracts
-from autoshard.runtime.resume import begin, place_of, require_place
+from autoshard.runtime.resume import begin, place_of, require_place, told
 
-Say = Callable[[Started | TimedStep | str], None]
+Say = Callable[[Started | TimedStep | Saved | str], None]
 
 _LONGEST = timedelta(hours=12)  # that ranks wait for each other; the watchdog ends steps that hang long before
 _REPORTED = 1000  # steps of a report: the last ones
@@ -70,8 +70,12 @@ class _Loop:
             self._state = replace(self._state, trackers=run.trackers)
         say(Started(step=self._state.step, notes=notes, trackers=self._state.trackers))
         label = {"model": plan.model.name, "candidate": str(plan.candidate)}
-        self._saver = Saver(Shelf(place=place_of(run)), run.training.checkpoint, saving, label)
+        shelf = Shelf(place=place_of(run))
+        known = told(shelf.steps, self._hosts) if self._saves else []
+        keeping = run.training.checkpoint
+        self._saver = Saver(shelf, run.folder / "spool", known, keeping=keeping, group=saving, label=label)
         self._saved_step, self._saved_at_s, self._retry_s = self._state.step, time.monotonic(), 0.0
+        self._owes = False  # a save that was due while another one was under way
         self._failure, self._num_taken = "", 0
         shape = StepShape.of(plan)
         source = source_of(plan, replace(run.training.data, check="sizes"), self._state.seed)
@@ -90,7 +94,9 @@ class _Loop:
                 self._refuse_nonfinite(report, before)
             if self._saver.busy and not agreed.saving:
                 self._conclude()
+            self._owes = agreed.due
             if agreed.due and not self._saver.busy:
+                self._owes = False
                 self._saver.begin(self._state, self._engine.pieces())
             stopped = agreed.signal
         self._save_last()
@@ -149,23 +155,21 @@ class _Loop:
             return since_s > self._retry_s
         number = self._state.step + 1  # the step that ends now
         by_steps = keeping.every_steps is not None and number % keeping.every_steps == 0
-        return by_steps or (keeping.every_minutes is not None and since_s > 60 * keeping.every_minutes)
+        return self._owes or by_steps or (keeping.every_minutes is not None and since_s > 60 * keeping.every_minutes)
 
     def _conclude(self) -> None:
         """Take note of how a save ended; after a failure training goes on, and the next try comes soon."""
-        saved = self._saver.ended()
-        self._failure = saved.failure
+        ended = self._saver.ended()
+        self._failure = ended.failure
         self._saved_at_s = time.monotonic()
-        if saved.failure:
+        if ended.failure:
             first_s, most_s = _RETRY_S
             self._retry_s = min(most_s, 2 * self._retry_s or first_s)
             again = f"The next try is in {self._retry_s:.0f} s or at the end"
-            self._say(f"step {saved.step} was not saved: {saved.failure}. {again}")
+            self._say(f"step {ended.saved.step} was not saved: {ended.failure}. {again}")
             return
-        self._retry_s, self._saved_step = 0.0, saved.step
-        self._say(f"saved step {saved.step} in {saved.time_s:.1f} s; updates waited {saved.blocked_s:.2f} s for it")
-        if saved.remark:
-            self._say(saved.remark)
+        self._retry_s, self._saved_step = 0.0, ended.saved.step
+        self._say(ended.saved)
 
     def _save_last(self, *, prunes: bool = True) -> None:
         """Save where the run stands now, unless that is saved already."""

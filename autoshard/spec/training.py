@@ -91,7 +91,7 @@ class Checkpointing:
         every_steps: Save after every so many steps.
         every_minutes: Save when so many minutes have passed since the last time.
         keep_last: How many of the newest checkpoints are kept.
-        keep_every: Checkpoints whose step is a multiple of this are kept for good.
+        keep_every: The first checkpoint at or after each multiple of so many steps is kept for good.
         grace_seconds: How long after SIGTERM or Ctrl-C the ranks may take to end their step and save it.
     """
 

@@ -39,11 +39,6 @@ def one_start(folder: Path, **options: Any) -> tuple[Trained, BaseException | No
     return found, None
 
 
-def saved_steps(found: Trained) -> list[int]:
-    notes = [one.split() for one in found.said if isinstance(one, str) and one.startswith("saved step")]
-    return [int(words[2]) for words in notes]
-
-
 def kill_soon(number: random.Random) -> Callable[[], None]:
     """Kill a rank of this process' next run at a random moment; return what calls that off."""
     over = threading.Event()
@@ -76,7 +71,7 @@ def killed_until_done(folder: Path, seed: int, num_kills: int, curve: dict[int, 
             numbers = [step.number for step in start.steps]
             assert numbers == list(range(start.started.step + 1, start.started.step + 1 + len(numbers)))
             found |= start.curve
-            known = max([known, *saved_steps(start)])
+            known = max([known, *start.saved_steps])
         if error is None:
             if killed >= num_kills or (known == STEPS and not list(start.steps)):
                 break
@@ -119,7 +114,7 @@ def test_a_kill_inside_a_save_or_load_leaves_a_checkpoint_that_is_whole(
         start, error = one_start(tmp_path)
         assert isinstance(error, RunFailed) and "SIGKILL" in str(error)
     again, error = one_start(tmp_path)
-    assert error is None and again.started.step >= max([0, *saved_steps(start)])
+    assert error is None and again.started.step >= max([0, *start.saved_steps])
     assert again.curve == {step: curve[step] for step in range(again.started.step + 1, STEPS + 1)}
 
 
@@ -144,7 +139,7 @@ def test_a_signal_saves_the_step_that_it_met(curve: dict[int, float], tmp_path: 
     timer.join()
     assert found.report is not None and found.report.signal == signal.SIGTERM
     last = found.steps[-1].number
-    assert last >= 3 and saved_steps(found) == [last]
+    assert last >= 3 and found.saved_steps == [last]
 
 
 def interrupt_after(found: Trained, steps: int) -> None:

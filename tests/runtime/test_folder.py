@@ -16,7 +16,7 @@ from autoshard.runtime.folder import allow_attempts, changes_since, count_attemp
 from autoshard.runtime.metrics.log import MetricsLog
 from autoshard.spec.data import DataSpec
 from autoshard.spec.training import RateSchedule, Training
-from tests.runtime.cases import started, tiny_plan, wait_until, write_tiny
+from tests.runtime.cases import children_of, started, tiny_plan, wait_until, write_tiny
 
 
 def test_a_folder_is_one_process_at_a_time(tmp_path: Path) -> None:
@@ -111,3 +111,27 @@ def test_full_disks_name_the_file_after_the_tables(
     assert "Predicted and measured" in said.out and "saved step 3" in said.out
     assert "runs/tiny/metrics.jsonl: step 1 was not written: No space left on device" in said.err
     assert "runs/tiny/measured.jsonl: No space left on device" in said.err
+
+
+@pytest.mark.ranks
+def test_ranks_are_started_again_from_the_newest_checkpoint_even_if_another_step_was_named(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "tp=1,pp=1,dp=2")
+    with started(tmp_path, "run", "tiny.json", "--steps", "4", "--checkpoint.every-steps", "2") as first:
+        assert first.wait(120) == 0, first.communicate()[1]
+    kept = tmp_path / "runs" / "tiny" / "checkpoints"
+
+    def newest() -> int:
+        return max(int(one.name.removeprefix("step-")) for one in kept.glob("step-*") if one.suffix != ".partial")
+
+    words = ["--steps", "100000", "--checkpoint.every-steps", "5", "--resume", "2", "--restarts", "1"]
+    with started(tmp_path, "run", "tiny.json", *words) as again:
+        wait_until(lambda: newest() >= 10, "a checkpoint is saved")
+        os.kill(children_of(again.pid)[0], signal.SIGKILL)
+        known = newest()
+        wait_until(lambda: newest() >= known + 10, "the run goes on")
+        again.terminate()
+        out, err = again.communicate(timeout=60)
+    assert again.returncode == 143, err
+    assert "SIGKILL" in out and "the ranks are started again; 0 restarts are left" in out
+    begun = [int(line.split()[4]) for line in out.splitlines() if line.startswith("note: continues after step")]
+    assert len(begun) == 2 and begun[0] == 2 and begun[1] >= 10, "not at step 2 again"

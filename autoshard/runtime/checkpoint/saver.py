@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -12,11 +13,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from autoshard.engine.pieces import Piece
+from autoshard.engine.ran import Saved
 from autoshard.runtime.checkpoint.index import Index, RunState, StoredTensor
-from autoshard.runtime.checkpoint.places import StorageError, persistent
+from autoshard.runtime.checkpoint.places import Place, StorageError, persistent
 from autoshard.runtime.checkpoint.reader import PieceLoadPlanner, PieceReader
 from autoshard.runtime.checkpoint.shelf import Checkpoint, Shelf
-from autoshard.runtime.checkpoint.writer import Known, PieceSavePlanner, PieceWriter, Progress
+from autoshard.runtime.checkpoint.writer import Known, PieceSavePlanner, PieceWriter, Progress, Target
 from autoshard.spec.training import Checkpointing
 
 Value = TypeVar("Value")
@@ -25,25 +27,41 @@ _PATIENCE_S = 10.0  # without a byte written, after which a step gives the check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class Ended:
     """How a save ended."""
 
-    step: int
-    time_s: float
-    blocked_s: float  # for which this rank's updates waited
+    saved: Saved
     failure: str = ""  # why there is no checkpoint
-    remark: str = ""  # on a checkpoint that is there
 
 
 class Saver:
-    """Saves a run's state, one checkpoint at a time; every rank of the group calls the same."""
+    """Saves a run's state, one checkpoint at a time; every rank of the group calls the same.
 
-    def __init__(self, shelf: Shelf, keeping: Checkpointing, group: Any, label: Mapping[str, str]) -> None:
-        self._shelf, self._keeping, self._group, self._label = shelf, keeping, group, label
+    Args:
+        shelf: Where checkpoints lie.
+        spool: A local folder for copies of what goes to a store.
+        known: The steps that are on the shelf when the run begins.
+        keeping: Which checkpoints are kept.
+        group: The ranks.
+        label: What every index says of the run.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        spool: Path,
+        known: Iterable[int],
+        *,
+        keeping: Checkpointing,
+        group: Any,
+        label: Mapping[str, str],
+    ) -> None:
+        self._shelf, self._spool, self._steps = shelf, spool, set(known)
+        self._keeping, self._group, self._label = keeping, group, label
         self._thread: threading.Thread | None = None
         self._progress, self._known = Progress(), Known()
         self._blocked_s = 0.0
-        self._saved: Saved | None = None
+        self._ended: Ended | None = None
 
     @property
     def busy(self) -> bool:
@@ -66,7 +84,7 @@ class Saver:
         self._thread.start()
 
     def wait_copied(self) -> None:
-        """Wait until the state may change; a store that writes nothing any more is not waited for."""
+        """Wait until the state may change; a disk that writes nothing any more is not waited for."""
         if self._thread is None:
             return
         start_s = time.monotonic()
@@ -75,13 +93,13 @@ class Saver:
                 self._progress.abandon()
         self._blocked_s += time.monotonic() - start_s
 
-    def ended(self) -> Saved:
+    def ended(self) -> Ended:
         """Wait for the end of the save, and say how it went; then another one may begin."""
         assert self._thread is not None, "nothing was begun"
         self._thread.join()
         self._thread = None
-        assert self._saved is not None, "the thread says how it ended"
-        return replace(self._saved, blocked_s=self._blocked_s)
+        assert self._ended is not None, "the thread says how it ended"
+        return replace(self._ended, saved=replace(self._ended.saved, blocked_s=self._blocked_s))
 
     def _save(self, state: RunState, pieces: Sequence[Piece], prunes: bool) -> None:
         start_s, failure, remark, progress = time.monotonic(), "", "", self._progress
@@ -95,17 +113,26 @@ class Saver:
         finally:
             progress.settled.set()
             time_s = time.monotonic() - start_s
-            self._saved = Saved(step=state.step, time_s=time_s, blocked_s=0.0, failure=failure, remark=remark)
+            self._ended = Ended(saved=Saved(step=state.step, time_s=time_s, remark=remark), failure=failure)
 
     def _write(self, state: RunState, pieces: Sequence[Piece], progress: Progress) -> None:
         """Save; on all ranks this fails or on none."""
-        folder = self._led(lambda: persistent(lambda: self._shelf.begin(state.step), progress.settled))
+        folder = self._shelf.folder(state.step)
+
+        def make_ready() -> None:
+            self._shelf.make_ready(state.step, self._steps)
+            self._steps.add(state.step)
+
+        spool = Place.of(str(self._spool))
+        target = Target(place=self._shelf.place, folder=folder, spool=spool, make_ready=make_ready)
+        if not target.spools:
+            self._led(lambda: persistent(make_ready, progress.settled))
 
         def index(*, finite: bool, files: Mapping[str, int], tensors: Mapping[str, StoredTensor]) -> Index:
             return Index(state=state, finite=finite, files=files, tensors=tensors, **self._label)
 
         planner = PieceSavePlanner(pieces, self._known)
-        writer = PieceWriter(self._shelf.place, folder, progress, planner, index)
+        writer = PieceWriter(target, progress, planner, index)
         dcp_save({}, storage_writer=writer, planner=planner, process_group=self._group)
         self._led(lambda: self._shelf.publish(folder))
 

@@ -1,8 +1,8 @@
 """The checkpoints of a run: which are complete, which is the newest, which are kept."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 
 from autoshard.engine.pieces import Piece
 from autoshard.errors import InputError
@@ -70,15 +70,23 @@ class Shelf:
             raise InputError.of(path, f"is damaged: {what}{was}")
         return Checkpoint(folder=folder, index=index)
 
-    def begin(self, step: int) -> str:
-        """Return the folder in which a checkpoint is written; what crashes have left of others goes."""
+    def folder(self, step: int) -> str:
+        """Return the folder in which a checkpoint is written."""
+        return folder_of(step) + (_ASIDE if self.place.is_local else "")
+
+    def make_ready(self, step: int, known: Collection[int]) -> None:
+        """Remove what crashes have left; refuse a place that holds steps beside those that this run knows."""
+        if strange := sorted(set(self.steps()) - set(known)):
+            remedy = "Give each run a checkpoint.to of its own"
+            raise StorageError(
+                f"{self.place.path(folder_of(strange[0]))}: was saved by another run meanwhile. {remedy}"
+            )
         if not self.place.is_local:
             self._spoil(folder_of(step))  # of the same step, before the run went back
-            return folder_of(step)
+            return
         for name in self.place.folders():
             if name.endswith(_ASIDE):
                 self.place.remove(name)
-        return folder_of(step) + _ASIDE
 
     def publish(self, folder: str) -> None:
         """Give a checkpoint that is written its name."""
@@ -97,12 +105,23 @@ class Shelf:
         kept = [one.index.state.step for one in islice(self.usable(step), keeping.keep_last)]
         if not kept:
             return
+        for_good = set(self._firsts(keeping.keep_every)) if keeping.keep_every else set[int]()
         for one in self.steps():
-            for_good = keeping.keep_every is not None and one % keeping.keep_every == 0
-            old = one < kept[0] and one not in kept and not for_good
+            old = one < kept[0] and one not in kept and one not in for_good
             left = one > step == kept[0]
             if old or left:
                 self._remove(folder_of(one))
+
+    def _firsts(self, every: int) -> Iterator[int]:
+        """Yield the first complete checkpoint at or after each multiple of so many steps, before the next multiple."""
+        for multiple, found in groupby(sorted(self.steps()), key=lambda step: step // every):
+            steps = list(found)
+            complete = steps if len(steps) == 1 else (one for one in steps if self._has_index(folder_of(one)))
+            if multiple > 0:
+                yield from islice(complete, 1)
+
+    def _has_index(self, folder: str) -> bool:
+        return FILE in self.place.sizes(folder)
 
     def _remove(self, folder: str) -> None:
         self._spoil(folder)
@@ -111,7 +130,7 @@ class Shelf:
 
     def _spoil(self, folder: str) -> None:
         """Remove the index first: what a crash leaves is then no checkpoint."""
-        if FILE in self.place.sizes(folder):
+        if self._has_index(folder):
             self.place.remove(f"{folder}/{FILE}")
 
     def _remark(self, text: str) -> None:

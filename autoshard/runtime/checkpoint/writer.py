@@ -5,6 +5,7 @@ Each rank writes one safetensors file, box after box, and never holds more than 
 
 import json
 import math
+import shutil
 import struct
 import time
 import zlib
@@ -140,13 +141,31 @@ class _Written:
     boxes: list[_Box]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a checkpoint is written.
+
+    What goes to a store is copied to a local disk first: updates wait for the disk and not for the network.
+    """
+
+    place: Place
+    folder: str
+    spool: Place  # for files on their way to a store
+    make_ready: Callable[[], None]  # what the first rank does before anything is written there
+
+    @property
+    def spools(self) -> bool:
+        """Whether files are written elsewhere first."""
+        return not self.place.is_local
+
+
 class PieceWriter(StorageWriter):
     """Writes a rank's boxes into one file, and as the coordinator the index of all."""
 
     def __init__(
-        self, place: Place, folder: str, progress: Progress, planner: PieceSavePlanner, index: Callable[..., Index]
+        self, target: Target, progress: Progress, planner: PieceSavePlanner, index: Callable[..., Index]
     ) -> None:
-        self._place, self._folder, self._progress = place, folder, progress
+        self._target, self._progress = target, progress
         self._planner, self._index = planner, index
         self._written: list[_Written] = []
 
@@ -160,7 +179,7 @@ class PieceWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Write the file of this rank before others know of it: updates wait for that, and not for many ranks' plans.
 
-        A store that fails is tried again, as long as the state is what it was.
+        A disk that fails is tried again, as long as the state is what it was.
         """
         items = self._planner.plan.items
         if items:
@@ -170,11 +189,16 @@ class PieceWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Take the plans as they are."""
+        """Take the plans as they are; a store is made ready only now, when no update waits for it."""
+        if self._target.spools:
+            persistent(self._target.make_ready)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """Tell what was written."""
+        """Bring the file to the store, trying again while that fails; tell what was written."""
+        if self._target.spools and self._written:
+            persistent(self._upload)
+            self._target.spool.remove(self._name)
         future: Future[Any] = Future()
         future.set_result(self._written)
         return future
@@ -195,7 +219,7 @@ class PieceWriter(StorageWriter):
         data = dump_index(self._index(finite=all(one.finite for one in written), files=files, tensors=tensors))
 
         def write() -> None:
-            with self._place.writing(f"{self._folder}/{FILE}") as file:
+            with self._target.place.writing(f"{self._target.folder}/{FILE}") as file:
                 file.write(data)
 
         persistent(write)
@@ -206,11 +230,12 @@ class PieceWriter(StorageWriter):
         return False
 
     def _write(self, items: Sequence[WriteItem]) -> _Written:
-        path = f"{self._folder}/{self._name}"
-        whole = self._place.path(path)
+        target = self._target
+        place, path = (target.spool, self._name) if target.spools else (target.place, f"{target.folder}/{self._name}")
+        whole = place.path(path)
         header, (*starts, num_bytes) = _header(items)
         finite, boxes = True, list[_Box]()
-        with self._place.writing(path) as file:
+        with place.writing(path) as file:
             file.write(header)
             for item, start in zip(items, starts, strict=True):
                 data = item.tensor_data
@@ -220,11 +245,13 @@ class PieceWriter(StorageWriter):
                 finite = finite and is_good
                 lengths = tuple(data.chunk.sizes)
                 boxes.append((item.index.fqn, tuple(data.chunk.offsets), lengths, start, numbers.nbytes, crc32))
-            if self._place.is_local:
-                self._progress.end_copy(whole)  # what is left is to bring the file to the disk
-        if not self._place.is_local:
-            self._progress.end_copy(whole)
+            self._progress.end_copy(whole)  # what is left is to bring the file to the disk
         return _Written(self._name, num_bytes, finite, boxes)
+
+    def _upload(self) -> None:
+        target = self._target
+        with target.spool.reading(self._name) as source, target.place.writing(f"{target.folder}/{self._name}") as file:
+            shutil.copyfileobj(source, file, _SLICE_BYTES)
 
     def _put(self, numbers: torch.Tensor, file: Any, path: str) -> tuple[int, bool]:
         """Write a box; return its checksum, and whether it is finite."""

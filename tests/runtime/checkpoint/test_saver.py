@@ -87,7 +87,7 @@ def test_a_file_that_failed_after_the_state_moved_on_is_not_written_again(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["begin", "publish", "prune"])
+@pytest.mark.parametrize("name", ["make_ready", "publish", "prune"])
 def test_what_fails_on_the_first_rank_alone_is_known_to_all(
     name: str, curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -126,6 +126,58 @@ def test_listing_the_state_copies_none_of_it(zero: int, precision: str, tmp_path
 
     plan = plan_of(f"tp=1,pp=1,dp=2,zero={zero}", precision=precision)
     assert "saved step 1" in trained(plan, tmp_path, 1, build=build).notes
+
+
+@pytest.mark.ranks
+def test_a_save_that_is_due_while_another_runs_comes_after_it(
+    curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = Shelf.publish
+
+    def slow(self: Shelf, folder: str) -> None:
+        if folder.startswith("step-00000002"):
+            time.sleep(1.0)
+        real(self, folder)
+
+    def build(plan: Plan, run: Run) -> Engine:
+        engine: Any = builder("torch")(plan, run)
+        step, taken = engine.step, list[int]()
+
+        def paced(*arguments: Any) -> Any:
+            taken.append(1)
+            time.sleep({4: 0.1, 5: 1.5}.get(len(taken), 0.0))  # step 4 ends before the save of step 2, step 5 after it
+            return step(*arguments)
+
+        engine.step = paced
+        return engine
+
+    monkeypatch.setattr(Shelf, "publish", slow)
+    found = two_ranks(tmp_path, build=build)
+    assert found.curve == curve and found.saved_steps == [2, 5, 6]
+
+
+@pytest.mark.ranks
+def test_of_two_runs_with_one_place_the_second_to_save_fails_and_touches_nothing(
+    curve: dict[int, float], tmp_path: Path
+) -> None:
+    def build(plan: Plan, run: Run) -> Engine:
+        engine: Any = builder("torch")(plan, run)
+        step = engine.step
+
+        def beside_another(*arguments: Any) -> Any:
+            (tmp_path / "shared" / "step-00000002").mkdir(exist_ok=True)  # which began when nothing was there, too
+            return step(*arguments)
+
+        engine.step = beside_another
+        return engine
+
+    found = two_ranks(tmp_path / "run", build=build, to=str(tmp_path / "shared"))
+    assert found.curve == curve and found.report is not None and not found.saved_steps
+    assert (
+        "shared/step-00000002: was saved by another run meanwhile. Give each run a checkpoint.to"
+        in found.report.unsaved
+    )
+    assert [one.name for one in (tmp_path / "shared").iterdir()] == ["step-00000002"]
 
 
 @pytest.mark.ranks

@@ -29,7 +29,7 @@ def in_memory() -> str:
 
 def put(shelf: Shelf, step: int, *, finite: bool = True) -> None:
     """Save as a saver does, a file of a rank and then the index."""
-    folder = shelf.begin(step)
+    folder = ready(shelf, step)
     with shelf.place.writing(f"{folder}/rank-00000.safetensors") as file:
         file.write(b"12345678")
     state = RunState(step=step, num_updates=step, next_sample=step)
@@ -38,6 +38,11 @@ def put(shelf: Shelf, step: int, *, finite: bool = True) -> None:
     with shelf.place.writing(f"{folder}/{FILE}") as file:
         file.write(dump_index(index))
     shelf.publish(folder)
+
+
+def ready(shelf: Shelf, step: int) -> str:
+    shelf.make_ready(step, shelf.steps())
+    return shelf.folder(step)
 
 
 def usable(shelf: Shelf) -> list[int]:
@@ -53,6 +58,15 @@ def test_what_is_damaged_or_not_finite_is_passed_over_with_a_remark(shelf: Shelf
     assert "step-00000006: holds numbers that are not finite" in shelf.remarks[1]
 
 
+def test_a_step_that_another_run_saved_is_never_touched(shelf: Shelf) -> None:
+    put(shelf, 2)
+    with pytest.raises(
+        StorageError, match=r"step-00000002: was saved by another run meanwhile.*to of its own"
+    ) as caught:
+        shelf.make_ready(2, known=())
+    assert caught.value.lasts and usable(shelf) == [2]
+
+
 def test_a_folder_without_an_index_is_no_checkpoint(shelf: Shelf) -> None:
     put(shelf, 2)
     put(shelf, 4)
@@ -65,7 +79,7 @@ def test_a_folder_without_an_index_is_no_checkpoint(shelf: Shelf) -> None:
 def test_a_step_that_is_saved_again_is_no_checkpoint_while_it_is_written(shelf: Shelf) -> None:
     put(shelf, 2)
     put(shelf, 4)
-    folder = shelf.begin(4)
+    folder = ready(shelf, 4)
     with shelf.place.writing(f"{folder}/rank-00000.safetensors") as file:
         file.write(b"other 8b")
     whole = [4, 2] if shelf.place.is_local else [2]  # files of a store have their names at once
@@ -109,13 +123,26 @@ def test_pruning_keeps_the_newest_finite_and_every_nth(
         good = sorted((one for one in there if there[one] and one <= step), reverse=True)[:keep_last]
         if good:
             later = good[0] == step
+            first: dict[int, int] = {}
+            for one in sorted(there, reverse=True):
+                first[one // (keep_every or 100)] = one
+            for_good = [one for multiple, one in first.items() if multiple]
             there = {
                 one: is_finite
                 for one, is_finite in there.items()
-                if (one in good or one > good[0] or (keep_every and one % keep_every == 0))
-                and not (later and one > step)
+                if (one in good or one > good[0] or one in for_good) and not (later and one > step)
             }
         assert shelf.steps() == sorted(there, reverse=True)
+
+
+def test_a_save_that_failed_is_not_what_is_kept_for_good() -> None:
+    shelf = Shelf(place=Place.of(in_memory()))
+    with shelf.place.writing(f"{ready(shelf, 4)}/rank-00000.safetensors") as file:
+        file.write(b"12345678")
+    for step in (5, 6, 7):
+        put(shelf, step)
+    shelf.prune(Checkpointing(keep_last=1, keep_every=4), 7)
+    assert shelf.steps() == [7, 5]
 
 
 def test_a_file_of_a_store_is_not_seen_before_it_is_whole() -> None:
