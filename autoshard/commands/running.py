@@ -5,7 +5,7 @@ import itertools
 import json as json_text
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autoshard.engine.ran import RunReport
     from autoshard.plan.plan import Plan
     from autoshard.runtime.launch import GivenRank
+    from autoshard.spec.training import Training
 
 _MOST_STARTS = 5  # after one step, by whoever starts jobs again, before somebody must look
 
@@ -220,8 +221,17 @@ def _begin(running: Running, given: "GivenRank | None") -> None:
     print(f"{plan.model.name} on {ranks} {where}: {plan.candidate}")
     shown = run.training.track.tensorboard
     watching = [] if running.tried else start_lines(plan, str(folder), socket.gethostname(), tensorboard=shown)
-    for note in (*running.notes, *changes, *watching):
+    for note in (*running.notes, *changes, *_without_effect(plan, run.training), *watching):
         print(f"note: {note}")
+
+
+def _without_effect(plan: "Plan", training: "Training") -> Iterator[str]:
+    """Yield what the user sets and this run does not use, or not all of it."""
+    warm_up, steps = training.schedule.warm_up_steps, training.steps
+    if warm_up >= steps:
+        yield f"the warm-up of {warm_up} steps does not end within {steps} steps"
+    if plan.workload.optimizer == "sgd" and training.adamw != type(training.adamw)():
+        yield "the constants of adamw are not used: the plan's optimizer is sgd"
 
 
 def free_name(folder: Path) -> Path:

@@ -35,7 +35,11 @@ class RateSchedule:
             (0 <= self.final <= 1, "final", f"must be from 0 to 1, not {self.final}"),
             (decay is None or decay >= 1, "decay_steps", f"must be at least 1, not {decay}"),
             (decay is None or self.shape == "wsd", "decay_steps", f"is of shape wsd only, not of {self.shape}"),
-            (self.final == 0 or self.shape != "constant", "final", "has no effect on the shape constant"),
+            (
+                self.final == 0 or self.shape != "constant",
+                "final",
+                "has no effect on the shape constant. Set final to 0",
+            ),
         )
 
     def share(self, step: int, num_steps: int) -> float:

@@ -135,3 +135,17 @@ def test_ranks_are_started_again_from_the_newest_checkpoint_even_if_another_step
     assert "SIGKILL" in out and "the ranks are started again; 0 restarts are left" in out
     begun = [int(line.split()[4]) for line in out.splitlines() if line.startswith("note: continues after step")]
     assert len(begun) == 2 and begun[0] == 2 and begun[1] >= 10, "not at step 2 again"
+
+
+@pytest.mark.ranks
+def test_what_a_run_does_not_use_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = tiny_plan("tp=1,pp=1,dp=1")
+    plan = replace(plan, workload=replace(plan.workload, optimizer="sgd"))
+    (tmp_path / "tiny.json").write_text(dump(plan))
+    assert main(["run", "tiny.json", "--steps", "1", "--schedule.warm-up-steps", "9", "--adamw.beta1", "0.8"]) == 0
+    out = capsys.readouterr().out
+    assert "note: the warm-up of 9 steps does not end within 1 steps\n" in out
+    assert "note: the constants of adamw are not used: the plan's optimizer is sgd\n" in out
