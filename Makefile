@@ -12,10 +12,10 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 
 # What no ordinary machine has.
 NO_ACCELERATOR := not gpu and not neuron and not nxd and not slurm
-PYTEST := $(PY) -m pytest --cov --numprocesses auto --dist worksteal
+PYTEST := $(PY) -m pytest --numprocesses auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test test-all check bench clean
+.PHONY: help plan test test-all lint check bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,18 +24,19 @@ plan: $(VENV)/.base  ## plan Llama-3 70B on 16 trn1 nodes and print the table
 	$(VENV)/bin/autoshard plan $(CLUSTER_OF_MAKE_PLAN)
 
 test: $(VENV)/.dev  ## every test that passes without an accelerator, but the slow ones; the coverage gate
-	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow"
+	$(PYTEST) --cov -m "$(NO_ACCELERATOR) and not slow"
 
-test-all: $(VENV)/.dev  ## the slow tests too
-	$(PYTEST) -m "$(NO_ACCELERATOR)"
+test-all: test  ## those tests, and then the slow ones
+	$(PYTEST) -m "$(NO_ACCELERATOR) and slow"
 
-check: export CI := true
-check: $(VENV)/.dev  ## exactly what CI does: format, lint, types, floors, tests
+lint: $(VENV)/.dev  ## format, lint, types, floors
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/pyright --pythonpath $(PY)
 	$(VENV)/bin/lint-imports
-	$(MAKE) test
+
+check: export CI := true
+check: lint test  ## what every commit passes: lint, then test; CI goes on with the slow tests
 
 bench: $(VENV)/.dev  ## every benchmark, as a table
 	$(PY) -m benchmarks all

@@ -81,7 +81,10 @@ def test_modules_and_the_readme_are_searched_for_doctests() -> None:
 def test_ci_is_the_local_check() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text(encoding="utf-8").splitlines()[-1] == "exec make check"
+    assert script.read_text(encoding="utf-8").splitlines()[-2:] == ["make lint", "exec make test-all"]
+    check, everything = makefile("check").splitlines(), makefile("test-all").splitlines()
+    assert check[-1] == everything[-2] and check[-1].endswith('not slow"'), "test-all runs what check runs"
+    assert everything[-1] == everything[-2].replace(" --cov", "").replace("and not slow", "and slow")
 
 
 def test_every_install_of_make_obeys_the_constraints() -> None:
@@ -94,7 +97,7 @@ def test_make_plan_installs_only_what_plans() -> None:
     assert "dev" not in makefile("plan")
 
 
-@pytest.mark.parametrize("target", ["help", "plan", "test", "test-all", "check", "bench", "clean"])
+@pytest.mark.parametrize("target", ["help", "plan", "test", "test-all", "lint", "check", "bench", "clean"])
 def test_help_names_every_target(target: str) -> None:
     shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert f"make {target} " in shown
