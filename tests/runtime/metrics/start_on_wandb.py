@@ -1,6 +1,7 @@
 """Starts of a run on W&B one after the other, in a process of its own, with which W&B's service ends.
 
-Arguments: the folder, the steps of every start (``1-12,11-20``), and for how long to wait before a kill, if at all.
+Arguments: the folder, the steps of every start (``1-12,11-20``), and how long after W&B has a file to
+wait before a kill, if at all.
 """
 
 import os
@@ -14,7 +15,7 @@ from autoshard.engine.base import Measured
 from autoshard.engine.ran import RunReport, TimedStep
 from autoshard.plan.codec import dump
 from autoshard.spec.training import Tracking, Training
-from tests.runtime.cases import tiny_plan
+from tests.runtime.cases import tiny_plan, wait_until
 
 
 def main(folder: Path, starts: str, killed_after_s: float | None) -> None:
@@ -31,6 +32,7 @@ def main(folder: Path, starts: str, killed_after_s: float | None) -> None:
                 steps.append(TimedStep(number=number, loss=loss, norm=1.0, time_s=0.25, num_tokens=64, memory_bytes=3))
                 show(steps[-1])
             if killed_after_s is not None:
+                wait_until(lambda: list(folder.glob("wandb/offline-run-*/run-*.wandb")), "W&B has a file")
                 time.sleep(killed_after_s)
                 os.kill(os.getpid(), signal.SIGKILL)
             measured = Measured(memory_bytes={"weights": 5}, calls={}, sent_bytes={"tp": 7})
