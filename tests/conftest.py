@@ -14,7 +14,6 @@ settings.register_profile(
     "dev", max_examples=25, derandomize=False, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("ci", parent=settings.get_profile("dev"), max_examples=200, derandomize=True)
-settings.register_profile("few", parent=settings.get_profile("ci"), max_examples=5)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
