@@ -165,19 +165,18 @@ def test_of_two_runs_with_one_place_the_second_to_save_fails_and_touches_nothing
         step = engine.step
 
         def beside_another(*arguments: Any) -> Any:
-            (tmp_path / "shared" / "step-00000002").mkdir(exist_ok=True)  # which began when nothing was there, too
+            (tmp_path / "both" / "step-00000002").mkdir(exist_ok=True)  # which began when nothing was there, too
             return step(*arguments)
 
         engine.step = beside_another
         return engine
 
-    found = two_ranks(tmp_path / "run", build=build, to=str(tmp_path / "shared"))
+    found = two_ranks(tmp_path / "run", build=build, to=str(tmp_path / "both"))
     assert found.curve == curve and found.report is not None and not found.saved_steps
     assert (
-        "shared/step-00000002: was saved by another run meanwhile. Give each run a checkpoint.to"
-        in found.report.unsaved
+        "both/step-00000002: was saved by another run meanwhile. Give each run a checkpoint.to" in found.report.unsaved
     )
-    assert [one.name for one in (tmp_path / "shared").iterdir()] == ["step-00000002"]
+    assert [one.name for one in (tmp_path / "both").iterdir()] == ["step-00000002"]
 
 
 @pytest.mark.ranks

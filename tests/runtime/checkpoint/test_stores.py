@@ -17,6 +17,7 @@ from autoshard.plan.plan import Plan
 from autoshard.runtime import train as loop
 from autoshard.runtime.checkpoint import places
 from autoshard.runtime.engines import builder
+from tests.runtime.cases import wait_until
 from tests.runtime.checkpoint.s3 import BUCKET, S3, running
 from tests.runtime.training_cases import Trained, plan_of, run_into, trained
 
@@ -78,15 +79,22 @@ def slow(least_s: float) -> Builds:
     return build
 
 
-def disturbed(s3: S3, how: str, folder: Path, *, steps: int, step_s: float, for_s: float) -> Trained:
-    """Train while the store is away for some seconds, from the seventh step on."""
+def failures_of(found: Trained) -> list[str]:
+    return [one for one in found.said if isinstance(one, str) and "was not saved" in one]
+
+
+def disturbed(s3: S3, how: str, folder: Path, *, steps: int, step_s: float, for_s: float | None) -> Trained:
+    """Train while the store is away for some seconds, or until a save has failed, from the seventh step on."""
     found = Trained()
 
     def disturb() -> None:
         while len(found.steps) < 7:
             time.sleep(0.01)
         with s3.away(how):
-            time.sleep(for_s)
+            if for_s is None:
+                wait_until(lambda: bool(failures_of(found)), "a save fails")
+            else:
+                time.sleep(for_s)
 
     thread = threading.Thread(target=disturb)
     thread.start()
@@ -98,7 +106,7 @@ def disturbed(s3: S3, how: str, folder: Path, *, steps: int, step_s: float, for_
 def assert_not_disturbed(found: Trained, curve: dict[int, float], *, lost: bool) -> None:
     assert found.curve == {step: curve[step] for step in range(1, len(found.steps) + 1)}
     assert max(one.blocked_s for one in found.said if isinstance(one, Saved)) < 1.0, "no update waits for the store"
-    failures = [one for one in found.said if isinstance(one, str) and "was not saved" in one]
+    failures = failures_of(found)
     assert bool(failures) == lost and all("The next try is in" in one for one in failures)
     assert found.saved_steps[-1] == len(found.steps), "saving succeeds again"
     assert found.report is not None and not found.report.unsaved
@@ -115,7 +123,7 @@ def test_no_step_waits_for_a_store_that_is_away(
     short = {"connect_timeout": 0.2, "read_timeout": 0.2, "retries": {"max_attempts": 0}}
     monkeypatch.setitem(conf, "s3", {"config_kwargs": short})
     monkeypatch.setattr(S3FileSystem, "retries", 1)
-    found = disturbed(s3, how, tmp_path, steps=40, step_s=0.1, for_s=1.5)
+    found = disturbed(s3, how, tmp_path, steps=40, step_s=0.1, for_s=None if lost else 1.5)
     assert_not_disturbed(found, curve, lost=lost)
     assert not list((tmp_path / "spool").iterdir()), "copies are removed when the store has them"
     again = trained(plan_of(PLAN), tmp_path, 41, to=f"s3://{BUCKET}/{tmp_path.name}")
