@@ -32,7 +32,7 @@ def main(folder: Path, starts: str, killed_after_s: float | None) -> None:
                 steps.append(TimedStep(number=number, loss=loss, norm=1.0, time_s=0.25, num_tokens=64, memory_bytes=3))
                 show(steps[-1])
             if killed_after_s is not None:
-                wait_until(lambda: list(folder.glob("wandb/offline-run-*/run-*.wandb")), "W&B has a file")
+                wait_until(lambda: any(folder.glob("wandb/offline-run-*/run-*.wandb")), "W&B has a file")
                 time.sleep(killed_after_s)
                 os.kill(os.getpid(), signal.SIGKILL)
             measured = Measured(memory_bytes={"weights": 5}, calls={}, sent_bytes={"tp": 7})
