@@ -11,6 +11,7 @@ from autoshard.command_line import read_options
 from autoshard.commands.calibrate import calibrate
 from autoshard.commands.compare import compare
 from autoshard.commands.explain import explain
+from autoshard.commands.launch import launch
 from autoshard.commands.listing import list_
 from autoshard.commands.plan import plan
 from autoshard.commands.run import run
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "compare": compare,
     "verify": verify,
     "run": run,
+    "launch": launch,
     "tokenize": tokenize,
     "validate": validate,
     "calibrate": calibrate,

@@ -7,7 +7,10 @@ from autoshard.command_line import Counts, SaidOften
 from autoshard.errors import Fault, InputError, require
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from autoshard.layout.pin import Pin
+    from autoshard.plan.plan import Plan
     from autoshard.search.exact_ranges import Effort
     from autoshard.search.planner import Request
 
@@ -147,6 +150,24 @@ class How:
         from autoshard.search.exact_ranges import EVERYTHING, Effort
 
         return replace(EVERYTHING if self.prove else Effort(), exhaustive=self.exhaustive)
+
+
+def is_recipe(path: "Path") -> bool:
+    """Say whether a file is a recipe, which is planned first, and not a plan."""
+    return path.suffix in (".yaml", ".yml")
+
+
+def plan_of(path: "Path", question: OfRecipe) -> "Plan":
+    """Read a plan file, or answer the question of a recipe."""
+    if not is_recipe(path):
+        from autoshard.plan.codec import load
+
+        question.refuse_any(path)
+        return load(path)
+    from autoshard.commands.plan import searched
+
+    how = How()
+    return searched(question.asked().requests(how)[0], 1, how).plans[0]
 
 
 def pins_of(said: SaidOften) -> "list[Pin]":

@@ -10,6 +10,7 @@ from autoshard.errors import Fault, InputError
 if TYPE_CHECKING:
     from autoshard.cost.calibration import Calibration
     from autoshard.plan.plan import Plan
+    from autoshard.plan.rules.rule import Rejection
 
 
 def place_checks(out: Path, option: str = "--out") -> list[tuple[bool, str, str]]:
@@ -61,3 +62,15 @@ def print_json(value: object) -> None:
     import json
 
     print(json.dumps(value, indent=2))
+
+
+def say_refused(rejections: "tuple[Rejection, ...]", json: bool) -> int:
+    """Print why a plan may not run; return the exit code."""
+    from autoshard.report.structured import rejection_json
+    from autoshard.report.terminal import make_console, rejections_report
+
+    if json:
+        print_json({"rejections": [rejection_json(entry) for entry in rejections]})
+    else:
+        make_console().print(rejections_report(rejections))
+    return 1

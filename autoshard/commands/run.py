@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from autoshard.command_line import Counts, PlanOrRecipe
-from autoshard.commands.asked import How, OfRecipe
+from autoshard.commands.asked import OfRecipe, is_recipe, plan_of
 from autoshard.commands.compiling import USUAL_STEPS, compile_ahead, compiling_place
 from autoshard.commands.dry import dry
-from autoshard.commands.output import print_json
+from autoshard.commands.output import say_refused
 from autoshard.commands.running import Running, free_name, run_on
 from autoshard.errors import InputError, require
 from autoshard.spec.training import Training
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from autoshard.runtime.launch import GivenRank
 
 _RUNS = Path("runs")
-_RECIPES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +70,9 @@ def run(
     from autoshard.runtime.launch import given_rank
 
     tried = dry_run or rehearse is not None
+    first = f"takes a plan file. Type first: autoshard plan --config {plan}"
     require(
+        (not (compile_only and is_recipe(plan)), "--compile-only", first),
         (rehearse is None or rehearse >= 1, "--rehearse", f"must be at least 1, not {rehearse}"),
         (restarts >= 0, "--restarts", f"must be at least 0, not {restarts}"),
         (dry_run or not dry_ranks, "--dry-ranks", "says which ranks --dry-run tries. Type --dry-run as well"),
@@ -81,9 +82,9 @@ def run(
     asked = _only_tried(folder, training) if tried else _asked(folder, training, resume, plan)
     given = given_rank()
     leads = given is None or given.rank == 0
-    ready = _ready(_planned(plan, question, compile_only=compile_only), rehearse, dry_run=dry_run)
+    ready = _ready(plan_of(plan, question), rehearse, dry_run=dry_run)
     if ready.rejections:
-        return _say_refused(ready.rejections, json) if leads else 1
+        return say_refused(ready.rejections, json) if leads else 1
     if compile_only:
         return _compile(ready.plan, asked, given, str(plan), json)
     if dry_run:
@@ -104,7 +105,7 @@ def _asked(folder: Path, training: Training, resume: str, path: Path) -> "Run":
     weights = training.init_weights
     message = f"there is no folder {weights}. Name a folder of checkpoints, or one with a config.json and safetensors"
     require((weights is None or "://" in weights or Path(weights).is_dir(), "init_weights", message))
-    if path.suffix in _RECIPES:
+    if is_recipe(path):
         training = replace(training, data=training.data.seen_from(path.parent))
     return Run(folder=folder, training=training, resume=_where(resume))
 
@@ -125,21 +126,6 @@ def _where(resume: str) -> "Resume":
         return resume
     require((resume.isdecimal(), "--resume", f"must be auto, never or the step of a checkpoint, not {resume}"))
     return int(resume)
-
-
-def _planned(path: Path, question: OfRecipe, *, compile_only: bool) -> "Plan":
-    """Read a plan file, or answer the question of a recipe."""
-    from autoshard.plan.codec import load
-
-    if path.suffix not in _RECIPES:
-        question.refuse_any(path)
-        return load(path)
-    first = f"takes a plan file. Type first: autoshard plan --config {path}"
-    require((not compile_only, "--compile-only", first))
-    from autoshard.commands.plan import searched
-
-    how = How()
-    return searched(question.asked().requests(how)[0], 1, how).plans[0]
 
 
 def _compile(plan: "Plan", asked: "Run", given: "GivenRank | None", name: str, json: bool) -> int:
@@ -246,14 +232,3 @@ def _refuse_place(ready: _Ready, path: Path, given: "GivenRank | None", device: 
             refuse_too_large(ready.plan, available_bytes())
     else:
         given.refuse_other_size(ready.plan.mesh.num_ranks, str(path))
-
-
-def _say_refused(rejections: "tuple[Rejection, ...]", json: bool) -> int:
-    from autoshard.report.structured import rejection_json
-    from autoshard.report.terminal import make_console, rejections_report
-
-    if json:
-        print_json({"rejections": [rejection_json(entry) for entry in rejections]})
-    else:
-        make_console().print(rejections_report(rejections))
-    return 1

@@ -53,7 +53,7 @@ class Running:
 
 def run_on(running: Running, given: "GivenRank | None") -> int:
     """Run to the end, starting failed ranks again where that is asked for; every rank's process calls this."""
-    from autoshard.engine.nxd.environment import environment
+    from autoshard.plan.nxd.environment import environment
     from autoshard.runtime.data.opened import source_of
     from autoshard.runtime.engines import builder
     from autoshard.runtime.folder import locked

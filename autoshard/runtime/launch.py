@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from autoshard.engine.base import HOST
 from autoshard.errors import AutoshardError, Fault, InputError, RunFailed
+from autoshard.plan.nxd.environment import COMPILER_FLAGS
 from autoshard.runtime.devices import XLA, joined_device
 from autoshard.runtime.forked import Care, Say, on_forks
 from autoshard.runtime.watchdog import Watch, end_if_hung
@@ -24,7 +25,6 @@ Body = Callable[[Say], Any]
 
 _SILENCE = timedelta(minutes=10)  # after which a rank that waits for another gives up
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # of Slurm jobs without a MASTER_PORT, by their number
-_FLAGS = "NEURON_CC_FLAGS"
 # cited: aws-neuron torch_neuronx/parallel_compile/neuron_parallel_compile.py sets it for what it starts.
 _EXTRACTING = "NEURON_EXTRACT_GRAPHS_ONLY"
 _SPECIAL_STEPS = 2**32 - 16  # slurm.h numbers what srun has not started from here: batch scripts, interactive shells
@@ -118,7 +118,7 @@ def _heard(watch: Watch | None, show: Say | None) -> Say:
 
 
 def put_environment(wanted: Mapping[str, str], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what is not set; compiler flags of the user's come after the plan's, so that they win.
+    """Set what is not set; compiler flags of the user's come after the plan's, so that they win over those.
 
     >>> mine = {"NEURON_CC_FLAGS": "--verbose", "FI_PROVIDER": "tcp"}
     >>> put_environment({"NEURON_CC_FLAGS": "--auto-cast none", "FI_PROVIDER": "efa"}, mine)
@@ -126,7 +126,7 @@ def put_environment(wanted: Mapping[str, str], environment: MutableMapping[str, 
     {'NEURON_CC_FLAGS': '--auto-cast none --verbose', 'FI_PROVIDER': 'tcp'}
     """
     for name, value in wanted.items():
-        if name == _FLAGS and name in environment:
+        if name == COMPILER_FLAGS and value not in environment.get(name, value):
             environment[name] = f"{value} {environment[name]}"
         else:
             environment.setdefault(name, value)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from autoshard.engine.nxd.environment import environment
 from autoshard.errors import InputError, require
+from autoshard.plan.nxd.environment import environment
 from autoshard.plan.nxd.form import Form
 from autoshard.plan.nxd.forms import plan_forms
 from autoshard.plan.plan import Plan

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from autoshard.engine.nxd.environment import environment
+from autoshard.plan.nxd.environment import environment
 from autoshard.engine.nxd.lowering import Again, cuts_of, lowering_of
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan

