@@ -65,6 +65,11 @@ class Option:
         return f"--{name.replace('_', '-')}"
 
     @property
+    def dest(self) -> str:
+        """How the parser knows it: of names with dots, which it takes apart, it forgets all values but the last."""
+        return self.name.replace(".", "/")
+
+    @property
     def label(self) -> str:
         """How faults name it."""
         return self.name.upper() if self.is_positional else self.flag
@@ -83,9 +88,10 @@ def read_options(name: str, command: Callable[..., int], arguments: list[str]) -
     _refuse_unknown(name, arguments, [option.flag for option in options.values() if not option.is_positional])
     parser = _parser(name, command, options.values())
     try:
-        texts = dict(_flat(parser.parse_args(arguments).as_dict()))
+        given = parser.parse_args(arguments).as_dict()
     except ArgumentError as error:
         raise InputError.of("", f"{error}. See autoshard {name} --help") from None
+    texts = {dest.replace("/", "."): text for dest, text in given.items()}
     if texts["help"]:
         parser.print_help()
         return None
@@ -100,14 +106,6 @@ def read_options(name: str, command: Callable[..., int], arguments: list[str]) -
     found = {key: f"{file}: {key}" for file, config in reversed(configs) for key in config if key not in typed}
     places = {key: found.get(key, option.label) for key, option in options.items()}
     return {name: _value(kind, name, values, places) for name, kind in _kinds(command).items()}
-
-
-def _flat(nested: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in nested.items():
-        if isinstance(value, dict):
-            yield from _flat(cast(dict[str, Any], value), f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value
 
 
 def _is_recipe(option: Option, text: object) -> bool:
@@ -249,13 +247,13 @@ def _parser(name: str, command: Callable[..., int], options: Iterable[Option]) -
         if default not in (None, False, "", inspect.Parameter.empty) and not option.repeats:
             text = f"{text} Default: {default}."
         if option.kind is bool:
-            parser.add_argument(option.flag, dest=option.name, action="store_true", help=text)
+            parser.add_argument(option.flag, dest=option.dest, action="store_true", help=text)
         elif option.repeats:
-            parser.add_argument(option.flag, dest=option.name, action="append", metavar="NAME=VALUE", help=text)
+            parser.add_argument(option.flag, dest=option.dest, action="append", metavar="NAME=VALUE", help=text)
         elif option.is_positional:
             parser.add_argument(option.name, metavar=option.name.upper(), nargs="?", help=text)
         else:
-            parser.add_argument(option.flag, dest=option.name, metavar=_metavar(option), help=text)
+            parser.add_argument(option.flag, dest=option.dest, metavar=_metavar(option), help=text)
     parser.add_argument("--config", metavar="FILE", help="A YAML or JSON file with any of these options.")
     parser.add_argument("-h", "--help", action="store_true", help="Show this help.")
     return parser

@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from autoshard.cli import main
+from autoshard.command_line import read_options
+from autoshard.commands import run as run_command
 from autoshard.plan.codec import load
 from autoshard.spec.cluster_catalogue import load_node_type
 from autoshard.spec.record import encode
@@ -476,3 +478,10 @@ def test_the_file_that_is_written_is_the_plan_that_is_printed(capsys: pytest.Cap
     plan = load(Path("plan.json"))
     assert printed.pop("candidate") == str(plan.candidate)
     assert printed == json.loads(Path("plan.json").read_text())
+
+
+def test_sets_that_are_typed_one_by_one_are_all_taken() -> None:
+    words = ["plan.json", "--data.set", "sets/web=2", "--data.set", "sets/code=1", "--schedule.warm-up-steps", "3"]
+    values = read_options("run", run_command.run, words)
+    assert values and values["training"].data.sets == {"sets/web": 2.0, "sets/code": 1.0}
+    assert values["training"].schedule.warm_up_steps == 3
