@@ -114,7 +114,7 @@ def _again(job: Job, wants: SlurmWants) -> Iterator[str]:
     yield f"begun() {{ if [[ -f {attempts} ]]; then wc -l < {attempts}; else echo 0; fi; }}"
     yield "before=$(begun)"
     yield f"if {_srun(wants, 'train')}; then exit 0; fi"
-    yield 'if [[ $(begun) -gt $before ]]; then scontrol requeue "$SLURM_JOB_ID"; fi'
+    yield 'if [[ $(begun) -gt $before ]]; then scontrol requeue "$SLURM_JOB_ID" && sleep 60; fi  # and is ended'
     yield "exit 1"
 
 

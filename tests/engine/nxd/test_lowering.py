@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from autoshard.plan.nxd.environment import environment
 from autoshard.engine.nxd.lowering import Again, cuts_of, lowering_of
 from autoshard.errors import InputError
+from autoshard.plan.nxd.environment import environment
 from autoshard.plan.plan import Plan
 from autoshard.spec.record import encode
 from tests.plan.nxd.test_match import planned
