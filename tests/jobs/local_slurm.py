@@ -13,10 +13,11 @@ from pathlib import Path
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "runuser")
 _PATH = os.pathsep.join((os.environ["PATH"], "/usr/sbin", "/sbin"))
-_PATIENCE_S = 240.0  # far beyond what anything here takes
+_PATIENCE_S = 600.0  # far beyond what anything here takes
 # task/none and linuxproc need nothing of the kernel.
 _CONF = """
 ClusterName=local
+FirstJobId={number}
 SlurmctldHost=localhost
 SlurmUser=root
 AuthInfo=socket={folder}/munge/socket
@@ -69,8 +70,12 @@ class Slurm:
         return dict(word.split("=", 1) for word in self.call("scontrol", "show", "job", number).split() if "=" in word)
 
     def start_again(self, number: str, restarts: int) -> None:
-        """Wait until a job is queued again, and start it: Slurm would let two minutes pass."""
+        """Wait until a job is queued again, and start it: Slurm would let two minutes pass.
+
+        The node takes a job only if it was allowed after the last one was called back, in whole seconds.
+        """
         until(lambda: self.job(number)["Restarts"] == str(restarts), f"job {number} is queued again")
+        time.sleep(3)
 
         def runs() -> bool:
             found = self.job(number)
@@ -112,7 +117,9 @@ def local_slurm() -> Iterator[Slurm]:
         for path in (folder / "munge", key):
             shutil.chown(path, "munge")
         first, second = _free_ports()
-        text = _CONF.format(folder=folder, first=first, second=second)
+        text = _CONF.format(
+            folder=folder, first=first, second=second, number=first % 9000 + 1
+        )  # jobs have ports by their number
         (folder / "slurm.conf").write_text(text, encoding="utf-8")
         slurm = Slurm(folder=folder)
         options = [f"--{one}-file={folder}/munge/{one}" for one in ("key", "pid", "log", "seed")]
