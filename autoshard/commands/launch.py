@@ -26,6 +26,8 @@ class Place:
             pytorchjob (the operator before it) or hyperpod. Default: the first of the scheduler's.
         partition: Of slurm: the partition. Default: the cluster's own.
         time: Of slurm: the longest time of a job, e.g. 2-00:00:00; a run that needs more is queued again.
+        on_failure: Of slurm: requeue, or replan: where fewer nodes are left than the plan needs, submit a plan for
+            those. Default: requeue.
         image: Of k8s: the container image, with torchrun and autoshard in it.
         claim: Of k8s: the persistent volume claim that all nodes share.
         mount: Of k8s: where that volume is mounted. Default: /fsx.
@@ -34,6 +36,7 @@ class Place:
     profile: Literal["plain", "hyperpod", "parallelcluster", "trainjob", "pytorchjob"] | None = None
     partition: str | None = None
     time: str | None = None
+    on_failure: Literal["requeue", "replan"] | None = None
     image: str | None = None
     claim: str | None = None
     mount: str | None = None
@@ -41,9 +44,9 @@ class Place:
     def refuse_others(self, scheduler: str) -> None:
         """Refuse options that this scheduler has no use for, and demand those that it needs."""
         given = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        takes = {"slurm": ("profile", "partition", "time"), "k8s": ("profile", "image", "claim", "mount")}
+        takes = {"slurm": ("profile", "partition", "time", "on_failure"), "k8s": ("profile", "image", "claim", "mount")}
         known, needs = takes.get(scheduler, ()), ("image", "claim") if scheduler == "k8s" else ()
-        idle = [(name, value is None or name in known) for name, value in given.items()]
+        idle = [(name.replace("_", "-"), value is None or name in known) for name, value in given.items()]
         require(
             *((given[name] is not None, f"--{name}", f"missing, and {scheduler} needs it") for name in needs),
             *((holds, f"--{name}", f"says nothing to {scheduler}. Leave it out") for name, holds in idle),
@@ -114,7 +117,12 @@ def _files(job: "Job", scheduler: "Scheduler", place: Place) -> "Files":
     if scheduler == "torchrun":
         return torchrun_files(job)
     if scheduler == "slurm":
-        wants = SlurmWants(profile=place.profile or "plain", partition=place.partition, time=place.time)
+        wants = SlurmWants(
+            profile=place.profile or "plain",
+            partition=place.partition,
+            time=place.time,
+            replans=place.on_failure == "replan",
+        )
         return slurm_files(job, wants)
     assert place.image and place.claim, "demanded before"
     profile = place.profile or "trainjob"

@@ -59,7 +59,7 @@ def node_text(job: Job, meeting: Meeting) -> str:
         _words(job),
         ["# Which node this is, and where all of them meet.", *_places(meeting)],
         ["# Where the run writes, and where compiled graphs lie.", *_folders(job)],
-        _setup(job) if job.setup else [],
+        ["# What makes torchrun and autoshard known here.", *setup_lines(job)] if job.setup else [],
         _variables(job),
         _token(job, meeting) if job.num_nodes > 1 else [],
         _start(job),
@@ -90,10 +90,9 @@ def _folders(job: Job) -> Iterator[str]:
         yield f"export {_CACHE}=${{{_CACHE}:-$run-cache}}"
 
 
-def _setup(job: Job) -> list[str]:
+def setup_lines(job: Job) -> list[str]:
     """Run the user's line; scripts that activate environments read variables that nobody has set."""
     return [
-        "# What makes torchrun and autoshard known here.",
         "set +u",
         "# shellcheck disable=SC1091",
         job.setup,

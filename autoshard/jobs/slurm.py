@@ -1,14 +1,16 @@
 """A job under Slurm: one template, of which plain Slurm, HyperPod and ParallelCluster are profiles."""
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autoshard.errors import require
 from autoshard.jobs.job import NODE, SUBMIT, Files, Job, common_texts
-from autoshard.jobs.shell import FIRST, HERE, STRICT, meeting_of, node_text
+from autoshard.jobs.shell import FIRST, HERE, STRICT, meeting_of, node_text, setup_lines
 
-_NOTICE_S = 180  # between the signal and the end of a job's time: a step, a checkpoint, and what torchrun waits
+_NOTICE_S = 300  # between the signal and the end of a job's time: a step, a checkpoint, and what torchrun waits
+_LOST_S = 120  # until nodes that are gone count as such: slurmctld asks all within a third of SlurmdTimeout, 300 s
 _TIME = r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}"  # sbatch's manual: minutes, [hours:]minutes:seconds, days-hours[...]
 
 
@@ -38,12 +40,18 @@ class SlurmWants:
     profile: str = "plain"
     partition: str | None = None
     time: str | None = None
+    replans: bool = False  # after a failure, for the nodes that are left
 
     def __post_init__(self) -> None:
         """Refuse what sbatch would not take."""
         known, time = ", ".join(PROFILES), self.time
         require(
             (self.profile in PROFILES, "--profile", f"{self.profile!r} is none of Slurm's: {known}"),
+            (
+                not self.replans or self.profile != "hyperpod",
+                "--on-failure",
+                "hyperpod replaces nodes that are lost. Leave it out",
+            ),
             (
                 self.partition is None or bool(re.fullmatch(r"[\w.,+-]+", self.partition)),
                 "--partition",
@@ -97,6 +105,8 @@ def _header(job: Job, wants: SlurmWants, stage: str) -> Iterator[str]:
             yield f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={value}"
     if profile.requeues:
         yield "#SBATCH --requeue"
+    if wants.replans and stage == "train":
+        yield "#SBATCH --no-kill"  # this script is to see that a node is lost
     yield STRICT
     yield 'cd "$SLURM_SUBMIT_DIR"'
 
@@ -113,9 +123,32 @@ def _again(job: Job, wants: SlurmWants) -> Iterator[str]:
     yield "# begin is not: autoshard refuses what is wrong, and a sixth start in a row without a newer checkpoint."
     yield f"begun() {{ if [[ -f {attempts} ]]; then wc -l < {attempts}; else echo 0; fi; }}"
     yield "before=$(begun)"
+    if wants.replans:
+        yield from _replanned(job, wants)
     yield f"if {_srun(wants, 'train')}; then exit 0; fi"
-    yield 'if [[ $(begun) -gt $before ]]; then scontrol requeue "$SLURM_JOB_ID" && sleep 60; fi  # and is ended'
-    yield "exit 1"
+    yield "if [[ $(begun) -eq $before ]]; then exit 1; fi"
+    if wants.replans:
+        yield "if replanned; then exit 1; fi"
+    yield 'scontrol requeue "$SLURM_JOB_ID" && sleep 60  # and is ended'
+
+
+def _replanned(job: Job, wants: SlurmWants) -> Iterator[str]:
+    """Yield a function that submits a plan for the nodes that are left, if those are fewer than the plan's."""
+    given = {"profile": wants.profile, "partition": wants.partition, "time": wants.time, "setup": job.setup or None}
+    words = ["--scheduler", "slurm", "--on-failure", "replan", "--submit"]
+    words += [word for name, value in given.items() if value is not None for word in (f"--{name}", value)]
+    run = job.run if job.run.startswith("/") else f"$PWD/{job.run}"
+    yield "# Where fewer nodes are left than the plan needs, a plan for those is submitted instead, for the same run."
+    yield "replanned() {"
+    yield f"  sleep {_LOST_S}  # until nodes that are gone count as such"
+    yield '  local alive=(--responding "--states=idle,mixed,allocated,completing" --partition="$SLURM_JOB_PARTITION")'
+    yield "  local left; left=$(sinfo \"${alive[@]}\" --noheader --format=%D | awk '{ n += $1 } END { print n + 0 }')"
+    yield f"  if [[ $left -eq 0 || $left -ge {job.num_nodes} ]]; then return 1; fi"
+    yield from (f"  {line}" for line in (setup_lines(job) if job.setup else []))
+    yield '  autoshard plan --like plan.json --nodes "$left" --out "plan-$left.json" || return 1'
+    yield f'  autoshard launch "plan-$left.json" --config training.yaml --out "on-$left-nodes" --run-folder "{run}" \\'
+    yield f"    {shlex.join(words)}"
+    yield "}"
 
 
 def _submit(job: Job) -> Iterator[str]:

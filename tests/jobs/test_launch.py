@@ -95,6 +95,8 @@ def test_a_job_of_the_same_plan_is_written_anew_and_nothing_else(
         ("", ["--scheduler: missing; one of slurm, k8s, torchrun"]),
         ("--scheduler k8s", ["--image: missing, and k8s needs it", "--claim: missing, and k8s needs it"]),
         ("--scheduler torchrun --time 1:00:00", ["--time: says nothing to torchrun. Leave it out"]),
+        ("--scheduler torchrun --on-failure replan", ["--on-failure: says nothing to torchrun. Leave it out"]),
+        ("--scheduler slurm --profile hyperpod --on-failure replan", ["--on-failure: hyperpod replaces nodes"]),
         ("--scheduler slurm --image a --claim b", ["--image: says nothing to slurm", "--claim: says nothing to slurm"]),
         ("--scheduler slurm --profile trainjob", ["--profile: 'trainjob' is none of Slurm's: plain, hyperpod"]),
         ("--scheduler k8s --image a --claim b --profile plain", ["--profile: 'plain' is none of Kubernetes'"]),

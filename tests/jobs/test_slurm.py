@@ -78,7 +78,7 @@ def test_a_run_goes_on_after_a_kill_and_after_its_time_until_it_is_finished(slur
     slurm.start_again(number, restarts=1)
     killed_at = newest(tmp_path)
     until(lambda: newest(tmp_path) > killed_at, "it goes on")
-    slurm.call("scancel", "--signal=TERM", number)  # as --signal=TERM@180 does before the time of a job is up
+    slurm.call("scancel", "--signal=TERM", number)  # as --signal=TERM@300 does before the time of a job is up
     slurm.start_again(number, restarts=2)
     stopped_at = newest(tmp_path)
     assert slurm.wait(number, "COMPLETED", "FAILED")["JobState"] == "COMPLETED", log(tmp_path, number)
