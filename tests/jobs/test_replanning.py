@@ -18,8 +18,8 @@ from tests.runtime.cases import ROOT
 PROGRAMS = {
     "srun": "mkdir -p run; echo '{}' >> run/attempts.jsonl; exit 1",
     "sinfo": 'echo "$@" > ../sinfo; cat ../left',
-    "scontrol": 'echo "scontrol $@" >> ../told',
-    "sbatch": 'echo "sbatch $@" >> ../told; echo 7',
+    "scontrol": 'echo "scontrol $@" >> "$TOLD"',
+    "sbatch": 'echo "sbatch $@" >> "$TOLD"; echo 7',
     "sleep": "",
 }
 
@@ -37,7 +37,12 @@ def failed(folder: Path, left: str, autoshard: str) -> list[str]:
     for name, body in {**PROGRAMS, "autoshard": autoshard}.items():
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
         (folder / "bin" / name).chmod(0o755)
-    told = {"SLURM_SUBMIT_DIR": str(folder / "job"), "SLURM_JOB_ID": "5", "SLURM_JOB_PARTITION": "big"}
+    told = {
+        "TOLD": str(folder / "told"),
+        "SLURM_SUBMIT_DIR": str(folder / "job"),
+        "SLURM_JOB_ID": "5",
+        "SLURM_JOB_PARTITION": "big",
+    }
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", str(folder / "job" / "train.sbatch")]
     done = subprocess.run(
@@ -49,7 +54,7 @@ def failed(folder: Path, left: str, autoshard: str) -> list[str]:
 
 
 def test_with_fewer_nodes_a_plan_for_those_is_submitted_for_the_same_run(tmp_path: Path) -> None:
-    plan, launch = failed(tmp_path, "12\n2\n", 'echo "autoshard $@" >> ../told')
+    plan, launch = failed(tmp_path, "12\n2\n", 'echo "autoshard $@" >> "$TOLD"')
     assert plan == "autoshard plan --like plan.json --nodes 14 --out plan-14.json"
     same = f"--config training.yaml --out on-14-nodes --run-folder {tmp_path}/job/run --scheduler slurm"
     again = "--on-failure replan --submit --profile plain --partition big --time 1-00 --setup source ./activate"
@@ -58,11 +63,11 @@ def test_with_fewer_nodes_a_plan_for_those_is_submitted_for_the_same_run(tmp_pat
 
 @pytest.mark.parametrize("left", ["16\n", "12\n20\n", "", "garbled\n"])
 def test_with_all_nodes_or_none_known_the_job_is_queued_again(left: str, tmp_path: Path) -> None:
-    assert failed(tmp_path, left, 'echo "autoshard $@" >> ../told') == ["scontrol requeue 5"]
+    assert failed(tmp_path, left, 'echo "autoshard $@" >> "$TOLD"') == ["scontrol requeue 5"]
 
 
 def test_without_a_plan_for_those_the_job_is_queued_again(tmp_path: Path) -> None:
-    assert failed(tmp_path, "2\n", 'echo "autoshard $1" >> ../told; exit 1') == ["autoshard plan", "scontrol requeue 5"]
+    assert failed(tmp_path, "2\n", 'echo "autoshard $1" >> "$TOLD"; exit 1') == ["autoshard plan", "scontrol requeue 5"]
 
 
 @pytest.mark.skipif(find_spec("autoshard.commands.like") is None, reason="no autoshard plan --like")
