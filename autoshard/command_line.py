@@ -275,7 +275,14 @@ def _metavar(option: Option) -> str:
         return "X"
     if option.kind == Counts:
         return "N[,N...]"
-    words = {"out": "PATH", "fix": "KEY=VALUE,...", "at": "CANDIDATE", "fail_if_slower": "PERCENT", "resume": "WHERE"}
+    words = {
+        "out": "PATH",
+        "fix": "KEY=VALUE,...",
+        "at": "CANDIDATE",
+        "fail_if_slower": "PERCENT",
+        "resume": "WHERE",
+        "setup": "LINE",
+    }
     return words.get(option.name, "NAME_OR_PATH")
 
 

@@ -55,24 +55,22 @@ class Place:
 
 def launch(
     plan: PlanOrRecipe,
-    training: Training,
-    question: OfRecipe,
-    place: Place,
     scheduler: Literal["slurm", "k8s", "torchrun"],
+    *,
     out: Path = Path("job"),
     name: str | None = None,
     run_folder: str | None = None,
     setup: str | None = None,
     submit: bool = False,
     json: bool = False,
+    place: Place,
+    training: Training,
+    question: OfRecipe,
 ) -> int:
     """Write the files that start a plan on a cluster: a job that compiles, where that is needed, and one that trains.
 
     Args:
         plan: A plan file, or a recipe (.yaml), which is planned first; any key of a recipe is an option too.
-        training: What the run does beside its plan.
-        question: What a recipe asks.
-        place: Where the job runs.
         scheduler: What starts the nodes; torchrun: you do.
         out: The folder of the job.
         name: What the job is called. Default: the model, and the first digits of the plan's hash.
@@ -80,6 +78,9 @@ def launch(
         setup: A line of shell that makes torchrun and autoshard known on a node, e.g. 'source /fsx/venv/bin/activate'.
         submit: Submit the job as well, and say how to watch it.
         json: Print one JSON object instead of a summary.
+        place: Where the job runs.
+        training: What the run does beside its plan.
+        question: What a recipe asks.
     """
     from autoshard.jobs.job import Job, default_name
     from autoshard.search.judged import judged
@@ -111,8 +112,8 @@ def launch(
 
 def _files(job: "Job", scheduler: "Scheduler", place: Place) -> "Files":
     from autoshard.jobs.kubernetes import KubernetesWants, kubernetes_files
+    from autoshard.jobs.shell import torchrun_files
     from autoshard.jobs.slurm import SlurmWants, slurm_files
-    from autoshard.jobs.torchrun import torchrun_files
 
     if scheduler == "torchrun":
         return torchrun_files(job)

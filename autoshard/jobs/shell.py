@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autoshard.jobs.job import NODE, PLAN, TRAINING, Job, Scheduler
+from autoshard.jobs.job import NODE, PLAN, TRAINING, Files, Job, Scheduler, common_texts
 from autoshard.plan.nxd.environment import COMPILER_FLAGS
 
 STRICT = "set -euo pipefail"
@@ -51,6 +51,11 @@ def meeting_of(job: Job, scheduler: Scheduler, kind: str = "") -> Meeting:
     return _ALONE if scheduler == "torchrun" and job.num_nodes == 1 else MEETINGS[kind or scheduler]
 
 
+def torchrun_files(job: Job) -> Files:
+    """Return the files of a job without a scheduler: somebody starts it by hand on every node."""
+    return Files(texts={**common_texts(job), NODE: node_text(job, meeting_of(job, "torchrun"))}, submitter=None)
+
+
 def node_text(job: Job, meeting: Meeting) -> str:
     """Write the script of a node."""
     what = f"What every node does: bash {NODE} {'compile, then ' if job.compiles else ''}train."
@@ -58,7 +63,7 @@ def node_text(job: Job, meeting: Meeting) -> str:
         [FIRST, *job.title(what), STRICT, HERE],
         _words(job),
         ["# Which node this is, and where all of them meet.", *_places(meeting)],
-        ["# Where the run writes, and where compiled graphs lie.", *_folders(job)],
+        [f"# Where the run writes{', and where compiled graphs lie' if job.compiles else ''}.", *_folders(job)],
         ["# What makes torchrun and autoshard known here.", *setup_lines(job)] if job.setup else [],
         _variables(job),
         _token(job, meeting) if job.num_nodes > 1 else [],

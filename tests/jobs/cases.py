@@ -10,8 +10,8 @@ from autoshard.commands.asked import How, OfRecipe
 from autoshard.commands.plan import searched
 from autoshard.jobs.job import PLAN, Files, Job, default_name
 from autoshard.jobs.kubernetes import KubernetesWants, kubernetes_files
+from autoshard.jobs.shell import torchrun_files
 from autoshard.jobs.slurm import SlurmWants, slurm_files
-from autoshard.jobs.torchrun import torchrun_files
 from autoshard.plan.plan import Plan
 from autoshard.spec.training import Training
 from tests.engine.nxd.test_lowering import DOCUMENTED
@@ -43,6 +43,13 @@ def plan_of(case: str, way: Way = "vendor") -> Plan:
     fix = FIXED[case] if way == "fixed" else "cp=2" if "cp" in case else None
     how = How()
     asked = OfRecipe(**question, seq_len=seq_len, global_batch=1024, fix=fix).asked()
+    return searched(asked.requests(how)[0], 1, how).plans[0]
+
+
+@cache
+def gpu_plan() -> Plan:
+    """A plan for two nodes of GPUs that EFA joins."""
+    asked, how = OfRecipe(model="llama3-8b", cluster="p5.48xlarge", nodes=2, global_batch=64).asked(), How()
     return searched(asked.requests(how)[0], 1, how).plans[0]
 
 

@@ -20,6 +20,7 @@ from tests.jobs.cases import (
     difference,
     files_of,
     folder_text,
+    gpu_plan,
     job_of,
     plan_of,
     shown,
@@ -55,6 +56,16 @@ def test_schedulers_differ_in_these_lines(under: str, golden: Golden) -> None:
 def test_layouts_differ_in_these_lines(case: str, golden: Golden) -> None:
     parts = (f"######## {way}\n{difference(folder(FIRST), folder(case, way))}" for way in get_args(Way))
     golden(f"jobs/{case}.diff", "".join(parts))
+
+
+def test_gpus_are_asked_for_and_nothing_is_compiled() -> None:
+    slurm, pods = (files_of(job_of(gpu_plan()), under).texts for under in ("slurm plain", "k8s trainjob"))
+    assert "#SBATCH --gpus-per-node=8\n" in slurm["train.sbatch"] and "compile.sbatch" not in slurm
+    assert (
+        "{nvidia.com/gpu: '8', vpc.amazonaws.com/efa: '32'}" in pods["job.yaml"] and "compile" not in pods["job.yaml"]
+    )
+    node = slurm["node.sh"]
+    assert 'export FI_PROVIDER="${FI_PROVIDER:-efa}"' in node and "NEURON" not in node and "compile" not in node
 
 
 @pytest.mark.parametrize("under", SCHEDULERS)

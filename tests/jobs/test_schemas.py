@@ -1,7 +1,7 @@
 """Manifests hold against the models that Kubeflow publishes: nothing is missing, unknown or of another type."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +11,20 @@ from kubeflow.training.models import KubeflowOrgV1PyTorchJob
 from kubeflow_trainer_api import models
 from kubernetes.client import ApiClient, models as client_models
 
-from tests.jobs.cases import FIRST, files_of, job_of, plan_of
+from autoshard.plan.plan import Plan
+from tests.jobs.cases import FIRST, files_of, gpu_plan, job_of, plan_of
 from tests.runtime.cases import tiny_plan
 
-PLANS = {"16 nodes": plan_of(FIRST), "trn2": plan_of("llama3-70b-8-trn2"), "one node": tiny_plan("tp=1,pp=1,dp=2")}
+PLANS: Mapping[str, Callable[[], Plan]] = {
+    "16 nodes": lambda: plan_of(FIRST),
+    "trn2": lambda: plan_of("llama3-70b-8-trn2"),
+    "gpus": gpu_plan,
+    "one node": lambda: tiny_plan("tp=1,pp=1,dp=2"),
+}
 
 
 def documents(name: str, under: str) -> Iterator[dict[str, Any]]:
-    for file, text in files_of(job_of(PLANS[name]), under).texts.items():
+    for file, text in files_of(job_of(PLANS[name]()), under).texts.items():
         if file.endswith(".yaml") and file != "training.yaml":
             yield from yaml.safe_load_all(text)
 
@@ -53,7 +59,7 @@ def test_train_jobs_hold_against_the_trainer_s_models(name: str) -> None:
     assert not checked(runtime) and not checked(job)
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     jobs = {one["name"]: one for one in runtime["spec"]["template"]["spec"]["replicatedJobs"]}
-    compiles = PLANS[name].engine == "nxd"
+    compiles = PLANS[name]().engine == "nxd"
     assert list(jobs) == (["compile", "node"] if compiles else ["node"])
     assert jobs["node"].get("dependsOn") == ([{"name": "compile", "status": "Complete"}] if compiles else None)
 
@@ -62,11 +68,11 @@ def test_train_jobs_hold_against_the_trainer_s_models(name: str) -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_pytorch_jobs_hold_against_the_operator_s_models(name: str, profile: str) -> None:
     found = list(documents(name, f"k8s {profile}"))
-    assert len(found) == (2 if PLANS[name].engine == "nxd" else 1)
+    assert len(found) == (2 if PLANS[name]().engine == "nxd" else 1)
     for document in found:
         assert not pytorch_lost(document)
         specs = document["spec"]["pytorchReplicaSpecs"]
-        assert sum(one["replicas"] for one in specs.values()) == PLANS[name].cluster.num_nodes
+        assert sum(one["replicas"] for one in specs.values()) == PLANS[name]().cluster.num_nodes
         for one in specs.values():  # the operator's model says nothing of pods
             pod = models.IoK8sApiCoreV1PodTemplateSpec.from_dict(one["template"])
             assert pod and not list(lost(one["template"], pod.to_dict()))
