@@ -29,6 +29,7 @@ def program(folder: Path, name: str, body: str, monkeypatch: pytest.MonkeyPatch)
     file.parent.mkdir(exist_ok=True)
     file.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
     file.chmod(0o755)
+    monkeypatch.setenv("TOLD", str(folder / "told"))
     monkeypatch.setenv("PATH", f"{file.parent}{os.pathsep}{os.environ['PATH']}")
 
 
@@ -138,7 +139,7 @@ def test_nothing_is_submitted_where_there_is_no_scheduler(
 def test_submitting_says_jobs_the_line_to_watch_and_the_log(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    program(here, "sbatch", 'echo "$@" >> ../told; wc -l < ../told', monkeypatch)
+    program(here, "sbatch", 'echo "$@" >> $TOLD; wc -l < $TOLD', monkeypatch)
     assert main(["launch", "plan.json", "--scheduler", "slurm", "--submit"]) == 0
     assert (here / "told").read_text().splitlines() == [
         "--parsable compile.sbatch",
@@ -161,7 +162,7 @@ def test_a_pytorch_job_is_submitted_when_its_graphs_are_compiled(
     state: str, code: int, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program(
-        here, "kubectl", f'echo "$*" | cut -c1-40 >> ../told; case $1 in get) echo Created {state} ;; esac', monkeypatch
+        here, "kubectl", f'echo "$*" | cut -c1-40 >> $TOLD; case $1 in get) echo Created {state} ;; esac', monkeypatch
     )
     assert main(["launch", "plan.json", *K8S, "--profile", "pytorchjob", "--submit"]) == code
     told = (here / "told").read_text().splitlines()

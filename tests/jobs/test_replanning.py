@@ -17,7 +17,7 @@ from tests.runtime.cases import ROOT
 # A run that begins and fails; everything that is called is told.
 PROGRAMS = {
     "srun": "mkdir -p run; echo '{}' >> run/attempts.jsonl; exit 1",
-    "sinfo": 'echo "$@" > ../sinfo; cat ../left',
+    "sinfo": 'echo "$@" > "$TOLD-sinfo"; cat "$TOLD-left"',
     "scontrol": 'echo "scontrol $@" >> "$TOLD"',
     "sbatch": 'echo "sbatch $@" >> "$TOLD"; echo 7',
     "sleep": "",
@@ -32,7 +32,7 @@ def failed(folder: Path, left: str, autoshard: str) -> list[str]:
     for name, text in slurm_files(job, wants).texts.items():
         (folder / "job" / name).write_text(text, encoding="utf-8")
     (folder / "job" / "activate").touch()
-    (folder / "left").write_text(left, encoding="utf-8")
+    (folder / "told-left").write_text(left, encoding="utf-8")
     (folder / "bin").mkdir()
     for name, body in {**PROGRAMS, "autoshard": autoshard}.items():
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
@@ -49,7 +49,7 @@ def failed(folder: Path, left: str, autoshard: str) -> list[str]:
         command, env={**os.environ, **told, "PATH": path}, capture_output=True, text=True, check=False
     )
     said = (folder / "told").read_text(encoding="utf-8").splitlines() if (folder / "told").exists() else [done.stderr]
-    assert "--partition=big" in (folder / "sinfo").read_text(encoding="utf-8")
+    assert "--partition=big" in (folder / "told-sinfo").read_text(encoding="utf-8")
     return said
 
 
