@@ -23,7 +23,7 @@ class Asked:
 
     Args:
         model: A model card by name (see `autoshard list models`), or the path of a Hugging Face config.json.
-        nodes: How many nodes the cluster has; several with --pareto, e.g. 4,8,16.
+        nodes: How many nodes the cluster has; several with --pareto, e.g. 4,8,16. Default: 1.
         cluster: A cluster by name (see `autoshard list clusters`), or the path of a cluster file.
         lnc: Logical NeuronCore configuration of trn2: 1 or 2. Default: both are tried.
         ranks: Processes on this machine, 1 to 64; only for the cluster `local`. Default: 4.
@@ -40,8 +40,8 @@ class Asked:
         pins: Pin the layout of a tensor, e.g. 'up=[batch/dp, seq, ffn/tp]'; may be given several times.
     """
 
-    model: str
-    nodes: Counts = (1,)
+    model: str | None = None
+    nodes: Counts = ()
     cluster: str = "trn1.32xlarge"
     lnc: int | None = None
     ranks: int | None = None
@@ -60,6 +60,8 @@ class Asked:
         from autoshard.search.api import request_of
         from autoshard.spec.recipe import Recipe
 
+        if self.model is None:
+            raise InputError.of("--model", "missing")
         recipes = [
             Recipe(
                 model=self.model, nodes=nodes, cluster=self.cluster, lnc=self.lnc, ranks=self.ranks,
@@ -67,7 +69,7 @@ class Asked:
                 optimizer=self.optimizer, documents=self.documents, engine=self.engine, calibration=self.calibration,
                 fix=self.fix,
             )
-            for nodes in self.nodes
+            for nodes in self.nodes or (1,)
         ]  # fmt: skip
         pinned = pins_of(self.pins)
         return [replace(request_of(recipe, pinned), effort=how.effort, objective=how.objective) for recipe in recipes]

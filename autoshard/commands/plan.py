@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoshard.commands.asked import Asked, How
+from autoshard.commands.like import asked_again, resuming_json, resuming_text
 from autoshard.commands.output import next_command, place_checks, print_json, write_plan
 from autoshard.commands.watching import Watcher, watching
 from autoshard.errors import InputError, NoPlan, require
 
 if TYPE_CHECKING:
+    from autoshard.plan.plan import Plan
     from autoshard.search.planner import Found, Request
 
 MOST_SHOWN = 100  # every plan that is shown is predicted in full, a few milliseconds each
@@ -17,6 +19,7 @@ MOST_SHOWN = 100  # every plan that is shown is predicted in full, a few millise
 def plan(
     asked: Asked,
     how: How,
+    like: Path | None = None,
     pareto: bool = False,
     at: str | None = None,
     top: int = 3,
@@ -28,6 +31,7 @@ def plan(
     Args:
         asked: The question.
         how: What is minimised, and how far the search goes.
+        like: Ask what this plan file has answered again, for the --nodes that are left, and say what resuming costs.
         pareto: Show what no plan betters in step time, memory and dollars at once, over all --nodes; write the fastest.
         at: Evaluate exactly this layout, even one that is refused, and say why.
         top: How many plans to show, the best one included.
@@ -35,6 +39,10 @@ def plan(
         json: Print one JSON object instead of tables.
     """
     _refuse_contradictions(asked, pareto, at, top, out)
+    if like is not None:
+        require((not pareto and at is None, "--like", "searches for one plan; leave out --pareto and --at"))
+        old, request = asked_again(like, asked, how)
+        return _best(request, how, top, out, json, old)
     requests = asked.requests(how)
     if at is not None:
         return _plan_at(requests[0], at, out, json)
@@ -43,18 +51,20 @@ def plan(
     return _best(requests[0], how, top, out, json)
 
 
-def _best(request: "Request", how: How, top: int, out: Path, json: bool) -> int:
+def _best(request: "Request", how: How, top: int, out: Path, json: bool, old: "Plan | None" = None) -> int:
     found = searched(request, top, how)
     best = found.plans[0]
     write_plan(best, out)
     if json:
         from autoshard.report.structured import found_json
 
-        print_json(found_json(found.plans, found.certificate))
+        print_json({**found_json(found.plans, found.certificate), **(resuming_json(old, best) if old else {})})
     else:
         from autoshard.report.terminal import make_console, plan_report
 
         make_console().print(plan_report(best, found.plans[1:], found.certificate, next_command(out)))
+        if old:
+            print(resuming_text(old, best))
         print(f"wrote {out}")
     return 0
 
@@ -147,7 +157,7 @@ def _refuse_contradictions(asked: Asked, pareto: bool, at: str | None, top: int,
     require(
         (at is None or asked.fix is None, "--at", "already names every key; leave out --fix"),
         (at is None or not pareto, "--pareto", "searches; leave out --at"),
-        (pareto or len(asked.nodes) == 1, "--nodes", "takes several numbers with --pareto only; name one"),
+        (pareto or len(asked.nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
         (1 <= top <= MOST_SHOWN, "--top", f"must be 1 to {MOST_SHOWN}, not {top}"),
         *place_checks(out),
     )

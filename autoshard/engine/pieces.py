@@ -2,14 +2,14 @@
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from autoshard.engine.place import Bounds
+from autoshard.layout.shards import boxes_of
 
 Part = Literal["weight", "moment1", "moment2"]
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and lengths along every dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,34 +33,6 @@ class Piece:
 def saves_alone(weight: str, number: int, count: int) -> bool:
     """Whether the one of this number saves a weight that so many ranks hold alike: others save others."""
     return zlib.crc32(weight.encode()) % count == number
-
-
-def boxes_of(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
-    """Cut a range of a tensor in storage order into boxes, in storage order.
-
-    >>> list(boxes_of((3, 4), 2, 9))
-    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
-    """
-    if low >= high:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row, inner = math.prod(shape[1:]), shape[1:]
-    first, last = -(-low // row), high // row  # rows that are whole
-    if first > last:  # inside one row
-        yield from _in_row(last, boxes_of(inner, low - last * row, high - last * row))
-        return
-    if low < first * row:
-        yield from _in_row(first - 1, boxes_of(inner, low - (first - 1) * row, row))
-    if first < last:
-        yield (first, *(0 for _ in inner)), (last - first, *inner)
-    if last * row < high:
-        yield from _in_row(last, boxes_of(inner, 0, high - last * row))
-
-
-def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
-    return (((row, *offsets), (1, *lengths)) for offsets, lengths in boxes)
 
 
 def placed_boxes(bounds: Bounds, low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], slice]]:

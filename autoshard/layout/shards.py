@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from autoshard.errors import require
 
 Coordinates = Mapping[str, int]
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and lengths along every dim
 
 
 def block_bounds(size: int, parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -22,6 +23,34 @@ def block_bounds(size: int, parts: Sequence[tuple[int, int]]) -> tuple[int, int]
         block = -(-(stop - start) // count)
         start, stop = min(start + index * block, stop), min(start + (index + 1) * block, stop)
     return start, stop
+
+
+def boxes_of(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
+    """Cut a range of a tensor in storage order into boxes, in storage order.
+
+    >>> list(boxes_of((3, 4), 2, 9))
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if low >= high:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row, inner = math.prod(shape[1:]), shape[1:]
+    first, last = -(-low // row), high // row  # rows that are whole
+    if first > last:  # inside one row
+        yield from _in_row(last, boxes_of(inner, low - last * row, high - last * row))
+        return
+    if low < first * row:
+        yield from _in_row(first - 1, boxes_of(inner, low - (first - 1) * row, row))
+    if first < last:
+        yield (first, *(0 for _ in inner)), (last - first, *inner)
+    if last * row < high:
+        yield from _in_row(last, boxes_of(inner, 0, high - last * row))
+
+
+def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    return (((row, *offsets), (1, *lengths)) for offsets, lengths in boxes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.engine.pieces import boxes_of
 from autoshard.graph.op import Array, Dims
 from autoshard.layout.layout import Cuts
+from autoshard.layout.shards import boxes_of
 from autoshard.plan.nxd.form import FormParameter, Piece
 from autoshard.plan.nxd.matching import TP
 from autoshard.spec.mesh import Mesh

@@ -1,0 +1,98 @@
+"""Bytes that ranks must be given under another plan: against sets of single numbers, counted rank by rank."""
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from autoshard.cost.resuming import resuming
+from autoshard.engine.place import Place
+from autoshard.errors import InputError
+from autoshard.graph.op import Array
+from autoshard.plan.lowering import KINDS, split_pending
+from autoshard.plan.plan import Plan
+from autoshard.plan.tables import plan_programs, step_of
+from autoshard.search.api import Search, plan
+from autoshard.spec.cluster_catalogue import load_cluster
+
+Held = dict[str, Array]  # which numbers of a weight
+
+BYTES = 12  # an FP32 master or weight, and two moments
+
+PINS = (
+    "tp=1,pp=1,zero=0", "tp=1,pp=1,zero=1", "tp=1,pp=1,zero=3", "tp=2,pp=1,zero=1", "tp=1,pp=2,zero=1", "tp=4,pp=1",
+    "tp=2,pp=2", "tp=1,pp=4", "tp=1,cp=2,pp=1,zero=1", "pp=2,vp=2,schedule=interleaved",
+)  # fmt: skip
+
+
+@functools.cache
+def small(model: str, ranks: int, pins: str) -> Plan:
+    return plan(model, load_cluster("local", ranks=ranks), search=Search(pins=pins))
+
+
+def numbers(made: Plan, rank: int) -> Held:
+    """Mark in every weight of a rank the numbers of which it holds the state."""
+    place = Place(mesh=made.mesh, rank=rank, sizes=step_of(made).sizes(1))
+    programs, graph, found = plan_programs(made), step_of(made).graph, Held()
+    held = [stage for stage in made.stages if stage.rank == place.coordinate("pp")]
+    blocks = [f"layer.{stage.first_layer + index}" for stage in held for index in range(stage.num_layers)]
+    blocks += ["embed.0"] if held[0].first_layer == 0 else []
+    blocks += ["head.0"] if held[-1].first_layer + held[-1].num_layers == made.model.num_layers else []
+    tied = {*graph.tied, *graph.tied.values()}
+    for block in blocks:
+        kind = block.partition(".")[0]
+        for tensor in graph.block(kind).parameters:
+            layout = programs[kind].results[f"{tensor.name}.sum"].layout
+            shape = [place.sizes[dim] for dim in tensor.dims]
+            mine = place.block(np.arange(math.prod(shape)).reshape(shape), layout).reshape(-1)
+            shards = split_pending(layout.sums)[0] if made.zero else ()
+            group = [made.mesh.size(atom) for atom in shards]
+            at = [place.coordinate(atom) for atom in shards]
+            count, number = math.prod(group), int(np.ravel_multi_index(at, group)) if group else 0
+            length = -(-len(mine) // count)
+            name = "the tied one" if f"{kind}.{tensor.name}" in tied else f"{block}.{tensor.name}"
+            mask = found[name] = np.zeros(math.prod(shape), dtype=bool)
+            mask[mine[number * length : (number + 1) * length]] = True
+    return found
+
+
+def test_the_kinds_of_blocks_are_those_that_this_test_knows():
+    assert KINDS == ("embed", "layer", "head")
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-gpt"])  # the second has tied embeddings
+@settings(max_examples=4, deadline=None)
+@given(st.sampled_from(PINS), st.sampled_from(PINS), st.sampled_from([(4, 4), (4, 8), (8, 4)]))
+def test_bytes_are_those_of_sets_of_numbers(model: str, a: str, b: str, ranks: tuple[int, int]):
+    old, new = small(model, ranks[0], a), small(model, ranks[1], b)
+    found = resuming(old, new)
+    before = [numbers(old, rank) for rank in range(ranks[0])] + [Held()] * ranks[1]
+    after = [numbers(new, rank) for rank in range(ranks[1])]
+    pairs = [
+        (mask, had.get(name, False)) for mine, had in zip(after, before, strict=False) for name, mask in mine.items()
+    ]
+    assert found.held_bytes == BYTES * sum(np.count_nonzero(mask) for mask, _ in pairs)
+    assert found.lacking_bytes == BYTES * sum(np.count_nonzero(mask & np.logical_not(had)) for mask, had in pairs)
+    assert found.state_bytes == BYTES * new.model.num_parameters <= found.held_bytes
+
+
+def test_nothing_is_missing_under_the_same_plan_and_all_where_there_was_no_rank():
+    made = small("tiny-llama", 4, "tp=2,pp=2")
+    assert resuming(made, made).lacking_bytes == 0
+    grown = resuming(made, small("tiny-llama", 8, "tp=2,pp=2,dp=2,zero=1"))
+    assert grown.busiest_node_bytes == grown.lacking_bytes > 0
+    assert grown.send_s is None  # one machine has no network
+
+
+def test_another_precision_or_optimizer_has_another_state():
+    made = plan("tiny-llama", "local")
+    plain = dataclasses.replace(made, workload=dataclasses.replace(made.workload, optimizer="sgd"))
+    assert resuming(made, made).state_bytes == 3 * resuming(plain, plain).state_bytes
+
+
+def test_the_state_of_another_model_is_of_no_use():
+    with pytest.raises(InputError, match="is not the tiny-llama whose state there is"):
+        resuming(plan("tiny-llama", "local"), plan("tiny-gpt", "local"))
