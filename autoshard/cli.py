@@ -15,6 +15,7 @@ from autoshard.commands.launch import launch
 from autoshard.commands.listing import list_
 from autoshard.commands.plan import plan
 from autoshard.commands.run import run
+from autoshard.commands.sweep import sweep
 from autoshard.commands.tokenize import tokenize
 from autoshard.commands.validate import validate
 from autoshard.commands.verify import verify
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "verify": verify,
     "run": run,
     "launch": launch,
+    "sweep": sweep,
     "tokenize": tokenize,
     "validate": validate,
     "calibrate": calibrate,

@@ -4,11 +4,11 @@ from typing import Literal
 
 from autoshard.commands.output import print_json
 
-Listable = Literal["models", "recipes", "clusters", "engines", "schedules", "kernels", "rules"]
+Listable = Literal["models", "recipes", "clusters", "engines", "schedules", "kernels", "rules", "sweeps"]
 
 
 def list_(what: Listable, json: bool = False) -> int:
-    """List what can be named: models, recipes, clusters, engines, schedules, kernels or rules.
+    """List what can be named: models, recipes, clusters, engines, schedules, kernels, rules or sweeps.
 
     Args:
         what: What to list.

@@ -12,6 +12,7 @@ def entries(what: str) -> list[Entry]:
     sources = {
         "models": _models,
         "recipes": _recipes,
+        "sweeps": _sweeps,
         "clusters": _clusters,
         "engines": _engines,
         "schedules": _schedules,
@@ -67,6 +68,15 @@ def _recipes() -> list[Entry]:
             "about": about(path),
         }
         for path, recipe in files.items()
+    ]
+
+
+def _sweeps() -> list[Entry]:
+    from autoshard.spec.files import shipped
+    from autoshard.spec.recipe import about
+
+    return [
+        {"name": _as_typed(path), "about": about(path)} for path in sorted(shipped("recipes").glob("sweeps/*.yaml"))
     ]
 
 

@@ -42,9 +42,9 @@ class Recipe:
         )
 
 
-_TRAINING = tuple(entry.name for entry in fields(Training))
+TRAINING_KEYS = tuple(entry.name for entry in fields(Training))
 _QUESTION = tuple(entry.name for entry in fields(Recipe) if entry.name != "training")
-RECIPE_KEYS = (*_QUESTION, *_TRAINING)
+RECIPE_KEYS = (*_QUESTION, *TRAINING_KEYS)
 
 
 def recipe_files() -> tuple[Path, ...]:
@@ -65,7 +65,7 @@ def about(path: Path) -> str:
 def training_faults(entries: Mapping[str, object]) -> tuple[Fault, ...]:
     """Return what is wrong with the keys of a recipe that are about training; the others are left alone."""
     try:
-        record.decode(Training, {key: entries[key] for key in _TRAINING if entries.get(key) is not None})
+        record.decode(Training, {key: entries[key] for key in TRAINING_KEYS if entries.get(key) is not None})
     except InputError as error:
         return error.faults
     return ()
@@ -73,12 +73,21 @@ def training_faults(entries: Mapping[str, object]) -> tuple[Fault, ...]:
 
 def load_recipe(path: Path) -> Recipe:
     """Read a recipe from YAML or JSON; every fault names the file."""
-    data, faults = read_data(path), list[Fault]()
+    data = read_data(path)
+    try:
+        return recipe_of(data)
+    except InputError as error:
+        raise error.under(str(path)) from None
+
+
+def recipe_of(data: object) -> Recipe:
+    """Return the recipe that the entries of a file make, with all that is wrong with them."""
+    faults = list[Fault]()
     if isinstance(data, dict):
         given = cast(dict[str, object], data)
         unknown = [key for key in given if key not in RECIPE_KEYS]
         faults = [Fault(where=key, message=f"unknown key. {nearest(key, RECIPE_KEYS)}") for key in map(str, unknown)]
-        training = {key: given[key] for key in given if key in _TRAINING}
+        training = {key: given[key] for key in given if key in TRAINING_KEYS}
         data = {key: given[key] for key in given if key in _QUESTION} | {"training": training}
     recipe: Recipe | None = None
     try:
@@ -86,5 +95,5 @@ def load_recipe(path: Path) -> Recipe:
     except InputError as error:
         faults += (Fault(where=one.where.removeprefix("training."), message=one.message) for one in error.faults)
     if faults or recipe is None:
-        raise InputError(faults).under(str(path))
+        raise InputError(faults)
     return recipe

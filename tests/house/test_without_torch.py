@@ -36,6 +36,7 @@ print("loaded:", sorted(set({HEAVY!r}) & set(sys.modules)))
 PLAN = ("plan", "--model", "llama3-70b", "--nodes", "16", "--out", "plan.json")
 LIST = ("list", "models")
 LAUNCH = ("launch", str(ROOT / "recipes" / "tiny-text.yaml"), "--scheduler", "slurm")
+SWEEP = ("sweep", str(ROOT / "recipes" / "sweeps" / "sequence-length.yaml"), "--out", "out")
 
 
 Done = subprocess.CompletedProcess[str]
@@ -67,7 +68,7 @@ def test_the_heavy_packages_are_really_absent(name: str, absent: Path, tmp_path:
     assert done.returncode == 1 and f"No module named '{name}'" in done.stderr
 
 
-@pytest.mark.parametrize("command", [PLAN, LIST, LAUNCH], ids=lambda command: command[0])
+@pytest.mark.parametrize("command", [PLAN, LIST, LAUNCH, SWEEP], ids=lambda command: command[0])
 def test_commands_work_where_torch_is_absent(command: tuple[str, ...], absent: Path, tmp_path: Path) -> None:
     done = python(RUN, *command, cwd=tmp_path, first=absent)
     assert done.returncode == 0, done.stderr

@@ -13,8 +13,10 @@ class OnWandb:
 
     name = "Weights & Biases"
 
-    def __init__(self, *, project: str, run_id: str, name: str, folder: Path, files: Mapping[str, Path]) -> None:
-        self._project, self._run_id, self._run_name = project, run_id, name
+    def __init__(
+        self, *, labels: Mapping[str, str], run_id: str | None, folder: Path, files: Mapping[str, Path]
+    ) -> None:
+        self._labels, self._run_id = labels, run_id  # project, name, group; without an id an agent has given one
         self._folder, self._files = folder.resolve(), files
         self._run: Any = None
         self._next_step = 0
@@ -43,7 +45,12 @@ class OnWandb:
         lies = Path(self._run.settings.sync_dir)
         return [*notes, f"Weights & Biases: kept offline. To send it, type: wandb sync {lies}"]
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What the run was asked, with what a controller has chosen."""
+        return dict(self._run.config)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Hand on a step; one that W&B has already, and that is done again, is not sent again: it takes none back."""
         if step >= self._next_step:
             self._run.log(dict(values), step=step, commit=True)
@@ -59,14 +66,13 @@ class OnWandb:
         if _FLUSH in wandb.Settings.model_fields:  # a name with an x may go
             settings[_FLUSH] = _FLUSH_S
         self._run = wandb.init(
-            project=self._project,
             id=self._run_id,
-            name=self._run_name,
             resume="allow",
             config=dict(config),
             dir=str(self._folder),
             mode=mode,
             settings=wandb.Settings(**settings),
+            **self._labels,
         )
         self._next_step = self._run.starting_step
 

@@ -172,8 +172,8 @@ def trackers_of(
     refuse_without_packages(track)
     found: list[Tracker] = []
     if track.wandb is not None:
-        name = track.name or folder.resolve().name
-        found.append(OnWandb(project=track.wandb, run_id=run_id, name=name, folder=folder, files=files))
+        labels = {"project": track.wandb, "name": track.name or folder.resolve().name}
+        found.append(OnWandb(labels=labels, run_id=run_id, folder=folder, files=files))
     if track.tensorboard:
         found.append(OnTensorBoard(folder=folder, num_done=num_done))
     return found

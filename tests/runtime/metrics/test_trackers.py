@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from autoshard.errors import InputError
 from autoshard.runtime.metrics.on_tensorboard import OnTensorBoard
 from autoshard.runtime.metrics.trackers import Trackers, refuse_without_packages, tracker_ids, trackers_of
 from autoshard.spec.training import Tracking
-from tests.runtime.cases import PATIENCE_S, environment, wait_until
+from tests.runtime.cases import PATIENCE_S, wait_until
+from tests.runtime.metrics.offline import records, wandb_environment
 
 SCRIPT = Path(__file__).with_name("start_on_wandb.py")
 
@@ -139,27 +139,10 @@ def test_tensorboard_reads_every_step_of_a_run_that_was_continued_twice(tmp_path
     assert found.PluginTagToContent("text").keys() == {"configuration", "summary"}
 
 
-def wandb_environment(folder: Path, **more: str) -> dict[str, str]:
-    """Nothing of a user's own settings, keys and folders."""
-    kept = {name: value for name, value in environment().items() if not name.startswith("WANDB_")}
-    own = {f"WANDB_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "CACHE", "DATA")}
-    return kept | own | {"HOME": str(folder), "WANDB_ERROR_REPORTING": "false", "PYTHONWARNINGS": "error"} | more
-
-
 def on_wandb(folder: Path, *words: str, **more: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(SCRIPT), str(folder / "run"), *words]
     env = wandb_environment(folder, **more)
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-
-
-def records(file: Path, folder: Path) -> list[dict[str, Any]]:
-    """What W&B's own reader finds in the file of a run: ``wandb leet inspect --json``, without Python before it."""
-    package = find_spec("wandb")
-    assert package and package.origin
-    reader = [str(Path(package.origin).parent / "bin" / "wandb-core"), "leet", "inspect", "-no-observability", "-json"]
-    command = [*reader, "-run-file", str(file), str(file.parents[1])]
-    done = subprocess.run(command, env=wandb_environment(folder), capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def history(found: list[dict[str, Any]]) -> dict[int, Any]:

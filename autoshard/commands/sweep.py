@@ -1,0 +1,179 @@
+"""``autoshard sweep``: many plans or runs, each a row of one table; a sweep that was killed goes on."""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from autoshard.commands.output import print_json
+from autoshard.errors import InputError, RunFailed, require
+
+if TYPE_CHECKING:
+    from autoshard.sweep.points import Sweep
+    from autoshard.sweep.table import Rows
+    from autoshard.sweep.work import Job, Row
+
+_SWEEPS = Path("sweeps")
+
+
+def sweep(
+    source: Path,
+    out: Path | None = None,
+    jobs: int | None = None,
+    retry: bool = False,
+    parquet: bool = False,
+    wandb: str | None = None,
+    wandb_agent: bool = False,
+    scheduler: Literal["slurm"] | None = None,
+    task: int | None = None,
+    json: bool = False,
+) -> int:
+    """Plan or run every point of a sweep, in parallel, and put all that comes out into one table.
+
+    The same command goes on where a sweep was stopped: points that have a row are not done again.
+
+    Args:
+        source: The sweep: a YAML file, or the name of one that comes along (see `autoshard list sweeps`).
+        out: The folder of the sweep: rows.jsonl, plans, runs. Default: sweeps/ and the name of the file.
+        jobs: How many points are done at a time. Default: as many as processors; with mode run one.
+        retry: Do points again that failed before.
+        parquet: Write rows.parquet as well.
+        wandb: The Weights & Biases project that gets the sweep as a group, a run for each point.
+        wandb_agent: Do one point, which the sweep controller of Weights & Biases chooses.
+        scheduler: Do nothing but write a job array for it, a task for each point.
+        task: Do the points of this task of the job array only.
+        json: Print the rows as one JSON object at the end.
+    """
+    from autoshard.runtime.folder import locked
+    from autoshard.sweep.points import load_sweep, place_of, points_of
+    from autoshard.sweep.table import Rows
+    from autoshard.sweep.work import jobs_of
+
+    _refuse(jobs, task, wandb, wandb_agent, scheduler, parquet)
+    source = place_of(source)
+    asked, folder = load_sweep(source), out or _SWEEPS / source.stem
+    if wandb_agent:
+        return _for_agent(asked, source, folder, wandb)
+    try:
+        points = points_of(asked, source.parent)
+    except InputError as error:
+        raise error.under(str(source)) from None
+    everything = jobs_of(points, asked.mode, folder, asked.rehearse)
+    if scheduler is not None:
+        return _array(asked, everything, source, folder)
+    if task is not None:
+        return _task(everything, task, folder)
+    with locked(folder):
+        rows = Rows(folder)
+        if retry:
+            rows.forget_failed()
+        done = rows.done()
+        left = jobs_of([one for one in points if one.id not in done], asked.mode, folder, asked.rehearse)
+        _done(left, len(points), rows, jobs or (1 if asked.mode == "run" else os.cpu_count() or 1), silent=json)
+        ordered = [rows.rows[point.id] for point in points]
+        return _concluded(asked, source, ordered, folder, wandb=wandb, parquet=parquet, json=json)
+
+
+def _refuse(
+    jobs: int | None, task: int | None, wandb: str | None, agent: bool, scheduler: str | None, parquet: bool
+) -> None:
+    """Find out before any work what cannot be."""
+    extras = {"wandb": bool(wandb or agent), "pyarrow": parquet}
+    missing = {name: wanted and find_spec(name) is None for name, wanted in extras.items()}
+    alone = {"--wandb-agent": agent, "--scheduler": scheduler is not None, "--task": task is not None}
+    together = " and ".join(name for name, given in alone.items() if given)
+    require(
+        (jobs is None or jobs >= 1, "--jobs", f"must be at least 1, not {jobs}"),
+        (task is None or task >= 0, "--task", f"must be at least 0, not {task}"),
+        (sum(alone.values()) <= 1, together, "exclude each other. Keep one"),
+        (not missing["wandb"], "--wandb", "is not installed here. Type: pip install 'autoshard[wandb]'"),
+        (not missing["pyarrow"], "--parquet", "needs pyarrow. Type: pip install 'autoshard[data]'"),
+    )
+
+
+def _done(left: "Sequence[Job]", num_points: int, rows: "Rows", num_workers: int, *, silent: bool) -> None:
+    """Do the jobs that are left, and keep their rows as they come."""
+    from autoshard.commands.sweeping import Progress
+    from autoshard.sweep.crew import done_by
+
+    num_left = sum(len(job.points) for job in left)
+    if num_left < num_points and not silent:
+        print(f"{num_points - num_left} of {num_points} points are done already")
+    with Progress(num_points, num_points - num_left, silent=silent) as progress:
+        for found in done_by(left, min(num_workers, len(left)), progress.begun):
+            rows.add(found)
+            progress.ended(found)
+
+
+def _concluded(
+    asked: "Sweep", source: Path, rows: "list[Row]", folder: Path, *, wandb: str | None, parquet: bool, json: bool
+) -> int:
+    """Show the table, and write it where it is asked for."""
+    from autoshard.report.swept import swept_report
+    from autoshard.report.terminal import make_console
+    from autoshard.sweep.table import ROWS, write_parquet
+
+    notes = [f"wrote {folder / ROWS}"]
+    if parquet:
+        notes.append(f"wrote {write_parquet(rows, folder)}")
+    if wandb is not None:
+        from autoshard.sweep.array import controller_text
+        from autoshard.sweep.on_wandb import log_sweep
+
+        controlled = folder / "wandb-sweep.yaml"
+        controlled.write_text(controller_text(asked, source, folder, wandb), encoding="utf-8")
+        notes += [*log_sweep(rows, wandb, folder), f"for W&B's own controller: wandb sweep {controlled}"]
+    if json:
+        print_json({"folder": str(folder), "rows": rows, "notes": notes})
+    else:
+        make_console().print(swept_report(rows))
+        print("\n" + "\n".join(notes))
+    failures = [row for row in rows if row["status"] == "failed"]
+    if failures:
+        what = f"{len(failures)} of {len(rows)} points failed; each row says why. To do them again, type --retry"
+        raise RunFailed(what)
+    return 0
+
+
+def _array(asked: "Sweep", jobs: "Sequence[Job]", source: Path, folder: Path) -> int:
+    """Write a job array, a task for each job."""
+    from autoshard.sweep.array import array_script
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "array.sbatch"
+    path.write_text(array_script(asked, jobs, source, folder), encoding="utf-8")
+    print(f"wrote {path}: {len(jobs)} tasks\nnext: sbatch {path}")
+    print(f"then, for the table and for what is left: autoshard sweep {source} --out {folder}")
+    return 0
+
+
+def _task(jobs: "Sequence[Job]", number: int, folder: Path) -> int:
+    """Do one task of a job array; its rows wait in the folder until a sweep gathers them."""
+    from autoshard.sweep.table import PARTS, write_part
+    from autoshard.sweep.work import rows_of
+
+    require((number < len(jobs), "--task", f"the array has tasks 0 to {len(jobs) - 1}"))
+    job, name = jobs[number], jobs[number].points[0].id
+    if (folder / PARTS / f"{name}.json").exists():
+        print(f"{job.name}: done already")
+        return 0
+    rows = rows_of(job)
+    write_part(rows, folder, name)
+    for row in rows:
+        print(f"{row['point']}: {row['status']} {row['message'] or row['candidate']}")
+    if any(row["status"] == "failed" for row in rows):
+        raise RunFailed(f"{job.name}: failed")
+    return 0
+
+
+def _for_agent(asked: "Sweep", source: Path, folder: Path, project: str | None) -> int:
+    """Do the point that W&B's controller chooses."""
+    from autoshard.sweep.on_wandb import chosen_point
+
+    row = chosen_point(asked, source.parent, folder, project)
+    print(f"{row['point']}: {row['status']} {row['message'] or row['candidate']}", file=sys.stderr)
+    if row["status"] == "failed":
+        raise RunFailed(str(row["message"]))
+    return 0

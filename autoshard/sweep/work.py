@@ -1,0 +1,189 @@
+"""What a process of a sweep does: the points of one question, planned or run, each a row whatever happens."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from autoshard import __version__
+from autoshard.errors import AutoshardError, InputError, NoPlan
+from autoshard.plan.codec import dump, fingerprint
+from autoshard.plan.dollars import dollars_of
+from autoshard.plan.plan import Plan
+from autoshard.search.api import request_of, unanswered
+from autoshard.search.planner import search
+from autoshard.spec.recipe import TRAINING_KEYS
+from autoshard.sweep.points import Point
+
+Row = dict[str, Any]  # flat: names to numbers, text, truth values or null
+Start = Callable[["subprocess.Popen[str]"], None]
+
+_AXES = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs", "zero")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Points of one question that are done together: its best plans, or one run."""
+
+    mode: Literal["plan", "run"]
+    points: tuple[Point, ...]
+    folder: Path
+    rehearse: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What is shown while it is done."""
+        return self.points[0].name
+
+
+def jobs_of(points: Sequence[Point], mode: Literal["plan", "run"], folder: Path, rehearse: int | None) -> list[Job]:
+    """Gather points: plans of one question are found by one search, runs are apart."""
+    groups: dict[object, list[Point]] = {}
+    for point in points:
+        key = point.id if mode == "run" else json.dumps(dict(point.entries), sort_keys=True, default=str)
+        groups.setdefault(key, []).append(point)
+    return [Job(mode=mode, points=tuple(group), folder=folder, rehearse=rehearse) for group in groups.values()]
+
+
+def rows_of(job: Job, started: Start | None = None) -> list[Row]:
+    """Do a job; what goes wrong is a row with its message. ``started`` is told of a run's process."""
+    before_s, cpu_s = time.perf_counter(), time.process_time()
+    rows: list[Row] = []
+    try:
+        for point, plan in _planned(job):
+            row = {**_asked(job, point), **(_predicted(plan) if plan else _none(point, rows))}
+            if plan and job.mode == "run":
+                row |= _ran(job, point, plan, started)
+            rows.append(row)
+    except (InputError, NoPlan) as error:  # an answer: this cannot be
+        rows = [{**_asked(job, point), "status": "no plan", "message": str(error)} for point in job.points]
+    except AutoshardError as error:
+        rows = failed(job, str(error))
+    except Exception as error:
+        rows = failed(job, "".join(traceback.format_exception_only(error)).strip())
+    seconds = {"wall_s": round(time.perf_counter() - before_s, 3), "cpu_s": round(time.process_time() - cpu_s, 3)}
+    return [{**row, **seconds} for row in rows]
+
+
+def failed(job: Job, message: str) -> list[Row]:
+    """Return the rows of a job of which nothing came."""
+    return [{**_asked(job, point), "status": "failed", "message": message} for point in job.points]
+
+
+def _planned(job: Job) -> Iterator[tuple[Point, Plan | None]]:
+    """Yield every point with its plan, or None where the question has fewer."""
+    request = request_of(job.points[0].recipe)
+    found = search(request, max(point.choice for point in job.points))
+    if not found.plans:
+        raise unanswered(request, found)
+    for point in job.points:
+        plan = found.plans[point.choice - 1] if point.choice <= len(found.plans) else None
+        if plan and point.choice > 1:  # of the others only outlines are found
+            plan = request.with_lnc_of(plan.cluster.lnc).plan(plan.candidate, plan.engine)
+        if plan:
+            path = job.folder / "plans" / f"{point.id}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(dump(plan), encoding="utf-8")
+        yield point, plan
+
+
+def _asked(job: Job, point: Point) -> Row:
+    varied = {f"at.{key}": value if _is_plain(value) else json.dumps(value) for key, value in point.varied.items()}
+    entries = json.dumps(dict(point.entries), sort_keys=True, default=str)
+    return {
+        "id": point.id, "point": point.name, "choice": point.choice, "mode": job.mode, "status": "planned",
+        "message": None, **varied, "entries": entries, "autoshard": __version__,
+    }  # fmt: skip
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+def _none(point: Point, rows: Sequence[Row]) -> Row:
+    return {"status": "no plan", "message": f"the question has {len(rows)} plans, not {point.choice}"}
+
+
+def _predicted(plan: Plan) -> Row:
+    """Return what a plan is, and what it promises."""
+    prediction, candidate, dollars = plan.prediction, plan.candidate, dollars_of(plan)
+    assert prediction, "a found plan has its prediction"
+    return {
+        "plan_hash": fingerprint(plan),
+        "model": plan.model.name,
+        "cluster": plan.cluster.name,
+        "nodes": plan.cluster.num_nodes,
+        "ranks": plan.cluster.num_ranks,
+        "lnc": plan.cluster.lnc,
+        "seq_len": plan.workload.seq_len,
+        "global_batch": plan.workload.global_batch,
+        "precision": plan.workload.precision.name,
+        "engine": plan.engine,
+        "kernels": plan.kernels,
+        "candidate": str(candidate),
+        **{axis: getattr(candidate, axis) for axis in _AXES},
+        "schedule": candidate.schedule,
+        "step_time_s": prediction.step_time_s,
+        "step_time_low_s": prediction.low_s,
+        "step_time_high_s": prediction.high_s,
+        **{f"time_s.{part}": seconds for part, seconds in prediction.time_parts.items()},
+        "tokens_per_s": prediction.tokens_per_s,
+        "mfu": prediction.mfu,
+        "peak_bytes": prediction.peak_bytes,
+        "capacity_bytes": prediction.capacity_bytes,
+        "compile_s": prediction.compiling.compile_s if prediction.compiling else None,
+        "usd_per_step": dollars.usd_per_step if dollars else None,
+        "usd_per_billion_tokens": dollars.usd_per_billion_tokens if dollars else None,
+        "basis": prediction.basis,
+    }
+
+
+def _ran(job: Job, point: Point, plan: Plan, started: Start | None) -> Row:
+    """Run a plan in a process of its own, and return what was measured; how that fails is said too."""
+    path, folder = job.folder / "plans" / f"{point.id}.json", job.folder / "runs" / point.id
+    options = path.with_name(f"{point.id}.run.json")
+    training = {key: point.entries[key] for key in TRAINING_KEYS if key in point.entries}
+    training["checkpoint"] = {"to": "none", **training.get("checkpoint", {})}  # short runs go on from nothing
+    options.write_text(json.dumps(training, default=str), encoding="utf-8")
+    words = ["run", str(path), "--config", str(options), "--out", str(folder), "--json"]
+    words += [] if job.rehearse is None else ["--rehearse", str(job.rehearse)]
+    if not any(folder.glob("checkpoints/*")):
+        shutil.rmtree(folder, ignore_errors=True)  # what a kill has left, from which nothing goes on
+    process = subprocess.Popen(
+        [sys.executable, "-m", "autoshard.cli", *words],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    if started:
+        started(process)
+    said, complaints = process.communicate()
+    if process.returncode:
+        lines = [line.removeprefix("autoshard: ") for line in (complaints or said).strip().splitlines()]
+        message = "\n".join(lines) or f"the run ended with exit code {process.returncode}"
+        return {"status": "failed", "message": message}
+    return {"status": "ran", "run": str(folder), **_measured(json.loads(said), folder, plan)}
+
+
+def _measured(said: Row, folder: Path, plan: Plan) -> Row:
+    """Return what a run says of itself: seconds of a step beside the predicted, bytes, its last loss."""
+    row = json.loads((folder / "measured.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    step, steps = said["step_time_s"], said["steps"]
+    at_home = row["platform"] == plan.cluster.name
+    held = [sum(part["measured"] or 0 for part in group["memory_bytes"].values()) for group in said["ranks"]]
+    return {
+        "ran_candidate": said["candidate"],
+        "ran_on": row["platform"],
+        "kind": row["kind"],
+        "framework_version": row["framework_version"],
+        "measured_step_time_s": step["measured"],
+        "ran_predicted_s": step["predicted"],
+        "measured_over_predicted": step["measured"] / step["predicted"] if at_home else None,
+        "measured_state_bytes": max(held, default=0),
+        "num_steps": len(steps),
+        "last_loss": steps[-1]["loss"],
+    }

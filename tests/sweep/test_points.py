@@ -1,0 +1,125 @@
+"""Which questions a sweep file stands for, and what names them."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from autoshard.errors import InputError
+from autoshard.spec.files import shipped
+from autoshard.spec.recipe import about, load_recipe, recipe_files
+from autoshard.sweep.points import Sweep, load_sweep, points_of
+from tests.sweep.sweep_cases import TINY, points, tiny, written
+
+SHIPPED = sorted(shipped("recipes").glob("sweeps/*.yaml"))
+
+
+def test_a_grid_is_every_combination_and_a_zip_goes_together():
+    sweep = tiny(
+        grid={"ranks": (1, 2)}, zip={"seq_len": (32, 64), "global_batch": (8, 4)}, list=({"model": "tiny-gpt"},)
+    )
+    found = [(one.recipe.model, one.recipe.seq_len, one.recipe.global_batch, one.recipe.ranks) for one in points(sweep)]
+    assert found == [("tiny-gpt", 32, 8, 1), ("tiny-gpt", 32, 8, 2), ("tiny-gpt", 64, 4, 1), ("tiny-gpt", 64, 4, 2)]
+    assert points(sweep)[0].name == "model=tiny-gpt seq_len=32 global_batch=8 ranks=1"
+
+
+def test_dots_go_into_sections_and_null_takes_away_and_fix_is_pinned():
+    grid = {"schedule.warm_up_steps": (3,), "fix.mbs": (2,), "fix.tp": (None, 1), "seq_len": (None,)}
+    base = {**TINY, "fix": "pp=1", "schedule": {"shape": "cosine"}}
+    one, other = points(tiny(mode="run", base=base, grid=grid))
+    assert one.recipe.training.schedule.warm_up_steps == 3 and one.recipe.training.schedule.shape == "cosine"
+    assert (one.recipe.fix, other.recipe.fix, one.recipe.seq_len) == ("pp=1,mbs=2", "pp=1,mbs=2,tp=1", None)
+    assert "schedule.warm_up_steps=3" in one.name
+
+
+def test_a_point_is_named_by_its_whole_question(tmp_path: Path):
+    (one,) = points(tiny(grid={}))
+    same = tiny(grid={"global_batch": (16,), "ranks": (None,)})  # said otherwise
+    assert points(same)[0].id == one.id
+    config = tmp_path / "config.json"
+    card = json.loads((shipped("models") / "tiny-llama.json").read_text(encoding="utf-8"))
+    config.write_text(json.dumps(card))
+    asked = tiny(base={**TINY, "model": str(config)}, grid={})
+    (before,) = points(asked)
+    config.write_text(json.dumps(card) + "\n")
+    (after,) = points(asked)
+    assert len({one.id, before.id, after.id}) == 3, "what a file holds is part of the question"
+
+
+@given(st.sampled_from(["seq_len", "global_batch", "ranks"]), st.integers(1, 64))
+def test_another_value_is_another_point(key: str, value: int):
+    (one,), (other,) = points(tiny(grid={})), points(tiny(grid={key: (value,)}))
+    assert (one.id == other.id) == (one.recipe == other.recipe)
+
+
+def test_what_is_trained_names_runs_and_not_plans():
+    plans, runs = tiny(grid={"steps": (5, 6)}), tiny(mode="run", grid={"steps": (5, 6)})
+    assert len(points(plans)) == 1 and len(points(runs)) == 2
+    assert points(runs)[0].id != points(dataclasses.replace(runs, rehearse=2))[0].id
+
+
+def test_the_frontier_is_the_best_plans_of_each_question():
+    found = points(tiny(frontier=3))
+    assert [one.choice for one in found] == [1, 2, 3, 1, 2, 3]
+    assert len({one.id for one in found}) == 6 and found[2].name == "ranks=1 #3"
+
+
+FAULTY: list[tuple[dict[str, Any], str]] = [
+    ({"grid": {"modell": ["a"]}, "base": TINY}, "modell: unknown key. Did you mean model?"),
+    ({"grid": {"nodes": []}, "base": TINY}, "grid.nodes: has no values"),
+    ({"zip": {"nodes": [1, 2], "lnc": [1]}, "base": TINY}, "zip: lists of one length go together, not of 1 and 2"),
+    ({"base": TINY, "rehearse": 2}, "rehearse: is of mode run. Write mode: run"),
+    ({"base": TINY, "frontier": 0}, "frontier: must be 1 to 100, not 0"),
+    ({"base": TINY, "gird": {}}, "gird: unknown key. Did you mean grid?"),
+    ({"base": {"nodes": 1}}, "model: missing"),
+    ({"recipe": "nowhere.yaml"}, "nowhere.yaml: cannot be read"),
+    ({"base": TINY, "grid": {"nodes": list(range(1000)), "seq_len": list(range(1000))}}, "has at most 100000"),
+    ({"base": TINY, "grid": {"schedule.shape": ["round"]}}, "schedule.shape: expected one of"),
+]
+
+
+@pytest.mark.parametrize(("data", "says"), FAULTY)
+def test_what_is_wrong_is_said_before_anything_is_done(data: dict[str, Any], says: str, tmp_path: Path):
+    with pytest.raises(InputError) as caught:
+        points_of(load_sweep(written(data, tmp_path)), tmp_path)
+    assert says in str(caught.value)
+
+
+def test_all_faults_of_all_points_are_one_error():
+    with pytest.raises(InputError) as caught:
+        points(tiny(grid={"precision": ("bf17", "bf16", "fp31"), "engine": ("cuda", "torch")}))
+    assert len(caught.value.faults) == 3
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=[path.stem for path in SHIPPED])
+def test_sweeps_that_come_along_say_what_they_are_and_have_points(path: Path):
+    sweep = load_sweep(path)
+    assert about(path).endswith((".", "?"))
+    found = points_of(sweep, path.parent)
+    assert 3 <= len(found) <= 40
+    assert sweep.mode == "plan" or all(one.recipe.cluster == "local" for one in found)
+
+
+def test_the_sweeps_of_the_issue_come_along():
+    found = {path.stem: load_sweep(path) for path in SHIPPED}
+    scaling = [one.recipe for one in points(found["llama3-70b-scaling-trn1"])]
+    assert [one.nodes for one in scaling] == [4, 8, 16, 32, 64]
+    assert {(one.model, one.cluster) for one in scaling} == {("llama3-70b", "trn1.32xlarge")}
+    assert (
+        scaling[2].global_batch
+        == load_recipe({one.stem: one for one in recipe_files()}["llama3-70b-trn1-16"]).global_batch
+    )
+    assert {one.recipe.lnc for one in points(found["lnc-trn2"])} == {1, 2}
+    lengths = [one.recipe for one in points(found["sequence-length"])]
+    assert (lengths[0].seq_len, lengths[-1].seq_len) == (4096, 131072)
+    assert len({(one.seq_len or 0) * (one.global_batch or 0) for one in lengths}) == 1
+    assert {"recompute", "mbs"} == {
+        key.removeprefix("fix.") for one in points(found["recompute-micro-batch"]) for key in one.varied
+    }
+
+
+def test_a_sweep_without_axes_is_one_point():
+    assert [one.name for one in points(Sweep(base=TINY))] == ["the only point"]

@@ -1,0 +1,138 @@
+"""What jobs give, whatever becomes of them: rows, processes that die, lines that a kill has cut."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+import pytest
+
+import autoshard
+from autoshard.errors import InputError
+from autoshard.plan.codec import fingerprint, load
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.sweep.crew import done_by
+from autoshard.sweep.table import Rows, write_parquet, write_part
+from autoshard.sweep.work import Job, rows_of
+from tests.runtime.cases import environment
+from tests.sweep.sweep_cases import TINY, jobs, points, rows_in, statuses, tiny, written
+
+
+def test_a_row_is_the_plan_that_the_planner_finds(tmp_path: Path):
+    (job,) = jobs(
+        tiny(grid={"ranks": (2,)}, base={**TINY, "seq_len": 8192, "global_batch": 32, "model": "tiny-llama"}), tmp_path
+    )
+    (row,) = rows_of(job)
+    best = load(tmp_path / "plans" / f"{row['id']}.json")
+    assert best.prediction and row["status"] == "planned"
+    assert (row["plan_hash"], row["candidate"], row["step_time_s"]) == (
+        fingerprint(best), str(best.candidate), best.prediction.step_time_s,
+    )  # fmt: skip
+    assert best.cluster == load_cluster("local", ranks=2)
+    assert row["autoshard"] == autoshard.__version__ and row["at.ranks"] == 2
+    assert all(value is None or isinstance(value, str | int | float) for value in row.values()), "rows are flat"
+    json.dumps(row, allow_nan=False)
+
+
+def test_a_frontier_is_one_search_and_what_is_not_there_is_said(tmp_path: Path):
+    found = jobs(tiny(frontier=3, grid={"ranks": (2,)}, base={**TINY, "fix": "tp=1,pp=1,mbs=1,zero=1"}), tmp_path)
+    assert len(found) == 1
+    rows = rows_of(found[0])
+    good = [row for row in rows if row["status"] == "planned"]
+    times = [row["step_time_s"] for row in good]
+    assert times == sorted(times) and len({row["plan_hash"] for row in good}) == len(good)
+    assert [row["message"] for row in rows[len(good) :]] == [
+        f"the question has {number - 1} plans, not {number}" for number in range(len(good) + 1, 4)
+    ][: len(rows) - len(good)]
+
+
+def test_what_has_no_plan_is_a_row_with_the_reason(tmp_path: Path):
+    rows = [rows_of(job)[0] for job in jobs(tiny(grid={"fix": ("tp=3", "tp=1"), "ranks": (2,)}), tmp_path)]
+    assert statuses(rows) == ["no plan", "planned"]
+    assert "8 query heads of tiny-llama do not divide by 3" in rows[0]["message"]
+
+
+def test_a_process_that_dies_takes_only_its_own_job(tmp_path: Path):
+    todo, victim = jobs(tiny(grid={"ranks": (1, 2, 4), "seq_len": (32, 64)}), tmp_path), list[str]()
+
+    def begun(job: Job) -> None:
+        if not victim:
+            victim.append(job.points[0].id)
+            (child,) = multiprocessing.active_children()
+            assert child.pid
+            os.kill(child.pid, signal.SIGKILL)
+
+    rows = [row for found in done_by(todo, 1, begun) for row in found]
+    assert sorted(row["id"] for row in rows) == sorted(point.id for job in todo for point in job.points)
+    assert [row["id"] for row in rows if row["status"] == "failed"] == victim
+    assert "was killed by SIGKILL" in next(row["message"] for row in rows if row["status"] == "failed")
+    assert not multiprocessing.active_children()
+
+
+def test_a_cut_line_is_dropped_and_its_point_is_left(tmp_path: Path):
+    rows = Rows(tmp_path)
+    rows.add([{"id": "a", "status": "planned"}, {"id": "b", "status": "failed"}])
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"id": "c", "sta')
+    again = Rows(tmp_path)
+    assert again.done() == {"a", "b"}
+    again.add([{"id": "c", "status": "planned"}])
+    assert [row["id"] for row in rows_in(tmp_path)] == ["a", "b", "c"]
+    again.forget_failed()
+    assert again.done() == {"a", "c"} and [row["id"] for row in rows_in(tmp_path)] == ["a", "c"]
+
+
+def test_parts_of_a_job_array_are_gathered_once(tmp_path: Path):
+    write_part([{"id": "a", "status": "planned"}], tmp_path, "a")
+    assert Rows(tmp_path).done() == {"a"}
+    write_part([{"id": "a", "status": "planned"}, {"id": "b", "status": "planned"}], tmp_path, "b")
+    assert Rows(tmp_path).done() == {"a", "b"}
+    assert [row["id"] for row in rows_in(tmp_path)] == ["a", "b"] and not list(tmp_path.glob("parts/*"))
+
+
+def test_a_line_that_is_no_row_is_named(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "status": "planned"}\n[]\n')
+    with pytest.raises(InputError, match=r"rows.jsonl line 2: is no row of a sweep"):
+        Rows(tmp_path)
+
+
+def test_parquet_has_the_same_rows(tmp_path: Path):
+    rows = [{"id": "a", "x": 1, "y": None, "mixed": 3}, {"id": "b", "x": 2.5, "z": "text", "mixed": "three"}]
+    table = parquet.read_table(write_parquet(rows, tmp_path)).to_pylist()
+    assert table == [
+        {"id": "a", "x": 1.0, "y": None, "mixed": "3", "z": None},
+        {"id": "b", "x": 2.5, "y": None, "mixed": "three", "z": "text"},
+    ]
+
+
+def test_a_sweep_that_is_killed_at_random_does_each_point_once(tmp_path: Path):
+    grid = {"ranks": [1, 2, 4], "seq_len": [32, 64, 128], "model": ["tiny-llama", "tiny-gpt"]}
+    path, out = written({"base": TINY, "grid": grid}, tmp_path), tmp_path / "out"
+    command = [sys.executable, "-m", "autoshard.cli", "sweep", str(path), "--out", str(out), "--jobs", "2"]
+    waits = random.Random(7)
+    for target in (2, 7):
+        process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
+        while process.poll() is None and len(lines_in(out)) < target:
+            time.sleep(0.02)
+        time.sleep(waits.uniform(0, 0.1))
+        process.kill()
+        process.wait()
+    assert 7 <= len(lines_in(out)) < 18, "killed on its way"
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "of 18 points are done already" in done.stdout
+    found = [row["id"] for row in rows_in(out)]
+    assert len(found) == len(set(found)) == 18
+    asked = points(tiny(grid={key: tuple(values) for key, values in grid.items()}))
+    assert set(found) == {point.id for point in asked}
+
+
+def lines_in(out: Path) -> list[str]:
+    path = out / "rows.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
