@@ -38,8 +38,8 @@ lint: $(VENV)/.dev  ## format, lint, types, floors
 check: export CI := true
 check: lint test  ## what every commit passes: lint, then test; CI goes on with the slow tests
 
-bench: $(VENV)/.dev  ## every benchmark, as a table
-	$(PY) -m benchmarks all
+bench: $(VENV)/.dev  ## every benchmark, as a table; BENCH=--wandb logs it
+	$(PY) -m benchmarks all $(BENCH)
 
 clean:  ## remove the environment, caches and built files
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage build dist

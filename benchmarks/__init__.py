@@ -22,4 +22,5 @@ BENCHMARKS: Mapping[str, str] = {
     "loader_start": "benchmarks.loading:loader_start",
     "loader_wait": "benchmarks.loading:loader_wait",
     "tokenize_speed": "benchmarks.tokenize_speed:run",
+    "sweep_overhead": "benchmarks.sweep_overhead:run",
 }

@@ -1,19 +1,20 @@
 """``python -m benchmarks [NAME] [--json] [--wandb] [--rows FOLDER] [--write]``: run one benchmark, or all."""
 
 import argparse
-import importlib
+import datetime
 import importlib.util
 import inspect
 import pkgutil
+import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 from rich.console import Console
 from rich.table import Column, Table
 
+from autoshard import __version__
 from autoshard.errors import AutoshardError, InputError, nearest
 from benchmarks import BENCHMARKS
 from benchmarks.result import Result
@@ -27,19 +28,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         runs = _chosen(options.name, options.rows, options.write)
-        log = _wandb() if options.wandb else None
-        results: list[Result] = []
-        for result in _measured(runs):
-            if options.json:
-                print(result.as_json(), flush=True)
-            if log is not None:
-                _log(log, result)
-            results.append(result)
+        results, notes = list[Result](), list[str]()
+        said = _said(_measured(runs), results, json=options.json)
+        if options.wandb:
+            notes = _logged(said, results)
+        for _ in said:
+            pass
     except AutoshardError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     if not options.json:
         Console().print(_table(results))
+    for note in notes:
+        print(note, file=sys.stderr)
     return 0
 
 
@@ -74,15 +75,28 @@ def _measured(runs: Mapping[str, Callable[[], Result]]) -> Iterator[Result]:
         yield run()
 
 
-def _wandb() -> ModuleType:
+def _said(found: Iterable[Result], results: list[Result], *, json: bool) -> Iterator[Result]:
+    """Yield results as they come, print them where JSON is asked for, and keep them."""
+    for result in found:
+        if json:
+            print(result.as_json(), flush=True)
+        results.append(result)
+        yield result
+
+
+def _logged(said: Iterable[Result], results: Sequence[Result]) -> list[str]:
+    """Show results on W&B as a sweep shows its points: a group, a run for each, a table; return notes."""
     if importlib.util.find_spec("wandb") is None:
         raise InputError.of("--wandb", "needs the wandb extra: pip install 'autoshard[wandb]'")
-    return importlib.import_module("wandb")
+    from autoshard.sweep.on_wandb import Group, Shown
 
-
-def _log(wandb: ModuleType, result: Result) -> None:
-    with wandb.init(project="autoshard", job_type="benchmark", name=result.name) as run:
-        run.log(result.row())
+    name = f"benchmarks-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    folder = Path("runs") / name
+    folder.mkdir(parents=True)
+    config = {"autoshard": __version__, "python": platform.python_version(), "machine": platform.platform()}
+    group = Group(project="autoshard", name=name, folder=folder, kind="benchmark", charts={"values": ("name", "value")})
+    shown = (Shown(key=one.name, name=one.name, config=config, summary=one.row()) for one in said)
+    return group.show(shown, lambda: [one.row() for one in results])
 
 
 def _table(results: Sequence[Result]) -> Table:

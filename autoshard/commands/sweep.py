@@ -69,8 +69,7 @@ def sweep(
         rows = Rows(folder)
         if retry:
             rows.forget_failed()
-        done = rows.done()
-        left = jobs_of([one for one in points if one.id not in done], asked.mode, folder, asked.rehearse)
+        left = jobs_of([one for one in points if one.id not in rows.rows], asked.mode, folder, asked.rehearse)
         _done(left, len(points), rows, jobs or (1 if asked.mode == "run" else os.cpu_count() or 1), silent=json)
         ordered = [rows.rows[point.id] for point in points]
         return _concluded(asked, source, ordered, folder, wandb=wandb, parquet=parquet, json=json)
@@ -151,12 +150,12 @@ def _array(asked: "Sweep", jobs: "Sequence[Job]", source: Path, folder: Path) ->
 
 def _task(jobs: "Sequence[Job]", number: int, folder: Path) -> int:
     """Do one task of a job array; its rows wait in the folder until a sweep gathers them."""
-    from autoshard.sweep.table import PARTS, write_part
+    from autoshard.sweep.table import PARTS, kept_rows, write_part
     from autoshard.sweep.work import rows_of
 
     require((number < len(jobs), "--task", f"the array has tasks 0 to {len(jobs) - 1}"))
     job, name = jobs[number], jobs[number].points[0].id
-    if (folder / PARTS / f"{name}.json").exists():
+    if (folder / PARTS / f"{name}.json").exists() or {point.id for point in job.points} <= kept_rows(folder).keys():
         print(f"{job.name}: done already")
         return 0
     rows = rows_of(job)

@@ -164,8 +164,9 @@ def _axes(value: object) -> object:
 
 def _merged(base: Entries, override: Entries) -> dict[str, Any]:
     """Set keys over a base; a dot goes into a section, null takes a key away, and keys after ``fix.`` are pinned."""
-    found: dict[str, Any] = json.loads(json.dumps(base))
-    pinned = [f"{key.removeprefix(_FIX)}={value}" for key, value in override.items() if key.startswith(_FIX) and value]
+    found: dict[str, Any] = json.loads(json.dumps(base, default=str))
+    pins = {key.removeprefix(_FIX): value for key, value in override.items() if key.startswith(_FIX)}
+    pinned = [f"{key}={_plain(value)}" for key, value in pins.items() if value is not None]
     for key, value in override.items():
         if key.startswith(_FIX):
             continue
@@ -188,11 +189,11 @@ def _contents(name: object) -> str | None:
 
 
 def _id(question: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:_ID_LENGTH]
+    return hashlib.sha256(json.dumps(question, sort_keys=True, default=str).encode()).hexdigest()[:_ID_LENGTH]
 
 
 def _plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _said(numbers: set[int]) -> str:

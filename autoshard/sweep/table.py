@@ -16,18 +16,9 @@ class Rows:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ROWS
-        self.rows: dict[str, Row] = {}
-        kept = self._path.read_bytes() if self._path.exists() else b""
-        whole = kept[: kept.rfind(b"\n") + 1]
-        if len(whole) < len(kept):  # a kill has cut a line
-            os.truncate(self._path, len(whole))
-        for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                row: Row = json.loads(line)
-                self.rows[row["id"]] = row
-            except (ValueError, TypeError, KeyError):
-                message = "is no row of a sweep. Remove the line, and its point is done again"
-                raise InputError.of(f"{self._path} line {number}", message) from None
+        self.rows = kept_rows(folder)
+        if self._path.exists():
+            os.truncate(self._path, len(_whole(self._path)))  # a kill may have cut the last line
         for part in sorted((folder / PARTS).glob("*.json")):  # of the tasks of a job array
             found: list[Row] = json.loads(part.read_text(encoding="utf-8"))
             self.add([row for row in found if row["id"] not in self.rows])
@@ -42,16 +33,31 @@ class Rows:
             os.fsync(file.fileno())
         self.rows.update((row["id"], row) for row in rows)
 
-    def done(self) -> set[str]:
-        """Return the points that have a row."""
-        return set(self.rows)
-
     def forget_failed(self) -> None:
         """Take failed points out of the file, so that they are done again."""
         self.rows = {name: row for name, row in self.rows.items() if row["status"] != "failed"}
         aside = self._path.with_suffix(".part")
         aside.write_text("".join(json.dumps(row) + "\n" for row in self.rows.values()), encoding="utf-8")
         aside.replace(self._path)
+
+
+def kept_rows(folder: Path) -> dict[str, Row]:
+    """Return the rows of a sweep's folder by their points."""
+    path, found = folder / ROWS, dict[str, Row]()
+    for number, line in enumerate(_whole(path).splitlines() if path.exists() else (), 1):
+        try:
+            row: Row = json.loads(line)
+            found[row["id"]] = row
+        except (ValueError, TypeError, KeyError):
+            message = "is no row of a sweep. Remove the line, and its point is done again"
+            raise InputError.of(f"{path} line {number}", message) from None
+    return found
+
+
+def _whole(path: Path) -> bytes:
+    """Return the lines of a file that end."""
+    kept = path.read_bytes()
+    return kept[: kept.rfind(b"\n") + 1]
 
 
 def write_part(rows: Sequence[Row], folder: Path, name: str) -> None:

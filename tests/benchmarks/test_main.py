@@ -1,7 +1,9 @@
 import json
 import pkgutil
+import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -9,9 +11,22 @@ import pytest
 import benchmarks
 from autoshard.errors import InputError
 from benchmarks.__main__ import main
-from benchmarks.result import Extra, Result
+from benchmarks.result import Result
+from tests.runtime.metrics.offline import records, wandb_environment
 
 IDLE = Result(name="idle", value=0.5, unit="s", bar=1.0, holds=True, extras={"yardstick_s": 0.1})
+TWO = """
+import json, sys, types
+import benchmarks.__main__ as main
+from benchmarks.result import Result
+made = [json.loads(text) for text in ({idle!r}, {late!r})]
+fields = ("name", "value", "unit", "bar", "holds")
+results = [Result(**{{key: one[key] for key in fields}}) for one in made]
+sys.modules["stand_in"] = module = types.ModuleType("stand_in")
+vars(module).update(idle=lambda: results[0], late=lambda: results[1])
+main.BENCHMARKS = {{"idle": "stand_in:idle", "late": "stand_in:late"}}
+sys.exit(main.main(["all", "--wandb"]))
+"""
 LATE = Result(name="late", value=2.0, unit="s", bar=1.0, holds=False)
 
 
@@ -63,28 +78,23 @@ def test_wandb_is_asked_for_by_name_when_it_is_missing(
     assert "pip install 'autoshard[wandb]'" in capsys.readouterr().err
 
 
-class RecordingRun:
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Extra]] = []
-
-    def __enter__(self) -> "RecordingRun":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def log(self, row: dict[str, Extra]) -> None:
-        self.rows.append(row)
-
-
-def test_wandb_gets_every_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = ModuleType("wandb")
-    logged = RecordingRun()
-    vars(wandb).update(init=lambda **_: logged)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert main(["all", "--wandb"]) == 0
-    assert logged.rows == [IDLE.row(), LATE.row()]
+def test_wandb_gets_every_result_as_a_run_of_one_group(tmp_path: Path) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(TWO.format(idle=IDLE.as_json(), late=LATE.as_json()), encoding="utf-8")
+    env = wandb_environment(tmp_path, PYTHONWARNINGS="default")
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "kept offline. To send all, type: wandb sync" in done.stderr
+    found = [records(file, tmp_path) for file in tmp_path.rglob("offline-run-*/run-*.wandb")]
+    runs = [next(one["run"] for one in part if "run" in one) for part in found]
+    (group,) = {run["run_group"] for run in runs}
+    assert sorted(run["display_name"] for run in runs) == sorted(["idle", "late", group])
+    assert {run["project"] for run in runs} == {"autoshard"}
+    items = {run["display_name"]: part for run, part in zip(runs, found, strict=True)}
+    (late,) = [one["history"]["item"] for one in items["late"] if "history" in one]
+    assert (late["value"], late["bar"], late["holds"]) == (2.0, 1.0, False)
+    (table,) = [one["history"]["item"] for one in items[group] if "history" in one]
+    assert table["table.nrows"] == 2
 
 
 def test_every_registered_benchmark_can_be_imported() -> None:

@@ -103,6 +103,7 @@ def test_a_job_array_does_the_same_points(capsys: pytest.CaptureFixture[str], tm
     assert not Path("out/rows.jsonl").exists()
     assert "4 of 4 points are done already" in typed(capsys, path, "--out", "out")
     assert statuses(rows_in(Path("out"))) == ["planned"] * 4
+    assert "done already" in typed(capsys, path, "--out", "out", "--task", "0")
     typed(capsys, path, "--out", "alone")
     figures = [
         sorted((row["id"], row["plan_hash"], row["step_time_s"]) for row in rows_in(Path(name)))

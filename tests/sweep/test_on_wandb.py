@@ -96,6 +96,7 @@ def test_a_run_has_its_curve_and_what_was_measured(tmp_path: Path):
     assert rows[0]["last_loss"] != rows[1]["last_loss"] and rows[0]["plan_hash"] == rows[1]["plan_hash"]
 
 
+@pytest.mark.slow
 def test_the_controller_of_wandb_is_told_what_can_be_chosen_and_its_choice_is_done(tmp_path: Path):
     sweep = {"base": TINY, "grid": {"ranks": [1, 2]}, "zip": {"seq_len": [32, 64], "global_batch": [16, 8]}}
     path = written(sweep, tmp_path)

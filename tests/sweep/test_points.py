@@ -27,11 +27,19 @@ def test_a_grid_is_every_combination_and_a_zip_goes_together():
 
 
 def test_dots_go_into_sections_and_null_takes_away_and_fix_is_pinned():
-    grid = {"schedule.warm_up_steps": (3,), "fix.mbs": (2,), "fix.tp": (None, 1), "seq_len": (None,)}
+    grid = {
+        "schedule.warm_up_steps": (3,),
+        "fix.mbs": (2,),
+        "fix.tp": (None, 1),
+        "fix.sp": (False,),
+        "seq_len": (None,),
+    }
     base = {**TINY, "fix": "pp=1", "schedule": {"shape": "cosine"}}
     one, other = points(tiny(mode="run", base=base, grid=grid))
     assert one.recipe.training.schedule.warm_up_steps == 3 and one.recipe.training.schedule.shape == "cosine"
-    assert (one.recipe.fix, other.recipe.fix, one.recipe.seq_len) == ("pp=1,mbs=2", "pp=1,mbs=2,tp=1", None)
+    assert (one.recipe.fix, other.recipe.fix, one.recipe.seq_len) == (
+        "pp=1,mbs=2,sp=false", "pp=1,mbs=2,tp=1,sp=false", None,
+    )  # fmt: skip
     assert "schedule.warm_up_steps=3" in one.name
 
 

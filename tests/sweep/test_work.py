@@ -81,18 +81,18 @@ def test_a_cut_line_is_dropped_and_its_point_is_left(tmp_path: Path):
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"id": "c", "sta')
     again = Rows(tmp_path)
-    assert again.done() == {"a", "b"}
+    assert set(again.rows) == {"a", "b"}
     again.add([{"id": "c", "status": "planned"}])
     assert [row["id"] for row in rows_in(tmp_path)] == ["a", "b", "c"]
     again.forget_failed()
-    assert again.done() == {"a", "c"} and [row["id"] for row in rows_in(tmp_path)] == ["a", "c"]
+    assert set(again.rows) == {"a", "c"} and [row["id"] for row in rows_in(tmp_path)] == ["a", "c"]
 
 
 def test_parts_of_a_job_array_are_gathered_once(tmp_path: Path):
     write_part([{"id": "a", "status": "planned"}], tmp_path, "a")
-    assert Rows(tmp_path).done() == {"a"}
+    assert set(Rows(tmp_path).rows) == {"a"}
     write_part([{"id": "a", "status": "planned"}, {"id": "b", "status": "planned"}], tmp_path, "b")
-    assert Rows(tmp_path).done() == {"a", "b"}
+    assert set(Rows(tmp_path).rows) == {"a", "b"}
     assert [row["id"] for row in rows_in(tmp_path)] == ["a", "b"] and not list(tmp_path.glob("parts/*"))
 
 
@@ -112,23 +112,23 @@ def test_parquet_has_the_same_rows(tmp_path: Path):
 
 
 def test_a_sweep_that_is_killed_at_random_does_each_point_once(tmp_path: Path):
-    grid = {"ranks": [1, 2, 4], "seq_len": [32, 64, 128], "model": ["tiny-llama", "tiny-gpt"]}
+    grid = {"ranks": [1, 2, 4], "seq_len": [32, 64], "model": ["tiny-llama", "tiny-gpt"]}
     path, out = written({"base": TINY, "grid": grid}, tmp_path), tmp_path / "out"
     command = [sys.executable, "-m", "autoshard.cli", "sweep", str(path), "--out", str(out), "--jobs", "2"]
     waits = random.Random(7)
-    for target in (2, 7):
+    for target in (2, 6):
         process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
         while process.poll() is None and len(lines_in(out)) < target:
             time.sleep(0.02)
         time.sleep(waits.uniform(0, 0.1))
         process.kill()
         process.wait()
-    assert 7 <= len(lines_in(out)) < 18, "killed on its way"
+    assert 6 <= len(lines_in(out)) < 12, "killed on its way"
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "of 18 points are done already" in done.stdout
+    assert "of 12 points are done already" in done.stdout
     found = [row["id"] for row in rows_in(out)]
-    assert len(found) == len(set(found)) == 18
+    assert len(found) == len(set(found)) == 12
     asked = points(tiny(grid={key: tuple(values) for key, values in grid.items()}))
     assert set(found) == {point.id for point in asked}
 
