@@ -4,11 +4,11 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autoshard.errors import InputError
+from autoshard.errors import AutoshardError, InputError
 from autoshard.runtime.metrics.log import METRICS, scalars
 from autoshard.runtime.metrics.on_wandb import OnWandb
 from autoshard.sweep.points import Sweep, base_of, question
@@ -49,33 +49,33 @@ class Group:
     name: str
     folder: Path
     kind: str  # what the runs are
-    charts: Mapping[str, tuple[str, str]] = field(
-        default_factory=dict[str, tuple[str, str]]
-    )  # title -> x, y of a table
+    charts: Mapping[str, tuple[str, str]]  # title -> x and y, columns of the table
 
     def show(self, results: Iterable[Shown], rows: Callable[[], Sequence[Row]]) -> list[str]:
         """Show results as they come, then the table of all rows; return what the user should know, once."""
-        token, done = self._kept()
         notes: dict[str, None] = {}
+        try:
+            notes.update(dict.fromkeys(self._told(results, rows)))
+        except AutoshardError:  # of what makes the results
+            raise
+        except Exception as error:
+            return [f"Weights & Biases failed; to go on with it, type the same again: {type(error).__name__}: {error}"]
+        others = [note for note in notes if "wandb sync" not in note]
+        send = f"kept offline. To send all, type: wandb sync {self.folder.resolve()}/wandb/offline-*"
+        return others if len(others) == len(notes) else [*others, f"Weights & Biases: {send}"]
+
+    def _told(self, results: Iterable[Shown], rows: Callable[[], Sequence[Row]]) -> Iterator[str]:
+        token, done = self._kept()
         for one in results:
-            if one.key in done:
+            known = f"{one.key}{' failed' * one.failed}"
+            if known in done:
                 continue
-            tracker, said = self._begun(token + one.key, one.name, self.kind, one.config)
-            notes |= dict.fromkeys(said)
-            last = -1
-            for last, values in one.curve:
-                tracker.log(last, values)
-            tracker.log(last + 1, one.summary)
-            tracker.finish(one.summary, failed=one.failed)
-            done.append(one.key)
+            tracker, notes = self._begun(token + one.key, one.name, self.kind, one.config)
+            yield from notes
+            _tell(tracker, one)
+            done.append(known)
             (self.folder / _KEPT).write_text(json.dumps({"group": token, "shown": done}) + "\n", encoding="utf-8")
-        notes |= dict.fromkeys(self._summary(token, rows()))
-        sent = [note for note in notes if "wandb sync" in note]
-        others = [note for note in notes if note not in sent]
-        where = self.folder.resolve() / "wandb"
-        return others + (
-            [f"Weights & Biases: kept offline. To send all, type: wandb sync {where}/offline-*"] if sent else []
-        )
+        yield from self._summary(token, rows())
 
     def _kept(self) -> tuple[str, list[str]]:
         path = self.folder / _KEPT
@@ -106,7 +106,7 @@ class Group:
             chart: Any = wandb.plot.bar if any(isinstance(one, str) for one, _ in pairs) else wandb.plot.scatter
             if pairs:
                 media[title] = chart(wandb.Table(columns=[x, y], data=pairs), x, y, title=title)
-        tracker.log(0, media)
+        tracker.log(tracker.next_step, media)
         states = [row.get("status", "done") for row in rows]
         tracker.finish({f"points/{state}": states.count(state) for state in set(states)}, failed="failed" in states)
         return notes
@@ -138,12 +138,16 @@ def chosen_point(sweep: Sweep, folder: Path, out: Path, project: str | None) -> 
         tracker.finish({"message": str(error)}, failed=True)
         raise
     shown = _shown(row)
-    last = -1
-    for last, values in shown.curve:
-        tracker.log(last, values)
-    tracker.log(last + 1, shown.summary)
-    tracker.finish({**shown.config, **shown.summary}, failed=shown.failed)
+    _tell(tracker, replace(shown, summary={**shown.config, **shown.summary}))  # a controller has set the config
     return row
+
+
+def _tell(tracker: OnWandb, one: Shown) -> None:
+    """Tell all of a result."""
+    for step, values in one.curve:
+        tracker.log(step, values)
+    tracker.log(tracker.next_step, one.summary)
+    tracker.finish(one.summary, failed=one.failed)
 
 
 def _overrides(sweep: Sweep, chosen: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

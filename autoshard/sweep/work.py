@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -156,7 +157,7 @@ def _ran(job: Job, point: Point, plan: Plan, started: Start | None) -> Row:
     if not any(folder.glob("checkpoints/*")):
         shutil.rmtree(folder, ignore_errors=True)  # what a kill has left, from which nothing goes on
     process = subprocess.Popen(
-        [sys.executable, "-m", "autoshard.cli", *words],
+        [sys.executable, "-m", *_starter(plan, job.rehearse), "autoshard.cli", *words],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     if started:
@@ -167,6 +168,14 @@ def _ran(job: Job, point: Point, plan: Plan, started: Start | None) -> Row:
         message = "\n".join(lines) or f"the run ended with exit code {process.returncode}"
         return {"status": "failed", "message": message}
     return {"status": "ran", "run": str(folder), **_measured(json.loads(said), folder, plan)}
+
+
+def _starter(plan: Plan, rehearse: int | None) -> list[str]:
+    """Return what starts the ranks, where a run does not: NxD's are started by torchrun, here on one node."""
+    if plan.engine == "torch" or rehearse or find_spec("neuronx_distributed") is None:
+        return []
+    ranks = str(plan.cluster.ranks_per_node)
+    return ["torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m"]
 
 
 def _measured(said: Row, folder: Path, plan: Plan) -> Row:

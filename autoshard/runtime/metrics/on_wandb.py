@@ -19,7 +19,7 @@ class OnWandb:
         self._labels, self._run_id = labels, run_id  # project, name, group; without an id an agent has given one
         self._folder, self._files = folder.resolve(), files
         self._run: Any = None
-        self._next_step = 0
+        self.next_step = 0
 
     def start(self, config: Mapping[str, Any]) -> Sequence[str]:
         """Begin or continue the run, and attach its files."""
@@ -52,9 +52,9 @@ class OnWandb:
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Hand on a step; one that W&B has already, and that is done again, is not sent again: it takes none back."""
-        if step >= self._next_step:
+        if step >= self.next_step:
             self._run.log(dict(values), step=step, commit=True)
-            self._next_step = step + 1
+            self.next_step = step + 1
 
     def finish(self, summary: Mapping[str, Any], *, failed: bool) -> None:
         """Write the summary, and wait a minute for what has to be uploaded."""
@@ -74,7 +74,7 @@ class OnWandb:
             settings=wandb.Settings(**settings),
             **self._labels,
         )
-        self._next_step = self._run.starting_step
+        self.next_step = self._run.starting_step
 
 
 def _mode(wandb: Any) -> tuple[str, list[str]]:
