@@ -10,6 +10,7 @@ from autoshard import __version__
 from autoshard.command_line import read_options
 from autoshard.commands.calibrate import calibrate
 from autoshard.commands.compare import compare
+from autoshard.commands.convert import convert
 from autoshard.commands.explain import explain
 from autoshard.commands.launch import launch
 from autoshard.commands.listing import list_
@@ -33,6 +34,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "launch": launch,
     "sweep": sweep,
     "tokenize": tokenize,
+    "convert": convert,
     "validate": validate,
     "calibrate": calibrate,
     "list": list_,

@@ -33,6 +33,7 @@ _POSITIONAL = (
     "plan",
     "rows",
     "source",
+    "target",
     "what",
     "a",
     "b",
@@ -50,8 +51,8 @@ class Option:
 
     @property
     def is_positional(self) -> bool:
-        """Whether it is given without its name."""
-        return self.name in _POSITIONAL
+        """Whether it is given without its name: what must be given is."""
+        return self.name in _POSITIONAL and self.default is inspect.Parameter.empty
 
     @property
     def repeats(self) -> bool:

@@ -1,13 +1,11 @@
 """``autoshard tokenize``: text becomes a set of tokens that runs can read."""
 
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoshard.commands.output import print_json
+from autoshard.commands.progress import shown
 from autoshard.errors import InputError, require
 from autoshard.units import format_bytes, format_count
 
@@ -15,9 +13,6 @@ if TYPE_CHECKING:
     from autoshard.runtime.data.documents import Source
     from autoshard.runtime.data.manifest import Manifest
     from autoshard.runtime.data.tokenizers import TokenizerSpec
-    from autoshard.runtime.data.tokenizing import Progress
-
-_LINE_S = 10.0  # between two lines where there is no terminal
 
 
 def tokenize(
@@ -70,7 +65,7 @@ def tokenize(
             kind="chat" if chat else "text",
             field=field or ("messages" if chat else "text"),
         )
-        with _shown(quiet=json) as say:
+        with shown("tokenizing", lambda now: f"{format_count(now.num_tokens)} tokens, ", quiet=json) as say:
             manifest = made(work, out, num_workers, say)
     except ModuleNotFoundError as error:
         raise InputError.of("autoshard tokenize", f"needs {error.name}: pip install 'autoshard[data]'") from None
@@ -124,42 +119,3 @@ def _tokenizer(text: str, eos: str | None, bos: str | None, template: Path | Non
             "--tokenizer", f"there is no {text}. Type bytes, a folder with a tokenizer.json, or a hub's name"
         )
     return TokenizerSpec(name=text, folder=folder.resolve(), eos=eos, bos=bos, template=template)
-
-
-@contextmanager
-def _shown(*, quiet: bool) -> "Iterator[Callable[[Progress], None]]":
-    """Show progress: a bar on a terminal, else a line now and then."""
-    from rich.console import Console
-
-    console, start_s = Console(stderr=True), time.monotonic()
-    if quiet or not console.is_terminal:
-        yield _lines(start_s, quiet=quiet)
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress as Bar, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[speed]}"))
-    with Bar(*columns, TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("", total=None, speed="")
-        yield lambda now: bar.update(task, completed=now.done_bytes, total=now.all_bytes, speed=_speed(now, start_s))
-
-
-def _lines(start_s: float, *, quiet: bool) -> "Callable[[Progress], None]":
-    import sys
-
-    said_s = [start_s]
-
-    def say(now: "Progress") -> None:
-        begins = now.kept_bytes > 0 and now.done_bytes == now.kept_bytes
-        if quiet or (not begins and time.monotonic() - said_s[0] < _LINE_S):
-            return
-        said_s[0] = time.monotonic()
-        share = now.done_bytes / max(1, now.all_bytes)
-        goes_on = "going on: " if begins else ""
-        print(f"{goes_on}{share:.0%} of {format_bytes(now.all_bytes)}, {_speed(now, start_s)}", file=sys.stderr)
-
-    return say
-
-
-def _speed(now: "Progress", start_s: float) -> str:
-    rate = (now.done_bytes - now.kept_bytes) / max(1e-9, time.monotonic() - start_s)
-    return f"{format_count(now.num_tokens)} tokens, {format_bytes(rate)}/s"

@@ -48,6 +48,15 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
     return _load(path, name or "model")
 
 
+def load_config(name_or_path: str | Path) -> Mapping[str, object]:
+    """Return what ``load_model`` reads as transformers reads it: without the header of a card."""
+    path = Path(name_or_path)
+    if str(name_or_path) in model_names() and isinstance(name_or_path, str):
+        path = shipped("models") / f"{name_or_path}.json"
+    config = read_config(path / "config.json" if path.is_dir() else path)
+    return {key: value for key, value in config.items() if key != HEADER}
+
+
 def _is_path(name_or_path: str | Path) -> bool:
     text = str(name_or_path)
     looks_like_one = isinstance(name_or_path, Path) or text.endswith(".json") or "/" in text or os.sep in text

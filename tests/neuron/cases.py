@@ -319,14 +319,13 @@ def _weights(engine: Any) -> list[tuple[str, Held]]:
 
 
 def _ours(engine: Any, placed: Any, rows: torch.Tensor, which: tuple[int, int]) -> Iterator[tuple[str, Held]]:
-    from autoshard.engine.nxd.shards import boxes_in
-    from autoshard.engine.nxd.state import view_of
+    from autoshard.engine.nxd.shards import patches_of
 
     built = engine.built
-    for box in boxes_in(placed.holds, built.rank, built.sizes, built.whole, which):
-        array = view_of(rows, box).numpy()
-        bounds = tuple((first, first + length) for first, length in zip(box.offsets, array.shape, strict=True))
-        yield f"{placed.instance}.{box.tensor}", Held(bounds=bounds, array=array)
+    for whole, _ in patches_of(placed.holds, built.rank, built.sizes, built.whole):
+        for patch in whole.rows(*which):
+            bounds = tuple((part.start, part.stop) for part in patch.place)
+            yield f"{placed.instance}.{patch.tensor}", Held(bounds=bounds, array=patch.view(rows).numpy())
 
 
 def whole(like: Mapping[str, Array], parts: Sequence[Sequence[tuple[str, Held]]]) -> Arrays:

@@ -103,13 +103,19 @@ class Arena:
         self._convert, self._select = convert, select
 
     def transform(self, value: Any) -> Any:
-        """Convert one by one, which is the same."""
+        """Collect, convert, and put in place what was made."""
+        found: list[Any] = []
+        self._walk(value, lambda one: found.append(one) or one)
+        made = iter(self._convert(found))
+        return self._walk(value, lambda _: next(made))
+
+    def _walk(self, value: Any, put: Callable[[Any], Any]) -> Any:
         if self._select(value):
-            return self._convert([value])[0]
+            return put(value)
         if isinstance(value, Mapping):
-            return type(value)((key, self.transform(one)) for key, one in value.items())  # pyright: ignore
+            return type(value)((key, self._walk(one, put)) for key, one in value.items())  # pyright: ignore
         if isinstance(value, list | tuple):
-            return type(value)(self.transform(one) for one in value)
+            return type(value)(self._walk(one, put) for one in value)
         return value
 
 

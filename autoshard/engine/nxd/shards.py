@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.graph.op import Array, Dims
-from autoshard.layout.layout import Cuts
-from autoshard.layout.shards import boxes_of
+from autoshard.engine.patches import Axes, Patch, Row
+from autoshard.graph.op import Array
 from autoshard.plan.nxd.form import FormParameter, Piece
 from autoshard.plan.nxd.matching import TP
 from autoshard.spec.mesh import Mesh
@@ -67,67 +66,26 @@ def local_shape(parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int]
 
 def local_of(parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], whole: Mapping[str, Array]) -> Array:
     """Cut a rank's parameter out of our whole tensors; what is padded is zero."""
-    parts: list[Array] = []
-    for piece in parameter.pieces:
-        missing = [(0, sizes[dim] - have) for dim, have in zip(piece.dims, whole[piece.tensor].shape, strict=True)]
-        array = np.pad(whole[piece.tensor], missing) if any(more for _, more in missing) else whole[piece.tensor]
-        block = array[tuple(slice(*bounds) for bounds in rank.bounds(piece, sizes))]
-        parts.append(block.transpose(_places(piece.dims, piece.moved)).reshape(_shape(piece, rank, sizes)))
-    return np.concatenate(parts, axis=parameter.axis)
+    own = {dim: size for one in parameter.pieces for dim, size in zip(one.dims, whole[one.tensor].shape, strict=True)}
+    local = np.zeros(local_shape(parameter, rank, sizes), dtype=whole[parameter.pieces[0].tensor].dtype)
+    for patch, _ in patches_of(parameter, rank, sizes, own):
+        patch.view(local)[...] = whole[patch.tensor][patch.place]
+    return local
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
-    """A box of one of our whole tensors, and where it lies in some rows of a rank's parameter.
-
-    The rows at ``region`` are opened to ``shape``, their dims put in the ``order`` of ours, and padding is left out.
-    """
-
-    tensor: str
-    whole: tuple[int, ...]
-    offsets: tuple[int, ...]
-    region: tuple[slice, ...]
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    kept: tuple[slice, ...]
-    cuts: Cuts = field(hash=False)  # by atoms of tp: ranks along the others hold the same box
-
-
-def boxes_in(
-    parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], whole: Mapping[str, int], rows: tuple[int, int]
-) -> Iterator[Box]:
-    """Yield what a range of rows of a rank's parameter holds; ``sizes`` are padded, those of our ``whole`` are not."""
+def patches_of(
+    parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], whole: Mapping[str, int]
+) -> Iterator[tuple[Patch, Piece]]:
+    """Yield what a rank's parameter holds; ``sizes`` are padded, those of our ``whole`` are not."""
     start = 0
     for piece in parameter.pieces:
         shape = _shape(piece, rank, sizes)
-        bounds = dict(zip(piece.dims, rank.bounds(piece, sizes), strict=True))
-        begins = start if parameter.axis == 0 else 0  # the row where the piece does
-        low, high = (min(max(row - begins, 0), shape[0]) for row in rows)
-        region = [slice(None)] * len(shape)
-        region[parameter.axis] = slice(start, start + shape[parameter.axis])
-        row = begins + low - rows[0]
-        for offsets, lengths in boxes_of([bounds[dim][1] - bounds[dim][0] for dim in piece.axes[0]], low, high):
-            region[0] = slice(row, row + math.prod(lengths))
-            row = region[0].stop
-            at, size = {dim: begin for dim, (begin, _) in bounds.items()}, dict[str, int]()
-            for dim, offset, length in zip(piece.axes[0], offsets, lengths, strict=True):
-                at[dim], size[dim] = at[dim] + offset, length
-            size = {dim: stop - begin for dim, (begin, stop) in bounds.items()} | size
-            left = [min(size[dim], whole[dim] - at[dim]) for dim in piece.dims]
-            if min(left) > 0:
-                yield Box(
-                    tensor=piece.tensor, whole=tuple(whole[dim] for dim in piece.dims),
-                    offsets=tuple(at[dim] for dim in piece.dims), region=tuple(region),
-                    shape=tuple(size[dim] for dim in piece.moved), order=tuple(_places(piece.moved, piece.dims)),
-                    kept=tuple(slice(count) for count in left), cuts=piece.cuts,
-                )  # fmt: skip
+        starts = [start if axis == parameter.axis else 0 for axis in range(len(shape))]
+        row = Row(parameter.name, Axes(piece.axes), piece.tensor, Axes(tuple((dim,) for dim in piece.dims)))
+        if patch := row.patch(whole, dict(zip(piece.dims, rank.bounds(piece, sizes), strict=True)), starts):
+            yield patch, piece
         start += shape[parameter.axis]
 
 
 def _shape(piece: Piece, rank: TpRank, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[dim] // rank.size(piece.cuts.get(dim, ())) for dim in group) for group in piece.axes)
-
-
-def _places(before: Dims, after: Dims) -> list[int]:
-    """Return where each dim stands before it is moved."""
-    return [before.index(dim) for dim in after]

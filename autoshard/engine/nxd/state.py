@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from autoshard.engine.nxd.library import groups, named
 from autoshard.engine.nxd.model import Built, Placed
-from autoshard.engine.nxd.shards import Box, boxes_in
+from autoshard.engine.nxd.shards import patches_of
 from autoshard.engine.pieces import Part, Piece, saves_alone
 from autoshard.plan.candidate import Zero
+from autoshard.plan.nxd.form import Piece as FormPiece
 from autoshard.plan.nxd.matching import TP
 
 _MOMENTS: Mapping[Part, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}  # as torch.optim.AdamW names them
@@ -82,13 +83,13 @@ class State:
         state = self.stepping.state.get(one.updated, {})
         memories: dict[Part, Tensor] = {"weight": self._memory(one.updated.detach())}
         memories |= {part: self._memory(state[name]) for part, name in _MOMENTS.items() if name in state}
-        boxes = list(boxes_in(holds, self._built.rank, self._built.sizes, self._built.whole, one.rows))
+        found = list(patches_of(holds, self._built.rank, self._built.sizes, self._built.whole))
         for part, memory in memories.items():
-            for box in boxes:
-                weight = f"{instance}.{box.tensor}"
+            for patch, its in ((part, its) for whole, its in found for part in whole.rows(*one.rows)):
+                weight, shape = f"{instance}.{its.tensor}", tuple(self._built.whole[dim] for dim in its.dims)
                 yield Piece(
-                    weight=weight, part=part, whole=box.whole, offsets=box.offsets, memory=view_of(memory, box),
-                    saves=saves_alone(weight, *self._alike(box)),
+                    weight=weight, part=part, whole=shape, offsets=patch.box[0], memory=patch.view(memory),
+                    saves=saves_alone(weight, *self._alike(its)),
                 )  # fmt: skip
 
     def _memory(self, tensor: Tensor) -> Tensor:
@@ -97,9 +98,9 @@ class State:
         self._copies.append((tensor, tensor.to("cpu", copy=True)))
         return self._copies[-1][1]
 
-    def _alike(self, box: Box) -> tuple[int, int]:
+    def _alike(self, piece: FormPiece) -> tuple[int, int]:
         """Return which this rank is of those that hold the same box, and how many they are."""
-        cut = {atom for atoms in box.cuts.values() for atom in atoms}
+        cut = {atom for atoms in piece.cuts.values() for atom in atoms}
         same = [atom for atom in TP if atom not in cut]
         number, count = self._built.rank.coordinate(same), self._built.rank.size(same)
         if not self._zero:
@@ -127,8 +128,3 @@ def _before_any_step(updated: Tensor) -> dict[str, Tensor]:
     """Return what torch.optim.AdamW begins its first step with."""
     moments = {name: torch.zeros_like(updated, memory_format=torch.preserve_format) for name in _MOMENTS.values()}
     return {"step": torch.tensor(0.0), **moments}
-
-
-def view_of(rows: Tensor, box: Box) -> Tensor:
-    """Return a box of rows of a parameter, as it stands in our tensor."""
-    return rows[box.region].view(box.shape).permute(box.order)[box.kept]

@@ -10,7 +10,7 @@ import struct
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from threading import Event, Lock
@@ -79,7 +79,7 @@ class PieceSavePlanner(DefaultSavePlanner):
 
     def __init__(self, pieces: Sequence[Piece], known: Known) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        cut = [part for piece in pieces if piece.saves for part in _cut(piece)]
+        cut = [part for piece in pieces if piece.saves for part in cut_piece(piece)]
         self._pieces = {MetadataIndex(piece.name, piece.offsets): piece for piece in cut}
         self._known = known
 
@@ -106,7 +106,7 @@ class PieceSavePlanner(DefaultSavePlanner):
         return self._pieces[index].memory
 
 
-def _cut(piece: Piece, dim: int = 0) -> list[Piece]:
+def cut_piece(piece: Piece, dim: int = 0) -> list[Piece]:
     """Cut a piece along its first dims into parts that are not too large, each of them in one run of memory."""
     lengths, num_bytes = piece.memory.shape, piece.memory.nbytes
     if num_bytes <= _MOST_BYTES or dim == len(lengths):
@@ -117,7 +117,7 @@ def _cut(piece: Piece, dim: int = 0) -> list[Piece]:
         offsets = list(piece.offsets)
         offsets[dim] += start
         memory = piece.memory.narrow(dim, start, min(rows, lengths[dim] - start))
-        parts += _cut(replace(piece, offsets=tuple(offsets), memory=memory), dim + 1)
+        parts += cut_piece(replace(piece, offsets=tuple(offsets), memory=memory), dim + 1)
     return parts
 
 
@@ -267,19 +267,29 @@ class PieceWriter(StorageWriter):
 
 
 def _header(items: Sequence[WriteItem]) -> tuple[bytes, list[int]]:
-    """Return the header of a safetensors file, where in the file each box starts, and where the last one ends."""
-    entries: dict[str, Any] = {}
-    ends = [0]
+    """Return the header of a rank's file, where in the file each box starts, and where the last one ends."""
+    tensors: list[tuple[str, torch.dtype, Sequence[int]]] = []
     for item in items:
         data = item.tensor_data
         assert data is not None and item.index.offset is not None, "only boxes of tensors are saved"
-        size = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-        entries[f"{item.index.fqn}@{','.join(map(str, item.index.offset))}"] = {
-            "dtype": DTYPES[data.properties.dtype],
-            "shape": list(data.chunk.sizes),
-            "data_offsets": [ends[-1], ends[-1] + size],
-        }
-        ends.append(ends[-1] + size)
+        tensors.append((box_name(item.index.fqn, item.index.offset), data.properties.dtype, data.chunk.sizes))
+    return header_of(tensors)
+
+
+def box_name(tensor: str, offsets: Sequence[int]) -> str:
+    """Name a box in the header of a file."""
+    return f"{tensor}@{','.join(map(str, offsets))}"
+
+
+def header_of(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[int]]:
+    """Return the header of a safetensors file, where in the file each tensor starts, and where the last one ends."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    ends = [0]
+    for name, dtype, shape in tensors:
+        ends.append(ends[-1] + math.prod(shape) * dtype.itemsize)
+        entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": ends[-2:]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = struct.pack("<Q", len(text)) + text

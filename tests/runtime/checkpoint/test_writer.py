@@ -24,7 +24,7 @@ def test_a_piece_is_cut_into_runs_of_memory_that_are_not_too_large(shape: list[i
     piece = Piece(weight="w", part="weight", whole=tuple(shape), offsets=(7,) * len(shape), memory=memory)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "_MOST_BYTES", most)
-        parts = writer._cut(piece)
+        parts = writer.cut_piece(piece)
     assert all(part.memory.nbytes <= most and part.memory.is_contiguous() for part in parts)
     found = torch.full(shape, -1.0)
     for part in parts:

@@ -1,0 +1,153 @@
+"""Where our weights lie in the tensors of files and of NxD: one map, read in both directions.
+
+A patch says which part of a stored tensor holds which box of one of ours. As a view of that tensor it has the axes of
+ours, so reading and writing are copies between views, whatever is cut, fused, interleaved or turned there.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from autoshard.layout.shards import Box, boxes_of
+
+Range = tuple[int, int]
+NOWHERE: Mapping[str, Range] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """How the axes of a tensor are made of dims; where a dim has a number, one slice along it is meant.
+
+    >>> axes = Axes.parse("hidden (qkv:1 kv_heads head_dim)")
+    >>> axes.groups, axes.chosen
+    ((('hidden',), ('qkv', 'kv_heads', 'head_dim')), (('qkv', 1),))
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    chosen: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "Axes":
+        """Read the text form of the tables."""
+        found = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", text)]
+        parts = [dim.partition(":") for group in found for dim in group]
+        groups = tuple(tuple(dim.partition(":")[0] for dim in group) for group in found)
+        return cls(groups, tuple((dim, int(number)) for dim, _, number in parts if number))
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """All dims, in order."""
+        return tuple(dim for group in self.groups for dim in group)
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
+        return tuple(math.prod(sizes[dim] for dim in group) for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """A dim that an axis of a stored tensor is made of: its size there, and the part of it that is meant."""
+
+    size: int
+    first: int
+    count: int
+    dim: int | None  # which axis of ours it is; None where one place along it is meant
+    at: int  # where the part begins in ours
+
+    def within(self, offset: int, length: int) -> "Along":
+        """Return what is meant in a part of the dim; perhaps nothing."""
+        first = min(max(self.first, offset), offset + length)
+        count = min(self.first + self.count, offset + length) - first
+        return replace(self, size=length, first=first - offset, count=count, at=self.at + first - self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A box of one of our tensors, and where it lies in a stored one."""
+
+    tensor: str
+    starts: tuple[int, ...]  # along every axis of the stored tensor
+    axes: tuple[tuple[Along, ...], ...]
+
+    @property
+    def box(self) -> Box:
+        """Offsets and lengths in our tensor."""
+        parts = sorted((one.dim, one.at, one.count) for group in self.axes for one in group if one.dim is not None)
+        return tuple(at for _, at, _ in parts), tuple(count for _, _, count in parts)
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """The box as an index of ours."""
+        return tuple(slice(at, at + length) for at, length in zip(*self.box, strict=True))
+
+    def view(self, stored: Any) -> Any:
+        """Return the part of a stored tensor, or array, with the axes of ours; it shares memory."""
+        every = [one for group in self.axes for one in group]
+        lengths = [math.prod(one.size for one in group) for group in self.axes]
+        part = stored[tuple(slice(at, at + length) for at, length in zip(self.starts, lengths, strict=True))]
+        opened = part.reshape(tuple(one.size for one in every))
+        parts = (one.first if one.dim is None else slice(one.first, one.first + one.count) for one in every)
+        meant = opened[tuple(parts)]
+        dims = [one.dim for one in every if one.dim is not None]
+        order = tuple(dims.index(dim) for dim in range(len(dims)))
+        return meant.permute(order) if hasattr(meant, "permute") else meant.transpose(order)
+
+    def rows(self, low: int, high: int) -> Iterator["Patch"]:
+        """Yield what of it lies in a range of rows of the stored tensor, as patches of these rows alone."""
+        first, begin = self.axes[0], self.starts[0]
+        total = math.prod(one.size for one in first)
+        start, stop = (min(max(row - begin, 0), total) for row in (low, high))
+        row = begin + start - low
+        for offsets, lengths in boxes_of([one.size for one in first], start, stop):
+            group = tuple(one.within(*part) for one, *part in zip(first, offsets, lengths, strict=True))
+            if all(one.count > 0 for one in group):
+                yield replace(self, starts=(row, *self.starts[1:]), axes=(group, *self.axes[1:]))
+            row += math.prod(lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The same numbers in a tensor of theirs, or a part of it, and in one of ours: a line of a table of names.
+
+    >>> row = Row("qkv", Axes.parse("(kv_heads qkv:1 head_dim) hidden"), "k", Axes.parse("kv_heads head_dim hidden"))
+    >>> sizes = {"kv_heads": 2, "qkv": 3, "head_dim": 4, "hidden": 8}
+    >>> row.shape(sizes), row.patch(sizes).box, row.patch(sizes, {"kv_heads": (1, 2)}).box
+    ((24, 8), ((0, 0, 0), (2, 4, 8)), ((1, 0, 0), (1, 4, 8)))
+    """
+
+    theirs: str
+    axes: Axes
+    ours: str
+    dims: Axes
+
+    def shape(self, sizes: Mapping[str, int], cuts: Mapping[str, Range] = NOWHERE) -> tuple[int, ...]:
+        """Return the shape of theirs, where of some dims only these ranges are stored."""
+        return self.axes.shape({**sizes, **{dim: stop - start for dim, (start, stop) in cuts.items()}})
+
+    def patch(
+        self, sizes: Mapping[str, int], cuts: Mapping[str, Range] = NOWHERE, starts: Sequence[int] = ()
+    ) -> Patch | None:
+        """Return where ours lies in it, from ``starts`` on; None where all that is stored is padding."""
+        chosen, here = dict(self.axes.chosen), self.dims.dims
+
+        def along(dim: str) -> Along:
+            low, high = cuts.get(dim, (0, sizes[dim]))
+            if dim in chosen:
+                return Along(high - low, chosen[dim], 1, None, 0)
+            return Along(high - low, 0, min(high, sizes[dim]) - low, here.index(dim), low)
+
+        groups = [tuple(along(dim) for dim in group) for group in self.axes.groups]
+        lone = (Along(1, 0, 1, here.index(dim), number) for dim, number in self.dims.chosen)
+        groups[0] = (*lone, *groups[0])
+        if any(one.count <= 0 for group in groups for one in group):
+            return None
+        return Patch(self.ours, tuple(starts) or (0,) * len(groups), tuple(groups))
+
+
+def whole(tensor: str, offsets: Sequence[int], lengths: Sequence[int]) -> Patch:
+    """Return the patch of a stored tensor that is just a box of ours."""
+    axes = [(Along(size, 0, size, dim, at),) for dim, (at, size) in enumerate(zip(offsets, lengths, strict=True))]
+    return Patch(tensor, (0,) * len(axes), tuple(axes))

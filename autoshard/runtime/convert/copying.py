@@ -1,0 +1,198 @@
+"""The copy itself: file by file from a source, in threads, in little memory, taken up after a kill."""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from autoshard.engine.patches import Patch
+from autoshard.runtime.checkpoint.writer import header_of, is_finite
+from autoshard.runtime.convert.pickled import StateFile
+from autoshard.runtime.convert.stored import Source
+
+JOURNAL = "converted.jsonl"
+_CHUNK_BYTES = 2**24  # of a tensor that are put together and written at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A tensor that is to be written, and what it holds of ours."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    patches: tuple[Patch, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """A file that is to be written: a safetensors file, or a state dict of torch."""
+
+    file: str
+    entries: tuple[Entry, ...]
+    kind: Literal["safetensors", "state"] = "safetensors"
+    metadata: Mapping[str, str] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all numbers in it."""
+        return sum(one.num_bytes for one in self.entries)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A file that was written: its bytes, and of every tensor where it begins and its checksum."""
+
+    file: str
+    num_bytes: int
+    starts: tuple[int, ...]
+    crc32s: tuple[int, ...]
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a conversion is."""
+
+    done_bytes: int
+    all_bytes: int
+    kept_bytes: int  # of files that were there from before a kill
+
+
+class Copying:
+    """Writes outputs into a folder; files that a journal there knows are kept."""
+
+    def __init__(
+        self, source: Source, outputs: Sequence[Output], folder: Path, say: Callable[[Progress], None]
+    ) -> None:
+        self._source, self._outputs, self._folder, self._say = source, outputs, folder, say
+        self._all, self._done, self._kept = sum(one.num_bytes for one in outputs), 0, 0
+        self._lock, self._stop, self._memory = threading.Lock(), threading.Event(), threading.local()
+
+    def run(self, workers: int) -> list[Written]:
+        """Write what is not there yet; the first failure ends all."""
+        written = self._begun()
+        left = [one for one in self._outputs if one.file not in written]
+        self._advance(0)
+        threads, num_threads = torch.get_num_threads(), min(workers, max(1, len(left)))
+        torch.set_num_threads(1)
+        try:
+            with ThreadPoolExecutor(num_threads) as pool:
+                tasks = [pool.submit(self._write, one) for one in left]
+                try:
+                    done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
+                    written |= {one.file: one for one in (task.result() for task in done)}
+                except BaseException:
+                    self._stop.set()
+                    pool.shutdown(cancel_futures=True)
+                    raise
+        finally:
+            torch.set_num_threads(threads)
+        return [written[one.file] for one in self._outputs]
+
+    def _begun(self) -> dict[str, Written]:
+        """Take up what a journal of just this conversion says; anything else in the folder is removed."""
+        journal, written, sign = self._folder / JOURNAL, dict[str, Written](), self._sign()
+        lines = journal.read_text(encoding="utf-8").split("\n")[:-1] if journal.is_file() else []
+        if lines and json.loads(lines[0]) == sign:
+            for line in lines[1:]:
+                one = json.loads(line)
+                one = Written(**{**one, "starts": tuple(one["starts"]), "crc32s": tuple(one["crc32s"])})
+                path = self._folder / one.file
+                if path.is_file() and path.stat().st_size == one.num_bytes:
+                    written[one.file] = one
+        elif self._folder.exists():
+            shutil.rmtree(self._folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        journal.write_text("".join(json.dumps(one) + "\n" for one in (sign, *map(asdict, written.values()))))
+        self._kept = self._done = sum(one.num_bytes for one in self._outputs if one.file in written)
+        return written
+
+    def _sign(self) -> str:
+        """Tell this conversion from any other: by what it reads and what it writes."""
+        stats = {file: Path(file).stat() for file in sorted({one.file for one in self._source.stored})}
+        read = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()]
+        return hashlib.sha256(repr((read, self._outputs)).encode()).hexdigest()
+
+    def _write(self, output: Output) -> Written:
+        path = self._folder / output.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f"{path.name}.part")
+        sums: list[tuple[int, bool]] = []
+        table = [(one.name, one.dtype, one.shape) for one in output.entries]
+        with aside.open("wb") as stream:
+            if output.kind == "state":
+                starts, state = [0] * len(table), StateFile(stream, table)
+                for number, entry in enumerate(output.entries):
+                    state.write(number, entry.num_bytes, self._summed(entry, sums))
+                state.close()
+            else:
+                head, (*starts, _) = header_of(table, output.metadata)
+                stream.write(head)
+                for entry in output.entries:
+                    for chunk in self._summed(entry, sums):
+                        stream.write(chunk)
+            stream.flush()
+            os.fsync(stream.fileno())
+        written = Written(
+            file=output.file, num_bytes=aside.stat().st_size, starts=tuple(starts),
+            crc32s=tuple(crc32 for crc32, _ in sums), finite=all(finite for _, finite in sums),
+        )  # fmt: skip
+        aside.rename(path)
+        with self._lock, (self._folder / JOURNAL).open("a", encoding="utf-8") as journal:
+            journal.write(json.dumps(asdict(written)) + "\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+        return written
+
+    def _summed(self, entry: Entry, sums: list[tuple[int, bool]]) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor; in the end, note their checksum and whether all numbers are finite."""
+        crc32, finite = 0, True
+        for numbers in self._chunks(entry):
+            raw = numbers.reshape(-1).view(torch.uint8).numpy().data
+            crc32, finite = zlib.crc32(raw, crc32), finite and is_finite(numbers)
+            yield raw
+            self._advance(len(raw))
+        sums.append((crc32, finite))
+
+    def _chunks(self, entry: Entry) -> Iterator[torch.Tensor]:
+        row = math.prod(entry.shape[1:])
+        rows = max(1, _CHUNK_BYTES // (row * entry.dtype.itemsize))
+        is_padded = sum(math.prod(patch.box[1]) for patch in entry.patches) < math.prod(entry.shape)
+        for low in range(0, entry.shape[0], rows):
+            high = min(low + rows, entry.shape[0])
+            numbers = self._room((high - low) * row, entry.dtype).view(high - low, *entry.shape[1:])
+            if is_padded:
+                numbers.zero_()
+            for patch in (part for whole in entry.patches for part in whole.rows(low, high)):
+                self._source.fill(patch.view(numbers), patch.tensor, patch.box[0])
+            yield numbers
+
+    def _room(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for so many numbers: this thread's own, which it fills again and again."""
+        need, mine = size * dtype.itemsize, self._memory
+        if len(getattr(mine, "bytes", ())) < need:
+            mine.bytes = torch.empty(max(need, _CHUNK_BYTES), dtype=torch.uint8)
+        return mine.bytes[:need].view(dtype)
+
+    def _advance(self, num_bytes: int) -> None:
+        if self._stop.is_set():
+            raise InterruptedError("another file failed")
+        with self._lock:
+            self._done += num_bytes
+            self._say(Progress(done_bytes=self._done, all_bytes=self._all, kept_bytes=self._kept))

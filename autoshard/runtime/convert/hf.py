@@ -1,0 +1,126 @@
+"""Weights in Hugging Face form: a folder of safetensors with a config.json, or one state dict of torch."""
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoshard.engine.hf_names import DERIVED, HEADS
+from autoshard.engine.hf_weights import HfNames, shapes_of
+from autoshard.errors import InputError
+from autoshard.runtime.convert.copying import Entry, Output
+from autoshard.runtime.convert.pickled import read_state
+from autoshard.runtime.convert.stored import Source, Stored, shape_faults
+from autoshard.runtime.convert.tensor_files import read_header
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_catalogue import read_config
+
+CONFIG = "config.json"
+_INDEX = "model.safetensors.index.json"
+_ONE = "model.safetensors"
+_MOST_BYTES = 5 * 10**9  # of a file, as transformers cuts them
+_ADVICE = "Download it again"
+# What belongs to a tokenizer, and how text is generated.
+_COMPANIONS = (
+    "tokenizer*.json", "tokenizer.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.*", "generation_config.json",
+)  # fmt: skip
+
+
+def hf_source(path: Path, family: str, model: ModelSpec) -> Source:
+    """Open a folder, or a file of ``torch.save``, or say all that is wrong."""
+    found = read_state(path) if path.is_file() else _stored(path)
+    names = HfNames.fitting(family, model, found.keys())
+    faults = list(shape_faults(found, names.shapes, (*DERIVED, *HEADS) if names.tied else DERIVED, str(path)))
+    if faults:
+        raise InputError(sorted(faults, key=lambda fault: fault.where))
+    return Source(
+        (found[name].holding(patches) for name, patches in names.patches().items()), shapes_of(model), str(path)
+    )
+
+
+def is_hf(path: Path) -> bool:
+    """Whether a folder holds a model as transformers saves it."""
+    return path.is_dir() and ((path / _INDEX).exists() or any(path.glob("*.safetensors")))
+
+
+def hf_outputs(family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> list[Output]:
+    """List the files of a folder; ``dtypes`` are those of our tensors."""
+    files: list[list[Entry]] = [[]]
+    for entry in _entries(family, model, dtypes):
+        if files[-1] and sum(one.num_bytes for one in files[-1]) + entry.num_bytes > _MOST_BYTES:
+            files.append([])
+        files[-1].append(entry)
+    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    return [
+        Output(file=name if len(files) > 1 else _ONE, entries=tuple(entries), metadata={"format": "pt"})
+        for name, entries in zip(names, files, strict=True)
+    ]
+
+
+def state_outputs(family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtype], file: str) -> list[Output]:
+    """List one state dict with the names of Hugging Face."""
+    return [Output(file=file, entries=tuple(_entries(family, model, dtypes)), kind="state")]
+
+
+def finish_hf(folder: Path, outputs: Sequence[Output], config: Mapping[str, Any]) -> None:
+    """Write the index, where there are several files, and the configuration."""
+    if len(outputs) > 1:
+        places = {entry.name: one.file for one in outputs for entry in one.entries}
+        total = sum(one.num_bytes for one in outputs)
+        write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    kinds = {str(entry.dtype).removeprefix("torch.") for one in outputs for entry in one.entries}
+    told = "torch_dtype" if "torch_dtype" in config else "dtype"
+    write_json(folder / CONFIG, {**config, **({told: kinds.pop()} if len(kinds) == 1 else {})})
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file as transformers would."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_companions(whence: Path, whither: Path) -> None:
+    """Copy the files of a tokenizer, and of how text is generated."""
+    for path in sorted({path for pattern in _COMPANIONS for path in whence.glob(pattern)}):
+        shutil.copy2(path, whither / path.name)
+
+
+def _entries(family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> Iterable[Entry]:
+    names = HfNames.of(family, model)
+    shapes = names.shapes
+    for name, patches in names.patches().items():
+        yield Entry(name=name, dtype=dtypes[patches[0].tensor], shape=shapes[name], patches=tuple(patches))
+
+
+def _stored(path: Path) -> Mapping[str, Stored]:
+    """Return every tensor of a folder; where there is an index, those that it names."""
+    index = path / _INDEX
+    listed = _listed(index) if index.exists() else None
+    if listed is not None:
+        files = sorted({path / file for file in listed.values()})
+    else:
+        files = [path / _ONE] if (path / _ONE).exists() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise InputError.of(str(path), "holds no *.safetensors. Write them with transformers: model.save_pretrained")
+    for file in files:
+        if not file.exists():
+            raise InputError.of(str(file), f"there is no such file, though {_INDEX} names it. {_ADVICE}")
+    found = {name: stored for file in files for name, stored in read_header(file, _ADVICE).items()}
+    lacking = [
+        name for name, file in (listed or {}).items() if name not in found or found[name].file != str(path / file)
+    ]
+    if lacking and listed:
+        where = f"{path / listed[lacking[0]]}: {lacking[0]}"
+        raise InputError.of(where, f"is not there, though {_INDEX} says so ({len(lacking)} such tensors)")
+    return found
+
+
+def _listed(index: Path) -> Mapping[str, str]:
+    """Read which file each tensor is in."""
+    names = read_config(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise InputError.of(f"{index}: weight_map", "must say for each tensor the file that it is in")
+    return {str(name): str(file) for name, file in names.items()}

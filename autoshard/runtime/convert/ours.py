@@ -1,0 +1,160 @@
+"""Checkpoints of autoshard: read whatever plan saved them, written as the ranks of another would save them."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from autoshard.engine.hf_weights import shapes_of
+from autoshard.engine.patches import whole
+from autoshard.engine.pieces import Part, Piece
+from autoshard.engine.place import Place as Standing
+from autoshard.engine.programs import programs_of
+from autoshard.errors import Fault, InputError
+from autoshard.plan.plan import Plan
+from autoshard.runtime.checkpoint.index import FILE, Index, RunState, StoredBox, StoredTensor, dump_index
+from autoshard.runtime.checkpoint.places import Place
+from autoshard.runtime.checkpoint.shelf import Shelf, newest
+from autoshard.runtime.checkpoint.writer import DTYPES, box_name, cut_piece, step_of
+from autoshard.runtime.convert.copying import Entry, Output, Written
+from autoshard.runtime.convert.stored import Source
+from autoshard.runtime.convert.tensor_files import box_in
+from autoshard.spec.model import ModelSpec
+
+_WEIGHT = "weight/"
+_WITHOUT_PLAN_BYTES = 2**32  # of a file
+
+
+def checkpoint_of(path: Path) -> tuple[Path, Index] | None:
+    """Return the newest checkpoint of a folder, a run's among them, or the one that the folder is; None without any."""
+    if step_of(path.name) is not None and (path / FILE).is_file():
+        found = Shelf(place=Place.of(str(path.parent))).open(cast(int, step_of(path.name)))
+        return path, found.index
+    for folder in (path, path / "checkpoints"):
+        found, remarks = newest(Place.of(str(folder))) if folder.is_dir() else (None, ())
+        if found:
+            return folder / found.folder, found.index
+        if remarks:
+            raise InputError.of(str(folder), "; ".join(remarks))
+    return None
+
+
+def ours_source(folder: Path, index: Index, model: ModelSpec) -> Source:
+    """Open a checkpoint, or say in what it does not fit the model."""
+    shapes, faults = shapes_of(model), list[Fault]()
+    for name, shape in shapes.items():
+        there = index.tensors.get(f"{_WEIGHT}{name}")
+        if there is None or there.shape != shape:
+            what = f"has shape {there.shape}, the model asks for {shape}" if there else "missing"
+            faults.append(Fault(where=f"{folder}: {name}", message=what))
+    if faults:
+        raise InputError(faults)
+    stored = (
+        box_in(folder / box.file, box_name(name, box.offsets), tensor.dtype, box.lengths, box.start, box.crc32).holding(
+            [whole(name.removeprefix(_WEIGHT), box.offsets, box.lengths)]
+        )
+        for name, tensor in index.tensors.items()
+        for box in tensor.boxes
+    )
+    wanted = {name.removeprefix(_WEIGHT): tensor.shape for name, tensor in index.tensors.items()}
+    return Source(stored, wanted, str(folder), state=index.state)
+
+
+def ours_outputs(plan: Plan | None, source: Source, dtypes: Mapping[str, torch.dtype]) -> list[Output]:
+    """List a file for each rank of a plan that would save something; without a plan, files of some size."""
+    files: dict[str, list[Entry]] = defaultdict(list)
+    for file, piece in _placed(plan, source, dtypes):
+        for part in cut_piece(piece):
+            lengths = tuple(part.memory.shape)
+            patch = whole(_ours(part), part.offsets, lengths)
+            name = box_name(part.name, part.offsets)
+            files[file].append(Entry(name=name, dtype=part.memory.dtype, shape=lengths, patches=(patch,)))
+    return [Output(file=file, entries=tuple(entries)) for file, entries in files.items()]
+
+
+def finish_ours(
+    folder: Path, model: ModelSpec, plan: Plan | None, source: Source, made: Sequence[tuple[Output, Written]]
+) -> None:
+    """Write the index: with it the checkpoint is complete."""
+    boxes: dict[str, list[StoredBox]] = defaultdict(list)
+    kinds: dict[str, torch.dtype] = {}
+    for output, done in made:
+        for entry, start, crc32 in zip(output.entries, done.starts, done.crc32s, strict=True):
+            (patch,) = entry.patches
+            boxes[patch.tensor].append(StoredBox(*patch.box, output.file, start, entry.num_bytes, crc32))
+            kinds[patch.tensor] = entry.dtype
+    tensors = {
+        _stored_name(name): StoredTensor(DTYPES[kinds[name]], source.wanted[name], tuple(found))
+        for name, found in boxes.items()
+    }
+    index = Index(
+        state=source.state or fresh(),
+        model=model.name,
+        candidate=str(plan.candidate) if plan else "",
+        finite=all(one.finite for _, one in made),
+        files={one.file: one.num_bytes for _, one in made},
+        tensors=tensors,
+    )
+    (folder / FILE).write_bytes(dump_index(index))
+
+
+def fresh() -> RunState:
+    """Return the state of a run that has not begun."""
+    return RunState(step=0, num_updates=0, next_sample=0)
+
+
+def _placed(plan: Plan | None, source: Source, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Piece]]:
+    """Yield every box that is to be saved, with its file."""
+    parts: dict[str, list[str]] = defaultdict(list)  # of a weight: what there is of it
+    for name in source.wanted:
+        parts[name if _part(name) == "weight" else name.partition("/")[2]].append(name)
+
+    def pieces(weight: str, bounds: Sequence[tuple[int, int]]) -> Iterator[Piece]:
+        lengths = tuple(stop - start for start, stop in bounds)
+        for name in parts[weight]:
+            memory = torch.empty(lengths, dtype=dtypes[name], device="meta")
+            offsets = tuple(start for start, _ in bounds)
+            yield Piece(weight=weight, part=_part(name), whole=source.wanted[name], offsets=offsets, memory=memory)
+
+    if plan:
+        for rank, weight, bounds in _held(plan, parts):
+            for piece in pieces(weight, bounds):
+                yield f"rank-{rank:05}.safetensors", piece
+        return
+    total = 0
+    for weight in parts:
+        for piece in pieces(weight, [(0, size) for size in source.wanted[weight]]):
+            yield f"rank-{total // _WITHOUT_PLAN_BYTES:05}.safetensors", piece
+            total += piece.memory.nbytes
+
+
+def _held(plan: Plan, weights: Iterable[str]) -> Iterator[tuple[int, str, tuple[tuple[int, int], ...]]]:
+    """Yield which rank holds which part of which weight as the first of all ranks."""
+    known, programs = set(weights), programs_of(plan)
+    seen: set[tuple[str, tuple[tuple[int, int], ...]]] = set()
+    for rank in range(plan.mesh.num_ranks):
+        standing = Standing(mesh=plan.mesh, rank=rank, sizes=programs.graph.sizes)
+        for stage, blocks in zip(plan.stages, programs.stages, strict=True):
+            if stage.rank != standing.coordinate("pp") or standing.coordinate("edp") or standing.coordinate("cp"):
+                continue
+            for name, parts in blocks.items():
+                for tensor in parts.block.parameters:
+                    found = f"{name}.{tensor.name}", standing.bounds(parts.given(tensor.name).layout)
+                    if found[0] in known and found not in seen and all(start < stop for start, stop in found[1]):
+                        seen.add(found)
+                        yield rank, *found
+
+
+def _part(name: str) -> Part:
+    part = name.partition("/")[0]
+    return part if part in ("moment1", "moment2") else "weight"
+
+
+def _ours(piece: Piece) -> str:
+    return piece.weight if piece.part == "weight" else piece.name
+
+
+def _stored_name(ours: str) -> str:
+    return ours if _part(ours) != "weight" else f"{_WEIGHT}{ours}"
