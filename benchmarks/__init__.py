@@ -9,6 +9,7 @@ BENCHMARKS: Mapping[str, str] = {
     "reference_layouts": "benchmarks.reference_layouts:run",
     "simulate_pipeline": "benchmarks.simulate_pipeline:run",
     "estimate_batch": "benchmarks.estimate_batch:run",
+    "convert_stream": "benchmarks.convert_stream:run",
     "plan_70b_16": "benchmarks.plan_speed:llama_70b",
     "plan_405b_512": "benchmarks.plan_speed:llama_405b",
     "plan_gpt3_512": "benchmarks.plan_speed:gpt3",

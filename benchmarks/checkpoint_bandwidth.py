@@ -3,7 +3,6 @@
 # pyright: basic
 # torch's own signatures are only partly typed.
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,13 +33,12 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import Checkpointing, Training
 from autoshard.spec.workload import Precision, Workload
-from benchmarks.measure import yardstick_s
+from benchmarks.measure import forget_pages, plain_copy, yardstick_s
 from benchmarks.result import Result
 
 ROUNDS = 7
 BAR, BLOCKED_BAR = 0.5, 0.1
 PEAK_BAR_MIB = 256  # four boxes of a file, where half of the state is 540
-_CHUNK_BYTES = 2**23  # of a plain copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +127,9 @@ class _Rank:
         with _peak() as save_peak:
             save_s = _slowest(lambda: self.save(2 * number + 1))
         file = self.folder / "checkpoints" / folder_of(2 * number + 1) / f"rank-{dist.get_rank():05}.safetensors"
-        _drop(file)
-        copy_s = _slowest(lambda: _copy(file, self.folder / f"copy-{dist.get_rank()}"))
-        _drop(file)
+        forget_pages(file)
+        copy_s = _slowest(lambda: plain_copy(file, self.folder / f"copy-{dist.get_rank()}"))
+        forget_pages(file)
         with _peak() as load_peak:
             load_s = _slowest(self.load)
         return Round(
@@ -186,21 +184,6 @@ def _most(value: float) -> float:
     found = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Read, write and synchronise a file."""
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with source.open("rb", buffering=0) as whence, target.open("wb", buffering=0) as whither:
-        while count := whence.readinto(buffer):
-            whither.write(buffer[:count])
-        os.fsync(whither.fileno())
-
-
-def _drop(file: Path) -> None:
-    """Let the page cache forget a file, so that it is read from the disk."""
-    with file.open("rb") as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ print(json.dumps([os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_s
 _MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 _YARDSTICK_STEPS = 2_000_000
+_COPIED_BYTES = 2**23  # at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,3 +76,18 @@ def yardstick_s() -> float:
     for step in range(_YARDSTICK_STEPS):
         total += step & 7
     return time.process_time() - before
+
+
+def plain_copy(source: Path, target: Path) -> None:
+    """Read, write and synchronise a file."""
+    buffer = memoryview(bytearray(_COPIED_BYTES))
+    with source.open("rb", buffering=0) as whence, target.open("wb", buffering=0) as whither:
+        while count := whence.readinto(buffer):
+            whither.write(buffer[:count])
+        os.fsync(whither.fileno())
+
+
+def forget_pages(file: Path) -> None:
+    """Let the page cache forget a file, so that it is read from the disk."""
+    with file.open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

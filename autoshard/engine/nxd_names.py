@@ -5,7 +5,7 @@ Names and shapes are those that the vendor's converter writes and its examples a
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autoshard.engine.hf_weights import HfNames
@@ -42,36 +42,42 @@ class Behind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NxdNames:
-    """The tensors of one model on one rank of tp."""
+    """The tensors of one model, whole, or on one rank of tp."""
 
+    model: ModelSpec
     tensors: Mapping[str, Behind]
     sizes: Mapping[str, int]
-    cuts: Mapping[str, Range]
+    padded: Mapping[str, int]
+    cuts: Mapping[str, Range] = field(default_factory=dict[str, Range])
 
     @classmethod
-    def of(cls, family: str, model: ModelSpec, rank: TpRank, qkv: Qkv, vocab: int) -> "NxdNames":
+    def of(cls, family: str, model: ModelSpec, qkv: Qkv, vocab: int) -> "NxdNames":
         """Expand the table; ``vocab`` is padded."""
         if family not in FAMILIES:
             raise InputError.of("model_type", f"NxD has no layout for {family}. It has some for {', '.join(FAMILIES)}")
         names = HfNames.of(family, model, "module" if family == "mixtral" else "published")
-        padded = {**names.sizes, "vocab": vocab}
-        faults = [
-            Fault(where="tp", message=f"{padded[dim]} {dim} of {model.name} do not divide by {rank.size(atoms)}")
-            for dim, atoms in _CUTS.items()
-            if padded.get(dim, 0) % rank.size(atoms)
-        ]
-        if faults:
-            raise InputError(faults)
-        cuts: dict[str, Range] = {}
-        for dim, atoms in _CUTS.items():
-            size = padded.get(dim, 0) // rank.size(atoms)
-            cuts[dim] = rank.coordinate(atoms) * size, (rank.coordinate(atoms) + 1) * size
         found: dict[str, list[Row]] = {}
         for row in (*names.rows, *_tied(names)):
             renamed = _renamed(row, qkv)
             found.setdefault(renamed.theirs, []).append(renamed)
         tensors = {name: Behind(tuple(rows), _axis(rows), _block(name, rows[0])) for name, rows in found.items()}
-        return cls(tensors=tensors, sizes=names.sizes, cuts=cuts)
+        return cls(model=model, tensors=tensors, sizes=names.sizes, padded={**names.sizes, "vocab": vocab})
+
+    def at(self, rank: TpRank) -> "NxdNames":
+        """Return the names with what a rank holds."""
+        parts = {dim: rank.size(atoms) for dim, atoms in _CUTS.items()}
+        faults = [
+            Fault(where="tp", message=f"{self.padded[dim]} {dim} of {self.model.name} do not divide by {count}")
+            for dim, count in parts.items()
+            if self.padded.get(dim, 0) % count
+        ]
+        if faults:
+            raise InputError(faults)
+        cuts: dict[str, Range] = {}
+        for dim, count in parts.items():
+            size, place = self.padded.get(dim, 0) // count, rank.coordinate(_CUTS[dim])
+            cuts[dim] = place * size, (place + 1) * size
+        return replace(self, cuts=cuts)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a rank's tensor."""

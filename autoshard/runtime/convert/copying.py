@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 import torch
 
@@ -137,15 +137,15 @@ class Copying:
         table = [(one.name, one.dtype, one.shape) for one in output.entries]
         with aside.open("wb") as stream:
             if output.kind == "state":
-                starts, state = [0] * len(table), StateFile(stream, table)
-                for number, entry in enumerate(output.entries):
-                    state.write(number, entry.num_bytes, self._summed(entry, sums))
-                state.close()
+                starts = [0] * len(table)
+                with StateFile(stream, table) as state:
+                    for number, entry in enumerate(output.entries):
+                        state.write(number, entry.num_bytes, self._summed(entry, sums, stream))
             else:
                 head, (*starts, _) = header_of(table, output.metadata)
                 stream.write(head)
                 for entry in output.entries:
-                    for chunk in self._summed(entry, sums):
+                    for chunk in self._summed(entry, sums, stream):
                         stream.write(chunk)
             stream.flush()
             os.fsync(stream.fileno())
@@ -160,13 +160,16 @@ class Copying:
             os.fsync(journal.fileno())
         return written
 
-    def _summed(self, entry: Entry, sums: list[tuple[int, bool]]) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor; in the end, note their checksum and whether all numbers are finite."""
+    def _summed(self, entry: Entry, sums: list[tuple[int, bool]], stream: IO[bytes]) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor for a stream; then note their checksum and whether all numbers are finite."""
         crc32, finite = 0, True
         for numbers in self._chunks(entry):
             raw = numbers.reshape(-1).view(torch.uint8).numpy().data
             crc32, finite = zlib.crc32(raw, crc32), finite and is_finite(numbers)
+            before = stream.tell()
             yield raw
+            if hasattr(os, "posix_fadvise"):  # begin to write to the disk, and keep the cache for what is read
+                os.posix_fadvise(stream.fileno(), 0, before, os.POSIX_FADV_DONTNEED)
             self._advance(len(raw))
         sums.append((crc32, finite))
 

@@ -39,7 +39,7 @@ def nxd_source(folder: Path, family: str, model: ModelSpec) -> Source:
     tp, pp = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
     names = {name for found in ranks.values() for name in found}
     qkv, vocab = qkv_of(names), _vocab(ranks, tp, model)
-    tables = _fitting(ranks, family, model, qkv, vocab)
+    tables = _fitting(ranks, NxdNames.of(family, model, qkv, vocab))
     faults: list[Fault] = []
     for at, stage in ((at, range(pp)) for at in range(tp)):
         for number in stage:
@@ -68,7 +68,8 @@ def nxd_outputs(
     require((plan.mesh.size("ep") == 1, "ep", message))
     usual: Qkv = "plain" if model.num_heads == model.num_kv_heads else "fused"
     rest = -(-padded // tp) * tp
-    ranks = [NxdNames.of(family, model, TpRank.of(plan.mesh, at), qkv or usual, rest) for at in range(tp)]
+    whole = NxdNames.of(family, model, qkv or usual, rest)
+    ranks = [whole.at(TpRank.of(plan.mesh, at)) for at in range(tp)]
     blocks: dict[int, set[str]] = defaultdict(set)
     for stage in plan.stages:
         blocks[stage.rank] |= {f"layer.{stage.first_layer + layer}" for layer in range(stage.num_layers)}
@@ -122,12 +123,12 @@ def _vocab(ranks: Ranks, tp: int, model: ModelSpec) -> int:
     return -(-model.vocab // tp) * tp
 
 
-def _fitting(ranks: Ranks, family: str, model: ModelSpec, qkv: Qkv, vocab: int) -> Sequence[NxdNames]:
+def _fitting(ranks: Ranks, names: NxdNames) -> Sequence[NxdNames]:
     """Return the names of every tp rank: how often keys are copied shows in shapes, in which order in the numbers."""
-    tp = 1 + max(at for at, _ in ranks)
+    tp, model = 1 + max(at for at, _ in ranks), names.model
 
     def tables(*atoms: tuple[str, int]) -> list[NxdNames]:
-        return [NxdNames.of(family, model, TpRank(atoms=atoms, index=at), qkv, vocab) for at in range(tp)]
+        return [names.at(TpRank(atoms=atoms, index=at)) for at in range(tp)]
 
     usual: Sequence[NxdNames] = ()
     for copies in (one for one in range(1, tp + 1) if tp % one == 0):

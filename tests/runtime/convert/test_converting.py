@@ -1,0 +1,267 @@
+"""What is wrong is named, what is begun goes on, nothing looks whole before it is, and little memory is used."""
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autoshard.cli import main
+from autoshard.errors import InputError
+from autoshard.plan.codec import dump
+from autoshard.runtime.convert.copying import JOURNAL, Copying
+from autoshard.spec.model_catalogue import load_model
+from benchmarks.convert_stream import measured
+from tests.ranks.cases import plan_of
+from tests.runtime.convert.cases import converted, cut, read, reduced, same, written
+
+RANK = "dp_rank_00_tp_rank_01_pp_rank_00.pt"
+UP = "model.layers.1.mlp.gate_up_proj.weight"
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Path:
+    return written(tmp_path / "first", reduced("llama3-8b"))
+
+
+@pytest.fixture
+def nxd(first: Path, tmp_path: Path) -> Path:
+    converted(first, tmp_path / "nxd", form="nxd", plan=cut("tp=2,pp=2,dp=1", load_model(first)))
+    return tmp_path / "nxd"
+
+
+@pytest.fixture
+def ours(first: Path, tmp_path: Path) -> Path:
+    converted(first, tmp_path / "ours", form="autoshard", plan=plan_of("tp=2,pp=2,dp=1", load_model(first)))
+    return tmp_path / "ours"
+
+
+def flipped(file: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def shortened(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def changed(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    state = torch.load(file, weights_only=True)
+    change(state)
+    torch.save(state, file)
+
+
+def num_lines(file: Path) -> int:
+    return len(file.read_bytes().splitlines()) if file.exists() else 0
+
+
+class Command:
+    """Runs a command where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("was-run",)
+
+
+NXD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "a file is missing": (lambda f: f.unlink(), (f"{RANK}: there is no such file", "of 2 tp and 2 pp ranks")),
+    "a file is cut off": (shortened, (f"{RANK}: is no whole file of torch.save",)),
+    "a bit is another": (flipped, (f"{RANK}: archive/data/", "its checksum is another")),
+    "a tensor is missing": (lambda f: changed(f, lambda s: s.pop(UP)), (f"{RANK}: {UP}: missing",)),
+    "a tensor of another shape": (
+        lambda f: changed(f, lambda s: s.update({UP: s[UP][1:]})),
+        (f"{RANK}: {UP}: has shape (47, 64), the model asks for (48, 64)",),
+    ),
+    "a tensor of another model": (
+        lambda f: changed(f, lambda s: s.update(sth=s[UP])),
+        (f"{RANK}: sth: is no tensor of this model",),
+    ),
+    "a tensor without fractions": (
+        lambda f: changed(f, lambda s: s.update({UP: s[UP].to(torch.int8)})),
+        (f"{RANK}: {UP}: holds int8, and only",),
+    ),
+    "a program": (lambda f: torch.save({"x": Command()}, f), (f"{RANK}: holds more than tensors", "not unpickled")),
+    "something else": (lambda f: torch.save([1], f), (f"{RANK}: holds no state dict",)),
+    "a file of the old format": (
+        lambda f: torch.save({"x": torch.ones(2)}, f, _use_new_zipfile_serialization=False),
+        (f"{RANK}: is no whole file of torch.save",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "words"), NXD.values(), ids=NXD)
+def test_what_is_wrong_with_files_of_nxd_is_named(
+    spoil: Callable[[Path], object], words: tuple[str, ...], nxd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spoil(nxd / "model" / RANK)
+    with pytest.raises(InputError) as caught:
+        converted(nxd, tmp_path / "last")
+    for word in words:
+        assert word in str(caught.value)
+    assert not (tmp_path / "last").exists() and not (tmp_path / "was-run").exists()
+
+
+def test_keys_whose_copies_differ_are_refused(first: Path, tmp_path: Path) -> None:
+    converted(first, tmp_path / "nxd", form="nxd", plan=cut("tp=8,pp=1,dp=1", load_model(first)), qkv="split")
+    for number in range(8):
+        file = tmp_path / "nxd" / "model" / f"dp_rank_00_tp_rank_{number:02d}_pp_rank_00.pt"
+        changed(
+            file, lambda state, number=number: [one.add_(number) for name, one in state.items() if "weight_k" in name]
+        )
+    with pytest.raises(InputError, match=r"weight_k: keys are copied 4 times, but no other rank's are like these"):
+        converted(tmp_path / "nxd", tmp_path / "last")
+
+
+OURS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a file is missing": (lambda f: f.unlink(), "is damaged: rank-00001.safetensors is missing"),
+    "a file is cut off": (shortened, "is damaged: rank-00001.safetensors has "),
+    "a bit is another": (flipped, "rank-00001.safetensors: weight/layer."),
+}
+
+
+@pytest.mark.parametrize(("spoil", "word"), OURS.values(), ids=OURS)
+def test_what_is_wrong_with_a_checkpoint_is_named(
+    spoil: Callable[[Path], object], word: str, ours: Path, tmp_path: Path
+) -> None:
+    spoil(ours / "step-00000000" / "rank-00001.safetensors")
+    with pytest.raises(InputError) as caught:
+        converted(ours, tmp_path / "last")
+    assert word in str(caught.value) and not (tmp_path / "last").exists()
+
+
+def test_another_model_and_what_is_no_model_are_refused(first: Path, ours: Path, nxd: Path, tmp_path: Path) -> None:
+    other = plan_of("tp=1,pp=1,dp=1", load_model("tiny-llama"))
+    cases: list[tuple[Path, dict[str, Any], str]] = [
+        (first, {"plan": other, "form": "autoshard"}, "hidden: is 64 there and 128 in the plan's tiny-llama"),
+        (first, {"form": "nxd"}, "--to nxd: needs --plan"),
+        (ours, {"model": "tiny-llama"}, "has shape"),
+        (nxd / "model", {"form": "hf"}, "holds no weights that are known"),
+        (tmp_path / "nowhere", {}, "there is no such file or folder"),
+    ]
+    for source, options, word in cases:
+        with pytest.raises(InputError) as caught:
+            converted(source, tmp_path / "last", **options)
+        assert word in str(caught.value), source
+    with pytest.raises(InputError, match="exists already"):
+        converted(first, first)
+
+
+def test_gpt2_has_no_layout_of_nxd(tmp_path: Path) -> None:
+    first = written(tmp_path / "first", reduced("gpt2-xl"))
+    with pytest.raises(InputError, match="NxD has no layout for gpt2"):
+        converted(first, tmp_path / "nxd", form="nxd", plan=cut("tp=2,pp=1,dp=1", load_model(first)))
+
+
+def test_what_is_tied_padded_or_kept_elsewhere(tmp_path: Path) -> None:
+    """A tied head is in NxD's files and not in ours; a run's own dtype can be asked for."""
+    config = {**reduced("llama3-8b"), "tie_word_embeddings": True, "torch_dtype": "float32"}
+    first = written(tmp_path / "first", config)
+    converted(first, tmp_path / "nxd", form="nxd", plan=cut("tp=2,pp=2,dp=1", load_model(first)))
+    state = torch.load(tmp_path / "nxd" / "model" / "dp_rank_00_tp_rank_01_pp_rank_01.pt", weights_only=True)
+    table = read(first)["model.embed_tokens.weight"]
+    assert torch.equal(state["lm_head.weight"][:18], table[19:]) and not state["lm_head.weight"][18:].any()
+    converted(tmp_path / "nxd", tmp_path / "last", dtype="bf16")
+    last = read(tmp_path / "last")
+    assert "lm_head.weight" not in last and {one.dtype for one in last.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "last" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_what_was_written_before_a_failure_is_kept(
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, real, count = cut("tp=2,pp=2,dp=1", load_model(first)), Copying._write, [0]
+
+    def fails(self: Copying, output: Any) -> Any:
+        count[0] += 1
+        if count[0] == 3:
+            raise OSError(28, "No space left on device", output.file)
+        return real(self, output)
+
+    monkeypatch.setattr(Copying, "_write", fails)
+    with pytest.raises(OSError, match="No space"):
+        converted(first, tmp_path / "nxd", form="nxd", plan=plan, workers=1)
+    assert not (tmp_path / "nxd").exists()
+    (tmp_path / "nxd.partial" / "model" / "strange.part").write_text("left by a kill")
+    monkeypatch.undo()
+    done = converted(first, tmp_path / "nxd", form="nxd", plan=plan)
+    assert 0.3 < done.kept_bytes / done.num_bytes < 0.9
+    converted(tmp_path / "nxd", tmp_path / "last")
+    same(read(first), read(tmp_path / "last"))
+
+
+def test_what_was_begun_from_another_source_is_not_kept(first: Path, tmp_path: Path) -> None:
+    aside = tmp_path / "last.partial"
+    aside.mkdir()
+    (aside / JOURNAL).write_text(json.dumps("of another") + "\n")
+    (aside / "model.safetensors").write_text("of another")
+    assert converted(first, tmp_path / "last").kept_bytes == 0
+    same(read(first), read(tmp_path / "last"))
+    assert not (tmp_path / "last" / JOURNAL).exists() and not aside.exists()
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
+    config = {**reduced("llama3-8b"), "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 20000}
+    first = written(tmp_path / "first", config)
+    (tmp_path / "plan.json").write_text(dump(cut("tp=8,pp=4,dp=1", load_model(first))))
+    command = [sys.executable, "-m", "autoshard.cli", "convert", str(first), str(tmp_path / "nxd")]
+    command += ["--plan", str(tmp_path / "plan.json"), "--json"]
+    kills, journal = 0, tmp_path / "nxd.partial" / JOURNAL
+    while True:
+        known = num_lines(journal)
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            while process.poll() is None and num_lines(journal) < max(known, 1) + 9:
+                time.sleep(0.001)
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+            found = process.stdout.read() if process.stdout else b""
+        if process.returncode == 0:
+            break
+        assert not (tmp_path / "nxd").exists() and num_lines(journal) > known
+    assert kills > 0 and (tmp_path / "nxd" / "done").exists()
+    assert json.loads(found)["kept_bytes"] > 0 and json.loads(found)["files"] == 32
+    converted(tmp_path / "nxd", tmp_path / "last")
+    same(read(first), read(tmp_path / "last"))
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """A model of 630 MB, a table of 205 MB in it, in files of 39 to 316 MB, in both directions."""
+    small = {"hidden": 2048, "ffn": 5632, "num_heads": 16, "num_kv_heads": 4, "num_layers": 2, "vocab": 50_000}
+    small["head_dim"] = 128
+
+    found = measured(replace(load_model("llama3-8b"), **small), 1, "tp=4,pp=2,dp=1")
+    assert max(one.peak_bytes for one in found) < 400 * 2**20, found
+
+
+def test_the_command_says_what_it_did_and_what_is_wrong(
+    first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(dump(plan_of("tp=2,pp=2,dp=1", load_model(first))))
+    assert main(["convert", str(first), str(tmp_path / "ours"), "--plan", str(plan)]) == 0
+    assert f"{tmp_path / 'ours'} (autoshard): " in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "last.pt"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["to"] == "pt"
+    assert main(["convert", str(first), str(tmp_path / "ours")]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["convert", str(first), str(tmp_path / "x"), "--qkv", "split"]) == 2
+    assert "--qkv: is for NxD's files" in capsys.readouterr().err
+    state = torch.load(tmp_path / "last.pt", weights_only=True)
+    same(state, read(first))
+    header = (first / "model.safetensors").read_bytes()
+    (first / "model.safetensors").write_bytes(header[: 8 + struct.unpack("<Q", header[:8])[0] + 1000])
+    assert main(["convert", str(first), str(tmp_path / "y")]) == 2
+    assert "is cut off" in capsys.readouterr().err
