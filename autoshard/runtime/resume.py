@@ -15,7 +15,7 @@ from autoshard.runtime.checkpoint.index import RunState
 from autoshard.runtime.checkpoint.places import Place, StorageError
 from autoshard.runtime.checkpoint.saver import load
 from autoshard.runtime.checkpoint.shelf import Checkpoint, Shelf, newest, refuse_other
-from autoshard.runtime.weights import read_weights
+from autoshard.runtime.weights import is_foreign, read_weights
 
 Begun = tuple[RunState, tuple[str, ...]]  # and what the user should know of it
 Value = TypeVar("Value")
@@ -105,16 +105,16 @@ def _candidates(shelf: Shelf, resume: str | int) -> Iterator[Checkpoint]:
 
 
 def _initialised(path: str, plan: Plan, engine: Engine, group: Any) -> str:
-    """Fill the weights alone, from a checkpoint or from a folder of Hugging Face."""
+    """Fill the weights alone, from a checkpoint of autoshard or of NxD, or from a folder of Hugging Face."""
     pieces = [piece for piece in engine.pieces() if piece.part == "weight"]
-    if (Path(path) / "config.json").is_file():
+    if is_foreign(Path(path)):
         read_weights(Path(path), plan, pieces)
         engine.restored(0)
         return f"weights from {path}"
     place = Place.of(path, "init_weights")
     checkpoint, remarks = told(lambda: newest(place), group)
     if checkpoint is None:
-        message = f"{path} holds neither a checkpoint of autoshard nor a config.json with safetensors"
+        message = f"{path} holds neither a checkpoint of autoshard nor a config.json with safetensors or files of NxD"
         raise InputError.of("init_weights", "; ".join([message, *remarks]))
     refuse_other(checkpoint.index, pieces, place.path(checkpoint.folder))
     load(Shelf(place=place), checkpoint, pieces, group)

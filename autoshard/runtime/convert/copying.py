@@ -1,10 +1,10 @@
 """The copy itself: file by file from a source, in threads, in little memory, taken up after a kill."""
 
+import fcntl
 import hashlib
 import json
 import math
 import os
-import shutil
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +16,7 @@ from typing import IO, Literal
 import torch
 
 from autoshard.engine.patches import Patch
+from autoshard.errors import InputError
 from autoshard.runtime.checkpoint.writer import header_of, is_finite
 from autoshard.runtime.convert.pickled import StateFile
 from autoshard.runtime.convert.stored import Source
@@ -86,40 +87,51 @@ class Copying:
 
     def run(self, workers: int) -> list[Written]:
         """Write what is not there yet; the first failure ends all."""
-        written = self._begun()
-        left = [one for one in self._outputs if one.file not in written]
-        self._advance(0)
-        threads, num_threads = torch.get_num_threads(), min(workers, max(1, len(left)))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with ThreadPoolExecutor(num_threads) as pool:
-                tasks = [pool.submit(self._write, one) for one in left]
-                try:
-                    done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
-                    written |= {one.file: one for one in (task.result() for task in done)}
-                except BaseException:
-                    self._stop.set()
-                    pool.shutdown(cancel_futures=True)
-                    raise
+            with (self._folder / JOURNAL).open("a+", encoding="utf-8") as journal:
+                return self._run(journal, workers)
         finally:
             torch.set_num_threads(threads)
+
+    def _run(self, journal: IO[str], workers: int) -> list[Written]:
+        written = self._begun(journal)
+        left = [one for one in self._outputs if one.file not in written]
+        self._advance(0)
+        with ThreadPoolExecutor(min(workers, max(1, len(left)))) as pool:
+            tasks = [pool.submit(self._write, one, journal) for one in left]
+            try:
+                done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
+                written |= {one.file: one for one in (task.result() for task in done)}
+            except BaseException:
+                self._stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
         return [written[one.file] for one in self._outputs]
 
-    def _begun(self) -> dict[str, Written]:
+    def _begun(self, journal: IO[str]) -> dict[str, Written]:
         """Take up what a journal of just this conversion says; anything else in the folder is removed."""
-        journal, written, sign = self._folder / JOURNAL, dict[str, Written](), self._sign()
-        lines = journal.read_text(encoding="utf-8").split("\n")[:-1] if journal.is_file() else []
-        if lines and json.loads(lines[0]) == sign:
-            for line in lines[1:]:
-                one = json.loads(line)
-                one = Written(**{**one, "starts": tuple(one["starts"]), "crc32s": tuple(one["crc32s"])})
-                path = self._folder / one.file
-                if path.is_file() and path.stat().st_size == one.num_bytes:
-                    written[one.file] = one
-        elif self._folder.exists():
-            shutil.rmtree(self._folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        journal.write_text("".join(json.dumps(one) + "\n" for one in (sign, *map(asdict, written.values()))))
+        try:
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError.of(str(self._folder), "another process converts into it. Wait for it") from None
+        journal.seek(0)
+        written, sign, lines = dict[str, Written](), self._sign(), journal.read().split("\n")[:-1]
+        for line in lines[1:] if lines and json.loads(lines[0]) == sign else []:
+            one = json.loads(line)
+            one = Written(**{**one, "starts": tuple(one["starts"]), "crc32s": tuple(one["crc32s"])})
+            path = self._folder / one.file
+            if path.is_file() and path.stat().st_size == one.num_bytes:
+                written[one.file] = one
+        for path in (one for one in self._folder.rglob("*") if one.is_file() and one.name != JOURNAL):
+            if str(path.relative_to(self._folder)) not in written:
+                path.unlink()
+        journal.seek(0)
+        journal.truncate()
+        journal.writelines(json.dumps(one) + "\n" for one in (sign, *map(asdict, written.values())))
+        journal.flush()
         self._kept = self._done = sum(one.num_bytes for one in self._outputs if one.file in written)
         return written
 
@@ -129,7 +141,7 @@ class Copying:
         read = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()]
         return hashlib.sha256(repr((read, self._outputs)).encode()).hexdigest()
 
-    def _write(self, output: Output) -> Written:
+    def _write(self, output: Output, journal: IO[str]) -> Written:
         path = self._folder / output.file
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f"{path.name}.part")
@@ -154,7 +166,7 @@ class Copying:
             crc32s=tuple(crc32 for crc32, _ in sums), finite=all(finite for _, finite in sums),
         )  # fmt: skip
         aside.rename(path)
-        with self._lock, (self._folder / JOURNAL).open("a", encoding="utf-8") as journal:
+        with self._lock:
             journal.write(json.dumps(asdict(written)) + "\n")
             journal.flush()
             os.fsync(journal.fileno())

@@ -97,7 +97,8 @@ def finish_ours(
         files={one.file: one.num_bytes for _, one in made},
         tensors=tensors,
     )
-    (folder / FILE).write_bytes(dump_index(index))
+    with Place.of(str(folder)).writing(FILE) as file:
+        file.write(dump_index(index))
 
 
 def fresh() -> RunState:

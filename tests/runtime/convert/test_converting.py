@@ -1,5 +1,6 @@
 """What is wrong is named, what is begun goes on, nothing looks whole before it is, and little memory is used."""
 
+import fcntl
 import json
 import os
 import signal
@@ -182,11 +183,11 @@ def test_what_was_written_before_a_failure_is_kept(
 ) -> None:
     plan, real, count = cut("tp=2,pp=2,dp=1", load_model(first)), Copying._write, [0]
 
-    def fails(self: Copying, output: Any) -> Any:
+    def fails(self: Copying, output: Any, journal: Any) -> Any:
         count[0] += 1
         if count[0] == 3:
             raise OSError(28, "No space left on device", output.file)
-        return real(self, output)
+        return real(self, output, journal)
 
     monkeypatch.setattr(Copying, "_write", fails)
     with pytest.raises(OSError, match="No space"):
@@ -198,6 +199,15 @@ def test_what_was_written_before_a_failure_is_kept(
     assert 0.3 < done.kept_bytes / done.num_bytes < 0.9
     converted(tmp_path / "nxd", tmp_path / "last")
     same(read(first), read(tmp_path / "last"))
+
+
+def test_two_processes_do_not_write_into_each_other(first: Path, tmp_path: Path) -> None:
+    aside = tmp_path / "last.partial"
+    aside.mkdir()
+    with (aside / JOURNAL).open("a") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="another process converts into it"):
+            converted(first, tmp_path / "last")
 
 
 def test_what_was_begun_from_another_source_is_not_kept(first: Path, tmp_path: Path) -> None:
