@@ -84,5 +84,5 @@ def _say(done: "Done", time_s: float, *, json: bool) -> None:
         print_json({"target": str(done.folder), "to": done.form, **found})
         return
     kept = f", {format_bytes(done.kept_bytes)} of them before" if done.kept_bytes else ""
-    size = format_bytes(done.num_bytes)
-    print(f"{done.folder} ({done.form}): {size} in {done.num_files} files{kept}, {format_seconds(time_s)}")
+    size, files = format_bytes(done.num_bytes), "1 file" if done.num_files == 1 else f"{done.num_files} files"
+    print(f"{done.folder} ({done.form}): {size} in {files}{kept}, {format_seconds(time_s)}")
