@@ -20,11 +20,11 @@ from autoshard.engine.ran import Saved
 from autoshard.engine.torch.engine import TorchEngine, build
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
+from autoshard.runtime.checkpoint.files import folder_of
 from autoshard.runtime.checkpoint.index import RunState
 from autoshard.runtime.checkpoint.places import Place
 from autoshard.runtime.checkpoint.saver import Saver, load
 from autoshard.runtime.checkpoint.shelf import Shelf
-from autoshard.runtime.checkpoint.writer import folder_of
 from autoshard.runtime.data.synthetic import synthetic_step
 from autoshard.runtime.launch import Placing, launch
 from autoshard.search.planner import Request, plan_at

@@ -21,7 +21,7 @@ from autoshard.engine.hf_weights import HfNames
 from autoshard.errors import RunFailed
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump
-from autoshard.runtime.checkpoint.writer import header_of
+from autoshard.runtime.checkpoint.files import header_of
 from autoshard.runtime.convert.hf import hf_outputs, hf_source
 from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster

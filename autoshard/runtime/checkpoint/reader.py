@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from autoshard.engine.pieces import Piece
+from autoshard.runtime.checkpoint.files import DTYPES
 from autoshard.runtime.checkpoint.index import Index, StoredBox
 from autoshard.runtime.checkpoint.places import Place, StorageError, persistent
-from autoshard.runtime.checkpoint.writer import DTYPES
 
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 

@@ -6,9 +6,9 @@ from itertools import groupby, islice
 
 from autoshard.engine.pieces import Piece
 from autoshard.errors import InputError
+from autoshard.runtime.checkpoint.files import folder_of, step_of
 from autoshard.runtime.checkpoint.index import FILE, Index, load_index
 from autoshard.runtime.checkpoint.places import Place, StorageError
-from autoshard.runtime.checkpoint.writer import folder_of, step_of
 from autoshard.spec.training import Checkpointing
 
 _ASIDE = ".partial"

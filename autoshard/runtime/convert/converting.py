@@ -12,8 +12,8 @@ from autoshard.engine.nxd_names import Qkv
 from autoshard.errors import InputError, require
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
+from autoshard.runtime.checkpoint.files import folder_of
 from autoshard.runtime.checkpoint.places import Place
-from autoshard.runtime.checkpoint.writer import folder_of
 from autoshard.runtime.convert.copying import JOURNAL, Copying, Output, Progress, Written
 from autoshard.runtime.convert.hf import (
     CONFIG,

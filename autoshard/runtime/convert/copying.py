@@ -17,7 +17,7 @@ import torch
 
 from autoshard.engine.patches import Patch
 from autoshard.errors import InputError
-from autoshard.runtime.checkpoint.writer import header_of, is_finite
+from autoshard.runtime.checkpoint.files import header_of, is_finite
 from autoshard.runtime.convert.pickled import StateFile
 from autoshard.runtime.convert.stored import Source
 
@@ -47,6 +47,7 @@ class Output:
     file: str
     entries: tuple[Entry, ...]
     kind: Literal["safetensors", "state"] = "safetensors"
+    summed: bool = False  # whether an index is to say its checksums, and whether its numbers are finite
     metadata: Mapping[str, str] | None = None
 
     @property
@@ -152,12 +153,12 @@ class Copying:
                 starts = [0] * len(table)
                 with StateFile(stream, table) as state:
                     for number, entry in enumerate(output.entries):
-                        state.write(number, entry.num_bytes, self._summed(entry, sums, stream))
+                        state.write(number, entry.num_bytes, self._raw(entry, stream, sums if output.summed else None))
             else:
                 head, (*starts, _) = header_of(table, output.metadata)
                 stream.write(head)
                 for entry in output.entries:
-                    for chunk in self._summed(entry, sums, stream):
+                    for chunk in self._raw(entry, stream, sums if output.summed else None):
                         stream.write(chunk)
             stream.flush()
             os.fsync(stream.fileno())
@@ -172,18 +173,19 @@ class Copying:
             os.fsync(journal.fileno())
         return written
 
-    def _summed(self, entry: Entry, sums: list[tuple[int, bool]], stream: IO[bytes]) -> Iterator[memoryview]:
+    def _raw(self, entry: Entry, stream: IO[bytes], sums: list[tuple[int, bool]] | None) -> Iterator[memoryview]:
         """Yield the bytes of a tensor for a stream; then note their checksum and whether all numbers are finite."""
         crc32, finite = 0, True
         for numbers in self._chunks(entry):
-            raw = numbers.reshape(-1).view(torch.uint8).numpy().data
-            crc32, finite = zlib.crc32(raw, crc32), finite and is_finite(numbers)
-            before = stream.tell()
+            raw, before = numbers.reshape(-1).view(torch.uint8).numpy().data, stream.tell()
+            if sums is not None:
+                crc32, finite = zlib.crc32(raw, crc32), finite and is_finite(numbers)
             yield raw
             if hasattr(os, "posix_fadvise"):  # begin to write to the disk, and keep the cache for what is read
                 os.posix_fadvise(stream.fileno(), 0, before, os.POSIX_FADV_DONTNEED)
             self._advance(len(raw))
-        sums.append((crc32, finite))
+        if sums is not None:
+            sums.append((crc32, finite))
 
     def _chunks(self, entry: Entry) -> Iterator[torch.Tensor]:
         row = math.prod(entry.shape[1:])
@@ -191,11 +193,17 @@ class Copying:
         is_padded = sum(math.prod(patch.box[1]) for patch in entry.patches) < math.prod(entry.shape)
         for low in range(0, entry.shape[0], rows):
             high = min(low + rows, entry.shape[0])
-            numbers = self._room((high - low) * row, entry.dtype).view(high - low, *entry.shape[1:])
+            parts = [part for whole in entry.patches for part in whole.rows(low, high)]
+            shape = high - low, *entry.shape[1:]
+            straight = self._source.straight(parts[0], shape, entry.dtype) if len(parts) == 1 else None
+            if straight is not None:
+                yield straight
+                continue
+            numbers = self._room((high - low) * row, entry.dtype).view(shape)
             if is_padded:
                 numbers.zero_()
-            for patch in (part for whole in entry.patches for part in whole.rows(low, high)):
-                self._source.fill(patch.view(numbers), patch.tensor, patch.box[0])
+            for part in parts:
+                self._source.fill(part.view(numbers), part.tensor, part.box[0])
             yield numbers
 
     def _room(self, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -14,10 +14,10 @@ from autoshard.engine.place import Place as Standing
 from autoshard.engine.programs import programs_of
 from autoshard.errors import Fault, InputError
 from autoshard.plan.plan import Plan
+from autoshard.runtime.checkpoint.files import DTYPES, box_name, cut_piece, step_of
 from autoshard.runtime.checkpoint.index import FILE, Index, RunState, StoredBox, StoredTensor, dump_index
 from autoshard.runtime.checkpoint.places import Place
 from autoshard.runtime.checkpoint.shelf import Shelf, newest
-from autoshard.runtime.checkpoint.writer import DTYPES, box_name, cut_piece, step_of
 from autoshard.runtime.convert.copying import Entry, Output, Written
 from autoshard.runtime.convert.stored import Source
 from autoshard.runtime.convert.tensor_files import box_in
@@ -71,7 +71,7 @@ def ours_outputs(plan: Plan | None, source: Source, dtypes: Mapping[str, torch.d
             patch = whole(_ours(part), part.offsets, lengths)
             name = box_name(part.name, part.offsets)
             files[file].append(Entry(name=name, dtype=part.memory.dtype, shape=lengths, patches=(patch,)))
-    return [Output(file=file, entries=tuple(entries)) for file, entries in files.items()]
+    return [Output(file=file, entries=tuple(entries), summed=True) for file, entries in files.items()]
 
 
 def finish_ours(

@@ -16,7 +16,7 @@ import torch
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]
 
 from autoshard.errors import InputError
-from autoshard.runtime.checkpoint.writer import DTYPES
+from autoshard.runtime.checkpoint.files import DTYPES
 from autoshard.runtime.convert.stored import Once, Stored
 
 _TENSORS = ".tensors"  # the folder beside a file of torch_xla's own serialisation, which holds references only

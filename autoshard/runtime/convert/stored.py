@@ -76,6 +76,22 @@ class Source:
             theirs, mine = both
             memory[mine].copy_(patch.view(stored.read())[theirs])
 
+    def straight(self, wanted: Patch, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a file's own memory, where it is just what is wanted of a stored tensor of this shape."""
+        for box, (stored, patch) in self._boxes[wanted.tensor].items():
+            both = _common(box, wanted.box)
+            if both is None:
+                continue
+            view = patch.view(stored.read())[both[0]]
+            if view.numel() != math.prod(shape) or view.dtype != dtype or not view.is_contiguous():
+                return None
+            if not wanted.view(torch.empty(shape, device="meta")).is_contiguous():
+                return None
+            if stored.check:
+                stored.check()
+            return view.view(shape)
+        return None
+
     def _missing(self) -> Iterator[str]:
         for name, shape in self.wanted.items():
             found = sum(math.prod(lengths) for _, lengths in self._boxes[name])

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from autoshard.errors import InputError
-from autoshard.runtime.checkpoint.writer import DTYPES
+from autoshard.runtime.checkpoint.files import DTYPES
 from autoshard.runtime.convert.stored import Once, Stored
 
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}

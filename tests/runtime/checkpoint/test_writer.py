@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
 from autoshard.engine.pieces import Piece
-from autoshard.runtime.checkpoint import saver, writer
+from autoshard.runtime.checkpoint import files, saver
 from autoshard.runtime.checkpoint.index import FILE
 from autoshard.runtime.checkpoint.writer import Known, PieceSavePlanner
 from tests.runtime.training_cases import plan_of, trained
@@ -23,8 +23,8 @@ def test_a_piece_is_cut_into_runs_of_memory_that_are_not_too_large(shape: list[i
     memory = torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape)
     piece = Piece(weight="w", part="weight", whole=tuple(shape), offsets=(7,) * len(shape), memory=memory)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "_MOST_BYTES", most)
-        parts = writer.cut_piece(piece)
+        patch.setattr(files, "_MOST_BYTES", most)
+        parts = files.cut_piece(piece)
     assert all(part.memory.nbytes <= most and part.memory.is_contiguous() for part in parts)
     found = torch.full(shape, -1.0)
     for part in parts:
@@ -34,13 +34,13 @@ def test_a_piece_is_cut_into_runs_of_memory_that_are_not_too_large(shape: list[i
     assert torch.equal(found, memory)
 
 
-@pytest.mark.parametrize("dtype", writer.DTYPES)
+@pytest.mark.parametrize("dtype", files.DTYPES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), None])
 def test_one_number_that_is_not_finite_is_found(dtype: torch.dtype, bad: float | None) -> None:
     numbers = torch.full((1001,), torch.finfo(dtype).max, dtype=dtype)  # whose sum overflows
     if bad is not None:
         numbers[500] = bad
-    assert writer.is_finite(numbers) == (bad is None)
+    assert files.is_finite(numbers) == (bad is None)
 
 
 @pytest.mark.ranks
