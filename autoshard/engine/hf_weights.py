@@ -1,13 +1,13 @@
-"""Weights from Hugging Face form to ours and back, for numpy arrays and torch tensors alike."""
+"""The tables of Hugging Face names, expanded for a model: what each of their tensors holds of ours."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from autoshard.engine.hf_names import DERIVED, FUSED, HEADS, HF_NAMES, Form
+from autoshard.engine.hf_names import FUSED, HF_NAMES, Form
 from autoshard.engine.patches import Axes, Patch, Row
-from autoshard.errors import Fault, InputError, nearest
+from autoshard.errors import InputError, nearest
 from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.evaluate import instances
@@ -15,9 +15,6 @@ from autoshard.graph.op import Dims
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
-
-A = TypeVar("A")
-Empty = Callable[..., Any]  # ``numpy.empty`` or ``torch.empty``: called with a shape and ``dtype=``
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,48 +58,6 @@ class HfNames:
             assert patch, f"{row.theirs} is nothing but padding"
             found.setdefault(row.theirs, []).append(patch)
         return found
-
-    def faults(self, found: Mapping[str, tuple[int, ...]]) -> Iterator[Fault]:
-        """Yield what is missing among tensors of these shapes, what nobody knows, and what has another shape."""
-        for name, shape in self.shapes.items():
-            if name not in found:
-                yield Fault(where=name, message="missing")
-            elif found[name] != shape:
-                yield Fault(where=name, message=f"has shape {found[name]}, the model asks for {shape}")
-        needless = (*DERIVED, *HEADS) if self.tied else DERIVED
-        for name in found.keys() - self.shapes.keys():
-            if not name.endswith(needless):
-                yield Fault(where=name, message="is no tensor of this model")
-
-
-def from_hf(family: str, model: ModelSpec, tensors: Mapping[str, A], empty: Empty) -> dict[str, A]:
-    """Return our weights, named as in ``graph/evaluate``, of a whole model in either form."""
-    names = HfNames.fitting(family, model, tensors.keys())
-    shapes = {name: tuple(cast(Any, tensor).shape) for name, tensor in tensors.items()}
-    faults = list(names.faults(shapes))
-    if faults:
-        raise InputError(faults)
-    ours = {name: empty(shape, dtype=_some(tensors).dtype) for name, shape in shapes_of(model).items()}
-    for name, patches in names.patches().items():
-        for patch in patches:
-            ours[patch.tensor][patch.place] = patch.view(tensors[name])
-    return ours | {other: ours[owner] for other, owner in names.tied.items()}
-
-
-def to_hf(
-    family: str, model: ModelSpec, weights: Mapping[str, A], empty: Empty, form: Form = "published"
-) -> dict[str, A]:
-    """Return the tensors of a Hugging Face model with our weights; a tied head is left out, as their files do."""
-    names = HfNames.of(family, model, form)
-    theirs = {name: empty(shape, dtype=_some(weights).dtype) for name, shape in names.shapes.items()}
-    for name, patches in names.patches().items():
-        for patch in patches:
-            patch.view(theirs[name])[...] = cast(Any, weights[patch.tensor])[patch.place]
-    return theirs
-
-
-def _some(tensors: Mapping[str, Any]) -> Any:
-    return next(iter(tensors.values()))
 
 
 def shapes_of(model: ModelSpec) -> Mapping[str, tuple[int, ...]]:

@@ -180,6 +180,10 @@ def indexed(folder: Path, text: str) -> None:
 GATE = "model.layers.0.mlp.gate_proj.weight"
 FAULTS: Mapping[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a tensor is missing": (lambda f: rewritten(f, lambda t: t.pop(GATE)), (f"folder: {GATE}: missing",)),
+    "several faults at once": (
+        lambda f: rewritten(f, lambda t: t.update({"model.layers.0.mlp.extra": t.pop(GATE)})),
+        (f"folder: {GATE}: missing", "model.safetensors: model.layers.0.mlp.extra: is no tensor of this model"),
+    ),
     "a tensor has another shape": (
         lambda f: rewritten(f, lambda t: t.update({GATE: torch.zeros(24, 17)})),
         (f"model.safetensors: {GATE}: has shape (24, 17), the model asks for (24, 16)",),
