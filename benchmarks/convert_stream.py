@@ -48,6 +48,7 @@ class Round:
     num_bytes: int
     copy_s: float
     convert_s: float
+    cpu_s: float  # of the conversion, with the start of Python
     peak_bytes: int  # RssAnon of the process
 
     @property
@@ -134,9 +135,9 @@ def _pair(source: Path, target: Path, way: str, *options: str) -> Round:
     copy_s = _copied_s(files, target.with_name("copy"))
     for file in files:
         forget_pages(file)
-    convert_s, peak_bytes = _converted(source, target, options)
+    convert_s, cpu_s, peak_bytes = _converted(source, target, options)
     num_bytes = sum(file.stat().st_size for file in files)
-    return Round(way=way, num_bytes=num_bytes, copy_s=copy_s, convert_s=convert_s, peak_bytes=peak_bytes)
+    return Round(way=way, num_bytes=num_bytes, copy_s=copy_s, convert_s=convert_s, cpu_s=cpu_s, peak_bytes=peak_bytes)
 
 
 def _copied_s(files: Sequence[Path], target: Path) -> float:
@@ -152,19 +153,24 @@ def _copied_s(files: Sequence[Path], target: Path) -> float:
     return copy_s
 
 
-def _converted(source: Path, target: Path, options: Sequence[str]) -> tuple[float, int]:
+def _converted(source: Path, target: Path, options: Sequence[str]) -> tuple[float, float, int]:
     """Run the command; look at its own memory while it runs."""
     command = [sys.executable, "-m", "autoshard.cli", "convert", str(source), str(target), *options, "--json"]
     start_s, peak = time.perf_counter(), 0
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None:
-        peak = max(peak, _anonymous_bytes(process.pid))
-        time.sleep(_LOOK_S)
-    time_s = time.perf_counter() - start_s
-    if process.returncode:
-        _, told = process.communicate()
-        raise RunFailed(f"{' '.join(command)}: {told}")
-    return time_s, peak
+    with tempfile.TemporaryFile("w+") as told:
+        process = subprocess.Popen(command, stdout=told, stderr=told)
+        while True:
+            done, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if done:
+                break
+            peak = max(peak, _anonymous_bytes(process.pid))
+            time.sleep(_LOOK_S)
+        time_s = time.perf_counter() - start_s
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            told.seek(0)
+            raise RunFailed(f"{' '.join(command)}: {told.read()}")
+    return time_s, usage.ru_utime + usage.ru_stime, peak
 
 
 def _anonymous_bytes(pid: int) -> int:
@@ -189,7 +195,11 @@ def judge(found: Sequence[Round]) -> Result:
     extras: dict[str, float | int | str | bool | None] = {}
     for one in found:
         way = one.way.replace(" ", "_")
-        extras |= {f"{way}_ratio": round(one.ratio, 3), f"{way}_s": round(one.convert_s, 2)}
+        extras |= {
+            f"{way}_ratio": round(one.ratio, 3),
+            f"{way}_s": round(one.convert_s, 2),
+            f"{way}_cpu_s": round(one.cpu_s, 2),
+        }
         extras |= {f"{way}_copy_s": round(one.copy_s, 2), f"{way}_peak_mib": round(one.peak_bytes / 2**20)}
     return Result(
         name="convert_stream",

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.convert_stream import Round, judge
 
-ROUND = Round(way="to nxd", num_bytes=10**9, copy_s=2.0, convert_s=3.0, peak_bytes=2**29)
+ROUND = Round(way="to nxd", num_bytes=10**9, copy_s=2.0, convert_s=3.0, cpu_s=1.0, peak_bytes=2**29)
 
 
 @pytest.mark.parametrize("worse", [{"convert_s": 4.1}, {"peak_bytes": 2**31}])
