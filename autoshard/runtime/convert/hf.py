@@ -73,7 +73,7 @@ def finish_hf(folder: Path, outputs: Sequence[Output], config: Mapping[str, Any]
         total = sum(one.num_bytes for one in outputs)
         write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     kinds = {str(entry.dtype).removeprefix("torch.") for one in outputs for entry in one.entries}
-    told = "torch_dtype" if "torch_dtype" in config else "dtype"
+    told = "dtype" if "dtype" in config else "torch_dtype"  # as transformers 5 and 4 write it; both read the latter
     write_json(folder / CONFIG, {**config, **({told: kinds.pop()} if len(kinds) == 1 else {})})
 
 
