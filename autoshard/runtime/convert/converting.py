@@ -144,6 +144,8 @@ def _known(asked: Asked, form: Form) -> _Known:
     card = model.name if model and model.name in model_names() and load_model(model.name) == model else None
     if model is None or (needs and card is None):
         message = "nothing beside it says which model it is. Type --model with a card's name or a config.json"
+        if model is not None:
+            message = f"its model, {model.name}, has no card. Type --model with the config.json of its plan"
         raise InputError.of(str(asked.source), message)
     return _Known(model=model, config=load_config(card) if card else None)
 

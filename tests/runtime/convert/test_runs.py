@@ -1,9 +1,12 @@
 """Runs begin with what was converted, and go on with a state that was cut anew."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from autoshard.errors import InputError
+from autoshard.plan.codec import dump
 from tests.runtime.convert.cases import converted, cut
 from tests.runtime.training_cases import plan_of, trained
 
@@ -35,3 +38,12 @@ def test_weights_of_every_form_begin_a_run_alike(tmp_path: Path) -> None:
         for where, path in {"run": at, **{name: tmp_path / name for name in ("hf", "ours", "nxd")}}.items()
     }
     assert len(set(losses.values())) == 1, losses
+
+
+def test_a_run_of_a_model_without_a_card_says_that_its_configuration_is_needed(tmp_path: Path) -> None:
+    plan = plan_of("tp=1,pp=1,dp=1")
+    mine = replace(plan, model=replace(plan.model, name="mine"))
+    trained(mine, tmp_path, 1)
+    (tmp_path / "plan.json").write_text(dump(mine))
+    with pytest.raises(InputError, match=r"its model, mine, has no card\. Type --model with the config\.json"):
+        converted(tmp_path, tmp_path / "out")
