@@ -125,3 +125,33 @@ def test_training_waits_for_the_compile_job_and_ends_with_it(compiles: bool, slu
     told = (tmp_path / "told").read_text(encoding="utf-8").splitlines()
     assert len(told) == (2 if compiles else 1) and "--nproc-per-node 1 " in told[0]
     assert not compiles or ("--nproc-per-node 32 " in told[1] and told[1].endswith("--out " + f"{tmp_path}/job/run"))
+
+
+def test_the_tasks_of_a_sweep_leave_their_rows_for_whoever_gathers_them(slurm: Slurm, tmp_path: Path) -> None:
+    base = {"model": "tiny-llama", "cluster": "local", "seq_len": 32, "global_batch": 4, "steps": 2}
+    (tmp_path / "two.yaml").write_text(json.dumps({"mode": "run", "base": base, "grid": {"ranks": [1, 2]}}))
+    words = [sys.executable, "-m", "autoshard.cli", "sweep", "two.yaml", "--out", "out"]
+    variables = slurm.variables | {"PYTHONPATH": str(ROOT)}
+
+    def typed(*more: str) -> str:
+        done = subprocess.run([*words, *more], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+        assert not done.returncode, done.stdout + done.stderr
+        return done.stdout
+
+    assert "next: sbatch out/array.sbatch" in typed("--scheduler", "slurm")
+    done = subprocess.run(
+        ["sbatch", "--parsable", "out/array.sbatch"],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    number = done.stdout.strip()
+    until(lambda: not slurm.call("squeue", "--noheader", "--jobs", number).strip(), "all tasks have ended")
+    logs = "\n".join(path.read_text(encoding="utf-8") for path in sorted((tmp_path / "out").glob("task-*.log")))
+    assert "2 of 2 points are done already" in typed(), logs
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    assert sorted((row["ranks"], row["status"], row["num_steps"]) for row in rows) == [(1, "ran", 2), (2, "ran", 2)], (
+        logs
+    )
