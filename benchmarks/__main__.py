@@ -88,14 +88,16 @@ def _logged(said: Iterable[Result], results: Sequence[Result]) -> list[str]:
     """Show results on W&B as a sweep shows its points: a group, a run for each, a table; return notes."""
     if importlib.util.find_spec("wandb") is None:
         raise InputError.of("--wandb", "needs the wandb extra: pip install 'autoshard[wandb]'")
-    from autoshard.sweep.on_wandb import Group, Shown
+    from autoshard.sweep.on_wandb import ShownRun, WandbGroup
 
     name = f"benchmarks-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     folder = Path("runs") / name
     folder.mkdir(parents=True)
     config = {"autoshard": __version__, "python": platform.python_version(), "machine": platform.platform()}
-    group = Group(project="autoshard", name=name, folder=folder, kind="benchmark", charts={"values": ("name", "value")})
-    shown = (Shown(key=one.name, name=one.name, config=config, summary=one.row()) for one in said)
+    group = WandbGroup(
+        project="autoshard", name=name, folder=folder, kind="benchmark", charts={"values": ("name", "value")}
+    )
+    shown = (ShownRun(key=one.name, name=one.name, config=config, summary=one.row()) for one in said)
     return group.show(shown, lambda: [one.row() for one in results])
 
 

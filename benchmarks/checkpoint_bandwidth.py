@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.engine.base import Allows, Run, StepReport
-from autoshard.engine.ran import Saved
+from autoshard.engine.ran import SavedStep
 from autoshard.engine.torch.engine import TorchEngine, build
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
@@ -121,7 +121,7 @@ class _Rank:
     def round(self, number: int) -> Round:
         """Save beside a step, save alone, copy what was saved, load it."""
         plain_step_s = _slowest(self.step)
-        beside: list[tuple[Saved, float]] = []
+        beside: list[tuple[SavedStep, float]] = []
         step_s = _slowest(lambda: beside.append(self.step_and_save(2 * number)))
         saved, started_s = beside[0]
         with _peak() as save_peak:
@@ -144,7 +144,7 @@ class _Rank:
             load_peak_bytes=int(_most(load_peak[0])),
         )
 
-    def step_and_save(self, number: int) -> tuple[Saved, float]:
+    def step_and_save(self, number: int) -> tuple[SavedStep, float]:
         """Start a save, and take a step whose update waits until the state is copied."""
         start_s = time.perf_counter()
         self.saver.begin(_state(number), self.engine.pieces())

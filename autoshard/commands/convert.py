@@ -53,12 +53,12 @@ def convert(
         (tokenizer is None or tokenizer.is_dir(), "--tokenizer", f"there is no folder {tokenizer}"),
     )
     try:
-        from autoshard.runtime.convert.converting import Asked, convert as converted
+        from autoshard.runtime.convert.converting import Conversion, convert as converted
     except ModuleNotFoundError as error:
         raise InputError.of("autoshard convert", f"needs {error.name}: pip install 'autoshard[torch]'") from None
     cut, form = _cut(plan, target, to)
     require((qkv is None or form == "nxd", "--qkv", f"is for NxD's files, and {target} is to be {form}"))
-    asked = Asked(
+    asked = Conversion(
         source=source, target=target, plan=cut, form=form, model=model, dtype=dtype, tokenizer=tokenizer, qkv=qkv,
         workers=num_workers,
     )  # fmt: skip

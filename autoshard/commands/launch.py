@@ -18,7 +18,7 @@ _MADE = "Made by autoshard launch."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class JobPlace:
     """Where a job runs, as its scheduler wants to be told.
 
     Args:
@@ -63,7 +63,7 @@ def launch(
     setup: str | None = None,
     submit: bool = False,
     json: bool = False,
-    place: Place,
+    place: JobPlace,
     training: Training,
     question: OfRecipe,
 ) -> int:
@@ -110,7 +110,7 @@ def launch(
     return code
 
 
-def _files(job: "Job", scheduler: "Scheduler", place: Place) -> "Files":
+def _files(job: "Job", scheduler: "Scheduler", place: JobPlace) -> "Files":
     from autoshard.jobs.kubernetes import KubernetesWants, kubernetes_files
     from autoshard.jobs.shell import torchrun_files
     from autoshard.jobs.slurm import SlurmWants, slurm_files

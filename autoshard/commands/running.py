@@ -141,12 +141,12 @@ class Shown:
 
     def __call__(self, said: Any) -> None:
         """Show one thing that a rank said."""
-        from autoshard.engine.ran import Saved, Started
+        from autoshard.engine.ran import SavedStep, Started
 
         if isinstance(said, Started):
             self._begin(said)
-        elif isinstance(said, Saved | str):
-            self.has_saved = self.has_saved or isinstance(said, Saved)
+        elif isinstance(said, SavedStep | str):
+            self.has_saved = self.has_saved or isinstance(said, SavedStep)
             self.say(str(said))
         else:
             assert self._steps is not None, "a run starts before its steps"

@@ -12,8 +12,8 @@ from autoshard.errors import InputError, RunFailed, require
 
 if TYPE_CHECKING:
     from autoshard.sweep.points import Sweep
-    from autoshard.sweep.table import Rows
-    from autoshard.sweep.work import Job, Row
+    from autoshard.sweep.table import RowFile
+    from autoshard.sweep.work import Row, SweepJob
 
 _SWEEPS = Path("sweeps")
 
@@ -48,7 +48,7 @@ def sweep(
     """
     from autoshard.runtime.folder import locked
     from autoshard.sweep.points import load_sweep, place_of, points_of
-    from autoshard.sweep.table import Rows
+    from autoshard.sweep.table import RowFile
     from autoshard.sweep.work import jobs_of
 
     _refuse(jobs, task, wandb, wandb_agent, scheduler, parquet)
@@ -66,7 +66,7 @@ def sweep(
     if task is not None:
         return _task(everything, task, folder)
     with locked(folder):
-        rows = Rows(folder)
+        rows = RowFile(folder)
         if retry:
             rows.forget_failed()
         left = jobs_of([one for one in points if one.id not in rows.rows], asked.mode, folder, asked.rehearse)
@@ -92,15 +92,15 @@ def _refuse(
     )
 
 
-def _done(left: "Sequence[Job]", num_points: int, rows: "Rows", num_workers: int, *, silent: bool) -> None:
+def _done(left: "Sequence[SweepJob]", num_points: int, rows: "RowFile", num_workers: int, *, silent: bool) -> None:
     """Do the jobs that are left, and keep their rows as they come."""
-    from autoshard.commands.sweeping import Progress
+    from autoshard.commands.sweeping import SweepProgress
     from autoshard.sweep.crew import done_by
 
     num_left = sum(len(job.points) for job in left)
     if num_left < num_points and not silent:
         print(f"{num_points - num_left} of {num_points} points are done already")
-    with Progress(num_points, num_points - num_left, silent=silent) as progress:
+    with SweepProgress(num_points, num_points - num_left, silent=silent) as progress:
         for found in done_by(left, min(num_workers, len(left)), progress.begun):
             rows.add(found)
             progress.ended(found)
@@ -136,7 +136,7 @@ def _concluded(
     return 0
 
 
-def _array(asked: "Sweep", jobs: "Sequence[Job]", source: Path, folder: Path) -> int:
+def _array(asked: "Sweep", jobs: "Sequence[SweepJob]", source: Path, folder: Path) -> int:
     """Write a job array, a task for each job."""
     from autoshard.sweep.array import array_script
 
@@ -148,7 +148,7 @@ def _array(asked: "Sweep", jobs: "Sequence[Job]", source: Path, folder: Path) ->
     return 0
 
 
-def _task(jobs: "Sequence[Job]", number: int, folder: Path) -> int:
+def _task(jobs: "Sequence[SweepJob]", number: int, folder: Path) -> int:
     """Do one task of a job array; its rows wait in the folder until a sweep gathers them."""
     from autoshard.sweep.table import PARTS, kept_rows, write_part
     from autoshard.sweep.work import rows_of

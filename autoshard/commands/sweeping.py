@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from autoshard.units import format_seconds
 
 if TYPE_CHECKING:
-    from autoshard.sweep.work import Job, Row
+    from autoshard.sweep.work import Row, SweepJob
 
 _MOST_NAMES = 4  # of points that are under way
 
 
-class Progress:
+class SweepProgress:
     """How far a sweep is."""
 
     def __init__(self, num_points: int, num_done: int, *, silent: bool) -> None:
@@ -29,7 +29,7 @@ class Progress:
             self._bar = Bar(*columns, console=Console(stderr=True, markup=False), transient=True)
             self._task = self._bar.add_task("", total=num_points, completed=num_done)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "SweepProgress":
         """Start to draw."""
         if self._bar is not None:
             self._bar.start()
@@ -40,7 +40,7 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def begun(self, job: "Job") -> None:
+    def begun(self, job: "SweepJob") -> None:
         """Note that a job is under way."""
         self._under_way[job.points[0].id] = job.name
         self._draw()

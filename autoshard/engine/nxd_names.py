@@ -32,7 +32,7 @@ _EXPERTS: Mapping[str, tuple[str, Axes]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class Stacked:
     """Parts of a tensor of theirs, one behind the other along an axis; which block of the model it is of."""
 
     rows: tuple[Row, ...]
@@ -45,7 +45,7 @@ class NxdNames:
     """The tensors of one model, whole, or on one rank of tp."""
 
     model: ModelSpec
-    tensors: Mapping[str, Behind]
+    tensors: Mapping[str, Stacked]
     sizes: Mapping[str, int]
     padded: Mapping[str, int]
     cuts: Mapping[str, Range] = field(default_factory=dict[str, Range])
@@ -60,7 +60,7 @@ class NxdNames:
         for row in (*names.rows, *_tied(names)):
             renamed = _renamed(row, qkv)
             found.setdefault(renamed.theirs, []).append(renamed)
-        tensors = {name: Behind(tuple(rows), _axis(rows), _block(name, rows[0])) for name, rows in found.items()}
+        tensors = {name: Stacked(tuple(rows), _axis(rows), _block(name, rows[0])) for name, rows in found.items()}
         return cls(model=model, tensors=tensors, sizes=names.sizes, padded={**names.sizes, "vocab": vocab})
 
     def at(self, rank: TpRank) -> "NxdNames":

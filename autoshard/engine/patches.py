@@ -14,7 +14,7 @@ from typing import Any
 from autoshard.layout.shards import Box, boxes_of
 
 Range = tuple[int, int]
-NOWHERE: Mapping[str, Range] = MappingProxyType({})
+UNCUT: Mapping[str, Range] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +123,12 @@ class Row:
     ours: str
     dims: Axes
 
-    def shape(self, sizes: Mapping[str, int], cuts: Mapping[str, Range] = NOWHERE) -> tuple[int, ...]:
+    def shape(self, sizes: Mapping[str, int], cuts: Mapping[str, Range] = UNCUT) -> tuple[int, ...]:
         """Return the shape of theirs, where of some dims only these ranges are stored."""
         return self.axes.shape({**sizes, **{dim: stop - start for dim, (start, stop) in cuts.items()}})
 
     def patch(
-        self, sizes: Mapping[str, int], cuts: Mapping[str, Range] = NOWHERE, starts: Sequence[int] = ()
+        self, sizes: Mapping[str, int], cuts: Mapping[str, Range] = UNCUT, starts: Sequence[int] = ()
     ) -> Patch | None:
         """Return where ours lies in it, from ``starts`` on; None where all that is stored is padding."""
         chosen, here = dict(self.axes.chosen), self.dims.dims

@@ -72,7 +72,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedStep:
     """A checkpoint that is complete.
 
     >>> print(Saved(step=40, time_s=2.1, blocked_s=0.02))

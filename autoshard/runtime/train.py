@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from autoshard.engine.base import HOST, Builds, Engine, Measured, Run, StepReport
 from autoshard.engine.position import Position, positions_folder
-from autoshard.engine.ran import RunReport, Saved, Started, TimedStep, phase_of
+from autoshard.engine.ran import RunReport, SavedStep, Started, TimedStep, phase_of
 from autoshard.errors import NotFinite
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.index import RunState
@@ -27,7 +27,7 @@ from autoshard.runtime.data.prefetch import Loader, Prepared
 from autoshard.runtime.launch import only_extracts
 from autoshard.runtime.resume import begin, place_of, require_place, told
 
-Say = Callable[[Started | TimedStep | Saved | str], None]
+Say = Callable[[Started | TimedStep | SavedStep | str], None]
 
 _LONGEST = timedelta(hours=12)  # that ranks wait for each other; the watchdog ends steps that hang long before
 _REPORTED = 1000  # steps of a report: the last ones

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from autoshard.errors import require
 from autoshard.sweep.points import Sweep
-from autoshard.sweep.work import Job
+from autoshard.sweep.work import SweepJob
 
 PROGRAM = f"{sys.executable} -m autoshard.cli"
 _AT_A_TIME = 16
 
 
-def array_script(sweep: Sweep, jobs: Sequence[Job], source: Path, folder: Path, program: str = PROGRAM) -> str:
+def array_script(sweep: Sweep, jobs: Sequence[SweepJob], source: Path, folder: Path, program: str = PROGRAM) -> str:
     """Write the script of a job array: a task for each job, which leaves its rows for whoever gathers them."""
     many = {job.name for job in jobs if sweep.mode == "run" and not sweep.rehearse and job.points[0].recipe.nodes > 1}
     message = (

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any
 
-from autoshard.sweep.work import Job, Row, failed, rows_of
+from autoshard.sweep.work import Row, SweepJob, failed, rows_of
 
 
 @dataclass(slots=True, eq=False)
@@ -22,10 +22,10 @@ class _Worker:
 
     process: BaseProcess
     pipe: Connection
-    job: Job | None = None
+    job: SweepJob | None = None
 
 
-def done_by(jobs: Sequence[Job], num_workers: int, begun: Callable[[Job], None]) -> Iterator[list[Row]]:
+def done_by(jobs: Sequence[SweepJob], num_workers: int, begun: Callable[[SweepJob], None]) -> Iterator[list[Row]]:
     """Yield the rows of each job as it is done. When we end, however that happens, so do the processes."""
     context: Any = multiprocessing.get_context("spawn")  # a fork would take along what draws the progress
     waiting, workers = list(reversed(jobs)), list[_Worker]()
@@ -57,7 +57,7 @@ def _hired(context: Any) -> _Worker:
     return _Worker(process=process, pipe=ours)
 
 
-def _give(worker: _Worker, waiting: list[Job], workers: list[_Worker], begun: Callable[[Job], None]) -> None:
+def _give(worker: _Worker, waiting: list[SweepJob], workers: list[_Worker], begun: Callable[[SweepJob], None]) -> None:
     """Hand out the next job, or let a process go for which there is none."""
     if not waiting:
         workers.remove(worker)
@@ -90,7 +90,7 @@ def _work(pipe: Connection) -> None:
     """Do jobs until there are no more, or whoever gives them is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all; who gives the jobs decides
     running: list[subprocess.Popen[str]] = []
-    jobs: SimpleQueue[Job] = SimpleQueue()
+    jobs: SimpleQueue[SweepJob] = SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, jobs, running), daemon=True).start()
     while True:
         rows = rows_of(jobs.get(), running.append)
@@ -98,7 +98,7 @@ def _work(pipe: Connection) -> None:
         pipe.send(rows)
 
 
-def _listen(pipe: Connection, jobs: "SimpleQueue[Job]", running: list[Any]) -> None:
+def _listen(pipe: Connection, jobs: "SimpleQueue[SweepJob]", running: list[Any]) -> None:
     """Take jobs from the pipe; when its other end is closed, stop what runs and end this process."""
     try:
         while True:

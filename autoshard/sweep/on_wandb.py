@@ -13,7 +13,7 @@ from autoshard.runtime.metrics.log import METRICS, scalars
 from autoshard.runtime.metrics.on_wandb import OnWandb
 from autoshard.sweep.points import Sweep, base_of, question
 from autoshard.sweep.table import columns_of
-from autoshard.sweep.work import Job, Row, rows_of
+from autoshard.sweep.work import Row, SweepJob, rows_of
 
 _ID_LENGTH = 16
 _KEPT = "wandb.json"  # the group's token, and which points it has
@@ -30,7 +30,7 @@ Curve = Iterable[tuple[int, Mapping[str, Any]]]  # steps with their numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class ShownRun:
     """One result as a run of a group."""
 
     key: str
@@ -42,7 +42,7 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class WandbGroup:
     """Runs that belong together; a folder keeps which of them were shown, so that none is shown twice."""
 
     project: str
@@ -51,7 +51,7 @@ class Group:
     kind: str  # what the runs are
     charts: Mapping[str, tuple[str, str]]  # title -> x and y, columns of the table
 
-    def show(self, results: Iterable[Shown], rows: Callable[[], Sequence[Row]]) -> list[str]:
+    def show(self, results: Iterable[ShownRun], rows: Callable[[], Sequence[Row]]) -> list[str]:
         """Show results as they come, then the table of all rows; return what the user should know, once."""
         notes: dict[str, None] = {}
         try:
@@ -64,7 +64,7 @@ class Group:
         send = f"kept offline. To send all, type: wandb sync {self.folder.resolve()}/wandb/offline-*"
         return others if len(others) == len(notes) else [*others, f"Weights & Biases: {send}"]
 
-    def _told(self, results: Iterable[Shown], rows: Callable[[], Sequence[Row]]) -> Iterator[str]:
+    def _told(self, results: Iterable[ShownRun], rows: Callable[[], Sequence[Row]]) -> Iterator[str]:
         token, done = self._kept()
         for one in results:
             known = f"{one.key}{' failed' * one.failed}"
@@ -121,7 +121,7 @@ def log_sweep(rows: Sequence[Row], project: str, folder: Path) -> list[str]:
         "dollars over ranks": ("ranks", "usd_per_billion_tokens"),
     }
     charts |= {"measured over predicted": ("ran_predicted_s", "measured_step_time_s")} if ran else {}
-    group = Group(project=project, name=folder.resolve().name, folder=folder, kind=rows[0]["mode"], charts=charts)
+    group = WandbGroup(project=project, name=folder.resolve().name, folder=folder, kind=rows[0]["mode"], charts=charts)
     return group.show(map(_shown, rows), lambda: rows)
 
 
@@ -133,7 +133,7 @@ def chosen_point(sweep: Sweep, folder: Path, out: Path, project: str | None) -> 
     tracker.start({})
     try:
         point = question(sweep, base_of(sweep, folder), dict(_overrides(sweep, tracker.config)), folder)[0]
-        row = rows_of(Job(mode=sweep.mode, points=(point,), folder=out, rehearse=sweep.rehearse))[0]
+        row = rows_of(SweepJob(mode=sweep.mode, points=(point,), folder=out, rehearse=sweep.rehearse))[0]
     except InputError as error:
         tracker.finish({"message": str(error)}, failed=True)
         raise
@@ -142,7 +142,7 @@ def chosen_point(sweep: Sweep, folder: Path, out: Path, project: str | None) -> 
     return row
 
 
-def _tell(tracker: OnWandb, one: Shown) -> None:
+def _tell(tracker: OnWandb, one: ShownRun) -> None:
     """Tell all of a result."""
     for step, values in one.curve:
         tracker.log(step, values)
@@ -159,12 +159,12 @@ def _overrides(sweep: Sweep, chosen: Mapping[str, Any]) -> Iterator[tuple[str, A
             yield name, value
 
 
-def _shown(row: Row) -> Shown:
+def _shown(row: Row) -> ShownRun:
     summary = {f"{name}/predicted": row[name] for name in _PREDICTED if row.get(name) is not None}
     summary |= {name: row[key] for key, name in _MEASURED.items() if row.get(key) is not None}
     summary |= {"message": row["message"]} if row["message"] is not None else {}
     config = {name: value for name, value in row.items() if name not in _RESULTS and not name.startswith("time_s.")}
-    return Shown(
+    return ShownRun(
         key=row["id"], name=row["point"], config=config, summary=summary, curve=_curve(row),
         failed=row["status"] == "failed",
     )  # fmt: skip

@@ -22,7 +22,7 @@ Entries = Mapping[str, Any]  # of a recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class SweepPoint:
     """One question, as the entries of a recipe, and which of its best plans is meant: 1 is the best."""
 
     id: str
@@ -114,13 +114,13 @@ def load_sweep(path: Path) -> Sweep:
         raise error.under(str(path)) from None
 
 
-def points_of(sweep: Sweep, folder: Path) -> tuple[Point, ...]:
+def points_of(sweep: Sweep, folder: Path) -> tuple[SweepPoint, ...]:
     """Return the points of a sweep file in this folder, each question once; all that is wrong with any is one error."""
     count = sweep.frontier
     for choices in sweep.axes.values():
         count *= len(choices)
     require((count <= MOST_POINTS, "points", f"a sweep has at most {MOST_POINTS}, not {count}"))
-    base, faults, found = base_of(sweep, folder), dict[Fault, None](), dict[str, Point]()
+    base, faults, found = base_of(sweep, folder), dict[Fault, None](), dict[str, SweepPoint]()
     for override in sweep.overrides:
         try:
             for point in question(sweep, base, override, folder):
@@ -132,7 +132,7 @@ def points_of(sweep: Sweep, folder: Path) -> tuple[Point, ...]:
     return tuple(found.values())
 
 
-def question(sweep: Sweep, base: Entries, override: Entries, folder: Path) -> list[Point]:
+def question(sweep: Sweep, base: Entries, override: Entries, folder: Path) -> list[SweepPoint]:
     """Return the points of one question: its best plan, and as many more as are asked for."""
     entries = _merged(base, override)
     recipe = recipe_of(entries)
@@ -143,7 +143,7 @@ def question(sweep: Sweep, base: Entries, override: Entries, folder: Path) -> li
     if sweep.mode == "run":
         asked |= {"run": {key: entries[key] for key in TRAINING_KEYS if key in entries}, "rehearse": sweep.rehearse}
     return [
-        Point(id=_id({**asked, "choice": number}), varied=override, entries=entries, choice=number)
+        SweepPoint(id=_id({**asked, "choice": number}), varied=override, entries=entries, choice=number)
         for number in range(1, sweep.frontier + 1)
     ]
 

@@ -11,7 +11,7 @@ from autoshard.sweep.work import Row
 ROWS, PARQUET, PARTS = "rows.jsonl", "rows.parquet", "parts"
 
 
-class Rows:
+class RowFile:
     """The rows of a sweep's folder, in a file to which whole lines are added."""
 
     def __init__(self, folder: Path) -> None:

@@ -20,7 +20,7 @@ from autoshard.plan.plan import Plan
 from autoshard.search.api import request_of, unanswered
 from autoshard.search.planner import search
 from autoshard.spec.recipe import TRAINING_KEYS
-from autoshard.sweep.points import Point
+from autoshard.sweep.points import SweepPoint
 
 Row = dict[str, Any]  # flat: names to numbers, text, truth values or null
 Start = Callable[["subprocess.Popen[str]"], None]
@@ -29,11 +29,11 @@ _AXES = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs", "zero")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SweepJob:
     """Points of one question that are done together: its best plans, or one run."""
 
     mode: Literal["plan", "run"]
-    points: tuple[Point, ...]
+    points: tuple[SweepPoint, ...]
     folder: Path
     rehearse: int | None = None
 
@@ -43,16 +43,18 @@ class Job:
         return self.points[0].name
 
 
-def jobs_of(points: Sequence[Point], mode: Literal["plan", "run"], folder: Path, rehearse: int | None) -> list[Job]:
+def jobs_of(
+    points: Sequence[SweepPoint], mode: Literal["plan", "run"], folder: Path, rehearse: int | None
+) -> list[SweepJob]:
     """Gather points: plans of one question are found by one search, runs are apart."""
-    groups: dict[object, list[Point]] = {}
+    groups: dict[object, list[SweepPoint]] = {}
     for point in points:
         key = point.id if mode == "run" else json.dumps(dict(point.entries), sort_keys=True, default=str)
         groups.setdefault(key, []).append(point)
-    return [Job(mode=mode, points=tuple(group), folder=folder, rehearse=rehearse) for group in groups.values()]
+    return [SweepJob(mode=mode, points=tuple(group), folder=folder, rehearse=rehearse) for group in groups.values()]
 
 
-def rows_of(job: Job, started: Start | None = None) -> list[Row]:
+def rows_of(job: SweepJob, started: Start | None = None) -> list[Row]:
     """Do a job; what goes wrong is a row with its message. ``started`` is told of a run's process."""
     before_s, cpu_s = time.perf_counter(), time.process_time()
     rows: list[Row] = []
@@ -72,12 +74,12 @@ def rows_of(job: Job, started: Start | None = None) -> list[Row]:
     return [{**row, **seconds} for row in rows]
 
 
-def failed(job: Job, message: str) -> list[Row]:
+def failed(job: SweepJob, message: str) -> list[Row]:
     """Return the rows of a job of which nothing came."""
     return [{**_asked(job, point), "status": "failed", "message": message} for point in job.points]
 
 
-def _planned(job: Job) -> Iterator[tuple[Point, Plan | None]]:
+def _planned(job: SweepJob) -> Iterator[tuple[SweepPoint, Plan | None]]:
     """Yield every point with its plan, or None where the question has fewer."""
     request = request_of(job.points[0].recipe)
     found = search(request, max(point.choice for point in job.points))
@@ -94,7 +96,7 @@ def _planned(job: Job) -> Iterator[tuple[Point, Plan | None]]:
         yield point, plan
 
 
-def _asked(job: Job, point: Point) -> Row:
+def _asked(job: SweepJob, point: SweepPoint) -> Row:
     varied = {f"at.{key}": value if _is_plain(value) else json.dumps(value) for key, value in point.varied.items()}
     entries = json.dumps(dict(point.entries), sort_keys=True, default=str)
     return {
@@ -107,7 +109,7 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-def _none(point: Point, rows: Sequence[Row]) -> Row:
+def _none(point: SweepPoint, rows: Sequence[Row]) -> Row:
     return {"status": "no plan", "message": f"the question has {len(rows)} plans, not {point.choice}"}
 
 
@@ -145,7 +147,7 @@ def _predicted(plan: Plan) -> Row:
     }
 
 
-def _ran(job: Job, point: Point, plan: Plan, started: Start | None) -> Row:
+def _ran(job: SweepJob, point: SweepPoint, plan: Plan, started: Start | None) -> Row:
     """Run a plan in a process of its own, and return what was measured; how that fails is said too."""
     path, folder = job.folder / "plans" / f"{point.id}.json", job.folder / "runs" / point.id
     options = path.with_name(f"{point.id}.run.json")

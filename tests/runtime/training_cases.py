@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.engine.base import Measured, Run, whenever_finite
 from autoshard.engine.programs import graph_of
-from autoshard.engine.ran import RunReport, Saved, Started, TimedStep
+from autoshard.engine.ran import RunReport, SavedStep, Started, TimedStep
 from autoshard.engine.torch.executor import Executor
 from autoshard.engine.torch.formats import Formats
 from autoshard.graph.evaluate import random_weights
@@ -67,11 +67,11 @@ class Trained:
 
     @property
     def notes(self) -> str:
-        return "\n".join(str(one) for one in (*self.started.notes, *self.said) if isinstance(one, Saved | str))
+        return "\n".join(str(one) for one in (*self.started.notes, *self.said) if isinstance(one, SavedStep | str))
 
     @property
     def saved_steps(self) -> list[int]:
-        return [one.step for one in self.said if isinstance(one, Saved)]
+        return [one.step for one in self.said if isinstance(one, SavedStep)]
 
 
 def trained(plan: Plan, folder: Path, steps: int, *, build: Any = None, **options: Any) -> Trained:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autoshard.sweep.points import Point, Sweep, points_of
-from autoshard.sweep.work import Job, jobs_of
+from autoshard.sweep.points import Sweep, SweepPoint, points_of
+from autoshard.sweep.work import SweepJob, jobs_of
 
 TINY = {"model": "tiny-llama", "cluster": "local", "seq_len": 64, "global_batch": 16}
 
@@ -15,11 +15,11 @@ def tiny(**more: Any) -> Sweep:
     return Sweep(**{"base": TINY, "grid": {"ranks": (1, 2)}, **more})
 
 
-def points(sweep: Sweep, folder: Path = Path()) -> tuple[Point, ...]:
+def points(sweep: Sweep, folder: Path = Path()) -> tuple[SweepPoint, ...]:
     return points_of(sweep, folder)
 
 
-def jobs(sweep: Sweep, folder: Path) -> list[Job]:
+def jobs(sweep: Sweep, folder: Path) -> list[SweepJob]:
     return jobs_of(points(sweep, folder), sweep.mode, folder, sweep.rehearse)
 
 

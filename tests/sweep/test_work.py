@@ -18,8 +18,8 @@ from autoshard.errors import InputError
 from autoshard.plan.codec import fingerprint, load
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.sweep.crew import done_by
-from autoshard.sweep.table import Rows, write_parquet, write_part
-from autoshard.sweep.work import Job, rows_of
+from autoshard.sweep.table import RowFile, write_parquet, write_part
+from autoshard.sweep.work import SweepJob, rows_of
 from tests.runtime.cases import environment
 from tests.sweep.sweep_cases import TINY, jobs, points, rows_in, statuses, tiny, written
 
@@ -61,7 +61,7 @@ def test_what_has_no_plan_is_a_row_with_the_reason(tmp_path: Path):
 def test_a_process_that_dies_takes_only_its_own_job(tmp_path: Path):
     todo, victim = jobs(tiny(grid={"ranks": (1, 2, 4), "seq_len": (32, 64)}), tmp_path), list[str]()
 
-    def begun(job: Job) -> None:
+    def begun(job: SweepJob) -> None:
         if not victim:
             victim.append(job.points[0].id)
             (child,) = multiprocessing.active_children()
@@ -76,11 +76,11 @@ def test_a_process_that_dies_takes_only_its_own_job(tmp_path: Path):
 
 
 def test_a_cut_line_is_dropped_and_its_point_is_left(tmp_path: Path):
-    rows = Rows(tmp_path)
+    rows = RowFile(tmp_path)
     rows.add([{"id": "a", "status": "planned"}, {"id": "b", "status": "failed"}])
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"id": "c", "sta')
-    again = Rows(tmp_path)
+    again = RowFile(tmp_path)
     assert set(again.rows) == {"a", "b"}
     again.add([{"id": "c", "status": "planned"}])
     assert [row["id"] for row in rows_in(tmp_path)] == ["a", "b", "c"]
@@ -90,16 +90,16 @@ def test_a_cut_line_is_dropped_and_its_point_is_left(tmp_path: Path):
 
 def test_parts_of_a_job_array_are_gathered_once(tmp_path: Path):
     write_part([{"id": "a", "status": "planned"}], tmp_path, "a")
-    assert set(Rows(tmp_path).rows) == {"a"}
+    assert set(RowFile(tmp_path).rows) == {"a"}
     write_part([{"id": "a", "status": "planned"}, {"id": "b", "status": "planned"}], tmp_path, "b")
-    assert set(Rows(tmp_path).rows) == {"a", "b"}
+    assert set(RowFile(tmp_path).rows) == {"a", "b"}
     assert [row["id"] for row in rows_in(tmp_path)] == ["a", "b"] and not list(tmp_path.glob("parts/*"))
 
 
 def test_a_line_that_is_no_row_is_named(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"id": "a", "status": "planned"}\n[]\n')
     with pytest.raises(InputError, match=r"rows.jsonl line 2: is no row of a sweep"):
-        Rows(tmp_path)
+        RowFile(tmp_path)
 
 
 def test_parquet_has_the_same_rows(tmp_path: Path):

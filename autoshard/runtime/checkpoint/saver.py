@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from autoshard.engine.pieces import Piece
-from autoshard.engine.ran import Saved
+from autoshard.engine.ran import SavedStep
 from autoshard.runtime.checkpoint.index import Index, RunState, StoredTensor
 from autoshard.runtime.checkpoint.places import Place, StorageError, persistent
 from autoshard.runtime.checkpoint.reader import PieceLoadPlanner, PieceReader
@@ -30,7 +30,7 @@ _PATIENCE_S = 10.0  # without a byte written, after which a step gives the check
 class Ended:
     """How a save ended."""
 
-    saved: Saved
+    saved: SavedStep
     failure: str = ""  # why there is no checkpoint
 
 
@@ -113,7 +113,7 @@ class Saver:
         finally:
             progress.settled.set()
             time_s = time.monotonic() - start_s
-            self._ended = Ended(saved=Saved(step=state.step, time_s=time_s, remark=remark), failure=failure)
+            self._ended = Ended(saved=SavedStep(step=state.step, time_s=time_s, remark=remark), failure=failure)
 
     def _write(self, state: RunState, pieces: Sequence[Piece], progress: Progress) -> None:
         """Save; on all ranks this fails or on none."""

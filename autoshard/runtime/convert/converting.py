@@ -14,7 +14,7 @@ from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.files import folder_of
 from autoshard.runtime.checkpoint.places import Place
-from autoshard.runtime.convert.copying import JOURNAL, Copying, Output, Progress, Written
+from autoshard.runtime.convert.copying import JOURNAL, Copying, CopyProgress, TargetFile, Written
 from autoshard.runtime.convert.hf import (
     CONFIG,
     copy_companions,
@@ -27,7 +27,7 @@ from autoshard.runtime.convert.hf import (
 )  # fmt: skip
 from autoshard.runtime.convert.nxd import finish_nxd, nxd_folder, nxd_outputs, nxd_source
 from autoshard.runtime.convert.ours import checkpoint_of, finish_ours, fresh, ours_outputs, ours_source
-from autoshard.runtime.convert.stored import Source
+from autoshard.runtime.convert.stored import WeightSource
 from autoshard.runtime.weights import refuse_other_model
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_config, load_model, model_names
@@ -40,7 +40,7 @@ _ASIDE = ".partial"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Conversion:
     """A conversion as the user asks for it."""
 
     source: Path
@@ -96,7 +96,7 @@ def form_of(path: Path) -> Form:
     raise InputError.of(str(path), f"holds no weights that are known: {known}")
 
 
-def convert(asked: Asked, say: Callable[[Progress], None]) -> Done:
+def convert(asked: Conversion, say: Callable[[CopyProgress], None]) -> Done:
     """Convert; what was begun and killed goes on, and nothing has its name before it is whole."""
     form = form_of(asked.source)
     known = _known(asked, form)
@@ -112,9 +112,9 @@ def convert(asked: Asked, say: Callable[[Progress], None]) -> Done:
     outputs = _outputs(asked, known, source, dtypes, final.name)
     aside = final.with_name(f"{final.name}{_ASIDE}")
     _refuse_small_disk(asked.target, aside, sum(one.num_bytes for one in outputs))
-    seen = Progress(done_bytes=0, all_bytes=0, kept_bytes=0)
+    seen = CopyProgress(done_bytes=0, all_bytes=0, kept_bytes=0)
 
-    def note(now: Progress) -> None:
+    def note(now: CopyProgress) -> None:
         nonlocal seen
         seen = now
         say(now)
@@ -128,7 +128,7 @@ def convert(asked: Asked, say: Callable[[Progress], None]) -> Done:
     )
 
 
-def _known(asked: Asked, form: Form) -> _Known:
+def _known(asked: Conversion, form: Form) -> _Known:
     """Find out which model it is: from --model, from beside the weights, or from a plan."""
     needs = "hf" in (form, asked.form) or {"pt", "nxd"} & {form, asked.form}
     for where in (asked.model, *(str(one) for one in _folders(asked.source, form) if (one / CONFIG).is_file())):
@@ -157,7 +157,7 @@ def _folders(source: Path, form: Form) -> Sequence[Path]:
     return (source.parent if source.is_file() else source), *([source / "model"] if form == "nxd" else [])
 
 
-def _opened(path: Path, form: Form, known: _Known) -> Source:
+def _opened(path: Path, form: Form, known: _Known) -> WeightSource:
     if form == "autoshard":
         found = checkpoint_of(path)
         assert found, "its form says so"
@@ -170,8 +170,8 @@ def _opened(path: Path, form: Form, known: _Known) -> Source:
 
 
 def _outputs(
-    asked: Asked, known: _Known, source: Source, dtypes: Mapping[str, torch.dtype], name: str
-) -> Sequence[Output]:
+    asked: Conversion, known: _Known, source: WeightSource, dtypes: Mapping[str, torch.dtype], name: str
+) -> Sequence[TargetFile]:
     if asked.form == "autoshard":
         return ours_outputs(asked.plan, source, dtypes)
     if asked.form == "nxd":
@@ -184,7 +184,11 @@ def _outputs(
 
 
 def _finish(
-    asked: Asked, known: _Known, source: Source, made: tuple[Sequence[Output], Sequence[Written]], aside: Path
+    asked: Conversion,
+    known: _Known,
+    source: WeightSource,
+    made: tuple[Sequence[TargetFile], Sequence[Written]],
+    aside: Path,
 ) -> None:
     """Write what makes the files a whole: indexes and configurations, and what lies beside weights."""
     outputs, written = made
@@ -205,7 +209,7 @@ def _finish(
                 copy_companions(folder, beside)
 
 
-def _publish(asked: Asked, final: Path, aside: Path) -> None:
+def _publish(asked: Conversion, final: Path, aside: Path) -> None:
     """Give what is whole its name."""
     (aside / JOURNAL).unlink()
     if asked.form == "pt":

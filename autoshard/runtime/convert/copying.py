@@ -19,7 +19,7 @@ from autoshard.engine.patches import Patch
 from autoshard.errors import InputError
 from autoshard.runtime.checkpoint.files import header_of, is_finite
 from autoshard.runtime.convert.pickled import StateFile
-from autoshard.runtime.convert.stored import Source
+from autoshard.runtime.convert.stored import WeightSource
 
 JOURNAL = "converted.jsonl"
 _CHUNK_BYTES = 2**24  # of a tensor that are put together and written at a time
@@ -41,7 +41,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class TargetFile:
     """A file that is to be written: a safetensors file, or a state dict of torch."""
 
     file: str
@@ -68,7 +68,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class CopyProgress:
     """How far a conversion is."""
 
     done_bytes: int
@@ -80,7 +80,7 @@ class Copying:
     """Writes outputs into a folder; files that a journal there knows are kept."""
 
     def __init__(
-        self, source: Source, outputs: Sequence[Output], folder: Path, say: Callable[[Progress], None]
+        self, source: WeightSource, outputs: Sequence[TargetFile], folder: Path, say: Callable[[CopyProgress], None]
     ) -> None:
         self._source, self._outputs, self._folder, self._say = source, outputs, folder, say
         self._all, self._done, self._kept = sum(one.num_bytes for one in outputs), 0, 0
@@ -142,7 +142,7 @@ class Copying:
         read = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()]
         return hashlib.sha256(repr((read, self._outputs)).encode()).hexdigest()
 
-    def _write(self, output: Output, journal: IO[str]) -> Written:
+    def _write(self, output: TargetFile, journal: IO[str]) -> Written:
         path = self._folder / output.file
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f"{path.name}.part")
@@ -218,4 +218,4 @@ class Copying:
             raise InterruptedError("another file failed")
         with self._lock:
             self._done += num_bytes
-            self._say(Progress(done_bytes=self._done, all_bytes=self._all, kept_bytes=self._kept))
+            self._say(CopyProgress(done_bytes=self._done, all_bytes=self._all, kept_bytes=self._kept))

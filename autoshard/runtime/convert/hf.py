@@ -11,9 +11,9 @@ import torch
 from autoshard.engine.hf_names import DERIVED, HEADS
 from autoshard.engine.hf_weights import HfNames, shapes_of
 from autoshard.errors import InputError
-from autoshard.runtime.convert.copying import Entry, Output
+from autoshard.runtime.convert.copying import Entry, TargetFile
 from autoshard.runtime.convert.pickled import read_state
-from autoshard.runtime.convert.stored import Source, Stored, shape_faults
+from autoshard.runtime.convert.stored import Stored, WeightSource, shape_faults
 from autoshard.runtime.convert.tensor_files import read_header
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import read_config
@@ -30,14 +30,14 @@ _COMPANIONS = (
 )  # fmt: skip
 
 
-def hf_source(path: Path, family: str, model: ModelSpec) -> Source:
+def hf_source(path: Path, family: str, model: ModelSpec) -> WeightSource:
     """Open a folder, or a file of ``torch.save``, or say all that is wrong."""
     found = read_state(path) if path.is_file() else _stored(path)
     names = HfNames.fitting(family, model, found.keys())
     faults = list(shape_faults(found, names.shapes, (*DERIVED, *HEADS) if names.tied else DERIVED, str(path)))
     if faults:
         raise InputError(sorted(faults, key=lambda fault: fault.where))
-    return Source(
+    return WeightSource(
         (found[name].holding(patches) for name, patches in names.patches().items()), shapes_of(model), str(path)
     )
 
@@ -47,7 +47,7 @@ def is_hf(path: Path) -> bool:
     return path.is_dir() and ((path / _INDEX).exists() or any(path.glob("*.safetensors")))
 
 
-def hf_outputs(family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> list[Output]:
+def hf_outputs(family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> list[TargetFile]:
     """List the files of a folder; ``dtypes`` are those of our tensors."""
     files: list[list[Entry]] = [[]]
     for entry in _entries(family, model, dtypes):
@@ -56,17 +56,17 @@ def hf_outputs(family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtype])
         files[-1].append(entry)
     names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
     return [
-        Output(file=name if len(files) > 1 else _ONE, entries=tuple(entries), metadata={"format": "pt"})
+        TargetFile(file=name if len(files) > 1 else _ONE, entries=tuple(entries), metadata={"format": "pt"})
         for name, entries in zip(names, files, strict=True)
     ]
 
 
-def state_outputs(family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtype], file: str) -> list[Output]:
+def state_outputs(family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtype], file: str) -> list[TargetFile]:
     """List one state dict with the names of Hugging Face."""
-    return [Output(file=file, entries=tuple(_entries(family, model, dtypes)), kind="state")]
+    return [TargetFile(file=file, entries=tuple(_entries(family, model, dtypes)), kind="state")]
 
 
-def finish_hf(folder: Path, outputs: Sequence[Output], config: Mapping[str, Any]) -> None:
+def finish_hf(folder: Path, outputs: Sequence[TargetFile], config: Mapping[str, Any]) -> None:
     """Write the index, where there are several files, and the configuration."""
     if len(outputs) > 1:
         places = {entry.name: one.file for one in outputs for entry in one.entries}

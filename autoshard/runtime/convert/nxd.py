@@ -13,9 +13,9 @@ from autoshard.engine.nxd.shards import TpRank
 from autoshard.engine.nxd_names import NxdNames, Qkv, qkv_of
 from autoshard.errors import Fault, InputError, require
 from autoshard.plan.plan import Plan
-from autoshard.runtime.convert.copying import Entry, Output
+from autoshard.runtime.convert.copying import Entry, TargetFile
 from autoshard.runtime.convert.pickled import read_state
-from autoshard.runtime.convert.stored import Source, Stored, shape_faults
+from autoshard.runtime.convert.stored import Stored, WeightSource, shape_faults
 from autoshard.spec.model import ModelSpec
 
 _FILE = re.compile(r"dp_rank_00(?:_ep_rank_00)?_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
@@ -33,7 +33,7 @@ def nxd_folder(path: Path) -> Path | None:
     return None
 
 
-def nxd_source(folder: Path, family: str, model: ModelSpec) -> Source:
+def nxd_source(folder: Path, family: str, model: ModelSpec) -> WeightSource:
     """Open a checkpoint of NxD, or say all that is wrong; how it was cut is told from what is there."""
     ranks = _ranks(folder)
     tp, pp = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
@@ -56,12 +56,12 @@ def nxd_source(folder: Path, family: str, model: ModelSpec) -> Source:
         for name, one in found.items()
         if name in tables[at].tensors
     )
-    return Source(stored, shapes_of(model), str(folder))
+    return WeightSource(stored, shapes_of(model), str(folder))
 
 
 def nxd_outputs(
     plan: Plan, family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtype], qkv: Qkv | None
-) -> list[Output]:
+) -> list[TargetFile]:
     """List the file of every rank of tp and pp."""
     tp, padded = plan.mesh.size("tp"), plan.padding.get("vocab", model.vocab)
     message = "NxD's experts are not cut over ep here, as its engine does not run that. Use a plan with ep=1"
@@ -76,7 +76,7 @@ def nxd_outputs(
     blocks[plan.stages[0].rank].add("embed.0")
     blocks[plan.stages[-1].rank].add("head.0")
     return [
-        Output(file=_name(at, number), entries=tuple(_entries(names, blocks[number], dtypes)), kind="state")
+        TargetFile(file=_name(at, number), entries=tuple(_entries(names, blocks[number], dtypes)), kind="state")
         for number in sorted(blocks)
         for at, names in enumerate(ranks)
     ]

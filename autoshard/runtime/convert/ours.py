@@ -18,8 +18,8 @@ from autoshard.runtime.checkpoint.files import DTYPES, box_name, cut_piece, step
 from autoshard.runtime.checkpoint.index import FILE, Index, RunState, StoredBox, StoredTensor, dump_index
 from autoshard.runtime.checkpoint.places import Place
 from autoshard.runtime.checkpoint.shelf import Shelf, newest
-from autoshard.runtime.convert.copying import Entry, Output, Written
-from autoshard.runtime.convert.stored import Source
+from autoshard.runtime.convert.copying import Entry, TargetFile, Written
+from autoshard.runtime.convert.stored import WeightSource
 from autoshard.runtime.convert.tensor_files import box_in
 from autoshard.spec.model import ModelSpec
 
@@ -41,7 +41,7 @@ def checkpoint_of(path: Path) -> tuple[Path, Index] | None:
     return None
 
 
-def ours_source(folder: Path, index: Index, model: ModelSpec) -> Source:
+def ours_source(folder: Path, index: Index, model: ModelSpec) -> WeightSource:
     """Open a checkpoint, or say in what it does not fit the model."""
     shapes, faults = shapes_of(model), list[Fault]()
     for name, shape in shapes.items():
@@ -59,10 +59,10 @@ def ours_source(folder: Path, index: Index, model: ModelSpec) -> Source:
         for box in tensor.boxes
     )
     wanted = {name.removeprefix(_WEIGHT): tensor.shape for name, tensor in index.tensors.items()}
-    return Source(stored, wanted, str(folder), state=index.state)
+    return WeightSource(stored, wanted, str(folder), state=index.state)
 
 
-def ours_outputs(plan: Plan | None, source: Source, dtypes: Mapping[str, torch.dtype]) -> list[Output]:
+def ours_outputs(plan: Plan | None, source: WeightSource, dtypes: Mapping[str, torch.dtype]) -> list[TargetFile]:
     """List a file for each rank of a plan that would save something; without a plan, files of some size."""
     files: dict[str, list[Entry]] = defaultdict(list)
     for file, piece in _placed(plan, source, dtypes):
@@ -71,11 +71,11 @@ def ours_outputs(plan: Plan | None, source: Source, dtypes: Mapping[str, torch.d
             patch = whole(_ours(part), part.offsets, lengths)
             name = box_name(part.name, part.offsets)
             files[file].append(Entry(name=name, dtype=part.memory.dtype, shape=lengths, patches=(patch,)))
-    return [Output(file=file, entries=tuple(entries), summed=True) for file, entries in files.items()]
+    return [TargetFile(file=file, entries=tuple(entries), summed=True) for file, entries in files.items()]
 
 
 def finish_ours(
-    folder: Path, model: ModelSpec, plan: Plan | None, source: Source, made: Sequence[tuple[Output, Written]]
+    folder: Path, model: ModelSpec, plan: Plan | None, source: WeightSource, made: Sequence[tuple[TargetFile, Written]]
 ) -> None:
     """Write the index: with it the checkpoint is complete."""
     boxes: dict[str, list[StoredBox]] = defaultdict(list)
@@ -106,7 +106,7 @@ def fresh() -> RunState:
     return RunState(step=0, num_updates=0, next_sample=0)
 
 
-def _placed(plan: Plan | None, source: Source, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Piece]]:
+def _placed(plan: Plan | None, source: WeightSource, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Piece]]:
     """Yield every box that is to be saved, with its file."""
     parts: dict[str, list[str]] = defaultdict(list)  # of a weight: what there is of it
     for name in source.wanted:

@@ -47,7 +47,7 @@ class Stored:
         return replace(self, patches=tuple(patches))
 
 
-class Source:
+class WeightSource:
     """All that is stored of a model: every number of ours once, however many files repeat it."""
 
     def __init__(self, stored: Iterable[Stored], wanted: Shapes, where: str, state: Any = None) -> None:

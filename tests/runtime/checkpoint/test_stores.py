@@ -11,7 +11,7 @@ from fsspec.config import conf
 from s3fs import S3FileSystem
 
 from autoshard.engine.base import Builds, Engine, Run, StepReport
-from autoshard.engine.ran import Saved
+from autoshard.engine.ran import SavedStep
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.runtime import train as loop
@@ -105,7 +105,7 @@ def disturbed(s3: S3, how: str, folder: Path, *, steps: int, step_s: float, for_
 
 def assert_not_disturbed(found: Trained, curve: dict[int, float], *, lost: bool) -> None:
     assert found.curve == {step: curve[step] for step in range(1, len(found.steps) + 1)}
-    assert max(one.blocked_s for one in found.said if isinstance(one, Saved)) < 1.0, "no update waits for the store"
+    assert max(one.blocked_s for one in found.said if isinstance(one, SavedStep)) < 1.0, "no update waits for the store"
     failures = failures_of(found)
     assert bool(failures) == lost and all("The next try is in" in one for one in failures)
     assert found.saved_steps[-1] == len(found.steps), "saving succeeds again"

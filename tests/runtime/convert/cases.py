@@ -13,7 +13,7 @@ from autoshard.engine.hf_weights import HfNames
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.runtime.convert.converting import Asked, Done, convert
+from autoshard.runtime.convert.converting import Conversion, Done, convert
 from autoshard.spec.model_catalogue import load_config, load_model
 from autoshard.spec.workload import Precision, Workload
 from tests.neuron.cases import few_ranks
@@ -78,7 +78,7 @@ def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) ->
 def converted(source: Path, target: Path, **options: Any) -> Done:
     """Convert in this process."""
     usual: dict[str, Any] = {"plan": None, "form": "hf", "model": None, "dtype": None, "tokenizer": None, "qkv": None}
-    return convert(Asked(source=source, target=target, **{**usual, "workers": 2, **options}), lambda _: None)
+    return convert(Conversion(source=source, target=target, **{**usual, "workers": 2, **options}), lambda _: None)
 
 
 def cut(text: str, model: Any, platform: str = "trn1") -> Plan:
