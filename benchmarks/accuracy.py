@@ -5,8 +5,8 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from autoshard.cost.validation import SetAccuracy, Validation
-from autoshard.search.validate import validate
+from autoshard.calibration.validate import validate
+from autoshard.calibration.validation import SetAccuracy, Validation
 from benchmarks.accuracy_table import Found, write_pages
 from benchmarks.measure import yardstick_s
 from benchmarks.result import Extra, Result

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoshard.cost.accuracy import noise_floor
+from autoshard.calibration.accuracy import noise_floor
+from autoshard.calibration.measured import MeasuredRow, read_rows
+from autoshard.calibration.validate import row_files
+from autoshard.calibration.validation import SetAccuracy
 from autoshard.cost.calibration import Calibration, Fit, built_in
-from autoshard.cost.measured import MeasuredRow, read_rows
-from autoshard.cost.validation import SetAccuracy
-from autoshard.search.validate import row_files
 from autoshard.spec.cluster_catalogue import cluster_names
 from benchmarks.pages import ROOT, head, line, table_in, with_table
 

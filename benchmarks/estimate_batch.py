@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.blocks.cutting import Terms, solved_cutting
 from autoshard.cost.calibration import built_in
 from autoshard.cost.predict import plan_cost
 from autoshard.cost.setting import Question
@@ -19,7 +20,6 @@ from autoshard.plan.rules.check import legal_mask
 from autoshard.plan.stages import even_stages
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.chosen import Chosen, Options
-from autoshard.search.cutting import Terms, solved_cutting
 from autoshard.search.families import Asked, Family, Prices, families
 from autoshard.search.fillings import filled
 from autoshard.search.space import Space, whole_space

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.calibration.calibrate import calibrate
+from autoshard.calibration.measured_plan import Occasion, row_of
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.predict import predict
 from autoshard.engine.base import Run
@@ -24,8 +26,6 @@ from autoshard.plan.plan import Plan
 from autoshard.runtime.engines import builder
 from autoshard.runtime.launch import Placing, launch
 from autoshard.runtime.train import train
-from autoshard.search.calibrate import calibrate
-from autoshard.search.measured_plan import Occasion, row_of
 from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from math import prod
 
+from autoshard.blocks.problem import OperatorProblem
 from autoshard.cost.compute import Rates
 from autoshard.cost.rings import Ring
 from autoshard.graph.decoder import decoder_graph
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts
-from autoshard.search.problem import OperatorProblem
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from autoshard.search.operators import OperatorSolution, solve
+from autoshard.blocks.operators import OperatorSolution, solve
 from benchmarks.measure import Usage, measure, warm_environment, yardstick_s
 from benchmarks.operator_problems import THREE_AXES, TWO_AXES, problems
 from benchmarks.result import Result

@@ -4,7 +4,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from autoshard.search.chain import ChainSolution, ReducedBlock, solve_chain
+from autoshard.blocks.chain import ChainSolution, ReducedBlock, solve_chain
 from benchmarks.measure import Usage, measure, warm_environment, yardstick_s
 from benchmarks.operator_problems import TWO_AXES, problems
 from benchmarks.result import Result

@@ -2,6 +2,7 @@
 
 import functools
 
+from autoshard.blocks.cutting import Terms, solved_cutting
 from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.predict import question_of
 from autoshard.cost.setting import Question
@@ -12,7 +13,6 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.tables import with_tables
-from autoshard.search.cutting import Terms, solved_cutting
 
 
 @functools.cache

@@ -19,9 +19,9 @@ def calibrate(rows: Path, cluster: str, out: Path, date: str | None = None, json
         date: From when the rows are, if not from the newest date in them.
         json: Print one JSON object instead of text.
     """
+    from autoshard.calibration.calibrate import fit, usable
     from autoshard.cost.calibration import calibration_text
     from autoshard.report.calibrated import calibration_report
-    from autoshard.search.calibrate import fit, usable
     from autoshard.spec.record import encode
 
     require(*place_checks(out))

@@ -15,9 +15,9 @@ def validate(rows: Path, calibration: Path | None = None, json: bool = False) ->
         calibration: A calibration file, made by `autoshard calibrate`. Default: what is known of each row's cluster.
         json: Print one JSON object instead of tables.
     """
+    from autoshard.calibration.validate import validate as validated
     from autoshard.report.terminal import make_console
     from autoshard.report.validated import validation_report
-    from autoshard.search.validate import validate as validated
     from autoshard.spec.record import encode
 
     found = validated(rows, constants_in(calibration))

@@ -7,8 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.cost.accuracy import Accuracy
-from autoshard.cost.validation import SetAccuracy, Validation
+from autoshard.calibration.accuracy import Accuracy
+from autoshard.calibration.validation import SetAccuracy, Validation
 from autoshard.report.terminal import make_table
 
 _COLUMNS = (

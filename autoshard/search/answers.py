@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.blocks.cutting import Cutter, Terms
 from autoshard.cost.setting import Question
 from autoshard.errors import InputError
 from autoshard.layout.pin import Pin
 from autoshard.plan.candidate import CpOrder
 from autoshard.plan.lowering import ATOMS
 from autoshard.search.columns import atom_columns
-from autoshard.search.cutting import Cutter, Terms
 from autoshard.search.families import Asked
 from autoshard.search.points import Legal
 from autoshard.search.space import Space

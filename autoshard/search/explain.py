@@ -5,6 +5,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autoshard.blocks.cutting import Terms, operator_problem
+from autoshard.blocks.operators import cost_of, totals
+from autoshard.blocks.places import op_places
+from autoshard.blocks.problem import OperatorProblem, op_choices, real_cuts
 from autoshard.cost.block import PASSES, BlockWork, Setting, block_cost
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.compute import kernel_time
@@ -24,10 +28,6 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.strategy import DATA_RULES, Place, StrategyRule, strategy_rules
 from autoshard.plan.tables import table_name
-from autoshard.search.cutting import Terms, operator_problem
-from autoshard.search.operators import cost_of, totals
-from autoshard.search.places import op_places
-from autoshard.search.problem import OperatorProblem, op_choices, real_cuts
 
 Seconds = Mapping[str, Mapping[str, float]]  # operation -> pass -> seconds
 

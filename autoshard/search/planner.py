@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from autoshard import __version__
+from autoshard.blocks.cutting import Terms, solved_cutting
 from autoshard.cost.calibration import Calibration, built_in
 from autoshard.cost.predict import predicted
 from autoshard.cost.setting import Question
@@ -25,7 +26,6 @@ from autoshard.plan.rules.check import rejections
 from autoshard.plan.rules.columns import Columns, Engine
 from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.tables import with_tables
-from autoshard.search.cutting import Terms, solved_cutting
 from autoshard.search.exact_ranges import Effort
 from autoshard.search.goals import Fastest, Goal, Smallest
 from autoshard.search.judging import Ruled, judge_space
@@ -105,7 +105,7 @@ class Request:
         blocks = CutBlocks(step=self.question(candidate).step, cutting=used, atoms=real)
         made = with_tables(self.outline(candidate, engine, blocks), used)
         if self.layouts and engine == "nxd":
-            from autoshard.search.pinned import require_forms
+            from autoshard.blocks.pinned import require_forms
 
             require_forms(made)
         return made
@@ -122,7 +122,7 @@ class Request:
         """Say which pinned tensors a candidate cannot keep to."""
         if not self.layouts:
             return ()
-        from autoshard.search.pinned import pin_faults  # most searches have no pins, and start sooner without
+        from autoshard.blocks.pinned import pin_faults  # most searches have no pins, and start sooner without
 
         return pin_faults(self.question(candidate), candidate, self.layouts)
 

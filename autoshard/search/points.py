@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.blocks.cutting import Terms
 from autoshard.plan.candidate import CpOrder, Zero
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.bounds import Ideal
 from autoshard.search.chosen import Options
-from autoshard.search.cutting import Terms
 from autoshard.search.families import Family
 from autoshard.search.fillings import Frame
 from autoshard.search.variants import Variant

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.blocks.cutting import Terms
 from autoshard.cost.setting import Question
 from autoshard.layout.pin import Pin
 from autoshard.plan.candidate import Zero
 from autoshard.search.answers import Answers
 from autoshard.search.bounds import Ideal
-from autoshard.search.cutting import Terms
 from autoshard.search.exact_ranges import Effort
 from autoshard.search.families import Asked, Prices, families
 from autoshard.search.goals import Goal

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+from autoshard.blocks.cutting import Terms
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.stages import even_stages
 from autoshard.search.chosen import Chosen
-from autoshard.search.cutting import Terms
 from autoshard.search.families import Asked
 from autoshard.search.points import Group
 from autoshard.search.space import SIZES

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cost.validation import Validation
-from autoshard.search.validate import validate
+from autoshard.calibration.validate import validate
+from autoshard.calibration.validation import Validation
 from benchmarks.__main__ import main
 from benchmarks.accuracy import TIME_BAR, judge, run
 from benchmarks.accuracy_table import Found
-from tests.cost.measured_cases import SMALL
+from tests.calibration.measured_cases import SMALL
 
 
 def measured(folder: Path, *factors: float, name: str = "own") -> Validation:

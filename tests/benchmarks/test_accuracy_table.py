@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from autoshard.calibration.validate import validate
+from autoshard.calibration.validation import SetAccuracy
 from autoshard.cost.calibration import built_in
-from autoshard.cost.validation import SetAccuracy
 from autoshard.errors import InputError
-from autoshard.search.validate import validate
 from benchmarks.accuracy_table import PAGES, Found, calibration_table, page_text, write_pages
-from tests.cost.measured_cases import DATA
+from tests.calibration.measured_cases import DATA
 
 EMPTY = "before\n<!-- accuracy -->\n<!-- /accuracy -->\nmiddle\n<!-- calibrations -->\n<!-- /calibrations -->\nafter\n"
 COLUMNS = ("set", "rows", "layouts", "noise floor", "MAPE")

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.search.chain import ChainSolution
-from autoshard.search.operators import OperatorSolution
+from autoshard.blocks.chain import ChainSolution
+from autoshard.blocks.operators import OperatorSolution
 from benchmarks import solve_block, solve_unrolled
 from benchmarks.measure import Usage
 

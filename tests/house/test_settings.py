@@ -15,7 +15,10 @@ SETTINGS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enc
 PROJECT: dict[str, Any] = SETTINGS["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
-FLOORS = {"errors", "units", "spec", "graph", "layout", "schedule", "plan", "cost", "search", "report", "jobs"}
+FLOORS = {
+    *("errors", "units", "spec", "graph", "layout", "schedule", "plan", "cost"),
+    *("blocks", "search", "calibration", "report", "jobs"),
+}
 
 
 def names(requirements: list[str]) -> set[str]:

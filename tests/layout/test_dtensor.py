@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from autoshard.blocks.problem import OpChoice, made_layout, op_choices, subsets
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend, AttendGradient
 from autoshard.graph.kinds.experts import TopK
@@ -23,7 +24,6 @@ from autoshard.graph.kinds.norm import Norm, NormGradient, NormWeightGradient, S
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Repeat, Unary, UnaryGradient
 from autoshard.graph.op import Dims, Op, OpKind, Tensor
-from autoshard.search.problem import OpChoice, made_layout, op_choices, subsets
 
 ATEN = torch.ops.aten
 SIZES = {

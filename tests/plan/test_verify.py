@@ -4,6 +4,7 @@ import json
 import pytest
 from hypothesis import given
 
+from autoshard.blocks.cutting import Terms, solved_cutting
 from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.predict import question_of
 from autoshard.plan.build import build_plan
@@ -13,7 +14,6 @@ from autoshard.plan.rules.check import rejections
 from autoshard.plan.rules.rule import Rule
 from autoshard.plan.tables import with_tables
 from autoshard.plan.verify import notices, verify
-from autoshard.search.cutting import Terms, solved_cutting
 from tests.plan.cases import ask, plan_of, shaped, with_prediction
 from tests.tabled import tabled
 

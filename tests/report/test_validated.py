@@ -4,11 +4,11 @@ import io
 import json
 from pathlib import Path
 
-from autoshard.cost.validation import Validation
+from autoshard.calibration.validate import validate
+from autoshard.calibration.validation import Validation
 from autoshard.report.terminal import make_console
 from autoshard.report.validated import validation_report
-from autoshard.search.validate import validate
-from tests.cost.measured_cases import DATA, SMALL
+from tests.calibration.measured_cases import DATA, SMALL
 
 
 def printed(validation: Validation) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from autoshard.blocks.operators import OperatorProblem, assess, op_choices, solve
 from autoshard.graph.block import Block
 from autoshard.layout.layout import Cuts
 from autoshard.layout.legal import cut_operations
-from autoshard.search.operators import OperatorProblem, assess, op_choices, solve
-from tests.search.operator_cases import RATES, SMALL_SIZES, kept_bytes, lowered, seconds_of
+from tests.blocks.operator_cases import RATES, SMALL_SIZES, kept_bytes, lowered, seconds_of
 
 TWO = {"a": 2, "b": 3}
 UNLIKE = {"a": 100e9, "b": 300e9}

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from autoshard.blocks.cutting import Terms, operator_problem
+from autoshard.blocks.operators import solve
+from autoshard.blocks.problem import real_cuts
 from autoshard.cost.block import PASSES
 from autoshard.cost.pipeline import PARTS
 from autoshard.cost.predict import question_of
@@ -14,11 +17,8 @@ from autoshard.cost.sharded import ListedBlocks
 from autoshard.cost.worth import calibration_of
 from autoshard.layout.pin import pins_of
 from autoshard.plan.candidate import Candidate
-from autoshard.search.cutting import Terms, operator_problem
 from autoshard.search.explain import explain, second_best
-from autoshard.search.operators import solve
 from autoshard.search.planner import plan_at
-from autoshard.search.problem import real_cuts
 from tests.search.brute_force import ask
 
 CASES = {

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from autoshard.blocks.operators import OperatorProblem, OperatorSolution, solve, solve_keeping
 from autoshard.layout.layout import Cuts
 from autoshard.layout.program import Compute
-from autoshard.search.operators import OperatorProblem, OperatorSolution, solve, solve_keeping
 from autoshard.spec.model_catalogue import load_model
-from tests.search.operator_cases import BANDWIDTH, RATES, collectives, lowered, model_problems, seconds_of
+from tests.blocks.operator_cases import BANDWIDTH, RATES, collectives, lowered, model_problems, seconds_of
 
 TP = {"tp": 8}
 RESIDUAL_OPS = ("attn_norm", "attn_add", "mlp_norm", "mlp_add")

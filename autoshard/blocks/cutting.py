@@ -1,0 +1,163 @@
+"""The best cuts of a whole model at one point of the outer search, under the Rules of its axes and engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+from autoshard.blocks.operators import solve
+from autoshard.blocks.places import Held, op_places
+from autoshard.blocks.problem import Atoms, OperatorProblem, Seconds, op_choices
+from autoshard.blocks.tables import Tables
+from autoshard.cost.rings import Number, Ring, mesh_ring
+from autoshard.cost.setting import Question
+from autoshard.errors import InputError
+from autoshard.layout.collective import Collective
+from autoshard.layout.cutting import Cutting
+from autoshard.layout.layout import Cuts
+from autoshard.layout.legal import cut_operations, together
+from autoshard.layout.pin import Pin
+from autoshard.plan.boundary import boundary_cuts
+from autoshard.plan.build import mesh_of
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.lowering import ATOMS, KINDS, Step
+from autoshard.plan.recompute import Recompute
+from autoshard.plan.rules.columns import Engine
+from autoshard.plan.rules.strategy import CpKind, StrategyRule, strategy_rules
+from autoshard.spec.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Under what the cuts of a model are searched: an engine's Rules, the layout between blocks, pinned layouts."""
+
+    engine: Engine
+    sequence_parallel: bool
+    cp_kind: CpKind = "ring"
+    between: str | None = None  # layout between blocks; None: what sequence_parallel says
+    pins: tuple[Pin, ...] = ()
+
+    @classmethod
+    def of(cls, candidate: Candidate, engine: Engine, pins: tuple[Pin, ...] = ()) -> "Terms":
+        """Return the terms of a candidate."""
+        return cls(
+            engine=engine,
+            sequence_parallel=candidate.sequence_parallel,
+            cp_kind=candidate.cp_kind,
+            between=candidate.boundary,
+            pins=pins,
+        )
+
+    @property
+    def rules(self) -> tuple[StrategyRule, ...]:
+        """The Rules about Strategies."""
+        return strategy_rules(self.engine, sequence_parallel=self.sequence_parallel, cp_kind=self.cp_kind)
+
+    @property
+    def boundary(self) -> Cuts:
+        """The cut of the hidden state between blocks."""
+        return boundary_cuts(self.between, sequence_parallel=self.sequence_parallel)
+
+
+def solved_cutting(question: Question, candidate: Candidate, terms: Terms) -> Cutting:
+    """Return the cheapest cutting of a candidate's blocks; it says as well what dp, cp and ep would cut there.
+
+    With tp 1 it may be asked for either way of ``sequence_parallel``.
+    """
+    return Cutter(question).solved(candidate, terms)
+
+
+class Cutter:
+    """Solves candidate after candidate of a question, and keeps of each what the next can use."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._tables: dict[tuple[Terms, str, Atoms], Tables] = {}
+
+    def solved(self, candidate: Candidate, terms: Terms) -> Cutting:
+        """Return the cheapest cutting of a candidate's blocks."""
+        found: dict[str, Mapping[str, Cuts]] = {}
+        for kind in KINDS:
+            problem = operator_problem(self._question, candidate, terms, kind)
+            key = (terms, kind, problem.real_atoms)
+            tables = self._tables[key] = Tables(problem, like=self._tables.get(key))
+            found[kind] = _completed(self._question.step, terms, kind, problem.real_atoms, solve(problem, tables).cuts)
+        return Cutting.of(found, terms.boundary)
+
+
+def _completed(
+    step: Step, terms: Terms, kind: str, real: tuple[str, ...], cuts: Mapping[str, Cuts]
+) -> Mapping[str, Cuts]:
+    """Put atoms that are of size 1 here where the Rules allow them only one place, in the order of the mesh."""
+    found: dict[str, Cuts] = {}
+    for op in cut_operations(step.block(kind, Recompute())):
+        mine = {dim: list(cut) for dim, cut in cuts[op.name].items()}
+        for atom in (atom for atom in ATOMS if atom not in real):
+            places = _idle_places(step, terms, kind, op.name, atom)
+            if len(places) == 1 and places[0]:
+                mine.setdefault(places[0], []).append(atom)
+        ordered = {dim: tuple(sorted(atoms, key=ATOMS.index)) for dim, atoms in mine.items()}
+        tied = {dim: together(ordered, others) for dim, others in op.kind.tied_dims()}
+        found[op.name] = {**ordered, **tied}
+    return found
+
+
+def operator_problem(question: Question, candidate: Candidate, terms: Terms, kind: str) -> OperatorProblem:
+    """Return what the solver is asked about one block of a candidate."""
+    mesh = mesh_of(candidate, question.model, question.cluster)
+    atoms = {atom: mesh.size(atom) for atom in ATOMS}
+    real = tuple(atom for atom, size in atoms.items() if size > 1)
+    return OperatorProblem(
+        block=question.step.block(kind, Recompute()),
+        sizes=question.step.sizes(candidate.mbs * candidate.dp),
+        atoms=atoms,
+        boundary={dim: tuple(atom for atom in cut if atom in real) for dim, cut in terms.boundary.items()},
+        rates=question.rates,
+        seconds=_seconds(question, mesh),
+        num_micro_batches=max(1, question.workload.global_batch // (candidate.dp * candidate.mbs)),
+        keeps_gathered=question.step.platform.keeps_gathered,
+        allowed=allowed_cuts(question.step, terms, kind, real),
+    )
+
+
+@cache
+def allowed_cuts(step: Step, terms: Terms, kind: str, real: tuple[str, ...]) -> Mapping[str, tuple[Cuts, ...]]:
+    """Return what each operation of a block may choose from on meshes on which these atoms cut; sizes do not matter."""
+    block = step.block(kind, Recompute())
+    places = {op: [_places(step, terms, kind, op.name, atom) for atom in real] for op in cut_operations(block)}
+    return MappingProxyType({op.name: op_choices(block, op, real, allowed) for op, allowed in places.items()})
+
+
+@cache
+def _places(step: Step, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
+    block = step.block(kind, Recompute())
+    return op_places(block, block.op(op), atom, terms.rules, _held(step, terms, kind).get(op))
+
+
+def _idle_places(step: Step, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
+    """Return the places of an atom that cuts nothing; that pins leave it none, is said where it does."""
+    try:
+        return _places(step, terms, kind, op, atom)
+    except InputError:
+        return ()
+
+
+def _held(step: Step, terms: Terms, kind: str) -> Mapping[str, Held]:
+    if not terms.pins:
+        return {}
+    from autoshard.blocks.pinned import held_by  # most searches have no pins, and start sooner without
+
+    return held_by(step, kind, terms.pins)
+
+
+def _seconds(question: Question, mesh: Mesh) -> Seconds:
+    """Price collectives on the links of a mesh."""
+    rings: dict[tuple[str, ...], Ring] = {}
+
+    def seconds(collective: Collective, message_bytes: float) -> Number:
+        atoms = tuple(sorted(collective.atoms, key=ATOMS.index))
+        if atoms not in rings:
+            rings[atoms] = mesh_ring(question.cluster, mesh, atoms, question.calibration)
+        return rings[atoms].time_s(collective, message_bytes)
+
+    return seconds

@@ -1,0 +1,1 @@
+"""Measured runs against the cost model: reading rows, fitting constants, stating errors."""

@@ -1,0 +1,155 @@
+"""Each reader takes a tensor as it was made or as it is delivered: nothing that obeys is cheaper than the solver."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from autoshard.blocks.operators import OperatorProblem, assess, solve
+from autoshard.blocks.passage import Passage
+from autoshard.blocks.problem import OpChoice, made_layout
+from autoshard.errors import InputError
+from autoshard.graph.block import Block
+from autoshard.graph.builder import BlockBuilder
+from autoshard.graph.kinds.linear import Deliver, Einsum
+from autoshard.graph.kinds.norm import Softmax
+from autoshard.graph.kinds.pointwise import Add
+from autoshard.layout.layout import Cuts, Layout
+from autoshard.layout.legal import cut_operations
+from autoshard.spec.workload import Precision
+from tests.blocks.operator_cases import (
+    RATES,
+    branched_block,
+    closed_block,
+    collectives,
+    lowered,
+    model_problems,
+    seconds_of,
+)
+from tests.search.small_cases import BOUNDARIES, SEEDS, TWO, compare_limited, every_cut, small_problem
+
+FEWER = settings(max_examples=min(settings().max_examples, 100))  # each is solved and lowered
+
+
+def obeys(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> bool:
+    """Whether readers take every tensor as it was made, if nothing is pending in it, or in one other layout."""
+    block = problem.block
+    makers = {name: op for op in cut_operations(block) for name in op.outputs}
+    for deliver in block.select("micro_batch", "F"):
+        if isinstance(deliver.kind, Deliver):
+            source, tensor = deliver.inputs[0], deliver.outputs[0]
+            dims = block.tensors[tensor].dims
+            readers = [op for op in cut_operations(block) if tensor in op.inputs]
+            wanted = {OpChoice(cuts=cuts[op.name]).layout(dims) for op in readers}
+            if len(wanted - {_made(problem, makers.get(source), source, cuts)}) > 1:
+                return False
+    return True
+
+
+def _made(problem, maker, tensor: str, cuts: Mapping[str, Cuts]) -> Layout:
+    tensors = problem.block.tensors
+    if maker is None:
+        return OpChoice(cuts=problem.boundary).layout(tensors[tensor].dims)
+    return made_layout(maker, tensors, tensor, OpChoice(cuts=cuts[maker.name]))
+
+
+@FEWER
+@given(seed=SEEDS, boundary=BOUNDARIES, gathered=st.booleans(), branches=st.integers(2, 3))
+def test_a_solution_costs_what_its_program_costs(seed: int, boundary: Cuts, gathered: bool, branches: int) -> None:
+    problem = small_problem(branched_block(seed, branches), TWO, boundary, keeps_gathered=gathered)
+    found = solve(problem)
+    assert obeys(problem, found.cuts)
+    assert assess(problem, lowered(problem, found.cuts)) == pytest.approx(found.cost_s, rel=1e-9)
+
+
+@FEWER
+@given(seed=SEEDS, boundary=BOUNDARIES, branches=st.integers(2, 3))
+def test_an_addition_shares_a_change_at_most(seed: int, boundary: Cuts, branches: int) -> None:
+    problem = small_problem(branched_block(seed, branches, adds=True), TWO, boundary)
+    found = solve(problem)
+    assert obeys(problem, found.cuts)
+    assert assess(problem, lowered(problem, found.cuts)) <= found.cost_s * (1 + 1e-9)
+
+
+@settings(max_examples=10)
+@given(seed=SEEDS, size=st.integers(2, 5), gathered=st.booleans())
+def test_no_cuts_that_obey_are_cheaper(seed: int, size: int, gathered: bool) -> None:
+    problem = small_problem(branched_block(seed, 2), {"a": size}, {"batch": ("a",)}, keeps_gathered=gathered)
+    every = [cuts for cuts in every_cut(problem) if obeys(problem, cuts)]
+    best = min(assess(problem, lowered(problem, cuts)) for cuts in every)
+    assert solve(problem).cost_s == pytest.approx(best, rel=1e-9)
+
+
+@settings(max_examples=10)
+@given(seed=SEEDS, size=st.integers(2, 4), share=st.floats(0, 1))
+def test_no_cuts_that_obey_and_keep_to_a_limit_are_cheaper(seed: int, size: int, share: float) -> None:
+    block = branched_block(seed, 2)
+    problem = small_problem(block, {"a": size}, {"batch": ("a",)}, state_bytes_per_weight=18.0)
+    compare_limited(problem, [cuts for cuts in every_cut(problem) if obeys(problem, cuts)], share)
+
+
+@settings(max_examples=10)
+@given(seed=SEEDS, boundary=BOUNDARIES, share=st.floats(0.5, 1))
+def test_three_readers_lose_nothing_by_what_is_dropped(seed: int, boundary: Cuts, share: float) -> None:
+    problem = small_problem(branched_block(seed, 3), TWO, boundary, state_bytes_per_weight=18.0)
+    free = solve(problem)
+    short = replace(problem, memory_limit_bytes=max(1.0, share * free.kept_bytes))
+    limited = solve(short)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autoshard.blocks.mixtures._TOLERANCE", -2.0)  # nothing is dropped
+        assert free.cost_s == pytest.approx(solve(problem).cost_s, rel=1e-9)
+        every = solve(short)
+    assert (limited.fits, limited.gap) == (every.fits, 0.0)
+    assert (limited.cost_s if limited.fits else limited.kept_bytes) == pytest.approx(
+        every.cost_s if every.fits else every.kept_bytes, rel=1e-9
+    )
+
+
+def parallel_block() -> Block:
+    """A product with a large weight and a softmax, both of the block's input, added."""
+    b = BlockBuilder(Precision.named("bf16"))
+    x = b.add("x", ("batch", "seq", "hidden"))
+    up = b.emit("up", Einsum(dims=("batch", "seq", "ffn")), x, b.weight("up.weight", "ffn", "hidden"))
+    down = b.emit("down", Einsum(dims=("batch", "seq", "hidden")), up, b.weight("down.weight", "hidden", "ffn"))
+    share = b.emit("share", Softmax(over="hidden"), x)
+    return closed_block(b, x, b.emit("both", Add(), down, share))
+
+
+def test_one_reader_takes_its_share_while_another_needs_all_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    atoms, along = {"tp": 8}, {"seq": ("tp",)}
+    problem = OperatorProblem(
+        block=parallel_block(), sizes={"batch": 1, "seq": 4096, "hidden": 4096, "ffn": 16384}, atoms=atoms,
+        boundary=along, rates=RATES, seconds=seconds_of(atoms),
+    )  # fmt: skip
+    found = solve(problem)
+    assert found.cuts == {"up": {"ffn": ("tp",)}, "down": {"ffn": ("tp",)}, "share": along, "both": along}
+    assert sorted(collectives(problem, found.cuts)) == [
+        "F down_out reduce_scatter seq/tp",
+        "F x_out all_gather seq/tp",
+        "I down_out all_gather seq/tp",
+        "I x_out reduce_scatter seq/tp",
+    ]
+    assert assess(problem, lowered(problem, found.cuts)) == pytest.approx(found.cost_s, rel=1e-9)
+    monkeypatch.setattr(Passage, "groups", ())  # all readers take it alike
+    assert solve(problem).cost_s > found.cost_s * 1.01
+
+
+def test_a_router_reads_its_tokens_where_they_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    along: Cuts = {"seq": ("tp",)}
+    pins: dict[str, Cuts] = {"mlp_norm": along, "router": along, "dispatch": {}}
+    problem = model_problems("mixtral-8x7b", {"tp": 8}, along, batch=1, pins=pins)["layer"]
+    found = solve(problem)
+    assert "F mlp_in all_gather seq/tp" in collectives(problem, found.cuts)
+    assert assess(problem, lowered(problem, found.cuts)) == pytest.approx(found.cost_s, rel=1e-9)
+    monkeypatch.setattr(Passage, "groups", ())
+    with pytest.raises(InputError, match="router, dispatch read mlp_in in different layouts"):
+        solve(problem)
+
+
+def test_real_blocks_are_faster_where_some_readers_take_what_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = model_problems("llama3-8b", {"dp": 4, "tp": 8}, {"seq": ("tp",)}, batch=1, seq=2048)["layer"]
+    found = solve(problem)
+    assert assess(problem, lowered(problem, found.cuts)) == pytest.approx(found.cost_s, rel=1e-9)
+    monkeypatch.setattr(Passage, "groups", ())
+    assert solve(problem).cost_s > found.cost_s * 1.005

@@ -1,0 +1,178 @@
+"""From a row to a question: every column has its place, what is left open is assumed and told."""
+
+from typing import Any
+
+import pytest
+
+from autoshard.calibration.measured import read_row
+from autoshard.calibration.measured_run import MeasuredRun, run_of
+from autoshard.errors import InputError
+from tests.calibration.measured_cases import ARCH, SMALL
+
+AXES = ("tp", "pp", "vp", "cp", "ep", "dp")
+
+
+def made(**change: Any) -> MeasuredRun:
+    run = run_of(read_row({**SMALL, **change}))
+    assert isinstance(run, MeasuredRun), run
+    return run
+
+
+def without(*names: str, **change: Any) -> MeasuredRun:
+    return made(**dict.fromkeys(names), **change)
+
+
+def test_every_column_has_its_place():
+    run = made(recompute="full", sharding="none", precision="mixed FP16", sp=False, micro_batch=2)
+    assert str(run.candidate) == "tp=2,pp=2,dp=2,mbs=2,sp=false,zero=0,recompute=full,kernels=mcore"
+    assert (run.cluster.name, run.cluster.num_ranks) == ("h100-80", 8)
+    assert (run.workload.seq_len, run.workload.global_batch, run.workload.precision.weights) == (256, 16, "fp16")
+    model = run.model
+    assert (model.num_layers, model.hidden, model.ffn, model.num_heads, model.num_kv_heads) == (4, 512, 1024, 8, 4)
+    assert (model.vocab, model.gated_mlp, model.tied_embeddings, model.norm) == (1000, True, False, "rms")
+    assert run.assumed.keys() == {"arch", "platform"}
+
+
+def test_interleaved_and_zigzag():
+    run = made(vp=2, pipeline_schedule="interleaved 1F1B")
+    assert (run.candidate.vp, run.candidate.schedule) == (2, "interleaved")
+    ring = made(cp=2, dp=1)
+    assert (ring.candidate.cp, ring.candidate.cp_order, ring.assumed["cp_kind"]) == (2, "zigzag", "ring")
+
+
+def test_kernels_follow_the_framework():
+    assert made().candidate.kernels == "mcore"
+    assert made(framework="Megatron-LM + TransformerEngine").candidate.kernels is None, "what h100-80 usually runs"
+    assert made(framework="Megatron-LM").candidate.kernels == "megatron"
+    titan = made(framework="torchtitan", precision="bf16")
+    assert (titan.candidate.kernels, "compile" in titan.assumed["framework"]) == ("torch_compiled", True)
+    assert "usual" in made(framework="my own").assumed["framework"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "kernels", "products"),
+    [
+        ("bf16 eager", "torch_cuda", None),
+        ("bf16 compile", "torch_compiled", None),
+        ("bf16 async TP", "torch_async_tp", None),
+        ("float8 compile", "torch_compiled", "fp8"),
+        ("float8 compile asyncTP", "torch_async_tp", "fp8"),
+    ],
+)
+def test_the_format_of_a_torchtitan_run_says_how_its_kernels_were_made(precision: str, kernels: str, products: Any):
+    run = made(framework="torchtitan", precision=precision)
+    assert (run.candidate.kernels, run.workload.precision.products) == (kernels, products)
+    assert "framework" not in run.assumed, "the format says it"
+    assert ("products" in run.assumed.get("precision", "")) == (products is not None)
+
+
+def test_flash_attention_on_neuron_comes_with_8192_tokens():
+    neuron = {"framework": "neuronx-distributed", "platform": "trn1", "chips": None, "nodes": 1, "dp": 8}
+    short, long = made(**neuron, seq_len=4096), made(**neuron, seq_len=8192)
+    assert (short.candidate.kernels, long.candidate.kernels) == ("nxd_core", None)
+    assert "flash" in short.assumed["framework"] and "framework" not in long.assumed
+    assert made(**{**neuron, "cp": 2, "dp": 4}, seq_len=4096).candidate.cp_order == "contiguous"
+
+
+def test_runs_of_one_publisher_are_placed_on_its_machine():
+    named = made(framework="Megatron-DeepSpeed", platform="a100")
+    assert named.cluster.name == "a100-800g" and "800" in named.assumed["platform"]
+    assert made(framework="Megatron-LM", platform="a100").cluster.name == "a100-80"
+
+
+def test_what_is_left_open_is_assumed_and_told():
+    open_ = ("micro_batch", "pp", "cp", "ep", "vp", "dp", "sp", "recompute", "sharding", "precision", "framework")
+    run = without(*open_, "pipeline_schedule", "nodes")
+    assert str(run.candidate) == "tp=2,pp=1,dp=4"
+    assert run.cluster.num_nodes == 1
+    told = {"dp": "4", "sp": "true", "micro_batch": "1", "recompute": "none", "sharding": "zero=1"}
+    assert told.items() <= run.assumed.items()
+    assert run.assumed.keys() == {*told, "arch", "platform", "pp", "cp", "ep", "precision", "framework"}
+
+
+def test_what_cannot_matter_is_not_told():
+    assert (
+        not {"sp", "vp", "pipeline_schedule"}
+        & without("sp", "vp", "pipeline_schedule", tp=1, pp=1, dp=8).assumed.keys()
+    )
+
+
+def test_an_architecture_is_completed():
+    run = made(arch={"layers": 2, "hidden": 1024, "gated_mlp": False})
+    model = run.model
+    assert (model.ffn, model.num_heads, model.num_kv_heads, model.vocab) == (4096, 8, 8, 50304)
+    assert (model.norm, model.positions, model.qkv_bias, model.tied_embeddings) == ("layer", "learned", True, True)
+    names = {"arch", "arch.ffn", "arch.heads", "arch.kv_heads", "arch.vocab", "arch.tied_embed"}
+    assert {name for name in run.assumed if name.startswith("arch")} == names
+    llama = made(arch={"layers": 2, "hidden": 4096}).model
+    assert (llama.ffn, llama.gated_mlp, llama.tied_embeddings) == (11008, True, False)
+
+
+def test_experts():
+    run = made(arch={**ARCH, "experts": 4}, ep=2, dp=2)
+    assert (run.model.num_experts, run.model.experts_per_token, run.candidate.ep) == (4, 2, 2)
+    assert run.assumed["arch.experts_per_token"] == "2"
+
+
+def test_a_model_without_numbers_is_looked_up():
+    run = made(arch=None, model="llama3-8b")
+    assert (run.model.hidden, run.assumed["arch"]) == (4096, "the model card llama3-8b")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"arch": None}, "its architecture is not known"),
+        ({"arch": {"layers": 4}, "model": None}, "its architecture is not known"),
+        ({"arch": {**ARCH, "kv_lora_rank": 512, "mamba": True}}, "kv_lora_rank, mamba, which autoshard does not model"),
+    ],
+)
+def test_unknown_architectures_are_no_faults(change: dict[str, Any], reason: str):
+    found = run_of(read_row({**SMALL, **change}))
+    assert isinstance(found, str) and reason in found
+
+
+def test_part_of_a_node_has_only_its_chips():
+    run = made(chips=2, tp=2, pp=1, dp=1)
+    assert (run.cluster.chips_per_node, run.cluster.num_ranks) == (2, 2)
+    assert made(platform="trn1", chips=2, nodes=1, tp=4, pp=1, dp=1).cluster.num_ranks == 4
+    assert made(nodes=2, chips=None, dp=4).cluster.num_ranks == 16
+
+
+def test_logical_cores():
+    assert made(platform="trn2", lnc=1, chips=16, tp=128, pp=1, dp=1).cluster.num_ranks == 128
+    assert made(platform="trn2", chips=16, tp=64, pp=1, dp=1).cluster.num_ranks == 64
+
+
+def test_a_run_that_our_schedules_cannot_do_gets_the_nearest_shape():
+    odd = made(global_batch_seqs=17)
+    assert (odd.workload.global_batch, odd.assumed["global_batch_seqs"]) == (18, "18")
+    rough = made(vp=2, pipeline_schedule="interleaved 1F1B", global_batch_seqs=6)
+    assert (rough.candidate.vp, rough.candidate.schedule) == (1, "1f1b")
+    assert "micro-batches" in rough.assumed["vp"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dp": 3}, "dp: tp*pp*cp*dp is 12, but 1 x h100-80 has 8 ranks"),
+        ({"platform": "zork"}, "platform: cannot read 'zork'."),
+        ({"recompute": "some"}, "recompute: 'some' is not a recompute."),
+        ({"chips": 9}, "chips: 9 chips on 1 nodes; a node of h100-80 has 8"),
+        ({"lnc": 2}, "lnc: h100-80 has no logical NeuronCore configuration."),
+        ({"arch": {**ARCH, "layers": "4"}}, "arch.layers: expected a whole number, found '4'"),
+        ({"arch": {**ARCH, "kv_heads": 3}}, "arch.kv_heads: 8 query heads cannot share 3"),
+        ({"seq_len": 2**40}, "seq_len: must be at most"),
+    ],
+)
+def test_wrong_columns_are_faults(change: dict[str, Any], says: str):
+    with pytest.raises(InputError) as caught:
+        run_of(read_row({**SMALL, **change}))
+    assert str(caught.value.faults[0]).startswith(says)
+
+
+def test_all_faults_of_a_row_come_at_once():
+    with pytest.raises(InputError) as caught:
+        run_of(read_row({**SMALL, "recompute": "x", "sharding": "x", "precision": "x", "arch": {**ARCH, "layers": 0}}))
+    wheres = [fault.where for fault in caught.value.faults]
+    assert wheres == ["arch.layers", "precision", "recompute", "sharding"]

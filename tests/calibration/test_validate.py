@@ -1,0 +1,229 @@
+"""Every row is predicted, from its own layout alone; errors are those of its data set."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from autoshard.calibration.validate import validate
+from autoshard.calibration.validation import Validation
+from autoshard.cli import main
+from autoshard.cost.calibration import built_in
+from autoshard.errors import InputError
+from autoshard.spec.record import encode
+from tests.calibration.measured_cases import ARCH, DATA, FILES, SMALL
+
+MEASURED = ("step_time_s", "peak_memory_gib", "peak_memory_gib_by_stage")
+AT_WORK = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+def validated(folder: Path, *rows: dict[str, Any]) -> Validation:
+    path = folder / "runs.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return validate(path)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_row_of_this_repository_is_predicted():
+    found = validate(DATA)
+    assert [entry.name for entry in found.sets] == [path.stem for path in FILES]
+    assert not found.unrepresented
+    assert [row.id for row in found.rows] == [row["id"] for path in FILES for row in rows_of(path)]
+    assert sum(entry.num_rows for entry in found.sets) == len(found.rows) == 76
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_predictions_do_not_see_what_was_measured(path: Path, tmp_path: Path):
+    rows = rows_of(path)
+    expected = validate(path)
+    nulled = validated(tmp_path, *({**row, **dict.fromkeys(MEASURED)} for row in rows))
+    absent = validated(tmp_path, *({key: row[key] for key in row if key not in MEASURED} for row in rows))
+    assert nulled.rows == absent.rows == expected.rows
+    assert [(entry.step_time, entry.peak_memory) for entry in nulled.sets] == [(None, None)]
+
+
+@settings(AT_WORK, max_examples=25)
+@given(step_time_s=st.none() | st.floats(1e-6, 1e6), peak=st.none() | st.floats(1e-3, 1e3))
+def test_no_measurement_moves_a_prediction(step_time_s: float | None, peak: float | None, tmp_path: Path):
+    moved = {**SMALL, "id": "moved", "step_time_s": step_time_s, "peak_memory_gib": peak}
+    first, second = validated(tmp_path, SMALL, moved).rows
+    assert replace(second, id=first.id) == first
+
+
+def test_the_json_has_what_is_promised(tmp_path: Path):
+    found = encode(validated(tmp_path, SMALL, {**SMALL, "id": "odd", "arch": None}))
+    assert list(found) == ["sets", "rows", "unrepresented", "left_out"]
+    (row,) = found["rows"]
+    assert list(row) == [
+        "id", "predicted_step_time_s", "low_s", "high_s", "predicted_peak_memory_gib", "assumed", "parts",
+        "predicted_peak_memory_gib_by_stage",
+    ]  # fmt: skip
+    assert sum(row["parts"].values()) == pytest.approx(row["predicted_step_time_s"])
+    assert row["low_s"] < row["predicted_step_time_s"] < row["high_s"]
+    assert [entry["id"] for entry in found["unrepresented"]] == ["odd"]
+    (entry,) = found["sets"]
+    assert (entry["num_rows"], entry["num_unrepresented"], entry["step_time"]["count"]) == (2, 1, 1)
+    assert entry["basis"] == built_in("h100-80").basis
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_errors_are_those_of_the_rows(tmp_path: Path):
+    (said,) = validated(tmp_path, SMALL).rows
+    time_s, size_gib = said.predicted_step_time_s, said.predicted_peak_memory_gib
+    (found,) = validated(tmp_path, {**SMALL, "step_time_s": 2 * time_s, "peak_memory_gib": size_gib / 2}).sets
+    assert found.step_time and found.peak_memory
+    assert (found.step_time.mape, found.step_time.bias, found.step_time.coverage) == (0.5, -0.5, 0.0)
+    assert (found.peak_memory.mape, found.peak_memory.coverage) == (1.0, None)
+
+
+def test_options_that_decide_the_layout_change_the_prediction(tmp_path: Path):
+    changes: list[dict[str, Any]] = [
+        {}, {"recompute": "full"}, {"sharding": "ZeRO-3"}, {"precision": "fp32"}, {"micro_batch": 2},
+        {"tp": 4, "pp": 1}, {"framework": "torchtitan"}, {"vp": 2, "pipeline_schedule": "interleaved 1F1B"},
+    ]  # fmt: skip
+    rows = [{**SMALL, **change, "id": str(number)} for number, change in enumerate(changes)]
+    said = {(row.predicted_step_time_s, row.predicted_peak_memory_gib) for row in validated(tmp_path, *rows).rows}
+    assert len(said) == len(changes)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arch": {**ARCH, "experts": 4, "experts_per_token": 2}, "ep": 2},
+        {
+            "arch": {**ARCH, "hidden": 768, "heads": 6, "kv_heads": 6},
+            "tp": 8,
+            "pp": 1,
+            "dp": 1,
+        },  # refused by a Rule, but it ran
+        {"framework": "torchtitan", "recompute": "selective"},
+        {"cp": 2, "dp": 1, "seq_len": 250},
+        {"platform": "p5.48xlarge", "framework": None},
+    ],
+)
+def test_unusual_rows_are_predicted(change: dict[str, Any], tmp_path: Path):
+    assert [row.id for row in validated(tmp_path, {**SMALL, **change}).rows] == ["small"]
+
+
+def test_a_run_without_a_shape_is_told(tmp_path: Path):
+    found = validated(tmp_path, {**SMALL, "pp": 8, "tp": 1, "dp": 1})
+    assert "4 layers of own do not fill 8 stages" in found.unrepresented[0].reason
+
+
+def test_every_fault_of_every_row_comes_at_once(tmp_path: Path):
+    with pytest.raises(InputError) as caught:
+        validated(tmp_path, {**SMALL, "sharding": "x"}, {**SMALL, "id": "b", "dp": 3, "platform": "tpu"})
+    heads = [str(fault).removeprefix(str(tmp_path / "runs.jsonl")) for fault in caught.value.faults]
+    assert heads[0].startswith(": holds no measured row that can be used. Run a plan to its end")
+    assert heads[1].startswith(" line 1: sharding: cannot read 'x'.")
+    assert heads[2].startswith(" line 2: platform: cannot read 'tpu'.")
+
+
+def a_run(folder: Path, name: str, text: str | bytes | None) -> Path:
+    """Make the folder of a run, with so much of a row."""
+    (folder / name / "logs").mkdir(parents=True)
+    (folder / name / "plan.json").write_text("{}", encoding="utf-8")
+    (folder / name / "steps.jsonl").write_text('{"number": 1, "loss": 2.5}\n' * 54, encoding="utf-8")
+    if text is not None:
+        path = folder / name / "measured.jsonl"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder / name
+
+
+WHOLE = json.dumps({**SMALL, "id": "whole", "kind": "run"})
+LEFT: dict[str, tuple[str | bytes | None, str]] = {
+    "cut": (WHOLE[:200], "line 1: is not JSON: "),
+    "empty": ("", ": holds no rows; write one JSON object per line"),
+    "garbage": (b"\x00\xff\xfe" * 9, "line 1: is not text in UTF-8"),
+    "killed": (None, ": holds a run without a measured row, which is written when it ends"),
+    "nan": (json.dumps({**SMALL, "step_time_s": float("nan")}), "line 1: is not usable JSON: NaN is no number"),
+    "of_before": (json.dumps({**SMALL, "widgets": 3}), "line 1: widgets: unknown key"),
+    "rehearsed": (json.dumps({**SMALL, "id": "b", "kind": "rehearsal"}), "line 1: is of a rehearsal, which runs a"),
+    "short": (json.dumps({**SMALL, "id": "c", "kind": "short"}), "line 1: is of a run that ended before its"),
+    "steps": ('{"number": 1, "loss": 2.5}\n' * 54, "lines 1 to 54: is no measured row"),
+    "twice": (WHOLE, "line 1: id: whole stands in"),
+    "unread": (json.dumps({**SMALL, "id": "d", "sharding": "x"}), "line 1: sharding: cannot read 'x'"),
+}
+
+
+def test_what_runs_leave_is_left_out_in_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    expected = validate(a_run(tmp_path / "runs", "a", WHOLE))
+    assert not expected.left_out
+    for name, (text, _) in LEFT.items():
+        a_run(tmp_path / "runs", name, text)
+    found = validate(tmp_path / "runs")
+    assert found.rows == expected.rows and [entry.num_rows for entry in found.sets] == [1]
+    capsys.readouterr()
+    assert main(["validate", str(tmp_path / "runs")]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(LEFT)
+    for name, (text, says) in LEFT.items():
+        place = tmp_path / "runs" / name / ("" if text is None else "measured.jsonl")
+        joint = "" if says.startswith(":") else " "
+        assert any(line.startswith(f"left out {place}{joint}{says}") for line in said), name
+
+
+@pytest.mark.parametrize("name", [name for name in LEFT if name not in ("rehearsed", "short", "twice")])
+def test_a_run_that_has_nothing_to_use_says_what_to_do(name: str, tmp_path: Path):
+    text, says = LEFT[name]
+    folder = a_run(tmp_path, name, text)
+    for path in (folder, tmp_path, *([folder / "measured.jsonl"] if text is not None else [])):
+        with pytest.raises(InputError) as caught:
+            validate(path)
+        first, *_ = lines = [str(fault) for fault in caught.value.faults]
+        assert "Run a plan to its end (autoshard run PLAN)" in first and len(lines) <= 2
+        assert any(says.removeprefix(": ") in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["rehearsed", "short"])
+def test_a_rehearsal_is_predicted_where_it_is_named(name: str, tmp_path: Path):
+    folder = a_run(tmp_path, name, LEFT[name][0])
+    assert len(validate(folder).rows) == len(validate(folder / "measured.jsonl").rows) == 1
+    with pytest.raises(InputError, match="holds no measured row that can be used"):
+        validate(tmp_path)
+
+
+@AT_WORK
+@given(cut=st.integers(0, len(WHOLE)), junk=st.binary(max_size=9).filter(lambda junk: b"\n" not in junk))
+def test_a_line_that_a_kill_cuts_costs_that_line_only(cut: int, junk: bytes, tmp_path: Path):
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(WHOLE.encode() + b"\n" + WHOLE[:cut].replace("whole", "last").encode() + junk)
+    found = validate(path)
+    assert found.rows[0].id == "whole" and len(found.rows) + len(found.left_out) <= 2
+
+
+def test_a_folder_without_rows(tmp_path: Path):
+    with pytest.raises(InputError, match=r"holds no files of rows: their names end in \.jsonl"):
+        validate(tmp_path)
+
+
+WORDS = st.sampled_from(
+    [None, "", "none", "full", "selective", "selective[attend]", "torchtitan", "h100", "trn2", "1F1B"]
+)
+NUMBERS = st.none() | st.sampled_from([0, 1, 2, 3, 4, 8, 2**31, 2**62, 1.0, True, "2"])
+
+
+@AT_WORK
+@given(
+    words=st.dictionaries(st.sampled_from([key for key in SMALL if isinstance(SMALL[key], str)]), WORDS, max_size=3),
+    numbers=st.dictionaries(
+        st.sampled_from([key for key in SMALL if isinstance(SMALL[key], int)]), NUMBERS, max_size=3
+    ),
+    arch=st.dictionaries(st.sampled_from([*ARCH, "experts", "head_dim", "other"]), NUMBERS, max_size=3),
+)
+def test_any_row_is_predicted_or_told(
+    words: dict[str, Any], numbers: dict[str, Any], arch: dict[str, Any], tmp_path: Path
+):
+    row = {**SMALL, **words, **numbers, "arch": {**ARCH, **arch}}
+    try:
+        found = validated(tmp_path, row)
+    except InputError as error:
+        assert all("line 1" in fault.where for fault in error.faults[1:])
+    else:
+        assert len(found.rows) + len(found.unrepresented) == 1
