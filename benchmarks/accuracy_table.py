@@ -1,4 +1,4 @@
-"""The accuracy tables of README.md and benchmarks/README.md, written by ``python -m benchmarks accuracy --write``.
+"""The accuracy tables of docs/accuracy.md and benchmarks/README.md: ``python -m benchmarks accuracy --write``.
 
 Lines about rows that are not part of this repository stay as they were written, each with its date, until ``--rows`` is
 given.
@@ -49,7 +49,10 @@ _COLUMNS: Mapping[str, Callable[[SetAccuracy], str]] = {
     "memory MAPE": lambda entry: _share(entry.peak_memory.mape if entry.peak_memory else None),
 }
 _SHORT = ("set", "rows", "layouts", "noise floor", "MAPE", "inside", "Spearman", "regret", "memory MAPE")
-PAGES: Mapping[Path, Sequence[str]] = {ROOT / "README.md": _SHORT, ROOT / "benchmarks" / "README.md": tuple(_COLUMNS)}
+PAGES: Mapping[Path, Sequence[str]] = {
+    ROOT / "docs" / "accuracy.md": _SHORT,
+    ROOT / "benchmarks" / "README.md": tuple(_COLUMNS),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,60 +1,86 @@
-"""The first screen of the README runs."""
+"""What the README and the pages of docs show is true: commands, options, the picture and the line of a table."""
 
+import importlib.util
 import json
 import os
 import re
-import shlex
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from autoshard.cli import main
 
 ROOT = Path(__file__).parents[2]
-FIRST_SCREEN_LINES = 30
+README = ROOT / "README.md"
+PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
+MOST_WORDS = 900
 
-# What a test cannot repeat: it fetches the repository, or enters it.
-PREPARATION = ("git", "cd")
 
-
-def typed_commands() -> list[str]:
-    """The commands in the shell blocks of the first screen, without prompts and comments."""
-    text = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:FIRST_SCREEN_LINES])
-    blocks = re.findall(r"^```(?:bash|console|sh|shell)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    lines = [re.sub(r"^\$ |\s+#.*$", "", line).strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line.startswith(("make ", "autoshard ", *PREPARATION))]
+def shell_lines(page: Path) -> Iterator[str]:
+    """The lines of the shell blocks of a page, continued lines joined, without prompts and comments."""
+    blocks = re.findall(r"^```(?:bash|console|sh)\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        yield re.sub(r"^\$ |\s+#.*$", "", line).strip()
 
 
 def recipe(target: str) -> str:
     """The last line that make would run for a target."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    command = ["make", "--dry-run", target]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[-1]
 
 
+@pytest.fixture(scope="module")
+def picture() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("picture", ROOT / "docs" / "picture.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_the_two_commands_come_first() -> None:
-    assert [line for line in typed_commands() if line.startswith("make ")][:2] == ["make plan", "make test"]
-
-
-def test_make_test_runs_the_tests() -> None:
+    assert list(shell_lines(README))[:2] == ["make plan", "make test"]
     assert "-m pytest" in recipe("test")
 
 
-def test_what_the_first_screen_types_works(tmp_path: Path) -> None:
-    typed = [recipe("plan") if line == "make plan" else line for line in typed_commands()]
-    plans = [shlex.split(line)[1:] for line in typed if Path(line.split()[0]).name == "autoshard"]
-    assert plans
-    for arguments in plans:
-        command = [sys.executable, "-m", "autoshard.cli", *arguments]
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
+def test_the_readme_is_read_in_one_breath() -> None:
+    assert len(README.read_text(encoding="utf-8").split()) <= MOST_WORDS
 
 
-def test_the_line_of_a_table_that_is_shown_stands_in_the_plan(tmp_path: Path) -> None:
-    shown = re.search(r'^"(\w+)": "(.*)"$', (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert shown
-    command = [sys.executable, "-m", "autoshard.cli", "plan", "--model", "llama3-70b", "--nodes", "16"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=True)
+def test_every_command_and_option_of_the_pages_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    helps: dict[str, str] = {}
+    unknown: list[str] = []
+    for page in PAGES:
+        for line in shell_lines(page):
+            found = re.search(r"(?:^|\s)autoshard ([a-z]+)((?:\s.*)?)$", line)
+            if not found:
+                continue
+            command, rest = found[1], found[2]
+            if command not in helps:
+                assert main([command, "--help"]) == 0, f"{page.name}: autoshard {command}"
+                helps[command] = capsys.readouterr().out
+            options = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", rest))
+            unknown += [f"{page.name}: autoshard {command} {one}" for one in options if one not in helps[command]]
+    assert not unknown
+    assert len(helps) >= 10, "the pages show most commands"
+
+
+def test_every_page_that_is_named_exists() -> None:
+    links = [
+        (page, link) for page in PAGES for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
+    ]
+    assert links
+    assert not [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()]
+
+
+def test_the_picture_and_the_line_of_a_table_are_those_of_the_plan(picture: ModuleType, tmp_path: Path) -> None:
+    drawn = picture.svg(picture.terminal_text(tmp_path))
+    assert drawn == picture.PICTURE.read_text(encoding="utf-8"), "draw it again: python docs/picture.py"
+    line = re.search(r'^"(\w+)": "(.*)"$', README.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert line
     plan = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
-    assert plan["strategies"]["layer"][shown[1]] == shown[2]
+    assert plan["strategies"]["layer"][line[1]] == line[2]
