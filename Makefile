@@ -13,6 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # What no ordinary machine has.
 NO_ACCELERATOR := not gpu and not neuron and not nxd
 PYTEST := $(PY) -m pytest --numprocesses auto --dist worksteal
+PLANNER_TESTS := $(addprefix tests/,spec graph layout schedule plan cost blocks search calibration report jobs cli house)
 
 .DEFAULT_GOAL := help
 .PHONY: help plan test test-all lint check bench clean
@@ -23,11 +24,12 @@ help:  ## list the targets
 plan: $(VENV)/.base  ## plan Llama-3 70B on 16 trn1 nodes and print the table
 	$(VENV)/bin/autoshard plan $(CLUSTER_OF_MAKE_PLAN)
 
-test: $(VENV)/.dev  ## every test that passes without an accelerator, but the slow ones; the coverage gate
-	$(PYTEST) --cov -m "$(NO_ACCELERATOR) and not slow"
+test: $(VENV)/.dev  ## the tests that need no accelerator, but the slow ones: five minutes on two cores
+	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow"
 
-test-all: test  ## those tests, and then the slow ones
-	$(PYTEST) -m "$(NO_ACCELERATOR) and slow"
+test-all: $(VENV)/.dev  ## what `make test` leaves out: slow tests, 200 examples of every property, coverage of the planner
+	$(PYTEST) -m "$(NO_ACCELERATOR) and (slow or hypothesis)" --hypothesis-profile thorough
+	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow and not ranks" --cov $(PLANNER_TESTS)
 
 lint: $(VENV)/.dev  ## format, lint, types, floors
 	$(VENV)/bin/ruff format --check
@@ -36,7 +38,7 @@ lint: $(VENV)/.dev  ## format, lint, types, floors
 	$(VENV)/bin/lint-imports
 
 check: export CI := true
-check: lint test  ## what every commit passes: lint, then test; CI goes on with the slow tests
+check: lint test  ## what every commit passes: lint, then test; CI goes on with test-all
 
 bench: $(VENV)/.dev  ## every benchmark, as a table; BENCH=--wandb logs it
 	$(PY) -m benchmarks all $(BENCH)

@@ -9,12 +9,16 @@ from hypothesis import HealthCheck, settings
 
 GOLDEN = Path(__file__).parent / "golden"
 
-# No deadlines: a test never judges time. A test that wants more examples says so with its own @settings.
+# No deadlines: a test never judges time. `make test-all` asks for the profile `thorough`.
 settings.register_profile(
-    "dev", max_examples=25, derandomize=False, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "usual",
+    max_examples=25,
+    derandomize=bool(os.environ.get("CI")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("ci", parent=settings.get_profile("dev"), max_examples=200, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+settings.register_profile("thorough", parent=settings.get_profile("usual"), max_examples=200, derandomize=True)
+settings.load_profile("usual")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

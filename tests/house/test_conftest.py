@@ -46,8 +46,10 @@ def test_a_golden_file_is_demanded_written_on_request_and_then_compared(project:
     assert file.read_text(encoding="utf-8") == "good bye"
 
 
-@pytest.mark.parametrize(("ci", "expected"), [("", (25, False, None)), ("true", (200, True, None))])
-def test_ci_tries_more_examples_and_always_the_same(ci: str, expected: tuple[int, bool, None], project: Path) -> None:
-    (project / "test_it.py").write_text(COUNTS.format(expected), encoding="utf-8")
-    done = pytest_in(project, ci=ci)
+def test_ci_repeats_its_examples_and_the_thorough_profile_tries_more(project: Path) -> None:
+    (project / "test_it.py").write_text(COUNTS.format((200, True, None)), encoding="utf-8")
+    done = pytest_in(project, "--hypothesis-profile", "thorough")
+    assert done.returncode == 0, done.stdout
+    (project / "test_it.py").write_text(COUNTS.format((25, True, None)), encoding="utf-8")
+    done = pytest_in(project, ci="true")
     assert done.returncode == 0, done.stdout

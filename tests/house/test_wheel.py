@@ -50,7 +50,7 @@ def test_the_wheel_holds_the_package_and_its_data_and_nothing_else(wheel: Path) 
     }
     assert data and data <= names
     assert {name.partition("/")[0] for name in names} == {"autoshard", "autoshard-0.1.0.dist-info"}
-    assert "autoshard-0.1.0.dist-info/licenses/LICENSE" in names
+    assert {"autoshard-0.1.0.dist-info/licenses/LICENSE", "autoshard/py.typed"} <= names
 
 
 def test_the_installed_wheel_is_what_is_imported(installed: Path, tmp_path: Path) -> None:

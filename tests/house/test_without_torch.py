@@ -62,10 +62,9 @@ def absent(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", HEAVY)
-def test_the_heavy_packages_are_really_absent(name: str, absent: Path, tmp_path: Path) -> None:
-    done = python(f"import {name}", cwd=tmp_path, first=absent)
-    assert done.returncode == 1 and f"No module named '{name}'" in done.stderr
+def test_a_heavy_package_is_really_absent(absent: Path, tmp_path: Path) -> None:
+    done = python("import torch", cwd=tmp_path, first=absent)
+    assert done.returncode == 1 and "No module named 'torch'" in done.stderr
 
 
 @pytest.mark.parametrize("command", [PLAN, LIST, LAUNCH, SWEEP], ids=lambda command: command[0])
@@ -75,8 +74,7 @@ def test_commands_work_where_torch_is_absent(command: tuple[str, ...], absent: P
     assert (tmp_path / "plan.json").is_file() == ("plan.json" in command)
 
 
-@pytest.mark.parametrize("command", [PLAN, LIST, LAUNCH], ids=lambda command: command[0])
-def test_commands_load_no_torch_where_it_is_installed(command: tuple[str, ...], tmp_path: Path) -> None:
-    done = python(RUN, *command, cwd=tmp_path)
+def test_a_plan_loads_no_torch_where_it_is_installed(tmp_path: Path) -> None:
+    done = python(RUN, *PLAN, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "loaded: []"
