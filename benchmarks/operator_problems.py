@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from math import prod
 
 from autoshard.blocks.problem import OperatorProblem
+from autoshard.cost.collective import Ring
 from autoshard.cost.compute import Rates
-from autoshard.cost.rings import Ring
 from autoshard.graph.decoder import decoder_graph
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts

@@ -9,7 +9,7 @@ from autoshard.blocks.operators import solve
 from autoshard.blocks.places import Held, op_places
 from autoshard.blocks.problem import Atoms, OperatorProblem, Seconds, op_choices
 from autoshard.blocks.tables import Tables
-from autoshard.cost.rings import Number, Ring, mesh_ring
+from autoshard.cost.collective import Number, Ring, mesh_ring
 from autoshard.cost.setting import Question
 from autoshard.errors import InputError
 from autoshard.layout.collective import Collective

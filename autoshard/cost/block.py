@@ -8,11 +8,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from autoshard.cost.collective import Number, Ring
 from autoshard.cost.compute import KernelWork, Rates, Sequences, kernel_time, kernel_work
 from autoshard.cost.held import Shares, kept_bytes, shape_bytes, shares, waiting_bytes, working_bytes
 from autoshard.cost.kernel_run import KernelRun, kernel_runs
 from autoshard.cost.live import Moment, moments
-from autoshard.cost.rings import Number, Ring
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.sharding import Message, Sharding

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.cost.calibration import Calibration
+from autoshard.cost.collective import Number
 from autoshard.cost.held import Local
 from autoshard.cost.kernel_run import KernelRun, Moved
-from autoshard.cost.rings import Number
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import SCORES, Attend, AttendGradient
 from autoshard.graph.kinds.linear import Einsum

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from autoshard.cost.collective import Number
 from autoshard.cost.live import Fresh, Moment
-from autoshard.cost.rings import Number
 from autoshard.graph.block import Block
 from autoshard.graph.op import Dims, Tensor
 from autoshard.layout.layout import Cuts, local_sizes

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.cost.block import Setting
+from autoshard.cost.collective import Number
 from autoshard.cost.pipeline import Pipeline, RankCost
-from autoshard.cost.rings import Number
 from autoshard.cost.setting import Question
 from autoshard.cost.update import state_bytes
 from autoshard.schedule.schedule import Schedule

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from autoshard.cost.block import PASSES, BlockCost
-from autoshard.cost.rings import Number
+from autoshard.cost.collective import Number
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.spec.kernels import Kernels

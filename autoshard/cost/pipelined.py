@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.cost.collective import Number
 from autoshard.cost.pipeline import PARTS, Pipeline, Price, RankCost, StageLayers, StageSeconds, rank_cost
-from autoshard.cost.rings import Number
 from autoshard.schedule.makespan import makespan_columns
 from autoshard.schedule.simulate import Hop, PipelineTimes, StageTimes, delays_of, simulate
 from autoshard.schedule.timeline import KINDS

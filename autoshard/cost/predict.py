@@ -8,9 +8,9 @@ import numpy as np
 
 from autoshard.cost.block import BlockCost, Blocks, BlockWork, Setting, block_cost
 from autoshard.cost.calibration import Calibration, uncalibrated
+from autoshard.cost.collective import Number, mesh_ring
 from autoshard.cost.compiling import compiling, least_instructions
 from autoshard.cost.pipeline import Pipeline, Price, Sends, StageLayers
-from autoshard.cost.rings import Number, mesh_ring
 from autoshard.cost.setting import Question, boundary_bytes, price_block, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
 from autoshard.cost.step import StepCost, step_cost, step_s

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from autoshard.cost.block import BlockCost, Blocks, BlockWork, Setting, block_cost, block_work
 from autoshard.cost.calibration import Calibration
+from autoshard.cost.collective import Number, Ring, mesh_ring
 from autoshard.cost.compute import Rates
-from autoshard.cost.rings import Number, Ring, mesh_ring
 from autoshard.cost.sharded import atom_groups
 from autoshard.cost.terms import CostTerm
 from autoshard.layout.layout import local_sizes

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.cost.block import Setting, exposed_s
+from autoshard.cost.collective import Number
 from autoshard.cost.memory import rank_memory
 from autoshard.cost.pipeline import Pipeline, Price
 from autoshard.cost.pipelined import Alike, alike_ranks, pipeline_seconds
-from autoshard.cost.rings import Number
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import per_weight
 from autoshard.cost.update import Turns, UpdateCost, Weights, exchanged_bytes, update_cost

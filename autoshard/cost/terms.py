@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost.rings import Number
+from autoshard.cost.collective import Number
 from autoshard.errors import InputError, require
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute

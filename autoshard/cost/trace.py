@@ -7,11 +7,11 @@ from functools import cache
 import numpy as np
 
 from autoshard.cost.block import Setting
+from autoshard.cost.collective import Number
 from autoshard.cost.memory import rank_memory
 from autoshard.cost.pipeline import PARTS, Pipeline, Price, RankCost, StageLayers, StageSeconds
 from autoshard.cost.pipelined import Alike, alike_ranks, pipeline_times
 from autoshard.cost.predict import priced, question_of
-from autoshard.cost.rings import Number
 from autoshard.cost.setting import Question
 from autoshard.cost.step import update_costs
 from autoshard.cost.terms import stated_s

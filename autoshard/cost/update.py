@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from autoshard.cost.block import Setting
-from autoshard.cost.rings import Number
+from autoshard.cost.collective import Number
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import PerWeight
 from autoshard.graph.kinds.optimizer import UPDATES

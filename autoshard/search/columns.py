@@ -7,8 +7,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from autoshard.cost.block import BlockCost, Setting
-from autoshard.cost.rings import Ring, mesh_ring
-from autoshard.cost.routes import Route
+from autoshard.cost.collective import Ring, Route, mesh_ring
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
 from autoshard.layout.cutting import Cutting

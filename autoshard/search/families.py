@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from autoshard.cost.block import Setting
+from autoshard.cost.collective import Ring
 from autoshard.cost.pipeline import Sends
-from autoshard.cost.rings import Ring
 from autoshard.cost.setting import Question, boundary_bytes, price_block
 from autoshard.cost.sharded import CutBlocks
 from autoshard.layout.cutting import Cutting

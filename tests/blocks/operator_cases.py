@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from autoshard.blocks.problem import OperatorProblem
+from autoshard.cost.collective import Ring
 from autoshard.cost.compute import Rates
-from autoshard.cost.rings import Ring
 from autoshard.graph.backward import add_backward
 from autoshard.graph.block import Block
 from autoshard.graph.builder import BlockBuilder

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.cost.block import PASSES, exposed_s
+from autoshard.cost.collective import Ring
 from autoshard.cost.live import moments
-from autoshard.cost.rings import Ring
 from autoshard.cost.setting import setting_of
 from autoshard.graph.kinds.attention import Attend
 from autoshard.plan.recompute import Recompute

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.cost.calibration import uncalibrated
-from autoshard.cost.rings import Ring, mesh_ring
-from autoshard.cost.routes import efficiency
+from autoshard.cost.collective import Ring, efficiency, mesh_ring
 from autoshard.layout.collective import Collective
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate

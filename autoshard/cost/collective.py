@@ -1,0 +1,209 @@
+"""What a Collective costs: bytes over the slowest link of its group, the latency of every hop, and its start."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from autoshard.cost.calibration import Calibration
+from autoshard.layout.collective import Collective, CollectiveKind
+from autoshard.spec.algorithm import Hops
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.link import Domain, Link
+from autoshard.spec.mesh import Mesh, axis_levels_bytes_per_s
+
+Number = Any  # a number, or a numpy column of one number per candidate
+
+_ROUNDS: Mapping[CollectiveKind, int] = {"all_reduce": 2, "all_reduce_max": 2, "slice": 0}  # once, if not named
+_ROUTED: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_max")
+_NEIGHBOUR_AXES = ("cp", "pp")  # ranks send to their neighbours along these; sums over edp as well never go that way
+_NEIGHBOURS = 4  # of a chip on a two-dimensional torus: a hop has one of its wires
+_INSIDE: tuple[Domain, ...] = ("chip", "node")
+_STEPS: Mapping[Hops, Callable[[int], float]] = {
+    "all": lambda ranks: ranks - 1,
+    "half": lambda ranks: (ranks - 1) / 2,
+    "log": lambda ranks: math.ceil(math.log2(ranks)),
+    "one": lambda ranks: min(1, ranks - 1),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One way through a group other than its flat ring; the time of one round: a gather, a scatter, a send."""
+
+    seconds_per_byte: Number  # of the whole message
+    latency_s: Number
+    up_to_bytes: int | None = None  # the library takes this way up to here; None: wherever it is the fastest
+
+    def time_s(self, message_bytes: Number) -> Number:
+        """Return the time of one round."""
+        return self.seconds_per_byte * message_bytes + self.latency_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """A group of ranks as its collectives see it; numbers or columns of numbers."""
+
+    size: Number
+    bandwidth_bytes_per_s: Number  # of one direction, when all such groups talk at once
+    latency_s: Number  # once around
+    start_s: Number = 0.0  # of hosts, for each send or collective
+    hop: Route | None = None  # to the next rank; None where it is as fast as the ring
+    exchange: Route | None = None  # of each rank with each other, likewise
+    routes: tuple[Route, ...] = ()  # other ways to gather and to sum, those for the smallest messages last
+    is_flat: bool = True  # whether the ring itself is a way to gather and to sum
+
+    def time_s(self, collective: Collective, message_bytes: Number) -> Number:
+        """Return the time of a Collective; ``message_bytes`` is a rank's buffer where it is largest.
+
+        Hosts start a send for each hop of a permutation, nothing for a slice, otherwise one collective.
+        """
+        num_starts = {"permute": self.size - 1, "slice": 0}.get(collective.kind, 1)
+        return num_starts * self.start_s + self._sending_s(collective, message_bytes)
+
+    def _sending_s(self, collective: Collective, message_bytes: Number) -> Number:
+        kind, rounds = collective.kind, _ROUNDS.get(collective.kind, 1)
+        if kind == "permute" and self.hop:
+            return (self.size - 1) * self.hop.time_s(message_bytes)
+        if kind == "all_to_all" and self.exchange:
+            return self.exchange.time_s(message_bytes)
+        best_s: Number = self.sent_bytes(collective, message_bytes) / self.bandwidth_bytes_per_s
+        best_s = best_s + rounds * self.latency_s
+        if kind not in _ROUTED:
+            return best_s
+        for number, route in enumerate(self.routes):
+            route_s = rounds * route.time_s(message_bytes)
+            if number == 0 and not self.is_flat:
+                best_s = route_s
+            elif route.up_to_bytes is None:
+                best_s = np.minimum(route_s, best_s)
+            else:
+                fits = message_bytes <= route.up_to_bytes
+                best_s = route_s * fits + best_s * (1 - fits)
+        return best_s
+
+    def sent_bytes(self, collective: Collective, message_bytes: Number) -> Number:
+        """Return the bytes that one rank sends.
+
+        Bandwidth-optimal rings: gather and scatter send (n-1)/n of the whole, all-reduce does both, an all-to-all
+        keeps 1/n at home, a permutation in n-1 rounds shows each rank all other parts. A slice sends nothing.
+        """
+        if collective.kind == "permute":
+            return (self.size - 1) * message_bytes
+        return _ROUNDS.get(collective.kind, 1) * (self.size - 1) / self.size * message_bytes
+
+    def send_s(self, message_bytes: Number) -> Number:
+        """Return the time of handing a message to the next rank."""
+        if self.hop:
+            return self.start_s + self.hop.time_s(message_bytes)
+        return self.start_s + message_bytes / self.bandwidth_bytes_per_s + self.latency_s
+
+
+def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration: Calibration) -> Ring:
+    """Return the group of ranks along some atoms of a mesh, as the first rank sees it."""
+    cut = tuple(atom for atom in atoms if mesh.atoms_of(atom))
+    group = mesh.group_of(0, cut)
+    wires = _share_of_wires(cluster, group)
+    speeds: dict[Domain, float] = {
+        link.domain: speed * efficiency(link, calibration) * (wires if link.kind == "torus" else 1.0)
+        for link, speed in zip(cluster.links, axis_levels_bytes_per_s(cluster, mesh, cut), strict=True)
+    }
+    to_neighbours = "edp" not in atoms and any(atom in _NEIGHBOUR_AXES for atom in atoms)
+    inner, num_nodes = cluster.inside(group), len({rank // cluster.ranks_per_node for rank in group})
+    num_inside = len(group) - num_nodes
+    near_s = cluster.link_of(inner).latency_s if num_inside else 0.0
+    far_s = (num_nodes - 1) * cluster.link_of(group).latency_s if num_nodes > 1 else 0.0
+    return Ring(
+        size=len(group),
+        bandwidth_bytes_per_s=min(speeds.values()),
+        latency_s=num_inside * near_s + far_s,  # a node's members are visited before the next node
+        start_s=calibration.collective_s if len(group) > 1 else 0.0,
+        hop=_neighbour_route(cluster, mesh, cut, calibration) if to_neighbours else None,
+        exchange=_exchange_route(cluster, group, calibration),
+        routes=_hierarchical_routes(cluster, group, speeds, near_s, far_s),
+        is_flat=not cluster.algorithms or any(way.kind == "ring" for way in cluster.algorithms),
+    )
+
+
+def efficiency(link: Link, calibration: Calibration) -> float:
+    """Return which share of its bandwidth a link reaches."""
+    return calibration.far_link_efficiency if link.domain == "cluster" else calibration.near_link_efficiency
+
+
+def _share_of_wires(cluster: Cluster, group: tuple[int, ...]) -> float:
+    """Return which part of a torus' wires a ring uses: all on the whole torus, half on a part of it.
+
+    A chip has four neighbours. Over all chips of a node run two edge-disjoint Hamiltonian cycles in parallel (AWS
+    Neuron docs, neuron-runtime/explore/intranode-collective-comm.rst); a ring over fewer chips is one cycle: derived.
+    """
+    if len(group) == 1 or cluster.link_of(group).kind != "torus":
+        return 1.0
+    size = cluster.ranks_per_chip  # not asked rank by rank: searches ask for many large groups
+    return 0.5 if len({rank // size for rank in group}) % cluster.chips_per_node else 1.0
+
+
+def _hierarchical_routes(
+    cluster: Cluster, group: tuple[int, ...], speeds: Mapping[Domain, float], near_s: float, far_s: float
+) -> tuple[Route, ...]:
+    """Return the ways of a group that go inside its nodes and between them, one after the other.
+
+    ``speeds`` is what the group gets of every link of the cluster, ``near_s`` the latency of a hop inside a node, and
+    ``far_s`` that of all hops between nodes.
+    """
+    ways = [way for way in cluster.algorithms if way.kind == "hierarchical"]
+    num_inside = len(cluster.inside(group))
+    near = [speed for domain, speed in speeds.items() if domain in _INSIDE]
+    far = [speed for domain, speed in speeds.items() if domain not in _INSIDE]
+    parts = [(count, part) for count, part in ((num_inside, near), (len(group) // num_inside, far)) if count > 1]
+    per_byte = sum((count - 1) / count / min(part) for count, part in parts)
+    ways.sort(key=lambda way: math.inf if way.up_to_bytes is None else way.up_to_bytes, reverse=True)
+    return tuple(
+        Route(
+            seconds_per_byte=per_byte,
+            latency_s=_STEPS[way.hops](num_inside) * near_s + far_s,
+            up_to_bytes=way.up_to_bytes,
+        )
+        for way in ways
+    )
+
+
+def _neighbour_route(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration: Calibration) -> Route:
+    """Return what handing a message to the next rank along some atoms costs, while all ranks do: its slowest hop.
+
+    A rank sends through the port nearest to it, which it shares with the ranks there that send over the same link. On
+    a torus a message gets the wire to that neighbour, not all wires of the chip.
+    """
+    repeat = cluster.repeat_ranks  # beyond that, the hardware is the same again
+    groups = mesh.local_groups(atoms, repeat) if mesh.repeats_every(repeat) else mesh.groups(atoms)
+    links = {link.domain: link for link in cluster.links}
+    senders: dict[Domain, Counter[int]] = {}
+    for pair in (pair for group in groups for pair in pairwise(group)):
+        link = cluster.link_of(pair)
+        senders.setdefault(link.domain, Counter())[pair[0] // link.ranks_per_port] += 1
+    slowest, latency_s = 0.0, 0.0
+    for domain, ports in senders.items():
+        link = links[domain]
+        wire = link.bandwidth_bytes_per_s / (_NEIGHBOURS if link.kind == "torus" else 1)
+        slowest = max(slowest, max(ports.values()) / (wire * efficiency(link, calibration)))
+        latency_s = max(latency_s, link.latency_s)
+    return Route(seconds_per_byte=slowest, latency_s=latency_s)
+
+
+def _exchange_route(cluster: Cluster, group: Sequence[int], calibration: Calibration) -> Route:
+    """Return what sending a part to each other rank costs: the slower of what stays inside nodes and what leaves them.
+
+    All ranks of a node leave it at once, so that each has its share of the port next to it.
+    """
+    inner = cluster.inside(group)
+    counts = {cluster.link_of(inner): len(inner) - 1} if len(inner) > 1 else {}
+    counts |= {cluster.link_of(group): len(group) - len(inner)} if len(group) > len(inner) else {}
+    per_byte = [
+        count / len(group) * link.ranks_per_port / (link.bandwidth_bytes_per_s * efficiency(link, calibration))
+        for link, count in counts.items()
+    ]
+    latency_s = max((link.latency_s for link in counts), default=0.0)
+    return Route(seconds_per_byte=max(per_byte, default=0.0), latency_s=latency_s)
