@@ -22,7 +22,7 @@ RECORD = Path(__file__).with_name("record.json")
 PAGE = Path(__file__).parents[2] / "docs" / "trainium.md"
 BEGIN, END = "<!-- features: written by tests/neuron/record.py -->", "<!-- end of features -->"
 NOT_VERIFIED: Mapping[str, str] = {
-    "flash attention": "a kernel for NeuronCores; on a CPU the decoder's own attention stands in its place",
+    "flash attention": "a kernel for NeuronCores; on a CPU torch's own attention stands in its place",
     "ring kernel": "a stand-in on CPU: exact attention over keys gathered from all of cp; all else of cp is NxD's",
     "kernels for experts that drop no token": "stand-ins on CPU: one block of tokens after another; all else is NxD's",
     "expert parallelism": "refused (`nxd-ep`)",

@@ -1,19 +1,17 @@
 """Every pair of features on real processes equals one process, in double, in FP32 and in BF16.
 
-One process is the graph evaluated with numpy, and beside it the decoder with PyTorch's own gradients.
+One process is the graph evaluated with numpy.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 
-from autoshard.engine.decoder.model import Decoder, graph_name, state_of
 from autoshard.engine.order import sequence_order
 from autoshard.engine.place import Place, assemble
 from autoshard.engine.programs import programs_of
@@ -22,7 +20,6 @@ from autoshard.engine.torch.collectives import Change, communication
 from autoshard.engine.torch.executor import Executor
 from autoshard.engine.torch.world import Group, World
 from autoshard.graph.evaluate import StepResult
-from autoshard.graph.kinds.experts import Slot
 from autoshard.layout.collective import Collective
 from autoshard.layout.program import Communicate, Compute, Given
 from autoshard.plan.plan import Plan
@@ -31,12 +28,10 @@ from tests.ranks import matrix
 from tests.ranks.cases import (
     AS_PLANNED,
     CLIP_NORM,
-    Arrays,
     StepShare,
     Task,
     compare,
     compare_weights,
-    reference_graph,
     run_steps,
     torch_adamw,
 )
@@ -62,7 +57,7 @@ with_quick_rows = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The decoder is too small for threads, which wait for each other in a loop when cores are busy."""
+    """The model is too small for threads, which wait for each other in a loop when cores are busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -123,7 +118,6 @@ def test_two_steps_in_double_are_those_of_one_process(row):
         before = {name: tensor.numpy().copy() for name, tensor in tensors.items()}
         expected = task.reference(before, step)
         assert (expected.norm > task.plan.workload.clip_norm) == (row["clip"] == "yes")
-        loss, gradients = of_decoder(task, before, step)
         for name, gradient in expected.gradients.items():
             tensors[name].grad = torch.from_numpy(gradient.copy())
         torch.nn.utils.clip_grad_norm_([tensors[name] for name in expected.gradients], task.plan.workload.clip_norm)
@@ -131,46 +125,6 @@ def test_two_steps_in_double_are_those_of_one_process(row):
         weights = {name: tensor.numpy() for name, tensor in tensors.items()}
         shares = [found[step] for found in answers]
         compare(expected, shares, weights=weights)
-        near(replace(expected, loss=loss, gradients=gradients), shares, 1e-9)
-
-
-def of_decoder(task: Task, weights: Arrays, step: int) -> tuple[float, Arrays]:
-    """Loss and gradients of a step by PyTorch's autograd on the plain module."""
-    module, loss = Decoder(task.plan.model, dtype=torch.float64), 0.0
-    module.load_state_dict(state_of(weights))
-    if task.plan.workload.expert_capacity:
-        for layer in module.layers:
-            layer.queue = Queues(task.plan)
-    for batch in task.steps[step]:
-        part = module(*(torch.from_numpy(batch[name]) for name in ("tokens", "labels", "token_weight")))
-        part.backward()
-        loss += part.item()
-    parameters = {graph_name(name): parameter for name, parameter in module.named_parameters()}
-    return loss, {name: parameter.grad.numpy() for name, parameter in parameters.items() if parameter.grad is not None}
-
-
-class Queues(torch.nn.Module):
-    """Tokens counted one by one in the order of the plan, group by group; -1 where an expert is full."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        graph, self._order = reference_graph(plan), sequence_order(plan)
-        kind = graph.block("layer").op("queue").kind
-        assert isinstance(kind, Slot)
-        self._groups, self._slots, self._experts = kind.groups, graph.sizes["slots"], graph.sizes["experts"]
-
-    def forward(self, expert: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-        row = torch.full_like(expert, -1)
-        for group in self._groups:
-            start, stop = group.slots
-            taken = Counter[int]()
-            columns = self._order[slice(*group.seq)].tolist()
-            for where in product(range(*group.batch), columns, range(expert.shape[2])):
-                chosen = int(expert[where])
-                if start + taken[chosen] < stop:
-                    row[where] = chosen * self._slots + start + taken[chosen]
-                taken[chosen] += 1
-        return row, (self._slots,) * self._experts
 
 
 def distances(expected: StepResult, shares: Sequence[StepShare]) -> Mapping[str, float]:

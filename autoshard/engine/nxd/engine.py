@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from autoshard.engine.base import Allows, Batch, Measured, Run, StepReport, whenever_finite
 from autoshard.engine.initial import InitialWeights
+from autoshard.engine.nxd.blocks import MiddleStage
 from autoshard.engine.nxd.layers import Recomputed
 from autoshard.engine.nxd.library import groups, named, trainer
 from autoshard.engine.nxd.lowering import INPUTS, Lowering, lowering_of
-from autoshard.engine.nxd.model import Built, Kernels, Placed, build_model, places_of, tie
-from autoshard.engine.nxd.stages import MiddleStage
+from autoshard.engine.nxd.model import Built, Kernels, Placed, build_model, positions_of, tie
 from autoshard.engine.nxd.state import State
 from autoshard.engine.pieces import Piece
 from autoshard.engine.programs import graph_of
@@ -50,7 +50,7 @@ class NxdEngine:
         self.plan, self.lowering = plan, lowering_of(plan)
         config = trainer().neuronx_distributed_config(**_with_classes(self.lowering))
         self.built: Built = build_model(plan, self.lowering, kernels)
-        self.places = places_of(plan)
+        self.positions = positions_of(plan)
         self.model: Any = trainer().initialize_parallel_model(config, lambda: self.built.model)
         if plan.model.tied_embeddings:
             tie(self.built.model)
@@ -103,10 +103,10 @@ class NxdEngine:
         )
 
     def _part(self, batch: Batch) -> dict[str, Tensor]:
-        """Take this replica's sequences, and of each this rank's places."""
+        """Take this replica's sequences, and of each this rank's positions."""
         count, mine = groups().get_data_parallel_size(), groups().get_data_parallel_rank()
         whole = {name: np.array_split(np.asarray(batch[name]), count)[mine] for name in INPUTS}
-        parts = {name: array[:, slice(self.places.start, self.places.stop)] for name, array in whole.items()}
+        parts = {name: array[:, self.positions.start : self.positions.stop] for name, array in whole.items()}
         return {name: torch.from_numpy(part.copy()).to(_DTYPES.get(name, torch.int64)) for name, part in parts.items()}
 
     def _through_pipeline(self, parts: Sequence[Mapping[str, Tensor]]) -> "_Losses":

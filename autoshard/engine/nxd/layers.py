@@ -1,7 +1,7 @@
-"""Modules that take the place of the decoder's leaves: layers of NxD, behind the decoder's own order of dims.
+"""Modules that take the place of operations of the graph: layers of NxD, behind the graph's order of dims.
 
 Between its layers NxD keeps [seq, batch, hidden] where the sequence is cut over tp, else [batch, seq, hidden]. Inside
-attention, MLP and loss the decoder's order holds: batch, seq, then the dims of the operation.
+attention, MLP and loss the graph's order holds: batch, seq, then the dims of the operation.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoshard.engine.decoder.leaves import at_least_fp32
+from autoshard.engine.nxd.blocks import at_least_fp32
 
 Shapes = Sequence[tuple[int, ...]]  # of what each weight makes, without batch and seq
 
@@ -83,19 +83,6 @@ class Mixture(nn.Module):
         experts.mlp_op = Recomputed(experts.mlp_op)
 
 
-class Places(nn.Module):
-    """The embedding of positions: those of this rank's part of the sequence."""
-
-    def __init__(self, leaf: nn.Module, part: int, num_parts: int) -> None:
-        super().__init__()
-        self.leaf = leaf
-        self._part, self._num_parts = part, num_parts
-
-    def forward(self, positions: Tensor) -> Tensor:
-        """Take the rows of one part, for a hidden state that begins with the sequence."""
-        return self.leaf(positions.chunk(self._num_parts)[self._part]).unsqueeze(1)
-
-
 class TokenLosses(nn.Module):
     """The loss of every token of a cut vocabulary; entries of its padding never win anything."""
 
@@ -105,7 +92,7 @@ class TokenLosses(nn.Module):
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return [batch, seq]; NxD works in place, on logits in FP32 without gaps in memory."""
-        wide = logits.to(at_least_fp32(logits.dtype)).contiguous()
+        wide = at_least_fp32(logits).contiguous()
         entries = torch.arange(logits.shape[-1], device=logits.device) + self._first
         if self._first + logits.shape[-1] > self._vocab:
             wide = wide.masked_fill(entries >= self._vocab, torch.finfo(wide.dtype).min / 2)
@@ -169,7 +156,7 @@ class CoreAttend(nn.Module):
         queries, keys = query.permute(0, 2, 3, 1, 4), key.permute(0, 2, 1, 3).unsqueeze(2)
         scores = queries @ keys.transpose(-1, -2) / query.shape[-1] ** 0.5
         along = torch.arange(query.shape[1], device=query.device)
-        scores = scores.to(at_least_fp32(query.dtype)).masked_fill(along[:, None] < along[None, :], float("-inf"))
+        scores = at_least_fp32(scores).masked_fill(along[:, None] < along[None, :], float("-inf"))
         weights = functional.softmax(scores, dim=-1).to(value.dtype)
         return (weights @ value.permute(0, 2, 1, 3).unsqueeze(2)).permute(0, 3, 1, 2, 4)
 
@@ -184,45 +171,3 @@ class Recomputed(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         """Compute."""
         return self.module(*inputs)
-
-
-class InOrder(nn.Module):
-    """Several modules as one, each taking what the one before makes."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        super().__init__()
-        self.steps = nn.ModuleList(modules)
-
-    def forward(self, *inputs: Any) -> Any:
-        """Compute one after the other."""
-        for step in self.steps:
-            made = step(*inputs)
-            inputs = made if isinstance(made, tuple) else (made,)
-        return inputs[0]
-
-
-class Together(nn.Module):
-    """What several modules make of one input, or one module that makes as much."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(modules)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Compute all of them."""
-        made = [part(x) for part in self.parts]
-        return made[0] if len(made) == 1 else tuple(made)
-
-
-class Gated(nn.Module):
-    """The element-wise part of a gated MLP; takes the gate first, or second where products hand it on so."""
-
-    def __init__(self, act: nn.Module, product: nn.Module, *, gate_first: bool) -> None:
-        super().__init__()
-        self.act, self.product = act, product
-        self._gate_first = gate_first
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        """Multiply one with a function of the other."""
-        gate, up = (first, second) if self._gate_first else (second, first)
-        return self.product(self.act(gate), up)

@@ -1,40 +1,50 @@
-"""The decoder with NxD's layers in it, and this rank's part of its weights."""
+"""The model of one rank: the blocks of the plan's graph with NxD's layers in them, and its part of the weights."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
-from autoshard.engine.decoder.leaves import Lookup
-from autoshard.engine.decoder.model import TOKEN_LOSS, Block, Decoder, Layer
+from autoshard.engine.nxd.blocks import (
+    BlockModule,
+    FirstStage,
+    LastStage,
+    Leaf,
+    MiddleStage,
+    ModuleStep,
+    NxdDecoder,
+    compute_of,
+    module_steps,
+)
 from autoshard.engine.nxd.layers import (
     Columns,
     CoreAttend,
     FlashAttend,
-    Gated,
-    InOrder,
     Mixture,
-    Places,
     Recomputed,
     RingAttend,
     Rows,
-    Together,
     TokenLosses,
 )
 from autoshard.engine.nxd.library import groups, named
 from autoshard.engine.nxd.lowering import Lowering
 from autoshard.engine.nxd.shards import TpRank, local_of, local_shape
-from autoshard.engine.nxd.stages import FirstStage, LastStage, MiddleStage, NxdDecoder
 from autoshard.errors import require
+from autoshard.graph.block import Block
+from autoshard.graph.kinds.attention import Attend, Rotary
+from autoshard.graph.kinds.indexing import Lookup
 from autoshard.graph.op import Array
 from autoshard.plan.nxd.form import Argument, Form, FormParameter
 from autoshard.plan.nxd.forms import setting_of
+from autoshard.plan.nxd.matching import TP
 from autoshard.plan.plan import Plan
-from autoshard.plan.tables import step_of
+from autoshard.plan.tables import plan_blocks, step_of
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Kernels = Mapping[str, Any]  # functions by the names of those of NxD
@@ -89,29 +99,27 @@ def build_model(plan: Plan, lowering: Lowering, kernels: Kernels) -> Built:
 
     ``kernels`` take the place of NxD's where those cannot run, by their names.
     """
-    making = _Making(plan, lowering, kernels)
-    with _NOWHERE:
-        plain = Decoder(plan.model, dtype=making.dtype)
-    places = places_of(plan)
-    making.replace(plain.embed, "embed", "embed.0")
-    making.replace(plain.head, "head", "head.0")
-    layers: list[MiddleStage] = []
+    building = _Building(plan, lowering, kernels)
+    blocks, positions = plan_blocks(plan), positions_of(plan)
+    rotary = next((op.kind for op in blocks["layer"].ops if isinstance(op.kind, Rotary)), None)
     runs = [again.runs for again in lowering.recompute for _ in range(again.num_layers)]
-    for number, (layer, again) in enumerate(zip(plain.layers, runs, strict=True)):
-        assert isinstance(layer, Layer)
-        making.replace(layer, "layer", f"layer.{number}")
-        layer.join(["attend"], making.attention(layer))
-        layers.append(MiddleStage(_recomputing(layer, again), plan.model, places))
-    head = LastStage(plain.head, lowering.loss_scale)
-    model = NxdDecoder(FirstStage(plain.embed, places), layers, head)
+    layers = [
+        MiddleStage(
+            _recomputing(building.block(blocks["layer"], f"layer.{number}"), again),
+            rotary, plan.model.head_dim, positions,
+        )
+        for number, again in enumerate(runs)
+    ]  # fmt: skip
+    head = LastStage(building.block(blocks["head"], "head.0"), lowering.loss_scale)
+    model = NxdDecoder(FirstStage(building.block(blocks["embed"], "embed.0"), positions), layers, head)
     if plan.model.tied_embeddings:
         tie(model)
-    placed = {name: making.placed[id(parameter)] for name, parameter in model.named_parameters()}
+    placed = {name: building.placed[id(parameter)] for name, parameter in model.named_parameters()}
     whole = step_of(plan).sizes(plan.micro_batch)
-    return Built(model=model, placed=placed, rank=making.rank, sizes=making.sizes, whole=whole)
+    return Built(model=model, placed=placed, rank=building.rank, sizes=building.sizes, whole=whole)
 
 
-def places_of(plan: Plan) -> range:
+def positions_of(plan: Plan) -> range:
     """Return which positions of every sequence are this rank's: over cp, NxD cuts it into pieces in a row."""
     length = plan.workload.seq_len // plan.mesh.size("cp")
     first = length * groups().get_context_model_parallel_rank()
@@ -120,59 +128,49 @@ def places_of(plan: Plan) -> range:
 
 def tie(model: NxdDecoder) -> None:
     """Let the head use the weights of the embedding; NxD forgets that when it gives modules their memory."""
-    _weighted(model.head.block.unembed).weight = _weighted(model.embed.block.embed).weight
+    tables = [
+        block.get_submodule(name) for block, name in ((model.embed.block, "embed"), (model.head.block, "unembed"))
+    ]
+    owner, other = (getattr(module, "layer", module) for module in tables)  # the layer of NxD, or the leaf
+    other.weight = owner.weight
 
 
-class _Making:
-    """A model while it is made: what its parameters hold, by identity."""
+class _Building:
+    """The modules of a model while they are made, and what their parameters hold, by identity."""
 
     def __init__(self, plan: Plan, lowering: Lowering, kernels: Kernels) -> None:
         self.rank = TpRank.of(plan.mesh, groups().get_tensor_model_parallel_rank())
         self.sizes, self._kernels = setting_of(plan).sizes, kernels
-        self.dtype = DTYPES[plan.workload.precision.weights]
         self.placed: dict[int, Placed] = {}
         self._plan, self._lowering = plan, lowering
 
-    def replace(self, block: Block, kind: str, instance: str) -> None:
-        """Put the layers of the forms in the place of a block's leaves."""
-        for form in self._lowering.forms[kind]:
-            module = self._module(form, block, instance)
-            if form.layer == "parallel_cross_entropy":
-                block.join(TOKEN_LOSS, module)
-            else:
-                block.join(form.leaves, module)
+    def block(self, block: Block, instance: str) -> BlockModule:
+        """Make the module of a block: layers of NxD for the runs of forms, leaves for all other operations."""
+        forms = {form.leaves: form for form in self._lowering.forms[block.kind]}
+        steps = module_steps(block, tuple(forms))
+        return BlockModule(
+            [(step, self._module(block, step, forms.get(step.ops), instance)) for step in steps],
+            (block.carry_out or "loss",),
+        )
 
-    def attention(self, layer: Layer) -> nn.Module:
-        """Return the plan's attention; on a CPU, which has no kernels, the decoder's own, which computes the same."""
-        kind, on_cpu = self._lowering.attention, named("cpu_mode")()
-        if kind == "core":
-            return CoreAttend()
-        if kind == "ring":
-            kernel = self._kernels.get(_RING) or named(_RING)
-            message = "NxD's ring attention is a kernel for NeuronCores, and there are none here. Use cp=1"
-            require((not on_cpu or _RING in self._kernels, "cp", message))
-            return RingAttend(kernel, dist.get_rank(), groups().get_context_model_parallel_src_tgt_pairs())
-        if on_cpu:
-            return layer.attend
-        return FlashAttend(named("nki_flash_attn_func"), self._plan.cluster.lnc or 1)
-
-    def _module(self, form: Form, block: Block, instance: str) -> nn.Module:
-        first = self._lowering.sequence_first
-        if form.layer == "leaf":
-            return self._leaf(form, block.get_submodule(form.leaves[0]), instance)
+    def _module(self, block: Block, step: ModuleStep, form: Form | None, instance: str) -> nn.Module:
+        if form is None or form.layer == "leaf":
+            return self._leaf(block, step, form, instance)
         if form.layer == "parallel_cross_entropy":
-            size = self.sizes["vocab"] // self.rank.size(("kv", "rep"))
+            size = self.sizes["vocab"] // self.rank.size(TP)
             return TokenLosses(named(form.layer), self.rank.index * size, self._plan.model.vocab)
         given = _arguments(form.arguments)
         if form.layer == "MoE":
-            parts = {part: named(_PARTS[part])(device=_NOWHERE, **given[part]) for part in _PARTS}
-            layer = named(form.layer)(**{**given, **parts})
-            self._place(layer, form, instance)
-            return Mixture(layer)
-        layer = named(form.layer)(device=_NOWHERE, **given)
+            given |= {part: named(name)(device=_NOWHERE, **given[part]) for part, name in _PARTS.items()}
+        else:
+            given["device"] = _NOWHERE
+        layer = named(form.layer)(**given)
         self._place(layer, form, instance)
+        if form.layer == "MoE":
+            return Mixture(layer)
         if form.layer == "ParallelEmbedding":
             return layer
+        first = self._lowering.sequence_first
         pieces = [piece for parameter in form.parameters for piece in parameter.pieces]
         if form.layer == "RowParallelLinear":
             return Rows(layer, len(pieces[0].axes[-1]), sequence_first=first)
@@ -182,43 +180,56 @@ class _Making:
         ]
         return Columns(layer, made, sequence_first=first)
 
-    def _leaf(self, form: Form, leaf: nn.Module, instance: str) -> nn.Module:
-        for parameter in form.parameters:
-            shape = local_shape(parameter, self.rank, self.sizes)
-            setattr(leaf, parameter.name, nn.Parameter(torch.empty(shape, dtype=self.dtype, device=_NOWHERE)))
-        self._place(leaf, form, instance)
-        if isinstance(leaf, Lookup) and self._lowering.sequence_first and form.parameters[0].summed:
-            return Places(leaf, self.rank.index, self.rank.size(("kv", "rep")))
+    def _leaf(self, block: Block, step: ModuleStep, form: Form | None, instance: str) -> nn.Module:
+        op = block.op(step.ops[0])
+        if isinstance(op.kind, Attend) and (attention := self._attention()):
+            return attention
+        dtype, parameters = DTYPES[self._plan.workload.precision.weights], form.parameters if form else ()
+        weights = {
+            one.name: nn.Parameter(torch.empty(local_shape(one, self.rank, self.sizes), dtype=dtype, device=_NOWHERE))
+            for one in parameters
+        }
+        compute = compute_of(block, op)
+        if isinstance(op.kind, Lookup) and self._lowering.sequence_first and any(one.summed for one in parameters):
+            compute = partial(_rows_of_part, self.rank.index, self.rank.size(TP))
+        leaf = Leaf(compute, weights)
+        if form:
+            self._place(leaf, form, instance)
         return leaf
+
+    def _attention(self) -> nn.Module | None:
+        """Return the plan's attention; None on a CPU, which has no kernels: a leaf computes the same."""
+        kind, on_cpu = self._lowering.attention, named("cpu_mode")()
+        if kind == "core":
+            return CoreAttend()
+        if kind == "ring":
+            kernel = self._kernels.get(_RING) or named(_RING)
+            message = "NxD's ring attention is a kernel for NeuronCores, and there are none here. Use cp=1"
+            require((not on_cpu or _RING in self._kernels, "cp", message))
+            return RingAttend(kernel, dist.get_rank(), groups().get_context_model_parallel_src_tgt_pairs())
+        return None if on_cpu else FlashAttend(named("nki_flash_attn_func"), self._plan.cluster.lnc or 1)
 
     def _place(self, module: nn.Module, form: Form, instance: str) -> None:
         for parameter in form.parameters:
             self.placed[id(module.get_parameter(parameter.name))] = Placed(instance, parameter)
 
 
-def _recomputing(layer: Layer, again: tuple[tuple[str, ...], ...]) -> nn.Module:
+def _rows_of_part(part: int, num_parts: int, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Take the rows of one part of the positions, for a hidden state that begins with the sequence."""
+    return functional.embedding(positions.chunk(num_parts)[part], table).unsqueeze(1)
+
+
+def _recomputing(layer: BlockModule, again: tuple[tuple[str, ...], ...]) -> nn.Module:
     """Mark what a layer computes again for backward."""
     if again == (("",),):
         return Recomputed(layer)
+    mixture = next((one for one in layer.children() if isinstance(one, Mixture)), None)
     for run in again:
-        if len(run) == 1:
-            setattr(layer, run[0], Recomputed(layer.get_submodule(run[0])))
-            continue
-        mixture = next((one for one in layer.children() if isinstance(one, Mixture)), None)
-        if mixture:
+        if mixture and len(run) > 1:
             mixture.recompute()
-            continue
-        alone = run == ("act", "product")
-        gated = Gated(layer.act, layer.product, gate_first=alone)
-        here = [name for name in ("up_gate", "up", "gate") if name in dict(layer.named_children())]
-        products = Together(*(layer.get_submodule(name) for name in here))
-        layer.join(run, Recomputed(gated if alone else InOrder(products, gated, layer.down)))
+        else:
+            layer = layer.grouped(run, Recomputed)
     return layer
-
-
-def _weighted(module: nn.Module) -> Any:
-    """Return what holds the weight: the layer of NxD, or the leaf."""
-    return getattr(module, "layer", module)
 
 
 def _arguments(given: Mapping[str, Argument]) -> dict[str, Any]:
@@ -238,7 +249,7 @@ def _marks(holds: FormParameter, rank: TpRank) -> Mapping[str, object]:
     found: dict[str, object] = {"sequence_parallel_enabled": holds.summed}
     if holds.split is not None:
         found |= {"tensor_model_parallel": True, "partition_dim": holds.split}
-        found |= {"partition_stride": len(holds.pieces), "num_partitions": rank.size(("kv", "rep"))}
+        found |= {"partition_stride": len(holds.pieces), "num_partitions": rank.size(TP)}
     if holds.copies > 1:
         found["shared"] = rank.coordinate(("rep",)) > 0  # counted in the norm by the first of those that hold it
     return found

@@ -1,0 +1,281 @@
+"""A block of the plan's graph as a module: each step is an operation of the graph, or a layer of NxD for several.
+
+Nothing here is said of the model a second time: operations, their order and their weights are those of the graph. What
+the graph delivers from one operation to the next is handed over as it is, since NxD's layers send by themselves.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autoshard.errors import InputError
+from autoshard.graph.block import Block
+from autoshard.graph.kinds.attention import Attend, Rotary
+from autoshard.graph.kinds.indexing import Lookup, Pick
+from autoshard.graph.kinds.linear import Deliver, Einsum
+from autoshard.graph.kinds.norm import Norm
+from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Unary
+from autoshard.graph.op import Call, Op
+
+Compute = Callable[..., Tensor]  # takes activations, then weights
+ANGLES = "angles"  # what rotary operations read in the place of positions
+
+
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """Return the same numbers in the format in which statistics and losses are computed."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+class Leaf(nn.Module):
+    """An operation of the graph, with a rank's part of its weights."""
+
+    def __init__(self, compute: Compute, weights: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, weight in weights.items():
+            self.register_parameter(name, weight)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Compute."""
+        return self.compute(*inputs, *self._parameters.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleStep:
+    """The operations that one module computes, in order, what it reads of others, and what others read of it."""
+
+    ops: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The module's name."""
+        return "_".join(self.ops)
+
+
+class BlockModule(nn.Module):
+    """Modules one after the other. Its inputs are what they read of others, ``reads``; its results are ``writes``."""
+
+    def __init__(self, steps: Sequence[tuple[ModuleStep, nn.Module]], writes: tuple[str, ...]) -> None:
+        super().__init__()
+        self.steps = [step for step, _ in steps]
+        for step, module in steps:
+            self.add_module(step.name, module)
+        made = {name for step in self.steps for name in step.writes}
+        self.reads = tuple(dict.fromkeys(name for step in self.steps for name in step.reads if name not in made))
+        self.writes = writes
+        self._last_reader = {name: step for step in self.steps for name in step.reads if name not in writes}
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Compute; what nobody reads any more is let go of."""
+        values = dict(zip(self.reads, inputs, strict=True))
+        for step in self.steps:
+            given = [values[name] for name in step.reads]
+            for name in step.reads:
+                if self._last_reader.get(name) is step:
+                    del values[name]
+            made = self.get_submodule(step.name)(*given)
+            del given
+            values.update(zip(step.writes, made if isinstance(made, tuple) else (made,), strict=True))
+        results = [values[name] for name in self.writes]
+        return tuple(results) if len(results) > 1 else results[0]
+
+    def grouped(self, ops: Sequence[str], mark: Callable[[nn.Module], nn.Module]) -> "BlockModule":
+        """Return the same block with these operations, and what lies between them, in one module marked by ``mark``."""
+        pairs = [(step, self.get_submodule(step.name)) for step in self.steps]
+        found = [number for number, step in enumerate(self.steps) if set(step.ops) & set(ops)]
+        before, inside, after = pairs[: found[0]], pairs[found[0] : found[-1] + 1], pairs[found[-1] + 1 :]
+        read = {*self.writes, *(name for step, _ in after for name in step.reads)}
+        group = BlockModule(inside, tuple(name for step, _ in inside for name in step.writes if name in read))
+        joined = ModuleStep(
+            ops=tuple(name for step, _ in inside for name in step.ops), reads=group.reads, writes=group.writes
+        )
+        return BlockModule([*before, (joined, mark(group)), *after], self.writes)
+
+
+def module_steps(block: Block, runs: Sequence[tuple[str, ...]]) -> Iterator[ModuleStep]:
+    """Yield the steps of a block's forward pass; the operations of a run are one step."""
+    run_of = {name: run for run in runs for name in run}
+    source: dict[str, str] = {}  # of what is delivered
+    ops = [op for op in block.select("micro_batch", "F") if not isinstance(op.kind, Deliver)]
+    for op in block.select("micro_batch", "F"):
+        if isinstance(op.kind, Deliver):
+            source[op.outputs[0]] = source.get(op.inputs[0], op.inputs[0])
+    reads = {op.name: [source.get(name, name) for name in _activations(block, op)] for op in ops}
+    results = {source.get(block.carry_out or "loss", block.carry_out or "loss")}
+    for op in ops:
+        run = run_of.get(op.name, (op.name,))
+        if op.name != run[0]:
+            continue
+        inside = [one for one in ops if one.name in run]
+        made = [name for one in inside for name in one.outputs]
+        wanted = results.union(*(names for name, names in reads.items() if name not in run))
+        yield ModuleStep(
+            ops=run,
+            reads=tuple(dict.fromkeys(name for one in inside for name in reads[one.name] if name not in made)),
+            writes=tuple(name for name in made if name in wanted),
+        )
+
+
+def _activations(block: Block, op: Op) -> list[str]:
+    """Return what a module reads beside its weights; attention of NxD knows no positions."""
+    if isinstance(op.kind, Rotary):
+        return [op.inputs[0], ANGLES]
+    inputs = op.inputs[:3] if isinstance(op.kind, Attend) else op.inputs
+    return [name for name in inputs if block.tensors[name].role != "parameter"]
+
+
+def compute_of(block: Block, op: Op) -> Compute:
+    """Return what computes an operation that no layer of NxD stands for."""
+    make = _COMPUTE.get(type(op.kind))
+    if make is None:
+        where = f"{block.kind}.{op.name}"
+        raise InputError.of(where, f"the nxd engine has no module for the kind {op.kind.label}. Use --engine torch")
+    return make(op.kind, block.call(op, {}))
+
+
+def _einsum(kind: Einsum, call: Call) -> Compute:
+    x, weight = call.inputs
+    num_read = sum(dim not in kind.dims for dim in x.dims)
+    num_made = len(weight.dims) - num_read
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        made = functional.linear(x.flatten(-num_read), weight.flatten(num_made).flatten(0, num_made - 1))
+        return made.unflatten(-1, weight.shape[:num_made])  # of the weight, which may be a part
+
+    return product
+
+
+def _norm(kind: Norm, call: Call) -> Compute:
+    """Single operations, whose backward keeps FP32 statistics on every device: torch's own keeps BF16 on a CPU."""
+
+    def norm(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+        wide = at_least_fp32(x)
+        if kind.function == "layer":
+            wide = wide - wide.mean(dim=-1, keepdim=True)
+        scaled = (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + kind.eps)).to(x.dtype) * weight
+        return scaled + bias[0] if bias else scaled
+
+    return norm
+
+
+def _add(kind: Add, call: Call) -> Compute:
+    """The second is repeated along the dims that it lacks, before and behind its own."""
+    left, right = (tensor.dims for tensor in call.inputs)
+    num_behind = len(left) - 1 - left.index(right[-1])
+    return lambda x, y: torch.add(x, y[(..., *[None] * num_behind)], alpha=kind.sign)
+
+
+def _reduce(kind: Reduce, call: Call) -> Compute:
+    axes = [call.inputs[0].dims.index(dim) for dim in kind.over]
+    return (lambda x: x.sum(axes)) if kind.function == "sum" else (lambda x: x.detach().amax(axes))
+
+
+def rotary_angles(kind: Rotary, positions: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Return cosines and sines of the angles of every position, [2, position, pair]."""
+    wide = torch.promote_types(dtype, torch.float32)
+    frequencies = torch.tensor(kind.frequencies(head_dim).tolist(), dtype=wide, device=positions.device)
+    angles = positions.to(wide)[:, None] * frequencies
+    return torch.stack([angles.cos(), angles.sin()]).to(dtype)
+
+
+def _rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn the halves of the first part of each head: [batch, seq, heads ..., head_dim]."""
+    half = angles.shape[-1]
+    cos, sin = angles.reshape(2, x.shape[1], *[1] * (x.ndim - 3), half).unbind(0)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention of a whole sequence: [batch, seq, kv_heads, q_group, head_dim]."""
+    queries, keys, values = (x.transpose(1, 2) for x in (query.flatten(2, 3), key, value))
+    grouped = query.shape[3] > 1
+    mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
+    return mixed.transpose(1, 2).unflatten(2, query.shape[2:4])
+
+
+_FUNCTIONS: Mapping[str, Compute] = {
+    "silu": functional.silu, "gelu": functional.gelu, "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu, "exp": torch.exp, "log": torch.log,
+}  # fmt: skip
+_COMPUTE: Mapping[type, Callable[[Any, Call], Compute]] = {
+    Lookup: lambda kind, call: functional.embedding,
+    Einsum: _einsum,
+    Norm: _norm,
+    Add: _add,
+    Reduce: _reduce,
+    Rotary: lambda kind, call: _rotate,
+    Attend: lambda kind, call: _attend,
+    Unary: lambda kind, call: _FUNCTIONS[kind.function],
+    Multiply: lambda kind, call: torch.mul,
+    Cast: lambda kind, call: at_least_fp32,
+    Pick: lambda kind, call: lambda x, index: x.gather(-1, index.unsqueeze(-1)).squeeze(-1),
+}
+
+
+class FirstStage(nn.Module):
+    """The embedding. It makes its positions itself, so that nothing but tokens goes in.
+
+    ``positions`` are those of this rank's part of every sequence, which is all of it without cp.
+    """
+
+    def __init__(self, block: BlockModule, positions: range) -> None:
+        super().__init__()
+        self.block, self._positions = block, positions
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the hidden state."""
+        return self.block(*[tokens, _tensor(self._positions, tokens.device)][: len(self.block.reads)])
+
+
+class MiddleStage(nn.Module):
+    """A layer. It makes the angles of its positions itself: else they would travel from stage to stage."""
+
+    def __init__(self, block: nn.Module, rotary: Rotary | None, head_dim: int, positions: range) -> None:
+        super().__init__()
+        self.block, self._rotary, self._head_dim, self._positions = block, rotary, head_dim, positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the next hidden state."""
+        if self._rotary is None:
+            return self.block(x)
+        positions = _tensor(self._positions, x.device)
+        return self.block(x, rotary_angles(self._rotary, positions, self._head_dim, x.dtype))
+
+
+def _tensor(positions: range, device: torch.device) -> Tensor:
+    return torch.arange(positions.start, positions.stop, device=device)
+
+
+class LastStage(nn.Module):
+    """The head, whose loss is scaled so that NxD's means give the plan's sum."""
+
+    def __init__(self, block: BlockModule, scale: int) -> None:
+        super().__init__()
+        self.block, self._scale = block, scale
+
+    def forward(self, x: Tensor, labels: Tensor, token_weight: Tensor) -> Tensor:
+        """Return the loss of a micro-batch."""
+        return self.block(x, labels, token_weight) * self._scale
+
+
+class NxdDecoder(nn.Module):
+    """The whole model, of which NxD takes a rank's stages."""
+
+    def __init__(self, embed: FirstStage, layers: Sequence[MiddleStage], head: LastStage) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = embed, nn.ModuleList(layers), head
+
+    def forward(self, tokens: Tensor, labels: Tensor, token_weight: Tensor) -> Tensor:
+        """Return the loss of a micro-batch."""
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x, labels, token_weight)

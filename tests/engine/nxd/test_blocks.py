@@ -1,0 +1,79 @@
+"""The modules that the nxd engine makes of a graph, without layers of NxD: loss and gradients are the graph's."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autoshard.engine.nxd.blocks import (
+    BlockModule,
+    FirstStage,
+    LastStage,
+    Leaf,
+    MiddleStage,
+    NxdDecoder,
+    compute_of,
+    module_steps,
+)
+from autoshard.errors import InputError
+from autoshard.graph.block import OpGraph
+from autoshard.graph.evaluate import evaluate_step, random_weights
+from autoshard.graph.kinds.attention import Rotary
+from autoshard.graph.op import Array
+from autoshard.spec.model import ModelSpec
+from tests.engine.small_models import SEQ, graph_of, micro_batches, small_models
+
+DENSE = {
+    name: model
+    for name, model in small_models().items()
+    if not (model.num_experts or model.window or model.tied_embeddings)
+}
+
+
+def block_of(graph: OpGraph, kind: str, weights: dict[str, Array], instance: str) -> BlockModule:
+    """A block with a leaf for every operation."""
+    block = graph.block(kind)
+    pairs: list[tuple[object, nn.Module]] = []
+    for step in module_steps(block, ()):
+        op = block.op(step.ops[0])
+        own = [name for name in op.inputs if block.tensors[name].role == "parameter"]
+        given = {name.rpartition(".")[2]: torch.tensor(weights[f"{instance}.{name}"]) for name in own}
+        pairs.append((step, Leaf(compute_of(block, op), {name: nn.Parameter(one) for name, one in given.items()})))
+    return BlockModule(pairs, (block.carry_out or "loss",))  # pyright: ignore[reportArgumentType]
+
+
+def decoder_of(graph: OpGraph, model: ModelSpec, weights: dict[str, Array], again: tuple[str, ...]) -> NxdDecoder:
+    rotary = next((op.kind for op in graph.block("layer").ops if isinstance(op.kind, Rotary)), None)
+    layers = [block_of(graph, "layer", weights, f"layer.{number}") for number in range(model.num_layers)]
+    layers = [layer.grouped(again, lambda module: module) if again else layer for layer in layers]
+    return NxdDecoder(
+        FirstStage(block_of(graph, "embed", weights, "embed.0"), range(SEQ)),
+        [MiddleStage(layer, rotary, model.head_dim, range(SEQ)) for layer in layers],
+        LastStage(block_of(graph, "head", weights, "head.0"), 1),
+    )
+
+
+@pytest.mark.parametrize("again", [(), ("up", "gate", "act", "product", "down")], ids=["", "mlp grouped"])
+@pytest.mark.parametrize("model", DENSE.values(), ids=DENSE.keys())
+def test_loss_and_every_gradient_are_those_of_the_graph(model: ModelSpec, again: tuple[str, ...]):
+    rng, graph = np.random.default_rng(7), graph_of(model, precision="fp32")
+    weights, (batch,) = dict(random_weights(graph, rng)), micro_batches(model, rng, count=1)
+    expected = evaluate_step(graph, weights, [batch])
+    module = decoder_of(graph, model, weights, again)
+    loss = module(*(torch.tensor(batch[name]) for name in ("tokens", "labels", "token_weight")))
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.loss, rel=1e-12)
+    gradients = {name: one.grad.numpy() for name, one in module.named_parameters() if one.grad is not None}
+    largest = max(np.abs(gradient).max() for gradient in expected.gradients.values())
+    assert len(gradients) == len(expected.gradients)
+    for name, gradient in expected.gradients.items():
+        kind, number, leaf, weight = name.split(".")
+        where = f"layers.{number}.block" if kind == "layer" else f"{kind}.block"
+        (found,) = (one for at, one in gradients.items() if at.startswith(where) and at.endswith(f".{leaf}.{weight}"))
+        np.testing.assert_allclose(found, gradient, rtol=0, atol=1e-10 * largest, err_msg=name)
+
+
+def test_a_kind_without_a_module_is_named():
+    block = graph_of(small_models()["experts"]).block("layer")
+    with pytest.raises(InputError, match=r"layer\.choose: the nxd engine has no module for the kind top_k"):
+        compute_of(block, block.op("choose"))
