@@ -16,7 +16,7 @@ from autoshard.layout.cutting import Cutting
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import CpOrder
 from autoshard.plan.lowering import ATOMS
-from autoshard.plan.rules.check import legal_mask
+from autoshard.plan.rules.check import legality
 from autoshard.plan.stages import even_stages
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.chosen import Chosen, Options
@@ -118,7 +118,7 @@ def case(model: str, cluster: str, nodes: int, global_batch: int) -> tuple[Quest
     )
     facts = (spec, machine, workload)
     whole = whole_space(*facts, machine.engine, {})
-    space = whole.keep(legal_mask(whole.columns(*facts, 0)))
+    space = whole.keep(legality(whole.columns(*facts, 0)).mask)
     widest = space.at(int(np.argmax(space.rows["tp"])), 0)
     terms = Terms(engine=machine.engine, sequence_parallel=widest.sequence_parallel)
     return question, space, solved_cutting(question, widest, terms)

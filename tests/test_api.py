@@ -9,7 +9,8 @@ import autoshard
 from autoshard.cost.calibration import CONSTANTS, uncalibrated
 from autoshard.errors import InputError, NoPlan
 from autoshard.plan.plan import Plan
-from autoshard.plan.rules.rule import Rule
+from autoshard.plan.rules.columns import Columns
+from autoshard.plan.rules.rule import Verdict, rule
 from autoshard.search.api import Search, default_workload, engines_of, request_of
 from autoshard.search.planner import Found, Request, search
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -40,10 +41,12 @@ def test_parts_may_be_values_paths_or_names():
 
 
 def test_a_users_own_rule_and_pins_are_respected():
-    rule = Rule(
-        id="mine", subject="pp", allows=lambda c: c.pp == 2, message=lambda c: f"pp={c.pp}: use 2", source="this test"
-    )
-    plan = autoshard.plan("tiny-llama", "local", search=Search(rules=(rule,), pins="tp=2"))
+    @rule("pp", source="this test")
+    def mine(c: Columns) -> Verdict:
+        yield c.pp == 2
+        yield f"pp={c.pp}: use 2"
+
+    plan = autoshard.plan("tiny-llama", "local", search=Search(rules=(mine,), pins="tp=2"))
     assert (plan.mesh.size("pp"), plan.mesh.size("tp")) == (2, 2)
 
 

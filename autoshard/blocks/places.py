@@ -8,7 +8,7 @@ from autoshard.graph.block import Block
 from autoshard.graph.op import Dims, Op
 from autoshard.layout.layout import Cuts
 from autoshard.layout.legal import op_dims
-from autoshard.plan.rules.strategy import Place, StrategyRule
+from autoshard.plan.rules.strategy import AtomCut, StrategyRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,5 +54,5 @@ def op_places(
 
 
 def _against(block: Block, op: Op, atom: str, dim: str, rules: Sequence[StrategyRule]) -> str:
-    place = Place.of(block, op, atom, dim or None)
+    place = AtomCut.of(block, op, atom, dim or None)
     return next((str(found) for rule in rules if (found := rule.rejection(place))), "")

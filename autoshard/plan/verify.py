@@ -13,7 +13,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction
 from autoshard.plan.rules.check import all_rules, rejections
 from autoshard.plan.rules.rule import Rejection, Rule
-from autoshard.plan.rules.strategy import Place, engine_rules
+from autoshard.plan.rules.strategy import AtomCut, engine_rules
 from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting, units_of
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.verify import verify_actions
@@ -226,7 +226,7 @@ def _strategy_misfits(plan: Plan) -> list[Rejection]:
     for name, block in plan_blocks(plan).items():
         computes = (entry for entry in programs[name].instructions if isinstance(entry, Compute))
         places = (
-            Place.of(block, entry.op, atom, dim)
+            AtomCut.of(block, entry.op, atom, dim)
             for entry in computes
             if entry.op.name == entry.op.source
             for dim, cut in entry.cuts.items()

@@ -26,7 +26,7 @@ from autoshard.plan.explanation import ExplainedBlock, Explanation, Other, Sent,
 from autoshard.plan.lowering import ATOMS
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
-from autoshard.plan.rules.strategy import DATA_RULES, Place, StrategyRule, strategy_rules
+from autoshard.plan.rules.strategy import DATA_RULES, AtomCut, StrategyRule, strategy_rules
 from autoshard.plan.tables import table_name
 
 Seconds = Mapping[str, Mapping[str, float]]  # operation -> pass -> seconds
@@ -86,7 +86,7 @@ def _refusal(problem: OperatorProblem, name: str, cuts: Cuts, rules: Sequence[St
     op = problem.block.op(name)
     tied = dict(op.kind.tied_dims())
     where = {atom: dim for dim, cut in cuts.items() if dim not in tied for atom in cut}
-    places = [Place.of(problem.block, op, atom, where.get(atom)) for atom in problem.real_atoms]
+    places = [AtomCut.of(problem.block, op, atom, where.get(atom)) for atom in problem.real_atoms]
     against = (rule.rejection(place) for rule in rules for place in places)
     return next((found.rule_id for found in against if found), None)
 

@@ -12,8 +12,7 @@ import numpy as np
 from autoshard.cost.setting import Question
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
-from autoshard.plan.rules.columns import Columns, Engine
-from autoshard.plan.rules.names import effective_names, kernels_fault
+from autoshard.plan.rules.columns import Columns, Engine, effective_names, kernels_fault
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec

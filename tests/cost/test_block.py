@@ -12,7 +12,7 @@ from autoshard.cost.live import moments
 from autoshard.cost.setting import setting_of
 from autoshard.graph.kinds.attention import Attend
 from autoshard.plan.recompute import Recompute
-from autoshard.plan.rules.names import effective_names
+from autoshard.plan.rules.columns import effective_names
 from autoshard.search.columns import ring_column
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.model_catalogue import model_names

@@ -11,7 +11,7 @@ from autoshard.cost.kernel_run import kernel_runs
 from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.plan.recompute import Recompute
-from autoshard.plan.rules.names import effective_names
+from autoshard.plan.rules.columns import effective_names
 from autoshard.spec.kernels import kernels_names, load_kernels
 from tests.cost.cases import ask, setting
 

@@ -14,7 +14,7 @@ from autoshard.cost.calibration import EFFICIENCIES, SECONDS, uncalibrated
 from autoshard.cost.predict import plan_cost
 from autoshard.plan.build import build_plan
 from autoshard.plan.recompute import Recompute
-from autoshard.plan.rules.names import effective_names
+from autoshard.plan.rules.columns import effective_names
 from autoshard.schedule.schedule import Schedule
 from autoshard.spec.kernels import kernels_names
 from autoshard.spec.workload import DTYPE_BYTES, Precision

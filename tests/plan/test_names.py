@@ -3,7 +3,7 @@
 import pytest
 
 from autoshard.plan.recompute import parse_stages
-from autoshard.plan.rules.names import effective_names, kernels_fault, recompute_fault
+from autoshard.plan.rules.columns import effective_names, kernels_fault, recompute_fault
 from autoshard.spec.kernels import kernels_names, load_kernels
 
 NXD = {"nxd", "nxd_core"}

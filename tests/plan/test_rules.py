@@ -1,12 +1,14 @@
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.plan.rules.check import all_rules, judge, legal_mask, legality
+from autoshard.errors import InputError
+from autoshard.plan.rules.check import all_rules, judge, legality
 from autoshard.plan.rules.columns import Columns
-from autoshard.plan.rules.rule import Rule
+from autoshard.plan.rules.rule import rule
 from autoshard.spec.kernels import kernels_names
 from autoshard.spec.mesh import Mesh
 from tests.plan.cases import any_candidates, ask, questions, reasons
@@ -250,7 +252,7 @@ def test_symmetry_by_arithmetic_equals_symmetry_of_the_real_groups():
         for tp, cp in ((tp, cp) for tp in sizes for cp in sizes if ranks % (tp * cp) == 0):
             for pp in (size for size in sizes if ranks % (tp * cp * size) == 0):
                 columns = question.columns(tp=tp, cp=cp, pp=pp, dp=ranks // (tp * cp * pp))
-                mesh = Mesh.laid_on(question.cluster, {"tp": tp, "cp": cp, "pp": pp, "dp": columns.dp})
+                mesh = Mesh.laid_on(question.cluster, {"tp": tp, "cp": cp, "pp": pp, "dp": ranks // (tp * cp * pp)})
                 real = all(meets_nodes_alike(group) for axis in ("tp", "cp", "dp", "pp") for group in mesh.groups(axis))
                 assert bool(symmetry.allows(columns)) == real, (nodes, tp, cp, pp)
 
@@ -277,8 +279,7 @@ def test_columns_and_single_candidates_get_the_same_answers(question, candidates
 @given(questions(), any_candidates())
 def test_every_answer_about_a_single_candidate_is_a_plain_truth_value(question, candidate):
     columns = Columns.of(candidate, *question.facts)
-    for rule in all_rules():
-        assert rule.allows(columns) in (True, False) and isinstance(rule.allows(columns), bool), rule.id
+    assert all(isinstance(one.allows(columns), bool) for one in all_rules())
     for rejection in judge(columns, all_rules()):
         assert rejection.message and rejection.source
 
@@ -288,20 +289,47 @@ def test_columns_may_stay_single_values_where_all_candidates_agree():
     columns = question.columns(
         tp=np.array([1, 4, 8, 32]), dp=np.array([32, 8, 4, 1]), sp=np.array([False, True, True, True])
     )
-    assert legal_mask(columns).tolist() == [True, False, True, True]
+    assert legality(columns).mask.tolist() == [True, False, True, True]
     assert legality(columns).refused == {"trn1-tp": 1}
 
 
 def test_users_add_rules_of_their_own():
-    mine = Rule(
-        id="no-pipelines",
-        subject="pp",
-        allows=lambda c: c.pp == 1,
-        message=lambda c: f"pp={c.pp}: we do not like pipelines. Use pp=1",
-        source="house style",
-    )
-    question = ask()
-    found = reasons(question, "tp=32,pp=8", extra_rules=[mine])
+    @rule("pp", source="house style")
+    def no_pipelines(c):
+        yield c.pp == 1
+        yield f"pp={c.pp}: we do not like pipelines. Use pp=1"
+
+    found = reasons(ask(), "tp=32,pp=8", extra_rules=[no_pipelines])
     assert [str(rejection) for rejection in found.values()] == [
         "pp=8: we do not like pipelines. Use pp=1 [no-pipelines]"
     ]
+
+
+@rule("dp", source="a test")
+def with_if(c):
+    yield not (c.dp > 2)
+    yield "too wide"
+
+
+@rule("dp", source="a test")
+def no_sentence(c):
+    return c.dp > 2
+
+
+@rule("dp", source="a test")
+def numpy_fails(c):
+    yield c.dp == np.array([1, 2]) + np.array([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("mine", "says"),
+    [
+        (with_if, "rule with-if: asks a column of candidates for one truth value. Write & for and, | for or, ^ True"),
+        (no_sentence, "rule no-sentence: must yield whom it allows, and then a sentence"),
+        (numpy_fails, "operands could not be broadcast"),
+    ],
+)
+def test_a_users_rule_that_cannot_judge_columns_is_told_how(mine, says):
+    columns = ask().columns(dp=np.array([1, 4]))
+    with pytest.raises(ValueError if mine is numpy_fails else InputError, match=re.escape(says)):
+        legality(columns, [mine])

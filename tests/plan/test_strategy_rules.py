@@ -3,14 +3,17 @@
 import pytest
 
 from autoshard.plan.rules.strategy import (
-    AXIS_RULES,
-    NXD_ROUTER,
+    DATA_RULES,
     NXD_RULES,
-    WITH_SP,
-    WITHOUT_SP,
-    Place,
+    TP_RULES,
+    AtomCut,
+    nxd_router,
     strategy_rules,
+    with_sp,
+    without_sp,
 )
+
+AXIS_RULES = (*DATA_RULES, *TP_RULES)
 
 QUERY = ("batch", "seq", "hidden", "kv_heads", "q_group", "head_dim")
 PRODUCT = {"dims": QUERY, "matrix": ("kv_heads", "q_group", "head_dim", "hidden")}
@@ -27,8 +30,8 @@ TABLE = {"dims": ("vocab", "hidden", "batch", "seq"), "matrix": ("vocab", "hidde
 
 
 def refused(rules, atom, dim, *, dims, matrix):
-    place = Place(op="some", dims=dims, matrix=matrix, atom=atom, dim=dim)
-    return [found.rule_id for rule in rules if (found := rule.rejection(place))]
+    cut = AtomCut(op="some", dims=dims, matrix=matrix, atom=atom, dim=dim)
+    return [found.rule_id for rule in rules if (found := rule.rejection(cut))]
 
 
 @pytest.mark.parametrize(
@@ -93,26 +96,26 @@ def test_what_nxd_has_no_layer_for(atom, dim, op, why):
 
 
 def test_sequence_parallelism_is_a_promise_about_what_lies_between_products():
-    assert refused([WITH_SP], "kv", None, **NORM) == ["sp"] and refused([WITH_SP], "kv", "seq", **NORM) == []
-    assert refused([WITHOUT_SP], "kv", "seq", **NORM) == ["sp"] and refused([WITHOUT_SP], "kv", None, **NORM) == []
-    assert refused([WITH_SP, WITHOUT_SP], "cp", "seq", **NORM) == []
-    assert refused([WITH_SP], "kv", None, **TOKENS) == []  # losses are no hidden state
-    assert WITH_SP in strategy_rules("torch", sequence_parallel=True)
-    assert WITHOUT_SP in strategy_rules("nxd", sequence_parallel=False)
+    assert refused([with_sp], "kv", None, **NORM) == ["sp"] and refused([with_sp], "kv", "seq", **NORM) == []
+    assert refused([without_sp], "kv", "seq", **NORM) == ["sp"] and refused([without_sp], "kv", None, **NORM) == []
+    assert refused([with_sp, without_sp], "cp", "seq", **NORM) == []
+    assert refused([with_sp], "kv", None, **TOKENS) == []  # losses are no hidden state
+    assert with_sp in strategy_rules("torch", sequence_parallel=True)
+    assert without_sp in strategy_rules("nxd", sequence_parallel=False)
 
 
 def test_with_sequence_parallelism_nxd_routes_tokens_where_they_lie():
-    assert refused([NXD_ROUTER], "kv", None, **ROUTER) == ["nxd-router"]
-    assert refused([NXD_ROUTER], "kv", "seq", **ROUTER) == []
+    assert refused([nxd_router], "kv", None, **ROUTER) == ["nxd-router"]
+    assert refused([nxd_router], "kv", "seq", **ROUTER) == []
     for op in (EXPERT, DISPATCH, NORM, PRODUCT):
-        assert refused([NXD_ROUTER], "kv", None, **op) == []
-    assert refused([NXD_ROUTER], "cp", None, **ROUTER) == []
+        assert refused([nxd_router], "kv", None, **op) == []
+    assert refused([nxd_router], "cp", None, **ROUTER) == []
     asked = {
         (engine, sp): strategy_rules(engine, sequence_parallel=sp)
         for engine in ("nxd", "torch")
         for sp in (True, False)
     }
-    assert [key for key, rules in asked.items() if NXD_ROUTER in rules] == [("nxd", True)]
+    assert [key for key, rules in asked.items() if nxd_router in rules] == [("nxd", True)]
 
 
 def test_an_all_to_all_over_cp_cuts_heads_in_attention_and_tokens_elsewhere():
@@ -126,7 +129,7 @@ def test_an_all_to_all_over_cp_cuts_heads_in_attention_and_tokens_elsewhere():
 
 
 def test_a_refusal_says_what_where_and_what_instead():
-    place = Place(op="layer.q", **PRODUCT, atom="kv", dim=None)
-    (found,) = [found for rule in AXIS_RULES if (found := rule.rejection(place))]
+    cut = AtomCut(op="layer.q", **PRODUCT, atom="kv", dim=None)
+    (found,) = [found for rule in AXIS_RULES if (found := rule.rejection(cut))]
     assert str(found).startswith("layer.q is not cut over kv: tp cuts every matrix")
     assert found.source

@@ -11,7 +11,7 @@ from autoshard.plan.build import build_plan
 from autoshard.plan.codec import dump, load
 from autoshard.plan.prediction import StageMemory
 from autoshard.plan.rules.check import rejections
-from autoshard.plan.rules.rule import Rule
+from autoshard.plan.rules.rule import rule
 from autoshard.plan.tables import with_tables
 from autoshard.plan.verify import notices, verify
 from tests.plan.cases import ask, plan_of, shaped, with_prediction
@@ -242,8 +242,12 @@ def test_what_a_plan_does_not_promise_is_said():
 
 
 def test_users_rules_count_too():
-    rule = Rule(id="mine", subject="tp", allows=lambda c: c.tp < 32, message=lambda c: "too wide", source="me")
-    assert [str(rejection) for rejection in verify(good(), extra_rules=[rule])] == ["too wide [mine]"]
+    @rule("tp", source="me")
+    def mine(c):
+        yield c.tp < 32
+        yield "too wide"
+
+    assert [str(rejection) for rejection in verify(good(), extra_rules=[mine])] == ["too wide [mine]"]
 
 
 def test_a_table_that_its_engine_cannot_run_is_refused_with_the_rule():

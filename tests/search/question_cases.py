@@ -9,7 +9,7 @@ from autoshard.cost.calibration import built_in
 from autoshard.plan.candidate import show_pins
 from autoshard.plan.recompute import Recompute, parse_stages
 from autoshard.plan.rules.columns import Columns
-from autoshard.plan.rules.rule import Rule
+from autoshard.plan.rules.rule import Rule, Verdict, rule
 from autoshard.search.planner import Request
 from tests.search.brute_force import FULL, PLAIN, ask, kinds_of_recompute
 
@@ -42,12 +42,12 @@ class Asked:
 def only_kinds(kinds: tuple[Recompute, ...]) -> Rule:
     """A user's Rule: layers do nothing else than this."""
 
-    def allows(columns: Columns) -> bool:
-        return all(kind in kinds for stage in parse_stages(columns.recompute) for kind in stage.kinds)
+    @rule("recompute", source="this test")
+    def mine(c: Columns) -> Verdict:
+        yield all(kind in kinds for stage in parse_stages(str(c.recompute)) for kind in stage.kinds)
+        yield f"not {c.recompute}"
 
-    return Rule(
-        id="mine", subject="recompute", allows=allows, message=lambda c: f"not {c.recompute}", source="this test"
-    )
+    return mine
 
 
 @st.composite

@@ -10,7 +10,7 @@ from autoshard.cost.predict import plan_cost, step_timer
 from autoshard.cost.sharded import CutBlocks
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import parse_pins
-from autoshard.plan.rules.check import legal_mask
+from autoshard.plan.rules.check import legality
 from autoshard.plan.tables import with_tables
 from autoshard.search.columns import at
 from autoshard.search.space import whole_space
@@ -83,7 +83,7 @@ def case(request):
     facts = (question.model, question.cluster, question.workload)
     space = whole_space(*facts, engine, parse_pins(pins) if pins else {})
     question = replace(question, kernels=space.base.kernels or question.cluster.kernels)
-    legal = space.keep(legal_mask(space.columns(*facts, 0)))
+    legal = space.keep(legality(space.columns(*facts, 0)).mask)
     assert legal.num_layouts, "the case has legal layouts"
     random = np.random.default_rng(7)
     chosen = random.permutation(legal.num_layouts)[:SAMPLE]

@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.cost.predict import predicted
 from autoshard.plan.codec import dump
-from autoshard.plan.rules.rule import Rule
+from autoshard.plan.rules.rule import rule
 from autoshard.plan.verify import verify
 from autoshard.search.planner import Request, plan_at, search
 from tests.search.brute_force import EXACT, Truth, ask, peak, refused, time_s
@@ -92,28 +92,30 @@ def test_cp_cuts_the_heads_where_that_is_faster_than_a_ring(request_: Request):
     assert time_s(found) == times["all_to_all"] < times["ring"]
 
 
-def rule(**changes) -> Rule:
-    values = {"id": "mine", "subject": "tp", "message": lambda c: f"tp={c.tp}: no", "source": "this test"}
-    return Rule(**{**values, **changes})
-
-
 def test_a_users_own_rule_is_respected():
     request = ask("tiny-llama", pins="tp=2")
     assert search(request).plans
-    own = replace(request, extra_rules=(rule(allows=lambda c: c.tp != 2),))
-    found = search(own)
+
+    @rule("tp", source="this test")
+    def own(c):
+        yield c.tp != 2
+        yield f"tp={c.tp}: no"
+
+    found = search(replace(request, extra_rules=(own,)))
     assert found.plans == ()
-    (mine,) = (one for one in found.certificate.refusals if one.rule_id == "mine")
+    (mine,) = (one for one in found.certificate.refusals if one.rule_id == "own")
     assert mine.num_points >= search(request).certificate.num_legal
     assert mine.example == "tp=2: no"
 
 
 @pytest.mark.parametrize("subject", ["recompute", "everything that I know"])
 def test_a_users_rule_may_judge_what_is_recomputed(subject: str):
-    def allows(columns):
-        return columns.recompute == "full"
+    @rule(subject, source="this test")
+    def own(c):
+        yield c.recompute == "full"
+        yield f"recompute={c.recompute}: no"
 
-    request = replace(ask("tiny-llama"), extra_rules=(rule(subject=subject, allows=allows),))
+    request = replace(ask("tiny-llama"), extra_rules=(own,))
     found = search(request, num_plans=3)
     assert {str(stage.recompute) for plan in found.plans for stage in plan.stages} == {"full"}
     assert len(found.plans) == 3

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.plan.rules.rule import Rule
+from autoshard.plan.rules.rule import rule
 from autoshard.search.planner import Request, search
 from autoshard.search.remedy import fixed_faults, no_remedy, remedies, why_none
 from autoshard.units import format_bytes
@@ -99,6 +99,10 @@ def test_without_advice_the_rules_in_the_way_are_named():
 
 
 def test_a_rule_without_a_key_in_its_words_is_still_shown():
-    own = Rule(id="own", subject="tp", allows=lambda c: c.tp == 0, message=lambda c: "never", source="this test")
+    @rule("tp", source="this test")
+    def own(c):
+        yield c.tp == 0
+        yield "never"
+
     (fault,) = fixed_faults(replace(ask("tiny-llama", pins="tp=2"), extra_rules=(own,)))
     assert str(fault) == "never"

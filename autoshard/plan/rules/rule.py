@@ -1,9 +1,15 @@
-"""What a Rule is: a predicate over columns, the sentence that explains it, and where it comes from."""
+"""What a Rule is: one function over columns that gives its predicate and its sentence, and where it comes from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
+from typing import TypeAlias, cast
 
-from autoshard.plan.rules.columns import Column, Columns
+from autoshard.errors import InputError
+from autoshard.plan.rules.columns import Columns, Ints, Mask, Texts
+
+# What a Rule yields: whom it allows, then the sentence that explains a refusal of a single candidate.
+Verdict: TypeAlias = "Iterator[Mask | str]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,26 +32,71 @@ def everywhere(columns: Columns) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One legality or capability rule; ``allows`` uses operators that read the same on numbers and arrays.
-
-    A message is only asked for a single candidate. It says what, which number, and what to use instead.
-    """
+    """One legality or capability rule, made of a function by ``rule``."""
 
     id: str
     subject: str  # the keys of the candidate that the rule judges
-    allows: Callable[[Columns], Column]
-    message: Callable[[Columns], str]
     source: str
+    verdict: Callable[[Columns], Verdict]
     applies: Callable[[Columns], bool] = everywhere
+
+    def allows(self, columns: Columns) -> Mask:
+        """Say which candidates the rule allows: one truth value, or an array of them; all, where it does not apply."""
+        return cast(Mask, self._next(self.verdict(columns))) if self.applies(columns) else True
+
+    def message(self, columns: Columns) -> str:
+        """Explain the refusal of a single candidate: what, which number, and what to use instead."""
+        verdict = self.verdict(columns)
+        self._next(verdict)
+        return cast(str, self._next(verdict))
 
     def rejection(self, columns: Columns) -> Rejection | None:
         """Judge a single candidate."""
-        if not self.applies(columns) or bool(self.allows(columns)):
+        if bool(self.allows(columns)):
             return None
         return Rejection(rule_id=self.id, message=self.message(columns), source=self.source)
 
+    def _next(self, verdict: object) -> "Mask | str":
+        wrong = "must yield whom it allows, and then a sentence"
+        try:
+            if isinstance(verdict, Iterator) and (found := next(cast(Verdict, verdict), None)) is not None:
+                return found
+        except ValueError as error:
+            if "truth value of an array" not in str(error):
+                raise
+            wrong = "asks a column of candidates for one truth value. Write & for and, | for or, ^ True for not"
+            wrong += ", and implies(a, b) for if"
+        raise InputError.of(f"rule {self.id}", wrong)
 
-def implies(condition: Column, consequence: Column) -> Column:
+
+def rule(
+    subject: str, *, source: str, applies: Callable[[Columns], bool] = everywhere
+) -> Callable[[Callable[[Columns], Verdict]], Rule]:
+    """Make a Rule of a function that yields whom it allows, and then the sentence for one candidate that it refuses.
+
+    Its name is the Rule's id. It gets one candidate, or columns of many: its operators must read the same on both.
+
+    >>> @rule("pp", source="house style")
+    ... def no_pipelines(c: Columns) -> Verdict:
+    ...     yield c.pp == 1
+    ...     yield f"pp={c.pp}: we do not like pipelines. Use pp=1"
+    >>> no_pipelines.id
+    'no-pipelines'
+    """
+
+    def made(verdict: Callable[[Columns], Verdict]) -> Rule:
+        rule_id = verdict.__name__.replace("_", "-")
+        return Rule(id=rule_id, subject=subject, source=source, verdict=verdict, applies=applies)
+
+    return made
+
+
+def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
+    """List the Rules of modules, in the order in which they are written."""
+    return tuple(value for module in modules for value in vars(module).values() if isinstance(value, Rule))
+
+
+def implies(condition: Mask, consequence: Mask) -> Mask:
     """Say that the consequence must hold where the condition does; both are truth values or arrays of them.
 
     >>> implies(True, False), implies(False, False)
@@ -54,13 +105,13 @@ def implies(condition: Column, consequence: Column) -> Column:
     return (condition ^ True) | consequence
 
 
-def one_of(column: Column, choices: tuple[int, ...] | tuple[str, ...]) -> Column:
+def one_of(column: "Ints | Texts", choices: tuple[int, ...] | tuple[str, ...]) -> Mask:
     """Say where a column holds one of the choices.
 
     >>> one_of(8, (1, 8, 32)), one_of(4, (1, 8, 32))
     (True, False)
     """
-    found: Column = False
+    found: Mask = False
     for choice in choices:
         found = found | (column == choice)
     return found

@@ -1,217 +1,240 @@
-"""Rules of arithmetic: what must divide what, on every cluster and engine."""
+"""Rules of arithmetic: what must divide what, on every cluster and engine, and the sizes of tp that do."""
 
-from autoshard.plan.rules.columns import Column, Columns
-from autoshard.plan.rules.rule import Rule, implies, listed
-from autoshard.plan.rules.tensor_sizes import allowed_tp
+from collections.abc import Mapping
+
+from autoshard.plan.rules.columns import Columns
+from autoshard.plan.rules.rule import Verdict, implies, listed, rule
+from autoshard.spec.cluster import Cluster
 
 _DERIVED = "derived: "
+_STAGES = _DERIVED + "there are pp*vp stages"
+
+# (platform, lnc) -> tp
+NEURON_TP: Mapping[tuple[str, int | None], tuple[int, ...]] = {
+    ("trn1", None): (1, 8, 32),
+    ("trn2", 1): (1, 4, 8, 32, 64, 128),
+    ("trn2", 2): (1, 4, 16, 32, 64),
+}
 
 
-def _ranks(c: Columns) -> str:
-    want, inner = c.cluster.num_ranks, c.tp * c.pp * c.cp
-    head = f"tp={c.tp},pp={c.pp},cp={c.cp},dp={c.dp}: uses {inner * c.dp} ranks, but the cluster has {want}"
-    if want % inner == 0:
-        return f"{head}. Use dp={want // inner}, or leave dp out"
-    return f"{head}. tp*pp*cp is {inner} and must divide {want}"
+def platform_of(cluster: Cluster) -> str:
+    """Name the Neuron platform of a cluster; "" for others."""
+    return {"trainium1": "trn1", "trainium2": "trn2"}.get(cluster.chip.name, "")
+
+
+def platform_tp(cluster: Cluster) -> tuple[int, ...]:
+    """List the sizes of tp that the platform's collectives serve; elsewhere any size that fits a node."""
+    sizes = NEURON_TP.get((platform_of(cluster), cluster.lnc))
+    return sizes or tuple(size for size in range(1, cluster.ranks_per_node + 1) if cluster.ranks_per_node % size == 0)
 
 
 def use_tp(c: Columns) -> str:
-    """Say which sizes of tp the model and the cluster accept."""
-    sizes = allowed_tp(c.model, c.cluster)
-    replicas = {size: size // c.model.num_kv_heads for size in sizes if size > c.model.num_kv_heads}
-    held = f" (at {max(replicas)} every KV head is held {replicas[max(replicas)]} times)" if replicas else ""
-    return f"Use tp {listed(sizes)} on {c.cluster.name}{held}"
+    """Say which sizes of tp the model and the cluster accept; 1 is always one of them."""
+    model = c.model
+    sizes = tuple(
+        size
+        for size in platform_tp(c.cluster)
+        if model.num_heads % size == 0
+        and (model.num_kv_heads % size == 0 or size % model.num_kv_heads == 0)
+        and model.ffn % size == 0
+    )
+    most = max(sizes)
+    copies = f" (at {most} every KV head is held {most // model.num_kv_heads} times)"
+    return f"Use tp {listed(sizes)} on {c.cluster.name}{copies if most > model.num_kv_heads else ''}"
 
 
-def _heads(c: Columns) -> str:
-    return f"tp={c.tp}: {c.model.num_heads} query heads of {c.model.name} do not divide by {c.tp}. {use_tp(c)}"
+@rule(
+    "tp,pp,cp,dp",
+    source=_DERIVED + "every rank of the cluster stands at exactly one place of the mesh; ep is a part of dp",
+)
+def ranks(c: Columns) -> Verdict:
+    have, inner = c.cluster.num_ranks, c.tp * c.pp * c.cp
+    yield inner * c.dp == have
+    head = f"tp={c.tp},pp={c.pp},cp={c.cp},dp={c.dp}: uses {inner * c.dp} ranks, but the cluster has {have}"
+    if have % inner == 0:
+        yield f"{head}. Use dp={have // inner}, or leave dp out"
+    yield f"{head}. tp*pp*cp is {inner} and must divide {have}"
 
 
-def _kv_heads(c: Columns) -> str:
-    heads = c.model.num_kv_heads
-    return (
-        f"tp={c.tp}: {heads} KV heads of {c.model.name} neither divide by {c.tp} nor divide it, so they can "
+@rule(
+    "tp", source=_DERIVED + "attention is cut by whole query heads (Shoeybi et al. 2019, arXiv:1909.08053, section 3)"
+)
+def heads(c: Columns) -> Verdict:
+    yield c.model.num_heads % c.tp == 0
+    yield f"tp={c.tp}: {c.model.num_heads} query heads of {c.model.name} do not divide by {c.tp}. {use_tp(c)}"
+
+
+@rule(
+    "tp",
+    source="aws-neuron/neuronx-distributed src/neuronx_distributed/modules/qkv_linear.py: "
+    "kv_size_multiplier replicates whole KV heads; the torch engine cuts tp = kv * rep the same way",
+)
+def kv_heads(c: Columns) -> Verdict:
+    have = c.model.num_kv_heads
+    yield (have % c.tp == 0) | (c.tp % have == 0)
+    yield (
+        f"tp={c.tp}: {have} KV heads of {c.model.name} neither divide by {c.tp} nor divide it, so they can "
         f"be neither cut nor replicated evenly. {use_tp(c)}"
     )
 
 
-def _kv_heads_allow(c: Columns) -> Column:
-    heads = c.model.num_kv_heads
-    return (heads % c.tp == 0) | (c.tp % heads == 0)
+@rule("tp", source=_DERIVED + "column and row parallel linears hold equal shares of the MLP width")
+def ffn(c: Columns) -> Verdict:
+    yield c.model.ffn % c.tp == 0
+    yield f"tp={c.tp}: the MLP width {c.model.ffn} of {c.model.name} does not divide by {c.tp}. {use_tp(c)}"
 
 
-def _ffn(c: Columns) -> str:
-    return f"tp={c.tp}: the MLP width {c.model.ffn} of {c.model.name} does not divide by {c.tp}. {use_tp(c)}"
-
-
-def _layers(c: Columns) -> str:
-    return (
-        f"pp={c.pp},vp={c.vp}: {c.model.num_layers} layers of {c.model.name} cannot fill {c.num_stages} "
-        f"stages. Use pp*vp of at most {c.model.num_layers}"
+@rule("pp,vp", source=_DERIVED + "every stage holds at least one layer (NxD's create_partitions asks for the same)")
+def layers(c: Columns) -> Verdict:
+    have = c.model.num_layers
+    yield c.num_stages <= have
+    yield (
+        f"pp={c.pp},vp={c.vp}: {have} layers of {c.model.name} cannot fill {c.num_stages} stages. Use pp*vp of at "
+        f"most {have}"
     )
 
 
-def _stages_count(c: Columns) -> str:
-    return (
+@rule("stages", source=_STAGES)
+def stages_count(c: Columns) -> Verdict:
+    yield (c.num_stage_entries == 0) | (c.num_stage_entries == c.num_stages)
+    yield (
         f"stages: lists {c.num_stage_entries} stages, but pp*vp is {c.num_stages}. List {c.num_stages}, or "
         "leave stages out for the even split"
     )
 
 
-def _stages_sum(c: Columns) -> str:
-    difference = c.num_stage_layers - c.model.num_layers
-    verb = f"remove {difference}" if difference > 0 else f"add {-difference}"
-    return (
+@rule("stages", source=_DERIVED + "every layer lies on exactly one stage")
+def stages_sum(c: Columns) -> Verdict:
+    more = c.num_stage_layers - c.model.num_layers
+    yield (c.num_stage_entries == 0) | (more == 0)
+    yield (
         f"stages: the stages hold {c.num_stage_layers} layers together, but {c.model.name} has "
-        f"{c.model.num_layers}: {verb}"
+        f"{c.model.num_layers}: {f'remove {more}' if more > 0 else f'add {-more}'}"
     )
 
 
-def _recompute_count(c: Columns) -> str:
-    return (
+@rule("recompute", source=_STAGES)
+def recompute_count(c: Columns) -> Verdict:
+    yield (c.num_recomputes == 1) | (c.num_recomputes == c.num_stages)
+    yield (
         f"recompute={c.recompute}: names {c.num_recomputes} stages, but pp*vp is {c.num_stages}. Give one "
         f"for all stages, or {c.num_stages}"
     )
 
 
-def _recompute_layers(c: Columns) -> str:
-    return (
+@rule("recompute", source=_DERIVED + "a stage cannot recompute layers that it does not hold")
+def recompute_layers(c: Columns) -> Verdict:
+    yield c.num_short_stages == 0
+    yield (
         f"recompute={c.recompute}: {c.num_short_stages} stages have fewer layers than their full:K. Use "
         "full for all layers of a stage, or a smaller K"
     )
 
 
-def _batch(c: Columns) -> str:
-    batch, group = c.workload.global_batch, c.dp * c.mbs
-    near = tuple(size for size in (batch // group * group, (batch // group + 1) * group) if size)
-    return (
-        f"dp={c.dp},mbs={c.mbs}: a step of {batch} sequences does not divide by dp*mbs={group}. Use a "
+@rule("dp,mbs", source=_DERIVED + "every data-parallel rank runs the same number of equal micro-batches")
+def batch(c: Columns) -> Verdict:
+    size, group = c.workload.global_batch, c.dp * c.mbs
+    yield size % group == 0
+    near = tuple(int(multiple) for multiple in (size // group * group, (size // group + 1) * group) if multiple)
+    yield (
+        f"dp={c.dp},mbs={c.mbs}: a step of {size} sequences does not divide by dp*mbs={group}. Use a "
         f"global batch of {listed(near)}, or another mbs"
     )
 
 
-def _experts(c: Columns) -> str:
-    return f"ep={c.ep}: {c.model.num_experts} experts of {c.model.name} do not divide by {c.ep}"
+@rule("ep", source=_DERIVED + "every expert-parallel rank holds the same number of whole experts")
+def experts(c: Columns) -> Verdict:
+    have = c.model.num_experts
+    yield have % c.ep == 0
+    yield f"ep={c.ep}: {have} experts of {c.model.name} do not divide by {c.ep}"
 
 
-def _ep_in_dp(c: Columns) -> str:
-    return f"ep={c.ep},dp={c.dp}: ep is cut out of dp and must divide it. Use an ep that divides {c.dp}"
+@rule(
+    "ep",
+    source="aws-neuron/neuronx-distributed src/neuronx_distributed/parallel_layers/parallel_state.py: "
+    "the size of expert data parallelism is world / (tp * pp * ep)",
+)
+def ep_in_dp(c: Columns) -> Verdict:
+    yield c.dp % c.ep == 0
+    yield f"ep={c.ep},dp={c.dp}: ep is cut out of dp and must divide it. Use an ep that divides {c.dp}"
 
 
-def _positions(c: Columns) -> str:
-    return (
-        f"seq_len={c.workload.seq_len}: {c.model.name} has learned positions for {c.model.max_positions} "
-        f"tokens only. Use --seq-len {c.model.max_positions} or less"
-    )
+@rule("seq_len", source=_DERIVED + "a learned position table has one row per position")
+def positions(c: Columns) -> Verdict:
+    have, length = c.model.max_positions, c.workload.seq_len
+    yield c.model.positions != "learned" or length <= have
+    yield f"seq_len={length}: {c.model.name} has learned positions for {have} tokens only. Use --seq-len {have} or less"
 
 
-def _rounds(c: Columns) -> str:
-    return (
+@rule(
+    "schedule",
+    source="aws-neuron/neuronx-distributed src/neuronx_distributed/pipeline/scheduler.py "
+    "get_step_schedule; Megatron-LM asks for the same",
+)
+def interleaved_rounds(c: Columns) -> Verdict:
+    yield implies(c.schedule == "interleaved", c.num_micro_batches % c.pp == 0)
+    yield (
         f"schedule=interleaved: {c.num_micro_batches} micro-batches do not divide by pp={c.pp}. Use a "
         f"global batch that is a multiple of dp*mbs*pp={c.dp * c.mbs * c.pp}"
     )
 
 
-RULES = (
-    Rule(
-        id="ranks",
-        subject="tp,pp,cp,dp",
-        allows=lambda c: c.tp * c.pp * c.cp * c.dp == c.cluster.num_ranks,
-        message=_ranks,
-        source=_DERIVED + "every rank of the cluster stands at exactly one place of the mesh; ep is a part of dp",
-    ),
-    Rule(
-        id="heads",
-        subject="tp",
-        allows=lambda c: c.model.num_heads % c.tp == 0,
-        message=_heads,
-        source=_DERIVED + "attention is cut by whole query heads (Shoeybi et al. 2019, arXiv:1909.08053, section 3)",
-    ),
-    Rule(
-        id="kv-heads",
-        subject="tp",
-        allows=_kv_heads_allow,
-        message=_kv_heads,
-        source="aws-neuron/neuronx-distributed src/neuronx_distributed/modules/qkv_linear.py: "
-        "kv_size_multiplier replicates whole KV heads; the torch engine cuts tp = kv * rep the same way",
-    ),
-    Rule(
-        id="ffn",
-        subject="tp",
-        allows=lambda c: c.model.ffn % c.tp == 0,
-        message=_ffn,
-        source=_DERIVED + "column and row parallel linears hold equal shares of the MLP width",
-    ),
-    Rule(
-        id="layers",
-        subject="pp,vp",
-        allows=lambda c: c.num_stages <= c.model.num_layers,
-        message=_layers,
-        source=_DERIVED + "every stage holds at least one layer (NxD's create_partitions asks for the same)",
-    ),
-    Rule(
-        id="stages-count",
-        subject="stages",
-        allows=lambda c: (c.num_stage_entries == 0) | (c.num_stage_entries == c.num_stages),
-        message=_stages_count,
-        source=_DERIVED + "there are pp*vp stages",
-    ),
-    Rule(
-        id="stages-sum",
-        subject="stages",
-        allows=lambda c: (c.num_stage_entries == 0) | (c.num_stage_layers == c.model.num_layers),
-        message=_stages_sum,
-        source=_DERIVED + "every layer lies on exactly one stage",
-    ),
-    Rule(
-        id="recompute-count",
-        subject="recompute",
-        allows=lambda c: (c.num_recomputes == 1) | (c.num_recomputes == c.num_stages),
-        message=_recompute_count,
-        source=_DERIVED + "there are pp*vp stages",
-    ),
-    Rule(
-        id="recompute-layers",
-        subject="recompute",
-        allows=lambda c: c.num_short_stages == 0,
-        message=_recompute_layers,
-        source=_DERIVED + "a stage cannot recompute layers that it does not hold",
-    ),
-    Rule(
-        id="batch",
-        subject="dp,mbs",
-        allows=lambda c: c.workload.global_batch % (c.dp * c.mbs) == 0,
-        message=_batch,
-        source=_DERIVED + "every data-parallel rank runs the same number of equal micro-batches",
-    ),
-    Rule(
-        id="experts",
-        subject="ep",
-        allows=lambda c: c.model.num_experts % c.ep == 0,
-        message=_experts,
-        source=_DERIVED + "every expert-parallel rank holds the same number of whole experts",
-    ),
-    Rule(
-        id="ep-in-dp",
-        subject="ep",
-        allows=lambda c: c.dp % c.ep == 0,
-        message=_ep_in_dp,
-        source="aws-neuron/neuronx-distributed src/neuronx_distributed/parallel_layers/parallel_state.py: "
-        "the size of expert data parallelism is world / (tp * pp * ep)",
-    ),
-    Rule(
-        id="positions",
-        subject="seq_len",
-        allows=lambda c: c.model.positions != "learned" or c.workload.seq_len <= c.model.max_positions,
-        message=_positions,
-        source=_DERIVED + "a learned position table has one row per position",
-    ),
-    Rule(
-        id="interleaved-rounds",
-        subject="schedule",
-        allows=lambda c: implies(c.schedule == "interleaved", c.num_micro_batches % c.pp == 0),
-        message=_rounds,
-        source="aws-neuron/neuronx-distributed src/neuronx_distributed/pipeline/scheduler.py "
-        "get_step_schedule; Megatron-LM asks for the same",
-    ),
+@rule("cp", source=_DERIVED + "every context-parallel rank holds an equal piece of each sequence")
+def cp_seq(c: Columns) -> Verdict:
+    length = c.workload.seq_len
+    yield length % c.cp == 0
+    yield f"cp={c.cp}: a sequence of {length} does not divide by {c.cp}. Use a cp that divides it"
+
+
+@rule(
+    "cp_order",
+    source=_DERIVED + "zig-zag gives rank i the pieces i and 2*cp-1-i (Llama 3, arXiv:2407.21783, section 3.3.2)",
 )
+def zigzag_seq(c: Columns) -> Verdict:
+    length = c.workload.seq_len
+    yield implies(c.cp_order == "zigzag", length % (2 * c.cp) == 0)
+    yield (
+        f"cp_order=zigzag: gives each rank two pieces, and a sequence of {length} does not "
+        f"divide by 2*cp={2 * c.cp}. Use cp_order=contiguous or another --seq-len"
+    )
+
+
+@rule(
+    "sp",
+    source="aws-neuron/neuronx-distributed src/neuronx_distributed/parallel_layers/mappings.py: a "
+    "reduce-scatter needs the dim to divide by tp; derived for the torch engine",
+)
+def sp_seq(c: Columns) -> Verdict:
+    # Under zig-zag a rank holds two pieces, but tp cuts them as one sequence, so the same number must divide.
+    length = c.workload.seq_len // c.cp
+    yield implies(c.sp, length % c.tp == 0)
+    yield (
+        f"sp=true: the {length} tokens of a sequence on each rank do not divide by tp={c.tp}. Use sp=false, "
+        f"or a --seq-len that is a multiple of cp*tp={c.cp * c.tp}"
+    )
+
+
+@rule(
+    "cp_kind",
+    source=_DERIVED + "the all-to-all changes a cut of the sequence into a cut of the heads (Jacobs et "
+    "al. 2023, arXiv:2309.14509)",
+)
+def cp_heads(c: Columns) -> Verdict:
+    have = c.model.num_kv_heads
+    yield implies(c.cp_kind == "all_to_all", have % c.cp == 0)
+    yield (
+        f"cp_kind=all_to_all: {have} KV heads of {c.model.name} do not divide by cp={c.cp}. Use "
+        "cp_kind=ring, or a smaller cp"
+    )
+
+
+@rule(
+    "cp_kind,tp",
+    source="autoshard: tables cut a dim over several atoms in the order of the mesh; heads that come back from an "
+    "all-to-all over cp would be cut over tp first",
+)
+def cp_heads_tp(c: Columns) -> Verdict:
+    yield implies(c.cp_kind == "all_to_all", c.tp == 1)
+    yield (
+        f"cp_kind=all_to_all: heads are cut over cp, so they cannot be cut over tp={c.tp} too. Use cp_kind=ring or tp=1"
+    )

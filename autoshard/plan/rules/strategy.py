@@ -18,10 +18,11 @@ DATA, TP = ("edp", "ep"), ("kv", "rep")
 SHARED: Dims = ("kv_heads", "ffn", "vocab")  # weights along these are many, and what is computed with them independent
 CpKind = Literal["ring", "all_to_all"]
 _OUTER = "derived: what the outer search chooses sizes of; every other use of these ranks is another axis"
+_LAYERS = "aws-neuron/neuronx-distributed parallel_layers/layers.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class AtomCut:
     """Where one atom cuts in one operation: along a dim, or nowhere.
 
     ``dims`` are all that the operation has, ``matrix`` those of the weights with more than one dim that it reads.
@@ -34,7 +35,7 @@ class Place:
     dim: str | None
 
     @classmethod
-    def of(cls, block: Block, op: Op, atom: str, dim: str | None) -> "Place":
+    def of(cls, block: Block, op: Op, atom: str, dim: str | None) -> "AtomCut":
         """Read off a block what the Rules ask about an operation."""
         weights = [block.tensors[name] for name in op.inputs if block.tensors[name].role == "parameter"]
         matrix = tuple(dim for weight in weights if len(weight.dims) > 1 for dim in weight.dims)
@@ -52,31 +53,48 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyRule:
-    """A Rule whose subject is a Strategy: a predicate over the place of one atom in it.
+    """A Rule whose subject is a Strategy, made of a predicate over one of its cuts by ``strategy_rule``.
 
     One that says what an axis is for gives way to a layout that the user pins; what an engine cannot run does not.
     """
 
     id: str
-    allows: Callable[[Place], bool]
+    allows: Callable[[AtomCut], bool]
     remedy: str
     source: str
-    yields_to_pins: bool = True
+    yields_to_pins: bool
 
-    def rejection(self, place: Place) -> Rejection | None:
-        """Judge one place."""
-        if self.allows(place):
+    def rejection(self, cut: AtomCut) -> Rejection | None:
+        """Judge one cut."""
+        if self.allows(cut):
             return None
-        return Rejection(rule_id=self.id, message=f"{place}: {self.remedy}", source=self.source)
+        return Rejection(rule_id=self.id, message=f"{cut}: {self.remedy}", source=self.source)
+
+
+def strategy_rule(
+    rule_id: str, *atoms: str, remedy: str, source: str, yields_to_pins: bool = True
+) -> Callable[[Callable[[AtomCut], bool]], StrategyRule]:
+    """Make a Rule of a predicate about the cuts of some atoms; cuts of others it allows."""
+
+    def made(allows: Callable[[AtomCut], bool]) -> StrategyRule:
+        return StrategyRule(
+            id=rule_id,
+            allows=lambda cut: cut.atom not in atoms or allows(cut),
+            remedy=remedy,
+            source=source,
+            yields_to_pins=yields_to_pins,
+        )
+
+    return made
 
 
 def strategy_rules(
     engine: Literal["nxd", "torch"], *, sequence_parallel: bool, cp_kind: CpKind = "ring"
 ) -> tuple[StrategyRule, ...]:
     """Return the Rules under which the Strategies of a plan are searched."""
-    sp = WITH_SP if sequence_parallel else WITHOUT_SP
-    router = (NXD_ROUTER,) if engine == "nxd" and sequence_parallel else ()
-    return (DP_BATCH, CP_SEQUENCE if cp_kind == "ring" else CP_HEADS, *TP_RULES, sp, *engine_rules(engine), *router)
+    sp = with_sp if sequence_parallel else without_sp
+    router = (nxd_router,) if engine == "nxd" and sequence_parallel else ()
+    return (dp_batch, cp_sequence if cp_kind == "ring" else cp_heads, *TP_RULES, sp, *engine_rules(engine), *router)
 
 
 def engine_rules(engine: Literal["nxd", "torch"]) -> tuple[StrategyRule, ...]:
@@ -84,178 +102,155 @@ def engine_rules(engine: Literal["nxd", "torch"]) -> tuple[StrategyRule, ...]:
     return NXD_RULES if engine == "nxd" else ()  # the torch engine executes every legal Strategy as listed
 
 
-def _dp(place: Place) -> bool:
-    if place.atom not in DATA:
-        return True
-    if "batch" in place.dims:
-        return place.dim == "batch"
-    return place.dim == _first(place.dims, ("experts", "slots") if place.atom == "ep" else ("slots",))
+@strategy_rule("dp-batch", *DATA, remedy="dp cuts the batch, ep the experts, wherever there are any", source=_OUTER)
+def dp_batch(cut: AtomCut) -> bool:
+    experts = ("experts", "slots") if cut.atom == "ep" else ("slots",)
+    return cut.dim == _first(cut.dims, ("batch",) if "batch" in cut.dims else experts)
 
 
-def _cp(place: Place) -> bool:
-    return place.atom != "cp" or place.dim == _first(place.dims, ("seq", "slots"))
+@strategy_rule("cp-sequence", "cp", remedy="cp cuts the sequence, wherever there is one", source=_OUTER)
+def cp_sequence(cut: AtomCut) -> bool:
+    return cut.dim == _first(cut.dims, ("seq", "slots"))
 
 
-def _cp_heads(place: Place) -> bool:
-    attends = "kv_seq" in place.dims and "kv_heads" in place.dims
-    return place.dim == "kv_heads" if place.atom == "cp" and attends else _cp(place)
+@strategy_rule(
+    "cp-heads",
+    "cp",
+    remedy="with cp_kind=all_to_all cp cuts the heads of attention, and the sequence everywhere else. Use cp_kind=ring",
+    source="Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509)",
+)
+def cp_heads(cut: AtomCut) -> bool:
+    attends = "kv_seq" in cut.dims and "kv_heads" in cut.dims
+    return cut.dim == ("kv_heads" if attends else _first(cut.dims, ("seq", "slots")))
 
 
 def _first(dims: Dims, wanted: Dims) -> str | None:
     return next((dim for dim in wanted if dim in dims), None)
 
 
-def _tp_tokens(place: Place) -> bool:
-    if place.atom not in TP or place.dim not in ("batch", "seq", "slots", "experts"):
-        return True
-    return place.dim == "seq" and not place.shares_weights
-
-
-def _tp_hidden(place: Place) -> bool:
-    return place.atom not in TP or place.dim != "hidden" or place.shares_weights
-
-
-def _tp_weights(place: Place) -> bool:
-    copies = place.atom == "rep" and "kv_heads" in place.matrix and "q_group" not in place.matrix
-    return place.atom not in TP or place.dim is not None or copies or not place.shares_weights
-
-
-def _tp_vocab(place: Place) -> bool:
-    return place.atom not in TP or "vocab" not in place.matrix or place.dim == "vocab"
-
-
-def _with_sp(place: Place) -> bool:
-    """Leave operations between products no choice: what the engines call sequence parallelism."""
-    between = {"seq", "hidden"} <= set(place.dims) <= {"batch", "seq", "hidden"} and not place.matrix
-    return place.atom not in TP or place.dim is not None or not between
-
-
-def _without_sp(place: Place) -> bool:
-    return place.atom not in TP or place.dim != "seq"
-
-
-def _nxd_sequence(place: Place) -> bool:
-    inner = ("kv_heads", "ffn", "vocab", "slots", "choices")
-    return place.atom not in TP or place.dim != "seq" or not any(dim in inner for dim in place.dims)
-
-
-def _nxd_router(place: Place) -> bool:
-    routes = "experts" in place.matrix and "seq" in place.dims
-    return place.atom not in TP or place.dim == "seq" or not routes
-
-
-def _nxd_heads(place: Place) -> bool:
-    if place.atom not in TP or "kv_heads" not in place.dims:
-        return True
-    if place.atom == "kv":
-        return place.dim == "kv_heads"
-    return place.dim == ("q_group" if "q_group" in place.dims else None)
-
-
-def _nxd_loss(place: Place) -> bool:
-    if place.atom not in TP:
-        return True
-    if "vocab" in place.dims:
-        return place.dim == "vocab"
-    return place.dim != "seq" or not set(place.dims) <= {"batch", "seq"}
-
-
-def _nxd_weights(place: Place) -> bool:
-    if place.atom not in TP or place.dim == "positions":
-        return place.atom not in TP
-    return place.dim not in ("hidden", "head_dim") or not place.shares_weights
-
-
-DP_BATCH = StrategyRule(
-    id="dp-batch", allows=_dp, remedy="dp cuts the batch, ep the experts, wherever there are any", source=_OUTER
+@strategy_rule(
+    "tp-tokens",
+    *TP,
+    remedy="tp cuts tokens only along the sequence, and only where no heads, ffn or vocabulary of weights could be "
+    "cut; for anything else use dp, cp or ep",
+    source=_OUTER,
 )
-CP_SEQUENCE = StrategyRule(
-    id="cp-sequence", allows=_cp, remedy="cp cuts the sequence, wherever there is one", source=_OUTER
+def tp_tokens(cut: AtomCut) -> bool:
+    tokens = cut.dim in ("batch", "seq", "slots", "experts")
+    return not tokens or (cut.dim == "seq" and not cut.shares_weights)
+
+
+@strategy_rule(
+    "tp-hidden",
+    *TP,
+    remedy="between products the hidden state is whole, or cut along its tokens",
+    source="derived: norms need all of it; boundary=[batch/dp, seq/cp.tp, hidden]",
 )
-CP_HEADS = StrategyRule(
-    id="cp-heads",
-    allows=_cp_heads,
-    remedy="with cp_kind=all_to_all cp cuts the heads of attention, and the sequence everywhere else. Use cp_kind=ring",
-    source="Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509)",
+def tp_hidden(cut: AtomCut) -> bool:
+    return cut.dim != "hidden" or cut.shares_weights
+
+
+@strategy_rule(
+    "tp-weights",
+    *TP,
+    remedy="tp cuts every matrix that has heads, ffn or vocabulary along some dim; only rep leaves the weights of "
+    "keys and values whole",
+    source=_OUTER,
 )
-DATA_RULES = (DP_BATCH, CP_SEQUENCE)
-TP_RULES = (
-    StrategyRule(
-        id="tp-tokens",
-        allows=_tp_tokens,
-        remedy="tp cuts tokens only along the sequence, and only where no heads, ffn or vocabulary of weights could be "
-        "cut; for anything else use dp, cp or ep",
-        source=_OUTER,
-    ),
-    StrategyRule(
-        id="tp-hidden",
-        allows=_tp_hidden,
-        remedy="between products the hidden state is whole, or cut along its tokens",
-        source="derived: norms need all of it; boundary=[batch/dp, seq/cp.tp, hidden]",
-    ),
-    StrategyRule(
-        id="tp-weights",
-        allows=_tp_weights,
-        remedy="tp cuts every matrix that has heads, ffn or vocabulary along some dim; only rep leaves the weights of "
-        "keys and values whole",
-        source=_OUTER,
-    ),
-    StrategyRule(
-        id="tp-vocabulary",
-        allows=_tp_vocab,
-        remedy="a table of tokens is cut along its vocabulary, so that embedding and unembedding can share it",
-        source="aws-neuron/neuronx-distributed parallel_layers/layers.py ParallelEmbedding; Megatron-LM "
-        "tensor_parallel/layers.py VocabParallelEmbedding",
-    ),
+def tp_weights(cut: AtomCut) -> bool:
+    copies = cut.atom == "rep" and "kv_heads" in cut.matrix and "q_group" not in cut.matrix
+    return cut.dim is not None or copies or not cut.shares_weights
+
+
+@strategy_rule(
+    "tp-vocabulary",
+    *TP,
+    remedy="a table of tokens is cut along its vocabulary, so that embedding and unembedding can share it",
+    source=f"{_LAYERS} ParallelEmbedding; Megatron-LM tensor_parallel/layers.py VocabParallelEmbedding",
 )
-AXIS_RULES = (*DATA_RULES, *TP_RULES)
-WITH_SP = StrategyRule(
-    id="sp",
-    allows=_with_sp,
+def tp_vocabulary(cut: AtomCut) -> bool:
+    return "vocab" not in cut.matrix or cut.dim == "vocab"
+
+
+@strategy_rule(
+    "sp",
+    *TP,
     remedy="with sp=true tp cuts the tokens between products. Use sp=false",
     source="Korthikanti et al. 2022, Reducing Activation Recomputation: what is saved there shrinks by tp",
 )
-WITHOUT_SP = StrategyRule(
-    id="sp", allows=_without_sp, remedy="with sp=false tp does not cut the sequence. Use sp=true", source=_OUTER
-)
-NXD_ROUTER = StrategyRule(
-    id="nxd-router",
-    allows=_nxd_router,
+def with_sp(cut: AtomCut) -> bool:
+    between = {"seq", "hidden"} <= set(cut.dims) <= {"batch", "seq", "hidden"} and not cut.matrix
+    return cut.dim is not None or not between
+
+
+@strategy_rule("sp", *TP, remedy="with sp=false tp does not cut the sequence. Use sp=true", source=_OUTER)
+def without_sp(cut: AtomCut) -> bool:
+    return cut.dim != "seq"
+
+
+@strategy_rule(
+    "nxd-router",
+    *TP,
     remedy="with sp=true each rank of tp routes its own tokens, and gathers the logits",
     source="aws-neuron/neuronx-distributed modules/moe/routing.py: one that routes gathered tokens keeps them so, "
     "where every other layer gathers again",
     yields_to_pins=False,
 )
-NXD_RULES = (
-    StrategyRule(
-        id="nxd-sequence",
-        allows=_nxd_sequence,
-        remedy="NxD cuts the sequence over tp in norms, residual additions and routers only; leave it whole over tp",
-        source="aws-neuron/neuronx-distributed parallel_layers/layers.py and modules/moe: sequence_parallel_enabled",
-        yields_to_pins=False,
-    ),
-    StrategyRule(
-        id="nxd-weights",
-        allows=_nxd_weights,
-        remedy="NxD's layers cut weights over tp along heads, ffn or vocabulary",
-        source="aws-neuron/neuronx-distributed parallel_layers/layers.py, modules/qkv_linear.py: ColumnParallelLinear "
-        "gathers its output along the dim that it cuts, RowParallelLinear sums into the hidden state",
-        yields_to_pins=False,
-    ),
-    StrategyRule(
-        id="nxd-heads",
-        allows=_nxd_heads,
-        remedy="NxD's attention has whole KV heads: kv cuts their number, rep the queries of each, and no keys",
-        source="aws-neuron/neuronx-distributed modules/qkv_linear.py: kv_size_multiplier repeats heads until tp "
-        "divides them",
-        yields_to_pins=False,
-    ),
-    StrategyRule(
-        id="nxd-loss",
-        allows=_nxd_loss,
-        remedy="NxD's loss leaves logits cut along the vocabulary, and gives every rank of tp the loss of all tokens",
-        source="aws-neuron/neuronx-distributed parallel_layers/loss_functions.py: parallel_cross_entropy all-reduces "
-        "the largest logit, the label's logit and the sum of exponentials of all tokens",
-        yields_to_pins=False,
-    ),
+def nxd_router(cut: AtomCut) -> bool:
+    routes = "experts" in cut.matrix and "seq" in cut.dims
+    return cut.dim == "seq" or not routes
+
+
+@strategy_rule(
+    "nxd-sequence",
+    *TP,
+    remedy="NxD cuts the sequence over tp in norms, residual additions and routers only; leave it whole over tp",
+    source=f"{_LAYERS} and modules/moe: sequence_parallel_enabled",
+    yields_to_pins=False,
 )
+def nxd_sequence(cut: AtomCut) -> bool:
+    return cut.dim != "seq" or not {"kv_heads", "ffn", "vocab", "slots", "choices"}.intersection(cut.dims)
+
+
+@strategy_rule(
+    "nxd-weights",
+    *TP,
+    remedy="NxD's layers cut weights over tp along heads, ffn or vocabulary",
+    source=f"{_LAYERS}, modules/qkv_linear.py: ColumnParallelLinear gathers its output along the dim that it cuts, "
+    "RowParallelLinear sums into the hidden state",
+    yields_to_pins=False,
+)
+def nxd_weights(cut: AtomCut) -> bool:
+    return cut.dim != "positions" and (cut.dim not in ("hidden", "head_dim") or not cut.shares_weights)
+
+
+@strategy_rule(
+    "nxd-heads",
+    *TP,
+    remedy="NxD's attention has whole KV heads: kv cuts their number, rep the queries of each, and no keys",
+    source="aws-neuron/neuronx-distributed modules/qkv_linear.py: kv_size_multiplier repeats heads until tp "
+    "divides them",
+    yields_to_pins=False,
+)
+def nxd_heads(cut: AtomCut) -> bool:
+    by_rep = "q_group" if "q_group" in cut.dims else None
+    return "kv_heads" not in cut.dims or cut.dim == ("kv_heads" if cut.atom == "kv" else by_rep)
+
+
+@strategy_rule(
+    "nxd-loss",
+    *TP,
+    remedy="NxD's loss leaves logits cut along the vocabulary, and gives every rank of tp the loss of all tokens",
+    source="aws-neuron/neuronx-distributed parallel_layers/loss_functions.py: parallel_cross_entropy all-reduces "
+    "the largest logit, the label's logit and the sum of exponentials of all tokens",
+    yields_to_pins=False,
+)
+def nxd_loss(cut: AtomCut) -> bool:
+    if "vocab" in cut.dims:
+        return cut.dim == "vocab"
+    return cut.dim != "seq" or not set(cut.dims) <= {"batch", "seq"}
+
+
+DATA_RULES = (dp_batch, cp_sequence)
+TP_RULES = (tp_tokens, tp_hidden, tp_weights, tp_vocabulary)
+NXD_RULES = (nxd_sequence, nxd_weights, nxd_heads, nxd_loss)
