@@ -25,7 +25,7 @@ from autoshard.runtime.checkpoint.index import RunState
 from autoshard.runtime.checkpoint.places import Place
 from autoshard.runtime.checkpoint.saver import Saver, load
 from autoshard.runtime.checkpoint.shelf import Shelf
-from autoshard.runtime.data.synthetic import synthetic_step
+from autoshard.runtime.data.batches import synthetic_step
 from autoshard.runtime.launch import Placing, launch
 from autoshard.search.planner import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster

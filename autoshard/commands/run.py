@@ -222,8 +222,8 @@ def _placed(ready: _Ready, asked: "Run", given: "GivenRank | None") -> "tuple[_R
 def _refuse_place(ready: _Ready, path: Path, given: "GivenRank | None", device: str) -> None:
     """Refuse what this machine cannot run, and ranks of another number."""
     from autoshard.engine.base import HOST
+    from autoshard.runtime.devices import available_bytes, refuse_too_large
     from autoshard.runtime.neuron import refuse_without_neuron
-    from autoshard.runtime.room import available_bytes, refuse_too_large
 
     if ready.engine == "nxd":
         refuse_without_neuron(ready.plan, given, str(path))

@@ -19,7 +19,7 @@ from autoshard.engine.torch.formats import NOWHERE, Formats
 from autoshard.errors import InputError
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
-from autoshard.runtime.data.synthetic import synthetic_step
+from autoshard.runtime.data.batches import synthetic_step
 from autoshard.runtime.dry import dry_rank, enough, telling_ranks
 from tests.ranks.cases import gpt, llama, plan_of
 from tests.ranks.spawn import on_ranks

@@ -8,7 +8,7 @@ import pytest
 
 from autoshard.engine.base import Measured, Run
 from autoshard.engine.ran import RunReport, TimedStep
-from autoshard.runtime.data.synthetic import synthetic_step
+from autoshard.runtime.data.batches import synthetic_step
 from autoshard.runtime.launch import Placing, launch
 from autoshard.spec.training import Training
 from tests.runtime.cases import tiny_plan

@@ -1,13 +1,37 @@
-"""The micro-batches of a step, cut from consecutive samples."""
+"""Samples of a run by their number, and the micro-batches of a step, cut from consecutive samples."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from autoshard.engine.base import Batch
+from autoshard.graph.evaluate import random_document_starts
+from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
-from autoshard.runtime.data.source import Samples, Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Some samples, in order."""
+
+    tokens: Array  # [count, seq_len + 1] int64: labels are the next tokens
+    counted: Array  # [count, seq_len] bool: which labels count in the loss
+    document_starts: Array  # [count, seq_len] int64: index of the first token of each token's document
+
+    def __post_init__(self) -> None:
+        """Hold the shapes together."""
+        count, length = self.tokens.shape
+        assert self.counted.shape == self.document_starts.shape == (count, length - 1)
+
+
+class Source(Protocol):
+    """Where samples come from. Sample k is a pure function of the source and k: no position, no state."""
+
+    def samples(self, first: int, count: int) -> Samples:
+        """Return the samples of these numbers, however they were asked for before."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,3 +79,47 @@ def _micro_batches(samples: Samples, shape: StepShape) -> Iterator[Batch]:
             "token_weight": weights[rows],
         }
         yield batch | ({"document_starts": samples.document_starts[rows]} if shape.separate else {})
+
+
+_CHANCE = 0.1  # of the tokens follow no rule, so that the loss has a floor as in real text
+_UNCOUNTED = 0.1  # of the labels do not count, as the padding of real data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticTokens:
+    """A source that needs no files; a sample holds a few documents, which its tokens do not show."""
+
+    seq_len: int
+    vocab: int
+    seed: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan, seed: int = 0) -> "SyntheticTokens":
+        """Return what a plan can eat."""
+        return cls(seq_len=plan.workload.seq_len, vocab=plan.model.vocab, seed=seed)
+
+    def samples(self, first: int, count: int) -> Samples:
+        """Draw each sample from a generator of its own; at least one of its labels counts."""
+        generators = [np.random.default_rng((self.seed, 1, number)) for number in range(first, first + count)]
+        counted = np.stack([generator.random(self.seq_len) for generator in generators]) >= _UNCOUNTED
+        counted |= ~counted.any(axis=1, keepdims=True)
+        starts = [
+            random_document_starts(np.random.default_rng((self.seed, 2, number)), (1, self.seq_len))
+            for number in range(first, first + count)
+        ]
+        return Samples(tokens=self._sequences(generators), counted=counted, document_starts=np.concatenate(starts))
+
+    def _sequences(self, generators: list[np.random.Generator]) -> Array:
+        """Draw one token more than a sequence is long, because labels are the next tokens."""
+        successor = np.random.default_rng((self.seed, 0)).permutation(self.vocab)
+        length = self.seq_len + 1
+        drawn = np.stack([generator.integers(0, self.vocab, length) for generator in generators], axis=1)
+        by_chance = np.stack([generator.random(length) for generator in generators], axis=1) < _CHANCE
+        for place in range(1, length):
+            drawn[place] = np.where(by_chance[place], drawn[place], successor[drawn[place - 1]])
+        return drawn.T
+
+
+def synthetic_step(plan: Plan) -> tuple[Batch, ...]:
+    """Return the first step of a plan, for a measurement or a rehearsal."""
+    return batches(SyntheticTokens.of(plan), 0, StepShape.of(plan))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from autoshard.errors import Fault, InputError
 from autoshard.plan.plan import Plan
+from autoshard.runtime.data.batches import Source, SyntheticTokens
 from autoshard.runtime.data.indexed import (
     Index,
     OpenFiles,
@@ -17,9 +18,7 @@ from autoshard.runtime.data.indexed import (
 )
 from autoshard.runtime.data.manifest import NAME, FileRecord, Manifest, altered, missing_or_resized, read_manifest
 from autoshard.runtime.data.mixture import CutStream, Mixture, Shares
-from autoshard.runtime.data.source import Source
 from autoshard.runtime.data.stream import BYTES_EOS, FileStream, Stream, TextStream, Windows, packs
-from autoshard.runtime.data.synthetic import SyntheticTokens
 from autoshard.spec.data import DataSpec
 
 _LOOKED_AT = 4096  # tokens at the begin of a file without a manifest

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from queue import Empty, Full, Queue
 
 from autoshard.engine.base import Batch
-from autoshard.runtime.data.batches import StepShape, batches
-from autoshard.runtime.data.source import Source
+from autoshard.runtime.data.batches import Source, StepShape, batches
 
 _AHEAD = 2  # steps: one slow read is hidden behind a whole step
 _LOOK_S = 0.1  # how often a thread that waits for room looks whether it is still wanted

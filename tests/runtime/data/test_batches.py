@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.runtime.data.batches import StepShape, batches
-from autoshard.runtime.data.source import Samples
-from autoshard.runtime.data.synthetic import SyntheticTokens
+from autoshard.runtime.data.batches import Samples, StepShape, SyntheticTokens, batches
 
 TOKENS = SyntheticTokens(seq_len=50, vocab=11, seed=4)
 SHAPE = StepShape(num_micro_batches=3, micro_batch=2)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from autoshard.errors import InputError, RunFailed
+from autoshard.runtime.data.batches import SyntheticTokens
 from autoshard.runtime.data.indexed import IndexedWriter
 from autoshard.runtime.data.manifest import NAME, FileRecord, Manifest, TokenizerRecord, described, write_record
 from autoshard.runtime.data.mixture import Mixture
 from autoshard.runtime.data.opened import open_source
-from autoshard.runtime.data.synthetic import SyntheticTokens
 from autoshard.spec import record
 from autoshard.spec.data import DataSpec
 from tests.runtime.data.cases import counting, write_set

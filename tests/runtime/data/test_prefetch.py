@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from autoshard.errors import RunFailed
-from autoshard.runtime.data.batches import StepShape, batches
+from autoshard.runtime.data.batches import Samples, StepShape, SyntheticTokens, batches
 from autoshard.runtime.data.prefetch import Loader
-from autoshard.runtime.data.source import Samples
-from autoshard.runtime.data.synthetic import SyntheticTokens
 
 TOKENS = SyntheticTokens(seq_len=8, vocab=11)
 SHAPE = StepShape(num_micro_batches=2, micro_batch=3)
