@@ -8,11 +8,18 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from autoshard.cost.block_memory import (
+    Moment,
+    kept_bytes,
+    memory_timeline,
+    rank_sizes,
+    shape_bytes,
+    waiting_bytes,
+    working_bytes,
+)
 from autoshard.cost.collective import Number, Ring
 from autoshard.cost.compute import KernelWork, Rates, Sequences, kernel_time, kernel_work
-from autoshard.cost.held import Shares, kept_bytes, shape_bytes, shares, waiting_bytes, working_bytes
 from autoshard.cost.kernel_run import KernelRun, kernel_runs
-from autoshard.cost.live import Moment, moments
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.sharding import Message, Sharding
@@ -83,21 +90,19 @@ class ShardedBlock:
         tied: Iterable[str] = (),
     ) -> "ShardedBlock":
         """Group the operations of a block into kernel runs; ``whole`` is the same block without recompute."""
-        held = (whole.sharding if whole else sharding).kept_cuts
-        added = [
-            tuple(product for product in products if f"{product}.weight" in block.tensors)
-            for products in kernels.placeholders
-        ]
-        weights = {f"{product}.weight.sum" for products in added for product in products}
-        runs = tuple(kernel_runs(block, held, frozenset(weights), eager=kernels.eager))
-        unmade = (op.inputs[1] for op in block.ops if isinstance(op.kind, Accumulate) and op.outputs[0] in weights)
+        kept = (whole.sharding if whole else sharding).kept_cuts
+        named = (tuple(f"{product}.weight" for product in products) for products in kernels.placeholders)
+        placeholders = [tuple(name for name in names if name in block.tensors) for names in named]
+        sums = frozenset(f"{name}.sum" for names in placeholders for name in names)
+        runs = tuple(kernel_runs(block, kept, sums, eager=kernels.eager))
+        unmade = (op.inputs[1] for op in block.ops if isinstance(op.kind, Accumulate) and op.outputs[0] in sums)
         return cls(
             block=block,
             sharding=sharding,
             runs=runs,
-            moments=moments(block, runs, sharding.op_cuts, frozenset(held), frozenset(unmade)),
+            moments=memory_timeline(block, runs, sharding, frozenset(kept), frozenset(unmade)),
             tied=frozenset(tied),
-            placeholders=tuple(tuple(f"{product}.weight" for product in products) for products in added if products),
+            placeholders=tuple(filter(None, placeholders)),
             hides_tp=kernels.hides.get("tp", 0.0),
         )
 
@@ -141,22 +146,25 @@ class BlockWork:
 def block_work(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, tile: int) -> BlockWork:
     """Count what a block does, sends and holds; ``whole`` is it without recompute, ``tile`` the matrix unit's."""
     block, sharding, sequences = sharded.block, sharded.sharding, setting.sequences
-    shared = shares(setting.sizes, setting.atoms)
-    local = {name: shared(cuts) for name, cuts in sharding.op_cuts.items()}
-    saved = sum(kept_bytes(block, sharding, shared, setting.atoms).values())
-    kept = kept_bytes(whole.block, whole.sharding, shared, setting.atoms)
-    placeholders = (shape_bytes(block, sharding, names, shared) for names in sharded.placeholders)
+    sizes_of = rank_sizes(setting.sizes, setting.atoms)
+    op_sizes = {name: sizes_of(cuts) for name, cuts in sharding.op_cuts.items()}
+    saved = sum(kept_bytes(block, sharding, sizes_of, setting.atoms).values())
+    kept = kept_bytes(whole.block, whole.sharding, sizes_of, setting.atoms)
+    weights: dict[bool, dict[tuple[str, ...], Number]] = {True: defaultdict(int), False: defaultdict(int)}
+    for tensor in block.parameters:
+        counts, pending = weights[tensor.name in sharded.tied], sharding.parameter_pending[tensor.name]
+        counts[pending] = counts[pending] + tensor.num_elements(sizes_of(sharding.parameter_cuts[tensor.name]))
     return BlockWork(
-        kernels=tuple((run, kernel_work(block, run, local, tile, sequences)) for run in sharded.runs),
-        messages=tuple((one, shared(one.cuts).num_bytes(block.tensors[one.tensor])) for one in sharding.messages),
+        kernels=tuple((run, kernel_work(block, run, op_sizes, tile, sequences)) for run in sharded.runs),
+        messages=tuple((one, sizes_of(one.cuts).num_bytes(block.tensors[one.tensor])) for one in sharding.messages),
         hides_tp=sharded.hides_tp,
         saved_bytes=saved,
-        waiting_bytes=waiting_bytes(block, sharding, shared, setting.atoms),
+        waiting_bytes=waiting_bytes(block, sharding, sizes_of, setting.atoms),
         remade_bytes=sum(kept.values()) - saved,
-        working_bytes=working_bytes(sharded.moments, kept, local, shared),
-        placeholder_bytes=sum(placeholders),
-        weights=_local_parameters(sharded, shared, tied=False),
-        tied_weights=_local_parameters(sharded, shared, tied=True),
+        working_bytes=working_bytes(sharded.moments, kept, op_sizes, sizes_of),
+        placeholder_bytes=sum(shape_bytes(block, sharding, names, sizes_of) for names in sharded.placeholders),
+        weights=weights[False],
+        tied_weights=weights[True],
     )
 
 
@@ -164,9 +172,9 @@ def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Ra
     """Price a block: every kernel by its roofline, every message by its ring."""
     seconds: dict[str, dict[str, Number]] = {name: defaultdict(float) for name in PASSES}
     for run, kernel in work.kernels:
-        parts, time = seconds[run.pass_], kernel_time(kernel, rates)
-        parts["compute"] = parts["compute"] + time.work_s
-        parts["waiting"] = parts["waiting"] + time.waiting_s
+        parts, (work_s, waiting_s) = seconds[run.pass_], kernel_time(kernel, rates)
+        parts["compute"] = parts["compute"] + work_s
+        parts["waiting"] = parts["waiting"] + waiting_s
     sent: dict[str, Number] = defaultdict(float)
     hidden: dict[str, Number] = defaultdict(float)
     for message, message_bytes in work.messages:
@@ -201,14 +209,3 @@ def exposed_s(traffic_s: Number, covering_s: Number, share: float) -> Number:
     (1.0, 3.0)
     """
     return np.maximum((1 - share) * traffic_s, traffic_s - covering_s) if share else traffic_s
-
-
-def _local_parameters(sharded: ShardedBlock, shared: Shares, *, tied: bool) -> Mapping[tuple[str, ...], Number]:
-    """Return how many of one block's tied or other weights a rank holds, by the atoms their gradients' sums await."""
-    counts: dict[tuple[str, ...], Number] = defaultdict(int)
-    for tensor in sharded.block.parameters:
-        if (tensor.name in sharded.tied) == tied:
-            pending = sharded.sharding.parameter_pending[tensor.name]
-            local = shared(sharded.sharding.parameter_cuts[tensor.name])
-            counts[pending] = counts[pending] + tensor.num_elements(local)
-    return counts

@@ -1,15 +1,15 @@
 """How long the kernels of a block take on one rank; for numbers or columns alike."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.cost.block_memory import RankSizes
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number
-from autoshard.cost.held import Local
-from autoshard.cost.kernel_run import KernelRun, Moved
+from autoshard.cost.kernel_run import KernelRun
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import SCORES, Attend, AttendGradient
 from autoshard.graph.kinds.linear import Einsum
@@ -71,49 +71,40 @@ class KernelWork:
     in_turn: bool  # products and passes over memory one after the other, not at once
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelTime:
-    """A kernel at work, and how much longer its device waits for hosts to start it."""
-
-    work_s: Number
-    waiting_s: Number
-
-    @property
-    def time_s(self) -> Number:
-        """Both."""
-        return self.work_s + self.waiting_s
-
-
 def kernel_work(
-    block: Block, run: KernelRun, local: Mapping[str, Local], tile: int, sequences: Sequences
+    block: Block, run: KernelRun, op_sizes: Mapping[str, RankSizes], tile: int, sequences: Sequences
 ) -> KernelWork:
     """Count what a kernel run does; ``tile`` is the matrix unit's."""
     matrix: Number = 0.0
     attention: Number = 0.0
     vector: Number = 0.0
     for op in run.ops:
-        call, shown = block.call(op, local[op.name]), _shown(op, run, sequences)
-        vector = vector + shown * op.kind.vector_flops(call)
+        call, share = block.call(op, op_sizes[op.name]), _unmasked_share(op, run, sequences)
+        vector = vector + share * op.kind.vector_flops(call)
         if isinstance(op.kind, Attend | AttendGradient):
-            attention = attention + run.flops_ratio * shown * op.kind.matrix_flops(call)
+            attention = attention + run.flops_ratio * share * op.kind.matrix_flops(call)
         else:
-            matrix = matrix + _filled(op, call, tile) * op.kind.matrix_flops(call)
+            matrix = matrix + _padded_share(op, call, tile) * op.kind.matrix_flops(call)
+    moved = run.traffic_ratio * sum(op_sizes[op].num_bytes(tensor) for op, tensor in run.touched)
+    if run.score_bytes:
+        moved = moved + run.score_bytes * math.prod(op_sizes[run.ops[0].name][dim] for dim in SCORES)
     return KernelWork(
         matrix_flops=0.0 if run.products else matrix,
         products_flops=matrix if run.products else 0.0,
         attention_flops=attention,
         vector_flops=vector,
-        moved_bytes=_moved_bytes(run, local),
+        moved_bytes=moved,
         launches=run.launches,
         in_turn=bool(run.score_bytes),
     )
 
 
-def kernel_time(work: KernelWork, rates: Rates) -> KernelTime:
-    """Return a kernel's time: that of the slowest of matrix unit, vector unit and memory.
+def kernel_time(work: KernelWork, rates: Rates) -> tuple[Number, Number]:
+    """Return the seconds of a kernel at work, and the seconds for which its device waits for hosts to start it.
 
-    Attention that writes its scores is products and passes over memory one after the other. A device cannot start
-    kernels faster than hosts launch them; a host that is the device starts one after the other has run.
+    It takes as long as the slowest of matrix unit, vector unit and memory. Attention that writes its scores is products
+    and passes over memory one after the other. A device cannot start kernels faster than hosts launch them; a host that
+    is the device starts one after the other has run.
     """
     flops = work.matrix_flops + work.products_flops / rates.products_ratio
     products_s = (flops + work.attention_flops / rates.attention_ratio) / rates.matrix_flops_per_s
@@ -121,12 +112,11 @@ def kernel_time(work: KernelWork, rates: Rates) -> KernelTime:
     others_s = np.maximum(vector_s, memory_s)
     work_s = products_s + others_s if work.in_turn else np.maximum(products_s, others_s)
     started_s = work.launches * rates.launch_s
-    waiting_s = started_s + 0.0 * work_s if rates.host_computes else np.maximum(0.0, started_s - work_s)
-    return KernelTime(work_s=work_s, waiting_s=waiting_s)
+    return work_s, started_s + 0.0 * work_s if rates.host_computes else np.maximum(0.0, started_s - work_s)
 
 
-def _filled(op: Op, call: Call, tile: int) -> Number:
-    """Return how much more a systolic array does because its tiles are full or not.
+def _padded_share(op: Op, call: Call, tile: int) -> Number:
+    """Return how much more a systolic array computes because some of its tiles are not full.
 
     It holds a tile of one factor, summed dims along one side, and streams the other factor through; the side whose
     padding is smaller is held (AWS Neuron docs, nki/guides/architecture/trainium_inferentia2_arch.rst).
@@ -148,20 +138,8 @@ def _padding(size: Number, tile: int) -> Number:
     return np.ceil(size / tile) * tile / size
 
 
-def _moved_bytes(run: KernelRun, local: Mapping[str, Local]) -> Number:
-    moved = run.traffic_ratio * num_bytes(run.touched, local)
-    if not run.score_bytes:
-        return moved
-    return moved + run.score_bytes * math.prod(local[run.ops[0].name][dim] for dim in SCORES)
-
-
-def num_bytes(moved: Iterable[Moved], local: Mapping[str, Local]) -> Number:
-    """Return the bytes of a rank's share of all these tensors."""
-    return sum(local[op].num_bytes(tensor) for op, tensor in moved)
-
-
-def _shown(op: Op, run: KernelRun, sequences: Sequences) -> Number:
-    """Return which part of its (query, key) pairs the slowest cp rank does not skip as masked.
+def _unmasked_share(op: Op, run: KernelRun, sequences: Sequences) -> Number:
+    """Return which share of its (query, key) pairs the slowest cp rank does not skip as masked.
 
     Where stretches are cut so that all ranks have the same, all do. Otherwise the last one meets all keys before its
     own, so without a window 2 - 1/stretches times the average.
@@ -169,14 +147,14 @@ def _shown(op: Op, run: KernelRun, sequences: Sequences) -> Number:
     if not (run.skips_masked and isinstance(op.kind, Attend | AttendGradient)):
         return 1.0
     seq, pieces, window = sequences.length, sequences.stretches, op.kind.window
-    seen = _met_pairs(window, seq, run.mask_tile) - _met_pairs(window, seq - seq / pieces, run.mask_tile)
+    seen = _num_pairs(window, seq, run.mask_tile) - _num_pairs(window, seq - seq / pieces, run.mask_tile)
     return np.minimum(1.0, seen * pieces / seq**2)
 
 
-def _met_pairs(window: int | None, seq_len: Number, tile: int) -> Number:
-    """Count the pairs that are not skipped, for a column of lengths: those that are seen, in whole tiles.
+def _num_pairs(window: int | None, seq_len: Number, tile: int) -> Number:
+    """Count the (query, key) pairs that are not skipped, for a column of lengths: those that are seen, in whole tiles.
 
-    >>> float(_met_pairs(None, 4, 1)), float(_met_pairs(None, 4, 2))
+    >>> float(_num_pairs(None, 4, 1)), float(_num_pairs(None, 4, 2))
     (10.0, 12.0)
     """
     reach = np.minimum(window or seq_len, seq_len)

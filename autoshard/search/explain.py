@@ -143,10 +143,8 @@ def _kernels(work: BlockWork, block: Block, question: Question) -> list[_Kernel]
     first = {name: group.ops[0] for group in block.fused for name in group.ops}
     found = [(run, kernel_time(kernel, question.rates)) for run, kernel in work.kernels]
     return [
-        _Kernel(
-            op=first[run.ops[0].source], pass_=run.pass_, work_s=float(time.work_s), waiting_s=float(time.waiting_s)
-        )
-        for run, time in found
+        _Kernel(op=first[run.ops[0].source], pass_=run.pass_, work_s=float(work_s), waiting_s=float(waiting_s))
+        for run, (work_s, waiting_s) in found
     ]
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.cost.block import PASSES, exposed_s
+from autoshard.cost.block_memory import memory_timeline
 from autoshard.cost.collective import Ring
-from autoshard.cost.live import moments
 from autoshard.cost.setting import setting_of
 from autoshard.graph.kinds.attention import Attend
 from autoshard.plan.recompute import Recompute
@@ -223,8 +223,8 @@ class TestMemory:
         # that a ring of cp brings; there is none here.
         layer = setting(ask(kernels="te"), "tp=8").blocks.block("layer", Recompute())
         attend = only(layer, "F", "attend")
-        held = frozenset(layer.sharding.kept_cuts)
-        (moment,) = moments(layer.block, attend.runs, layer.sharding.op_cuts, held, frozenset())
+        kept = frozenset(layer.sharding.kept_cuts)
+        (moment,) = memory_timeline(layer.block, attend.runs, layer.sharding, kept, frozenset())
         beside = [tensor.name for _, tensor, _ in moment.takes]
         assert (beside, moment.frees) == (["k_in", "v_in", "positions", "key_positions"], frozenset())
         here = setting(ask(kernels="te"), "tp=8")

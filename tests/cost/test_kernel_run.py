@@ -146,10 +146,10 @@ class TestSums:
 
     def test_which_sums_are_added_to_is_what_decides(self):
         block = llama("torch_cuda")
-        held = block.sharding.kept_cuts
-        apart = tuple(kernel_runs(block.block, held))
+        kept = block.sharding.kept_cuts
+        apart = tuple(kernel_runs(block.block, kept))
         assert apart == block.runs
-        added = tuple(kernel_runs(block.block, held, frozenset({"down.weight.sum"})))
+        added = tuple(kernel_runs(block.block, kept, frozenset({"down.weight.sum"})))
         assert len(added) == len(apart) - 1
 
 

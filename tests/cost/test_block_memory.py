@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.cost.held import kept_bytes, shares
+from autoshard.cost.block_memory import kept_bytes, rank_sizes
 from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.plan.recompute import Recompute
@@ -41,8 +41,8 @@ def in_order(sharded):
 def walked(sharded, here, unmade=frozenset()):
     """Make what each kernel makes, free what nobody reads later, and write down the most that was there at a time."""
     block, names = sharded.block, memory_of(sharded.block)
-    shared = shares(here.sizes, here.atoms)
-    kept = kept_bytes(block, sharded.sharding, shared, here.atoms)
+    sizes_of = rank_sizes(here.sizes, here.atoms)
+    kept = kept_bytes(block, sharded.sharding, sizes_of, here.atoms)
     over = {entry.over: entry.storage for entry in block.saved if entry.over}
     over |= {f"{name.removesuffix('.copy0')}.d0": name for name in over.values()}
     runs = list(in_order(sharded))
@@ -59,10 +59,10 @@ def walked(sharded, here, unmade=frozenset()):
             backward = True
             if handed_back:
                 size = next(one[handed_back] for one in where if handed_back in one)
-                alive[handed_back] = shared(sharded.sharding.op_cuts[size[0]]).num_bytes(size[1])
+                alive[handed_back] = sizes_of(sharded.sharding.op_cuts[size[0]]).num_bytes(size[1])
         for name, (op, tensor) in touched.items():
             if name not in kept and name not in unmade:
-                alive[name] = shared(sharded.sharding.op_cuts[op]).num_bytes(tensor)
+                alive[name] = sizes_of(sharded.sharding.op_cuts[op]).num_bytes(tensor)
         most = max(most, sum(alive.values()) - freed)
         reads.subtract(list(touched))
         for name in touched:
