@@ -14,10 +14,9 @@ from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
 from autoshard.layout.cutting import Cutting
 from autoshard.plan.build import build_plan, cut_atoms
-from autoshard.plan.candidate import CpOrder
+from autoshard.plan.candidate import CpOrder, even_stages
 from autoshard.plan.lowering import ATOMS
 from autoshard.plan.rules.check import legality
-from autoshard.plan.stages import even_stages
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.chosen import Chosen, Options
 from autoshard.search.families import Asked, Family, Prices, families

@@ -17,9 +17,8 @@ from autoshard.layout.cutting import Cutting
 from autoshard.layout.layout import Cuts
 from autoshard.layout.legal import cut_operations, together
 from autoshard.layout.pin import Pin
-from autoshard.plan.boundary import boundary_cuts
 from autoshard.plan.build import mesh_of
-from autoshard.plan.candidate import Candidate
+from autoshard.plan.candidate import Candidate, boundary_cuts
 from autoshard.plan.lowering import ATOMS, KINDS, Step
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine

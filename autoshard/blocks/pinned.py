@@ -10,9 +10,8 @@ from autoshard.layout.claims import Claim, Claims, claims_of
 from autoshard.layout.layout import show_atoms, whole_axes
 from autoshard.layout.pin import Pin
 from autoshard.layout.sites import BOUNDARY, Net
-from autoshard.plan.boundary import boundary_cuts
 from autoshard.plan.build import mesh_of
-from autoshard.plan.candidate import Candidate
+from autoshard.plan.candidate import Candidate, boundary_cuts
 from autoshard.plan.lowering import ATOMS, Step
 from autoshard.plan.nxd.forms import plan_forms
 from autoshard.plan.plan import Plan

@@ -7,7 +7,6 @@ from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import SCHEMA, Buckets, Plan, Stage
 from autoshard.plan.rules.columns import Engine
-from autoshard.plan.stages import layers_of
 from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.schedule import Schedule
 from autoshard.spec.cluster import Cluster
@@ -127,7 +126,7 @@ def _stages(candidate: Candidate, model: ModelSpec) -> tuple[Stage, ...]:
     faults = _stage_faults(candidate, model)
     if faults:
         raise InputError.of("stages", faults)
-    layers = layers_of(candidate, model.num_layers)
+    layers = candidate.layers_of_stages(model.num_layers)
     starts = [sum(layers[:stage]) for stage in range(len(layers))]
     places = [BUILDERS[candidate.schedule].place_of(candidate.pp, stage) for stage in range(candidate.num_stages)]
     return tuple(
@@ -147,7 +146,7 @@ def _stage_faults(candidate: Candidate, model: ModelSpec) -> str:
     if len(counts) > 1 or len(candidate.recompute) not in (1, candidate.num_stages):
         return f"pp*vp is {candidate.num_stages}; stages and recompute must list as many, or be left out"
     too_many = candidate.num_stages > model.num_layers  # asked first: the layers of a billion stages fill no list
-    if too_many or sum(layers_of(candidate, model.num_layers)) != model.num_layers:
+    if too_many or sum(candidate.layers_of_stages(model.num_layers)) != model.num_layers:
         return f"{model.num_layers} layers of {model.name} do not fill {candidate.num_stages} stages this way"
     return ""
 

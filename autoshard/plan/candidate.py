@@ -2,18 +2,19 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from autoshard.errors import Fault, InputError, require
-from autoshard.plan import keys
-from autoshard.plan.recompute import Recompute, show_stages
-from autoshard.plan.run_length import compress
+from autoshard.errors import Fault, InputError, nearest, require
+from autoshard.layout.layout import Cuts, Layout
+from autoshard.plan.recompute import Recompute, compress, expand, parse_stages, split_outside_brackets, stages_text
+from autoshard.schedule.schedule import schedule_names
 from autoshard.spec.placement import Placement
 
-ALWAYS_PRINTED = ("tp", "pp", "dp")
-
+_SIZES = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs")
+_BATCH, _TOKENS = ("edp", "ep"), (("cp",), ("kv", "rep"), ("cp", "kv", "rep"), ())  # as a boundary may cut them
 CpOrder = Literal["contiguous", "zigzag"]
 Zero = Literal[0, 1, 3]  # which states dp ranks share: none; optimizer and masters; gradients and weights as well
 
@@ -49,7 +50,9 @@ class Candidate:
 
     def __post_init__(self) -> None:
         """Refuse impossible values, and bring equal meanings into one form."""
-        require(*((value >= 1, f"{name}={value}", "must be at least 1") for name, value in self._counts()))
+        counts = [(name, getattr(self, name)) for name in (*_SIZES, *(("lnc",) if self.lnc is not None else ()))]
+        counts += [("stages", size) for size in self.stages or ()]
+        require(*((value >= 1, f"{name}={value}", "must be at least 1") for name, value in counts))
         require(
             (len(self.recompute) >= 1, "recompute", "must name at least one stage"),
             (self.stages is None or bool(self.stages), "stages", "must name at least one stage"),
@@ -59,25 +62,27 @@ class Candidate:
         if len(self.recompute) == self.num_stages and len(set(self.recompute)) == 1:
             object.__setattr__(self, "recompute", self.recompute[:1])
 
-    def _counts(self) -> list[tuple[str, int]]:
-        names = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs", *(["lnc"] if self.lnc is not None else []))
-        return [(name, getattr(self, name)) for name in names] + [("stages", size) for size in self.stages or ()]
-
     @classmethod
     def parse(cls, text: str, num_ranks: int | None = None) -> "Candidate":
         """Read the text form, keys in any order; ``dp`` may be left out when the number of ranks is known."""
         values: dict[str, Any] = dict(parse_pins(text))
-        if "dp" not in values:
-            values["dp"] = _missing_dp(values, num_ranks)
-        return cls(**values)
+        if "dp" in values:
+            return cls(**values)
+        if num_ranks is None:
+            raise InputError.of("dp", "missing; add dp=N")
+        sizes = {name: int(values.get(name, 1)) for name in ("tp", "pp", "cp")}
+        product = math.prod(sizes.values())
+        if num_ranks % product:
+            where = ",".join(f"{name}={size}" for name, size in sizes.items())
+            message = f"tp*pp*cp is {product} and does not divide the {num_ranks} ranks of the cluster"
+            raise InputError.of(where, message)
+        return cls(**values, dp=num_ranks // product)
 
     def __str__(self) -> str:
         """Print the canonical text form: keys at their default are left out, except tp, pp and dp."""
-        return ",".join(
-            f"{field.name}={show_value(field.name, getattr(self, field.name))}"
-            for field in dataclasses.fields(self)
-            if field.name in ALWAYS_PRINTED or getattr(self, field.name) != field.default
-        )
+        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        always = ("tp", "pp", "dp")
+        return pins_text({key: now for key, (now, default) in values.items() if key in always or now != default})
 
     @property
     def sequence_parallel(self) -> bool:
@@ -95,8 +100,60 @@ class Candidate:
         return self.pp * self.vp
 
     def recompute_of(self, stage: int) -> Recompute:
-        """Give the Recompute of one stage."""
+        """Return the Recompute of one stage."""
         return self.recompute[0] if len(self.recompute) == 1 else self.recompute[stage]
+
+    def layers_of_stages(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers of each stage, for a model of ``num_layers``."""
+        return self.stages or even_stages(num_layers, self.num_stages)
+
+
+def even_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Return the layers of each stage: as even as can be, what is left over goes to the middle.
+
+    The first stage also holds the embedding and the last the head, so the ends get fewer layers; with only
+    one stage to spare it is the last, because the head costs more time than the embedding.
+
+    >>> even_stages(80, 8), even_stages(10, 4), even_stages(7, 4)
+    ((10, 10, 10, 10, 10, 10, 10, 10), (2, 3, 3, 2), (2, 2, 2, 1))
+    """
+    least, rest = divmod(num_layers, num_stages)
+    first = (num_stages - rest) // 2
+    return tuple(least + (first <= stage < first + rest) for stage in range(num_stages))
+
+
+def boundary_cuts(boundary: str | None, *, sequence_parallel: bool) -> Cuts:
+    """Return how the hidden state is cut between blocks: as somebody wants it, or else along its tokens.
+
+    >>> boundary_cuts(None, sequence_parallel=True)["seq"]
+    ('cp', 'kv', 'rep')
+    >>> boundary_cuts("[batch/dp, seq/cp, hidden/tp]", sequence_parallel=True)["hidden"]
+    ('kv', 'rep')
+    """
+    if boundary is None:
+        return {"batch": _BATCH, "seq": ("cp", *(("kv", "rep") if sequence_parallel else ()))}
+    return {dim: cut for dim, cut in Layout.parse(boundary).dims if cut}
+
+
+def boundary_fault(boundary: str | None) -> str:
+    """Say why blocks cannot hand the hidden state on in such a layout; "" where they can.
+
+    >>> boundary_fault("[batch/dp, seq, hidden/tp.cp]")
+    'hidden is cut over cp, tp or cp.tp, or whole'
+    """
+    if boundary is None:
+        return ""
+    try:
+        layout = Layout.parse(boundary)
+    except InputError as error:
+        return str(error)
+    if tuple(dim for dim, _ in layout.dims) != ("batch", "seq", "hidden") or layout.sums or layout.maxima:
+        return "the hidden state is [batch, seq, hidden], with nothing pending"
+    (_, batch), *others = layout.dims
+    if batch != _BATCH:
+        return "dp cuts the batch, between blocks as well. Write batch/dp"
+    wrong = [dim for dim, cut in others if cut not in _TOKENS]
+    return f"{wrong[0]} is cut over cp, tp or cp.tp, or whole" if wrong else ""
 
 
 def parse_pins(text: str) -> Mapping[str, object]:
@@ -107,46 +164,89 @@ def parse_pins(text: str) -> Mapping[str, object]:
     """
     values: dict[str, object] = {}
     faults: list[Fault] = []
-    for pair in keys.split_pairs(text):
+    for pair in split_outside_brackets(text, ",") if text.strip() else ():
+        key, equals, raw = (part.strip() for part in pair.partition("="))
         try:
-            key, value = keys.read_pair(pair)
+            if not equals:
+                raise InputError.of("", "write key=value, for example tp=8")
+            if key not in READERS:
+                raise InputError.of("", f"unknown key {key!r}. {nearest(key, list(READERS))}")
+            value = READERS[key](raw)
         except InputError as error:
-            faults.extend(error.under(pair).faults)
+            faults.extend(error.under(pair.strip()).faults)
             continue
         if key in values:
-            faults.append(Fault(where=pair, message=f"{key} is given twice; keep one"))
+            faults.append(Fault(where=pair.strip(), message=f"{key} is given twice; keep one"))
         values[key] = value
     if faults:
         raise InputError(faults)
     return values
 
 
-def show_pins(pins: Mapping[str, Any]) -> str:
+def pins_text(pins: Mapping[str, Any]) -> str:
     """Print what ``parse_pins`` reads.
 
-    >>> show_pins(parse_pins("pp=2,recompute=full*2,sp=false"))
+    >>> pins_text(parse_pins("pp=2,recompute=full*2,sp=false"))
     'pp=2,recompute=full*2,sp=false'
     """
-    return ",".join(f"{key}={show_value(key, value)}" for key, value in pins.items())
+    return ",".join(f"{key}={value_text(key, value)}" for key, value in pins.items())
 
 
-def _missing_dp(values: Mapping[str, Any], num_ranks: int | None) -> int:
-    if num_ranks is None:
-        raise InputError.of("dp", "missing; add dp=N")
-    sizes = {name: int(values.get(name, 1)) for name in ("tp", "pp", "cp")}
-    product = math.prod(sizes.values())
-    if num_ranks % product:
-        shown = ",".join(f"{name}={size}" for name, size in sizes.items())
-        raise InputError.of(shown, f"tp*pp*cp is {product} and does not divide the {num_ranks} ranks of the cluster")
-    return num_ranks // product
-
-
-def show_value(name: str, value: Any) -> str:
+def value_text(key: str, value: Any) -> str:
     """Print the value of one key."""
-    if name == "recompute":
-        return show_stages(value)
-    if isinstance(value, bool):
-        return str(value).lower()
+    if key == "recompute":
+        return stages_text(value)
     if isinstance(value, tuple):
         return compress(map(str, cast(tuple[int, ...], value)))
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _count(raw: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", raw) or int(raw) < 1:
+        raise InputError.of("", f"{raw!r} is not a whole number of at least 1")
+    return int(raw)
+
+
+def _choice(*choices: object) -> Callable[[str], object]:
+    by_text = {value_text("", choice): choice for choice in choices}
+
+    def read(raw: str) -> object:
+        if raw not in by_text:
+            raise InputError.of("", f"{raw!r} is not one of {', '.join(by_text)}")
+        return by_text[raw]
+
+    return read
+
+
+def _schedule(raw: str) -> str:
+    if raw not in schedule_names():
+        raise InputError.of("", f"{raw!r} is not a schedule. {nearest(raw, schedule_names())}")
+    return raw
+
+
+def _word(raw: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", raw):
+        raise InputError.of("", f"{raw!r} is not a name")
+    return raw
+
+
+def _bracketed(raw: str) -> str:
+    if not raw or raw.count("[") != raw.count("]"):
+        raise InputError.of("", f"{raw!r} is empty or has unequal brackets")
+    return re.sub(r"\s+", " ", raw)
+
+
+READERS: Mapping[str, Callable[[str], object]] = {
+    **dict.fromkeys(_SIZES, _count),
+    "sp": _choice(True, False),
+    "zero": _choice(0, 1, 3),
+    "schedule": _schedule,
+    "recompute": parse_stages,
+    "stages": lambda raw: tuple(_count(item) for item in expand(raw)),
+    "place": Placement.parse,
+    "kernels": _word,
+    "cp_kind": _choice("ring", "all_to_all"),
+    "cp_order": _choice("contiguous", "zigzag"),
+    "boundary": _bracketed,
+    "lnc": _count,
+}

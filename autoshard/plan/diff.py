@@ -1,16 +1,41 @@
-"""The difference of two plans' predictions, term by term, and what they state and choose otherwise."""
+"""The difference of two plans: what they state and choose otherwise, and what is predicted of them, term by term."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
-from autoshard.plan.changes import Change, LineChange, asked_changes, chosen_changes, line_changes
-from autoshard.plan.dollars import Dollars, dollars_of
+from autoshard.plan.candidate import Candidate, value_text
 from autoshard.plan.plan import Plan
-from autoshard.plan.prediction import Prediction
+from autoshard.plan.prediction import Dollars, Prediction
+from autoshard.spec.record import encode
 
 MILLION = 1_000_000
 _DIGITS = 9  # of shares: predictions are rounded to as many
 _LEAST_SHARED = 0.01  # a total that is less of what goes up and down has no parts worth a share
+# The question is the same: prices cost no time, and lnc cuts the same nodes otherwise.
+_PRICES = ("cluster.price_usd_per_node_hour", "cluster.price_date")
+# Of clusters with other names or other ranks nearly every number differs; of other models as well.
+_NAMING = {"cluster": ("name", "lnc", "num_nodes"), "model": ("name",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanChange:
+    """One thing that two plans have otherwise, as text; None: this plan has none."""
+
+    name: str
+    a: str | None
+    b: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineChange:
+    """One line of the tables of Strategies that differs; None: this plan has none."""
+
+    block: str
+    op: str
+    a: str | None
+    b: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +68,8 @@ class Breakdown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """One of two plans that are compared: what is predicted of it."""
+class Figures:
+    """What is predicted of one of the two plans."""
 
     candidate: str
     num_ranks: int
@@ -71,7 +96,7 @@ class Side:
         """Half of the prediction's interval, as a share of the step time."""
         return (self.high_s - self.low_s) / 2 / self.step_time_s
 
-    def holds(self, other: "Side") -> bool:
+    def holds(self, other: "Figures") -> bool:
         """Whether the interval holds another plan's time for as many tokens."""
         time_s = other.step_time_s / other.tokens_per_step * self.tokens_per_step
         return self.low_s <= time_s <= self.high_s
@@ -81,15 +106,15 @@ class Side:
 class Diff:
     """Plan b against plan a. Where their steps have different numbers of tokens, seconds are those of a million."""
 
-    a: Side
-    b: Side
-    asked: tuple[Change, ...]  # in model, workload, cluster
-    chosen: tuple[Change, ...]
+    a: Figures
+    b: Figures
+    asked: tuple[PlanChange, ...]  # in model, workload, cluster
+    chosen: tuple[PlanChange, ...]
     time: Breakdown  # seconds
     memory: Breakdown  # bytes of the fullest pipeline rank
     sent: tuple[Term, ...]  # bytes that the busiest rank sends in a step, per axis
     lines: tuple[LineChange, ...]  # of the tables of Strategies
-    blocks: tuple[Change, ...]  # whose tables only one of the plans has: how many lines
+    blocks: tuple[PlanChange, ...]  # whose tables only one of the plans has: how many lines
 
     @property
     def is_nothing(self) -> bool:
@@ -116,23 +141,32 @@ class Diff:
 def diff(a: Plan, b: Plan) -> Diff:
     """Compare two predicted plans."""
     assert a.prediction and b.prediction, "only predicted plans are compared"
-    one, other = _side(a, a.prediction), _side(b, b.prediction)
+    one, other = _figures(a, a.prediction), _figures(b, b.prediction)
+    alike = one.tokens_per_step == other.tokens_per_step
+    scales = [1.0 if alike else MILLION / figures.tokens_per_step for figures in (one, other)]
+    times, fullest = list[Mapping[str, float]](), list[Mapping[str, float]]()
+    for prediction, figures, scale in zip((a.prediction, b.prediction), (one, other), scales, strict=True):
+        times.append({name: time_s * scale for name, time_s in prediction.time_parts.items()})
+        fullest.append(prediction.stage_memory[figures.fullest_rank].parts)
+    time = Term(name="total", a=one.step_time_s * scales[0], b=other.step_time_s * scales[1])
+    memory = Term(name="total", a=one.peak_bytes, b=other.peak_bytes)
+    stated = list(_stated_changes(a, b))
     return Diff(
         a=one,
         b=other,
-        asked=asked_changes(a, b),
-        chosen=chosen_changes(a, b),
-        time=_time(a.prediction, b.prediction, one, other),
-        memory=_memory(a.prediction, b.prediction),
+        asked=tuple(change for change in stated if change.name not in (*_PRICES, "cluster.lnc")),
+        chosen=(*_choices(a, b), *(change for change in stated if change.name in _PRICES)),
+        time=Breakdown(total=time, parts=_terms(*times)),
+        memory=Breakdown(total=memory, parts=_terms(*fullest)),
         sent=_terms(a.prediction.communication_bytes, b.prediction.communication_bytes),
-        lines=line_changes(a, b),
-        blocks=_blocks(a, b),
+        lines=_line_changes(a, b),
+        blocks=_block_changes(a, b),
     )
 
 
-def _side(plan: Plan, prediction: Prediction) -> Side:
+def _figures(plan: Plan, prediction: Prediction) -> Figures:
     totals = [memory.total for memory in prediction.stage_memory]
-    return Side(
+    return Figures(
         candidate=str(plan.candidate),
         num_ranks=plan.cluster.num_ranks,
         tokens_per_step=plan.workload.tokens_per_step,
@@ -145,28 +179,9 @@ def _side(plan: Plan, prediction: Prediction) -> Side:
         capacity_bytes=prediction.capacity_bytes,
         fullest_rank=totals.index(max(totals)),
         compile_s=prediction.compiling.compile_s if prediction.compiling else None,
-        dollars=dollars_of(plan),
+        dollars=plan.dollars,
         basis=prediction.basis,
     )
-
-
-def _time(a: Prediction, b: Prediction, one: Side, other: Side) -> Breakdown:
-    """Return the seconds of a step, or of a million tokens."""
-    alike = one.tokens_per_step == other.tokens_per_step
-    scales = [1.0 if alike else MILLION / side.tokens_per_step for side in (one, other)]
-    parts = [
-        {name: time_s * scale for name, time_s in prediction.time_parts.items()}
-        for prediction, scale in zip((a, b), scales, strict=True)
-    ]
-    total = Term(name="total", a=a.step_time_s * scales[0], b=b.step_time_s * scales[1])
-    return Breakdown(total=total, parts=_terms(*parts))
-
-
-def _memory(a: Prediction, b: Prediction) -> Breakdown:
-    """Return the parts of the fullest pipeline rank of each plan, which may be different ranks."""
-    fullest = [max(prediction.stage_memory, key=lambda memory: memory.total) for prediction in (a, b)]
-    total = Term(name="total", a=a.peak_bytes, b=b.peak_bytes)
-    return Breakdown(total=total, parts=_terms(*(memory.parts for memory in fullest)))
 
 
 def _terms(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[Term, ...]:
@@ -175,8 +190,72 @@ def _terms(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[Term, ...]:
     return tuple(sorted((term for term in terms if term.a or term.b), key=lambda term: -abs(term.difference)))
 
 
-def _blocks(a: Plan, b: Plan) -> tuple[Change, ...]:
-    tables = a.strategies, b.strategies
-    counts = [{name: str(len(table)) for name, table in sorted(blocks.items())} for blocks in tables]
-    names = sorted(counts[0].keys() ^ counts[1].keys())
-    return tuple(Change(name=name, a=counts[0].get(name), b=counts[1].get(name)) for name in names)
+def _changes(a: Mapping[str, str], b: Mapping[str, str]) -> list[PlanChange]:
+    names = dict.fromkeys((*a, *b))
+    return [PlanChange(name=name, a=a.get(name), b=b.get(name)) for name in names if a.get(name) != b.get(name)]
+
+
+def _stated_changes(a: Plan, b: Plan) -> Iterator[PlanChange]:
+    """Yield in what two plans answer different questions, prices included: model, workload, cluster."""
+    for part in ("model", "workload", "cluster"):
+        found = _changes(_leaves(encode(getattr(a, part)), part), _leaves(encode(getattr(b, part)), part))
+        found = [change for change in found if "source" not in change.name]  # where a number is from costs nothing
+        naming = [f"{part}.{name}" for name in _NAMING.get(part, ())]
+        swapped = any(change.name in naming and not change.name.endswith("num_nodes") for change in found)
+        yield from (change for change in found if not swapped or change.name in naming)
+
+
+def _choices(a: Plan, b: Plan) -> list[PlanChange]:
+    """Return what two plans choose otherwise: keys of the candidate first, then engine, lists, sizes, calibration."""
+    found = _changes(_keys(a), _keys(b))
+    notes = [change for change in _changes(a.provenance, b.provenance) if change.name != "model"]
+    # Of another calibration its name says enough.
+    swapped = any(change.name == "calibration" for change in notes)
+    return found + [change for change in notes if not (swapped and change.name.startswith("calibration."))]
+
+
+def _keys(plan: Plan) -> dict[str, str]:
+    """Return a plan's choices by name; what has a default elsewhere is given as it is here."""
+    candidate, schedule = plan.candidate, encode(plan.schedule)
+    values = {field.name: getattr(candidate, field.name) for field in dataclasses.fields(Candidate)}
+    keys = {key: "default" if value is None else value_text(key, value) for key, value in values.items()}
+    keys |= {"sp": value_text("sp", plan.sp), "kernels": plan.kernels, "engine": plan.engine}
+    for key in ("placement", "actions"):  # of a schedule its builder's name does not say
+        keys |= _leaves(schedule[key], f"schedule.{key}") if schedule[key] is not None else {}
+    return {**keys, **_leaves(encode(plan.buckets), "buckets"), **_leaves(encode(plan.padding), "padding")}
+
+
+def _line_changes(a: Plan, b: Plan) -> tuple[LineChange, ...]:
+    """List the lines that differ in blocks that both plans have; what is sent or kept otherwise comes first."""
+    found = [
+        LineChange(block=block, op=change.name, a=change.a, b=change.b)
+        for block in sorted(a.strategies.keys() & b.strategies.keys())
+        for change in _changes(a.strategies[block], b.strategies[block])
+    ]
+
+    def order(line: LineChange) -> tuple[bool, str, str]:
+        sent = [(text or "").partition(" | ")[2] for text in (line.a, line.b)]
+        return sent[0] == sent[1], line.block, line.op
+
+    return tuple(sorted(found, key=order))
+
+
+def _block_changes(a: Plan, b: Plan) -> tuple[PlanChange, ...]:
+    names = sorted(a.strategies.keys() ^ b.strategies.keys())
+    counts = [{name: str(len(plan.strategies[name])) for name in names if name in plan.strategies} for plan in (a, b)]
+    return tuple(PlanChange(name=name, a=counts[0].get(name), b=counts[1].get(name)) for name in names)
+
+
+def _leaves(data: Any, where: str) -> dict[str, str]:
+    """Return every single value of JSON data by its path, as text.
+
+    >>> _leaves({"lnc": None, "links": [{"ports": 2}]}, "cluster")
+    {'cluster.lnc': 'none', 'cluster.links[0].ports': '2'}
+    """
+    if isinstance(data, dict):
+        pairs = [(f"{where}.{key}", value) for key, value in cast(dict[str, Any], data).items()]
+    elif isinstance(data, list):
+        pairs = [(f"{where}[{index}]", value) for index, value in enumerate(cast(list[Any], data))]
+    else:
+        return {where: "none" if data is None else str(data)}
+    return {name: text for inner, value in pairs for name, text in _leaves(value, inner).items()}

@@ -1,11 +1,13 @@
-"""Where the time of a plan's blocks goes, operation by operation, and what each operation could have chosen instead."""
+"""What is said about a plan: its blocks, operation by operation, runners-up, and why it is not another."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from autoshard.plan.plan import Plan
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class SentCollective:
     """One Collective: in which pass, what a rank sends, over which link, in a group of how many, for how long."""
 
     pass_: str
@@ -17,7 +19,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Other:
+class OtherCut:
     """Another cut of an operation: what the block takes longer if all others are chosen anew for it.
 
     Less than nothing where the plan's cuts are not those that the solver prefers, or where a Rule refuses the other:
@@ -30,7 +32,7 @@ class Other:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ExplainedOp:
     """One line of a table: layouts of what it gives, its kernels by pass, what it sends, its second-best cut.
 
     A fused kernel's time stands with its first operation, waiting for its start included. ``other`` is None for
@@ -40,8 +42,8 @@ class Step:
     name: str
     gives: str
     seconds: Mapping[str, float]
-    sent: tuple[Sent, ...]
-    other: Other | None
+    sent: tuple[SentCollective, ...]
+    other: OtherCut | None
 
     @property
     def time_s(self) -> float:
@@ -55,7 +57,7 @@ class ExplainedBlock:
 
     name: str
     count: int
-    steps: tuple[Step, ...]
+    steps: tuple[ExplainedOp, ...]
     waiting_s: float  # of the time of its kernels: until hosts have started them
     hidden_s: float  # of what it sends: while it computes
 
@@ -74,7 +76,7 @@ class ExplainedBlock:
         """The time of the block."""
         return self.compute_s + self.waiting_s + self.sending_s - self.hidden_s
 
-    def sent(self) -> Iterator[Sent]:
+    def sent(self) -> Iterator[SentCollective]:
         """Yield all Collectives."""
         yield from (one for step in self.steps for one in step.sent)
 
@@ -87,3 +89,37 @@ class Explanation:
     blocks: tuple[ExplainedBlock, ...]
     rules: Mapping[str, str]  # those that refuse another cut: id -> what it says
     basis: str  # what the seconds rest on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternatives:
+    """The best plans of other layouts, fastest first; and the plan's own outer point if memory had no end."""
+
+    others: tuple[Plan, ...]
+    unlimited_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """A change that turns the order: at ``then`` the other is faster, a unit before it is not."""
+
+    name: str
+    now: float
+    then: float
+
+    @property
+    def factor(self) -> float:
+        """By how much the number changes."""
+        return self.then / self.now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhyNot:
+    """The best plan with some keys, or why there is none; and for each circumstance the change that turns the order."""
+
+    asked: str
+    other: Plan | None  # a legal plan with these keys, the one of least memory where none fits
+    fits: bool
+    against: tuple[str, ...]  # why it cannot be
+    flips: tuple[Flip, ...]
+    unmoved: tuple[str, ...]  # circumstances that turn nothing within 16 times as much or as little

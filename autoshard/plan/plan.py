@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autoshard.errors import require
-from autoshard.plan.candidate import Candidate
-from autoshard.plan.prediction import Prediction
+from autoshard.plan.candidate import Candidate, even_stages
+from autoshard.plan.prediction import Dollars, Prediction, rounded
 from autoshard.plan.recompute import Recompute
-from autoshard.plan.stages import even_stages
 from autoshard.schedule.schedule import Schedule
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.mesh import Mesh
@@ -17,6 +16,7 @@ from autoshard.spec.placement import MAX_RANKS_PER_NODE, Placement
 from autoshard.spec.workload import Workload
 
 SCHEMA = 2
+_SECONDS_PER_HOUR, _BILLION = 3600, 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +116,20 @@ class Plan:
             cp_order=self.cp_order,
             boundary=self.boundary,
             lnc=self.cluster.lnc,
+        )
+
+    @property
+    def dollars(self) -> Dollars | None:
+        """What a step costs; None where no price of the nodes is known, or nothing is predicted."""
+        price, prediction = self.cluster.price_usd_per_node_hour, self.prediction
+        if price is None or prediction is None:
+            return None
+        usd_per_s = price * self.cluster.num_nodes / _SECONDS_PER_HOUR
+        return Dollars(
+            usd_per_step=rounded(usd_per_s * prediction.step_time_s),
+            usd_per_billion_tokens=rounded(usd_per_s * _BILLION / prediction.tokens_per_s),
+            price_usd_per_node_hour=price,
+            price_date=self.cluster.price_date,
         )
 
     def _uneven_stages(self) -> tuple[int, ...] | None:

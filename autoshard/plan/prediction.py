@@ -1,4 +1,4 @@
-"""What a plan promises: time with its parts, memory per pipeline rank, bytes sent."""
+"""What a plan promises: time with its parts, memory per pipeline rank, bytes sent, dollars."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -61,6 +61,19 @@ class Compiling:
             (self.compile_s > 0, "compile_s", f"must be positive, not {self.compile_s}"),
             (bool(self.basis), "basis", "say what the estimate rests on"),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dollars:
+    """What a run costs on demand: all nodes of the cluster, for as long as the prediction says.
+
+    Prices change, and most who rent many nodes pay another one: ``price_date`` says how old this one is.
+    """
+
+    usd_per_step: float
+    usd_per_billion_tokens: float
+    price_usd_per_node_hour: float
+    price_date: str | None  # None where the source of the price carries none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

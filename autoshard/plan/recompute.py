@@ -1,14 +1,63 @@
-"""Which activations of a stage are dropped after the forward and computed again before their backward use."""
+"""Which activations of a stage are dropped after the forward and computed again, and lists of stages in one word.
 
+In such a list items are joined by ``/``, repeats are written ``item*n``, and brackets protect what they hold.
+"""
+
+import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from autoshard.errors import InputError, require
-from autoshard.plan.run_length import compress, expand
 
+MAX_ITEMS = 65_536  # more stages than any cluster has ranks; keeps a typing error from filling memory
+_REPEATED = re.compile(r"(.*?)(?:\*([0-9]{1,9}))?", re.DOTALL)
 _TEXT = re.compile(r"none|full(?::(?P<layers>[0-9]{1,9}))?|selective\[(?P<ops>[^\[\]]*)\]")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+
+
+def split_outside_brackets(text: str, separator: str) -> list[str]:
+    """Split at separators that are not inside ``[]`` or ``()``.
+
+    >>> split_outside_brackets("recompute=selective[attend,act],tp=8", ",")
+    ['recompute=selective[attend,act]', 'tp=8']
+    """
+    depth, start, parts = 0, 0, list[str]()
+    for index, letter in enumerate(text):
+        depth += (letter in "[(") - (letter in "])")
+        if letter == separator and depth <= 0:
+            parts.append(text[start:index])
+            start = index + 1
+    return [*parts, text[start:]]
+
+
+def expand(text: str) -> tuple[str, ...]:
+    """Write out a run-length list.
+
+    >>> expand("9/10*2/11")
+    ('9', '10', '10', '11')
+    """
+    runs: list[tuple[str, int]] = []
+    for part in split_outside_brackets(text, "/"):
+        match = _REPEATED.fullmatch(part)
+        assert match is not None, "the pattern takes any text"
+        if not match[1] or match[2] == "0":
+            raise InputError.of("", f"{part!r} is an empty item. Write item or item*n with n of at least 1")
+        runs.append((match[1], int(match[2] or 1)))
+    if sum(count for _, count in runs) > MAX_ITEMS:
+        raise InputError.of("", f"more than {MAX_ITEMS} items")
+    return tuple(item for item, count in runs for _ in range(count))
+
+
+def compress(items: Iterable[str]) -> str:
+    """Write a list in its shortest form.
+
+    >>> compress(["9", "10", "10", "11"])
+    '9/10*2/11'
+    """
+    runs = ((item, len(list(run))) for item, run in itertools.groupby(items))
+    return "/".join(item if count == 1 else f"{item}*{count}" for item, count in runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,19 +75,14 @@ class Recompute:
     def __post_init__(self) -> None:
         """Refuse mixtures, and bring the ops into their one order."""
         object.__setattr__(self, "ops", tuple(sorted(set(self.ops))))
-        bad_names = [name for name in self.ops if not _NAME.fullmatch(name)]
+        bad_names = ", ".join(repr(name) for name in self.ops if not _NAME.fullmatch(name))
+        other_ops = "name the ops of selective, and of nothing else: selective[attend]"
+        whole = self.num_layers is None or (self.kind == "full" and self.num_layers >= 1)
+        number = f"only full takes a number of layers, of at least 1, not {self.num_layers}. Use none"
         require(
-            (
-                bool(self.ops) == (self.kind == "selective"),
-                "ops",
-                "name the ops of selective, and of nothing else: selective[attend]",
-            ),
-            (not bad_names, "ops", f"not a name: {', '.join(map(repr, bad_names))}"),
-            (
-                self.num_layers is None or (self.kind == "full" and self.num_layers >= 1),
-                "num_layers",
-                f"only full takes a number of layers, of at least 1, not {self.num_layers}. Use none",
-            ),
+            (bool(self.ops) == (self.kind == "selective"), "ops", other_ops),
+            (not bad_names, "ops", f"not a name: {bad_names}"),
+            (whole, "num_layers", number),
         )
 
     @classmethod
@@ -69,7 +113,7 @@ class Recompute:
         return (self,) if self.num_layers is None else (Recompute(kind="full"), Recompute())
 
     def of_layer(self, index: int) -> "Recompute":
-        """Give what holds for one layer of the stage, counted from 0.
+        """Return what holds for one layer of the stage, counted from 0.
 
         >>> [str(Recompute.parse("full:1").of_layer(index)) for index in range(2)]
         ['full', 'none']
@@ -84,6 +128,6 @@ def parse_stages(text: str) -> tuple[Recompute, ...]:
     return tuple(Recompute.parse(item) for item in expand(text))
 
 
-def show_stages(stages: tuple[Recompute, ...]) -> str:
+def stages_text(stages: tuple[Recompute, ...]) -> str:
     """Print what parse_stages reads."""
     return compress(map(str, stages))

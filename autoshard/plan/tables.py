@@ -13,7 +13,7 @@ from autoshard.layout.layout import local_sizes, whole_axes
 from autoshard.layout.program import Program, written_by
 from autoshard.layout.strategy import strategies
 from autoshard.layout.table import Setting, Table, fitted, program_of, written
-from autoshard.plan.boundary import boundary_cuts
+from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.lowering import ATOMS, KINDS, Step, lowered, nominal_price, nominal_sizes, split_pending
 from autoshard.plan.plan import Plan

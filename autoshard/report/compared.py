@@ -6,8 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan.changes import Change
-from autoshard.plan.diff import Breakdown, Diff, Side, Term
+from autoshard.plan.diff import Breakdown, Diff, Figures, PlanChange, Term
 from autoshard.report.comparison import misfits, part_words, sentences
 from autoshard.report.terminal import WIDTH, at_commas, make_table
 from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
@@ -40,7 +39,7 @@ def comparison_report(diff: Diff, names: tuple[str, str], remarks: Sequence[str]
     return Group(*parts, "", *_bases(diff))
 
 
-def _named(letter: str, name: str, side: Side) -> Text:
+def _named(letter: str, name: str, side: Figures) -> Text:
     candidate = at_commas(side.candidate, WIDTH - 3).replace("\n", "\n   ")
     return Text.assemble((f"{letter}  ", "bold"), name, "\n   ", (candidate, "bold green"))
 
@@ -67,7 +66,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _changes(title: str, changes: Sequence[Change]) -> Table:
+def _changes(title: str, changes: Sequence[PlanChange]) -> Table:
     table = make_table(title)
     for column in ("", "a", "b"):
         table.add_column(column, overflow="fold")
@@ -94,7 +93,7 @@ def _predicted(diff: Diff) -> Table:
     return table
 
 
-def _figures(side: Side) -> dict[str, tuple[float | None, str]]:
+def _figures(side: Figures) -> dict[str, tuple[float | None, str]]:
     """Return what is predicted of a plan, by name, as a number and in words; what is not known is left out."""
     interval = f"{format_seconds(side.low_s)} to {format_seconds(side.high_s)}"
     per_rank = side.tokens_per_s / side.num_ranks

@@ -1,6 +1,6 @@
 """Two plans compared in words: which is faster, why, and whether that is known."""
 
-from autoshard.plan.diff import Breakdown, Diff, Side, Term
+from autoshard.plan.diff import Breakdown, Diff, Figures, Term
 from autoshard.report.words import TIME_WORDS
 from autoshard.units import format_count, format_seconds
 
@@ -109,7 +109,7 @@ def _different_questions(diff: Diff) -> list[str]:
     return said
 
 
-def _per_dollar(side: Side) -> float | None:
+def _per_dollar(side: Figures) -> float | None:
     """Return the tokens that a dollar buys, where a price is known."""
     return 1e9 / side.dollars.usd_per_billion_tokens if side.dollars else None
 

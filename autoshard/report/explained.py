@@ -6,9 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan.alternatives import Alternatives
-from autoshard.plan.dollars import dollars_of
-from autoshard.plan.explanation import ExplainedBlock, Explanation, Step
+from autoshard.plan.explanation import Alternatives, ExplainedBlock, ExplainedOp, Explanation
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction
 from autoshard.report.terminal import (
@@ -36,7 +34,7 @@ def explanation_report(plan: Plan, explanation: Explanation, alternatives: Alter
     """Return where seconds and bytes go, what limits the plan, its blocks line by line, and what comes next to it."""
     assert plan.prediction, "only predicted plans are explained"
     parts: list[RenderableType] = [Text.assemble("plan ", (at_commas(explanation.candidate, _CANDIDATE), "bold green"))]
-    dollars = dollars_of(plan)
+    dollars = plan.dollars
     if dollars:
         parts.append(dollars_text(dollars))
     parts += [Text(line) for line in limits(plan.prediction, alternatives)]
@@ -96,7 +94,7 @@ def _title(block: ExplainedBlock) -> str:
     return f"{block.name}, {times}: {format_seconds(block.time_s)} ({', '.join(parts)}{hidden})"
 
 
-def _rows(step: Step, block: ExplainedBlock) -> Iterator[tuple[Text, ...]]:
+def _rows(step: ExplainedOp, block: ExplainedBlock) -> Iterator[tuple[Text, ...]]:
     cells = [Text(format_seconds(step.seconds[name]) if name in step.seconds else "") for name in _PASSES]
     yield (Text(step.name, "bold"), Text(step.gives), *cells, Text(_otherwise(step, block), "dim"))
     for one in step.sent:
@@ -105,7 +103,7 @@ def _rows(step: Step, block: ExplainedBlock) -> Iterator[tuple[Text, ...]]:
         yield (Text(), Text(f"  {one.collective}", "cyan"), *cells, Text(where, "cyan"))
 
 
-def _otherwise(step: Step, block: ExplainedBlock) -> str:
+def _otherwise(step: ExplainedOp, block: ExplainedBlock) -> str:
     """Say what the next best cut would cost, and what forbids it."""
     if step.other is None:
         return ""

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from autoshard.plan.dollars import dollars_of
 from autoshard.plan.plan import Plan
 from autoshard.report.terminal import at_commas, make_table
 from autoshard.units import format_bytes, format_dollars, format_seconds
@@ -16,7 +15,7 @@ _CANDIDATE, _BAR = 52, 8
 def frontier_report(plans: Sequence[Plan], gap: float, ended: str) -> Group:
     """Return one line per plan, fastest first, with bars that are longer for more."""
     table = make_table("What no other plan betters in time, memory and cost at once")
-    priced = any(dollars_of(plan) for plan in plans)
+    priced = any(plan.dollars for plan in plans)
     cost = "cost a step" if priced else "node seconds"
     for name in ("nodes", "step", "", "peak memory", "", cost, "plan"):
         left, whole = name in ("", "plan"), name in ("step", "peak memory")
@@ -24,7 +23,7 @@ def frontier_report(plans: Sequence[Plan], gap: float, ended: str) -> Group:
     slowest = max(_step_s(plan) for plan in plans)
     for plan in plans:
         assert plan.prediction
-        step_s, peak, dollars = _step_s(plan), plan.prediction.peak_bytes, dollars_of(plan)
+        step_s, peak, dollars = _step_s(plan), plan.prediction.peak_bytes, plan.dollars
         cost = format_dollars(dollars.usd_per_step) if dollars else f"{plan.cluster.num_nodes * step_s:,.0f}"
         table.add_row(
             str(plan.cluster.num_nodes), format_seconds(step_s), _bar(step_s / slowest), format_bytes(peak),

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from autoshard.plan.alternatives import Alternatives, WhyNot
 from autoshard.plan.certificate import Certificate
 from autoshard.plan.diff import Breakdown, Diff, Term, diff
-from autoshard.plan.dollars import dollars_of
-from autoshard.plan.explanation import Explanation
+from autoshard.plan.explanation import Alternatives, Explanation, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.comparison import misfits, sentences
@@ -26,11 +24,11 @@ def found_json(plans: Sequence[Plan], certificate: Certificate) -> dict[str, Any
         {
             "candidate": str(other.candidate),
             "prediction": encode(other.prediction),
-            "dollars": encode(dollars_of(other)),
+            "dollars": encode(other.dollars),
         }
         for other in others
     ]
-    dollars = encode(dollars_of(best))
+    dollars = encode(best.dollars)
     return {"plan": plan_json(best), "dollars": dollars, "runners_up": rows, "certificate": encode(certificate)}
 
 
@@ -41,7 +39,7 @@ def frontier_json(plans: Sequence[Plan], gap: float, ended: str) -> dict[str, An
             "nodes": plan.cluster.num_nodes,
             "candidate": str(plan.candidate),
             "prediction": encode(plan.prediction),
-            "dollars": encode(dollars_of(plan)),
+            "dollars": encode(plan.dollars),
         }
         for plan in plans
     ]
@@ -51,7 +49,7 @@ def frontier_json(plans: Sequence[Plan], gap: float, ended: str) -> dict[str, An
 def made_json(made: Plan | None, refused: Sequence[Rejection]) -> dict[str, Any]:
     """Return the plan of exactly one candidate, if it has a shape, after the reasons against it."""
     reasons = [rejection_json(reason) for reason in refused]
-    return {"rejections": reasons, "plan": made and plan_json(made), "dollars": encode(made and dollars_of(made))}
+    return {"rejections": reasons, "plan": made and plan_json(made), "dollars": encode(made and made.dollars)}
 
 
 def explanation_json(plan: Plan, explanation: Explanation, alternatives: Alternatives) -> dict[str, Any]:
@@ -62,7 +60,7 @@ def explanation_json(plan: Plan, explanation: Explanation, alternatives: Alterna
         "prediction": encode(plan.prediction),
         "unlimited_s": alternatives.unlimited_s,
         "runners_up": others,
-        "dollars": encode(dollars_of(plan)),
+        "dollars": encode(plan.dollars),
     }
 
 

@@ -9,9 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.plan.certificate import Certificate
-from autoshard.plan.dollars import Dollars, dollars_of
 from autoshard.plan.plan import Plan
-from autoshard.plan.prediction import Compiling, Prediction, StageMemory
+from autoshard.plan.prediction import Compiling, Dollars, Prediction, StageMemory
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.words import TIME_WORDS
@@ -84,7 +83,7 @@ def _headline(plan: Plan, prediction: Prediction) -> Group:
         (format_bytes(prediction.peak_bytes), "bold"), f" of {format_bytes(prediction.capacity_bytes)} a rank",
     )  # fmt: skip
     layout = Text.assemble("plan ", (at_commas(str(plan.candidate), WIDTH - 5).replace("\n", "\n     "), "bold green"))
-    dollars = dollars_of(plan)
+    dollars = plan.dollars
     costs = [dollars_text(dollars)] if dollars else []
     return Group(asked, Text(work, style="dim"), "", layout, result, *costs, Text(_batches(plan), style="dim"))
 

@@ -4,8 +4,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan.alternatives import Flip, WhyNot
 from autoshard.plan.diff import diff
+from autoshard.plan.explanation import Flip, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.report.compared import comparison_report
 from autoshard.report.terminal import make_table

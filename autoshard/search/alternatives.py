@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from autoshard.cost.calibration import Calibration
-from autoshard.plan.alternatives import Alternatives
+from autoshard.plan.explanation import Alternatives
 from autoshard.plan.plan import Plan
 from autoshard.search.contest import best_time_s, outer_pins, pinned, request_of_plan
 from autoshard.search.planner import search

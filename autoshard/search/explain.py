@@ -22,7 +22,7 @@ from autoshard.layout.layout import Cuts, show_atoms, whole_axes
 from autoshard.layout.legal import cut_operations
 from autoshard.layout.program import Compute, Program
 from autoshard.layout.strategy import Strategy
-from autoshard.plan.explanation import ExplainedBlock, Explanation, Other, Sent, Step
+from autoshard.plan.explanation import ExplainedBlock, ExplainedOp, Explanation, OtherCut, SentCollective
 from autoshard.plan.lowering import ATOMS
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
@@ -55,13 +55,13 @@ def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
 
 def second_best(
     problem: OperatorProblem, own: Mapping[str, Cuts], rules: Sequence[StrategyRule]
-) -> Mapping[str, Other]:
+) -> Mapping[str, OtherCut]:
     """Return the cheapest cut of every operation but its own, with all others chosen anew.
 
     Where the Rules leave one cut only, the cheapest that the Rules about tp refuse.
     """
     base_s = cost_of(problem, own)
-    found: dict[str, Other] = {}
+    found: dict[str, OtherCut] = {}
     for name, costs in totals(problem, list(own)).items():
         op = problem.block.op(name)
         free = [op_places(problem.block, op, atom, DATA_RULES) for atom in problem.real_atoms]
@@ -72,7 +72,7 @@ def second_best(
         if other:
             cuts, cost_s = other
             refused = _refusal(problem, name, cuts, rules)
-            found[name] = Other(cut=_shown(problem, cuts, own[name]), more_s=cost_s - base_s, refused=refused)
+            found[name] = OtherCut(cut=_shown(problem, cuts, own[name]), more_s=cost_s - base_s, refused=refused)
     return found
 
 
@@ -116,7 +116,7 @@ def _explained(
         name=name,
         count=count,
         steps=tuple(
-            Step(
+            ExplainedOp(
                 name=entry,
                 gives=str(Strategy.parse(lines[entry]).outputs[0]),
                 seconds={pass_: computes[entry][pass_] for pass_ in PASSES if pass_ in computes[entry]},
@@ -148,15 +148,15 @@ def _kernels(work: BlockWork, block: Block, question: Question) -> list[_Kernel]
     ]
 
 
-def _sent(plan: Plan, work: BlockWork, setting: Setting) -> Mapping[str, list[Sent]]:
+def _sent(plan: Plan, work: BlockWork, setting: Setting) -> Mapping[str, list[SentCollective]]:
     """Return what every line sends, by its name."""
-    found: dict[str, list[Sent]] = defaultdict(list)
+    found: dict[str, list[SentCollective]] = defaultdict(list)
     for message, message_bytes in work.messages:
         ring = setting.rings[message.collective.atoms]
         atoms = tuple(atom for atom in message.collective.atoms if plan.mesh.atoms_of(atom))
         group = plan.mesh.group_of(0, atoms)
         if len(group) > 1 and message.collective.kind != "slice":
-            one = Sent(
+            one = SentCollective(
                 pass_=message.pass_,
                 collective=str(_whole(message.collective, setting)),
                 sent_bytes=float(ring.sent_bytes(message.collective, message_bytes)),
@@ -168,7 +168,7 @@ def _sent(plan: Plan, work: BlockWork, setting: Setting) -> Mapping[str, list[Se
     return found
 
 
-def _others(plan: Plan, question: Question, setting: Setting, kind: str) -> Mapping[str, Other]:
+def _others(plan: Plan, question: Question, setting: Setting, kind: str) -> Mapping[str, OtherCut]:
     """Return the second-best cuts; an operation that is cut as no choice of the solver keeps its cut: it was pinned."""
     blocks = setting.blocks
     assert isinstance(blocks, ListedBlocks), "a plan is explained as its own table says"

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard.plan.alternatives import Flip
 from autoshard.plan.candidate import Candidate
+from autoshard.plan.explanation import Flip
 from autoshard.plan.rules.nxd_engine import FLASH_TILE
 from autoshard.search.contest import best_time_s, pinned
 from autoshard.search.planner import Request

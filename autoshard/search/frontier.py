@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.plan.dollars import dollars_of
 from autoshard.plan.plan import Plan
 from autoshard.search.planner import Request, on, search
 from autoshard.search.progress import Watch
@@ -58,7 +57,7 @@ def undominated(plans: Sequence[Plan]) -> tuple[Plan, ...]:
 def coordinates(plan: Plan) -> tuple[float, float, float]:
     """Return what is compared: step time, peak memory, and dollars; node seconds where no price is known."""
     assert plan.prediction, "a found plan has its prediction"
-    dollars = dollars_of(plan)
+    dollars = plan.dollars
     cost = dollars.usd_per_step if dollars else plan.cluster.num_nodes * plan.prediction.step_time_s
     return plan.prediction.step_time_s, float(_peak(plan)), cost
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.errors import Fault, InputError
-from autoshard.plan.candidate import Candidate, show_pins
+from autoshard.plan.candidate import Candidate, pins_text
 from autoshard.plan.certificate import Refusal
 from autoshard.plan.rules.check import all_rules
 from autoshard.plan.rules.columns import Engine
@@ -44,7 +44,7 @@ def fixed_faults(request: Request) -> tuple[Fault, ...]:
 
 def why_none(request: Request, found: Found) -> str:
     """Say why a search found nothing: which Rules left nothing, or by how much the smallest plan misses memory."""
-    pins = f" with {show_pins(request.pins)}" if request.pins else ""
+    pins = f" with {pins_text(request.pins)}" if request.pins else ""
     where = f"{request.model.name} on {_place(request.cluster)}{pins}"
     miss, certificate = found.nearest_miss, found.certificate
     if miss is None or miss.prediction is None:
@@ -131,7 +131,7 @@ def _fewer_pins(request: Request) -> Iterator[str]:
     for key in pins if len(pins) > 1 else ():
         fewer = {name: value for name, value in pins.items() if name != key}
         if _answered(replace(request, pins=fewer)):
-            yield f"--fix {show_pins(fewer)}, so without {show_pins({key: pins[key]})}"
+            yield f"--fix {pins_text(fewer)}, so without {pins_text({key: pins[key]})}"
             return
     if pins and _answered(replace(request, pins={})):
         yield "it without --fix"

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 
 from autoshard.blocks.cutting import Terms
-from autoshard.plan.candidate import Candidate
-from autoshard.plan.stages import even_stages
+from autoshard.plan.candidate import Candidate, even_stages
 from autoshard.search.chosen import Chosen
 from autoshard.search.families import Asked
 from autoshard.search.points import Group

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.plan.candidate import even_stages
 from autoshard.plan.recompute import Recompute
-from autoshard.plan.stages import even_stages
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.chosen import SURE, Chosen, Options
 from autoshard.search.fillings import Filled, Fillings, Frame, filled, states_bytes

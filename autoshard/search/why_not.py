@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from autoshard.cost.calibration import Calibration
 from autoshard.errors import InputError
-from autoshard.plan.alternatives import Flip, WhyNot
-from autoshard.plan.candidate import parse_pins, show_pins
+from autoshard.plan.candidate import parse_pins, pins_text
+from autoshard.plan.explanation import Flip, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.search.contest import outer_pins, pinned, request_of_plan
 from autoshard.search.flips import Contest
@@ -42,7 +42,7 @@ def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:
             else:
                 unmoved.append(one)
     return WhyNot(
-        asked=show_pins(pins),
+        asked=pins_text(pins),
         other=other,
         fits=bool(found.plans),
         against=tuple(against),

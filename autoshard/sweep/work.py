@@ -15,7 +15,6 @@ from typing import Any, Literal
 from autoshard import __version__
 from autoshard.errors import AutoshardError, InputError, NoPlan
 from autoshard.plan.codec import dump, fingerprint
-from autoshard.plan.dollars import dollars_of
 from autoshard.plan.plan import Plan
 from autoshard.search.api import request_of, unanswered
 from autoshard.search.planner import search
@@ -115,7 +114,7 @@ def _none(point: SweepPoint, rows: Sequence[Row]) -> Row:
 
 def _predicted(plan: Plan) -> Row:
     """Return what a plan is, and what it promises."""
-    prediction, candidate, dollars = plan.prediction, plan.candidate, dollars_of(plan)
+    prediction, candidate, dollars = plan.prediction, plan.candidate, plan.dollars
     assert prediction, "a found plan has its prediction"
     return {
         "plan_hash": fingerprint(plan),

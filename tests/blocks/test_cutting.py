@@ -13,8 +13,8 @@ from autoshard.cost.setting import price_block, setting_of
 from autoshard.cost.sharded import CutBlocks
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.legal import cut_operations, faults
-from autoshard.plan.boundary import boundary_cuts
 from autoshard.plan.build import cut_atoms
+from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.lowering import ATOMS, KINDS
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.strategy import strategy_rules

@@ -13,7 +13,7 @@ from autoshard.layout.redistribute import bytes_price
 from autoshard.layout.shards import VirtualMesh
 from autoshard.layout.strategy import Strategy, strategies
 from autoshard.layout.table import Setting, fitted, program_of, written
-from autoshard.plan.boundary import boundary_cuts
+from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.proof import random_inputs
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model

@@ -3,8 +3,7 @@ from hypothesis import given
 
 from autoshard.errors import InputError
 from autoshard.plan.build import build_plan
-from autoshard.plan.candidate import Candidate
-from autoshard.plan.stages import even_stages
+from autoshard.plan.candidate import Candidate, even_stages
 from tests.plan.cases import ask, plan_of, shaped
 
 

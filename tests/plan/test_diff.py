@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.plan.build import build_plan
-from autoshard.plan.changes import Change
-from autoshard.plan.diff import Breakdown, Term, diff
+from autoshard.plan.diff import Breakdown, PlanChange, Term, diff
 from autoshard.plan.prediction import StageMemory
 from autoshard.spec.cluster import Cluster
 from tests.plan.cases import ask, plan_of, shaped, with_prediction
@@ -134,7 +133,7 @@ def test_the_fullest_rank_is_compared_with_the_fullest():
     assert found.memory.total.difference == -19 * 2**30
 
 
-def named(changes: tuple[Change, ...]) -> dict[str, tuple[str | None, str | None]]:
+def named(changes: tuple[PlanChange, ...]) -> dict[str, tuple[str | None, str | None]]:
     return {change.name: (change.a, change.b) for change in changes}
 
 
@@ -210,5 +209,5 @@ def test_lines_that_send_otherwise_come_first():
     assert [(line.op, line.a, line.b) for line in found.lines] == [
         ("up", "[ffn] | F all_gather ffn/tp", "[ffn]"), ("act", "[ffn]", "[ffn/tp]"), ("new", None, "z")
     ]  # fmt: skip
-    assert found.blocks == (Change(name="layer full", a="1", b=None),)
+    assert found.blocks == (PlanChange(name="layer full", a="1", b=None),)
     assert not found.is_nothing and not found.chosen

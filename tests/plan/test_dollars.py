@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.plan.codec import dump, load
-from autoshard.plan.dollars import dollars_of
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
 from tests.plan.cases import ask, plan_of, with_prediction
 
@@ -30,7 +29,7 @@ def priced(nodes=16, price: float | None = 21.5, date: str | None = "2026-06-25"
 
 
 def test_an_hour_of_steps_costs_an_hour_of_nodes():
-    found = dollars_of(priced(nodes=16, price=21.5, step_time_s=36.0))
+    found = priced(nodes=16, price=21.5, step_time_s=36.0).dollars
     assert found is not None
     assert found.usd_per_step * 100 == pytest.approx(16 * 21.5)  # 100 steps an hour
     # 100 steps of 1024 x 8192 tokens are 0.8388608 billion tokens.
@@ -41,7 +40,7 @@ def test_an_hour_of_steps_costs_an_hour_of_nodes():
 @given(st.sampled_from([1, 2, 4, 16]), st.floats(0.01, 1000), st.floats(1e-3, 1e6))
 def test_dollars_are_hours_times_nodes_times_price(nodes: int, price: float, step_time_s: float):
     plan = priced(nodes, price, step_time_s=step_time_s)
-    found = dollars_of(plan)
+    found = plan.dollars
     assert found is not None
     hours = Fraction(step_time_s) / (60 * 60)
     step = hours * nodes * Fraction(price)
@@ -51,15 +50,15 @@ def test_dollars_are_hours_times_nodes_times_price(nodes: int, price: float, ste
 
 
 def test_without_a_price_or_a_prediction_there_is_no_cost():
-    assert dollars_of(priced(price=None)) is None
-    assert dollars_of(dataclasses.replace(priced(), prediction=None)) is None
-    undated = dollars_of(priced(date=None))
+    assert priced(price=None).dollars is None
+    assert dataclasses.replace(priced(), prediction=None).dollars is None
+    undated = priced(date=None).dollars
     assert undated is not None and undated.price_date is None
 
 
 def test_the_date_is_read_back_from_the_file():
     plan = priced()
-    assert dollars_of(load(dump(plan))) == dollars_of(plan)
+    assert load(dump(plan)).dollars == plan.dollars
 
 
 @pytest.mark.parametrize("name", [name for name in cluster_names() if name.endswith("xlarge")])

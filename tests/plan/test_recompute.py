@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
-from autoshard.plan.recompute import Recompute, parse_stages, show_stages
+from autoshard.plan.recompute import Recompute, parse_stages, stages_text
 
 NAMES = st.sampled_from(["attend", "act", "CoreAttention", "mlp_act", "x.y-z"])
 RECOMPUTES = st.one_of(
@@ -19,7 +19,7 @@ def test_the_text_form_round_trips(recompute):
 
 @given(st.lists(RECOMPUTES, min_size=1, max_size=12).map(tuple))
 def test_a_list_per_stage_round_trips(stages):
-    assert parse_stages(show_stages(stages)) == stages
+    assert parse_stages(stages_text(stages)) == stages
 
 
 def test_selective_is_a_set():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
-from autoshard.plan.run_length import MAX_ITEMS, compress, expand, split_outside_brackets
+from autoshard.plan.recompute import MAX_ITEMS, compress, expand, split_outside_brackets
 
 ITEMS = st.lists(st.sampled_from(["9", "10", "full:4", "selective[a,b]"]), min_size=1, max_size=20)
 

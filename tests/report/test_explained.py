@@ -4,8 +4,8 @@ import io
 import re
 
 from autoshard.cost.worth import calibration_of
-from autoshard.plan.alternatives import Alternatives
 from autoshard.plan.candidate import Candidate
+from autoshard.plan.explanation import Alternatives
 from autoshard.report.explained import explanation_report
 from autoshard.report.terminal import make_console
 from autoshard.search.alternatives import alternatives

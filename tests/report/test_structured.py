@@ -3,11 +3,9 @@
 import json
 
 from autoshard.cost.predict import predicted
-from autoshard.plan.alternatives import Alternatives
 from autoshard.plan.certificate import NOTHING_LOOKED_AT
 from autoshard.plan.codec import load
-from autoshard.plan.dollars import dollars_of
-from autoshard.plan.explanation import Explanation
+from autoshard.plan.explanation import Alternatives, Explanation
 from autoshard.plan.prediction import Prediction
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.structured import explanation_json, found_json, made_json, plan_json, rejection_json
@@ -42,7 +40,7 @@ def test_a_rejection_keeps_its_rule_and_source():
 
 def test_dollars_stand_beside_every_plan():
     plan = predicted(tabled(plan_of(question(), "tp=32,pp=8")))
-    dollars = encode(dollars_of(plan))
+    dollars = encode(plan.dollars)
     assert dollars["price_date"] == "2026-06-25"
     best = found_json([plan, plan], NOTHING_LOOKED_AT)
     assert best["dollars"] == best["runners_up"][0]["dollars"] == made_json(plan, ())["dollars"] == dollars

@@ -6,8 +6,8 @@ import json
 import pytest
 from rich.console import RenderableType
 
-from autoshard.plan.alternatives import Flip, WhyNot
 from autoshard.plan.candidate import Candidate
+from autoshard.plan.explanation import Flip, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.report.frontier import frontier_report
 from autoshard.report.structured import frontier_json, why_not_json

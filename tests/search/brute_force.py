@@ -22,11 +22,10 @@ from autoshard.cost.step import rank_update
 from autoshard.cost.update import Turns
 from autoshard.layout.cutting import Cutting
 from autoshard.plan.build import build_plan, cut_atoms
-from autoshard.plan.candidate import Candidate, parse_pins
+from autoshard.plan.candidate import Candidate, even_stages, parse_pins
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.check import rejections
-from autoshard.plan.stages import even_stages
 from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.makespan import makespan_columns
 from autoshard.schedule.simulate import delays_of

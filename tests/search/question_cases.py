@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from autoshard.cost.calibration import built_in
-from autoshard.plan.candidate import show_pins
+from autoshard.plan.candidate import pins_text
 from autoshard.plan.recompute import Recompute, parse_stages
 from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Rule, Verdict, rule
@@ -36,7 +36,7 @@ class Asked:
         work = f"batch {request.workload.global_batch}, seq {request.workload.seq_len}"
         costs = f"step {fixed.step_s} s, collective {fixed.collective_s} s"
         left = "/".join(map(str, kinds)) or "all"
-        return cls(request=request, text=f"{size}, {work}, {costs}, {show_pins(request.pins)!r}, kinds {left}")
+        return cls(request=request, text=f"{size}, {work}, {costs}, {pins_text(request.pins)!r}, kinds {left}")
 
 
 def only_kinds(kinds: tuple[Recompute, ...]) -> Rule:

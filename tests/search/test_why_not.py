@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.cost.worth import calibration_of
 from autoshard.errors import InputError
-from autoshard.plan.alternatives import Flip, WhyNot
+from autoshard.plan.explanation import Flip, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.search.alternatives import alternatives
 from autoshard.search.contest import best_time_s, outer_pins, pinned, request_of_plan

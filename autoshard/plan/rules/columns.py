@@ -5,10 +5,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from autoshard.errors import nearest
-from autoshard.plan.boundary import boundary_fault
-from autoshard.plan.candidate import Candidate
-from autoshard.plan.recompute import Recompute, show_stages
-from autoshard.plan.stages import layers_of
+from autoshard.plan.candidate import Candidate, boundary_fault
+from autoshard.plan.recompute import Recompute, stages_text
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.model import ModelSpec
@@ -82,7 +80,7 @@ class Columns:
             **plain,
             sp=candidate.sequence_parallel,
             lnc=candidate.lnc or 0,
-            recompute=show_stages(candidate.recompute),
+            recompute=stages_text(candidate.recompute),
             num_recomputes=len(candidate.recompute),
             num_short_stages=_num_short_stages(candidate, model),
             recompute_fault=recompute_fault(candidate.recompute, kernels),
@@ -140,7 +138,7 @@ def _num_short_stages(candidate: Candidate, model: ModelSpec) -> int:
         return 0
     if len(candidate.recompute) not in (1, candidate.num_stages) or candidate.num_stages > model.num_layers:
         return 0  # there are Rules of their own about these
-    layers = layers_of(candidate, model.num_layers)
+    layers = candidate.layers_of_stages(model.num_layers)
     wanted = [candidate.recompute_of(stage).num_layers or 0 for stage in range(candidate.num_stages)]
     return sum(want > have for want, have in zip(wanted, layers, strict=False))
 
