@@ -10,8 +10,8 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import autoshard.plan
+from autoshard.version import __version__
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "plan"]
 
 if TYPE_CHECKING:

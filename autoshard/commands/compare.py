@@ -9,7 +9,7 @@ from autoshard.commands.output import print_json
 from autoshard.errors import CheckFailed, Fault, InputError
 
 if TYPE_CHECKING:
-    from autoshard.search.judged import Judged
+    from autoshard.cost.checked import CheckedPlan
 
 _PERCENT = re.compile(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*%\s*")
 
@@ -45,18 +45,18 @@ def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = Fa
     return 0
 
 
-def _read(paths: Sequence[Path], fail_if_slower: str | None) -> "tuple[float | None, list[Judged]]":
+def _read(paths: Sequence[Path], fail_if_slower: str | None) -> "tuple[float | None, list[CheckedPlan]]":
     """Read everything that was given, and name all faults of all of it."""
     faults: list[Fault] = []
     allowed: float | None = None
-    read: list[Judged] = []
+    read: list[CheckedPlan] = []
     try:
         allowed = None if fail_if_slower is None else _share(fail_if_slower)
     except InputError as error:
         faults.extend(error.faults)
     for path in paths:
         try:
-            read.append(_judged(path))
+            read.append(_checked(path))
         except InputError as error:
             faults.extend(fault for fault in error.faults if fault not in faults)
     if faults:
@@ -64,13 +64,13 @@ def _read(paths: Sequence[Path], fail_if_slower: str | None) -> "tuple[float | N
     return allowed, read
 
 
-def _judged(path: Path) -> "Judged":
+def _checked(path: Path) -> "CheckedPlan":
+    from autoshard.cost.checked import check_plan
     from autoshard.plan.codec import load
-    from autoshard.search.judged import judged
 
     plan = load(path)
     try:
-        return judged(plan)
+        return check_plan(plan)
     except InputError as error:
         raise InputError(
             Fault(where=f"{path}: {fault.where}", message=fault.message) for fault in error.faults
@@ -90,7 +90,7 @@ def _share(text: str) -> float:
     return round(float(match[1]) / 100, 9)
 
 
-def _say_refused(paths: Sequence[Path], read: "Sequence[Judged]", json: bool) -> bool:
+def _say_refused(paths: Sequence[Path], read: "Sequence[CheckedPlan]", json: bool) -> bool:
     """Print why plans may not run, if any may not; too little memory is no reason not to compare."""
     from autoshard.report.structured import rejection_json
     from autoshard.report.terminal import make_console, rejections_report

@@ -27,16 +27,16 @@ def explain(
         trace: Also write the predicted step as a timeline for https://ui.perfetto.dev to this file, at most 20 MB.
         json: Print one JSON object instead of tables.
     """
-    from autoshard.cost.worth import calibration_of
+    from autoshard.cost.checked import check_plan
+    from autoshard.cost.provenance import calibration_of
     from autoshard.plan.codec import load
     from autoshard.report.terminal import make_console, rejections_report
-    from autoshard.search.judged import judged
 
     if trace:
         is_plan = trace.exists() and plan.exists() and trace.samefile(plan)
         require((not is_plan, f"--trace {trace}", "is the plan itself"), *place_checks(trace, "--trace"))
     constants = constants_in(calibration)
-    read = judged(load(plan), constants)
+    read = check_plan(load(plan), constants)
     misfits = tuple(reason for reason in read.rejections if reason.rule_id != "memory")
     if misfits:
         make_console().print(rejections_report(misfits))
@@ -57,8 +57,8 @@ def _say_all(plan: "Plan", constants: "Calibration", json: bool) -> None:
     from autoshard.report.explained import explanation_report
     from autoshard.report.structured import explanation_json
     from autoshard.report.terminal import make_console
-    from autoshard.search.alternatives import alternatives
     from autoshard.search.explain import explain as explained
+    from autoshard.search.what_if import alternatives
 
     found, beside = explained(plan), alternatives(plan, constants)
     if json:
@@ -71,7 +71,7 @@ def _say_why_not(plan: "Plan", text: str, constants: "Calibration", json: bool) 
     from autoshard.report.structured import why_not_json
     from autoshard.report.terminal import make_console
     from autoshard.report.why_not import why_not_report
-    from autoshard.search.why_not import why_not
+    from autoshard.search.what_if import why_not
 
     found = why_not(plan, text, constants)
     if json:

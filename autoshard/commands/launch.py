@@ -82,11 +82,11 @@ def launch(
         training: What the run does beside its plan.
         question: What a recipe asks.
     """
+    from autoshard.cost.checked import check_plan
     from autoshard.jobs.job import Job, default_name
-    from autoshard.search.judged import judged
 
     place.refuse_others(scheduler)
-    found = judged(plan_of(plan, question))
+    found = check_plan(plan_of(plan, question))
     if found.rejections:
         return say_refused(found.rejections, json)
     chosen = name or default_name(found.plan)
@@ -204,7 +204,7 @@ def _summary(job: "Job", files: "Files", out: Path) -> str:
     from autoshard.units import format_seconds
 
     prediction = job.plan.prediction
-    assert prediction, "a judged plan has one"
+    assert prediction, "a checked plan has one"
     steps = job.training.steps
     whole = f"{format_seconds(steps * prediction.step_time_s)} for {steps} steps"
     took = f"{format_seconds(prediction.step_time_s)} a step, {whole}"

@@ -17,10 +17,10 @@ _MAY_CHANGE = ("nodes", "ranks", "engine", "calibration", "fix", "pins")
 def asked_again(path: Path, asked: Asked, how: How) -> "tuple[Plan, Request]":
     """Return a plan, and its question for other nodes: the same model, work and global batch."""
     from autoshard.commands.output import constants_in
-    from autoshard.cost.worth import calibration_of
+    from autoshard.cost.checked import check_plan
+    from autoshard.cost.provenance import calibration_of
     from autoshard.plan.codec import load
     from autoshard.search.api import engines_of, pins_of as fixed
-    from autoshard.search.judged import judged
     from autoshard.search.planner import Request
 
     usual = Asked()
@@ -28,7 +28,7 @@ def asked_again(path: Path, asked: Asked, how: How) -> "tuple[Plan, Request]":
     given = [name for name in names if getattr(asked, name) != getattr(usual, name)]
     message = f"is part of the question of {path}, which --like asks again. Leave it out"
     require(*((False, f"--{name.replace('_', '-')}", message) for name in given))
-    read = judged(load(path))
+    read = check_plan(load(path))
     if read.plan.prediction is None:
         raise InputError(Fault(where=f"--like {path}", message=str(one)) for one in read.rejections)
     old = read.plan

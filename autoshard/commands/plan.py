@@ -74,8 +74,8 @@ def _frontier(requests: "list[Request]", how: How, out: Path, json: bool) -> int
     from autoshard.report.frontier import frontier_report
     from autoshard.report.structured import frontier_json
     from autoshard.report.terminal import make_console
-    from autoshard.search.api import unanswered
     from autoshard.search.frontier import frontier
+    from autoshard.search.no_plan import unanswered
     from autoshard.search.planner import search
     from autoshard.units import format_seconds
 
@@ -95,7 +95,7 @@ def _frontier(requests: "list[Request]", how: How, out: Path, json: bool) -> int
 
 def searched(request: "Request", num_plans: int, how: How) -> "Found":
     """Search; where nothing fits, say by how much the best misses and what would help."""
-    from autoshard.search.api import unanswered
+    from autoshard.search.no_plan import unanswered
     from autoshard.search.planner import search
     from autoshard.units import format_bytes, format_seconds
 

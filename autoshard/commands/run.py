@@ -140,11 +140,11 @@ def _compile(plan: "Plan", asked: "Run", given: "GivenRank | None", name: str, j
 
 def _ready(plan: "Plan", rehearse: int | None, *, dry_run: bool) -> _Ready:
     """Predict a plan again where that is needed, and shrink it if it is only rehearsed."""
+    from autoshard.cost.checked import check_plan
     from autoshard.cost.predict import predicted
     from autoshard.plan.shrink import shrink
-    from autoshard.search.judged import judged
 
-    found = judged(plan)
+    found = check_plan(plan)
     current, notes = found.plan, [*([found.remark] if found.remark else []), *_card_notes(found.plan)]
     if found.rejections:
         return _Ready(plan=current, notes=tuple(notes), rejections=found.rejections)

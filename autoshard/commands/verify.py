@@ -15,16 +15,16 @@ def verify(plan: Path, json: bool = False) -> int:
         plan: The plan file.
         json: Print one JSON object instead of text.
     """
+    from autoshard.cost.checked import check_plan
     from autoshard.plan.codec import load
     from autoshard.plan.proof import prove
     from autoshard.plan.verify import notices
     from autoshard.report.proof import proof_report
     from autoshard.report.structured import rejection_json
     from autoshard.report.terminal import make_console, rejections_report
-    from autoshard.search.judged import judged
     from autoshard.spec.record import encode
 
-    found = judged(load(plan))
+    found = check_plan(load(plan))
     current, rejections = found.plan, found.rejections
     remarks = [*([found.remark] if found.remark else []), *notices(current)]
     proof = prove(current) if current.strategies and not rejections else None

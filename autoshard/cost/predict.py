@@ -11,11 +11,10 @@ from autoshard.cost.calibration import Calibration, uncalibrated
 from autoshard.cost.collective import Number, mesh_ring
 from autoshard.cost.compiling import compiling, least_instructions
 from autoshard.cost.pipeline import Pipeline, Price, Sends, StageLayers
+from autoshard.cost.provenance import calibration_of, interval_and_basis, term_seconds
 from autoshard.cost.setting import Question, boundary_bytes, price_block, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
 from autoshard.cost.step import StepCost, step_cost, step_s
-from autoshard.cost.terms import stated_s
-from autoshard.cost.worth import calibration_of, worth
 from autoshard.graph.count import model_flops_per_token
 from autoshard.graph.decoder import num_slots
 from autoshard.plan.codec import fingerprint
@@ -39,11 +38,11 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
     least_s = _NOTHING * float(cost.time_s)
     seconds = {part: rounded(float(value)) for part, value in sorted(cost.seconds.items()) if float(value) > least_s}
     step_time_s = rounded(sum(seconds.values()))
-    known = worth(question.calibration, plan)
+    interval, basis = interval_and_basis(question.calibration, plan)
     return Prediction(
         step_time_s=step_time_s,
-        low_s=rounded(step_time_s * (1 - known.interval)),
-        high_s=rounded(step_time_s * (1 + known.interval)),
+        low_s=rounded(step_time_s * (1 - interval)),
+        high_s=rounded(step_time_s * (1 + interval)),
         time_parts=seconds,
         stage_memory=tuple(
             StageMemory(num_weights=int(weights), parts=_whole(parts))
@@ -53,7 +52,7 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
         tokens_per_s=rounded(plan.workload.tokens_per_step / step_time_s),
         mfu=rounded(utilisation(question, step_time_s)),
         communication_bytes={axis: size for axis, size in _whole(cost.sent_bytes).items() if size},
-        basis=known.basis,
+        basis=basis,
         of=fingerprint(plan),
         compiling=compiling(plan.schedule, _stages(plan), load_kernels(plan.kernels)),
     )
@@ -93,7 +92,7 @@ def question_of(plan: Plan, calibration: Calibration) -> Question:
 def plan_cost(plan: Plan, question: Question, blocks: Blocks | None = None) -> StepCost:
     """Price a plan's step, with the terms that it states."""
     cost = step_cost(question, *priced(plan, question, blocks))
-    return replace(cost, seconds={**cost.seconds, **stated_s(plan.provenance)})
+    return replace(cost, seconds={**cost.seconds, **term_seconds(plan.provenance)})
 
 
 def priced(plan: Plan, question: Question, blocks: Blocks | None = None) -> tuple[Setting, Pipeline, Price]:

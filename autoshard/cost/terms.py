@@ -1,15 +1,15 @@
-"""Terms of a user's own in the time of a step: functions while a plan is searched, numbers in the plan."""
+"""Terms of a user's own in the time of a step: functions while a plan is searched."""
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from autoshard.cost.collective import Number
-from autoshard.errors import InputError, require
+from autoshard.errors import require
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Columns
@@ -58,28 +58,3 @@ def outer_point(candidate: Candidate) -> Candidate:
     'tp=2,pp=2,dp=1'
     """
     return replace(candidate, stages=None, recompute=(Recompute(),))
-
-
-def stated(terms: Sequence[CostTerm], columns: Columns) -> Mapping[str, str]:
-    """Return what a plan's provenance says of the terms of its own point: a number and its source each."""
-    return {term.part: f"{float(term.of(columns))!r} s, {term.source}" for term in terms}
-
-
-def stated_s(provenance: Mapping[str, str]) -> Mapping[str, float]:
-    """Read the seconds of the terms that a plan states.
-
-    >>> stated_s({"model": "a card", "cost.stall": "0.25 s, my own runs"})
-    {'cost.stall': 0.25}
-    """
-    return {key: _seconds(key, said) for key, said in provenance.items() if key.startswith(PREFIX)}
-
-
-def _seconds(key: str, said: str) -> float:
-    number, unit, _ = said.partition(" s, ")
-    try:
-        seconds = float(number)
-    except ValueError:
-        seconds = math.nan
-    if not unit or not 0 <= seconds < math.inf:
-        raise InputError.of(f"provenance.{key}", f"must be SECONDS s, SOURCE with at least 0 seconds, not {said!r}")
-    return seconds

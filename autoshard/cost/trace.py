@@ -12,11 +12,10 @@ from autoshard.cost.memory import rank_memory
 from autoshard.cost.pipeline import PARTS, Pipeline, Price, RankCost, StageLayers, StageSeconds
 from autoshard.cost.pipelined import Alike, alike_ranks, pipeline_times
 from autoshard.cost.predict import priced, question_of
+from autoshard.cost.provenance import calibration_of, term_seconds
 from autoshard.cost.setting import Question
 from autoshard.cost.step import update_costs
-from autoshard.cost.terms import stated_s
 from autoshard.cost.update import gathering_share
-from autoshard.cost.worth import calibration_of
 from autoshard.errors import require
 from autoshard.plan.plan import Plan
 from autoshard.plan.trace import Pass, Phase, RankTrace, Trace
@@ -34,7 +33,7 @@ def trace(plan: Plan) -> Trace:
     """Return the step that a plan's prediction adds up, with the constants and the terms that the plan carries."""
     question = question_of(plan, calibration_of(plan))
     found = step_trace(question, *priced(plan, question))
-    terms = [(name, name, (time_s,) * len(found.ranks)) for name, time_s in stated_s(plan.provenance).items()]
+    terms = [(name, name, (time_s,) * len(found.ranks)) for name, time_s in term_seconds(plan.provenance).items()]
     return replace(found, phases=(*found.phases, *_in_turn(terms, found.end_s)))
 
 

@@ -7,14 +7,14 @@ from typing import TypeVar
 
 from autoshard.cost.calibration import Calibration, load_calibration
 from autoshard.cost.terms import CostTerm
-from autoshard.errors import AutoshardError, Fault, InputError, NoPlan
+from autoshard.errors import Fault, InputError
 from autoshard.layout.pin import Pin, pins_of as layout_pins
 from autoshard.plan.candidate import parse_pins
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.rule import Rule
+from autoshard.search.no_plan import unanswered
 from autoshard.search.planner import Found, Request, search as search_all
-from autoshard.search.remedy import fixed_faults, no_remedy, remedies, why_none
 from autoshard.search.space import Pins
 from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.cluster_catalogue import load_cluster, other_lnc
@@ -79,15 +79,6 @@ def plan(
     if not found.plans:
         raise unanswered(request, found)
     return found.plans[0]
-
-
-def unanswered(request: Request, found: Found, *, helpful: bool = False) -> AutoshardError:
-    """Return the error of a search that found nothing; to be helpful, it searches for what would change that."""
-    faults = fixed_faults(request)
-    if faults:
-        return InputError(faults)
-    tries = [f"  try {remedy}" for remedy in remedies(request)] or [no_remedy(found)] if helpful else []
-    return NoPlan("\n".join([why_none(request, found), *tries]))
 
 
 def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:

@@ -13,9 +13,9 @@ from autoshard.cost.block import PASSES, BlockWork, Setting, block_cost
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.compute import kernel_time
 from autoshard.cost.predict import question_of
+from autoshard.cost.provenance import calibration_of, interval_and_basis
 from autoshard.cost.setting import Question, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
-from autoshard.cost.worth import calibration_of, worth
 from autoshard.graph.block import Block
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts, show_atoms, whole_axes
@@ -49,7 +49,7 @@ def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
         candidate=str(plan.candidate),
         blocks=found,
         rules={rule.id: rule.remedy for rule in rules if rule.id in named},
-        basis=worth(question.calibration, plan).basis,
+        basis=interval_and_basis(question.calibration, plan)[1],
     )
 
 

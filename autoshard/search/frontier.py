@@ -21,33 +21,29 @@ class Frontier:
 
 
 def frontier(requests: Sequence[Request], watch: Watch = on) -> Frontier:
-    """Find the frontier over several sizes of a cluster.
+    """Return the frontier over several sizes of a cluster.
 
-    For each size: the fastest plan, then the fastest with a tenth less memory than that, until nothing fits.
+    For each size, search for the fastest plan, then for the fastest with a tenth less memory, until nothing fits.
     """
     found: list[Plan] = []
-    gap, ended = 0.0, ""
+    gap, stopped = 0.0, ""
     for request in requests:
         limit = request.memory_bytes
-        for _ in range(_MOST):
+        for _ in range(0 if stopped else _MOST):
             answer = search(replace(request, objective="time", memory_bytes=limit), 1, watch)
-            if not answer.plans:
+            found += answer.plans
+            stopped = answer.certificate.stopped
+            if stopped or not answer.plans:
                 break
-            plan = answer.plans[0]
-            found.append(plan)
             gap = max(gap, answer.certificate.gap)
-            ended = answer.certificate.ended if answer.certificate.ended != "complete" else ended
-            if ended:
-                return Frontier(plans=undominated(found), gap=gap, ended=ended)
-            limit = _peak(plan) * (1 - _STEP)
-    return Frontier(plans=undominated(found), gap=gap, ended=ended or "complete")
+            limit = coordinates(found[-1])[1] * (1 - _STEP)
+    return Frontier(plans=undominated(found), gap=gap, ended=stopped or "complete")
 
 
 def undominated(plans: Sequence[Plan]) -> tuple[Plan, ...]:
     """Return the plans that no other equals or betters in everything, fastest first."""
-    ordered = sorted(plans, key=coordinates)
     kept: list[Plan] = []
-    for plan in ordered:
+    for plan in sorted(plans, key=coordinates):
         own = coordinates(plan)
         if not any(all(one <= two for one, two in zip(coordinates(other), own, strict=True)) for other in kept):
             kept.append(plan)
@@ -55,13 +51,7 @@ def undominated(plans: Sequence[Plan]) -> tuple[Plan, ...]:
 
 
 def coordinates(plan: Plan) -> tuple[float, float, float]:
-    """Return what is compared: step time, peak memory, and dollars; node seconds where no price is known."""
+    """Return step time, peak memory, and dollars of a plan; node seconds where no price is known."""
     assert plan.prediction, "a found plan has its prediction"
-    dollars = plan.dollars
-    cost = dollars.usd_per_step if dollars else plan.cluster.num_nodes * plan.prediction.step_time_s
-    return plan.prediction.step_time_s, float(_peak(plan)), cost
-
-
-def _peak(plan: Plan) -> int:
-    assert plan.prediction, "a found plan has its prediction"
-    return plan.prediction.peak_bytes
+    dollars, step_s = plan.dollars, plan.prediction.step_time_s
+    return step_s, plan.prediction.peak_bytes, dollars.usd_per_step if dollars else plan.cluster.num_nodes * step_s

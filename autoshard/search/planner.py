@@ -7,14 +7,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from autoshard import __version__
 from autoshard.blocks.cutting import Terms, solved_cutting
 from autoshard.cost.calibration import Calibration, built_in
 from autoshard.cost.predict import predicted
+from autoshard.cost.provenance import calibration_entries, term_entries
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
-from autoshard.cost.terms import CostTerm, outer_point, stated
-from autoshard.cost.worth import carried
+from autoshard.cost.terms import CostTerm, outer_point
 from autoshard.errors import Fault, InputError, require
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.pin import Pin
@@ -36,6 +35,7 @@ from autoshard.search.space import Pins, default_kernels
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
+from autoshard.version import __version__
 
 Objective = Literal["time", "memory", "dollars"]
 MOST_RANKS = 2**22  # far beyond any machine, and few enough to list all of their divisors
@@ -113,8 +113,8 @@ class Request:
     def outline(self, candidate: Candidate, engine: Engine, blocks: CutBlocks) -> Plan:
         """Return the plan of a candidate whose blocks are these with its prediction, but without tables."""
         facts = (self.model, self.cluster, self.workload, engine)
-        own = stated(self.terms, Columns.of(outer_point(candidate), *facts))
-        origin = {"autoshard": __version__, **carried(self.constants), **own, "model": self.model.source}
+        own = term_entries(self.terms, Columns.of(outer_point(candidate), *facts))
+        origin = {"autoshard": __version__, **calibration_entries(self.constants), **own, "model": self.model.source}
         plan = build_plan(candidate, self.model, self.cluster, self.workload, engine, provenance=origin)
         return predicted(plan, self.constants, blocks)
 

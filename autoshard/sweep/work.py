@@ -12,14 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from autoshard import __version__
 from autoshard.errors import AutoshardError, InputError, NoPlan
 from autoshard.plan.codec import dump, fingerprint
 from autoshard.plan.plan import Plan
-from autoshard.search.api import request_of, unanswered
+from autoshard.search.api import request_of
+from autoshard.search.no_plan import unanswered
 from autoshard.search.planner import search
 from autoshard.spec.recipe import TRAINING_KEYS
 from autoshard.sweep.points import SweepPoint
+from autoshard.version import __version__
 
 Row = dict[str, Any]  # flat: names to numbers, text, truth values or null
 Start = Callable[["subprocess.Popen[str]"], None]

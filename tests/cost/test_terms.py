@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from autoshard.cost.predict import plan_cost, predict, predicted
-from autoshard.cost.terms import CostTerm, outer_point, stated, stated_s
+from autoshard.cost.provenance import term_entries, term_seconds
+from autoshard.cost.terms import CostTerm, outer_point
 from autoshard.cost.trace import trace
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
@@ -55,9 +56,9 @@ def test_a_term_does_not_see_what_is_chosen_after_its_point():
 
 def test_what_a_plan_states_is_read_again():
     terms = (PER_RANK, CostTerm(name="stall", seconds=lambda c: 0.1 + 0.2, source="1 s, then less"))
-    said = stated(terms, columns(TEXT))
+    said = term_entries(terms, columns(TEXT))
     assert said["cost.stall"] == f"{0.1 + 0.2!r} s, 1 s, then less"
-    assert stated_s({"model": "x", **said}) == {"cost.per_rank": 0.32, "cost.stall": 0.1 + 0.2}
+    assert term_seconds({"model": "x", **said}) == {"cost.per_rank": 0.32, "cost.stall": 0.1 + 0.2}
 
 
 @pytest.mark.parametrize("text", ["", "fast", "1", "1 s", "-1 s, x", "nan s, x", "inf s, x", "x s, 1 s, y"])

@@ -3,14 +3,14 @@
 import io
 import re
 
-from autoshard.cost.worth import calibration_of
+from autoshard.cost.provenance import calibration_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import Alternatives
 from autoshard.report.explained import explanation_report
 from autoshard.report.terminal import make_console
-from autoshard.search.alternatives import alternatives
 from autoshard.search.explain import explain
 from autoshard.search.planner import plan_at
+from autoshard.search.what_if import alternatives
 from tests.search.brute_force import ask
 
 

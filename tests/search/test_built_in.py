@@ -18,7 +18,7 @@ from autoshard.cost.calibration import (
     uncalibrated,
 )
 from autoshard.cost.predict import predict
-from autoshard.cost.worth import carried
+from autoshard.cost.provenance import calibration_entries
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
 from tests.cost.cases import ask, plan_of
 
@@ -80,7 +80,7 @@ def test_few_constants_are_told_apart(path: Path):
 def test_a_cluster_has_its_own_constants_or_says_whose_it_borrows(cluster: str):
     found, measured = built_in(cluster), {path.stem for path in FILES}
     said = basis_on(cluster, found)
-    assert carried(found)["calibration.basis"] == found.basis
+    assert calibration_entries(found)["calibration.basis"] == found.basis
     if cluster in measured:
         assert found.reach and found.reach.cluster == cluster
         assert f"extrapolated to {cluster}" not in said

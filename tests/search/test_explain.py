@@ -12,9 +12,9 @@ from autoshard.blocks.problem import real_cuts
 from autoshard.cost.block import PASSES
 from autoshard.cost.pipeline import PARTS
 from autoshard.cost.predict import question_of
+from autoshard.cost.provenance import calibration_of
 from autoshard.cost.setting import price_block, setting_of
 from autoshard.cost.sharded import ListedBlocks
-from autoshard.cost.worth import calibration_of
 from autoshard.layout.pin import pins_of
 from autoshard.plan.candidate import Candidate
 from autoshard.search.explain import explain, second_best

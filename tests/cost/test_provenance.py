@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.cost.calibration import CONSTANTS, built_in, uncalibrated
 from autoshard.cost.predict import predict
-from autoshard.cost.worth import calibration_of, carried
+from autoshard.cost.provenance import calibration_entries, calibration_of
 from autoshard.errors import InputError
 from autoshard.plan.codec import dump, load
 from tests.cost.cases import ask, plan_of
@@ -18,7 +18,7 @@ OWN = replace(
 
 def plan(text="tp=8,pp=4,dp=4", calibration=None, **changes):
     made = plan_of(ask(**changes), text)
-    return replace(made, provenance=carried(calibration)) if calibration else made
+    return replace(made, provenance=calibration_entries(calibration)) if calibration else made
 
 
 @pytest.mark.parametrize("calibration", [OWN, built_in("trn1.32xlarge"), uncalibrated()], ids=lambda one: one.name)

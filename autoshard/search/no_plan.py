@@ -1,0 +1,178 @@
+"""Why a question has no plan, and what would change that: other pins, a larger cluster, a shorter sequence."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from autoshard.errors import AutoshardError, Fault, InputError, NoPlan
+from autoshard.plan.candidate import Candidate, pins_text
+from autoshard.plan.certificate import Refusal
+from autoshard.plan.plan import Plan
+from autoshard.plan.rules.check import all_rules
+from autoshard.plan.rules.columns import Engine
+from autoshard.plan.rules.nxd_engine import FLASH_TILE
+from autoshard.search.judging import judge_space
+from autoshard.search.planner import Found, Request, rejections_of, search
+from autoshard.search.space import default_kernels
+from autoshard.spec.cluster import LOCAL, Cluster
+from autoshard.units import format_bytes
+
+_MOST_DOUBLINGS = 6  # of the nodes
+_MOST_LOCAL_RANKS = 64
+_LEAST_TOKENS = 512
+_MOST_REFUSALS = 6  # that are printed
+_OPTIONS = {"seq_len": "--seq-len", "engine": "--engine", "precision": "--precision", "documents": "--documents"}
+
+Change = tuple[str, Callable[[], Request]]  # options to type, and the question with them
+
+
+def unanswered(request: Request, found: Found, *, helpful: bool = False) -> AutoshardError:
+    """Return the error of a search that found nothing; to be helpful, search for changes after which a plan exists."""
+    faults = question_faults(request)
+    if faults:
+        return InputError(faults)
+    lines = [why_none(request, found)]
+    if helpful:
+        nothing = [
+            "  neither more nodes nor a shorter sequence helps; the rules refuse what would be smaller:",
+            *_refusal_lines(found.certificate.refusals),
+        ]
+        lines += [f"  try {remedy}" for remedy in remedies(request)] or nothing
+    return NoPlan("\n".join(lines))
+
+
+def best_plan(ask: Callable[[], Request]) -> Plan | None:
+    """Return the best plan of a changed question; None where the change is impossible, or where no plan fits."""
+    try:
+        return next(iter(search(ask()).plans), None)
+    except InputError:
+        return None
+
+
+def remedies(request: Request) -> Iterator[str]:
+    """Yield changes of one thing at a time after which a plan exists, each as options to type."""
+    for changes in _changes(request):
+        first = next((words for words, ask in changes if best_plan(ask)), None)
+        if first:
+            yield first
+
+
+def _changes(request: Request) -> Iterator[Iterable[Change]]:
+    """Yield the changes of each thing, the least change first."""
+    pins, workload = request.pins, request.workload
+
+    def worked(**numbers: int) -> Request:
+        return replace(request, workload=replace(workload, **numbers))
+
+    fewer = {key: {name: value for name, value in pins.items() if name != key} for key in pins}
+    without_one: list[Change] = [
+        (f"--fix {pins_text(rest)}, so without {pins_text({key: pins[key]})}", partial(replace, request, pins=rest))
+        for key, rest in fewer.items()
+        if rest
+    ]
+    yield [*without_one, *([("it without --fix", partial(replace, request, pins={}))] if pins else [])]
+
+    # tp, cp and pp rarely take up the odd part of the ranks, so that dp has to
+    odd = request.cluster.num_ranks // (request.cluster.num_ranks & -request.cluster.num_ranks)
+    batch = math.ceil(workload.global_batch / odd) * odd
+    if batch != workload.global_batch:
+        yield [(f"--global-batch {batch}", partial(worked, global_batch=batch))]
+    tokens = math.ceil(workload.seq_len / FLASH_TILE) * FLASH_TILE
+    if tokens != workload.seq_len and "nxd" in request.engines:
+        yield [(f"--seq-len {tokens}", partial(worked, seq_len=tokens))]
+    yield _larger_clusters(request)
+    halves = [workload.seq_len >> power for power in range(1, workload.seq_len.bit_length())]
+    yield [(f"--seq-len {half}", partial(worked, seq_len=half)) for half in halves if half >= _LEAST_TOKENS]
+    engines: tuple[Engine, ...] = ("nxd", "torch")
+    others = [engine for engine in engines if engine not in request.engines]
+    yield [(f"--engine {engine}", partial(replace, request, engines=(engine,))) for engine in others]
+
+
+def _larger_clusters(request: Request) -> Iterator[Change]:
+    cluster = request.cluster
+    local = cluster.name == LOCAL
+    now = cluster.num_ranks if local else cluster.num_nodes
+    most = _MOST_LOCAL_RANKS if local else now << _MOST_DOUBLINGS
+
+    def resized(size: int) -> Request:
+        number = {"chips_per_node" if local else "num_nodes": size}
+        others = tuple(replace(other, **number) for other in request.other_lnc)
+        return replace(request, cluster=replace(cluster, **number), other_lnc=others)
+
+    for size in sorted({min(most, now << power) for power in range(1, _MOST_DOUBLINGS + 1)} - {now}):
+        yield f"--ranks {size}" if local else f"--nodes {size}", partial(resized, size)
+
+
+def question_faults(request: Request, option: str = "--fix") -> tuple[Fault, ...]:
+    """Return what is wrong with the question itself: what the Rules say against every layout that it leaves.
+
+    ``option`` is the option with which the pins were given. Reasons with the same remedy are one fault.
+    """
+    found = [_against_all(request, engine) for engine in request.engines]
+    if not all(found):
+        return ()
+    distinct: dict[tuple[str, str], Fault] = {}
+    for message in (message for messages in found for message in messages):
+        fault = _fault(message, request, option)
+        distinct.setdefault((fault.where, fault.message.rpartition(". ")[2]), fault)
+    return tuple(distinct.values())
+
+
+def why_none(request: Request, found: Found) -> str:
+    """Say why a search found nothing: which Rules left nothing, or by how much the smallest plan misses memory."""
+    pins = f" with {pins_text(request.pins)}" if request.pins else ""
+    where = f"{request.model.name} on {_cluster_text(request.cluster)}{pins}"
+    miss, certificate = found.nearest_miss, found.certificate
+    if miss is None or miss.prediction is None:
+        head = f"no plan: each of the {certificate.num_points} outer points of {where} is refused by a rule"
+        return "\n".join([head, *_refusal_lines(certificate.refusals)])
+    peak, capacity = miss.prediction.peak_bytes, miss.prediction.capacity_bytes
+    fullest = max(miss.prediction.stage_memory, key=lambda memory: memory.total)
+    largest = sorted(fullest.parts.items(), key=lambda part: -part[1])[:3]
+    return (
+        f"no plan: none of the {certificate.num_legal} legal outer points for {where} fits in memory\n"
+        f"  the smallest is {miss.candidate}: {format_bytes(peak)} a rank "
+        f"({', '.join(f'{part} {format_bytes(size)}' for part, size in largest)}), "
+        f"{format_bytes(peak - capacity)} more than the {format_bytes(capacity)} there are"
+    )
+
+
+def _refusal_lines(refusals: Sequence[Refusal]) -> list[str]:
+    most = sorted(refusals, key=lambda refusal: -refusal.num_points)[:_MOST_REFUSALS]
+    return [f"  {refusal.num_points} by {refusal.rule_id}, like {refusal.example}" for refusal in most]
+
+
+def _cluster_text(cluster: Cluster) -> str:
+    if cluster.name == LOCAL:
+        return f"this machine with {cluster.num_ranks} ranks"
+    return f"{cluster.num_nodes} x {cluster.name}"
+
+
+def _against_all(request: Request, engine: Engine) -> list[str]:
+    """Return the messages of the Rules about the question that refuse every layout of an engine.
+
+    Where the pinned sizes leave no layout at all, return what the Rules say about a candidate with these sizes.
+    """
+    rules = (*all_rules(), *request.extra_rules)
+    keys = {rule.id: set(rule.subject.replace(" ", "").split(",")) for rule in rules}
+    given = {*_OPTIONS, *request.pins}
+    ruled = judge_space(request, engine)
+    if ruled.num_points:
+        hopeless = [refusal for refusal in ruled.refusals if refusal.rule_id in ruled.hopeless]
+        return [refusal.example for refusal in hopeless if given & keys[refusal.rule_id]]
+    size = math.prod(int(request.pins.get(key, 1)) for key in ("tp", "pp", "cp"))
+    usual = {"dp": max(1, request.cluster.num_ranks // size), "kernels": default_kernels(request.cluster, engine)}
+    reasons = rejections_of(request, replace(Candidate(), **{**usual, **request.pins}), engine)
+    about_pins = [reason for reason in reasons if keys[reason.rule_id] <= given]
+    return [reason.message for reason in about_pins or reasons]
+
+
+def _fault(message: str, request: Request, option: str) -> Fault:
+    """Turn ``tp=3: ...`` into a fault of the option that says so: ``--fix tp=3: ...``."""
+    head, colon, rest = message.partition(": ")
+    key, _, value = head.partition("=")
+    if colon and key in _OPTIONS:
+        return Fault(where=f"{_OPTIONS[key]} {value}", message=rest)
+    pinned = colon and request.pins.keys() & {pair.partition("=")[0] for pair in head.split(",")}
+    return Fault(where=f"{option} {head}" if pinned else "", message=rest if pinned else message)

@@ -1,0 +1,158 @@
+"""A plan's own question asked again with one thing changed: its runners-up, and why it is not another plan."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from autoshard.cost.calibration import Calibration
+from autoshard.errors import InputError
+from autoshard.plan.candidate import Candidate, parse_pins, pins_text
+from autoshard.plan.explanation import Alternatives, Flip, WhyNot
+from autoshard.plan.plan import Plan
+from autoshard.plan.rules.nxd_engine import FLASH_TILE
+from autoshard.search.no_plan import best_plan, question_faults, why_none
+from autoshard.search.planner import Request, search
+from autoshard.search.space import default_kernels
+
+_OUTER = ("tp", "pp", "cp", "ep", "dp", "mbs", "vp", "zero", "schedule", "cp_kind", "cp_order")
+_MOST_RUNNERS_UP = 3
+_DOUBLINGS = 4  # or halvings: up to 16 times as much or as little
+_FINE = 100  # units of a circumstance that may take any value
+
+
+def request_of_plan(plan: Plan, calibration: Calibration) -> Request:
+    """Return the question that a plan answers, for its own engine and kernels, with nothing else fixed."""
+    own = default_kernels(plan.cluster, plan.engine)
+    return Request(
+        model=plan.model,
+        cluster=plan.cluster,
+        workload=plan.workload,
+        engines=(plan.engine,),
+        pins={} if plan.kernels == own else {"kernels": plan.kernels},
+        calibration=calibration,
+    )
+
+
+def outer_pins(candidate: Candidate) -> dict[str, Any]:
+    """Return pins of everything in a candidate but its stages and their recompute."""
+    return {**{key: getattr(candidate, key) for key in _OUTER}, "sp": candidate.sequence_parallel}
+
+
+def best_time_s(request: Request, pins: Mapping[str, Any]) -> float:
+    """Return the time of the best plan with these pins; infinite where there is none."""
+    plan = best_plan(lambda: replace(request, pins={**request.pins, **pins}))
+    return plan.prediction.step_time_s if plan and plan.prediction else math.inf
+
+
+def alternatives(plan: Plan, calibration: Calibration) -> Alternatives:
+    """Search a plan's own question again, and its own outer point without a limit of memory."""
+    request = request_of_plan(plan, calibration)
+    others = [one for one in search(request, _MOST_RUNNERS_UP + 1).plans if one.candidate != plan.candidate]
+    unlimited_s = best_time_s(replace(request, memory_bytes=math.inf), outer_pins(plan.candidate))
+    return Alternatives(others=tuple(others[:_MOST_RUNNERS_UP]), unlimited_s=unlimited_s)
+
+
+def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:
+    """Return the best plan with these keys or why there is none, and the changes after which it is the faster one."""
+    try:
+        pins = parse_pins(text)
+    except InputError as error:
+        raise error.under("--why-not") from None
+    if not pins:
+        raise InputError.of("--why-not", "names nothing; write key=value, for example tp=8,pp=16")
+    request = request_of_plan(plan, calibration)
+    pinned = replace(request, pins={**request.pins, **pins})
+    found = search(pinned)
+    other = next(iter(found.plans), found.nearest_miss)
+    against: list[str] = []
+    if not found.plans:
+        faults = question_faults(pinned, "--why-not") if other is None else ()
+        against = [str(fault) for fault in faults] or [why_none(pinned, found)]
+    flips: dict[str, Flip | None] = {}
+    if other is not None and other.candidate != plan.candidate and not (found.plans and _is_faster(other, plan)):
+        stages = {key: pins[key] for key in ("stages", "recompute") if key in pins}
+        own, theirs = outer_pins(plan.candidate), {**outer_pins(other.candidate), **stages}
+        for one in circumstances(request, plan.candidate, other.candidate):
+            flips[one.name] = _flip(one, own, theirs)
+    return WhyNot(
+        asked=pins_text(pins),
+        other=other,
+        fits=bool(found.plans),
+        against=tuple(against),
+        flips=tuple(flip for flip in flips.values() if flip),
+        unmoved=tuple(name for name, flip in flips.items() if flip is None),
+    )
+
+
+def _is_faster(one: Plan, other: Plan) -> bool:
+    assert one.prediction and other.prediction, "only predicted plans are compared"
+    return one.prediction.step_time_s < other.prediction.step_time_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circumstance:
+    """One number of a question, counted in units: how much it is, and the question when it is another."""
+
+    name: str
+    unit: float  # of what is printed
+    now: int  # units
+    changed: Callable[[int], Request]
+
+
+def circumstances(request: Request, own: Candidate, other: Candidate) -> Iterator[Circumstance]:
+    """Yield the batch, sequence, memory and bandwidth of a question, in units that both candidates can take."""
+    workload, cluster = request.workload, request.cluster
+
+    def worked(key: str, unit: int, count: int) -> Request:
+        return replace(request, workload=replace(workload, **{key: count * unit}))
+
+    batch = math.lcm(*(one.dp * one.mbs * one.pp for one in (own, other)))
+    if workload.global_batch % batch:
+        batch = math.lcm(*(one.dp * one.mbs for one in (own, other)))
+    tokens = math.lcm(*(2 * one.cp * one.tp for one in (own, other)))
+    tokens = math.lcm(tokens, FLASH_TILE) if "nxd" in request.engines else tokens
+    for name, key, unit in (("global batch", "global_batch", batch), ("sequence length", "seq_len", tokens)):
+        now, rest = divmod(getattr(workload, key), unit)
+        if not rest:
+            yield Circumstance(name=name, unit=unit, now=now, changed=partial(worked, key, unit))
+    capacity = request.memory_bytes or cluster.rank_memory_bytes
+
+    def with_memory(count: int) -> Request:
+        return replace(request, memory_bytes=capacity * count / _FINE)
+
+    yield Circumstance(name="memory of a rank", unit=capacity / _FINE, now=_FINE, changed=with_memory)
+
+    def with_bandwidth(count: int) -> Request:
+        links = [
+            replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * count / _FINE) for link in cluster.links
+        ]
+        return replace(request, cluster=replace(cluster, links=tuple(links)))
+
+    yield Circumstance(name="bandwidth of all links", unit=1 / _FINE, now=_FINE, changed=with_bandwidth)
+
+
+def _flip(one: Circumstance, own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Flip | None:
+    """Return the smallest change of a circumstance after which another outer point is faster, or alone fits."""
+
+    def turns(count: int) -> bool:
+        try:
+            request = one.changed(count)
+        except InputError:  # no such workload
+            return False
+        return best_time_s(request, theirs) < best_time_s(request, own)
+
+    found: list[Flip] = []
+    powers = range(1, _DOUBLINGS + 1)
+    for counts in ([one.now << power for power in powers], [one.now >> power for power in powers if one.now >> power]):
+        before = one.now
+        for after in counts:
+            if turns(after):
+                while abs(after - before) > 1:
+                    middle = (before + after) // 2
+                    before, after = (before, middle) if turns(middle) else (middle, after)
+                found.append(Flip(name=one.name, now=one.now * one.unit, then=after * one.unit))
+                break
+            before = after
+    return min(found, key=lambda flip: abs(math.log(flip.factor)), default=None)
