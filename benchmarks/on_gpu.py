@@ -16,7 +16,6 @@ import torch
 from autoshard.engine.base import Batch, Run
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.engine import build
-from autoshard.graph.count import model_flops_per_token
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.runtime.data.batches import synthetic_step
@@ -59,7 +58,7 @@ def speeds(plan: Plan, device: str = "cuda", backend: str = "inductor", pairs: i
     with tempfile.TemporaryDirectory() as folder:
         found = launch(None, 1, body, show=lambda _: None, placing=Placing(folder=Path(folder), device=device))
     tokens = plan.workload.seq_len * plan.workload.global_batch
-    rates = model_flops_per_token(graph_of(plan)) * tokens / np.median(np.array(found), axis=0)
+    rates = graph_of(plan).model_flops_per_token() * tokens / np.median(np.array(found), axis=0)
     peak = peak_flops_per_s(torch.cuda.get_device_name() if device == "cuda" else "")
     extras: dict[str, Extra] = {"gpu_speed": round(float(rates[0] / rates[1]), 3)}
     for name, rate in zip(("ours", "plain"), map(float, rates), strict=True):

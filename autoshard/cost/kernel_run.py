@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.graph.block import Block, Fused
+from autoshard.graph.block import Block, FusedOps
 from autoshard.graph.kinds.attention import SCORES
 from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
@@ -52,14 +52,14 @@ def kernel_runs(
         yield _kernel_run(traffic, owner[ops[0].source], ops, forward=pass_ == "F" or again, summed=summed)
 
 
-def _kernel_run(traffic: "_Traffic", group: Fused, ops: Sequence[Op], *, forward: bool, summed: bool) -> KernelRun:
+def _kernel_run(traffic: "_Traffic", group: FusedOps, ops: Sequence[Op], *, forward: bool, summed: bool) -> KernelRun:
     pass_ = ops[0].pass_
     plain = summed or pass_ == "W"  # nothing of what makes a kernel several is in products and sums of their own
-    launches = group.launches.forward if forward else group.launches.backward
+    launches = group.kernel.launches.forward if forward else group.kernel.launches.backward
     if plain:
-        apart = None if summed else group.launches.weights
-        launches = min(1, group.launches.forward) if apart is None else apart
-    score_bytes = group.score_bytes.forward if forward else group.score_bytes.backward
+        apart = None if summed else group.kernel.launches.weights
+        launches = min(1, group.kernel.launches.forward) if apart is None else apart
+    score_bytes = group.kernel.score_bytes.forward if forward else group.kernel.score_bytes.backward
     touched = tuple(traffic.forward(ops, group) if forward else traffic.backward(ops, group))
     products = [op.source for op in ops if isinstance(op.kind, Einsum)]
     return KernelRun(
@@ -67,12 +67,12 @@ def _kernel_run(traffic: "_Traffic", group: Fused, ops: Sequence[Op], *, forward
         ops=tuple(ops),
         touched=touched,
         fresh=tuple((op, tensor, traffic.kept_cuts(tensor)) for op, tensor in touched if not traffic.is_state(tensor)),
-        skips_masked=group.skips_masked,
-        mask_tile=group.mask_tile,
-        flops_ratio=1.0 if forward else group.backward_flops_ratio,
+        skips_masked=group.kernel.skips_masked,
+        mask_tile=group.kernel.mask_tile,
+        flops_ratio=1.0 if forward else group.kernel.backward_flops_ratio,
         launches=launches,
         score_bytes=0 if plain else score_bytes,
-        traffic_ratio=1.0 if plain else group.traffic_ratio,
+        traffic_ratio=1.0 if plain else group.kernel.traffic_ratio,
         products=bool(products) and traffic.weighted.issuperset(products),
     )
 
@@ -101,7 +101,7 @@ class _Traffic:
             if isinstance(op.kind, Deliver | Collect):
                 self.origins[op.outputs[0]] = set[str]().union(*(self.origins[name] for name in op.inputs))
 
-    def forward(self, ops: Sequence[Op], group: Fused) -> Iterator[Moved]:
+    def forward(self, ops: Sequence[Op], group: FusedOps) -> Iterator[Moved]:
         """Yield what a forward kernel moves: what others made, what others read, what it keeps; once each.
 
         What only its own backward reads and the kernel does not keep, is never written.
@@ -121,7 +121,7 @@ class _Traffic:
         yield from moved.values()
         yield from self._copies(group, dropped=any(op.again for op in ops))
 
-    def backward(self, ops: Sequence[Op], group: Fused) -> Iterator[Moved]:
+    def backward(self, ops: Sequence[Op], group: FusedOps) -> Iterator[Moved]:
         """Yield what a backward kernel moves; for what was not kept as it was it reads the forward kernel's copies."""
         names, made = {op.name for op in ops}, {output for op in ops for output in op.outputs}
         reads = [(op.name, name) for op in ops for name in op.inputs if not self.origins[name] <= made]
@@ -149,7 +149,7 @@ class _Traffic:
     def _is_lost(self, name: str) -> bool:
         return self.block.tensors[name].role == "activation" and self._storage(name) not in self.kept
 
-    def _copies(self, group: Fused, *, dropped: bool) -> Iterator[Moved]:
+    def _copies(self, group: FusedOps, *, dropped: bool) -> Iterator[Moved]:
         """Yield what a kernel keeps beside the tensors of the graph; ``dropped``: what only its clone keeps, too."""
         for save in group.saves:
             again = dropped and (self.eager or save.tensor.dims != SCORES)

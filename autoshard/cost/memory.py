@@ -78,7 +78,8 @@ def most_kept(
     if alike and not schedule.splits_backward:
         return schedule.in_flight(rank) * kept[0]
     sizes = (*kept, *waiting) if schedule.splits_backward else kept
-    amounts = [sum(count * size for count, size in zip(counts, sizes, strict=True)) for counts in schedule.held(rank)]
+    times = schedule.in_flight_by_chunk(rank)
+    amounts = [sum(count * size for count, size in zip(counts, sizes, strict=True)) for counts in times]
     return np.max(amounts, axis=0)
 
 

@@ -53,7 +53,7 @@ class Sends:
     @classmethod
     def of(cls, time_s: Number, schedule: Schedule, kernels: Kernels) -> "Sends":
         """Take from a platform's table how it sends in a schedule."""
-        hidden = schedule.builder in kernels.hides_sends
+        hidden = kernels.hides_sends(schedule.builder)
         return cls(time_s=time_s, hidden=hidden, receives_apart=kernels.receives_apart)
 
     @property

@@ -15,7 +15,6 @@ from autoshard.cost.provenance import calibration_of, interval_and_basis, term_s
 from autoshard.cost.setting import Question, boundary_bytes, price_block, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
 from autoshard.cost.step import StepCost, step_cost, step_s
-from autoshard.graph.count import model_flops_per_token
 from autoshard.graph.decoder import num_slots
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Plan
@@ -146,7 +145,7 @@ def utilisation(question: Question, step_time_s: float) -> float:
     graph, model, workload = question.step.graph, question.model, question.workload
     if model.num_experts:
         graph = replace(graph, sizes={**graph.sizes, "slots": num_slots(model, workload.seq_len, None)})
-    flops = model_flops_per_token(graph) * workload.tokens_per_step
+    flops = graph.model_flops_per_token() * workload.tokens_per_step
     peak = question.cluster.rank_matrix_flops_per_s(workload.precision.activations)
     return flops / (step_time_s * peak * question.cluster.num_ranks)
 

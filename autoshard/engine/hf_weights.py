@@ -10,7 +10,6 @@ from autoshard.engine.patches import Axes, Patch, Row
 from autoshard.errors import InputError, nearest
 from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.evaluate import instances
 from autoshard.graph.op import Dims
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
@@ -70,7 +69,7 @@ def _parameters(model: ModelSpec) -> tuple[Mapping[str, Dims], OpGraph]:
     workload = Workload(seq_len=1, global_batch=1, precision=Precision.named("fp32"))
     graph = decoder_graph(model, workload, load_kernels("torch_cpu"), micro_batch=1)
     tied = {_instance(other) for other in graph.tied}
-    dims = {f"{name}.{t.name}": t.dims for name, block in instances(graph) for t in block.parameters}
+    dims = {f"{name}.{t.name}": t.dims for name, block in graph.instances() for t in block.parameters}
     return {name: found for name, found in dims.items() if name not in tied}, graph
 
 

@@ -1,13 +1,13 @@
 """A block of the model with its forward, backward and step operations; the graph of one training step."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.graph.op import Call, Op, Tensor
-from autoshard.spec.kernels import NEVER, ONCE, BothWays
+from autoshard.graph.op import Array, Call, Op, Tensor
+from autoshard.spec.kernels import Kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,18 +25,12 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fused:
-    """Forward operations that run as one kernel, and what the kernel keeps for backward."""
+class FusedOps:
+    """Forward operations that run as one kernel, what is known of that kernel, and what it keeps for backward."""
 
     ops: tuple[str, ...]
+    kernel: Kernel
     saves: tuple[Saved, ...]
-    skips_masked: bool = False
-    mask_tile: int = 1
-    expands_keys: bool = False
-    backward_flops_ratio: float = 1.0
-    launches: BothWays = ONCE
-    score_bytes: BothWays = NEVER
-    traffic_ratio: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,27 +44,31 @@ class Block:
     repeat: int
     tensors: Mapping[str, Tensor]
     ops: tuple[Op, ...]
-    fused: tuple[Fused, ...]
+    fused: tuple[FusedOps, ...]
     saved: tuple[Saved, ...]
     carry_in: str | None
     carry_out: str | None
     recompute: str = "none"
 
     def __post_init__(self) -> None:
-        """Verify: defined before use, shapes as inferred, one gradient per parameter, all reads delivered."""
+        """Verify: names, order, shapes, one gradient per parameter, all reads delivered."""
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
-        self._check_names()
-        produced = {output for op in self.ops for output in op.outputs}
-        defined = {name for name in self.tensors if name not in produced}
+        named = {name for op in self.ops for name in (*op.inputs, *op.outputs)}
+        missing = (named | {name for name in (self.carry_in, self.carry_out) if name}) - set(self.tensors)
+        assert not missing, f"{self.kind} speaks of {sorted(missing)}, which it does not declare"
+        names = [op.name for op in self.ops]
+        assert len(names) == len(set(names)), f"{self.kind} has two operations of one name"
+        defined = set(self.tensors) - {output for op in self.ops for output in op.outputs}
         for op in self.ops:
             late = [name for name in op.inputs if name not in defined]
             assert not late, f"{self.kind}.{op.name} reads {late} before they exist"
             doubled = [name for name in op.outputs if name in defined]
             assert not doubled, f"{self.kind}.{op.name} defines {doubled} again"
-            self._check_shapes(op)
+            inferred = [(out.dims, out.dtype) for out in op.kind.infer([self.tensors[name] for name in op.inputs])]
+            stated = [(self.tensors[name].dims, self.tensors[name].dtype) for name in op.outputs]
+            assert inferred == stated, f"{self.kind}.{op.name} gives {inferred}, not {stated}"
             defined.update(op.outputs)
-        self._check_gradients()
-        self._check_deliveries()
+        self._check_gradients_and_deliveries()
 
     def call(self, op: Op, sizes: Mapping[str, int]) -> Call:
         """Return an operation applied to its tensors, with these sizes of the dims."""
@@ -90,26 +88,26 @@ class Block:
         """Its weights."""
         return tuple(tensor for tensor in self.tensors.values() if tensor.role == "parameter")
 
-    def _check_names(self) -> None:
-        missing = {name for op in self.ops for name in (*op.inputs, *op.outputs)} - set(self.tensors)
-        missing |= {name for name in (self.carry_in, self.carry_out) if name} - set(self.tensors)
-        assert not missing, f"{self.kind} speaks of {sorted(missing)}, which it does not declare"
-        names = [op.name for op in self.ops]
-        assert len(names) == len(set(names)), f"{self.kind} has two operations of one name"
+    def matrix_flops(self, passes: str, sizes: Mapping[str, int], *, again: bool = True) -> int:
+        """Return the matrix FLOPs of one run of passes (``F``, ``IW``, ...), with or without clones."""
+        ops = [op for op in self.select("micro_batch", passes) if again or not op.again]
+        return sum(op.kind.matrix_flops(self.call(op, sizes)) for op in ops)
 
-    def _check_shapes(self, op: Op) -> None:
-        inferred = op.kind.infer([self.tensors[name] for name in op.inputs])
-        stated = [self.tensors[name] for name in op.outputs]
-        agree = [(out.dims, out.dtype) for out in inferred] == [(tensor.dims, tensor.dtype) for tensor in stated]
-        assert agree, f"{self.kind}.{op.name} gives {inferred}, not {stated}"
+    def run(self, ops: Sequence[Op], sizes: Mapping[str, int], values: dict[str, Array]) -> None:
+        """Evaluate operations in order, adding their outputs to the values of tensors."""
+        for op in ops:
+            call = self.call(op, sizes)
+            results = op.kind.evaluate(call, *(values[name] for name in op.inputs))
+            for tensor, result in zip(call.outputs, results, strict=True):
+                expected = tuple(sizes[dim] for dim in tensor.dims)
+                assert result.shape == expected, f"{self.kind}.{op.name}: {tensor} has shape {result.shape}"
+                values[tensor.name] = result
 
-    def _check_gradients(self) -> None:
+    def _check_gradients_and_deliveries(self) -> None:
         sums = [op for op in self.select("micro_batch") if isinstance(op.kind, Accumulate)]
         given = sorted((op.outputs[0], self.tensors[op.outputs[0]].dims) for op in sums)
         expected = sorted((f"{tensor.name}.sum", tensor.dims) for tensor in self.parameters)
         assert given == expected, f"{self.kind}: gradients {given} for parameters {expected}"
-
-    def _check_deliveries(self) -> None:
         delivered = {name for op in self.ops if isinstance(op.kind, Deliver) for name in op.outputs}
         for op in self.select("micro_batch", "F"):
             activations = [name for name in op.inputs if self.tensors[name].role == "activation"]
@@ -146,6 +144,12 @@ class OpGraph:
         """How many layers lie between the embedding and the head."""
         return sum(block.repeat for block in self.blocks[1:-1])
 
+    def instances(self) -> Iterator[tuple[str, Block]]:
+        """Yield every block as often as it occurs, in order, named ``embed.0``, ``layer.0``, ``layer.1``, ..."""
+        for block in self.blocks:
+            for number in range(block.repeat):
+                yield f"{block.kind}.{number}", block
+
     def num_parameters(self) -> int:
         """Return the number of weights, tied ones once."""
         return sum(
@@ -155,7 +159,10 @@ class OpGraph:
             if f"{block.kind}.{tensor.name}" not in self.tied
         )
 
+    def model_flops_per_token(self) -> float:
+        """Return the matrix FLOPs that one token of training needs, without recompute: what utilisation is measured by.
 
-def distinct_bytes(saved: Iterable[Saved], sizes: Mapping[str, int]) -> int:
-    """Return the bytes of saved tensors, each storage counted once."""
-    return sum(entry.tensor.num_bytes(sizes) for entry in {entry.storage: entry for entry in saved}.values())
+        All (query, key) pairs count, also those that the mask hides, as in published figures.
+        """
+        flops = sum(block.repeat * block.matrix_flops("FIW", self.sizes, again=False) for block in self.blocks)
+        return flops / (self.sizes["batch"] * self.sizes["seq"])

@@ -1,14 +1,27 @@
-"""The one mutable value of the graph floor: a block while it is being written down."""
+"""Writing a block down: its forward operations one by one; backward and step phase follow from the kinds' own rules."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
-from autoshard.graph.kinds.linear import Deliver
-from autoshard.graph.op import Dims, Op, OpKind, Pass, Phase, Role, Tensor
+from autoshard.graph.block import Block
+from autoshard.graph.fusing import Flow, fuse, saved_tensors
+from autoshard.graph.kinds.linear import Deliver, Einsum
+from autoshard.graph.kinds.norm import Norm
+from autoshard.graph.kinds.optimizer import UPDATES, Accumulate, SquareSum
+from autoshard.graph.kinds.pointwise import Add, Cast
+from autoshard.graph.op import Differentiable, Dims, GradientStep, Op, OpKind, Pass, Phase, Role, Tensor
+from autoshard.spec.kernels import Kernels
 from autoshard.spec.workload import Dtype, Optimizer, Precision
+
+_NO_TIES: Mapping[str, str | None] = MappingProxyType({})
 
 
 class BlockBuilder:
-    """Collects tensors and operations; inserts the deliver of a tensor when it is first read."""
+    """Collects tensors and operations; inserts the deliver of a tensor when it is first read.
+
+    The one mutable value of the graph floor.
+    """
 
     def __init__(self, precision: Precision, optimizer: Optimizer = "adamw") -> None:
         self.precision = precision
@@ -37,7 +50,14 @@ class BlockBuilder:
 
     def emit(self, name: str, kind: OpKind, *inputs: str) -> str:
         """Append a forward operation that reads delivered tensors; return the name of its first output."""
-        self.append(name, kind, [self._deliver(tensor) for tensor in inputs], source=name)
+        reads: list[str] = []
+        for tensor in inputs:
+            if self.tensors[tensor].role == "activation" and tensor not in self._delivered:
+                usual = (f"{tensor.replace('.', '_')}_out", Deliver())
+                delivered, deliver = self._wanted.get(tensor, usual)
+                (self._delivered[tensor],) = self.append(delivered, deliver, [tensor], source=delivered)
+            reads.append(self._delivered.get(tensor, tensor))
+        self.append(name, kind, reads, source=name)
         return name
 
     def append(
@@ -46,27 +66,125 @@ class BlockBuilder:
     ) -> tuple[str, ...]:  # fmt: skip
         """Append any operation as it is; return the names of its outputs."""
         role: Role = "activation" if pass_ == "F" and phase == "micro_batch" else "gradient"
-        outputs: list[str] = []
-        for index, output in enumerate(kind.infer([self.tensors[tensor] for tensor in inputs])):
-            full = name if index == 0 and not output.suffix else f"{name}.{output.suffix}"
-            outputs.append(self.add(full, output.dims, output.dtype, role))
-        op = Op(
-            name=name,
-            kind=kind,
-            inputs=tuple(inputs),
-            outputs=tuple(outputs),
-            phase=phase,
-            pass_=pass_,
-            source=source,
+        outputs = tuple(
+            self.add(f"{name}.{output.suffix}" if number or output.suffix else name, output.dims, output.dtype, role)
+            for number, output in enumerate(kind.infer([self.tensors[tensor] for tensor in inputs]))
         )
+        op = Op(name=name, kind=kind, inputs=tuple(inputs), outputs=outputs, phase=phase, pass_=pass_, source=source)
         self.ops.append(op)
-        return op.outputs
+        return outputs
 
-    def _deliver(self, tensor: str) -> str:
-        role = self.tensors[tensor].role
-        if role != "activation":
-            return tensor
-        if tensor not in self._delivered:
-            name, kind = self._wanted.get(tensor, (f"{tensor.replace('.', '_')}_out", Deliver()))
-            (self._delivered[tensor],) = self.append(name, kind, [tensor], source=name)
-        return self._delivered[tensor]
+    def reader(self, tensor: str) -> Op:
+        """Return the first operation that reads a tensor."""
+        return next(op for op in self.ops if tensor in op.inputs)
+
+
+def finish(
+    b: BlockBuilder, kind: str, kernels: Kernels, *, carry: tuple[str | None, str | None], repeat: int = 1,
+    ties: Mapping[str, str | None] = _NO_TIES,
+) -> Block:  # fmt: skip
+    """Derive backward and step phase, decide what is kept, and freeze.
+
+    ``carry`` names what goes in and what comes out. ``ties`` maps a parameter to the gradient that another block made
+    for the same values, or to None if that other block updates it.
+    """
+    carry_in, carry_out = carry
+    result = carry_out or "loss"
+    seed = b.add(f"d.{result}", b.tensors[result].dims, b.tensors[result].dtype, "gradient")
+    add_backward(b, carry_in, {result: seed})
+    for scalar in UPDATES[b.optimizer].scalars:
+        b.add(scalar, (), "fp32", "input")
+    for name, tensor in list(b.tensors.items()):
+        if tensor.role == "parameter" and ties.get(name, "") is not None:
+            _add_update(b, name, ties.get(name))
+    flow = Flow(b.tensors, b.ops)
+    fused = fuse(flow, kernels)
+    return Block(
+        kind=kind, repeat=repeat, tensors=b.tensors, ops=tuple(b.ops), fused=fused,
+        saved=saved_tensors(flow, fused), carry_in=carry_in, carry_out=carry_out,
+    )  # fmt: skip
+
+
+def add_backward(b: BlockBuilder, carry_in: str | None, seeds: Mapping[str, str]) -> str | None:
+    """Append the backward operations; ``seeds`` maps results of the block to their gradients.
+
+    Returns the gradient of ``carry_in``. Weight gradients of products are pass W, because only they can wait; all else
+    is cheap, and pass I.
+    """
+    needing = {name for name, tensor in b.tensors.items() if tensor.role == "parameter" or name == carry_in}
+    for op in b.ops:
+        stops = isinstance(op.kind, Differentiable) and op.kind.stops_gradient
+        if not stops and needing.intersection(op.inputs):
+            needing.update(name for name in op.outputs if b.tensors[name].dtype != "int64")
+    arriving: dict[str, list[str]] = defaultdict(list, {result: [gradient] for result, gradient in seeds.items()})
+    for op in reversed(list(b.ops)):
+        if any(arriving[output] for output in op.outputs):
+            _differentiate(b, op, needing, arriving)
+    for name, tensor in list(b.tensors.items()):
+        if tensor.role == "parameter":
+            (gradient,) = arriving[name]
+            waits = any(gradient in op.outputs and op.pass_ == "W" for op in b.ops)
+            so_far = b.add(f"{name}.grad", tensor.dims, b.precision.gradients, "state")
+            source = b.reader(name).name
+            b.append(f"{name}.sum", Accumulate(), [so_far, gradient], source=source, pass_="W" if waits else "I")
+    if carry_in is None:
+        return None
+    (gradient,) = arriving[carry_in]
+    return gradient
+
+
+def _differentiate(b: BlockBuilder, op: Op, needing: set[str], arriving: dict[str, list[str]]) -> None:
+    """Append the steps of an operation's gradient rule; note whose gradient each result is."""
+    assert isinstance(op.kind, Differentiable), f"{op.name}: {op.kind.label} stands in a forward pass"
+    needed = [index for index, name in enumerate(op.inputs) if name in needing]
+    made: list[str] = []
+    for step in op.kind.gradient([b.tensors[name] for name in op.inputs], needed):
+        reads = [name for read in step.reads for name in _resolve(read, op, arriving, made)]
+        given: tuple[str, ...] = (reads[0],)
+        if step.kind is not None:
+            targets = "".join(str(index) for index in step.gives if index is not None) or "part"
+            given = b.append(f"{op.name}.d{targets}", step.kind, reads, source=op.name, pass_=_pass_of(b, op, step))
+        made.append(given[0])
+        for target, gradient in zip(step.gives, given, strict=False):
+            if target is not None and op.inputs[target] in needing:
+                arriving[op.inputs[target]].append(gradient)
+
+
+def _pass_of(b: BlockBuilder, op: Op, step: GradientStep) -> Pass:
+    weight = any(b.tensors[op.inputs[index]].role == "parameter" for index in step.gives if index is not None)
+    return "W" if weight and isinstance(step.kind, Einsum) else "I"
+
+
+def _resolve(read: str, op: Op, arriving: Mapping[str, list[str]], made: Sequence[str]) -> list[str]:
+    """Return the tensors that an entry of ``GradientStep.reads`` names."""
+    number = int(read.lstrip("dinoutsep"))
+    if read.startswith("in"):
+        return [op.inputs[number]]
+    if read.startswith("out"):
+        return [op.outputs[number]]
+    if read.startswith("step"):
+        return [made[number]]
+    gradients = arriving[op.outputs[number]]
+    assert isinstance(op.kind, Deliver) or len(gradients) == 1, f"{op.name} got {gradients} without a deliver"
+    return gradients
+
+
+def _add_update(b: BlockBuilder, name: str, tie: str | None) -> None:
+    """Append the step phase of a parameter: reduce, square, update, gather."""
+    precision, weight, kind = b.precision, b.tensors[name], UPDATES[b.optimizer]
+    if isinstance(b.reader(name).kind, (Norm, Add)):
+        kind = kind.without_decay()  # a norm's scale and shift, and biases, keep their size
+    total = f"{name}.sum"
+    if tie:
+        other = b.add(tie, weight.dims, precision.gradients, "input")
+        (total,) = b.append(f"{name}.tie", Accumulate(), [total, other], source=name, phase="step")
+    (gradient,) = b.append(f"{name}.reduce", Deliver(), [total], source=name, phase="step")
+    b.append(f"{name}.square", SquareSum(), [gradient], source=name, phase="step")
+    current = b.add(f"{name}.master", weight.dims, precision.masters, "state") if precision.masters else name
+    numbers = range(1, kind.num_moments + 1)
+    moments = [b.add(f"{name}.moment{number}", weight.dims, precision.moments, "state") for number in numbers]
+    reads = [current, *moments, gradient, *kind.scalars]
+    updated = b.append(f"{name}.update", kind, reads, source=name, phase="step")[0]
+    if precision.masters:
+        (updated,) = b.append(f"{name}.cast", Cast(dtype=weight.dtype), [updated], source=name, phase="step")
+    b.append(f"{name}.gather", Deliver(), [updated], source=name, phase="step")

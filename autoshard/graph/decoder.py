@@ -2,12 +2,9 @@
 
 from collections.abc import Mapping
 from fractions import Fraction
-from types import MappingProxyType
 
-from autoshard.graph.backward import add_backward, add_update
 from autoshard.graph.block import Block, OpGraph
-from autoshard.graph.builder import BlockBuilder
-from autoshard.graph.fusing import Flow, fuse, saved_tensors
+from autoshard.graph.builder import BlockBuilder, finish
 from autoshard.graph.kinds.attention import Attend, Rotary
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup, Pick
@@ -24,7 +21,6 @@ _RESIDUAL: Dims = ("batch", "seq", "hidden")
 _HEADS: Dims = ("kv_heads", "q_group", "head_dim")
 _KV: Dims = ("kv_heads", "head_dim")
 _KEYS_ALONG = (("seq", "kv_seq"),)
-_NO_TIES: Mapping[str, str | None] = MappingProxyType({})
 
 
 def decoder_graph(model: ModelSpec, workload: Workload, kernels: Kernels, *, micro_batch: int) -> OpGraph:
@@ -39,11 +35,7 @@ def decoder_graph(model: ModelSpec, workload: Workload, kernels: Kernels, *, mic
     ['embed', 'layer', 'head']
     """
     tied = {"head.unembed.weight": "embed.embed.weight"} if model.tied_embeddings else {}
-    blocks = (
-        _embed_block(model, workload, kernels),
-        _layer_block(model, workload, kernels),
-        _head_block(model, workload, kernels),
-    )
+    blocks = tuple(make(model, workload, kernels) for make in (_embed_block, _layer_block, _head_block))
     update = _update_block(workload, blocks)
     return OpGraph(sizes=dim_sizes(model, workload, kernels, micro_batch), blocks=blocks, update=update, tied=tied)
 
@@ -206,24 +198,6 @@ def _expert_linear(b: BlockBuilder, name: str, x: str, out: str, contracted: str
     return b.emit(name, Einsum(dims=("experts", "slots", out)), x, weight)
 
 
-def finish(
-    b: BlockBuilder, kind: str, kernels: Kernels, *, carry: tuple[str | None, str | None], repeat: int = 1,
-    ties: Mapping[str, str | None] = _NO_TIES,
-) -> Block:  # fmt: skip
-    """Derive backward and step phase, decide what is kept, and freeze; ``carry`` goes in and comes out."""
-    carry_in, carry_out = carry
-    result = carry_out or "loss"
-    seed = b.add(f"d.{result}", b.tensors[result].dims, b.tensors[result].dtype, "gradient")
-    add_backward(b, carry_in, {result: seed})
-    add_update(b, ties)
-    flow = Flow(b.tensors, b.ops)
-    fused = fuse(flow, kernels)
-    return Block(
-        kind=kind, repeat=repeat, tensors=b.tensors, ops=tuple(b.ops), fused=fused,
-        saved=saved_tensors(flow, fused), carry_in=carry_in, carry_out=carry_out,
-    )  # fmt: skip
-
-
 def _update_block(workload: Workload, blocks: tuple[Block, ...]) -> Block:
     """Write the one place that sees all gradients: every ``<block>.<parameter>.square``, repeats summed."""
     b = BlockBuilder(workload.precision)
@@ -235,12 +209,5 @@ def _update_block(workload: Workload, blocks: tuple[Block, ...]) -> Block:
     ]
     b.append("clip", ClipScale(limit=workload.clip_norm), squares, source="clip", phase="step")
     return Block(
-        kind="update",
-        repeat=1,
-        tensors=b.tensors,
-        ops=tuple(b.ops),
-        fused=(),
-        saved=(),
-        carry_in=None,
-        carry_out=None,
+        kind="update", repeat=1, tensors=b.tensors, ops=tuple(b.ops), fused=(), saved=(), carry_in=None, carry_out=None
     )

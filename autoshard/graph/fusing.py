@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import cast
 
-from autoshard.graph.block import Fused, Saved
+from autoshard.graph.block import FusedOps, Saved
 from autoshard.graph.kinds.attention import SCORES
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Op, Tensor
@@ -60,23 +61,35 @@ class Flow:
         return list({self.root(name): name for name in reversed(reads)}.values())[::-1]
 
 
-def fuse(flow: Flow, kernels: Kernels) -> tuple[Fused, ...]:
-    """Group the forward operations into kernels; what no table entry names stands alone."""
+def fuse(flow: Flow, kernels: Kernels) -> tuple[FusedOps, ...]:
+    """Group the forward operations into kernels; what no table entry names stands alone.
+
+    An operation of a table's kernel that the model lacks is passed over.
+    """
     names = [op.name for op in flow.forward if not isinstance(op.kind, Deliver)]
-    owner = {name: next((kernel for kernel in kernels.kernels if _matches(kernel, name)), None) for name in names}
-    groups: list[Fused] = []
+    owner = {
+        name: next((each for each in kernels.kernels if any(fnmatchcase(name, ops) for ops in each.ops)), None)
+        for name in names
+    }
+    groups: list[FusedOps] = []
     taken: set[str] = set()
-    for name, kernel in owner.items():
+    for name, entry in owner.items():
         if name in taken:
             continue
-        run = _run(kernel, name, [other for other in names if owner[other] is kernel]) if kernel else (name,)
+        kernel = entry or Kernel(ops=(name,), source="no entry of the table")
+        others = [] if kernel.apart else [one for one in kernel.ops if one != name and owner.get(one) is entry]
+        run = (name, *others)
         taken.update(run)
-        fused = _fused(flow, kernel, run)
-        groups.append(fused if kernels.eager else replace(fused, launches=NEVER))
+        if kernel.saves is None:
+            saves = [_saved(flow, tensor) for tensor in flow.read_by_backward(run)]
+        else:
+            saves = [save for number, text in enumerate(kernel.saves) for save in _named_saves(flow, run, text, number)]
+        kernel = kernel if kernels.eager else replace(kernel, launches=NEVER)
+        groups.append(FusedOps(ops=run, kernel=kernel, saves=tuple(saves)))
     return tuple(groups)
 
 
-def saved_tensors(flow: Flow, fused: Sequence[Fused], recomputed: frozenset[str] = frozenset()) -> tuple[Saved, ...]:
+def saved_tensors(flow: Flow, fused: Sequence[FusedOps], recomputed: frozenset[str] = frozenset()) -> tuple[Saved, ...]:
     """Return all that stays from forward to backward when some operations are computed again.
 
     What the kernels of those operations keep is dropped; what they read from elsewhere stays.
@@ -86,36 +99,6 @@ def saved_tensors(flow: Flow, fused: Sequence[Fused], recomputed: frozenset[str]
     return tuple({entry.storage: entry for entry in entries}.values())
 
 
-def _matches(kernel: Kernel, name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in kernel.ops)
-
-
-def _run(kernel: Kernel, first: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the operations that a kernel covers here; one that the model lacks is passed over."""
-    return (first,) if kernel.apart else (first, *(name for name in kernel.ops if name in names and name != first))
-
-
-def _fused(flow: Flow, kernel: Kernel | None, run: tuple[str, ...]) -> Fused:
-    if kernel is None:
-        return Fused(ops=run, saves=tuple(_saved(flow, name) for name in flow.read_by_backward(run)))
-    if kernel.saves is None:
-        saves = [_saved(flow, name) for name in flow.read_by_backward(run)]
-    else:
-        saves = [save for number, text in enumerate(kernel.saves) for save in _named_saves(flow, run, text, number)]
-    ratio = kernel.backward_flops_ratio
-    return Fused(
-        ops=run,
-        saves=tuple(saves),
-        skips_masked=kernel.skips_masked,
-        mask_tile=kernel.mask_tile,
-        expands_keys=kernel.expands_keys,
-        backward_flops_ratio=ratio,
-        launches=kernel.launches,
-        score_bytes=kernel.score_bytes,
-        traffic_ratio=kernel.traffic_ratio,
-    )
-
-
 def _saved(flow: Flow, name: str) -> Saved:
     return Saved(storage=flow.root(name), tensor=flow.tensors[name], op=flow.maker(name))
 
@@ -123,36 +106,24 @@ def _saved(flow: Flow, name: str) -> Saved:
 def _named_saves(flow: Flow, run: tuple[str, ...], text: str, number: int) -> Iterator[Saved]:
     """Read one entry of a kernel's ``saves``; an entry of its own memory is told apart by its number."""
     reference, _, dtype = text.partition("@")
-    apart, _, place = reference.rpartition(":")
-    if place == "scores":
-        yield _saved_scores(flow, run[0], f"{run[0]}.copy{number}", dtype)
+    apart, _, which = reference.rpartition(":")
+    own = f"{run[0]}.copy{number}"
+    if which == "scores":
+        query = next(op.inputs[0] for op in flow.forward if op.name == run[0])
+        wanted = cast(Dtype, dtype) if dtype else flow.tensors[query].dtype
+        yield Saved(storage=own, tensor=Tensor(name=own, dims=SCORES, dtype=wanted), op=run[0])
         return
-    for index, name in enumerate(_places(flow, run, place)):
+    if which.startswith("in"):
+        inputs = flow.external_inputs(run)
+        names = inputs if which == "in*" else [inputs[int(which[2:])]]
+    else:
+        names = [next(op for op in flow.forward if op.name == run[-1]).outputs[int(which[3:])]]
+    for index, name in enumerate(names):
         tensor = flow.tensors[name]
-        wanted = _dtype(dtype) if dtype else tensor.dtype
+        wanted = cast(Dtype, dtype) if dtype else tensor.dtype
         if not apart and wanted == tensor.dtype:
             yield _saved(flow, name)
         else:
-            storage = f"{run[0]}.copy{number}" if index == 0 else f"{run[0]}.copy{number}_{index}"
+            storage = own if index == 0 else f"{own}_{index}"
             over = flow.root(name) if apart == "over" else None
             yield Saved(storage=storage, tensor=replace(tensor, name=storage, dtype=wanted), op=run[0], over=over)
-
-
-def _saved_scores(flow: Flow, attend: str, storage: str, dtype: str) -> Saved:
-    query = next(op.inputs[0] for op in flow.forward if op.name == attend)
-    wanted = _dtype(dtype) if dtype else flow.tensors[query].dtype
-    return Saved(storage=storage, tensor=Tensor(name=storage, dims=SCORES, dtype=wanted), op=attend)
-
-
-def _places(flow: Flow, run: tuple[str, ...], place: str) -> Sequence[str]:
-    if place == "in*":
-        return flow.external_inputs(run)
-    if place.startswith("in"):
-        return [flow.external_inputs(run)[int(place[2:])]]
-    last = next(op for op in flow.forward if op.name == run[-1])
-    return [last.outputs[int(place[3:])]]
-
-
-def _dtype(text: str) -> Dtype:
-    assert text in ("bf16", "fp16", "fp32", "fp8"), f"{text} is not a dtype of a saved tensor"
-    return text

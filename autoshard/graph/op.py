@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 
 from autoshard.spec.training import AdamWConstants
@@ -86,14 +85,16 @@ class GradientStep:
 class OpKind(ABC):
     """What every kind of operation can say about itself."""
 
+    flops_per_element: ClassVar[int] = 1  # on the vector unit, for each element of the input or output with most dims
+
     @property
     def label(self) -> str:
         """The name that is printed: einsum, rms_norm, top_k ..."""
         return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(self).__name__).lower()
 
-    @abstractmethod
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Return dims and dtype of every output."""
+        """Return dims and dtype of every output; by default there is one, and it has those of the first input."""
+        return (Output(dims=inputs[0].dims, dtype=inputs[0].dtype),)
 
     @abstractmethod
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
@@ -116,8 +117,9 @@ class OpKind(ABC):
         return 0
 
     def vector_flops(self, call: Call) -> int:
-        """Return element-wise operations, by default one per element of the tensor with the most dims."""
-        return call.elements(max((*call.inputs, *call.outputs), key=lambda tensor: len(tensor.dims)).dims)
+        """Return element-wise operations."""
+        largest = max((*call.inputs, *call.outputs), key=lambda tensor: len(tensor.dims))
+        return self.flops_per_element * call.elements(largest.dims)
 
     def traffic_bytes(self, call: Call) -> int:
         """Return the bytes that it moves from and to memory when it runs on its own."""
@@ -170,19 +172,10 @@ class Op:
     again: bool = False  # a clone made by recompute
 
 
-def float_dtype(dtype: Dtype) -> type[np.generic]:
-    """Return the numpy type that a numpy evaluation uses for this dtype: exactness comes before width."""
-    return np.int64 if dtype == "int64" else np.float64
-
-
-def axis_of(tensor: Tensor, dim: str) -> int:
-    """Return the position of a dim in a tensor's array."""
-    return tensor.dims.index(dim)
-
-
 def aligned(array: Array, dims: Dims, target: Dims) -> Array:
     """Lay an array out along ``target`` dims, with length-1 axes for the dims it lacks.
 
+    >>> import numpy as np
     >>> aligned(np.zeros((3, 2)), ("seq", "batch"), ("batch", "seq", "hidden")).shape
     (2, 3, 1)
     """

@@ -18,7 +18,7 @@ def recompute(block: Block, kernels: Kernels, names: tuple[str, ...] | None) -> 
     """
     assert block.recompute == "none", f"{block.kind} is recomputed already"
     flow = Flow(dict(block.tensors), block.ops)
-    chosen = _chosen(block, kernels, names)
+    chosen = _to_recompute(block, kernels, names)
     if not chosen:
         return block
     kept = saved_tensors(flow, block.fused, chosen)
@@ -46,7 +46,7 @@ def recompute_label(names: tuple[str, ...] | None) -> str:
     return f"selective[{','.join(names)}]" if names else "none"
 
 
-def _chosen(block: Block, kernels: Kernels, names: tuple[str, ...] | None) -> frozenset[str]:
+def _to_recompute(block: Block, kernels: Kernels, names: tuple[str, ...] | None) -> frozenset[str]:
     forward = [op.name for group in block.fused for op in (block.op(name) for name in group.ops)]
     if names is None:
         return frozenset(forward)
@@ -66,33 +66,33 @@ def _clones(
     block: Block, flow: Flow, kernels: Kernels, chosen: frozenset[str], kept: tuple[Saved, ...]
 ) -> tuple[Op, ...]:
     """Return the clones in forward order: up to the last that backward needs or all, as the table says."""
-    inside = [op for op in flow.forward if op.name in chosen or _between(op, flow, chosen)]
+    inside = [
+        op
+        for op in flow.forward
+        if op.name in chosen or (isinstance(op.kind, Deliver) and flow.maker(op.inputs[0]) in chosen)
+    ]
     storages = {entry.storage for entry in kept}
     if kernels.clones_end == "last_saved":
-        lost = [name for name in flow.read_by_backward(sorted(chosen)) if flow.root(name) not in storages]
-        needed = _ancestors(inside, set(lost), storages, flow)
-        inside = [op for op in inside if op.name in needed]
+        wanted = {name for name in flow.read_by_backward(sorted(chosen)) if flow.root(name) not in storages}
+        needed: list[Op] = []
+        for op in reversed(inside):
+            if wanted.intersection(op.outputs):
+                needed.insert(0, op)
+                wanted |= {name for name in op.inputs if flow.root(name) not in storages}
+        inside = needed
     made = {output for op in inside for output in op.outputs if flow.root(output) not in storages}
-    return tuple(_clone(op, made) for op in inside if any(output in made for output in op.outputs))
-
-
-def _between(op: Op, flow: Flow, chosen: frozenset[str]) -> bool:
-    return isinstance(op.kind, Deliver) and flow.maker(op.inputs[0]) in chosen
-
-
-def _ancestors(inside: list[Op], wanted: set[str], kept: set[str], flow: Flow) -> set[str]:
-    needed: set[str] = set()
-    for op in reversed(inside):
-        if wanted.intersection(op.outputs):
-            needed.add(op.name)
-            wanted |= {name for name in op.inputs if flow.root(name) not in kept}
-    return needed
-
-
-def _clone(op: Op, made: set[str]) -> Op:
-    inputs = tuple(f"{name}.again" if name in made else name for name in op.inputs)
-    outputs = tuple(f"{name}.again" for name in op.outputs)
-    return replace(op, name=f"{op.name}.again", inputs=inputs, outputs=outputs, pass_="I", again=True)
+    return tuple(
+        replace(
+            op,
+            name=f"{op.name}.again",
+            inputs=tuple(f"{name}.again" if name in made else name for name in op.inputs),
+            outputs=tuple(f"{name}.again" for name in op.outputs),
+            pass_="I",
+            again=True,
+        )
+        for op in inside
+        if made.intersection(op.outputs)
+    )
 
 
 def _with_clones(

@@ -127,7 +127,7 @@ def _rings(block: Block, computes: Mapping[str, Compute]) -> Iterator[Message]:
     for entry in computes.values():
         if entry.ring:
             op, collective = entry.op, Collective(kind="permute", dim=RING_DIM, atoms=entry.ring[0].atoms)
-            expands = any(group.expands_keys for group in block.fused if op.source in group.ops)
+            expands = any(group.kernel.expands_keys for group in block.fused if op.source in group.ops)
             for name in _travelling(block, op, expands=expands):
                 dims = block.tensors[name].dims
                 cuts = {dim: cut for dim, cut in entry.cuts.items() if cut and dim in dims}

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from autoshard.errors import Fault, InputError, nearest, require
 from autoshard.layout.layout import Cuts, Layout
 from autoshard.plan.recompute import Recompute, compress, expand, parse_stages, split_outside_brackets, stages_text
-from autoshard.schedule.schedule import schedule_names
+from autoshard.schedule.builders import BUILDERS
 from autoshard.spec.placement import Placement
 
 _SIZES = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs")
@@ -219,8 +219,8 @@ def _choice(*choices: object) -> Callable[[str], object]:
 
 
 def _schedule(raw: str) -> str:
-    if raw not in schedule_names():
-        raise InputError.of("", f"{raw!r} is not a schedule. {nearest(raw, schedule_names())}")
+    if raw not in BUILDERS:
+        raise InputError.of("", f"{raw!r} is not a schedule. {nearest(raw, [*BUILDERS])}")
     return raw
 
 

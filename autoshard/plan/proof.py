@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.graph.block import Block
 from autoshard.graph.decoder import dim_sizes
-from autoshard.graph.evaluate import random_document_starts, run_ops
+from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.layout.interpret import Interpreter
 from autoshard.layout.program import Program
@@ -79,7 +79,7 @@ def _prove_block(
 ) -> BlockProof:  # fmt: skip
     given = random_inputs(block, sizes, generator)
     whole, uncut = dict(given), queueing_apart(block, program, mesh, sizes)
-    run_ops(uncut, uncut.select("micro_batch"), sizes, whole)
+    uncut.run(uncut.select("micro_batch"), sizes, whole)
     sharded = Interpreter(block=block, mesh=mesh, sizes=sizes).run(program, given)
     largest = max(float(np.abs(whole[result]).max()) for result in sharded)
     error = max(float(np.abs(values - whole[result]).max()) for result, values in sharded.items())

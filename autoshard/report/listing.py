@@ -125,9 +125,9 @@ def _engines() -> list[Entry]:
 
 
 def _schedules() -> list[Entry]:
-    from autoshard.schedule.schedule import schedule_meaning, schedule_names
+    from autoshard.schedule.builders import BUILDERS
 
-    return [{"name": name, "meaning": schedule_meaning(name)} for name in schedule_names()]
+    return [{"name": name, "meaning": builder.meaning} for name, builder in BUILDERS.items()]
 
 
 def _kernels() -> list[Entry]:

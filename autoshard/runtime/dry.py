@@ -28,10 +28,10 @@ def enough(plan: Plan, rank: int) -> int:
     every = schedule.num_micro_batches
     if schedule.actions is not None:
         return every
-    wanted = schedule.held(place)
+    wanted = schedule.in_flight_by_chunk(place)
     for fewer in range(2 * schedule.num_ranks, every, schedule.num_ranks):
         short = replace(schedule, num_micro_batches=fewer)
-        if short.held(place) == wanted:
+        if short.in_flight_by_chunk(place) == wanted:
             return fewer
     return every
 

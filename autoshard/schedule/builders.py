@@ -1,111 +1,82 @@
-"""Pipeline schedules as functions: in which order each pipeline rank runs its actions.
+"""Pipeline schedules as functions: the order in which each pipeline rank runs its actions.
 
-A position is a rank's place in the pipeline: the stage of its first chunk. A chunk is one of its vp stages.
+A schedule is one entry of ``BUILDERS``. All else (what ranks hold, how long they wait) is counted from its order. A
+position is a rank's place in the pipeline: the stage of its first chunk. A chunk is one of the vp stages of a rank.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain
 
-from autoshard.schedule.shape import Counts, PipelineShape, Step, unexceeded
-from autoshard.schedule.zero_bubble import (
-    h1_held,
-    h1_in_flight,
-    h1_order,
-    h1_waiting,
-    v_in_flight,
-    v_order,
-    v_waiting,
-)
+from autoshard.schedule.action import ActionKind
+
+Step = tuple[ActionKind, int, int]  # an action without its class: kind, stage (in an order: chunk), micro-batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineShape:
+    """What an order depends on: pipeline ranks, chunks per rank, micro-batches."""
+
+    num_ranks: int
+    num_chunks: int
+    num_micro_batches: int
+
+    @property
+    def num_units(self) -> int:
+        """Forward actions of one rank: micro-batches times chunks."""
+        return self.num_micro_batches * self.num_chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builder:
-    """A schedule's order, and the closed forms of what it keeps and how long it waits."""
+    """A schedule: the order of each rank, and where its stages lie.
+
+    After ``4 * num_ranks`` micro-batches an order must repeat itself, micro-batch by micro-batch or round by round.
+    """
 
     order: Callable[[PipelineShape, int], list[Step]]  # (kind, chunk, micro-batch) of the rank at a position
-    in_flight: Callable[[PipelineShape, int], int]  # (chunk, micro-batch) pairs that the rank at a position holds
-    waiting: Callable[[PipelineShape], float | None]  # units of F, I and W that a rank waits; None: no closed form
-    held: Callable[[PipelineShape, int], Counts | None] = lambda shape, position: None  # whole, and between I and W
     num_chunks: int | None = 1  # per rank; None: any number
     in_rounds: bool = False  # chunks take turns in rounds of num_ranks micro-batches
-    splits: bool = False  # backward into I and W
     turns: bool = False  # odd chunks run from the last rank to the first
     meaning: str
+    splits: bool = field(init=False)  # backward into I and W
+
+    def __post_init__(self) -> None:
+        """Read from the order whether it splits the backward."""
+        smallest = PipelineShape(num_ranks=1, num_chunks=self.num_chunks or 1, num_micro_batches=1)
+        object.__setattr__(self, "splits", any(kind == "I" for kind, _, _ in self.order(smallest, 0)))
 
     def stage_of(self, num_ranks: int, rank: int, chunk: int) -> int:
-        """Give the stage that a chunk of a rank is, if nobody places it elsewhere."""
+        """Return the stage that a chunk of a rank is, if nobody places it elsewhere."""
         back = self.turns and chunk % 2
         return chunk * num_ranks + (num_ranks - 1 - rank if back else rank)
 
     def place_of(self, num_ranks: int, stage: int) -> tuple[int, int]:
-        """Give the rank and chunk of a stage: the inverse of ``stage_of``."""
+        """Return the rank and chunk of a stage: the inverse of ``stage_of``."""
         chunk, rank = divmod(stage, num_ranks)
         return (num_ranks - 1 - rank if self.turns and chunk % 2 else rank), chunk
 
 
-def _one_forward_one_backward(
-    warm_up: Callable[[PipelineShape, int], int], shape: PipelineShape, position: int
-) -> list[Step]:
-    """After the warm-up, forwards and whole backwards take turns until the forwards run out."""
-    forwards, backwards = _walks(shape)
-    before = warm_up(shape, position)
+def _alternating(warm_up: Callable[[PipelineShape, int], int], shape: PipelineShape, position: int) -> list[Step]:
+    """After the warm-up, forwards and whole backwards alternate until the forwards run out."""
+    forwards, backwards = _forwards_and_backwards(shape)
+    before = max(0, min(warm_up(shape, position), shape.num_units))
     pairs = zip(forwards[before:], backwards, strict=False)
     return [*forwards[:before], *chain.from_iterable(pairs), *backwards[shape.num_units - before :]]
 
 
-def _held_in_flight(warm_up: Callable[[PipelineShape, int], int], shape: PipelineShape, position: int) -> int:
-    return min(warm_up(shape, position) + 1, shape.num_units)
-
-
-def _held_interleaved(shape: PipelineShape, position: int) -> Counts:
-    """Count by chunk what is held before each backward of the first round: later ones repeat that."""
-    before, turn = _warm_up_interleaved(shape, position), shape.num_ranks * shape.num_chunks
-    held = [0] * shape.num_chunks
-    for step in range(before):
-        held[_unit(shape, step)[0]] += 1
-    found = {tuple(held)} if before == shape.num_units else set[tuple[int, ...]]()
-    for step in range(min(turn, shape.num_units - before)):
-        held[_unit(shape, before + step)[0]] += 1
-        found.add(tuple(held))
-        held[_mirrored(shape, step)[0]] -= 1
-    return unexceeded(found)
-
-
-def _ends(shape: PipelineShape) -> float:
-    # One unit of each other rank, at the two ends (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
-    return shape.num_ranks - 1
-
-
 @lru_cache(maxsize=8)  # ranks differ only in where they begin
-def _walks(shape: PipelineShape) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """Give all forwards and all whole backwards, each in their order."""
-    units = range(shape.num_units)
-    forwards: list[Step] = [("F", *_unit(shape, step)) for step in units]
-    backwards: list[Step] = [("B", *_mirrored(shape, step)) for step in units]
+def _forwards_and_backwards(shape: PipelineShape) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """Return all forwards and all whole backwards; chunks take turns in rounds of ``num_ranks`` micro-batches."""
+    forwards: list[Step] = []
+    backwards: list[Step] = []
+    for unit in range(shape.num_units):
+        round_index, inside = divmod(unit, shape.num_ranks * shape.num_chunks)
+        chunk, number = inside // shape.num_ranks, round_index * shape.num_ranks + inside % shape.num_ranks
+        forwards.append(("F", chunk, number))
+        backwards.append(("B", shape.num_chunks - 1 - chunk, number))
     return tuple(forwards), tuple(backwards)
-
-
-def _unit(shape: PipelineShape, step: int) -> tuple[int, int]:
-    """Walk the chunks in rounds of ``num_ranks`` micro-batches each; with one chunk count micro-batches."""
-    if shape.num_chunks == 1:
-        return 0, step
-    round_index, inside = divmod(step, shape.num_ranks * shape.num_chunks)
-    return inside // shape.num_ranks, round_index * shape.num_ranks + inside % shape.num_ranks
-
-
-def _mirrored(shape: PipelineShape, step: int) -> tuple[int, int]:
-    chunk, micro_batch = _unit(shape, step)
-    return shape.num_chunks - 1 - chunk, micro_batch
-
-
-def _warm_up_gpipe(shape: PipelineShape, position: int) -> int:
-    return shape.num_units
-
-
-def _warm_up_1f1b(shape: PipelineShape, position: int) -> int:
-    return max(0, min(shape.num_ranks - position - 1, shape.num_units))
 
 
 def _warm_up_interleaved(shape: PipelineShape, position: int) -> int:
@@ -113,46 +84,83 @@ def _warm_up_interleaved(shape: PipelineShape, position: int) -> int:
     # (aws-neuron/neuronx-distributed src/neuronx_distributed/pipeline/scheduler.py, get_step_schedule).
     if shape.num_micro_batches == shape.num_ranks:
         return shape.num_units
-    before_first_backward = (shape.num_ranks - position - 1) * 2 + (shape.num_chunks - 1) * shape.num_ranks
-    return max(0, min(before_first_backward, shape.num_units))
+    return (shape.num_ranks - position - 1) * 2 + (shape.num_chunks - 1) * shape.num_ranks
 
 
-BUILDERS: Mapping[str, Builder] = {
+def _zb_h1(shape: PipelineShape, position: int) -> list[Step]:
+    """Return 1F1B's order with every W put off by as many micro-batches as ranks stand before (ZB-H1).
+
+    Then all ranks hold as many micro-batches as the first one does under 1F1B
+    (Qi et al. 2023, arXiv:2401.10241, section 2.1).
+    """
+    count = shape.num_micro_batches
+    warm_up = max(0, min(shape.num_ranks - position - 1, count))
+    steps: list[Step] = [("F", 0, number) for number in range(warm_up)]
+    for number in range(count):
+        if warm_up + number < count:
+            steps.append(("F", 0, warm_up + number))
+        steps.append(("I", 0, number))
+        if number >= position:
+            steps.append(("W", 0, number - position))
+    return steps + [("W", 0, number) for number in range(max(0, count - position), count)]
+
+
+_V_PASSES: tuple[tuple[ActionKind, int], ...] = (("F", 0), ("I", 0), ("W", 0), ("F", 1), ("I", 1), ("W", 1))
+
+
+def _zb_v(shape: PipelineShape, position: int) -> list[Step]:
+    """Return the order of ZB-V for the rank whose two chunks are the stages ``position`` and its mirror image.
+
+    A micro-batch goes down the ranks through their first chunks and returns through their second ones, so that the rank
+    that begins a forward also ends it, and every rank can hold the same (Qi et al. 2023, arXiv:2401.10241; why a V
+    balances what ranks hold: Qi et al. 2024, arXiv:2405.15362). The order is that of PyTorch's ScheduleZBVZeroBubble.
+    """
+    count = max(shape.num_micro_batches, 2 * shape.num_ranks - 1)  # fewer do not fill the V: leave some out below
+    steps: list[Step] = []
+    done = dict.fromkeys(_V_PASSES, 0)
+    f0, i0, w0, f1, i1, w1 = _V_PASSES
+
+    def run(passes: list[tuple[ActionKind, int]], times: int) -> None:
+        """Append the next micro-batch of each of these passes in turn, so many times over."""
+        for kind, chunk in passes * times:
+            steps.append((kind, chunk, done[kind, chunk]))
+            done[kind, chunk] += 1
+
+    run([f0], 2 * (shape.num_ranks - position) - 1)
+    run([f1, f0], position)
+    run([f1, i1, w1], shape.num_ranks - position)
+    ahead = done[f0] - done[f1]
+    run([f0, i0, w0, f1, i1, w1], count - done[f0])
+    run([i0, w0, f1, i1, w1], ahead)
+    run([i0, i1], position)
+    run([i0, w0], shape.num_ranks - position)
+    run([w1], count - done[w1])
+    run([w0], count - done[w0])
+    return [step for step in steps if step[2] < shape.num_micro_batches]
+
+
+BUILDERS: dict[str, Builder] = {
     "gpipe": Builder(
-        order=partial(_one_forward_one_backward, _warm_up_gpipe),
-        in_flight=partial(_held_in_flight, _warm_up_gpipe),
-        waiting=_ends,
+        order=partial(_alternating, lambda shape, position: shape.num_units),
         meaning="all forwards, then all backwards; every micro-batch is in flight",
     ),
     "1f1b": Builder(
-        order=partial(_one_forward_one_backward, _warm_up_1f1b),
-        in_flight=partial(_held_in_flight, _warm_up_1f1b),
-        waiting=_ends,
+        order=partial(_alternating, lambda shape, position: shape.num_ranks - position - 1),
         meaning="one forward, one backward; at most pp micro-batches in flight",
     ),
     "interleaved": Builder(
-        order=partial(_one_forward_one_backward, _warm_up_interleaved),
-        in_flight=partial(_held_in_flight, _warm_up_interleaved),
-        held=_held_interleaved,
-        waiting=_ends,
+        order=partial(_alternating, _warm_up_interleaved),
         num_chunks=None,
         in_rounds=True,
         meaning="1f1b over vp chunks per rank; the bubble shrinks by vp, more is in flight",
     ),
     "zb_h1": Builder(
-        order=h1_order,
-        in_flight=h1_in_flight,
-        held=h1_held,
-        waiting=h1_waiting,
-        splits=True,
+        order=_zb_h1,
         meaning="1f1b with split backwards; a third of its bubble, its peak in flight on all ranks",
     ),
     "zb_v": Builder(
-        order=v_order,
-        in_flight=v_in_flight,
-        waiting=v_waiting,
+        order=_zb_v,
         num_chunks=2,
-        splits=True,
         turns=True,
         meaning="split backwards, 2 chunks per rank in a V; a sixth of 1f1b's bubble, its peak on all ranks",
     ),

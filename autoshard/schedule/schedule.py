@@ -3,23 +3,17 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
+
+import numpy as np
 
 from autoshard.errors import nearest, require
 from autoshard.schedule.action import Action, ActionLists
-from autoshard.schedule.builders import BUILDERS, Builder
-from autoshard.schedule.shape import Counts, PipelineShape, Step, most_held, most_held_by_chunk
+from autoshard.schedule.builders import BUILDERS, Builder, PipelineShape, Step
+from autoshard.schedule.timeline import unit_bubble
 
-
-def schedule_names() -> tuple[str, ...]:
-    """Give the names after ``schedule=`` that can be used."""
-    return tuple(BUILDERS)
-
-
-def schedule_meaning(name: str) -> str:
-    """Say in one line what a schedule does."""
-    return BUILDERS[name].meaning
+Counts = tuple[tuple[int, ...], ...]  # of micro-batches by chunk, at several times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,25 +36,32 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Refuse schedules that no builder can make."""
+        counts = ("num_ranks", "num_chunks", "num_micro_batches")
         require(
-            (self.builder in BUILDERS, "builder", _unknown(self.builder)),
-            (self.num_ranks >= 1, "num_ranks", f"must be at least 1, not {self.num_ranks}"),
-            (self.num_chunks >= 1, "num_chunks", f"must be at least 1, not {self.num_chunks}"),
             (
-                self.num_micro_batches >= 1,
-                "num_micro_batches",
-                f"must be at least 1, not {self.num_micro_batches}",
+                self.builder in BUILDERS,
+                "builder",
+                f"{self.builder!r} is not a schedule. {nearest(self.builder, [*BUILDERS])}",
             ),
+            *((getattr(self, name) >= 1, name, f"must be at least 1, not {getattr(self, name)}") for name in counts),
         )
+        builder, built = self._builder, self.actions is None
+        per_rank = "one stage" if builder.num_chunks == 1 else f"{builder.num_chunks} stages"
+        advice = ". Use interleaved" if builder.num_chunks == 1 else ""
+        places = {(rank, chunk) for rank in range(self.num_ranks) for chunk in range(self.num_chunks)}
         require(
-            (self._chunks_fit(), "num_chunks", self._chunks_misfit()),
             (
-                self._rounds_fit(),
+                not built or builder.num_chunks in (None, self.num_chunks),
+                "num_chunks",
+                f"{self.builder} runs {per_rank} per rank, not {self.num_chunks}{advice}",
+            ),
+            (
+                not (built and builder.in_rounds and self.num_chunks > 1 and self.num_micro_batches % self.num_ranks),
                 "num_micro_batches",
                 f"{self.builder} needs a multiple of {self.num_ranks} ranks, not {self.num_micro_batches}",
             ),
             (
-                self._placement_fits(),
+                self.placement is None or (len(self.placement) == len(places) and set(self.placement) == places),
                 "placement",
                 f"must name each (rank, chunk) of {self.num_ranks} ranks x {self.num_chunks} chunks once",
             ),
@@ -71,77 +72,50 @@ class Schedule:
             ),
         )
 
-    def _chunks_fit(self) -> bool:
-        return self.actions is not None or self._builder.num_chunks in (None, self.num_chunks)
-
-    def _chunks_misfit(self) -> str:
-        if self._builder.num_chunks == 1:
-            return f"{self.builder} runs one stage per rank, not {self.num_chunks}. Use interleaved"
-        return f"{self.builder} runs {self._builder.num_chunks} stages per rank, not {self.num_chunks}"
-
-    def _rounds_fit(self) -> bool:
-        in_rounds = self._builder.in_rounds and self.actions is None and self.num_chunks > 1
-        return not in_rounds or self.num_micro_batches % self.num_ranks == 0
-
-    def _placement_fits(self) -> bool:
-        if self.placement is None:
-            return True
-        if len(self.placement) != self.num_stages:
-            return False
-        in_range = all(0 <= rank < self.num_ranks and 0 <= chunk < self.num_chunks for rank, chunk in self.placement)
-        return in_range and len(set(self.placement)) == self.num_stages
-
     @property
     def num_stages(self) -> int:
         """Stages of the whole pipeline: ranks times chunks."""
         return self.num_ranks * self.num_chunks
 
     def place_of(self, stage: int) -> tuple[int, int]:
-        """Give ``(rank, chunk)`` of a stage."""
+        """Return ``(rank, chunk)`` of a stage."""
         return self.placement[stage] if self.placement else self._builder.place_of(self.num_ranks, stage)
 
     def stages_of(self, rank: int) -> dict[int, int]:
-        """Map each chunk of a rank to its stage."""
+        """Return the stage of each chunk of a rank."""
         if self.placement is None:
             return {chunk: self._builder.stage_of(self.num_ranks, rank, chunk) for chunk in range(self.num_chunks)}
         return {chunk: stage for stage, (owner, chunk) in enumerate(self.placement) if owner == rank}
 
     def sent_on(self) -> tuple[bool, ...]:
-        """Say of each stage but the last whether what it makes goes to another rank."""
+        """Return for each stage but the last whether what it makes goes to another rank."""
         ranks = [self.place_of(stage)[0] for stage in range(self.num_stages)]
         return tuple(rank != after for rank, after in pairwise(ranks))
 
     def num_sends(self) -> tuple[int, ...]:
-        """Count the messages that each rank sends for one micro-batch, forward and back."""
+        """Return how many messages each rank sends for one micro-batch, forward and back."""
         ranks = [self.place_of(stage)[0] for stage in range(self.num_stages)]
         counts = Counter(rank for pair in pairwise(ranks) if len(set(pair)) > 1 for rank in pair)
         return tuple(counts[rank] for rank in range(self.num_ranks))
 
     def steps(self) -> list[list[Step]]:
-        """Give ``(kind, stage, micro-batch)`` of every action, per rank in order: the action lists in short."""
+        """Return ``(kind, stage, micro-batch)`` of every action, per rank in order: the action lists in short."""
         return [self.steps_of(rank) for rank in range(self.num_ranks)]
 
     def steps_of(self, rank: int) -> list[Step]:
-        """Give ``(kind, stage, micro-batch)`` of every action of one rank."""
+        """Return ``(kind, stage, micro-batch)`` of every action of one rank."""
         if self.actions is not None:
             return [(action.kind, action.stage, action.micro_batch) for action in self.actions[rank]]
-        stages = self.stages_of(rank)
-        order = self._builder.order(self._shape, stages[0])
-        return [(kind, stages[chunk], micro_batch) for kind, chunk, micro_batch in order]
+        return self._ordered(self._builder.order, rank)
 
     def action_lists(self) -> ActionLists:
-        """Give the actions of every pipeline rank, in order."""
-        if self.actions is not None:
-            return self.actions
-        return tuple(
-            tuple(Action(kind=kind, stage=stage, micro_batch=micro_batch) for kind, stage, micro_batch in own)
-            for own in self.steps()
-        )
+        """Return the actions of every pipeline rank, in order."""
+        return self.actions if self.actions is not None else _as_actions(self.steps())
 
     def in_order(self, order: Callable[[PipelineShape, int], list[Step]]) -> "Schedule":
-        """Return the same pipeline run in an order of one's own, as action lists; ``verify_actions`` judges them.
+        """Return the same pipeline run in an order of one's own, as action lists; ``verify_actions`` checks them.
 
-        An order gives ``(kind, chunk, micro-batch)`` of the rank at a position, as those of the builders do.
+        An order returns ``(kind, chunk, micro-batch)`` of the rank at a position, as those of the builders do.
 
         >>> def all_forwards_first(shape: PipelineShape, position: int) -> list[Step]:
         ...     return [(kind, 0, number) for kind in ("F", "B") for number in range(shape.num_micro_batches)]
@@ -149,35 +123,23 @@ class Schedule:
         >>> " ".join(map(str, schedule.action_lists()[1]))
         'F1.0 F1.1 B1.0 B1.1'
         """
-        lists: list[tuple[Action, ...]] = []
-        for rank in range(self.num_ranks):
-            stages = self.stages_of(rank)
-            steps = order(self._shape, stages[0])
-            lists.append(
-                tuple(Action(kind=kind, stage=stages[chunk], micro_batch=number) for kind, chunk, number in steps)
-            )
-        return replace(self, actions=tuple(lists))
+        return replace(self, actions=_as_actions([self._ordered(order, rank) for rank in range(self.num_ranks)]))
 
     def in_flight(self, rank: int) -> int:
-        """Count the (chunk, micro-batch) pairs a rank holds activations of at most; a chunk is 1/vp of it."""
-        if self.actions is not None:
-            return most_held(action.kind for action in self.actions[rank])
-        return self._builder.in_flight(self._shape, self.stages_of(rank)[0])
+        """Return how many (chunk, micro-batch) pairs a rank keeps activations of at most; a chunk is 1/vp of it."""
+        return max(map(sum, self.in_flight_by_chunk(rank)))
 
-    def held(self, rank: int) -> Counts:
-        """Count the micro-batches of each chunk that a rank holds at a time, at all times that no other exceeds.
+    def in_flight_by_chunk(self, rank: int) -> Counts:
+        """Return of how many micro-batches a rank keeps activations, chunk by chunk, at each time of a local maximum.
 
         Where backwards are split, those that only wait for their W count apart, after the others.
 
-        >>> Schedule(builder="interleaved", num_ranks=2, num_chunks=2, num_micro_batches=4).held(0)
+        >>> Schedule(builder="interleaved", num_ranks=2, num_chunks=2, num_micro_batches=4).in_flight_by_chunk(0)
         ((4, 1), (3, 2))
-        >>> Schedule(builder="zb_h1", num_ranks=4, num_micro_batches=8).held(1)
+        >>> Schedule(builder="zb_h1", num_ranks=4, num_micro_batches=8).in_flight_by_chunk(1)
         ((3, 1), (2, 2))
         """
-        if self.num_chunks == 1 and not self.splits_backward:
-            return ((self.in_flight(rank),),)
-        known = self._builder.held(self._shape, self.stages_of(rank)[0]) if self.actions is None else None
-        return known or _held(self, rank)
+        return _in_flight(self, rank)
 
     @property
     def splits_backward(self) -> bool:
@@ -187,20 +149,16 @@ class Schedule:
         return any(action.kind in "IW" for own in self.actions for action in own)
 
     def bubble_fraction(self) -> float:
-        """Share of the step in which a rank waits, if stages are equal, F, I and W as well, and sending is free.
+        """Return the share of the step in which ranks wait if stages are equal, F, I and W as well, and sends free.
 
-        >>> Schedule(builder="1f1b", num_ranks=4, num_micro_batches=12).bubble_fraction()
+        >>> round(Schedule(builder="1f1b", num_ranks=4, num_micro_batches=12).bubble_fraction(), 6)
         0.2
         """
-        waiting = self._builder.waiting(self._shape) if self.actions is None else None
-        if waiting is None:
-            return self._counted_bubble()
-        return waiting / (self._shape.num_units + waiting)
-
-    def _counted_bubble(self) -> float:
-        from autoshard.schedule.timeline import unit_bubble  # only here: few schedules need numpy
-
         return unit_bubble(self.steps(), self._shape)
+
+    def _ordered(self, order: Callable[[PipelineShape, int], list[Step]], rank: int) -> list[Step]:
+        stages = self.stages_of(rank)
+        return [(kind, stages[chunk], micro_batch) for kind, chunk, micro_batch in order(self._shape, stages[0])]
 
     @property
     def _builder(self) -> Builder:
@@ -213,15 +171,42 @@ class Schedule:
         )
 
 
-@cache
-def _held(schedule: Schedule, rank: int) -> Counts:
-    few = 4 * schedule.num_ranks  # more repeat what these do: warm-ups take less than two rounds
-    if schedule.actions is None and schedule.num_micro_batches > few:
-        return _held(replace(schedule, num_micro_batches=few), rank)
+def _as_actions(steps: list[list[Step]]) -> ActionLists:
+    return tuple(
+        tuple(Action(kind=kind, stage=stage, micro_batch=number) for kind, stage, number in own) for own in steps
+    )
+
+
+@lru_cache(maxsize=4096)
+def _in_flight(schedule: Schedule, rank: int) -> Counts:
+    """Count; from four rounds on the order repeats itself, and what is in flight grows as it does from there on."""
+    unit = schedule.num_ranks if BUILDERS[schedule.builder].in_rounds else 1
+    total = schedule.num_micro_batches
+    few = 4 * schedule.num_ranks + total % unit
+    if schedule.actions is not None or total <= few + unit:
+        return _counted(schedule, rank)
+    first, second = (_in_flight(replace(schedule, num_micro_batches=count), rank) for count in (few, few + unit))
+    if len(first) != len(second):
+        return _counted(schedule, rank)
+    more = (total - few) // unit
+    pairs = [zip(one, other, strict=True) for one, other in zip(first, second, strict=True)]
+    return tuple(tuple(count + more * (later - count) for count, later in pair) for pair in pairs)
+
+
+def _counted(schedule: Schedule, rank: int) -> Counts:
+    """Count what is kept whenever something is about to be given back; leave out what another time exceeds."""
     chunks = {stage: chunk for chunk, stage in schedule.stages_of(rank).items()}
-    steps = ((kind, chunks[stage]) for kind, stage, _ in schedule.steps_of(rank))
-    return most_held_by_chunk(steps, schedule.num_chunks, splits=schedule.splits_backward)
-
-
-def _unknown(builder: str) -> str:
-    return f"{builder!r} is not a schedule. {nearest(builder, schedule_names())}"
+    splits, last = schedule.splits_backward, "F"
+    counts = [0] * (schedule.num_chunks * (1 + splits))
+    found: set[tuple[int, ...]] = set()
+    for kind, stage, _ in schedule.steps_of(rank):
+        if kind != "F" and last in "FI":
+            found.add(tuple(counts))
+        if kind != "W":
+            counts[chunks[stage]] += 1 if kind == "F" else -1
+        if kind in "IW":
+            counts[schedule.num_chunks + chunks[stage]] += 1 if kind == "I" else -1
+        last = kind
+    table = np.array(sorted(found, reverse=True))
+    exceeded = (table[:, None] <= table).all(axis=2).sum(axis=1) > 1  # each is as many as itself
+    return tuple(map(tuple, table[~exceeded].tolist()))

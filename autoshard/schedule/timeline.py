@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.errors import require
-from autoshard.schedule.shape import PipelineShape, Step
+from autoshard.schedule.builders import PipelineShape, Step
 
 KINDS = "BFIW"  # sorted, so that a kind is found by bisection
 Floats = NDArray[np.float64]

@@ -1,99 +1,136 @@
-"""Prove that a schedule's action lists do the whole work, each part once, in an order that can run."""
+"""Prove that a schedule's action lists do the whole work, each part once, in an order that can run.
 
-from collections import Counter
+The order is checked against the flow of data, where a send blocks until its receive is posted. Every stage keeps one
+receive posted each way, the next that its rank's list takes, and posts it again when that action begins. Sends go out
+right after the action that made the message, and hold up its rank until they are taken.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from itertools import pairwise
 
 from autoshard.errors import Fault
-from autoshard.schedule.action import Action, ActionLists
-from autoshard.schedule.rendezvous import Stuck, stuck
+from autoshard.schedule.action import Action, ActionKind, ActionLists
 from autoshard.schedule.schedule import Schedule
+
+_Need = tuple[Action, Action | None]  # an action that must begin first; the send that it takes, if that is why
 
 
 def verify_actions(schedule: Schedule) -> tuple[Fault, ...]:
-    """List what is wrong with the action lists; empty when every micro-batch passes each stage once each way.
-
-    The order is checked against the flow of data, with sends that block until their receives are posted.
-    """
+    """List what is wrong with the action lists; empty when every micro-batch passes each stage once each way."""
     lists = schedule.action_lists()
-    short = _too_short(schedule, lists)
-    if short:
-        return tuple(short)  # the numbers may be far too large to go through one by one
-    faults = [*_misplaced(schedule, lists), *_miscounted(schedule, lists)]
-    return tuple(faults or _blocked(lists))
-
-
-def _where(rank: int) -> str:
-    return f"actions[{rank}]"
-
-
-def _too_short(schedule: Schedule, lists: ActionLists) -> list[Fault]:
     least = 2 * schedule.num_chunks * schedule.num_micro_batches
     work = f"{schedule.num_chunks} chunks x {schedule.num_micro_batches} micro-batches need"
-    return [
-        Fault(
-            where=_where(rank),
-            message=f"{work} at least {least} actions, F and B of each, not {len(actions)}",
-        )
+    short = [
+        Fault(where=f"actions[{rank}]", message=f"{work} at least {least} actions, F and B of each, not {len(actions)}")
         for rank, actions in enumerate(lists)
         if len(actions) < least
     ]
-
-
-def _misplaced(schedule: Schedule, lists: ActionLists) -> list[Fault]:
-    faults: list[Fault] = []
-    for rank, actions in enumerate(lists):
-        own = set(schedule.stages_of(rank).values())
-        for action in actions:
-            if action.stage not in own:
-                message = f"{action} is not work of rank {rank}, which holds stages {sorted(own)}"
-                faults.append(Fault(where=_where(rank), message=message))
-    return faults
-
-
-def _miscounted(schedule: Schedule, lists: ActionLists) -> list[Fault]:
-    counts = [Counter(actions) for actions in lists]
+    if short:
+        return tuple(short)  # the numbers may be far too large to go through one by one
     faults = [
-        Fault(where=_where(rank), message=f"{action} stands {count} times; keep one")
-        for rank, counter in enumerate(counts)
-        for action, count in counter.items()
-        if count > 1
+        Fault(where=f"actions[{rank}]", message=message)
+        for rank, actions in enumerate(lists)
+        for message in _content_faults(schedule, rank, Counter(actions))
     ]
-    for rank, counter in enumerate(counts):
-        faults += _unmatched(schedule, rank, set(counter))
-    return faults
+    return tuple(faults or _blocked(lists))
 
 
-def _unmatched(schedule: Schedule, rank: int, present: set[Action]) -> list[Fault]:
-    messages: list[str] = []
-    messages += [
-        f"{action}: there are only {schedule.num_micro_batches} micro-batches"
-        for action in sorted(present, key=str)
-        if action.micro_batch >= schedule.num_micro_batches
-    ]
-    for stage in sorted(schedule.stages_of(rank).values()):
-        for micro_batch in range(schedule.num_micro_batches):
-            messages += _faults_of_unit(stage, micro_batch, present)
-    return [Fault(where=_where(rank), message=message) for message in messages]
-
-
-def _faults_of_unit(stage: int, micro_batch: int, present: set[Action]) -> list[str]:
-    unit = {kind: Action(kind=kind, stage=stage, micro_batch=micro_batch) in present for kind in ("F", "B", "I", "W")}
-    name = f"{stage}.{micro_batch}"
-    faults = [] if unit["F"] else [f"F{name} is missing"]
-    if unit["B"] and (unit["I"] or unit["W"]):
-        faults.append(f"B{name} is the whole backward; remove it or I{name} and W{name}")
-    if not unit["B"] and not (unit["I"] and unit["W"]):
-        faults.append(f"the backward of {name} is missing: add B{name}, or both I{name} and W{name}")
-    return faults
+def _content_faults(schedule: Schedule, rank: int, counts: Counter[Action]) -> Iterator[str]:
+    """Yield what a rank's list has too much or too little of."""
+    stages = sorted(schedule.stages_of(rank).values())
+    for action in sorted(counts, key=str):
+        if action.stage not in stages:
+            yield f"{action} is not work of rank {rank}, which holds stages {stages}"
+        if counts[action] > 1:
+            yield f"{action} stands {counts[action]} times; keep one"
+        if action.micro_batch >= schedule.num_micro_batches:
+            yield f"{action}: there are only {schedule.num_micro_batches} micro-batches"
+    for stage in stages:
+        for number in range(schedule.num_micro_batches):
+            name = f"{stage}.{number}"
+            forward, whole, inputs, weights = (
+                Action(kind=kind, stage=stage, micro_batch=number) in counts for kind in ("F", "B", "I", "W")
+            )
+            if not forward:
+                yield f"F{name} is missing"
+            if whole and (inputs or weights):
+                yield f"B{name} is the whole backward; remove it or I{name} and W{name}"
+            if not whole and not (inputs and weights):
+                yield f"the backward of {name} is missing: add B{name}, or both I{name} and W{name}"
 
 
 def _blocked(lists: ActionLists) -> list[Fault]:
-    return [Fault(where=_where(stop.rank), message=_why(stop)) for stop in stuck(lists)]
+    """Run the lists, and name the action at which each rank stops for ever."""
+    needs = _needs(lists)
+    done: set[Action] = set()
+    next_steps = [0] * len(lists)
+    waiting: dict[Action, list[int]] = defaultdict(list)
+    ready = deque(range(len(lists)))
+    while ready:
+        rank = ready.popleft()
+        while next_steps[rank] < len(lists[rank]):
+            action = lists[rank][next_steps[rank]]
+            missing = next((need for need, _ in needs[action] if need not in done), None)
+            if missing is not None:
+                waiting[missing].append(rank)
+                break
+            done.add(action)
+            next_steps[rank] += 1
+            ready.extend(waiting.pop(action, ()))
+    faults: list[Fault] = []
+    for rank, actions in enumerate(lists):
+        if next_steps[rank] < len(actions):
+            action = actions[next_steps[rank]]
+            need, sender = next(each for each in needs[action] if each[0] not in done)
+            message = f"{action} waits for {need}, which never ends: move it after {need}"
+            if sender is not None:
+                message = (
+                    f"{action} waits until what {sender} made is sent, and stage {need.stage} takes it only after "
+                    f"{need}, which never begins: move {sender} after what leads to {need}"
+                )
+            faults.append(Fault(where=f"actions[{rank}]", message=message))
+    return faults
 
 
-def _why(stop: Stuck) -> str:
-    if stop.blocked is None:
-        return f"{stop.action} waits for {stop.need}, which never ends: move it after {stop.need}"
-    return (
-        f"{stop.action} waits until what {stop.blocked} made is sent, and stage {stop.need.stage} takes it only after "
-        f"{stop.need}, which never begins: move {stop.blocked} after what leads to {stop.need}"
-    )
+def _needs(lists: ActionLists) -> dict[Action, list[_Need]]:
+    """Return what must have begun before each action: what makes its input, and what takes the send before it."""
+    inputs = _inputs(lists)
+    rank_of = {action: rank for rank, actions in enumerate(lists) for action in actions}
+    reader = {need: action for action, needs in inputs.items() for need in needs if need.stage != action.stage}
+    found: dict[Action, list[_Need]] = {action: [(need, None) for need in needs] for action, needs in inputs.items()}
+    poster: dict[Action, Action] = {}  # whose beginning posts a receive: the one before of its stage and direction
+    for actions in lists:
+        last: dict[tuple[int, bool], Action] = {}
+        for action in actions:
+            if action.kind != "W":
+                way = action.stage, action.kind == "F"
+                if way in last:
+                    poster[action] = last[way]
+                last[way] = action
+    for rank, actions in enumerate(lists):
+        for sender, action in pairwise(actions):
+            taker = reader.get(sender)
+            if taker in poster and rank_of[taker] != rank:
+                found[action].append((poster[taker], sender))
+    return found
+
+
+def _inputs(lists: ActionLists) -> dict[Action, list[Action]]:
+    """Return the actions whose results each action reads."""
+    every = [action for actions in lists for action in actions]
+    split = {(action.stage, action.micro_batch) for action in every if action.kind == "I"}
+    last_stage = max((action.stage for action in every), default=0)
+    found: dict[Action, list[Action]] = {}
+    for action in every:
+        stage, number = action.stage, action.micro_batch
+        if action.kind == "F":
+            found[action] = [Action(kind="F", stage=stage - 1, micro_batch=number)] if stage else []
+        elif action.kind == "W":
+            found[action] = [Action(kind="I", stage=stage, micro_batch=number)]
+        else:
+            found[action] = [Action(kind="F", stage=stage, micro_batch=number)]
+            if stage < last_stage:
+                kind: ActionKind = "I" if (stage + 1, number) in split else "B"
+                found[action].append(Action(kind=kind, stage=stage + 1, micro_batch=number))
+    return found

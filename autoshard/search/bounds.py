@@ -175,7 +175,7 @@ def _held_s(family: Family, builder: str) -> Column:
     question, count = family.question, len(family.layouts)
     send_s = np.broadcast_to(family.sends.send_s(family.boundary_bytes), count)
     kernels = load_kernels(question.kernels)
-    hidden = builder in kernels.hides_sends
+    hidden = kernels.hides_sends(builder)
     return np.broadcast_to(Sends(time_s=send_s, hidden=hidden, receives_apart=kernels.receives_apart).held_s, count)
 
 

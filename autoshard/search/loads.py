@@ -45,16 +45,16 @@ def loads_of(schedule: Schedule) -> Loads:
 def _most_whole(schedule: Schedule, rank: int) -> int:
     if not schedule.splits_backward:
         return schedule.in_flight(rank)
-    return max(sum(counts[: schedule.num_chunks]) for counts in schedule.held(rank))
+    return max(sum(counts[: schedule.num_chunks]) for counts in schedule.in_flight_by_chunk(rank))
 
 
 @lru_cache(maxsize=1024)
 def held_of(schedule: Schedule) -> tuple[Column, ...]:
     """Count by rank the micro-batches of each chunk that it holds, when no other time exceeds them: [time, chunk].
 
-    As in ``Schedule.held``, with those that wait for W as further chunks.
+    As in ``Schedule.in_flight_by_chunk``, with those that wait for W as further chunks.
     """
-    return tuple(np.array(schedule.held(rank), dtype=np.float64) for rank in range(schedule.num_ranks))
+    return tuple(np.array(schedule.in_flight_by_chunk(rank), dtype=np.float64) for rank in range(schedule.num_ranks))
 
 
 @lru_cache(maxsize=1024)

@@ -7,7 +7,8 @@ is a kernel of its own and keeps just what its gradient reads.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -17,13 +18,6 @@ from autoshard.spec import record
 
 _SAVES = re.compile(r"((copy:|over:)?(in\*|in\d+|out\d+)(@(bf16|fp16|fp32))?)|scores(@(fp8|fp32))?")
 
-_ALWAYS = (
-    "selective", "clones_end", "keeps_gathered", "hides_sends", "receives_apart", "runtime_bytes", "eager",
-)  # fmt: skip
-_IF_STATED = (
-    "placeholders", "workspace_bytes", "copies_buckets", "keeps_outputs", "uncounted", "seconds_per_graph", "hides",
-    "host_computes", "pads_experts", "settles_experts",
-)  # fmt: skip
 _HIDDEN = ("tp", "dp", "unit")
 
 
@@ -37,11 +31,8 @@ class BothWays:
 
     def __post_init__(self) -> None:
         """Refuse negative counts."""
-        require(
-            (self.forward >= 0, "forward", f"must not be negative, not {self.forward}"),
-            (self.backward >= 0, "backward", f"must not be negative, not {self.backward}"),
-            ((self.weights or 0) >= 0, "weights", f"must not be negative, not {self.weights}"),
-        )
+        counts = {"forward": self.forward, "backward": self.backward, "weights": self.weights or 0}
+        require(*((count >= 0, name, f"must not be negative, not {count}") for name, count in counts.items()))
 
 
 ONCE, NEVER = BothWays(forward=1, backward=1), BothWays(forward=0, backward=0)
@@ -84,11 +75,7 @@ class Kernel:
                 f"cannot read {', '.join(unread)}; write in0, in*, out0, scores, copy:in0, over:in0 or in0@fp32",
             ),
             (len(self.ops) > 0, "ops", "a kernel needs at least one operation"),
-            (
-                self.backward_flops_ratio >= 1,
-                "backward_flops_ratio",
-                "a kernel cannot do less than its gradient",
-            ),
+            (self.backward_flops_ratio >= 1, "backward_flops_ratio", "a kernel cannot do less than its gradient"),
             (self.mask_tile >= 1, "mask_tile", "must be at least 1"),
             (self.traffic_ratio >= 1, "traffic_ratio", "a kernel cannot move less than once"),
             (bool(self.source), "source", "say where this is known from"),
@@ -102,8 +89,9 @@ class Kernels:
     ``selective`` gives the framework's own names for sets of operations that it can recompute; ``clones_end``
     says whether a run of recomputed operations stops at the last tensor that backward needs or at the run's
     output; ``keeps_gathered`` whether a gathered input is kept as gathered (no second gather in backward);
-    ``hides_sends`` in which pipeline schedules a rank computes while it sends: in the others it does nothing else;
-    ``receives_apart`` whether it receives at another time than it sends to the same neighbour, so that both hold it.
+    ``waits_for_sends`` names the pipeline schedules (``*``: all) in which a rank that sends does nothing else: in all
+    others, your own among them, it computes meanwhile; ``receives_apart`` whether it receives at another time than it
+    sends to the same neighbour, so that both hold it.
 
     ``placeholders`` lists the products that add their weight gradients to the sums themselves, those together whose
     weights are one tensor; of each such tensor's shape, a buffer in the weights' format stays for the whole run.
@@ -127,7 +115,7 @@ class Kernels:
     selective: Mapping[str, tuple[str, ...]]
     clones_end: Literal["last_saved", "output"]
     keeps_gathered: bool
-    hides_sends: tuple[str, ...]
+    waits_for_sends: tuple[str, ...]
     receives_apart: bool
     runtime_bytes: int  # a rank's memory that the platform's runtime keeps for itself
     eager: bool
@@ -145,8 +133,10 @@ class Kernels:
 
     def __post_init__(self) -> None:
         """Refuse negative memory, and a table that does not say where its settings come from."""
-        stated = [name for name in _IF_STATED if getattr(self, name)]
-        unsourced = [name for name in (*_ALWAYS, *stated) if not self.sources.get(name)]
+        settings = [each for each in fields(self) if each.name not in ("name", "kernels", "sources")]
+        required = [each.name for each in settings if each.default is MISSING is each.default_factory]
+        stated = [each.name for each in settings if each.name not in required and getattr(self, each.name)]
+        unsourced = [name for name in (*required, *stated) if not self.sources.get(name)]
         require(
             (not unsourced, "sources", f"no source for {', '.join(unsourced)}"),
             (self.runtime_bytes >= 0, "runtime_bytes", "must not be negative"),
@@ -155,6 +145,10 @@ class Kernels:
             *((0 <= share <= 1, f"hides.{axis}", "must lie in [0, 1]") for axis, share in self.hides.items()),
             (self.seconds_per_graph >= 0, "seconds_per_graph", "must not be negative"),
         )
+
+    def hides_sends(self, schedule: str) -> bool:
+        """Return whether ranks compute while they send in a pipeline schedule."""
+        return not any(fnmatchcase(schedule, pattern) for pattern in self.waits_for_sends)
 
     def resolve(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Replace framework names by the operations they stand for; other names are operations already."""

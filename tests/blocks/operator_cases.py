@@ -8,9 +8,8 @@ import numpy as np
 from autoshard.blocks.problem import OperatorProblem
 from autoshard.cost.collective import Ring
 from autoshard.cost.compute import Rates
-from autoshard.graph.backward import add_backward
 from autoshard.graph.block import Block
-from autoshard.graph.builder import BlockBuilder
+from autoshard.graph.builder import BlockBuilder, add_backward
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.fusing import Flow, fuse, saved_tensors
 from autoshard.graph.kinds.linear import Einsum

@@ -15,7 +15,8 @@ from autoshard.cost.step import step_cost
 from autoshard.cost.trace import step_trace, trace
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
-from autoshard.schedule.schedule import Schedule, schedule_names
+from autoshard.schedule.builders import BUILDERS
+from autoshard.schedule.schedule import Schedule
 from autoshard.search.planner import plan_at
 from tests.cost.cases import ask, block, pipeline, setting, stages_of
 from tests.schedule.cases import schedules
@@ -153,7 +154,7 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("name", BUILDERS)
 def test_plans_of_every_schedule_add_up_to_what_they_carry(name):
     plan = plan_at(request_of("llama3-8b", "h100-80", global_batch=64), candidate(f"{REAL[name]},schedule={name}"))
     assert plan.prediction

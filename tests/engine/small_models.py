@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.evaluate import random_document_starts
+from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec, RotaryScaling

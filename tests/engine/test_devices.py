@@ -12,7 +12,7 @@ from autoshard.engine.base import Batch, Measured
 from autoshard.engine.torch.dry import counted
 from autoshard.engine.torch.fake import faked
 from autoshard.engine.torch.formats import NOWHERE
-from autoshard.graph.evaluate import random_document_starts
+from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.plan.plan import Plan
 from autoshard.spec.workload import Precision
 from tests.engine.test_kernels import attention

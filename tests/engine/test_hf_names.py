@@ -15,13 +15,13 @@ import autoshard
 from autoshard.engine.hf_names import HF_NAMES, Form
 from autoshard.engine.hf_weights import HfNames
 from autoshard.errors import InputError
-from autoshard.graph.evaluate import evaluate_step, instances
 from autoshard.graph.op import Array
 from autoshard.spec.hf_config import FAMILIES, spec_from_config
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import HEADER, model_names
 from tests.engine.hf_whole import from_hf, to_hf
 from tests.engine.small_models import BATCH, SEQ, graph_of, micro_batches, roomy
+from tests.reference_step import evaluate_step
 from tests.small_configs import SMALL_FAMILIES, small_config
 
 CARDS = Path(autoshard.__file__).parents[1] / "models"
@@ -66,7 +66,7 @@ def model_of(config: Mapping[str, Any]) -> ModelSpec:
 def numbered(model: ModelSpec) -> dict[str, Array]:
     """Return our weights with no number twice, but for tied ones: any two that change places are seen."""
     graph, weights, start = graph_of(model), dict[str, Array](), 0
-    for name, block in instances(graph):
+    for name, block in graph.instances():
         for tensor in block.parameters:
             shape = [graph.sizes[dim] for dim in tensor.dims]
             owner = graph.tied.get(f"{block.kind}.{tensor.name}")

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from autoshard.engine.initial import InitialWeights
-from autoshard.graph.evaluate import instances
 from tests.engine.small_models import graph_of, small_models
 
 MODELS = small_models()
@@ -14,7 +13,7 @@ MODELS = small_models()
 def test_norms_and_biases_begin_without_effect_and_all_else_as_it_is_drawn(name):
     graph = graph_of(MODELS[name])
     weights = InitialWeights(graph=graph, seed=0)
-    for instance, block in instances(graph):
+    for instance, block in graph.instances():
         for tensor in block.parameters:
             values, shape = weights(f"{instance}.{tensor.name}"), tuple(graph.sizes[dim] for dim in tensor.dims)
             assert values.shape == shape

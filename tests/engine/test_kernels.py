@@ -18,8 +18,8 @@ from autoshard.engine.torch.kernels.products import adding
 from autoshard.engine.torch.kernels.rotations import Rotations
 from autoshard.graph.block import Block
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.evaluate import random_document_starts, random_weights
 from autoshard.graph.kinds.attention import Attend, AttendGradient, Rotary
+from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.op import Array, Call, Dims, Op, OpKind, Output, Tensor
 from autoshard.layout.local import joined_attention
@@ -27,6 +27,7 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Documents, Precision, Workload
+from tests.reference_step import random_weights
 
 SMALL = {"num_layers": 1, "hidden": 8, "ffn": 12, "head_dim": 4, "vocab": 11, "num_heads": 4, "num_kv_heads": 2}
 EXACT = Local(formats=Formats(exact=True))

@@ -9,13 +9,13 @@ import pytest
 
 from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.evaluate import StepResult, evaluate_step, instances
 from autoshard.graph.kinds.optimizer import AdamW
 from autoshard.graph.op import Array
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
+from tests.reference_step import StepResult, evaluate_step
 from tests.small_configs import SMALL_FAMILIES, small_config
 
 torch: Any = pytest.importorskip("torch")
@@ -226,6 +226,6 @@ def test_a_step_equals_that_of_the_transformers_module(name: str):
 
 def test_every_instance_of_a_block_gets_its_weights():
     model, graph = build(CONFIGS["mixtral"])
-    assert [name for name, _ in instances(graph)] == ["embed.0", "layer.0", "layer.1", "head.0"]
+    assert [name for name, _ in graph.instances()] == ["embed.0", "layer.0", "layer.1", "head.0"]
     assert graph.sizes["slots"] == BATCH * SEQ
     assert graph.num_parameters() == model.num_parameters

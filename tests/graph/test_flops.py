@@ -1,17 +1,13 @@
 """FLOPs and parameters of the graph against closed forms, the model cards, and torch's own counter."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 
 from autoshard.graph.block import OpGraph
-from autoshard.graph.count import matrix_flops, model_flops_per_token
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.kinds.attention import Attend
 from autoshard.graph.recompute import recompute
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.kernels import Kernels, load_kernels
@@ -29,50 +25,34 @@ def graph(model: ModelSpec, seq_len: int, batch: int = 1, capacity: float | None
     return decoder_graph(model, workload, load_kernels("te"), micro_batch=batch)
 
 
-def closed_form(model: ModelSpec, keys_per_query: float) -> float:
+def closed_form(model: ModelSpec, seq_len: int) -> int:
     """6 FLOPs per weight that a token meets, 12 per key, head and number of the head."""
-    attention = 12 * model.num_layers * model.num_heads * model.head_dim * keys_per_query
-    return 6 * model.matmul_parameters + attention
+    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim * model.hidden
+    mlps = max(1, model.experts_per_token) * (3 if model.gated_mlp else 2) * model.hidden * model.ffn
+    layer = attention + mlps + model.num_experts * model.hidden
+    weights = model.num_layers * layer + model.vocab * model.hidden
+    return 6 * weights + 12 * model.num_layers * model.num_heads * model.head_dim * seq_len
 
 
 @pytest.mark.parametrize("name", model_names())
 def test_model_flops_of_every_card_equal_the_closed_form(name: str):
     model, seq = load_model(name), 2048
-    assert model_flops_per_token(graph(model, seq)) == closed_form(model, seq)
-    assert model_flops_per_token(graph(model, seq, batch=3)) == closed_form(model, seq)
-
-
-@pytest.mark.parametrize("name", model_names())
-def test_model_flops_of_every_card_that_the_mask_lets_through(name: str):
-    """Query number i sees i + 1 keys: (seq + 1) / 2 on average, or less where a window ends."""
-    model, seq = load_model(name), 2048
-    assert model.window is None or model.window > seq
-    assert model_flops_per_token(graph(model, seq), visible_only=True) == pytest.approx(
-        closed_form(model, (seq + 1) / 2), rel=1e-12
-    )
-
-
-@given(seq=st.integers(1, 40), window=st.one_of(st.none(), st.integers(1, 50)))
-def test_visible_pairs_are_counted_one_by_one(seq: int, window: int | None):
-    pairs = [(i, j) for i in range(seq) for j in range(seq) if 0 <= i - j < (window or math.inf)]
-    assert Attend(window=window).visible_pairs(seq) == len(pairs)
-    model = replace(load_model("tiny-llama"), window=window)
-    counted = model_flops_per_token(graph(model, seq), visible_only=True)
-    assert counted == pytest.approx(closed_form(model, len(pairs) / seq), rel=1e-12)
+    assert graph(model, seq).model_flops_per_token() == closed_form(model, seq)
+    assert graph(model, seq, batch=3).model_flops_per_token() == closed_form(model, seq)
 
 
 def test_a_token_pays_for_the_experts_it_is_sent_to():
     model, seq = load_model("tiny-mixtral"), 64
     dense = replace(model, num_experts=0, experts_per_token=0, ffn=model.experts_per_token * model.ffn)
     router = 6 * model.num_layers * model.num_experts * model.hidden
-    assert model_flops_per_token(graph(model, seq)) == model_flops_per_token(graph(dense, seq)) + router
+    assert graph(model, seq).model_flops_per_token() == graph(dense, seq).model_flops_per_token() + router
 
 
 def test_capacity_pads_the_slots_and_their_flops():
     model, seq = load_model("tiny-mixtral"), 64
     experts = 6 * model.num_layers * model.experts_per_token * 3 * model.hidden * model.ffn
-    padded = model_flops_per_token(graph(model, seq, capacity=1.25))
-    assert padded == model_flops_per_token(graph(model, seq)) + 0.25 * experts
+    padded = graph(model, seq, capacity=1.25).model_flops_per_token()
+    assert padded == graph(model, seq).model_flops_per_token() + 0.25 * experts
 
 
 @pytest.mark.parametrize(("capacity", "slots"), [(None, 50), (1.0, 50), (1.1, 55), (1.01, 51), (0.5, 25)])
@@ -96,15 +76,15 @@ def test_model_flops_do_not_count_what_is_computed_again(kernels: Kernels):
     plain = graph(load_model("tiny-llama"), 64)
     again = tuple(recompute(block, kernels, None) for block in plain.blocks)
     assert sum(op.again for block in again for op in block.ops) > 20
-    assert model_flops_per_token(replace(plain, blocks=again)) == model_flops_per_token(plain)
+    assert replace(plain, blocks=again).model_flops_per_token() == plain.model_flops_per_token()
 
 
 def test_backward_does_twice_the_products_of_forward(model: ModelSpec, graph_of: GraphOf):
     built = graph_of(model, "torch_cpu")
     for block in built.blocks:
-        forward, inputs, weights = (matrix_flops(block, passes, built.sizes) for passes in "FIW")
+        forward, inputs, weights = (block.matrix_flops(passes, built.sizes) for passes in "FIW")
         assert inputs + weights == 2 * forward
-        assert matrix_flops(block, "FIW", built.sizes) == 3 * forward
+        assert block.matrix_flops("FIW", built.sizes) == 3 * forward
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -161,4 +141,4 @@ def test_torch_counts_the_same_flops_on_the_transformers_model(family: str):
         with flop_counter.FlopCounterMode(display=False) as counter:
             module(input_ids=tokens, labels=tokens, attention_mask=mask, use_cache=False).loss.backward()
     model = spec_from_config({"model_type": family, **fields}, name=family, source="made for this test")
-    assert counter.get_total_flops() == 2 * 24 * model_flops_per_token(graph(model, 24, batch=2))
+    assert counter.get_total_flops() == 2 * 24 * graph(model, 24, batch=2).model_flops_per_token()

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from autoshard.graph.block import Block, Fused, OpGraph, distinct_bytes
+from autoshard.graph.block import Block, FusedOps, OpGraph
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.fusing import Flow, fuse, saved_tensors
-from autoshard.spec.kernels import Kernel, Kernels, kernels_names, load_kernels
+from autoshard.spec.kernels import Kernel, Kernels, load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
@@ -24,14 +24,19 @@ def graph(model: str, table: str, seq_len: int) -> OpGraph:
 
 
 def kept_bytes(graph: OpGraph, kind: str) -> int:
-    return distinct_bytes(graph.block(kind).saved, graph.sizes)
+    return sum(by_storage(graph, kind).values())
 
 
 def by_storage(graph: OpGraph, kind: str) -> dict[str, int]:
     return {entry.storage: entry.tensor.num_bytes(graph.sizes) for entry in graph.block(kind).saved}
 
 
-def group_of(block: Block, op: str) -> Fused:
+def table_of(*kernels: Kernel) -> Kernels:
+    """A table of these kernels alone."""
+    return replace(load_kernels("te"), kernels=kernels, selective={})
+
+
+def group_of(block: Block, op: str) -> FusedOps:
     return next(group for group in block.fused if op in group.ops)
 
 
@@ -289,7 +294,7 @@ def test_only_unfused_attention_keeps_scores(kernels: Kernels, llama: ModelSpec,
     assert long - 2 * short == PAIR_BYTES.get(kernels.name, 0) * batch * heads * (16**2 - 2 * 8**2)
     attention = group_of(graph_of(llama, kernels.name).block("layer"), "attend")
     fused = kernels.name not in PAIR_BYTES
-    assert (attention.skips_masked, attention.backward_flops_ratio) == (fused, 1.25 if fused else 1.0)
+    assert (attention.kernel.skips_masked, attention.kernel.backward_flops_ratio) == (fused, 1.25 if fused else 1.0)
 
 
 def test_megatron_of_2021_keeps_of_a_gpt_layer_what_was_counted_for_it(graph_of: GraphOf):
@@ -319,21 +324,7 @@ def test_nxd_keeps_keys_and_values_repeated_for_all_query_heads(llama: ModelSpec
 def test_an_operation_without_an_entry_keeps_what_its_gradient_reads(llama: ModelSpec, graph_of: GraphOf):
     built = graph_of(llama, "torch_cpu")
     layer = built.block("layer")
-    unfused = Kernels(
-        name="none",
-        kernels=(),
-        selective={},
-        clones_end="output",
-        keeps_gathered=False,
-        hides_sends=(),
-        receives_apart=False,
-        runtime_bytes=0,
-        eager=True,
-        sources=dict.fromkeys(
-            ("selective", "clones_end", "keeps_gathered", "hides_sends", "receives_apart", "runtime_bytes", "eager"),
-            "this test",
-        ),
-    )
+    unfused = table_of()
     flow = Flow(dict(layer.tensors), layer.ops)
     fused = fuse(flow, unfused)
     assert [group.ops for group in fused] == [(op,) for group in layer.fused for op in group.ops]
@@ -361,19 +352,7 @@ def test_the_first_entry_that_names_an_operation_decides(llama: ModelSpec, graph
     layer = graph_of(llama, "te").block("layer")
     special = Kernel(ops=("mlp_norm",), saves=("out1",), source="this test")
     general = Kernel(ops=("*_norm",), saves=("in0",), source="this test")
-    table = load_kernels("te")
-    mixed = Kernels(
-        name="mixed",
-        kernels=(special, general),
-        selective={},
-        clones_end="output",
-        keeps_gathered=False,
-        hides_sends=(),
-        receives_apart=False,
-        runtime_bytes=0,
-        eager=True,
-        sources=table.sources,
-    )
+    mixed = table_of(special, general)
     saves = {
         group.ops[0]: [s.storage for s in group.saves] for group in fuse(Flow(dict(layer.tensors), layer.ops), mixed)
     }
@@ -384,18 +363,7 @@ def test_the_first_entry_that_names_an_operation_decides(llama: ModelSpec, graph
 def test_a_copy_of_every_input_is_memory_of_its_own_each(llama: ModelSpec, graph_of: GraphOf):
     layer = graph_of(llama, "te").block("layer")
     kernel = Kernel(ops=("act", "product"), saves=("copy:in*", "in*@fp32", "in0"), source="this test")
-    table = Kernels(
-        name="copies",
-        kernels=(kernel,),
-        selective={},
-        clones_end="output",
-        keeps_gathered=False,
-        hides_sends=(),
-        receives_apart=False,
-        runtime_bytes=0,
-        eager=True,
-        sources=load_kernels("te").sources,
-    )
+    table = table_of(kernel)
     (group,) = [g for g in fuse(Flow(dict(layer.tensors), layer.ops), table) if "act" in g.ops]
     assert [(save.storage, save.tensor.dtype) for save in group.saves] == [
         ("act.copy0", "bf16"),
@@ -408,7 +376,7 @@ def test_a_copy_of_every_input_is_memory_of_its_own_each(llama: ModelSpec, graph
 
 def test_a_host_starts_the_kernels_of_eager_tables_only(kernels: Kernels, llama: ModelSpec, graph_of: GraphOf):
     groups = [group for block in graph_of(llama, kernels.name).blocks for group in block.fused]
-    started = {group.launches.forward > 0 and group.launches.backward > 0 for group in groups}
+    started = {group.kernel.launches.forward > 0 and group.kernel.launches.backward > 0 for group in groups}
     assert started == {kernels.eager}
     assert kernels.eager != kernels.name.startswith("nxd")
 
@@ -417,14 +385,11 @@ def test_what_single_operations_start_and_move_comes_from_the_table(llama: Model
     eager, compiled = (graph_of(llama, name).block("layer") for name in ("torch_cuda", "torch_compiled"))
     for op, table in (("attn_norm", (7, 12, 5.6)), ("q_rotary", (4, 4, 5.0)), ("attend", (1, 1, 1.0))):
         found = group_of(eager, op)
-        assert (found.launches.forward, found.launches.backward, found.traffic_ratio) == table
+        assert (found.kernel.launches.forward, found.kernel.launches.backward, found.kernel.traffic_ratio) == table
         found = group_of(compiled, op)
-        assert (found.launches.forward, found.launches.backward, found.traffic_ratio) == (1, 1, 1.0)
+        assert (found.kernel.launches.forward, found.kernel.launches.backward, found.kernel.traffic_ratio) == (
+            1,
+            1,
+            1.0,
+        )
     assert group_of(compiled, "q_rotary").ops == ("q_rotary", "k_rotary")
-
-
-def test_all_tables_are_tried_here():
-    assert set(kernels_names()) == {
-        "nxd", "nxd_core", "te", "mcore", "megatron", "torch_cpu", "torch_engine", "torch_cuda",
-        "torch_compiled", "torch_async_tp",
-    }  # fmt: skip

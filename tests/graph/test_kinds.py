@@ -14,12 +14,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 import autoshard.graph.kinds
-from autoshard.graph.backward import add_backward
-from autoshard.graph.builder import BlockBuilder
-from autoshard.graph.evaluate import random_document_starts
+from autoshard.graph.builder import BlockBuilder, add_backward
 from autoshard.graph.kinds.attention import Attend, Rotary
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
-from autoshard.graph.kinds.indexing import Lookup, Pick
+from autoshard.graph.kinds.indexing import Lookup, Pick, random_document_starts
 from autoshard.graph.kinds.linear import Deliver, Einsum
 from autoshard.graph.kinds.norm import Norm, Softmax
 from autoshard.graph.kinds.optimizer import AdamW, ClipScale, Sgd, SquareSum

@@ -10,7 +10,7 @@ import pytest
 
 from autoshard.graph.block import Block
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.evaluate import random_document_starts, run_ops
+from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.kinds.linear import Collect
 from autoshard.graph.op import Array
 from autoshard.graph.recompute import recompute
@@ -94,7 +94,7 @@ class Uncut:
 
 def _evaluated(block: Block, sizes: Mapping[str, int], given: Mapping[str, Array]) -> Uncut:
     tensors = dict(given)
-    run_ops(block, block.select("micro_batch"), sizes, tensors)
+    block.run(block.select("micro_batch"), sizes, tensors)
     return Uncut(block=block, sizes=sizes, given=given, tensors=tensors)
 
 

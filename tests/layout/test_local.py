@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.graph.block import Block
-from autoshard.graph.evaluate import random_document_starts
 from autoshard.graph.kinds.attention import Attend
-from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd
+from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, random_document_starts
 from autoshard.graph.kinds.pointwise import Multiply
 from autoshard.graph.op import Call, Op, Tensor
 from autoshard.layout.local import evaluate_local, joined_attention

@@ -7,7 +7,6 @@ import pytest
 
 from autoshard.errors import InputError
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.evaluate import run_ops
 from autoshard.layout.interpret import Interpreter
 from autoshard.layout.redistribute import bytes_price
 from autoshard.layout.shards import VirtualMesh
@@ -50,7 +49,7 @@ def results(program, kind="layer"):
     block = GRAPH.block(kind)
     given = random_inputs(block, GRAPH.sizes, np.random.default_rng(0))
     whole = dict(given)
-    run_ops(block, block.select("micro_batch"), GRAPH.sizes, whole)
+    block.run(block.select("micro_batch"), GRAPH.sizes, whole)
     mesh = VirtualMesh(atoms=tuple((atom, size) for atom, size in ATOMS.items() if size > 1))
     made = Interpreter(block=block, mesh=mesh, sizes=GRAPH.sizes).run(program, given)
     largest = max(np.abs(whole[name]).max() for name in made)

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from autoshard.engine.place import assemble
-from autoshard.graph.evaluate import StepResult
 from autoshard.plan.plan import Plan
 from tests.neuron.cases import RankFound, nxd_plan, run_nxd, whole
 from tests.ranks.cases import Arrays, Task, gpt, llama, run_steps
 from tests.ranks.spawn import on_ranks
+from tests.reference_step import StepResult
 
 PATIENCE_S = 300.0
 SGD_RATE = 5.0

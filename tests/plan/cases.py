@@ -14,7 +14,7 @@ from autoshard.plan.prediction import Prediction, StageMemory, rounded
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.check import rejections
 from autoshard.plan.rules.columns import Columns, Engine
-from autoshard.schedule.schedule import schedule_names
+from autoshard.schedule.builders import BUILDERS
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
@@ -128,7 +128,7 @@ def any_candidates(draw):
         **{key: draw(st.sampled_from((1, 2, 3))) for key in ("vp", "mbs")},
         sp=draw(st.booleans()),
         zero=draw(st.sampled_from([0, 1, 3])),
-        schedule=draw(st.sampled_from(schedule_names())),
+        schedule=draw(st.sampled_from([*BUILDERS])),
         recompute=tuple(Recompute.parse(draw(st.sampled_from(RECOMPUTES))) for _ in range(num_stages)),
         stages=draw(st.sampled_from([None, (40, 40), (16, 16), (80,), (20, 20, 20, 20)])),
         kernels=draw(st.sampled_from([None, "te", "none_such"])),

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 from autoshard.errors import InputError
 from autoshard.plan.candidate import READERS, Candidate, parse_pins
 from autoshard.plan.recompute import Recompute, split_outside_brackets
-from autoshard.schedule.schedule import schedule_names
+from autoshard.schedule.builders import BUILDERS
 from autoshard.spec.placement import Placement
 
 SIZES = st.integers(1, 64)
@@ -21,7 +21,7 @@ def candidates(draw):
         **{key: draw(SIZES) for key in ("tp", "pp", "cp", "ep", "dp", "vp", "mbs")},
         sp=draw(st.sampled_from([None, True, False])),
         zero=draw(st.sampled_from([0, 1, 3])),
-        schedule=draw(st.sampled_from(schedule_names())),
+        schedule=draw(st.sampled_from([*BUILDERS])),
         recompute=tuple(draw(st.lists(RECOMPUTE, min_size=1, max_size=8))),
         stages=draw(st.none() | st.lists(SIZES, min_size=1, max_size=8).map(tuple)),
         place=draw(st.none() | st.permutations(range(6)).map(lambda p: Placement(local_ranks=tuple(p)))),

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-import autoshard.plan.proof as of_plans
 from autoshard.errors import InputError
+from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
@@ -83,14 +83,14 @@ def test_the_sharded_plan_keeps_documents_apart(case):
 def test_a_ring_that_forgets_documents_is_no_proof(monkeypatch):
     visible = Attend.visible
     monkeypatch.setattr(Attend, "visible", lambda kind, at, keys, *starts: visible(kind, at, keys))
-    uncut = of_plans.run_ops
+    uncut = Block.run
 
     def with_documents(*args):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Attend, "visible", visible)
             uncut(*args)
 
-    monkeypatch.setattr(of_plans, "run_ops", with_documents)
+    monkeypatch.setattr(Block, "run", with_documents)
     assert not prove(plan("ring", documents="separate")).holds and prove(plan("ring")).holds
 
 

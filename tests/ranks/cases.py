@@ -22,7 +22,7 @@ from autoshard.engine.torch.executor import Executor
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.world import World
 from autoshard.graph.block import OpGraph
-from autoshard.graph.evaluate import StepResult, evaluate_step, random_document_starts, random_weights
+from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.layout.pin import pins_of
 from autoshard.layout.shards import VirtualMesh
@@ -36,6 +36,7 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import AdamWConstants, Training
 from autoshard.spec.workload import Precision, Workload
+from tests.reference_step import StepResult, evaluate_step, random_weights
 
 Arrays = Mapping[str, Array]
 CLIP_NORM = 0.05  # far below the norm of every case, so that clipping matters

@@ -20,7 +20,6 @@ import autoshard.engine.torch.kernels.indexing as indexing_kernels
 from autoshard.engine.order import sequence_order
 from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.evaluate import StepResult, evaluate_step
 from autoshard.plan.plan import Plan
 from autoshard.search.planner import plan_at
 from autoshard.spec.kernels import load_kernels
@@ -29,6 +28,7 @@ from tests.ranks import matrix
 from tests.ranks.cases import COPIED, Arrays, StepShare, Task, compare, gpt, llama, plan_of, run_steps, torch_adamw
 from tests.ranks.matrix import Row
 from tests.ranks.spawn import RankFailed, on_ranks
+from tests.reference_step import StepResult, evaluate_step
 
 pytestmark = pytest.mark.ranks
 

@@ -19,7 +19,6 @@ from autoshard.engine.torch import block
 from autoshard.engine.torch.collectives import Change, communication
 from autoshard.engine.torch.executor import Executor
 from autoshard.engine.torch.world import Group, World
-from autoshard.graph.evaluate import StepResult
 from autoshard.layout.collective import Collective
 from autoshard.layout.program import Communicate, Compute, Given
 from autoshard.plan.plan import Plan
@@ -37,6 +36,7 @@ from tests.ranks.cases import (
 )
 from tests.ranks.matrix import FEATURES, IMPOSSIBLE, Row
 from tests.ranks.spawn import on_ranks
+from tests.reference_step import StepResult
 
 pytestmark = pytest.mark.ranks
 

@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.plan.rules.check import all_rules
 from autoshard.report.listing import entries, listing_text
-from autoshard.schedule.schedule import schedule_names
+from autoshard.schedule.builders import BUILDERS
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
 from autoshard.spec.kernels import kernels_names
 from autoshard.spec.model_catalogue import load_model, model_names
@@ -17,7 +17,7 @@ NAMES = {
     "recipes": tuple(str(path) for path in recipe_files()),
     "clusters": cluster_names(),
     "engines": ("nxd", "torch"),
-    "schedules": schedule_names(),
+    "schedules": tuple(BUILDERS),
     "kernels": kernels_names(),
     "rules": tuple(rule.id for rule in all_rules()),
 }

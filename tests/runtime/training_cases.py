@@ -11,13 +11,13 @@ from autoshard.engine.programs import graph_of
 from autoshard.engine.ran import RunReport, SavedStep, Started, TimedStep
 from autoshard.engine.torch.executor import Executor
 from autoshard.engine.torch.formats import Formats
-from autoshard.graph.evaluate import random_weights
 from autoshard.plan.plan import Plan
 from autoshard.runtime.engines import builder
 from autoshard.runtime.launch import Placing, launch
 from autoshard.runtime.train import train
 from autoshard.runtime.watchdog import Watch
 from autoshard.spec.training import Checkpointing, Training
+from tests.reference_step import random_weights
 from tests.runtime.cases import tiny_plan
 
 

@@ -5,10 +5,8 @@ import dataclasses
 from hypothesis import strategies as st
 
 from autoshard.schedule.action import Action
-from autoshard.schedule.schedule import Schedule, schedule_names
-
-BUILDERS = schedule_names()
-CHUNKS = {"interleaved": st.integers(1, 4), "zb_v": st.just(2)}
+from autoshard.schedule.builders import BUILDERS
+from autoshard.schedule.schedule import Schedule
 
 
 def lists_of(*texts):
@@ -16,16 +14,17 @@ def lists_of(*texts):
 
 
 @st.composite
-def schedules(draw, builders=BUILDERS, most_ranks=6, most_micro_batches=14):
+def schedules(draw, builders=tuple(BUILDERS), most_ranks=6, most_micro_batches=14):
     """Any schedule that a builder makes."""
-    builder = draw(st.sampled_from(builders))
+    name = draw(st.sampled_from(builders))
+    builder = BUILDERS[name]
     num_ranks = draw(st.integers(1, most_ranks))
     count = draw(st.integers(1, most_micro_batches))
     return Schedule(
-        builder=builder,
+        builder=name,
         num_ranks=num_ranks,
-        num_chunks=draw(CHUNKS.get(builder, st.just(1))),
-        num_micro_batches=-(-count // num_ranks) * num_ranks if builder == "interleaved" else count,
+        num_chunks=builder.num_chunks or draw(st.integers(1, 4)),
+        num_micro_batches=-(-count // num_ranks) * num_ranks if builder.in_rounds else count,
     )
 
 

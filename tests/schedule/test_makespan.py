@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.makespan import makespan_columns
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import Hop, PipelineTimes, StageTimes, delays_of, simulate
 from autoshard.schedule.timeline import KINDS, Delays
 from autoshard.schedule.wavefront import run_columns
-from tests.schedule.cases import BUILDERS, lists_of, schedules
+from tests.schedule.cases import lists_of, schedules
 
 SECONDS = st.one_of(
     st.integers(0, 9).map(float),  # many ties
@@ -37,7 +38,7 @@ def delays_of_times(schedule, several):
 
 
 @st.composite
-def several_timed(draw, builders=BUILDERS, most_ranks=6, most_micro_batches=40):
+def several_timed(draw, builders=tuple(BUILDERS), most_ranks=6, most_micro_batches=40):
     schedule = draw(schedules(builders, most_ranks, most_micro_batches))
     count, overlap = schedule.num_stages, draw(st.booleans())
     stage = st.builds(StageTimes, forward_s=SECONDS, input_s=SECONDS, weight_s=SECONDS)

@@ -14,7 +14,7 @@ SOURCES = {
     "selective": "this test",
     "clones_end": "this test",
     "keeps_gathered": "this test",
-    "hides_sends": "this test",
+    "waits_for_sends": "this test",
     "receives_apart": "this test",
     "runtime_bytes": "this test",
     "eager": "this test",
@@ -25,7 +25,7 @@ TABLE: dict[str, Any] = {
     "selective": {"norms": ["attn_norm"]},
     "clones_end": "output",
     "keeps_gathered": False,
-    "hides_sends": [],
+    "waits_for_sends": [],
     "receives_apart": False,
     "runtime_bytes": 0,
     "eager": False,
@@ -60,7 +60,7 @@ def test_a_table_loads_under_its_own_name_and_cites_a_source_for_everything(name
     assert table.kernels and table.selective
     assert all(len(kernel.source) > 20 for kernel in table.kernels)
     always = {
-        "selective", "clones_end", "keeps_gathered", "hides_sends", "receives_apart", "runtime_bytes", "eager",
+        "selective", "clones_end", "keeps_gathered", "waits_for_sends", "receives_apart", "runtime_bytes", "eager",
         "placeholders", "workspace_bytes", "copies_buckets", "keeps_outputs", "uncounted", "hides",
     }  # fmt: skip
     own = set(stated(name)) - {"name", "like", "kernels", "sources"}
@@ -151,9 +151,9 @@ def test_a_wrong_table_is_refused_with_all_faults_and_their_places():
         kernels=[{"ops": [], "source": "", "backward_flops_ratio": 0.5}, {"ops": ["act"]}],
     )
     assert found == [
-        "mine.extra: unknown key. Known: clones_end, copies_buckets, eager, hides, hides_sends, host_computes, "
+        "mine.extra: unknown key. Known: clones_end, copies_buckets, eager, hides, host_computes, "
         "keeps_gathered, keeps_outputs, kernels, name, pads_experts, placeholders, receives_apart, runtime_bytes, "
-        "seconds_per_graph, selective, settles_experts, sources, uncounted, workspace_bytes.",
+        "seconds_per_graph, selective, settles_experts, sources, uncounted, waits_for_sends, workspace_bytes.",
         "mine.kernels[0].ops: a kernel needs at least one operation",
         "mine.kernels[0].backward_flops_ratio: a kernel cannot do less than its gradient",
         "mine.kernels[0].source: say where this is known from",
@@ -166,7 +166,7 @@ def test_a_wrong_table_is_refused_with_all_faults_and_their_places():
 
 def test_a_setting_without_a_source_is_refused():
     assert faults(sources={"selective": "this test", "clones_end": ""}) == [
-        "mine.sources: no source for clones_end, keeps_gathered, hides_sends, receives_apart, runtime_bytes, eager"
+        "mine.sources: no source for clones_end, keeps_gathered, waits_for_sends, receives_apart, runtime_bytes, eager"
     ]
 
     stated = {"placeholders": [["q"]], "workspace_bytes": 1, "uncounted": ["runtime"], "seconds_per_graph": 1.0}

@@ -7,17 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.graph.kinds.indexing import places
-from autoshard.graph.op import (
-    Array,
-    Call,
-    Differentiable,
-    Dims,
-    GradientStep,
-    OpKind,
-    Output,
-    Tensor,
-    aligned,
-)
+from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor, aligned
 from autoshard.spec.model import RotaryScaling
 
 _QUERY: Dims = ("batch", "seq", "kv_heads", "q_group", "head_dim")
@@ -42,7 +32,6 @@ class Rotary(Differentiable):
 
     @property
     def label(self) -> str:
-        """Which way it turns."""
         return "rotary_back" if self.backward else "rotary"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
@@ -58,10 +47,17 @@ class Rotary(Differentiable):
         """Return the angle per position of every rotated pair."""
         rotated = self.rotated(head_dim)
         base = self.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
-        return base if self.scaling is None else _stretched(base, self.scaling)
+        if self.scaling is None:
+            return base
+        if self.scaling.kind == "linear":
+            return base / self.scaling.factor
+        turns = self.scaling.original_positions * base / (2 * math.pi)
+        low, high = self.scaling.low_frequency_factor, self.scaling.high_frequency_factor
+        share = np.clip((turns - low) / (high - low), 0, 1)  # Llama 3.1 slows only those of long wavelength down
+        return (1 - share) * base / self.scaling.factor + share * base
 
     def whole_dims(self) -> Dims:
-        """Halves of a head are rotated against each other."""
+        """Return the head, whose halves are rotated against each other."""
         return ("head_dim",)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
@@ -80,20 +76,9 @@ class Rotary(Differentiable):
         return 3 * self.rotated(call.sizes["head_dim"]) * call.elements(call.inputs[0].dims[:-1])
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
-        """A rotation's gradient is the rotation back."""
         kind = Rotary(fraction=self.fraction, theta=self.theta, scaling=self.scaling, backward=not self.backward)
         where = (f"in{number}" for number in range(1, len(inputs)))
         return (GradientStep(kind=kind, reads=("d0", *where), gives=(0,)),)
-
-
-def _stretched(base: Array, scaling: RotaryScaling) -> Array:
-    """Slow the frequencies down as the model card says (Llama 3.1: only those of long wavelength)."""
-    if scaling.kind == "linear":
-        return base / scaling.factor
-    turns = scaling.original_positions * base / (2 * math.pi)
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    share = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 - share) * base / scaling.factor + share * base
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,15 +106,6 @@ class Attend(Differentiable):
             seen = seen & (key_positions >= starts[:, None, None, :, None])
         return seen
 
-    def visible_pairs(self, seq_len: int) -> int:
-        """Return how many (query, key) pairs are seen in a whole sequence.
-
-        >>> Attend().visible_pairs(4), Attend(window=2).visible_pairs(4)
-        (10, 7)
-        """
-        reach = min(self.window or seq_len, seq_len)
-        return reach * (reach + 1) // 2 + (seq_len - reach) * reach
-
     def whole_dims(self) -> Dims:
         """Scores sum over the whole head."""
         return ("head_dim",)
@@ -156,7 +132,6 @@ class Attend(Differentiable):
         return 2 * 2 * call.elements((*SCORES, "head_dim"))
 
     def vector_flops(self, call: Call) -> int:
-        """The softmax."""
         return _SOFTMAX_FLOPS * call.elements(SCORES)
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
@@ -173,7 +148,6 @@ class AttendGradient(OpKind):
     window: int | None = None
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give the dims of queries, keys and values."""
         dtype = inputs[1].dtype
         return (
             Output(dims=_QUERY, dtype=dtype, suffix="query"),

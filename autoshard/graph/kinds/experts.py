@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -38,7 +39,6 @@ class _Fetching(_Slotted):
     __slots__ = ()
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give one row per token."""
         return (Output(dims=(*_TOKENS, "hidden"), dtype=inputs[0].dtype),)
 
     def linear_through(self) -> Mapping[int, tuple[int, ...]]:
@@ -51,11 +51,7 @@ class TopK(_Routed, Differentiable):
     """The largest router logits of each token and the experts they belong to; ties go to the lower number."""
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give the values and the chosen experts."""
-        return (
-            Output(dims=_CHOICES, dtype=inputs[0].dtype),
-            Output(dims=_CHOICES, dtype="int64", suffix="expert"),
-        )
+        return Output(dims=_CHOICES, dtype=inputs[0].dtype), Output(dims=_CHOICES, dtype="int64", suffix="expert")
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Sort and take the first."""
@@ -71,19 +67,15 @@ class TopK(_Routed, Differentiable):
 class TopKGradient(_Routed, OpKind):
     """The gradient of the router logits: zero but for the chosen."""
 
+    flops_per_element: ClassVar[int] = 0
+
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give one value per token and expert."""
         return (Output(dims=(*_TOKENS, "experts"), dtype=inputs[0].dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Place the values."""
         result = np.zeros([call.sizes[dim] for dim in (*_TOKENS, "experts")], dtype=arrays[0].dtype)
         np.put_along_axis(result, arrays[1], arrays[0], axis=-1)
         return (result,)
-
-    def vector_flops(self, call: Call) -> int:
-        """Nothing is computed."""
-        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +99,9 @@ class Slot(_Slotted, Differentiable):
 
     @property
     def stops_gradient(self) -> bool:
-        """A place has no gradient."""
         return True
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give one place per token and choice."""
         return (Output(dims=_CHOICES, dtype="int64"),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
@@ -124,7 +114,6 @@ class Slot(_Slotted, Differentiable):
         return (place,)
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
-        """A place has no gradient."""
         return ()
 
 
@@ -132,8 +121,9 @@ class Slot(_Slotted, Differentiable):
 class Dispatch(_Slotted, Differentiable):
     """Tokens copied to the slots of their experts: inputs are tokens, experts, places."""
 
+    flops_per_element: ClassVar[int] = 0
+
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give the filled slots."""
         return (Output(dims=_SLOTS, dtype=inputs[0].dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
@@ -144,10 +134,6 @@ class Dispatch(_Slotted, Differentiable):
         copies = np.broadcast_to(tokens[..., None, :], (*place.shape, tokens.shape[-1]))
         slots[expert[kept], place[kept]] = copies[kept]
         return (slots,)
-
-    def vector_flops(self, call: Call) -> int:
-        """Nothing is computed."""
-        return 0
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """A token's gradient is the sum over its copies."""
@@ -175,7 +161,6 @@ class DispatchGradient(_Fetching, OpKind):
     """The gradient of tokens that were copied to slots."""
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Fetch and sum over the choices."""
         return (_fetch(*arrays).sum(axis=2),)
 
     def vector_flops(self, call: Call) -> int:
@@ -188,7 +173,6 @@ class Combine(_Fetching, Differentiable):
     """Expert results brought back to their tokens and mixed: inputs are slots, weights, experts, places."""
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Fetch, weigh, sum over the choices."""
         slots, weight, expert, place = arrays
         return ((_fetch(slots, expert, place) * weight[..., None]).sum(axis=2),)
 
@@ -207,7 +191,6 @@ class CombineGradient(_Slotted, OpKind):
     """The gradients of expert results and of their weights."""
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give the dims of slots and weights."""
         slots, weight = inputs[1], inputs[2]
         return (
             Output(dims=slots.dims, dtype=slots.dtype, suffix="slots"),

@@ -2,21 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from autoshard.graph.op import (
-    Array,
-    Call,
-    Differentiable,
-    Dims,
-    GradientStep,
-    OpKind,
-    Output,
-    Tensor,
-    axis_of,
-)
+from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor
+
+_DOCUMENTS = 4  # drawn for a sequence, on average
 
 
 def places(positions: Any, *document_starts: Any) -> Any:
@@ -28,23 +20,24 @@ def places(positions: Any, *document_starts: Any) -> Any:
     return positions - document_starts[0] if document_starts else positions
 
 
+def random_document_starts(generator: np.random.Generator, shape: tuple[int, int]) -> Array:
+    """Return where the document of each token starts, [sequences, positions], for a few random documents each."""
+    begins = generator.random(shape) < min(0.5, _DOCUMENTS / shape[1])
+    return np.maximum.accumulate(np.where(begins, np.arange(shape[1]), 0), axis=1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup(Differentiable):
     """Rows of a table (first input) at the given indices (second input), counted from a third if there is one."""
 
+    flops_per_element: ClassVar[int] = 0
+
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give the index's dims followed by the row's."""
-        table = inputs[0]
-        return (Output(dims=(*inputs[-1].dims, *table.dims[1:]), dtype=table.dtype),)
+        return (Output(dims=(*inputs[-1].dims, *inputs[0].dims[1:]), dtype=inputs[0].dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Take the rows."""
         table, *index = arrays
         return (table[places(*index)],)
-
-    def vector_flops(self, call: Call) -> int:
-        """Nothing is computed."""
-        return 0
 
     def traffic_bytes(self, call: Call) -> int:
         """Only the rows that are read move, not the table."""
@@ -64,46 +57,35 @@ class ScatterAdd(OpKind):
     dims: Dims
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give the table's dims."""
         return (Output(dims=self.dims, dtype=inputs[0].dtype),)
 
     def linear_through(self) -> Mapping[int, tuple[int, ...]]:
-        """Adding rows is linear in the rows."""
         return {0: (0,)}
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Add the rows."""
         rows, *index = arrays
         table = np.zeros([call.sizes[dim] for dim in self.dims], dtype=rows.dtype)
         np.add.at(table, places(*index), rows)
         return (table,)
-
-    def vector_flops(self, call: Call) -> int:
-        """One addition per element of the rows."""
-        return call.elements(call.inputs[0].dims)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pick(Differentiable):
     """The element at an index along one dim: the label's logit."""
 
+    flops_per_element: ClassVar[int] = 0
+
     over: str
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Drop the dim."""
         tensor, index = inputs
         rest = tuple(dim for dim in tensor.dims if dim != self.over)
         assert rest == index.dims, f"{index} does not choose along {self.over} of {tensor}"
         return (Output(dims=rest, dtype=tensor.dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Take it."""
-        axis = axis_of(call.inputs[0], self.over)
+        axis = call.inputs[0].dims.index(self.over)
         return (np.take_along_axis(arrays[0], np.expand_dims(arrays[1], axis), axis).squeeze(axis),)
-
-    def vector_flops(self, call: Call) -> int:
-        """Nothing is computed."""
-        return 0
 
     def traffic_bytes(self, call: Call) -> int:
         """Only what is picked moves."""
@@ -119,21 +101,17 @@ class Pick(Differentiable):
 class Place(OpKind):
     """Zeros, but for the given values at an index along one dim."""
 
+    flops_per_element: ClassVar[int] = 0
+
     over: str
     dims: Dims
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give the stated dims."""
         return (Output(dims=self.dims, dtype=inputs[0].dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Place the values."""
         axis = self.dims.index(self.over)
         result = np.zeros([call.sizes[dim] for dim in self.dims], dtype=arrays[0].dtype)
         values, index = (np.expand_dims(array, axis) for array in arrays)
         np.put_along_axis(result, index, values, axis)
         return (result,)
-
-    def vector_flops(self, call: Call) -> int:
-        """Nothing is computed."""
-        return 0

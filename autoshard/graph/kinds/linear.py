@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,17 +13,17 @@ from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, 
 class Einsum(Differentiable):
     """A product of two tensors, summed over the dims that the output lacks."""
 
+    flops_per_element: ClassVar[int] = 0  # nothing is left for the vector unit
+
     dims: Dims
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give the stated dims, in the first input's dtype."""
         left, right = inputs
         missing = set(self.dims) - set(left.dims) - set(right.dims)
         assert not missing, f"no input of the product has dims {sorted(missing)}"
         return (Output(dims=self.dims, dtype=left.dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Multiply and sum."""
         letters = {dim: chr(ord("a") + index) for index, dim in enumerate(call.sizes)}
         left, right, out = ("".join(letters[dim] for dim in t.dims) for t in (*call.inputs, *call.outputs))
         return (np.einsum(f"{left},{right}->{out}", *arrays, optimize=True),)
@@ -32,17 +33,12 @@ class Einsum(Differentiable):
         dims = {dim for tensor in call.inputs for dim in tensor.dims}
         return 2 * call.elements(sorted(dims))
 
-    def vector_flops(self, call: Call) -> int:
-        """Nothing is left for the vector unit."""
-        return 0
-
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """Each input's gradient is the product of the output's gradient with the other input."""
-        rules = {
-            0: GradientStep(kind=Einsum(dims=inputs[0].dims), reads=("d0", "in1"), gives=(0,)),
-            1: GradientStep(kind=Einsum(dims=inputs[1].dims), reads=("d0", "in0"), gives=(1,)),
-        }
-        return tuple(rules[index] for index in needed)
+        return tuple(
+            GradientStep(kind=Einsum(dims=inputs[index].dims), reads=("d0", f"in{1 - index}"), gives=(index,))
+            for index in needed
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +49,12 @@ class Deliver(Differentiable):
     ``kv_seq``. One that ``settles`` sums what its readers send back where it arrives, before it goes on in any layout.
     """
 
+    flops_per_element: ClassVar[int] = 0
+
     rename: tuple[tuple[str, str], ...] = ()
     settles: bool = False
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give the input, renamed."""
         (tensor,) = inputs
         return (Output(dims=self.renamed(tensor.dims), dtype=tensor.dtype),)
 
@@ -67,12 +64,7 @@ class Deliver(Differentiable):
         return tuple(names.get(dim, dim) for dim in dims)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Change nothing."""
         return arrays
-
-    def vector_flops(self, call: Call) -> int:
-        """Nothing is computed."""
-        return 0
 
     def traffic_bytes(self, call: Call) -> int:
         """Nothing is moved in memory; what a change of layout sends is the cost of its Collectives."""
@@ -86,19 +78,17 @@ class Deliver(Differentiable):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collect(OpKind):
-    """The gradient of a deliver: the sum of what all readers send back."""
+    """The gradient of a deliver: the sum of what all readers send back, with dims renamed back."""
 
     rename: tuple[tuple[str, str], ...] = ()
     settles: bool = False
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give the dims of what is summed, renamed back."""
         names = dict(self.rename)
         dims = tuple(names.get(dim, dim) for dim in inputs[0].dims)
         return (Output(dims=dims, dtype=inputs[0].dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Add them up."""
         target = call.inputs[0].dims
         total = sum(
             array.transpose([tensor.dims.index(dim) for dim in target])

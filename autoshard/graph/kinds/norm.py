@@ -2,146 +2,111 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from autoshard.graph.kinds.pointwise import Reduce
-from autoshard.graph.op import (
-    Array,
-    Call,
-    Differentiable,
-    Dims,
-    GradientStep,
-    OpKind,
-    Output,
-    Tensor,
-    aligned,
-    axis_of,
-)
+from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor, aligned
 
-_NORM_FLOPS = 4  # derived: square, accumulate, scale by the statistic, scale by the weight
-
-
-def _statistics(call: Call, x: Array, kind: str, over: str, eps: float) -> tuple[Array, Array]:
-    """Return the input freed of its mean (layer norm only) and the reciprocal of its size."""
-    axis = axis_of(call.inputs[0], over)
-    centred = x - x.mean(axis=axis, keepdims=True) if kind == "layer" else x
-    scale = 1 / np.sqrt((centred**2).mean(axis=axis, keepdims=True) + eps)
-    return centred, scale
+NormFunction = Literal["rms", "layer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm(Differentiable):
-    """RMS norm or layer norm over one dim: inputs are the tensor, a weight, and for layer norm a bias."""
+    """RMS norm or layer norm over one dim: inputs are the tensor, a weight, and for layer norm a bias.
 
-    function: Literal["rms", "layer"]
+    Results are the normalised tensor and, in FP32, the statistic that backward needs: the reciprocal of its size.
+    """
+
+    flops_per_element: ClassVar[int] = 4  # derived: square, accumulate, scale by the statistic, scale by the weight
+
+    function: NormFunction
     over: str
     eps: float
 
     @property
     def label(self) -> str:
-        """Which norm it is."""
         return f"{self.function}_norm"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give the normalised tensor and, in FP32, the statistic that backward needs."""
         tensor = inputs[0]
         rest = tuple(dim for dim in tensor.dims if dim != self.over)
         return (Output(dims=tensor.dims, dtype=tensor.dtype), Output(dims=rest, dtype="fp32", suffix="stat"))
 
     def whole_dims(self) -> Dims:
-        """The dim that is normalised over."""
         return (self.over,)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Normalise, then scale by the weight and shift by the bias."""
-        x, weight = arrays[0], arrays[1]
-        centred, scale = _statistics(call, x, self.function, self.over, self.eps)
-        result = centred * scale * aligned(weight, (self.over,), call.inputs[0].dims)
-        if len(arrays) > 2:
-            result = result + aligned(arrays[2], (self.over,), call.inputs[0].dims)
-        return result, scale.squeeze(axis_of(call.inputs[0], self.over))
-
-    def vector_flops(self, call: Call) -> int:
-        """A few operations per element."""
-        return _NORM_FLOPS * call.elements(call.inputs[0].dims)
+        tensor = call.inputs[0]
+        axis = tensor.dims.index(self.over)
+        centred = _centred(arrays[0], axis, self.function)
+        scale = 1 / np.sqrt((centred**2).mean(axis=axis, keepdims=True) + self.eps)
+        weight, *bias = (aligned(array, (self.over,), tensor.dims) for array in arrays[1:])
+        return centred * scale * weight + sum(bias), scale.squeeze(axis)
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """Recover the normalised input from input and statistic, for input, weight and bias in turn."""
-        steps: list[GradientStep] = []
+        rest = tuple(dim for dim in inputs[0].dims if dim != self.over)
         rule = NormGradient(function=self.function, over=self.over)
-        if 0 in needed:
-            steps.append(GradientStep(kind=rule, reads=("d0", "in0", "out1", "in1"), gives=(0,)))
-        if 1 in needed:
-            weight_rule = NormWeightGradient(function=self.function, over=self.over)
-            steps.append(GradientStep(kind=weight_rule, reads=("d0", "in0", "out1"), gives=(1,)))
-        if 2 in needed:
-            rest = tuple(dim for dim in inputs[0].dims if dim != self.over)
-            steps.append(GradientStep(kind=Reduce(function="sum", over=rest), reads=("d0",), gives=(2,)))
-        return tuple(steps)
+        weight_rule = NormWeightGradient(function=self.function, over=self.over)
+        steps = (
+            GradientStep(kind=rule, reads=("d0", "in0", "out1", "in1"), gives=(0,)),
+            GradientStep(kind=weight_rule, reads=("d0", "in0", "out1"), gives=(1,)),
+            GradientStep(kind=Reduce(function="sum", over=rest), reads=("d0",), gives=(2,)),
+        )
+        return tuple(steps[index] for index in range(3) if index in needed)
 
 
-def _normalised(call: Call, x: Array, stat: Array, function: str, over: str) -> Array:
-    """Rebuild the normalised input; ``call`` has the upstream gradient first and the input second."""
-    tensor = call.inputs[1]
-    rest = tuple(dim for dim in tensor.dims if dim != over)
-    centred = x - x.mean(axis=axis_of(tensor, over), keepdims=True) if function == "layer" else x
-    return centred * aligned(stat, rest, tensor.dims)
+def _centred(x: Array, axis: int, function: NormFunction) -> Array:
+    """Return the input, for layer norm freed of its mean."""
+    return x - x.mean(axis=axis, keepdims=True) if function == "layer" else x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormGradient(OpKind):
-    """The gradient of a norm's input."""
+    """The gradient of a norm's input: inputs are the upstream gradient, the norm's input, its statistic, its weight."""
 
-    function: Literal["rms", "layer"]
+    flops_per_element: ClassVar[int] = 8  # derived: rebuild, scale, and project out what the statistics absorb
+
+    function: NormFunction
     over: str
 
     @property
     def label(self) -> str:
-        """Which norm's gradient it is."""
         return f"{self.function}_norm_gradient"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Keep dims and dtype of the input."""
         return (Output(dims=inputs[1].dims, dtype=inputs[1].dtype),)
 
     def whole_dims(self) -> Dims:
-        """The dim that is normalised over."""
         return (self.over,)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Project out what the statistics absorb, then scale."""
         upstream, x, stat, weight = arrays
-        tensor = call.inputs[1]
-        axis = axis_of(tensor, self.over)
-        rest = tuple(dim for dim in tensor.dims if dim != self.over)
-        normalised = _normalised(call, x, stat, self.function, self.over)
-        slope = upstream * aligned(weight, (self.over,), tensor.dims)
+        dims = call.inputs[1].dims
+        axis, scale = dims.index(self.over), aligned(stat, call.inputs[2].dims, dims)
+        normalised = _centred(x, axis, self.function) * scale
+        slope = upstream * aligned(weight, (self.over,), dims)
         projected = slope - normalised * (slope * normalised).mean(axis=axis, keepdims=True)
-        if self.function == "layer":
-            projected = projected - slope.mean(axis=axis, keepdims=True)
-        return (projected * aligned(stat, rest, tensor.dims),)
-
-    def vector_flops(self, call: Call) -> int:
-        """A few operations per element."""
-        return 2 * _NORM_FLOPS * call.elements(call.inputs[1].dims)
+        return (_centred(projected, axis, self.function) * scale,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormWeightGradient(OpKind):
     """The gradient of a norm's weight: upstream gradient times normalised input, summed over all else."""
 
-    function: Literal["rms", "layer"]
+    flops_per_element: ClassVar[int] = 3  # derived: rebuild, multiply, accumulate
+
+    function: NormFunction
     over: str
 
     @property
     def label(self) -> str:
-        """Which norm's gradient it is."""
         return f"{self.function}_norm_weight_gradient"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give a vector along the normalised dim."""
         return (Output(dims=(self.over,), dtype=inputs[1].dtype),)
 
     def whole_dims(self) -> Dims:
@@ -149,41 +114,28 @@ class NormWeightGradient(OpKind):
         return (self.over,)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Multiply and sum."""
         upstream, x, stat = arrays
-        tensor = call.inputs[1]
-        product = upstream * _normalised(call, x, stat, self.function, self.over)
-        rest = tuple(axis for axis, dim in enumerate(tensor.dims) if dim != self.over)
-        return (product.sum(axis=rest),)
-
-    def vector_flops(self, call: Call) -> int:
-        """Rebuild, multiply, accumulate."""
-        return 3 * call.elements(call.inputs[1].dims)
+        dims = call.inputs[1].dims
+        normalised = _centred(x, dims.index(self.over), self.function) * aligned(stat, call.inputs[2].dims, dims)
+        rest = tuple(axis for axis, dim in enumerate(dims) if dim != self.over)
+        return ((upstream * normalised).sum(axis=rest),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Softmax(Differentiable):
     """Exponentials that sum to one along a dim."""
 
+    flops_per_element: ClassVar[int] = 4  # derived: maximum, exponential, sum, division
+
     over: str
 
-    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Keep dims and dtype."""
-        return (Output(dims=inputs[0].dims, dtype=inputs[0].dtype),)
-
     def whole_dims(self) -> Dims:
-        """The dim that is normalised over."""
         return (self.over,)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Subtract the maximum, exponentiate, divide by the sum."""
-        axis = axis_of(call.inputs[0], self.over)
+        axis = call.inputs[0].dims.index(self.over)
         powers = np.exp(arrays[0] - arrays[0].max(axis=axis, keepdims=True))
         return (powers / powers.sum(axis=axis, keepdims=True),)
-
-    def vector_flops(self, call: Call) -> int:
-        """Maximum, exponential, sum, division."""
-        return 4 * call.elements(call.inputs[0].dims)
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """Read the result: the slope of a softmax is written in its own values."""
@@ -192,24 +144,19 @@ class Softmax(Differentiable):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftmaxGradient(OpKind):
-    """The gradient of a softmax's input."""
+    """The gradient of a softmax's input: the probabilities times the upstream gradient less its mean under them."""
+
+    flops_per_element: ClassVar[int] = 4  # derived: product, sum, difference, product
 
     over: str
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Keep dims and dtype."""
         return (Output(dims=inputs[1].dims, dtype=inputs[1].dtype),)
 
     def whole_dims(self) -> Dims:
-        """The dim that is normalised over."""
         return (self.over,)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Multiply by the probabilities after subtracting the mean gradient under them."""
         upstream, probability = arrays
-        axis = axis_of(call.inputs[1], self.over)
+        axis = call.inputs[1].dims.index(self.over)
         return (probability * (upstream - (upstream * probability).sum(axis=axis, keepdims=True)),)
-
-    def vector_flops(self, call: Call) -> int:
-        """Product, sum, difference, product."""
-        return 4 * call.elements(call.inputs[1].dims)

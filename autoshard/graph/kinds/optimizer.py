@@ -11,8 +11,6 @@ from autoshard.spec.training import AdamWConstants
 from autoshard.spec.workload import Optimizer
 
 _NORM_FLOOR = 1e-6  # cited: torch.nn.utils.clip_grad_norm_ adds it to the norm before dividing
-_ADAMW_FLOPS = 15  # derived: two moments (3 each), two corrections, root, division, decay, update
-_SGD_FLOPS = 2  # derived: a product with the rate (clip and rate are one number), a difference
 _USUAL = AdamWConstants()
 
 
@@ -21,7 +19,6 @@ class Accumulate(OpKind):
     """A micro-batch's gradient added to the sum so far (first input), in the sum's format."""
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Keep the sum's dims and dtype."""
         assert inputs[0].dims == inputs[1].dims, f"{inputs[1]} is not a gradient for {inputs[0]}"
         return (Output(dims=inputs[0].dims, dtype=inputs[0].dtype),)
 
@@ -30,7 +27,6 @@ class Accumulate(OpKind):
         return {0: (0,), 1: (0,)}
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Add."""
         return (arrays[0] + arrays[1],)
 
 
@@ -38,17 +34,13 @@ class Accumulate(OpKind):
 class SquareSum(OpKind):
     """The sum of squares of a gradient: its share of the norm."""
 
+    flops_per_element: ClassVar[int] = 2  # derived: a product and an addition
+
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give one number in FP32."""
         return (Output(dims=(), dtype="fp32"),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Square and sum."""
         return (np.sum(arrays[0] ** 2),)
-
-    def vector_flops(self, call: Call) -> int:
-        """A product and an addition per element."""
-        return 2 * call.elements(call.inputs[0].dims)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +50,6 @@ class ClipScale(OpKind):
     limit: float
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give the factor and the norm."""
         return (Output(dims=(), dtype="fp32"), Output(dims=(), dtype="fp32", suffix="norm"))
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
@@ -71,6 +62,8 @@ class ClipScale(OpKind):
 class AdamW(Update):
     """One update by gradients and their squares, averaged over steps, with decay of the weights."""
 
+    # derived: two moments (3 each), two corrections, root, division, decay, update
+    flops_per_element: ClassVar[int] = 15
     num_moments: ClassVar[int] = 2
     scalars: ClassVar[tuple[str, ...]] = ("clip", "learning_rate", "step_number")
 
@@ -85,7 +78,6 @@ class AdamW(Update):
         return "adamw"
 
     def without_decay(self) -> "AdamW":
-        """Leave the size of the weight alone."""
         return replace(self, decay=0.0)
 
     def with_constants(self, constants: AdamWConstants) -> "AdamW":
@@ -94,12 +86,9 @@ class AdamW(Update):
         return AdamW(beta1=constants.beta1, beta2=constants.beta2, eps=constants.eps, decay=decay)
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give the new weight and moments."""
-        weight, first, second = inputs[:3]
-        return (
-            Output(dims=weight.dims, dtype=weight.dtype),
-            Output(dims=first.dims, dtype=first.dtype, suffix="moment1"),
-            Output(dims=second.dims, dtype=second.dtype, suffix="moment2"),
+        return tuple(
+            Output(dims=tensor.dims, dtype=tensor.dtype, suffix=suffix)
+            for tensor, suffix in zip(inputs, ("", "moment1", "moment2"), strict=False)
         )
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
@@ -112,30 +101,19 @@ class AdamW(Update):
         decayed = weight * (1 - rate * self.decay)
         return decayed - rate * (first / (1 - self.beta1**step)) / size, first, second
 
-    def vector_flops(self, call: Call) -> int:
-        """A dozen operations per weight."""
-        return _ADAMW_FLOPS * call.elements(call.inputs[0].dims)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sgd(Update):
     """One update by the gradient alone: no momentum, no decay."""
 
+    flops_per_element: ClassVar[int] = 2  # derived: a product with rate times clip, a difference
     num_moments: ClassVar[int] = 0
     scalars: ClassVar[tuple[str, ...]] = ("clip", "learning_rate")
-
-    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give the new weight."""
-        return (Output(dims=inputs[0].dims, dtype=inputs[0].dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Update as torch.optim.SGD does by default."""
         weight, gradient, clip, rate = arrays
         return (weight - rate * (gradient * clip),)
-
-    def vector_flops(self, call: Call) -> int:
-        """Two operations per weight."""
-        return _SGD_FLOPS * call.elements(call.inputs[0].dims)
 
 
 UPDATES: Mapping[Optimizer, Update] = {"adamw": AdamW(), "sgd": Sgd()}

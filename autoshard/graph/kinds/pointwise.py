@@ -3,21 +3,11 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from autoshard.graph.op import (
-    Array,
-    Call,
-    Differentiable,
-    Dims,
-    GradientStep,
-    OpKind,
-    Output,
-    Tensor,
-    aligned,
-)
+from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor, aligned
 from autoshard.spec.workload import Dtype
 
 Function = Literal["silu", "gelu", "gelu_tanh", "relu", "exp", "log", "negate"]
@@ -42,10 +32,6 @@ def _gelu_tanh_slope(x: Array) -> Array:
     return 0.5 * (1 + inner) + 0.5 * x * (1 - inner**2) * _GELU_SLOPE * (1 + 3 * _GELU_CUBIC * x**2)
 
 
-def _gelu_slope(x: Array) -> Array:
-    return 0.5 * (1 + _erf(x / math.sqrt(2))) + x * np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
-
-
 _VALUES: Mapping[Function, Callable[[Array], Array]] = {
     "silu": lambda x: x * _sigmoid(x),
     "gelu": lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
@@ -57,12 +43,10 @@ _VALUES: Mapping[Function, Callable[[Array], Array]] = {
 }
 _SLOPES: Mapping[Function, Callable[[Array], Array]] = {
     "silu": lambda x: _sigmoid(x) * (1 + x * (1 - _sigmoid(x))),
-    "gelu": _gelu_slope,
+    "gelu": lambda x: 0.5 * (1 + _erf(x / math.sqrt(2))) + x * np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi),
     "gelu_tanh": _gelu_tanh_slope,
     "relu": lambda x: (x > 0).astype(x.dtype),
-    "exp": np.exp,
     "log": lambda x: 1 / x,
-    "negate": lambda x: -np.ones_like(x),
 }
 
 
@@ -74,15 +58,9 @@ class Unary(Differentiable):
 
     @property
     def label(self) -> str:
-        """The function's own name."""
         return self.function
 
-    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Keep dims and dtype."""
-        return (Output(dims=inputs[0].dims, dtype=inputs[0].dtype),)
-
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Apply the function."""
         return (_VALUES[self.function](arrays[0]),)
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
@@ -102,16 +80,13 @@ class UnaryGradient(OpKind):
 
     @property
     def label(self) -> str:
-        """The function's name, marked as its gradient."""
         return f"{self.function}_gradient"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Keep dims and dtype of the function's input."""
         assert inputs[0].dims == inputs[1].dims, f"{inputs[0]} is not a gradient for {inputs[1]}"
         return (Output(dims=inputs[1].dims, dtype=inputs[1].dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Multiply by the slope."""
         return (arrays[0] * _SLOPES[self.function](arrays[1]),)
 
 
@@ -120,13 +95,11 @@ class Multiply(Differentiable):
     """The element-wise product of two tensors with the same dims."""
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Keep dims and dtype of the first."""
         left, right = inputs
         assert left.dims == right.dims, f"cannot multiply {left} by {right}"
         return (Output(dims=left.dims, dtype=left.dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Multiply."""
         return (arrays[0] * arrays[1],)
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
@@ -142,17 +115,14 @@ class Add(Differentiable):
 
     @property
     def label(self) -> str:
-        """The word for this sign."""
         return "add" if self.sign == 1 else "subtract"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Keep dims and dtype of the first."""
         left, right = inputs
         assert set(right.dims) <= set(left.dims), f"cannot repeat {right} along {left}"
         return (Output(dims=left.dims, dtype=left.dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Add or subtract."""
         left, right = call.inputs
         return (arrays[0] + self.sign * aligned(arrays[1], right.dims, left.dims),)
 
@@ -184,31 +154,22 @@ class Reduce(Differentiable):
 
     @property
     def label(self) -> str:
-        """The function's own name."""
         return self.function
 
     @property
     def stops_gradient(self) -> bool:
-        """A maximum is taken as a constant."""
         return self.function == "max"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Drop the dims that are reduced."""
         (tensor,) = inputs
         return (Output(dims=tuple(d for d in tensor.dims if d not in self.over), dtype=tensor.dtype),)
 
     def linear_through(self) -> Mapping[int, tuple[int, ...]]:
-        """A sum is linear, a maximum is not."""
         return {0: (0,)} if self.function == "sum" else {}
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Reduce."""
         axes = tuple(call.inputs[0].dims.index(dim) for dim in self.over)
         return (arrays[0].sum(axis=axes) if self.function == "sum" else arrays[0].max(axis=axes, initial=-np.inf),)
-
-    def vector_flops(self, call: Call) -> int:
-        """One operation per element that is read."""
-        return call.elements(call.inputs[0].dims)
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """Repeat the gradient of a sum along the dims that were summed."""
@@ -221,20 +182,16 @@ class Reduce(Differentiable):
 class Repeat(OpKind):
     """A tensor repeated along the dims that it lacks."""
 
+    flops_per_element: ClassVar[int] = 0
+
     dims: Dims
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Give the stated dims."""
         return (Output(dims=self.dims, dtype=inputs[0].dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        """Repeat."""
         shape = [call.sizes[dim] for dim in self.dims]
         return (np.broadcast_to(aligned(arrays[0], call.inputs[0].dims, self.dims), shape),)
-
-    def vector_flops(self, call: Call) -> int:
-        """Nothing is computed."""
-        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,11 +202,9 @@ class Cast(Differentiable):
 
     @property
     def label(self) -> str:
-        """The format that it casts to."""
         return f"to_{self.dtype}"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
-        """Change the dtype."""
         return (Output(dims=inputs[0].dims, dtype=self.dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
@@ -257,5 +212,4 @@ class Cast(Differentiable):
         return arrays
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
-        """Cast back."""
         return (GradientStep(kind=Cast(dtype=inputs[0].dtype), reads=("d0",), gives=(0,)),)

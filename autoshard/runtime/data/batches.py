@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from autoshard.engine.base import Batch
-from autoshard.graph.evaluate import random_document_starts
+from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
 

@@ -17,11 +17,11 @@ from autoshard.engine.nxd.blocks import (
 )
 from autoshard.errors import InputError
 from autoshard.graph.block import OpGraph
-from autoshard.graph.evaluate import evaluate_step, random_weights
 from autoshard.graph.kinds.attention import Rotary
 from autoshard.graph.op import Array
 from autoshard.spec.model import ModelSpec
 from tests.engine.small_models import SEQ, graph_of, micro_batches, small_models
+from tests.reference_step import evaluate_step, random_weights
 
 DENSE = {
     name: model

@@ -7,7 +7,6 @@ from hypothesis import given, strategies as st
 
 from autoshard.engine.programs import graph_of
 from autoshard.engine.ran import Phase, TimedStep, phase_of
-from autoshard.graph.count import model_flops_per_token
 from autoshard.plan.prediction import Prediction
 from autoshard.runtime.metrics.pace import WINDOW, Pace
 from tests.runtime.cases import tiny_plan
@@ -29,7 +28,7 @@ def warned(times: list[float], prediction: Prediction | None = PREDICTION) -> li
 
 
 def test_utilisation_is_counted_from_the_model_and_the_peak() -> None:
-    flops = model_flops_per_token(graph_of(PLAN)) * PLAN.workload.tokens_per_step
+    flops = graph_of(PLAN).model_flops_per_token() * PLAN.workload.tokens_per_step
     peak = PLAN.cluster.rank_matrix_flops_per_s("bf16") * PLAN.mesh.num_ranks
     paced = Pace(10, PLAN.prediction)(step(1, 0.25), 0.0)
     assert paced.mfu == pytest.approx(flops / 0.25 / peak, rel=1e-5)

@@ -1,15 +1,14 @@
 """One whole training step computed with numpy, straight from the graph: what engines must agree with."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autoshard.graph.block import Block, OpGraph
-from autoshard.graph.op import Array, Op, float_dtype
+from autoshard.graph.op import Array
 
 Arrays = Mapping[str, Array]
-_DOCUMENTS = 4  # drawn for a sequence, on average
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,33 +21,16 @@ class StepResult:
     weights: Arrays
 
 
-def instances(graph: OpGraph) -> Iterator[tuple[str, Block]]:
-    """Yield every block as often as it occurs, in order, with its name.
-
-    The names are ``embed.0``, ``layer.0``, ``layer.1``, ..., ``head.0``.
-    """
-    for block in graph.blocks:
-        for number in range(block.repeat):
-            yield f"{block.kind}.{number}", block
-
-
 def random_weights(graph: OpGraph, generator: np.random.Generator, scale: float = 0.5) -> Arrays:
     """Return random weights for every instance; tied ones are the same array."""
     weights: dict[str, Array] = {}
-    for name, block in instances(graph):
+    for name, block in graph.instances():
         for tensor in block.parameters:
             owner = graph.tied.get(f"{block.kind}.{tensor.name}")
             shape = [graph.sizes[dim] for dim in tensor.dims]
             drawn = generator.normal(size=shape) * scale
             weights[f"{name}.{tensor.name}"] = weights[owner.replace(".", ".0.", 1)] if owner else drawn
     return weights
-
-
-def random_document_starts(generator: np.random.Generator, shape: tuple[int, int]) -> Array:
-    """Return where the document of each token starts, [sequences, positions], for a few random documents each."""
-    along = np.arange(shape[1])
-    begins = generator.random(shape) < min(0.5, _DOCUMENTS / shape[1])
-    return np.maximum.accumulate(np.where(begins, along, 0), axis=1)
 
 
 def evaluate_step(
@@ -69,23 +51,12 @@ def evaluate_step(
     return _run_update(graph, weights, sums, loss, learning_rate)
 
 
-def run_ops(block: Block, ops: Sequence[Op], sizes: Mapping[str, int], environment: dict[str, Array]) -> None:
-    """Evaluate operations in order, adding their outputs to the environment."""
-    for op in ops:
-        call = block.call(op, sizes)
-        results = op.kind.evaluate(call, *(environment[name] for name in op.inputs))
-        for tensor, result in zip(call.outputs, results, strict=True):
-            expected = tuple(sizes[dim] for dim in tensor.dims)
-            assert result.shape == expected, f"{block.kind}.{op.name}: {tensor} has shape {result.shape}"
-            environment[tensor.name] = result
-
-
 def _run_forward(graph: OpGraph, weights: Arrays, batch: Arrays) -> list[dict[str, Array]]:
     environments: list[dict[str, Array]] = []
     hidden: Array | None = None
-    for name, block in instances(graph):
+    for name, block in graph.instances():
         environment = {
-            tensor.name: batch[tensor.name].astype(float_dtype(tensor.dtype))
+            tensor.name: batch[tensor.name].astype(np.int64 if tensor.dtype == "int64" else np.float64)
             for tensor in block.tensors.values()
             if tensor.role == "input" and tensor.name in batch
         }
@@ -93,7 +64,7 @@ def _run_forward(graph: OpGraph, weights: Arrays, batch: Arrays) -> list[dict[st
         if block.carry_in:
             assert hidden is not None
             environment[block.carry_in] = hidden
-        run_ops(block, block.select("micro_batch", "F"), graph.sizes, environment)
+        block.run(block.select("micro_batch", "F"), graph.sizes, environment)
         hidden = environment[block.carry_out] if block.carry_out else None
         environments.append(environment)
     return environments
@@ -101,12 +72,12 @@ def _run_forward(graph: OpGraph, weights: Arrays, batch: Arrays) -> list[dict[st
 
 def _run_backward(graph: OpGraph, environments: list[dict[str, Array]], sums: dict[str, Array]) -> None:
     upstream = np.float64(1.0)
-    for (name, block), environment in reversed(list(zip(instances(graph), environments, strict=True))):
+    for (name, block), environment in reversed(list(zip(graph.instances(), environments, strict=True))):
         environment[f"d.{block.carry_out or 'loss'}"] = np.asarray(upstream)
         for tensor in block.parameters:
             zeros = np.zeros([graph.sizes[dim] for dim in tensor.dims])
             environment[f"{tensor.name}.grad"] = sums.get(f"{name}.{tensor.name}", zeros)
-        run_ops(block, block.select("micro_batch", "IW"), graph.sizes, environment)
+        block.run(block.select("micro_batch", "IW"), graph.sizes, environment)
         for tensor in block.parameters:
             sums[f"{name}.{tensor.name}"] = environment[f"{tensor.name}.sum"]
         if block.carry_in:
@@ -121,15 +92,15 @@ def _gradient_of_input(block: Block) -> str:
 def _run_update(graph: OpGraph, weights: Arrays, sums: Arrays, loss: float, learning_rate: float) -> StepResult:
     gradients: dict[str, Array] = {}
     environments: dict[str, dict[str, Array]] = {}
-    for name, block in instances(graph):
+    for name, block in graph.instances():
         environment = _step_environment(graph, name, block, weights, sums)
         before = [op for op in block.select("step") if op.name.rsplit(".", 1)[1] in ("tie", "reduce", "square")]
-        run_ops(block, before, graph.sizes, environment)
+        block.run(before, graph.sizes, environment)
         gradients |= {f"{name}.{op.source}": environment[op.outputs[0]] for op in before if op.name.endswith(".reduce")}
         environments[name] = environment
     clip, norm = _clip(graph, environments)
     updated: dict[str, Array] = {}
-    for name, block in instances(graph):
+    for name, block in graph.instances():
         environment = environments[name]
         environment |= {
             "clip": clip,
@@ -137,7 +108,7 @@ def _run_update(graph: OpGraph, weights: Arrays, sums: Arrays, loss: float, lear
             "step_number": np.asarray(1),
         }
         after = [op for op in block.select("step") if op.name.rsplit(".", 1)[1] in ("update", "cast", "gather")]
-        run_ops(block, after, graph.sizes, environment)
+        block.run(after, graph.sizes, environment)
         updated |= {f"{name}.{op.source}": environment[op.outputs[0]] for op in after if op.name.endswith(".gather")}
     return StepResult(loss=loss, norm=float(norm), gradients=gradients, weights=updated)
 
@@ -163,5 +134,5 @@ def _clip(graph: OpGraph, environments: Mapping[str, Arrays]) -> tuple[Array, Ar
             kind, square = tensor.name.split(".", 1)
             parts = [values[square] for name, values in environments.items() if name.split(".")[0] == kind]
             squares[tensor.name] = np.asarray(sum(parts))
-    run_ops(graph.update, graph.update.ops, graph.sizes, squares)
+    graph.update.run(graph.update.ops, graph.sizes, squares)
     return squares["clip"], squares[graph.update.op("clip").outputs[1]]
