@@ -1,6 +1,7 @@
 """The command line: which commands there are, and what becomes of faults."""
 
 import gc
+import importlib
 import io
 import os
 import sys
@@ -8,37 +9,14 @@ from collections.abc import Callable, Sequence
 
 from autoshard import __version__
 from autoshard.command_line import read_options
-from autoshard.commands.calibrate import calibrate
-from autoshard.commands.compare import compare
-from autoshard.commands.convert import convert
-from autoshard.commands.explain import explain
-from autoshard.commands.launch import launch
-from autoshard.commands.listing import list_
-from autoshard.commands.plan import plan
-from autoshard.commands.run import run
-from autoshard.commands.sweep import sweep
-from autoshard.commands.tokenize import tokenize
-from autoshard.commands.validate import validate
-from autoshard.commands.verify import verify
 from autoshard.errors import AutoshardError, InputError, nearest
 
+COMMANDS = (  # each a function of its name, in a module of its name
+    "plan", "explain", "compare", "verify", "run", "launch", "sweep", "tokenize", "convert", "validate", "calibrate",
+    "list",
+)  # fmt: skip
 _RARELY = (1_000_000, 20, 20)  # measured: looking for cycles of objects takes a twentieth of a planning process
 _MOST_FAULTS = 40  # shown: a file of another kind has one in every line
-
-COMMANDS: dict[str, Callable[..., int]] = {
-    "plan": plan,
-    "explain": explain,
-    "compare": compare,
-    "verify": verify,
-    "run": run,
-    "launch": launch,
-    "sweep": sweep,
-    "tokenize": tokenize,
-    "convert": convert,
-    "validate": validate,
-    "calibrate": calibrate,
-    "list": list_,
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,6 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def command_of(name: str) -> Callable[..., int]:
+    """Return the function of a command; only its own module is imported."""
+    return getattr(importlib.import_module(f"autoshard.commands.{name}"), name)
+
+
 def _complain(text: str) -> None:
     print(f"autoshard: {text}", file=sys.stderr)
 
@@ -87,13 +70,14 @@ def _run(arguments: list[str]) -> int:
         print(f"autoshard {__version__}")
         return 0
     if first not in COMMANDS:
-        raise InputError.of(first, f"not a command. {nearest(first, list(COMMANDS))}")
-    values = read_options(first, COMMANDS[first], rest)
-    return 0 if values is None else COMMANDS[first](**values)
+        raise InputError.of(first, f"not a command. {nearest(first, COMMANDS)}")
+    command = command_of(first)
+    values = read_options(first, command, rest)
+    return 0 if values is None else command(**values)
 
 
 def _overview() -> str:
-    rows = [f"  {name:<9} {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    rows = [f"  {name:<9} {(command_of(name).__doc__ or '').splitlines()[0]}" for name in COMMANDS]
     title = "autoshard: the fastest way to cut a training run over a cluster that fits in memory."
     usage = "usage: autoshard COMMAND ...      (autoshard COMMAND --help says more)"
     return "\n".join([title, "", usage, "", *rows])

@@ -1,43 +1,35 @@
-"""From the words of a command line, and a file of options, to the arguments of a function; all faults at once."""
+"""Command lines and files of options become the arguments of a function.
+
+jsonargparse splits the line, prints the help, and checks every value against the type of its parameter. This module
+adds recipes in the place of plans, the nearest known name of what is misspelled, and that all faults come at once.
+"""
 
 import inspect
-import itertools
+import math
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NewType, cast, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, NewType, Union, cast, get_args, get_origin, get_type_hints
 
 from autoshard.errors import Fault, InputError, nearest
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """One value of an option that may be given several times, as NAME=VALUE, and where it was given."""
-
-    text: str
-    where: str
-
-
-SaidOften = tuple[Said, ...]
 Counts = tuple[int, ...]  # one whole number, or several with commas between them
-Weights = Mapping[str, float]  # names, each with a number
-Configs = Sequence[tuple[str, Mapping[str, object]]]  # files by their names, with their options
-PlanOrRecipe = NewType("PlanOrRecipe", Path)  # a recipe is a file of options as well
+PlanOrRecipe = NewType("PlanOrRecipe", Path)  # a recipe (.yaml) is a file of options as well
+Given = dict[str, tuple[str, Any]]  # option -> how faults name the place where it is given, and what stands there
 
-_POSITIONAL = (
-    "plan",
-    "rows",
-    "source",
-    "target",
-    "what",
-    "a",
-    "b",
-)  # `list models`, unlike `plan --model ...`
+_POSITIONAL = ("plan", "rows", "source", "target", "what", "a", "b")  # `list models`, unlike `plan --model ...`
+_EXPECTED: dict[Any, tuple[str, str]] = {  # type -> how the help and how a fault names it
+    bool: ("", "true or false"),
+    int: ("N", "a whole number"),
+    float: ("X", "a number like 0.001 or 1e-3"),
+    Counts: ("N[,N...]", "a whole number, or several like 4,8,16"),
+    Path: ("PATH", "a path"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +37,18 @@ class Option:
     """A parameter of a command, or a field of a dataclass that is one: ``schedule.shape``."""
 
     name: str
-    kind: Any
+    kind: Any  # its type, without None
     default: object
-    help: str
 
     @property
     def is_positional(self) -> bool:
-        """Whether it is given without its name: what must be given is."""
+        """Whether it is given without its name."""
         return self.name in _POSITIONAL and self.default is inspect.Parameter.empty
 
     @property
     def repeats(self) -> bool:
-        """Whether it may be given several times, as NAME=VALUE."""
-        return self.kind in (SaidOften, Weights)
+        """Whether it is a mapping, given as NAME=VALUE any number of times."""
+        return get_origin(self.kind) is Mapping
 
     @property
     def flag(self) -> str:
@@ -66,17 +57,18 @@ class Option:
         return f"--{name.replace('_', '-')}"
 
     @property
-    def dest(self) -> str:
-        """How the parser knows it: of names with dots, which it takes apart, it forgets all values but the last."""
-        return self.name.replace(".", "/")
-
-    @property
     def label(self) -> str:
         """How faults name it."""
         return self.name.upper() if self.is_positional else self.flag
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words among which it chooses, if there are only some."""
+        members = (self.kind, *get_args(self.kind))
+        return tuple(word for member in members if get_origin(member) is Literal for word in get_args(member))
 
-def read_options(name: str, command: Callable[..., int], arguments: list[str]) -> dict[str, Any] | None:
+
+def read_options(name: str, command: Callable[..., int], arguments: Sequence[str]) -> dict[str, Any] | None:
     """Return the values of a command's parameters; None after printing its help.
 
     A parameter whose type is a dataclass stands for its fields: each is an option. Options come from the line, from the
@@ -85,137 +77,62 @@ def read_options(name: str, command: Callable[..., int], arguments: list[str]) -
     from jsonargparse import ArgumentError
 
     options = {option.name: option for option in _options(command)}
-    _refuse_halves(arguments)
     _refuse_unknown(name, arguments, [option.flag for option in options.values() if not option.is_positional])
-    parser = _parser(name, command, options.values())
+    parser = _parser(name, command, list(options.values()), with_help={"-h", "--help"} & set(arguments) != set())
     try:
-        given = parser.parse_args(arguments).as_dict()
+        line = dict(vars(parser.parse_args(arguments)))
     except ArgumentError as error:
         raise InputError.of("", f"{error}. See autoshard {name} --help") from None
-    texts = {dest.replace("/", "."): text for dest, text in given.items()}
-    if texts["help"]:
+    if line["help"]:
         parser.print_help()
         return None
     faults: list[Fault] = []
-    files = [(f"--config {texts['config']}", texts["config"])] if texts["config"] is not None else []
-    files += [(texts[key], texts[key]) for key, one in options.items() if _is_recipe(one, texts[key])]
-    configs = [(where, _config(where, path, options, faults)) for where, path in files]
-    values = {key: _merged(option, texts[key], configs, faults) for key, option in options.items()}
+    given: Given = {}
+    recipes = [line[key] for key, one in options.items() if one.kind is PlanOrRecipe and _is_yaml(line[key])]
+    for where, path in [*((one, one) for one in recipes), (f"--config {line['config']}", line["config"])]:
+        given |= {} if path is None else _entries(where, path, options, faults)
+    for key, option in options.items():
+        raw = line[key.replace(".", "/")]
+        if raw not in (None, False):
+            typed = _pairs(option, raw, faults) if option.repeats else raw
+            in_file = given[key][1] if option.kind == Mapping[str, str] and key in given else None
+            given[key] = (option.label, {**in_file, **typed} if isinstance(in_file, dict) else typed)
+    values = {key: _value(option, given.get(key), faults) for key, option in options.items()}
     if faults:
         raise InputError(faults)
-    typed = {key for key, text in texts.items() if text not in (None, False)}
-    found = {key: f"{file}: {key}" for file, config in reversed(configs) for key in config if key not in typed}
-    places = {key: found.get(key, option.label) for key, option in options.items()}
-    return {name: _value(kind, name, values, places) for name, kind in _kinds(command).items()}
+    places = {key: given[key][0] if key in given else option.label for key, option in options.items()}
+    kinds = ((name, one.annotation) for name, one in inspect.signature(command).parameters.items())
+    return {name: _built(kind, "", values, places) if _is_group(kind) else values[name] for name, kind in kinds}
 
 
-def _is_recipe(option: Option, text: object) -> bool:
-    return option.kind is PlanOrRecipe and str(text).endswith((".yaml", ".yml"))
+def _is_yaml(path: object) -> bool:
+    return str(path).endswith((".yaml", ".yml"))
 
 
 def _is_group(kind: Any) -> bool:
-    return isinstance(kind, type) and is_dataclass(kind)  # not a dataclass's value
-
-
-def _kinds(command: Callable[..., int]) -> dict[str, Any]:
-    """Return the types of a command's parameters."""
-    return {name: parameter.annotation for name, parameter in inspect.signature(command).parameters.items()}
+    return isinstance(kind, type) and is_dataclass(kind)
 
 
 def _options(source: Any, before: str = "") -> Iterator[Option]:
     """Yield a command's options, or those of a dataclass; dataclasses inside a dataclass put their name before."""
-    import docstring_parser
-
-    about = docstring_parser.parse(source.__doc__ or "")
-    help_of = {entry.arg_name: " ".join((entry.description or "").split()).replace("%", "%%") for entry in about.params}
     types = get_type_hints(source)
     for name, parameter in inspect.signature(source).parameters.items():
         kind = types[name]
         if _is_group(kind):
             yield from _options(kind, f"{before}{name}." if _is_group(source) else "")
         else:
-            yield Option(name=before + name, kind=kind, default=parameter.default, help=help_of[name])
+            members = tuple(member for member in get_args(kind) if member is not NoneType)
+            kind = Union[members] if NoneType in get_args(kind) else kind  # noqa: UP007 (as many as there are)
+            yield Option(name=before + name, kind=kind, default=parameter.default)
 
 
-def _value(kind: Any, name: str, values: Mapping[str, object], places: Mapping[str, str]) -> object:
-    """Return the value of a parameter; that of a dataclass is made of those of its fields, whose faults it places."""
-    if not _is_group(kind):
-        return values[name]
-
-    def built(group: Any, before: str) -> object:
-        fields: dict[str, object] = {}
-        for key, annotation in get_type_hints(group).items():
-            fields[key] = built(annotation, f"{before}{key}.") if _is_group(annotation) else values[before + key]
-        try:
-            return group(**fields)
-        except InputError as error:
-            raise InputError(_placed(fault, before, places) for fault in error.faults) from None
-
-    return built(kind, "")
-
-
-def _placed(fault: Fault, before: str, places: Mapping[str, str]) -> Fault:
-    """Say which option, or which key of which file, a fault of a dataclass is about."""
-    key = before + fault.where
-    name = next((name for name in places if key == name or key.startswith((f"{name}.", f"{name}["))), None)
-    return Fault(where=places[name] if name else fault.where, message=fault.message)
-
-
-def _merged(option: Option, text: Any, configs: Configs, faults: list[Fault]) -> object:
-    """Return an option's value: from the line, else from the first file that has it, else its default."""
-    if option.repeats:
-        typed = tuple(Said(text=one, where=option.flag) for one in text or ())
-        files = [tuple(_listed(config.get(option.name), file, option, faults)) for file, config in configs]
-        if option.kind == SaidOften:  # what is typed comes last, and goes before what a file says of the same name
-            return (*itertools.chain(*reversed(files)), *typed)
-        return _weights(next((said for said in (typed, *files) if said), ()), faults)
-    if text not in (None, False):
-        return _read(option, text, option.label, faults)
-    file, found = next(((file, config) for file, config in configs if option.name in config), ("", {}))
-    where = f"{file}: {option.name}" if file else option.label
-    return _read(option, found.get(option.name), where, faults)
-
-
-def _listed(given: object, file: str, option: Option, faults: list[Fault]) -> Iterator[Said]:
-    """Read what a file maps names to."""
-    where = f"{file}: {option.name}"
-    if given is None:
-        return
-    if not isinstance(given, dict):
-        faults.append(Fault(where=where, message="must map names to values, one `name: value` per line"))
-        return
-    for name, value in cast(dict[Any, Any], given).items():
-        number = isinstance(value, int | float) and option.kind == Weights and not isinstance(value, bool)
-        if isinstance(value, str) or number:
-            yield Said(text=f"{name}={value}", where=where)
-        else:
-            faults.append(Fault(where=f"{where}.{name}", message=f"must be text. Put {value!r} in quotes"))
-
-
-def _weights(said: SaidOften, faults: list[Fault]) -> Weights:
-    """Read NAME=NUMBER; a name alone weighs 1, and of one that is given twice the last counts."""
-    found: dict[str, float] = {}
-    for one in said:
-        name, equals, text = one.text.rpartition("=")
-        fault, number = _number(text) if equals else ("", 1.0)
-        if fault:
-            faults.append(Fault(where=one.where, message=f"{one.text}: {fault}"))
-        else:
-            found[name if equals else one.text] = float(cast(float, number))
-    return found
-
-
-def _refuse_halves(arguments: list[str]) -> None:
-    """Refuse halves of characters, which no terminal sends and no file's name has."""
+def _refuse_unknown(command: str, arguments: Sequence[str], flags: list[str]) -> None:
+    """Refuse unknown options, abbreviations too, and halves of characters, which no terminal sends."""
     for argument in arguments:
         try:
             os.fsencode(argument)
         except UnicodeEncodeError:
             raise InputError.of(ascii(argument), "holds half of a character. Type whole ones") from None
-
-
-def _refuse_unknown(command: str, arguments: list[str], flags: list[str]) -> None:
-    """Refuse options that do not exist, abbreviated ones too: what is short for one today may be for two tomorrow."""
     known = ["--help", "--config", *flags]
     given = (argument.partition("=")[0] for argument in arguments if argument.startswith("--") and argument != "--")
     unknown = [
@@ -227,68 +144,51 @@ def _refuse_unknown(command: str, arguments: list[str], flags: list[str]) -> Non
         raise InputError(unknown)
 
 
-def _parser(name: str, command: Callable[..., int], options: Iterable[Option]) -> "ArgumentParser":
-    """Make the parser of a command: it only splits the line, so that all faults of values are found together."""
+def _parser(name: str, command: Callable[..., int], options: Sequence[Option], *, with_help: bool) -> "ArgumentParser":
+    """Return the parser that splits the line of a command and prints its help, which is read only when asked for."""
     import argparse
 
-    import docstring_parser
     from jsonargparse import ArgumentParser
 
+    summary, about = _documentation(command) if with_help else ("", {})
     parser = ArgumentParser(
-        prog=f"autoshard {name}",
-        description=docstring_parser.parse(command.__doc__ or "").short_description,
-        exit_on_error=False,
-        add_help=False,
+        prog=f"autoshard {name}", description=summary, exit_on_error=False, add_help=False,
         formatter_class=argparse.HelpFormatter,
-    )
+    )  # fmt: skip
     for option in options:
-        text, default = option.help, option.default
-        if isinstance(default, tuple):
-            default = ",".join(map(str, cast(tuple[object, ...], default)))
-        if default not in (None, False, "", inspect.Parameter.empty) and not option.repeats:
+        text, default = about.get(option.name, ""), option.default
+        if default not in (None, False, "", (), inspect.Parameter.empty) and not option.repeats:
             text = f"{text} Default: {default}."
+        dest = option.name.replace(".", "/")  # of names with dots the parser forgets all values but the last
+        metavar = "{" + ",".join(option.words) + "}" if option.words else _EXPECTED.get(option.kind, ("TEXT",))[0]
         if option.kind is bool:
-            parser.add_argument(option.flag, dest=option.dest, action="store_true", help=text)
+            parser.add_argument(option.flag, dest=dest, action="store_true", help=text)
         elif option.repeats:
-            parser.add_argument(option.flag, dest=option.dest, action="append", metavar="NAME=VALUE", help=text)
+            parser.add_argument(option.flag, dest=dest, action="append", metavar="NAME=VALUE", help=text)
         elif option.is_positional:
             parser.add_argument(option.name, metavar=option.name.upper(), nargs="?", help=text)
         else:
-            parser.add_argument(option.flag, dest=option.dest, metavar=_metavar(option), help=text)
+            parser.add_argument(option.flag, dest=dest, metavar=metavar, help=text)
     parser.add_argument("--config", metavar="FILE", help="A YAML or JSON file with any of these options.")
     parser.add_argument("-h", "--help", action="store_true", help="Show this help.")
     return parser
 
 
-def _choices(option: Option) -> list[str]:
-    """Return the words that an option takes, if it takes only some; None stands for the default."""
-    members = [option.kind, *get_args(option.kind)]
-    return [word for member in members if get_origin(member) is Literal for word in get_args(member)]
+def _documentation(source: Any, before: str = "") -> tuple[str, dict[str, str]]:
+    """Return the summary of a command, and what its docstring and those of its dataclasses say of each option."""
+    import docstring_parser
+
+    parsed = docstring_parser.parse(source.__doc__ or "")
+    about = {before + one.arg_name: " ".join((one.description or "").split()) for one in parsed.params}
+    about = {name: text.replace("%", "%%") for name, text in about.items()}
+    for name, kind in get_type_hints(source).items():
+        if _is_group(kind):
+            about |= _documentation(kind, f"{before}{name}." if _is_group(source) else "")[1]
+    return parsed.short_description or "", about
 
 
-def _metavar(option: Option) -> str:
-    choices = _choices(option)
-    if choices:
-        return "{" + ",".join(choices) + "}"
-    if option.kind in (int, int | None):
-        return "N"
-    if option.kind in (float, float | None):
-        return "X"
-    if option.kind == Counts:
-        return "N[,N...]"
-    words = {
-        "out": "PATH",
-        "fix": "KEY=VALUE,...",
-        "at": "CANDIDATE",
-        "fail_if_slower": "PERCENT",
-        "resume": "WHERE",
-        "setup": "LINE",
-    }
-    return words.get(option.name, "NAME_OR_PATH")
-
-
-def _config(where: str, path: str, options: Mapping[str, Option], faults: list[Fault]) -> dict[str, Any]:
-    """Read options from a file; what a recipe says for other commands is checked too."""
+def _entries(where: str, path: str, options: Mapping[str, Option], faults: list[Fault]) -> Given:
+    """Return what a file says of each option; keys of a recipe that are for other commands are checked too."""
     from autoshard.spec.files import read_data
     from autoshard.spec.recipe import RECIPE_KEYS, training_faults
 
@@ -298,77 +198,107 @@ def _config(where: str, path: str, options: Mapping[str, Option], faults: list[F
         raise InputError(Fault(where=where, message=fault.message) for fault in error.faults) from None
     if not isinstance(data, dict):
         raise InputError.of(where, "must hold options, one `name: value` per line")
-    found: dict[str, Any] = {}
+    entries: Given = {}
     elsewhere: dict[str, object] = {}
 
-    def take(entries: dict[Any, Any], before: str) -> None:
-        known = [name.removeprefix(before).partition(".")[0] for name in options if name.startswith(before)]
-        for given, value in entries.items():
-            key = str(given).replace("-", "_")
-            name = before + key
-            inside = _inside(options, name)
+    def take(section: Mapping[Any, Any], before: str) -> None:
+        for written, value in section.items():
+            key = str(written).replace("-", "_")
+            name, known = before + key, dict.fromkeys(_keys(options, before))
+            inside = list(dict.fromkeys(_keys(options, f"{name}.")))
             if inside and isinstance(value, dict):
                 take(cast(dict[Any, Any], value), f"{name}.")
             elif inside and value is not None:
                 message = f"must hold keys, each on a line of its own: {', '.join(inside)}"
                 faults.append(Fault(where=f"{where}: {name}", message=message))
-            elif name in options or inside:
-                found.update({name: value} if value is not None else {})
+            elif key in known:
+                entries.update({} if value is None else {name: (f"{where}: {name}", value)})
             elif not before and key in RECIPE_KEYS:
                 elsewhere[key] = value
             else:
-                names = dict.fromkeys([*known, *(() if before else RECIPE_KEYS)])
-                faults.append(Fault(where=f"{where}: {name}", message=f"unknown key. {nearest(key, list(names))}"))
+                names = list(dict.fromkeys([*known, *(() if before else RECIPE_KEYS)]))
+                faults.append(Fault(where=f"{where}: {name}", message=f"unknown key. {nearest(key, names)}"))
 
     take(cast(dict[Any, Any], data), "")
     faults += (Fault(where=f"{where}: {fault.where}", message=fault.message) for fault in training_faults(elsewhere))
-    return found
+    return entries
 
 
-def _inside(options: Mapping[str, Option], name: str) -> list[str]:
-    """Return the keys of a section, such as schedule; none if that is an option, or no name at all."""
-    rest = [one.removeprefix(f"{name}.") for one in options if one.startswith(f"{name}.")]
-    return list(dict.fromkeys(one.partition(".")[0] for one in rest))
+def _keys(options: Mapping[str, Option], before: str) -> Iterator[str]:
+    """Yield the keys of a section, such as ``schedule.``."""
+    for name in options:
+        if name.startswith(before):
+            yield name.removeprefix(before).partition(".")[0]
 
 
-def _read(option: Option, given: object, where: str, faults: list[Fault]) -> object:
-    """Read a value, from the line as text or from a file as what it holds; what is not given has its default."""
-    choices, kind = _choices(option), option.kind
-    text = str(given)
+def _pairs(option: Option, texts: Sequence[str], faults: list[Fault]) -> dict[str, str]:
+    """Split NAME=VALUE; a name alone weighs 1 where values are weights."""
+    pairs: dict[str, str] = {}
+    for text in texts:
+        weighs = option.kind == Mapping[str, float]
+        name, equals, value = text.rpartition("=") if weighs else text.partition("=")
+        name, value = (name, value) if equals else (text, "1" if weighs else "")
+        if name in pairs:
+            faults.append(Fault(where=f"{option.flag} {name}", message="is given twice; keep one"))
+        pairs[name.strip()] = value
+    return pairs
+
+
+def _value(option: Option, given: tuple[str, Any] | None, faults: list[Fault]) -> object:
+    """Return the value of an option in its type, or its default; what is wrong with it joins the faults."""
     if given is None:
-        fault = "missing" if option.default is inspect.Parameter.empty else ""
-        fault = f"{fault}; one of {', '.join(choices)}" if fault and choices else fault
-        value = option.default
-    elif kind is bool:
-        fault, value = "" if isinstance(given, bool) else f"expected true or false, found {text!r}", given
-    elif isinstance(given, dict | list | bool):
-        fault, value = "expected a single value", None
-    elif choices:
-        fault, value = "" if text in choices else f"{text!r} is not one of them. {nearest(text, choices)}", text
-    elif kind in (int, int | None, Counts):
-        fault, value = _whole(text, several=kind == Counts)
-    elif kind in (float, float | None):
-        fault, value = _number(text)
-    else:
-        fault = "" if text.strip() and "\0" not in text else "must not be empty"
-        value = Path(text) if kind in (Path, Path | None, PlanOrRecipe) else text
-    if fault:
-        faults.append(Fault(where=where, message=fault))
+        if option.default is inspect.Parameter.empty:
+            choices = f"; one of {', '.join(option.words)}" if option.words else ""
+            faults.append(Fault(where=option.label, message=f"missing{choices}"))
+        return {} if option.repeats else option.default
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    (where, raw), kind = given, option.kind
+    is_number = isinstance(raw, int | float) and not isinstance(raw, bool)
+    if is_number and kind not in (int, float):
+        raw = str(raw)
+    if isinstance(raw, str) and (not raw.strip() or "\0" in raw):
+        faults.append(Fault(where=where, message="must not be empty"))
+        return None
+    reader = ArgumentParser(exit_on_error=False)
+    reader.add_argument("--value", type=Path if kind is PlanOrRecipe else kind)
+    try:
+        listed = f"[{raw}]" if kind == Counts and isinstance(raw, str) else raw
+        value = reader.parse_object({"value": listed}, defaults=False).value
+    except ArgumentError:
+        value = None
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        faults.append(Fault(where=where, message=_mismatch(option, raw)))
     return value
 
 
-def _whole(text: str, *, several: bool) -> tuple[str, object]:
-    """Read a whole number, or several; return what is wrong with it, and the value."""
-    if several and re.fullmatch(r"[-+]?[0-9]{1,100}(,[0-9]{1,9})*", text):
-        return "", tuple(map(int, text.split(",")))
-    if several or not re.fullmatch(r"[-+]?[0-9]{1,100}", text):
-        more = ", or several like 4,8,16" if several else ""
-        return f"expected a whole number{more}, found {text!r}", None
-    return "", int(text)
+def _mismatch(option: Option, raw: object) -> str:
+    """Say what an option expects instead of what was given."""
+    if option.repeats:
+        values = "numbers" if option.kind == Mapping[str, float] else "text in quotes"
+        return f"must map names to {values}, one `name: value` per line"
+    if isinstance(raw, dict | list | bool) and option.kind is not bool:
+        return "expected a single value"
+    if option.words and option.kind not in _EXPECTED:
+        return f"{str(raw)!r} is not one of them. {nearest(str(raw), option.words)}"
+    return f"expected {_EXPECTED.get(option.kind, ('', 'text'))[1]}, found {str(raw)!r}"
 
 
-def _number(text: str) -> tuple[str, object]:
-    """Read a number; return what is wrong with it, and the value."""
-    if re.fullmatch(r"[-+]?([0-9]{1,30}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][-+]?[0-9]{1,2})?", text):
-        return "", float(text)
-    return f"expected a number like 0.001 or 1e-3, found {text!r}", None
+def _built(group: Any, before: str, values: Mapping[str, object], places: Mapping[str, str]) -> object:
+    """Return the dataclass that the values of its fields make; its faults name the option or the key of a file."""
+    fields: dict[str, object] = {}
+    for key, kind in get_type_hints(group).items():
+        name = before + key
+        fields[key] = _built(kind, f"{name}.", values, places) if _is_group(kind) else values[name]
+    try:
+        return group(**fields)
+    except InputError as error:
+        raise InputError(_placed(fault, before, places) for fault in error.faults) from None
+
+
+def _placed(fault: Fault, before: str, places: Mapping[str, str]) -> Fault:
+    key = before + fault.where
+    name = next((name for name in places if key == name or key.startswith((f"{name}.", f"{name}["))), None)
+    if name is None:
+        return fault
+    return Fault(where=key.removeprefix(name).removeprefix("."), message=fault.message).under(places[name])

@@ -47,34 +47,27 @@ def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = Fa
 
 def _read(paths: Sequence[Path], fail_if_slower: str | None) -> "tuple[float | None, list[CheckedPlan]]":
     """Read everything that was given, and name all faults of all of it."""
-    faults: list[Fault] = []
+    from autoshard.cost.checked import check_plan
+    from autoshard.plan.codec import load
+
+    faults: dict[Fault, None] = {}
     allowed: float | None = None
     read: list[CheckedPlan] = []
     try:
         allowed = None if fail_if_slower is None else _share(fail_if_slower)
     except InputError as error:
-        faults.extend(error.faults)
+        faults |= dict.fromkeys(error.faults)
     for path in paths:
+        prefix = ""  # faults of reading name the file, those of judging do not
         try:
-            read.append(_checked(path))
+            plan = load(path)
+            prefix = f"{path}: "
+            read.append(check_plan(plan))
         except InputError as error:
-            faults.extend(fault for fault in error.faults if fault not in faults)
+            faults |= {Fault(where=f"{prefix}{fault.where}", message=fault.message): None for fault in error.faults}
     if faults:
         raise InputError(faults)
     return allowed, read
-
-
-def _checked(path: Path) -> "CheckedPlan":
-    from autoshard.cost.checked import check_plan
-    from autoshard.plan.codec import load
-
-    plan = load(path)
-    try:
-        return check_plan(plan)
-    except InputError as error:
-        raise InputError(
-            Fault(where=f"{path}: {fault.where}", message=fault.message) for fault in error.faults
-        ) from None
 
 
 def _share(text: str) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from autoshard.commands.output import print_json
-from autoshard.commands.progress import shown
+from autoshard.commands.progress import byte_progress
 from autoshard.errors import InputError, require
 from autoshard.units import format_bytes, format_seconds
 
@@ -63,7 +63,7 @@ def convert(
         workers=num_workers,
     )  # fmt: skip
     start_s = time.monotonic()
-    with shown("converting", quiet=json) as say:
+    with byte_progress("converting", quiet=json) as say:
         done = converted(asked, say)
     _say(done, time.monotonic() - start_s, json=json)
     return 0

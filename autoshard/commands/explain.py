@@ -1,14 +1,9 @@
 """``autoshard explain``: where a plan's time goes."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from autoshard.commands.output import constants_in, place_checks, print_json, write_text
+from autoshard.commands.output import constants_in, place_checks, print_json, print_refused, write_text
 from autoshard.errors import InputError, require
-
-if TYPE_CHECKING:
-    from autoshard.cost.calibration import Calibration
-    from autoshard.plan.plan import Plan
 
 
 def explain(
@@ -29,8 +24,15 @@ def explain(
     """
     from autoshard.cost.checked import check_plan
     from autoshard.cost.provenance import calibration_of
+    from autoshard.cost.trace import trace as timeline
     from autoshard.plan.codec import load
-    from autoshard.report.terminal import make_console, rejections_report
+    from autoshard.report.explained import explanation_report
+    from autoshard.report.structured import explanation_json, why_not_json
+    from autoshard.report.terminal import make_console
+    from autoshard.report.trace import trace_text
+    from autoshard.report.why_not import why_not_report
+    from autoshard.search.explain import explain as explained
+    from autoshard.search.what_if import alternatives, why_not as compared
 
     if trace:
         is_plan = trace.exists() and plan.exists() and trace.samefile(plan)
@@ -39,53 +41,23 @@ def explain(
     read = check_plan(load(plan), constants)
     misfits = tuple(reason for reason in read.rejections if reason.rule_id != "memory")
     if misfits:
-        make_console().print(rejections_report(misfits))
-        return 1
+        return print_refused(misfits, json=False)
     if trace:
-        _write_trace(read.plan, trace)
+        try:
+            write_text(trace_text(read.plan, timeline(read.plan)), trace, "--trace")
+        except InputError as error:
+            raise error if error.faults[0].where.startswith("--trace") else error.under("--trace") from None
     known = constants or calibration_of(read.plan)
     if why_not is None:
-        _say_all(read.plan, known, json)
+        found, others = explained(read.plan), alternatives(read.plan, known)
+        answer = explanation_json(read.plan, found, others) if json else explanation_report(read.plan, found, others)
     else:
-        _say_why_not(read.plan, why_not, known, json)
-    if trace and not json:
+        other = compared(read.plan, why_not, known)
+        answer = why_not_json(read.plan, other) if json else why_not_report(read.plan, other)
+    if json:
+        print_json(answer)
+        return 0
+    make_console().print(answer)
+    if trace:
         print(f"wrote {trace}; open it at https://ui.perfetto.dev")
     return 0
-
-
-def _say_all(plan: "Plan", constants: "Calibration", json: bool) -> None:
-    from autoshard.report.explained import explanation_report
-    from autoshard.report.structured import explanation_json
-    from autoshard.report.terminal import make_console
-    from autoshard.search.explain import explain as explained
-    from autoshard.search.what_if import alternatives
-
-    found, beside = explained(plan), alternatives(plan, constants)
-    if json:
-        print_json(explanation_json(plan, found, beside))
-    else:
-        make_console().print(explanation_report(plan, found, beside))
-
-
-def _say_why_not(plan: "Plan", text: str, constants: "Calibration", json: bool) -> None:
-    from autoshard.report.structured import why_not_json
-    from autoshard.report.terminal import make_console
-    from autoshard.report.why_not import why_not_report
-    from autoshard.search.what_if import why_not
-
-    found = why_not(plan, text, constants)
-    if json:
-        print_json(why_not_json(plan, found))
-    else:
-        make_console().print(why_not_report(plan, found))
-
-
-def _write_trace(plan: "Plan", out: Path) -> None:
-    from autoshard.cost.trace import trace
-    from autoshard.report.trace import trace_text
-
-    try:
-        found = trace(plan)
-    except InputError as error:
-        raise error.under("--trace") from None
-    write_text(trace_text(plan, found), out, "--trace")

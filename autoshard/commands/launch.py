@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from autoshard.command_line import PlanOrRecipe
-from autoshard.commands.asked import OfRecipe, is_recipe, plan_of
-from autoshard.commands.output import print_json, say_refused
+from autoshard.commands.output import print_json, print_refused
+from autoshard.commands.question import Question, is_recipe, plan_of
 from autoshard.errors import Fault, InputError, require
 from autoshard.spec.training import Training
 
@@ -65,7 +65,7 @@ def launch(
     json: bool = False,
     place: JobPlace,
     training: Training,
-    question: OfRecipe,
+    question: Question,
 ) -> int:
     """Write the files that start a plan on a cluster: a job that compiles, where that is needed, and one that trains.
 
@@ -88,7 +88,7 @@ def launch(
     place.refuse_others(scheduler)
     found = check_plan(plan_of(plan, question))
     if found.rejections:
-        return say_refused(found.rejections, json)
+        return print_refused(found.rejections, json=json)
     chosen = name or default_name(found.plan)
     mount = (place.mount or "/fsx") if scheduler == "k8s" else None
     job = Job(

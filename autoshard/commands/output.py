@@ -1,4 +1,4 @@
-"""What commands share: where files may go, how they are written, how JSON is printed."""
+"""What commands share: where files may go, how they are written, how JSON and refusals are printed."""
 
 import sys
 from collections.abc import Iterable
@@ -9,7 +9,6 @@ from autoshard.errors import Fault, InputError
 
 if TYPE_CHECKING:
     from autoshard.cost.calibration import Calibration
-    from autoshard.plan.plan import Plan
     from autoshard.plan.rules.rule import Rejection
 
 
@@ -28,20 +27,6 @@ def constants_in(calibration: Path | None) -> "Calibration | None":
     return None if calibration is None else load_calibration(calibration)
 
 
-def next_command(out: Path) -> str:
-    """Return what one would do next with a plan file."""
-    import shlex
-
-    return f"autoshard verify {shlex.quote(str(out))}"
-
-
-def write_plan(made: "Plan", out: Path) -> None:
-    """Write a plan file."""
-    from autoshard.plan.codec import dump
-
-    write_text(dump(made), out)
-
-
 def write_text(text: str, out: Path, option: str = "--out") -> None:
     """Write a file; where that fails, say which option named it."""
     try:
@@ -52,7 +37,7 @@ def write_text(text: str, out: Path, option: str = "--out") -> None:
 
 
 def print_left_out(faults: Iterable[Fault]) -> None:
-    """Say on stderr, in a line each, what was left out of the answer and why."""
+    """Print on stderr, in a line each, what was left out of the answer and why."""
     for fault in faults:
         print(f"left out {' '.join(str(fault).split())}", file=sys.stderr)
 
@@ -64,7 +49,7 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2))
 
 
-def say_refused(rejections: "tuple[Rejection, ...]", json: bool) -> int:
+def print_refused(rejections: "tuple[Rejection, ...]", *, json: bool) -> int:
     """Print why a plan may not run; return the exit code."""
     from autoshard.report.structured import rejection_json
     from autoshard.report.terminal import make_console, rejections_report

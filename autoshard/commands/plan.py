@@ -1,12 +1,13 @@
 """``autoshard plan``: the best plan, or exactly one candidate."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoshard.commands.asked import Asked, How
-from autoshard.commands.like import asked_again, resuming_json, resuming_text
-from autoshard.commands.output import next_command, place_checks, print_json, write_plan
-from autoshard.commands.watching import Watcher, watching
+from autoshard.commands.like import request_like, resuming_json, resuming_text
+from autoshard.commands.output import place_checks, print_json, write_text
+from autoshard.commands.progress import Watcher, watching
+from autoshard.commands.question import Question, SearchOptions
 from autoshard.errors import InputError, NoPlan, require
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ MOST_SHOWN = 100  # every plan that is shown is predicted in full, a few millise
 
 
 def plan(
-    asked: Asked,
-    how: How,
+    question: Question,
+    options: SearchOptions,
     like: Path | None = None,
     pareto: bool = False,
     at: str | None = None,
@@ -29,8 +30,8 @@ def plan(
     """Find the fastest layout of a training run that fits in memory, and write it to a plan file.
 
     Args:
-        asked: The question.
-        how: What is minimised, and how far the search goes.
+        question: The question.
+        options: What is minimised, and how far the search goes.
         like: Ask what this plan file has answered again, for the --nodes that are left, and say what resuming costs.
         pareto: Show what no plan betters in step time, memory and dollars at once, over all --nodes; write the fastest.
         at: Evaluate exactly this layout, even one that is refused, and say why.
@@ -38,39 +39,52 @@ def plan(
         out: The plan file to write.
         json: Print one JSON object instead of tables.
     """
-    _refuse_contradictions(asked, pareto, at, top, out)
+    require(
+        (at is None or question.fix is None, "--at", "already names every key; leave out --fix"),
+        (at is None or not pareto, "--pareto", "searches; leave out --at"),
+        (like is None or not (pareto or at), "--like", "searches for one plan; leave out --pareto and --at"),
+        (pareto or len(question.nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
+        (1 <= top <= MOST_SHOWN, "--top", f"must be 1 to {MOST_SHOWN}, not {top}"),
+        *place_checks(out),
+    )
     if like is not None:
-        require((not pareto and at is None, "--like", "searches for one plan; leave out --pareto and --at"))
-        old, request = asked_again(like, asked, how)
-        return _best(request, how, top, out, json, old)
-    requests = asked.requests(how)
+        old, request = request_like(like, question)
+        return _best(options.applied(request), options, top, out, json, old)
+    requests = question.requests(options)
     if at is not None:
-        return _plan_at(requests[0], at, out, json)
+        return _one_candidate(requests[0], at, out, json)
     if pareto:
-        return _frontier(requests, how, out, json)
-    return _best(requests[0], how, top, out, json)
+        return _frontier(requests, options, out, json)
+    return _best(requests[0], options, top, out, json)
 
 
-def _best(request: "Request", how: How, top: int, out: Path, json: bool, old: "Plan | None" = None) -> int:
-    found = searched(request, top, how)
+def _best(
+    request: "Request", options: SearchOptions, top: int, out: Path, json: bool, old: "Plan | None" = None
+) -> int:
+    from autoshard.plan.codec import dump
+    from autoshard.report.structured import found_json
+    from autoshard.report.terminal import make_console, plan_report
+
+    found = searched(request, top, options)
     best = found.plans[0]
-    write_plan(best, out)
+    write_text(dump(best), out)
     if json:
-        from autoshard.report.structured import found_json
-
         print_json({**found_json(found.plans, found.certificate), **(resuming_json(old, best) if old else {})})
-    else:
-        from autoshard.report.terminal import make_console, plan_report
-
-        make_console().print(plan_report(best, found.plans[1:], found.certificate, next_command(out)))
-        if old:
-            print(resuming_text(old, best))
-        print(f"wrote {out}")
+        return 0
+    make_console().print(plan_report(best, found.plans[1:], found.certificate, _next_command(out)))
+    if old:
+        print(resuming_text(old, best))
+    print(f"wrote {out}")
     return 0
 
 
-def _frontier(requests: "list[Request]", how: How, out: Path, json: bool) -> int:
+def _next_command(out: Path) -> str:
+    return f"autoshard verify {shlex.quote(str(out))}"
+
+
+def _frontier(requests: "list[Request]", options: SearchOptions, out: Path, json: bool) -> int:
     """Show what cannot be bettered; where nothing fits on any number of nodes, say why on the last."""
+    from autoshard.plan.codec import dump
     from autoshard.report.frontier import frontier_report
     from autoshard.report.structured import frontier_json
     from autoshard.report.terminal import make_console
@@ -79,12 +93,12 @@ def _frontier(requests: "list[Request]", how: How, out: Path, json: bool) -> int
     from autoshard.search.planner import search
     from autoshard.units import format_seconds
 
-    with watching(how.time_limit, format_seconds) as watch:
+    with watching(options.time_limit, format_seconds) as watch:
         found = frontier(requests, watch)
     if not found.plans:
         _refuse_unfinished(found.ended, watch)
         raise unanswered(requests[-1], search(requests[-1]), helpful=True)
-    write_plan(found.plans[0], out)
+    write_text(dump(found.plans[0]), out)
     if json:
         print_json(frontier_json(found.plans, found.gap, found.ended))
     else:
@@ -93,14 +107,14 @@ def _frontier(requests: "list[Request]", how: How, out: Path, json: bool) -> int
     return 0
 
 
-def searched(request: "Request", num_plans: int, how: How) -> "Found":
+def searched(request: "Request", num_plans: int, options: SearchOptions) -> "Found":
     """Search; where nothing fits, say by how much the best misses and what would help."""
     from autoshard.search.no_plan import unanswered
     from autoshard.search.planner import search
     from autoshard.units import format_bytes, format_seconds
 
-    show = format_bytes if how.objective == "memory" else format_seconds
-    with watching(how.time_limit, show) as watch:
+    show = format_bytes if options.objective == "memory" else format_seconds
+    with watching(options.time_limit, show) as watch:
         found = search(request, num_plans, watch)
     if not found.plans:
         _refuse_unfinished(found.certificate.ended, watch)
@@ -116,9 +130,10 @@ def _refuse_unfinished(ended: str, watch: Watcher) -> None:
         raise NoPlan(f"no plan: {ended}, before any was found that fits. Give the search more time")
 
 
-def _plan_at(request: "Request", text: str, out: Path, json: bool) -> int:
+def _one_candidate(request: "Request", text: str, out: Path, json: bool) -> int:
     """Evaluate one candidate: its rejections first, then an estimate where it has a shape."""
     from autoshard.plan.candidate import Candidate, parse_pins
+    from autoshard.plan.codec import dump
     from autoshard.plan.verify import verify as reasons_against
     from autoshard.report.structured import made_json
     from autoshard.report.terminal import make_console, plan_report, rejections_report
@@ -146,18 +161,7 @@ def _plan_at(request: "Request", text: str, out: Path, json: bool) -> int:
         make_console().print(rejections_report(refused), report)
     if refused or made is None:
         return 1
-    write_plan(made, out)
+    write_text(dump(made), out)
     if not json:
-        print(f"wrote {out}\nnext: {next_command(out)}")
+        print(f"wrote {out}\nnext: {_next_command(out)}")
     return 0
-
-
-def _refuse_contradictions(asked: Asked, pareto: bool, at: str | None, top: int, out: Path) -> None:
-    """Find out before the search what nobody could want, and that the answer would have no place."""
-    require(
-        (at is None or asked.fix is None, "--at", "already names every key; leave out --fix"),
-        (at is None or not pareto, "--pareto", "searches; leave out --at"),
-        (pareto or len(asked.nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
-        (1 <= top <= MOST_SHOWN, "--top", f"must be 1 to {MOST_SHOWN}, not {top}"),
-        *place_checks(out),
-    )

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from autoshard.command_line import Counts, PlanOrRecipe
-from autoshard.commands.asked import OfRecipe, is_recipe, plan_of
 from autoshard.commands.compiling import USUAL_STEPS, compile_ahead, compiling_place
 from autoshard.commands.dry import dry
-from autoshard.commands.output import say_refused
+from autoshard.commands.output import print_refused
+from autoshard.commands.question import Question, is_recipe, plan_of
 from autoshard.commands.running import Running, free_name, run_on
 from autoshard.errors import InputError, require
 from autoshard.spec.training import Training
@@ -40,7 +40,7 @@ class _Ready:
 def run(
     plan: PlanOrRecipe,
     training: Training,
-    question: OfRecipe,
+    question: Question,
     out: Path | None = None,
     resume: str = "auto",
     restarts: int = 0,
@@ -84,7 +84,7 @@ def run(
     leads = given is None or given.rank == 0
     ready = _ready(plan_of(plan, question), rehearse, dry_run=dry_run)
     if ready.rejections:
-        return say_refused(ready.rejections, json) if leads else 1
+        return print_refused(ready.rejections, json=json) if leads else 1
     if compile_only:
         return _compile(ready.plan, asked, given, str(plan), json)
     if dry_run:

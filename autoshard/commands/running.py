@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoshard.commands.output import print_json, write_plan
+from autoshard.commands.output import print_json, write_text
 from autoshard.errors import InputError, RunFailed, Stopped
 
 if TYPE_CHECKING:
@@ -195,6 +195,7 @@ class Shown:
 
 def _begin(running: Running, given: "GivenRank | None") -> None:
     """Make the folder ready with the plan in it, and say what is about to run."""
+    from autoshard.plan.codec import dump
     from autoshard.report.ran import start_lines
     from autoshard.runtime.folder import PLAN, allow_attempts, changes_since, holds_files, refuse_other_run
 
@@ -212,7 +213,7 @@ def _begin(running: Running, given: "GivenRank | None") -> None:
             allow_attempts(folder)
     else:
         changes_since(folder, run.training)
-    write_plan(plan, folder / PLAN)
+    write_text(dump(plan), folder / PLAN)
     if running.json:
         return
     num_ranks = plan.mesh.num_ranks

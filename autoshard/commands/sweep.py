@@ -94,16 +94,16 @@ def _refuse(
 
 def _done(left: "Sequence[SweepJob]", num_points: int, rows: "RowFile", num_workers: int, *, silent: bool) -> None:
     """Do the jobs that are left, and keep their rows as they come."""
-    from autoshard.commands.sweeping import SweepProgress
+    from autoshard.commands.progress import SweepProgress
     from autoshard.sweep.crew import done_by
 
     num_left = sum(len(job.points) for job in left)
     if num_left < num_points and not silent:
         print(f"{num_points - num_left} of {num_points} points are done already")
     with SweepProgress(num_points, num_points - num_left, silent=silent) as progress:
-        for found in done_by(left, min(num_workers, len(left)), progress.begun):
+        for found in done_by(left, min(num_workers, len(left)), progress.begin):
             rows.add(found)
-            progress.ended(found)
+            progress.end(found)
 
 
 def _concluded(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoshard.commands.output import print_json
-from autoshard.commands.progress import shown
+from autoshard.commands.progress import byte_progress
 from autoshard.errors import InputError, require
 from autoshard.units import format_bytes, format_count
 
@@ -65,7 +65,7 @@ def tokenize(
             kind="chat" if chat else "text",
             field=field or ("messages" if chat else "text"),
         )
-        with shown("tokenizing", lambda now: f"{format_count(now.num_tokens)} tokens, ", quiet=json) as say:
+        with byte_progress("tokenizing", lambda now: f"{format_count(now.num_tokens)} tokens, ", quiet=json) as say:
             manifest = made(work, out, num_workers, say)
     except ModuleNotFoundError as error:
         raise InputError.of("autoshard tokenize", f"needs {error.name}: pip install 'autoshard[data]'") from None

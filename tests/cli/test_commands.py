@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from autoshard.cli import main
+import autoshard
+from autoshard.cli import command_of, main
 from autoshard.command_line import read_options
-from autoshard.commands import run as run_command
-from autoshard.plan.codec import load
+from autoshard.plan.codec import dump, load
+from autoshard.search.api import Search
 from autoshard.spec.cluster_catalogue import load_node_type
 from autoshard.spec.record import encode
 
@@ -21,58 +22,37 @@ TRN1 = "plan --model llama3-8b"
 
 FINE = [
     ("--help", "usage: autoshard COMMAND"),
-    ("-h", "verify    Say every reason"),
     ("--version", "autoshard 0."),
     ("plan --help", "--global-batch N"),
-    ("plan --help", "e.g. 4,8,16. Default: 1."),
-    ("verify -h", "The plan file."),
-    ("explain -h", "The plan file."),
-    ("compare -h", "--fail-if-slower PERCENT"),
-    ("validate -h", "A file with one measured run per line"),
-    (f"validate {DATA}", "Step time"),
+    ("compare -h", "--fail-if-slower TEXT"),
     (f"validate {DATA / 'trainium.jsonl'}", "predictions calibrated on 15 rows of trn1.32xlarge"),
-    (f"validate {DATA / 'gpu_published.jsonl'}", "predictions calibrated on 10 rows of a100-80"),
-    ("calibrate -h", "--cluster NAME_OR_PATH"),
-    ("run -h", "--rehearse N"),
+    ("calibrate -h", "--cluster TEXT"),
     ("list --help", "WHAT"),
     *(
         (f"list {what}", "name")
         for what in ("models", "recipes", "clusters", "engines", "schedules", "kernels", "rules")
     ),
     (LOCAL, "on this machine: 4 ranks"),
-    (f"{LOCAL} --ranks 1", "on this machine: 1 rank\n"),
     (f"{LOCAL} --global-batch 1 --seq-len 1", "1 sequence of 1 token a step"),
-    (f"{LOCAL} --seq-len 7", "32 sequences of 7 tokens"),
-    (f"{LOCAL} --seq-len 131072", "plan tp="),
-    (f"{LOCAL} --global-batch 3", "3 sequences"),
     (f"{LOCAL} --top 1", "next: autoshard verify plan.json"),
-    (f"{LOCAL} --top 50", "Runners-up"),
-    (f"{LOCAL} --engine any", "engine torch"),
     (f"{LOCAL} --precision fp32", "fp32, adamw, ZeRO-1"),
-    (f"{LOCAL} --optimizer sgd", "bf16 with fp32 masters, sgd, ZeRO-1"),
-    (f"{LOCAL} --documents separate", "tokens of separate documents a step"),
-    (f"{LOCAL} --out other.json", "wrote other.json"),
+    (f"{LOCAL} --optimizer sgd --documents separate --seq-len 7 --out other.json", "wrote other.json"),
     (f"{LOCAL} --nodes 2 --nodes 1", "plan tp="),
     (f"{LOCAL} --fix pp=2,stages=1/3,recompute=full/none", "stages=1/3"),
-    (f"{LOCAL} --fix cp=2,cp_order=zigzag", "cp_order=zigzag"),
     (f"{LOCAL} --fix sp=false,zero=3,tp=2,place=3/2/1/0,kernels=te", "zero=3,place=3-0,kernels=te"),
     (f"{LOCAL} --at tp=2,pp=2", "plan tp=2,pp=2,dp=1"),
     (
         f"{LOCAL} --fix tp=2 --pin 'up=[batch/dp, seq, ffn/tp]' --pin q=[batch/dp,seq,kv_heads/tp,q_group,head_dim]",
         "tp=2",
     ),
-    (f"{LOCAL} --at tp=2 --pin 'embed.embed=[batch/dp, seq, hidden] +tp'", "plan tp=2"),
-    ("plan --model llama3-8b --cluster ml.trn2.48xlarge --lnc 1", "trn2.48xlarge at lnc 1: 128 ranks"),
-    ("plan --model llama3-8b --cluster trn2.48xlarge", "trn2.48xlarge at lnc"),
     ("plan --model llama3-8b --cluster trn2.48xlarge --fix lnc=1", "trn2.48xlarge at lnc 1: 128 ranks"),
     (f"{LOCAL} --prove", "the fastest by this cost model, of"),
     (f"{LOCAL} --exhaustive", "0 pruned by their bound"),
-    (f"{LOCAL} --time-limit 60", "plan tp="),
     (f"{LOCAL} --objective memory", "the smallest by this cost model"),
-    (f"{LOCAL} --objective dollars", "the cheapest by this cost model"),
-    (f"{LOCAL} --pareto", "What no other plan betters"),
-    ("plan --model llama3-8b --nodes 1,2 --pareto --fix mbs=1,tp=8", "wrote the fastest, plan.json"),
-    ("plan --model llama3-8b --cluster trn2.48xlarge --engine torch", "kernels=torch_cuda"),
+    (
+        "plan --model tiny-llama --cluster trn1.32xlarge --nodes 1,2 --pareto --fix kernels=nxd_core,tp=1",
+        "wrote the fastest",
+    ),
     ("plan --model llama3-70b --nodes 512", "512 x trn1.32xlarge: 16384 ranks"),
 ]
 
@@ -88,19 +68,16 @@ WRONG = [
         "plan --model llama3-8b --documents separate",
         ["--documents separate: NxD's attention knows no mask but the causal one"],
     ),
-    (f"{LOCAL} --pareto --at tp=2", ["--pareto: searches; leave out --at"]),
     ("list model", ["WHAT: 'model' is not one of them. Did you mean models?"]),
     ("verify", ["PLAN: missing"]),
     ("verify none.json", ["none.json: cannot be read"]),
     ("explain none.json --trace .", ["--trace .: is a folder"]),
-    ("explain none.json --trace no/such.json", ["--trace no/such.json: there is no folder no. Make it first"]),
-    ("validate", ["ROWS: missing"]),
     ("validate none.jsonl", ["none.jsonl: cannot be read"]),
     ("validate .", [".: holds no files of rows: their names end in .jsonl"]),
     (f"{LOCAL} --mod x --zork", ["--mod: unknown option. Did you mean --model", "--zork: unknown option."]),
     (f"{LOCAL} zork", ["unrecognized arguments: zork. See autoshard plan --help"]),
     (f"{LOCAL} --nodes", ["argument --nodes: expected one argument"]),
-    (f"{LOCAL} --pin q --pin up=[ffn", ["--pin: 'q' is not a pin. Write it like", "--pin up: '[ffn' is not a layout."]),
+    (f"{LOCAL} --pin q --pin up=[ffn", ["--pin q: '' is not a layout.", "--pin up: '[ffn' is not a layout."]),
     (f"{LOCAL} --pin u=[x] --pin u=[y]", ["--pin u: is given twice; keep one"]),
     (f"{LOCAL} --pin upp=[x]", ["--pin upp: no tensor of the forward pass has this name. Did you mean up?"]),
     (f"{LOCAL} --pin up=[batch/xx,seq,ffn/pp]", ["--pin up: unknown atom 'xx'. Known:", "--pin up: unknown atom 'pp'"]),
@@ -113,20 +90,16 @@ WRONG = [
     (f"{LOCAL} --seq-len 1e30", ["--seq-len: expected a whole number, found '1e30'"]),
     (f"{LOCAL} --seq-len -4 --global-batch 0", ["--seq-len: must be at least 1", "--global-batch: must be at least 1"]),
     (f"{LOCAL} --seq-len 1000000000000000000", ["--seq-len: must be at most 2147483647"]),
-    (f"{LOCAL} --global-batch {10**60}", ["--global-batch: must be at most 2147483647"]),
-    (f"{LOCAL} --seq-len=", ["--seq-len: expected a whole number, found ''"]),
+    (f"{LOCAL} --seq-len=", ["--seq-len: must not be empty"]),
     (f"{LOCAL} --precision fp8", ["--precision: 'fp8' is not one of them. Known: bf16, bf16-sr, fp16, fp32"]),
     (f"{LOCAL} --top 0", ["--top: must be 1 to 100, not 0"]),
-    (f"{LOCAL} --top 1000", ["--top: must be 1 to 100"]),
     (f"{LOCAL} --out no/such/plan.json", ["--out no/such/plan.json: there is no folder no/such. Make it first"]),
     (f"{LOCAL} --out .", ["--out .: is a folder"]),
     (f"{LOCAL} --engine nxd", ["--engine nxd: runs on Trainium only, not on local. Use --engine torch"]),
     (f"{LOCAL} --fix=", ["--fix: must not be empty"]),
-    (f"{LOCAL} --at=", ["--at: must not be empty"]),
     (f"{LOCAL} --fix ,", ["--fix: write key=value", "--fix: write key=value"]),
     (f"{LOCAL} --fix tp=2,tp=4,zz=1", ["--fix tp=4: tp is given twice", "--fix zz=1: unknown key"]),
     (f"{LOCAL} --fix tp=3", ["--fix tp=3: 8 query heads of tiny-llama do not divide by 3", "--fix tp=3: 4 KV heads"]),
-    (f"{LOCAL} --fix kernels=zz", ["--fix kernels: there is no table 'zz'"]),
     (
         f"{LOCAL} --fix tp=2,cp=2,cp_kind=all_to_all",
         [
@@ -136,33 +109,21 @@ WRONG = [
     ),
     (f"{LOCAL} --at tp=2 --fix pp=2", ["--at: already names every key; leave out --fix"]),
     (f"{LOCAL} --at tp=3", ["--at tp=3,pp=1,cp=1: tp*pp*cp is 3"]),
-    (f"{LOCAL} --at tp=0", ["--at tp=0: '0' is not a whole number of at least 1"]),
-    (f"{LOCAL} --at recompute=none*999999999", ["more than 65536 items"]),
     ("plan --model no --cluster no --nodes 0", ["--model: 'no' is not a known", "--cluster: 'no'", "--nodes: must"]),
     ("plan --model llama3-7b", ["--model: 'llama3-7b' is not a known model. Did you mean llama3-70b"]),
     (f"{TRN1} --cluster trn2.48xlarge --lnc 3", ["--lnc: trn2.48xlarge has no lnc 3. Use 1 or 2"]),
     (f"{TRN1} --engine torch", ["--engine torch: PyTorch runs natively on trn2"]),
-    (f"{TRN1} --nodes 100000000000000000", ["--nodes: a search takes at most 131072 nodes"]),
     (f"{TRN1} --fix tp=8,pp=3", ["--fix pp=3: NxD sends between stages in groups of two"]),
-    (f"{TRN1} --fix tp=8,dp=3", ["--fix tp=8,pp=1,cp=1,dp=3: uses 24 ranks", "groups of edp"]),
     (f"{TRN1} --fix ep=2", ["--fix ep=2: llama3-8b is dense", "--fix ep=2: NxD"]),
-    (f"{TRN1} --fix schedule=interleaved,pp=1", ["--fix schedule=interleaved: needs several ranks"]),
-    (f"{TRN1} --fix lnc=2", ["--fix lnc=2: trn1.32xlarge has no logical cores"]),
 ]
 
 REFUSED = [  # answers with exit code 1: on stdout what was asked about a candidate, on stderr why there is no plan
     (f"{TRN1} --at tp=2", "refused tp=2: trn1 runs tp 1, 8 or 32"),
     (f"{TRN1} --at tp=8", "refused prediction.stage_memory[0]: pipeline rank 0 is predicted to need"),
     (f"{TRN1} --at tp=8,mbs=1024", "no estimate: dp=4,mbs=1024: a step of 1024 sequences does not divide"),
-    (f"{TRN1} --at tp=8,kernels=zz", "no estimate: kernels: there is no table 'zz'"),
     (f"{TRN1} --at tp=8,dp=4,vp=999999999", "32 layers of llama3-8b cannot fill 999999999 stages"),
-    (f"{TRN1} --at tp=999999999,dp=1", "uses 999999999 ranks"),
-    ("plan --model llama3-70b", "try --nodes 4"),
     (f"{LOCAL} --ranks 7", "each of the 66 outer points of tiny-llama on this machine with 7 ranks is refused"),
     (f"{TRN1} --fix pp=2", "try it without --fix"),
-    ("plan --model llama3-70b --nodes 1000", "try --global-batch 1125"),
-    ("plan --model gpt3-175b --nodes 2", "by nxd-tied, like pp=2: gpt3-175b ties"),
-    (f"{LOCAL} --seq-len 2147483647", "try --seq-len 524287"),
 ]
 
 
@@ -218,7 +179,7 @@ CONFIGS: list[tuple[object, list[str]]] = [
     ),
     ({"model": "tiny-llama", "seq_len": 300.0}, ["c.yaml: seq_len: expected a whole number, found '300.0'"]),
     (
-        {"model": "tiny-llama", "json": "yes", "top": True},
+        {"model": "tiny-llama", "json": "maybe", "top": True},
         ["json: expected true or false", "top: expected a single value"],
     ),
     ({"model": 3, "cluster": "local"}, ["--model: '3' is not a known model"]),
@@ -262,12 +223,17 @@ def test_a_config_that_is_missing_or_no_text_is_refused(capsys: pytest.CaptureFi
     assert "b.yaml: is not text in UTF-8" in run("plan --config b.yaml", capsys)[2]
 
 
-def test_the_command_line_wins_over_the_config_in_any_order(capsys: pytest.CaptureFixture[str]):
+def test_the_command_line_wins_over_the_config_in_any_order():
     write("c.yaml", {"model": "tiny-llama", "cluster": "local", "ranks": 2, "global-batch": None, "json": True})
-    code, out, _ = run("plan --config c.yaml", capsys)
-    assert (code, json.loads(out)["plan"]["cluster"]["chips_per_node"]) == (0, 2)
-    for line in ("plan --config c.yaml --ranks 8", "plan --ranks 8 --config c.yaml"):
-        assert json.loads(run(line, capsys)[1])["plan"]["cluster"]["chips_per_node"] == 8
+    plan = command_of("plan")
+    for words in (
+        ["--config", "c.yaml"],
+        ["--config", "c.yaml", "--ranks", "8"],
+        ["--ranks", "8", "--config", "c.yaml"],
+    ):
+        values = read_options("plan", plan, words)
+        assert values and values["json"] is True
+        assert values["question"].ranks == (8 if "8" in words else 2) and values["question"].global_batch is None
 
 
 def test_pins_of_a_config_are_joined_by_those_of_the_command_line(capsys: pytest.CaptureFixture[str]):
@@ -280,18 +246,15 @@ def test_pins_of_a_config_are_joined_by_those_of_the_command_line(capsys: pytest
     layer = load(Path("plan.json")).strategies["layer"]
     assert layer["q"].endswith("q_group/tp, head_dim]") and layer["up"].endswith("ffn/tp]")
     Path("d.yaml").write_text("model: tiny-llama\ncluster: local\npins: [q]\n")
-    assert "--config d.yaml: pins: must map names to values" in run("plan --config d.yaml", capsys)[2]
+    assert "--config d.yaml: pins: must map names to text in quotes" in run("plan --config d.yaml", capsys)[2]
     Path("d.yaml").write_text("model: tiny-llama\ncluster: local\npins: {up: [batch/dp, seq, ffn/tp]}\n")
-    assert "pins.up: must be text. Put ['batch/dp'" in run("plan --config d.yaml", capsys)[2]
+    assert "--config d.yaml: pins: must map names to text in quotes" in run("plan --config d.yaml", capsys)[2]
 
 
 def test_other_commands_take_a_config_too(capsys: pytest.CaptureFixture[str]):
     write("c.yaml", {"what": "engines", "json": True})
     assert json.loads(run("list --config c.yaml", capsys)[1])["engines"][0]["name"] == "nxd"
     assert "kernels" in json.loads(run("list kernels --config c.yaml", capsys)[1])
-    write("v.yaml", {"plan": "plan.json"})
-    run(LOCAL, capsys)
-    assert run("verify --config v.yaml", capsys)[0] == 0
 
 
 HF: dict[str, Any] = {
@@ -310,21 +273,11 @@ def test_a_model_may_be_a_file_or_a_folder_with_any_name(capsys: pytest.CaptureF
         assert out.startswith("[red]m[ (1.10 G parameters)")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (json.dumps({"model_type": "bert"}), "m.json: model_type: 'bert' is not a known architecture"),
-        (json.dumps({**HF, "hidden_size": -1}), "m.json: hidden_size: must be at least 1"),
-        (json.dumps({**HF, "num_hidden_layers": 2**63 - 1}), "m.json: num_hidden_layers: must be at most"),
-        ("[]", "m.json: must be a JSON object"),
-        ("{", "m.json: is not JSON"),
-    ],
-)
-def test_a_wrong_model_file_is_named(text: str, words: str, capsys: pytest.CaptureFixture[str]):
-    Path("m.json").write_text(text)
+def test_a_wrong_model_file_is_named(capsys: pytest.CaptureFixture[str]):
+    Path("m.json").write_text(json.dumps({**HF, "hidden_size": -1}))
     code, out, err = run("plan --model m.json", capsys)
     assert (code, out) == (2, "")
-    assert words in err
+    assert "m.json: hidden_size: must be at least 1" in err
 
 
 def test_a_cluster_may_be_a_file(capsys: pytest.CaptureFixture[str]):
@@ -339,9 +292,14 @@ def test_a_cluster_may_be_a_file(capsys: pytest.CaptureFixture[str]):
     assert "--cluster broken.yaml: nme: unknown key. Did you mean name?" in err
 
 
-def edited(change: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    run(f"{TRN1} --top 1", capsys)
-    data = json.loads(Path("plan.json").read_text())
+@pytest.fixture(scope="module")
+def plan_text() -> str:
+    """Return a plan for Trainium, small enough to be edited and verified in a moment."""
+    return dump(autoshard.plan("tiny-llama", "trn1.32xlarge", search=Search(pins="kernels=nxd_core")))
+
+
+def edited(text: str, change: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    data = json.loads(text)
     change(data)
     Path("plan.json").write_text(json.dumps(data))
     return run("verify plan.json", capsys)
@@ -367,72 +325,42 @@ def test_explain_shows_every_block_of_a_found_plan(capsys: pytest.CaptureFixture
 
 
 def test_explain_writes_the_predicted_step_as_a_trace(capsys: pytest.CaptureFixture[str]):
-    run(f"{LOCAL} --fix tp=2,pp=2,schedule=1f1b", capsys)
+    Path("plan.json").write_text(
+        dump(autoshard.plan("tiny-llama", "local", search=Search(pins="tp=2,pp=2,schedule=1f1b")))
+    )
     code, out, err = run("explain plan.json --trace step.json", capsys)
     assert (code, err) == (0, "")
     assert out.endswith("wrote step.json; open it at https://ui.perfetto.dev\n") and "second best" in out
-    text = Path("step.json").read_text()
-    events = json.loads(text)["traceEvents"]
+    events = json.loads(Path("step.json").read_text())["traceEvents"]
     assert {"F0.0", "B1.0", "send F0.0"} <= {event["name"] for event in events}
-    code, out, err = run("explain plan.json --trace again.json --json", capsys)
-    assert (code, err) == (0, "") and "candidate" in json.loads(out)
-    assert Path("again.json").read_text() == text
     code, _, err = run("explain plan.json --trace plan.json", capsys)
     assert code == 2 and "--trace plan.json: is the plan itself" in err and load(Path("plan.json"))
-
-
-def test_explain_says_why_a_plan_cannot_run_instead(capsys: pytest.CaptureFixture[str]):
-    run(f"{LOCAL} --fix tp=2", capsys)
     data = json.loads(Path("plan.json").read_text())
-    data["micro_batch"] = 3
-    Path("plan.json").write_text(json.dumps(data))
-    code, out, _ = run("explain plan.json --trace step.json", capsys)
-    assert code == 1 and "refused" in out and "second best" not in out
-    assert not Path("step.json").exists()
-
-
-def test_verify_has_nothing_against_a_found_plan(capsys: pytest.CaptureFixture[str]):
-    code, out, err = edited(lambda data: None, capsys)
-    assert (code, err) == (0, "")
-    assert "may run on trn1.32xlarge with engine nxd" in out
-    assert "edited" not in out
+    Path("plan.json").write_text(json.dumps({**data, "micro_batch": 3}))
+    code, out, _ = run("explain plan.json --trace other.json", capsys)
+    assert code == 1 and "refused" in out and "second best" not in out and not Path("other.json").exists()
 
 
 VERIFIED = [
-    (lambda data: data.update(micro_batch=2), 1, "refused schedule.num_micro_batches: 256 micro-batches of 2"),
+    (lambda data: None, 0, "may run on trn1.32xlarge with engine nxd"),
     (lambda data: data["cluster"].update(num_nodes=3), 1, "refused mesh: has 32 ranks, but 3 nodes"),
-    (lambda data: data["model"].update(num_layers=33), 1, "refused stages: hold 32 layers"),
-    (lambda data: data.update(kernels="zz"), 1, "refused kernels=zz: there is no such table"),
+    (lambda data: data["model"].update(num_layers=33), 1, "refused stages: hold 4 layers"),
     (lambda data: data["stages"][0].update(recompute="selective[foo]"), 1, "foo is not known to nxd"),
-    (lambda data: data["stages"][0].update(recompute="none"), 1, "the plan has no such block"),
-    (lambda data: data["workload"].update(seq_len=16384), 1, "pipeline rank 0 is predicted to need"),
-    (lambda data: data["workload"].update(seq_len=2048), 0, "the plan was edited after it was made"),
-    (lambda data: data.update(prediction=None), 0, "predicted again here"),
+    (lambda data: data["workload"].update(seq_len=128), 0, "the plan was edited after it was made"),
     (lambda data: data["prediction"].update(mfu=0.99), 0, "not what this version predicts; its own are used"),
-    (lambda data: data["prediction"].update(capacity_bytes=1), 0, "not what this version predicts"),
+    (lambda data: data.update(bogus=1, micro_batch="x"), 2, "plan.json: micro_batch: expected a whole number"),
+    (lambda data: data["prediction"].update(step_time_s=1.0), 2, "prediction.time_parts: the parts add up to"),
 ]
 
 
 @pytest.mark.parametrize(("change", "code", "words"), VERIFIED, ids=[case[2] for case in VERIFIED])
-def test_verify_finds_what_was_edited(change: Any, code: int, words: str, capsys: pytest.CaptureFixture[str]):
-    found, out, err = edited(change, capsys)
-    assert (found, err) == (code, "")
-    assert words in " ".join(out.split())
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda data: data.update(bogus=1, micro_batch="x"), "plan.json: micro_batch: expected a whole number"),
-        (lambda data: data["prediction"].update(step_time_s=1.0), "prediction.time_parts: the parts add up to"),
-        (lambda data: data["workload"].update(seq_len=10**15), "workload.seq_len: must be at most"),
-        (lambda data: data.update(schema=3), "schema: 3 is newer than 2"),
-    ],
-)
-def test_a_broken_plan_file_is_wrong_input(change: Any, words: str, capsys: pytest.CaptureFixture[str]):
-    code, out, err = edited(change, capsys)
-    assert (code, out) == (2, "")
-    assert words in err
+def test_verify_finds_what_was_edited(
+    change: Any, code: int, words: str, plan_text: str, capsys: pytest.CaptureFixture[str]
+):
+    found, out, err = edited(plan_text, change, capsys)
+    assert (found, bool(err), bool(out)) == (code, code == 2, code < 2)
+    assert words in " ".join((out or err).split())
+    assert ("edited" in out) == ("edited" in words)
 
 
 @pytest.mark.parametrize(
@@ -440,48 +368,34 @@ def test_a_broken_plan_file_is_wrong_input(change: Any, words: str, capsys: pyte
     [
         (f"{LOCAL} --json", 0, {"plan", "dollars", "runners_up", "certificate"}),
         (f"{LOCAL} --at tp=2 --json", 0, {"rejections", "plan", "dollars"}),
-        (f"{TRN1} --at tp=2 --json", 1, {"rejections", "plan", "dollars"}),
         (f"{TRN1} --at tp=8,mbs=1024 --json", 1, {"rejections", "plan", "dollars"}),
-        *(
-            (f"list {what} --json", 0, {what})
-            for what in ("models", "recipes", "clusters", "engines", "schedules", "rules")
-        ),
+        ("list rules --json", 0, {"rules"}),
+        ("verify plan.json --json", 0, {"rejections", "notices", "proof"}),
+        ("verify edited.json --json", 1, {"rejections", "notices", "proof"}),
     ],
 )
-def test_json_is_one_object_and_nothing_else(line: str, code: int, keys: set[str], capsys: pytest.CaptureFixture[str]):
+def test_json_is_one_object_and_nothing_else(
+    line: str, code: int, keys: set[str], plan_text: str, capsys: pytest.CaptureFixture[str]
+):
+    Path("plan.json").write_text(plan_text)
+    Path("edited.json").write_text(json.dumps({**json.loads(plan_text), "micro_batch": 3}))
     found, out, err = run(line, capsys)
     assert (found, err) == (code, "")
     assert set(json.loads(out)) == keys
-
-
-def test_verify_json_is_one_object(capsys: pytest.CaptureFixture[str]):
-    run(LOCAL, capsys)
-    code, out, err = run("verify plan.json --json", capsys)
-    assert (code, err) == (0, "")
-    assert json.loads(out)["rejections"] == []
-    data = json.loads(Path("plan.json").read_text())
-    Path("plan.json").write_text(json.dumps({**data, "micro_batch": 3}))
-    code, out, err = run("verify plan.json --json", capsys)
-    assert (code, err) == (1, "")
-    assert {"rule", "message", "source"} == set(json.loads(out)["rejections"][0])
+    if "runners_up" in keys:
+        printed = json.loads(out)["plan"]
+        assert printed.pop("candidate") == str(load(Path("plan.json")).candidate)
+        assert printed == json.loads(Path("plan.json").read_text())
 
 
 def test_a_wrong_question_leaves_stdout_empty_with_json_too(capsys: pytest.CaptureFixture[str]):
-    code, out, err = run("plan --model llama3-70b --json", capsys)
+    code, out, err = run(f"{LOCAL} --ranks 7 --json", capsys)
     assert (code, out) == (1, "")
     assert err.startswith("autoshard: no plan: ")
 
 
-def test_the_file_that_is_written_is_the_plan_that_is_printed(capsys: pytest.CaptureFixture[str]):
-    _, out, _ = run(f"{LOCAL} --json", capsys)
-    printed = json.loads(out)["plan"]
-    plan = load(Path("plan.json"))
-    assert printed.pop("candidate") == str(plan.candidate)
-    assert printed == json.loads(Path("plan.json").read_text())
-
-
 def test_sets_that_are_typed_one_by_one_are_all_taken() -> None:
     words = ["plan.json", "--data.set", "sets/web=2", "--data.set", "sets/code=1", "--schedule.warm-up-steps", "3"]
-    values = read_options("run", run_command.run, words)
+    values = read_options("run", command_of("run"), words)
     assert values and values["training"].data.sets == {"sets/web": 2.0, "sets/code": 1.0}
     assert values["training"].schedule.warm_up_steps == 3

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.commands import watching as watched
-from autoshard.commands.watching import watching
+from autoshard.commands import progress as progress_module
+from autoshard.commands.progress import watching
 from autoshard.search.planner import search
 from autoshard.search.progress import Progress
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -26,7 +26,7 @@ def test_nothing_is_drawn_where_nobody_looks_or_before_a_second(capsys: pytest.C
 def test_a_bar_shows_the_best_the_bound_and_what_is_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(watched, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(progress_module, "_PATIENCE_S", -1.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "160")
@@ -37,7 +37,7 @@ def test_a_bar_shows_the_best_the_bound_and_what_is_open(
 
 
 def test_time_that_is_over_stops_a_search_with_an_honest_gap():
-    request = ask("llama3-8b", "trn1.32xlarge", 4)
+    request = ask("tiny-llama", "local")
     whole = search(request)
     with watching(1e-9, str) as watch:
         found = search(request, 1, watch)
@@ -57,14 +57,6 @@ def test_ctrl_c_stops_a_search_at_its_next_step_and_a_second_one_at_once():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_nobody_else_swallows_an_interruption():
-    def interrupt(progress: Progress) -> str:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        search(ask("llama3-8b", "trn1.32xlarge", 4), 1, interrupt)
 
 
 def test_what_is_stopped_on_one_cluster_is_not_searched_on_the_next():
@@ -89,5 +81,5 @@ def test_an_interrupted_search_gives_what_it_has():
         seen.append(progress)
         return "interrupted" if len(seen) == 3 else ""
 
-    found = search(ask("llama3-8b", "trn1.32xlarge", 4), 1, interrupt)
+    found = search(ask("tiny-llama", "local"), 1, interrupt)
     assert found.certificate.ended == "interrupted" and found.plans

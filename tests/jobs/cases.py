@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal
 
-from autoshard.commands.asked import How, OfRecipe
 from autoshard.commands.plan import searched
+from autoshard.commands.question import Question, SearchOptions
 from autoshard.jobs.job import PLAN, Files, Job, default_name
 from autoshard.jobs.kubernetes import KubernetesWants, kubernetes_files
 from autoshard.jobs.shell import torchrun_files
@@ -39,18 +39,19 @@ def plan_of(case: str, way: Way = "vendor") -> Plan:
     if way == "vendor":
         return vendor
     model, cluster, _, seq_len = DOCUMENTED[case][:4]
-    question: dict[str, Any] = {"model": model, "cluster": cluster, "nodes": vendor.cluster.num_nodes}
+    options_of_question: dict[str, Any] = {"model": model, "cluster": cluster, "nodes": (vendor.cluster.num_nodes,)}
     fix = FIXED[case] if way == "fixed" else "cp=2" if "cp" in case else None
-    how = How()
-    asked = OfRecipe(**question, seq_len=seq_len, global_batch=1024, fix=fix).asked()
-    return searched(asked.requests(how)[0], 1, how).plans[0]
+    options = SearchOptions()
+    question = Question(**options_of_question, seq_len=seq_len, global_batch=1024, fix=fix)
+    return searched(question.requests(options)[0], 1, options).plans[0]
 
 
 @cache
 def gpu_plan() -> Plan:
     """A plan for two nodes of GPUs that EFA joins."""
-    asked, how = OfRecipe(model="llama3-8b", cluster="p5.48xlarge", nodes=2, global_batch=64).asked(), How()
-    return searched(asked.requests(how)[0], 1, how).plans[0]
+    options = SearchOptions()
+    question = Question(model="llama3-8b", cluster="p5.48xlarge", nodes=(2,), global_batch=64)
+    return searched(question.requests(options)[0], 1, options).plans[0]
 
 
 def job_of(plan: Plan, **more: Any) -> Job:

@@ -7,7 +7,7 @@ from autoshard.commands.output import print_json
 Listable = Literal["models", "recipes", "clusters", "engines", "schedules", "kernels", "rules", "sweeps"]
 
 
-def list_(what: Listable, json: bool = False) -> int:
+def list(what: Listable, json: bool = False) -> int:
     """List what can be named: models, recipes, clusters, engines, schedules, kernels, rules or sweeps.
 
     Args:
