@@ -1,13 +1,11 @@
 """From a candidate to a plan: every default resolved, every size written down."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import SCHEMA, Buckets, Plan, Stage
 from autoshard.plan.rules.columns import Engine
-from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.schedule import Schedule
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.mesh import Mesh
@@ -20,7 +18,6 @@ _MIB = 2**20
 NXD_BUCKET_MIB = 130
 # torch.nn.parallel.DistributedDataParallel, bucket_cap_mb (PyTorch 2.13).
 TORCH_BUCKET_MIB = 25
-NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def build_plan(
@@ -30,12 +27,15 @@ def build_plan(
     workload: Workload,
     engine: Engine,
     *,
-    provenance: Mapping[str, str] = NOTHING,
+    provenance: Mapping[str, str] | None = None,
 ) -> Plan:
     """Make the plan of a candidate, without a prediction; a candidate that has no shape is an InputError.
 
     Whether the plan may run is for the Rules to say.
     """
+    mesh, layers = mesh_of(candidate, model, cluster), _layers(candidate, model)
+    schedule = _schedule(candidate, workload)
+    places = [schedule.place_of(stage) for stage in range(candidate.num_stages)]
     return Plan(
         schema=SCHEMA,
         model=model,
@@ -43,42 +43,41 @@ def build_plan(
         workload=workload,
         engine=engine,
         kernels=candidate.kernels or cluster.kernels,
-        mesh=mesh_of(candidate, model, cluster),
+        mesh=mesh,
         micro_batch=candidate.mbs,
         sp=candidate.sequence_parallel,
         zero=candidate.zero,
         cp_kind=candidate.cp_kind,
         cp_order=candidate.cp_order,
-        stages=_stages(candidate, model),
-        schedule=schedule_of(candidate, workload),
+        stages=tuple(
+            Stage(
+                rank=rank,
+                chunk=chunk,
+                first_layer=sum(layers[:stage]),
+                num_layers=layers[stage],
+                recompute=candidate.recompute_of(stage),
+            )
+            for stage, (rank, chunk) in enumerate(places)
+        ),
+        schedule=schedule,
         strategies={},
         boundary=candidate.boundary,
         buckets=buckets_of(candidate, engine),
         padding=padding_of(model, candidate.tp),
         prediction=None,
-        provenance=provenance,
+        provenance=provenance or {},
     )
 
 
 def num_kv_replicas(model: ModelSpec, tp: int) -> int:
-    """Say how many ranks of a tp group hold the same KV head.
-
-    tp = kv * rep: beyond one KV head per rank, the heads repeat.
-    """
+    """Say how many ranks of a tp group hold the same KV head: tp = kv * rep, beyond one head per rank they repeat."""
     return max(1, tp // model.num_kv_heads)
 
 
 def mesh_of(candidate: Candidate, model: ModelSpec, cluster: Cluster) -> Mesh:
     """Lay the candidate's axes on the cluster."""
-    sizes = {
-        "pp": candidate.pp,
-        "dp": candidate.dp,
-        "ep": candidate.ep,
-        "cp": candidate.cp,
-        "tp": candidate.tp,
-    }
-    replicas = num_kv_replicas(model, candidate.tp)
-    return Mesh.laid_on(cluster, {**sizes, "rep": replicas}, candidate.place)
+    sizes = {axis: getattr(candidate, axis) for axis in ("pp", "dp", "ep", "cp", "tp")}
+    return Mesh.laid_on(cluster, {**sizes, "rep": num_kv_replicas(model, candidate.tp)}, candidate.place)
 
 
 def cut_atoms(candidate: Candidate, model: ModelSpec) -> frozenset[str]:
@@ -89,18 +88,30 @@ def cut_atoms(candidate: Candidate, model: ModelSpec) -> frozenset[str]:
     ['edp', 'kv', 'rep']
     """
     replicas = num_kv_replicas(model, candidate.tp)
-    sizes = {
-        "edp": candidate.dp // candidate.ep,
-        "ep": candidate.ep,
-        "cp": candidate.cp,
-        "kv": candidate.tp // replicas,
-        "rep": replicas,
-    }
+    sizes = {"edp": candidate.dp // candidate.ep, "ep": candidate.ep, "cp": candidate.cp}
+    sizes |= {"kv": candidate.tp // replicas, "rep": replicas}
     return frozenset(atom for atom, size in sizes.items() if size > 1)
 
 
-def schedule_of(candidate: Candidate, workload: Workload) -> Schedule:
-    """Give the candidate's schedule, with the micro-batches that the workload leaves to each rank."""
+def padding_of(model: ModelSpec, tp: int) -> Mapping[str, int]:
+    """Return the dims that must grow to divide by tp; empty when all do.
+
+    A vocabulary is cut over tp by embedding, head and loss; 50257 entries over 8 ranks become 50264.
+    """
+    padded = -(-model.vocab // tp) * tp
+    return {} if padded == model.vocab else {"vocab": padded}
+
+
+def buckets_of(candidate: Candidate, engine: Engine) -> Buckets:
+    """Return the sizes in which the engine sends gradients and parameters."""
+    if engine == "torch":
+        return Buckets(reduce_scatter_bytes=TORCH_BUCKET_MIB * _MIB, all_gather_bytes=TORCH_BUCKET_MIB * _MIB)
+    gathered = max(1, NXD_BUCKET_MIB // candidate.dp)
+    return Buckets(reduce_scatter_bytes=NXD_BUCKET_MIB * _MIB, all_gather_bytes=gathered * _MIB)
+
+
+def _schedule(candidate: Candidate, workload: Workload) -> Schedule:
+    """Return the candidate's schedule, with the micro-batches that the workload leaves to each rank."""
     num_micro_batches, rest = divmod(workload.global_batch, candidate.dp * candidate.mbs)
     if rest:
         where = f"dp={candidate.dp},mbs={candidate.mbs}"
@@ -113,47 +124,11 @@ def schedule_of(candidate: Candidate, workload: Workload) -> Schedule:
     )
 
 
-def padding_of(model: ModelSpec, tp: int) -> Mapping[str, int]:
-    """Give the dims that must grow to divide by tp; empty when all do.
-
-    A vocabulary is cut over tp by embedding, head and loss; 50257 entries over 8 ranks become 50264.
-    """
-    padded = -(-model.vocab // tp) * tp
-    return {} if padded == model.vocab else {"vocab": padded}
-
-
-def _stages(candidate: Candidate, model: ModelSpec) -> tuple[Stage, ...]:
-    faults = _stage_faults(candidate, model)
-    if faults:
-        raise InputError.of("stages", faults)
-    layers = candidate.layers_of_stages(model.num_layers)
-    starts = [sum(layers[:stage]) for stage in range(len(layers))]
-    places = [BUILDERS[candidate.schedule].place_of(candidate.pp, stage) for stage in range(candidate.num_stages)]
-    return tuple(
-        Stage(
-            rank=rank,
-            chunk=chunk,
-            first_layer=starts[stage],
-            num_layers=layers[stage],
-            recompute=candidate.recompute_of(stage),
-        )
-        for stage, (rank, chunk) in enumerate(places)
-    )
-
-
-def _stage_faults(candidate: Candidate, model: ModelSpec) -> str:
-    counts = {len(candidate.stages or ()) or candidate.num_stages, candidate.num_stages}
-    if len(counts) > 1 or len(candidate.recompute) not in (1, candidate.num_stages):
-        return f"pp*vp is {candidate.num_stages}; stages and recompute must list as many, or be left out"
-    too_many = candidate.num_stages > model.num_layers  # asked first: the layers of a billion stages fill no list
-    if too_many or sum(candidate.layers_of_stages(model.num_layers)) != model.num_layers:
-        return f"{model.num_layers} layers of {model.name} do not fill {candidate.num_stages} stages this way"
-    return ""
-
-
-def buckets_of(candidate: Candidate, engine: Engine) -> Buckets:
-    """Give the sizes in which the engine sends gradients and parameters."""
-    if engine == "torch":
-        return Buckets(reduce_scatter_bytes=TORCH_BUCKET_MIB * _MIB, all_gather_bytes=TORCH_BUCKET_MIB * _MIB)
-    gathered = max(1, NXD_BUCKET_MIB // candidate.dp)
-    return Buckets(reduce_scatter_bytes=NXD_BUCKET_MIB * _MIB, all_gather_bytes=gathered * _MIB)
+def _layers(candidate: Candidate, model: ModelSpec) -> tuple[int, ...]:
+    count = candidate.num_stages
+    if (candidate.stages and len(candidate.stages) != count) or len(candidate.recompute) not in (1, count):
+        raise InputError.of("stages", f"pp*vp is {count}; stages and recompute must list as many, or be left out")
+    # Asked first: the layers of a billion stages fill no list.
+    if count > model.num_layers or sum(candidate.layers_of_stages(model.num_layers)) != model.num_layers:
+        raise InputError.of("stages", f"{model.num_layers} layers of {model.name} do not fill {count} stages this way")
+    return candidate.layers_of_stages(model.num_layers)

@@ -12,7 +12,7 @@ from autoshard.schedule.schedule import Schedule
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.placement import MAX_RANKS_PER_NODE, Placement
+from autoshard.spec.placement import MAX_RANKS_PER_NODE
 from autoshard.spec.workload import Workload
 
 SCHEMA = 2
@@ -96,7 +96,9 @@ class Plan:
     @property
     def candidate(self) -> Candidate:
         """The plan's choices as one line of text; pasted after ``--at`` it gives this plan again."""
-        tp = self.mesh.size("tp")
+        tp, layers = self.mesh.size("tp"), tuple(stage.num_layers for stage in self.stages)
+        is_placed = self.cluster.ranks_per_node <= MAX_RANKS_PER_NODE  # larger nodes have no order of their own
+        default_place = self.cluster.default_placement(tp) if is_placed else None
         return Candidate(
             tp=tp,
             pp=self.mesh.size("pp"),
@@ -109,8 +111,8 @@ class Plan:
             zero=self.zero,
             schedule=self.schedule.builder,
             recompute=tuple(stage.recompute for stage in self.stages),
-            stages=self._uneven_stages(),
-            place=None if self.mesh.placement == default_place(self.cluster, tp) else self.mesh.placement,
+            stages=None if layers == even_stages(self.model.num_layers, len(layers)) else layers,
+            place=None if self.mesh.placement == default_place else self.mesh.placement,
             kernels=None if self.kernels == self.cluster.kernels else self.kernels,
             cp_kind=self.cp_kind,
             cp_order=self.cp_order,
@@ -131,12 +133,3 @@ class Plan:
             price_usd_per_node_hour=price,
             price_date=self.cluster.price_date,
         )
-
-    def _uneven_stages(self) -> tuple[int, ...] | None:
-        layers = tuple(stage.num_layers for stage in self.stages)
-        return None if layers == even_stages(self.model.num_layers, len(layers)) else layers
-
-
-def default_place(cluster: Cluster, tp: int) -> Placement | None:
-    """Give the cluster's own placement for a size of tp; None for nodes too large to be placed."""
-    return cluster.default_placement(tp) if cluster.ranks_per_node <= MAX_RANKS_PER_NODE else None

@@ -95,28 +95,19 @@ class Prediction:
 
     def __post_init__(self) -> None:
         """Refuse numbers that contradict each other."""
-        total = math.fsum(self.time_parts.values())
+        total, sent = math.fsum(self.time_parts.values()), self.communication_bytes.items()
+        interval = f"the interval {self.low_s} to {self.high_s} does not hold step_time_s {self.step_time_s}"
+        parts = f"the parts add up to {total}, not to step_time_s {self.step_time_s}"
         require(
             (self.step_time_s > 0, "step_time_s", f"must be positive, not {self.step_time_s}"),
-            (
-                self.low_s <= self.step_time_s <= self.high_s,
-                "low_s",
-                f"the interval {self.low_s} to {self.high_s} does not hold step_time_s {self.step_time_s}",
-            ),
-            (
-                math.isclose(total, self.step_time_s, rel_tol=SUM_TOLERANCE),
-                "time_parts",
-                f"the parts add up to {total}, not to step_time_s {self.step_time_s}",
-            ),
+            (self.low_s <= self.step_time_s <= self.high_s, "low_s", interval),
+            (math.isclose(total, self.step_time_s, rel_tol=SUM_TOLERANCE), "time_parts", parts),
             (self.capacity_bytes >= 1, "capacity_bytes", f"must be at least 1, not {self.capacity_bytes}"),
             (self.tokens_per_s > 0, "tokens_per_s", f"must be positive, not {self.tokens_per_s}"),
             (self.mfu >= 0, "mfu", f"must not be negative, not {self.mfu}"),
             (bool(self.basis), "basis", "say what the numbers are worth"),
-            *((size >= 0, f"communication_bytes.{axis}", "must not be negative") for axis, size in self._sent()),
+            *((size >= 0, f"communication_bytes.{axis}", "must not be negative") for axis, size in sent),
         )
-
-    def _sent(self) -> list[tuple[str, int]]:
-        return list(self.communication_bytes.items())
 
     @property
     def peak_bytes(self) -> int:

@@ -6,16 +6,13 @@ from dataclasses import dataclass, replace
 
 from autoshard.layout.table import fitted
 from autoshard.plan.build import build_plan
-from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.plan.recompute import Recompute
 from autoshard.plan.tables import plan_blocks, with_strategies
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.workload import Workload
 
 MAX_RANKS = 16
-_KEPT_FIRST = ("tp", "cp", "ep", "pp", "dp")  # what is given up last when not all axes find room
+_KEPT_FIRST = ("tp", "cp", "ep", "pp", "dp")  # what is given up last when not all axes fit
 _HEAD_DIM = 8
 
 
@@ -28,54 +25,55 @@ class Shrunk:
 
 
 def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> Shrunk:
-    """Keep every axis that has more than one rank at two ranks, as far as there is room; scale the model to match.
+    """Keep every axis that has more than one rank at two ranks, as far as they fit; scale the model to match.
 
     Key/value replication, padding of the vocabulary, kinds of recompute, chunks and the rest of the candidate stay.
     """
-    sizes, lost = _axes(plan, max_ranks)
-    large, alone = _without_axes(plan.candidate, sizes)
-    lost = (*lost, *alone)
-    kinds = tuple(dict.fromkeys(plan.candidate.recompute_of(stage) for stage in range(plan.candidate.num_stages)))
-    stages = max(sizes["pp"] * large.vp, 1)
-    recompute = tuple(_small_recompute(kinds[stage % len(kinds)]) for stage in range(stages))
+    large, (sizes, lost) = plan.candidate, _sizes(plan, max_ranks)
+    kinds = tuple(dict.fromkeys(large.recompute_of(stage) for stage in range(large.num_stages)))
+    if sizes["pp"] == 1:
+        if large.schedule != "1f1b":
+            lost.append(f"schedule={large.schedule}: there is only one pipeline rank")
+        large = replace(large, vp=1, schedule="1f1b", recompute=large.recompute[:1])
+    stages = sizes["pp"] * large.vp
     if len(kinds) > stages:
-        lost = (*lost, f"{len(kinds) - stages} of {len(kinds)} kinds of recompute: there are only {stages} stages")
-    model = _model(plan.model, sizes, layers=2 * stages, padded="vocab" in plan.padding)
-    small = Candidate(
-        tp=sizes["tp"],
-        pp=sizes["pp"],
-        cp=sizes["cp"],
-        ep=sizes["ep"],
-        dp=sizes["dp"],
-        vp=large.vp,
+        lost.append(f"{len(kinds) - stages} of {len(kinds)} kinds of recompute: there are only {stages} stages")
+    kinds = tuple(replace(kind, num_layers=1) if kind.num_layers else kind for kind in kinds)
+    small = replace(
+        large,
+        **sizes,
         mbs=min(large.mbs, 2),
-        sp=large.sp,
-        zero=large.zero,
-        schedule=large.schedule,
-        recompute=recompute,
-        kernels=large.kernels,
-        cp_kind=large.cp_kind,
-        cp_order=large.cp_order,
-        boundary=large.boundary,
+        sp=None if sizes["tp"] == 1 else large.sp,
+        recompute=tuple(kinds[stage % len(kinds)] for stage in range(stages)),
+        stages=None,
+        place=None,
+        cp_kind="ring" if sizes["cp"] == 1 else large.cp_kind,
+        cp_order="contiguous" if sizes["cp"] == 1 else large.cp_order,
+        lnc=None,
     )
-    workload = _workload(plan.workload, model, small)
+    model = _model(plan.model, sizes, layers=2 * stages, padded="vocab" in plan.padding)
+    workload = replace(
+        plan.workload,
+        seq_len=min(4 * small.cp * small.tp, model.max_positions),
+        global_batch=small.dp * small.mbs * max(2, 2 * small.pp),
+    )
     cluster = _cluster(plan.cluster, small.num_ranks)
     made = build_plan(small, model, cluster, workload, plan.engine, provenance={"shrunk from": str(plan.candidate)})
-    atoms = dict(made.mesh.axes)
-    blocks = plan_blocks(made)
+    blocks, atoms = plan_blocks(made), dict(made.mesh.axes)
     tables = {name: fitted(table, atoms) for name, table in plan.strategies.items() if name in blocks}
-    return Shrunk(plan=with_strategies(made, tables), lost=lost)
+    return Shrunk(plan=with_strategies(made, tables), lost=tuple(lost))
 
 
-def _axes(plan: Plan, max_ranks: int) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Give two ranks to every axis in use (four to tp where key/value heads are replicated), most wanted first."""
-    large = plan.candidate
-    replicated = plan.mesh.size("rep") > 1
-    sizes = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "dp": 1}
-    lost: list[str] = []
+def _sizes(plan: Plan, max_ranks: int) -> tuple[dict[str, int], list[str]]:
+    """Give two ranks to every axis in use (four to tp where key/value heads are replicated); name those that lack them.
+
+    Axes come in the order in which they are wanted.
+    """
+    large, lost = plan.candidate, list[str]()
+    sizes: dict[str, int] = dict.fromkeys(_KEPT_FIRST, 1)
     for axis in _KEPT_FIRST:
         before = getattr(large, axis)
-        size = 1 if before == 1 else 4 if axis == "tp" and replicated else 2
+        size = 1 if before == 1 else 4 if axis == "tp" and plan.mesh.size("rep") > 1 else 2
         if axis == "dp":
             size = sizes["ep"] * (2 if before > large.ep else 1)
         trial = {**sizes, axis: size}
@@ -84,25 +82,7 @@ def _axes(plan: Plan, max_ranks: int) -> tuple[dict[str, int], tuple[str, ...]]:
             sizes = trial
         else:
             lost.append(f"{axis}={before}: no room for it on {max_ranks} ranks")
-    return sizes, tuple(lost)
-
-
-def _without_axes(large: Candidate, sizes: Mapping[str, int]) -> tuple[Candidate, tuple[str, ...]]:
-    """Give up what has no effect without an axis that found no room; say so where it is not the axis itself."""
-    lost: list[str] = []
-    if sizes["pp"] == 1 and large.schedule != "1f1b":
-        lost.append(f"schedule={large.schedule}: there is only one pipeline rank")
-    if sizes["pp"] == 1:
-        large = replace(large, vp=1, schedule="1f1b", recompute=large.recompute[:1], stages=None)
-    if sizes["tp"] == 1:
-        large = replace(large, sp=None)
-    if sizes["cp"] == 1:
-        large = replace(large, cp_kind="ring", cp_order="contiguous")
-    return large, tuple(lost)
-
-
-def _small_recompute(kind: Recompute) -> Recompute:
-    return replace(kind, num_layers=1) if kind.num_layers else kind
+    return sizes, lost
 
 
 def _model(model: ModelSpec, sizes: Mapping[str, int], *, layers: int, padded: bool) -> ModelSpec:
@@ -110,7 +90,6 @@ def _model(model: ModelSpec, sizes: Mapping[str, int], *, layers: int, padded: b
     tp, replicas = sizes["tp"], 2 if sizes["tp"] == 4 else 1
     kv_heads = max(tp // replicas, 1)
     queries_per_head = 2 * replicas if model.queries_per_kv_head > 1 else 1
-    experts = max(2 * sizes["ep"], 2 * model.experts_per_token) if model.num_experts else 0
     return replace(
         model,
         name=f"{model.name} (shrunk)",
@@ -122,18 +101,8 @@ def _model(model: ModelSpec, sizes: Mapping[str, int], *, layers: int, padded: b
         head_dim=_HEAD_DIM,
         vocab=8 * tp - 1 if padded and tp > 1 else 8 * tp,
         max_positions=64 * sizes["cp"] * tp,
-        num_experts=experts,
+        num_experts=max(2 * sizes["ep"], 2 * model.experts_per_token) if model.num_experts else 0,
         window=5 if model.window else None,
-    )
-
-
-def _workload(workload: Workload, model: ModelSpec, small: Candidate) -> Workload:
-    seq_len = 4 * small.cp * small.tp
-    micro_batches = max(2, 2 * small.pp)
-    return replace(
-        workload,
-        seq_len=min(seq_len, model.max_positions),
-        global_batch=small.dp * small.mbs * micro_batches,
     )
 
 
