@@ -40,9 +40,8 @@ from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend, Rotary
 from autoshard.graph.kinds.indexing import Lookup
 from autoshard.graph.op import Array
-from autoshard.plan.nxd.form import Argument, Form, FormParameter
-from autoshard.plan.nxd.forms import setting_of
-from autoshard.plan.nxd.matching import TP
+from autoshard.plan.nxd.form import TP, Argument, Form, FormParameter
+from autoshard.plan.nxd.forms import form_sizes
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, step_of
 
@@ -140,7 +139,7 @@ class _Building:
 
     def __init__(self, plan: Plan, lowering: Lowering, kernels: Kernels) -> None:
         self.rank = TpRank.of(plan.mesh, groups().get_tensor_model_parallel_rank())
-        self.sizes, self._kernels = setting_of(plan).sizes, kernels
+        self.sizes, self._kernels = form_sizes(plan), kernels
         self.placed: dict[int, Placed] = {}
         self._plan, self._lowering = plan, lowering
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from autoshard.engine.patches import Axes, Patch, Row
 from autoshard.graph.op import Array
-from autoshard.plan.nxd.form import FormParameter, Piece
-from autoshard.plan.nxd.matching import TP
+from autoshard.plan.nxd.form import TP, FormParameter, FormPiece
 from autoshard.spec.mesh import Mesh
 
 
@@ -46,7 +45,7 @@ class TpRank:
                 weight *= size
         return found
 
-    def bounds(self, piece: Piece, sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+    def bounds(self, piece: FormPiece, sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
         """Return the rank's block of our tensor along its dims."""
         return tuple(self._bounds(sizes[dim], piece.cuts.get(dim, ())) for dim in piece.dims)
 
@@ -75,7 +74,7 @@ def local_of(parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], w
 
 def patches_of(
     parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], whole: Mapping[str, int]
-) -> Iterator[tuple[Patch, Piece]]:
+) -> Iterator[tuple[Patch, FormPiece]]:
     """Yield what a rank's parameter holds; ``sizes`` are padded, those of our ``whole`` are not."""
     start = 0
     for piece in parameter.pieces:
@@ -87,5 +86,5 @@ def patches_of(
         start += shape[parameter.axis]
 
 
-def _shape(piece: Piece, rank: TpRank, sizes: Mapping[str, int]) -> tuple[int, ...]:
+def _shape(piece: FormPiece, rank: TpRank, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[dim] // rank.size(piece.cuts.get(dim, ())) for dim in group) for group in piece.axes)

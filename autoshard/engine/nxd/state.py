@@ -12,8 +12,7 @@ from autoshard.engine.nxd.model import Built, Placed
 from autoshard.engine.nxd.shards import patches_of
 from autoshard.engine.pieces import Part, Piece, saves_alone
 from autoshard.plan.candidate import Zero
-from autoshard.plan.nxd.form import Piece as FormPiece
-from autoshard.plan.nxd.matching import TP
+from autoshard.plan.nxd.form import TP, FormPiece
 
 _MOMENTS: Mapping[Part, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}  # as torch.optim.AdamW names them
 

@@ -19,10 +19,11 @@ Layer = Literal[
 ]
 Plain = int | bool | float | str | tuple[int, ...]
 Argument = Plain | Mapping[str, Plain]  # of the layer, or of one that it is made of
+TP = ("kv", "rep")  # the atoms of tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class FormPiece:
     """One rank's part of one of our tensors: a slice along cut dims, which are then grouped into the axes of another.
 
     Which slice is a rank's follows from its place among the ranks of its tp group, in NxD's order. The dims of the axes
@@ -53,7 +54,7 @@ class FormParameter:
     """
 
     name: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FormPiece, ...]
     axis: int = 0
     split: int | None = None
     summed: bool = False

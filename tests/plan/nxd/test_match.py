@@ -9,7 +9,7 @@ import pytest
 
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.nxd.form import Form, FormParameter, Piece
+from autoshard.plan.nxd.form import Form, FormParameter, FormPiece
 from autoshard.plan.nxd.forms import plan_forms
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs
@@ -248,9 +248,9 @@ def test_other_collectives_with_the_same_result_are_refused(
 
 
 def test_a_weight_is_not_both_cut_and_summed() -> None:
-    piece = Piece(tensor="a", dims=("hidden",), axes=(("hidden",),), cuts={})
+    piece = FormPiece(tensor="a", dims=("hidden",), axes=(("hidden",),), cuts={})
     for wrong in ({"split": 0, "summed": True}, {"copies": 2}, {"pieces": ()}):
         with pytest.raises(InputError):
             FormParameter(**{"name": "weight", "pieces": (piece,), **wrong})
     with pytest.raises(InputError, match="axes: must hold hidden, ffn, each once"):
-        Piece(tensor="a", dims=("hidden", "ffn"), axes=(("hidden",),), cuts={})
+        FormPiece(tensor="a", dims=("hidden", "ffn"), axes=(("hidden",),), cuts={})
