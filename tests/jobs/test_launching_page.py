@@ -12,6 +12,7 @@ from tests.runtime.cases import ROOT
 PAGE = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_writes_what_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

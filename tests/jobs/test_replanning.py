@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -70,7 +69,7 @@ def test_without_a_plan_for_those_the_job_is_queued_again(tmp_path: Path) -> Non
     assert failed(tmp_path, "2\n", 'echo "autoshard $1" >> "$TOLD"; exit 1') == ["autoshard plan", "scontrol requeue 5"]
 
 
-@pytest.mark.skipif(find_spec("autoshard.commands.like") is None, reason="no autoshard plan --like")
+@pytest.mark.slow
 def test_the_job_for_those_nodes_is_whole(tmp_path: Path) -> None:
     body = f'PYTHONPATH={ROOT} exec {sys.executable} -m autoshard.cli "$@"'
     assert [line.split()[-1] for line in failed(tmp_path, "14\n", body)] == ["compile.sbatch", "train.sbatch"]

@@ -34,6 +34,7 @@ def test_a_folder_is_one_process_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_second_run_is_refused_while_the_first_goes_on_and_a_kill_frees_the_folder(tmp_path: Path) -> None:
     write_tiny(tmp_path, "tp=1,pp=1,dp=1")
@@ -113,6 +114,7 @@ def test_full_disks_name_the_file_after_the_tables(
     assert "runs/tiny/measured.jsonl: No space left on device" in said.err
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_are_started_again_from_the_newest_checkpoint_even_if_another_step_was_named(tmp_path: Path) -> None:
     write_tiny(tmp_path, "tp=1,pp=1,dp=2")

@@ -30,7 +30,9 @@ def beside_the_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [one if one == "tiny-text" else pytest.param(one, marks=pytest.mark.slow) for one in SMALL]
+)
 def test_a_small_recipe_trains(name: str, beside_the_recipes: Path):
     for words in to_prepare(SMALL[name]):
         assert main([*words, *(FEWER if words[0] == "run" else ())]) == 0

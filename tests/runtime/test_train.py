@@ -31,7 +31,7 @@ def losses(report: RunReport) -> list[float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("text", ["tp=1,pp=1,dp=2", "tp=2,pp=1,dp=1,mbs=2", "tp=1,pp=2,dp=1"])
+@pytest.mark.parametrize("text", ["tp=1,pp=1,dp=2", "tp=1,pp=2,dp=1"])
 def test_the_same_seed_gives_the_same_losses_on_two_ranks_as_on_one(text: str, tmp_path: Path) -> None:
     one, two = trained("tp=1,pp=1,dp=1", tmp_path / "1"), trained(text, tmp_path / "2")
     np.testing.assert_allclose(losses(two), losses(one), rtol=1e-9)

@@ -19,14 +19,11 @@ def commands() -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def test_the_page_has_commands_of_autoshard_only() -> None:
-    assert len(commands()) >= 6 and all(line.startswith("autoshard ") for line in commands())
-
-
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_every_command_of_the_page_runs(tmp_path: Path) -> None:
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    assert len(commands()) >= 6
     for line in commands():
         _, *words = shlex.split(line)
         done = subprocess.run(

@@ -112,6 +112,7 @@ def assert_not_disturbed(found: Trained, curve: dict[int, float], *, lost: bool)
     assert found.report is not None and not found.report.unsaved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["refuses", "silent"])
 @pytest.mark.parametrize("lost", [False, True])
 def test_no_step_waits_for_a_store_that_is_away(
