@@ -24,6 +24,7 @@ from autoshard.runtime.dry import dry_rank, enough, telling_ranks
 from tests.ranks.cases import gpt, llama, plan_of
 from tests.ranks.spawn import on_ranks
 from tests.runtime.cases import write_tiny
+from tests.slower import rest_is_slow
 
 MIXTURE = {"num_experts": 4, "experts_per_token": 2}
 CASES = {
@@ -46,6 +47,7 @@ CASES = {
     "tied embeddings on two stages": ("tp=1,pp=2,dp=1", gpt(), 8),
     "tied embeddings, biases, learned positions": ("tp=2,pp=1,dp=1", gpt(vocab=32), 4),
 }
+FAST = ("ZeRO-1", "halves of backward", "a ring", "experts and tp", "tied embeddings on two stages")
 
 
 def measure(plan: Plan) -> Measured:
@@ -55,8 +57,9 @@ def measure(plan: Plan) -> Measured:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("text", "model", "global_batch"), CASES.values(), ids=CASES)
-def test_a_dry_rank_counts_what_the_rank_itself_counts(text, model, global_batch) -> None:
+@pytest.mark.parametrize("case", rest_is_slow(sorted(CASES, key=lambda case: case not in FAST), len(FAST)))
+def test_a_dry_rank_counts_what_the_rank_itself_counts(case: str) -> None:
+    text, model, global_batch = CASES[case]
     plan = plan_of(text, model, global_batch=global_batch)
     for rank, found in enumerate(on_ranks(plan.mesh.num_ranks, measure, plan)):
         assert dry_rank(plan, rank, counted).measured == found, f"rank {rank}"
@@ -106,6 +109,7 @@ def test_a_dry_rank_stands_for_itself() -> None:
         DryRank(rank=3, alike=(1, 2), num_run=4, measured=nothing)
 
 
+@pytest.mark.slow
 def test_a_rank_of_512_holds_and_sends_what_was_promised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

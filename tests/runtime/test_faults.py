@@ -19,6 +19,7 @@ from autoshard.runtime.checkpoint.places import Place
 from autoshard.runtime.checkpoint.reader import PieceReader
 from autoshard.runtime.checkpoint.shelf import Shelf
 from tests.runtime.training_cases import Trained, plan_of, run_into, trained
+from tests.slower import rest_is_slow
 
 STEPS = 12
 pytestmark = pytest.mark.ranks
@@ -94,14 +95,17 @@ def test_a_hundred_kills(seed: int, curve: dict[int, float], tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("owner", "name", "calls"),
-    [
-        (Place, "writing", 2),  # a file of a rank
-        (Place, "rename", 2),  # before a checkpoint gets its name
-        (Shelf, "prune", 2),  # after it has it
-        (Shelf, "_remove", 1),  # while an old one goes
-        (PieceReader, "_fill", 5),  # while one is loaded
-        (saver.Saver, "wait_copied", 5),
-    ],
+    rest_is_slow(
+        [
+            (Place, "writing", 2),  # a file of a rank
+            (Place, "rename", 2),  # before a checkpoint gets its name
+            (Shelf, "prune", 2),  # after it has it
+            (Shelf, "_remove", 1),  # while an old one goes
+            (PieceReader, "_fill", 5),  # while one is loaded
+            (saver.Saver, "wait_copied", 5),
+        ],
+        2,
+    ),
 )
 def test_a_kill_inside_a_save_or_load_leaves_a_checkpoint_that_is_whole(
     owner: type, name: str, calls: int, curve: dict[int, float], tmp_path: Path

@@ -21,6 +21,7 @@ from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision
 from tests.ranks.cases import plan_of
 from tests.ranks.spawn import on_ranks
+from tests.slower import rest_is_slow
 from tests.small_configs import SMALL_FAMILIES, small_config
 
 transformers: Any = pytest.importorskip("transformers")
@@ -98,7 +99,7 @@ def check(family: str, text: str, folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("family", "text"), QUICK.items())
+@pytest.mark.parametrize(("family", "text"), rest_is_slow(QUICK.items(), 3))
 def test_the_first_loss_is_that_of_transformers(family: str, text: str, tmp_path: Path):
     check(family, text, tmp_path)
 

@@ -9,6 +9,7 @@ import pytest
 from autoshard.errors import InputError, NotFinite
 from autoshard.runtime.checkpoint.index import load_index
 from tests.runtime.training_cases import Double, plan_of, trained
+from tests.slower import rest_is_slow
 
 SAME = ["tp=1,pp=1,dp=2", "tp=1,pp=1,dp=2,zero=0", "tp=1,pp=1,dp=2,zero=3", "tp=2,pp=1,dp=1,mbs=2", "tp=1,pp=2,dp=1"]
 OTHERS = ["tp=1,pp=1,cp=2,dp=1", "tp=2,pp=2,dp=1", "tp=1,pp=2,dp=1,vp=1,schedule=zb_h1", "tp=1,pp=1,dp=4,zero=3"]
@@ -26,7 +27,7 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("text", SAME)
+@pytest.mark.parametrize("text", rest_is_slow(SAME, 2))
 def test_the_second_resume_is_as_exact_as_the_first(text: str, tmp_path: Path) -> None:
     plan = plan_of(text)
     whole = trained(plan, tmp_path / "whole", 5)
@@ -59,7 +60,7 @@ def test_20_steps_in_fp32_follow_the_curve_of_one_rank(text: str, tmp_path: Path
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("damage", ["flip", "cut", "missing file", "no index", "cut index"])
+@pytest.mark.parametrize("damage", rest_is_slow(["flip", "no index", "cut", "missing file", "cut index"], 2))
 def test_a_damaged_checkpoint_is_passed_over(damage: str, curve: dict[int, float], tmp_path: Path) -> None:
     plan = plan_of("tp=1,pp=1,dp=2")
     trained(plan, tmp_path, 4, build=Double, every_steps=2)

@@ -20,6 +20,7 @@ from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.writer import Progress
 from autoshard.runtime.engines import builder
 from tests.runtime.training_cases import Trained, plan_of, trained
+from tests.slower import rest_is_slow
 
 STEPS = 6
 
@@ -106,7 +107,7 @@ def test_what_fails_on_the_first_rank_alone_is_known_to_all(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("zero", "precision"), [(1, "bf16"), (1, "fp32"), (3, "fp32")])
+@pytest.mark.parametrize(("zero", "precision"), rest_is_slow([(1, "bf16"), (3, "fp32"), (1, "fp32")]))
 def test_listing_the_state_copies_none_of_it(zero: int, precision: str, tmp_path: Path) -> None:
     """A step waits for the list, and a copy would be a second state for a moment."""
 

@@ -13,6 +13,7 @@ from autoshard.spec.model_catalogue import load_model, model_names
 from tests.ranks.cases import plan_of
 from tests.runtime.convert.cases import converted, cut, read, reduced, same, written
 from tests.runtime.test_weights import module_of
+from tests.slower import rest_is_slow
 from tests.small_configs import SMALL_FAMILIES
 
 transformers: Any = pytest.importorskip("transformers")
@@ -25,7 +26,7 @@ CUTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("card", model_names())
+@pytest.mark.parametrize("card", rest_is_slow(model_names(), 4))
 @settings(max_examples=1)
 @given(data=st.data())
 def test_through_all_forms_and_back(card: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory):
