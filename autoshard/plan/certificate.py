@@ -1,7 +1,7 @@
 """What a search looked at before it answered, so that the answer can be judged."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from autoshard.units import format_bytes
 
@@ -63,46 +63,29 @@ class Certificate:
     @property
     def accounting(self) -> str:
         """Say what became of the legal points."""
+        bound = format_bytes(round(self.bound)) if self.objective == "memory" else f"{self.bound:.6g} s"
+        tables = f"{self.num_tables} table{'' if self.num_tables == 1 else 's'}"
         return (
             f"{self.num_solved} points solved ({self.num_fitting} fit), {self.num_bounded} pruned by their bound, "
-            f"{self.num_too_large} too large for memory; {_counted(self.num_tables, 'table')} solved; "
-            f"bound {self._bound}, gap {self.gap:.3%}"
+            f"{self.num_too_large} too large for memory; {tables} solved; bound {bound}, gap {self.gap:.3%}"
         )
-
-    @property
-    def _bound(self) -> str:
-        return format_bytes(round(self.bound)) if self.objective == "memory" else f"{self.bound:.6g} s"
 
     def plus(self, other: "Certificate") -> "Certificate":
         """Return the certificate of both spaces together."""
-        return Certificate(
-            num_points=self.num_points + other.num_points,
-            refusals=_merged(self.refusals, other.refusals),
-            num_legal=self.num_legal + other.num_legal,
-            num_too_large=self.num_too_large + other.num_too_large,
-            num_bounded=self.num_bounded + other.num_bounded,
-            num_solved=self.num_solved + other.num_solved,
-            num_fitting=self.num_fitting + other.num_fitting,
-            num_tables=self.num_tables + other.num_tables,
+        both: dict[str, Refusal] = {}
+        for refusal in (*self.refusals, *other.refusals):  # the example of a Rule stays that of the first
+            known = both.get(refusal.rule_id)
+            count = refusal.num_points + (known.num_points if known else 0)
+            both[refusal.rule_id] = replace(known or refusal, num_points=count)
+        numbers = (field.name for field in fields(self) if field.name.startswith("num_"))
+        return replace(
+            other,
+            **{name: getattr(self, name) + getattr(other, name) for name in numbers},
+            refusals=tuple(both.values()),
             value=min(self.value, other.value),
             bound=min(self.bound, other.bound),
             ended=self.stopped or other.ended,
-            objective=other.objective,
         )
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _merged(first: tuple[Refusal, ...], second: tuple[Refusal, ...]) -> tuple[Refusal, ...]:
-    """Add up what the same Rule refused in both spaces; its example stays that of the first."""
-    both: dict[str, Refusal] = {}
-    for refusal in (*first, *second):
-        known = both.get(refusal.rule_id)
-        count = refusal.num_points + (known.num_points if known else 0)
-        both[refusal.rule_id] = replace(known or refusal, num_points=count)
-    return tuple(both.values())
 
 
 NOTHING_LOOKED_AT = Certificate(

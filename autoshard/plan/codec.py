@@ -18,9 +18,7 @@ Migrations = Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]
 def _with_documents(data: dict[str, Any]) -> dict[str, Any]:
     """Schema 2 says whether the documents of a sequence see each other; before, they always did."""
     work = data.get("workload")
-    return (
-        {**data, "workload": {**cast(dict[str, Any], work), "documents": "joined"}} if isinstance(work, dict) else data
-    )
+    return {**data, "workload": {**work, "documents": "joined"}} if isinstance(work, dict) else data
 
 
 MIGRATIONS: Migrations = {1: _with_documents}
@@ -33,14 +31,15 @@ def dump(plan: Plan) -> str:
 
 def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:
     """Read a plan from JSON text, or from the file at a Path; all faults are reported in one InputError."""
-    if isinstance(source, str):
-        return _load_text(source, migrations)
+    where = "" if isinstance(source, str) else f"{source}: "
     try:
-        return _load_text(_read(source), migrations)
+        data = _parse(source if isinstance(source, str) else _read(source))
+        if not isinstance(data, dict):
+            raise InputError.of("plan", "must be a JSON object")
+        return decode(Plan, _migrated(cast(dict[str, Any], data), migrations))
     except InputError as error:
-        raise InputError(
-            Fault(where=f"{source}: {fault.where}".rstrip(": "), message=fault.message) for fault in error.faults
-        ) from error
+        faults = (Fault(where=f"{where}{fault.where}".rstrip(": "), message=fault.message) for fault in error.faults)
+        raise InputError(faults) from error
 
 
 def fingerprint(plan: Plan) -> str:
@@ -72,27 +71,18 @@ def _read(path: Path) -> str:
         raise InputError.of("", f"is not text in UTF-8: {error}") from error
 
 
-def _load_text(text: str, migrations: Migrations) -> Plan:
-    data = _parse(text)
-    if not isinstance(data, dict):
-        raise InputError.of("plan", "must be a JSON object")
-    return decode(Plan, _migrated(cast(dict[str, Any], data), migrations))
-
-
 class _Repeating(dict[str, Any]):
-    """A JSON object in which a key stands twice; it waits for its path to be known."""
+    """A JSON object; keys that stand twice wait for its path to be known."""
 
     repeated: tuple[str, ...] = ()
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    repeating = _Repeating(found)
-    keys = [key for key, _ in pairs]
-    repeating.repeated = tuple(key for key in found if keys.count(key) > 1)
-    return repeating
+    found = _Repeating(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        found.repeated = tuple(key for key in found if keys.count(key) > 1)
+    return found
 
 
 def _parse(text: str) -> object:
@@ -132,14 +122,26 @@ def _inside(where: str, key: str) -> str:
 
 
 def _migrated(data: dict[str, Any], migrations: Migrations) -> dict[str, Any]:
-    number = _schema_number(data)
+    number = data.get("schema")
+    if number is None:
+        raise InputError.of("schema", f"missing; a plan file starts with its schema number, now {SCHEMA}")
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise InputError.of("schema", f"expected a whole number, for example {SCHEMA}")
     if number > SCHEMA:
-        raise InputError.of("schema", _newer(data, number))
-    while number < SCHEMA:
-        if number not in migrations:
-            raise InputError.of("schema", f"{number} cannot be read; this version reads {_readable(migrations)}")
-        data = _sealed_again(data, {**migrations[number](data), "schema": number + 1})
-        number += 1
+        provenance = data.get("provenance")
+        version = cast(Mapping[str, object], provenance).get("autoshard") if isinstance(provenance, dict) else None
+        writer = f"autoshard {version}" if isinstance(version, str) else f"an autoshard that knows schema {number}"
+        raise InputError.of(
+            "schema", f"{number} is newer than {SCHEMA}, the newest that this version reads. Use {writer} or later"
+        )
+    oldest = SCHEMA
+    while oldest - 1 in migrations:
+        oldest -= 1
+    if number < oldest:
+        readable = f"schema {SCHEMA}" if oldest == SCHEMA else f"schemas {oldest} to {SCHEMA}"
+        raise InputError.of("schema", f"{number} cannot be read; this version reads {readable}")
+    for before in range(number, SCHEMA):
+        data = _sealed_again(data, {**migrations[before](data), "schema": before + 1})
     return data
 
 
@@ -155,26 +157,3 @@ def _sealed_again(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):  # what no plan holds, as decoding says
         return new
     return {**new, "prediction": {**numbers, "of": _hash_of({**new, "prediction": None})}}
-
-
-def _schema_number(data: Mapping[str, object]) -> int:
-    number = data.get("schema")
-    if number is None:
-        raise InputError.of("schema", f"missing; a plan file starts with its schema number, now {SCHEMA}")
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise InputError.of("schema", f"expected a whole number, for example {SCHEMA}")
-    return number
-
-
-def _newer(data: Mapping[str, object], number: int) -> str:
-    provenance = data.get("provenance")
-    version = cast(Mapping[str, object], provenance).get("autoshard") if isinstance(provenance, dict) else None
-    writer = f"autoshard {version}" if isinstance(version, str) else f"an autoshard that knows schema {number}"
-    return f"{number} is newer than {SCHEMA}, the newest that this version reads. Use {writer} or later"
-
-
-def _readable(migrations: Migrations) -> str:
-    oldest = SCHEMA
-    while oldest - 1 in migrations:
-        oldest -= 1
-    return f"schema {SCHEMA}" if oldest == SCHEMA else f"schemas {oldest} to {SCHEMA}"

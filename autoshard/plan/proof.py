@@ -17,7 +17,6 @@ from autoshard.layout.token_groups import queueing_apart
 from autoshard.plan.plan import Plan
 from autoshard.plan.shrink import shrink
 from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting
-from autoshard.spec.workload import Workload
 
 TOLERANCE = 1e-9  # relative to the largest result of a block; everything is computed in float64
 
@@ -60,17 +59,14 @@ def prove(plan: Plan, seed: int = 0) -> Proof:
     small = shrunk.plan
     atoms = table_setting(small).atoms
     mesh = VirtualMesh(atoms=tuple((atom, size) for atom, size in atoms.items() if size > 1))
-    sizes = dim_sizes(small.model, _roomy(small), step_of(small).platform, small.micro_batch * small.mesh.size("dp"))
+    # Every expert gets slots for all tokens, if none is to be dropped.
+    capacity = small.workload.expert_capacity or float(small.model.num_experts) or None
+    work = replace(small.workload, expert_capacity=capacity)
+    sizes = dim_sizes(small.model, work, step_of(small).platform, small.micro_batch * small.mesh.size("dp"))
     programs, blocks = plan_programs(small), plan_blocks(small)
     generator = np.random.default_rng(seed)
     proofs = tuple(_prove_block(name, blocks[name], programs[name], mesh, sizes, generator) for name in blocks)
     return Proof(candidate=str(small.candidate), lost=shrunk.lost, blocks=proofs)
-
-
-def _roomy(plan: Plan) -> Workload:
-    """Give every expert slots for all tokens, if none is to be dropped."""
-    capacity = float(plan.model.num_experts) if plan.model.num_experts else None
-    return replace(plan.workload, expert_capacity=plan.workload.expert_capacity or capacity)
 
 
 def _prove_block(

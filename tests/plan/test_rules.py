@@ -51,7 +51,7 @@ BREAKS = {
     "ep-effect": (GPU, "tp=1,ep=2", "llama3-70b is dense", "tp=1"),
     "vp-schedule": ({}, "tp=32,pp=8,vp=2", "Use schedule=inter", "tp=32,pp=8,vp=2,schedule=interleaved"),
     "interleaved-shape": ({}, "tp=32,pp=8,schedule=interleaved", "not pp=8,vp=1", "tp=32,pp=8"),
-    "zb-v-chunks": (GPU, "tp=8,pp=2,schedule=zb_v", "two stages per rank. Use vp=2", "tp=8,pp=2,vp=2,schedule=zb_v"),
+    "zb-v-chunks": (GPU, "tp=8,pp=2,schedule=zb_v", "runs 2 stages per rank. Use vp=2", "tp=8,pp=2,vp=2,schedule=zb_v"),
     "schedule-effect": (GPU, "tp=8,schedule=gpipe", "no pipeline with pp=1", "tp=8,pp=2,schedule=gpipe"),
     "zero-effect": (GPU, "tp=8,pp=2,zero=3", "nothing to spread over", "tp=8,pp=1,zero=3"),
     "boundary": (GPU, "tp=8,boundary=[batch, seq/dp, hidden]", "Write batch/dp",

@@ -1,7 +1,8 @@
 """Rules against options that would do nothing, and against names that nobody knows."""
 
-from autoshard.plan.rules.columns import Columns
-from autoshard.plan.rules.rule import Verdict, implies, one_of, rule
+from autoshard.plan.rules.columns import Columns, Mask
+from autoshard.plan.rules.rule import Verdict, implies, one_of, rule, schedules
+from autoshard.schedule.builders import BUILDERS
 
 _NO_EFFECT = "autoshard: an option without effect is refused, because the user meant something by it"
 
@@ -36,26 +37,33 @@ def ep_effect(c: Columns) -> Verdict:
     "section 2.2; Qi et al. 2023, arXiv:2401.10241, section 2)",
 )
 def vp_schedule(c: Columns) -> Verdict:
-    yield implies(c.vp > 1, one_of(c.schedule, ("interleaved", "zb_v")))
+    yield implies(c.vp > 1, one_of(c.schedule, schedules(lambda builder: builder.num_chunks != 1)))
     yield f"vp={c.vp}: schedule={c.schedule} runs one stage per rank. Use schedule=interleaved, or vp=1"
 
 
 @rule("schedule", source=_NO_EFFECT)
 def interleaved_shape(c: Columns) -> Verdict:
-    yield implies(c.schedule == "interleaved", (c.vp > 1) & (c.pp > 1))
-    yield f"schedule=interleaved: needs several ranks and several stages on each, not pp={c.pp},vp={c.vp}. Use vp=2"
+    chunked = schedules(lambda builder: builder.num_chunks is None)
+    yield implies(one_of(c.schedule, chunked), (c.vp > 1) & (c.pp > 1))
+    yield (f"schedule={c.schedule}: needs several ranks and several stages on each, not pp={c.pp},vp={c.vp}. Use vp=2")
 
 
 @rule("schedule", source=_NO_EFFECT)
 def schedule_effect(c: Columns) -> Verdict:
-    yield implies(one_of(c.schedule, ("gpipe", "zb_h1", "zb_v")), c.pp > 1)
+    others = schedules(lambda builder: builder.num_chunks is not None)  # of which interleaved-shape does not speak
+    yield implies(one_of(c.schedule, others) & (c.schedule != "1f1b"), c.pp > 1)
     yield f"schedule={c.schedule}: there is no pipeline with pp=1. Leave schedule out"
 
 
 @rule("vp,schedule", source="derived: rank r holds stages r and 2*pp-1-r (ZB-V of Qi et al. 2023, arXiv:2401.10241)")
 def zb_v_chunks(c: Columns) -> Verdict:
-    yield implies(c.schedule == "zb_v", c.vp == 2)
-    yield f"vp={c.vp}: schedule={c.schedule} folds the pipeline once, into two stages per rank. Use vp=2"
+    counts = {name: builder.num_chunks for name, builder in BUILDERS.items() if (builder.num_chunks or 1) > 1}
+    right: Mask = True
+    for name, count in counts.items():
+        right = right & implies(c.schedule == name, c.vp == count)
+    yield right
+    count = counts[str(c.schedule)]
+    yield f"vp={c.vp}: schedule={c.schedule} runs {count} stages per rank. Use vp={count}"
 
 
 @rule("zero", source=_NO_EFFECT)

@@ -7,6 +7,7 @@ from typing import TypeAlias, cast
 
 from autoshard.errors import InputError
 from autoshard.plan.rules.columns import Columns, Ints, Mask, Texts
+from autoshard.schedule.builders import BUILDERS, Builder
 
 # What a Rule yields: whom it allows, then the sentence that explains a refusal of a single candidate.
 Verdict: TypeAlias = "Iterator[Mask | str]"
@@ -115,6 +116,15 @@ def one_of(column: "Ints | Texts", choices: tuple[int, ...] | tuple[str, ...]) -
     for choice in choices:
         found = found | (column == choice)
     return found
+
+
+def schedules(where: Callable[[Builder], bool]) -> tuple[str, ...]:
+    """Name the schedules of a kind.
+
+    >>> schedules(lambda builder: builder.in_rounds)
+    ('interleaved',)
+    """
+    return tuple(name for name, builder in BUILDERS.items() if where(builder))
 
 
 def listed(values: tuple[int, ...]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from autoshard.plan.rules.columns import Columns
-from autoshard.plan.rules.rule import Verdict, implies, listed, rule
+from autoshard.plan.rules.rule import Verdict, implies, listed, one_of, rule, schedules
 from autoshard.spec.cluster import Cluster
 
 _DERIVED = "derived: "
@@ -172,9 +172,10 @@ def positions(c: Columns) -> Verdict:
     "get_step_schedule; Megatron-LM asks for the same",
 )
 def interleaved_rounds(c: Columns) -> Verdict:
-    yield implies(c.schedule == "interleaved", c.num_micro_batches % c.pp == 0)
+    in_rounds = schedules(lambda builder: builder.in_rounds)
+    yield implies(one_of(c.schedule, in_rounds), c.num_micro_batches % c.pp == 0)
     yield (
-        f"schedule=interleaved: {c.num_micro_batches} micro-batches do not divide by pp={c.pp}. Use a "
+        f"schedule={c.schedule}: {c.num_micro_batches} micro-batches do not divide by pp={c.pp}. Use a "
         f"global batch that is a multiple of dp*mbs*pp={c.dp * c.mbs * c.pp}"
     )
 
