@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def dry(plan: "Plan", notes: Sequence[str], ranks: Sequence[int], *, json: bool) -> int:
     """Try ranks out, those that differ unless some were named, and put what they counted beside the prediction."""
-    from autoshard.report.dry import dry_json, dry_notes, dry_report
+    from autoshard.report.ran import dry_json, dry_notes, dry_report
     from autoshard.report.terminal import make_console
     from autoshard.runtime.dry import dry_rank, telling_ranks
     from autoshard.runtime.engines import counter

@@ -26,11 +26,11 @@ def explain(
     from autoshard.cost.provenance import calibration_of
     from autoshard.cost.trace import trace as timeline
     from autoshard.plan.codec import load
+    from autoshard.report.compared import why_not_report
     from autoshard.report.explained import explanation_report
     from autoshard.report.structured import explanation_json, why_not_json
     from autoshard.report.terminal import make_console
     from autoshard.report.trace import trace_text
-    from autoshard.report.why_not import why_not_report
     from autoshard.search.explain import explain as explained
     from autoshard.search.what_if import alternatives, why_not as compared
 

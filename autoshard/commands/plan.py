@@ -85,9 +85,8 @@ def _next_command(out: Path) -> str:
 def _frontier(requests: "list[Request]", options: SearchOptions, out: Path, json: bool) -> int:
     """Show what cannot be bettered; where nothing fits on any number of nodes, say why on the last."""
     from autoshard.plan.codec import dump
-    from autoshard.report.frontier import frontier_report
     from autoshard.report.structured import frontier_json
-    from autoshard.report.terminal import make_console
+    from autoshard.report.terminal import frontier_report, make_console
     from autoshard.search.frontier import frontier
     from autoshard.search.no_plan import unanswered
     from autoshard.search.planner import search

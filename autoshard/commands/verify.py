@@ -19,9 +19,8 @@ def verify(plan: Path, json: bool = False) -> int:
     from autoshard.plan.codec import load
     from autoshard.plan.proof import prove
     from autoshard.plan.verify import notices
-    from autoshard.report.proof import proof_report
     from autoshard.report.structured import rejection_json
-    from autoshard.report.terminal import make_console, rejections_report
+    from autoshard.report.terminal import make_console, proof_report, rejections_report
     from autoshard.spec.record import encode
 
     found = check_plan(load(plan))

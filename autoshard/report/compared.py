@@ -1,20 +1,21 @@
-"""Two plans compared, for a terminal."""
+"""Two plans compared, and why a plan is not another, for a terminal."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan.diff import Breakdown, Diff, Figures, PlanChange, Term
-from autoshard.report.comparison import misfits, part_words, sentences
+from autoshard.plan.diff import Breakdown, Diff, Figures, PlanChange, Term, diff
+from autoshard.plan.explanation import Flip, WhyNot
+from autoshard.plan.plan import Plan
 from autoshard.report.terminal import WIDTH, at_commas, make_table
+from autoshard.report.words import TIME_WORDS, misfits, sentences
 from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
 
 _MOST_CHANGES, _MOST_LINES = 16, 6
 _MOST_CHARACTERS = 240  # of a choice: action lists are long
-_BLOCK = 24  # columns
-_UNKNOWN = (None, "-")
+_BLOCK = "block, operation"
 
 
 def comparison_report(diff: Diff, names: tuple[str, str], remarks: Sequence[str]) -> Group:
@@ -25,18 +26,57 @@ def comparison_report(diff: Diff, names: tuple[str, str], remarks: Sequence[str]
     parts += [Text(f"note: {remark}", "yellow") for remark in remarks]
     if diff.is_nothing:
         return Group(*parts)
-    parts += ["", _changes("What is asked differently", diff.asked)] if diff.asked else []
-    parts += ["", _changes("What is chosen differently", diff.chosen)] if diff.chosen else []
-    parts += ["", _predicted(diff)]
-    if _moves(diff.time.parts):
-        parts += ["", _breakdown(_time_title(diff), diff.time, format_seconds, part_words)]
-    if _moves(diff.memory.parts):
-        parts += ["", _breakdown(_memory_title(diff), diff.memory, format_bytes, str)]
-    if _moves(diff.sent):
-        parts += ["", _sent(diff.sent)]
+    tables = [
+        *([_changes("What is asked differently", diff.asked)] if diff.asked else []),
+        *([_changes("What is chosen differently", diff.chosen)] if diff.chosen else []),
+        _predicted(diff),
+    ]
+    ranks = diff.a.fullest_rank, diff.b.fullest_rank
+    which = f"pipeline rank {ranks[0]}" if ranks[0] == ranks[1] else f"{ranks[0]} of a, {ranks[1]} of b"
+    if any(term.difference for term in diff.time.parts):
+        title = "Time of a step" if diff.same_tokens else "Time per million tokens"
+        tables.append(_breakdown(title, diff.time, format_seconds))
+    if any(term.difference for term in diff.memory.parts):
+        tables.append(_breakdown(f"Memory of the fullest rank ({which})", diff.memory, format_bytes))
+    if any(term.difference for term in diff.sent):
+        rows = [(term.name, *_cells(term, format_bytes)) for term in diff.sent]
+        tables.append(make_table("Sent in a step by the busiest rank", ("axis", ">a", ">b", ">b - a"), rows))
     if diff.lines or diff.blocks:
-        parts += ["", _lines(diff)]
-    return Group(*parts, "", *_bases(diff))
+        tables.append(_lines(diff))
+    bases = [f"prediction of {name} {side.basis}" for name, side in (("a", diff.a), ("b", diff.b))]
+    bases = [f"predictions {diff.a.basis}"] if diff.a.basis == diff.b.basis else bases
+    return Group(
+        *parts, *(part for table in tables for part in ("", table)), "", *(Text(one, "yellow") for one in bases)
+    )
+
+
+def why_not_report(plan: Plan, found: WhyNot) -> Group:
+    """Return what forbids the other, or how it compares; then what would turn the order."""
+    parts: list[RenderableType] = [Text.assemble(("refused ", "bold red"), reason) for reason in found.against]
+    if found.other is None:
+        return Group(*parts)
+    if found.other.candidate == plan.candidate:
+        return Group(Text(f"{found.asked}: this is the plan", "bold"))
+    names = ("the plan", f"the {'best' if found.fits else 'smallest'} with {found.asked}")
+    parts += [*([""] if parts else []), comparison_report(diff(plan, found.other), names, ()), ""]
+    if found.flips:
+        title = "The smallest change of one thing after which b is faster, or fits where a does not"
+        rows = [
+            (flip.name, _quantity(flip, flip.now), _quantity(flip, flip.then), f"{flip.factor:.3g}")
+            for flip in found.flips
+        ]
+        parts.append(make_table(title, ("what", ">now", ">then", ">times"), rows))
+    if found.unmoved:
+        parts.append(Text(f"no change up to 16 times turns the order: {', '.join(found.unmoved)}", "dim"))
+    return Group(*parts)
+
+
+def _quantity(flip: Flip, value: float) -> str:
+    if flip.name.startswith("memory"):
+        return format_bytes(round(value))
+    if flip.name.startswith("bandwidth"):
+        return f"{value:.0%}"
+    return format_count(value) if value >= 1e6 else f"{value:g}"
 
 
 def _named(letter: str, name: str, side: Figures) -> Text:
@@ -44,37 +84,13 @@ def _named(letter: str, name: str, side: Figures) -> Text:
     return Text.assemble((f"{letter}  ", "bold"), name, "\n   ", (candidate, "bold green"))
 
 
-def _moves(terms: Sequence[Term]) -> bool:
-    return any(term.difference for term in terms)
-
-
-def _time_title(diff: Diff) -> str:
-    return "Time of a step" if diff.same_tokens else "Time per million tokens"
-
-
-def _memory_title(diff: Diff) -> str:
-    ranks = diff.a.fullest_rank, diff.b.fullest_rank
-    which = f"pipeline rank {ranks[0]}" if ranks[0] == ranks[1] else f"{ranks[0]} of a, {ranks[1]} of b"
-    return f"Memory of the fullest rank ({which})"
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = make_table(title)
-    table.add_column(columns[0])
-    for column in columns[1:]:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
 def _changes(title: str, changes: Sequence[PlanChange]) -> Table:
-    table = make_table(title)
-    for column in ("", "a", "b"):
-        table.add_column(column, overflow="fold")
-    for change in changes[:_MOST_CHANGES]:
-        table.add_row(change.name, _short(change.a), _short(change.b))
+    rows: list[Iterable[str | Text]] = [
+        (change.name, _short(change.a), _short(change.b)) for change in changes[:_MOST_CHANGES]
+    ]
     if len(changes) > _MOST_CHANGES:
-        table.add_row(Text(f"and {len(changes) - _MOST_CHANGES} more", "dim"), "", "")
-    return table
+        rows.append((Text(f"and {len(changes) - _MOST_CHANGES} more", "dim"), "", ""))
+    return make_table(title, ("", "a", "b"), map(tuple, rows))
 
 
 def _short(text: str | None) -> str:
@@ -85,12 +101,13 @@ def _short(text: str | None) -> str:
 
 def _predicted(diff: Diff) -> Table:
     """Return the whole of each plan, side by side."""
-    table = _table("What is predicted", "", "a", "b", "b against a")
     a, b = _figures(diff.a), _figures(diff.b)
+    rows: list[tuple[str, str, str, str]] = []
     for name in a | b:
-        (a_value, a_text), (b_value, b_text) = a.get(name, _UNKNOWN), b.get(name, _UNKNOWN)
-        table.add_row(name, a_text, b_text, _relative(b_value / a_value - 1) if a_value and b_value else "")
-    return table
+        (a_value, a_text), (b_value, b_text) = a.get(name, (None, "-")), b.get(name, (None, "-"))
+        share = b_value / a_value - 1 if a_value and b_value else 0.0
+        rows.append((name, a_text, b_text, f"{share:+.1%}" if round(share, 9) else ""))
+    return make_table("What is predicted", ("", ">a", ">b", ">b against a"), rows)
 
 
 def _figures(side: Figures) -> dict[str, tuple[float | None, str]]:
@@ -115,30 +132,20 @@ def _figures(side: Figures) -> dict[str, tuple[float | None, str]]:
     return figures
 
 
-def _relative(share: float) -> str:
-    return "" if round(share, 9) == 0 else f"{share:+.1%}"
-
-
-def _breakdown(title: str, whole: Breakdown, shown: Callable[[float], str], named: Callable[[str], str]) -> Table:
-    table = _table(title, "part", "a", "b", "b - a", "of the difference")
+def _breakdown(title: str, whole: Breakdown, text: Callable[[float], str]) -> Table:
+    table = make_table(title, ("part", ">a", ">b", ">b - a", ">of the difference"))
     for part in whole.parts:
         share = whole.share(part)
-        table.add_row(named(part.name), *_cells(part, shown), "" if not share else f"{round(share, 3) + 0.0:.1%}")
+        share_text = f"{round(share, 3) + 0.0:.1%}" if share else ""
+        table.add_row(TIME_WORDS.get(part.name, part.name), *_cells(part, text), share_text)
     table.add_section()
-    table.add_row(*(Text(cell, "bold") for cell in (whole.total.name, *_cells(whole.total, shown))), "")
+    table.add_row(*(Text(cell, "bold") for cell in (whole.total.name, *_cells(whole.total, text))), "")
     return table
 
 
-def _cells(term: Term, shown: Callable[[float], str]) -> tuple[str, str, str]:
+def _cells(term: Term, text: Callable[[float], str]) -> tuple[str, str, str]:
     more = term.difference
-    return shown(term.a), shown(term.b), f"{'+' if more > 0 else ''}{shown(more)}" if more else "same"
-
-
-def _sent(sent: Sequence[Term]) -> Table:
-    table = _table("Sent in a step by the busiest rank", "axis", "a", "b", "b - a")
-    for term in sent:
-        table.add_row(term.name, *_cells(term, format_bytes))
-    return table
+    return text(term.a), text(term.b), f"{'+' if more > 0 else ''}{text(more)}" if more else "same"
 
 
 def _lines(diff: Diff) -> Table:
@@ -146,20 +153,10 @@ def _lines(diff: Diff) -> Table:
     count = len(diff.lines)
     first = f", of which {_MOST_LINES} are shown" if count > _MOST_LINES else ""
     differs = f": {count} {'line differs' if count == 1 else 'lines differ'}{first}" if count else ""
-    table = make_table(f"How operations are cut{differs}")
-    table.add_column("block, operation", overflow="fold", max_width=_BLOCK)
-    table.add_column("")
-    table.add_column("line", overflow="fold")
+    rows: list[tuple[str, str, str]] = []
     for line in diff.lines[:_MOST_LINES]:
-        table.add_row(f"{line.block}, {line.op}", "a", line.a or "-")
-        table.add_row("", "b", line.b or "-")
+        rows += [(f"{line.block}, {line.op}", "a", line.a or "-"), ("", "b", line.b or "-")]
     for block in diff.blocks:
         name, lines = ("a", block.a) if block.b is None else ("b", block.b)
-        table.add_row(block.name, name, f"only {name} has this block, in {lines} lines")
-    return table
-
-
-def _bases(diff: Diff) -> list[Text]:
-    if diff.a.basis == diff.b.basis:
-        return [Text(f"predictions {diff.a.basis}", "yellow")]
-    return [Text(f"prediction of {name} {side.basis}", "yellow") for name, side in (("a", diff.a), ("b", diff.b))]
+        rows.append((block.name, name, f"only {name} has this block, in {lines} lines"))
+    return make_table(f"How operations are cut{differs}", (_BLOCK, "", "line"), rows, widths={_BLOCK: 24})

@@ -1,4 +1,4 @@
-"""What ``autoshard list`` shows: the names that commands take, each with what one would ask first."""
+"""What ``autoshard list`` prints: the names that commands take, each with what one would ask first."""
 
 from pathlib import Path
 
@@ -30,12 +30,9 @@ def listing_text(rows: list[Entry]) -> str:
     a     first
     bcd   second
     """
-    keys = list(rows[0])
-    table = [keys, *([row[key] for key in keys] for row in rows)]
-    widths = [max(len(line[column]) for line in table) for column in range(len(keys) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]) for line in table
-    )
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [*(max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1]), 0]
+    return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines)
 
 
 def _models() -> list[Entry]:
@@ -58,26 +55,20 @@ def _models() -> list[Entry]:
 def _recipes() -> list[Entry]:
     from autoshard.spec.recipe import about, load_recipe, recipe_files
 
-    files = {path: load_recipe(path) for path in recipe_files()}
-    return [
-        {
-            "name": _as_typed(path),
-            "model": recipe.model,
-            "cluster": recipe.cluster,
-            "nodes": str(recipe.nodes),
-            "about": about(path),
-        }
-        for path, recipe in files.items()
-    ]
+    rows: list[Entry] = []
+    for path in recipe_files():
+        recipe, name = load_recipe(path), _as_typed(path)
+        question = {"model": recipe.model, "cluster": recipe.cluster, "nodes": str(recipe.nodes)}
+        rows.append({"name": name, **question, "about": about(path)})
+    return rows
 
 
 def _sweeps() -> list[Entry]:
     from autoshard.spec.files import shipped
     from autoshard.spec.recipe import about
 
-    return [
-        {"name": _as_typed(path), "about": about(path)} for path in sorted(shipped("recipes").glob("sweeps/*.yaml"))
-    ]
+    paths = sorted(shipped("recipes").glob("sweeps/*.yaml"))
+    return [{"name": _as_typed(path), "about": about(path)} for path in paths]
 
 
 def _as_typed(path: Path) -> str:
@@ -89,8 +80,10 @@ def _as_typed(path: Path) -> str:
 def _clusters() -> list[Entry]:
     from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
 
-    return [
-        {
+    rows: list[Entry] = []
+    for cluster in map(load_cluster, cluster_names()):
+        price = cluster.price_usd_per_node_hour
+        rows.append({
             "name": cluster.name,
             "chips a node": f"{cluster.chips_per_node} x {cluster.chip.name}",
             "ranks a node": f"{cluster.ranks_per_node}{f' (lnc {cluster.lnc})' if cluster.lnc else ''}",
@@ -98,29 +91,18 @@ def _clusters() -> list[Entry]:
             "bf16 a rank": format_count(cluster.rank_matrix_flops_per_s("bf16"), "FLOP/s"),
             "engine": cluster.engine,
             "kernels": cluster.kernels,
-            "USD a node hour": _or_none(cluster.price_usd_per_node_hour and f"{cluster.price_usd_per_node_hour:.2f}"),
-            "on demand as of (check yours)": _or_none(cluster.price_date),
-        }
-        for cluster in map(load_cluster, cluster_names())
-    ]
-
-
-def _or_none(text: str | float | None) -> str:
-    return str(text or "-")
+            "USD a node hour": f"{price:.2f}" if price else "-",
+            "on demand as of (check yours)": cluster.price_date or "-",
+        })  # fmt: skip
+    return rows
 
 
 def _engines() -> list[Entry]:
+    nxd = "neuronx-distributed; held against it on CPUs, not yet on Trainium"
+    torch = "PyTorch: gloo on CPUs; NCCL on GPUs, not yet tried on any"
     return [
-        {
-            "name": "nxd",
-            "runs on": "trn1, trn1n, trn2, trn2u",
-            "through": "neuronx-distributed; held against it on CPUs, not yet on Trainium",
-        },
-        {
-            "name": "torch",
-            "runs on": "GPUs, this machine",
-            "through": "PyTorch: gloo on CPUs; NCCL on GPUs, not yet tried on any",
-        },
+        {"name": "nxd", "runs on": "trn1, trn1n, trn2, trn2u", "through": nxd},
+        {"name": "torch", "runs on": "GPUs, this machine", "through": torch},
     ]
 
 
@@ -133,10 +115,8 @@ def _schedules() -> list[Entry]:
 def _kernels() -> list[Entry]:
     from autoshard.spec.kernels import kernels_names, load_kernels
 
-    return [
-        {"name": name, "selective recompute": ", ".join(sorted(load_kernels(name).selective))}
-        for name in kernels_names()
-    ]
+    sets = {name: ", ".join(sorted(load_kernels(name).selective)) for name in kernels_names()}
+    return [{"name": name, "selective recompute": text} for name, text in sets.items()]
 
 
 def _rules() -> list[Entry]:

@@ -1,18 +1,18 @@
-"""A run for a terminal: its steps while it goes on, and at the end what was predicted beside what was measured."""
+"""A run for a terminal: its steps while it goes on, and predicted beside measured at its end or after a dry run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from autoshard.engine.base import Measured
-from autoshard.engine.ran import RunReport, TimedStep
+from autoshard.engine.ran import DryRank, RunReport, TimedStep
 from autoshard.plan.plan import Plan
-from autoshard.plan.prediction import Prediction
-from autoshard.report.terminal import compiled_words, make_table
+from autoshard.report.terminal import compiled_words, make_table, prediction_of
+from autoshard.spec.record import encode
 from autoshard.units import format_bytes, format_count, format_seconds
 
 _PORT = 6006  # TensorBoard's own
@@ -27,11 +27,12 @@ _PARTS = {  # what an engine counts -> the predicted parts that it adds up
     "optimizer": ("optimizer",),
     "saved": ("activations", "logits"),
 }
+_COUNTED_KERNELS = "torch_engine"  # the table of what the torch engine keeps, which is what a dry run counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """Two numbers of bytes about the same thing; None where nobody measured."""
+class BytesPair:
+    """A predicted and a measured number of bytes of the same thing; None where nobody measured."""
 
     predicted: int
     measured: int | None
@@ -42,8 +43,8 @@ class AlikeRanks:
     """Ranks that held and sent the same, as predicted and as measured."""
 
     ranks: tuple[int, ...]
-    memory: Mapping[str, Beside] = field(hash=False)
-    sent: Mapping[str, Beside] = field(hash=False)
+    memory: Mapping[str, BytesPair] = field(hash=False)
+    sent: Mapping[str, BytesPair] = field(hash=False)
 
 
 def step_line(
@@ -72,7 +73,7 @@ def step_line(
         "rate": "" if step.learning_rate is None else f"lr {step.learning_rate:.2e}",
         "time": format_seconds(step.time_s),
         "ratio": "" if ratio is None or step.phase != "steady" else f"{ratio:.2f} x predicted",
-        "speed": _tokens(step.tokens_per_s),
+        "speed": format_count(step.tokens_per_s, "tokens/s"),
         "mfu": "" if mfu is None else f"MFU {mfu:.1%}",
         "memory": "" if step.memory_bytes is None else format_bytes(step.memory_bytes),
         "waited": f"waited {format_seconds(step.waited_s)} for data" if step.waited_s > _WAITED * step.time_s else "",
@@ -89,7 +90,7 @@ def step_line(
 
 
 def start_lines(plan: Plan, folder: str, host: str, *, tensorboard: bool) -> list[str]:
-    """Say before the first step what it does besides, and how the run is watched from elsewhere."""
+    """Return what a run does before its first step besides, and how it is watched from elsewhere."""
     lines: list[str] = []
     if plan.prediction and plan.prediction.compiling:
         lines.append(compiled_words(plan.prediction.compiling))
@@ -103,23 +104,36 @@ def start_lines(plan: Plan, folder: str, host: str, *, tensorboard: bool) -> lis
 
 
 def ran_report(plan: Plan, report: RunReport, platform: str) -> Group:
-    """Return what was predicted of a run beside what it took, held and sent; ``platform`` names what ran it."""
-    assert plan.prediction, "only predicted plans are run"
+    """Return what was predicted of a run beside what it took, held and sent; ``platform`` names what ran it.
+
+    Seconds about another machine are not divided by those that were measured.
+    """
+    prediction, measured_s, comparable = prediction_of(plan), report.step_time_s, plan.cluster.name == platform
+    inside = prediction.low_s <= measured_s <= prediction.high_s
+    ratio = f"{measured_s / prediction.step_time_s:.2f}" if comparable else "another machine"
+    predicted_s, low, high = map(format_seconds, (prediction.step_time_s, prediction.low_s, prediction.high_s))
+    speed = prediction.step_time_s / measured_s
+    tokens = [format_count(prediction.tokens_per_s * share, "tokens/s") for share in (1, speed)]
+    rows = [
+        ("step", predicted_s, f"{low} to {high}", format_seconds(measured_s),
+         Text(ratio, style="green" if inside and comparable else "yellow")),
+        ("speed", tokens[0], "", tokens[1], f"{speed:.2f}" if comparable else ""),
+    ]  # fmt: skip
+    columns = ("", ">predicted", ">interval", ">measured", ">measured / predicted")
+    parts: list[RenderableType] = ["", make_table("Predicted and measured", columns, rows)]
     groups = alike_ranks(plan, report.ranks)
-    tables = [_time_table(plan.prediction, report, comparable=plan.cluster.name == platform)]
     if any(counted.memory_bytes for counted in report.ranks):
-        tables.append(bytes_table("Memory of a rank", [(ranks_text(group.ranks), group.memory) for group in groups]))
+        memory = [(ranks_text(group.ranks), group.memory) for group in groups]
+        parts += ["", _bytes_table("Memory of a rank", memory, "measured")]
     if any(counted.sent_bytes for counted in report.ranks):
-        tables.append(
-            bytes_table("Sent by a rank in a step", [(ranks_text(group.ranks), group.sent) for group in groups])
-        )
-    return Group(*(part for table in tables for part in ("", table)))
+        sent = [(ranks_text(group.ranks), group.sent) for group in groups]
+        parts += ["", _bytes_table("Sent by a rank in a step", sent, "measured")]
+    return Group(*parts)
 
 
 def ran_json(plan: Plan, report: RunReport) -> dict[str, Any]:
     """Return the same as JSON."""
-    prediction = plan.prediction
-    assert prediction, "only predicted plans are run"
+    prediction = prediction_of(plan)
     return {
         "candidate": str(plan.candidate),
         "step_time_s": {
@@ -130,10 +144,17 @@ def ran_json(plan: Plan, report: RunReport) -> dict[str, Any]:
         },
         "steps": [_step_json(step) for step in report.steps],
         "ranks": [
-            {"ranks": list(group.ranks), "memory_bytes": plain(group.memory), "sent_bytes": plain(group.sent)}
+            {"ranks": list(group.ranks), "memory_bytes": encode(group.memory), "sent_bytes": encode(group.sent)}
             for group in alike_ranks(plan, report.ranks)
         ],
     }
+
+
+def _step_json(step: TimedStep) -> dict[str, Any]:
+    """Return a step; a loss or norm that is no number is null, and ``nonfinite`` says what it was."""
+    found: dict[str, Any] = {"number": step.number, "loss": step.loss, "norm": step.norm, "time_s": step.time_s}
+    strange = step.nonfinite
+    return {**found, **dict.fromkeys(strange), "nonfinite": strange} if strange else found
 
 
 def ran_summary(plan: Plan, report: RunReport, platform: str) -> dict[str, Any]:
@@ -141,29 +162,24 @@ def ran_summary(plan: Plan, report: RunReport, platform: str) -> dict[str, Any]:
 
     Seconds about another machine than ``platform`` are not divided by those that were measured.
     """
-    prediction = plan.prediction
-    assert prediction, "only predicted plans are run"
-    found: dict[str, Any] = {
-        "step_time_s/predicted": prediction.step_time_s,
-        "step_time_s/low": prediction.low_s,
-        "step_time_s/high": prediction.high_s,
-        "step_time_s/measured": report.step_time_s,
-        "step_time_s/ratio": report.step_time_s / prediction.step_time_s if plan.cluster.name == platform else None,
-        "mfu/predicted": prediction.mfu,
-    }
+    step = ran_json(plan, report)["step_time_s"]
+    found: dict[str, Any] = {f"step_time_s/{name}": value for name, value in step.items()}
+    if plan.cluster.name == platform:
+        found["step_time_s/ratio"] = step["measured"] / step["predicted"]
+    found["mfu/predicted"] = prediction_of(plan).mfu
     groups = alike_ranks(plan, report.ranks)
     for kind, sizes in (("memory_bytes", [one.memory for one in groups]), ("sent_bytes", [one.sent for one in groups])):
         for name in dict.fromkeys(name for one in sizes for name in one):
             fullest = max((one[name] for one in sizes if name in one), key=lambda both: both.measured or 0)
-            found |= {f"{kind}/{name}/{key}": value for key, value in plain({name: fullest})[name].items()}
-    return {name: value for name, value in found.items() if value is not None}
+            found |= {f"{kind}/{name}/{key}": value for key, value in encode(fullest).items() if value is not None}
+    return found
 
 
 def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> tuple[AlikeRanks, ...]:
-    """Put the prediction of every rank beside what it counted, and fold ranks of which all is the same."""
-    found: list[tuple[list[int], dict[str, Beside], dict[str, Beside]]] = []
+    """Return the prediction of every rank beside what it counted; ranks of which all is the same are one."""
+    found: list[tuple[list[int], dict[str, BytesPair], dict[str, BytesPair]]] = []
     for rank, counted in enumerate(measured):
-        memory, sent = memory_beside(plan, rank, counted), sent_beside(plan, counted)
+        memory, sent = _memory_pairs(plan, rank, counted), _sent_pairs(plan, counted)
         alike = next((entry for entry in found if entry[1:] == (memory, sent)), None)
         if alike:
             alike[0].append(rank)
@@ -172,57 +188,32 @@ def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> tuple[AlikeRanks, .
     return tuple(AlikeRanks(ranks=tuple(ranks), memory=memory, sent=sent) for ranks, memory, sent in found)
 
 
-def memory_beside(plan: Plan, rank: int, counted: Measured) -> dict[str, Beside]:
+def _memory_pairs(plan: Plan, rank: int, counted: Measured) -> dict[str, BytesPair]:
     """Return what a rank held beside what its pipeline rank was predicted to hold."""
-    assert plan.prediction
-    parts = plan.prediction.stage_memory[plan.mesh.coordinates(rank).get("pp", 0)].parts
+    parts = prediction_of(plan).stage_memory[plan.mesh.coordinates(rank).get("pp", 0)].parts
     return {
-        name: Beside(predicted=sum(parts.get(part, 0) for part in its), measured=counted.memory_bytes.get(name))
+        name: BytesPair(predicted=sum(parts.get(part, 0) for part in its), measured=counted.memory_bytes.get(name))
         for name, its in _PARTS.items()
     }
 
 
-def sent_beside(plan: Plan, counted: Measured) -> dict[str, Beside]:
+def _sent_pairs(plan: Plan, counted: Measured) -> dict[str, BytesPair]:
     """Return what a rank sent beside the most that any was predicted to send."""
-    assert plan.prediction
-    predicted = {axis: size for axis, size in plan.prediction.communication_bytes.items() if size}
+    predicted = {axis: size for axis, size in prediction_of(plan).communication_bytes.items() if size}
     axes = sorted({*predicted, *(axis for axis, size in counted.sent_bytes.items() if size)})
-    return {axis: Beside(predicted=predicted.get(axis, 0), measured=counted.sent_bytes.get(axis)) for axis in axes}
+    return {axis: BytesPair(predicted=predicted.get(axis, 0), measured=counted.sent_bytes.get(axis)) for axis in axes}
 
 
-def _time_table(prediction: Prediction, report: RunReport, *, comparable: bool) -> Table:
-    """Return the table of seconds; those about another machine are not divided by those that were measured."""
-    table = make_table("Predicted and measured")
-    for name in ("", "predicted", "interval", "measured", "measured / predicted"):
-        table.add_column(name, justify="right" if name else "left")
-    measured_s, predicted_s = report.step_time_s, prediction.step_time_s
-    interval = f"{format_seconds(prediction.low_s)} to {format_seconds(prediction.high_s)}"
-    inside = prediction.low_s <= measured_s <= prediction.high_s
-    shown = f"{measured_s / predicted_s:.2f}" if comparable else "another machine"
-    ratio = Text(shown, style="green" if inside and comparable else "yellow")
-    table.add_row("step", format_seconds(predicted_s), interval, format_seconds(measured_s), ratio)
-    speed = prediction.tokens_per_s * predicted_s / measured_s
-    ratio = f"{predicted_s / measured_s:.2f}" if comparable else ""
-    table.add_row("speed", _tokens(prediction.tokens_per_s), "", _tokens(speed), ratio)
-    return table
-
-
-def bytes_table(title: str, rows: Sequence[tuple[str, Mapping[str, Beside]]], counted: str = "measured") -> Table:
+def _bytes_table(title: str, groups: Sequence[tuple[str, Mapping[str, BytesPair]]], counted: str) -> Table:
     """Return a table of bytes by ranks, predicted and as they were ``counted``."""
-    table = make_table(title)
-    for name in ("ranks", "", "predicted", counted, f"{counted} / predicted"):
-        table.add_column(name, justify="left" if name in ("ranks", "") else "right")
-    for ranks, sizes in rows:
+    rows: list[tuple[str, ...]] = []
+    for ranks, sizes in groups:
         for number, (name, both) in enumerate(sizes.items()):
-            table.add_row("" if number else ranks, name, *_cells(both))
-    return table
-
-
-def _cells(both: Beside) -> tuple[str, str, str]:
-    if both.measured is None:
-        return format_bytes(both.predicted), "-", "-"
-    ratio = f"{both.measured / both.predicted:.2f}" if both.predicted else "-"
-    return format_bytes(both.predicted), format_bytes(both.measured), ratio
+            measured = "-" if both.measured is None else format_bytes(both.measured)
+            unknown = both.measured is None or not both.predicted
+            ratio = "-" if unknown else f"{(both.measured or 0) / both.predicted:.2f}"
+            rows.append(("" if number else ranks, name, format_bytes(both.predicted), measured, ratio))
+    return make_table(title, ("ranks", "", ">predicted", f">{counted}", f">{counted} / predicted"), rows)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -236,17 +227,52 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
-def _step_json(step: TimedStep) -> dict[str, Any]:
-    """Return a step; a loss or norm that is no number is null, and ``nonfinite`` says what it was."""
-    found: dict[str, Any] = {"number": step.number, "loss": step.loss, "norm": step.norm, "time_s": step.time_s}
-    strange = step.nonfinite
-    return {**found, **dict.fromkeys(strange), "nonfinite": strange} if strange else found
+def dry_report(plan: Plan, ranks: Sequence[DryRank]) -> Group:
+    """Return the bytes of ranks that were tried out without the others, beside what was predicted of them."""
+    memory = [(str(one.rank), _memory_pairs(plan, one.rank, one.measured)) for one in ranks]
+    sent = [(str(one.rank), _sent_pairs(plan, one.measured)) for one in ranks]
+    tables = (
+        _bytes_table("Memory of a rank", memory, "counted"),
+        _bytes_table("Sent by a rank in a step", sent, "counted"),
+    )
+    return Group("", tables[0], "", tables[1])
 
 
-def _tokens(per_s: float) -> str:
-    return format_count(per_s, "tokens/s")
+def dry_notes(plan: Plan, ranks: Sequence[DryRank]) -> list[str]:
+    """Return for whom ranks stand, how much of the step was run, and of whom a prediction is."""
+    notes = [f"rank {one.rank} stands for {len(one.alike)} ranks: {ranks_text(one.alike)}" for one in ranks]
+    known = {rank for one in ranks for rank in one.alike}
+    if missing := [rank for rank in range(plan.mesh.num_ranks) if rank not in known]:
+        notes.append(f"not tried: ranks {ranks_text(missing)}. Leave --dry-ranks out for one of every kind")
+    whole = plan.schedule.num_micro_batches
+    if fewest := sorted({one.num_run for one in ranks if one.num_run < whole}):
+        notes.append(
+            f"run: {' or '.join(map(str, fewest))} of {whole} micro-batches, which keep as much for backward as all "
+            "do. What the others send was added: as much as each of these"
+        )
+    if plan.mesh.size("pp") > 1:
+        notes.append(
+            "sent: the prediction is of whoever sends most: over pp a stage between two others, "
+            "over tp and dp mostly one with the embedding or the head"
+        )
+    if plan.kernels != _COUNTED_KERNELS:
+        notes.append(
+            f"saved: the prediction is of the kernels {plan.kernels}, which keep what they need for backward; "
+            "counted is what the torch engine's own keep"
+        )
+    return notes
 
 
-def plain(sizes: Mapping[str, Beside]) -> dict[str, dict[str, int | None]]:
-    """Return pairs of bytes as JSON has them."""
-    return {name: {"predicted": both.predicted, "measured": both.measured} for name, both in sizes.items()}
+def dry_json(plan: Plan, ranks: Sequence[DryRank]) -> dict[str, Any]:
+    """Return the same as JSON."""
+    rows = [
+        {
+            "rank": one.rank,
+            "stands_for": list(one.alike),
+            "micro_batches_run": one.num_run,
+            "memory_bytes": encode(_memory_pairs(plan, one.rank, one.measured)),
+            "sent_bytes": encode(_sent_pairs(plan, one.measured)),
+        }
+        for one in ranks
+    ]
+    return {"candidate": str(plan.candidate), "ranks": rows}

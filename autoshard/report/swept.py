@@ -14,7 +14,6 @@ from autoshard.report.terminal import make_table
 from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
 
 Row = Mapping[str, Any]
-Show = Callable[[Row, float], str]  # a row, and its share of what a rank does on the fewest
 
 _SIZES = ("at.nodes", "at.ranks")
 _MOST = 200  # rows that are shown
@@ -24,10 +23,13 @@ _MESSAGE = 110
 def swept_report(rows: Sequence[Row]) -> Group:
     """Return a line for every point that has a plan, and why the others have none."""
     good = [row for row in rows if row["status"] in ("planned", "ran")]
-    parts: list[RenderableType] = ["", _table(good)] if good else []
     bad = [row for row in rows if row["status"] not in ("planned", "ran")]
-    lines = [Text.assemble((f"{row['status']}: ", "bold red"), f"{row['point']}: {_first(row)}") for row in bad]
-    parts += ["", *lines[:_MOST]] if lines else []
+    parts: list[RenderableType] = ["", _table(good)] if good else []
+    parts += [""] if bad else []
+    for row in bad[:_MOST]:
+        line = str(row["message"]).partition("\n")[0]
+        line = line if len(line) <= _MESSAGE else f"{line[:_MESSAGE]}..."
+        parts.append(Text.assemble((f"{row['status']}: ", "bold red"), f"{row['point']}: {line}"))
     if max(len(good), len(bad)) > _MOST:
         parts.append(Text(f"only {_MOST} rows of each kind are shown; all are in the file", "dim"))
     return Group(*parts)
@@ -55,41 +57,30 @@ def _series(row: Row) -> object:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    ran, scales = (
-        any(row["status"] == "ran" for row in rows),
-        any(len({row.get(at) for row in rows}) > 1 for at in _SIZES),
-    )
+    """Return what varies, the plan and its figures; columns that only some sweeps have stand at the end."""
+    ran = any(row["status"] == "ran" for row in rows)
+    scales = any(len({row.get(at) for row in rows}) > 1 for at in _SIZES)
     priced = any(row["usd_per_billion_tokens"] is not None for row in rows)
+    shares = efficiency(rows)
     varied = list(dict.fromkeys(name for row in rows for name in row if name.startswith("at.")))
-    table = make_table("The points of the sweep")
-    for name in varied:
-        table.add_column(name.removeprefix("at."), overflow="fold", max_width=24)
-    shown, shares = _columns(ran=ran, scales=scales, priced=priced), efficiency(rows)
-    for name in shown:
-        table.add_column(name, justify="left" if name == "plan" else "right", no_wrap=name != "plan")
-    for row in rows[:_MOST]:
-        cells = [_plain(row.get(name)) for name in varied]
-        table.add_row(*cells, *(show(row, shares[row["id"]]) for show in shown.values()))
-    return table
-
-
-def _columns(*, ran: bool, scales: bool, priced: bool) -> dict[str, Show]:
-    """Return what is shown of a row, by the heads of the columns."""
-    columns: dict[str, Show] = {
-        "plan": lambda row, _: _short(row),
-        "step": lambda row, _: format_seconds(row["step_time_s"]),
-        "tokens/s": lambda row, _: format_count(row["tokens_per_s"]),
-        "MFU": lambda row, _: f"{row['mfu']:.1%}",
-        "peak": lambda row, _: format_bytes(row["peak_bytes"]),
+    columns: dict[str, Callable[[Row], str]] = {
+        **{name.removeprefix("at."): lambda row, name=name: _text(row.get(name), str) for name in varied},
+        "plan": lambda row: _short(row),
+        ">step": lambda row: format_seconds(row["step_time_s"]),
+        ">tokens/s": lambda row: format_count(row["tokens_per_s"]),
+        ">MFU": lambda row: f"{row['mfu']:.1%}",
+        ">peak": lambda row: format_bytes(row["peak_bytes"]),
     }
-    more: dict[str, Show] = {
-        "per rank": lambda row, share: f"{share:.0%}",
-        "$ / 1e9": lambda row, _: _or_none(row["usd_per_billion_tokens"], format_dollars),
-        "measured": lambda row, _: _or_none(row.get("measured_step_time_s"), format_seconds),
-        "/ predicted": lambda row, _: _or_none(row.get("measured_over_predicted"), "{:.2f}".format),
-    }
-    wanted = {"per rank": scales, "$ / 1e9": priced, "measured": ran, "/ predicted": ran}
-    return columns | {name: show for name, show in more.items() if wanted[name]}
+    if scales:
+        columns[">per rank"] = lambda row: f"{shares[row['id']]:.0%}"
+    if priced:
+        columns[">$ / 1e9"] = lambda row: _text(row["usd_per_billion_tokens"], format_dollars)
+    if ran:
+        columns[">measured"] = lambda row: _text(row.get("measured_step_time_s"), format_seconds)
+        columns[">/ predicted"] = lambda row: _text(row.get("measured_over_predicted"), "{:.2f}".format)
+    cells = [[text(row) for text in columns.values()] for row in rows[:_MOST]]
+    widths = {name.removeprefix("at."): 24 for name in varied}
+    return make_table("The points of the sweep", columns, cells, widths=widths)
 
 
 def _short(row: Row) -> str:
@@ -100,14 +91,5 @@ def _short(row: Row) -> str:
     return str(replace(candidate, recompute=(Recompute(),), stages=None, place=None)) + again
 
 
-def _or_none(value: float | None, show: Callable[[float], str]) -> str:
-    return "-" if value is None else show(value)
-
-
-def _plain(value: object) -> str:
-    return "-" if value is None else str(value)
-
-
-def _first(row: Row) -> str:
-    line = str(row["message"]).partition("\n")[0]
-    return line if len(line) <= _MESSAGE else f"{line[:_MESSAGE]}..."
+def _text(value: Any, text: Callable[[Any], str]) -> str:
+    return "-" if value is None else text(value)

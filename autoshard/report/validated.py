@@ -1,4 +1,4 @@
-"""Predictions against measurements, for a terminal."""
+"""Predictions against measurements, and a fitted calibration, for a terminal."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,23 +8,15 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.calibration.accuracy import Accuracy
-from autoshard.calibration.validation import SetAccuracy, Validation
+from autoshard.calibration.validation import Validation
+from autoshard.cost.calibration import SECONDS, Calibration
 from autoshard.report.terminal import make_table
+from autoshard.units import format_seconds
 
 _COLUMNS = (
-    "rows",
-    "layouts",
-    "noise",
-    "MAPE",
-    "median",
-    "p90",
-    "worst",
-    "bias",
-    "inside",
-    "Spearman",
-    "regret",
-    "groups",
-)
+    "set", ">rows", ">layouts", ">noise", ">MAPE", ">median", ">p90", ">worst", ">bias", ">inside", ">Spearman",
+    ">regret", ">groups",
+)  # fmt: skip
 _LEGEND = (
     "Relative errors, predicted over measured less 1: MAPE, median and p90 without their sign, worst and bias with it. "
     "Noise: the same for the median of each layout that was measured again, which no look at layouts betters by much. "
@@ -35,70 +27,68 @@ _LEGEND = (
 
 def validation_report(validation: Validation) -> Group:
     """Return one table for times and one for memory, then what was assumed and what could not be predicted."""
-    times = [(entry.name, entry.step_time) for entry in validation.sets]
-    sizes = [(entry.name, entry.peak_memory) for entry in validation.sets if entry.peak_memory]
-    stages = [(entry.name, entry.stage_memory) for entry in validation.sets if entry.stage_memory]
-    parts: list[RenderableType] = [_accuracies("Step time", times), ""]
+    sets = validation.sets
+    sizes = [(entry.name, entry.peak_memory) for entry in sets if entry.peak_memory]
+    stages = [(entry.name, entry.stage_memory) for entry in sets if entry.stage_memory]
+    parts: list[RenderableType] = [_accuracies("Step time", [(entry.name, entry.step_time) for entry in sets]), ""]
     for title, found in (("Peak memory", sizes), ("Peak memory by stage", stages)):
         parts += [_accuracies(title, found), ""] if found else []
-    parts += [Text(_LEGEND, "dim"), "", *_worst(validation.sets)]
-    if any(row.assumed for row in validation.rows):
-        parts += ["", _assumptions(validation)]
-    if validation.unrepresented:
-        parts += ["", _unrepresented(validation)]
-    bases = dict.fromkeys(entry.basis for entry in validation.sets)
-    return Group(*parts, "", *(Text(f"predictions {basis}", "yellow") for basis in bases))
-
-
-def _accuracies(title: str, found: Sequence[tuple[str, Accuracy | None]]) -> Table:
-    table = make_table(title)
-    table.padding = (0, 1, 0, 0)  # all columns on a terminal of 120
-    table.add_column("set", overflow="fold")
-    for name in _COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, errors in found:
-        table.add_row(name, *(_cells(errors) if errors else ["0", "0", *["-"] * (len(_COLUMNS) - 2)]))
-    return table
-
-
-def _cells(errors: Accuracy) -> list[str]:
-    shares = [_share(value) for value in (errors.noise_floor, errors.mape, errors.median, errors.p90)]
-    signed = [f"{value:+.1%}" for value in (errors.worst, errors.bias)]
-    order = "-" if errors.spearman is None else f"{errors.spearman:.2f}"
-    ranked = [_share(errors.coverage), order, _share(errors.regret), str(len(errors.groups))]
-    return [str(errors.count), str(errors.num_layouts), *shares, *signed, *ranked]
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _worst(sets: Sequence[SetAccuracy]) -> list[RenderableType]:
-    """Name the row of each set that is furthest off."""
-    named = [
-        f"{what} furthest off in {entry.name}: {errors.worst_id}"
+    parts += [Text(_LEGEND, "dim"), ""]
+    parts += [
+        Text(f"{what} furthest off in {entry.name}: {errors.worst_id}")
         for entry in sets
         for what, errors in (("time", entry.step_time), ("memory", entry.stage_memory or entry.peak_memory))
         if errors
     ]
-    return [Text(line) for line in named]
-
-
-def _assumptions(validation: Validation) -> Table:
     counts = Counter((column, says) for row in validation.rows for column, says in row.assumed.items())
-    table = make_table(f"Assumed where rows leave it open, of {len(validation.rows)} predicted")
-    table.add_column("column")
-    table.add_column("assumed", overflow="fold")
-    table.add_column("rows", justify="right")
-    for (column, says), count in sorted(counts.items()):
-        table.add_row(column, says, str(count))
+    if counts:
+        title = f"Assumed where rows leave it open, of {len(validation.rows)} predicted"
+        rows = [(column, says, str(count)) for (column, says), count in sorted(counts.items())]
+        parts += ["", make_table(title, ("column", "assumed", ">rows"), rows)]
+    if validation.unrepresented:
+        rows = [(row.id, row.reason) for row in validation.unrepresented]
+        parts += ["", make_table("Not predicted", ("row", "reason"), rows)]
+    bases = dict.fromkeys(entry.basis for entry in sets)
+    return Group(*parts, "", *(Text(f"predictions {basis}", "yellow") for basis in bases))
+
+
+def _accuracies(title: str, found: Sequence[tuple[str, Accuracy | None]]) -> Table:
+    nothing = ["0", "0", *["-"] * (len(_COLUMNS) - 3)]
+    table = make_table(title, _COLUMNS, ((name, *(_cells(errors) if errors else nothing)) for name, errors in found))
+    table.padding = (0, 1, 0, 0)  # all columns on a terminal of 120
     return table
 
 
-def _unrepresented(validation: Validation) -> Table:
-    table = make_table("Not predicted")
-    table.add_column("row", overflow="fold")
-    table.add_column("reason", overflow="fold")
-    for row in validation.unrepresented:
-        table.add_row(row.id, row.reason)
-    return table
+def _cells(errors: Accuracy) -> list[str]:
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1%}"
+
+    return [
+        str(errors.count),
+        str(errors.num_layouts),
+        *map(share, (errors.noise_floor, errors.mape, errors.median, errors.p90)),
+        f"{errors.worst:+.1%}",
+        f"{errors.bias:+.1%}",
+        share(errors.coverage),
+        "-" if errors.spearman is None else f"{errors.spearman:.2f}",
+        share(errors.regret),
+        str(len(errors.groups)),
+    ]
+
+
+def calibration_report(calibration: Calibration) -> str:
+    """Return the constants, what they rest on, and the error of each way to tell them apart."""
+    constants = {
+        name: format_seconds(value) if name in SECONDS else f"{value:.3f}"
+        for name, value in calibration.constants.items()
+    }
+    lines = [f"{calibration.name}: {calibration.basis}", *_aligned(constants)]
+    if calibration.fit:
+        lines.append(f"Constants told apart, and the error of rows whose {calibration.fit.left_out_by} was left out:")
+        lines += _aligned({split: f"{error:.1%}" for split, error in calibration.fit.tried.items()})
+    return "\n".join(lines)
+
+
+def _aligned(entries: dict[str, str]) -> list[str]:
+    width = max(map(len, entries), default=0)
+    return [f"  {name:<{width}} {value}" for name, value in entries.items()]

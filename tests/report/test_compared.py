@@ -1,40 +1,35 @@
-"""What compare prints: golden, no wider than a terminal, and said as a person would."""
+"""What compare and explain --why-not print: golden, no wider than a terminal, and said as a person would."""
 
 import dataclasses
-import io
 import json
 
 import pytest
 
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.diff import diff
+from autoshard.plan.explanation import Flip, WhyNot
 from autoshard.plan.prediction import StageMemory
-from autoshard.report.compared import comparison_report
-from autoshard.report.comparison import misfits, sentences
-from autoshard.report.structured import comparison_json
-from autoshard.report.terminal import make_console
+from autoshard.report.compared import comparison_report, why_not_report
+from autoshard.report.structured import comparison_json, why_not_json
+from autoshard.report.words import misfits, sentences
 from autoshard.search.planner import plan_at
 from tests.plan.cases import ask as question, plan_of
 from tests.plan.test_diff import predicted
+from tests.report.printed import printed
 from tests.search.brute_force import ask
 
 LONG = plan_of(question(seq_len=16384), "tp=32,pp=8")
 FEW = plan_of(question(nodes=8), "tp=32,pp=8")
 
 
-def printed(found, remarks=()):
-    console = make_console()
-    console.file = io.StringIO()
-    console.print(comparison_report(found, ("old.json", "[red]new.json"), remarks))
-    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+def compared(found, remarks=()):
+    return printed(comparison_report(found, ("old.json", "[red]new.json"), remarks))
 
 
 def test_the_whole_comparison(golden):
     request = ask("llama3-70b", "trn1.32xlarge", 16)
     a, b = (plan_at(request, Candidate.parse(text)) for text in ("tp=32,pp=8,dp=2", "tp=8,pp=8,dp=8,recompute=full"))
-    text = printed(diff(a, b), ["new.json: was edited"])
-    golden("report/compare-llama3-70b-trn1-16.txt", text)
-    assert max(map(len, text.splitlines())) <= 120
+    golden("report/compare-llama3-70b-trn1-16.txt", compared(diff(a, b), ["new.json: was edited"]))
 
 
 def first(a, b, **changes):
@@ -69,14 +64,14 @@ def test_the_first_sentence_says_which_is_faster_and_why(a, b, words):
 def test_the_same_plan_is_the_same_and_nothing_more_is_said():
     plan = predicted()
     assert sentences(diff(plan, plan)) == ["nothing differs: the plans are the same, 10.00 s a step"]
-    text = printed(diff(plan, plan))
+    text = compared(diff(plan, plan))
     assert "What" not in text and text.count("\n") == 6
 
 
 def test_equal_seconds_of_other_plans_are_said_to_be_equal():
     other = predicted(plan_of(question(), "tp=32,pp=8,zero=0"))
     assert sentences(diff(predicted(), other)) == ["b takes as long as a, 10.00 s a step"]
-    text = printed(diff(predicted(), other))
+    text = compared(diff(predicted(), other))
     assert "zero" in text and "Time of a step" not in text and "Sent in" not in text
 
 
@@ -93,7 +88,7 @@ def test_other_questions_are_compared_by_token_rank_and_dollar():
     said = sentences(diff(predicted(), longer))
     assert said[0] == "the plans answer different questions: workload differs"
     assert said[1].startswith("b has 33.3% more tokens/s (1.12 M against 838.86 k); 33.3% more tokens per dollar (")
-    text = printed(diff(predicted(), longer))
+    text = compared(diff(predicted(), longer))
     assert "Time per million tokens" in text and "What is asked differently" in text
     few = sentences(diff(predicted(), predicted(FEW)))
     assert few[0].endswith("cluster differs")
@@ -107,28 +102,28 @@ def test_what_does_not_fit_and_what_rests_on_other_grounds_is_said():
     found = diff(predicted(), predicted(stage_memory=large, basis="measured by me", parts={"compute": 20.0}))
     assert misfits(found) == ["b does not fit in memory: 20.00 of 16.00 GiB"]
     assert sentences(found)[1].startswith("the predictions rest on different grounds")
-    text = printed(found, ["new.json: prediction: was edited"])
+    text = compared(found, ["new.json: prediction: was edited"])
     assert "prediction of b measured by me" in text and "note: new.json: prediction: was edited" in text
 
 
 def test_long_lists_and_texts_are_cut_and_counted():
     tables = ({f"op{number}": f"[{side}]" for number in range(9)} for side in ("x", "y"))
     plans = [predicted(dataclasses.replace(FEW, strategies={"layer": table})) for table in tables]
-    assert "How operations are cut: 9 lines differ, of which 6 are shown" in " ".join(printed(diff(*plans)).split())
+    assert "How operations are cut: 9 lines differ, of which 6 are shown" in " ".join(compared(diff(*plans)).split())
     many = [
         predicted(dataclasses.replace(FEW, provenance={f"key{number}": side * 300 for number in range(20)}))
         for side in "xy"
     ]
-    text = printed(diff(*many))
+    text = compared(diff(*many))
     assert "and 4 more" in text and "x" * 300 not in "".join(text.split())
     one = [predicted(dataclasses.replace(FEW, strategies={"layer": {"op": side}})) for side in "xy"]
-    assert "How operations are cut: 1 line differs block" in " ".join(printed(diff(*one)).split())
+    assert "How operations are cut: 1 line differs block" in " ".join(compared(diff(*one)).split())
 
 
 def test_a_block_of_one_plan_alone_is_counted():
     with_block = predicted(dataclasses.replace(FEW, strategies={"layer full": {"op": "x"}}))
-    assert "only a has this block" in printed(diff(with_block, predicted(FEW)))
-    assert "only b has this block" in printed(diff(predicted(FEW), with_block))
+    assert "only a has this block" in compared(diff(with_block, predicted(FEW)))
+    assert "only b has this block" in compared(diff(predicted(FEW), with_block))
 
 
 def test_as_data_there_are_the_sentences_and_every_term():
@@ -140,3 +135,37 @@ def test_as_data_there_are_the_sentences_and_every_term():
     assert data["time"]["parts"][0] == {"name": "compute", "a": 8.0, "b": 9.0, "difference": 1.0, "share": 0.5}
     assert data["a"]["dollars"]["price_date"] == "2026-06-25" and data["remarks"] == ["remark"]
     assert isinstance(data["memory"]["total"]["a"], int)
+
+
+FLIPS = (
+    Flip(name="global batch", now=1024, then=128),
+    Flip(name="memory of a rank", now=16 * 2**30, then=8 * 2**30),
+    Flip(name="bandwidth of all links", now=1.0, then=2.5),
+)
+
+
+def found_of(other, **changes):
+    values = {"asked": "tp=32", "other": other, "fits": True, "against": (), "flips": (), "unmoved": (), **changes}
+    return WhyNot(**values)
+
+
+def test_another_layout_is_compared_and_what_would_turn_the_order_follows():
+    own, other = predicted(), predicted(plan_of(question(), "tp=8,pp=8"), {"compute": 20.0})
+    found = found_of(other, flips=FLIPS, unmoved=("sequence length",))
+    text = printed(why_not_report(own, found))
+    assert "the best with tp=32" in text and "b takes 2.0 times as long" in text
+    for words in (" 0.125", "8.00 GiB", "250%", "no change up to 16 times turns the order: sequence length"):
+        assert words in text
+    data = json.loads(json.dumps(why_not_json(own, found)))
+    assert data["other"]["candidate"] == str(other.candidate) and data["asked"] == "tp=32"
+    assert [flip["factor"] for flip in data["flips"]] == [0.125, 0.5, 2.5]
+    assert "this is the plan" in printed(why_not_report(own, found_of(own)))
+
+
+def test_what_is_refused_says_why():
+    text = printed(why_not_report(predicted(), found_of(None, fits=False, against=("--why-not tp=3: no",))))
+    assert text.strip() == "refused --why-not tp=3: no"
+    assert why_not_json(predicted(), found_of(None, fits=False))["other"] is None
+    other = predicted(plan_of(question(), "tp=8,pp=8"))
+    text = printed(why_not_report(predicted(), found_of(other, fits=False, against=("too large",))))
+    assert "refused too large" in text and "the smallest with tp=32" in text

@@ -11,7 +11,7 @@ from autoshard.engine.base import Measured
 from autoshard.engine.ran import RunReport, TimedStep
 from autoshard.plan.prediction import Compiling
 from autoshard.report.ran import alike_ranks, ran_json, ran_report, ran_summary, start_lines, step_line
-from autoshard.report.terminal import make_console
+from tests.report.printed import printed
 from tests.runtime.cases import tiny_plan
 
 PLAN = tiny_plan("tp=2,pp=2,dp=1")
@@ -26,13 +26,6 @@ def report(*weights: int) -> RunReport:
         TimedStep(number=number, loss=1 / number, norm=2.0, time_s=0.25, num_tokens=64) for number in range(1, 20)
     )
     return RunReport(steps=steps, ranks=tuple(counted(size) for size in weights))
-
-
-def printed(part: object) -> str:
-    console = make_console()
-    with console.capture() as capture:
-        console.print(part)
-    return capture.get()
 
 
 def test_ranks_of_which_all_is_the_same_are_folded() -> None:

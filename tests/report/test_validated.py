@@ -1,35 +1,51 @@
-"""What validate prints: golden for the rows of this repository, and no wider than a terminal."""
+"""What validate and calibrate print: golden for the rows of this repository, and no wider than a terminal."""
 
-import io
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from autoshard.calibration.validate import validate
-from autoshard.calibration.validation import Validation
-from autoshard.report.terminal import make_console
-from autoshard.report.validated import validation_report
+from autoshard.cost.calibration import CONSTANTS, built_in, uncalibrated
+from autoshard.report.validated import calibration_report, validation_report
 from tests.calibration.measured_cases import DATA, SMALL
+from tests.report.printed import printed
 
 
-def printed(validation: Validation) -> str:
-    console = make_console()
-    console.file = io.StringIO()
-    console.print(validation_report(validation))
-    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
-
-
+@pytest.mark.slow
 def test_the_rows_of_this_repository(golden):
-    text = printed(validate(DATA))
+    text = printed(validation_report(validate(DATA)))
     golden("report/validate-published.txt", text)
-    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_what_was_not_measured_has_no_error(tmp_path: Path):
     path = tmp_path / "runs.jsonl"
     rows = [{**SMALL, "step_time_s": None, "peak_memory_gib": None}, {**SMALL, "id": "[red]odd", "arch": None}]
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    text = printed(validate(path))
+    text = printed(validation_report(validate(path)))
     assert "Peak memory" not in text
     assert "furthest off" not in text
     assert "[red]odd" in text and "its architecture is not known" in text
     assert ["runs", "0", "0", *"-" * 10] in [line.split() for line in text.splitlines()]
+
+
+def test_constants_are_shown_as_times_or_shares_and_names_stand_in_one_column():
+    slow = replace(uncalibrated(), launch_s=7.25e-6, collective_s=0.0, step_s=0.5, memory_efficiency=0.8125)
+    first, *lines = calibration_report(slow).splitlines()
+    assert first == f"uncalibrated: {slow.basis}"
+    shown = dict(re.split(r" +", line.strip(), maxsplit=1) for line in lines)
+    assert list(shown) == [*CONSTANTS]
+    assert (shown["launch_s"], shown["collective_s"], shown["step_s"]) == ("7.2 us", "0 s", "500.0 ms")
+    assert shown["memory_efficiency"] == "0.812"
+    assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in lines}) == 1
+
+
+def test_what_was_tried_is_told_with_its_error():
+    found = built_in("trn1.32xlarge")
+    assert found.fit
+    text = calibration_report(found)
+    assert "rows whose model was left out:" in text
+    for split, error in found.fit.tried.items():
+        assert re.search(rf"^  {re.escape(split)} +{error:.1%}$", text, re.MULTILINE)
