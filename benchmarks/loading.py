@@ -18,8 +18,7 @@ from autoshard.runtime.data.indexed import IndexedWriter
 from autoshard.runtime.data.opened import open_source
 from autoshard.runtime.data.prefetch import Loader
 from autoshard.runtime.launch import Placing, launch
-from autoshard.spec.data import DataSpec
-from autoshard.spec.training import Training
+from autoshard.spec.training import DataSpec, Training
 from benchmarks.measure import yardstick_s
 from benchmarks.result import Result
 from benchmarks.runtime_vs_plain import SEQ_LEN, plan_of

@@ -23,7 +23,6 @@ class Action:
     micro_batch: int
 
     def __post_init__(self) -> None:
-        """Refuse numbers below zero."""
         require(
             (self.kind in ("F", "B", "I", "W"), "kind", f"must be F, B, I or W, not {self.kind}"),
             (self.stage >= 0, "stage", f"must be at least 0, not {self.stage}"),

@@ -1,27 +1,126 @@
-"""Hardware as data: chips, links, clusters.
+"""Hardware as data: chips, links, clusters. No number stands without saying where it comes from.
 
 A rank is one logical NeuronCore or one GPU. Ranks are numbered node by node, chip by chip.
 """
 
-import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Literal
 
 from autoshard.errors import InputError, nearest, require
-from autoshard.spec.algorithm import Algorithm
-from autoshard.spec.chip import Chip
-from autoshard.spec.link import DOMAINS, Domain, Link
 from autoshard.spec.placement import Placement, PlacementRule
-from autoshard.spec.sources import source_checks
+from autoshard.spec.workload import DTYPE_BYTES
 
-__all__ = ["LOCAL", "Chip", "Cluster", "Domain", "EngineName", "KvOrder", "Link", "Placement", "PlacementRule"]
-
+Domain = Literal["chip", "node", "ultraserver", "cluster"]
+LinkKind = Literal["chip", "torus", "switch", "network", "memory"]
+DOMAINS: tuple[Domain, ...] = ("chip", "node", "ultraserver", "cluster")  # innermost first
+Hops = Literal["all", "half", "log", "one"]
 EngineName = Literal["nxd", "torch"]
-LOCAL = "local"  # the cluster that is the processors of this machine: its rates are declared, not a data sheet's
 KvOrder = Literal["strided", "adjacent"]
+LOCAL = "local"  # the cluster that is the processors of this machine: its rates are declared, not a data sheet's
+Check = tuple[bool, str, str]  # for ``errors.require``
+
+
+def source_checks(numbers: Iterable[str], sources: Mapping[str, str]) -> list[Check]:
+    """Make the checks (for ``errors.require``) that each number is covered by a source.
+
+    The number ``matrix_flops_per_s.bf16`` is covered by a source of that name, of the whole field
+    ``matrix_flops_per_s``, or by ``default``, which covers everything.
+
+    >>> source_checks(["latency_s"], {"latency_s": "data sheet"})
+    [(True, 'sources', "no source for latency_s: add the key 'latency_s' or 'default'")]
+    """
+    return [
+        (
+            any(sources.get(key, "").strip() for key in (number, number.partition(".")[0], "default")),
+            "sources",
+            f"no source for {number}: add the key {number!r} or 'default'",
+        )
+        for number in numbers
+    ]
+
+
+def named(name: str) -> Check:
+    """Make the check that a name is not empty."""
+    return bool(name.strip()), "name", "must not be empty"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """One accelerator package, with a source for every number."""
+
+    name: str
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    matrix_flops_per_s: Mapping[str, float] = field(hash=False)  # dense peak of the whole chip, by dtype
+    vector_flops_per_s: float  # elementwise operations
+    matrix_tile: int = 1  # rows and columns that the matrix unit works on at once, full or not
+    sources: Mapping[str, str] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        numbers: dict[str, float] = {
+            "memory_bytes": self.memory_bytes,
+            "memory_bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s,
+            "vector_flops_per_s": self.vector_flops_per_s,
+            "matrix_tile": self.matrix_tile,
+            **{f"matrix_flops_per_s.{dtype}": rate for dtype, rate in self.matrix_flops_per_s.items()},
+        }
+        known = list(DTYPE_BYTES)
+        require(
+            named(self.name),
+            (bool(self.matrix_flops_per_s), "matrix_flops_per_s", "must give the rate of at least one dtype"),
+            *(
+                (dtype in known, f"matrix_flops_per_s.{dtype}", f"not a dtype. {nearest(dtype, known)}")
+                for dtype in self.matrix_flops_per_s
+            ),
+            *((number > 0, name, f"must be positive, not {number}") for name, number in numbers.items()),
+            *source_checks([name for name in numbers if name != "matrix_tile" or self.matrix_tile > 1], self.sources),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What ranks talk over within one domain; domains nest (chip, node, ultraserver, cluster)."""
+
+    name: str
+    kind: LinkKind
+    domain: Domain
+    bandwidth_bytes_per_s: float  # per port, one direction
+    ranks_per_port: int
+    latency_s: float  # of one hop
+    sources: Mapping[str, str] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        require(
+            named(self.name),
+            (self.bandwidth_bytes_per_s > 0, "bandwidth_bytes_per_s", "must be positive"),
+            (self.ranks_per_port >= 1, "ranks_per_port", f"must be at least 1, not {self.ranks_per_port}"),
+            (self.latency_s >= 0, "latency_s", f"must not be negative, not {self.latency_s}"),
+            *source_checks(("bandwidth_bytes_per_s", "ranks_per_port", "latency_s"), self.sources),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """One way in which a platform's library gathers and sums over ranks.
+
+    ``ring`` visits all ranks one after the other, over all nodes. ``hierarchical`` works inside the nodes and between
+    them one after the other; ``hops`` says in how many steps inside a node of n ranks: n - 1, half of that, the
+    logarithm, or one. The way with the smallest limit that a message keeps is taken; without any, the fastest.
+    """
+
+    kind: Literal["ring", "hierarchical"]
+    hops: Hops = "all"
+    up_to_bytes: int | None = None
+    source: str
+
+    def __post_init__(self) -> None:
+        require(
+            (self.kind == "hierarchical" or self.hops == "all", "hops", "a ring takes all"),
+            (self.up_to_bytes is None or self.up_to_bytes >= 1, "up_to_bytes", "must be at least 1"),
+            (bool(self.source.strip()), "source", "say where this is documented"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,30 +145,25 @@ class Cluster:
     sources: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
-        """Refuse impossible numbers, links that do not join the ranks, and numbers without a source."""
         counts = ("num_nodes", "chips_per_node", "ranks_per_chip", "nodes_per_ultraserver")
         countable = all(getattr(self, name) >= 1 for name in counts)
+        numbers = ["chips_per_node", "ranks_per_chip"]
+        numbers += ["nodes_per_ultraserver"] if self.nodes_per_ultraserver != 1 else []
+        price, day = self.price_usd_per_node_hour, self.price_date
+        numbers += ["price_usd_per_node_hour"] if price is not None else []
         require(
-            (bool(self.name.strip()), "name", "must not be empty"),
+            named(self.name),
             (bool(self.kernels.strip()), "kernels", "must name a Kernels table"),
             *((getattr(self, name) >= 1, name, f"must be at least 1, not {getattr(self, name)}") for name in counts),
             (self.lnc is None or self.lnc >= 1, "lnc", f"must be at least 1, or null, not {self.lnc}"),
+            (price is None or price > 0, "price_usd_per_node_hour", "must be positive; null when it is not known"),
             (
-                self.price_usd_per_node_hour is None or self.price_usd_per_node_hour > 0,
-                "price_usd_per_node_hour",
-                "must be positive; null when it is not known",
-            ),
-            (
-                self.price_date is None or self.price_usd_per_node_hour is not None,
+                day is None or price is not None,
                 "price_date",
                 "is the date of a price: give price_usd_per_node_hour as well, or leave it out",
             ),
-            (
-                self.price_date is None or _is_date(self.price_date),
-                "price_date",
-                f"must be a day as YYYY-MM-DD, or null, not {self.price_date!r}",
-            ),
-            *source_checks(self._numbers(), self.sources),
+            (day is None or _is_date(day), "price_date", f"must be a day as YYYY-MM-DD, or null, not {day!r}"),
+            *source_checks(numbers, self.sources),
             *(self._link_checks() + self._placement_checks() if countable else []),
         )
 
@@ -110,12 +204,18 @@ class Cluster:
         return self._known(rank) // self.ranks_per_node
 
     def domain_ranks(self, domain: Domain) -> int:
-        """Count the ranks of one chip, node, ultraserver or the cluster."""
+        """Return the number of ranks of one chip, node, ultraserver or the cluster."""
         if domain == "cluster":
             return self.num_ranks
         if domain == "ultraserver":
             return self.ranks_per_node * self.nodes_per_ultraserver
         return self.ranks_per_node if domain == "node" else self.ranks_per_chip
+
+    def joined_ranks(self, level: int) -> int:
+        """Return the number of ranks of each unit (rank, chip, node ...) that the link of this level joins."""
+        if level > 0:
+            return self.domain_ranks(self.links[level - 1].domain)
+        return 1 if self.links[0].domain == "chip" else self.ranks_per_chip
 
     def link_of(self, ranks: Sequence[int]) -> Link:
         """Return the link of the smallest domain that contains all of these ranks."""
@@ -133,88 +233,23 @@ class Cluster:
 
     def default_placement(self, tp: int) -> Placement:
         """Return the placement inside a node that this platform uses for a tensor-parallel size."""
-        for rule in self.placements:
-            if rule.tp == tp:
-                return rule.placement
-        return Placement.linear(self.ranks_per_node)
+        of_size = (rule.placement for rule in self.placements if rule.tp == tp)
+        return next(of_size, None) or Placement.linear(self.ranks_per_node)
 
     @property
     def repeat_ranks(self) -> int:
         """Ranks after which the hardware repeats: of an ultraserver where there is one, else of a node."""
         return min(self.num_ranks, self.ranks_per_node * self.nodes_per_ultraserver)
 
-    def level_bandwidths_bytes_per_s(
-        self, groups: Sequence[Sequence[int]], judged: int | None = None
-    ) -> tuple[float, ...]:
-        """Return what each group gets of every link in one direction when all run a ring at once, innermost first.
-
-        Let a link join units (the ranks of a chip, the chips of a node, the nodes of a cluster). A ring
-        that visits one unit after the other enters and leaves each unit once, cut into as many parallel
-        rings as the group has ports there. A port is shared by all groups that leave a unit through it, so
-        a group leaves a unit with the sum, over the ports of its ranks there, of the port's bandwidth
-        divided by the number of groups that use it. The ring is as fast as the slowest unit of the slowest
-        level; the innermost level is each rank's own reach. With equal groups this is the unit's ports
-        times their bandwidth, divided by the groups that cross its border.
-
-        On a torus all wires of a chip count as usable, which only the ring over the whole torus achieves.
-        Of a link that no group needs each gets infinity. With ``judged`` only the first so many ranks are
-        judged; of groups that reach further, one member beyond them is enough.
-        """
-        limit = self.num_ranks if judged is None else judged
-        return tuple(
-            link.bandwidth_bytes_per_s * self._share(level, groups, limit) for level, link in enumerate(self.links)
-        )
-
     def _known(self, rank: int) -> int:
         assert 0 <= rank < self.num_ranks, f"rank {rank} is not one of the {self.num_ranks} of {self.name}"
         return rank
 
-    def _unit_ranks(self, level: int) -> int:
-        """Count the ranks of the units that the link of this level joins."""
-        if level > 0:
-            return self.domain_ranks(self.links[level - 1].domain)
-        return 1 if self.links[0].domain == "chip" else self.ranks_per_chip
-
-    def _crossings(self, level: int, groups: Sequence[Sequence[int]], judged: int) -> list[set[tuple[int, int]]]:
-        """List, for each group that uses this level, the (unit, port) pairs of its judged ranks."""
-        unit, port = self._unit_ranks(level), self.links[level].ranks_per_port
-        crossings: list[set[tuple[int, int]]] = []
-        for group in groups:
-            # Below level 0 there is no other link, so there also a group inside one unit uses it.
-            if len(group) > 1 and (level == 0 or len({rank // unit for rank in group}) > 1):
-                crossings.append({(rank // unit, rank // port) for rank in group if rank < judged})
-        return [pairs for pairs in crossings if pairs]
-
-    def _share(self, level: int, groups: Sequence[Sequence[int]], judged: int) -> float:
-        """Return how many whole ports the worst-served group has for itself in its worst unit."""
-        crossings = self._crossings(level, groups, judged)
-        loads = _port_loads(crossings)
-        worst = math.inf
-        for pairs in crossings:
-            shares: dict[int, float] = {}
-            for unit, port in pairs:
-                shares[unit] = shares.get(unit, 0.0) + 1 / loads[port]
-            worst = min(worst, min(shares.values()))
-        return worst
-
-    def _numbers(self) -> list[str]:
-        numbers = ["chips_per_node", "ranks_per_chip"]
-        if self.nodes_per_ultraserver != 1:
-            numbers.append("nodes_per_ultraserver")
-        if self.price_usd_per_node_hour is not None:
-            numbers.append("price_usd_per_node_hour")
-        return numbers
-
-    def _link_checks(self) -> list[tuple[bool, str, str]]:
+    def _link_checks(self) -> list[Check]:
         order = [DOMAINS.index(link.domain) for link in self.links]
         if not order or order != sorted(set(order)):
-            return [
-                (
-                    False,
-                    "links",
-                    "must be one link per domain, innermost first: chip, node, ultraserver, cluster",
-                )
-            ]
+            message = f"must be one link per domain, innermost first: {', '.join(DOMAINS)}"
+            return [(False, "links", message)]
         joined = self.domain_ranks(self.links[-1].domain)
         has_ultraserver = "ultraserver" in {link.domain for link in self.links}
         return [
@@ -236,8 +271,8 @@ class Cluster:
             *(self._port_check(level) for level in range(len(self.links))),
         ]
 
-    def _port_check(self, level: int) -> tuple[bool, str, str]:
-        link, unit = self.links[level], self._unit_ranks(level)
+    def _port_check(self, level: int) -> Check:
+        link, unit = self.links[level], self.joined_ranks(level)
         inner = self.ranks_per_node if link.domain == "cluster" else self.domain_ranks(link.domain)
         port = link.ranks_per_port
         return (
@@ -246,42 +281,19 @@ class Cluster:
             f"{port} ranks a port do not divide the {inner} ranks that {link.name} serves evenly",
         )
 
-    def _placement_checks(self) -> list[tuple[bool, str, str]]:
-        sizes = [rule.tp for rule in self.placements]
-        total = self.ranks_per_node
-        return [
-            (len(set(sizes)) == len(sizes), "placements", "two placements for the same tp"),
-            *(
-                (
-                    len(rule.placement.local_ranks) == total,
-                    f"placements[{index}].placement",
-                    f"places {len(rule.placement.local_ranks)} ranks, but a node has {total}",
-                )
-                for index, rule in enumerate(self.placements)
-            ),
-            *(
-                (
-                    total % rule.tp == 0,
-                    f"placements[{index}].tp",
-                    f"{rule.tp} does not divide {total} ranks a node",
-                )
-                for index, rule in enumerate(self.placements)
-            ),
-        ]
+    def _placement_checks(self) -> list[Check]:
+        sizes, total = [rule.tp for rule in self.placements], self.ranks_per_node
+        checks: list[Check] = [(len(set(sizes)) == len(sizes), "placements", "two placements for the same tp")]
+        for index, rule in enumerate(self.placements):
+            where, placed = f"placements[{index}]", len(rule.placement.local_ranks)
+            fault = f"places {placed} ranks, but a node has {total}"
+            checks.append((placed == total, f"{where}.placement", fault))
+            checks.append((total % rule.tp == 0, f"{where}.tp", f"{rule.tp} does not divide {total} ranks a node"))
+        return checks
 
 
 def _is_date(text: str) -> bool:
-    """Tell whether a text is a day of the calendar.
-
-    >>> _is_date("2026-11-09"), _is_date("2026-02-30"), _is_date("20261109")
-    (True, False, False)
-    """
     try:
         return date.fromisoformat(text).isoformat() == text
     except ValueError:
         return False
-
-
-def _port_loads(crossings: Sequence[set[tuple[int, int]]]) -> Counter[int]:
-    """Count how many (group, unit) pairs use each port."""
-    return Counter(port for pairs in crossings for _, port in pairs)

@@ -1,4 +1,4 @@
-"""Clusters by name or from a user's own file: a node type from JSON, laid out as so many nodes."""
+"""Clusters by name or from a user's own file: a node type from JSON or YAML, laid out as so many nodes."""
 
 import functools
 import math
@@ -8,17 +8,24 @@ from pathlib import Path
 from typing import cast
 
 from autoshard.errors import Fault, InputError, nearest, require
-from autoshard.spec.algorithm import Algorithm
-from autoshard.spec.chip import Chip
-from autoshard.spec.cluster import Cluster, EngineName, KvOrder
+from autoshard.spec.cluster import (
+    Algorithm,
+    Chip,
+    Cluster,
+    Domain,
+    EngineName,
+    KvOrder,
+    Link,
+    LinkKind,
+    named,
+    source_checks,
+)
 from autoshard.spec.files import YAML_SUFFIXES, read_data
-from autoshard.spec.link import Domain, Link, LinkKind
+from autoshard.spec.kernels import kernels_names
 from autoshard.spec.placement import PlacementRule
 from autoshard.spec.record import decode
-from autoshard.spec.sources import source_checks
 
 _CATALOGUE = Path(__file__).parent / "clusters"
-_FILE_SUFFIXES = (".json", *YAML_SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +41,10 @@ class NodeLink:
     sources: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
-        """Refuse impossible numbers and numbers without a source."""
         inside = self.domain == "chip"
         numbers = ("bandwidth_bytes_per_s", "latency_s", *(() if inside else ("chips_per_port",)))
         require(
-            (bool(self.name.strip()), "name", "must not be empty"),
+            named(self.name),
             (
                 inside == (self.chips_per_port is None),
                 "chips_per_port",
@@ -67,7 +73,7 @@ class NodeLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class ChipDivision:
     """One way in which software may divide the chips of a node type into ranks."""
 
     ranks_per_chip: int
@@ -75,7 +81,6 @@ class Variant:
     placements: tuple[PlacementRule, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse impossible numbers."""
         require(
             (self.ranks_per_chip >= 1, "ranks_per_chip", f"must be at least 1, not {self.ranks_per_chip}"),
             (self.lnc is None or self.lnc >= 1, "lnc", f"must be at least 1, or null, not {self.lnc}"),
@@ -90,7 +95,7 @@ class NodeType:
     chip: Chip
     chips_per_node: int
     max_chips_per_node: int | None = None  # given where the user may choose the number of chips
-    variants: tuple[Variant, ...]  # the default first; more than one only where there is an LNC to choose
+    variants: tuple[ChipDivision, ...]  # the default first; more than one only where there is an LNC to choose
     links: tuple[NodeLink, ...]  # innermost domain first
     nodes_per_ultraserver: int = 1
     engine: EngineName
@@ -102,10 +107,8 @@ class NodeType:
     sources: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
-        """Refuse a node type of which no cluster can be made, naming every fault of every variant."""
         choices = [variant.lnc for variant in self.variants]
         most = self.max_chips_per_node
-        faults: dict[Fault, None] = {}  # as an ordered set: variants share most of their faults
         checks = (
             (bool(choices), "variants", "must hold at least one variant"),
             (
@@ -118,16 +121,25 @@ class NodeType:
                 "max_chips_per_node",
                 f"must be at least chips_per_node ({self.chips_per_node}), or null",
             ),
+            (
+                self.kernels in kernels_names() or not self.kernels.strip(),
+                "kernels",
+                f"there is no table {self.kernels!r}. {nearest(self.kernels, kernels_names())}",
+            ),
             *source_checks(("max_chips_per_node",) if most is not None else (), self.sources),
         )
-        faults.update((Fault(where=where, message=says), None) for holds, where, says in checks if not holds)
+        faults = [Fault(where=where, message=message) for holds, where, message in checks if not holds]
         for index, variant in enumerate(self.variants):
             try:
                 self.cluster(variant, num_nodes=1)
             except InputError as error:
-                faults.update((_in_variant(fault, index), None) for fault in error.faults)
+                for fault in error.faults:  # point at where the file states what the cluster complains about
+                    where = fault.where.replace("ranks_per_port", "chips_per_port")
+                    varies = where.startswith(("placements", "ranks_per_chip", "lnc"))
+                    where = f"variants[{index}].{where}" if varies else where
+                    faults.append(Fault(where=where, message=fault.message))
         if faults:
-            raise InputError(faults)
+            raise InputError(dict.fromkeys(faults))  # variants share most of their faults
 
     @property
     def max_nodes(self) -> float:
@@ -135,32 +147,26 @@ class NodeType:
         reach = {"cluster": math.inf, "ultraserver": self.nodes_per_ultraserver}
         return reach.get(self.links[-1].domain, 1)
 
-    def cluster(self, variant: Variant, num_nodes: int, chips_per_node: int | None = None) -> Cluster:
-        """Make a cluster of so many nodes whose chips are divided as this variant says."""
+    def cluster(self, variant: ChipDivision, num_nodes: int, chips_per_node: int | None = None) -> Cluster:
+        """Return a cluster of so many nodes whose chips are divided as this variant says."""
+        same = ("name", "chip", "engine", "kernels", "nodes_per_ultraserver", "kv_order", "algorithms", "sources")
         return Cluster(
-            name=self.name,
-            chip=self.chip,
             num_nodes=num_nodes,
             chips_per_node=self.chips_per_node if chips_per_node is None else chips_per_node,
             ranks_per_chip=variant.ranks_per_chip,
             lnc=variant.lnc,
             links=tuple(link.with_ranks(variant.ranks_per_chip) for link in self.links),
-            engine=self.engine,
-            kernels=self.kernels,
-            nodes_per_ultraserver=self.nodes_per_ultraserver,
-            kv_order=self.kv_order,
             placements=variant.placements,
             price_usd_per_node_hour=self.price_usd_per_node_hour,
-            algorithms=self.algorithms,
             price_date=self.price_date,
-            sources=self.sources,
+            **{name: getattr(self, name) for name in same},
         )
 
 
 @functools.cache
 def cluster_names() -> tuple[str, ...]:
-    """List the names that ``load_cluster`` knows."""
-    return tuple(sorted(path.stem for path in _CATALOGUE.glob("*.json")))
+    """Return the names that ``load_cluster`` knows."""
+    return _names(_CATALOGUE)
 
 
 def load_node_type(name_or_path: str) -> NodeType:
@@ -170,10 +176,10 @@ def load_node_type(name_or_path: str) -> NodeType:
     """
     name = name_or_path.removeprefix("ml.") if name_or_path.count(".") > 1 else name_or_path
     if name in cluster_names():
-        return _catalogue_entry(name)
+        return _read_node_type(_CATALOGUE / f"{name}.json")
     path = Path(name_or_path)
-    if path.suffix.lower() in _FILE_SUFFIXES or path.is_file():
-        return _node_type_of(path)
+    if path.suffix.lower() in (".json", *YAML_SUFFIXES) or path.is_file():
+        return _read_node_type.__wrapped__(path)  # anew each time: a user may have edited it
     known = f"{nearest(name, cluster_names())} A path to a cluster file also works"
     raise InputError.of("cluster", f"{name_or_path!r} is not a cluster. {known}")
 
@@ -211,85 +217,62 @@ def other_lnc(name_or_path: str, cluster: Cluster) -> tuple[Cluster, ...]:
 
 
 def _misfits(node_type: NodeType, num_nodes: int, lnc: int | None, ranks: int | None) -> list[Fault]:
-    """List what this node type cannot do of what is asked."""
+    """Return what this node type cannot do of what is asked."""
     name, offered = node_type.name, [variant.lnc for variant in node_type.variants]
-    misfits: list[tuple[bool, str, str]] = [
-        (
-            num_nodes > node_type.max_nodes,
-            "nodes",
-            f"{name} has no network that joins {num_nodes} nodes. Use at most {node_type.max_nodes}",
-        ),
-        (
-            lnc is not None and offered == [None],
-            "lnc",
-            f"{name} has no logical NeuronCore configuration. Leave lnc out",
-        ),
-        (
-            lnc is not None and offered != [None] and lnc not in offered,
-            "lnc",
-            f"{name} has no lnc {lnc}. Use {' or '.join(map(str, sorted(filter(None, offered))))}",
-        ),
-        _ranks_misfit(node_type, ranks),
-    ]
-    return [Fault(where=where, message=message) for misfit, where, message in misfits if misfit]
-
-
-def _ranks_misfit(node_type: NodeType, ranks: int | None) -> tuple[bool, str, str]:
     per_chip, most = node_type.variants[0].ranks_per_chip, node_type.max_chips_per_node
-    if most is None:
-        fixed = per_chip * node_type.chips_per_node
-        return ranks is not None, "ranks", f"{node_type.name} always has {fixed} a node. Leave ranks out"
-    fits = ranks is None or (per_chip <= ranks <= most * per_chip and ranks % per_chip == 0)
-    return not fits, "ranks", f"{node_type.name} takes {per_chip} to {most * per_chip}, not {ranks}"
-
-
-def _in_variant(fault: Fault, index: int) -> Fault:
-    """Point at the place in the file where the value that a cluster complains about was written."""
-    where = fault.where.replace("ranks_per_port", "chips_per_port")
-    varies = where.startswith(("placements", "ranks_per_chip", "lnc"))
-    return Fault(where=f"variants[{index}].{where}" if varies else where, message=fault.message)
+    faults: list[Fault] = []
+    if num_nodes > node_type.max_nodes:
+        message = f"{name} has no network that joins {num_nodes} nodes. Use at most {node_type.max_nodes}"
+        faults.append(Fault(where="nodes", message=message))
+    if lnc is not None and lnc not in offered:
+        known = [f"{one}" for one in sorted(filter(None, offered))]
+        message = f"{name} has no lnc {lnc}. Use {' or '.join(known)}"
+        none = f"{name} has no logical NeuronCore configuration. Leave lnc out"
+        faults.append(Fault(where="lnc", message=message if known else none))
+    if ranks is not None and most is None:
+        message = f"{name} always has {per_chip * node_type.chips_per_node} a node. Leave ranks out"
+        faults.append(Fault(where="ranks", message=message))
+    elif ranks is not None and not (per_chip <= ranks <= (most or 0) * per_chip and ranks % per_chip == 0):
+        faults.append(Fault(where="ranks", message=f"{name} takes {per_chip} to {(most or 0) * per_chip}, not {ranks}"))
+    return faults
 
 
 @functools.cache
-def _catalogue_entry(name: str) -> NodeType:
-    return _node_type_of(_CATALOGUE / f"{name}.json")
-
-
-def _node_type_of(path: Path) -> NodeType:
-    faults: list[Fault] = []
-    data = _with_parts(read_data(path), faults)
+def _read_node_type(path: Path) -> NodeType:
+    """Read a cluster file; its chip and links may be names of the catalogue, whose faults name their own files."""
+    data, faults = read_data(path), list[Fault]()
+    if isinstance(data, Mapping):
+        whole = dict(cast(Mapping[str, object], data))
+        if isinstance(whole.get("chip"), str):
+            whole["chip"] = _part(Chip, "chips", cast(str, whole["chip"]), f"{path}: chip", faults)
+        if isinstance(whole.get("links"), list):
+            whole["links"] = [
+                _part(NodeLink, "links", link, f"{path}: links[{index}]", faults) if isinstance(link, str) else link
+                for index, link in enumerate(cast(list[object], whole["links"]))
+            ]
+        data = whole
+    unread = {fault.where for fault in faults}
     try:
         node_type = decode(NodeType, data)
     except InputError as error:
-        # A part that was not found is still a name where an object belongs: say only the first.
-        named = {fault.where for fault in faults}
-        faults.extend(fault for fault in error.faults if fault.where not in named)
-    else:
-        if not faults:
-            return node_type
-    raise InputError(Fault(where=f"{path}: {fault.where}".rstrip(": "), message=fault.message) for fault in faults)
+        placed = [Fault(where=f"{path}: {fault.where}".rstrip(": "), message=fault.message) for fault in error.faults]
+        raise InputError([*faults, *(fault for fault in placed if fault.where not in unread)]) from error
+    return node_type
 
 
-def _with_parts(data: object, faults: list[Fault]) -> object:
-    """Put the chip and the links that are only named, not written out, in the place of their names."""
-    if not isinstance(data, Mapping):
-        return data
-    whole = dict(cast(Mapping[str, object], data))
-    if isinstance(whole.get("chip"), str):
-        whole["chip"] = _part("chips", cast(str, whole["chip"]), "chip", faults)
-    links = whole.get("links")
-    if isinstance(links, list):
-        whole["links"] = [
-            _part("links", link, f"links[{index}]", faults) if isinstance(link, str) else link
-            for index, link in enumerate(cast(list[object], links))
-        ]
-    return whole
-
-
-def _part(folder: str, name: str, where: str, faults: list[Fault]) -> object:
-    """Read a chip or a link of the catalogue."""
-    known = sorted(path.stem for path in (_CATALOGUE / folder).glob("*.json"))
+def _part(kind: type[Chip] | type[NodeLink], folder: str, name: str, where: str, faults: list[Fault]) -> object:
+    """Return a chip or a link of the catalogue; None, and what is wrong with it, if there is none."""
+    known = _names(_CATALOGUE / folder)
     if name not in known:
         faults.append(Fault(where=where, message=f"{name!r} is not in the catalogue. {nearest(name, known)}"))
-        return name
-    return read_data(_CATALOGUE / folder / f"{name}.json")
+        return None
+    path = _CATALOGUE / folder / f"{name}.json"
+    try:
+        return decode(kind, read_data(path))
+    except InputError as error:
+        faults += [Fault(where=where, message=f"{path.name}: {fault}") for fault in error.faults]
+        return None
+
+
+def _names(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in folder.glob("*.json")))

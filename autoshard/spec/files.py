@@ -21,7 +21,10 @@ def shipped(name: str) -> Path:
 
 def read_data(path: Path) -> object:
     """Parse a JSON file, or a YAML file if its suffix says so; whatever is wrong becomes an InputError."""
-    text = _text(path)
+    try:
+        text = _bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError.of(str(path), "is not text in UTF-8") from error
     try:
         return _parsed_yaml(text, path) if path.suffix.lower() in YAML_SUFFIXES else _parsed_json(text, str(path))
     except RecursionError as error:
@@ -33,19 +36,20 @@ def json_lines(path: Path) -> Mapping[str, object]:
 
     Each line stands for itself: what is no JSON is an InputError, as a value.
     """
-    lines = {f"{path} line {number}": line for number, line in enumerate(_bytes(path).split(b"\n"), 1)}
-    return {where: _parsed_line(line) for where, line in lines.items() if line.strip()}
-
-
-def _parsed_line(line: bytes) -> object:
-    try:
-        return _parsed_json(line.decode("utf-8"), "")
-    except UnicodeDecodeError:
-        return InputError.of("", "is not text in UTF-8")
-    except InputError as error:
-        return error
-    except RecursionError:
-        return InputError.of("", "is nested too deeply")
+    found: dict[str, object] = {}
+    for number, line in enumerate(_bytes(path).split(b"\n"), 1):
+        value: object = None
+        try:
+            value = _parsed_json(line.decode("utf-8"), "") if line.strip() else None
+        except UnicodeDecodeError:
+            value = InputError.of("", "is not text in UTF-8")
+        except InputError as error:
+            value = error
+        except RecursionError:
+            value = InputError.of("", "is nested too deeply")
+        if line.strip():
+            found[f"{path} line {number}"] = value
+    return found
 
 
 def _bytes(path: Path) -> bytes:
@@ -55,14 +59,9 @@ def _bytes(path: Path) -> bytes:
         raise InputError.of(str(path), f"cannot be read: {error.strerror or error}") from error
 
 
-def _text(path: Path) -> str:
-    try:
-        return _bytes(path).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError.of(str(path), "is not text in UTF-8") from error
-
-
 def _parsed_json(text: str, where: str) -> object:
+    if not text.strip():
+        raise InputError.of(where, "is empty")
     try:
         return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
@@ -78,28 +77,28 @@ def _refuse_constant(name: str) -> object:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise InputError.of("", f"the key {key!r} stands twice in one object")
+    _refuse_repeats([key for key, _ in pairs], "")
     return dict(pairs)
+
+
+def _refuse_repeats(keys: list[Any], where: str) -> None:
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise InputError.of(where, f"the key {twice!r} stands twice in one object")
 
 
 def _parsed_yaml(text: str, path: Path) -> object:
     import yaml  # here, because planning from JSON must not pay for it
 
-    class Loader(yaml.SafeLoader):
+    class YamlLoader(yaml.SafeLoader):
         """YAML 1.1 takes 3e11 for text, where everybody means the number, and the last of two equal keys."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key.value for key, _ in node.value]
-            twice = next((key for key in keys if keys.count(key) > 1), None)
-            if twice is not None:
-                raise InputError.of(str(path), f"the key {twice!r} stands twice in one object")
+            _refuse_repeats([key.value for key, _ in node.value], str(path))
             return super().construct_mapping(node, deep)
 
-    cast(Any, Loader).add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-0123456789"))
+    cast(Any, YamlLoader).add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-0123456789"))
     try:
-        return cast(object, yaml.load(text, Loader=Loader))
+        return cast(object, yaml.load(text, Loader=YamlLoader))
     except (yaml.YAMLError, ValueError) as error:
         raise InputError.of(str(path), f"is not YAML: {' '.join(str(error).split())}") from error

@@ -1,4 +1,4 @@
-"""Hugging Face ``config.json`` data -> ModelSpec, one row of FAMILIES per ``model_type``.
+"""Hugging Face ``config.json`` data -> ModelSpec, one row of MODEL_TYPES per ``model_type``.
 
 Defaults are those of the configuration classes of transformers 5.23; only the sizes must be stated. A field
 without a name in this module is ignored, as transformers does. Ignored on purpose: dropouts (training here is
@@ -16,7 +16,7 @@ from autoshard.spec.model import MAX_DIM, MAX_EXPERTS, MAX_LAYERS, Activation, M
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelType:
     """How one ``model_type`` spells its fields, what it leaves to a default, and what is fixed by its code.
 
     A tuple of names is one field and its aliases. Where ``positions_default`` is None they must be stated.
@@ -56,15 +56,15 @@ class Family:
     window_default: int | None = None
 
 
-_LLAMA = Family(architecture="LlamaForCausalLM", positions_default=2048, attention_bias=False, mlp_bias_is_read=True)
-_MISTRAL = Family(
+_LLAMA = ModelType(architecture="LlamaForCausalLM", positions_default=2048, attention_bias=False, mlp_bias_is_read=True)
+_MISTRAL = ModelType(
     architecture="MistralForCausalLM",
     positions_default=131072,
     kv_heads_default=8,
     window="all layers",
     window_default=4096,
 )
-_QWEN2 = Family(
+_QWEN2 = ModelType(
     architecture="Qwen2ForCausalLM",
     positions_default=32768,
     kv_heads_default=32,
@@ -72,7 +72,7 @@ _QWEN2 = Family(
     window="some layers",
     window_default=4096,
 )
-_GPT_NEOX = Family(
+_GPT_NEOX = ModelType(
     architecture="GPTNeoXForCausalLM",
     positions_default=2048,
     norm="layer",
@@ -88,7 +88,7 @@ _GPT_NEOX = Family(
     mlp_bias=True,
     parallel_residual=True,
 )
-_GPT2 = Family(
+_GPT2 = ModelType(
     architecture="GPT2LMHeadModel",
     layers=("n_layer", "num_hidden_layers"),
     hidden=("n_embd", "hidden_size"),
@@ -110,7 +110,7 @@ _GPT2 = Family(
     mlp_bias=True,
     tied=True,
 )
-FAMILIES: Mapping[str, Family] = {
+MODEL_TYPES: Mapping[str, ModelType] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
     "mixtral": replace(
@@ -147,7 +147,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu": "relu",
 }
 # Fields that ask for mathematics which ModelSpec cannot state, with the values that leave them off. Some are
-# of relatives of the families above: transformers would ignore them, and compute something not meant.
+# of relatives of the models above: transformers would ignore them, and compute something not meant.
 UNMODELLED: Mapping[str, tuple[object, ...]] = {
     "add_cross_attention": (False, None),
     "is_encoder_decoder": (False, None),
@@ -183,93 +183,90 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
     >>> spec_from_config({"model_type": "gpt2", **sizes}, name="mine", source="me").ffn
     256
     """
-    family = _family_of(config)
+    name_of_type = config.get("model_type")
+    if not isinstance(name_of_type, str) or name_of_type not in MODEL_TYPES:
+        found = f"{shown(name_of_type)} is not a known architecture" if "model_type" in config else "missing"
+        raise InputError.of("model_type", f"{found}. Known: {', '.join(MODEL_TYPES)}.")
+    kind = MODEL_TYPES[name_of_type]
     reader = ConfigReader(config)
     for field, off in UNMODELLED.items():
         reader.only(field, off, "what it asks for is not modelled")
-    reader.only("architectures", ([family.architecture], [], None), "what model_type stands for")
-    sizes = _sizes(reader, family)
+    reader.only("architectures", ([kind.architecture], [], None), "what model_type stands for")
+    sizes = _sizes(reader, kind)
     traits: dict[str, Any] = {
-        **_biases(reader, family),
-        **_rotary(reader, family, sizes["head_dim"], sizes["max_positions"]),
-        **_experts(reader, family),
-        **_norms_and_head(reader, family),
-        "window": _window(reader, family, sizes["num_layers"]),
+        **_biases(reader, kind),
+        **_rotary(reader, kind, sizes["head_dim"], sizes["max_positions"]),
+        **_experts(reader, kind),
+        **_norms_and_head(reader, kind),
+        "window": _window(reader, kind, sizes["num_layers"]),
     }
     if reader.faults:
         raise InputError(reader.faults)
     return ModelSpec(name=name, source=source, **sizes, **traits)
 
 
-def _family_of(config: Mapping[str, object]) -> Family:
-    kind = config.get("model_type")
-    if isinstance(kind, str) and kind in FAMILIES:
-        return FAMILIES[kind]
-    found = f"{shown(kind)} is not a known architecture" if "model_type" in config else "missing"
-    raise InputError.of("model_type", f"{found}. Known: {', '.join(FAMILIES)}.")
-
-
-def _sizes(reader: ConfigReader, family: Family) -> dict[str, int]:
-    hidden, heads = reader.whole(*family.hidden), reader.whole(*family.heads)
-    kv_heads, head_dim = _heads(reader, family, hidden, heads)
+def _sizes(reader: ConfigReader, kind: ModelType) -> dict[str, int]:
+    hidden, heads = reader.whole(*kind.hidden), reader.whole(*kind.heads)
+    kv_heads, head_dim = _heads(reader, kind, hidden, heads)
     return {
-        "num_layers": reader.whole(*family.layers, high=MAX_LAYERS),
+        "num_layers": reader.whole(*kind.layers, high=MAX_LAYERS),
         "hidden": hidden,
-        "ffn": _ffn(reader, family, hidden),
+        "ffn": _ffn(reader, kind, hidden),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "vocab": reader.whole("vocab_size"),
-        "max_positions": reader.whole(*family.positions, default=family.positions_default),
+        "max_positions": reader.whole(*kind.positions, default=kind.positions_default),
     }
 
 
-def _ffn(reader: ConfigReader, family: Family, hidden: int) -> int:
-    if not family.ffn_is_4_hidden:
-        return reader.whole(*family.ffn)
-    stated = reader.whole_or_null(*family.ffn, default=None)
-    message = f"4 x {hidden}, the width of the MLP where {family.ffn[0]} is not stated, is above {MAX_DIM}"
-    reader.check(lambda: stated is not None or 4 * hidden <= MAX_DIM, family.hidden, message)
+def _ffn(reader: ConfigReader, kind: ModelType, hidden: int) -> int:
+    if not kind.ffn_is_4_hidden:
+        return reader.whole(*kind.ffn)
+    stated = reader.whole_or_null(*kind.ffn, default=None)
+    message = f"4 x {hidden}, the width of the MLP where {kind.ffn[0]} is not stated, is above {MAX_DIM}"
+    reader.check(lambda: stated is not None or 4 * hidden <= MAX_DIM, kind.hidden, message)
     return stated or 4 * hidden
 
 
-def _heads(reader: ConfigReader, family: Family, hidden: int, heads: int) -> tuple[int, int]:
+def _heads(reader: ConfigReader, kind: ModelType, hidden: int, heads: int) -> tuple[int, int]:
     """Return key/value heads and the size of a head, checked against the other sizes."""
-    stated = reader.whole_or_null("head_dim", default=family.head_dim_default)
-    if stated is None or not family.grouped_heads:
+    stated = reader.whole_or_null("head_dim", default=kind.head_dim_default)
+    if stated is None or not kind.grouped_heads:
         message = f"{heads} heads cannot share a hidden size of {hidden} evenly"
-        reader.check(lambda: hidden % heads == 0, (*family.heads, *family.hidden), message)
+        reader.check(lambda: hidden % heads == 0, (*kind.heads, *kind.hidden), message)
     head_dim = max(1, hidden // heads) if stated is None else stated
-    kv_heads = reader.whole_or_null("num_key_value_heads", default=family.kv_heads_default) or heads
-    if not family.grouped_heads:
-        one_each = f"{family.architecture} has one key/value head per query head, of hidden size / heads numbers"
-        reader.check(lambda: head_dim == hidden // heads, ("head_dim", *family.heads, *family.hidden), one_each)
-        reader.check(lambda: kv_heads == heads, ("num_key_value_heads", *family.heads), one_each)
+    kv_heads = reader.whole_or_null("num_key_value_heads", default=kind.kv_heads_default) or heads
+    if not kind.grouped_heads:
+        one_each = f"{kind.architecture} has one key/value head per query head, of hidden size / heads numbers"
+        reader.check(lambda: head_dim == hidden // heads, ("head_dim", *kind.heads, *kind.hidden), one_each)
+        reader.check(lambda: kv_heads == heads, ("num_key_value_heads", *kind.heads), one_each)
     else:
         message = f"{heads} query heads cannot share {kv_heads} key/value heads evenly"
-        reader.check(lambda: heads % kv_heads == 0, ("num_key_value_heads", *family.heads), message)
+        reader.check(lambda: heads % kv_heads == 0, ("num_key_value_heads", *kind.heads), message)
     return kv_heads, head_dim
 
 
-def _biases(reader: ConfigReader, family: Family) -> dict[str, Any]:
-    always = f"{family.architecture} leaves no choice"
-    if family.attention_bias is None:
-        reader.only("attention_bias", (family.qkv_bias, None), always)
-        qkv, out = family.qkv_bias, family.out_bias
+def _biases(reader: ConfigReader, kind: ModelType) -> dict[str, Any]:
+    always = f"{kind.architecture} leaves no choice"
+    qkv, out, mlp = kind.qkv_bias, kind.out_bias, kind.mlp_bias
+    if kind.attention_bias is None:
+        reader.only("attention_bias", (qkv, None), always)
     else:
-        qkv = out = reader.flag("attention_bias", family.attention_bias)
-    if family.mlp_bias_is_read:
-        return {"qkv_bias": qkv, "out_bias": out, "mlp_bias": reader.flag("mlp_bias", family.mlp_bias)}
-    reader.only("mlp_bias", (family.mlp_bias, None), always)
-    return {"qkv_bias": qkv, "out_bias": out, "mlp_bias": family.mlp_bias}
+        qkv = out = reader.flag("attention_bias", kind.attention_bias)
+    if kind.mlp_bias_is_read:
+        mlp = reader.flag("mlp_bias", mlp)
+    else:
+        reader.only("mlp_bias", (mlp, None), always)
+    return {"qkv_bias": qkv, "out_bias": out, "mlp_bias": mlp}
 
 
-def _rotary(reader: ConfigReader, family: Family, head_dim: int, max_positions: int) -> dict[str, Any]:
+def _rotary(reader: ConfigReader, kind: ModelType, head_dim: int, max_positions: int) -> dict[str, Any]:
     """Read positions: the older flat fields, then ``rope_scaling`` or ``rope_parameters``, which win."""
-    if family.theta_default is None:
+    if kind.theta_default is None:
         return {"positions": "learned"}
-    theta = reader.number(*family.theta, default=family.theta_default, low=1.0)
-    fraction = reader.number(*family.fraction, default=family.fraction_default, low=0.0, high=1.0)
+    theta = reader.number(*kind.theta, default=kind.theta_default, low=1.0)
+    fraction = reader.number(*kind.fraction, default=kind.fraction_default, low=0.0, high=1.0)
     field = "rope_scaling" if reader.data.get("rope_scaling") else "rope_parameters"
     data: object = reader.data.get(field) or {}
     if not isinstance(data, Mapping):
@@ -282,13 +279,14 @@ def _rotary(reader: ConfigReader, family: Family, head_dim: int, max_positions: 
     scaling = _scaling(group, flat, max_positions)
     reader.faults.extend(fault.under(field) for fault in group.faults)
     if not group.faults:
-        _check_rotated(reader, family, head_dim, fraction)
-    return {
-        "positions": "rotary",
-        "rotary_theta": theta,
-        "rotary_fraction": fraction,
-        "rotary_scaling": scaling,
-    }
+        if kind.fraction_default == 1 and fraction != 1:
+            whole_heads = f"must be 1, not {fraction}: {kind.architecture} rotates whole heads"
+            reader.refuse("partial_rotary_factor", whole_heads)
+        dims = int(head_dim * fraction)
+        fields = ("head_dim", *kind.fraction, *kind.hidden, *kind.heads)
+        message = f"rotary positions turn pairs of numbers; {dims} of the {head_dim} of a head cannot be paired"
+        reader.check(lambda: dims >= 2 and dims % 2 == 0, fields, message)
+    return {"positions": "rotary", "rotary_theta": theta, "rotary_fraction": fraction, "rotary_scaling": scaling}
 
 
 def _scaling(group: ConfigReader, original: int | None, max_positions: int) -> RotaryScaling | None:
@@ -317,19 +315,10 @@ def _scaling(group: ConfigReader, original: int | None, max_positions: int) -> R
     )
 
 
-def _check_rotated(reader: ConfigReader, family: Family, head_dim: int, fraction: float) -> None:
-    if family.fraction_default == 1 and fraction != 1:
-        reader.refuse("partial_rotary_factor", f"must be 1, not {fraction}: {family.architecture} rotates whole heads")
-    dims = int(head_dim * fraction)
-    sources = ("head_dim", *family.fraction, *family.hidden, *family.heads)
-    message = f"rotary positions turn pairs of numbers; {dims} of the {head_dim} of a head cannot be paired"
-    reader.check(lambda: dims >= 2 and dims % 2 == 0, sources, message)
-
-
-def _experts(reader: ConfigReader, family: Family) -> dict[str, Any]:
-    if not family.experts:
+def _experts(reader: ConfigReader, kind: ModelType) -> dict[str, Any]:
+    if not kind.experts:
         for field in ("num_local_experts", "num_experts", "num_experts_per_tok"):
-            reader.only(field, (0, 1, None), f"{family.architecture} has no experts")
+            reader.only(field, (0, 1, None), f"{kind.architecture} has no experts")
         return {}
     experts = reader.whole("num_local_experts", "num_experts", low=2, high=MAX_EXPERTS)
     chosen = reader.whole("num_experts_per_tok", default=2)
@@ -338,42 +327,42 @@ def _experts(reader: ConfigReader, family: Family) -> dict[str, Any]:
     return {"num_experts": experts, "experts_per_token": chosen}
 
 
-def _norms_and_head(reader: ConfigReader, family: Family) -> dict[str, Any]:
-    activation = reader.choice(family.activation, default=family.activation_default, known=ACTIVATIONS)
-    parallel = family.parallel_residual and reader.flag("use_parallel_residual", True)
+def _norms_and_head(reader: ConfigReader, kind: ModelType) -> dict[str, Any]:
+    activation = reader.choice(kind.activation, default=kind.activation_default, known=ACTIVATIONS)
+    parallel = kind.parallel_residual and reader.flag("use_parallel_residual", True)
     return {
-        "norm": family.norm,
-        "norm_eps": reader.number(family.norm_eps, default=family.norm_eps_default, low=_SMALLEST, high=1.0),
+        "norm": kind.norm,
+        "norm_eps": reader.number(kind.norm_eps, default=kind.norm_eps_default, low=_SMALLEST, high=1.0),
         "activation": ACTIVATIONS[activation],
-        "gated_mlp": family.gated_mlp,
-        "qk_norm": family.qk_norm,
+        "gated_mlp": kind.gated_mlp,
+        "qk_norm": kind.qk_norm,
         "parallel_residual": parallel,
-        "tied_embeddings": reader.flag("tie_word_embeddings", family.tied),
+        "tied_embeddings": reader.flag("tie_word_embeddings", kind.tied),
     }
 
 
-def _window(reader: ConfigReader, family: Family, num_layers: int) -> int | None:
+def _window(reader: ConfigReader, kind: ModelType, num_layers: int) -> int | None:
     """Return how many positions back every layer looks; layers that differ are refused."""
-    if family.window == "none":
+    if kind.window == "none":
         if reader.data.get("use_sliding_window") is not False:
-            reader.only("sliding_window", (None,), f"{family.architecture} looks at the whole sequence")
+            reader.only("sliding_window", (None,), f"{kind.architecture} looks at the whole sequence")
         window = None
-    elif family.window == "all layers":
-        window = reader.whole_or_null("sliding_window", default=family.window_default)
+    elif kind.window == "all layers":
+        window = reader.whole_or_null("sliding_window", default=kind.window_default)
     else:
-        window = _window_of_some_layers(reader, family, num_layers)
+        window = _window_of_some_layers(reader, kind, num_layers)
     stated = reader.data.get("layer_types")
     if stated is not None:
-        kind = "full_attention" if window is None else "sliding_attention"
-        message = f"must be {num_layers} x {kind!r}, as the other fields say; layers that differ are not modelled"
-        reader.check(lambda: stated == [kind] * num_layers, ("layer_types", "num_hidden_layers"), message)
+        layer = "full_attention" if window is None else "sliding_attention"
+        message = f"must be {num_layers} x {layer!r}, as the other fields say; layers that differ are not modelled"
+        reader.check(lambda: stated == [layer] * num_layers, ("layer_types", "num_hidden_layers"), message)
     return window
 
 
-def _window_of_some_layers(reader: ConfigReader, family: Family, num_layers: int) -> int | None:
+def _window_of_some_layers(reader: ConfigReader, kind: ModelType, num_layers: int) -> int | None:
     if not reader.flag("use_sliding_window", False):
         return None
-    window = reader.whole_or_null("sliding_window", default=family.window_default)
+    window = reader.whole_or_null("sliding_window", default=kind.window_default)
     first = reader.whole("max_window_layers", default=28, low=0)
     if reader.data.get("layer_types") is not None:
         first = 0 if "sliding_attention" in str(reader.data["layer_types"]) else num_layers

@@ -30,7 +30,6 @@ class BothWays:
     weights: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse negative counts."""
         counts = {"forward": self.forward, "backward": self.backward, "weights": self.weights or 0}
         require(*((count >= 0, name, f"must not be negative, not {count}") for name, count in counts.items()))
 
@@ -66,7 +65,6 @@ class Kernel:
     source: str
 
     def __post_init__(self) -> None:
-        """Refuse a kernel without operations or source, and entries of ``saves`` that cannot be read."""
         unread = [text for text in self.saves or () if not _SAVES.fullmatch(text)]
         require(
             (
@@ -132,7 +130,6 @@ class Kernels:
     settles_experts: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse negative memory, and a table that does not say where its settings come from."""
         settings = [each for each in fields(self) if each.name not in ("name", "kernels", "sources")]
         required = [each.name for each in settings if each.default is MISSING is each.default_factory]
         stated = [each.name for each in settings if each.name not in required and getattr(self, each.name)]

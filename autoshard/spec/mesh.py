@@ -1,11 +1,13 @@
 """Named axes laid on the ranks of a cluster."""
 
 import functools
-import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.errors import Fault, InputError, nearest, require
 from autoshard.spec.cluster import Cluster
@@ -14,6 +16,7 @@ from autoshard.spec.placement import Placement
 # An axis is the product of these atoms wherever the mesh does not hold it whole.
 AXIS_ATOMS: Mapping[str, tuple[str, ...]] = {"dp": ("edp", "ep"), "tp": ("kv", "rep")}
 ATOMS: tuple[str, ...] = ("pp", "edp", "ep", "cp", "kv", "rep")
+Ints = NDArray[np.int64]
 _NAMES = (*ATOMS, *AXIS_ATOMS)
 _ATOM_TEXT = re.compile(r"([a-z]+)=([0-9]{1,12})")
 
@@ -39,17 +42,12 @@ class Mesh:
     placement: Placement
 
     def __post_init__(self) -> None:
-        """Refuse names that are no atoms, empty axes, and meshes that do not fill whole nodes."""
         names = [name for name, _ in self.axes]
         require(
             *((name in _NAMES, "axes", f"{name!r} is not an axis. {nearest(name, _NAMES)}") for name in names),
             (len(set(names)) == len(names), "axes", "the same axis stands twice"),
             *(
-                (
-                    axis not in names or not set(atoms) & set(names),
-                    "axes",
-                    f"{axis} stands whole and in parts",
-                )
+                (axis not in names or not set(atoms) & set(names), "axes", f"{axis} stands whole and in parts")
                 for axis, atoms in AXIS_ATOMS.items()
             ),
             *((size >= 1, f"axes.{name}", f"must be at least 1, not {size}") for name, size in self.axes),
@@ -125,7 +123,7 @@ class Mesh:
         return math.prod(size for _, size in self.axes)
 
     def atoms_of(self, name: str) -> tuple[str, ...]:
-        """List the atoms that an atom or axis name stands for; none where the mesh leaves it out."""
+        """Return the atoms that an atom or axis name stands for; none where the mesh leaves it out."""
         if name not in _NAMES:
             raise InputError.of("axis", f"{name!r} is not an axis. {nearest(name, _NAMES)}")
         wanted = (name, *AXIS_ATOMS.get(name, ()))
@@ -141,40 +139,45 @@ class Mesh:
 
         Two meshes of the same ranks and placement with equal steps have groups of the same shape.
         """
-        picked, _ = self._divided(names)
-        strides, sizes = self._strides(), dict(self.axes)
-        return tuple((strides[atom], sizes[atom]) for atom in picked if sizes[atom] > 1)
+        sizes = [size for _, size in self.axes]
+        picked = self._order(names)[1]
+        return tuple((math.prod(sizes[axis + 1 :]), sizes[axis]) for axis in picked if sizes[axis] > 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return where a rank stands along each atom."""
         assert 0 <= rank < self.num_ranks, f"rank {rank} is not one of the {self.num_ranks} of the mesh"
-        local_rank = rank % self.ranks_per_node
-        position = rank - local_rank + _positions(self.placement)[local_rank]
-        sizes = dict(self.axes)
-        return {name: position // stride % sizes[name] for name, stride in self._strides().items()}
+        node, local_rank = divmod(rank, self.ranks_per_node)
+        position = node * self.ranks_per_node + self.placement.local_ranks.index(local_rank)
+        found: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            position, found[name] = divmod(position, size)
+        return {name: found[name] for name, _ in self.axes}
 
     def ranks_of(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
-        """List the ranks that stand at these coordinates of atoms or axes, in order of the remaining ones."""
+        """Return the ranks that stand at these coordinates of atoms or axes, in order of the remaining ones."""
         fixed: dict[str, int] = {}
         for name, coordinate in coordinates.items():
             assert 0 <= coordinate < self.size(name), f"{name} has no coordinate {coordinate}"
-            fixed.update(self._split(name, coordinate))
-        strides = self._strides()
-        base = sum(strides[atom] * coordinate for atom, coordinate in fixed.items())
-        free = tuple(atom for atom, _ in self.axes if atom not in fixed)
-        return self._placed([base + offset for offset in self._offsets(free)])
+            for atom in reversed(self.atoms_of(name)):
+                coordinate, fixed[atom] = divmod(coordinate, self.size(atom))
+        return _flat(_grid(self)[tuple(fixed.get(atom, slice(None)) for atom, _ in self.axes)])
 
     def groups(self, names: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """List the groups of ranks that differ only along these atoms or axes.
+        """Return the groups of ranks that differ only along these atoms or axes.
 
         Members are ordered by their coordinates along the names as listed, outermost first; the groups by the
         coordinates along the other atoms.
         """
-        picked, others = self._divided(names)
-        return self._groups_at(self._offsets(others), self._offsets(picked))
+        return _rows(self._grouped(names, _grid(self)))
+
+    def group_of(self, rank: int, names: str | Sequence[str]) -> tuple[int, ...]:
+        """Return the one group along these atoms or axes that a rank belongs to."""
+        others, picked = self._order(names)
+        at = list(self.coordinates(rank).values())
+        return _flat(_grid(self).transpose((*others, *picked))[tuple(at[axis] for axis in others)])
 
     def repeats_every(self, num_ranks: int) -> bool:
-        """Whether each further stretch of so many ranks, whole nodes, looks like the first for any groups."""
+        """Return whether each further stretch of so many ranks, whole nodes, looks like the first for any groups."""
         block, fits = 1, num_ranks % self.ranks_per_node == 0
         for _, size in reversed(self.axes):
             block *= size
@@ -182,102 +185,47 @@ class Mesh:
         return fits
 
     def local_groups(self, names: str | Sequence[str], num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """List the groups that meet the first ``num_ranks`` ranks, cut to these and one member beyond them.
+        """Return the groups that meet the first ``num_ranks`` ranks, cut to these and one member beyond them.
 
         Where the mesh repeats every ``num_ranks`` ranks this says all that there is to know about how groups
-        share links, at a cost that does not grow with the number of nodes.
+        share links.
         """
         assert self.repeats_every(num_ranks), f"{self} does not repeat every {num_ranks} ranks"
-        picked, others = self._divided(names)
-        strides, sizes = self._strides(), dict(self.axes)
-        reach = sum((sizes[atom] - 1) * strides[atom] for atom in picked)
-        inside = self._offsets(picked, below=num_ranks)
-        beyond = [reach] if reach >= num_ranks else []
-        return self._groups_at(self._offsets(others, below=num_ranks), [*inside, *beyond])
+        positions = self._grouped(names, np.arange(self.num_ranks).reshape([size for _, size in self.axes]))
+        near = positions[0] < num_ranks
+        near[-1] = True
+        return _rows(self._grouped(names, _grid(self))[positions[:, 0] < num_ranks][:, near])
 
-    def group_of(self, rank: int, names: str | Sequence[str]) -> tuple[int, ...]:
-        """Return the one group along these atoms or axes that a rank belongs to."""
-        picked, others = self._divided(names)
-        coordinates, strides = self.coordinates(rank), self._strides()
-        base = sum(coordinates[atom] * strides[atom] for atom in others)
-        return self._placed([base + offset for offset in self._offsets(picked)])
-
-    def _strides(self) -> dict[str, int]:
-        """Return how far apart in position two neighbours along each atom are."""
-        strides, stride = dict[str, int](), self.num_ranks
-        for name, size in self.axes:
-            stride //= size
-            strides[name] = stride
-        return strides
-
-    def _split(self, name: str, coordinate: int) -> dict[str, int]:
-        """Split a coordinate along an axis into coordinates along its atoms."""
-        split: dict[str, int] = {}
-        for atom in reversed(self.atoms_of(name)):
-            coordinate, split[atom] = divmod(coordinate, self.size(atom))
-        return split
-
-    def _divided(self, names: str | Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Split the atoms into the named ones, in the order named, and the others."""
+    def _order(self, names: str | Sequence[str]) -> tuple[list[int], list[int]]:
+        """Return the numbers of the atoms that are not named, and of those that are, in the order named."""
         listed = (names,) if isinstance(names, str) else names
-        picked = tuple(itertools.chain.from_iterable(self.atoms_of(name) for name in listed))
-        twice = sorted({atom for atom in picked if picked.count(atom) > 1})
+        order = [atom for atom, _ in self.axes]
+        picked = [order.index(atom) for name in listed for atom in self.atoms_of(name)]
+        twice = sorted({order[axis] for axis in picked if picked.count(axis) > 1})
         if twice:
             raise InputError(Fault(where="axis", message=f"{atom} is named twice") for atom in twice)
-        return picked, tuple(atom for atom, _ in self.axes if atom not in picked)
+        return [axis for axis in range(len(order)) if axis not in picked], picked
 
-    def _offsets(self, atoms: Sequence[str], below: int | None = None) -> list[int]:
-        """List the positions that the atoms span from position 0; optionally only those below a limit."""
-        strides, sizes = self._strides(), dict(self.axes)
-        limit = self.num_ranks if below is None else below
-        offsets = [0]
-        for atom in atoms:
-            reach = range(0, min(sizes[atom] * strides[atom], limit), strides[atom])
-            offsets = [offset + step for offset in offsets for step in reach]
-        return offsets if below is None else [offset for offset in offsets if offset < below]
-
-    def _placed(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """Turn positions into the ranks that stand there."""
-        shift, size = _shifts(self.placement), self.ranks_per_node
-        if not shift:
-            return tuple(positions)
-        return tuple([position + shift[position % size] for position in positions])
-
-    def _groups_at(self, bases: Sequence[int], offsets: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Make one group for each base position."""
-        if len(offsets) > len(bases):
-            return tuple([self._placed([base + offset for offset in offsets]) for base in bases])
-        # Member by member, because many small tuples are slow to make one at a time.
-        return tuple(zip(*[self._placed([base + offset for base in bases]) for offset in offsets], strict=True))
+    def _grouped(self, names: str | Sequence[str], grid: Ints) -> Ints:
+        """Return one row for each group."""
+        others, picked = self._order(names)
+        members = math.prod(grid.shape[axis] for axis in picked)
+        return grid.transpose((*others, *picked)).reshape(-1, members)
 
 
 @functools.lru_cache(maxsize=64)
-def _shifts(placement: Placement) -> tuple[int, ...]:
-    """Return how far the rank at each position lies from the rank of the same number; nothing if linear."""
-    if placement.is_linear:
-        return ()
-    return tuple(rank - position for position, rank in enumerate(placement.local_ranks))
+def _grid(mesh: Mesh) -> Ints:
+    """Return the rank at each combination of coordinates."""
+    nodes = np.arange(0, mesh.num_ranks, mesh.ranks_per_node)
+    return (nodes[:, None] + mesh.placement.local_ranks).reshape([size for _, size in mesh.axes])
 
 
-@functools.lru_cache(maxsize=64)
-def _positions(placement: Placement) -> tuple[int, ...]:
-    """Invert a placement: which position each local rank stands at."""
-    positions = [0] * len(placement.local_ranks)
-    for position, rank in enumerate(placement.local_ranks):
-        positions[rank] = position
-    return tuple(positions)
+def _flat(ranks: Ints) -> tuple[int, ...]:
+    return tuple(ranks.reshape(-1).tolist())
 
 
-def axis_levels_bytes_per_s(cluster: Cluster, mesh: Mesh, names: str | Sequence[str]) -> tuple[float, ...]:
-    """Return what each group along these axes gets of every link when all run a ring at once, innermost first.
-
-    The same as ``cluster.level_bandwidths_bytes_per_s(mesh.groups(names))``, at a cost that does not grow.
-    """
-    assert mesh.num_ranks == cluster.num_ranks, f"{mesh} is not a mesh of {cluster.num_ranks} ranks"
-    repeat = cluster.repeat_ranks
-    if mesh.repeats_every(repeat):
-        return cluster.level_bandwidths_bytes_per_s(mesh.local_groups(names, repeat), judged=repeat)
-    return cluster.level_bandwidths_bytes_per_s(mesh.groups(names))
+def _rows(ranks: Ints) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, ranks.tolist()))
 
 
 def axis_of_atoms(atoms: tuple[str, ...]) -> str:

@@ -30,16 +30,11 @@ class RotaryScaling:
     original_positions: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse numbers that stretch nothing or divide by zero."""
         low, high, blends = self.low_frequency_factor, self.high_frequency_factor, self.kind == "llama3"
         require(
             (self.factor >= 1, "factor", f"must be at least 1, not {self.factor}"),
             (low > 0, "low_frequency_factor", f"must be positive, not {low}"),
-            (
-                not blends or high > low,
-                "high_frequency_factor",
-                f"must be above the low one, {low}, not {high}",
-            ),
+            (not blends or high > low, "high_frequency_factor", f"must be above the low one, {low}, not {high}"),
             (
                 not blends or self.original_positions >= 1,
                 "original_positions",
@@ -81,7 +76,6 @@ class ModelSpec:
     source: str
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no transformer can have."""
         dims = ("hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab", "max_positions")
         ranges = [_within(name, getattr(self, name), 1, MAX_DIM) for name in dims]
         require(
@@ -92,11 +86,7 @@ class ModelSpec:
                 "num_kv_heads",
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly",
             ),
-            (
-                0 < self.rotary_fraction <= 1,
-                "rotary_fraction",
-                f"must lie in (0, 1], not {self.rotary_fraction}",
-            ),
+            (0 < self.rotary_fraction <= 1, "rotary_fraction", f"must lie in (0, 1], not {self.rotary_fraction}"),
             (self.rotary_theta >= 1, "rotary_theta", f"must be at least 1, not {self.rotary_theta}"),
             (
                 self.positions == "learned" or (self.rotary_dims >= 2 and self.rotary_dims % 2 == 0),
@@ -104,11 +94,7 @@ class ModelSpec:
                 f"rotary positions turn pairs; {self.rotary_dims} of {self.head_dim} cannot be paired",
             ),
             (self.norm_eps > 0, "norm_eps", f"must be positive, not {self.norm_eps}"),
-            (
-                self.window is None or self.window >= 1,
-                "window",
-                f"must be at least 1, or null, not {self.window}",
-            ),
+            (self.window is None or self.window >= 1, "window", f"must be at least 1, or null, not {self.window}"),
             (
                 self.num_experts == 0 or 2 <= self.num_experts <= MAX_EXPERTS,
                 "num_experts",
@@ -139,47 +125,18 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Every trained number once: a tied output head adds nothing to the embedding that it shares."""
-        mlps = max(1, self.num_experts) * (self._mlp_weights + self._mlp_biases)
-        layer = self._attention_weights + self._attention_vectors + mlps + self._router_weights
-        norms = (2 * self.num_layers + 1) * self._norm_size(self.hidden)
+        heads = self.num_heads + 2 * self.num_kv_heads
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden
+        attention += heads * self.head_dim * self.qkv_bias + self.hidden * self.out_bias
+        per_norm = 2 if self.norm_has_bias else 1
+        attention += 2 * per_norm * self.head_dim * self.qk_norm
+        products = 2 if self.gated_mlp else 1
+        mlp = (products + 1) * self.hidden * self.ffn + (products * self.ffn + self.hidden) * self.mlp_bias
+        layer = attention + max(1, self.num_experts) * mlp + self.num_experts * self.hidden
+        norms = (2 * self.num_layers + 1) * per_norm * self.hidden
         tables = self.vocab * (1 if self.tied_embeddings else 2)
         learned = self.max_positions if self.positions == "learned" else 0
         return self.num_layers * layer + norms + (tables + learned) * self.hidden
-
-    @property
-    def matmul_parameters(self) -> int:
-        """Weights that one token is multiplied with: 2 FLOPs each in forward, 4 in backward.
-
-        Counts router, chosen experts and output head, also when tied; no embeddings, norms, biases.
-        """
-        mlps = max(1, self.experts_per_token) * self._mlp_weights
-        layer = self._attention_weights + mlps + self._router_weights
-        return self.num_layers * layer + self.vocab * self.hidden
-
-    @property
-    def _attention_weights(self) -> int:
-        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden
-
-    @property
-    def _attention_vectors(self) -> int:
-        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
-        out = self.hidden if self.out_bias else 0
-        return qkv + out + (2 * self._norm_size(self.head_dim) if self.qk_norm else 0)
-
-    @property
-    def _mlp_weights(self) -> int:
-        return (3 if self.gated_mlp else 2) * self.hidden * self.ffn
-
-    @property
-    def _mlp_biases(self) -> int:
-        return (2 if self.gated_mlp else 1) * self.ffn + self.hidden if self.mlp_bias else 0
-
-    @property
-    def _router_weights(self) -> int:
-        return self.num_experts * self.hidden
-
-    def _norm_size(self, dim: int) -> int:
-        return 2 * dim if self.norm_has_bias else dim
 
 
 def _within(name: str, value: int, low: int, high: int) -> tuple[bool, str, str]:

@@ -1,20 +1,20 @@
 """Finds model cards by name, and reads any Hugging Face ``config.json`` by path."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from autoshard.errors import Fault, InputError, nearest
+from autoshard.errors import Fault, InputError, nearest, require
 from autoshard.spec.config_reader import shown
-from autoshard.spec.files import shipped
+from autoshard.spec.files import read_data, shipped
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.model import ModelSpec
 
 # The key under which a card says what it is and where its numbers are from; the rest is plain Hugging Face.
 HEADER = "autoshard"
 _MAX_CONFIG_BYTES = 16 * 2**20
+_CITATIONS = ("https://", "arXiv:", "Designed for this project")
 
 
 def model_names() -> tuple[str, ...]:
@@ -35,8 +35,9 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
     names = model_names()
     text = str(name_or_path)
     if text in names and isinstance(name_or_path, str):
-        return _load(shipped("models") / f"{text}.json", text)
-    if not _is_path(name_or_path):
+        return _load(shipped("models") / f"{text}.json", text, is_card=True)
+    looks_like_a_path = isinstance(name_or_path, Path) or text.endswith(".json") or "/" in text or os.sep in text
+    if not looks_like_a_path and not (text and os.path.lexists(text)):
         hint = f"{nearest(text, names)} Or give the path of a config.json."
         raise InputError.of("model", f"{text!r} is not a known model. {hint}")
     path = Path(name_or_path)
@@ -57,52 +58,33 @@ def load_config(name_or_path: str | Path) -> Mapping[str, object]:
     return {key: value for key, value in config.items() if key != HEADER}
 
 
-def _is_path(name_or_path: str | Path) -> bool:
-    text = str(name_or_path)
-    looks_like_one = isinstance(name_or_path, Path) or text.endswith(".json") or "/" in text or os.sep in text
-    return looks_like_one or (text != "" and os.path.lexists(text))
-
-
-def _load(path: Path, name: str) -> ModelSpec:
-    config = read_config(path)
-    header = config.get(HEADER)
-    stated = cast(Mapping[str, object], header).get("source") if isinstance(header, Mapping) else None
-    source = stated if isinstance(stated, str) else f"the user's {path.name}"
-    try:
-        return spec_from_config(config, name=name, source=source)
-    except InputError as error:
-        # The path in front says which file; the dots after it lead to the field.
-        faults = [Fault(where=f"{path}: {fault.where}", message=fault.message) for fault in error.faults]
-        raise InputError(faults) from error
-
-
 def read_config(path: Path) -> Mapping[str, object]:
     """Return the data of a config.json, or say why there is none."""
     try:
-        content = _content(path)
+        known = "Give a config.json, a folder that holds one, or a name that `autoshard list models` shows."
+        require((path.exists(), str(path), f"there is no such file. {known}"))
+        require((path.is_file(), str(path), "is not a regular file"))
+        too_large = "is far too large for a config.json; is it a file of weights?"
+        require((path.stat().st_size <= _MAX_CONFIG_BYTES, str(path), too_large))
     except (OSError, ValueError) as error:
         raise InputError.of(str(path), f"cannot be read: {error}") from error
-    try:
-        data: object = json.loads(content)
-    except json.JSONDecodeError as error:
-        message = f"is not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
-        raise InputError.of(str(path), message) from error
-    except (ValueError, RecursionError) as error:
-        raise InputError.of(str(path), f"is not usable JSON: {error}") from error
+    data = read_data(path)
     if not isinstance(data, dict):
         raise InputError.of(str(path), f"must be a JSON object, as a Hugging Face config.json is, not {shown(data)}")
     return cast(dict[str, object], data)
 
 
-def _content(path: Path) -> bytes:
-    if not path.exists():
-        known = "Give a config.json, a folder that holds one, or a name that `autoshard list models` shows."
-        raise InputError.of(str(path), f"there is no such file. {known}")
-    if not path.is_file():
-        raise InputError.of(str(path), "is not a regular file")
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise InputError.of(str(path), "is far too large for a config.json; is it a file of weights?")
-    content = path.read_bytes()
-    if not content.strip():
-        raise InputError.of(str(path), "is empty")
-    return content
+def _load(path: Path, name: str, *, is_card: bool = False) -> ModelSpec:
+    config = read_config(path)
+    header = config.get(HEADER)
+    stated = cast(Mapping[str, object], header).get("source") if isinstance(header, Mapping) else None
+    source = stated if isinstance(stated, str) else f"the user's {path.name}"
+    cited = not is_card or any(mark in source for mark in _CITATIONS)
+    advice = f"must say where the numbers are from, with one of: {', '.join(_CITATIONS)}"
+    try:
+        require((cited, f"{HEADER}.source", advice))
+        return spec_from_config(config, name=name, source=source)
+    except InputError as error:
+        # The path in front says which file; the dots after it lead to the field.
+        faults = [Fault(where=f"{path}: {fault.where}", message=fault.message) for fault in error.faults]
+        raise InputError(faults) from error

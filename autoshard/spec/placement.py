@@ -26,7 +26,6 @@ class Placement:
     local_ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Refuse what is not a permutation."""
         size = len(self.local_ranks)
         require(
             (size > 0, "", "a placement needs at least one rank"),
@@ -56,7 +55,7 @@ class Placement:
 
     def __str__(self) -> str:
         """Print the canonical text: the longest runs from left to right."""
-        return _text(self)
+        return _text(self.local_ranks)
 
     @property
     def is_linear(self) -> bool:
@@ -74,7 +73,6 @@ class PlacementRule:
     source: str
 
     def __post_init__(self) -> None:
-        """Refuse a rule without name, size or source."""
         require(
             (bool(self.name.strip()), "name", "must not be empty"),
             (self.tp >= 1, "tp", f"must be at least 1, not {self.tp}"),
@@ -97,27 +95,16 @@ def _expanded(run: str) -> range:
 
 
 @functools.lru_cache(maxsize=256)
-def _text(placement: Placement) -> str:
-    ranks, runs, start = placement.local_ranks, list[str](), 0
+def _text(ranks: tuple[int, ...]) -> str:
+    runs, start = list[str](), 0
     while start < len(ranks):
-        end = _run_end(ranks, start)
-        runs.append(_run_text(ranks[start : end + 1]))
+        end = start
+        step = ranks[start + 1] - ranks[start] if start + 1 < len(ranks) else 0
+        while step and end + 1 < len(ranks) and ranks[end + 1] - ranks[end] == step:
+            end += 1
+        if end == start + 1 and abs(step) > 1:  # two ranks far apart are shorter as two runs
+            end = start
+        run = f"{ranks[start]}-{ranks[end]}" if end > start else str(ranks[start])
+        runs.append(f"{run}:{abs(step)}" if end > start and abs(step) > 1 else run)
         start = end + 1
     return "/".join(runs)
-
-
-def _run_end(ranks: tuple[int, ...], start: int) -> int:
-    """Find the last index of the run that starts here; two ranks far apart are shorter as two runs."""
-    if start + 1 == len(ranks):
-        return start
-    step, end = ranks[start + 1] - ranks[start], start + 1
-    while end + 1 < len(ranks) and ranks[end + 1] - ranks[end] == step:
-        end += 1
-    return end if abs(step) == 1 or end - start >= 2 else start
-
-
-def _run_text(run: tuple[int, ...]) -> str:
-    if len(run) == 1:
-        return str(run[0])
-    step = abs(run[1] - run[0])
-    return f"{run[0]}-{run[-1]}" if step == 1 else f"{run[0]}-{run[-1]}:{step}"

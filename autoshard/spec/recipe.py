@@ -35,7 +35,6 @@ class Recipe:
     training: Training = field(default_factory=Training)  # whose keys stand beside the others in a file
 
     def __post_init__(self) -> None:
-        """Refuse an empty name; numbers are judged where they are used."""
         require(
             (bool(self.model.strip()), "model", "must name a card or a config.json"),
             (bool(self.cluster.strip()), "cluster", "must name a cluster or a cluster file"),

@@ -10,20 +10,14 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, TypeVar
 
 from autoshard.errors import Fault, InputError, nearest
 
 T = TypeVar("T")
 MAX_WHOLE = 2**63 - 1  # what other JSON readers keep exactly, and small enough for any product to be printed
-_NAMES = {
-    str: "a string",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    type(None): "null",
-}
+_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 
@@ -52,10 +46,9 @@ def encode(value: object) -> Any:
 
 def _encode_field(kind: Any, value: object) -> Any:
     """Encode; a whole number in a field of floats becomes a float, as decoding makes it one."""
-    members = typing.get_args(kind)
+    encoded, members = encode(value), typing.get_args(kind)
     if type(value) is int and (kind is float or float in members):
         return float(value)
-    encoded = encode(value)
     if members and members[-1] is float and isinstance(value, Mapping):
         return {key: float(number) for key, number in encoded.items()}
     return encoded
@@ -77,11 +70,16 @@ def _refuse(faults: list[Fault], where: str, message: str) -> None:
 
 
 def _decode(kind: Any, data: object, where: str, faults: list[Fault]) -> object:
-    origin = typing.get_origin(kind)
+    origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return _decode_union(kind, data, where, faults)
+        if data is None and type(None) in members:
+            return None
+        (member,) = (member for member in members if member is not type(None))
+        return _decode(member, data, where, faults)
     if origin is Literal:
-        return _decode_literal(kind, data, where, faults)
+        known = any(data == choice and type(data) is type(choice) for choice in members)
+        says = f"expected one of {', '.join(map(str, members))}, found {_shown(data)}"
+        return data if known else _refuse(faults, where, says)
     if origin is tuple:
         return _decode_tuple(kind, data, where, faults)
     if origin is not None:
@@ -92,7 +90,13 @@ def _decode(kind: Any, data: object, where: str, faults: list[Fault]) -> object:
         return data
     if _has_text_form(kind):
         return _decode_text(kind, data, where, faults)
-    return _decode_dataclass(kind, data, where, faults)
+    return data if isinstance(data, kind) else _decode_dataclass(kind, data, where, faults)
+
+
+def _decode_text(kind: Any, data: object, where: str, faults: list[Fault]) -> object:
+    if not isinstance(data, str):
+        return _refuse(faults, where, f"expected text, found {_shown(data)}")
+    return _guarded(lambda: kind.parse(data), where, faults)
 
 
 def _decode_plain(kind: type, data: object, where: str, faults: list[Fault]) -> object:
@@ -109,22 +113,6 @@ def _decode_plain(kind: type, data: object, where: str, faults: list[Fault]) -> 
     if isinstance(data, int) and abs(data) > MAX_WHOLE:
         return _refuse(faults, where, "this number is too large")
     return data
-
-
-def _decode_literal(kind: Any, data: object, where: str, faults: list[Fault]) -> object:
-    choices = typing.get_args(kind)
-    if any(data == choice and type(data) is type(choice) for choice in choices):
-        return data
-    return _refuse(faults, where, f"expected one of {', '.join(map(str, choices))}, found {_shown(data)}")
-
-
-def _decode_union(kind: Any, data: object, where: str, faults: list[Fault]) -> object:
-    members = typing.get_args(kind)
-    if data is None and type(None) in members:
-        return None
-    rest = [member for member in members if member is not type(None)]
-    assert len(rest) == 1, f"{kind} is a union of several formats"
-    return _decode(rest[0], data, where, faults)
 
 
 def _decode_tuple(kind: Any, data: object, where: str, faults: list[Fault]) -> object:
@@ -157,12 +145,6 @@ def _decode_mapping(kind: Any, data: object, where: str, faults: list[Fault]) ->
     return types.MappingProxyType(values)
 
 
-def _decode_text(kind: Any, data: object, where: str, faults: list[Fault]) -> object:
-    if not isinstance(data, str):
-        return _refuse(faults, where, f"expected text, found {_shown(data)}")
-    return _guarded(lambda: kind.parse(data), where, faults)
-
-
 def _decode_dataclass(kind: Any, data: object, where: str, faults: list[Fault]) -> object:
     if not isinstance(data, Mapping):
         return _refuse(faults, where, f"expected an object, found {_shown(data)}")
@@ -173,14 +155,43 @@ def _decode_dataclass(kind: Any, data: object, where: str, faults: list[Fault]) 
         if key not in fields:
             _refuse(faults, _inside(where, str(key)), f"unknown key. {nearest(str(key), list(fields))}")
     values: dict[str, object] = {}
+    faulty: set[str] = set()
     for name, field in fields.items():
+        found = len(faults)
         if name in pairs:
             values[name] = _decode(field.type, pairs[name], _inside(where, name), faults)
         elif not _has_default(field):
             _refuse(faults, _inside(where, name), "missing")
-    if len(faults) > before:
-        return None
-    return _guarded(lambda: kind(**values), where, faults)
+        if len(faults) > found:
+            faulty.add(name)
+    if len(faults) == before:
+        return _guarded(lambda: kind(**values), where, faults)
+    faults += _other_faults(kind, values, faulty, where)
+    return None
+
+
+def _other_faults(kind: Any, values: Mapping[str, object], faulty: Collection[str], where: str) -> list[Fault]:
+    """Return what else is wrong with a value whose faulty fields are known.
+
+    Stand-ins take the place of these fields. A fault that two different stand-ins cause alike is not theirs.
+    """
+    found: list[dict[Fault, None]] = []
+    for number in (1, 2):
+        known = {str: "x" * number, int: number, float: float(number), bool: False}
+        stand_ins: dict[str, object] = {}
+        for name in faulty:
+            member = _fields(kind)[name].type
+            origin = typing.get_origin(member)
+            stand_ins[name] = () if origin is tuple else {} if origin is Mapping else known.get(member)
+        try:
+            kind(**{**values, **stand_ins})
+            return []
+        except InputError as error:
+            found.append(dict.fromkeys(error.faults))
+        except (ArithmeticError, AttributeError, TypeError, ValueError, KeyError):  # of a stand-in of another kind
+            return []
+    both = [fault for fault in found[0] if fault in found[1]]
+    return [fault.under(where) for fault in both if fault.where.split(".")[0].split("[")[0] not in faulty]
 
 
 @functools.cache
@@ -226,8 +237,11 @@ def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {"anyOf": [_schema(member, definitions) for member in members]}
     if origin is Literal:
         return {"enum": list(members)}
+    if origin is tuple and _is_open(members):
+        return {"type": "array", "items": _schema(members[0], definitions)}
     if origin is tuple:
-        return _tuple_schema(members, definitions)
+        items = [_schema(member, definitions) for member in members]
+        return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
     if origin is not None:
         return {"type": "object", "additionalProperties": _schema(members[1], definitions)}
     if kind is object:
@@ -240,13 +254,6 @@ def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         definitions[kind.__name__] = {}
         definitions[kind.__name__] = _dataclass_schema(kind, definitions)
     return {"$ref": f"#/$defs/{kind.__name__}"}
-
-
-def _tuple_schema(members: tuple[Any, ...], definitions: dict[str, Any]) -> dict[str, Any]:
-    if _is_open(members):
-        return {"type": "array", "items": _schema(members[0], definitions)}
-    places = [_schema(member, definitions) for member in members]
-    return {"type": "array", "prefixItems": places, "items": False, "minItems": len(places)}
 
 
 def _dataclass_schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:

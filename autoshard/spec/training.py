@@ -1,14 +1,58 @@
-"""What a training run does beside its plan: steps, learning rate, optimizer constants, checkpoints, trackers."""
+"""What a training run does beside its plan: data, steps, learning rate, optimizer constants, checkpoints, trackers."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from autoshard.errors import require
-from autoshard.spec.data import DataSpec
 
+LossOn = Literal["all", "answers"]
+Check = Literal["sizes", "full"]
 Shape = Literal["constant", "linear", "cosine", "wsd"]
 _WSD_SHARE = 5  # wsd: the last fifth of the steps decays (Hagele et al. 2024, arXiv:2405.18392, use 10 to 20%)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """Sets of tokens by folder, and how they are read; without a set the tokens are synthetic.
+
+    Args:
+        sets: A folder of `autoshard tokenize`, a prefix of .bin and .idx, or a small .txt file, each with its weight.
+        loss_on: Which tokens count in the loss: all, or only the answers of conversations.
+        check: What is looked at before the run: sizes of all files, or in full every byte.
+    """
+
+    sets: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    loss_on: LossOn = "all"
+    check: Check = "sizes"
+
+    def __post_init__(self) -> None:
+        require(
+            *(
+                (math.isfinite(weight) and weight > 0, f"sets.{name}", f"must weigh more than 0, not {weight}")
+                for name, weight in self.sets.items()
+            ),
+            (
+                self.loss_on == "all" or bool(self.sets),
+                "loss_on",
+                "answers need a set of conversations. Make one with autoshard tokenize --chat",
+            ),
+        )
+
+    def seen_from(self, folder: Path) -> "DataSpec":
+        """Return the same sets for a recipe in this folder: a path that is not here may stand beside the recipe."""
+        return replace(self, sets={_seen_from(folder, name): weight for name, weight in self.sets.items()})
+
+
+def _seen_from(folder: Path, name: str) -> str:
+    beside = folder / name
+    return name if _is_there(Path(name)) or not _is_there(beside) else str(beside)
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.with_name(f"{path.name}.idx").exists()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +72,6 @@ class RateSchedule:
     decay_steps: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no schedule has."""
         decay = self.decay_steps
         require(
             (self.warm_up_steps >= 0, "warm_up_steps", f"must be at least 0, not {self.warm_up_steps}"),
@@ -77,7 +120,6 @@ class AdamWConstants:
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
-        """Refuse constants for which moments do not settle."""
         require(
             (0 <= self.beta1 < 1, "beta1", f"must be from 0 to below 1, not {self.beta1}"),
             (0 <= self.beta2 < 1, "beta2", f"must be from 0 to below 1, not {self.beta2}"),
@@ -107,7 +149,6 @@ class Checkpointing:
     grace_seconds: float = 25.0
 
     def __post_init__(self) -> None:
-        """Refuse what would never save, or keep nothing."""
         require(
             *(
                 (value is None or value > 0, name, f"must be positive, not {value}")
@@ -173,7 +214,6 @@ class Training:
     track: Tracking = field(default_factory=Tracking)
 
     def __post_init__(self) -> None:
-        """Refuse a run that does nothing."""
         require(
             (self.steps >= 1, "steps", f"must be at least 1, not {self.steps}"),
             (self.seed >= 0, "seed", f"must be at least 0, not {self.seed}"),

@@ -82,7 +82,6 @@ class Workload:
     documents: Documents = "joined"
 
     def __post_init__(self) -> None:
-        """Refuse impossible numbers."""
         require(
             *((value >= 1, name, f"must be at least 1, not {value}") for name, value in self._counts()),
             *((value <= MOST, name, f"must be at most {MOST}, not {value}") for name, value in self._counts()),

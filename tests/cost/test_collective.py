@@ -9,7 +9,7 @@ from autoshard.cost.collective import Ring, efficiency, mesh_ring
 from autoshard.layout.collective import Collective
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
-from autoshard.spec.link import Link
+from autoshard.spec.cluster import Link
 from autoshard.spec.mesh import axis_of_atoms
 from tests.cost.cases import cluster, model
 

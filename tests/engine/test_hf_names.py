@@ -16,7 +16,7 @@ from autoshard.engine.hf_names import HF_NAMES, Form
 from autoshard.engine.hf_weights import HfNames
 from autoshard.errors import InputError
 from autoshard.graph.op import Array
-from autoshard.spec.hf_config import FAMILIES, spec_from_config
+from autoshard.spec.hf_config import MODEL_TYPES, spec_from_config
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import HEADER, model_names
 from tests.engine.hf_whole import from_hf, to_hf
@@ -35,7 +35,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 @st.composite
 def configs(draw: st.DrawFn) -> Mapping[str, Any]:
     """Any small configuration of any architecture; no two of its sizes need be alike."""
-    family = draw(st.sampled_from(sorted(FAMILIES)))
+    family = draw(st.sampled_from(sorted(MODEL_TYPES)))
     kv_heads, group, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), 2 * draw(st.integers(1, 3))
     single = family in ("gpt2", "gpt_neox")
     heads = kv_heads if single else kv_heads * group
@@ -87,7 +87,7 @@ def same(left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
 
 
 def test_every_architecture_has_a_table():
-    assert HF_NAMES.keys() == FAMILIES.keys()
+    assert HF_NAMES.keys() == MODEL_TYPES.keys()
 
 
 @given(config=configs(), form=st.sampled_from(FORMS))

@@ -87,7 +87,7 @@ def test_backward_does_twice_the_products_of_forward(model: ModelSpec, graph_of:
         assert block.matrix_flops("FIW", built.sizes) == 3 * forward
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
+MODEL_TYPES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {},
@@ -120,7 +120,7 @@ GPT2_SIZES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODEL_TYPES)
 def test_torch_counts_the_same_flops_on_the_transformers_model(family: str):
     """Forward and backward of the module, on the meta device where nothing depends on the numbers.
 
@@ -129,7 +129,7 @@ def test_torch_counts_the_same_flops_on_the_transformers_model(family: str):
     torch: Any = pytest.importorskip("torch")
     transformers: Any = pytest.importorskip("transformers")
     flop_counter: Any = pytest.importorskip("torch.utils.flop_counter")
-    fields = {**(GPT2_SIZES if family == "gpt2" else SIZES), **FAMILIES[family]}
+    fields = {**(GPT2_SIZES if family == "gpt2" else SIZES), **MODEL_TYPES[family]}
     config = transformers.AutoConfig.for_model(
         family, **fields, attn_implementation="eager", experts_implementation="eager"
     )

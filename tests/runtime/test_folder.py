@@ -14,8 +14,7 @@ from autoshard.errors import InputError, RunFailed
 from autoshard.plan.codec import dump
 from autoshard.runtime.folder import allow_attempts, changes_since, count_attempt, locked, refuse_other_run
 from autoshard.runtime.metrics.log import MetricsLog
-from autoshard.spec.data import DataSpec
-from autoshard.spec.training import RateSchedule, Training
+from autoshard.spec.training import DataSpec, RateSchedule, Training
 from tests.runtime.cases import children_of, started, tiny_plan, wait_until, write_tiny
 
 

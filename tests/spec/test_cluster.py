@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
-from autoshard.spec.cluster import Chip, Cluster, Link, Placement, PlacementRule
+from autoshard.spec.cluster import Chip, Cluster, Link
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
+from autoshard.spec.placement import Placement, PlacementRule
+from autoshard.spec.ports import level_bandwidths_bytes_per_s
 from autoshard.spec.record import decode, encode
 
 SOURCES = {"default": "test"}
@@ -157,7 +159,7 @@ def test_every_cluster_survives_json_and_can_be_a_key(name: str):
 
 def slowest(some: Cluster, groups: Sequence[Sequence[int]]) -> float:
     """What each group gets of the link that gives it least."""
-    return min(some.level_bandwidths_bytes_per_s(groups))
+    return min(level_bandwidths_bytes_per_s(some, groups))
 
 
 def across(num_nodes: int, per_node: int, node: int, step: int = 1, start: int = 0) -> tuple[int, ...]:

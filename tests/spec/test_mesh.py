@@ -8,8 +8,9 @@ from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.spec.cluster_catalogue import load_cluster
-from autoshard.spec.mesh import ATOMS, Mesh, axis_levels_bytes_per_s
+from autoshard.spec.mesh import ATOMS, Mesh
 from autoshard.spec.placement import Placement
+from autoshard.spec.ports import axis_levels_bytes_per_s, level_bandwidths_bytes_per_s
 from autoshard.spec.record import decode, encode
 
 NODES = (
@@ -107,7 +108,7 @@ def laid(draw: st.DrawFn):
 @given(laid(), names_of_axes())
 def test_one_stretch_of_the_mesh_tells_the_bandwidth_of_all(both: tuple, names: list[str]):
     cluster, mesh = both
-    whole = cluster.level_bandwidths_bytes_per_s(mesh.groups(names))
+    whole = level_bandwidths_bytes_per_s(cluster, mesh.groups(names))
     assert axis_levels_bytes_per_s(cluster, mesh, names) == pytest.approx(whole)
     repeat = cluster.repeat_ranks
     if mesh.repeats_every(repeat):

@@ -19,7 +19,7 @@ from autoshard.runtime.data.indexed import (
 from autoshard.runtime.data.manifest import NAME, FileRecord, Manifest, altered, missing_or_resized, read_manifest
 from autoshard.runtime.data.mixture import CutStream, Mixture, Shares
 from autoshard.runtime.data.stream import BYTES_EOS, FileStream, Stream, TextStream, Windows, packs
-from autoshard.spec.data import DataSpec
+from autoshard.spec.training import DataSpec
 
 _LOOKED_AT = 4096  # tokens at the begin of a file without a manifest
 _AT_ONCE, _TOGETHER = 16, 64  # threads that open files, and how many each takes at a time

@@ -10,7 +10,7 @@ from autoshard.graph.op import Array
 from autoshard.runtime.data.mixture import Mixture, Shares, permuted
 from autoshard.runtime.data.opened import open_source
 from autoshard.runtime.data.stream import packs
-from autoshard.spec.data import DataSpec
+from autoshard.spec.training import DataSpec
 from tests.runtime.data.cases import counting, write_set
 
 WEIGHTS = st.lists(st.floats(1e-3, 1), min_size=1, max_size=9)

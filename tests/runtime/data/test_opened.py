@@ -14,7 +14,7 @@ from autoshard.runtime.data.manifest import NAME, FileRecord, Manifest, Tokenize
 from autoshard.runtime.data.mixture import Mixture
 from autoshard.runtime.data.opened import open_source
 from autoshard.spec import record
-from autoshard.spec.data import DataSpec
+from autoshard.spec.training import DataSpec
 from tests.runtime.data.cases import counting, write_set
 
 
