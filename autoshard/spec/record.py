@@ -177,7 +177,7 @@ def _other_faults(kind: Any, values: Mapping[str, object], faulty: Collection[st
     """
     found: list[dict[Fault, None]] = []
     for number in (1, 2):
-        known = {str: "x" * number, int: number, float: float(number), bool: False}
+        known: dict[Any, object] = {str: "x" * number, int: number, float: float(number), bool: False}
         stand_ins: dict[str, object] = {}
         for name in faulty:
             member = _fields(kind)[name].type
