@@ -5,8 +5,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from autoshard.calibration.validate import validate
-from autoshard.calibration.validation import SetAccuracy, Validation
+from autoshard.calibration.validate import SetAccuracy, Validation, validate
 from benchmarks.accuracy_table import Found, write_pages
 from benchmarks.measure import yardstick_s
 from benchmarks.result import Extra, Result
@@ -20,10 +19,11 @@ TIME_BAR = 0.10
 def run(rows: Path | None = None, write: bool = False) -> Result:
     """Predict the rows of this repository, and those of another folder; write the tables of the pages if asked to."""
     start_s = time.process_time()
-    parts = [validate(folder) for folder in (DATA, *([rows] if rows else []))]
+    others = [validate(rows)] if rows else []
+    parts = [validate(DATA), *others]
     cpu_s = time.process_time() - start_s
     if write:
-        other = parts[1].sets if rows else None
+        other = others[0].sets if others else None
         write_pages(Found(own=parts[0].sets, other=other, date=datetime.now(UTC).date().isoformat()), DATA)
     return judge(parts, cpu_s)
 
@@ -32,7 +32,7 @@ def judge(parts: list[Validation], cpu_s: float) -> Result:
     """Hold the worst set against the bar; it holds only if every row was predicted."""
     sets = [entry for part in parts for entry in part.sets]
     worst = max((entry.step_time.mape for entry in sets if entry.step_time), default=math.inf)
-    missing = sum(entry.num_unrepresented for entry in sets) + sum(len(part.left_out) for part in parts)
+    missing = sum(len(part.left_out) for part in parts)
     return Result(
         name="accuracy",
         value=round(worst, 4),
@@ -41,7 +41,7 @@ def judge(parts: list[Validation], cpu_s: float) -> Result:
         holds=worst <= TIME_BAR and not missing,
         extras={
             **{key: value for name, entry in _named(sets) for key, value in _extras(name, entry).items()},
-            "unrepresented": missing,
+            "left_out": missing,
             "cpu_s": round(cpu_s, 3),
             "yardstick_s": yardstick_s(),
         },

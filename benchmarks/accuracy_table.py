@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoshard.calibration.accuracy import noise_floor
-from autoshard.calibration.measured import MeasuredRow, read_rows
-from autoshard.calibration.validate import row_files
-from autoshard.calibration.validation import SetAccuracy
+from autoshard.calibration.rows import MeasuredRow, measured_rows
+from autoshard.calibration.validate import SetAccuracy
 from autoshard.cost.calibration import Calibration, Fit, built_in
 from autoshard.spec.cluster_catalogue import cluster_names
 from benchmarks.pages import ROOT, head, line, table_in, with_table
@@ -75,7 +74,7 @@ def page_text(text: str, columns: Sequence[str], found: Found, calibrations: str
 
 def calibration_table(rows: Path) -> str:
     """Return what the constants that come with autoshard were fitted to, and their errors."""
-    known = {row.id: row for file in row_files(rows) for row in read_rows(file).values()}
+    known = {row.id: row for row in measured_rows(rows).rows.values()}
     names = ("calibration", "rows", "layouts", "noise floor", "fitted MAPE", "left-out MAPE", "left out", "interval")
     lines = head([*names, "newest row"], ("calibration", "newest row"))
     lines += [line(_calibration_cells(one, one.fit, known)) for one in _calibrations() if one.fit]

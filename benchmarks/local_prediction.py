@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.calibration.calibrate import calibrate
-from autoshard.calibration.measured_plan import Occasion, row_of
+from autoshard.calibration.rows import Occasion, row_of
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.predict import predict
 from autoshard.engine.base import Run

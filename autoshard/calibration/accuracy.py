@@ -1,10 +1,11 @@
 """How good predictions are: errors against what was measured, and whether the order of choices is right."""
 
-import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import StatisticsError, correlation, fmean, median
+
+import numpy as np
 
 from autoshard.errors import require
 from autoshard.plan.prediction import rounded
@@ -87,17 +88,18 @@ def accuracy(rows: Sequence[Compared]) -> Accuracy | None:
     groups = group_orders(rows)
     ranks = [group.spearman for group in groups if group.spearman is not None]
     regrets = [group.regret for group in groups]
+    inside = [row.low <= row.measured <= row.high for row in rows if row.low is not None and row.high is not None]
     return Accuracy(
         count=len(rows),
         num_layouts=len(measured),
         noise_floor=noise_floor(measured.values()),
         mape=rounded(fmean(sizes)),
         median=rounded(median(sizes)),
-        p90=rounded(percentile(sizes, 0.9)),
+        p90=rounded(float(np.percentile(sizes, 90))),
         worst=rounded(worst.error),
         worst_id=worst.id,
         bias=rounded(fmean(row.error for row in rows)),
-        coverage=_coverage(rows),
+        coverage=rounded(fmean(inside)) if inside else None,
         spearman=rounded(fmean(ranks)) if ranks else None,
         regret=rounded(fmean(regrets)) if regrets else None,
         worst_regret=max(regrets, default=None),
@@ -106,24 +108,18 @@ def accuracy(rows: Sequence[Compared]) -> Accuracy | None:
 
 
 def group_orders(rows: Sequence[Compared]) -> tuple[GroupOrder, ...]:
-    """Judge every group of two or more layouts; a layout measured several times counts once, at its median."""
+    """Compare the layouts of every group of two or more; one measured several times counts once, at its median."""
     members: dict[str, dict[Hashable, list[Compared]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         members[row.group][row.layout].append(row)
-    found: list[GroupOrder] = []
+    orders: list[GroupOrder] = []
     for group, layouts in members.items():
+        predicted = [rounded(median(row.predicted / row.work for row in same)) for same in layouts.values()]
+        measured = [median(row.measured / row.work for row in same) for same in layouts.values()]
         if len(layouts) > 1:
-            predicted = [rounded(median(row.predicted / row.work for row in same)) for same in layouts.values()]
-            measured = [median(row.measured / row.work for row in same) for same in layouts.values()]
-            rank = spearman(predicted, measured)
-            order = GroupOrder(
-                group=group,
-                num_layouts=len(layouts),
-                spearman=None if rank is None else rounded(rank),
-                regret=rounded(regret(predicted, measured)),
-            )
-            found.append(order)
-    return tuple(found)
+            rank, cost = spearman(predicted, measured), regret(predicted, measured)
+            orders.append(GroupOrder(group=group, num_layouts=len(layouts), spearman=rank, regret=cost))
+    return tuple(orders)
 
 
 def noise_floor(measured: Iterable[Sequence[float]]) -> float | None:
@@ -139,32 +135,6 @@ def noise_floor(measured: Iterable[Sequence[float]]) -> float | None:
     return rounded(fmean(sizes)) if sizes else None
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of all lies, between neighbours in proportion.
-
-    >>> percentile([1.0, 2.0, 3.0, 4.0], 0.9)
-    3.7
-    """
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
-def left_out_interval(ratios: Sequence[float], share: float = 0.8) -> float:
-    """Return the relative half-width around a prediction that holds this share of what was measured.
-
-    ``ratios`` are predicted over measured, of rows that their predictions were not fitted to. Of n rows in order it is
-    the ceil(share * (n + 1))th, because the next row is as likely to fall into any gap between them as into another.
-
-    >>> left_out_interval([1.0, 1.25, 2.0, 0.8])
-    0.5
-    """
-    sizes = sorted(abs(1 / ratio - 1) for ratio in ratios)
-    return sizes[min(len(sizes), math.ceil(share * (len(sizes) + 1))) - 1]
-
-
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Return the correlation of ranks, equal values sharing the mean of theirs; None where one side is all equal.
 
@@ -173,11 +143,10 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     >>> spearman([1.0, 1.0], [1.0, 2.0]) is None
     True
     """
-    ranks, others = _ranks(first), _ranks(second)
-    mean = (len(ranks) + 1) / 2
-    covariance = sum((one - mean) * (other - mean) for one, other in zip(ranks, others, strict=True))
-    spread = sum((rank - mean) ** 2 for rank in ranks) * sum((rank - mean) ** 2 for rank in others)
-    return covariance / math.sqrt(spread) if spread else None
+    try:
+        return rounded(correlation(_ranks(first), _ranks(second)))
+    except StatisticsError:
+        return None
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
@@ -201,8 +170,3 @@ def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
     least = min(predicted)
     picked = [value for guess, value in zip(predicted, measured, strict=True) if guess == least]
     return rounded(fmean(picked) / min(measured) - 1)
-
-
-def _coverage(rows: Sequence[Compared]) -> float | None:
-    inside = [row.low <= row.measured <= row.high for row in rows if row.low is not None and row.high is not None]
-    return rounded(fmean(inside)) if inside else None

@@ -19,15 +19,15 @@ def calibrate(rows: Path, cluster: str, out: Path, date: str | None = None, json
         date: From when the rows are, if not from the newest date in them.
         json: Print one JSON object instead of text.
     """
-    from autoshard.calibration.calibrate import fit, usable
+    from autoshard.calibration.calibrate import fit, samples_in
     from autoshard.cost.calibration import calibration_text
     from autoshard.report.validated import calibration_report
     from autoshard.spec.record import encode
 
     require(*place_checks(out))
-    runs = usable(rows, cluster, date)
-    print_left_out(runs.left_out)
-    found = fit(runs, out.stem)
+    samples = samples_in(rows, cluster, date)
+    print_left_out(samples.left_out)
+    found = fit(samples, out.stem)
     write_text(calibration_text(found), out)
     if json:
         print_json(encode(found))

@@ -15,7 +15,7 @@ from autoshard.commands.output import print_json, write_text
 from autoshard.errors import InputError, RunFailed, Stopped
 
 if TYPE_CHECKING:
-    from autoshard.calibration.measured import Kind
+    from autoshard.calibration.rows import Kind
     from autoshard.commands.steps import StepsShown
     from autoshard.engine.base import Builds, Run
     from autoshard.engine.ran import RunReport
@@ -303,7 +303,7 @@ def _row(plan: "Plan", report: "RunReport", platform: str, kind: "Kind") -> dict
     import torch
 
     from autoshard import __version__
-    from autoshard.calibration.measured_plan import Occasion, row_of
+    from autoshard.calibration.rows import Occasion, row_of
     from autoshard.spec.record import encode
 
     now = datetime.datetime.now(datetime.UTC)

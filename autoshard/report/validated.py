@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.calibration.accuracy import Accuracy
-from autoshard.calibration.validation import Validation
+from autoshard.calibration.validate import Validation
 from autoshard.cost.calibration import SECONDS, Calibration
 from autoshard.report.terminal import make_table
 from autoshard.units import format_seconds
@@ -26,7 +26,7 @@ _LEGEND = (
 
 
 def validation_report(validation: Validation) -> Group:
-    """Return one table for times and one for memory, then what was assumed and what could not be predicted."""
+    """Return one table for times and one for memory, then what was assumed."""
     sets = validation.sets
     sizes = [(entry.name, entry.peak_memory) for entry in sets if entry.peak_memory]
     stages = [(entry.name, entry.stage_memory) for entry in sets if entry.stage_memory]
@@ -45,9 +45,6 @@ def validation_report(validation: Validation) -> Group:
         title = f"Assumed where rows leave it open, of {len(validation.rows)} predicted"
         rows = [(column, says, str(count)) for (column, says), count in sorted(counts.items())]
         parts += ["", make_table(title, ("column", "assumed", ">rows"), rows)]
-    if validation.unrepresented:
-        rows = [(row.id, row.reason) for row in validation.unrepresented]
-        parts += ["", make_table("Not predicted", ("row", "reason"), rows)]
     bases = dict.fromkeys(entry.basis for entry in sets)
     return Group(*parts, "", *(Text(f"predictions {basis}", "yellow") for basis in bases))
 

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.calibration.validate import validate
-from autoshard.calibration.validation import SetAccuracy
+from autoshard.calibration.validate import SetAccuracy
 from autoshard.cost.calibration import built_in
 from autoshard.errors import InputError
 from benchmarks.accuracy_table import PAGES, Found, calibration_table, page_text, write_pages
-from tests.calibration.measured_cases import DATA
+from tests.calibration.measured_cases import DATA, published
 
 EMPTY = "before\n<!-- accuracy -->\n<!-- /accuracy -->\nmiddle\n<!-- calibrations -->\n<!-- /calibrations -->\nafter\n"
 COLUMNS = ("set", "rows", "layouts", "noise floor", "MAPE")
@@ -19,7 +18,7 @@ COMMAND = "python -m benchmarks accuracy --write"
 
 @pytest.fixture(scope="module")
 def own() -> tuple[SetAccuracy, ...]:
-    return validate(DATA).sets
+    return published().sets
 
 
 def named(entry: SetAccuracy, name: str) -> SetAccuracy:

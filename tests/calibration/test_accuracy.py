@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.calibration.accuracy import Compared, accuracy, group_orders, percentile, regret, spearman
+from autoshard.calibration.accuracy import Compared, accuracy, group_orders, regret, spearman
 from autoshard.errors import InputError
 
 
@@ -38,13 +38,10 @@ def test_errors_by_hand():
     assert found.coverage == pytest.approx(3 / 5)
 
 
-def test_the_sign_of_the_worst_is_kept():
+def test_nothing_measured_has_no_accuracy_and_the_sign_of_the_worst_is_kept():
+    assert accuracy([]) is None
     found = accuracy([compared(1.0, 4.0), compared(1.5, 1.0)])
     assert found is not None and found.worst == -0.75
-
-
-def test_nothing_measured_has_no_accuracy():
-    assert accuracy([]) is None
 
 
 def test_no_interval_has_no_coverage():
@@ -110,12 +107,6 @@ def test_groups_are_averaged_and_the_worst_is_kept():
     found = accuracy(rows)
     assert found is not None
     assert (found.spearman, found.regret, found.worst_regret, len(found.groups)) == (0.0, 0.5, 1.0, 2)
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=20), st.floats(0, 1))
-def test_a_percentile_lies_among_the_values(values: list[float], share: float):
-    assert min(values) <= percentile(values, share) <= max(values)
-    assert percentile(values, 1.0) == max(values)
 
 
 @pytest.mark.parametrize("wrong", [{"predicted": 0.0}, {"measured": -1.0}, {"work": 0.0}])

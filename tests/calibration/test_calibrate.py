@@ -1,9 +1,8 @@
 """Constants from measured runs: those that made the rows are found again, and what is left out is really left out."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from autoshard.calibration import calibrate as module
-from autoshard.calibration.calibrate import Kinds, Sample, calibrate, fit_constants, samples_of, usable
-from autoshard.calibration.measured import MeasuredRow, read_rows
-from autoshard.calibration.measured_run import MeasuredRun
+from autoshard.calibration.calibrate import Sample, Split, calibrate, fit_constants, samples_in
 from autoshard.calibration.validate import outlined_run, validate
 from autoshard.cli import main
 from autoshard.cost.calibration import (
@@ -31,43 +28,17 @@ from autoshard.spec import record
 from tests.calibration.measured_cases import ARCH, DATA, SMALL
 
 TRN1 = "trn1.32xlarge"
-DATED = {"first_seen": "2026-01-02"}
 LAYOUTS = [
     {"tp": 2, "pp": 2, "dp": 2}, {"tp": 4, "pp": 1, "dp": 2}, {"tp": 1, "pp": 1, "dp": 8}, {"tp": 8, "pp": 1, "dp": 1},
 ]  # fmt: skip
 # Large enough that kernels outlast their launches, and nothing hides: all constants show.
 LARGE = {"arch": {**ARCH, "hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8}, "seq_len": 4096,
-         "framework": "Megatron-LM + TransformerEngine"}  # fmt: skip
-OWN = [{**SMALL, **DATED, **LARGE, **layout, "id": str(number)} for number, layout in enumerate(LAYOUTS)]
-ONE: Kinds = (EFFICIENCIES,)
-CHIP, LINKS = EFFICIENCIES[:4], EFFICIENCIES[4:]
-ARITHMETIC_MEMORY_LINK: Kinds = (EFFICIENCIES[:3], ("memory_efficiency",), LINKS)
+         "framework": "Megatron-LM + TransformerEngine", "first_seen": "2026-01-02"}  # fmt: skip
+OWN = [{**SMALL, **LARGE, **layout, "id": str(number)} for number, layout in enumerate(LAYOUTS)]
+ONE: Split = (EFFICIENCIES,)
+LINKS = EFFICIENCIES[4:]
+ARITHMETIC_MEMORY_LINK: Split = (EFFICIENCIES[:3], ("memory_efficiency",), LINKS)
 share = st.floats(0.3, 1)  # less than this of a data sheet no platform reaches
-
-
-def published(ids: tuple[str, ...]) -> list[tuple[str, MeasuredRow]]:
-    rows = read_rows(DATA / "trainium.jsonl")
-    return [(where, row) for where, row in rows.items() if row.id in ids]
-
-
-def built_in_rows() -> list[tuple[str, MeasuredRow]]:
-    fit = built_in(TRN1).fit
-    assert fit
-    return published(fit.rows)
-
-
-def made_by(samples: list[Sample], calibration: Calibration) -> list[Sample]:
-    """Rows as they would be if these constants were true, with blocks cut as a fit takes them to be."""
-    return [replace(sample, step_time_s=timed(sample, calibration)) for sample in samples]
-
-
-def timed(sample: Sample, calibration: Calibration) -> float:
-    return timer(sample.run)(calibration)
-
-
-@cache
-def timer(run: MeasuredRun) -> Callable[[Calibration], float]:
-    return step_timer(*outlined_run(run, uncalibrated()))
 
 
 def written(folder: Path, *rows: Mapping[str, Any]) -> Path:
@@ -76,44 +47,68 @@ def written(folder: Path, *rows: Mapping[str, Any]) -> Path:
     return path
 
 
+def rows_of(shipped: Calibration, folder: Path) -> Path:
+    """Write the rows of a fit, all of which this repository has."""
+    assert shipped.fit
+    lines = (line for path in DATA.glob("*.jsonl") for line in path.read_text("utf-8").splitlines())
+    rows = [row for row in map(json.loads, lines) if row["id"] in shipped.fit.rows]
+    assert len(rows) == len(shipped.fit.rows)
+    return written(folder, *rows)
+
+
 def own_rows(folder: Path, **constants: float) -> Path:
     """Small runs that took what the model says under these constants."""
-    said = validate(written(folder, *OWN), replace(uncalibrated(), **constants)).rows
-    return written(folder, *({**row, "step_time_s": one.predicted_step_time_s}
-                             for row, one in zip(OWN, said, strict=True)))  # fmt: skip
+    found = validate(written(folder, *OWN), replace(uncalibrated(), **constants)).rows
+    pairs = zip(OWN, found, strict=True)
+    return written(folder, *({**row, "step_time_s": one.predicted_step_time_s} for row, one in pairs))
 
 
-@settings(max_examples=4, deadline=None)
-@given(share, share, share)
-def test_constants_that_made_the_rows_are_found_again(arithmetic: float, memory: float, link: float):
+def made_by(samples: Sequence[Sample], calibration: Calibration) -> list[Sample]:
+    """Rows as they would be if these constants were true, with blocks cut as a fit takes them to be."""
+    timers = [step_timer(*outlined_run(sample.run, uncalibrated())) for sample in samples]
+    return [replace(one, step_time_s=timer(calibration)) for one, timer in zip(samples, timers, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Sample]:
+    """Ten rows of trn1, of several models."""
+    return samples_in(rows_of(built_in(TRN1), tmp_path_factory.mktemp("rows")), TRN1).samples[::2]
+
+
+@settings(max_examples=2, deadline=None)
+@given(arithmetic=share, memory=share, link=share)
+def test_constants_that_made_the_rows_are_found_again(
+    arithmetic: float, memory: float, link: float, published: Sequence[Sample]
+):
     values = (arithmetic, arithmetic, arithmetic, memory, link, link)
-    true = replace(uncalibrated(), **dict(zip(EFFICIENCIES, values, strict=True)))
-    samples = made_by(samples_of(built_in_rows(), TRN1)[0], true)
+    samples = made_by(published, replace(uncalibrated(), **dict(zip(EFFICIENCIES, values, strict=True))))
     found = fit_constants(ARITHMETIC_MEMORY_LINK, samples)
-    for sample in samples:
-        assert timed(sample, found) == pytest.approx(sample.step_time_s, rel=0.02)
+    for sample, again in zip(samples, made_by(samples, found), strict=True):
+        assert again.step_time_s == pytest.approx(sample.step_time_s, rel=0.02)
     # Where arithmetic takes nearly all of the time, these layouts cannot tell slow memory from slow links.
     assert found.matrix_efficiency == pytest.approx(arithmetic, rel=0.06)
 
 
 def test_what_starting_takes_is_found_from_nothing(tmp_path: Path):
-    rows = read_rows(written(tmp_path, *({**row, "arch": ARCH} for row in OWN[:3])))  # so small that starts are all
+    path = written(tmp_path, *({**row, "arch": ARCH} for row in OWN[:3]))  # so small that starts are all
     true = replace(uncalibrated(), launch_s=1e-5, collective_s=1e-3)
-    samples = made_by(samples_of(list(rows.items()), "h100-80")[0], true)
+    samples = made_by(samples_in(path, "h100-80").samples, true)
     found = fit_constants((EFFICIENCIES, ("launch_s",), ("collective_s",)), samples)
     assert found.launch_s == pytest.approx(1e-5, rel=0.1) and found.collective_s == pytest.approx(1e-3, rel=0.1)
 
 
-def test_one_gross_outlier_does_not_move_the_constants():
-    samples = samples_of(built_in_rows(), TRN1)[0]
-    plain = fit_constants(ONE, samples)
-    wrong = [replace(samples[0], step_time_s=10 * samples[0].step_time_s), *samples[1:]]
+def test_one_gross_outlier_does_not_move_the_constants(published: Sequence[Sample]):
+    plain = fit_constants(ONE, published)
+    wrong = [replace(published[0], step_time_s=10 * published[0].step_time_s), *published[1:]]
     assert fit_constants(ONE, wrong).far_link_efficiency == pytest.approx(plain.far_link_efficiency, rel=0.08)
 
 
-def are_alike(found: Calibration, shipped: Calibration) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [TRN1, "a100-80", "h100-80", "h100-96"])
+def test_the_shipped_constants_are_those_of_their_rows(cluster: str, tmp_path: Path):
     """Hold every figure against the other; a fit goes down to the fifth digit, what follows is the processor's."""
-    ours, theirs = record.encode(found), record.encode(shipped)
+    shipped = built_in(cluster)
+    ours, theirs = (record.encode(one) for one in (calibrate(rows_of(shipped, tmp_path), cluster, cluster), shipped))
     for part in (ours, theirs):
         part |= part.pop("fit")
         part |= part.pop("tried")
@@ -122,71 +117,31 @@ def are_alike(found: Calibration, shipped: Calibration) -> None:
         assert ours[name] == (pytest.approx(value, rel=2e-4) if isinstance(value, float) else value), name
 
 
-def test_the_shipped_constants_are_those_of_its_rows(tmp_path: Path):
-    shipped = built_in(TRN1)
-    are_alike(calibrate(rows_of(shipped, "trainium", tmp_path), TRN1, TRN1), shipped)
-    assert shipped.fit and len(shipped.fit.rows) == 15
-    assert shipped.fit.left_out_mape < 0.1 and shipped.interval < 2 * shipped.fit.left_out_mape
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cluster", ["a100-80", "h100-80", "h100-96"])
-def test_the_shipped_constants_of_gpus_are_those_of_their_rows(cluster: str, tmp_path: Path):
-    shipped = built_in(cluster)
-    are_alike(calibrate(rows_of(shipped, "gpu_published", tmp_path), cluster, cluster), shipped)
-
-
-def rows_of(shipped: Calibration, name: str, folder: Path) -> Path:
-    """Write the rows of a fit, all of which this repository has."""
-    assert shipped.fit
-    lines = (DATA / f"{name}.jsonl").read_text("utf-8").splitlines()
-    found = [line for line in lines if json.loads(line)["id"] in shipped.fit.rows]
-    assert len(found) == len(shipped.fit.rows)
-    path = folder / "rows.jsonl"
-    path.write_text("\n".join(found), "utf-8")
-    return path
-
-
-def test_rows_without_noise_tell_the_constants_apart(tmp_path: Path):
-    path = own_rows(tmp_path, **dict.fromkeys(CHIP, 0.5), **dict.fromkeys(LINKS, 0.25))
-    found = calibrate(path, "h100-80", "mine")
-    assert found.fit and found.fit.left_out_by == "layout" and found.fit.date == "2026-01-02"
-    assert found.fit.left_out_mape < 0.02 and found.near_link_efficiency == pytest.approx(0.25, rel=0.1)
-    assert calibrate(path, "h100-80", "mine") == found
-    assert calibrate(path, "h100-80", "mine", "2027-03-04").fit.date == "2027-03-04"  # type: ignore[union-attr]
-
-
-def test_what_is_left_out_is_not_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_rows_without_noise_tell_the_constants_apart_and_what_is_left_out_is_not_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     seen: list[tuple[str, ...]] = []
     real = fit_constants
 
-    def spied(kinds: Kinds, samples: list[Sample]) -> Calibration:
+    def spied(split: Split, samples: Sequence[Sample]) -> Calibration:
         seen.append(tuple(sample.id for sample in samples))
-        return real(kinds, samples)
+        return real(split, samples)
 
     monkeypatch.setattr(module, "fit_constants", spied)
-    found = calibrate(own_rows(tmp_path, **dict.fromkeys(LINKS, 0.5)), "h100-80", "mine")
+    path = own_rows(tmp_path, **dict.fromkeys(EFFICIENCIES[:4], 0.5), **dict.fromkeys(LINKS, 0.25))
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    found = calibrate(written(tmp_path, *rows, {**rows[0], "id": "idle", "step_time_s": None}), "h100-80", "mine")
     every = tuple(str(number) for number in range(len(OWN)))
-    assert found.fit and found.fit.rows == every
+    assert found.fit and (found.fit.rows, found.fit.left_out_by, found.fit.date) == (every, "layout", "2026-01-02")
+    assert found.fit.left_out_mape < 0.02 and found.near_link_efficiency == pytest.approx(0.25, rel=0.1)
     folds = {every, *(tuple(one for one in every if one != out) for out in every)}
     assert set(seen) == folds and len(seen) == len(found.fit.tried) * len(folds)
-
-
-def test_a_row_without_a_time_is_left_aside_and_the_file_predicts_as_its_constants(tmp_path: Path):
-    path = own_rows(tmp_path, **dict.fromkeys(LINKS, 0.5))
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    with_idle = written(tmp_path, *rows, {**rows[0], "id": "idle", "step_time_s": None})
-    made = calibrate(with_idle, "h100-80", "mine")
-    assert made.fit and "idle" not in made.fit.rows
-    (tmp_path / "mine.json").write_text(calibration_text(made), "utf-8")
-    assert load_calibration(tmp_path / "mine.json") == made
-    constants = replace(uncalibrated(), interval=made.interval, **made.constants)
-    by_file, by_hand = (validate(path, one).rows for one in (load_calibration(tmp_path / "mine.json"), constants))
-    assert by_file == by_hand
+    (tmp_path / "mine.json").write_text(calibration_text(found), "utf-8")
+    assert load_calibration(tmp_path / "mine.json") == found
 
 
 @pytest.mark.parametrize(
-    ("rows", "cluster", "said"),
+    ("rows", "cluster", "says"),
     [
         (OWN, "h10", "'h10' is not a cluster. Did you mean"),
         (OWN[:2], "h100-80", "2 rows of h100-80 with a step_time_s are too few; a fit needs 3"),
@@ -198,19 +153,20 @@ def test_a_row_without_a_time_is_left_aside_and_the_file_predicts_as_its_constan
         ([*OWN[:2], {**OWN[2], "kind": "rehearsal"}], "h100-80", "line 3: is of a rehearsal"),
     ],
 )
-def test_every_fault_is_a_clear_line(rows: list[dict[str, Any]], cluster: str, said: str, tmp_path: Path):
+def test_every_fault_is_a_clear_line(rows: list[dict[str, Any]], cluster: str, says: str, tmp_path: Path):
     with pytest.raises(InputError) as caught:
-        calibrate(written(tmp_path, *rows), cluster, "mine")
-    assert any(said in str(fault) for fault in caught.value.faults)
+        samples_in(written(tmp_path, *rows), cluster)
+    assert any(says in str(fault) for fault in caught.value.faults)
     assert all("\n" not in str(fault) for fault in caught.value.faults)
 
 
 def test_what_a_fit_cannot_use_is_left_out(tmp_path: Path):
-    alone = usable(written(tmp_path, *OWN), "h100-80")
+    alone = samples_in(written(tmp_path, *OWN), "h100-80", date="2027-03-04")
     more = [{"kind": "rehearsal"}, {"kind": "short"}, {"platform": "a100"}, {"step_time_s": None}, {"arch": None}]
     rows = [*OWN, *({**OWN[0], **change, "id": f"more {number}"} for number, change in enumerate(more))]
-    found = usable(written(tmp_path, *rows), "h100-80")
+    found = samples_in(written(tmp_path, *rows), "h100-80")
     assert not alone.left_out and found.samples == alone.samples
+    assert (alone.newest, found.newest) == ("2027-03-04", "2026-01-02")
     assert [str(fault).partition("runs.jsonl ")[2][:24] for fault in found.left_out] == [
         "line 5: is of a rehearsa", "line 6: is of a run that", "line 7: platform: was ru",
         "line 8: step_time_s: is ", "line 9: arch: its archit",
@@ -218,34 +174,26 @@ def test_what_a_fit_cannot_use_is_left_out(tmp_path: Path):
 
 
 def test_rows_that_no_constants_describe_are_refused(tmp_path: Path):
-    rows = [{**row, "step_time_s": 10.0**number} for number, row in enumerate(OWN)]
-    with pytest.raises(InputError, match="the cost model does not describe these rows"):
+    rows = [{**row, "step_time_s": 10.0**number} for number, row in enumerate(OWN[:3])]
+    with pytest.raises(InputError, match="the cost model does not describe them"):
         calibrate(written(tmp_path, *rows), "h100-80", "mine")
 
 
-def test_the_file_is_used_everywhere_and_stays_with_the_plan(
+def test_the_command_names_what_it_leaves_out_and_a_recipe_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
     rows = own_rows(tmp_path, **dict.fromkeys(EFFICIENCIES, 0.25))
-    rows.write_text(rows.read_text("utf-8") + '\n{"id": "cut of', "utf-8")
+    rows.write_text("\n".join([*rows.read_text("utf-8").splitlines()[:3], '{"id": "cut of']), "utf-8")
     assert main(["calibrate", str(rows), "--cluster", "h100-80", "--out", "my.json"]) == 0
     said, noted = capsys.readouterr()
-    assert noted.startswith(f"left out {rows} line 5: is not JSON") and len(noted.splitlines()) == 1
-    assert "my: calibrated on 4 rows of h100-80" in said and "wrote my.json" in said
-    asked = ["plan", "--model", "llama3-8b", "--cluster", "h100-80"]
-    assert main([*asked, "--out", "usual.json"]) == 0
-    assert main([*asked, "--calibration", "my.json"]) == 0
+    assert noted.startswith(f"left out {rows} line 4: is not JSON") and len(noted.splitlines()) == 1
+    assert "my: calibrated on 3 rows of h100-80" in said and "wrote my.json" in said
     (tmp_path / "recipe.yaml").write_text("model: llama3-8b\ncluster: h100-80\ncalibration: my.json\n", "utf-8")
-    assert main(["plan", "--config", "recipe.yaml", "--out", "again.json"]) == 0
-    usual, own, again = (load(tmp_path / f"{name}.json") for name in ("usual", "plan", "again"))
-    assert own == again and own.provenance["calibration"] == "my"
-    assert usual.prediction and own.prediction
-    assert own.prediction.step_time_s > 2 * usual.prediction.step_time_s
-    capsys.readouterr()
-    (tmp_path / "my.json").unlink()  # the plan carries what it needs
-    assert main(["verify", "plan.json"]) == 0
-    assert "note" not in capsys.readouterr().out
+    assert main(["plan", "--config", "recipe.yaml", "--at", "tp=8,pp=1,dp=1"]) == 0
+    plan = load(tmp_path / "plan.json")
+    assert plan.provenance["calibration"] == "my" and plan.prediction
+    assert "calibrated on 3 rows of h100-80" in plan.prediction.basis
 
 
 def test_a_missing_calibration_file_is_told_with_the_other_faults(capsys: pytest.CaptureFixture[str]):

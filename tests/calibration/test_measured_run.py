@@ -4,18 +4,20 @@ from typing import Any
 
 import pytest
 
-from autoshard.calibration.measured import read_row
-from autoshard.calibration.measured_run import MeasuredRun, run_of
+from autoshard.calibration.measured_run import MeasuredRun, run_of, words
+from autoshard.calibration.rows import MeasuredRow, measured_rows
 from autoshard.errors import InputError
-from tests.calibration.measured_cases import ARCH, SMALL
+from autoshard.plan.recompute import Recompute
+from autoshard.spec.cluster_catalogue import cluster_names
+from autoshard.spec.kernels import kernels_names
+from autoshard.spec.workload import Precision
+from tests.calibration.measured_cases import ARCH, DATA, SMALL
 
-AXES = ("tp", "pp", "vp", "cp", "ep", "dp")
+NEURON = {"framework": "neuronx-distributed", "platform": "trn1", "chips": None, "nodes": 1, "dp": 8}
 
 
 def made(**change: Any) -> MeasuredRun:
-    run = run_of(read_row({**SMALL, **change}))
-    assert isinstance(run, MeasuredRun), run
-    return run
+    return run_of(MeasuredRow.read({**SMALL, **change}))
 
 
 def without(*names: str, **change: Any) -> MeasuredRun:
@@ -40,9 +42,67 @@ def test_interleaved_and_zigzag():
     assert (ring.candidate.cp, ring.candidate.cp_order, ring.assumed["cp_kind"]) == (2, "zigzag", "ring")
 
 
+def test_every_row_of_this_repository_is_understood_whatever_was_measured():
+    for row in measured_rows(DATA).rows.values():
+        run = run_of(row)
+        assert run == run_of(row.unmeasured) and run.cluster.num_ranks == run.candidate.num_ranks
+
+
+def test_every_word_means_something_that_exists():
+    assert {word.means for word in words("platform")} <= {*cluster_names()}
+    assert {word.means for column in ("framework", "kernels") for word in words(column)} <= {*kernels_names()}
+    assert {word.means for word in words("sharding")} == {"0", "1", "3"}
+    for word in words("recompute"):
+        assert str(Recompute.parse(word.means)).split("[")[0] == word.means.split("[")[0]
+    for word in words("precision"):
+        assert made(precision=word.says[0]).workload.precision.weights in ("bf16", "fp16", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("text", "formats"),
+    [
+        ("Autocast:BF16+FP32Optimizer", "bf16 bf16 fp32 fp32 fp32 None"),
+        ("BF16+SR", "bf16 bf16 bf16 None bf16 None"),
+        ("mixed FP16", "fp16 fp16 fp16 fp32 fp32 None"),
+        ("float8 compile asyncTP", "bf16 bf16 fp32 fp32 fp32 fp8"),
+        (None, "bf16 bf16 fp32 fp32 fp32 None"),
+    ],
+)
+def test_precisions(text: str | None, formats: str):
+    found: Precision = made(precision=text).workload.precision
+    parts = (found.weights, found.activations, found.gradients, found.masters, found.moments, found.products)
+    assert " ".join(map(str, parts)) == formats
+
+
+@pytest.mark.parametrize(
+    ("text", "framework", "meant"),
+    [
+        ("full (uniform, 1 layer)", "neuronx-nemo-megatron", "full"),
+        ("selective (core attention)", "Megatron-LM", "selective[attend]"),
+        ("selective", "Megatron-LM", "selective[attend]"),
+        ("selective[CoreAttention,LlamaMLP]", "neuronx-distributed", "selective[CoreAttention,LlamaMLP]"),
+        ("full:3", None, "full:3"),
+        (" Unknown ", None, "none"),
+    ],
+)
+def test_recomputes(text: str, framework: str | None, meant: str):
+    run = made(recompute=text, framework=framework)
+    assert [str(one) for one in run.candidate.recompute] == [meant]
+    assert ("recompute" in run.assumed) == ("nknown" in text)
+
+
+def test_torchtitan_keeps_every_second_product():
+    policies = {
+        made(recompute=text, framework="torchtitan").candidate.recompute for text in ("selective", "per-op selective")
+    }
+    ((policy,),) = policies
+    assert {"k", "o", "up"} <= set(policy.ops)
+    assert not {"q", "v", "attend", "gate", "down"} & set(policy.ops)
+
+
 def test_kernels_follow_the_framework():
     assert made().candidate.kernels == "mcore"
-    assert made(framework="Megatron-LM + TransformerEngine").candidate.kernels is None, "what h100-80 usually runs"
+    assert made(framework="Megatron-LM + TransformerEngine 2.11").candidate.kernels is None, "what h100-80 usually runs"
     assert made(framework="Megatron-LM").candidate.kernels == "megatron"
     titan = made(framework="torchtitan", precision="bf16")
     assert (titan.candidate.kernels, "compile" in titan.assumed["framework"]) == ("torch_compiled", True)
@@ -53,8 +113,6 @@ def test_kernels_follow_the_framework():
     ("precision", "kernels", "products"),
     [
         ("bf16 eager", "torch_cuda", None),
-        ("bf16 compile", "torch_compiled", None),
-        ("bf16 async TP", "torch_async_tp", None),
         ("float8 compile", "torch_compiled", "fp8"),
         ("float8 compile asyncTP", "torch_async_tp", "fp8"),
     ],
@@ -64,20 +122,23 @@ def test_the_format_of_a_torchtitan_run_says_how_its_kernels_were_made(precision
     assert (run.candidate.kernels, run.workload.precision.products) == (kernels, products)
     assert "framework" not in run.assumed, "the format says it"
     assert ("products" in run.assumed.get("precision", "")) == (products is not None)
+    assert made(precision=precision).candidate.kernels == "mcore", "of no other framework"
 
 
-def test_flash_attention_on_neuron_comes_with_8192_tokens():
-    neuron = {"framework": "neuronx-distributed", "platform": "trn1", "chips": None, "nodes": 1, "dp": 8}
-    short, long = made(**neuron, seq_len=4096), made(**neuron, seq_len=8192)
-    assert (short.candidate.kernels, long.candidate.kernels) == ("nxd_core", None)
-    assert "flash" in short.assumed["framework"] and "framework" not in long.assumed
-    assert made(**{**neuron, "cp": 2, "dp": 4}, seq_len=4096).candidate.cp_order == "contiguous"
+@pytest.mark.parametrize(("seq_len", "kernels"), [(8191, "nxd_core"), (8192, None)])
+def test_flash_attention_on_neuron_comes_with_8192_tokens(seq_len: int, kernels: str | None):
+    run = made(**NEURON, seq_len=seq_len)
+    assert run.candidate.kernels == kernels
+    assert ("flash" in run.assumed.get("framework", "")) == (kernels is not None)
+    assert made(**{**NEURON, "cp": 2, "dp": 4}, seq_len=4096).candidate.cp_order == "contiguous"
 
 
 def test_runs_of_one_publisher_are_placed_on_its_machine():
     named = made(framework="Megatron-DeepSpeed", platform="a100")
     assert named.cluster.name == "a100-800g" and "800" in named.assumed["platform"]
     assert made(framework="Megatron-LM", platform="a100").cluster.name == "a100-80"
+    assert made(framework="torchtitan").cluster.name == "h100-96"
+    assert made(platform="h200").assumed["platform"] and "platform" not in made(platform="h100-80").assumed
 
 
 def test_what_is_left_open_is_assumed_and_told():
@@ -119,19 +180,6 @@ def test_a_model_without_numbers_is_looked_up():
     assert (run.model.hidden, run.assumed["arch"]) == (4096, "the model card llama3-8b")
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"arch": None}, "its architecture is not known"),
-        ({"arch": {"layers": 4}, "model": None}, "its architecture is not known"),
-        ({"arch": {**ARCH, "kv_lora_rank": 512, "mamba": True}}, "kv_lora_rank, mamba, which autoshard does not model"),
-    ],
-)
-def test_unknown_architectures_are_no_faults(change: dict[str, Any], reason: str):
-    found = run_of(read_row({**SMALL, **change}))
-    assert isinstance(found, str) and reason in found
-
-
 def test_part_of_a_node_has_only_its_chips():
     run = made(chips=2, tp=2, pp=1, dp=1)
     assert (run.cluster.chips_per_node, run.cluster.num_ranks) == (2, 2)
@@ -160,6 +208,12 @@ def test_a_run_that_our_schedules_cannot_do_gets_the_nearest_shape():
         ({"recompute": "some"}, "recompute: 'some' is not a recompute."),
         ({"chips": 9}, "chips: 9 chips on 1 nodes; a node of h100-80 has 8"),
         ({"lnc": 2}, "lnc: h100-80 has no logical NeuronCore configuration."),
+        ({"arch": None}, "arch: its architecture is not known"),
+        ({"arch": {"layers": 4}, "model": None}, "arch: its architecture is not known"),
+        ({"arch": {**ARCH, "mamba": True}}, "arch: its architecture has mamba, which autoshard does not model"),
+        ({"sharding": "zork"}, "sharding: cannot read 'zork'. "),
+        ({"precision": "zork"}, "precision: cannot read 'zork'. "),
+        ({"pipeline_schedule": "1f2b"}, "pipeline_schedule: cannot read '1f2b'. Did you mean 1f1b?"),
         ({"arch": {**ARCH, "layers": "4"}}, "arch.layers: expected a whole number, found '4'"),
         ({"arch": {**ARCH, "kv_heads": 3}}, "arch.kv_heads: 8 query heads cannot share 3"),
         ({"seq_len": 2**40}, "seq_len: must be at most"),
@@ -167,12 +221,16 @@ def test_a_run_that_our_schedules_cannot_do_gets_the_nearest_shape():
 )
 def test_wrong_columns_are_faults(change: dict[str, Any], says: str):
     with pytest.raises(InputError) as caught:
-        run_of(read_row({**SMALL, **change}))
+        run_of(MeasuredRow.read({**SMALL, **change}))
     assert str(caught.value.faults[0]).startswith(says)
 
 
 def test_all_faults_of_a_row_come_at_once():
     with pytest.raises(InputError) as caught:
-        run_of(read_row({**SMALL, "recompute": "x", "sharding": "x", "precision": "x", "arch": {**ARCH, "layers": 0}}))
+        run_of(
+            MeasuredRow.read(
+                {**SMALL, "recompute": "x", "sharding": "x", "precision": "x", "arch": {**ARCH, "layers": 0}}
+            )
+        )
     wheres = [fault.where for fault in caught.value.faults]
     assert wheres == ["arch.layers", "precision", "recompute", "sharding"]

@@ -12,11 +12,11 @@ estimated from the median residual, counts by its distance and not by its square
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-Array = Any  # a numpy array of floats
+Array = NDArray[np.float64]
 Predict = Callable[[Array], Array]  # unknowns -> predicted over measured, row by row
 
 _HUBER = 1.345  # 95% as efficient as least squares where residuals are normal
@@ -36,20 +36,20 @@ class Unknowns:
     least: Array
 
 
-def fitted(predict: Predict, unknowns: Unknowns, *, steps: int = _STEPS, current: Array | None = None) -> Array:
+def least_squares(predict: Predict, unknowns: Unknowns, *, steps: int = _STEPS, current: Array | None = None) -> Array:
     """Return the unknowns, each at or above its least, under which the predictions come closest to 1.
 
     It ends where they do not move any more, or after so many steps from ``current`` (or the start) at the best of them.
 
     >>> ask = Unknowns(start=np.ones(2), least=np.ones(2))
-    >>> fitted(lambda x: np.array([x[0] + x[1], 2 * x[0] + x[1]]) / np.array([3.5, 5.0]), ask).round(1).tolist()
+    >>> least_squares(lambda x: np.array([x[0] + x[1], 2 * x[0] + x[1]]) / np.array([3.5, 5.0]), ask).round(1).tolist()
     [1.5, 2.0]
     """
     here = np.asarray(unknowns.start if current is None else current, dtype=float)
     best, least = here, np.inf
     for _ in range(steps):
         residuals = np.log(predict(here))
-        loss = _loss(residuals) + _pulled(here, unknowns)
+        loss = _loss(residuals, here, unknowns)
         if loss < least:
             best, least = here, loss
         slopes, root = _slopes(predict, here, residuals, unknowns.least), np.sqrt(huber_weights(residuals))
@@ -59,15 +59,11 @@ def fitted(predict: Predict, unknowns: Unknowns, *, steps: int = _STEPS, current
         if np.max(np.abs(following - here)) < _CLOSE:
             return following
         here = following
-    return here if _loss(np.log(predict(here))) + _pulled(here, unknowns) < least else best
+    return here if _loss(np.log(predict(here)), here, unknowns) < least else best
 
 
-def _loss(residuals: Array) -> float:
-    return float(np.abs(residuals).sum())
-
-
-def _pulled(here: Array, unknowns: Unknowns) -> float:
-    return _PULL * float(np.abs(here - unknowns.start).sum())
+def _loss(residuals: Array, here: Array, unknowns: Unknowns) -> float:
+    return float(np.abs(residuals).sum()) + _PULL * float(np.abs(here - unknowns.start).sum())
 
 
 def huber_weights(residuals: Array) -> Array:

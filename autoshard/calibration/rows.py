@@ -1,0 +1,292 @@
+"""Measured rows: one run per line of JSON, with what was run, what it took, and where that is written."""
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from autoshard.errors import Fault, InputError, require
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.plan import Plan
+from autoshard.spec import record
+from autoshard.spec.cluster import LOCAL
+from autoshard.spec.files import json_lines
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model_catalogue import load_model, model_names
+from autoshard.spec.workload import Documents, Optimizer
+
+Kind = Literal["run", "rehearsal", "short"]  # short: ended, or was stopped, before its times had settled
+SUFFIX = ".jsonl"
+OF_A_RUN = "measured.jsonl"  # in the folder of a run, beside other files
+ARCH = {
+    "layers": "num_layers", "hidden": "hidden", "ffn": "ffn", "heads": "num_heads", "kv_heads": "num_kv_heads",
+    "head_dim": "head_dim", "vocab": "vocab", "gated_mlp": "gated_mlp", "tied_embed": "tied_embeddings",
+    "experts": "num_experts", "experts_per_token": "experts_per_token",
+}  # fmt: skip
+
+_COUNTS = ("seq_len", "global_batch_seqs", "micro_batch", "nodes", "chips", "lnc", "tp", "pp", "vp", "cp", "ep", "dp")
+_MEASURED = ("step_time_s", "peak_memory_gib")
+_SHARDINGS = {0: "none", 1: "ZeRO-1", 3: "ZeRO-3"}
+_MOST_FAULTS = 3  # of a row that is left out
+_UNFIT: Mapping[Kind | None, str] = {
+    "rehearsal": "is of a rehearsal, which runs a small model in the place of the plan's",
+    "short": "is of a run that ended before its times had settled",
+}
+_UNENDED = "holds a run without a measured row, which is written when it ends"
+_REMEDY = "Run a plan to its end (autoshard run PLAN), and name the file measured.jsonl in its folder, or its folder"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRow:
+    """One measured run; None is what its publisher does not say."""
+
+    id: str
+    kind: Kind | None = None  # a whole run, where a row does not say
+    group: str | None = None  # rows that could be chosen between: same model, chips, sequence and batch
+    platform: str
+    model: str | None = None
+    arch: Mapping[str, object] | None = field(default=None, hash=False)
+    seq_len: int
+    global_batch_seqs: int
+    micro_batch: int | None = None
+    nodes: int | None = None
+    chips: int | None = None
+    lnc: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    vp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    dp: int | None = None
+    sp: bool | None = None
+    recompute: str | None = None
+    sharding: str | None = None
+    precision: str | None = None
+    optimizer: Optimizer | None = None  # AdamW, where a row does not say
+    documents: Documents | None = None  # joined, where a row does not say
+    pipeline_schedule: str | None = None
+    candidate: str | None = None  # the whole layout in text, where it was autoshard that ran; agrees with the columns
+    framework: str | None = None
+    framework_version: str | None = None
+    step_time_s: float | None = None
+    peak_memory_gib: float | None = None
+    peak_memory_gib_by_stage: tuple[float, ...] | None = None
+    confidence: str | None = None
+    inferred: Mapping[str, object] | None = field(default=None, hash=False)  # what is not published: field -> from what
+    source: Mapping[str, object] | None = field(default=None, hash=False)
+    first_seen: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no run can have."""
+        counts = [(name, getattr(self, name)) for name in _COUNTS]
+        measured = [(name, getattr(self, name)) for name in _MEASURED]
+        require(
+            (bool(self.id.strip()), "id", "must not be empty"),
+            (self.nodes is not None or self.chips is not None, "nodes", "missing; say nodes, chips or both"),
+            *((one is None or one >= 1, name, f"must be at least 1, or null, not {one}") for name, one in counts),
+            *((one is None or one > 0, name, f"must be positive, or null, not {one}") for name, one in measured),
+        )
+
+    @classmethod
+    def read(cls, data: object) -> "MeasuredRow":
+        """Read one row, or raise an InputError that names every field at fault; tables in CSV write 8 as 8.0.
+
+        >>> data = {"id": "a", "platform": "trn1", "seq_len": 4096, "global_batch_seqs": 8, "nodes": 1, "tp": 8.0}
+        >>> MeasuredRow.read(data).tp
+        8
+        """
+        if isinstance(data, InputError):  # no JSON
+            raise data
+        if not isinstance(data, dict):
+            return record.decode(cls, data)
+        fields = cast(dict[str, object], data)
+        if not {"id", "platform"} & fields.keys():
+            raise InputError.of("", "is no measured row, which has an id and a platform")
+        counts = {name: fields[name] for name in _COUNTS if name in fields}
+        whole = {name: int(one) for name, one in counts.items() if isinstance(one, float) and one.is_integer()}
+        return record.decode(cls, {**fields, **whole})
+
+    @property
+    def unmeasured(self) -> "MeasuredRow":
+        """The same row without what was measured: all that a prediction may look at."""
+        return replace(self, step_time_s=None, peak_memory_gib=None, peak_memory_gib_by_stage=None)
+
+    @property
+    def unfit(self) -> str:
+        """Why the row says nothing about the runs of its group; "" if it does."""
+        return _UNFIT.get(self.kind, "")
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What a planner decides about the run: rows of one group that agree here measured the same choice twice."""
+        axes = (self.tp, self.pp, self.vp, self.cp, self.ep, self.dp, self.sp)
+        texts = (self.recompute, self.sharding, self.precision, self.pipeline_schedule, self.candidate, self.framework)
+        return (*axes, self.micro_batch, *texts)
+
+    @property
+    def measured_again(self) -> Hashable:
+        """What rows of one layout agree in that were measured at different times; nobody's rows if it has no group."""
+        work = (self.global_batch_seqs, self.seq_len, self.optimizer, self.documents)
+        return (self.group or self.id, *self.layout, *work)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRows:
+    """The rows of files by their place (``runs.jsonl line 3``), their data sets, and why other rows are left out."""
+
+    rows: Mapping[str, MeasuredRow]
+    sets: Mapping[str, str]  # place of a row -> name of its data set
+    left_out: Mapping[str, InputError]
+
+    def without(self, faults: Mapping[str, InputError]) -> "MeasuredRows":
+        """Leave more rows out."""
+        rows = {where: row for where, row in self.rows.items() if where not in faults}
+        return replace(self, rows=rows, left_out={**self.left_out, **faults})
+
+    def refuse_none(self, path: Path) -> None:
+        """Raise an InputError that says what to do if no row is left."""
+        if not self.rows:
+            nothing = Fault(where=str(path), message=f"holds no measured row that can be used. {_REMEDY}")
+            raise InputError([nothing, *self.left_out_lines])
+
+    @property
+    def left_out_lines(self) -> tuple[Fault, ...]:
+        """One line for each row that is left out; neighbouring lines of a file with the same fault share one."""
+        placed: list[tuple[str, int, str]] = []
+        for where, error in self.left_out.items():
+            file, _, number = where.rpartition(" line ")
+            more = f", and {len(error.faults) - _MOST_FAULTS} faults more" if len(error.faults) > _MOST_FAULTS else ""
+            says = "; ".join(map(str, error.faults[:_MOST_FAULTS])) + more
+            placed.append((file, int(number), says) if number.isdigit() else (where, 0, says))
+        lines: list[Fault] = []
+        for _, group in groupby(enumerate(placed), key=lambda one: (one[1][0], one[1][2], one[1][1] - one[0])):
+            (_, (file, first, says)), *others = group
+            at = f" lines {first} to {first + len(others)}" if others else f" line {first}"
+            lines.append(Fault(where=file + (at if first else ""), message=says))
+        return tuple(lines)
+
+
+def measured_rows(path: Path) -> MeasuredRows:
+    """Read the data sets of a path: every file is one, all runs of a folder are one; a row counts once in a set.
+
+    Rows of rehearsals and of runs that were too short are used where a file or a run is named that has no others.
+    """
+    rows: dict[str, MeasuredRow] = {}
+    sets: dict[str, str] = {}
+    left_out: dict[str, InputError] = {}
+    files, known = _row_files(path), dict[tuple[str, str], str]()
+    for file in files:
+        name = file.stem if path in (file, file.parent) else path.resolve().name
+        for where, row in _rows_in(file, is_named=path == file):
+            if isinstance(row, MeasuredRow) and (name, row.id) in known:
+                left_out[where] = InputError.of("id", f"{row.id} stands in {known[name, row.id]} already")
+            elif isinstance(row, MeasuredRow):
+                rows[where], sets[where], known[name, row.id] = row, name, where
+            else:
+                left_out[where] = row
+    if path.is_dir() and all(file.parent.parent == path for file in files):
+        left_out |= _unended_runs(path)
+    unfit = {where: InputError.of("", row.unfit) for where, row in rows.items() if row.unfit}
+    keeps_unfit = files in ([path], [path / OF_A_RUN]) and len(unfit) == len(rows)
+    found = MeasuredRows(rows=rows, sets=sets, left_out=left_out).without({} if keeps_unfit else unfit)
+    found.refuse_none(path)
+    return found
+
+
+def _rows_in(file: Path, *, is_named: bool) -> Iterator[tuple[str, MeasuredRow | InputError]]:
+    """Yield the rows of a file, or what is wrong with them: a run that is killed leaves half a line."""
+    try:
+        lines = json_lines(file)
+    except InputError as error:
+        if is_named:
+            raise
+        yield from ((fault.where, InputError.of("", fault.message)) for fault in error.faults)
+        return
+    if not lines:
+        yield str(file), InputError.of("", "holds no rows; write one JSON object per line")
+    for where, data in lines.items():
+        try:
+            yield where, MeasuredRow.read(data)
+        except InputError as error:
+            yield where, error
+
+
+def _row_files(path: Path) -> list[Path]:
+    """Return the files of rows that are meant by a path: a file, all of a folder, that of a run, those of its runs."""
+    if not path.is_dir():
+        return [path]
+    if (path / OF_A_RUN).is_file():
+        return [path / OF_A_RUN]
+    require((not _is_run(path), str(path), f"{_UNENDED}. {_REMEDY}"))
+    files = sorted(path.glob(f"*{SUFFIX}")) or sorted(path.glob(f"*/{OF_A_RUN}"))
+    if not files and not _unended_runs(path):
+        raise InputError.of(str(path), f"holds no files of rows: their names end in {SUFFIX}")
+    return files
+
+
+def _unended_runs(path: Path) -> Mapping[str, InputError]:
+    """Return the runs of a folder that have no row, which they write in the end."""
+    runs = sorted(one for one in path.iterdir() if one.is_dir() and _is_run(one))
+    return {str(run): InputError.of("", _UNENDED) for run in runs if not (run / OF_A_RUN).is_file()}
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "plan.json").is_file() and (folder / "logs").is_dir()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occasion:
+    """One run of a plan: what it took, and when which software ran it."""
+
+    name: str
+    step_time_s: float
+    date: str  # YYYY-MM-DD
+    versions: str
+    kind: Kind = "run"
+    platform: str = LOCAL  # what ran it: the processors here, whatever the plan is for, or the plan's own cluster
+
+
+def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
+    """Return the row of a run: ``calibrate`` and ``validate`` read it as the same question."""
+    model, workload, cluster = plan.model, plan.workload, plan.cluster
+    at_home = ran.platform == cluster.name
+    layout = plan.candidate if at_home else _portable_layout(plan)
+    axes: dict[str, Any] = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vp", "cp", "ep", "dp")}
+    has_card = model.name in model_names() and load_model(model.name) == model
+    return MeasuredRow(
+        id=ran.name,
+        kind=ran.kind,
+        group=f"{model.name}-{ran.platform}-{layout.num_ranks}-{workload.seq_len}-{workload.global_batch}",
+        platform=ran.platform,
+        model=model.name,
+        arch=None if has_card else {column: getattr(model, name) for column, name in ARCH.items()},
+        seq_len=workload.seq_len,
+        global_batch_seqs=workload.global_batch,
+        micro_batch=layout.mbs,
+        nodes=cluster.num_nodes if at_home else 1,
+        chips=cluster.num_nodes * cluster.chips_per_node if at_home else layout.num_ranks,
+        lnc=layout.lnc,
+        **axes,
+        sp=layout.sequence_parallel,
+        sharding=_SHARDINGS[layout.zero],
+        precision=workload.precision.name,
+        optimizer=workload.optimizer,
+        documents=None if workload.documents == "joined" else workload.documents,
+        candidate=str(layout),
+        framework=f"autoshard, {plan.engine if at_home else 'torch'} engine",
+        framework_version=ran.versions,
+        step_time_s=ran.step_time_s,
+        source={"plan": str(plan.candidate), "cluster": plan.cluster.name},
+        first_seen=ran.date,
+    )
+
+
+def _portable_layout(plan: Plan) -> Candidate:
+    """Return the plan's layout without what belongs to the platform that it was made for.
+
+    Recompute names the operations themselves, because other kernels have other names for sets of them.
+    """
+    resolve = load_kernels(plan.kernels).resolve
+    recompute = tuple(replace(one, ops=resolve(one.ops)) if one.ops else one for one in plan.candidate.recompute)
+    return replace(plan.candidate, kernels=None, place=None, lnc=None, recompute=recompute)
