@@ -1,4 +1,4 @@
-"""A plan's own table, executed on virtual ranks, computes what the unsharded model computes."""
+"""A plan's own table, shrunk and executed on virtual ranks, computes what the unsharded model computes."""
 
 import dataclasses
 
@@ -9,6 +9,8 @@ from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
+from autoshard.plan.codec import dump, load
+from autoshard.plan.plan import Plan
 from autoshard.plan.proof import prove
 from autoshard.plan.shrink import MAX_RANKS, shrink
 from autoshard.plan.tables import plan_blocks, plan_programs
@@ -41,23 +43,16 @@ def plan(case, **changes):
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_the_sharded_plan_computes_the_same(case):
-    proof = prove(plan(case))
+def test_the_sharded_plan_computes_the_same_on_few_ranks_with_every_axis_and_option(case):
+    whole = plan(case)
+    proof = prove(whole)
     assert proof.holds and proof.lost == ()
     assert {block.name for block in proof.blocks} >= {"embed", "layer", "head"}
     layer = next(block for block in proof.blocks if block.name == "layer")
-    assert layer.num_results == len(plan_blocks(plan(case))["layer"].parameters) + 2
+    assert layer.num_results == len(plan_blocks(whole)["layer"].parameters) + 2
     assert sum(layer.collectives.values()) >= 4
-
-
-@pytest.mark.parametrize("case", sorted(CASES))
-def test_a_plan_with_its_table_is_not_refused(case):
-    assert [found for found in verify(plan(case)) if found.rule_id == "plan-strategies"] == []
-
-
-@pytest.mark.parametrize("case", sorted(CASES))
-def test_shrinking_keeps_every_axis_and_option_of_the_candidate(case):
-    large, small = plan(case).candidate, shrink(plan(case)).plan.candidate
+    assert "plan-strategies" not in {found.rule_id for found in verify(whole)}
+    large, small = whole.candidate, shrink(whole).plan.candidate
     assert small.num_ranks <= MAX_RANKS
     for axis in ("tp", "pp", "cp", "ep", "dp"):
         assert (getattr(small, axis) > 1) == (getattr(large, axis) > 1), axis
@@ -94,12 +89,6 @@ def test_a_ring_that_forgets_documents_is_no_proof(monkeypatch):
     assert not prove(plan("ring", documents="separate")).holds and prove(plan("ring")).holds
 
 
-def test_what_finds_no_room_is_named():
-    shrunk = shrink(plan("experts"), max_ranks=4)
-    assert shrunk.plan.mesh.num_ranks <= 4
-    assert any(feature.startswith("dp=8") for feature in shrunk.lost)
-
-
 def test_an_edited_collective_is_what_is_executed():
     whole = plan("trn1")
     line = whole.strategies["layer"]["attn_out"]
@@ -131,3 +120,38 @@ def test_a_table_of_a_block_that_is_not_there_is_refused():
 def test_other_kinds_of_recompute_list_only_what_differs():
     tables = plan("trn1").strategies
     assert len(tables["layer selective[CoreAttention,LlamaMLP]"]) < len(tables["layer"]) / 2
+
+
+def large(text: str, cluster: str = "trn1.32xlarge") -> Plan:
+    candidate = Candidate.parse(text)
+    place = load_cluster(cluster)
+    place = load_cluster(cluster, num_nodes=candidate.num_ranks // place.num_ranks)
+    workload = Workload(seq_len=8192, global_batch=256, precision=Precision.named("bf16"))
+    return tabled(build_plan(candidate, load_model("llama3-70b"), place, workload, place.engine))
+
+
+@pytest.mark.parametrize("max_ranks", [2, 3, 4, 8, 16])
+def test_few_ranks_suffice_though_more_share_a_port(max_ranks: int) -> None:
+    small = shrink(large("tp=8,pp=8,dp=8,recompute=full:8/none*7"), max_ranks).plan
+    assert small.mesh.num_ranks <= max_ranks and small.mesh.size("tp") == 2
+    assert plan_programs(small) and load(dump(small)) == small
+    assert all(small.mesh.num_ranks % link.ranks_per_port == 0 for link in small.cluster.links)
+
+
+def test_what_has_no_effect_without_a_pipeline_is_given_up_by_name() -> None:
+    plan = large("tp=8,pp=4,dp=4,vp=4,schedule=interleaved,recompute=full:2", "h100-80")
+    kept, lost = shrink(plan, 8), shrink(plan, 2)
+    assert kept.plan.candidate.vp == 4 and not kept.lost
+    assert lost.plan.candidate.vp == 1 and lost.plan.candidate.schedule == "1f1b"
+    assert lost.lost == (
+        "pp=4: no room for it on 2 ranks",
+        "dp=4: no room for it on 2 ranks",
+        "schedule=interleaved: there is only one pipeline rank",
+    )
+    assert plan_programs(lost.plan)
+
+
+def test_what_has_no_effect_without_context_parallelism_is_given_up_with_it() -> None:
+    plan = large("tp=8,pp=1,cp=2,dp=1,cp_order=zigzag", "h100-80")
+    small = shrink(plan, 2).plan
+    assert small.cp_order == "contiguous" and small.mesh.size("cp") == 1 and plan_programs(small)
