@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from autoshard.command_line import PlanOrRecipe
+from autoshard.commands.options import QuestionOptions, is_recipe, plan_of
 from autoshard.commands.output import print_json, print_refused
-from autoshard.commands.question import Question, is_recipe, plan_of
 from autoshard.errors import Fault, InputError, require
 from autoshard.spec.training import Training
 
@@ -65,7 +65,7 @@ def launch(
     json: bool = False,
     place: JobPlace,
     training: Training,
-    question: Question,
+    question: QuestionOptions,
 ) -> int:
     """Write the files that start a plan on a cluster: a job that compiles, where that is needed, and one that trains.
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoshard.commands.options import QuestionOptions
 from autoshard.commands.output import constants_in
-from autoshard.commands.question import Question
 from autoshard.errors import Fault, InputError, require
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from autoshard.spec.cluster import Cluster
 
 
-def request_like(path: Path, question: Question) -> "tuple[Plan, Request]":
+def request_like(path: Path, question: QuestionOptions) -> "tuple[Plan, Request]":
     """Return a plan, and its question for other nodes: the same model, work and global batch."""
     from autoshard.cost.checked import check_plan
     from autoshard.cost.provenance import calibration_of
@@ -39,7 +39,7 @@ def request_like(path: Path, question: Question) -> "tuple[Plan, Request]":
     )
 
 
-def _cluster_left(old: "Plan", question: Question) -> "Cluster":
+def _cluster_left(old: "Plan", question: QuestionOptions) -> "Cluster":
     """Return what is left of the cluster of a plan, as it stands in its file."""
     from autoshard.spec.cluster import LOCAL
 

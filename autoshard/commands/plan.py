@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoshard.commands.like import request_like, resuming_json, resuming_text
+from autoshard.commands.options import QuestionOptions, SearchOptions
 from autoshard.commands.output import place_checks, print_json, write_text
 from autoshard.commands.progress import Watcher, watching
-from autoshard.commands.question import Question, SearchOptions
 from autoshard.errors import InputError, NoPlan, require
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ MOST_SHOWN = 100  # every plan that is shown is predicted in full, a few millise
 
 
 def plan(
-    question: Question,
+    question: QuestionOptions,
     options: SearchOptions,
     like: Path | None = None,
     pareto: bool = False,

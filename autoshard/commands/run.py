@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 from autoshard.command_line import Counts, PlanOrRecipe
 from autoshard.commands.compiling import USUAL_STEPS, compile_ahead, compiling_place
 from autoshard.commands.dry import dry
+from autoshard.commands.options import QuestionOptions, is_recipe, plan_of
 from autoshard.commands.output import print_refused
-from autoshard.commands.question import Question, is_recipe, plan_of
 from autoshard.commands.running import Running, free_name, run_on
 from autoshard.errors import InputError, require
 from autoshard.spec.training import Training
@@ -40,7 +40,7 @@ class _Ready:
 def run(
     plan: PlanOrRecipe,
     training: Training,
-    question: Question,
+    question: QuestionOptions,
     out: Path | None = None,
     resume: str = "auto",
     restarts: int = 0,

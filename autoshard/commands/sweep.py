@@ -47,67 +47,72 @@ def sweep(
         json: Print the rows as one JSON object at the end.
     """
     from autoshard.runtime.folder import locked
-    from autoshard.sweep.points import load_sweep, place_of, points_of
-    from autoshard.sweep.table import RowFile
+    from autoshard.sweep.points import load_sweep, points_of, sweep_path
+    from autoshard.sweep.table import RowFile, array_script
     from autoshard.sweep.work import jobs_of
 
     _refuse(jobs, task, wandb, wandb_agent, scheduler, parquet)
-    source = place_of(source)
-    asked, folder = load_sweep(source), out or _SWEEPS / source.stem
+    source = sweep_path(source)
+    content, folder = load_sweep(source), out or _SWEEPS / source.stem
     if wandb_agent:
-        return _for_agent(asked, source, folder, wandb)
+        return _agent_point(content, source, folder, wandb)
     try:
-        points = points_of(asked, source.parent)
+        points = points_of(content, source.parent)
     except InputError as error:
         raise error.under(str(source)) from None
-    everything = jobs_of(points, asked.mode, folder, asked.rehearse)
+    all_jobs = jobs_of(points, content.mode, folder, content.rehearse)
     if scheduler is not None:
-        return _array(asked, everything, source, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "array.sbatch"
+        path.write_text(array_script(content, all_jobs, source, folder), encoding="utf-8")
+        print(f"wrote {path}: {len(all_jobs)} tasks\nnext: sbatch {path}")
+        print(f"then, for the table and for what is left: autoshard sweep {source} --out {folder}")
+        return 0
     if task is not None:
-        return _task(everything, task, folder)
+        return _task(all_jobs, task, folder)
     with locked(folder):
         rows = RowFile(folder)
         if retry:
             rows.forget_failed()
-        left = jobs_of([one for one in points if one.id not in rows.rows], asked.mode, folder, asked.rehearse)
-        _done(left, len(points), rows, jobs or (1 if asked.mode == "run" else os.cpu_count() or 1), silent=json)
+        left = jobs_of([one for one in points if one.id not in rows.rows], content.mode, folder, content.rehearse)
+        num_workers = jobs or (1 if content.mode == "run" else os.cpu_count() or 1)
+        _work(left, len(points), rows, num_workers, silent=json)
         ordered = [rows.rows[point.id] for point in points]
-        return _concluded(asked, source, ordered, folder, wandb=wandb, parquet=parquet, json=json)
+        return _conclude(content, source, ordered, folder, wandb=wandb, parquet=parquet, json=json)
 
 
 def _refuse(
     jobs: int | None, task: int | None, wandb: str | None, agent: bool, scheduler: str | None, parquet: bool
 ) -> None:
-    """Find out before any work what cannot be."""
-    extras = {"wandb": bool(wandb or agent), "pyarrow": parquet}
-    missing = {name: wanted and find_spec(name) is None for name, wanted in extras.items()}
+    """Refuse options that exclude each other, and packages that are missing, before any work."""
     alone = {"--wandb-agent": agent, "--scheduler": scheduler is not None, "--task": task is not None}
     together = " and ".join(name for name, given in alone.items() if given)
+    has_wandb, has_arrow = (find_spec(name) is not None for name in ("wandb", "pyarrow"))
     require(
         (jobs is None or jobs >= 1, "--jobs", f"must be at least 1, not {jobs}"),
         (task is None or task >= 0, "--task", f"must be at least 0, not {task}"),
         (sum(alone.values()) <= 1, together, "exclude each other. Keep one"),
-        (not missing["wandb"], "--wandb", "is not installed here. Type: pip install 'autoshard[wandb]'"),
-        (not missing["pyarrow"], "--parquet", "needs pyarrow. Type: pip install 'autoshard[data]'"),
+        (has_wandb or not (wandb or agent), "--wandb", "is not installed here. Type: pip install 'autoshard[wandb]'"),
+        (has_arrow or not parquet, "--parquet", "needs pyarrow. Type: pip install 'autoshard[data]'"),
     )
 
 
-def _done(left: "Sequence[SweepJob]", num_points: int, rows: "RowFile", num_workers: int, *, silent: bool) -> None:
-    """Do the jobs that are left, and keep their rows as they come."""
+def _work(left: "Sequence[SweepJob]", num_points: int, rows: "RowFile", num_workers: int, *, silent: bool) -> None:
+    """Do the jobs that are left, and store their rows as they come."""
     from autoshard.commands.progress import SweepProgress
-    from autoshard.sweep.crew import done_by
+    from autoshard.sweep.workers import work_through
 
     num_left = sum(len(job.points) for job in left)
     if num_left < num_points and not silent:
         print(f"{num_points - num_left} of {num_points} points are done already")
     with SweepProgress(num_points, num_points - num_left, silent=silent) as progress:
-        for found in done_by(left, min(num_workers, len(left)), progress.begin):
-            rows.add(found)
-            progress.end(found)
+        for done in work_through(left, min(num_workers, len(left)), progress.begin):
+            rows.add(done)
+            progress.end(done)
 
 
-def _concluded(
-    asked: "Sweep", source: Path, rows: "list[Row]", folder: Path, *, wandb: str | None, parquet: bool, json: bool
+def _conclude(
+    content: "Sweep", source: Path, rows: "list[Row]", folder: Path, *, wandb: str | None, parquet: bool, json: bool
 ) -> int:
     """Show the table, and write it where it is asked for."""
     from autoshard.report.swept import swept_report
@@ -118,12 +123,11 @@ def _concluded(
     if parquet:
         notes.append(f"wrote {write_parquet(rows, folder)}")
     if wandb is not None:
-        from autoshard.sweep.array import controller_text
-        from autoshard.sweep.on_wandb import log_sweep
+        from autoshard.sweep.on_wandb import controller_text, log_sweep
 
-        controlled = folder / "wandb-sweep.yaml"
-        controlled.write_text(controller_text(asked, source, folder, wandb), encoding="utf-8")
-        notes += [*log_sweep(rows, wandb, folder), f"for W&B's own controller: wandb sweep {controlled}"]
+        controller = folder / "wandb-sweep.yaml"
+        controller.write_text(controller_text(content, source, folder, wandb), encoding="utf-8")
+        notes += [*log_sweep(rows, wandb, folder), f"for W&B's own controller: wandb sweep {controller}"]
     if json:
         print_json({"folder": str(folder), "rows": rows, "notes": notes})
     else:
@@ -136,30 +140,18 @@ def _concluded(
     return 0
 
 
-def _array(asked: "Sweep", jobs: "Sequence[SweepJob]", source: Path, folder: Path) -> int:
-    """Write a job array, a task for each job."""
-    from autoshard.sweep.array import array_script
-
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "array.sbatch"
-    path.write_text(array_script(asked, jobs, source, folder), encoding="utf-8")
-    print(f"wrote {path}: {len(jobs)} tasks\nnext: sbatch {path}")
-    print(f"then, for the table and for what is left: autoshard sweep {source} --out {folder}")
-    return 0
-
-
 def _task(jobs: "Sequence[SweepJob]", number: int, folder: Path) -> int:
     """Do one task of a job array; its rows wait in the folder until a sweep gathers them."""
-    from autoshard.sweep.table import PARTS, kept_rows, write_part
+    from autoshard.sweep.table import stored_rows, task_file, write_task
     from autoshard.sweep.work import rows_of
 
     require((number < len(jobs), "--task", f"the array has tasks 0 to {len(jobs) - 1}"))
     job, name = jobs[number], jobs[number].points[0].id
-    if (folder / PARTS / f"{name}.json").exists() or {point.id for point in job.points} <= kept_rows(folder).keys():
+    if task_file(folder, name).exists() or {point.id for point in job.points} <= stored_rows(folder).keys():
         print(f"{job.name}: done already")
         return 0
     rows = rows_of(job)
-    write_part(rows, folder, name)
+    write_task(rows, folder, name)
     for row in rows:
         print(f"{row['point']}: {row['status']} {row['message'] or row['candidate']}")
     if any(row["status"] == "failed" for row in rows):
@@ -167,11 +159,11 @@ def _task(jobs: "Sequence[SweepJob]", number: int, folder: Path) -> int:
     return 0
 
 
-def _for_agent(asked: "Sweep", source: Path, folder: Path, project: str | None) -> int:
+def _agent_point(content: "Sweep", source: Path, folder: Path, project: str | None) -> int:
     """Do the point that W&B's controller chooses."""
-    from autoshard.sweep.on_wandb import chosen_point
+    from autoshard.sweep.on_wandb import agent_point
 
-    row = chosen_point(asked, source.parent, folder, project)
+    row = agent_point(content, source.parent, folder, project)
     print(f"{row['point']}: {row['status']} {row['message'] or row['candidate']}", file=sys.stderr)
     if row["status"] == "failed":
         raise RunFailed(str(row["message"]))

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -16,7 +18,7 @@ from autoshard.spec.recipe import TRAINING_KEYS, Recipe, recipe_files, recipe_of
 MOST_POINTS = 100_000
 _ID_LENGTH = 12
 _FILES = ("model", "cluster", "calibration")  # keys that may name a file, whose contents belong to the question
-_FIX = "fix."
+_COMMA = re.compile(r",(?![^\[]*\])")  # between pinned keys, not inside brackets
 
 Entries = Mapping[str, Any]  # of a recipe
 
@@ -68,10 +70,11 @@ class Sweep:
 
     def __post_init__(self) -> None:
         """Refuse what would make no point, or too many to ever be done."""
-        lengths = {len(values) for values in self.zip.values()}
+        lengths = sorted({len(values) for values in self.zip.values()})
+        together = f"lists of one length go together, not of {' and '.join(map(str, lengths))}"
         require(
             *((bool(values), f"grid.{key}", "has no values") for key, values in self.grid.items()),
-            (len(lengths) <= 1, "zip", f"lists of one length go together, not of {_said(lengths)}"),
+            (len(lengths) <= 1, "zip", together),
             (0 not in lengths, "zip", "has no values"),
             (1 <= self.frontier <= 100, "frontier", f"must be 1 to 100, not {self.frontier}"),
             (self.rehearse is None or self.mode == "run", "rehearse", "is of mode run. Write mode: run"),
@@ -86,29 +89,27 @@ class Sweep:
         axes |= {key: [{key: value} for value in values] for key, values in self.grid.items()}
         return {name: choices for name, choices in axes.items() if choices}
 
-    @property
-    def overrides(self) -> "Iterator[Entries]":
-        """Yield the keys that every question sets."""
-        for choice in product(*self.axes.values()):
-            yield {key: value for part in choice for key, value in part.items()}
 
-
-def place_of(name: Path) -> Path:
+def sweep_path(name: Path) -> Path:
     """Return where a sweep lies: one that comes along may be called by its name.
 
-    >>> place_of(Path("tiny")).name
+    >>> sweep_path(Path("tiny")).name
     'tiny.yaml'
     """
-    shipped_one = shipped("recipes") / "sweeps" / f"{name}.yaml"
-    return shipped_one if not name.exists() and shipped_one.is_file() else name
+    own = shipped("recipes") / "sweeps" / f"{name}.yaml"
+    return own if not name.exists() and own.is_file() else name
 
 
 def load_sweep(path: Path) -> Sweep:
     """Read a sweep; every fault names the file."""
     data = read_data(path)
+    if isinstance(data, dict):  # a value in the place of a list has no other meaning
+        for name in ("grid", "zip"):
+            axes = cast(dict[str, Any], data).get(name)
+            if isinstance(axes, dict):
+                values = cast(dict[str, Any], axes)
+                data[name] = {key: one if isinstance(one, list) else [one] for key, one in values.items()}
     try:
-        if isinstance(data, dict):  # a value or a mapping in the place of a list has no other meaning
-            data = {key: _axes(value) if key in ("grid", "zip") else value for key, value in data.items()}
         return record.decode(Sweep, data)
     except InputError as error:
         raise error.under(str(path)) from None
@@ -116,36 +117,37 @@ def load_sweep(path: Path) -> Sweep:
 
 def points_of(sweep: Sweep, folder: Path) -> tuple[SweepPoint, ...]:
     """Return the points of a sweep file in this folder, each question once; all that is wrong with any is one error."""
-    count = sweep.frontier
-    for choices in sweep.axes.values():
-        count *= len(choices)
+    count = sweep.frontier * math.prod(len(choices) for choices in sweep.axes.values())
     require((count <= MOST_POINTS, "points", f"a sweep has at most {MOST_POINTS}, not {count}"))
-    base, faults, found = base_of(sweep, folder), dict[Fault, None](), dict[str, SweepPoint]()
-    for override in sweep.overrides:
+    base, faults, points = base_of(sweep, folder), dict[Fault, None](), dict[str, SweepPoint]()
+    for choices in product(*sweep.axes.values()):
         try:
-            for point in question(sweep, base, override, folder):
-                found.setdefault(point.id, point)
+            override = {key: value for choice in choices for key, value in choice.items()}
+            for point in points_of_question(sweep, base, override, folder):
+                points.setdefault(point.id, point)
         except InputError as error:
             faults.update(dict.fromkeys(error.faults))
     if faults:
         raise InputError(faults)
-    return tuple(found.values())
+    return tuple(points.values())
 
 
-def question(sweep: Sweep, base: Entries, override: Entries, folder: Path) -> list[SweepPoint]:
-    """Return the points of one question: its best plan, and as many more as are asked for."""
+def points_of_question(sweep: Sweep, base: Entries, override: Entries, folder: Path) -> list[SweepPoint]:
+    """Return the points of one question: its best plan, and as many more as the sweep wants."""
     entries = _merged(base, override)
     recipe = recipe_of(entries)
     if sweep.mode == "run" and "data" in entries:
         entries = {**entries, "data": {**entries["data"], "sets": dict(recipe.training.data.seen_from(folder).sets)}}
-    asked: dict[str, Any] = {key: value for key, value in entries.items() if key not in TRAINING_KEYS}
-    asked["files"] = {key: _contents(asked[key]) for key in _FILES if key in asked}
+    content: dict[str, Any] = {key: value for key, value in entries.items() if key not in TRAINING_KEYS}
+    content["files"] = {key: _file_digest(content[key]) for key in _FILES if key in content}
     if sweep.mode == "run":
-        asked |= {"run": {key: entries[key] for key in TRAINING_KEYS if key in entries}, "rehearse": sweep.rehearse}
-    return [
-        SweepPoint(id=_id({**asked, "choice": number}), varied=override, entries=entries, choice=number)
-        for number in range(1, sweep.frontier + 1)
-    ]
+        content |= {"run": {key: entries[key] for key in TRAINING_KEYS if key in entries}, "rehearse": sweep.rehearse}
+    points: list[SweepPoint] = []
+    for number in range(1, sweep.frontier + 1):
+        text = json.dumps({**content, "choice": number}, sort_keys=True, default=str)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:_ID_LENGTH]
+        points.append(SweepPoint(id=digest, varied=override, entries=entries, choice=number))
+    return points
 
 
 def base_of(sweep: Sweep, folder: Path) -> Entries:
@@ -156,45 +158,35 @@ def base_of(sweep: Sweep, folder: Path) -> Entries:
     return _merged(cast(dict[str, Any], data), sweep.base)
 
 
-def _axes(value: object) -> object:
-    if not isinstance(value, dict):
-        return value
-    return {key: one if isinstance(one, list) else [one] for key, one in cast(dict[Any, Any], value).items()}
-
-
 def _merged(base: Entries, override: Entries) -> dict[str, Any]:
-    """Set keys over a base; a dot goes into a section, null takes a key away, and keys after ``fix.`` are pinned."""
-    found: dict[str, Any] = json.loads(json.dumps(base, default=str))
-    pins = {key.removeprefix(_FIX): value for key, value in override.items() if key.startswith(_FIX)}
-    pinned = [f"{key}={_plain(value)}" for key, value in pins.items() if value is not None]
+    """Set keys over a base; a dot goes into a section, null takes a key away, and ``fix.tp`` is tp of ``fix``."""
+    merged: dict[str, Any] = json.loads(json.dumps(base, default=str))
+    pins: dict[str, Any] = {}
     for key, value in override.items():
-        if key.startswith(_FIX):
-            continue
         *sections, last = key.split(".")
-        place = found
+        if sections == ["fix"]:
+            pins[last] = value
+            continue
+        place = merged
         for section in sections:
             inner = place.get(section)
             place[section] = place = {} if not isinstance(inner, dict) else cast(dict[str, Any], inner)
         place.pop(last, None)
         if value is not None:
             place[last] = value
-    if pinned:
-        found["fix"] = ",".join([*filter(None, [found.get("fix")]), *pinned])
-    return found
+    if pins:
+        fixed = [
+            one for one in _COMMA.split(merged.pop("fix", None) or "") if one.partition("=")[0].strip() not in pins
+        ]
+        fixed += [f"{key}={_plain(value)}" for key, value in pins.items() if value is not None]
+        merged |= {"fix": ",".join(filter(None, fixed))} if any(fixed) else {}
+    return merged
 
 
-def _contents(name: object) -> str | None:
+def _file_digest(name: object) -> str | None:
     path = Path(str(name))
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def _id(question: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(question, sort_keys=True, default=str).encode()).hexdigest()[:_ID_LENGTH]
-
-
 def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _said(numbers: set[int]) -> str:
-    return " and ".join(map(str, sorted(numbers)))

@@ -1,14 +1,23 @@
-"""The one table of a sweep: a line for every point, written by one process; a kill takes no line that is whole."""
+"""The one table of a sweep: a line for every point, written by one process; a kill takes no line that is whole.
 
+Tasks of a job array leave their rows in files beside it, which the next sweep gathers.
+"""
+
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from autoshard.errors import InputError
-from autoshard.sweep.work import Row
+from autoshard.errors import InputError, require
+from autoshard.sweep.points import Sweep
+from autoshard.sweep.work import Row, SweepJob
 
-ROWS, PARQUET, PARTS = "rows.jsonl", "rows.parquet", "parts"
+ROWS, PARQUET = "rows.jsonl", "rows.parquet"
+PROGRAM = f"{sys.executable} -m autoshard.cli"
+_TASKS_AT_A_TIME = 16
 
 
 class RowFile:
@@ -16,13 +25,13 @@ class RowFile:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ROWS
-        self.rows = kept_rows(folder)
+        self.rows = stored_rows(folder)
         if self._path.exists():
             os.truncate(self._path, len(_whole(self._path)))  # a kill may have cut the last line
-        for part in sorted((folder / PARTS).glob("*.json")):  # of the tasks of a job array
-            found: list[Row] = json.loads(part.read_text(encoding="utf-8"))
-            self.add([row for row in found if row["id"] not in self.rows])
-            part.unlink()
+        for path in sorted(task_file(folder, "*").parent.glob("*.json")):
+            rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))
+            self.add([row for row in rows if row["id"] not in self.rows])
+            path.unlink()
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows at the end, together."""
@@ -36,42 +45,32 @@ class RowFile:
     def forget_failed(self) -> None:
         """Take failed points out of the file, so that they are done again."""
         self.rows = {name: row for name, row in self.rows.items() if row["status"] != "failed"}
-        aside = self._path.with_suffix(".part")
-        aside.write_text("".join(json.dumps(row) + "\n" for row in self.rows.values()), encoding="utf-8")
-        aside.replace(self._path)
+        _replace(self._path, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
 
 
-def kept_rows(folder: Path) -> dict[str, Row]:
+def stored_rows(folder: Path) -> dict[str, Row]:
     """Return the rows of a sweep's folder by their points."""
-    path, found = folder / ROWS, dict[str, Row]()
+    path, rows = folder / ROWS, dict[str, Row]()
     for number, line in enumerate(_whole(path).splitlines() if path.exists() else (), 1):
         try:
             row: Row = json.loads(line)
-            found[row["id"]] = row
+            rows[row["id"]] = row
         except (ValueError, TypeError, KeyError):
             message = "is no row of a sweep. Remove the line, and its point is done again"
             raise InputError.of(f"{path} line {number}", message) from None
-    return found
+    return rows
 
 
-def _whole(path: Path) -> bytes:
-    """Return the lines of a file that end."""
-    kept = path.read_bytes()
-    return kept[: kept.rfind(b"\n") + 1]
+def task_file(folder: Path, name: str) -> Path:
+    """Return where a task of a job array leaves its rows."""
+    return folder / "parts" / f"{name}.json"
 
 
-def write_part(rows: Sequence[Row], folder: Path, name: str) -> None:
-    """Keep what one task of a job array has found, whole or not at all, for whoever gathers it."""
-    path = folder / PARTS / f"{name}.json"
+def write_task(rows: Sequence[Row], folder: Path, name: str) -> None:
+    """Write the rows of one task of a job array, whole or not at all."""
+    path = task_file(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(rows, allow_nan=False), encoding="utf-8")
-    aside.replace(path)
-
-
-def columns_of(rows: Iterable[Row]) -> tuple[str, ...]:
-    """Return the names of all values, in the order in which they are met."""
-    return tuple(dict.fromkeys(name for row in rows for name in row))
+    _replace(path, json.dumps(rows, allow_nan=False))
 
 
 def write_parquet(rows: Sequence[Row], folder: Path) -> Path:
@@ -87,6 +86,44 @@ def write_parquet(rows: Sequence[Row], folder: Path) -> Path:
 
     path = folder / PARQUET
     aside = path.with_suffix(".part")
-    parquet.write_table(arrow.table({name: column(name) for name in columns_of(rows)}), aside)
+    parquet.write_table(arrow.table({name: column(name) for row in rows for name in row}), aside)
     aside.replace(path)
     return path
+
+
+def array_script(sweep: Sweep, jobs: Sequence[SweepJob], source: Path, folder: Path) -> str:
+    """Return the script of a job array of Slurm: a task for each job."""
+    many = {job.name for job in jobs if sweep.mode == "run" and not sweep.rehearse and job.points[0].recipe.nodes > 1}
+    more = f"a task has one node, and {', '.join(sorted(many)[:3])} runs on more. Set rehearse, or use autoshard launch"
+    require((not many, "--scheduler", more))
+    name, place = source.stem, shlex.quote(str(folder.resolve()))
+    digest = hashlib.sha256("".join(point.id for job in jobs for point in job.points).encode()).hexdigest()[:12]
+    size = "#SBATCH --exclusive" if sweep.mode == "run" else "#SBATCH --cpus-per-task=1"
+    return f"""\
+#!/bin/bash
+# The points of the sweep {name} as tasks of a job array. Written by autoshard sweep --scheduler slurm; points {digest}.
+# Then: autoshard sweep {source} --out {folder}     gathers the rows, does what is left, and prints the table.
+#SBATCH --job-name={name}
+#SBATCH --array=0-{len(jobs) - 1}%{_TASKS_AT_A_TIME}
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+{size}
+#SBATCH --output={folder.resolve()}/task-%a.log
+set -euo pipefail
+cd {shlex.quote(str(Path.cwd()))}
+task=$SLURM_ARRAY_TASK_ID
+unset SLURM_PROCID SLURM_NTASKS  # a run starts its own ranks here; it is no task of this job's
+exec {PROGRAM} sweep {shlex.quote(str(source))} --out {place} --task "$task"
+"""
+
+
+def _whole(path: Path) -> bytes:
+    """Return the lines of a file that end."""
+    content = path.read_bytes()
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _replace(path: Path, text: str) -> None:
+    aside = path.with_suffix(".part")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)

@@ -25,7 +25,7 @@ from autoshard.version import __version__
 Row = dict[str, Any]  # flat: names to numbers, text, truth values or null
 Start = Callable[["subprocess.Popen[str]"], None]
 
-_AXES = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs", "zero")
+_KEYS = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs", "zero", "schedule")  # of a candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,28 +55,29 @@ def jobs_of(
 
 
 def rows_of(job: SweepJob, started: Start | None = None) -> list[Row]:
-    """Do a job; what goes wrong is a row with its message. ``started`` is told of a run's process."""
+    """Do a job; what goes wrong is a row with its message. ``started`` gets the process of a run."""
     before_s, cpu_s = time.perf_counter(), time.process_time()
     rows: list[Row] = []
     try:
         for point, plan in _planned(job):
-            row = {**_asked(job, point), **(_predicted(plan) if plan else _none(point, rows))}
+            none = {"status": "no plan", "message": f"the question has {len(rows)} plans, not {point.choice}"}
+            row = {**_question_row(job, point), **(_plan_row(plan) if plan else none)}
             if plan and job.mode == "run":
                 row |= _ran(job, point, plan, started)
             rows.append(row)
     except (InputError, NoPlan) as error:  # an answer: this cannot be
-        rows = [{**_asked(job, point), "status": "no plan", "message": str(error)} for point in job.points]
+        rows = failed_rows(job, str(error), status="no plan")
     except AutoshardError as error:
-        rows = failed(job, str(error))
+        rows = failed_rows(job, str(error))
     except Exception as error:
-        rows = failed(job, "".join(traceback.format_exception_only(error)).strip())
+        rows = failed_rows(job, "".join(traceback.format_exception_only(error)).strip())
     seconds = {"wall_s": round(time.perf_counter() - before_s, 3), "cpu_s": round(time.process_time() - cpu_s, 3)}
     return [{**row, **seconds} for row in rows]
 
 
-def failed(job: SweepJob, message: str) -> list[Row]:
-    """Return the rows of a job of which nothing came."""
-    return [{**_asked(job, point), "status": "failed", "message": message} for point in job.points]
+def failed_rows(job: SweepJob, message: str, status: str = "failed") -> list[Row]:
+    """Return the rows of a job that has no plan, or of which nothing came."""
+    return [{**_question_row(job, point), "status": status, "message": message} for point in job.points]
 
 
 def _planned(job: SweepJob) -> Iterator[tuple[SweepPoint, Plan | None]]:
@@ -96,8 +97,9 @@ def _planned(job: SweepJob) -> Iterator[tuple[SweepPoint, Plan | None]]:
         yield point, plan
 
 
-def _asked(job: SweepJob, point: SweepPoint) -> Row:
-    varied = {f"at.{key}": value if _is_plain(value) else json.dumps(value) for key, value in point.varied.items()}
+def _question_row(job: SweepJob, point: SweepPoint) -> Row:
+    flat = (str, int, float, type(None))
+    varied = {f"at.{key}": one if isinstance(one, flat) else json.dumps(one) for key, one in point.varied.items()}
     entries = json.dumps(dict(point.entries), sort_keys=True, default=str)
     return {
         "id": point.id, "point": point.name, "choice": point.choice, "mode": job.mode, "status": "planned",
@@ -105,50 +107,29 @@ def _asked(job: SweepJob, point: SweepPoint) -> Row:
     }  # fmt: skip
 
 
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, str | int | float)
-
-
-def _none(point: SweepPoint, rows: Sequence[Row]) -> Row:
-    return {"status": "no plan", "message": f"the question has {len(rows)} plans, not {point.choice}"}
-
-
-def _predicted(plan: Plan) -> Row:
+def _plan_row(plan: Plan) -> Row:
     """Return what a plan is, and what it promises."""
     prediction, candidate, dollars = plan.prediction, plan.candidate, plan.dollars
     assert prediction, "a found plan has its prediction"
     return {
-        "plan_hash": fingerprint(plan),
-        "model": plan.model.name,
-        "cluster": plan.cluster.name,
-        "nodes": plan.cluster.num_nodes,
-        "ranks": plan.cluster.num_ranks,
-        "lnc": plan.cluster.lnc,
-        "seq_len": plan.workload.seq_len,
-        "global_batch": plan.workload.global_batch,
-        "precision": plan.workload.precision.name,
-        "engine": plan.engine,
-        "kernels": plan.kernels,
-        "candidate": str(candidate),
-        **{axis: getattr(candidate, axis) for axis in _AXES},
-        "schedule": candidate.schedule,
-        "step_time_s": prediction.step_time_s,
-        "step_time_low_s": prediction.low_s,
+        "plan_hash": fingerprint(plan), "model": plan.model.name, "cluster": plan.cluster.name,
+        "nodes": plan.cluster.num_nodes, "ranks": plan.cluster.num_ranks, "lnc": plan.cluster.lnc,
+        "seq_len": plan.workload.seq_len, "global_batch": plan.workload.global_batch,
+        "precision": plan.workload.precision.name, "engine": plan.engine, "kernels": plan.kernels,
+        "candidate": str(candidate), **{key: getattr(candidate, key) for key in _KEYS},
+        "step_time_s": prediction.step_time_s, "step_time_low_s": prediction.low_s,
         "step_time_high_s": prediction.high_s,
         **{f"time_s.{part}": seconds for part, seconds in prediction.time_parts.items()},
-        "tokens_per_s": prediction.tokens_per_s,
-        "mfu": prediction.mfu,
-        "peak_bytes": prediction.peak_bytes,
-        "capacity_bytes": prediction.capacity_bytes,
+        **{key: getattr(prediction, key) for key in ("tokens_per_s", "mfu", "peak_bytes", "capacity_bytes")},
         "compile_s": prediction.compiling.compile_s if prediction.compiling else None,
         "usd_per_step": dollars.usd_per_step if dollars else None,
         "usd_per_billion_tokens": dollars.usd_per_billion_tokens if dollars else None,
         "basis": prediction.basis,
-    }
+    }  # fmt: skip
 
 
 def _ran(job: SweepJob, point: SweepPoint, plan: Plan, started: Start | None) -> Row:
-    """Run a plan in a process of its own, and return what was measured; how that fails is said too."""
+    """Run a plan in a process of its own, and return what was measured, or how that failed."""
     path, folder = job.folder / "plans" / f"{point.id}.json", job.folder / "runs" / point.id
     options = path.with_name(f"{point.id}.run.json")
     training = {key: point.entries[key] for key in TRAINING_KEYS if key in point.entries}
@@ -156,45 +137,41 @@ def _ran(job: SweepJob, point: SweepPoint, plan: Plan, started: Start | None) ->
     options.write_text(json.dumps(training, default=str), encoding="utf-8")
     words = ["run", str(path), "--config", str(options), "--out", str(folder), "--json"]
     words += [] if job.rehearse is None else ["--rehearse", str(job.rehearse)]
+    starter: list[str] = []
+    if plan.engine == "nxd" and not job.rehearse and find_spec("neuronx_distributed"):  # its ranks, here on one node
+        count = str(plan.cluster.ranks_per_node)
+        starter = ["torch.distributed.run", "--standalone", "--nproc-per-node", count, "-m"]
     if not any(folder.glob("checkpoints/*")):
         shutil.rmtree(folder, ignore_errors=True)  # what a kill has left, from which nothing goes on
     process = subprocess.Popen(
-        [sys.executable, "-m", *_starter(plan, job.rehearse), "autoshard.cli", *words],
+        [sys.executable, "-m", *starter, "autoshard.cli", *words],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     if started:
         started(process)
-    said, complaints = process.communicate()
+    out, complaints = process.communicate()
     if process.returncode:
-        lines = [line.removeprefix("autoshard: ") for line in (complaints or said).strip().splitlines()]
+        lines = [line.removeprefix("autoshard: ") for line in (complaints or out).strip().splitlines()]
         message = "\n".join(lines) or f"the run ended with exit code {process.returncode}"
         return {"status": "failed", "message": message}
-    return {"status": "ran", "run": str(folder), **_measured(json.loads(said), folder, plan)}
+    return {"status": "ran", "run": str(folder), **_measured(json.loads(out), folder, plan)}
 
 
-def _starter(plan: Plan, rehearse: int | None) -> list[str]:
-    """Return what starts the ranks, where a run does not: NxD's are started by torchrun, here on one node."""
-    if plan.engine == "torch" or rehearse or find_spec("neuronx_distributed") is None:
-        return []
-    ranks = str(plan.cluster.ranks_per_node)
-    return ["torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m"]
-
-
-def _measured(said: Row, folder: Path, plan: Plan) -> Row:
-    """Return what a run says of itself: seconds of a step beside the predicted, bytes, its last loss."""
+def _measured(report: Row, folder: Path, plan: Plan) -> Row:
+    """Return the measurements of a run: seconds of a step beside the predicted, bytes, the last loss."""
     row = json.loads((folder / "measured.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-    step, steps = said["step_time_s"], said["steps"]
+    step, steps = report["step_time_s"], report["steps"]
     at_home = row["platform"] == plan.cluster.name
-    held = [sum(part["measured"] or 0 for part in group["memory_bytes"].values()) for group in said["ranks"]]
+    state_bytes = [sum(part["measured"] or 0 for part in group["memory_bytes"].values()) for group in report["ranks"]]
     return {
-        "ran_candidate": said["candidate"],
+        "ran_candidate": report["candidate"],
         "ran_on": row["platform"],
         "kind": row["kind"],
         "framework_version": row["framework_version"],
         "measured_step_time_s": step["measured"],
         "ran_predicted_s": step["predicted"],
         "measured_over_predicted": step["measured"] / step["predicted"] if at_home else None,
-        "measured_state_bytes": max(held, default=0),
+        "measured_state_bytes": max(state_bytes, default=0),
         "num_steps": len(steps),
         "last_loss": steps[-1]["loss"],
     }

@@ -12,6 +12,7 @@ import pytest
 from autoshard.cli import main
 from tests.sweep.sweep_cases import TINY, rows_in, statuses, written
 
+_ONE = ("--jobs", "1")  # a process costs more than a point
 TWO = {"base": TINY, "grid": {"ranks": [1, 2]}}
 
 
@@ -25,7 +26,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def typed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     capsys.readouterr()
-    assert main(["sweep", *words]) == code, capsys.readouterr().err
+    assert main(["sweep", *_ONE, *words]) == code, capsys.readouterr().err
     said = capsys.readouterr()
     return said.out if code == 0 else said.err
 
@@ -58,6 +59,7 @@ def test_what_cannot_be_planned_is_told_below_the_table(capsys: pytest.CaptureFi
     assert "no plan: fix=tp=3: --fix tp=3: 8 query heads of tiny-llama do not divide by 3" in " ".join(said.split())
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_one_run_that_fails_does_not_end_the_rest_and_is_tried_again_when_told(
     capsys: pytest.CaptureFixture[str],

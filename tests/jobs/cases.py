@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, Literal
 
 from autoshard.commands.plan import searched
-from autoshard.commands.question import Question, SearchOptions
+from autoshard.commands.options import QuestionOptions, SearchOptions
 from autoshard.jobs.job import PLAN, Files, Job, default_name
 from autoshard.jobs.kubernetes import KubernetesWants, kubernetes_files
 from autoshard.jobs.shell import torchrun_files
@@ -42,7 +42,7 @@ def plan_of(case: str, way: Way = "vendor") -> Plan:
     options_of_question: dict[str, Any] = {"model": model, "cluster": cluster, "nodes": (vendor.cluster.num_nodes,)}
     fix = FIXED[case] if way == "fixed" else "cp=2" if "cp" in case else None
     options = SearchOptions()
-    question = Question(**options_of_question, seq_len=seq_len, global_batch=1024, fix=fix)
+    question = QuestionOptions(**options_of_question, seq_len=seq_len, global_batch=1024, fix=fix)
     return searched(question.requests(options)[0], 1, options).plans[0]
 
 
@@ -50,7 +50,7 @@ def plan_of(case: str, way: Way = "vendor") -> Plan:
 def gpu_plan() -> Plan:
     """A plan for two nodes of GPUs that EFA joins."""
     options = SearchOptions()
-    question = Question(model="llama3-8b", cluster="p5.48xlarge", nodes=(2,), global_batch=64)
+    question = QuestionOptions(model="llama3-8b", cluster="p5.48xlarge", nodes=(2,), global_batch=64)
     return searched(question.requests(options)[0], 1, options).plans[0]
 
 

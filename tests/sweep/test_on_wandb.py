@@ -44,6 +44,7 @@ def history(found: Records) -> list[dict[str, Any]]:
     return [one["history"]["item"] for one in found if "history" in one]
 
 
+@pytest.mark.slow
 def test_every_point_is_a_run_of_one_group_and_a_second_start_shows_only_what_is_new(tmp_path: Path):
     path = written({"base": TINY, "grid": {"fix": ["tp=1", "tp=3"], "ranks": [1, 2]}}, tmp_path)
     done = typed(tmp_path, str(path), "--wandb", "tested", "--out", "out")

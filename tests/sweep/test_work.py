@@ -17,9 +17,9 @@ import autoshard
 from autoshard.errors import InputError
 from autoshard.plan.codec import fingerprint, load
 from autoshard.spec.cluster_catalogue import load_cluster
-from autoshard.sweep.crew import done_by
-from autoshard.sweep.table import RowFile, write_parquet, write_part
+from autoshard.sweep.table import RowFile, write_parquet, write_task
 from autoshard.sweep.work import SweepJob, rows_of
+from autoshard.sweep.workers import work_through
 from tests.runtime.cases import environment
 from tests.sweep.sweep_cases import TINY, jobs, points, rows_in, statuses, tiny, written
 
@@ -59,7 +59,7 @@ def test_what_has_no_plan_is_a_row_with_the_reason(tmp_path: Path):
 
 
 def test_a_process_that_dies_takes_only_its_own_job(tmp_path: Path):
-    todo, victim = jobs(tiny(grid={"ranks": (1, 2, 4), "seq_len": (32, 64)}), tmp_path), list[str]()
+    todo, victim = jobs(tiny(grid={"ranks": (1, 2, 4)}), tmp_path), list[str]()
 
     def begun(job: SweepJob) -> None:
         if not victim:
@@ -68,7 +68,7 @@ def test_a_process_that_dies_takes_only_its_own_job(tmp_path: Path):
             assert child.pid
             os.kill(child.pid, signal.SIGKILL)
 
-    rows = [row for found in done_by(todo, 1, begun) for row in found]
+    rows = [row for found in work_through(todo, 1, begun) for row in found]
     assert sorted(row["id"] for row in rows) == sorted(point.id for job in todo for point in job.points)
     assert [row["id"] for row in rows if row["status"] == "failed"] == victim
     assert "was killed by SIGKILL" in next(row["message"] for row in rows if row["status"] == "failed")
@@ -89,9 +89,9 @@ def test_a_cut_line_is_dropped_and_its_point_is_left(tmp_path: Path):
 
 
 def test_parts_of_a_job_array_are_gathered_once(tmp_path: Path):
-    write_part([{"id": "a", "status": "planned"}], tmp_path, "a")
+    write_task([{"id": "a", "status": "planned"}], tmp_path, "a")
     assert set(RowFile(tmp_path).rows) == {"a"}
-    write_part([{"id": "a", "status": "planned"}, {"id": "b", "status": "planned"}], tmp_path, "b")
+    write_task([{"id": "a", "status": "planned"}, {"id": "b", "status": "planned"}], tmp_path, "b")
     assert set(RowFile(tmp_path).rows) == {"a", "b"}
     assert [row["id"] for row in rows_in(tmp_path)] == ["a", "b"] and not list(tmp_path.glob("parts/*"))
 
@@ -111,6 +111,7 @@ def test_parquet_has_the_same_rows(tmp_path: Path):
     ]
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_killed_at_random_does_each_point_once(tmp_path: Path):
     grid = {"ranks": [1, 2, 4], "seq_len": [32, 64], "model": ["tiny-llama", "tiny-gpt"]}
     path, out = written({"base": TINY, "grid": grid}, tmp_path), tmp_path / "out"

@@ -20,7 +20,7 @@ _LONGEST_S = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class QuestionOptions:
     """Which model, where, for which work, and what is fixed; nothing is asked that is not given.
 
     Args:
@@ -132,7 +132,7 @@ def is_recipe(path: "Path") -> bool:
     return path.suffix in (".yaml", ".yml")
 
 
-def plan_of(path: "Path", question: Question) -> "Plan":
+def plan_of(path: "Path", question: QuestionOptions) -> "Plan":
     """Read a plan file, or answer the question of a recipe."""
     if not is_recipe(path):
         from autoshard.plan.codec import load
