@@ -160,7 +160,8 @@ def _parser(name: str, command: Callable[..., int], options: Sequence[Option], *
         if default not in (None, False, "", (), inspect.Parameter.empty) and not option.repeats:
             text = f"{text} Default: {default}."
         dest = option.name.replace(".", "/")  # of names with dots the parser forgets all values but the last
-        metavar = "{" + ",".join(option.words) + "}" if option.words else _EXPECTED.get(option.kind, ("TEXT",))[0]
+        words = (*option.words, "N") if int in get_args(option.kind) else option.words
+        metavar = "{" + ",".join(words) + "}" if option.words else _EXPECTED.get(option.kind, ("TEXT",))[0]
         if option.kind is bool:
             parser.add_argument(option.flag, dest=dest, action="store_true", help=text)
         elif option.repeats:
@@ -280,7 +281,8 @@ def _mismatch(option: Option, raw: object) -> str:
     if isinstance(raw, dict | list | bool) and option.kind is not bool:
         return "expected a single value"
     if option.words and option.kind not in _EXPECTED:
-        return f"{str(raw)!r} is not one of them. {nearest(str(raw), option.words)}"
+        number = " A whole number is fine too." if int in get_args(option.kind) else ""
+        return f"{str(raw)!r} is not one of them. {nearest(str(raw), option.words)}{number}"
     return f"expected {_EXPECTED.get(option.kind, ('', 'text'))[1]}, found {str(raw)!r}"
 
 

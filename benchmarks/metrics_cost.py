@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from autoshard.commands.steps import shown
+from autoshard.commands.steps import step_display
 from autoshard.engine.ran import TimedStep
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump
@@ -56,7 +56,7 @@ def spent(track: Tracking, num_steps: int = STEPS) -> Spent:
         folder = Path(name)
         (folder / "plan.json").write_text(dump(plan), encoding="utf-8")
         training = Training(steps=num_steps, track=track)
-        with shown(plan, training, folder, platform=plan.cluster.name, silent=True) as show:
+        with step_display(plan, training, folder, platform=plan.cluster.name, silent=True) as show:
             for number in range(1, num_steps + 1):
                 step = _step(number, plan)
                 before_s, cpu_s = time.perf_counter(), time.thread_time()

@@ -1,40 +1,24 @@
 """``autoshard run``: execute a plan, or plan a recipe and execute that, and say how its prediction holds."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from autoshard.command_line import Counts, PlanOrRecipe
-from autoshard.commands.compiling import USUAL_STEPS, compile_ahead, compiling_place
-from autoshard.commands.dry import dry
+from autoshard.commands.compiling import compile_ahead
 from autoshard.commands.options import QuestionOptions, is_recipe, plan_of
-from autoshard.commands.output import print_refused
-from autoshard.commands.running import Running, free_name, run_on
-from autoshard.errors import InputError, require
+from autoshard.commands.output import print_json, print_refused
+from autoshard.commands.running import Execution, execute
+from autoshard.errors import require
 from autoshard.spec.training import Training
 
 if TYPE_CHECKING:
-    from autoshard.engine.base import Resume, Run
+    from collections.abc import Sequence
+
     from autoshard.plan.plan import Plan
-    from autoshard.plan.rules.rule import Rejection
     from autoshard.runtime.launch import GivenRank
 
 _RUNS = Path("runs")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ready:
-    """A plan that is about to run, what the user should know of it, and the reasons against it."""
-
-    plan: "Plan"
-    notes: tuple[str, ...]
-    rejections: "tuple[Rejection, ...]" = ()
-    tried: bool = False  # rehearsed, or counted only: not on the machine that it is for
-
-    @property
-    def engine(self) -> Literal["nxd", "torch"]:
-        """What executes it here."""
-        return "torch" if self.tried else self.plan.engine
 
 
 def run(
@@ -42,7 +26,7 @@ def run(
     training: Training,
     question: QuestionOptions,
     out: Path | None = None,
-    resume: str = "auto",
+    resume: Literal["auto", "never"] | int = "auto",
     restarts: int = 0,
     rehearse: int | None = None,
     dry_run: bool = False,
@@ -67,6 +51,8 @@ def run(
         compile_only: On Trainium, once on every node: compile all graphs into a cache in the folder of the run.
         json: Print one JSON object at the end instead of steps and tables.
     """
+    from autoshard.cost.checked import check_plan
+    from autoshard.engine.base import Run
     from autoshard.runtime.launch import given_rank
 
     tried = dry_run or rehearse is not None
@@ -79,86 +65,55 @@ def run(
         (not (compile_only and tried), "--compile-only", "what is only tried is not compiled. Leave one of them out"),
     )
     folder = out or _RUNS / (f"{plan.stem}-compiled" if compile_only else plan.stem)
-    asked = _only_tried(folder, training) if tried else _asked(folder, training, resume, plan)
+    if tried:  # a small model fits neither real tokens nor real weights
+        usual = Training()
+        checkpoint = replace(usual.checkpoint, to="none")
+        training = replace(training, checkpoint=checkpoint, data=usual.data, init_weights=None)
+    else:
+        training = _with_paths(training, plan)
+    options = Run(folder=folder, training=training, resume="never" if tried else resume)
     given = given_rank()
     leads = given is None or given.rank == 0
-    ready = _ready(plan_of(plan, question), rehearse, dry_run=dry_run)
-    if ready.rejections:
-        return print_refused(ready.rejections, json=json) if leads else 1
+    checked = check_plan(plan_of(plan, question))
+    if checked.rejections:
+        return print_refused(checked.rejections, json=json) if leads else 1
     if compile_only:
-        return _compile(ready.plan, asked, given, str(plan), json)
+        return compile_ahead(checked.plan, options, given, str(plan), json=json)
+    notes = [*([checked.remark] if checked.remark else []), *_card_notes(checked.plan)]
+    current, notes = _rehearsed(checked.plan, rehearse, notes) if rehearse is not None else (checked.plan, notes)
+    notes += _elsewhere_notes(current) if tried else []
     if dry_run:
-        return dry(ready.plan, ready.notes, dry_ranks, json=json) if leads else 0
-    ready, asked = _placed(ready, asked, given)
+        return _dry(current, notes, dry_ranks, json=json) if leads else 0
+    execution = _on_device(
+        Execution(plan=current, notes=tuple(notes), run=options, tried=tried, restarts=restarts, json=json), given
+    )
     if leads:
-        _refuse_place(ready, plan, given, asked.device)
-    elif given and given.num_ranks != ready.plan.mesh.num_ranks:
+        _refuse_machine(execution, plan, given)
+    elif given and given.num_ranks != current.mesh.num_ranks:
         return 2  # rank 0 says why
-    running = Running(plan=ready.plan, notes=ready.notes, run=asked, tried=ready.tried, restarts=restarts, json=json)
-    return run_on(running, given)
+    return execute(execution, given)
 
 
-def _asked(folder: Path, training: Training, resume: str, path: Path) -> "Run":
-    """Return the run that is asked for; sets of a recipe may lie beside it."""
-    from autoshard.engine.base import Run
-
+def _with_paths(training: Training, path: Path) -> Training:
+    """Return the training with the sets of a recipe, which may lie beside it; refuse weights that are nowhere."""
     weights = training.init_weights
     message = f"there is no folder {weights}. Name a folder of checkpoints, or one with a config.json and safetensors"
     require((weights is None or "://" in weights or Path(weights).is_dir(), "init_weights", message))
-    if is_recipe(path):
-        training = replace(training, data=training.data.seen_from(path.parent))
-    return Run(folder=folder, training=training, resume=_where(resume))
+    return replace(training, data=training.data.seen_from(path.parent)) if is_recipe(path) else training
 
 
-def _only_tried(folder: Path, training: Training) -> "Run":
-    """Return the run of what is only tried: its small model fits neither real tokens nor real weights."""
-    from autoshard.engine.base import Run
-
-    usual = Training()
-    checkpoint = replace(usual.checkpoint, to="none")
-    training = replace(training, checkpoint=checkpoint, data=usual.data, init_weights=None)
-    return Run(folder=folder, training=training, resume="never")
-
-
-def _where(resume: str) -> "Resume":
-    """Read where a run goes on."""
-    if resume == "auto" or resume == "never":
-        return resume
-    require((resume.isdecimal(), "--resume", f"must be auto, never or the step of a checkpoint, not {resume}"))
-    return int(resume)
-
-
-def _compile(plan: "Plan", asked: "Run", given: "GivenRank | None", name: str, json: bool) -> int:
-    """Compile the graphs of a short run of a plan."""
-    asked = replace(asked, training=replace(asked.training, steps=min(asked.training.steps, USUAL_STEPS)))
-    place = compiling_place(plan, asked, given, name)
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        what = "holds files already" if place.is_dir() else "is a file"
-        raise InputError.of(f"--out {place}", f"{what}, and nothing is overwritten. Type --out {free_name(place)}")
-    return compile_ahead(plan, asked, given, name, json=json)
-
-
-def _ready(plan: "Plan", rehearse: int | None, *, dry_run: bool) -> _Ready:
-    """Predict a plan again where that is needed, and shrink it if it is only rehearsed."""
-    from autoshard.cost.checked import check_plan
+def _rehearsed(plan: "Plan", rehearse: int, notes: list[str]) -> "tuple[Plan, list[str]]":
+    """Return the plan shrunk to a few ranks and predicted again, and the notes with what it does not keep."""
     from autoshard.cost.predict import predicted
     from autoshard.plan.shrink import shrink
 
-    found = check_plan(plan)
-    current, notes = found.plan, [*([found.remark] if found.remark else []), *_card_notes(found.plan)]
-    if found.rejections:
-        return _Ready(plan=current, notes=tuple(notes), rejections=found.rejections)
-    if rehearse is not None:
-        small = shrink(current, rehearse)
-        _refuse_uncut(current, small.plan, rehearse)
-        tried_out = f"{small.plan.candidate} of a small model on synthetic tokens, predicted again"
-        notes.append(f"rehearsal: {tried_out}, for {current.candidate}")
-        notes += [f"not kept: {feature}" for feature in small.lost]
-        current = predicted(small.plan)
-    tried = rehearse is not None or dry_run
-    if tried:
-        notes += _elsewhere_notes(current)
-    return _Ready(plan=current, notes=tuple(notes), tried=tried)
+    small = shrink(plan, rehearse)
+    cut, least = plan.mesh.size("tp"), 4 if plan.mesh.size("rep") > 1 else 2
+    message = f"{rehearse} is no room for tp={cut}, which the table needs. Type {least} or more"
+    require((cut == 1 or small.plan.mesh.size("tp") > 1, "--rehearse", message))  # else nothing of it would be left
+    tried_out = f"{small.plan.candidate} of a small model on synthetic tokens, predicted again"
+    lost = [f"not kept: {feature}" for feature in small.lost]
+    return predicted(small.plan), [*notes, f"rehearsal: {tried_out}, for {plan.candidate}", *lost]
 
 
 def _card_notes(plan: "Plan") -> list[str]:
@@ -189,46 +144,56 @@ def _elsewhere_notes(plan: "Plan") -> list[str]:
     return notes
 
 
-def _device_notes(plan: "Plan", device: str) -> list[str]:
-    """Say on what a plan runs, where that is a question."""
+def _on_device(execution: Execution, given: "GivenRank | None") -> Execution:
+    """Decide where tensors lie, and say so where that is a question; what is only tried lies with the host."""
     from autoshard.engine.base import HOST
-
-    if device != HOST:
-        return [f"devices: {device}, one for each rank"]
-    notes, num_ranks = _elsewhere_notes(plan), plan.mesh.num_ranks
-    return [f"devices: none here for {num_ranks} ranks, which take this machine's processors", *notes] if notes else []
-
-
-def _refuse_uncut(large: "Plan", small: "Plan", rehearse: int) -> None:
-    """Refuse to rehearse a table that cuts over tp where there is no room for tp: nothing of it would be left."""
-    least = 4 if large.mesh.size("rep") > 1 else 2
-    kept = large.mesh.size("tp") == 1 or small.mesh.size("tp") > 1
-    message = f"{rehearse} is no room for tp={large.mesh.size('tp')}, which the table needs. Type {least} or more"
-    require((kept, "--rehearse", message))
-
-
-def _placed(ready: _Ready, asked: "Run", given: "GivenRank | None") -> "tuple[_Ready, Run]":
-    """Decide where tensors lie, and say so; what is only tried lies with the host."""
     from autoshard.runtime.devices import XLA, device_of
 
-    if ready.engine == "nxd":
-        return ready, replace(asked, device=XLA)
-    if ready.tried:
-        return ready, asked
-    device = device_of(ready.plan, forked=given is None)
-    return replace(ready, notes=(*ready.notes, *_device_notes(ready.plan, device))), replace(asked, device=device)
+    if execution.tried:
+        return execution
+    plan, notes = execution.plan, list[str]()
+    device = XLA if execution.engine == "nxd" else device_of(plan, forked=given is None)
+    if device not in (XLA, HOST):
+        notes = [f"devices: {device}, one for each rank"]
+    elif device == HOST and (elsewhere := _elsewhere_notes(plan)):
+        none = f"devices: none here for {plan.mesh.num_ranks} ranks, which take this machine's processors"
+        notes = [none, *elsewhere]
+    return replace(execution, notes=(*execution.notes, *notes), run=replace(execution.run, device=device))
 
 
-def _refuse_place(ready: _Ready, path: Path, given: "GivenRank | None", device: str) -> None:
+def _refuse_machine(execution: Execution, path: Path, given: "GivenRank | None") -> None:
     """Refuse what this machine cannot run, and ranks of another number."""
     from autoshard.engine.base import HOST
     from autoshard.runtime.devices import available_bytes, refuse_too_large
     from autoshard.runtime.neuron import refuse_without_neuron
 
-    if ready.engine == "nxd":
-        refuse_without_neuron(ready.plan, given, str(path))
-    if given is None:
-        if device == HOST:
-            refuse_too_large(ready.plan, available_bytes())
-    else:
-        given.refuse_other_size(ready.plan.mesh.num_ranks, str(path))
+    if execution.engine == "nxd":
+        refuse_without_neuron(execution.plan, given, str(path))
+    if given is not None:
+        given.refuse_other_size(execution.plan.mesh.num_ranks, str(path))
+    elif execution.run.device == HOST:
+        refuse_too_large(execution.plan, available_bytes())
+
+
+def _dry(plan: "Plan", notes: "Sequence[str]", ranks: "Sequence[int]", *, json: bool) -> int:
+    """Try ranks out one by one, with shapes only, and put what they counted beside the prediction."""
+    from autoshard.report.ran import dry_json, dry_notes, dry_report
+    from autoshard.report.terminal import make_console
+    from autoshard.runtime.dry import dry_rank, telling_ranks
+    from autoshard.runtime.engines import counter
+
+    last = plan.mesh.num_ranks - 1
+    message = f"the plan has the ranks 0 to {last}"
+    require(*((0 <= rank <= last, "--dry-ranks", f"{message}, not {rank}. Type 0,{last}") for rank in ranks))
+    counts, tried = counter(), tuple(dict.fromkeys(ranks)) or telling_ranks(plan)
+    if not json:
+        print(f"{plan.model.name}: {plan.candidate}, dry: {len(tried)} of {last + 1} ranks, shapes without numbers")
+    counted = [dry_rank(plan, rank, counts) for rank in tried]
+    notes = [*notes, *dry_notes(plan, counted)]
+    if json:
+        print_json({"notes": notes, **dry_json(plan, counted)})
+        return 0
+    for note in notes:
+        print(f"note: {note}")
+    make_console().print(dry_report(plan, counted))
+    return 0

@@ -1,4 +1,4 @@
-"""What somebody who waits for a run sees: a line that moves on a terminal, lines elsewhere; a file keeps the steps."""
+"""The steps of a run on the screen (a line that moves on a terminal, else lines), in a file and in trackers."""
 
 import sys
 import time
@@ -31,7 +31,7 @@ _FINISH_S = 90.0  # for trackers to upload what they have; after a run that fail
 _FAILED_S = 10.0
 
 
-def shown(
+def step_display(
     plan: Plan,
     training: Training,
     folder: Path,
@@ -40,7 +40,7 @@ def shown(
     silent: bool,
     num_done: int = 0,
     given_ids: Mapping[str, str] | None = None,
-) -> "StepsShown":
+) -> "StepDisplay":
     """Prepare to show and keep the steps of a run, in the one process that does; nothing starts before its first step.
 
     Lines of steps after ``num_done`` are dropped, since they are done again. ``platform`` names what runs the plan,
@@ -51,12 +51,14 @@ def shown(
     try:
         MetricsLog(folder).cut_after(num_done)
         if track.wandb is not None:
-            ids, files = tracker_ids(folder, given_ids), _files(plan, folder)
+            ids = tracker_ids(folder, given_ids)
+            files = {"plan": folder / "plan.json", "predicted_trace": folder / "predicted_trace.json"}
+            files["predicted_trace"].write_text(trace_text(plan, trace(plan)), encoding="utf-8")
     except OSError as error:
         raise InputError.of(str(folder), f"cannot be written: {error.strerror or error}") from None
     trackers = trackers_of(track, folder, num_done=num_done, run_id=ids.get("wandb", ""), files=files)
     config = {"candidate": str(plan.candidate), "plan": encode(plan), "training": encode(training)}
-    show = StepsShown(
+    display = StepDisplay(
         folder,
         training.steps,
         silent=silent,
@@ -64,11 +66,11 @@ def shown(
         trackers=Trackers(trackers, config),
         monitor=NeuronMonitor(),
     )
-    show.ids = ids
-    return show
+    display.ids = ids
+    return display
 
 
-class StepsShown:
+class StepDisplay:
     """Shows every step, and adds it to ``metrics.jsonl`` and to trackers; used as a context, which ends them all.
 
     At the end ``failure`` says what could not be written, without which training goes on, and ``notes`` what trackers
@@ -85,7 +87,6 @@ class StepsShown:
         trackers: Trackers | None = None,
         monitor: NeuronMonitor | None = None,
     ) -> None:
-
         self._log, self._num_steps, self._silent = MetricsLog(folder), num_steps, silent
         self._pace, self._trackers, self._monitor = pace or Pace(num_steps, None), trackers, monitor
         self._console = make_console()
@@ -104,17 +105,29 @@ class StepsShown:
         paced = self._pace(step, now_s)
         neuron = neuron_record(self._monitor.taken()) if self._monitor else None
         record = record_of(step, at=time.time(), mfu=paced.mfu, neuron=neuron)
-        self._write(record)
+        try:
+            self._log.append(record)
+        except OSError as error:
+            if self.failure is None:
+                self.failure = f"{self._log.path}: step {step.number} was not written: {error.strerror or error}"
+                self.say("warning", f"{self.failure}. The run goes on")
         if self._trackers:
             self._trackers.log(step.number, record)
         for warning in paced.warnings:
             self.say("warning", warning)
         self._pass_on()
         self._num_shown += 1
-        if not self._silent:
-            self._show(step, paced, now_s)
+        if self._silent:
+            return
+        # One that was drawn a moment ago waits, but for the last step and one that took no update.
+        pause_s = _FRAME_S if self._console.is_terminal else _PAUSE_S if self._num_shown > _EVERY else 0.0
+        if now_s - self._drawn_s < pause_s and step.number < self._num_steps and step.updated:
+            self._waiting = (step, paced)
+        else:
+            self._drawn_s = now_s
+            self._print(step, paced)
 
-    def __enter__(self) -> "StepsShown":
+    def __enter__(self) -> "StepDisplay":
         """Begin."""
         return self
 
@@ -137,14 +150,6 @@ class StepsShown:
         """Tell trackers, when they end, how the run compares with its prediction."""
         self._summary = ran_summary(plan, report, platform)
 
-    def _write(self, record: Mapping[str, Any]) -> None:
-        try:
-            self._log.append(record)
-        except OSError as error:
-            if self.failure is None:
-                self.failure = f"{self._log.path}: step {record['step']} was not written: {error.strerror or error}"
-                self.say("warning", f"{self.failure}. The run goes on")
-
     def _pass_on(self) -> None:
         """Say what trackers have to say."""
         for said in self._trackers.said() if self._trackers else ():
@@ -159,17 +164,7 @@ class StepsShown:
         elif kind == "warning":
             print(f"{kind}: {text}", file=sys.stderr)
 
-    def _show(self, step: TimedStep, paced: Paced, now_s: float) -> None:
-        """Draw or print a step, unless one was a moment ago; the last, and one that took no update, always."""
-        pause_s = _FRAME_S if self._console.is_terminal else _PAUSE_S if self._num_shown > _EVERY else 0.0
-        if now_s - self._drawn_s < pause_s and step.number < self._num_steps and step.updated:
-            self._waiting = (step, paced)
-            return
-        self._drawn_s = now_s
-        self._print(step, paced)
-
     def _print(self, step: TimedStep, paced: Paced) -> None:
-
         self._waiting = None
         width = self._console.width if self._console.is_terminal else None
         line = step_line(step, self._num_steps, mfu=paced.mfu, ratio=paced.ratio, left_s=paced.left_s, width=width)
@@ -180,10 +175,3 @@ class StepsShown:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-
-
-def _files(plan: Plan, folder: Path) -> dict[str, Path]:
-    """Return what goes to where runs are compared, beside the numbers: the plan, and its predicted step as a trace."""
-    path = folder / "predicted_trace.json"
-    path.write_text(trace_text(plan, trace(plan)), encoding="utf-8")
-    return {"plan": folder / "plan.json", "predicted_trace": path}

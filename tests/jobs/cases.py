@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal
 
-from autoshard.commands.plan import searched
 from autoshard.commands.options import QuestionOptions, SearchOptions
+from autoshard.commands.plan import searched
 from autoshard.jobs.job import PLAN, Files, Job, default_name
 from autoshard.jobs.kubernetes import KubernetesWants, kubernetes_files
 from autoshard.jobs.shell import torchrun_files
