@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from autoshard.errors import require
 from autoshard.graph.kinds.optimizer import UPDATES
@@ -13,8 +12,7 @@ from autoshard.layout.shards import block_bounds, boxes_of
 from autoshard.plan.lowering import KINDS, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_programs, step_of
-from autoshard.spec.cluster import Cluster
-from autoshard.spec.workload import DTYPE_BYTES, Workload
+from autoshard.spec.workload import DTYPE_BYTES
 
 # Assumed, since no plan says where its checkpoints lie. FSx for Lustre (PERSISTENT-1000) gives 1,000 MB/s of disk
 # throughput for each TiB of a file system: docs.aws.amazon.com/fsx/latest/LustreGuide/ssd-storage.html, 2026-11.
@@ -44,39 +42,27 @@ class Resuming:
 def resuming(old: Plan, new: Plan) -> Resuming:
     """Compare what every rank holds of the state under two plans of one model."""
     require((old.model == new.model, "model", f"{new.model.name} is not the {old.model.name} whose state there is"))
-    before, after = _Holding(old), _Holding(new)
-    per_number, ranks = _number_bytes(new.workload), range(new.mesh.num_ranks)
-    held = [after.num_held(rank) * per_number for rank in ranks]
-    kept = [_num_kept(before, after, rank) * per_number for rank in ranks]
-    size = new.cluster.ranks_per_node
-    by_node = [sum(held[first : first + size]) - sum(kept[first : first + size]) for first in ranks[::size]]
-    state, link = new.model.num_parameters * per_number, _node_bytes_per_s(new.cluster)
-    rate = min(STORAGE_BYTES_PER_S, link * new.cluster.num_nodes) if link else STORAGE_BYTES_PER_S
+    before, after = _StateOfPlan(old), _StateOfPlan(new)
+    precision, cluster, ranks = new.workload.precision, new.cluster, range(new.mesh.num_ranks)
+    moments_bytes = UPDATES[new.workload.optimizer].num_moments * DTYPE_BYTES[precision.moments]
+    per_number = DTYPE_BYTES[precision.masters or precision.weights] + moments_bytes
+    held = [per_number * after.num_held(rank) for rank in ranks]
+    lacking = [held[rank] - per_number * after.num_kept(before, rank) for rank in ranks]
+    by_node = [sum(lacking[first : first + cluster.ranks_per_node]) for first in ranks[:: cluster.ranks_per_node]]
+    state, link = new.model.num_parameters * per_number, cluster.links[-1]
+    node_bytes_per_s = link.bandwidth_bytes_per_s * cluster.ranks_per_node / link.ranks_per_port
+    networked = link.domain == "cluster"
     return Resuming(
         state_bytes=state,
-        read_s=state / rate,
+        read_s=state / min(STORAGE_BYTES_PER_S, node_bytes_per_s * cluster.num_nodes if networked else math.inf),
         held_bytes=sum(held),
         lacking_bytes=sum(by_node),
         busiest_node_bytes=max(by_node),
-        send_s=max(by_node) / link if link else None,
+        send_s=max(by_node) / node_bytes_per_s if networked else None,
     )
 
 
-def _number_bytes(workload: Workload) -> int:
-    """Return the bytes of the state for each weight."""
-    precision, moments = workload.precision, UPDATES[workload.optimizer].num_moments
-    return DTYPE_BYTES[precision.masters or precision.weights] + moments * DTYPE_BYTES[precision.moments]
-
-
-def _node_bytes_per_s(cluster: Cluster) -> float | None:
-    """Return what a node receives from others at most; None where there is no network."""
-    link = cluster.links[-1]
-    return (
-        link.bandwidth_bytes_per_s * cluster.ranks_per_node / link.ranks_per_port if link.domain == "cluster" else None
-    )
-
-
-class _Holding:
+class _StateOfPlan:
     """What the ranks of a plan hold of its state: blocks of weights, and pieces of these in storage order under ZeRO.
 
     The pieces are of single weights; that an engine lays weights side by side before it cuts them changes which bytes a
@@ -94,38 +80,41 @@ class _Holding:
         kinds = {name: name.partition(".")[0] for name in self._layouts if name not in graph.tied}
         self._kinds = {**kinds, **dict.fromkeys(graph.tied.values(), "tied")}  # held by the first stage and the last
         self._boxes: dict[object, Boxes] = {}
-
-    @cached_property
-    def _blocks(self) -> tuple[frozenset[str], ...]:
-        """The blocks of every pipeline rank: ``layer.3``."""
-        found: list[set[str]] = [set() for _ in range(self._plan.mesh.size("pp"))]
-        for stage in self._plan.stages:
+        self._blocks: list[set[str]] = [set() for _ in range(plan.mesh.size("pp"))]  # layer.3, by pipeline rank
+        for stage in plan.stages:
             last = stage.first_layer + stage.num_layers
-            found[stage.rank] |= {f"layer.{number}" for number in range(stage.first_layer, last)}
-            found[stage.rank] |= {"embed.0", "tied.0"} if stage.first_layer == 0 else set()
-            found[stage.rank] |= {"head.0", "tied.0"} if last == self._plan.model.num_layers else set()
-        return tuple(map(frozenset, found))
+            own = self._blocks[stage.rank]
+            own |= {f"layer.{number}" for number in range(stage.first_layer, last)}
+            own |= {"embed.0", "tied.0"} if stage.first_layer == 0 else set()
+            own |= {"head.0", "tied.0"} if last == plan.model.num_layers else set()
 
-    def blocks(self, rank: int) -> frozenset[str]:
+    def num_held(self, rank: int) -> int:
+        """Count the weights of which a rank holds the state."""
+        counts = self._counts(self._blocks_of(rank))
+        return sum(count * sum(map(_volume, self._parts(rank, name))) for name, count in counts.items())
+
+    def num_kept(self, before: "_StateOfPlan", rank: int) -> int:
+        """Count the weights whose state a rank holds under another plan as well."""
+        found = 0
+        for name, count in self._counts(before._blocks_of(rank) & self._blocks_of(rank)).items():
+            for one, two in itertools.product(before._parts(rank, name), self._parts(rank, name)):
+                shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, two, strict=True)]
+                found += count * _volume(shared)  # boxes of one plan do not overlap
+        return found
+
+    def _blocks_of(self, rank: int) -> set[str]:
         """Return the blocks that a rank holds, or has a part of; none of a rank that there is not."""
         mesh = self._plan.mesh
-        return self._blocks[mesh.coordinates(rank).get("pp", 0)] if rank < mesh.num_ranks else frozenset()
+        return self._blocks[mesh.coordinates(rank).get("pp", 0)] if rank < mesh.num_ranks else set()
 
-    def counts(self, blocks: frozenset[str]) -> Mapping[str, int]:
+    def _counts(self, blocks: set[str]) -> Mapping[str, int]:
         """Return how often each weight is among these blocks."""
         kinds = [block.partition(".")[0] for block in blocks]
         return {name: count for name, kind in self._kinds.items() if (count := kinds.count(kind))}
 
-    def num_held(self, rank: int) -> int:
-        """Count the weights of which a rank holds the state."""
-        return sum(
-            count * sum(map(_volume, self.boxes(rank, name))) for name, count in self.counts(self.blocks(rank)).items()
-        )
-
-    def boxes(self, rank: int, name: str) -> Boxes:
+    def _parts(self, rank: int, name: str) -> Boxes:
         """Return which part of a weight a rank holds in every block of the kind."""
-        place, mesh = self._plan.mesh.coordinates(rank), self._plan.mesh
-        layout = self._layouts[name]
+        place, mesh, layout = self._plan.mesh.coordinates(rank), self._plan.mesh, self._layouts[name]
         shards = split_pending(layout.sums)[0] if self._plan.zero else ()
         atoms = (*(atom for _, cut in layout.dims for atom in cut), *shards)
         key = (name, *(place.get(atom, 0) for atom in atoms))
@@ -149,18 +138,6 @@ def _piece(bounds: Sequence[tuple[int, int]], number: int, count: int) -> Iterat
     for offsets, lengths in boxes_of(shape, min(number * length, whole), min((number + 1) * length, whole)):
         firsts = [start + offset for (start, _), offset in zip(bounds, offsets, strict=True)]
         yield tuple((first, first + size) for first, size in zip(firsts, lengths, strict=True))
-
-
-def _num_kept(before: _Holding, after: _Holding, rank: int) -> int:
-    """Count the weights whose state a rank holds under both plans."""
-    shared = after.counts(before.blocks(rank) & after.blocks(rank))
-    return sum(count * _overlap(before.boxes(rank, name), after.boxes(rank, name)) for name, count in shared.items())
-
-
-def _overlap(some: Boxes, others: Boxes) -> int:
-    """Count what two sets of boxes have in common; those of one set do not overlap."""
-    pairs = itertools.product(some, others)
-    return sum(_volume([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, two, strict=True)]) for one, two in pairs)
 
 
 def _volume(box: Sequence[tuple[int, int]]) -> int:

@@ -40,67 +40,57 @@ def trace(plan: Plan) -> Trace:
 def step_trace(question: Question, setting: Setting, pipeline: Pipeline, price: Price) -> Trace:
     """Return the step that ``step_cost`` adds up."""
     schedule = pipeline.schedule
-    _refuse_too_many(schedule)
+    each = schedule.num_stages * schedule.num_micro_batches * (3 if schedule.splits_backward else 2)
+    count = sum(map(len, schedule.actions)) if schedule.actions else each
+    message = f"its pipeline has {count} actions, more than the {MOST_ACTIONS} that are traced one by one"
+    require((count <= MOST_ACTIONS, "", message))
     run = simulate(schedule, pipeline_times(pipeline, StageSeconds.of_all(pipeline.stages, price)))
     lanes = [coded(schedule.steps_of(rank)) for rank in range(schedule.num_ranks)]
-    taken = _taken_s(schedule, lanes, run.ranks)
     alike = alike_ranks(pipeline, price)
     owner = {rank: group.cost for group in alike for rank in group.ranks}
     changes = _changes(schedule, owner)
     memory = [rank_memory(question, setting, pipeline, rank, owner[rank]) for rank in range(schedule.num_ranks)]
-    updates = _updates(question, setting, pipeline, alike)
     return Trace(
         passes=_passes(pipeline, price),
         ranks=tuple(
             _rank_trace(lane, own, taken_s, changes, parts)
-            for lane, own, taken_s, parts in zip(lanes, run.ranks, taken, memory, strict=True)
+            for lane, own, taken_s, parts in zip(
+                lanes, run.ranks, _taken_s(schedule, lanes, run.ranks), memory, strict=True
+            )
         ),
-        phases=_in_turn(updates, run.makespan_s),
+        phases=_in_turn(_updates(question, setting, pipeline, alike), run.makespan_s),
         send_s=float(pipeline.sends.time_s),
         receive_s=float(pipeline.sends.receive_s),
         hides_sends=pipeline.sends.hidden,
     )
 
 
-def _refuse_too_many(schedule: Schedule) -> None:
-    each = schedule.num_stages * schedule.num_micro_batches
-    count = sum(map(len, schedule.actions)) if schedule.actions else each * (3 if schedule.splits_backward else 2)
-    message = f"its pipeline has {count} actions, more than the {MOST_ACTIONS} that are traced one by one"
-    require((count <= MOST_ACTIONS, "", message))
-
-
 def _passes(pipeline: Pipeline, price: Price) -> Mapping[tuple[str, int], Pass]:
     """Return what each kind of action takes at each stage; stages that hold the same are priced once."""
+    schedule = pipeline.schedule
 
     @cache
     def parts_of(stage: StageLayers, kind: str) -> Mapping[str, float]:
-        return _parts(stage, kind, price)
+        blocks = [(count, price(block, drop).seconds) for block, drop, count in stage.contents()]
+        halves = [(count, seconds[half]) for count, seconds in blocks for half in _HALVES[kind]]
+        return {part: sum(float(count * seconds.get(part, 0.0)) for count, seconds in halves) for part in PARTS}
+
+    def neighbour(stage: int, towards: int) -> int | None:
+        """Return the rank of the next stage, if that is another rank."""
+        if not 0 <= stage + towards < schedule.num_stages:
+            return None
+        own, other = schedule.place_of(stage)[0], schedule.place_of(stage + towards)[0]
+        return other if other != own else None
 
     return {
         (kind, number): Pass(
             parts=parts_of(stage, kind),
-            takes_from=_neighbour(pipeline.schedule, number, -_TOWARDS[kind]),
-            sends_to=_neighbour(pipeline.schedule, number, _TOWARDS[kind]),
+            takes_from=neighbour(number, -_TOWARDS[kind]),
+            sends_to=neighbour(number, _TOWARDS[kind]),
         )
         for kind in KINDS
         for number, stage in enumerate(pipeline.stages)
     }
-
-
-def _parts(stage: StageLayers, kind: str, price: Price) -> Mapping[str, float]:
-    blocks = [(count, price(block, drop).seconds) for block, drop, count in stage.contents()]
-    return {
-        part: sum(float(count * seconds[half].get(part, 0.0)) for count, seconds in blocks for half in _HALVES[kind])
-        for part in PARTS
-    }
-
-
-def _neighbour(schedule: Schedule, stage: int, towards: int) -> int | None:
-    """Return the rank of the next stage, if that is another rank."""
-    if not 0 <= stage + towards < schedule.num_stages:
-        return None
-    own, other = schedule.place_of(stage)[0], schedule.place_of(stage + towards)[0]
-    return other if other != own else None
 
 
 def _taken_s(schedule: Schedule, lanes: Sequence[Coded], runs: Sequence[RankRun]) -> list[Floats]:
@@ -164,13 +154,12 @@ def _updates(
     slowest = next(group for group in alike if dp.index(max(dp)) in group.ranks)
     gathers = gathering_share(slowest.cost.weights, setting, question.workload.precision) if setting.zero == 1 else 0.0
     reduces = "dp: gather weights, reduce gradients" if setting.zero == 3 else "dp: reduce gradients"
-    fixed = (question.calibration.step_s,) * len(by_rank)
     return [
         ("dp", reduces, seconds("dp", 1 - gathers)),
         ("tp", "tp: sum gradients", seconds("tp")),
         ("update", "update", seconds("update")),
         ("dp", "dp: gather weights", seconds("dp", gathers)),
-        ("fixed", "fixed", fixed),
+        ("fixed", "fixed", (question.calibration.step_s,) * len(by_rank)),
     ]
 
 

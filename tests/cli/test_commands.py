@@ -99,7 +99,7 @@ WRONG = [
     (f"{LOCAL} --fix=", ["--fix: must not be empty"]),
     (f"{LOCAL} --fix ,", ["--fix: write key=value", "--fix: write key=value"]),
     (f"{LOCAL} --fix tp=2,tp=4,zz=1", ["--fix tp=4: tp is given twice", "--fix zz=1: unknown key"]),
-    (f"{LOCAL} --fix tp=3", ["--fix tp=3: 8 query heads of tiny-llama do not divide by 3", "--fix tp=3: 4 KV heads"]),
+    (f"{LOCAL} --fix tp=3", ["--fix tp=3: 8 query heads of tiny-llama do not divide by 3. Use tp 1, 2 or 4"]),
     (
         f"{LOCAL} --fix tp=2,cp=2,cp_kind=all_to_all",
         [
