@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 
-from autoshard.errors import InputError
+from autoshard.errors import Fault, InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import SCHEMA, Buckets, Plan, Stage
-from autoshard.plan.rules.columns import Engine
+from autoshard.plan.rules import shape
+from autoshard.plan.rules.columns import Columns, Engine
+from autoshard.plan.rules.rule import judge
 from autoshard.schedule.schedule import Schedule
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.mesh import Mesh
@@ -18,6 +20,7 @@ _MIB = 2**20
 NXD_BUCKET_MIB = 130
 # torch.nn.parallel.DistributedDataParallel, bucket_cap_mb (PyTorch 2.13).
 TORCH_BUCKET_MIB = 25
+_SHAPE = (shape.layers, shape.stages_count, shape.stages_sum, shape.recompute_count, shape.batch)
 
 
 def build_plan(
@@ -31,10 +34,20 @@ def build_plan(
 ) -> Plan:
     """Make the plan of a candidate, without a prediction; a candidate that has no shape is an InputError.
 
-    Whether the plan may run is for the Rules to say.
+    Whether the plan may run is for the other Rules to say.
     """
-    mesh, layers = mesh_of(candidate, model, cluster), _layers(candidate, model)
-    schedule = _schedule(candidate, workload)
+    mesh = mesh_of(candidate, model, cluster)
+    misfits = judge(Columns.of(candidate, model, cluster, workload, engine), _SHAPE)
+    if misfits:
+        heads = (misfit.message.partition(": ") for misfit in misfits)
+        raise InputError(Fault(where=where, message=message) for where, _, message in heads)
+    schedule = Schedule(
+        builder=candidate.schedule,
+        num_ranks=candidate.pp,
+        num_chunks=candidate.vp,
+        num_micro_batches=workload.global_batch // (candidate.dp * candidate.mbs),
+    )
+    layers = candidate.layers_of_stages(model.num_layers)
     places = [schedule.place_of(stage) for stage in range(candidate.num_stages)]
     return Plan(
         schema=SCHEMA,
@@ -108,27 +121,3 @@ def buckets_of(candidate: Candidate, engine: Engine) -> Buckets:
         return Buckets(reduce_scatter_bytes=TORCH_BUCKET_MIB * _MIB, all_gather_bytes=TORCH_BUCKET_MIB * _MIB)
     gathered = max(1, NXD_BUCKET_MIB // candidate.dp)
     return Buckets(reduce_scatter_bytes=NXD_BUCKET_MIB * _MIB, all_gather_bytes=gathered * _MIB)
-
-
-def _schedule(candidate: Candidate, workload: Workload) -> Schedule:
-    """Return the candidate's schedule, with the micro-batches that the workload leaves to each rank."""
-    num_micro_batches, rest = divmod(workload.global_batch, candidate.dp * candidate.mbs)
-    if rest:
-        where = f"dp={candidate.dp},mbs={candidate.mbs}"
-        raise InputError.of(where, f"a step of {workload.global_batch} sequences does not divide by dp*mbs")
-    return Schedule(
-        builder=candidate.schedule,
-        num_ranks=candidate.pp,
-        num_chunks=candidate.vp,
-        num_micro_batches=num_micro_batches,
-    )
-
-
-def _layers(candidate: Candidate, model: ModelSpec) -> tuple[int, ...]:
-    count = candidate.num_stages
-    if (candidate.stages and len(candidate.stages) != count) or len(candidate.recompute) not in (1, count):
-        raise InputError.of("stages", f"pp*vp is {count}; stages and recompute must list as many, or be left out")
-    # Asked first: the layers of a billion stages fill no list.
-    if count > model.num_layers or sum(candidate.layers_of_stages(model.num_layers)) != model.num_layers:
-        raise InputError.of("stages", f"{model.num_layers} layers of {model.name} do not fill {count} stages this way")
-    return candidate.layers_of_stages(model.num_layers)

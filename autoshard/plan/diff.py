@@ -166,21 +166,15 @@ def diff(a: Plan, b: Plan) -> Diff:
 
 def _figures(plan: Plan, prediction: Prediction) -> Figures:
     totals = [memory.total for memory in prediction.stage_memory]
+    names = ("step_time_s", "low_s", "high_s", "tokens_per_s", "mfu", "peak_bytes", "capacity_bytes", "basis")
     return Figures(
+        **{name: getattr(prediction, name) for name in names},
         candidate=str(plan.candidate),
         num_ranks=plan.cluster.num_ranks,
         tokens_per_step=plan.workload.tokens_per_step,
-        step_time_s=prediction.step_time_s,
-        low_s=prediction.low_s,
-        high_s=prediction.high_s,
-        tokens_per_s=prediction.tokens_per_s,
-        mfu=prediction.mfu,
-        peak_bytes=prediction.peak_bytes,
-        capacity_bytes=prediction.capacity_bytes,
         fullest_rank=totals.index(max(totals)),
         compile_s=prediction.compiling.compile_s if prediction.compiling else None,
         dollars=plan.dollars,
-        basis=prediction.basis,
     )
 
 

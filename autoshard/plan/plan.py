@@ -100,11 +100,7 @@ class Plan:
         is_placed = self.cluster.ranks_per_node <= MAX_RANKS_PER_NODE  # larger nodes have no order of their own
         default_place = self.cluster.default_placement(tp) if is_placed else None
         return Candidate(
-            tp=tp,
-            pp=self.mesh.size("pp"),
-            cp=self.mesh.size("cp"),
-            ep=self.mesh.size("ep"),
-            dp=self.mesh.size("dp"),
+            **{axis: self.mesh.size(axis) for axis in ("tp", "pp", "cp", "ep", "dp")},
             vp=self.schedule.num_chunks,
             mbs=self.micro_batch,
             sp=self.sp,

@@ -83,7 +83,7 @@ def test_unusual_rows_are_predicted_and_what_decides_the_layout_changes_that(tmp
 def test_a_run_without_a_shape_is_left_out(tmp_path: Path):
     found = validated(tmp_path, SMALL, {**SMALL, "id": "b", "pp": 8, "tp": 1, "dp": 1})
     (fault,) = found.left_out
-    assert "4 layers of own do not fill 8 stages" in fault.message
+    assert "4 layers of own cannot fill 8 stages" in fault.message
 
 
 def test_every_fault_of_every_row_comes_at_once(tmp_path: Path):

@@ -7,9 +7,9 @@ from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.plan.recompute import parse_stages
-from autoshard.plan.rules.check import all_rules, judge, legality
+from autoshard.plan.rules.check import all_rules, legality
 from autoshard.plan.rules.columns import Columns, effective_names, recompute_fault
-from autoshard.plan.rules.rule import rule
+from autoshard.plan.rules.rule import judge, rule
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.mesh import Mesh
 from tests.plan.cases import any_candidates, ask, questions, reasons

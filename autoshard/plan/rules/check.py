@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.rules import effect, neuron, nxd_engine, nxd_experts, shape
 from autoshard.plan.rules.columns import Columns, Engine
-from autoshard.plan.rules.rule import Rejection, Rule, rules_of
+from autoshard.plan.rules.rule import Rejection, Rule, judge, rules_of
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
@@ -20,12 +20,6 @@ from autoshard.spec.workload import Workload
 def all_rules() -> tuple[Rule, ...]:
     """List every Rule that comes with autoshard."""
     return rules_of(shape, effect, neuron, nxd_engine, nxd_experts)
-
-
-def judge(columns: Columns, rules: Sequence[Rule]) -> tuple[Rejection, ...]:
-    """Give every reason why a single candidate may not run."""
-    found = (rule.rejection(columns) for rule in rules)
-    return tuple(rejection for rejection in found if rejection is not None)
 
 
 def rejections(

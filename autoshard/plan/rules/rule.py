@@ -1,6 +1,6 @@
 """What a Rule is: one function over columns that gives its predicate and its sentence, and where it comes from."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeAlias, cast
@@ -95,6 +95,12 @@ def rule(
 def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
     """List the Rules of modules, in the order in which they are written."""
     return tuple(value for module in modules for value in vars(module).values() if isinstance(value, Rule))
+
+
+def judge(columns: Columns, rules: Sequence[Rule]) -> tuple[Rejection, ...]:
+    """Give every reason why a single candidate may not run."""
+    found = (rule.rejection(columns) for rule in rules)
+    return tuple(rejection for rejection in found if rejection is not None)
 
 
 def implies(condition: Mask, consequence: Mask) -> Mask:

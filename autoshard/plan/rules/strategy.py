@@ -7,6 +7,7 @@ say what it cannot run.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from autoshard.graph.block import Block
@@ -72,13 +73,13 @@ class StrategyRule:
 
 
 def strategy_rule(
-    rule_id: str, *atoms: str, remedy: str, source: str, yields_to_pins: bool = True
+    *, remedy: str, source: str, atoms: tuple[str, ...] = TP, rule_id: str = "", yields_to_pins: bool = True
 ) -> Callable[[Callable[[AtomCut], bool]], StrategyRule]:
-    """Make a Rule of a predicate about the cuts of some atoms; cuts of others it allows."""
+    """Make a Rule of a predicate about the cuts of some atoms; cuts of others it allows. Its name is the Rule's id."""
 
     def made(allows: Callable[[AtomCut], bool]) -> StrategyRule:
         return StrategyRule(
-            id=rule_id,
+            id=rule_id or allows.__name__.replace("_", "-"),
             allows=lambda cut: cut.atom not in atoms or allows(cut),
             remedy=remedy,
             source=source,
@@ -86,6 +87,9 @@ def strategy_rule(
         )
 
     return made
+
+
+_nxd_rule = partial(strategy_rule, yields_to_pins=False)
 
 
 def strategy_rules(
@@ -102,20 +106,19 @@ def engine_rules(engine: Literal["nxd", "torch"]) -> tuple[StrategyRule, ...]:
     return NXD_RULES if engine == "nxd" else ()  # the torch engine executes every legal Strategy as listed
 
 
-@strategy_rule("dp-batch", *DATA, remedy="dp cuts the batch, ep the experts, wherever there are any", source=_OUTER)
+@strategy_rule(atoms=DATA, remedy="dp cuts the batch, ep the experts, wherever there are any", source=_OUTER)
 def dp_batch(cut: AtomCut) -> bool:
     experts = ("experts", "slots") if cut.atom == "ep" else ("slots",)
     return cut.dim == _first(cut.dims, ("batch",) if "batch" in cut.dims else experts)
 
 
-@strategy_rule("cp-sequence", "cp", remedy="cp cuts the sequence, wherever there is one", source=_OUTER)
+@strategy_rule(atoms=("cp",), remedy="cp cuts the sequence, wherever there is one", source=_OUTER)
 def cp_sequence(cut: AtomCut) -> bool:
     return cut.dim == _first(cut.dims, ("seq", "slots"))
 
 
 @strategy_rule(
-    "cp-heads",
-    "cp",
+    atoms=("cp",),
     remedy="with cp_kind=all_to_all cp cuts the heads of attention, and the sequence everywhere else. Use cp_kind=ring",
     source="Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509)",
 )
@@ -129,8 +132,6 @@ def _first(dims: Dims, wanted: Dims) -> str | None:
 
 
 @strategy_rule(
-    "tp-tokens",
-    *TP,
     remedy="tp cuts tokens only along the sequence, and only where no heads, ffn or vocabulary of weights could be "
     "cut; for anything else use dp, cp or ep",
     source=_OUTER,
@@ -141,8 +142,6 @@ def tp_tokens(cut: AtomCut) -> bool:
 
 
 @strategy_rule(
-    "tp-hidden",
-    *TP,
     remedy="between products the hidden state is whole, or cut along its tokens",
     source="derived: norms need all of it; boundary=[batch/dp, seq/cp.tp, hidden]",
 )
@@ -151,8 +150,6 @@ def tp_hidden(cut: AtomCut) -> bool:
 
 
 @strategy_rule(
-    "tp-weights",
-    *TP,
     remedy="tp cuts every matrix that has heads, ffn or vocabulary along some dim; only rep leaves the weights of "
     "keys and values whole",
     source=_OUTER,
@@ -163,8 +160,6 @@ def tp_weights(cut: AtomCut) -> bool:
 
 
 @strategy_rule(
-    "tp-vocabulary",
-    *TP,
     remedy="a table of tokens is cut along its vocabulary, so that embedding and unembedding can share it",
     source=f"{_LAYERS} ParallelEmbedding; Megatron-LM tensor_parallel/layers.py VocabParallelEmbedding",
 )
@@ -173,8 +168,7 @@ def tp_vocabulary(cut: AtomCut) -> bool:
 
 
 @strategy_rule(
-    "sp",
-    *TP,
+    rule_id="sp",
     remedy="with sp=true tp cuts the tokens between products. Use sp=false",
     source="Korthikanti et al. 2022, Reducing Activation Recomputation: what is saved there shrinks by tp",
 )
@@ -183,67 +177,52 @@ def with_sp(cut: AtomCut) -> bool:
     return cut.dim is not None or not between
 
 
-@strategy_rule("sp", *TP, remedy="with sp=false tp does not cut the sequence. Use sp=true", source=_OUTER)
+@strategy_rule(rule_id="sp", remedy="with sp=false tp does not cut the sequence. Use sp=true", source=_OUTER)
 def without_sp(cut: AtomCut) -> bool:
     return cut.dim != "seq"
 
 
-@strategy_rule(
-    "nxd-router",
-    *TP,
+@_nxd_rule(
     remedy="with sp=true each rank of tp routes its own tokens, and gathers the logits",
     source="aws-neuron/neuronx-distributed modules/moe/routing.py: one that routes gathered tokens keeps them so, "
     "where every other layer gathers again",
-    yields_to_pins=False,
 )
 def nxd_router(cut: AtomCut) -> bool:
     routes = "experts" in cut.matrix and "seq" in cut.dims
     return cut.dim == "seq" or not routes
 
 
-@strategy_rule(
-    "nxd-sequence",
-    *TP,
+@_nxd_rule(
     remedy="NxD cuts the sequence over tp in norms, residual additions and routers only; leave it whole over tp",
     source=f"{_LAYERS} and modules/moe: sequence_parallel_enabled",
-    yields_to_pins=False,
 )
 def nxd_sequence(cut: AtomCut) -> bool:
     return cut.dim != "seq" or not {"kv_heads", "ffn", "vocab", "slots", "choices"}.intersection(cut.dims)
 
 
-@strategy_rule(
-    "nxd-weights",
-    *TP,
+@_nxd_rule(
     remedy="NxD's layers cut weights over tp along heads, ffn or vocabulary",
     source=f"{_LAYERS}, modules/qkv_linear.py: ColumnParallelLinear gathers its output along the dim that it cuts, "
     "RowParallelLinear sums into the hidden state",
-    yields_to_pins=False,
 )
 def nxd_weights(cut: AtomCut) -> bool:
     return cut.dim != "positions" and (cut.dim not in ("hidden", "head_dim") or not cut.shares_weights)
 
 
-@strategy_rule(
-    "nxd-heads",
-    *TP,
+@_nxd_rule(
     remedy="NxD's attention has whole KV heads: kv cuts their number, rep the queries of each, and no keys",
     source="aws-neuron/neuronx-distributed modules/qkv_linear.py: kv_size_multiplier repeats heads until tp "
     "divides them",
-    yields_to_pins=False,
 )
 def nxd_heads(cut: AtomCut) -> bool:
     by_rep = "q_group" if "q_group" in cut.dims else None
     return "kv_heads" not in cut.dims or cut.dim == ("kv_heads" if cut.atom == "kv" else by_rep)
 
 
-@strategy_rule(
-    "nxd-loss",
-    *TP,
+@_nxd_rule(
     remedy="NxD's loss leaves logits cut along the vocabulary, and gives every rank of tp the loss of all tokens",
     source="aws-neuron/neuronx-distributed parallel_layers/loss_functions.py: parallel_cross_entropy all-reduces "
     "the largest logit, the label's logit and the sum of exponentials of all tokens",
-    yields_to_pins=False,
 )
 def nxd_loss(cut: AtomCut) -> bool:
     if "vocab" in cut.dims:
