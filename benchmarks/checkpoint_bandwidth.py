@@ -22,9 +22,9 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.files import folder_of
 from autoshard.runtime.checkpoint.index import RunState
-from autoshard.runtime.checkpoint.places import Place
 from autoshard.runtime.checkpoint.saver import Saver, load
 from autoshard.runtime.checkpoint.shelf import Shelf
+from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.data.batches import synthetic_step
 from autoshard.runtime.launch import Placing, launch
 from autoshard.search.planner import Request, plan_at
@@ -100,7 +100,7 @@ class _Rank:
         torch.set_num_threads(1)
         self.folder, self.batches = folder, synthetic_step(plan)
         self.engine: TorchEngine = build(plan, Run(folder=folder, training=Training(steps=1)))
-        self.shelf = Shelf(place=Place.of(str(folder / "checkpoints")))
+        self.shelf = Shelf(place=Storage.of(str(folder / "checkpoints")))
         keeping = Checkpointing(keep_last=1)
         group, label = dist.new_group(backend="gloo"), {"model": "", "candidate": ""}
         self.saver = Saver(self.shelf, folder / "spool", (), keeping=keeping, group=group, label=label)

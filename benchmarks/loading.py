@@ -16,7 +16,7 @@ from autoshard.engine.torch.engine import build
 from autoshard.runtime.data.batches import StepShape, batches
 from autoshard.runtime.data.indexed import IndexedWriter
 from autoshard.runtime.data.opened import open_source
-from autoshard.runtime.data.prefetch import Loader
+from autoshard.runtime.data.prefetch import PrefetchLoader
 from autoshard.runtime.launch import Placing, launch
 from autoshard.spec.training import DataSpec, Training
 from benchmarks.measure import yardstick_s
@@ -87,7 +87,7 @@ def start_s(folder: Path, step: int) -> tuple[float, float]:
     begin_s = time.perf_counter()
     source = open_source(DataSpec(sets={str(folder): 1.0}), seq_len=LENGTH, vocab=VOCAB, seed=0, separate=True)
     open_s = time.perf_counter() - begin_s
-    with Loader(source, shape, step * shape.num_samples) as loader:
+    with PrefetchLoader(source, shape, step * shape.num_samples) as loader:
         loader.next()
         return open_s, time.perf_counter() - begin_s
 
@@ -105,7 +105,7 @@ def loader_wait() -> Result:
                 open_source(spec, seq_len=SEQ_LEN, vocab=plan.model.vocab, seed=0, separate=False) for _ in range(2)
             ]
             engine = build(plan, Run(folder=Path(name), training=Training(steps=1)))
-            with Loader(sources[0], shape) as loader:
+            with PrefetchLoader(sources[0], shape) as loader:
                 return [_step(engine, loader, sources[1], shape) for _ in range(WARM_UP + STEPS)]
 
     with tempfile.TemporaryDirectory() as name:

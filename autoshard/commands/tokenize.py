@@ -10,7 +10,7 @@ from autoshard.errors import InputError, require
 from autoshard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from autoshard.runtime.data.documents import Source
+    from autoshard.runtime.data.documents import TextSource
     from autoshard.runtime.data.manifest import Manifest
     from autoshard.runtime.data.tokenizers import TokenizerSpec
 
@@ -89,7 +89,7 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _source(text: str, subset: str | None, split: str) -> "Source":
+def _source(text: str, subset: str | None, split: str) -> "TextSource":
     from autoshard.runtime.data.documents import local_source
     from autoshard.runtime.data.hub import hub_source, is_hub_id
 

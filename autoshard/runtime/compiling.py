@@ -38,7 +38,7 @@ _TICKET = " - Please open a support ticket"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class FailedGraph:
     """A graph that was not compiled, as far as its name is known: why, and which logs say more."""
 
     graph: str
@@ -52,12 +52,12 @@ class Compiled:
 
     num_graphs: int
     num_failed: int  # as counted by the tool, or as many as were seen to fail
-    failures: tuple[Failure, ...]
+    failures: tuple[FailedGraph, ...]
     cache: str  # where it said that compiled graphs lie; "" if it did not
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Failures:
     """What was said of one graph so far."""
 
     cause: str
@@ -118,9 +118,9 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _failures(text: str) -> Iterator[Failure]:
+def _failures(text: str) -> Iterator[FailedGraph]:
     """Yield what failed; an error that names no graph belongs to one whose cause is not known, if there is one."""
-    graphs = dict[str, _Seen]()
+    graphs = dict[str, _Failures]()
     for path in (*_REPORTED.findall(text), *_CACHED.findall(text)):
         _seen(graphs, path).logs[f"{_folder(path)}/model.log"] = None
     for command, cause in _REFUSED.findall(text):
@@ -132,14 +132,14 @@ def _failures(text: str) -> Iterator[Failure]:
     for seen in graphs.values():
         if not seen.cause and errors:
             seen.cause = errors.pop(0)
-    yield from (Failure(graph=name, cause=seen.cause, logs=tuple(seen.logs)) for name, seen in graphs.items())
+    yield from (FailedGraph(graph=name, cause=seen.cause, logs=tuple(seen.logs)) for name, seen in graphs.items())
     unnamed = [*errors, *(f"a compiling process died: {cause}" for cause in _DIED.findall(text))]
-    yield from (Failure(graph="", cause=cause) for cause in unnamed)
+    yield from (FailedGraph(graph="", cause=cause) for cause in unnamed)
 
 
-def _seen(graphs: dict[str, _Seen], text: str) -> _Seen:
+def _seen(graphs: dict[str, _Failures], text: str) -> _Failures:
     found = _MODULE.search(text)
-    return graphs.setdefault(found[0] if found else "", _Seen("", {}))
+    return graphs.setdefault(found[0] if found else "", _Failures("", {}))
 
 
 def _folder(path: str) -> str:

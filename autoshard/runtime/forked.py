@@ -39,21 +39,21 @@ _NO_CARE = Care()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Said:
+class _Saying:
     """Something that a rank tells while it runs."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
+class _RankAnswer:
     """What a rank returns at its end."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Failure:
+class _RankFailure:
     """How a rank ended badly; one that says nothing was killed, and then the others fail because of it."""
 
     rank: int
@@ -94,7 +94,7 @@ class _Ranks:
             theirs.close()
         os.close(lifeline[0])
 
-    def messages(self, timeout_s: float | None = None) -> Iterator[tuple[int, _Said | _Answer | _Failure]]:
+    def messages(self, timeout_s: float | None = None) -> Iterator[tuple[int, _Saying | _RankAnswer | _RankFailure]]:
         """Yield what has been said, after waiting for something; a rank that is done is listened to no more."""
         for end in wait(list(self.ends), timeout_s):
             assert isinstance(end, Connection)
@@ -103,12 +103,12 @@ class _Ranks:
                 message = end.recv()
             except (EOFError, OSError):
                 message = self._death(rank)
-            if not isinstance(message, _Said):
+            if not isinstance(message, _Saying):
                 del self.ends[end]
                 end.close()
             yield rank, message
 
-    def _death(self, rank: int) -> _Failure:
+    def _death(self, rank: int) -> _RankFailure:
         worker = self.workers[rank]
         worker.join(1.0)
         code = worker.exitcode
@@ -118,7 +118,7 @@ class _Ranks:
         hint = ". Perhaps memory ran out; the kernel's log (dmesg) says so" if code == -signal.SIGKILL else ""
         log = log_of(self.logs, rank).read_text(encoding="utf-8", errors="replace").splitlines()
         text = "\n".join([f"it {how}{hint}", *log[-_LAST_LINES:]])
-        return _Failure(rank=rank, silent=True, at_s=time.monotonic(), text=text)
+        return _RankFailure(rank=rank, silent=True, at_s=time.monotonic(), text=text)
 
     def stop(self) -> None:
         """End everybody who is left, and wait until they are gone."""
@@ -161,12 +161,12 @@ def log_of(logs: Path, rank: int) -> Path:
     return logs / f"rank-{rank}.log"
 
 
-def _listen(ranks: _Ranks, answers: dict[int, Any], show: Say, asked: "list[_Asked]") -> None:
-    failures: list[_Failure] = []
+def _listen(ranks: _Ranks, answers: dict[int, Any], show: Say, asked: "list[_SentSignal]") -> None:
+    failures: list[_RankFailure] = []
     for rank, message in ranks.messages(_LOOK_S):
-        if isinstance(message, _Failure):
+        if isinstance(message, _RankFailure):
             failures.append(message)
-        elif isinstance(message, _Answer):
+        elif isinstance(message, _RankAnswer):
             answers[rank] = message.value
         elif rank == 0:
             show(message.value)
@@ -176,16 +176,16 @@ def _listen(ranks: _Ranks, answers: dict[int, Any], show: Say, asked: "list[_Ask
         raise _first([*failures, *_late_failures(ranks)], len(ranks.workers), ranks.logs)
 
 
-def _late_failures(ranks: _Ranks) -> Iterator[_Failure]:
+def _late_failures(ranks: _Ranks) -> Iterator[_RankFailure]:
     """Hear those out who end within a moment: a pipe's end may be seen before that of the rank which failed first."""
     deadline_s = time.monotonic() + _GRACE_S
     while ranks.ends and (left_s := deadline_s - time.monotonic()) > 0:
         for _, message in ranks.messages(left_s):
-            if isinstance(message, _Failure):
+            if isinstance(message, _RankFailure):
                 yield message
 
 
-def _first(failures: Sequence[_Failure], num_ranks: int, logs: Path) -> InputError | RunFailed:
+def _first(failures: Sequence[_RankFailure], num_ranks: int, logs: Path) -> InputError | RunFailed:
     first = min(failures, key=lambda failure: failure.order)
     if first.faults:
         return InputError(first.faults)
@@ -197,7 +197,7 @@ def _first(failures: Sequence[_Failure], num_ranks: int, logs: Path) -> InputErr
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _SentSignal:
     """A signal that this process was sent."""
 
     number: int
@@ -209,12 +209,12 @@ class _Asked:
 
 
 @contextmanager
-def _passing_on_signals(ranks: _Ranks, grace_s: float) -> Iterator[list[_Asked]]:
+def _passing_on_signals(ranks: _Ranks, grace_s: float) -> Iterator[list[_SentSignal]]:
     """Give SIGTERM and SIGINT to the ranks; without any grace, or when asked again, stop at once."""
-    asked: list[_Asked] = []
+    asked: list[_SentSignal] = []
 
     def heed(number: int, _: object) -> None:
-        asked.append(_Asked(number, time.monotonic()))
+        asked.append(_SentSignal(number, time.monotonic()))
         if not grace_s or len(asked) > 1:
             raise asked[-1].error()
         for worker in ranks.workers:
@@ -252,13 +252,13 @@ def _work(rank: int, child: Child, end: Connection, lifeline: tuple[int, int], l
     _end_with_parent(reader)
     _redirect_output(log)
     try:
-        message: Any = _Answer(value=child(rank, lambda value: end.send(_Said(value=value))))
+        message: Any = _RankAnswer(value=child(rank, lambda value: end.send(_Saying(value=value))))
     except BaseException as error:
         traceback.print_exc()
         faults = error.faults if isinstance(error, InputError) else ()
         own = error if isinstance(error, RunFailed) else None
         text = traceback.format_exc()
-        message = _Failure(rank=rank, silent=False, at_s=time.monotonic(), text=text, faults=faults, error=own)
+        message = _RankFailure(rank=rank, silent=False, at_s=time.monotonic(), text=text, faults=faults, error=own)
     with suppress(OSError):  # nobody may be listening any more
         end.send(message)
 

@@ -12,9 +12,9 @@ from autoshard.engine.base import Engine, Run
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.index import RunState
-from autoshard.runtime.checkpoint.places import Place, StorageError
 from autoshard.runtime.checkpoint.saver import load
 from autoshard.runtime.checkpoint.shelf import Checkpoint, Shelf, newest, refuse_other
+from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.weights import is_foreign, read_weights
 
 Begun = tuple[RunState, tuple[str, ...]]  # and what the user should know of it
@@ -23,16 +23,16 @@ Value = TypeVar("Value")
 _TOKEN = ".token"
 
 
-def place_of(run: Run) -> Place:
+def place_of(run: Run) -> Storage:
     """Return where a run's checkpoints lie."""
     to = run.training.checkpoint.to
-    return Place.of(str((run.folder / "checkpoints").absolute()) if to in (None, "none") else to)
+    return Storage.of(str((run.folder / "checkpoints").absolute()) if to in (None, "none") else to)
 
 
 def require_place(run: Run, group: Any) -> None:
     """Find out before the first step whether all ranks see one place, in which files can be written and removed."""
     place = place_of(run)
-    token = told(lambda: _usable(lambda: _write_token(place)), group)
+    token = from_first_rank(lambda: _usable(lambda: _write_token(place)), group)
     here = f"rank {dist.get_rank()} on {socket.gethostname()}"
     try:
         fault = "" if place.read(_TOKEN) == token else f"{here} does not see what rank 0 writes there"
@@ -40,13 +40,13 @@ def require_place(run: Run, group: Any) -> None:
         fault = f"{here} cannot read there: {error}. {error.remedy}"
     found: list[str] = [fault] * dist.get_world_size()
     dist.all_gather_object(found, fault, group)
-    told(lambda: _usable(lambda: place.remove(_TOKEN)), group)
+    from_first_rank(lambda: _usable(lambda: place.remove(_TOKEN)), group)
     if fault := next(filter(None, found), ""):
         remedy = "Checkpoints need a folder that all nodes share, or a URL such as s3://bucket/run"
         raise InputError.of("checkpoint.to", f"{place.path()}: {fault}. {remedy}")
 
 
-def _write_token(place: Place) -> bytes:
+def _write_token(place: Storage) -> bytes:
     token = uuid.uuid4().bytes
     with place.writing(_TOKEN) as file:
         file.write(token)
@@ -76,7 +76,7 @@ def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None
     shelf, pieces = Shelf(place=place_of(run)), engine.pieces()
     candidates = _candidates(shelf, run.resume)
     remarks: list[str] = []
-    while checkpoint := told(lambda: next(candidates, None), group):
+    while checkpoint := from_first_rank(lambda: next(candidates, None), group):
         index = checkpoint.index
         refuse_other(index, pieces, shelf.place.path(checkpoint.folder))
         try:
@@ -85,13 +85,13 @@ def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None
             remarks.append(f"the checkpoint of step {index.state.step} is passed over: {error}")
             continue
         engine.restored(index.state.num_updates)
-        later = [step for step in told(shelf.steps, group) if step > index.state.step]
+        later = [step for step in from_first_rank(shelf.steps, group) if step > index.state.step]
         if later:
             steps = ", ".join(map(str, reversed(later)))
             remarks.append(f"checkpoints of later steps ({steps}) are removed when the first new one is saved")
         other = "" if index.candidate == str(plan.candidate) else f", which was saved under {index.candidate}"
         return index.state, (*shelf.remarks, *remarks, f"continues after step {index.state.step}{other}")
-    if told(lambda: bool(shelf.steps()), group):
+    if from_first_rank(lambda: bool(shelf.steps()), group):
         what = "none of its checkpoints can be used: " + "; ".join([*shelf.remarks, *remarks])
         raise InputError.of("--resume", f"{what}. To begin again, type another --out")
     return None
@@ -111,8 +111,8 @@ def _initialised(path: str, plan: Plan, engine: Engine, group: Any) -> str:
         read_weights(Path(path), plan, pieces)
         engine.restored(0)
         return f"weights from {path}"
-    place = Place.of(path, "init_weights")
-    checkpoint, remarks = told(lambda: newest(place), group)
+    place = Storage.of(path, "init_weights")
+    checkpoint, remarks = from_first_rank(lambda: newest(place), group)
     if checkpoint is None:
         message = f"{path} holds neither a checkpoint of autoshard nor a config.json with safetensors or files of NxD"
         raise InputError.of("init_weights", "; ".join([message, *remarks]))
@@ -122,7 +122,7 @@ def _initialised(path: str, plan: Plan, engine: Engine, group: Any) -> str:
     return f"weights from step {checkpoint.index.state.step} of {path}"
 
 
-def told(look: Callable[[], Value], group: Any) -> Value:
+def from_first_rank(look: Callable[[], Value], group: Any) -> Value:
     """Return what the first rank finds, on every rank; its fault is everybody's."""
     message: list[Any] = [None, None]
     if dist.get_rank() == 0:

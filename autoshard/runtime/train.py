@@ -23,9 +23,9 @@ from autoshard.runtime.checkpoint.saver import Saver
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.data.batches import StepShape
 from autoshard.runtime.data.opened import source_of
-from autoshard.runtime.data.prefetch import Loader, Prepared
+from autoshard.runtime.data.prefetch import PrefetchLoader, Prepared
 from autoshard.runtime.launch import only_extracts
-from autoshard.runtime.resume import begin, place_of, require_place, told
+from autoshard.runtime.resume import begin, from_first_rank, place_of, require_place
 
 Say = Callable[[Started | TimedStep | SavedStep | str], None]
 
@@ -71,7 +71,7 @@ class _Loop:
         say(Started(step=self._state.step, notes=notes, trackers=self._state.trackers))
         label = {"model": plan.model.name, "candidate": str(plan.candidate)}
         shelf = Shelf(place=place_of(run))
-        known = told(shelf.steps, self._hosts) if self._saves else []
+        known = from_first_rank(shelf.steps, self._hosts) if self._saves else []
         keeping = run.training.checkpoint
         self._saver = Saver(shelf, run.folder / "spool", known, keeping=keeping, group=saving, label=label)
         self._saved_step, self._saved_at_s, self._retry_s = self._state.step, time.monotonic(), 0.0
@@ -79,7 +79,7 @@ class _Loop:
         self._failure, self._num_taken = "", 0
         shape = StepShape.of(plan)
         source = source_of(plan, replace(run.training.data, check="sizes"), self._state.seed)
-        self.loader = Loader(source, shape, self._state.next_sample)
+        self.loader = PrefetchLoader(source, shape, self._state.next_sample)
 
     def run(self) -> RunReport:
         """Take all steps that are left."""
@@ -142,9 +142,9 @@ class _Loop:
         """Let all ranks know what one of them knows; the first rank's clock and counts decide when to save."""
         asked = self._asked[0] if self._asked else 0
         due = dist.get_rank() == 0 and self._is_due()
-        told = torch.tensor([asked, self._saver.busy and not self._saver.done, due], dtype=torch.int64)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._hosts)
-        number, saving, due = told.tolist()
+        known = torch.tensor([asked, self._saver.busy and not self._saver.done, due], dtype=torch.int64)
+        dist.all_reduce(known, op=dist.ReduceOp.MAX, group=self._hosts)
+        number, saving, due = known.tolist()
         return _Agreed(signal=number, saving=bool(saving), due=bool(due))
 
     def _is_due(self) -> bool:

@@ -14,7 +14,7 @@ from autoshard.cost.compiling import MOST_INSTRUCTIONS
 from autoshard.cost.predict import most_instructions
 from autoshard.errors import InputError, RunFailed
 from autoshard.plan.codec import dump
-from autoshard.runtime.compiling import TOOL, Compiled, Failure, compiled_of, streamed
+from autoshard.runtime.compiling import TOOL, Compiled, FailedGraph, compiled_of, streamed
 from autoshard.runtime.launch import GivenRank, node_words, only_extracts
 from autoshard.runtime.neuron import refuse_without_compiler
 from tests.plan.nxd.test_match import planned
@@ -90,31 +90,31 @@ NONE_TYPE = "stat: path should be string, bytes, os.PathLike or integer, not Non
             REFUSED + reported(one=False, two=True) + totals(2, 1),
             2,
             1,
-            (Failure(graph=ONE, cause=TOO_MANY, logs=(LOG_ONE, f"{WORKDIR}/174522cf/log-neuron-cc.txt")),),
+            (FailedGraph(graph=ONE, cause=TOO_MANY, logs=(LOG_ONE, f"{WORKDIR}/174522cf/log-neuron-cc.txt")),),
         ),
         (
             reported(one=False).replace("\n", WITH_LEVELS) + totals(1, 1),
             1,
             1,
-            (Failure(graph=ONE, cause="", logs=(LOG_ONE,)),),
+            (FailedGraph(graph=ONE, cause="", logs=(LOG_ONE,)),),
         ),
         (
             SOFT + reported(one=True, two=False) + totals(2, 1),
             2,
             1,
-            (Failure(graph=TWO, cause=NONE_TYPE, logs=(LOG_TWO,)),),
+            (FailedGraph(graph=TWO, cause=NONE_TYPE, logs=(LOG_TWO,)),),
         ),
-        (DIED + totals(1, 0), 1, 1, (Failure(graph="", cause="a compiling process died: None"),)),
+        (DIED + totals(1, 0), 1, 1, (FailedGraph(graph="", cause="a compiling process died: None"),)),
         (
             CACHED + NOTHING_NEW,
             0,
             1,
-            (Failure(graph=TWO, cause="[TEN404] Internal tensorizer error", logs=(LOG_TWO,)),),
+            (FailedGraph(graph=TWO, cause="[TEN404] Internal tensorizer error", logs=(LOG_TWO,)),),
         ),
         (totals(300, 256), 300, 256, ()),  # exit code 0, and no report
     ],
 )  # fmt: skip
-def test_what_became_of_graphs_is_read(text: str, graphs: int, failed: int, failures: tuple[Failure, ...]) -> None:
+def test_what_became_of_graphs_is_read(text: str, graphs: int, failed: int, failures: tuple[FailedGraph, ...]) -> None:
     assert compiled_of(WHERE + text) == Compiled(
         num_graphs=graphs, num_failed=failed, failures=failures, cache="/var/tmp/neuron-compile-cache"
     )

@@ -15,9 +15,9 @@ import pytest
 from autoshard.errors import RunFailed, Stopped
 from autoshard.runtime import train as loop, watchdog
 from autoshard.runtime.checkpoint import saver
-from autoshard.runtime.checkpoint.places import Place
 from autoshard.runtime.checkpoint.reader import PieceReader
 from autoshard.runtime.checkpoint.shelf import Shelf
+from autoshard.runtime.checkpoint.storage import Storage
 from tests.runtime.training_cases import Trained, plan_of, run_into, trained
 from tests.slower import rest_is_slow
 
@@ -97,8 +97,8 @@ def test_a_hundred_kills(seed: int, curve: dict[int, float], tmp_path: Path) -> 
     ("owner", "name", "calls"),
     rest_is_slow(
         [
-            (Place, "writing", 2),  # a file of a rank
-            (Place, "rename", 2),  # before a checkpoint gets its name
+            (Storage, "writing", 2),  # a file of a rank
+            (Storage, "rename", 2),  # before a checkpoint gets its name
             (Shelf, "prune", 2),  # after it has it
             (Shelf, "_remove", 1),  # while an old one goes
             (PieceReader, "_fill", 5),  # while one is loaded
@@ -167,7 +167,7 @@ def test_ranks_that_do_not_heed_a_signal_are_stopped_when_their_grace_is_over(
 
 def test_a_full_disk_names_the_file_and_training_goes_on(curve: dict[int, float], tmp_path: Path) -> None:
     """Writing goes to a device that is always full, from the second checkpoint on."""
-    opened = Place.of(str(tmp_path)).system.__class__
+    opened = Storage.of(str(tmp_path)).system.__class__
     real = opened.open
 
     def open_full(self: Any, path: str, mode: str = "rb", **options: Any) -> Any:

@@ -51,7 +51,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Index:
+class CheckpointIndex:
     """All that a checkpoint holds."""
 
     state: RunState
@@ -67,7 +67,7 @@ class Index:
         return sum(self.files.values())
 
 
-def dump_index(index: Index) -> bytes:
+def dump_index(index: CheckpointIndex) -> bytes:
     """Write an index, with a checksum over all of it."""
     body = {
         "format": FORMAT,
@@ -91,7 +91,7 @@ def dump_index(index: Index) -> bytes:
     return f'{{"crc32":{zlib.crc32(text.encode())},"index":{text}}}'.encode()
 
 
-def load_index(data: bytes, where: str) -> Index:
+def load_index(data: bytes, where: str) -> CheckpointIndex:
     """Read an index; one that is damaged is refused as such."""
     try:
         text = data.decode()
@@ -105,7 +105,7 @@ def load_index(data: bytes, where: str) -> Index:
         raise InputError.of(where, "is damaged: its checksum is another")
     if body.get("format") != FORMAT:
         raise InputError.of(where, f"is of format {body.get('format')}, and this version reads {FORMAT}")
-    return Index(
+    return CheckpointIndex(
         state=record.decode(RunState, body["state"], where),
         model=body["model"],
         candidate=body["candidate"],

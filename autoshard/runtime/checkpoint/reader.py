@@ -21,8 +21,8 @@ from torch.futures import Future
 
 from autoshard.engine.pieces import Piece
 from autoshard.runtime.checkpoint.files import DTYPES
-from autoshard.runtime.checkpoint.index import Index, StoredBox
-from autoshard.runtime.checkpoint.places import Place, StorageError, persistent
+from autoshard.runtime.checkpoint.index import CheckpointIndex, StoredBox
+from autoshard.runtime.checkpoint.storage import Storage, StorageError, persistent
 
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -78,7 +78,7 @@ class PieceLoadPlanner(LoadPlanner):
 class PieceReader(StorageReader):
     """Reads boxes of a checkpoint, each of them whole, since its checksum is over all of it."""
 
-    def __init__(self, place: Place, folder: str, index: Index) -> None:
+    def __init__(self, place: Storage, folder: str, index: CheckpointIndex) -> None:
         self._place, self._folder, self._index = place, folder, index
 
     def reset(self, checkpoint_id: Any = None) -> None:

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from autoshard.engine.pieces import Piece
 from autoshard.engine.ran import SavedStep
-from autoshard.runtime.checkpoint.index import Index, RunState, StoredTensor
-from autoshard.runtime.checkpoint.places import Place, StorageError, persistent
+from autoshard.runtime.checkpoint.index import CheckpointIndex, RunState, StoredTensor
 from autoshard.runtime.checkpoint.reader import PieceLoadPlanner, PieceReader
 from autoshard.runtime.checkpoint.shelf import Checkpoint, Shelf
-from autoshard.runtime.checkpoint.writer import Known, PieceSavePlanner, PieceWriter, Progress, Target
+from autoshard.runtime.checkpoint.storage import Storage, StorageError, persistent
+from autoshard.runtime.checkpoint.writer import AgreedPlan, PieceSavePlanner, PieceWriter, SaveProgress, Target
 from autoshard.spec.training import Checkpointing
 
 Value = TypeVar("Value")
@@ -59,7 +59,7 @@ class Saver:
         self._shelf, self._spool, self._steps = shelf, spool, set(known)
         self._keeping, self._group, self._label = keeping, group, label
         self._thread: threading.Thread | None = None
-        self._progress, self._known = Progress(), Known()
+        self._progress, self._known = SaveProgress(), AgreedPlan()
         self._blocked_s = 0.0
         self._ended: Ended | None = None
 
@@ -79,7 +79,7 @@ class Saver:
         Older checkpoints that need not be kept are removed afterwards, unless this one is not to be relied on.
         """
         assert self._thread is None, "one checkpoint at a time"
-        self._progress, self._blocked_s = Progress(), 0.0
+        self._progress, self._blocked_s = SaveProgress(), 0.0
         self._thread = threading.Thread(target=self._save, args=(state, tuple(pieces), prunes), daemon=True)
         self._thread.start()
 
@@ -115,7 +115,7 @@ class Saver:
             time_s = time.monotonic() - start_s
             self._ended = Ended(saved=SavedStep(step=state.step, time_s=time_s, remark=remark), failure=failure)
 
-    def _write(self, state: RunState, pieces: Sequence[Piece], progress: Progress) -> None:
+    def _write(self, state: RunState, pieces: Sequence[Piece], progress: SaveProgress) -> None:
         """Save; on all ranks this fails or on none."""
         folder = self._shelf.folder(state.step)
 
@@ -123,13 +123,13 @@ class Saver:
             self._shelf.make_ready(state.step, self._steps)
             self._steps.add(state.step)
 
-        spool = Place.of(str(self._spool))
+        spool = Storage.of(str(self._spool))
         target = Target(place=self._shelf.place, folder=folder, spool=spool, make_ready=make_ready)
         if not target.spools:
             self._led(lambda: persistent(make_ready, progress.settled))
 
-        def index(*, finite: bool, files: Mapping[str, int], tensors: Mapping[str, StoredTensor]) -> Index:
-            return Index(state=state, finite=finite, files=files, tensors=tensors, **self._label)
+        def index(*, finite: bool, files: Mapping[str, int], tensors: Mapping[str, StoredTensor]) -> CheckpointIndex:
+            return CheckpointIndex(state=state, finite=finite, files=files, tensors=tensors, **self._label)
 
         planner = PieceSavePlanner(pieces, self._known)
         writer = PieceWriter(target, progress, planner, index)

@@ -7,8 +7,8 @@ from itertools import groupby, islice
 from autoshard.engine.pieces import Piece
 from autoshard.errors import InputError
 from autoshard.runtime.checkpoint.files import folder_of, step_of
-from autoshard.runtime.checkpoint.index import FILE, Index, load_index
-from autoshard.runtime.checkpoint.places import Place, StorageError
+from autoshard.runtime.checkpoint.index import FILE, CheckpointIndex, load_index
+from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.spec.training import Checkpointing
 
 _ASIDE = ".partial"
@@ -19,14 +19,14 @@ class Checkpoint:
     """A complete checkpoint: every file is there, as long as the index says."""
 
     folder: str
-    index: Index
+    index: CheckpointIndex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shelf:
     """A place of checkpoints, one folder each."""
 
-    place: Place
+    place: Storage
     remarks: list[str] = field(default_factory=list[str])  # on folders that were passed over, each once
 
     def steps(self) -> list[int]:
@@ -138,7 +138,7 @@ class Shelf:
             self.remarks.append(text)
 
 
-def refuse_other(index: Index, pieces: Sequence[Piece], where: str) -> None:
+def refuse_other(index: CheckpointIndex, pieces: Sequence[Piece], where: str) -> None:
     """Refuse a checkpoint of another model, or without moments that the optimizer has; name what differs."""
     wanted = {piece.name: piece.whole for piece in pieces}
     faults = list(_differences(index, wanted))
@@ -148,7 +148,7 @@ def refuse_other(index: Index, pieces: Sequence[Piece], where: str) -> None:
         raise InputError.of(where, f"does not fit: {'; '.join(faults[:3])}{more}. {remedy}")
 
 
-def _differences(index: Index, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+def _differences(index: CheckpointIndex, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     for name, shape in wanted.items():
         stored = index.tensors.get(name)
         if stored is None:
@@ -157,7 +157,7 @@ def _differences(index: Index, wanted: Mapping[str, tuple[int, ...]]) -> Iterato
             yield f"{name} has shape {list(stored.shape)}, the model of this run {list(shape)}"
 
 
-def newest(place: Place) -> tuple[Checkpoint | None, tuple[str, ...]]:
+def newest(place: Storage) -> tuple[Checkpoint | None, tuple[str, ...]]:
     """Return the newest checkpoint that is complete and finite, and remarks on those passed over."""
     shelf = Shelf(place=place)
     try:

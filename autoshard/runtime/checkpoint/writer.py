@@ -27,14 +27,14 @@ from torch.futures import Future
 
 from autoshard.engine.pieces import Piece
 from autoshard.runtime.checkpoint.files import DTYPES, box_name, cut_piece, header_of, is_finite
-from autoshard.runtime.checkpoint.index import FILE, Index, StoredBox, StoredTensor, dump_index
-from autoshard.runtime.checkpoint.places import Place, StorageError, persistent
+from autoshard.runtime.checkpoint.index import FILE, CheckpointIndex, StoredBox, StoredTensor, dump_index
+from autoshard.runtime.checkpoint.storage import Storage, StorageError, persistent
 
 _SLICE_BYTES = 2**22  # that are looked at, summed up and written at a time
 
 
 @dataclass(slots=True)
-class Progress:
+class SaveProgress:
     """How far a save is, for those who wait for it: in the end the state is copied, or the save is given up."""
 
     settled: Event = field(default_factory=Event)  # the state may change
@@ -62,7 +62,7 @@ class Progress:
 
 
 @dataclass(slots=True)
-class Known:
+class AgreedPlan:
     """What a save tells the next one: pieces do not change while a run goes on, so their plan is agreed on once."""
 
     plan: SavePlan | None = None  # of this rank
@@ -72,7 +72,7 @@ class Known:
 class PieceSavePlanner(DefaultSavePlanner):
     """Plans the boxes of an engine's pieces; DCP's own planner checks that they fill every tensor without overlap."""
 
-    def __init__(self, pieces: Sequence[Piece], known: Known) -> None:
+    def __init__(self, pieces: Sequence[Piece], known: AgreedPlan) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         cut = [part for piece in pieces if piece.saves for part in cut_piece(piece)]
         self._pieces = {MetadataIndex(piece.name, piece.offsets): piece for piece in cut}
@@ -112,7 +112,7 @@ _Box = tuple[str, tuple[int, ...], tuple[int, ...], int, int, int]  # the tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _RankFile:
     """A rank's file, as the coordinator is told."""
 
     file: str
@@ -128,9 +128,9 @@ class Target:
     What goes to a store is copied to a local disk first: updates wait for the disk and not for the network.
     """
 
-    place: Place
+    place: Storage
     folder: str
-    spool: Place  # for files on their way to a store
+    spool: Storage  # for files on their way to a store
     make_ready: Callable[[], None]  # what the first rank does before anything is written there
 
     @property
@@ -143,11 +143,11 @@ class PieceWriter(StorageWriter):
     """Writes a rank's boxes into one file, and as the coordinator the index of all."""
 
     def __init__(
-        self, target: Target, progress: Progress, planner: PieceSavePlanner, index: Callable[..., Index]
+        self, target: Target, progress: SaveProgress, planner: PieceSavePlanner, index: Callable[..., CheckpointIndex]
     ) -> None:
         self._target, self._progress = target, progress
         self._planner, self._index = planner, index
-        self._written: list[_Written] = []
+        self._written: list[_RankFile] = []
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept from save to save."""
@@ -185,7 +185,7 @@ class PieceWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Write the index: with it the checkpoint is complete."""
-        written: list[_Written] = [one for listed in results for one in listed]
+        written: list[_RankFile] = [one for listed in results for one in listed]
         boxes: dict[str, list[StoredBox]] = defaultdict(list)
         for one in written:
             for name, offsets, lengths, *where in one.boxes:
@@ -209,7 +209,7 @@ class PieceWriter(StorageWriter):
         """Refuse to be chosen by the form of a path."""
         return False
 
-    def _write(self, items: Sequence[WriteItem]) -> _Written:
+    def _write(self, items: Sequence[WriteItem]) -> _RankFile:
         target = self._target
         place, path = (target.spool, self._name) if target.spools else (target.place, f"{target.folder}/{self._name}")
         whole = place.path(path)
@@ -226,7 +226,7 @@ class PieceWriter(StorageWriter):
                 lengths = tuple(data.chunk.sizes)
                 boxes.append((item.index.fqn, tuple(data.chunk.offsets), lengths, start, numbers.nbytes, crc32))
             self._progress.end_copy(whole)  # what is left is to bring the file to the disk
-        return _Written(self._name, num_bytes, finite, boxes)
+        return _RankFile(self._name, num_bytes, finite, boxes)
 
     def _upload(self) -> None:
         target = self._target

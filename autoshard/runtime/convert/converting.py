@@ -13,8 +13,8 @@ from autoshard.errors import InputError, require
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.files import folder_of
-from autoshard.runtime.checkpoint.places import Place
-from autoshard.runtime.convert.copying import JOURNAL, Copying, CopyProgress, TargetFile, Written
+from autoshard.runtime.checkpoint.storage import Storage
+from autoshard.runtime.convert.copying import JOURNAL, Copying, CopyProgress, TargetFile, WrittenFile
 from autoshard.runtime.convert.hf import (
     CONFIG,
     copy_companions,
@@ -66,7 +66,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
+class _SourceModel:
     """The model that a source holds; where its configuration lies there may be a tokenizer."""
 
     model: ModelSpec
@@ -128,7 +128,7 @@ def convert(asked: Conversion, say: Callable[[CopyProgress], None]) -> Done:
     )
 
 
-def _known(asked: Conversion, form: Form) -> _Known:
+def _known(asked: Conversion, form: Form) -> _SourceModel:
     """Find out which model it is: from --model, from beside the weights, or from a plan."""
     needs = "hf" in (form, asked.form) or {"pt", "nxd"} & {form, asked.form}
     for where in (asked.model, *(str(one) for one in _folders(asked.source, form) if (one / CONFIG).is_file())):
@@ -138,7 +138,7 @@ def _known(asked: Conversion, form: Form) -> _Known:
         folder = Path(where) if Path(where).is_dir() else Path(where).parent if Path(where).is_file() else None
         if asked.plan:
             refuse_other_model((folder or Path(where)) / CONFIG, model, asked.plan.model)
-        return _Known(model=model, config=load_config(where), folder=folder)
+        return _SourceModel(model=model, config=load_config(where), folder=folder)
     plans = [load(path) for one in _folders(asked.source, form) if (path := one / "plan.json").is_file()]
     model = next((plan.model for plan in (*plans, asked.plan) if plan), None)
     card = model.name if model and model.name in model_names() and load_model(model.name) == model else None
@@ -147,7 +147,7 @@ def _known(asked: Conversion, form: Form) -> _Known:
         if model is not None:
             message = f"its model, {model.name}, has no card. Type --model with the config.json of its plan"
         raise InputError.of(str(asked.source), message)
-    return _Known(model=model, config=load_config(card) if card else None)
+    return _SourceModel(model=model, config=load_config(card) if card else None)
 
 
 def _folders(source: Path, form: Form) -> Sequence[Path]:
@@ -157,7 +157,7 @@ def _folders(source: Path, form: Form) -> Sequence[Path]:
     return (source.parent if source.is_file() else source), *([source / "model"] if form == "nxd" else [])
 
 
-def _opened(path: Path, form: Form, known: _Known) -> WeightSource:
+def _opened(path: Path, form: Form, known: _SourceModel) -> WeightSource:
     if form == "autoshard":
         found = checkpoint_of(path)
         assert found, "its form says so"
@@ -170,7 +170,7 @@ def _opened(path: Path, form: Form, known: _Known) -> WeightSource:
 
 
 def _outputs(
-    asked: Conversion, known: _Known, source: WeightSource, dtypes: Mapping[str, torch.dtype], name: str
+    asked: Conversion, known: _SourceModel, source: WeightSource, dtypes: Mapping[str, torch.dtype], name: str
 ) -> Sequence[TargetFile]:
     if asked.form == "autoshard":
         return ours_outputs(asked.plan, source, dtypes)
@@ -185,9 +185,9 @@ def _outputs(
 
 def _finish(
     asked: Conversion,
-    known: _Known,
+    known: _SourceModel,
     source: WeightSource,
-    made: tuple[Sequence[TargetFile], Sequence[Written]],
+    made: tuple[Sequence[TargetFile], Sequence[WrittenFile]],
     aside: Path,
 ) -> None:
     """Write what makes the files a whole: indexes and configurations, and what lies beside weights."""
@@ -218,7 +218,7 @@ def _publish(asked: Conversion, final: Path, aside: Path) -> None:
         return
     if final.exists():
         final.rmdir()  # an empty folder
-    Place.of(str(final.resolve().parent)).rename(aside.name, final.name)
+    Storage.of(str(final.resolve().parent)).rename(aside.name, final.name)
 
 
 def _refuse_small_disk(target: Path, aside: Path, num_bytes: int) -> None:

@@ -57,7 +57,7 @@ class TargetFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class WrittenFile:
     """A file that was written: its bytes, and of every tensor where it begins and its checksum."""
 
     file: str
@@ -86,7 +86,7 @@ class Copying:
         self._all, self._done, self._kept = sum(one.num_bytes for one in outputs), 0, 0
         self._lock, self._stop, self._memory = threading.Lock(), threading.Event(), threading.local()
 
-    def run(self, workers: int) -> list[Written]:
+    def run(self, workers: int) -> list[WrittenFile]:
         """Write what is not there yet; the first failure ends all."""
         self._folder.mkdir(parents=True, exist_ok=True)
         threads = torch.get_num_threads()
@@ -97,7 +97,7 @@ class Copying:
         finally:
             torch.set_num_threads(threads)
 
-    def _run(self, journal: IO[str], workers: int) -> list[Written]:
+    def _run(self, journal: IO[str], workers: int) -> list[WrittenFile]:
         written = self._begun(journal)
         left = [one for one in self._outputs if one.file not in written]
         self._advance(0)
@@ -112,17 +112,17 @@ class Copying:
                 raise
         return [written[one.file] for one in self._outputs]
 
-    def _begun(self, journal: IO[str]) -> dict[str, Written]:
+    def _begun(self, journal: IO[str]) -> dict[str, WrittenFile]:
         """Take up what a journal of just this conversion says; anything else in the folder is removed."""
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise InputError.of(str(self._folder), "another process converts into it. Wait for it") from None
         journal.seek(0)
-        written, sign, lines = dict[str, Written](), self._sign(), journal.read().split("\n")[:-1]
+        written, sign, lines = dict[str, WrittenFile](), self._sign(), journal.read().split("\n")[:-1]
         for line in lines[1:] if lines and json.loads(lines[0]) == sign else []:
             one = json.loads(line)
-            one = Written(**{**one, "starts": tuple(one["starts"]), "crc32s": tuple(one["crc32s"])})
+            one = WrittenFile(**{**one, "starts": tuple(one["starts"]), "crc32s": tuple(one["crc32s"])})
             path = self._folder / one.file
             if path.is_file() and path.stat().st_size == one.num_bytes:
                 written[one.file] = one
@@ -142,7 +142,7 @@ class Copying:
         read = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()]
         return hashlib.sha256(repr((read, self._outputs)).encode()).hexdigest()
 
-    def _write(self, output: TargetFile, journal: IO[str]) -> Written:
+    def _write(self, output: TargetFile, journal: IO[str]) -> WrittenFile:
         path = self._folder / output.file
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f"{path.name}.part")
@@ -162,7 +162,7 @@ class Copying:
                         stream.write(chunk)
             stream.flush()
             os.fsync(stream.fileno())
-        written = Written(
+        written = WrittenFile(
             file=output.file, num_bytes=aside.stat().st_size, starts=tuple(starts),
             crc32s=tuple(crc32 for crc32, _ in sums), finite=all(finite for _, finite in sums),
         )  # fmt: skip

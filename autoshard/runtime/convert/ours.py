@@ -15,10 +15,10 @@ from autoshard.engine.programs import programs_of
 from autoshard.errors import Fault, InputError
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.files import DTYPES, box_name, cut_piece, step_of
-from autoshard.runtime.checkpoint.index import FILE, Index, RunState, StoredBox, StoredTensor, dump_index
-from autoshard.runtime.checkpoint.places import Place
+from autoshard.runtime.checkpoint.index import FILE, CheckpointIndex, RunState, StoredBox, StoredTensor, dump_index
 from autoshard.runtime.checkpoint.shelf import Shelf, newest
-from autoshard.runtime.convert.copying import Entry, TargetFile, Written
+from autoshard.runtime.checkpoint.storage import Storage
+from autoshard.runtime.convert.copying import Entry, TargetFile, WrittenFile
 from autoshard.runtime.convert.stored import WeightSource
 from autoshard.runtime.convert.tensor_files import box_in
 from autoshard.spec.model import ModelSpec
@@ -27,13 +27,13 @@ _WEIGHT = "weight/"
 _WITHOUT_PLAN_BYTES = 2**32  # of a file
 
 
-def checkpoint_of(path: Path) -> tuple[Path, Index] | None:
+def checkpoint_of(path: Path) -> tuple[Path, CheckpointIndex] | None:
     """Return the newest checkpoint of a folder, a run's among them, or the one that the folder is; None without any."""
     if step_of(path.name) is not None and (path / FILE).is_file():
-        found = Shelf(place=Place.of(str(path.parent))).open(cast(int, step_of(path.name)))
+        found = Shelf(place=Storage.of(str(path.parent))).open(cast(int, step_of(path.name)))
         return path, found.index
     for folder in (path, path / "checkpoints"):
-        found, remarks = newest(Place.of(str(folder))) if folder.is_dir() else (None, ())
+        found, remarks = newest(Storage.of(str(folder))) if folder.is_dir() else (None, ())
         if found:
             return folder / found.folder, found.index
         if remarks:
@@ -41,7 +41,7 @@ def checkpoint_of(path: Path) -> tuple[Path, Index] | None:
     return None
 
 
-def ours_source(folder: Path, index: Index, model: ModelSpec) -> WeightSource:
+def ours_source(folder: Path, index: CheckpointIndex, model: ModelSpec) -> WeightSource:
     """Open a checkpoint, or say in what it does not fit the model."""
     shapes, faults = shapes_of(model), list[Fault]()
     for name, shape in shapes.items():
@@ -75,7 +75,11 @@ def ours_outputs(plan: Plan | None, source: WeightSource, dtypes: Mapping[str, t
 
 
 def finish_ours(
-    folder: Path, model: ModelSpec, plan: Plan | None, source: WeightSource, made: Sequence[tuple[TargetFile, Written]]
+    folder: Path,
+    model: ModelSpec,
+    plan: Plan | None,
+    source: WeightSource,
+    made: Sequence[tuple[TargetFile, WrittenFile]],
 ) -> None:
     """Write the index: with it the checkpoint is complete."""
     boxes: dict[str, list[StoredBox]] = defaultdict(list)
@@ -89,7 +93,7 @@ def finish_ours(
         _stored_name(name): StoredTensor(DTYPES[kinds[name]], source.wanted[name], tuple(found))
         for name, found in boxes.items()
     }
-    index = Index(
+    index = CheckpointIndex(
         state=source.state or fresh(),
         model=model.name,
         candidate=str(plan.candidate) if plan else "",
@@ -97,7 +101,7 @@ def finish_ours(
         files={one.file: one.num_bytes for _, one in made},
         tensors=tensors,
     )
-    with Place.of(str(folder)).writing(FILE) as file:
+    with Storage.of(str(folder)).writing(FILE) as file:
         file.write(dump_index(index))
 
 

@@ -131,15 +131,15 @@ class StateFile:
         self._archive.close()
 
 
-class _Storage:
+class _PickledStorage:
     def __init__(self, key: int, dtype: torch.dtype, size: int) -> None:
         self.told = ("storage", _STORAGES[dtype], str(key), "cpu", size)
 
 
-class _Tensor:
+class _PickledTensor:
     """Is pickled as a tensor is."""
 
-    def __init__(self, storage: _Storage, shape: tuple[int, ...]) -> None:
+    def __init__(self, storage: _PickledStorage, shape: tuple[int, ...]) -> None:
         self._storage, self._shape = storage, shape
 
     def __reduce__(self) -> Any:
@@ -153,12 +153,13 @@ def _strides(shape: tuple[int, ...]) -> Iterator[int]:
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
-        return obj.told if isinstance(obj, _Storage) else None
+        return obj.told if isinstance(obj, _PickledStorage) else None
 
 
 def _pickled(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
     state = {
-        name: _Tensor(_Storage(key, dtype, math.prod(shape)), shape) for key, (name, dtype, shape) in enumerate(tensors)
+        name: _PickledTensor(_PickledStorage(key, dtype, math.prod(shape)), shape)
+        for key, (name, dtype, shape) in enumerate(tensors)
     }
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(state)

@@ -26,7 +26,7 @@ class Samples:
         assert self.counted.shape == self.document_starts.shape == (count, length - 1)
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Where samples come from. Sample k is a pure function of the source and k: no position, no state."""
 
     def samples(self, first: int, count: int) -> Samples:
@@ -57,7 +57,7 @@ class StepShape:
         return self.num_micro_batches * self.micro_batch
 
 
-def batches(source: Source, first_sample: int, shape: StepShape) -> tuple[Batch, ...]:
+def batches(source: SampleSource, first_sample: int, shape: StepShape) -> tuple[Batch, ...]:
     """Return the micro-batches of the step that begins with this sample.
 
     All counted tokens of the step weigh the same, and together one: a mean of the means of micro-batches would favour

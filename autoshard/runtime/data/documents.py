@@ -22,7 +22,7 @@ _ROWS = 1024  # of a table that are held at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class FilePart:
     """Some of a file: the lines that begin in a range of bytes, row groups, rows, or all of it."""
 
     path: str
@@ -38,17 +38,17 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class TextSource:
     """A source as its files were found."""
 
     text: str  # as the user gave it
     files: tuple[tuple[str, int, int], ...]  # path, bytes, time of the last change
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
     revision: str | None = None
 
-    def pieces(self) -> tuple[tuple[Part, ...], ...]:
+    def pieces(self) -> tuple[tuple[FilePart, ...], ...]:
         """Gather parts to pieces of work of about one size, in order."""
-        most, found, held, size = piece_bytes(self.files), list[tuple[Part, ...]](), list[Part](), 0
+        most, found, held, size = piece_bytes(self.files), list[tuple[FilePart, ...]](), list[FilePart](), 0
         for part in self.parts:
             held.append(part)
             size += part.size
@@ -63,7 +63,7 @@ def piece_bytes(files: Iterable[tuple[str, int, int]]) -> int:
     return min(_MOST_BYTES, max(_LEAST_BYTES, sum(size for _, size, _ in files) // _PIECES))
 
 
-def local_source(text: str) -> Source | None:
+def local_source(text: str) -> TextSource | None:
     """Find the files that a path, a folder or a pattern names; None if it names nothing here."""
     path = Path(text)
     if path.is_dir():
@@ -85,14 +85,14 @@ def local_source(text: str) -> Source | None:
     files = tuple((str(one), stat.st_size, stat.st_mtime_ns) for one, stat in zip(paths, stats, strict=True))
     size = piece_bytes(files)
     parts = [part for one in paths for part in _parts(one, size)]
-    return Source(text=text, files=files, parts=tuple(parts))
+    return TextSource(text=text, files=files, parts=tuple(parts))
 
 
 def _form(path: Path) -> Form | None:
     return _FORMS.get(path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix)
 
 
-def _parts(path: Path, size: int) -> Iterator[Part]:
+def _parts(path: Path, size: int) -> Iterator[FilePart]:
     form, length = _form(path), path.stat().st_size
     assert form is not None
     if form == "parquet":
@@ -100,12 +100,12 @@ def _parts(path: Path, size: int) -> Iterator[Part]:
     elif form == "jsonl" and path.suffix != ".gz":
         for begin in range(0, length, size):
             end = min(length, begin + size)
-            yield Part(path=str(path), form=form, begin=begin, end=end, size=end - begin)
+            yield FilePart(path=str(path), form=form, begin=begin, end=end, size=end - begin)
     else:
-        yield Part(path=str(path), form=form, begin=0, end=length, size=length)
+        yield FilePart(path=str(path), form=form, begin=0, end=length, size=length)
 
 
-def _row_groups(path: Path) -> Iterator[Part]:
+def _row_groups(path: Path) -> Iterator[FilePart]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
@@ -115,20 +115,20 @@ def _row_groups(path: Path) -> Iterator[Part]:
     except (ArrowException, OSError) as error:
         raise InputError.of(str(path), f"is not a Parquet file: {error}") from None
     for number, size in enumerate(sizes):
-        yield Part(path=str(path), form="parquet", begin=number, end=number + 1, size=size)
+        yield FilePart(path=str(path), form="parquet", begin=number, end=number + 1, size=size)
 
 
-def arrow_parts(paths: Sequence[str], rows: Sequence[int], size: int) -> Iterator[Part]:
+def arrow_parts(paths: Sequence[str], rows: Sequence[int], size: int) -> Iterator[FilePart]:
     """Cut the tables of a downloaded data set."""
     for path, num_rows in zip(paths, rows, strict=True):
         length = Path(path).stat().st_size
         step = max(1, num_rows * size // max(1, length))
         for begin in range(0, num_rows, step):
             end = min(num_rows, begin + step)
-            yield Part(path=path, form="arrow", begin=begin, end=end, size=length * (end - begin) // num_rows)
+            yield FilePart(path=path, form="arrow", begin=begin, end=end, size=length * (end - begin) // num_rows)
 
 
-def documents(part: Part, field: str) -> Iterator[tuple[Where, Any]]:
+def documents(part: FilePart, field: str) -> Iterator[tuple[Where, Any]]:
     """Read the documents of a part, each with how to find out the place that messages name."""
     try:
         if part.form == "text":
@@ -143,12 +143,12 @@ def documents(part: Part, field: str) -> Iterator[tuple[Where, Any]]:
         raise InputError.of(part.path, "is not text in UTF-8") from None
 
 
-def _text(part: Part) -> str:
+def _text(part: FilePart) -> str:
     data = Path(part.path).read_bytes()
     return (gzip.decompress(data) if part.packed else data).decode()
 
 
-def _lines(part: Part, field: str) -> Iterator[tuple[Where, Any]]:
+def _lines(part: FilePart, field: str) -> Iterator[tuple[Where, Any]]:
     """Read the lines that begin in the range of a part: the one that crosses its begin belongs to the part before."""
     with gzip.open(part.path, "rb") if part.packed else open(part.path, "rb") as file:  # noqa: PTH123
         if part.begin:
@@ -176,7 +176,7 @@ def _field(line: bytes, field: str, where: Where) -> Any:
         raise InputError.of(where(), f"has no {field!r}: {hint}") from None
 
 
-def _line(part: Part, at: int) -> str:
+def _line(part: FilePart, at: int) -> str:
     """Name the line that begins at a byte."""
     with gzip.open(part.path, "rb") if part.packed else open(part.path, "rb") as file:  # noqa: PTH123
         number = 1
@@ -185,14 +185,14 @@ def _line(part: Part, at: int) -> str:
         return f"{part.path} line {number}"
 
 
-def _rows(part: Part, field: str) -> Iterator[tuple[Where, Any]]:
+def _rows(part: FilePart, field: str) -> Iterator[tuple[Where, Any]]:
     first, group = (0, f" row group {part.begin}") if part.form == "parquet" else (part.begin, "")
     values = (value for column in _columns(part, field) for value in column)
     for row, value in enumerate(values, first):
         yield partial("{}{} row {}".format, part.path, group, row), value
 
 
-def _columns(part: Part, field: str) -> Iterator[list[Any]]:
+def _columns(part: FilePart, field: str) -> Iterator[list[Any]]:
     """Read one column of a table, some rows at a time."""
     if part.form == "parquet":
         from pyarrow.parquet import ParquetFile

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoshard.errors import InputError
-from autoshard.runtime.data.documents import Source, arrow_parts, piece_bytes
+from autoshard.runtime.data.documents import TextSource, arrow_parts, piece_bytes
 
 _ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?$")
 _UNREACHED = ("ConnectError", "ConnectTimeout", "OfflineModeIsEnabled")  # of whichever HTTP library is used
@@ -22,7 +22,7 @@ def is_hub_id(text: str) -> bool:
     return _ID.match(text) is not None
 
 
-def hub_source(text: str, subset: str | None, split: str) -> Source:
+def hub_source(text: str, subset: str | None, split: str) -> TextSource:
     """Download a data set and find its tables; what was downloaded before is taken from the cache."""
     with _told(text, "dataset"):
         import datasets
@@ -42,7 +42,7 @@ def hub_source(text: str, subset: str | None, split: str) -> Source:
     files = tuple((path, Path(path).stat().st_size, 0) for path in paths)
     parts = tuple(arrow_parts(paths, rows, piece_bytes(files)))
     name = "/".join(filter(None, (text, subset, split)))
-    return Source(text=name, files=files, parts=parts, revision=revision)
+    return TextSource(text=name, files=files, parts=parts, revision=revision)
 
 
 def hub_tokenizer(name: str, files: tuple[str, ...]) -> Path:

@@ -42,7 +42,7 @@ def beside(prefix: Path, suffix: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Index:
+class TokenIndex:
     """What stands where in one pair of files; made by ``read_index``, which checks it against their sizes."""
 
     prefix: Path
@@ -69,14 +69,14 @@ class Index:
         return self.places_at + _PLACE.itemsize * self.num_sequences
 
 
-def read_index(prefix: Path) -> Index:
+def read_index(prefix: Path) -> TokenIndex:
     """Read what an index says, and hold it against the sizes of both files; costs a few small reads for any size."""
     idx, tokens = beside(prefix, ".idx"), beside(prefix, ".bin")
     try:
         with idx.open("rb", buffering=0) as file:
             dtype, num_sequences, num_entries = _header(idx, file.read(_HEADER.size))
             bin_bytes = tokens.stat().st_size
-            index = Index(
+            index = TokenIndex(
                 prefix=prefix,
                 bin=tokens,
                 idx=idx,
@@ -114,7 +114,7 @@ def wrong_size(found: int, expected: int) -> str:
     return f"is {what}: {AGAIN}. It has {found} bytes and should have {expected}"
 
 
-def _check_idx_bytes(index: Index, found: int) -> None:
+def _check_idx_bytes(index: TokenIndex, found: int) -> None:
     expected = index.documents_at + _PLACE.itemsize * index.num_entries
     if found == expected:
         return
@@ -123,7 +123,7 @@ def _check_idx_bytes(index: Index, found: int) -> None:
     raise InputError.of(str(index.idx), f"{wrong_size(found, expected)} by its header")
 
 
-def _end(index: Index, file: int) -> int:
+def _end(index: TokenIndex, file: int) -> int:
     """Return how many bytes the sequences take by the last one, after a look at the ends of the other columns."""
 
     def one(dtype: np.dtype, offset: int) -> int:
@@ -226,7 +226,7 @@ class _Column:
         return np.concatenate(found)
 
 
-def starts_within(index: Index, files: OpenFiles, first: int, count: int) -> Array:
+def starts_within(index: TokenIndex, files: OpenFiles, first: int, count: int) -> Array:
     """Return which of the tokens ``first`` to ``first + count - 1`` begin a document, counted from ``first``."""
     item, sequences = index.dtype.itemsize, index.num_sequences
     largest = index.num_tokens * item
@@ -241,7 +241,7 @@ def starts_within(index: Index, files: OpenFiles, first: int, count: int) -> Arr
     return found[entries.between(entries.first_from(begin), begin + len(found)) - begin]
 
 
-def document_lengths(index: Index, files: OpenFiles) -> Array:
+def document_lengths(index: TokenIndex, files: OpenFiles) -> Array:
     """Return the tokens of every document; reads the whole index."""
     lengths = files.read(index.idx, _LENGTH, 0, index.num_sequences, _HEADER.size).astype(np.int64)
     if index.num_entries == index.num_sequences + 1:
@@ -251,7 +251,7 @@ def document_lengths(index: Index, files: OpenFiles) -> Array:
     return np.diff(ends[np.unique(np.append(entries, index.num_sequences))])
 
 
-def faults_inside(index: Index, files: OpenFiles, vocab: int) -> Iterator[Fault]:
+def faults_inside(index: TokenIndex, files: OpenFiles, vocab: int) -> Iterator[Fault]:
     """Read both files whole, and say what in them cannot be."""
     lengths = files.read(index.idx, _LENGTH, 0, index.num_sequences, _HEADER.size).astype(np.int64)
     places = files.read(index.idx, _PLACE, 0, index.num_sequences, index.places_at)

@@ -14,7 +14,7 @@ import numpy as np
 
 from autoshard.graph.op import Array
 from autoshard.runtime.data.batches import Samples
-from autoshard.runtime.data.stream import Cut, Packs, Span, Stream
+from autoshard.runtime.data.stream import Cut, Packs, Stream, TokenSpan
 
 _ROUNDS = 8  # four would be enough to look random (Luby and Rackoff, 1988); more cost a microsecond each
 
@@ -60,25 +60,25 @@ _ONE = 1 << _BITS
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class WeightTree:
     """A tree that parts sample numbers by weight: evenly, and with a closed form for any number.
 
     Of the first k numbers that reach a node, k times its weight go left, rounded; leaves are sets. Joining the two
     lightest first keeps what any set got after any k less than two samples from what its weight says.
     """
 
-    left: "Shares | int"
-    right: "Shares | int | None" = None
+    left: "WeightTree | int"
+    right: "WeightTree | int | None" = None
     weight: int = _ONE  # of the left, in parts of _ONE
 
     @classmethod
-    def of(cls, weights: Sequence[float]) -> "Shares":
+    def of(cls, weights: Sequence[float]) -> "WeightTree":
         """Build the tree of some positive weights.
 
         >>> Shares.of([3, 1]).chosen(np.arange(8))[0].tolist()
         [0, 0, 1, 0, 0, 0, 1, 0]
         """
-        nodes: list[tuple[float, int, Shares | int]] = [
+        nodes: list[tuple[float, int, WeightTree | int]] = [
             (weight, number, number) for number, weight in enumerate(weights)
         ]
         while len(nodes) > 1:
@@ -87,7 +87,7 @@ class Shares:
             joined = cls(heavy[2], light[2], round(heavy[0] / both * _ONE))
             nodes.append((both, min(light[1], heavy[1]), joined))
         node = nodes[0][2]
-        return node if isinstance(node, Shares) else cls(node)
+        return node if isinstance(node, WeightTree) else cls(node)
 
     def chosen(self, numbers: Array) -> tuple[Array, Array]:
         """Return the set of each sample, and how many samples of that set come before it."""
@@ -95,7 +95,7 @@ class Shares:
         goes_left = self._left_of_first(numbers + 1) > before
         sets, counts = np.empty_like(numbers), np.empty_like(numbers)
         for side, mine, local in ((self.left, goes_left, before), (self.right, ~goes_left, numbers - before)):
-            if isinstance(side, Shares):
+            if isinstance(side, WeightTree):
                 sets[mine], counts[mine] = side.chosen(local[mine])
             elif side is not None:
                 sets[mine], counts[mine] = side, local[mine]
@@ -124,11 +124,11 @@ class CutStream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mixture:
+class DataMixture:
     """A source of samples from several sets."""
 
     sets: tuple[CutStream, ...]
-    shares: Shares
+    shares: WeightTree
     seq_len: int
     seed: int
     separate: bool  # labels in another document than their token do not count
@@ -157,7 +157,7 @@ class Mixture:
                 numbers[mine] = permuted(places[mine], len(one.cut), (self.seed, number, epoch))
         return which.tolist(), numbers.tolist()
 
-    def _labels(self, span: Span) -> tuple[Array, Array]:
+    def _labels(self, span: TokenSpan) -> tuple[Array, Array]:
         """Return which labels count, and where the document of each token begins; what is padded is one of its own."""
         length = len(span.tokens)
         begins = np.zeros(self.seq_len + 1, np.int64)

@@ -7,17 +7,17 @@ from pathlib import Path
 
 from autoshard.errors import Fault, InputError
 from autoshard.plan.plan import Plan
-from autoshard.runtime.data.batches import Source, SyntheticTokens
+from autoshard.runtime.data.batches import SampleSource, SyntheticTokens
 from autoshard.runtime.data.indexed import (
-    Index,
     OpenFiles,
+    TokenIndex,
     beside,
     faults_inside,
     foreign_token,
     read_index,
 )
 from autoshard.runtime.data.manifest import NAME, FileRecord, Manifest, altered, missing_or_resized, read_manifest
-from autoshard.runtime.data.mixture import CutStream, Mixture, Shares
+from autoshard.runtime.data.mixture import CutStream, DataMixture, WeightTree
 from autoshard.runtime.data.stream import BYTES_EOS, FileStream, Stream, TextStream, Windows, packs
 from autoshard.spec.training import DataSpec
 
@@ -28,7 +28,7 @@ _HOW = "Make a set with `autoshard tokenize SOURCE --tokenizer NAME --out FOLDER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Wanted:
     """What is wanted of every set."""
 
     spec: DataSpec
@@ -36,14 +36,14 @@ class _Asked:
     vocab: int
 
 
-def open_source(spec: DataSpec, *, seq_len: int, vocab: int, seed: int, separate: bool) -> Source:
+def open_source(spec: DataSpec, *, seq_len: int, vocab: int, seed: int, separate: bool) -> SampleSource:
     """Open the sets of a recipe and check them; raise one error with every fault, each with its file.
 
     Sizes, headers and manifests are checked always, which takes milliseconds; every byte only if the recipe says so.
     """
     if not spec.sets:
         return SyntheticTokens(seq_len=seq_len, vocab=vocab, seed=seed)
-    asked, faults, sets = _Asked(spec=spec, seq_len=seq_len, vocab=vocab), list[Fault](), list[CutStream]()
+    asked, faults, sets = _Wanted(spec=spec, seq_len=seq_len, vocab=vocab), list[Fault](), list[CutStream]()
     for name in sorted(spec.sets):  # a file may list them in any order
         try:
             sets.append(_cut(_stream(name, asked), asked))
@@ -51,9 +51,9 @@ def open_source(spec: DataSpec, *, seq_len: int, vocab: int, seed: int, separate
             faults += error.faults
     if faults:
         raise InputError(faults)
-    return Mixture(
+    return DataMixture(
         sets=tuple(sets),
-        shares=Shares.of([one.weight for one in sets]),
+        shares=WeightTree.of([one.weight for one in sets]),
         seq_len=seq_len,
         seed=seed,
         separate=separate,
@@ -61,13 +61,13 @@ def open_source(spec: DataSpec, *, seq_len: int, vocab: int, seed: int, separate
     )
 
 
-def source_of(plan: Plan, spec: DataSpec, seed: int) -> Source:
+def source_of(plan: Plan, spec: DataSpec, seed: int) -> SampleSource:
     """Open the sets of a recipe as a plan reads them."""
     separate = plan.workload.documents == "separate"
     return open_source(spec, seq_len=plan.workload.seq_len, vocab=plan.model.vocab, seed=seed, separate=separate)
 
 
-def _cut(stream: Stream, asked: _Asked) -> CutStream:
+def _cut(stream: Stream, asked: _Wanted) -> CutStream:
     if asked.spec.loss_on == "answers" and not stream.has_answers:
         raise InputError.of(
             stream.name,
@@ -83,7 +83,7 @@ def _cut(stream: Stream, asked: _Asked) -> CutStream:
     return CutStream(stream=stream, cut=cut, weight=asked.spec.sets[stream.name])
 
 
-def _stream(name: str, asked: _Asked) -> Stream:
+def _stream(name: str, asked: _Wanted) -> Stream:
     """Find out what a set is, and open it."""
     path = Path(name)
     if path.is_dir() and (path / NAME).is_file():
@@ -101,7 +101,7 @@ def _stream(name: str, asked: _Asked) -> Stream:
     raise InputError.of(name, f"is neither a folder nor the prefix of a .bin and an .idx file. {_HOW}")
 
 
-def _text(name: str, asked: _Asked) -> TextStream:
+def _text(name: str, asked: _Wanted) -> TextStream:
     if Path(name).stat().st_size > _MOST_TEXT_BYTES:
         raise InputError.of(name, f"is too large to be held in memory as bytes. {_HOW}")
     if asked.vocab <= BYTES_EOS:
@@ -109,7 +109,7 @@ def _text(name: str, asked: _Asked) -> TextStream:
     return TextStream(name=name, path=Path(name))
 
 
-def _with_manifest(name: str, asked: _Asked, manifest: Manifest) -> FileStream:
+def _with_manifest(name: str, asked: _Wanted, manifest: Manifest) -> FileStream:
     folder, made_by = Path(name), manifest.tokenizer
     faults = list(missing_or_resized(folder, manifest.files))
     if made_by.vocab > asked.vocab:
@@ -128,7 +128,7 @@ def _with_manifest(name: str, asked: _Asked, manifest: Manifest) -> FileStream:
     return _files(name, asked, prefixes, has_answers=manifest.kind == "chat")
 
 
-def _without_manifest(name: str, asked: _Asked, prefixes: list[Path]) -> FileStream:
+def _without_manifest(name: str, asked: _Wanted, prefixes: list[Path]) -> FileStream:
     """Open what others made: only its tokens say of which vocabulary they are."""
     masks = [beside(prefix, ".mask.bin").is_file() for prefix in prefixes]
     stream = _files(name, asked, prefixes, has_answers=all(masks))
@@ -138,7 +138,7 @@ def _without_manifest(name: str, asked: _Asked, prefixes: list[Path]) -> FileStr
     return stream
 
 
-def _foreign(index: Index, asked: _Asked) -> Iterator[Fault]:
+def _foreign(index: TokenIndex, asked: _Wanted) -> Iterator[Fault]:
     files = OpenFiles()
     if asked.spec.check == "full":
         yield from faults_inside(index, files, asked.vocab)
@@ -149,8 +149,8 @@ def _foreign(index: Index, asked: _Asked) -> Iterator[Fault]:
     files.close()
 
 
-def _files(name: str, asked: _Asked, prefixes: list[Path], *, has_answers: bool) -> FileStream:
-    def read(some: list[Path]) -> list[Index | InputError]:
+def _files(name: str, asked: _Wanted, prefixes: list[Path], *, has_answers: bool) -> FileStream:
+    def read(some: list[Path]) -> list[TokenIndex | InputError]:
         return [_index_or_faults(prefix) for prefix in some]
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:  # a file system in a network answers many at once
@@ -160,20 +160,20 @@ def _files(name: str, asked: _Asked, prefixes: list[Path], *, has_answers: bool)
             for one in some
         ]
     faults = [fault for one in found if isinstance(one, InputError) for fault in one.faults]
-    files = tuple(one for one in found if isinstance(one, Index))
+    files = tuple(one for one in found if isinstance(one, TokenIndex))
     faults += [fault for index in files if has_answers for fault in _mask_faults(index)]
     if faults:
         raise InputError(faults)
     return FileStream(name=name, files=files, vocab=asked.vocab, has_answers=has_answers)
 
 
-def _index_or_faults(prefix: Path) -> Index | InputError:
+def _index_or_faults(prefix: Path) -> TokenIndex | InputError:
     try:
         return read_index(prefix)
     except InputError as error:
         return error
 
 
-def _mask_faults(index: Index) -> Iterator[Fault]:
+def _mask_faults(index: TokenIndex) -> Iterator[Fault]:
     record = FileRecord(name=index.mask.name, bytes=index.num_tokens, sha256="")
     yield from missing_or_resized(index.mask.parent, [record])

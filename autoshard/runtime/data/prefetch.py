@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from queue import Empty, Full, Queue
 
 from autoshard.engine.base import Batch
-from autoshard.runtime.data.batches import Source, StepShape, batches
+from autoshard.runtime.data.batches import SampleSource, StepShape, batches
 
 _AHEAD = 2  # steps: one slow read is hidden behind a whole step
 _LOOK_S = 0.1  # how often a thread that waits for room looks whether it is still wanted
@@ -22,20 +22,20 @@ class Prepared:
     waited_s: float  # how long the step had to wait for them
 
 
-class Loader:
+class PrefetchLoader:
     """Reads ahead in a thread of its own; a step is asked for by ``next``. Leave it by ``close``, or as a context.
 
     What goes wrong in the thread is raised by the ``next`` that asks for the step which could not be made.
     """
 
-    def __init__(self, source: Source, shape: StepShape, first_sample: int = 0, ahead: int = _AHEAD) -> None:
+    def __init__(self, source: SampleSource, shape: StepShape, first_sample: int = 0, ahead: int = _AHEAD) -> None:
         self._source, self._shape, self._next_sample = source, shape, first_sample
         self._made: Queue[tuple[Batch, ...] | BaseException] = Queue(maxsize=ahead)
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._prepare, args=(first_sample,), name="loader", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> "Loader":
+    def __enter__(self) -> "PrefetchLoader":
         return self
 
     def __exit__(self, *_: object) -> None:

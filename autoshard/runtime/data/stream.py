@@ -10,14 +10,14 @@ import numpy as np
 
 from autoshard.errors import RunFailed
 from autoshard.graph.op import Array
-from autoshard.runtime.data.indexed import Index, OpenFiles, document_lengths, foreign_token, starts_within
+from autoshard.runtime.data.indexed import OpenFiles, TokenIndex, document_lengths, foreign_token, starts_within
 
 _BYTE = np.dtype("u1")
 BYTES_EOS = 256  # what closes a document of bytes; see ``tokenizers.ByteTokenizer``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TokenSpan:
     """Consecutive tokens of a stream."""
 
     tokens: Array  # int64
@@ -47,7 +47,7 @@ class Stream(Protocol):
         """Return the tokens of every document; may read much."""
         ...
 
-    def read(self, first: int, count: int) -> Span:
+    def read(self, first: int, count: int) -> TokenSpan:
         """Read some tokens."""
         ...
 
@@ -57,7 +57,7 @@ class FileStream:
     """Pairs of indexed files, one after the other."""
 
     name: str
-    files: tuple[Index, ...]
+    files: tuple[TokenIndex, ...]
     vocab: int  # of the model: other tokens are refused when they are read
     has_answers: bool
 
@@ -78,9 +78,9 @@ class FileStream:
         """Return the tokens of every document; reads every index."""
         return np.concatenate([document_lengths(index, self._open) for index in self.files])
 
-    def read(self, first: int, count: int) -> Span:
+    def read(self, first: int, count: int) -> TokenSpan:
         """Read some tokens, from as many files as they lie in."""
-        parts: list[Span] = []
+        parts: list[TokenSpan] = []
         number = int(np.searchsorted(self._ends, first, side="right"))
         while count:
             index, begin = self.files[number], int(self._ends[number])
@@ -89,21 +89,21 @@ class FileStream:
             first, count, number = first + len(parts[-1].tokens), count - len(parts[-1].tokens), number + 1
         return parts[0] if len(parts) == 1 else _joined(parts)
 
-    def _read_file(self, index: Index, first: int, count: int) -> Span:
+    def _read_file(self, index: TokenIndex, first: int, count: int) -> TokenSpan:
         tokens = self._open.read(index.bin, index.dtype, first, count).astype(np.int64)
         if wrong := foreign_token(tokens, self.vocab):
             raise RunFailed(f"{index.bin}: {wrong}")
-        return Span(
+        return TokenSpan(
             tokens=tokens,
             starts=starts_within(index, self._open, first, count),
             answers=self._open.read(index.mask, _BYTE, first, count) > 0 if self.has_answers else None,
         )
 
 
-def _joined(parts: Sequence[Span]) -> Span:
+def _joined(parts: Sequence[TokenSpan]) -> TokenSpan:
     ends = np.cumsum([len(part.tokens) for part in parts])
     answers = [part.answers for part in parts if part.answers is not None]
-    return Span(
+    return TokenSpan(
         tokens=np.concatenate([part.tokens for part in parts]),
         starts=np.concatenate([part.starts + end - len(part.tokens) for part, end in zip(parts, ends, strict=True)]),
         answers=np.concatenate(answers) if answers else None,
@@ -131,10 +131,10 @@ class TextStream:
         """Return the tokens of the only document."""
         return np.array([self.num_tokens])
 
-    def read(self, first: int, count: int) -> Span:
+    def read(self, first: int, count: int) -> TokenSpan:
         """Return some tokens."""
         starts = np.zeros(1 if first == 0 else 0, np.int64)
-        return Span(tokens=self._tokens[first : first + count], starts=starts, answers=None)
+        return TokenSpan(tokens=self._tokens[first : first + count], starts=starts, answers=None)
 
 
 class Cut(Protocol):

@@ -21,7 +21,7 @@ from typing import Any
 
 from autoshard.errors import Fault, InputError, RunFailed
 from autoshard.runtime.data.chat import ChatTemplate, Marked, messages_of
-from autoshard.runtime.data.documents import Part, Source, Where, documents
+from autoshard.runtime.data.documents import FilePart, TextSource, Where, documents
 from autoshard.runtime.data.indexed import IndexedWriter, beside, dtype_of
 from autoshard.runtime.data.manifest import (
     NAME,
@@ -47,7 +47,7 @@ _WORK, _DONE, _LOCK = "work.json", ".done.json", "work.lock"  # of a folder, unt
 class Work:
     """What becomes tokens, and how."""
 
-    source: Source
+    source: TextSource
     tokenizer: TokenizerSpec
     kind: Kind
     field: str  # of a record: the text, or the messages
@@ -73,7 +73,7 @@ class PieceRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class TokenizingProgress:
     """How far the work is."""
 
     done_bytes: int
@@ -82,7 +82,7 @@ class Progress:
     kept_bytes: int  # of it done before this start
 
 
-def tokenize(work: Work, out: Path, num_workers: int, say: Callable[[Progress], None]) -> Manifest:
+def tokenize(work: Work, out: Path, num_workers: int, say: Callable[[TokenizingProgress], None]) -> Manifest:
     """Make a folder of tokens, or finish one that was begun."""
     tokenizer = open_tokenizer(work.tokenizer)  # what is wrong with it must not wait for a process
     if work.kind == "text" and tokenizer.record.eos is None:
@@ -94,7 +94,7 @@ def tokenize(work: Work, out: Path, num_workers: int, say: Callable[[Progress], 
     if (out / NAME).exists():
         return _finished(work, tokenizer.record, out)
     out.mkdir(parents=True, exist_ok=True)
-    pieces = [_Piece.of(work, parts, out, number) for number, parts in enumerate(work.source.pieces())]
+    pieces = [_WorkPiece.of(work, parts, out, number) for number, parts in enumerate(work.source.pieces())]
     with _claimed(work, tokenizer.record, out):
         done = {piece.prefix: found for piece in pieces if (found := piece.kept()) is not None}
         kept = sum(one.source_bytes for one in done.values())
@@ -103,7 +103,7 @@ def tokenize(work: Work, out: Path, num_workers: int, say: Callable[[Progress], 
         def tell() -> None:
             finished = sum(one.source_bytes for one in done.values())
             tokens = sum(one.num_tokens for one in done.values())
-            say(Progress(done_bytes=finished, all_bytes=total, num_tokens=tokens, kept_bytes=kept))
+            say(TokenizingProgress(done_bytes=finished, all_bytes=total, num_tokens=tokens, kept_bytes=kept))
 
         tell()
         for piece, found in _made([piece for piece in pieces if piece.prefix not in done], num_workers):
@@ -158,7 +158,7 @@ def _claimed(work: Work, tokenizer: TokenizerRecord, out: Path) -> Iterator[None
         os.close(file)
 
 
-def _made(pieces: "Sequence[_Piece]", num_workers: int) -> "Iterator[tuple[_Piece, PieceRecord]]":
+def _made(pieces: "Sequence[_WorkPiece]", num_workers: int) -> "Iterator[tuple[_WorkPiece, PieceRecord]]":
     """Make pieces, in one process or several."""
     if num_workers == 1 or len(pieces) < 2:
         yield from ((piece, _make(piece)) for piece in pieces)
@@ -178,7 +178,7 @@ def _made(pieces: "Sequence[_Piece]", num_workers: int) -> "Iterator[tuple[_Piec
         ends_with_us.close()
 
 
-def _gathered(waiting: "dict[Future[_Found], _Piece]") -> "Iterator[tuple[_Piece, PieceRecord]]":
+def _gathered(waiting: "dict[Future[_Found], _WorkPiece]") -> "Iterator[tuple[_WorkPiece, PieceRecord]]":
     """Yield pieces as they are done; those that were begun are finished before faults are raised."""
     faults: list[Fault] = []
     while waiting:
@@ -212,17 +212,17 @@ def _end_with(parent: Connection) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
+class _WorkPiece:
     """One piece of work, as a worker gets it."""
 
     prefix: Path  # of the files that it becomes
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
     tokenizer: TokenizerSpec
     kind: Kind
     field: str
 
     @classmethod
-    def of(cls, work: Work, parts: tuple[Part, ...], out: Path, number: int) -> "_Piece":
+    def of(cls, work: Work, parts: tuple[FilePart, ...], out: Path, number: int) -> "_WorkPiece":
         prefix = out / f"part-{number:05d}"
         return cls(prefix=prefix, parts=parts, tokenizer=work.tokenizer, kind=work.kind, field=work.field)
 
@@ -243,7 +243,7 @@ class _Piece:
 _Found = PieceRecord | tuple[Fault, ...]  # errors do not travel well between processes
 
 
-def _make_here(piece: _Piece) -> _Found:
+def _make_here(piece: _WorkPiece) -> _Found:
     try:
         return _make(piece)
     except InputError as error:
@@ -256,7 +256,7 @@ def _opened(spec: TokenizerSpec) -> Tokenizer:
     return open_tokenizer(spec)
 
 
-def _make(piece: _Piece) -> PieceRecord:
+def _make(piece: _WorkPiece) -> PieceRecord:
     """Tokenize a piece into files; its record comes last, and says that they are whole."""
     aside, tokenizer = beside(piece.prefix, ".partial"), _opened(piece.tokenizer)
     with IndexedWriter(aside, tokenizer.record.vocab, masked=piece.kind == "chat") as writer:
@@ -276,7 +276,7 @@ def _make(piece: _Piece) -> PieceRecord:
     return done
 
 
-def _write(piece: _Piece, tokenizer: Tokenizer, writer: IndexedWriter) -> int:
+def _write(piece: _WorkPiece, tokenizer: Tokenizer, writer: IndexedWriter) -> int:
     """Write the tokens of a piece, and return how many of its documents are empty."""
     template = ChatTemplate(source=tokenizer.template or "", special=tokenizer.special)
     num_empty = 0
@@ -292,7 +292,7 @@ def _write(piece: _Piece, tokenizer: Tokenizer, writer: IndexedWriter) -> int:
     return num_empty
 
 
-def _batches(piece: _Piece, template: ChatTemplate) -> Iterator[list[Any]]:
+def _batches(piece: _WorkPiece, template: ChatTemplate) -> Iterator[list[Any]]:
     """Gather texts, or marked conversations, to what a tokenizer gets at a time."""
     held: list[Any] = []
     size = 0
@@ -307,7 +307,7 @@ def _batches(piece: _Piece, template: ChatTemplate) -> Iterator[list[Any]]:
     yield held
 
 
-def _told(value: Any, where: Where, piece: _Piece, template: ChatTemplate) -> str | Marked:
+def _told(value: Any, where: Where, piece: _WorkPiece, template: ChatTemplate) -> str | Marked:
     if piece.kind == "chat":
         try:
             return template.marked(messages_of(value, piece.field))

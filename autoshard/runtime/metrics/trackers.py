@@ -37,7 +37,7 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class TrackerNote:
     """Something for the user from a tracker."""
 
     kind: Literal["note", "warning"]
@@ -45,7 +45,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _LoggedStep:
     """A step for a tracker."""
 
     number: int
@@ -53,7 +53,7 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _End:
+class _Finish:
     """The last thing that a tracker hears."""
 
     summary: Mapping[str, Any]
@@ -65,8 +65,8 @@ class _Feed:
     """A tracker with the thread that calls it."""
 
     tracker: Tracker
-    said: "SimpleQueue[Said]"
-    items: "SimpleQueue[_Step | _End]" = field(default_factory=SimpleQueue)
+    said: "SimpleQueue[TrackerNote]"
+    items: "SimpleQueue[_LoggedStep | _Finish]" = field(default_factory=SimpleQueue)
     thread: threading.Thread | None = None
     dropped: bool = False
 
@@ -77,9 +77,9 @@ class _Feed:
     def _work(self, config: Mapping[str, Any]) -> None:
         try:
             for text in self.tracker.start(config):
-                self.said.put(Said(kind="note", text=text))
+                self.said.put(TrackerNote(kind="note", text=text))
             for item in iter(self.items.get, None):
-                if isinstance(item, _End):
+                if isinstance(item, _Finish):
                     self.tracker.finish(item.summary, failed=item.failed)
                     return
                 self.tracker.log(item.number, dict(scalars(item.record)))
@@ -87,14 +87,14 @@ class _Feed:
             self.dropped = True
             cause = f"{type(error).__name__}: {error}"
             text = f"{self.tracker.name} failed, and gets nothing more of this run, which goes on: {cause}"
-            self.said.put(Said(kind="warning", text=text))
+            self.said.put(TrackerNote(kind="warning", text=text))
 
 
 class Trackers:
     """All trackers of a run. Their threads start at its first step, because ranks are forked before that."""
 
     def __init__(self, trackers: Sequence[Tracker], config: Mapping[str, Any]) -> None:
-        self._said: SimpleQueue[Said] = SimpleQueue()
+        self._said: SimpleQueue[TrackerNote] = SimpleQueue()
         self._feeds = [_Feed(tracker, self._said) for tracker in trackers]
         self._config = config
         self._started = False
@@ -107,22 +107,22 @@ class Trackers:
                 feed.start(self._config)
         for feed in self._feeds:
             if not feed.dropped:
-                feed.items.put(_Step(number=step, record=record))
+                feed.items.put(_LoggedStep(number=step, record=record))
 
     def finish(self, summary: Mapping[str, Any], *, failed: bool, within_s: float) -> None:
         """Tell all that the run has ended, and wait so long for each to write what it has."""
         feeds = [feed for feed in self._feeds if feed.thread]
         for feed in feeds:
-            feed.items.put(_End(summary=summary, failed=failed))
+            feed.items.put(_Finish(summary=summary, failed=failed))
         for feed in feeds:
             assert feed.thread
             feed.thread.join(within_s)
             if feed.thread.is_alive():
                 text = f"{feed.tracker.name} was not done {within_s:g} s after the run, and is left alone"
-                self._said.put(Said(kind="warning", text=text))
+                self._said.put(TrackerNote(kind="warning", text=text))
         self._feeds = []
 
-    def said(self) -> Iterator[Said]:
+    def said(self) -> Iterator[TrackerNote]:
         """Take what the trackers have to say since the last time."""
         while not self._said.empty():  # nobody else takes
             yield self._said.get()

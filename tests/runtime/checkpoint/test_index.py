@@ -4,9 +4,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
-from autoshard.runtime.checkpoint.index import Index, RunState, StoredBox, StoredTensor, dump_index, load_index
+from autoshard.runtime.checkpoint.index import (
+    CheckpointIndex,
+    RunState,
+    StoredBox,
+    StoredTensor,
+    dump_index,
+    load_index,
+)
 
-INDEX = Index(
+INDEX = CheckpointIndex(
     state=RunState(step=7, num_updates=6, next_sample=56, num_tokens=448, seed=3, trackers=(("wandb", "ab12"),)),
     model="tiny",
     candidate="tp=1,pp=1,dp=2",

@@ -15,9 +15,9 @@ from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.runtime import resume
 from autoshard.runtime.checkpoint import saver
-from autoshard.runtime.checkpoint.places import Place, StorageError
 from autoshard.runtime.checkpoint.shelf import Shelf
-from autoshard.runtime.checkpoint.writer import Progress
+from autoshard.runtime.checkpoint.storage import Storage, StorageError
+from autoshard.runtime.checkpoint.writer import SaveProgress
 from autoshard.runtime.engines import builder
 from tests.runtime.training_cases import Trained, plan_of, trained
 from tests.slower import rest_is_slow
@@ -35,7 +35,7 @@ def two_ranks(folder: Path, **options: Any) -> Trained:
 
 
 def test_a_state_is_copied_or_given_up_and_never_both() -> None:
-    copied, left = Progress(), Progress()
+    copied, left = SaveProgress(), SaveProgress()
     copied.end_copy("a file")
     copied.abandon()
     assert copied.settled.is_set() and not copied.abandoned.is_set()
@@ -49,16 +49,16 @@ def test_updates_do_not_wait_for_a_place_that_hangs_longer_than_their_patience(
     curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(saver, "_PATIENCE_S", 0.3)
-    real = Place.writing
+    real = Storage.writing
 
     @contextmanager
-    def hanging(self: Place, name: str) -> Any:
+    def hanging(self: Storage, name: str) -> Any:
         with real(self, name) as file:
             if "step-00000002.partial/rank-00001" in name:
                 time.sleep(3.0)  # like a mount whose server is gone: nothing inside can look at a clock
             yield file
 
-    monkeypatch.setattr(Place, "writing", hanging)
+    monkeypatch.setattr(Storage, "writing", hanging)
     found = two_ranks(tmp_path)
     assert found.curve == curve
     assert max(step.time_s for step in found.steps) < 1.5
@@ -196,9 +196,9 @@ def test_a_place_that_ranks_do_not_share_is_found_before_the_first_step(
     """As with two nodes that have a folder of the same name each."""
     real = resume.place_of
 
-    def own(run: Any) -> Place:
+    def own(run: Any) -> Storage:
         place = real(run)
-        return Place(place.system, f"{place.root}-{resume.dist.get_rank()}")
+        return Storage(place.system, f"{place.root}-{resume.dist.get_rank()}")
 
     monkeypatch.setattr(resume, "place_of", own)
     with pytest.raises(InputError, match=r"rank 1 on .* does not see what rank 0 writes there.*that all nodes share"):

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from autoshard.errors import InputError
-from autoshard.runtime.checkpoint import places
-from autoshard.runtime.checkpoint.index import FILE, Index, RunState, dump_index
-from autoshard.runtime.checkpoint.places import Place, StorageError, persistent
+from autoshard.runtime.checkpoint import storage
+from autoshard.runtime.checkpoint.index import FILE, CheckpointIndex, RunState, dump_index
 from autoshard.runtime.checkpoint.shelf import Shelf
+from autoshard.runtime.checkpoint.storage import Storage, StorageError, persistent
 from autoshard.spec.training import Checkpointing
 
 _stores = itertools.count()
@@ -20,7 +20,7 @@ _stores = itertools.count()
 
 @pytest.fixture(params=["folder", "store"])
 def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> Shelf:
-    return Shelf(place=Place.of(str(tmp_path) if request.param == "folder" else in_memory()))
+    return Shelf(place=Storage.of(str(tmp_path) if request.param == "folder" else in_memory()))
 
 
 def in_memory() -> str:
@@ -34,7 +34,7 @@ def put(shelf: Shelf, step: int, *, finite: bool = True) -> None:
         file.write(b"12345678")
     state = RunState(step=step, num_updates=step, next_sample=step)
     sizes = {"rank-00000.safetensors": 8}
-    index = Index(state=state, model="tiny", candidate="tp=1", finite=finite, files=sizes, tensors={})
+    index = CheckpointIndex(state=state, model="tiny", candidate="tp=1", finite=finite, files=sizes, tensors={})
     with shelf.place.writing(f"{folder}/{FILE}") as file:
         file.write(dump_index(index))
     shelf.publish(folder)
@@ -114,7 +114,7 @@ def test_one_that_is_not_finite_replaces_none(shelf: Shelf) -> None:
 def test_pruning_keeps_the_newest_finite_and_every_nth(
     saves: Sequence[tuple[int, bool]], keep_last: int, keep_every: int | None
 ) -> None:
-    shelf = Shelf(place=Place.of(in_memory()))
+    shelf = Shelf(place=Storage.of(in_memory()))
     there: dict[int, bool] = {}
     for step, finite in saves:
         put(shelf, step, finite=finite)
@@ -136,7 +136,7 @@ def test_pruning_keeps_the_newest_finite_and_every_nth(
 
 
 def test_a_save_that_failed_is_not_what_is_kept_for_good() -> None:
-    shelf = Shelf(place=Place.of(in_memory()))
+    shelf = Shelf(place=Storage.of(in_memory()))
     with shelf.place.writing(f"{ready(shelf, 4)}/rank-00000.safetensors") as file:
         file.write(b"12345678")
     for step in (5, 6, 7):
@@ -149,7 +149,7 @@ def test_a_file_of_a_store_is_not_seen_before_it_is_whole() -> None:
     """An upload that ends with an exception makes no object; buffered files would close, and so finish it."""
     sent: list[bytes] = []
 
-    class Upload(places.AbstractBufferedFile):
+    class Upload(storage.AbstractBufferedFile):
         def _upload_chunk(self, final: bool = False) -> Any:
             sent.append(self.buffer.getvalue())
             return True
@@ -157,7 +157,7 @@ def test_a_file_of_a_store_is_not_seen_before_it_is_whole() -> None:
         def discard(self) -> None:
             sent.clear()
 
-    place = Place.of(in_memory())
+    place = Storage.of(in_memory())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(place.system, "open", lambda path, mode, **options: Upload(place.system, path, mode, **options))
         with pytest.raises(StorageError, match="given up"), place.writing("a") as file:
@@ -171,7 +171,7 @@ def test_a_file_of_a_store_is_not_seen_before_it_is_whole() -> None:
 
 
 def test_what_cannot_get_better_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "TRIES_S", (0.01, 0.02))
+    monkeypatch.setattr(storage, "TRIES_S", (0.01, 0.02))
     tries: list[BaseException] = []
 
     def fail(cause: BaseException) -> None:

@@ -15,7 +15,7 @@ from autoshard.engine.ran import SavedStep
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.runtime import train as loop
-from autoshard.runtime.checkpoint import places
+from autoshard.runtime.checkpoint import storage
 from autoshard.runtime.engines import builder
 from tests.runtime.cases import wait_until
 from tests.runtime.checkpoint.s3 import BUCKET, S3, running
@@ -120,7 +120,7 @@ def test_no_step_waits_for_a_store_that_is_away(
 ) -> None:
     """Nor is a checkpoint lost while tries go on."""
     monkeypatch.setattr(loop, "_RETRY_S", (0.3, 0.6))
-    monkeypatch.setattr(places, "TRIES_S", (0.1,) if lost else (0.1, 0.2, 0.4, 0.8, 1.6))
+    monkeypatch.setattr(storage, "TRIES_S", (0.1,) if lost else (0.1, 0.2, 0.4, 0.8, 1.6))
     short = {"connect_timeout": 0.2, "read_timeout": 0.2, "retries": {"max_attempts": 0}}
     monkeypatch.setitem(conf, "s3", {"config_kwargs": short})
     monkeypatch.setattr(S3FileSystem, "retries", 1)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from autoshard.engine.pieces import Piece
 from autoshard.runtime.checkpoint import files, saver
 from autoshard.runtime.checkpoint.index import FILE
-from autoshard.runtime.checkpoint.writer import Known, PieceSavePlanner
+from autoshard.runtime.checkpoint.writer import AgreedPlan, PieceSavePlanner
 from tests.runtime.training_cases import plan_of, trained
 
 
@@ -85,7 +85,7 @@ def test_a_plan_that_changes_is_sent_again() -> None:
     def pieces(length: int) -> list[Piece]:
         return [Piece(weight="w", part="weight", whole=(9,), offsets=(0,), memory=torch.zeros(length))]
 
-    known = Known()
+    known = AgreedPlan()
     first = PieceSavePlanner(pieces(9), known)
     assert first.create_local_plan().usable
     first.finish_plan(first.plan)
@@ -97,7 +97,7 @@ def test_a_box_that_nobody_saves_is_found() -> None:
     def planner(offset: int, length: int) -> PieceSavePlanner:
         memory = torch.zeros(length)
         return PieceSavePlanner(
-            [Piece(weight="w", part="weight", whole=(9,), offsets=(offset,), memory=memory)], Known()
+            [Piece(weight="w", part="weight", whole=(9,), offsets=(offset,), memory=memory)], AgreedPlan()
         )
 
     for second in (planner(5, 3), planner(4, 5)):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from autoshard.graph.op import Array
-from autoshard.runtime.data.mixture import Mixture, Shares, permuted
+from autoshard.runtime.data.mixture import DataMixture, WeightTree, permuted
 from autoshard.runtime.data.opened import open_source
 from autoshard.runtime.data.stream import packs
 from autoshard.spec.training import DataSpec
@@ -16,10 +16,12 @@ from tests.runtime.data.cases import counting, write_set
 WEIGHTS = st.lists(st.floats(1e-3, 1), min_size=1, max_size=9)
 
 
-def opened(sets, *, seq_len: int = 8, seed: int = 0, separate: bool = False, vocab: int = 60_000, **more) -> Mixture:
+def opened(
+    sets, *, seq_len: int = 8, seed: int = 0, separate: bool = False, vocab: int = 60_000, **more
+) -> DataMixture:
     spec = DataSpec(sets={str(path): weight for path, weight in sets.items()}, **more)
     source = open_source(spec, seq_len=seq_len, vocab=vocab, seed=seed, separate=separate)
-    assert isinstance(source, Mixture)
+    assert isinstance(source, DataMixture)
     return source
 
 
@@ -50,7 +52,7 @@ def test_permutations_look_random() -> None:
 
 @given(weights=WEIGHTS, count=st.integers(1, 2000))
 def test_every_beginning_of_a_mixture_keeps_its_weights(weights: list[float], count: int) -> None:
-    which, before = Shares.of(weights).chosen(np.arange(count))
+    which, before = WeightTree.of(weights).chosen(np.arange(count))
     counts = (which[:, None] == np.arange(len(weights))).cumsum(axis=0)
     assert (before == counts[np.arange(count), which] - 1).all(), "each set's samples come in order, none twice"
     wanted = np.arange(1, count + 1)[:, None] * np.array(weights) / sum(weights)
@@ -60,7 +62,7 @@ def test_every_beginning_of_a_mixture_keeps_its_weights(weights: list[float], co
 @given(weights=WEIGHTS, first=st.integers(0, 10**15))
 def test_a_far_beginning_of_a_mixture_keeps_its_weights(weights: list[float], first: int) -> None:
     numbers = np.arange(first, first + 50)
-    which, before = Shares.of(weights).chosen(numbers)
+    which, before = WeightTree.of(weights).chosen(numbers)
     share = np.array(weights) / sum(weights)
     assert (np.abs(before - share[which] * numbers) < 2 + 1e-8 * numbers).all()
 
@@ -93,7 +95,7 @@ def two_sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "large", folder / "small"
 
 
-def labels_of(source: Mixture, numbers: range) -> list[int]:
+def labels_of(source: DataMixture, numbers: range) -> list[int]:
     samples = source.samples(numbers.start, len(numbers))
     return samples.tokens[:, 1:][samples.counted].tolist()
 

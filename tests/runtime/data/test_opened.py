@@ -11,17 +11,17 @@ from autoshard.errors import InputError, RunFailed
 from autoshard.runtime.data.batches import SyntheticTokens
 from autoshard.runtime.data.indexed import IndexedWriter
 from autoshard.runtime.data.manifest import NAME, FileRecord, Manifest, TokenizerRecord, described, write_record
-from autoshard.runtime.data.mixture import Mixture
+from autoshard.runtime.data.mixture import DataMixture
 from autoshard.runtime.data.opened import open_source
 from autoshard.spec import record
 from autoshard.spec.training import DataSpec
 from tests.runtime.data.cases import counting, write_set
 
 
-def opened(sets, *, seq_len: int = 6, vocab: int = 512, separate: bool = False, **more) -> Mixture:
+def opened(sets, *, seq_len: int = 6, vocab: int = 512, separate: bool = False, **more) -> DataMixture:
     spec = DataSpec(sets={str(name): weight for name, weight in sets.items()}, **more)
     source = open_source(spec, seq_len=seq_len, vocab=vocab, seed=0, separate=separate)
-    assert isinstance(source, Mixture)
+    assert isinstance(source, DataMixture)
     return source
 
 

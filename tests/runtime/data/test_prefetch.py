@@ -8,19 +8,19 @@ import pytest
 
 from autoshard.errors import RunFailed
 from autoshard.runtime.data.batches import Samples, StepShape, SyntheticTokens, batches
-from autoshard.runtime.data.prefetch import Loader
+from autoshard.runtime.data.prefetch import PrefetchLoader
 
 TOKENS = SyntheticTokens(seq_len=8, vocab=11)
 SHAPE = StepShape(num_micro_batches=2, micro_batch=3)
 
 
 def test_steps_come_in_order_and_their_state_is_one_number() -> None:
-    with Loader(TOKENS, SHAPE) as loader:
+    with PrefetchLoader(TOKENS, SHAPE) as loader:
         first = [loader.next() for _ in range(4)]
     assert [step.first_sample for step in first] == [0, 6, 12, 18]
-    with Loader(TOKENS, SHAPE, first[1].next_sample) as loader:  # a resumed run
+    with PrefetchLoader(TOKENS, SHAPE, first[1].next_sample) as loader:  # a resumed run
         second = [loader.next()]
-    with Loader(TOKENS, SHAPE, second[0].next_sample) as loader:  # and one resumed again
+    with PrefetchLoader(TOKENS, SHAPE, second[0].next_sample) as loader:  # and one resumed again
         third = loader.next()
     for one, other in ((first[2], second[0]), (first[3], third)):
         assert one.next_sample == other.next_sample
@@ -44,7 +44,7 @@ class Slow:
 
 def test_the_next_steps_are_made_while_one_runs_but_not_without_end() -> None:
     source = Slow()
-    with Loader(source, SHAPE) as loader:
+    with PrefetchLoader(source, SHAPE) as loader:
         loader.next()
         time.sleep(0.5)  # a step
         waited_s = loader.next().waited_s
@@ -53,7 +53,7 @@ def test_the_next_steps_are_made_while_one_runs_but_not_without_end() -> None:
 
 
 def test_errors_are_raised_where_the_step_is_asked_for_and_again() -> None:
-    with Loader(Slow(fails_at=6), SHAPE) as loader:
+    with PrefetchLoader(Slow(fails_at=6), SHAPE) as loader:
         loader.next()
         for _ in range(2):
             with pytest.raises(RunFailed, match="ends too early"):
@@ -61,7 +61,7 @@ def test_errors_are_raised_where_the_step_is_asked_for_and_again() -> None:
 
 
 def test_nothing_is_left_after_closing() -> None:
-    loader = Loader(Slow(), SHAPE)
+    loader = PrefetchLoader(Slow(), SHAPE)
     loader.next()
     loader.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "loader"]

@@ -62,14 +62,14 @@ def persistent(operation: Callable[[], Value], stop: Event | None = None) -> Val
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Storage:
     """A folder of a filesystem; names in it are relative, with ``/`` between their parts."""
 
     system: Any  # fsspec.AbstractFileSystem, whose methods are not typed
     root: str
 
     @classmethod
-    def of(cls, url: str, option: str = "checkpoint.to") -> "Place":
+    def of(cls, url: str, option: str = "checkpoint.to") -> "Storage":
         """Open a path or a URL; a protocol that is unknown, or needs a package, is the user's to mend."""
         try:
             system, root = fsspec.core.url_to_fs(url)
