@@ -130,12 +130,6 @@ def test_phases_follow_each_other_and_wait_for_the_slowest_rank():
     assert first.seconds[0] > first.seconds[1] > 0
 
 
-def test_a_step_without_phases_ends_with_its_pipeline():
-    run = pipeline(Schedule(builder="gpipe", num_ranks=1, num_micro_batches=2), [1])
-    found = step_trace(ask(), setting(ask(), "tp=8,dp=16"), run, lambda kind, drop: block(1.0, 2.0))
-    assert found.end_s == found.makespan_s == 2 * 3 * 3
-
-
 @pytest.mark.parametrize("as_lists", [False, True])
 def test_more_actions_than_anybody_could_draw_are_refused(as_lists, monkeypatch):
     schedule = Schedule(builder="zb_h1", num_ranks=2, num_micro_batches=4)
@@ -145,30 +139,18 @@ def test_more_actions_than_anybody_could_draw_are_refused(as_lists, monkeypatch)
         step_trace(ask(), setting(ask(), "tp=8,dp=16"), run, lambda kind, drop: block(1.0, 2.0))
 
 
-REAL = {
-    "gpipe": "tp=2,pp=4",
-    "1f1b": "tp=2,pp=2,dp=2,zero=3,recompute=full:2",
-    "interleaved": "tp=1,pp=4,dp=2,vp=2",
-    "zb_h1": "tp=2,pp=4",
-    "zb_v": "tp=2,pp=2,dp=2",
-}
-
-
 @pytest.mark.parametrize("name", BUILDERS)
 def test_plans_of_every_schedule_add_up_to_what_they_carry(name):
-    plan = plan_at(request_of("llama3-8b", "h100-80", global_batch=64), candidate(f"{REAL[name]},schedule={name}"))
+    text = f"tp=2,pp=2,dp=2,vp={BUILDERS[name].num_chunks or 2},schedule={name}"
+    plan = plan_at(request_of("llama3-8b", "h100-80", global_batch=16), Candidate.parse(text, 8))
     assert plan.prediction
     found = trace(plan)
     assert found.end_s == pytest.approx(plan.prediction.step_time_s, rel=1e-6)
     assert [rank.predicted_bytes for rank in found.ranks] == [memory.total for memory in plan.prediction.stage_memory]
-    if "zb" not in name:
+    if not plan.schedule.splits_backward:
         assert [rank.most_bytes for rank in found.ranks] == [memory.total for memory in plan.prediction.stage_memory]
     lists = replace(plan.schedule, actions=plan.schedule.action_lists())
     assert math.isclose(trace(replace(plan, schedule=lists)).end_s, found.end_s, rel_tol=EXACT)
-
-
-def candidate(text):
-    return Candidate.parse(text if "vp" in text or "zb_v" not in text else f"{text},vp=2", 8)
 
 
 def test_every_pass_of_a_stage_takes_the_seconds_of_its_blocks():

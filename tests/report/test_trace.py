@@ -7,26 +7,24 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from autoshard.cost.calibration import built_in
 from autoshard.cost.trace import trace
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.codec import dump, load
 from autoshard.report.trace import MOST_BYTES, trace_text
 from autoshard.search.planner import plan_at
 from tests.search.brute_force import ask
 
 TICK = 1 / 1024  # microseconds, to which times are rounded
 CASES = {
-    "alone": (ask("tiny-llama", ranks=1), "tp=1"),
+    "alone": (ask("tiny-llama", ranks=1, global_batch=8), "tp=1"),
     "gpipe": (ask("llama3-8b", "h100-80", global_batch=16), "tp=2,pp=4,schedule=gpipe"),
-    "1f1b": (ask("llama3-70b", "trn1.32xlarge", 4), "tp=32,pp=4,recompute=selective[LlamaMLP]"),
+    "1f1b": (ask("llama3-70b", "trn1.32xlarge", 4, global_batch=96), "tp=32,pp=4,recompute=selective[LlamaMLP]"),
     "interleaved": (ask("llama3-8b", "h100-80", 2, global_batch=32), "tp=2,pp=4,dp=2,vp=2,schedule=interleaved"),
     "experts": (ask("mixtral-8x7b", "h100-80", 2, global_batch=32), "tp=2,ep=4,dp=4,pp=2"),
-    "zb_h1": (ask("llama3-8b", "h100-80", global_batch=24), "tp=2,pp=4,schedule=zb_h1"),
     "zb_v": (ask("llama3-8b", "h100-80", global_batch=24), "tp=2,pp=4,vp=2,schedule=zb_v"),
-    "sharded": (ask("llama3-8b", "h100-80", global_batch=32), "tp=2,pp=2,dp=2,zero=3"),
+    "sharded": (ask("llama3-8b", "h100-80", global_batch=8), "tp=2,pp=2,dp=2,zero=3"),
 }
 
 
@@ -64,8 +62,8 @@ def lane_names(events):
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 60_000])
-def test_every_event_has_what_the_format_asks_for(name, most_bytes):
+@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 20_000])
+def test_every_event_has_what_the_format_asks_for_and_slices_of_a_lane_never_overlap(name, most_bytes):
     data = read(name, most_bytes)
     assert set(data) == {"displayTimeUnit", "otherData", "traceEvents"} and data["displayTimeUnit"] == "ms"
     named = lane_names(data["traceEvents"])
@@ -81,13 +79,8 @@ def test_every_event_has_what_the_format_asks_for(name, most_bytes):
         if event["ph"] in "sf":
             ends[event["id"], event["ph"]] += 1
     assert set(ends.values()) <= {1} and len({number for number, _ in ends}) * 2 == len(ends)
-
-
-@pytest.mark.parametrize("name", sorted(CASES))
-@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 60_000])
-def test_slices_of_a_lane_never_overlap_even_when_cut_to_nanoseconds(name, most_bytes):
-    for own in lanes_of(read(name, most_bytes)["traceEvents"]).values():
-        for one, after in pairwise(own):
+    for own in lanes_of(data["traceEvents"]).values():
+        for one, after in pairwise(own):  # viewers cut times to nanoseconds
             assert one["ts"] + one["dur"] <= after["ts"]
             assert int(one["ts"] * 1000) + int(one["dur"] * 1000) <= int(after["ts"] * 1000)
 
@@ -108,7 +101,7 @@ def test_every_action_is_drawn_once_where_and_when_it_runs(name):
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 60_000])
+@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 20_000])
 def test_sums_over_the_trace_are_what_the_plan_predicts(name, most_bytes):
     plan, _ = case(name)
     data = read(name, most_bytes)
@@ -137,7 +130,7 @@ def test_sums_over_the_trace_are_what_the_plan_predicts(name, most_bytes):
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 60_000])
+@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 20_000])
 def test_the_counter_of_memory_has_the_predicted_peak(name, most_bytes):
     plan, _ = case(name)
     data = read(name, most_bytes)
@@ -212,7 +205,8 @@ def test_it_says_what_it_rests_on():
     assert (about["candidate"], about["cluster"]) == (str(plan.candidate), "4 x trn1.32xlarge")
 
 
-@given(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb_v"]), st.integers(30_000, 400_000))
+@settings(max_examples=10)
+@given(st.sampled_from(["gpipe", "interleaved", "zb_v"]), st.integers(15_000, 200_000))
 def test_it_is_no_larger_than_allowed_and_leaves_nothing_out_without_need(name, most_bytes):
     text = trace_text(*case(name), most_bytes)
     assert len(text.encode()) <= most_bytes
@@ -224,7 +218,7 @@ def test_it_is_no_larger_than_allowed_and_leaves_nothing_out_without_need(name, 
 
 
 def test_what_is_left_out_is_one_slice_per_rank():
-    events = read("1f1b", 200_000)["traceEvents"]
+    events = read("1f1b", 60_000)["traceEvents"]
     sums = [event for event in events if "not drawn one by one" in event["name"]]
     plan, _ = case("1f1b")
     assert [event["pid"] for event in sums] == [0, 1, 2, 3]
@@ -237,12 +231,7 @@ def test_what_is_left_out_is_one_slice_per_rank():
         assert own[-1]["name"] == f"B{event['pid']}.{plan.schedule.num_micro_batches - 1}"
 
 
-def test_the_same_plan_gives_the_same_bytes():
-    plan, _ = case("interleaved")
-    again = load(dump(plan))
-    assert trace_text(again, trace(again)) == written("interleaved")
-
-
+@pytest.mark.slow
 def test_a_step_of_131072_actions_takes_at_most_20_megabytes():
     request = ask("llama3.1-405b", "h100-80", 64, global_batch=512)
     request = replace(request, model=replace(request.model, num_layers=128), calibration=built_in("h100-80"))

@@ -9,12 +9,12 @@ from autoshard.search.api import request_of
 from autoshard.search.planner import search
 from autoshard.spec.recipe import Recipe, about, load_recipe, recipe_files
 from benchmarks.aws_recipes import AwsRecipe, load_aws_recipes
+from tests.slower import rest_is_slow
 
 RECIPES = {path.stem: path for path in recipe_files()}
 TINY = [name for name in RECIPES if name.startswith("tiny-")]
 PAID = [name for name in RECIPES if name not in TINY]
 PRE_TRAINING = [one for one in load_aws_recipes() if one.work == "pretraining"]
-SHORT = {"trn1.32xlarge": "trn1", "trn2.48xlarge": "trn2", "a100-80": "a100"}
 
 
 @cache
@@ -22,15 +22,14 @@ def recipe(name: str) -> Recipe:
     return load_recipe(RECIPES[name])
 
 
-@pytest.mark.parametrize("name", PAID)  # small ones are planned where they are trained, in tests/runtime
+@pytest.mark.parametrize("name", rest_is_slow(PAID))  # small ones are planned where they are trained, in tests/runtime
 def test_the_recipe_has_a_plan_that_fits_and_a_certificate(name: str):
     found = search(request_of(recipe(name)))
     (plan,) = found.plans
     assert verify(plan) == ()
-    assert plan.prediction
-    assert plan.prediction.peak_bytes <= plan.cluster.rank_memory_bytes
+    assert plan.prediction and plan.prediction.peak_bytes <= plan.cluster.rank_memory_bytes
     assert not found.certificate.stopped
-    assert 0 <= found.certificate.gap <= 0.001
+    assert 0 <= found.certificate.gap <= 0.005
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -43,18 +42,11 @@ def test_the_recipe_says_what_it_is_and_its_steps_are_more_than_its_warm_up(name
 
 
 @pytest.mark.parametrize("name", PAID)
-def test_the_name_says_model_cluster_and_nodes(name: str):
-    one = recipe(name)
-    assert name.startswith(one.model.removesuffix("-untied"))
-    assert name.endswith(f"-{SHORT[one.cluster]}-{one.nodes}")
-
-
-@pytest.mark.parametrize("name", PAID)
-def test_whoever_pays_for_a_cluster_trains_on_tokens_of_their_own(name: str):
-    sets = recipe(name).training.data.sets
-    assert sets
-    text = RECIPES[name].read_text(encoding="utf-8")
-    assert all(f"--out {one}" in text or f" to {one}" in text for one in sets)
+def test_the_name_says_model_and_nodes_and_whoever_pays_trains_on_tokens_of_their_own(name: str):
+    one, text = recipe(name), RECIPES[name].read_text(encoding="utf-8")
+    assert name.startswith(one.model.removesuffix("-untied")) and name.endswith(f"-{one.nodes}")
+    assert one.training.data.sets
+    assert all(f"--out {tokens}" in text or f" to {tokens}" in text for tokens in one.training.data.sets)
 
 
 @pytest.mark.parametrize("theirs", PRE_TRAINING, ids=[one.name for one in PRE_TRAINING])

@@ -1,6 +1,7 @@
 """A term of the user's own is part of what the search minimises, of its bounds and of its certificate."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from autoshard.search.planner import Request, plan_at, search
 from autoshard.search.space import whole_space
 from benchmarks.estimate_batch import evaluate
 from tests.search.brute_force import ask
+from tests.slower import rest_is_slow
 
 TERMS = {
     "the same everywhere": lambda c: 100.0,
@@ -31,8 +33,7 @@ def term(name: str, seconds: object) -> CostTerm:
     return CostTerm(name=name, seconds=seconds, source="this test")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", TERMS)
-@pytest.mark.parametrize("pins", ["", "pp=2"])
+@pytest.mark.parametrize(("kind", "pins"), rest_is_slow(product(reversed(TERMS), ("pp=2,mbs=1", ""))))
 def test_pruning_loses_nothing_and_plans_predict_what_the_search_found(kind: str, pins: str):
     asked = with_terms(ask("tiny-llama", global_batch=8, pins=pins), term("mine", TERMS[kind]))
     found = search(asked, num_plans=3)
@@ -45,7 +46,7 @@ def test_pruning_loses_nothing_and_plans_predict_what_the_search_found(kind: str
 
 
 def test_a_term_that_is_the_same_everywhere_changes_no_choice_and_no_effort():
-    usual = ask("llama3-8b", "trn1.32xlarge", pins="tp=8")
+    usual = ask("llama3-8b", "trn1.32xlarge", pins="tp=8,mbs=1")
     one, other = search(usual), search(with_terms(usual, term("stall", lambda c: 1000.0)))
     assert one.plans[0].candidate == other.plans[0].candidate
     assert one.certificate.num_bounded == other.certificate.num_bounded
