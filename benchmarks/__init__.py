@@ -15,7 +15,6 @@ BENCHMARKS: Mapping[str, str] = {
     "plan_gpt3_512": "benchmarks.plan_speed:gpt3",
     "plan_scaling": "benchmarks.plan_scaling:run",
     "solve_block": "benchmarks.solve_block:run",
-    "solve_unrolled": "benchmarks.solve_unrolled:run",
     "local_prediction": "benchmarks.local_prediction:run",
     "checkpoint_bandwidth": "benchmarks.checkpoint_bandwidth:run",
     "runtime_vs_plain": "benchmarks.runtime_vs_plain:run",

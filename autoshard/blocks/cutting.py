@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
+from autoshard.blocks.choices import Atoms, atom_dims, op_cuts
 from autoshard.blocks.operators import solve
-from autoshard.blocks.places import Held, op_places
-from autoshard.blocks.problem import Atoms, OperatorProblem, Seconds, op_choices
+from autoshard.blocks.problem import OperatorProblem, Seconds
 from autoshard.blocks.tables import Tables
 from autoshard.cost.collective import Number, Ring, mesh_ring
 from autoshard.cost.setting import Question
@@ -16,7 +16,7 @@ from autoshard.layout.collective import Collective
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.layout import Cuts
 from autoshard.layout.legal import cut_operations, together
-from autoshard.layout.pin import Pin
+from autoshard.layout.pin import OpPins, Pin
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate, boundary_cuts
 from autoshard.plan.lowering import ATOMS, KINDS, Step
@@ -124,13 +124,13 @@ def allowed_cuts(step: Step, terms: Terms, kind: str, real: tuple[str, ...]) -> 
     """Return what each operation of a block may choose from on meshes on which these atoms cut; sizes do not matter."""
     block = step.block(kind, Recompute())
     places = {op: [_places(step, terms, kind, op.name, atom) for atom in real] for op in cut_operations(block)}
-    return MappingProxyType({op.name: op_choices(block, op, real, allowed) for op, allowed in places.items()})
+    return MappingProxyType({op.name: op_cuts(block, op, real, allowed) for op, allowed in places.items()})
 
 
 @cache
 def _places(step: Step, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
     block = step.block(kind, Recompute())
-    return op_places(block, block.op(op), atom, terms.rules, _held(step, terms, kind).get(op))
+    return atom_dims(block, block.op(op), atom, terms.rules, _op_pins(step, terms, kind).get(op))
 
 
 def _idle_places(step: Step, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
@@ -141,12 +141,12 @@ def _idle_places(step: Step, terms: Terms, kind: str, op: str, atom: str) -> tup
         return ()
 
 
-def _held(step: Step, terms: Terms, kind: str) -> Mapping[str, Held]:
+def _op_pins(step: Step, terms: Terms, kind: str) -> Mapping[str, OpPins]:
     if not terms.pins:
         return {}
-    from autoshard.blocks.pinned import held_by  # most searches have no pins, and start sooner without
+    from autoshard.blocks.pinned import constraints  # most searches have no pins, and start sooner without
 
-    return held_by(step, kind, terms.pins)
+    return constraints(step, terms.pins).of_block(kind)
 
 
 def _seconds(question: Question, mesh: Mesh) -> Seconds:

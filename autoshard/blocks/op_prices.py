@@ -5,15 +5,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autoshard.blocks.problem import OpChoice, OperatorProblem
+from autoshard.blocks.choices import OpChoice
+from autoshard.blocks.problem import OperatorProblem
 from autoshard.graph.block import Saved
 from autoshard.graph.kinds.attention import SCORES, Attend, AttendGradient
 from autoshard.graph.op import Call, Op
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts
 
-Column = Any  # numpy array, one number per choice
+Column = NDArray[np.float64]  # one number per choice
 RING_DIM = "kv_seq"
 RINGS = (Attend, AttendGradient)
 
@@ -80,15 +82,10 @@ def gathered_s(problem: OperatorProblem, weight: str, choice: OpChoice, rest: Se
     layout = choice.layout(tensor.dims)
     gather = Collective(kind="all_gather", dim=None, atoms=tuple(rest))
     scatter = Collective(kind="reduce_scatter", dim=None, atoms=tuple(rest))
-    others = sorted(pending_of(choice, tensor.dims) - set(rest))
+    others = sorted(choice.awaited(tensor.dims) - set(rest))
     once_s = reduction_s(problem, weight, choice.cuts, others) / problem.ranks(rest)
     every_s = 2 * problem.seconds(gather, problem.local_bytes(layout, tensor.dtype))
     return once_s + every_s + problem.seconds(scatter, problem.local_bytes(layout, total.dtype))
-
-
-def pending_of(choice: OpChoice, dims: tuple[str, ...]) -> frozenset[str]:
-    """Return what the gradient of a weight of these dims awaits."""
-    return choice.lost(dims) | set(choice.passed_back)
 
 
 def state_bytes(problem: OperatorProblem, weight: str, choice: OpChoice, rest: Sequence[str]) -> float:

@@ -3,26 +3,23 @@
 Backward is tied to the forward operation's cuts. Both ends of the block are clamped to the boundary layout. A reader
 takes a tensor as it was made, if nothing is pending in it, or as it is delivered, in one layout for all that do not
 take it as made. Stated restrictions: several atoms cut a dim in the mesh's order; a sum passes on pending only to the
-one reader of a tensor; under a memory limit, where tables would grow too large (a layer on three atoms), three readers
-or more take a tensor differently only where that can save time, not where it only saves memory.
+one reader of a tensor; where readers have very many choices, all of them take the tensor alike.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.blocks.factors import Factor, eliminate, joined, minimise
+from autoshard.blocks.choices import Atoms, real_cuts
+from autoshard.blocks.elimination import Factor, eliminate
 from autoshard.blocks.limited import minimise_within
-from autoshard.blocks.op_prices import reduction_s, ring_of_s, roofline_s
-from autoshard.blocks.problem import Atoms, OperatorProblem, op_choices, real_cuts
+from autoshard.blocks.problem import OperatorProblem
 from autoshard.blocks.tables import Tables
 from autoshard.layout.layout import Cuts
-from autoshard.layout.program import Communicate, Compute, Program
-from autoshard.layout.redistribute import Change
 
-__all__ = ["OperatorProblem", "OperatorSolution", "assess", "op_choices", "solve", "solve_keeping"]
+__all__ = ["OperatorProblem", "OperatorSolution", "cost_of", "solve", "totals"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +37,6 @@ class OperatorSolution:
     gap: float = 0.0
     fits: bool = True
     rests: Mapping[str, Atoms] = field(default_factory=dict[str, Atoms])
-    keeps_gathered: bool = True
 
     def __str__(self) -> str:
         """Print the cost with its certificate."""
@@ -53,18 +49,15 @@ def solve(problem: OperatorProblem, tables: Tables | None = None) -> OperatorSol
     tables = tables or Tables(problem)
     found = minimise_within(tables.sizes, tables.factors(), problem.memory_limit_bytes)
     assert math.isfinite(found.cost), "any layout can be changed into any other, so that some way must be left"
-    return solution_of(tables, found.choices, OperatorSolution(
-        cuts={}, cost_s=found.cost, kept_bytes=found.weight, gap=found.gap, fits=found.fits,
-        keeps_gathered=problem.keeps_gathered,
-    ))  # fmt: skip
-
-
-def solve_keeping(problem: OperatorProblem) -> OperatorSolution:
-    """Find the cheapest cuts whether backward finds what forward gathered or gathers again: a choice for the block."""
-    kept, again = (solve(replace(problem, keeps_gathered=keeps)) for keeps in (True, False))
-    best = min(kept, again, key=lambda found: (not found.fits, found.cost_s if found.fits else found.kept_bytes))
-    bound_s = min(found.cost_s * (1 - found.gap) for found in (kept, again) if found.fits or not best.fits)
-    return replace(best, gap=max(0.0, 1 - bound_s / best.cost_s))
+    rests = {op.name: tables.rests[found.choices.get(tables.rest_name(op), 0)] for op in tables.ops}
+    return OperatorSolution(
+        cuts={name: choices[found.choices[name]].cuts for name, choices in tables.choices.items()},
+        cost_s=found.cost,
+        kept_bytes=found.weight,
+        gap=found.gap,
+        fits=found.fits,
+        rests={name: atoms for name, atoms in rests.items() if atoms},
+    )
 
 
 def cost_of(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> float:
@@ -74,57 +67,17 @@ def cost_of(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> float:
     for name, choices in tables.choices.items():
         same = [real_cuts(choice.cuts) == real_cuts(cuts[name]) for choice in choices]
         fixed.append(Factor(variables=(name,), table=np.where(same, 0.0, np.inf)))
-    return minimise(tables.sizes, [*tables.factors(), *fixed]).cost
+    return eliminate(tables.sizes, [*tables.factors(), *fixed]).cost
 
 
-def totals(problem: OperatorProblem, names: Sequence[str]) -> Mapping[str, tuple[tuple[Cuts, float], ...]]:
-    """Return for operations what the block costs with each of their choices, all others chosen anew.
+def totals(problem: OperatorProblem) -> Mapping[str, tuple[tuple[Cuts, float], ...]]:
+    """Return for every operation what the block costs with each of its cuts, all others chosen anew.
 
     Memory is not limited here.
     """
     tables = Tables(problem)
-    factors = tables.factors()
-    found: dict[str, tuple[tuple[Cuts, float], ...]] = {}
-    for name in names:
-        costs = joined((name,), tables.sizes, eliminate(tables.sizes, factors, keep=(name,)).rest).table
-        pairs = zip(tables.choices[name], costs, strict=True)
-        found[name] = tuple((choice.cuts, float(cost_s)) for choice, cost_s in pairs)
-    return found
-
-
-def solution_of(tables: Tables, numbers: Mapping[str, int], costs: OperatorSolution) -> OperatorSolution:
-    """Return the cuts and rests that the numbers of choices stand for, with these costs."""
-    rests = {op.name: tables.rests[numbers[name]] for op in tables.ops if (name := tables.rest_name(op)) in numbers}
-    return OperatorSolution(
-        cuts={name: choices[numbers[name]].cuts for name, choices in tables.choices.items()},
-        cost_s=costs.cost_s,
-        kept_bytes=costs.kept_bytes,
-        gap=costs.gap,
-        fits=costs.fits,
-        keeps_gathered=costs.keeps_gathered,
-        rests={name: atoms for name, atoms in rests.items() if atoms},
-    )
-
-
-def assess(problem: OperatorProblem, program: Program) -> float:
-    """Price a lowered program: every operation, every collective, every ring, and the reduction of weight gradients.
-
-    The batch is there in any cut, so that what changes its layout is free. Weights rest as they are used. The solver's
-    cost is the same, but that the program is cheaper where the two delivers of an addition need its gradient in one
-    and the same other layout: it changes it once, and the solver counts both.
-    """
-    block = problem.block
-    total = 0.0
-    for entry in program.instructions:
-        if isinstance(entry, Compute):
-            total += float(np.max(roofline_s(problem, entry.op, [entry.cuts]))) + ring_of_s(
-                problem, entry.op, entry.cuts
-            )
-        elif isinstance(entry, Communicate) and block.tensors[entry.reads.tensor].role != "input":
-            change = Change(collective=entry.collective, before=entry.reads.layout, after=entry.writes.layout)
-            total += problem.price(block.tensors[entry.reads.tensor].dtype)(change)
-    for tensor in block.parameters:
-        layout = program.results[f"{tensor.name}.sum"].layout
-        real = [atom for atom in layout.sums if problem.atoms[atom] > 1]
-        total += reduction_s(problem, tensor.name, dict(layout.dims), real)
-    return total
+    least = eliminate(tables.sizes, tables.factors()).least_totals()
+    return {
+        name: tuple((choice.cuts, float(cost_s)) for choice, cost_s in zip(choices, least[name], strict=True))
+        for name, choices in tables.choices.items()
+    }

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.errors import Fault, InputError, nearest, require
-from autoshard.spec.workload import DTYPE_BYTES, Dtype
 
 Cuts = Mapping[str, tuple[str, ...]]
 _WHOLE: Mapping[str, tuple[str, ...]] = {"dp": ("edp", "ep"), "tp": ("kv", "rep")}
@@ -65,11 +64,12 @@ class Layout:
         >>> layout = Layout.parse("[batch/dp, seq/cp] +ep")
         >>> for fault in layout.faults({"edp": 2, "ep": 2}, {"batch": 2, "seq": 8}):
         ...     print(fault)
-        unknown atom 'cp'. Known: edp, ep.
+        unknown atom 'cp'. Known: dp, edp, ep.
         an atom both cuts and is pending: ['ep']
         batch: 2 cannot be cut into 4 (dp). Use atoms whose product is at most 2
         """
-        found = [f"unknown atom {name!r}. {nearest(name, list(atoms))}" for name in self._atoms() if name not in atoms]
+        known = [*atoms, *(axis for axis, parts in _WHOLE.items() if atoms.keys() >= {*parts})]
+        found = [f"unknown atom {name!r}. {nearest(name, known)}" for name in self._atoms() if name not in atoms]
         twice = self._cutting_and_pending(atoms)
         if twice:
             found.append(f"an atom both cuts and is pending: {twice}")
@@ -84,40 +84,6 @@ class Layout:
         """
         local = local_sizes({dim: sizes[dim] for dim, _ in self.dims}, dict(self.dims), atoms)
         return tuple(local[dim] for dim, _ in self.dims)
-
-    def padding(self, sizes: Mapping[str, int], atoms: Mapping[str, int]) -> int:
-        """Return how many elements all different shares together hold beyond the tensor's own.
-
-        >>> Layout.parse("[seq/cp, hidden]").padding({"seq": 10, "hidden": 8}, {"cp": 4})
-        16
-        """
-        shares = math.prod(atoms[atom] for _, cut in self.dims for atom in cut)
-        return shares * math.prod(self.local_shape(sizes, atoms)) - math.prod(sizes[dim] for dim, _ in self.dims)
-
-    def num_bytes_per_rank(self, sizes: Mapping[str, int], atoms: Mapping[str, int], dtype: Dtype) -> int:
-        """Return the bytes that a rank reserves for its share, padding included.
-
-        >>> Layout.parse("[seq/cp, hidden]").num_bytes_per_rank({"seq": 10, "hidden": 8}, {"cp": 4}, "bf16")
-        48
-        """
-        return DTYPE_BYTES[dtype] * math.prod(self.local_shape(sizes, atoms))
-
-    def refines(self, other: "Layout") -> bool:
-        """Say whether each rank's share is a block of the share it has in the other: got by slices alone.
-
-        >>> fine, coarse = Layout.parse("[batch/dp, seq/cp.tp]"), Layout.parse("[batch/dp, seq/cp]")
-        >>> fine.refines(coarse), coarse.refines(fine), coarse.is_coarser(fine)
-        (True, False, True)
-        """
-        return (
-            [dim for dim, _ in self.dims] == [dim for dim, _ in other.dims]
-            and (self.sums, self.maxima) == (other.sums, other.maxima)
-            and all(mine[: len(its)] == its for (_, mine), (_, its) in zip(self.dims, other.dims, strict=True))
-        )
-
-    def is_coarser(self, other: "Layout") -> bool:
-        """Say whether the other refines it."""
-        return other.refines(self)
 
     def _atoms(self) -> tuple[str, ...]:
         """Return every atom that it names, once."""

@@ -1,17 +1,19 @@
-"""The layout of a tensor as somebody wants it, with where that was said."""
+"""Pins: the layouts of some tensors as a user wants them, and what they leave to an operation."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from autoshard.errors import Fault, InputError
-from autoshard.layout.layout import Layout
+from autoshard.graph.op import Dims
+from autoshard.layout.layout import Cuts, Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """The layout of a tensor as somebody wants it; ``origin`` says where that was said.
+    """The layout that a tensor must have; ``origin`` is the option or file that says so.
 
-    Of what a tensor awaits a pin speaks only if it names it: ``+tp`` asks that its maker sums over a dim cut over tp.
+    A pending sum is pinned only where the layout names it: ``+tp`` asks that the tensor's maker sums over a dim cut
+    over tp.
     """
 
     tensor: str
@@ -21,6 +23,26 @@ class Pin:
     def __str__(self) -> str:
         """Print the text form after its origin."""
         return f"{self.origin} {self.tensor}={self.layout}"
+
+    def fault(self, message: str) -> Fault:
+        """Return a fault of this pin."""
+        return Fault(where=f"{self.origin} {self.tensor}", message=message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpPins:
+    """What pins fix of one operation: the cuts of dims, and the dims along which an atom must leave a sum pending."""
+
+    cuts: Cuts = field(default_factory=dict[str, tuple[str, ...]])
+    sums: Mapping[str, Dims] = field(default_factory=dict[str, Dims])
+    origin: str = ""
+
+    def leaves(self, atom: str, dims: Sequence[str]) -> tuple[str, ...]:
+        """Return which of some dims an atom may still cut; an empty name stands for none of them."""
+        wanted = [dim for dim, cut in self.cuts.items() if atom in cut]
+        if wanted:
+            return tuple(dim for dim in dims if dim in wanted)
+        return tuple(dim for dim in dims if dim not in self.cuts and dim in self.sums.get(atom, dims))
 
 
 def parse_pin(text: str, origin: str) -> Pin:
@@ -41,7 +63,7 @@ def parse_pin(text: str, origin: str) -> Pin:
 
 
 def pins_of(layouts: Mapping[str, str | Layout], origin: str) -> tuple[Pin, ...]:
-    """Read pins from a mapping of names to layouts: ``pins:`` of a recipe, or a dict in Python; all faults at once."""
+    """Read pins from a mapping of names to layouts (``pins:`` of a recipe, a dict in Python); all faults at once."""
     pins: list[Pin] = []
     faults: list[Fault] = []
     for name, layout in layouts.items():

@@ -5,10 +5,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from autoshard.blocks.choices import atom_dims, op_cuts, real_cuts
 from autoshard.blocks.cutting import Terms, operator_problem
 from autoshard.blocks.operators import cost_of, totals
-from autoshard.blocks.places import op_places
-from autoshard.blocks.problem import OperatorProblem, op_choices, real_cuts
+from autoshard.blocks.problem import OperatorProblem
 from autoshard.cost.block import PASSES, BlockWork, Setting, block_cost
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.compute import kernel_time
@@ -64,12 +64,12 @@ def second_best(
     """
     base_s = cost_of(problem, own)
     found: dict[str, OtherCut] = {}
-    for name, costs in totals(problem, list(own)).items():
+    for name, costs in totals(problem).items():
         op = problem.block.op(name)
-        free = [op_places(problem.block, op, atom, DATA_RULES) for atom in problem.real_atoms]
-        choices = op_choices(problem.block, op, problem.real_atoms, free)
+        free = [atom_dims(problem.block, op, atom, DATA_RULES) for atom in problem.real_atoms]
+        choices = op_cuts(problem.block, op, problem.real_atoms, free)
         freed = replace(problem, allowed={**problem.allowed, name: choices})
-        other = _cheapest(own[name], costs) or _cheapest(own[name], totals(freed, [name])[name])
+        other = _cheapest(own[name], costs) or _cheapest(own[name], totals(freed)[name])
         if other:
             cuts, cost_s = other
             refused = _refusal(problem, op, cuts, rules)

@@ -2,9 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.blocks.chain import ChainSolution
 from autoshard.blocks.operators import OperatorSolution
-from benchmarks import solve_block, solve_unrolled
+from benchmarks import solve_block
 from benchmarks.measure import Usage
 
 FAST = Usage(cpu_s=0.5, peak_bytes=90_000_000)
@@ -44,14 +43,3 @@ def test_every_gap_counts() -> None:
     for name in SHORT:
         assert not solve_block.judge(USED, [EXACT], [EXACT], {**SHORT, name: open_gap}).holds
         assert not solve_block.judge(USED, [EXACT], [EXACT], {**SHORT, name: replace(EXACT, fits=False)}).holds
-
-
-def chain(cost_s: float) -> ChainSolution:
-    return ChainSolution(blocks=(EXACT,) * 34, boundaries=(), cost_s=cost_s)
-
-
-def test_an_unrolled_model_must_cost_the_same_by_every_way_and_never_more_than_tied() -> None:
-    assert solve_unrolled.judge(FAST, chain(1.0), chain(1.0), chain(1.1)).holds
-    assert not solve_unrolled.judge(FAST, chain(1.0), chain(0.9), chain(1.1)).holds
-    assert not solve_unrolled.judge(FAST, chain(1.0), chain(1.0), chain(0.9)).holds
-    assert not solve_unrolled.judge(replace(FAST, cpu_s=11.0), chain(1.0), chain(1.0), chain(1.1)).holds

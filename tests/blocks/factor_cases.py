@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.blocks.factors import Factor
+from autoshard.blocks.elimination import Factor
 
 
 @dataclass(frozen=True, kw_only=True)

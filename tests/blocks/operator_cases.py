@@ -1,11 +1,17 @@
-"""Problems for the search of cuts: real models on H100-like ranks, and random small blocks."""
+"""Problems for the search of cuts: real models on H100-like ranks, and random blocks small enough to try every cut."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
+from hypothesis import strategies as st
 
-from autoshard.blocks.problem import OperatorProblem
+from autoshard.blocks.choices import op_cuts
+from autoshard.blocks.op_prices import reduction_s, ring_of_s, roofline_s
+from autoshard.blocks.operators import OperatorProblem, solve
 from autoshard.cost.collective import Ring
 from autoshard.cost.compute import Rates
 from autoshard.graph.block import Block
@@ -17,8 +23,10 @@ from autoshard.graph.kinds.norm import Norm, Softmax
 from autoshard.graph.kinds.pointwise import Add, Multiply, Unary
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts
+from autoshard.layout.legal import cut_operations
 from autoshard.layout.lower import lower
-from autoshard.layout.program import Compute, Program
+from autoshard.layout.program import Communicate, Compute, Program
+from autoshard.layout.redistribute import Change
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
@@ -27,6 +35,10 @@ from autoshard.spec.workload import Precision, Workload
 RATES = Rates(matrix_flops_per_s=600e12, vector_flops_per_s=30e12, memory_bytes_per_s=2e12)
 BANDWIDTH = 200e9
 SMALL_SIZES = {"batch": 4, "seq": 6, "hidden": 8, "ffn": 12}
+TWO = {"a": 2, "b": 3}
+UNLIKE = {"a": 100e9, "b": 300e9}
+BOUNDARIES = st.sampled_from([{}, {"batch": ("a",)}, {"seq": ("b",)}, {"batch": ("b",), "seq": ("a",)}])
+SEEDS = st.integers(0, 2**32 - 1)
 
 
 def seconds_of(
@@ -54,17 +66,48 @@ def model_problems(
     )
     workload = Workload(seq_len=seq, global_batch=64, precision=Precision.named("bf16"), expert_capacity=capacity)
     graph = decoder_graph(load_model(model), workload, load_kernels(platform), micro_batch=batch)
-    return {
-        block.kind: OperatorProblem(
-            block=block,
-            sizes=graph.sizes,
-            atoms=atoms,
-            boundary=boundary,
-            pins=pins if block.kind == "layer" else {},
-            **common,
-        )
+    problems = {
+        block.kind: OperatorProblem(block=block, sizes=graph.sizes, atoms=atoms, boundary=boundary, **common)
         for block in graph.blocks
     }
+    return {**problems, "layer": pinned(problems["layer"], pins)}
+
+
+def pinned(problem: OperatorProblem, pins: Mapping[str, Cuts]) -> OperatorProblem:
+    """The same with these cuts of some operations; dims that are tied to others follow."""
+    allowed: dict[str, tuple[Cuts, ...]] = {}
+    for name, wanted in pins.items():
+        op = problem.block.op(name)
+        tied = dict(op.kind.tied_dims())
+        free = {dim: cut for dim, cut in wanted.items() if cut and dim not in tied}
+        every = op_cuts(problem.block, op, problem.real_atoms)
+        allowed[name] = tuple(
+            cuts for cuts in every if {dim: cut for dim, cut in cuts.items() if dim not in tied} == free
+        )
+        assert allowed[name], f"{name} cannot be cut so"
+    return replace(problem, allowed=allowed)
+
+
+def assess(problem: OperatorProblem, program: Program) -> float:
+    """Price a lowered program: every operation, every collective, every ring, and the reduction of weight gradients.
+
+    The batch is there in any cut. The solver's cost is the same, but that the program is cheaper where the two delivers
+    of an addition need its gradient in one and the same other layout: it changes it once, and the solver counts both.
+    """
+    block = problem.block
+    total = 0.0
+    for entry in program.instructions:
+        if isinstance(entry, Compute):
+            total += float(np.max(roofline_s(problem, entry.op, [entry.cuts])))
+            total += ring_of_s(problem, entry.op, entry.cuts)
+        elif isinstance(entry, Communicate) and block.tensors[entry.reads.tensor].role != "input":
+            change = Change(collective=entry.collective, before=entry.reads.layout, after=entry.writes.layout)
+            total += problem.price(block.tensors[entry.reads.tensor].dtype)(change)
+    for tensor in block.parameters:
+        layout = program.results[f"{tensor.name}.sum"].layout
+        real = [atom for atom in layout.sums if problem.atoms[atom] > 1]
+        total += reduction_s(problem, tensor.name, dict(layout.dims), real)
+    return total
 
 
 def lowered(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> Program:
@@ -160,3 +203,33 @@ def _random_op(b: BlockBuilder, rng: np.random.Generator, name: str, x: str, dim
             return b.emit(name, Multiply(), x, x)
         case _:
             return _projected(b, name, x, dims)
+
+
+def small_problem(block: Block, atoms: Mapping[str, int], boundary: Cuts, **more: Any) -> OperatorProblem:
+    common = {"sizes": SMALL_SIZES, "rates": RATES, "seconds": seconds_of(atoms, UNLIKE), **more}
+    return OperatorProblem(block=block, atoms=atoms, boundary=boundary, **common)
+
+
+def every_cut(problem: OperatorProblem) -> list[dict[str, Cuts]]:
+    ops = cut_operations(problem.block)
+    ways = itertools.product(*(op_cuts(problem.block, op, tuple(problem.atoms)) for op in ops))
+    return [dict(zip((op.name for op in ops), way, strict=True)) for way in ways]
+
+
+def compare_limited(problem: OperatorProblem, ways: Sequence[Mapping[str, Cuts]], share: float) -> None:
+    """Hold the solver against all ways, without a limit, and with one between the least memory and the cheapest's.
+
+    What is gathered again is not counted here, so that the limit is left out then.
+    """
+    programs = [lowered(problem, cuts) for cuts in ways]
+    known = [(assess(problem, program), kept_bytes(problem, program)) for program in programs]
+    least, cheapest = min(kept for _, kept in known), min(known)[1]
+    assert solve(problem).cost_s == pytest.approx(min(known)[0], rel=1e-9)
+    if not problem.keeps_gathered:
+        return
+    limited = replace(problem, memory_limit_bytes=least + share * (cheapest - least))
+    found = solve(limited)
+    best = min(cost for cost, kept in known if kept <= limited.memory_limit_bytes * (1 + 1e-9))
+    assert found.fits and found.gap == 0
+    assert found.cost_s == pytest.approx(best, rel=1e-9)
+    assert kept_bytes(problem, lowered(problem, found.cuts)) == pytest.approx(found.kept_bytes)

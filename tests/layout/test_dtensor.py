@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autoshard.blocks.problem import OpChoice, made_layout, op_choices, subsets
+from autoshard.blocks.choices import OpChoice, made_layout, op_cuts, subsets
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend, AttendGradient
 from autoshard.graph.kinds.experts import TopK
@@ -270,7 +270,7 @@ def ours(case: Case) -> set[Row]:
     op, tensors = _parts(case)
     block = cast(Block, SimpleNamespace(tensors=tensors))
     found: set[Row] = set()
-    for cuts in op_choices(block, op, ("m",)):
+    for cuts in op_cuts(block, op, ("m",)):
         for passed in subsets(("m",) if case.kind.linear_through() and not any(cuts.values()) else ()):
             choice = OpChoice(cuts=cuts, passed=passed)
             linear = case.kind.linear_through()

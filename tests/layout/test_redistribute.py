@@ -76,7 +76,7 @@ def _without_ones(layout, atoms):
     return Layout(dims=dims, sums=tuple(sorted(atom for atom in layout.sums if atoms[atom] > 1)))
 
 
-@settings(max_examples=max(settings().max_examples, 200))
+@settings(max_examples=max(settings().max_examples, 50))
 @given(journeys(), st.integers(0, 2**32))
 def test_on_virtual_ranks_the_result_is_the_same_tensor(journey, seed):
     mesh, shape, before, after = journey
@@ -92,7 +92,7 @@ def test_on_virtual_ranks_the_result_is_the_same_tensor(journey, seed):
     assert np.allclose(executor.gather(shards, DIMS, after), array, rtol=1e-12)
 
 
-@settings(max_examples=max(settings().max_examples, 200))
+@settings(max_examples=max(settings().max_examples, 50))
 @given(journeys(), st.none() | st.integers(0, 2**32))
 def test_it_is_never_dearer_than_to_gather_all_and_slice(journey, seed):
     mesh, _, before, after = journey
@@ -103,7 +103,7 @@ def test_it_is_never_dearer_than_to_gather_all_and_slice(journey, seed):
     assert _total(path, price) <= _total(plain, price) * (1 + 1e-12)
 
 
-@settings(max_examples=max(settings().max_examples, 200))
+@settings(max_examples=max(settings().max_examples, 50))
 @given(journeys(), st.integers(0, 2**32))
 def test_every_step_begins_where_the_last_has_ended(journey, seed):
     mesh, _, before, after = journey

@@ -154,15 +154,14 @@ def test_the_hops_of_a_ring_cannot_be_chosen(hops):
 
 
 def test_every_collective_of_every_line_that_gets_another_count_is_refused():
-    block = GRAPH.block("layer")
-    for atoms in (ATOMS, {**ATOMS, "cp": 4}):
-        lines = table(atoms=atoms)
-        for name, text in lines.items():
-            line = Strategy.parse(text)
-            for part in ("forward", "backward", "weights"):
-                chains = getattr(line, part)
-                for number, chain in enumerate(chains):
-                    longer = tuple(dataclasses.replace(step, repeat=step.repeat + 1) for step in chain)
-                    changed = {part: (*chains[:number], longer, *chains[number + 1 :])}
-                    with pytest.raises(InputError, match=f"(?s)^{name}: .*write: "):
-                        program_of(block, {**lines, name: str(dataclasses.replace(line, **changed))}, setting(atoms))
+    block, atoms = GRAPH.block("layer"), {**ATOMS, "cp": 4}
+    lines = table(atoms=atoms)
+    for name, text in lines.items():
+        line = Strategy.parse(text)
+        for part in ("forward", "backward", "weights"):
+            chains = getattr(line, part)
+            for number, chain in enumerate(chains):
+                longer = tuple(dataclasses.replace(step, repeat=step.repeat + 1) for step in chain)
+                changed = {part: (*chains[:number], longer, *chains[number + 1 :])}
+                with pytest.raises(InputError, match=f"(?s)^{name}: .*write: "):
+                    program_of(block, {**lines, name: str(dataclasses.replace(line, **changed))}, setting(atoms))

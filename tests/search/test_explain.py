@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from autoshard.blocks.choices import real_cuts
 from autoshard.blocks.cutting import Terms, operator_problem
 from autoshard.blocks.operators import solve
-from autoshard.blocks.problem import real_cuts
 from autoshard.cost.pipeline import PARTS
 from autoshard.cost.predict import question_of
 from autoshard.cost.provenance import calibration_of

@@ -1,13 +1,10 @@
 import pytest
 
 from autoshard.errors import InputError
-from autoshard.graph.block import Block
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.kinds.linear import Deliver
-from autoshard.graph.op import Op, Tensor
 from autoshard.layout.layout import Layout
 from autoshard.layout.pin import Pin, parse_pin, pins_of
-from autoshard.layout.propagation import propagate
+from autoshard.layout.pin_constraints import pin_constraints
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
@@ -17,7 +14,6 @@ LLAMA = {
     "num_kv_heads": 4, "head_dim": 4, "vocab": 64, "max_positions": 64, "norm": "rms", "norm_eps": 1e-5,
     "activation": "silu", "gated_mlp": True, "positions": "rotary",
 }  # fmt: skip
-MESH = {"dp": 2, "cp": 2, "kv": 2, "rep": 2}
 WORKLOAD = Workload(seq_len=8, global_batch=8, precision=Precision.named("fp32"))
 QUERIES = "q.weight=[kv_heads/tp, q_group, head_dim, hidden]"
 
@@ -33,9 +29,9 @@ def mixtral():
     return decoder_graph(model, WORKLOAD, load_kernels("torch_cpu"), micro_batch=4)
 
 
-def refusal(graph, *pins, mesh=MESH):
+def refusal(graph, *pins):
     with pytest.raises(InputError) as caught:
-        propagate(graph, mesh, [parse_pin(pin, origin) for origin, pin in pins])
+        pin_constraints(graph, [parse_pin(pin, origin) for origin, pin in pins])
     return [str(fault) for fault in caught.value.faults]
 
 
@@ -73,14 +69,13 @@ def test_layouts_may_be_given_as_such():
 def test_every_fault_of_every_pin_is_told_at_once(graph):
     assert python_refusal(
         graph, "attn_inn=[batch, seq, hidden]", "attn_in=[batch, sec, hidden]", "attn_norm=[batch, seq/up, hidden/kv]",
-        "k.weight=[kv_heads/dp.cp.tp, head_dim, hidden]", "o=[batch, seq/rep, hidden] +tp",
+        "o=[batch, seq/rep, hidden] +tp",
     ) == [
         "Python attn_inn: no tensor of the forward pass has this name. "
         "Did you mean attn_in or attn_norm or layer.attn_in?",
         "Python attn_in: has the dims [batch, seq, hidden], not [batch, sec, hidden]",
         "Python attn_norm: layer.attn_norm needs hidden whole: it cannot be cut over kv. Pin hidden without atoms",
-        "Python attn_norm: unknown atom 'up'. Known: cp, edp, ep, kv, rep.",
-        "Python k.weight: kv_heads: 4 cannot be cut into 16 (dp.cp.tp). Use atoms whose product is at most 4",
+        "Python attn_norm: unknown atom 'up'. Known: cp, dp, edp, ep, kv, rep, tp.",
         "Python o: an atom both cuts and is pending: ['rep']",
     ]  # fmt: skip
 
@@ -101,16 +96,6 @@ def test_only_what_an_operation_sums_over_can_be_pinned_as_pending(graph, pin, r
 
 def test_gradients_are_not_pinned(graph):
     assert "no tensor of the forward pass has this name" in python_refusal(graph, "q.d0=[batch, seq, hidden]")[0]
-
-
-def test_what_nobody_reads_is_not_pinned():
-    tensors = {name: Tensor(name=name, dims=("seq",), dtype="fp32") for name in ("x", "x_out")}
-    op = Op(name="x_out", kind=Deliver(), inputs=("x",), outputs=("x_out",), source="x_out")
-    block = Block(
-        kind="none", repeat=1, tensors=tensors, ops=(op,), fused=(), saved=(), carry_in=None, carry_out=None
-    )  # fmt: skip
-    with pytest.raises(InputError, match="x_out: no operation of the forward pass reads x_out: nothing would change"):
-        propagate(block, MESH, {"x_out": "[seq/cp]"})
 
 
 def test_the_pin_that_breaks_a_tie_is_named_and_not_its_neighbour(mixtral):
@@ -149,8 +134,21 @@ def test_all_conflicts_are_told_and_each_once(graph):
     ]
 
 
-def test_pins_that_say_the_same_agree_and_atoms_of_size_one_never_clash(graph):
+def test_pins_that_say_the_same_agree(graph):
     pins = pins_of({"q.weight": "[kv_heads/tp, q_group, head_dim, hidden]"}, "recipe")
-    again = pins_of({"layer.q.weight": "[kv_heads/kv, q_group/rep, head_dim, hidden]"}, "--pin")
-    found = propagate(graph, {"tp": 4}, [*pins, *again])
-    assert found == propagate(graph, {"tp": 4}, pins)
+    again = pins_of({"layer.q.weight": "[kv_heads/kv.rep, q_group, head_dim, hidden]"}, "--pin")
+    assert pin_constraints(graph, [*pins, *again]) == pin_constraints(graph, pins)
+
+
+def test_a_pin_of_slots_fixes_the_tokens_of_all_who_number_and_read_them(mixtral):
+    found = pin_constraints(mixtral, pins_of({"dispatch": "[experts, slots/dp.cp, hidden]"}, "--pin")).of_block("layer")
+    assert {"queue", "dispatch", "combine"} <= found.keys()
+    assert found["queue"].cuts == {"slots": ("edp", "ep", "cp"), "batch": ("edp", "ep", "cp"), "seq": ()}
+    assert found["queue"].leaves("cp", ("batch", "seq", "")) == ("batch",)
+    assert found["queue"].leaves("kv", ("batch", "seq", "")) == ("",)
+
+
+def test_a_pinned_sum_leaves_its_atom_the_dims_that_are_summed_over(graph):
+    found = pin_constraints(graph, pins_of({"o": "[batch/dp, seq, hidden] +tp"}, "--pin")).of_block("layer")["o"]
+    assert found.leaves("kv", ("hidden", "kv_heads", "q_group", "")) == ("kv_heads", "q_group")
+    assert found.leaves("ep", ("batch", "hidden", "")) == ("batch",)

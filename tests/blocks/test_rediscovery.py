@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.blocks.operators import OperatorProblem, OperatorSolution, solve, solve_keeping
+from autoshard.blocks.operators import OperatorProblem, OperatorSolution, solve
 from autoshard.layout.layout import Cuts
 from autoshard.layout.program import Compute
 from autoshard.spec.model_catalogue import load_model
-from tests.blocks.operator_cases import BANDWIDTH, RATES, collectives, lowered, model_problems, seconds_of
+from tests.blocks.operator_cases import BANDWIDTH, RATES, collectives, lowered, model_problems, pinned, seconds_of
 
 TP = {"tp": 8}
 RESIDUAL_OPS = ("attn_norm", "attn_add", "mlp_norm", "mlp_add")
@@ -23,8 +23,7 @@ def layer(model: str, atoms: Mapping[str, int], boundary: Cuts, **more: object) 
 
 
 def counted(problem: OperatorProblem, found: OperatorSolution) -> Counter[str]:
-    sent = collectives(replace(problem, keeps_gathered=found.keeps_gathered), found.cuts)
-    return Counter(text.split()[2] for text in sent)
+    return Counter(text.split()[2] for text in collectives(problem, found.cuts))
 
 
 def test_megatron_one_pending_sum_for_attention_and_one_for_the_mlp() -> None:
@@ -49,17 +48,18 @@ def test_sequence_parallelism_in_the_norm_regions() -> None:
     assert counted(problem, found) == {"all_gather": 4, "reduce_scatter": 4}
 
 
-def test_memory_decides_whether_backward_gathers_again() -> None:
+def test_gathering_again_keeps_less_and_sends_more() -> None:
     pins: dict[str, Cuts] = {name: {"kv_heads": ("tp",)} for name in BY_HEADS}
     pins |= {name: {"ffn": ("tp",)} for name in BY_FFN}
-    problem = layer("llama3-8b", TP, {"seq": ("tp",)}, batch=1, seq=2048, pins=pins)
-    free = solve_keeping(problem)
-    assert free.keeps_gathered and counted(problem, free) == {"all_gather": 4, "reduce_scatter": 4}
+    kept, again = (
+        layer("llama3-8b", TP, {"seq": ("tp",)}, batch=1, seq=2048, pins=pins, keeps_gathered=keeps)
+        for keeps in (True, False)
+    )
+    free, short = solve(kept), solve(again)
+    assert counted(kept, free) == {"all_gather": 4, "reduce_scatter": 4}
+    assert counted(again, short) == {"all_gather": 6, "reduce_scatter": 4}
     # Attention's and the MLP's gathered inputs, 2 x 2048 x 4096 numbers of two bytes, less the eighth that is kept.
     gathered_bytes = 2 * 2048 * 4096 * 2
-    short = solve_keeping(replace(problem, memory_limit_bytes=free.kept_bytes - gathered_bytes // 2))
-    assert short.fits and not short.keeps_gathered and short.gap == 0
-    assert counted(problem, short) == {"all_gather": 6, "reduce_scatter": 4}
     assert free.kept_bytes - short.kept_bytes == gathered_bytes - gathered_bytes // 8
 
 
@@ -76,10 +76,10 @@ def test_the_table_of_the_embedding_is_cut_along_the_vocabulary_where_rows_stay_
     # whole rows (tied to an unembedding that is cut along the vocabulary, for one) gets the vocabulary.
     problem = model_problems("llama3-8b", TP, {"seq": ("tp",)}, state_bytes_per_weight=18.0)["embed"]
     assert solve(problem).cuts["embed"] == {"hidden": ("tp",)}
-    by = {dim: solve(replace(problem, pins={"embed": {dim: ("tp",)}})) for dim in ("hidden", "vocab")}
+    by = {dim: solve(pinned(problem, {"embed": {dim: ("tp",)}})) for dim in ("hidden", "vocab")}
     sent = {dim: sum(text.startswith("F") for text in collectives(problem, one.cuts)) for dim, one in by.items()}
     assert sent == {"hidden": 1, "vocab": 1}
-    whole = solve(replace(problem, pins={"embed": {"seq": ("tp",)}}))
+    whole = solve(pinned(problem, {"embed": {"seq": ("tp",)}}))
     assert by["vocab"].kept_bytes == whole.kept_bytes / 8
     assert by["hidden"].cost_s < by["vocab"].cost_s
 
@@ -127,7 +127,7 @@ def test_a_ring_where_keys_are_few_and_all_to_all_where_ranks_are_many(model: st
     along: Cuts = {"seq": ("cp",)}
     problem = layer(model, {"cp": size}, along, batch=1, seq=65536)
     pins = {name: along for name in (*RESIDUAL_OPS, *BY_HEADS, *BY_FFN) if name != "attend"}
-    found = solve(replace(problem, pins=pins)).cuts["attend"]
+    found = solve(pinned(problem, pins)).cuts["attend"]
     crossover = 2 / 3 * (spec.queries_per_kv_head + 1)
     assert found == ({"seq": ("cp",), "kv_seq": ("cp",)} if size < crossover else {"kv_heads": ("cp",)})
 
@@ -163,7 +163,8 @@ def test_weights_rest_in_pieces_where_memory_is_short() -> None:
     assert all(cuts == {"batch": ("dp",)} for cuts in short.cuts.values())
     assert {"q", "o", "up", "gate", "down"} <= set(short.rests)
     assert set(short.rests.values()) == {("dp",)}
-    assert not solve(replace(problem, memory_limit_bytes=0.3 * free.kept_bytes, cuts_rest=False, pins=short.cuts)).fits
+    whole = replace(problem, memory_limit_bytes=0.3 * free.kept_bytes, cuts_rest=False)
+    assert not solve(pinned(whole, short.cuts)).fits
 
 
 def test_a_slow_link_is_left_to_the_batch() -> None:

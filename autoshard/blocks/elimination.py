@@ -1,0 +1,166 @@
+"""Exact minimisation of a sum of tables over a few variables each: variable elimination."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.float64]  # an axis per variable
+
+_CELLS = 1 << 17  # of a joint table that is held in one piece; measured: those that stay in a cache are the fastest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor:
+    """A cost that depends on some variables, an axis of ``table`` each; ``weight`` is what a limit counts, likewise."""
+
+    variables: tuple[str, ...]
+    table: Table
+    weight: Table | None = None
+
+    def sliced(self, name: str, values: slice) -> "Factor":
+        """Return the costs of some of a variable's values."""
+        if name not in self.variables:
+            return self
+        place = tuple(values if one == name else slice(None) for one in self.variables)
+        return Factor(variables=self.variables, table=self.table[place])
+
+    def reduced(self, variables: Sequence[str]) -> Table:
+        """Return the least costs for each choice of some of its variables, axes in the order given."""
+        gone = tuple(axis for axis, name in enumerate(self.variables) if name not in variables)
+        left = [name for name in self.variables if name in variables]
+        return self.table.min(axis=gone).transpose([left.index(name) for name in variables])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EliminationStep:
+    """A variable that was minimised away: its factors, and their least sum for each choice of its neighbours.
+
+    The sum itself is computed anew where it is needed: all of them together fill far more memory than the factors.
+    """
+
+    variables: tuple[str, ...]  # its own first, then its neighbours
+    factors: tuple[Factor, ...]
+    least: Table
+
+    def best(self, choices: Mapping[str, int]) -> int:
+        """Return the variable's best value, given the choices of its neighbours."""
+        total: Table = np.zeros(1)
+        for factor in self.factors:
+            total = total + factor.table[tuple(choices.get(name, slice(None)) for name in factor.variables)]
+        return int(np.argmin(total))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elimination:
+    """All variables minimised away, a step for each in order, and the least total cost."""
+
+    sizes: Mapping[str, int]
+    steps: tuple[EliminationStep, ...]
+    cost: float
+
+    def choices(self) -> dict[str, int]:
+        """Return the best choice of every variable; of equals the lowest numbers win."""
+        found: dict[str, int] = {}
+        for step in reversed(self.steps):
+            found[step.variables[0]] = step.best(found)
+        return dict(sorted(found.items()))
+
+    def least_totals(self) -> dict[str, Table]:
+        """Return, for every value of every variable, the least total of all choices that it is one of.
+
+        >>> cost = Factor(variables=("a", "b"), table=np.array([[3.0, 1.0], [2.0, 5.0]]))
+        >>> eliminate({"a": 2, "b": 2}, [cost]).least_totals()
+        {'b': array([2., 1.]), 'a': array([1., 2.])}
+        """
+        made_by = {id(step.least): step for step in self.steps}
+        outside: dict[str, Factor] = {}  # of a step: the least cost of all that is in none of its factors
+        totals: dict[str, Table] = {}
+        for step in reversed(self.steps):
+            own = step.variables[0]
+            rest = outside.pop(own, None) or Factor(variables=(), table=np.array(self.cost - step.least))
+            children = [made_by[id(one.table)] for one in step.factors if id(one.table) in made_by]
+            scopes = [(own,), *(child.variables[1:] for child in children)]
+            found = [np.full([self.sizes[name] for name in scope], np.inf) for scope in scopes]
+            for values, joint in _pieces(step.variables, self.sizes, [*step.factors, rest]):
+                for table, scope in zip(found, scopes, strict=True):
+                    here = table[tuple(values if name in step.variables[1:2] else slice(None) for name in scope)]
+                    np.minimum(here, joint.reduced(scope), out=here)
+            totals[own], *sums = found
+            for child, total in zip(children, sums, strict=True):
+                possible = np.isfinite(child.least)
+                less = np.where(possible, total - np.where(possible, child.least, 0.0), np.inf)
+                outside[child.variables[0]] = Factor(variables=child.variables[1:], table=less)
+        return totals
+
+
+def eliminate(sizes: Mapping[str, int], factors: Sequence[Factor]) -> Elimination:
+    """Minimise one variable after the other away, always the one whose neighbours' joint table is smallest.
+
+    The order depends on the variables of the factors alone, so that it is the same whatever the tables hold.
+
+    >>> found = eliminate({"a": 2, "b": 2}, [Factor(variables=("a", "b"), table=np.array([[3.0, 1.0], [2.0, 5.0]]))])
+    >>> found.cost, found.choices()
+    (1.0, {'a': 0, 'b': 1})
+    """
+    pending = list(factors)
+    steps: list[EliminationStep] = []
+    for variable in _order(tuple(sizes.items()), tuple(factor.variables for factor in factors)):
+        mine = [factor for factor in pending if variable in factor.variables]
+        mine = mine or [Factor(variables=(variable,), table=np.zeros(sizes[variable]))]
+        pending = [factor for factor in pending if variable not in factor.variables]
+        variables = (variable, *sorted({name for factor in mine for name in factor.variables} - {variable}))
+        parts = [joint.table.min(axis=0) for _, joint in _pieces(variables, sizes, mine)]
+        least = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        steps.append(EliminationStep(variables=variables, factors=tuple(mine), least=least))
+        pending.append(Factor(variables=variables[1:], table=least))
+    return Elimination(sizes=sizes, steps=tuple(steps), cost=float(sum(factor.table for factor in pending)))
+
+
+@lru_cache(maxsize=64)  # problems of one block ask for the same order again and again
+def _order(sizes: tuple[tuple[str, int], ...], scopes: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    """Return the variables in the order of their elimination, of equals the first by name."""
+    size = dict(sizes)
+    around = {name: {name} for name in size}
+    for scope in scopes:
+        for name in scope:
+            around[name].update(scope)
+    joint = {name: prod(size[other] for other in others) for name, others in around.items()}
+    found: list[str] = []
+    while joint:
+        variable = min(joint, key=lambda name: (joint[name], name))
+        others = around.pop(variable) - {variable}
+        del joint[variable]
+        for name in others:
+            around[name] = (around[name] | others) - {variable}
+            joint[name] = prod(size[other] for other in around[name])
+        found.append(variable)
+    return tuple(found)
+
+
+def _pieces(
+    variables: Sequence[str], sizes: Mapping[str, int], factors: Sequence[Factor]
+) -> Iterator[tuple[slice, Factor]]:
+    """Yield the sum of factors cut along its second axis, piece by piece, so that it is never held as a whole."""
+    if len(variables) == 1:
+        yield slice(None), _joined(variables, sizes, factors)
+        return
+    cut = variables[1]
+    step = max(1, _CELLS * sizes[cut] // prod(sizes[name] for name in variables))
+    for start in range(0, sizes[cut], step):
+        values = slice(start, min(start + step, sizes[cut]))
+        here = [factor.sliced(cut, values) for factor in factors]
+        yield values, _joined(variables, {**sizes, cut: values.stop - start}, here)
+
+
+def _joined(variables: Sequence[str], sizes: Mapping[str, int], factors: Sequence[Factor]) -> Factor:
+    """Add up factors into one table with an axis for each of these variables, in their order."""
+    total = np.zeros([sizes[name] for name in variables])
+    for factor in factors:
+        order = [name for name in variables if name in factor.variables]
+        table = factor.table.transpose([factor.variables.index(name) for name in order])
+        total += table.reshape([sizes[name] if name in factor.variables else 1 for name in variables])
+    return Factor(variables=tuple(variables), table=total)

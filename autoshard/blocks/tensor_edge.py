@@ -1,0 +1,293 @@
+"""The edge of a tensor through its deliver, from its maker to its readers, and of its gradient back: what it costs.
+
+A reader takes the tensor as it was made, or as it is delivered, in one layout for all that do not take it as made.
+Where few combinations exist, each reader has a variable of its own; else all readers take the tensor alike.
+"""
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.blocks.choices import OpChoice
+from autoshard.blocks.dataflow import Dataflow, numbers
+from autoshard.blocks.elimination import Factor, Table
+from autoshard.errors import InputError
+from autoshard.graph.kinds.linear import Deliver
+from autoshard.graph.op import Op
+from autoshard.layout.layout import Layout
+from autoshard.layout.redistribute import only_gathers
+
+Mask = NDArray[np.bool_]
+Readers = tuple[str, ...]
+_MOST_COMBINATIONS = 1 << 13  # measured: of more, a table takes longer than it saves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """A layout in which some readers take a tensor, and the one in which they together send back its gradient."""
+
+    taken: Layout
+    sent: Layout
+
+
+class TensorEdge:
+    """A deliver between its maker (None: the block before) and its readers, each with its choices."""
+
+    def __init__(self, flow: Dataflow, deliver: Op) -> None:
+        block = flow.problem.block
+        self.flow, self.deliver = flow, deliver
+        assert isinstance(deliver.kind, Deliver), f"{deliver.name} delivers nothing"
+        self.kind = deliver.kind
+        self.tensor = deliver.outputs[0]
+        self.source = block.tensors[deliver.inputs[0]]
+        self.maker = flow.maker.get(self.source.name)
+        self.readers = flow.readers[self.tensor]
+        self.made = flow.made(self.maker, self.source.name)
+        self.pending = np.array([bool(layout.sums or layout.maxima) for layout in self.made])
+        boundary = (OpChoice(cuts=flow.problem.boundary),)
+        self._choices = flow.choices[self.maker.name] if self.maker else boundary
+        later = block.select("micro_batch", "IW")
+        self._late = {op.source for op in later if self.tensor in op.inputs} & {one.name for one in self.readers}
+        self._maker_reads = any(
+            op.source == self.maker.name for op in later if self.maker is not None and self.source.name in op.inputs
+        )
+        self._counts_slots = flow.counts_slots(self.source.name)
+        self._deliveries: dict[Readers, tuple[Delivery, ...]] = {}
+        self._joint: dict[Readers, NDArray[np.intp]] = {}
+        self._renamed: dict[Layout, Layout] = {}
+        self._layouts = {reader.name: self._layouts_of(reader) for reader in self.readers}
+        counts = [len(self.deliveries((reader.name,))) for reader in self.readers]
+        self._groups = self._as_made_groups() if math.prod(counts) <= _MOST_COMBINATIONS else ()
+
+    def priced(self, flow: Dataflow) -> "TensorEdge":
+        """Return the same with the sizes and prices of this dataflow."""
+        again = copy.copy(self)
+        again.flow = flow
+        return again
+
+    @property
+    def variables(self) -> Mapping[str, tuple[Delivery, ...]]:
+        """The variables of what readers take, each with its values."""
+        if not self._groups:
+            return {self.deliver.name: self.deliveries(self._names)}
+        return {f"{self.deliver.name} to {name}": self.deliveries((name,)) for name in self._names}
+
+    def factors(self) -> Iterator[Factor]:
+        """Yield the price of the edge, and what cannot be: infinity where reader and delivery do not fit."""
+        variables = self.variables
+        table, weight = self._separate() if self._groups else (self._price(())[:, 0], self._weight(()))
+        if self.maker is None:
+            table, weight = table[0], None if weight is None else weight[0]
+        if not np.isfinite(table).any():
+            readers = ", ".join(self._names)
+            message = f"{readers} read {self.tensor} in different layouts; pin them to one, or fewer of them"
+            raise InputError.of("pins", message)
+        maker = () if self.maker is None else (self.maker.name,)
+        yield Factor(variables=(*maker, *variables), table=table, weight=weight)
+        for reader, name in zip(self.readers, variables if self._groups else itertools.cycle(variables), strict=False):
+            fits = self._fitting(reader, variables[name])
+            yield Factor(variables=(name, reader.name), table=np.where(fits, 0.0, np.inf))
+        yield from self._passes()
+
+    def deliveries(self, readers: Readers) -> tuple[Delivery, ...]:
+        """Return the layouts that these readers can all take, with all that may be pending in what they send back."""
+        if readers not in self._deliveries:
+            layouts = reduce(_both, (self._layouts[reader] for reader in readers))
+            found = [
+                Delivery(taken=layout, sent=Layout(dims=layout.dims, sums=tuple(sorted(sent))))
+                for layout, all_sent in layouts.items()
+                for sent in all_sent
+            ]
+            found.sort(key=lambda one: (one.taken.dims, one.taken.sums, one.sent.sums))
+            self._deliveries[readers] = tuple(found)
+        return self._deliveries[readers]
+
+    @property
+    def _names(self) -> Readers:
+        return tuple(reader.name for reader in self.readers)
+
+    def _others(self, group: Readers) -> Readers:
+        return tuple(name for name in self._names if name not in group)
+
+    def _as_made_groups(self) -> tuple[Readers, ...]:
+        """Return the readers that may take what was made while others do not; those that share slot numbers agree."""
+        if self._counts_slots:
+            return ()
+        agree: list[set[str]] = []
+        for one, other in itertools.permutations(self.readers, 2):
+            delivered = [op for op in self.flow.delivers if op.inputs[0] in one.outputs]
+            if any(self.flow.counts_slots(op.inputs[0]) and op.outputs[0] in other.inputs for op in delivered):
+                agree.append({one.name, other.name})
+        counts = range(1, len(self.readers))
+        groups = itertools.chain.from_iterable(itertools.combinations(self._names, count) for count in counts)
+        return tuple(group for group in groups if all(len(pair & set(group)) != 1 for pair in agree))
+
+    def _layouts_of(self, reader: Op) -> Mapping[Layout, set[frozenset[str]]]:
+        """Return the layouts in which an operation can read the tensor, and what may be pending in what it sends."""
+        found: dict[Layout, set[frozenset[str]]] = {}
+        for choice in self.flow.choices[reader.name]:
+            wanted = self.flow.wanted(reader, choice, self.tensor)
+            found.setdefault(wanted, set()).add(self.flow.sends(reader, choice, self.tensor))
+        return found
+
+    # prices and memory, where a group of readers takes what was made and the others what is delivered
+
+    def _separate(self) -> tuple[Table, Table | None]:
+        """Return price and memory with an axis for the maker and one for what each reader takes."""
+        price: Table = np.array(np.inf)
+        weight: Table | None = None
+        for group in ((), *self._groups):
+            made, delivered = self._numbers(group), self._numbers(self._others(group))
+            padded = np.pad(self._price(group), ((0, 0), (0, 1), (0, 1)), constant_values=np.inf)
+            here = padded[:, made, delivered]
+            price = np.minimum(price, here)
+            kept = self._weight(group)
+            if kept is not None:
+                more = np.pad(kept, ((0, 0), (0, 1)))[:, delivered]
+                weight = np.where(np.isfinite(here), more, 0.0 if weight is None else weight)
+        return price, weight
+
+    def _numbers(self, group: Readers) -> NDArray[np.intp]:
+        """Return the number of the delivery to a group that is what each of its readers takes, -1 where they differ.
+
+        There is an axis for each reader, of length 1 for those that are not of the group.
+        """
+        if group not in self._joint:
+            singles = [self.deliveries((name,)) if name in group else () for name in self._names]
+            every = [*itertools.chain.from_iterable(singles), *(self.deliveries(group) if group else ())]
+            taken, sums = numbers([one.taken for one in every]), self._sums(every)
+            number = np.full((taken.max(initial=0) + 1, 1 << len(self.flow.problem.real_atoms)), -1)
+            start = sum(map(len, singles))
+            number[taken[start:], sums[start:]] = np.arange(len(every) - start)
+            layout, pending = None, np.zeros([1] * len(singles), np.intp)
+            same, start = np.ones_like(pending, bool), 0
+            for axis, single in enumerate(singles):
+                if single:
+                    shape = [-1 if other == axis else 1 for other in range(len(singles))]
+                    own = taken[start : start + len(single)].reshape(shape)
+                    pending = pending | sums[start : start + len(single)].reshape(shape)
+                    layout = own if layout is None else layout
+                    same = same & (own == layout)
+                    start += len(single)
+            self._joint[group] = pending if layout is None else np.where(same, number[layout, pending], -1)
+        return self._joint[group]
+
+    def _price(self, group: Readers) -> Table:
+        """Price the edge: axes for the maker's choices, for what the group takes (1 if it is empty), and the others."""
+        delivered = self.deliveries(self._others(group))
+        again = self._again(delivered) if self._late - set(group) else np.False_
+        price = (self._forward(delivered) * (1.0 + again) + self._back(delivered))[:, None]
+        sums, as_made = self._sums(delivered), self._as_made(delivered)[:, None]
+        if not group:
+            allowed = self._due(sums, sums)[:, None] & (as_made if self._counts_slots else np.True_)
+            return np.where(allowed, price, np.inf)
+        made = self.deliveries(group)
+        allowed = self._due(sums, self._sums(made)[:, None]) & ~as_made & self._as_made(made)[:, :, None]
+        return np.where(allowed, price + self._back(made)[:, :, None], np.inf)
+
+    def _weight(self, group: Readers) -> Table | None:
+        """Return the memory from forward to backward, if any: of what is made, of what is delivered, or of both."""
+        problem, delivered = self.flow.problem, self.deliveries(self._others(group))
+        saved = [entry for entry in problem.block.saved if entry.storage == self.source.name]
+        if not saved:
+            return None
+        here = np.array([problem.local_bytes(layout, saved[0].tensor.dtype) for layout in self.made], float)[:, None]
+        there = np.array([problem.local_bytes(one.taken, saved[0].tensor.dtype) for one in delivered], float)
+        stays = ~self.pending[:, None]
+        if not self._late - set(group):
+            return np.where(stays, here, there)
+        read_as_made = self._maker_reads or bool(self._late & set(group))
+        both = there + np.where(stays & read_as_made & ~self._as_made(delivered), here, 0.0)
+        return np.where(self._again(delivered), here, both)
+
+    def _forward(self, deliveries: Sequence[Delivery]) -> Table:
+        """Price the way from each of the maker's choices to each delivery."""
+        goals = [self._in_maker_dims(one.taken) for one in deliveries]
+        pending = "maxima" if any(layout.maxima for layout in self.made) else "sums"
+        return self.flow.change_s(self.source.dims, self.source.dtype, self.made, goals, pending)
+
+    def _again(self, deliveries: Sequence[Delivery]) -> Mask:
+        """Return where what was gathered is not kept, so that backward gathers it again."""
+        found = np.zeros((len(self.made), len(deliveries)), bool)
+        if not self.flow.problem.keeps_gathered:
+            goals = [self._in_maker_dims(one.taken) for one in deliveries]
+            found[:] = [[only_gathers(layout, goal) for goal in goals] for layout in self.made]
+        return found
+
+    def _back(self, deliveries: Sequence[Delivery]) -> Table:
+        """Price the way of a gradient from how readers send it to how the maker's own gradient takes it."""
+        if not self.flow.has_gradient[self.tensor]:
+            return np.zeros((len(self._choices), len(deliveries)))
+        dims, dtype = self.source.dims, self.source.dtype
+        taken = [choice.layout(dims, choice.passed_back) for choice in self._choices]
+        sent = [self._in_maker_dims(one.sent) for one in deliveries]
+        if not self.kind.settles:
+            return self.flow.change_s(dims, dtype, sent, taken).T
+        summed = [Layout(dims=layout.dims) for layout in sent]
+        pairs = zip(sent, summed, strict=True)
+        at_once = [self.flow.change_s(dims, dtype, [one], [other])[0, 0] for one, other in pairs]
+        return self.flow.change_s(dims, dtype, summed, taken).T + np.array(at_once)
+
+    # what can be
+
+    def _fitting(self, reader: Op, deliveries: Sequence[Delivery]) -> Mask:
+        """Return where a reader's choice can take a delivery, and sends back no more than is waited for."""
+        choices = self.flow.choices[reader.name]
+        layouts = [self.flow.wanted(reader, choice, self.tensor) for choice in choices]
+        number = numbers([*layouts, *(one.taken for one in deliveries)])
+        wanted, taken = number[: len(layouts)], number[len(layouts) :]
+        sends = np.array([self.flow.mask(self.flow.sends(reader, choice, self.tensor)) for choice in choices])
+        return (taken[:, None] == wanted) & ((sends & ~self._sums(deliveries)[:, None]) == 0)
+
+    def _passes(self) -> Iterator[Factor]:
+        """Yield infinity where a sum that may pass through a reader is not passed: the lowered program always does."""
+        for reader in self.readers:
+            if self.maker is not None and reader.inputs[0] == self.tensor and self.flow.rules[reader.name].forward:
+                takes = self.flow.choices[reader.name]
+                passes = [[set(layout.sums) - one.busy == set(one.passed) for one in takes] for layout in self.made]
+                yield Factor(variables=(self.maker.name, reader.name), table=np.where(passes, 0.0, np.inf))
+
+    def _due(self, ones: NDArray[np.intp], others: NDArray[np.intp]) -> Mask:
+        """Return where it lets pass back what a lowered program does: what may stay pending, if both parts await it."""
+        shape = (-1, *(1 for _ in np.broadcast_shapes(ones.shape, others.shape)))
+        mask, real = self.flow.mask, set(self.flow.problem.real_atoms)
+        passed = np.array([mask(choice.passed_back) for choice in self._choices]).reshape(shape)
+        idle = np.array([mask(real - choice.busy) for choice in self._choices]).reshape(shape)
+        lowered = np.where((ones & idle) == (others & idle), ones & idle, 0)
+        return (passed == lowered) | (not passed.any())  # what lets nothing pass back is summed before
+
+    def _as_made(self, deliveries: Sequence[Delivery]) -> Mask:
+        """Return where a delivery is cut as a choice of the maker makes it, with nothing pending."""
+        goals = (self._in_maker_dims(one.taken).dims for one in deliveries)
+        number = numbers([*(layout.dims for layout in self.made), *goals])
+        made, taken = number[: len(self.made)], number[len(self.made) :]
+        return (made[:, None] == taken) & ~self.pending[:, None]
+
+    def _sums(self, deliveries: Sequence[Delivery]) -> NDArray[np.intp]:
+        """Return what is pending in what is sent back for each delivery, as numbers."""
+        return np.array([self.flow.mask(one.sent.sums) for one in deliveries], np.intp)
+
+    def _in_maker_dims(self, layout: Layout) -> Layout:
+        """Return a layout in the maker's names of the dims."""
+        if layout not in self._renamed:
+            back = {new: old for old, new in self.kind.rename}
+            dims = tuple((back.get(dim, dim), cut) for dim, cut in layout.dims)
+            self._renamed[layout] = Layout(dims=dims, sums=layout.sums)
+        return self._renamed[layout]
+
+
+def _both(
+    ones: Mapping[Layout, set[frozenset[str]]], others: Mapping[Layout, set[frozenset[str]]]
+) -> Mapping[Layout, set[frozenset[str]]]:
+    """Return the layouts that two readers can take, with what may be pending in what they send back together."""
+    return {
+        layout: {mine | its for mine in sent for its in others[layout]}
+        for layout, sent in ones.items()
+        if layout in others
+    }
