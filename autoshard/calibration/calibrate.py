@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from autoshard.calibration.least_squares import Array, Unknowns, least_squares
+from autoshard.calibration.least_squares import Array, least_squares
 from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.rows import MeasuredRow, measured_rows
 from autoshard.calibration.validate import outlined_run, predicted_run
@@ -74,19 +74,6 @@ class Samples:
     left_out_by: Literal["model", "layout"]
     newest: str
     left_out: tuple[Fault, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trial:
-    """One split: the constants fitted to all rows, and the ratio of predicted to measured of each row left out."""
-
-    split: str
-    calibration: Calibration
-    left_out: Array
-
-    @property
-    def error(self) -> float:
-        return float(np.abs(self.left_out - 1).mean())
 
 
 def calibrate(path: Path, cluster: str, name: str, date: str | None = None) -> Calibration:
@@ -155,48 +142,49 @@ def fit(found: Samples, name: str) -> Calibration:
     layouts = {sample.run for sample in samples}
     cluster = samples[0].run.cluster.name
     splits = _COMPILED if load_node_type(cluster).engine == "nxd" else _EAGER
-    trials = [_trial(name, split, samples) for name, split in splits.items() if len(split) < len(layouts)]
-    least = min(trial.error for trial in trials)
-    best = next(trial for trial in trials if trial.error <= least + _NO_WORSE)
+    ratios = {name: _left_out_ratios(split, samples) for name, split in splits.items() if len(split) < len(layouts)}
+    tried = {name: float(np.abs(own - 1).mean()) for name, own in ratios.items()}
+    best = next(name for name, error in tried.items() if error <= min(tried.values()) + _NO_WORSE)
+    constants = fit_constants(splits[best], samples)
     rests_on = Fit(
         date=found.newest,
         rows=tuple(sample.id for sample in samples),
         num_layouts=len(layouts),
         left_out_by=found.left_out_by,
-        in_sample_mape=rounded(float(np.abs(_ratios(samples, best.calibration) - 1).mean())),
-        left_out_mape=rounded(best.error),
-        tried={trial.split: rounded(trial.error) for trial in trials},
+        in_sample_mape=rounded(float(np.abs(_ratios(samples, constants) - 1).mean())),
+        left_out_mape=rounded(tried[best]),
+        tried={name: rounded(error) for name, error in tried.items()},
     )
     # Of n rows in order the ceil(share * (n + 1))th: the next row is as likely to fall into any gap between them.
-    errors = np.sort(np.abs(1 / best.left_out - 1))
+    errors = np.sort(np.abs(1 / ratios[best] - 1))
     interval = float(errors[min(len(errors), math.ceil(_INTERVAL * (len(errors) + 1))) - 1])
     interval = rounded(min(interval, _WIDEST * rests_on.left_out_mape))
     inside = float((errors <= interval).mean())
     far_off = f"rows are {rests_on.left_out_mape:.0%} off when they are left out: the cost model does not describe them"
     require((interval < 1 and rests_on.left_out_mape < 1, "interval", f"{far_off}, and no constants make it"))
-    fitted_to = f"fitted to {len(samples)} rows of {cluster}, constants told apart: {best.split}"
+    fitted_to = f"fitted to {len(samples)} rows of {cluster}, constants told apart: {best}"
     within = f"{inside:.0%} of rows are within it when their {found.left_out_by} is left out of the fit"
-    fitted = (name for group in splits[best.split] for name in group)
+    fitted = (name for group in splits[best] for name in group)
     return replace(
-        best.calibration,
+        constants,
         name=name,
         interval=interval,
         basis=f"calibrated on {len(samples)} rows of {cluster} ({len(layouts)} layouts, newest {found.newest}): "
         f"mean error {rests_on.in_sample_mape:.1%}, {rests_on.left_out_mape:.1%} where the {found.left_out_by} is left "
         f"out; nominal 80% interval of {interval:.0%} either way, which holds {inside:.0%} of those",
         fit=rests_on,
-        sources={**best.calibration.sources, **dict.fromkeys(fitted, fitted_to), "interval": within},
+        sources={**constants.sources, **dict.fromkeys(fitted, fitted_to), "interval": within},
     )
 
 
-def _trial(name: str, split: Split, samples: Sequence[Sample]) -> _Trial:
-    """Fit to all rows, and to all but those of each model; predict what was left out as any other run."""
-    left_out = np.ones(len(samples))
+def _left_out_ratios(split: Split, samples: Sequence[Sample]) -> Array:
+    """Return predicted over measured of each row, under constants fitted to all rows but those of its model."""
+    ratios = np.ones(len(samples))
     for apart in sorted({sample.apart for sample in samples}):
         out = [number for number, sample in enumerate(samples) if sample.apart == apart]
         rest = [sample for sample in samples if sample.apart != apart]
-        left_out[out] = _ratios([samples[number] for number in out], fit_constants(split, rest))
-    return _Trial(split=name, calibration=fit_constants(split, samples), left_out=left_out)
+        ratios[out] = _ratios([samples[number] for number in out], fit_constants(split, rest))
+    return ratios
 
 
 def fit_constants(split: Split, samples: Sequence[Sample]) -> Calibration:
@@ -220,7 +208,7 @@ def fit_constants(split: Split, samples: Sequence[Sample]) -> Calibration:
         starts = np.tile(start, (len(_LAUNCHES), 1))
         starts[:, split.index(_LAUNCH)] = _LAUNCHES
         current = min(starts, key=lambda one: float(np.abs(np.log(ratios(one))).mean()))
-    return _with(nominal, split, least_squares(ratios, Unknowns(start=start, least=least), current=current))
+    return _with(nominal, split, least_squares(ratios, start, least, current))
 
 
 @cache  # by all splits
@@ -241,8 +229,7 @@ def _nominal(samples: tuple[Sample, ...]) -> Calibration:
         return nominal
     predict_all, one = _predictor(samples), (EFFICIENCIES,)
     start, least = np.array([1 / nominal.matrix_efficiency]), np.array([1 / nominal.most_efficient])
-    factor = least_squares(lambda now: predict_all(_with(nominal, one, now)), Unknowns(start=start, least=least))
-    return _with(nominal, one, factor)
+    return _with(nominal, one, least_squares(lambda now: predict_all(_with(nominal, one, now)), start, least, start))
 
 
 def _with(calibration: Calibration, split: Split, unknowns: Array) -> Calibration:

@@ -11,7 +11,6 @@ estimated from the median residual, counts by its distance and not by its square
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,42 +27,35 @@ _PULL = 2e-2  # one unit away from where it started counts as much as a row that
 _CLOSE = 1e-3  # rows are far from deciding that much
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unknowns:
-    """Where a fit starts, and how small each unknown may become."""
-
-    start: Array
-    least: Array
-
-
-def least_squares(predict: Predict, unknowns: Unknowns, *, steps: int = _STEPS, current: Array | None = None) -> Array:
+def least_squares(predict: Predict, start: Array, least: Array, current: Array) -> Array:
     """Return the unknowns, each at or above its least, under which the predictions come closest to 1.
 
-    It ends where they do not move any more, or after so many steps from ``current`` (or the start) at the best of them.
+    Unknowns are pulled to ``start``. The search begins at ``current`` and ends where they do not move any more, or
+    after some steps at the best of them.
 
-    >>> ask = Unknowns(start=np.ones(2), least=np.ones(2))
-    >>> least_squares(lambda x: np.array([x[0] + x[1], 2 * x[0] + x[1]]) / np.array([3.5, 5.0]), ask).round(1).tolist()
+    >>> one = np.ones(2)
+    >>> measured = np.array([3.5, 5.0])
+    >>> least_squares(lambda x: np.array([x[0] + x[1], 2 * x[0] + x[1]]) / measured, one, one, one).round(1).tolist()
     [1.5, 2.0]
     """
-    here = np.asarray(unknowns.start if current is None else current, dtype=float)
-    best, least = here, np.inf
-    for _ in range(steps):
+
+    def loss_at(unknowns: Array, residuals: Array) -> float:
+        return float(np.abs(residuals).sum()) + _PULL * float(np.abs(unknowns - start).sum())
+
+    here, best, best_loss = current.astype(np.float64), current, np.inf
+    for _ in range(_STEPS):
         residuals = np.log(predict(here))
-        loss = _loss(residuals, here, unknowns)
-        if loss < least:
-            best, least = here, loss
-        slopes, root = _slopes(predict, here, residuals, unknowns.least), np.sqrt(huber_weights(residuals))
+        loss = loss_at(here, residuals)
+        if loss < best_loss:
+            best, best_loss = here, loss
+        slopes, root = _slopes(predict, here, residuals, least), np.sqrt(huber_weights(residuals))
         matrix = np.vstack([root[:, None] * slopes, _PULL * np.eye(len(here))])
-        target = np.concatenate([root * (slopes @ here - residuals), _PULL * unknowns.start])
-        following = _bounded(matrix, target, here, unknowns.least)
+        target = np.concatenate([root * (slopes @ here - residuals), _PULL * start])
+        following = _bounded(matrix, target, here, least)
         if np.max(np.abs(following - here)) < _CLOSE:
             return following
         here = following
-    return here if _loss(np.log(predict(here)), here, unknowns) < least else best
-
-
-def _loss(residuals: Array, here: Array, unknowns: Unknowns) -> float:
-    return float(np.abs(residuals).sum()) + _PULL * float(np.abs(here - unknowns.start).sum())
+    return here if loss_at(here, np.log(predict(here))) < best_loss else best
 
 
 def huber_weights(residuals: Array) -> Array:
@@ -75,12 +67,9 @@ def huber_weights(residuals: Array) -> Array:
 
 def _slopes(predict: Predict, at: Array, residuals: Array, least: Array) -> Array:
     """Differentiate towards larger unknowns, which are always allowed; what may be nothing changes by its unit."""
-    columns: list[Array] = []
-    for place, step in enumerate(_STEP * np.maximum(at, np.where(least > 0, least, 1.0))):
-        moved = at.copy()
-        moved[place] += step
-        columns.append((np.log(predict(moved)) - residuals) / step)
-    return np.stack(columns, axis=1)
+    steps = _STEP * np.maximum(at, np.where(least > 0, least, 1.0))
+    moved = at + np.diag(steps)
+    return np.stack([np.log(predict(one)) - residuals for one in moved], axis=1) / steps
 
 
 def _bounded(matrix: Array, target: Array, current: Array, least: Array) -> Array:
@@ -89,9 +78,9 @@ def _bounded(matrix: Array, target: Array, current: Array, least: Array) -> Arra
     found = current.copy()
     for _ in range(_SWEEPS):
         before = found.copy()
-        for place in range(len(found)):
-            rest = wanted[place] - gram[place] @ found + gram[place, place] * found[place]
-            found[place] = max(least[place], rest / gram[place, place])
+        for number in range(len(found)):
+            rest = wanted[number] - gram[number] @ found + gram[number, number] * found[number]
+            found[number] = max(least[number], rest / gram[number, number])
         if np.max(np.abs(found - before)) < _CLOSE * 1e-3:
             break
     return found

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.calibration.least_squares import Unknowns, huber_weights, least_squares
+from autoshard.calibration.least_squares import huber_weights, least_squares
 
 WORK = np.array([[5.0, 1.0, 2.0], [1.0, 4.0, 1.0], [2.0, 2.0, 7.0], [6.0, 3.0, 0.5], [1.0, 1.0, 9.0], [3.0, 8.0, 2.0]])
 PULL = 2e-2  # one unit away from the start counts as much as a row that is 2% off
-START = Unknowns(start=np.full(3, 1.4), least=np.ones(3))
+START = np.full(3, 1.4)
 slownesses = st.lists(st.floats(1, 3), min_size=3, max_size=3).map(np.array)
 
 
@@ -20,7 +20,7 @@ def seconds(x):
 @given(slownesses)
 def test_known_slownesses_are_found_again_but_for_what_the_pull_moves(true):
     measured = seconds(true)
-    found = least_squares(lambda x: seconds(x) / measured, START)
+    found = least_squares(lambda x: seconds(x) / measured, START, np.ones(3), START)
     # That is about PULL^2 |true - start| / s^2, with s the least singular value of the slopes of log(seconds).
     assert found == pytest.approx(true, rel=1e-2)
     assert seconds(found) == pytest.approx(measured, rel=1e-2)
@@ -30,29 +30,31 @@ def test_known_slownesses_are_found_again_but_for_what_the_pull_moves(true):
 def test_one_gross_outlier_moves_the_others_little(true, place, factor):
     measured = np.tile(seconds(true), 2)
     measured[place] *= factor
-    found = least_squares(lambda x: np.tile(seconds(x), 2) / measured, START)
+    found = least_squares(lambda x: np.tile(seconds(x), 2) / measured, START, np.ones(3), START)
     assert np.abs(seconds(found) / seconds(true) - 1).max() < 0.1
 
 
 def test_nothing_is_faster_than_its_data_sheet():
     measured = 0.5 * seconds(np.ones(3))
-    assert least_squares(lambda x: seconds(x) / measured, START) == pytest.approx(np.ones(3))
+    assert least_squares(lambda x: seconds(x) / measured, START, np.ones(3), START) == pytest.approx(np.ones(3))
 
 
 def test_what_the_rows_do_not_decide_stays_where_it_was():
     measured = 3.0 * WORK[:, 0]
-    found = least_squares(lambda x: WORK[:, 0] * x[0] / measured, START)
+    found = least_squares(lambda x: WORK[:, 0] * x[0] / measured, START, np.ones(3), START)
     # The rows' log(x / 3) weighs 1/9 for each of them; the pull towards 1.4 weighs PULL^2.
     moved = PULL**2 * (3.0 - 1.4) / (len(WORK) / 9)
     assert found == pytest.approx([3.0 - moved, 1.4, 1.4], rel=1e-5)
 
 
 def test_a_time_may_come_out_as_nothing_and_a_slowness_as_one():
-    ask = Unknowns(start=np.array([1.4, 0.5]), least=np.array([1.0, 0.0]))
+    start, least = np.array([1.4, 0.5]), np.array([1.0, 0.0])
     work = np.array([1.0, 2.0, 4.0])
-    found = least_squares(lambda x: (work * x[0] + x[1]) / (0.9 * work), ask)  # faster than a data sheet allows
+    found = least_squares(
+        lambda x: (work * x[0] + x[1]) / (0.9 * work), start, least, start
+    )  # faster than a data sheet allows
     assert found == pytest.approx([1.0, 0.0], abs=1e-6)
-    found = least_squares(lambda x: (work * x[0] + x[1]) / (2.0 * work + 0.3), ask)
+    found = least_squares(lambda x: (work * x[0] + x[1]) / (2.0 * work + 0.3), start, least, start)
     assert found == pytest.approx([2.0, 0.3], abs=5e-3)
 
 
