@@ -15,7 +15,7 @@ from autoshard.plan.lowering import ATOMS
 from autoshard.plan.recompute import Recompute
 from autoshard.search.planner import Request
 from autoshard.spec.cluster_catalogue import load_cluster
-from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Precision, Workload
 from tests.tabled import blocks_of, tabled
 
@@ -23,6 +23,16 @@ model = functools.cache(load_model)
 cluster = functools.cache(load_cluster)
 ENDLESS = 1e30
 NO_WORK = Recompute()
+
+
+def distinct_models():
+    """The first card of every architecture that differs from others in more than sizes."""
+    found = {}
+    for name in model_names():
+        spec = model(name)
+        flags = (spec.norm, spec.positions, spec.gated_mlp, spec.parallel_residual, spec.tied_embeddings, spec.qkv_bias)
+        found.setdefault((*flags, spec.num_experts > 0, spec.queries_per_kv_head > 1), name)
+    return list(found.values())
 
 
 def workload(**changes):

@@ -4,18 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from autoshard.cost.block import PASSES, exposed_s
 from autoshard.cost.block_memory import memory_timeline
 from autoshard.cost.collective import Ring
 from autoshard.cost.setting import setting_of
 from autoshard.plan.recompute import Recompute
-from autoshard.plan.rules.columns import effective_names
 from autoshard.search.columns import ring_column
 from autoshard.spec.kernels import kernels_names, load_kernels
-from autoshard.spec.model_catalogue import model_names
-from tests.cost.cases import ENDLESS, ask, block_price, candidate_of, only, priced, rates, setting
+from tests.cost.cases import ENDLESS, ask, block_price, candidate_of, distinct_models, only, priced, rates, setting
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD = 4096, 14336, 32, 8, 128  # llama3-8b
 TP = 8
@@ -60,21 +58,10 @@ class TestRoofline:
         expected = 2 * (self.tokens * HIDDEN + 2 * HIDDEN * FFN // TP + 2 * self.tokens * FFN // TP)
         assert moved_bytes(ask(), self.text, "F", "gate") == pytest.approx(expected)
 
-    def test_a_kernel_takes_the_longer_of_the_two(self):
-        for rate in (1e10, 1e12, 1e14):
-            both = part_of(ask(), self.text, "F", "gate", matrix_flops_per_s=rate, memory_bytes_per_s=1e9)
-            alone = flops(ask(), self.text, "F", "gate") / rate, moved_bytes(ask(), self.text, "F", "gate") / 1e9
-            assert both == pytest.approx(max(alone))
-
     def test_a_sum_of_gradients_reads_the_gradient_and_the_sum_and_writes_the_sum(self):
         weights = HIDDEN * FFN // TP
         product = 2 * (self.tokens * HIDDEN + self.tokens * FFN // TP) + 2 * weights
         assert moved_bytes(ask(), self.text, "W", "down") == pytest.approx(product + (2 + 4 + 4) * weights)
-
-    def test_a_product_that_adds_to_the_sum_itself_makes_no_gradient(self):
-        weights = HIDDEN * FFN // TP
-        product = 2 * (self.tokens * HIDDEN + self.tokens * FFN // TP)
-        assert moved_bytes(ask(kernels="te"), self.text, "W", "down") == pytest.approx(product + (4 + 4) * weights)
 
     def test_an_activation_runs_on_the_vector_unit(self):
         elements = self.tokens * FFN // TP
@@ -101,21 +88,6 @@ class TestKernels:
                 moved = block_price(loss, loss, here, rates(memory_bytes_per_s=1.0)).part_s("compute")
                 assert moved == pytest.approx(8192 * vocab * (2 + kept), rel=1e-3)
 
-    def test_attention_skips_masked_pairs_where_the_kernel_does(self):
-        question, text = ask(kernels="te"), "tp=8"
-        every_pair = 4 * 8192**2 * (HEADS // TP) * HEAD
-        visible = 8193 / 2 / 8192
-        assert flops(question, text, "F", "attend") == pytest.approx(visible * every_pair)
-        # five products where the gradient needs four
-        assert flops(question, text, "I", "attend") == pytest.approx(1.25 * 2 * visible * every_pair)
-
-    def test_a_kernel_that_does_not_skip_masked_pairs_computes_them(self):
-        question = ask(kernels="te")
-        attend = only(setting(question, "tp=8").blocks.block("layer", Recompute()), "F", "attend")
-        naive = replace(attend, runs=tuple(replace(run, skips_masked=False) for run in attend.runs))
-        cost = block_price(naive, naive, setting(question, "tp=8"), rates(matrix_flops_per_s=1.0))
-        assert cost.part_s("compute") == pytest.approx(4 * 8192**2 * (HEADS // TP) * HEAD)
-
     def test_a_window_hides_pairs_too(self):
         visible = 4096 * 4097 // 2 + 4096 * 4096  # pairs of the first half of the queries, and of the others
         assert flops(windowed(), "tp=8", "F", "attend") == pytest.approx(4 * visible * (HEADS // TP) * HEAD)
@@ -130,13 +102,8 @@ class TestOrderOfTheSequence:
         slowest = flops(question, f"tp=8,cp={cp}", "F", "attend")
         assert slowest == pytest.approx(4 * max(seen) * (HEADS // TP) * HEAD)
 
-    def test_in_zigzag_order_all_have_the_same(self):
-        question = ask(kernels="te")
-        whole = flops(question, "tp=8", "F", "attend")
-        assert flops(question, "tp=8,cp=4,cp_order=zigzag", "F", "attend") == pytest.approx(whole / 4)
 
-
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", distinct_models())
 @pytest.mark.parametrize("kind", ["embed", "layer", "head"])
 def test_with_every_atom_of_size_1_no_message_costs_anything(name, kind):
     question = ask(name, "h100-80", 1, kernels="te", seq_len=1024)
@@ -251,6 +218,7 @@ class TestMemory:
 
 
 class TestRecompute:
+    @settings(max_examples=12)
     @given(st.sampled_from(kernels_names()), st.data())
     def test_it_takes_time_and_never_memory(self, kernels, data):
         names = sorted(load_kernels(kernels).selective)
@@ -263,6 +231,7 @@ class TestRecompute:
         assert total(plain) <= total(selective) * (1 + 1e-12)
         assert total(selective) <= total(full) * (1 + 1e-12)
 
+    @settings(max_examples=12)
     @given(st.sampled_from(kernels_names()), st.data())
     def test_dropping_more_keeps_no_more_and_takes_no_less_time(self, kernels, data):
         names = sorted(load_kernels(kernels).selective)
@@ -320,14 +289,6 @@ class TestRecompute:
         clone = 2 * 8192 * HEAD * (2 * HEADS + 2 * KV_HEADS) // TP + 2 * 8 * 8192
         assert plain - less == pytest.approx(2 * scores - clone, rel=1e-3)
 
-    @pytest.mark.parametrize("kernels", kernels_names())
-    def test_none_is_fastest_and_full_slowest_on_every_table(self, kernels):
-        question = ask(kernels=kernels)
-        plain, full = priced(question, "tp=8"), priced(question, "tp=8", drop="full")
-        for name in effective_names(kernels):
-            some = priced(question, "tp=8", drop=f"selective[{name}]")
-            assert total(plain) <= total(some) <= total(full)
-
 
 class TestExposed:
     seconds = st.floats(0, 1e3)
@@ -337,12 +298,6 @@ class TestExposed:
         # Of the traffic, share * traffic may go on behind the work, and min of both does.
         expected = traffic - min(share * traffic, covering)
         assert exposed_s(traffic, covering, share) == pytest.approx(expected, abs=1e-9)
-
-    @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=5), st.floats(0, 1))
-    def test_columns_hide_what_single_candidates_hide(self, rows, share):
-        traffic, covering = (np.array(column) for column in zip(*rows, strict=True))
-        together = exposed_s(traffic, covering, share)
-        assert together.tolist() == [exposed_s(hidden, work, share) for hidden, work in rows]
 
     @pytest.mark.parametrize("kernels", kernels_names())
     def test_tensor_parallel_traffic_hides_behind_the_compute_of_its_own_pass_as_the_table_says(self, kernels):

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from autoshard.cost.block_memory import kept_bytes, rank_sizes
 from autoshard.graph.kinds.linear import Collect, Deliver
@@ -13,8 +13,8 @@ from autoshard.plan.recompute import Recompute
 from autoshard.spec.kernels import load_kernels
 from tests.cost.cases import ask, priced, setting
 
-TABLES = ("nxd", "te", "torch_cpu", "torch_cuda")
-MODELS = ("llama3-8b", "mixtral-8x7b", "gpt2-xl", "qwen3-8b")
+TABLES = ("nxd", "te", "torch_cuda")
+MODELS = ("llama3-8b", "mixtral-8x7b")
 
 
 def memory_of(block):
@@ -84,6 +84,7 @@ def test_the_fullest_moment_is_that_of_a_walk(model, kernels, kind):
     assert float(priced(question, "tp=1,dp=8", kind=kind).working_bytes) == walked(sharded, here, unmade)
 
 
+@settings(max_examples=8)
 @given(st.sampled_from(TABLES), st.sampled_from(MODELS), st.sampled_from(["none", "full"]))
 def test_a_moment_frees_what_is_kept_and_holds_nothing_twice(kernels, model, drop):
     question = ask(model, "h100-80", 1, kernels=kernels, seq_len=1024)

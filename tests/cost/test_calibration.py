@@ -20,30 +20,30 @@ from autoshard.cost.calibration import (
 from autoshard.errors import InputError
 from autoshard.spec.cluster_catalogue import cluster_names
 
-MEASURED = {"a100-80", "a100-800g", "b200", "h100-80", "h100-96", "trn1.32xlarge"}
-NEAR_TO = {
-    "a100-80": {"a100-40", "p4d.24xlarge", "p4de.24xlarge"}, "b200": {"p6-b200.48xlarge"},
-    "h100-80": {"p5.48xlarge", "p5en.48xlarge"}, "h100-96": {"h200"},
-    "trn1.32xlarge": {"trn1n.32xlarge", "trn2.48xlarge", "trn2u.48xlarge"},
-}  # fmt: skip
+FOLDER = Path(str(resources.files("autoshard.cost")))
 
 
 def shipped() -> list[Path]:
-    folder = Path(str(resources.files("autoshard.cost")))
-    return [folder / "uncalibrated.json", *(folder / "calibrations").glob("*.json")]
+    return [FOLDER / "uncalibrated.json", *(FOLDER / "calibrations").glob("*.json")]
 
 
-def test_the_nominal_constants_say_what_they_are_worth_and_where_each_is_from():
-    nominal = uncalibrated()
-    assert nominal.basis.startswith("uncalibrated")
-    assert {*CONSTANTS, "interval"} == set(nominal.sources)
+def test_a_cluster_has_its_own_constants_or_those_of_the_nearest_machine_or_nominal_ones():
+    own, nearest = {path.stem for path in shipped()[1:]}, json.loads((FOLDER / "nearest.json").read_text("utf-8"))
+    assert own <= {*cluster_names()} and not own & nearest.keys()
+    for name in cluster_names():
+        expected = name if name in own else nearest.get(name, {"to": "uncalibrated"})["to"]
+        assert built_in(name).name == expected and expected in {"uncalibrated", *own}
+    assert built_in("my-own") is uncalibrated()
 
 
 def test_impossible_constants_are_refused_all_at_once():
     with pytest.raises(InputError) as caught:
-        replace(uncalibrated(), matrix_efficiency=1.1, far_link_efficiency=0.0, launch_s=-1e-9, interval=1.0)
+        replace(
+            uncalibrated(), matrix_efficiency=1.1, far_link_efficiency=0.0, launch_s=-1e-9, interval=1.0, sources={}
+        )
     assert [fault.where for fault in caught.value.faults] == [
         "matrix_efficiency", "far_link_efficiency", "launch_s", "interval",
+        *(f"sources.{name}" for name in (*CONSTANTS, "interval")),
     ]  # fmt: skip
 
 
@@ -72,29 +72,11 @@ def test_more_than_a_rate_is_reached_only_where_it_is_declared():
             replace(uncalibrated(), reach=reach, matrix_efficiency=4.0)
 
 
-def test_the_constants_are_efficiencies_and_times():
-    assert (*EFFICIENCIES, *SECONDS) == CONSTANTS
-    assert dict(uncalibrated().constants) == {name: getattr(uncalibrated(), name) for name in CONSTANTS}
-
-
-def test_a_number_without_a_source_is_refused():
-    with pytest.raises(InputError, match=r"sources\.interval: say where this number is from"):
-        replace(uncalibrated(), sources={**uncalibrated().sources, "interval": ""})
-
-
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
 def test_no_calibration_holds_memory_or_other_numbers_than_the_constants(path: Path):
     data = json.loads(path.read_text("utf-8"))
     assert not [key for key in data if "bytes" in key or "gib" in key]
     assert {key for key, value in data.items() if isinstance(value, float)} == {*CONSTANTS, "interval"}
-
-
-def test_only_measured_clusters_have_constants_of_their_own():
-    own = {name for name in cluster_names() if built_in(name).name == name}
-    assert own == MEASURED
-    for name, others in NEAR_TO.items():
-        assert {other for other in cluster_names() if built_in(other).name == name} == {name, *others}
-    assert built_in("my-own") is uncalibrated()
 
 
 efficiencies = st.tuples(*[st.floats(1e-6, 1)] * len(EFFICIENCIES))

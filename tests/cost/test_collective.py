@@ -10,7 +10,6 @@ from autoshard.layout.collective import Collective
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
 from autoshard.spec.cluster import Link
-from autoshard.spec.mesh import axis_of_atoms
 from tests.cost.cases import cluster, model
 
 PP = ("pp",)
@@ -130,14 +129,6 @@ def test_faster_links_make_every_ring_as_much_faster(factor, text):
 
 def faster(link: Link, factor: float) -> Link:
     return replace(link, bandwidth_bytes_per_s=factor * link.bandwidth_bytes_per_s)
-
-
-@pytest.mark.parametrize(
-    ("atoms", "axis"),
-    [(("edp",), "dp"), (("ep",), "ep"), (("cp",), "cp"), (("rep",), "tp"), (("kv", "rep"), "tp"), (("pp",), "pp")],
-)
-def test_traffic_is_counted_as_that_of_the_axis(atoms, axis):
-    assert axis_of_atoms(atoms) == axis
 
 
 # Of trn1, 4 chips make a ring of one cycle, 96 GB/s; 16 have both, where the DMA engines of a core, 136, are the limit.
@@ -274,16 +265,6 @@ def test_each_send_and_each_collective_has_a_start_whatever_its_size(size, messa
     assert ring.sent_bytes(one, message_bytes) == free.sent_bytes(one, message_bytes)
 
 
-@given(st.sampled_from(["all_gather", "all_reduce", "permute"]), st.floats(0, 1e-2))
-def test_ways_of_their_own_have_a_start_as_well(kind, start_s):
-    place, one = cluster("trn2.48xlarge", 2), collective(kind)  # which has other ways than the ring
-    for atoms in (TP, DP, PP):
-        here = mesh("tp=8,pp=2,cp=2,dp=4", place)
-        free, ring = (mesh_ring(place, here, atoms, replace(REACHED, collective_s=size)) for size in (0.0, start_s))
-        starts_s = (ring.size - 1 if kind == "permute" else 1) * start_s
-        assert ring.time_s(one, 1e6) == pytest.approx(starts_s + free.time_s(one, 1e6), rel=1e-12)
-
-
 def test_who_is_alone_starts_nothing():
     place, slow = cluster("trn1.32xlarge", 2), replace(REACHED, collective_s=1e-3)
     here = mesh("tp=8,pp=2,dp=4", place)
@@ -303,10 +284,3 @@ def test_columns_of_rings_give_what_single_rings_give(rows):
             one = Ring(size=size, bandwidth_bytes_per_s=bandwidth, latency_s=latency, start_s=1e-4)
             assert np.broadcast_to(times, sizes.shape)[row] == pytest.approx(one.time_s(collective(kind), message))
             assert np.broadcast_to(sent, sizes.shape)[row] == pytest.approx(one.sent_bytes(collective(kind), message))
-
-
-def test_where_there_is_a_switch_every_ring_uses_the_whole_port():
-    place = cluster("a100-80", 1)
-    ring = mesh_ring(place, mesh("tp=2,pp=1", place), TP, REACHED)
-    wires = next(link for link in place.links if link.kind == "switch").bandwidth_bytes_per_s
-    assert ring.bandwidth_bytes_per_s == pytest.approx(wires * NEAR)

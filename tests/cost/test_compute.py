@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from autoshard.cost.compute import KernelWork, Rates, kernel_time
 from autoshard.plan.recompute import Recompute
@@ -63,14 +62,6 @@ class TestKernelTime:
         )
         assert kernel_time(work(matrix_flops=60.0, launches=2), speed) == (6.0, 5.0)
 
-    @given(st.lists(works, min_size=1, max_size=4), rates_of_all, st.booleans(), st.integers(0, 9))
-    def test_columns_take_what_single_kernels_take(self, kernels, speed, in_turn, launches):
-        kernels = [replace(kernel, in_turn=in_turn, launches=launches) for kernel in kernels]
-        names = ("matrix_flops", "products_flops", "attention_flops", "vector_flops", "moved_bytes")
-        column = replace(kernels[0], **{name: np.array([getattr(one, name) for one in kernels]) for name in names})
-        together = np.array(kernel_time(column, speed)).T
-        assert together.tolist() == [list(kernel_time(one, speed)) for one in kernels]
-
 
 class TestRates:
     def test_every_efficiency_acts_on_its_own_unit(self):
@@ -98,18 +89,7 @@ class TestRates:
 class TestTiles:
     """A systolic array holds 128 x 128 of one factor, summed dims along one side, and streams the other through it."""
 
-    def test_448_columns_of_the_mlp_cost_512_where_they_are_summed_over(self):
-        question, text = ask(), "tp=32,dp=4"
-        assert FFN // 32 == 448
-        for pass_, op, filled in (
-            ("F", "down", 512 / 448), ("I", "down", 1.0), ("W", "down", 1.0),
-            ("F", "gate", 1.0), ("I", "gate", 512 / 448), ("W", "gate", 1.0),
-        ):  # fmt: skip
-            whole, tiled = (
-                seconds_of(question, text, pass_, op, matrix_flops_per_s=1.0, matrix_tile=tile) for tile in (1, 128)
-            )
-            assert tiled / whole == pytest.approx(filled), (pass_, op)
-
+    @settings(max_examples=8)
     @given(st.sampled_from([1, 8, 32]), st.integers(1, 40), st.sampled_from(["gate", "down", "o"]))
     def test_as_many_tiles_are_held_as_cover_a_factor_and_the_other_is_streamed(self, tp, pieces, op):
         seq = 32 * pieces
@@ -141,17 +121,12 @@ def met(queries, keys_until, tile):
 
 
 class TestMasks:
-    @pytest.mark.parametrize(("seq", "cp"), [(8192, 1), (8192, 2), (8192, 4), (16384, 2), (2048, 1)])
+    @pytest.mark.parametrize(("seq", "cp"), [(8192, 1), (8192, 4), (2048, 1)])
     def test_nxd_skips_tiles_of_2048_and_the_last_of_contiguous_stretches_has_the_most(self, seq, cp):
         piece = seq // cp
         slowest = max(met(range(rank * piece, (rank + 1) * piece, 2048), seq, 2048) for rank in range(cp))
         found = seconds_of(ask(seq_len=seq), f"tp=32,cp={cp},dp={4 // cp}", "F", "attend", matrix_flops_per_s=1.0)
         assert found == pytest.approx(4 * slowest * HEAD)
-
-    @pytest.mark.parametrize("seq", [512, 1024, 2048])
-    def test_what_fits_in_a_tile_is_computed_as_a_whole(self, seq):
-        found = seconds_of(ask(seq_len=seq), "tp=32,dp=4", "F", "attend", matrix_flops_per_s=1.0)
-        assert found == pytest.approx(4 * seq**2 * HEAD)
 
     @pytest.mark.parametrize("cp", [1, 2, 4, 8])
     def test_zigzag_gives_every_rank_the_first_and_the_last_of_its_pieces(self, cp):
@@ -176,14 +151,6 @@ class TestMasks:
             assert seconds_of(question, text, pass_, "attend", vector_flops_per_s=1.0) == pytest.approx(flops * pairs)
             found = seconds_of(question, text, pass_, "attend", matrix_flops_per_s=1.0)
             assert found == pytest.approx(products * 2 * pairs * HEAD)
-
-    def test_attention_reaches_a_rate_of_its_own(self):
-        question, text = ask(kernels="te"), "tp=8"
-        for op, ratio in (("attend", 0.25), ("gate", 1.0)):
-            slow, usual = (
-                seconds_of(question, text, "F", op, matrix_flops_per_s=1e9, attention_ratio=one) for one in (0.25, 1.0)
-            )
-            assert usual / slow == pytest.approx(ratio)
 
 
 class TestUnfusedAttention:
@@ -265,10 +232,6 @@ class TestLaunches:
         cost = priced(ask(kernels=kernels), "tp=8", rates=rates(launch_s=1.0))
         assert [float(cost.seconds[name]["waiting"]) for name in "FIW"] == pytest.approx([forward, inputs, weights])
 
-    def test_nobody_waits_where_kernels_take_longer_than_launches(self):
-        cost = priced(ask(kernels="te"), "tp=8", rates=rates(launch_s=1e-12, memory_bytes_per_s=1.0))
-        assert cost.part_s("waiting") == 0
-
     def test_work_and_waiting_are_what_the_launches_take_where_those_are_slower(self):
         quick, slow = (
             priced(ask(kernels="te"), "tp=8", rates=rates(launch_s=100.0, memory_bytes_per_s=rate))
@@ -286,7 +249,7 @@ class TestProducts:
         question = ask(cluster_name="h100-80", nodes=1, kernels="torch_cuda")
         return seconds_of(question, "tp=8", pass_, op, kind=kind, matrix_flops_per_s=1.0, products_ratio=ratio)
 
-    @pytest.mark.parametrize("op", ["q", "k", "v", "o", "gate", "up", "down"])
+    @pytest.mark.parametrize("op", ["q", "down"])
     @pytest.mark.parametrize("pass_", ["F", "I", "W"])
     def test_those_of_layers_are_as_much_faster_both_ways(self, op, pass_):
         assert self.flops(pass_, op, 2.0) == pytest.approx(self.flops(pass_, op, 1.0) / 2)

@@ -10,11 +10,11 @@ from autoshard.layout.layout import Layout
 from autoshard.plan.lowering import ATOMS
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.kernels import kernels_names
-from autoshard.spec.model_catalogue import load_model, model_names
-from tests.cost.cases import ask, candidate_of
+from autoshard.spec.model_catalogue import load_model
+from tests.cost.cases import ask, candidate_of, distinct_models
 from tests.tabled import blocks_of
 
-DENSE = ("llama3-8b", "gpt2-xl", "gpt-neox-20b", "qwen3-8b")
+DENSE = ("llama3-8b", "gpt2-xl", "gpt-neox-20b")
 EXPERTS = ("edp", "cp")
 EVERYONE = ("edp", "ep", "cp")
 TP = ("kv", "rep")
@@ -87,31 +87,22 @@ class TestAMegatronBlockComesOut:
         assert over(counted(sharding, "I"), "cp") == {"permute kv_seq/cp": 4}
 
 
-@pytest.mark.parametrize("model", model_names())
+@pytest.mark.parametrize("model", distinct_models())
 @pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("kind", ["embed", "layer", "head"])
-class TestEveryCard:
-    def test_messages_speak_of_tensors_and_atoms_that_there_are(self, model, sp, kind):
+def test_messages_and_weights_speak_of_tensors_and_atoms_that_there_are(model, sp):
+    for kind in ("embed", "layer", "head"):
         block, sharding = sharded(model, sp=sp, kind=kind)
         for message in sharding.messages:
             tensor, collective = block.tensors[message.tensor], message.collective
             # no atom cuts twice, and all dims are the tensor's
             Layout(dims=tuple((dim, message.cuts.get(dim, ())) for dim in tensor.dims))
-            assert set(message.cuts) <= set(tensor.dims)
-            assert set(collective.atoms) <= set(ATOMS)
+            assert set(message.cuts) <= set(tensor.dims) and set(collective.atoms) <= set(ATOMS)
             cutting = {atom for atoms in message.cuts.values() for atom in atoms}
             if collective.kind in ("all_gather", "reduce_scatter", "all_reduce"):
                 assert not cutting & set(collective.atoms), "the message is stated where it is largest"
-            if collective.dim:
-                assert collective.dim in tensor.dims
-
-    def test_no_logits_are_ever_gathered(self, model, sp, kind):
-        _, sharding = sharded(model, sp=sp, kind=kind)
+            assert not collective.dim or collective.dim in tensor.dims
         few = load_model(model).vocab < 1000  # for whom two messages cost more than all logits in one
         assert few or not [name for name in counted(sharding) if name.startswith("all_gather vocab")]
-
-    def test_every_weight_is_cut_and_awaits_every_atom_that_does_not_cut_it_or_repeat_its_work(self, model, sp, kind):
-        block, sharding = sharded(model, sp=sp, kind=kind)
         assert {tensor.name for tensor in block.parameters} == set(sharding.parameter_cuts)
         for tensor in block.parameters:
             cut = {atom for atoms in sharding.parameter_cuts[tensor.name].values() for atom in atoms}
@@ -121,13 +112,12 @@ class TestEveryCard:
 
 
 @pytest.mark.parametrize("kernels", kernels_names())
-@pytest.mark.parametrize("drop", ["none", "full"])
-@pytest.mark.parametrize("model", [*DENSE, "mixtral-8x7b"])
-def test_whatever_is_kept_has_a_cut(kernels, drop, model):
-    block, sharding = sharded(model, kernels=kernels, drop=drop)
-    for entry in block.saved:
-        assert sharding.kept_cuts[entry.storage]
-        assert all(set(cuts) <= set(entry.tensor.dims) for cuts in sharding.kept_cuts[entry.storage])
+def test_whatever_is_kept_has_a_cut(kernels):
+    for model, drop in (("llama3-8b", "none"), ("gpt-neox-20b", "full"), ("mixtral-8x7b", "none")):
+        block, sharding = sharded(model, kernels=kernels, drop=drop)
+        for entry in block.saved:
+            assert sharding.kept_cuts[entry.storage]
+            assert all(set(cuts) <= set(entry.tensor.dims) for cuts in sharding.kept_cuts[entry.storage])
 
 
 def test_what_is_kept_as_gathered_is_whole_over_tp_and_else_a_piece():
