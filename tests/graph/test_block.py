@@ -1,7 +1,7 @@
 """A block and a graph refuse to exist when they are not right."""
 
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,13 +126,6 @@ def replace_shape(block: Block, tensors: dict[str, Any]) -> Block:
     tensors["head_in"] = replace(tensors["head_in"], dtype=tensors["x"].dtype)
     used = {name: tensors[name] for op in ops for name in (*op.inputs, *op.outputs)}
     return replace(block, ops=ops, tensors=used, fused=(), saved=(), carry_out=None)
-
-
-def test_graphs_and_blocks_are_frozen():
-    with pytest.raises(FrozenInstanceError):
-        LAYER.repeat = 2  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(TypeError):
-        LAYER.tensors["q"] = LAYER.tensors["k"]  # pyright: ignore[reportIndexIssue]
 
 
 def test_every_activation_reaches_its_readers_through_one_deliver(model: ModelSpec, graph_of: Callable[..., OpGraph]):

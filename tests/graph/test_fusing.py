@@ -227,52 +227,24 @@ def test_torch_keeps_of_the_loss_the_fp32_log_softmax_only(precision: str, graph
 # -- the tables on every model ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_every_forward_operation_runs_in_exactly_one_kernel(
-    model: ModelSpec, kernels: Kernels, precision: str, graph_of: GraphOf
-):
-    for block in graph_of(model, kernels.name, precision=precision).blocks:
+def test_every_forward_operation_runs_in_exactly_one_kernel(model: ModelSpec, kernels: Kernels, graph_of: GraphOf):
+    for block in graph_of(model, kernels.name).blocks:
         forward = [op.name for op in block.select("micro_batch", "F") if op.kind.label != "deliver"]
         assert sorted(name for group in block.fused for name in group.ops) == sorted(forward)
         assert {save.storage for group in block.fused for save in group.saves} == {s.storage for s in block.saved}
+        for group in block.fused:
+            assert (group.kernel.launches.forward > 0 and group.kernel.launches.backward > 0) == kernels.eager
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_kernel_passes_over_operations_that_the_model_lacks(
-    model: ModelSpec, kernels: Kernels, precision: str, graph_of: GraphOf
-):
-    built = graph_of(model, kernels.name, precision=precision)
-    loss = group_of(built.block("head"), "loss")
-    if kernels.name == "torch_engine":  # runs every operation by itself
-        assert loss.ops == ("loss",)
-    else:
-        assert ("logits_fp32" in loss.ops) == (precision == "bf16")
-    assert loss.ops[-1] == "loss"
-    together = {
-        **dict.fromkeys(("te", "mcore", "torch_compiled", "torch_async_tp"), ("act", "product")),
-        "megatron": ("up_shift", "act"),  # its fused bias and GELU
-    }
-    layer = built.block("layer")
+def test_a_kernel_passes_over_operations_that_the_model_lacks(model: ModelSpec, graph_of: GraphOf):
+    layer = graph_of(model, "te").block("layer")
     there = {op.name for op in layer.select("micro_batch", "F")}
-    expected = tuple(name for name in together.get(kernels.name, ("act",)) if name in there)
-    assert group_of(layer, "act").ops == expected
-    assert ("product" in there) == model.gated_mlp
-
-
-def test_products_that_share_their_input_are_one_kernel_where_their_weights_are_one_tensor(
-    model: ModelSpec, kernels: Kernels, graph_of: GraphOf
-):
-    layer = graph_of(model, kernels.name).block("layer")
-    there = {op.name for op in layer.select("micro_batch", "F")}
-    one = {"te", "mcore", "nxd", "nxd_core", "megatron"}
-    assert set(group_of(layer, "q").ops) == (
-        {"q", "q_shift", "k", "k_shift", "v", "v_shift"} & there if kernels.name in one else {"q"}
-    )
-    pair = {"gate", "gate_shift", "up", "up_shift"} & there
-    if kernels.name == "megatron":
-        assert set(group_of(layer, "up").ops) == {"up"}, "its bias is a part of the activation's kernel"
-    else:
-        assert set(group_of(layer, "up").ops) == (pair if kernels.name in one else {"up"})
+    assert set(group_of(layer, "q").ops) == {"q", "q_shift", "k", "k_shift", "v", "v_shift"} & there
+    assert set(group_of(layer, "up").ops) == {"gate", "gate_shift", "up", "up_shift"} & there
+    assert set(group_of(layer, "act").ops) == {"act", "product"} & there
+    for precision in ("bf16", "fp32"):
+        loss = group_of(graph_of(model, "te", precision=precision).block("head"), "loss")
+        assert ("logits_fp32" in loss.ops) == (precision == "bf16") and loss.ops[-1] == "loss"
 
 
 def test_in_fp32_a_norm_keeps_its_input_without_a_copy(llama: ModelSpec, graph_of: GraphOf):
@@ -372,13 +344,6 @@ def test_a_copy_of_every_input_is_memory_of_its_own_each(llama: ModelSpec, graph
         ("act.copy1_1", "fp32"),
         ("gate", "bf16"),
     ]
-
-
-def test_a_host_starts_the_kernels_of_eager_tables_only(kernels: Kernels, llama: ModelSpec, graph_of: GraphOf):
-    groups = [group for block in graph_of(llama, kernels.name).blocks for group in block.fused]
-    started = {group.kernel.launches.forward > 0 and group.kernel.launches.backward > 0 for group in groups}
-    assert started == {kernels.eager}
-    assert kernels.eager != kernels.name.startswith("nxd")
 
 
 def test_what_single_operations_start_and_move_comes_from_the_table(llama: ModelSpec, graph_of: GraphOf):
