@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,17 @@ import yaml
 from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
-from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_cluster, load_node_type
+from autoshard.spec.cluster import Algorithm, Chip
+from autoshard.spec.cluster_catalogue import (
+    ChipDivision,
+    NodeLink,
+    NodeType,
+    cluster_names,
+    load_cluster,
+    load_node_type,
+)
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.placement import PlacementRule
 from autoshard.spec.record import decode, encode
 from autoshard.units import GIB
 
@@ -32,13 +43,42 @@ def test_every_cluster_file_is_a_node_type_of_its_name_that_reads_back(tmp_path:
             assert load_cluster(name, 2, lnc=variant.lnc).links[-1].domain in ("ultraserver", "cluster")
 
 
-def test_every_chip_and_link_of_the_catalogue_is_used():
-    entries = [json.loads(path.read_text(encoding="utf-8")) for path in CATALOGUE.glob("*.json")]
-    used = {
-        "chips": {entry["chip"] for entry in entries},
-        "links": {link for entry in entries for link in entry["links"]},
-    }
-    assert {part: {path.stem for path in (CATALOGUE / part).glob("*.json")} for part in used} == used
+@pytest.mark.parametrize(("folder", "kind"), [("chips", Chip), ("links", NodeLink)])
+def test_every_chip_and_link_of_the_catalogue_is_one(folder: str, kind: type):
+    for path in (CATALOGUE / folder).glob("*.json"):
+        decode(kind, json.loads(path.read_text(encoding="utf-8")), where=path.name)
+
+
+def test_a_part_of_the_catalogue_that_is_wrong_is_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for folder in ("", "chips", "links"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for path in (CATALOGUE / folder).glob("*.json"):
+            (tmp_path / folder / path.name).write_text(path.read_text("utf-8").replace('"switch"', '"nvlink"'), "utf-8")
+    monkeypatch.setattr("autoshard.spec.cluster_catalogue._CATALOGUE", tmp_path)
+    path = own_file(tmp_path, links=["nvlink-3"])
+    found = faults_of(str(path))
+    assert found == {f"{path}: links[0]": "nvlink-3.json: kind: expected one of chip, torus, switch, network, memory, "
+                     "found 'nvlink'"}  # fmt: skip
+
+
+def test_the_cluster_file_and_the_card_of_the_docs_are_whole_and_work(tmp_path: Path):
+    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    blocks = {kind: text.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("yaml", "json")}
+    (tmp_path / "lab.yaml").write_text(blocks["yaml"], encoding="utf-8")
+    (tmp_path / "mine-1b.json").write_text(blocks["json"], encoding="utf-8")
+    assert load_cluster(str(tmp_path / "lab.yaml"), 3).num_ranks == 12
+    data = yaml.safe_load(blocks["yaml"])
+    one = data["variants"][0]
+    for kind, stated in (
+        (NodeType, data),
+        (Chip, data["chip"]),
+        (ChipDivision, one),
+        (PlacementRule, one["placements"][0]),
+        (NodeLink, data["links"][0]),
+        (Algorithm, data["algorithms"][0]),
+    ):
+        assert set(stated) == {field.name for field in fields(kind)}, kind
+    assert load_model(tmp_path / "mine-1b.json").num_parameters == pytest.approx(1.1e9, rel=0.01)
 
 
 def test_trainium_is_as_documented():
