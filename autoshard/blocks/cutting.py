@@ -19,7 +19,7 @@ from autoshard.layout.legal import cut_operations, together
 from autoshard.layout.pin import OpPins, Pin
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate, boundary_cuts
-from autoshard.plan.lowering import ATOMS, KINDS, Step
+from autoshard.plan.lowering import ATOMS, KINDS, StepGraph
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.strategy import CpKind, StrategyRule, strategy_rules
@@ -85,7 +85,7 @@ class Cutter:
 
 
 def _completed(
-    step: Step, terms: Terms, kind: str, real: tuple[str, ...], cuts: Mapping[str, Cuts]
+    step: StepGraph, terms: Terms, kind: str, real: tuple[str, ...], cuts: Mapping[str, Cuts]
 ) -> Mapping[str, Cuts]:
     """Put atoms that are of size 1 here where the Rules allow them only one place, in the order of the mesh."""
     found: dict[str, Cuts] = {}
@@ -120,7 +120,7 @@ def operator_problem(question: Question, candidate: Candidate, terms: Terms, kin
 
 
 @cache
-def allowed_cuts(step: Step, terms: Terms, kind: str, real: tuple[str, ...]) -> Mapping[str, tuple[Cuts, ...]]:
+def allowed_cuts(step: StepGraph, terms: Terms, kind: str, real: tuple[str, ...]) -> Mapping[str, tuple[Cuts, ...]]:
     """Return what each operation of a block may choose from on meshes on which these atoms cut; sizes do not matter."""
     block = step.block(kind, Recompute())
     places = {op: [_places(step, terms, kind, op.name, atom) for atom in real] for op in cut_operations(block)}
@@ -128,12 +128,12 @@ def allowed_cuts(step: Step, terms: Terms, kind: str, real: tuple[str, ...]) -> 
 
 
 @cache
-def _places(step: Step, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
+def _places(step: StepGraph, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
     block = step.block(kind, Recompute())
     return atom_dims(block, block.op(op), atom, terms.rules, _op_pins(step, terms, kind).get(op))
 
 
-def _idle_places(step: Step, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
+def _idle_places(step: StepGraph, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
     """Return the places of an atom that cuts nothing; that pins leave it none, is said where it does."""
     try:
         return _places(step, terms, kind, op, atom)
@@ -141,7 +141,7 @@ def _idle_places(step: Step, terms: Terms, kind: str, op: str, atom: str) -> tup
         return ()
 
 
-def _op_pins(step: Step, terms: Terms, kind: str) -> Mapping[str, OpPins]:
+def _op_pins(step: StepGraph, terms: Terms, kind: str) -> Mapping[str, OpPins]:
     if not terms.pins:
         return {}
     from autoshard.blocks.pinned import constraints  # most searches have no pins, and start sooner without

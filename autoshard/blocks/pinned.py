@@ -10,7 +10,7 @@ from autoshard.layout.pin import Pin
 from autoshard.layout.pin_constraints import BOUNDARY, PinConstraints, pin_constraints
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate, boundary_cuts
-from autoshard.plan.lowering import ATOMS, Step
+from autoshard.plan.lowering import ATOMS, StepGraph
 from autoshard.plan.nxd.forms import plan_forms
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_programs
@@ -38,7 +38,9 @@ def _order_faults(pin: Pin, atoms: Mapping[str, int]) -> Iterator[Fault]:
             yield Fault(where=str(pin), message=message)
 
 
-def _boundary_faults(step: Step, candidate: Candidate, atoms: Mapping[str, int], pins: tuple[Pin, ...]) -> list[Fault]:
+def _boundary_faults(
+    step: StepGraph, candidate: Candidate, atoms: Mapping[str, int], pins: tuple[Pin, ...]
+) -> list[Fault]:
     """Say where a pin asks for another layout between blocks."""
     sp = candidate.sequence_parallel
     between = boundary_cuts(candidate.boundary, sequence_parallel=sp)
@@ -55,7 +57,7 @@ def _boundary_faults(step: Step, candidate: Candidate, atoms: Mapping[str, int],
 
 
 @cache
-def constraints(step: Step, pins: tuple[Pin, ...]) -> PinConstraints:
+def constraints(step: StepGraph, pins: tuple[Pin, ...]) -> PinConstraints:
     """Return what pins fix of the blocks of a step; one InputError holds every fault and every conflict."""
     return pin_constraints(step.graph, pins)
 

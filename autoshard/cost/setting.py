@@ -12,7 +12,7 @@ from autoshard.cost.terms import CostTerm
 from autoshard.layout.layout import local_sizes
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.lowering import ATOMS, Step
+from autoshard.plan.lowering import ATOMS, StepGraph
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import load_kernels
@@ -33,9 +33,9 @@ class Question:
     terms: tuple[CostTerm, ...] = ()  # a plan states its own in its provenance
 
     @property
-    def step(self) -> Step:
+    def step(self) -> StepGraph:
         """What the graph is made of."""
-        return Step(model=self.model, workload=self.workload, kernels=self.kernels)
+        return StepGraph(model=self.model, workload=self.workload, kernels=self.kernels)
 
     @property
     def rates(self) -> Rates:

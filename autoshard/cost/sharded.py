@@ -11,7 +11,7 @@ from autoshard.layout.cutting import Cutting
 from autoshard.layout.layout import Cuts
 from autoshard.layout.program import Program
 from autoshard.layout.sharding import Sharding
-from autoshard.plan.lowering import KINDS, Step, lowered, split_pending
+from autoshard.plan.lowering import KINDS, StepGraph, lowered, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.tables import plan_programs, step_of, table_kinds, table_name
@@ -22,7 +22,7 @@ from autoshard.spec.kernels import load_kernels
 class CutBlocks:
     """The blocks of a step as one cutting shards them, on any mesh on which no other atoms than these cut anything."""
 
-    step: Step
+    step: StepGraph
     cutting: Cutting
     atoms: frozenset[str]
 
@@ -69,7 +69,7 @@ def _held(sharding: Sharding) -> tuple[Mapping[str, tuple[Cuts, ...]], ...]:
 class ListedBlocks:
     """The blocks of a plan as its own table shards them, whatever was edited there."""
 
-    step: Step
+    step: StepGraph
     kinds: tuple[tuple[str, Recompute], ...]
     programs: Mapping[str, Program] = field(hash=False)
 
@@ -97,13 +97,13 @@ def _cut_block(blocks: CutBlocks, kind: str, drop: Recompute) -> ShardedBlock:
 
 
 @cache  # cuttings often differ in one block only
-def _cut_alone(step: Step, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> ShardedBlock:
+def _cut_alone(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> ShardedBlock:
     program = lowered(step, kind, drop, cutting, atoms)
     whole = _cut_alone(step, kind, Recompute(), cutting, atoms) if drop.kind != "none" else None
     return _sharded(step, kind, drop, program, whole)
 
 
-def _sharded(step: Step, kind: str, drop: Recompute, program: Program, whole: ShardedBlock | None) -> ShardedBlock:
+def _sharded(step: StepGraph, kind: str, drop: Recompute, program: Program, whole: ShardedBlock | None) -> ShardedBlock:
     block = step.block(kind, drop)
     tied = [name.removeprefix(f"{kind}.") for name in step.graph.tied if name.startswith(f"{kind}.")]
     kernels = load_kernels(step.kernels)
@@ -129,7 +129,7 @@ class PerWeight:
 
 
 @cache
-def per_weight(step: Step) -> PerWeight:
+def per_weight(step: StepGraph) -> PerWeight:
     """Average the step phase over the weights of a layer."""
     graph = step.graph
     layer = graph.block("layer")

@@ -33,7 +33,7 @@ def split_pending(pending: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepGraph:
     """What a graph is made of; its micro-batch has one sequence, and sizes are set where it is priced."""
 
     model: ModelSpec
@@ -59,7 +59,7 @@ class Step:
         return _block(self, kind, drop)
 
 
-def lowered(step: Step, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Program:
+def lowered(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Program:
     """Lower a block with these cuts where these atoms cut anything: rings of nominal length, the ways of any size."""
     return _lowered(step, kind, drop, cutting.alone(kind).only(atoms), atoms)
 
@@ -76,12 +76,12 @@ def nominal_price(atoms: frozenset[str]) -> Price:
 
 
 @cache
-def _graph(step: Step) -> OpGraph:
+def _graph(step: StepGraph) -> OpGraph:
     return decoder_graph(step.model, step.workload, step.platform, micro_batch=1)
 
 
 @cache
-def _block(step: Step, kind: str, drop: Recompute) -> Block:
+def _block(step: StepGraph, kind: str, drop: Recompute) -> Block:
     block = step.graph.block(kind)
     if drop.kind == "none":
         return block
@@ -89,7 +89,7 @@ def _block(step: Step, kind: str, drop: Recompute) -> Block:
 
 
 @cache
-def _lowered(step: Step, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Program:
+def _lowered(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Program:
     return lower(
         step.block(kind, drop),
         cutting.block(kind),

@@ -15,30 +15,25 @@ from autoshard.layout.strategy import strategies
 from autoshard.layout.table import Setting, Table, fitted, program_of, written
 from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.codec import fingerprint
-from autoshard.plan.lowering import ATOMS, KINDS, Step, lowered, nominal_price, nominal_sizes, split_pending
+from autoshard.plan.lowering import ATOMS, KINDS, StepGraph, lowered, nominal_price, nominal_sizes, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.workload import DTYPE_BYTES
 
 
-def strategy_tables(plan: Plan, cutting: Cutting) -> Mapping[str, Table]:
-    """Write the tables of a plan: per block kind, then per kind of recompute what differs from the block without it."""
-    setting = table_setting(plan)
+def with_tables(plan: Plan, cutting: Cutting) -> Plan:
+    """Return the plan with the tables of a cutting; a prediction stays, because it was made for just this sharding.
+
+    A table for a kind of recompute holds what differs from the block without it.
+    """
+    setting, tables = table_setting(plan), dict[str, Table]()
     real = frozenset(atom for atom, size in setting.atoms.items() if size > 1)
-    tables: dict[str, Table] = {}
     for kind, drop in table_kinds(plan):
         table = fitted(_table(step_of(plan), kind, drop, cutting.only(real), real), setting.atoms)
         plain: Table = tables[kind] if drop.kind != "none" else {}
         tables[table_name(kind, drop)] = {entry: line for entry, line in table.items() if plain.get(entry) != line}
-    return tables
-
-
-def with_tables(plan: Plan, cutting: Cutting) -> Plan:
-    """Return the plan with the tables of a cutting; a prediction stays, because it was made for just this sharding."""
-    full = with_strategies(plan, strategy_tables(plan, cutting))
-    if plan.prediction is None:
-        return full
-    return replace(full, prediction=replace(plan.prediction, of=fingerprint(full)))
+    full = with_strategies(plan, tables)
+    return replace(full, prediction=plan.prediction and replace(plan.prediction, of=fingerprint(full)))
 
 
 def with_strategies(plan: Plan, tables: Mapping[str, Table]) -> Plan:
@@ -126,12 +121,12 @@ def table_kinds(plan: Plan) -> tuple[tuple[str, Recompute], ...]:
     return (*((kind, Recompute()) for kind in KINDS), *(("layer", drop) for drop in again))
 
 
-def step_of(plan: Plan) -> Step:
+def step_of(plan: Plan) -> StepGraph:
     """Return what the graph of a plan is made of."""
-    return Step(model=plan.model, workload=plan.workload, kernels=plan.kernels)
+    return StepGraph(model=plan.model, workload=plan.workload, kernels=plan.kernels)
 
 
 @cache
-def _table(step: Step, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Table:
+def _table(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Table:
     program = lowered(step, kind, drop, cutting, atoms)
     return written(strategies(program, step.block(kind, drop)), nominal_sizes(atoms))
