@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.engine.base import Allows, Run, StepReport
-from autoshard.engine.ran import SavedStep
+from autoshard.engine.results import SavedStep
 from autoshard.engine.torch.engine import TorchEngine, build
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan

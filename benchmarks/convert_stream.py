@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from autoshard.engine.hf_weights import HfNames
+from autoshard.engine.hf_names import HfNames
 from autoshard.errors import RunFailed
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump

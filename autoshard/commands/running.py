@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autoshard.calibration.rows import Kind
     from autoshard.commands.steps import StepDisplay
     from autoshard.engine.base import Builds, Run
-    from autoshard.engine.ran import RunReport
+    from autoshard.engine.results import RunReport
     from autoshard.plan.plan import Plan
     from autoshard.runtime.launch import GivenRank
 
@@ -134,7 +134,7 @@ class RunDisplay:
 
     def __call__(self, message: Any) -> None:
         """Show one message of a rank."""
-        from autoshard.engine.ran import SavedStep, Started
+        from autoshard.engine.results import SavedStep, Started
 
         if isinstance(message, Started):
             self._begin(message)

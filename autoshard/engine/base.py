@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from autoshard.engine.pieces import Piece
-from autoshard.engine.position import Position
+from autoshard.engine.activity import RankActivity
+from autoshard.engine.placement import StatePiece
 from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
 from autoshard.spec.training import Training
@@ -29,7 +29,9 @@ class Run:
     device: str = HOST  # where tensors lie, as torch names it
     resume: Resume = "auto"
     trackers: tuple[tuple[str, str], ...] = ()  # which show the run, and under which ids if it is a new one
-    position: Position = field(default_factory=Position, compare=False)  # where this rank is, for who watches it
+    activity: RankActivity = field(
+        default_factory=RankActivity, compare=False
+    )  # where this rank is, for who watches it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ class Engine(Protocol):
         """
         ...
 
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self) -> Sequence[StatePiece]:
         """Return what this rank holds of the state, each box once; loading fills their memory."""
         ...
 

@@ -1,4 +1,4 @@
-"""Hugging Face tensor names and ours: a table that ``hf_weights`` reads in both directions.
+"""Hugging Face tensor names and ours: one table, read in both directions, expanded for a model.
 
 A row names one of their tensors, how its axes are made of our dims, and which tensor of ours it holds. ``(a b)`` is
 one axis made of two dims, ``qkv:1`` the second of those that lie together along ``qkv``. Our dims are those of the
@@ -8,12 +8,23 @@ Rotary positions need no permutation: every architecture here turns the halves o
 graph does. (Meta's own Llama files turn neighbours; those of Hugging Face are permuted already.)
 """
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+from autoshard.engine.patches import Axes, Patch, Row
+from autoshard.errors import InputError, nearest
+from autoshard.graph.block import OpGraph
+from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.op import Dims
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import Precision, Workload
 
 # ``published``: as the files on the Hub are named; ``module``: as transformers 5 names them in a module's state dict.
 Form = Literal["published", "module"]
-Names = tuple[tuple[str, str, str], ...]  # their name, its axes, our name
+Names = tuple[tuple[str, str, str], ...]  # their name, its axes, our name; a model has those rows of which it has ours
 
 # What lies together in one tensor, and how many of it.
 FUSED: Mapping[str, int] = {"qkv": 3, "gate_up": 2}
@@ -23,36 +34,48 @@ DERIVED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.mas
 HEADS = ("lm_head.weight", "embed_out.weight")
 
 
+def _norm(theirs: str, ours: str, over: str = "hidden") -> Names:
+    return (f"{theirs}.weight", over, f"{ours}.weight"), (f"{theirs}.bias", over, f"{ours}.bias")
+
+
+def _linear(theirs: str, made: str, read: str, *ours: str) -> Names:
+    """Rows of a product and its bias; where several of ours lie together, ``made`` has ``|`` between their axes."""
+    both = tuple(zip(made.split("|"), ours, strict=True))
+    weights = tuple((f"{theirs}.weight", f"{axes} {read}", f"{name}.weight") for axes, name in both)
+    return (*weights, *((f"{theirs}.bias", axes, f"{name}_shift.bias") for axes, name in both))
+
+
+def _turned(theirs: str, made: str, read: str, *ours: str) -> Names:
+    """The same of a product that is stored transposed, [in, out]."""
+    rows = _linear(theirs, made, read, *ours)
+    turned = {f"{axes} {read}": f"{read} {axes}" for axes in made.split("|")}
+    return tuple((name, turned.get(axes, axes), our) for name, axes, our in rows)
+
+
 def _under(prefix: str, ours: str, names: Names) -> Names:
     return tuple((f"{prefix}{theirs}", axes, f"{ours}{name}") for theirs, axes, name in names)
 
 
+_QUERY, _KEY = "(kv_heads q_group head_dim)", "(kv_heads head_dim)"
 _LLAMA_OUTSIDE: Names = (
     ("model.embed_tokens.weight", "vocab hidden", "embed.0.embed.weight"),
-    ("model.norm.weight", "hidden", "head.0.final_norm.weight"),
+    *_norm("model.norm", "head.0.final_norm"),
     ("lm_head.weight", "vocab hidden", "head.0.unembed.weight"),
 )
 _LLAMA_ATTENTION: Names = (
-    ("input_layernorm.weight", "hidden", "attn_norm.weight"),
-    ("self_attn.q_proj.weight", "(kv_heads q_group head_dim) hidden", "q.weight"),
-    ("self_attn.q_proj.bias", "(kv_heads q_group head_dim)", "q_shift.bias"),
-    ("self_attn.k_proj.weight", "(kv_heads head_dim) hidden", "k.weight"),
-    ("self_attn.k_proj.bias", "(kv_heads head_dim)", "k_shift.bias"),
-    ("self_attn.v_proj.weight", "(kv_heads head_dim) hidden", "v.weight"),
-    ("self_attn.v_proj.bias", "(kv_heads head_dim)", "v_shift.bias"),
-    ("self_attn.q_norm.weight", "head_dim", "q_norm.weight"),
-    ("self_attn.k_norm.weight", "head_dim", "k_norm.weight"),
-    ("self_attn.o_proj.weight", "hidden (kv_heads q_group head_dim)", "o.weight"),
-    ("self_attn.o_proj.bias", "hidden", "o_shift.bias"),
-    ("post_attention_layernorm.weight", "hidden", "mlp_norm.weight"),
+    *_norm("input_layernorm", "attn_norm"),
+    *_linear("self_attn.q_proj", _QUERY, "hidden", "q"),
+    *_linear("self_attn.k_proj", _KEY, "hidden", "k"),
+    *_linear("self_attn.v_proj", _KEY, "hidden", "v"),
+    *_norm("self_attn.q_norm", "q_norm", "head_dim"),
+    *_norm("self_attn.k_norm", "k_norm", "head_dim"),
+    *_linear("self_attn.o_proj", "hidden", _QUERY, "o"),
+    *_norm("post_attention_layernorm", "mlp_norm"),
 )
 _LLAMA_MLP: Names = (
-    ("mlp.gate_proj.weight", "ffn hidden", "gate.weight"),
-    ("mlp.gate_proj.bias", "ffn", "gate_shift.bias"),
-    ("mlp.up_proj.weight", "ffn hidden", "up.weight"),
-    ("mlp.up_proj.bias", "ffn", "up_shift.bias"),
-    ("mlp.down_proj.weight", "hidden ffn", "down.weight"),
-    ("mlp.down_proj.bias", "hidden", "down_shift.bias"),
+    *_linear("mlp.gate_proj", "ffn", "hidden", "gate"),
+    *_linear("mlp.up_proj", "ffn", "hidden", "up"),
+    *_linear("mlp.down_proj", "hidden", "ffn", "down"),
 )
 _EXPERTS_APART: Names = (
     ("block_sparse_moe.gate.weight", "experts hidden", "router.weight"),
@@ -66,58 +89,37 @@ _EXPERTS_STACKED: Names = (
     ("mlp.experts.gate_up_proj", "experts (gate_up:1 ffn) hidden", "up.weight"),
     ("mlp.experts.down_proj", "experts hidden ffn", "down.weight"),
 )
-_NEOX_OUTSIDE: Names = (
-    ("gpt_neox.embed_in.weight", "vocab hidden", "embed.0.embed.weight"),
-    ("gpt_neox.final_layer_norm.weight", "hidden", "head.0.final_norm.weight"),
-    ("gpt_neox.final_layer_norm.bias", "hidden", "head.0.final_norm.bias"),
-)
+_NEOX_QKV = "(kv_heads qkv:0 q_group head_dim)|(kv_heads qkv:1 head_dim)|(kv_heads qkv:2 head_dim)"
 _NEOX_LAYER: Names = (
-    ("input_layernorm.weight", "hidden", "attn_norm.weight"),
-    ("input_layernorm.bias", "hidden", "attn_norm.bias"),
-    ("attention.query_key_value.weight", "(kv_heads qkv:0 q_group head_dim) hidden", "q.weight"),
-    ("attention.query_key_value.weight", "(kv_heads qkv:1 head_dim) hidden", "k.weight"),
-    ("attention.query_key_value.weight", "(kv_heads qkv:2 head_dim) hidden", "v.weight"),
-    ("attention.query_key_value.bias", "(kv_heads qkv:0 q_group head_dim)", "q_shift.bias"),
-    ("attention.query_key_value.bias", "(kv_heads qkv:1 head_dim)", "k_shift.bias"),
-    ("attention.query_key_value.bias", "(kv_heads qkv:2 head_dim)", "v_shift.bias"),
-    ("attention.dense.weight", "hidden (kv_heads q_group head_dim)", "o.weight"),
-    ("attention.dense.bias", "hidden", "o_shift.bias"),
-    ("post_attention_layernorm.weight", "hidden", "mlp_norm.weight"),
-    ("post_attention_layernorm.bias", "hidden", "mlp_norm.bias"),
-    ("mlp.dense_h_to_4h.weight", "ffn hidden", "up.weight"),
-    ("mlp.dense_h_to_4h.bias", "ffn", "up_shift.bias"),
-    ("mlp.dense_4h_to_h.weight", "hidden ffn", "down.weight"),
-    ("mlp.dense_4h_to_h.bias", "hidden", "down_shift.bias"),
+    *_norm("input_layernorm", "attn_norm"),
+    *_linear("attention.query_key_value", _NEOX_QKV, "hidden", "q", "k", "v"),
+    *_linear("attention.dense", "hidden", _QUERY, "o"),
+    *_norm("post_attention_layernorm", "mlp_norm"),
+    *_linear("mlp.dense_h_to_4h", "ffn", "hidden", "up"),
+    *_linear("mlp.dense_4h_to_h", "hidden", "ffn", "down"),
 )
-# GPT-2 keeps its products transposed, [in, out].
+_NEOX: Names = (
+    ("gpt_neox.embed_in.weight", "vocab hidden", "embed.0.embed.weight"),
+    *_norm("gpt_neox.final_layer_norm", "head.0.final_norm"),
+    *_under("gpt_neox.layers.{layer}.", "layer.{layer}.", _NEOX_LAYER),
+)
+_GPT2_QKV = "(qkv:0 kv_heads q_group head_dim)|(qkv:1 kv_heads head_dim)|(qkv:2 kv_heads head_dim)"
 _GPT2_LAYER: Names = (
-    ("ln_1.weight", "hidden", "attn_norm.weight"),
-    ("ln_1.bias", "hidden", "attn_norm.bias"),
-    ("attn.c_attn.weight", "hidden (qkv:0 kv_heads q_group head_dim)", "q.weight"),
-    ("attn.c_attn.weight", "hidden (qkv:1 kv_heads head_dim)", "k.weight"),
-    ("attn.c_attn.weight", "hidden (qkv:2 kv_heads head_dim)", "v.weight"),
-    ("attn.c_attn.bias", "(qkv:0 kv_heads q_group head_dim)", "q_shift.bias"),
-    ("attn.c_attn.bias", "(qkv:1 kv_heads head_dim)", "k_shift.bias"),
-    ("attn.c_attn.bias", "(qkv:2 kv_heads head_dim)", "v_shift.bias"),
-    ("attn.c_proj.weight", "(kv_heads q_group head_dim) hidden", "o.weight"),
-    ("attn.c_proj.bias", "hidden", "o_shift.bias"),
-    ("ln_2.weight", "hidden", "mlp_norm.weight"),
-    ("ln_2.bias", "hidden", "mlp_norm.bias"),
-    ("mlp.c_fc.weight", "hidden ffn", "up.weight"),
-    ("mlp.c_fc.bias", "ffn", "up_shift.bias"),
-    ("mlp.c_proj.weight", "ffn hidden", "down.weight"),
-    ("mlp.c_proj.bias", "hidden", "down_shift.bias"),
+    *_norm("ln_1", "attn_norm"),
+    *_turned("attn.c_attn", _GPT2_QKV, "hidden", "q", "k", "v"),
+    *_turned("attn.c_proj", "hidden", _QUERY, "o"),
+    *_norm("ln_2", "mlp_norm"),
+    *_turned("mlp.c_fc", "ffn", "hidden", "up"),
+    *_turned("mlp.c_proj", "hidden", "ffn", "down"),
 )
 _GPT2: Names = (
     ("wte.weight", "vocab hidden", "embed.0.embed.weight"),
     ("wpe.weight", "positions hidden", "embed.0.place.weight"),
     *_under("h.{layer}.", "layer.{layer}.", _GPT2_LAYER),
-    ("ln_f.weight", "hidden", "head.0.final_norm.weight"),
-    ("ln_f.bias", "hidden", "head.0.final_norm.bias"),
+    *_norm("ln_f", "head.0.final_norm"),
 )
 _LLAMA_LIKE = (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _LLAMA_ATTENTION + _LLAMA_MLP))
 _MIXTRAL = (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _LLAMA_ATTENTION))
-_NEOX = (*_NEOX_OUTSIDE, *_under("gpt_neox.layers.{layer}.", "layer.{layer}.", _NEOX_LAYER))
 _HEAD: Names = (("lm_head.weight", "vocab hidden", "head.0.unembed.weight"),)
 HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
     **{family: {"published": _LLAMA_LIKE, "module": _LLAMA_LIKE} for family in ("llama", "mistral", "qwen2", "qwen3")},
@@ -131,3 +133,81 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
         "module": _NEOX + _HEAD,
     },
 }
+
+
+@dataclass(frozen=True, slots=True)
+class HfNames:
+    """The tensors of one model in one Hugging Face form, each with its place among ours."""
+
+    rows: tuple[Row, ...]
+    sizes: Mapping[str, int]
+    tied: Mapping[str, str]  # our tensors that only share another's values, in no file: theirs -> the owner's
+
+    @classmethod
+    def of(cls, family: str, model: ModelSpec, form: Form = "published") -> "HfNames":
+        """Expand the table of a ``model_type`` for a model."""
+        if family not in HF_NAMES:
+            raise InputError.of("model_type", f"{family!r} has no table of names. {nearest(family, list(HF_NAMES))}")
+        wanted, graph = _parameters(model)
+        tied = {_instance(other): _instance(owner) for other, owner in graph.tied.items()}
+        rows = tuple(_expanded(HF_NAMES[family][form], model, wanted))
+        missing = sorted(wanted.keys() - {row.ours for row in rows})
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            names = f"{', '.join(missing[:3])}{more}"
+            raise InputError.of("model_type", f"{family} has no tensors for {names} of {model.name}")
+        return cls(rows, {**graph.sizes, **FUSED}, tied)
+
+    @classmethod
+    def fitting(cls, family: str, model: ModelSpec, names: Collection[str]) -> "HfNames":
+        """Expand the table of the form that has most of these names of theirs."""
+        forms: tuple[Form, ...] = ("published", "module")
+        tables = [cls.of(family, model, form) for form in forms]
+        return max(tables, key=lambda table: len(table.shapes.keys() & set(names)))
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every tensor of theirs."""
+        return {row.theirs: row.shape(self.sizes) for row in self.rows}
+
+    def patches(self) -> Mapping[str, Sequence[Patch]]:
+        """Return for every tensor of theirs what it holds of ours."""
+        found: dict[str, list[Patch]] = {}
+        for row in self.rows:
+            patch = row.patch(self.sizes)
+            assert patch, f"{row.theirs} is nothing but padding"
+            found.setdefault(row.theirs, []).append(patch)
+        return found
+
+
+def shapes_of(model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
+    """Return the shape of every tensor of ours; of tied ones, the owner's."""
+    dims, graph = _parameters(model)
+    return {name: tuple(graph.sizes[dim] for dim in found) for name, found in dims.items()}
+
+
+def _parameters(model: ModelSpec) -> tuple[Mapping[str, Dims], OpGraph]:
+    workload = Workload(seq_len=1, global_batch=1, precision=Precision.named("fp32"))
+    graph = decoder_graph(model, workload, load_kernels("torch_cpu"), micro_batch=1)
+    tied = {_instance(other) for other in graph.tied}
+    dims = {f"{name}.{t.name}": t.dims for name, block in graph.instances() for t in block.parameters}
+    return {name: found for name, found in dims.items() if name not in tied}, graph
+
+
+def _instance(parameter: str) -> str:
+    kind, _, name = parameter.partition(".")
+    return f"{kind}.0.{name}"
+
+
+def _expanded(table: Sequence[tuple[str, str, str]], model: ModelSpec, wanted: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the rows of what the model has, one per layer and expert."""
+    for theirs, axes, ours in table:
+        layers = range(model.num_layers if "{layer}" in ours else 1)
+        apart = "{expert}" in theirs
+        experts = range(model.num_experts if apart else 1)
+        for layer, expert in product(layers, experts):
+            name = ours.format(layer=layer)
+            if name in wanted:
+                dims = [f"{dim}:{expert}" if apart and dim == "experts" else dim for dim in wanted[name]]
+                there = theirs.format(layer=layer, expert=expert)
+                yield Row(there, Axes.parse(axes), name, Axes.parse(" ".join(dims)))

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from autoshard.engine.hf_weights import HfNames
+from autoshard.engine.hf_names import HfNames
 from autoshard.engine.nxd.shards import TpRank
 from autoshard.engine.patches import Axes, Patch, Range, Row
 from autoshard.errors import Fault, InputError

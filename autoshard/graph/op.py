@@ -3,7 +3,7 @@
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -99,6 +99,10 @@ class OpKind(ABC):
     @abstractmethod
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Compute the outputs with numpy; the definition that every engine must agree with."""
+
+    def torch_kernel(self, call: Call) -> Callable[..., Any] | None:
+        """Return what computes the outputs on torch tensors; autoshard's own kinds leave that to the torch engine."""
+        return None
 
     def whole_dims(self) -> Dims:
         """Return the dims that must not be cut, because every result needs all of them."""

@@ -15,6 +15,7 @@ from autoshard.layout.strategy import strategies
 from autoshard.layout.table import Setting, Table, fitted, program_of, written
 from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.codec import fingerprint
+from autoshard.plan.engine_kinds import check_kernels
 from autoshard.plan.lowering import ATOMS, KINDS, StepGraph, lowered, nominal_price, nominal_sizes, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
@@ -26,6 +27,7 @@ def with_tables(plan: Plan, cutting: Cutting) -> Plan:
 
     A table for a kind of recompute holds what differs from the block without it.
     """
+    check_kernels(plan_blocks(plan).values(), plan.engine)
     setting, tables = table_setting(plan), dict[str, Table]()
     real = frozenset(atom for atom, size in setting.atoms.items() if size > 1)
     for kind, drop in table_kinds(plan):

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.engine.base import Measured
-from autoshard.engine.ran import DryRank, RunReport, TimedStep
+from autoshard.engine.results import DryRank, RunReport, TimedStep
 from autoshard.plan.plan import Plan
 from autoshard.report.terminal import compiled_words, make_table, prediction_of
 from autoshard.spec.record import encode

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from autoshard.engine.base import Measured
-from autoshard.engine.ran import DryRank
+from autoshard.engine.results import DryRank
 from autoshard.plan.plan import Plan
 
 Counts = Callable[[Plan, int], Measured]

@@ -24,7 +24,7 @@ def builder(engine: Engine = "torch") -> Builds:
 def counter() -> Callable[[Plan, int], Measured]:
     """Return what counts a step of one rank without the others."""
     require_torch()
-    from autoshard.engine.torch.dry import counted
+    from autoshard.engine.torch.fake import counted
 
     return counted
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoshard.engine.activity import RankActivity, activity_folder
 from autoshard.engine.base import HOST, Builds, Engine, Measured, Run, StepReport
-from autoshard.engine.position import Position, positions_folder
-from autoshard.engine.ran import RunReport, SavedStep, Started, TimedStep, phase_of
+from autoshard.engine.results import RunReport, SavedStep, Started, TimedStep, phase_of
 from autoshard.errors import NotFinite
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.index import RunState
@@ -45,7 +45,7 @@ class _Agreed:
 
 def train(plan: Plan, run: Run, build: Builds, say: Say) -> RunReport:
     """Take the steps of a run on this rank, and say each when it is done; torch's world must be running."""
-    run = replace(run, position=Position(positions_folder(run.folder) / str(dist.get_rank())))
+    run = replace(run, activity=RankActivity(activity_folder(run.folder) / str(dist.get_rank())))
     with heeding_signals() as asked:
         loop = _Loop(plan, run, build, say, asked)
         with loop.loader:
@@ -106,19 +106,19 @@ class _Loop:
     def _step(self) -> tuple[TimedStep, StepReport, _Agreed]:
         """Take one step; the clock runs from when all ranks are ready until the last is done."""
         training, number = self._run.training, self._state.step + 1
-        position, rate = self._run.position, training.rate(number)
-        position.begin(number)
-        position.wait("the data of this step")
+        activity, rate = self._run.activity, training.rate(number)
+        activity.begin(number)
+        activity.wait("the data of this step")
         given = self.loader.next()
-        position.wait("all ranks to be ready")
+        activity.wait("all ranks to be ready")
         dist.barrier(self._hosts)
         start_s = time.perf_counter()
-        position.act("the step of the engine")
+        activity.act("the step of the engine")
         report = self._engine.step(given.batches, rate, self._allows)
-        position.wait("all ranks to end the step")
+        activity.wait("all ranks to end the step")
         agreed = self._agree()
         time_s = time.perf_counter() - start_s
-        position.end()
+        activity.begin(0)
         num_tokens = sum(batch["tokens"].size for batch in given.batches)
         self._state = self._after(given, num_tokens, updated=report.updated)
         timed = TimedStep(
@@ -133,9 +133,9 @@ class _Loop:
         """Let the state change if the gradient is one, and when no save reads it any more."""
         allowed = report.finite or self._extracts
         if allowed:
-            self._run.position.wait("the checkpoint to be copied")
+            self._run.activity.wait("the checkpoint to be copied")
             self._saver.wait_copied()
-            self._run.position.wait("")
+            self._run.activity.wait("")
         return allowed
 
     def _agree(self) -> _Agreed:

@@ -9,8 +9,8 @@ import time
 from collections import deque
 from pathlib import Path
 
-from autoshard.engine.position import Seen, positions_folder, seen
-from autoshard.engine.ran import WARM_UP, TimedStep
+from autoshard.engine.activity import RankStatus, activity_folder, read_status
+from autoshard.engine.results import WARM_UP, TimedStep
 from autoshard.plan.plan import Plan
 
 HUNG = 75  # exit code of a rank that ends because of a hang
@@ -23,7 +23,7 @@ class Watch:
     """Watches the ranks of this machine that keep their positions in the folder of a run."""
 
     def __init__(self, folder: Path, plan: Plan, *, here: bool) -> None:
-        self._folder, self._mesh = positions_folder(folder), plan.mesh
+        self._folder, self._mesh = activity_folder(folder), plan.mesh
         self._compiles = plan.engine == "nxd"
         predicted = plan.prediction
         self._predicted_s = predicted.high_s if predicted and here else None
@@ -49,7 +49,9 @@ class Watch:
     def hung(self) -> str:
         """Say who hangs and where; nothing while some rank moves."""
         paths = ((rank, self._folder / str(rank)) for rank in range(self._mesh.num_ranks))
-        found = {rank: one for rank, path in paths if (one := seen(path)) and one.step and _is_alive(one.process)}
+        found = {
+            rank: one for rank, path in paths if (one := read_status(path)) and one.step and _is_alive(one.process)
+        }
         if not found:
             return ""
         now_s = time.monotonic()
@@ -61,7 +63,7 @@ class Watch:
         lines += [f"  {self._line(rank, found)}" for rank in sorted(found) if rank != culprit]
         return "\n".join(lines)
 
-    def _line(self, rank: int, found: dict[int, Seen]) -> str:
+    def _line(self, rank: int, found: dict[int, RankStatus]) -> str:
         one = found[rank]
         stage = self._mesh.coordinates(rank).get("pp", 0)
         state = _STATES.get(_state(one.process), "")
@@ -70,7 +72,7 @@ class Watch:
         return f"{where} in step {one.step}, {one.action or 'before its first action'}: {doing}"
 
 
-def _suspicion(one: Seen) -> tuple[bool, bool, int, float]:
+def _suspicion(one: RankStatus) -> tuple[bool, bool, int, float]:
     """Order ranks: those that cannot run first, then those that wait for nobody, then those furthest behind."""
     return _state(one.process) not in _STATES, bool(one.waits_for), one.step, one.since_s
 

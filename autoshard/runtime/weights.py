@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from autoshard.engine.pieces import Piece
+from autoshard.engine.placement import StatePiece
 from autoshard.errors import Fault, InputError
 from autoshard.plan.plan import Plan
 from autoshard.runtime.convert.hf import CONFIG, hf_source
@@ -14,7 +14,7 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, read_config
 
 
-def read_weights(path: Path, plan: Plan, pieces: Sequence[Piece]) -> None:
+def read_weights(path: Path, plan: Plan, pieces: Sequence[StatePiece]) -> None:
     """Fill the weights among the pieces of a rank with those of a folder that has a config.json, in their formats.
 
     Every rank looks at all headers, so that all of them find the same faults.

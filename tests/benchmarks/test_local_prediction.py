@@ -3,7 +3,7 @@
 import pytest
 
 from autoshard.cost.predict import predict
-from autoshard.engine.ran import WARM_UP
+from autoshard.engine.results import WARM_UP
 from benchmarks.local_prediction import NEW, SEEN, Beside, fastest_s, fitted, judge, name_of, predicted_beside, ran
 
 FASTER = 0.4

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from autoshard.cost.resuming import resuming
-from autoshard.engine.place import Place
+from autoshard.engine.placement import MeshRank
 from autoshard.errors import InputError
 from autoshard.graph.op import Array
 from autoshard.plan.candidate import Candidate
@@ -44,7 +44,7 @@ def small(model: str, ranks: int, text: str) -> Plan:
 
 def numbers(made: Plan, rank: int) -> Held:
     """Mark in every weight of a rank the numbers of which it holds the state."""
-    place = Place(mesh=made.mesh, rank=rank, sizes=step_of(made).sizes(1))
+    place = MeshRank(mesh=made.mesh, rank=rank, sizes=step_of(made).sizes(1))
     programs, graph, found = plan_programs(made), step_of(made).graph, Held()
     held = [stage for stage in made.stages if stage.rank == place.coordinate("pp")]
     blocks = [f"layer.{stage.first_layer + index}" for stage in held for index in range(stage.num_layers)]

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from autoshard.engine.hf_names import Form
-from autoshard.engine.hf_weights import HfNames, shapes_of
+from autoshard.engine.hf_names import Form, HfNames, shapes_of
 from autoshard.spec.model import ModelSpec
 
 A = TypeVar("A")

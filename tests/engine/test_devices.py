@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-import autoshard.engine.torch.dry as dry
+import autoshard.engine.torch.fake as fake
 import autoshard.engine.torch.kernels.fused as fused
 from autoshard.engine.base import Batch, Measured
-from autoshard.engine.torch.dry import counted
-from autoshard.engine.torch.fake import faked
+from autoshard.engine.torch.fake import counted, faked
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.plan.plan import Plan
@@ -18,7 +17,7 @@ from autoshard.spec.workload import Precision
 from tests.engine.test_kernels import attention
 from tests.ranks.cases import gpt, llama, plan_of
 
-dry_batch = dry._batch
+fake_batch = fake._batch
 EXPERTS = {"num_experts": 4, "experts_per_token": 2}
 CASES = {
     "learned positions cut by cp": ("tp=1,pp=1,cp=2,dp=1,cp_order=zigzag", gpt(head_dim=8)),
@@ -53,14 +52,14 @@ def test_a_step_on_a_device_takes_no_tensor_of_the_host(name: str):
 def test_documents_are_told_apart_by_the_host(name: str, kernels, monkeypatch: pytest.MonkeyPatch):
     """Their kernels see shapes only: which part of which sequence is attended to must not depend on numbers there."""
     monkeypatch.setattr(fused, "KERNELS", kernels)
-    monkeypatch.setattr(dry, "_batch", with_documents)
+    monkeypatch.setattr(fake, "_batch", with_documents)
     text, model = CASES[name]
     plan = plan_of(text, model, documents="separate", seq_len=32)
     assert all(counted(plan, rank).memory_bytes["saved"] for rank in (0, plan.mesh.num_ranks - 1))
 
 
 def with_documents(plan: Plan) -> Batch:
-    given = dry_batch(plan)
+    given = fake_batch(plan)
     return {**given, "document_starts": random_document_starts(np.random.default_rng(0), given["tokens"].shape)}
 
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import autoshard
-from autoshard.engine.hf_names import HF_NAMES, Form
-from autoshard.engine.hf_weights import HfNames
+from autoshard.engine.hf_names import HF_NAMES, Form, HfNames
 from autoshard.errors import InputError
 from autoshard.graph.op import Array
 from autoshard.spec.hf_config import MODEL_TYPES, spec_from_config
@@ -155,7 +154,7 @@ def test_a_model_of_another_architecture_and_an_unknown_one_are_refused():
 
 
 def test_the_names_are_read_without_torch():
-    code = "import sys, autoshard.engine.hf_weights; sys.exit('torch' in sys.modules)"
+    code = "import sys, autoshard.engine.hf_names; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

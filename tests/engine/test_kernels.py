@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,27 +11,30 @@ from hypothesis import given, strategies as st
 
 import autoshard.engine.torch.kernels.attention as attention_kernels
 import autoshard.engine.torch.kernels.fused as fused
-from autoshard.engine.order import zigzag
+from autoshard.engine.nxd.blocks import COMPUTE
+from autoshard.engine.placement import zigzag
 from autoshard.engine.torch.formats import Formats
-from autoshard.engine.torch.kernels import Local, kernel
+from autoshard.engine.torch.kernels import KernelContext, Rotations, kernel_of
 from autoshard.engine.torch.kernels.attention import joined
 from autoshard.engine.torch.kernels.products import adding
-from autoshard.engine.torch.kernels.rotations import Rotations
+from autoshard.errors import InputError
 from autoshard.graph.block import Block
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.attention import Attend, AttendGradient, Rotary
 from autoshard.graph.kinds.indexing import random_document_starts
-from autoshard.graph.kinds.linear import Einsum
+from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
 from autoshard.graph.op import Array, Call, Dims, Op, OpKind, Output, Tensor
 from autoshard.layout.local import joined_attention
+from autoshard.plan.engine_kinds import KERNELS, check_kernels, has_kernel
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Documents, Precision, Workload
+from tests.engine.small_models import graph_of, small_models
 from tests.reference_step import random_weights
 
 SMALL = {"num_layers": 1, "hidden": 8, "ffn": 12, "head_dim": 4, "vocab": 11, "num_heads": 4, "num_kv_heads": 2}
-EXACT = Local(formats=Formats(exact=True))
+EXACT = KernelContext(formats=Formats(exact=True))
 QUERY: Dims = ("batch", "seq", "kv_heads", "q_group", "head_dim")
 KEY: Dims = ("batch", "kv_seq", "kv_heads", "head_dim")
 TAKEN = tuple(Tensor(name=name, dims=dims, dtype="fp32") for name, dims in (("q", QUERY), ("k", KEY), ("v", KEY)))
@@ -93,14 +97,15 @@ def computed(
             arrays = [known[name] for name in op.inputs]
             results = op.kind.evaluate(call, *arrays)
             known |= dict(zip(op.outputs, results, strict=True))
-            yield block, op, call, arrays, results
+            if not isinstance(op.kind, Deliver | Collect):  # of which ranks make copies, sums and collectives
+                yield block, op, call, arrays, results
 
 
 @pytest.mark.parametrize(("model", "documents"), QUESTIONS.values(), ids=QUESTIONS)
 def test_every_operation_of_a_step_gives_what_the_graph_gives(model: ModelSpec, documents: Documents):
     for block, op, call, arrays, results in computed(model, documents):
         tensors = [torch.from_numpy(np.array(array)) for array in arrays]
-        found = kernel(op.kind, call, EXACT)(*tensors)
+        found = kernel_of(op.kind, call, EXACT)(*tensors)
         for tensor, expected in zip(found, results, strict=True):
             np.testing.assert_allclose(tensor.numpy(), expected, rtol=1e-11, atol=1e-12, err_msg=f"{block.kind} {op}")
 
@@ -129,10 +134,10 @@ def test_a_product_whose_dims_come_in_another_order_than_the_sums_does_not_add_i
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_results_have_the_formats_of_the_plan(model: ModelSpec):
-    local = Local(formats=Formats())
+    local = KernelContext(formats=Formats())
     for block, op, call, arrays, _ in computed(model):
         pairs = zip(arrays, call.inputs, strict=True)
-        found = kernel(op.kind, call, local)(*(local.formats.tensor(array, one.dtype) for array, one in pairs))
+        found = kernel_of(op.kind, call, local)(*(local.formats.tensor(array, one.dtype) for array, one in pairs))
         for tensor, output in zip(found, call.outputs, strict=True):
             assert tensor.dtype == local.formats.of(output.dtype), f"{block.kind}.{op.name} gives {tensor.dtype}"
 
@@ -148,12 +153,37 @@ class Cube(OpKind):
         return (arrays[0] ** 3,)
 
 
-def test_an_operation_of_a_user_is_evaluated_as_it_is_defined():
-    x = Tensor(name="x", dims=("seq",), dtype="fp32")
-    (found,) = kernel(Cube(), Call(inputs=(x,), outputs=(x,), sizes={"seq": 2}), Local(formats=Formats()))(
-        torch.tensor([2.0, 3.0])
-    )
-    assert found.tolist() == [8.0, 27.0] and found.dtype == torch.float32
+class CubeOnTorch(Cube):
+    """The same with a kernel."""
+
+    def torch_kernel(self, call: Call) -> Any:
+        return lambda x: (x**3,)
+
+
+X = Tensor(name="x", dims=("seq",), dtype="fp32")
+CALL = Call(inputs=(X,), outputs=(X,), sizes={"seq": 2})
+
+
+def test_an_operation_of_a_user_runs_by_its_own_kernel():
+    (found,) = kernel_of(CubeOnTorch(), CALL, KernelContext(formats=Formats()))(torch.tensor([2.0, 3.0]))
+    assert found.tolist() == [8.0, 27.0] and has_kernel(CubeOnTorch(), "torch")
+
+
+def test_an_operation_without_a_kernel_is_refused():
+    with pytest.raises(InputError, match=r"no kernel for the kind Cube. Give the class a method torch_kernel"):
+        kernel_of(Cube(), CALL, KernelContext(formats=Formats()))
+    block = graph_of(small_models()["no option"]).block("layer")
+    ops = tuple(replace(op, kind=Cube()) if op.name == "act" else op for op in block.ops)
+    for engine, message in (("torch", "layer.act: the torch engine has no kernel"), ("nxd", "has no layer or module")):
+        with pytest.raises(InputError, match=message):
+            check_kernels([replace(block, ops=ops)], "nxd" if engine == "nxd" else "torch")
+
+
+def test_the_list_that_the_planner_reads_is_that_of_the_kernels():
+    registered = {kind.__name__ for kind in kernel_of.registry if kind.__module__.startswith("autoshard.graph")}
+    assert registered - {"OpKind"} == KERNELS["torch"]
+    experts = {"TopK", "Softmax", "Slot", "Dispatch", "Combine"}  # inside NxD's own layer
+    assert {kind.__name__ for kind in COMPUTE} | experts == KERNELS["nxd"]
 
 
 def attention(positions: Array, key_positions: Array, window: int | None, *starts: Array) -> None:
@@ -167,7 +197,7 @@ def attention(positions: Array, key_positions: Array, window: int | None, *start
     arrays += [positions, key_positions, *starts]
     forward = Call(inputs=(*TAKEN, *where), outputs=MADE, sizes=sizes)
     expected = Attend(window=window).evaluate(forward, *arrays)
-    found = kernel(Attend(window=window), forward, EXACT)(*map(torch.from_numpy, arrays))
+    found = kernel_of(Attend(window=window), forward, EXACT)(*map(torch.from_numpy, arrays))
     for tensor, array in zip(found, expected, strict=True):
         np.testing.assert_allclose(tensor.numpy(), array, rtol=1e-10, atol=1e-12)
     if not np.isfinite(expected[1]).all():  # in a ring the denominators are those of all keys
@@ -176,7 +206,7 @@ def attention(positions: Array, key_positions: Array, window: int | None, *start
     backward = Call(inputs=(MADE[0], *TAKEN, *where[:2], *MADE, *where[2:]), outputs=TAKEN, sizes=sizes)
     given_arrays = [upstream, *arrays[:5], *expected, *starts]
     slopes = AttendGradient(window=window).evaluate(backward, *given_arrays)
-    made = kernel(AttendGradient(window=window), backward, EXACT)(*map(torch.from_numpy, given_arrays))
+    made = kernel_of(AttendGradient(window=window), backward, EXACT)(*map(torch.from_numpy, given_arrays))
     for tensor, array in zip(made, slopes, strict=True):
         np.testing.assert_allclose(tensor.numpy(), array, rtol=1e-10, atol=1e-12)
 
@@ -265,7 +295,7 @@ def test_no_mask_is_as_large_as_the_scores(window: int | None):
     sizes = {"batch": 1, "seq": count, "kv_seq": count, "kv_heads": 1, "q_group": 1, "head_dim": 4}
     call = Call(inputs=TAKEN, outputs=MADE, sizes=sizes)
     given_tensors = [torch.zeros([sizes[dim] for dim in one.dims]) for one in TAKEN]
-    attend, along = kernel(kind, call, Local(formats=Formats())), torch.arange(count)
+    attend, along = kernel_of(kind, call, KernelContext(formats=Formats())), torch.arange(count)
     with Largest() as seen:
         attend(*given_tensors, along, along)
     assert seen.elements < count * count / 8

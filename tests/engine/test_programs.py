@@ -123,5 +123,5 @@ def test_a_line_that_cannot_be_executed_is_refused():
 
 
 def test_reading_a_plan_needs_no_torch():
-    code = "import sys, autoshard.engine.programs, autoshard.engine.place; assert 'torch' not in sys.modules"
+    code = "import sys, autoshard.engine.programs, autoshard.engine.placement; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

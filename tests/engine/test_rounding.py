@@ -14,7 +14,9 @@ SIGMAS = 5
 
 
 def dice(**changes: Any) -> Any:
-    return rounding.Dice(**({"seed": 3, "update": 7, "weight": "layer.0.up.weight", "whole": (256, 256)} | changes))
+    return rounding.RoundingBits(
+        **({"seed": 3, "update": 7, "weight": "layer.0.up.weight", "whole": (256, 256)} | changes)
+    )
 
 
 def all_bits(**changes: Any) -> Any:

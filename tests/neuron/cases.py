@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from autoshard.engine.base import Run, StepReport, whenever_finite
-from autoshard.engine.place import Held, assemble
 from autoshard.graph.op import Array
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
@@ -24,6 +23,7 @@ from autoshard.spec.workload import Precision, Workload
 from tests.neuron import blocks, standins
 from tests.neuron.ring import ring_attention
 from tests.ranks.cases import CLIP_NORM, Arrays, Task
+from tests.ranks.shares import Held, assemble
 from tests.tabled import tabled
 
 
@@ -225,9 +225,9 @@ def _engine(name: str, task: Task, weights: Callable[[str], Array]) -> Any:
 
         blocks.put_in_place()
         return NxdEngine(task.plan, weights, kernels=KERNELS)
-    from autoshard.engine.torch.executor import Executor
+    from autoshard.engine.torch.engine import TorchEngine
 
-    return Executor(task.plan, weights)
+    return TorchEngine(task.plan, weights)
 
 
 def saved(engine: Any) -> tuple[Saved, ...]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.engine.place import assemble
 from autoshard.plan.plan import Plan
 from tests.neuron.cases import RankFound, nxd_plan, run_nxd, whole
 from tests.ranks.cases import Arrays, Task, gpt, llama, run_steps
+from tests.ranks.shares import assemble
 from tests.ranks.spawn import on_ranks
 from tests.reference_step import StepResult
 

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 
 from autoshard.engine.base import Run
-from autoshard.engine.order import sequence_order
-from autoshard.engine.place import Held, assemble
+from autoshard.engine.placement import sequence_order
 from autoshard.engine.programs import graph_of
-from autoshard.engine.torch.executor import Executor
+from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.world import World
 from autoshard.graph.block import OpGraph
@@ -36,6 +35,7 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import AdamWConstants, Training
 from autoshard.spec.workload import Precision, Workload
+from tests.ranks.shares import Held, assemble, gradients_of, weights_of
 from tests.reference_step import StepResult, evaluate_step, random_weights
 
 Arrays = Mapping[str, Array]
@@ -155,27 +155,26 @@ class StepShare:
 EXACT, AS_PLANNED = Formats(exact=True), Formats()
 
 
-def executor_of(task: Task, formats: Formats = EXACT) -> Executor:
+def engine_of(task: Task, formats: Formats = EXACT) -> TorchEngine:
     """One rank of a task, computed in double or in the formats of its plan."""
-    return Executor(task.plan, task.weights.__getitem__, formats, Run(folder=Path(), training=task.training))
+    return TorchEngine(task.plan, task.weights.__getitem__, formats, Run(folder=Path(), training=task.training))
 
 
-def share_of(executor: Executor, task: Task, step: int = 0) -> StepShare:
+def share_of(engine: TorchEngine, task: Task, step: int = 0) -> StepShare:
     """Run a step, and take what this rank has of it."""
-    report = executor.step(task.steps[step], task.learning_rate)
-    shares = executor.shares()
-    return StepShare(loss=report.loss, norm=report.norm, gradients=shares.gradients, weights=shares.weights)
+    report = engine.step(task.steps[step], task.learning_rate)
+    return StepShare(loss=report.loss, norm=report.norm, gradients=gradients_of(engine), weights=weights_of(engine))
 
 
 def run_steps(task: Task, formats: Formats = EXACT) -> list[StepShare]:
     """What every rank runs."""
-    executor = executor_of(task, formats)
-    return [share_of(executor, task, step) for step in range(len(task.steps))]
+    engine = engine_of(task, formats)
+    return [share_of(engine, task, step) for step in range(len(task.steps))]
 
 
 def run_counted(task: Task) -> Counter[str]:
     """Run, and count the calls of torch.distributed that this rank made."""
-    executor = executor_of(task)
+    engine = engine_of(task)
     calls: Counter[str] = Counter()
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,13 +195,13 @@ def run_counted(task: Task) -> Counter[str]:
 
     replaced = {name: counted(name, getattr(dist, name)) for name in CALLS}
     with patched({**replaced, "P2POp": message(dist.P2POp)}):
-        executor.step(task.steps[0], task.learning_rate)
+        engine.step(task.steps[0], task.learning_rate)
     return calls
 
 
 def run_most_under_way(task: Task) -> int:
     """Run, and return how many messages this rank has sent at most that it does not know to be taken."""
-    executor, most = executor_of(task), 0
+    engine, most = engine_of(task), 0
     send = World.send
 
     def sending(world: World, *args: Any) -> None:
@@ -212,7 +211,7 @@ def run_most_under_way(task: Task) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(World, "send", sending)
-        executor.step(task.steps[0], task.learning_rate)
+        engine.step(task.steps[0], task.learning_rate)
     return most
 
 
@@ -220,9 +219,9 @@ def run_dropping(task: Task, name: str, num_calls: int) -> list[StepShare]:
     """Run the step once for each call of a collective, which then does nothing to what this rank has."""
     shares: list[StepShare] = []
     for dropped in range(num_calls):
-        executor = executor_of(task)
+        engine = engine_of(task)
         with patched({name: _without_call(name, dropped)}):
-            shares.append(share_of(executor, task))
+            shares.append(share_of(engine, task))
     return shares
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import autoshard.engine.torch.kernels.attention as attention_kernels
 import autoshard.engine.torch.kernels.indexing as indexing_kernels
-from autoshard.engine.order import sequence_order
+from autoshard.engine.placement import sequence_order
 from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
 from autoshard.plan.plan import Plan

@@ -24,7 +24,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, table_setting
 from autoshard.plan.verify import verify
 from autoshard.spec.mesh import axis_of_atoms
-from tests.ranks.cases import StepShare, Task, compare, executor_of, llama, plan_of, share_of
+from tests.ranks.cases import StepShare, Task, compare, engine_of, llama, plan_of, share_of
 from tests.ranks.spawn import on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -193,8 +193,8 @@ def run_all(task: Task, plans: Sequence[Plan]) -> list[Ran]:
     """What every rank runs: the same step as each of the plans says."""
     found: list[Ran] = []
     for plan in plans:
-        executor = executor_of(replace(task, plan=plan))
-        found.append(Ran(share=share_of(executor, task), calls=executor.measured().calls))
+        engine = engine_of(replace(task, plan=plan))
+        found.append(Ran(share=share_of(engine, task), calls=engine.measured().calls))
     return found
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-import autoshard.engine.torch.executor as executor_module
-from autoshard.engine.torch.lanes import refuse_crossing
+import autoshard.engine.torch.engine as engine_module
+from autoshard.engine.torch.world import refuse_crossing
 from autoshard.errors import InputError
 from autoshard.schedule.schedule import Schedule
 from tests.ranks.cases import Task, compare, gpt, llama, patched, plan_of, run_steps
@@ -42,7 +42,7 @@ def run_without_tags(task: Task) -> Any:
         return wrapped
 
     with pytest.MonkeyPatch.context() as patch, patched({name: untagged(getattr(dist, name)) for name in TAGGED}):
-        patch.setattr(executor_module, "lane_backend", lambda _: "gloo")
+        patch.setattr(engine_module, "channel_backend", lambda _: "gloo")
         return run_steps(task)
 
 

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from autoshard.engine.order import sequence_order
-from autoshard.engine.place import Place, assemble
+from autoshard.engine.placement import MeshRank, sequence_order
 from autoshard.engine.programs import programs_of
 from autoshard.engine.torch import block
 from autoshard.engine.torch.collectives import Change, communication
-from autoshard.engine.torch.executor import Executor
-from autoshard.engine.torch.world import Group, World
+from autoshard.engine.torch.engine import TorchEngine
+from autoshard.engine.torch.world import RankGroup, World
 from autoshard.layout.collective import Collective
 from autoshard.layout.program import Communicate, Compute, Given
 from autoshard.plan.plan import Plan
@@ -35,6 +34,7 @@ from tests.ranks.cases import (
     torch_adamw,
 )
 from tests.ranks.matrix import FEATURES, IMPOSSIBLE, Row
+from tests.ranks.shares import assemble
 from tests.ranks.spawn import on_ranks
 from tests.reference_step import StepResult
 
@@ -236,19 +236,19 @@ def labels_in_order(task: Task) -> Task:
     return replace(task, steps=(tuple({**batch, "labels": batch["labels"][:, back]} for batch in step),))
 
 
-def own_part(group: Group, whole: torch.Tensor) -> torch.Tensor:
+def own_part(group: RankGroup, whole: torch.Tensor) -> torch.Tensor:
     """A reduce-scatter without the reduction."""
     return whole.contiguous().chunk(len(group.ranks))[group.number].clone()
 
 
-def without_copies(world: World, place: Place, change: Communicate) -> Change:
+def without_copies(world: World, place: MeshRank, change: Communicate) -> Change:
     """Leave out every sum over the ranks that hold the same keys."""
     if change.collective.atoms == ("rep",) and change.collective.kind == "all_reduce":
         return torch.clone
     return communication(world, place, change)
 
 
-def not_added(one: Executor) -> None:
+def not_added(one: TorchEngine) -> None:
     """Leave the gradients of tied weights where they are."""
 
 
@@ -258,10 +258,13 @@ GIVEN = {
     "labels in another order than tokens": (labels_in_order, {"cp": "zigzag"}),
 }
 REPLACED = {
-    "a reduce-scatter that does not sum": ((Group, "reduce_scatter", own_part), {"tp": "1", "zero": "1"}),
-    "reduce-scatters of activations that do not sum": ((Group, "reduce_scatter", own_part), {"sp": "yes", "zero": "0"}),
+    "a reduce-scatter that does not sum": ((RankGroup, "reduce_scatter", own_part), {"tp": "1", "zero": "1"}),
+    "reduce-scatters of activations that do not sum": (
+        (RankGroup, "reduce_scatter", own_part),
+        {"sp": "yes", "zero": "0"},
+    ),
     "gradients of copied keys": ((block, "communication", without_copies), {"kv": "copied", "sp": "no"}),
-    "gradients of tied weights": ((Executor, "_tie_gradients", not_added), {"tied": "yes", "pipe": "gpipe"}),
+    "gradients of tied weights": ((TorchEngine, "_tie_gradients", not_added), {"tied": "yes", "pipe": "gpipe"}),
 }
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from autoshard.engine.base import Measured
-from autoshard.engine.torch.executor import Executor
+from autoshard.engine.torch.engine import TorchEngine
 from autoshard.spec.workload import Precision
 from tests.ranks.cases import COPIED, Task, gpt, llama, plan_of
 from tests.ranks.spawn import on_ranks
@@ -52,9 +52,9 @@ CASES = {
 
 
 def measure(task: Task) -> Measured:
-    executor = Executor(task.plan, task.weights.__getitem__)
-    executor.step(task.steps[0], task.learning_rate)
-    return executor.measured()
+    engine = TorchEngine(task.plan, task.weights.__getitem__)
+    engine.step(task.steps[0], task.learning_rate)
+    return engine.measured()
 
 
 @pytest.mark.parametrize(("text", "model"), CASES.values(), ids=CASES)

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoshard.engine.place import assemble
 from autoshard.engine.programs import graph_of
 from autoshard.graph.kinds.optimizer import AdamW
 from autoshard.spec.training import Training
@@ -19,13 +18,14 @@ from tests.ranks.cases import (
     NOTHING,
     StepShare,
     Task,
-    executor_of,
+    engine_of,
     gpt,
     llama,
     plan_of,
     run_steps,
     share_of,
 )
+from tests.ranks.shares import assemble
 from tests.ranks.spawn import on_ranks
 from tests.ranks.test_matrix import with_rounded_weights
 
@@ -83,7 +83,7 @@ def test_replicas_round_alike_and_each_weight_to_a_neighbour(text, model, pins):
 def run_interrupted(task: Task, after: int) -> tuple[list[StepShare], list[StepShare]]:
     """All steps at once; and again, with another rank's memory in between."""
     straight = run_steps(task, AS_PLANNED)
-    first, second = (executor_of(task, AS_PLANNED) for _ in range(2))
+    first, second = (engine_of(task, AS_PLANNED) for _ in range(2))
     for step in range(after):
         share_of(first, task, step)
     for old, new in zip(first.pieces(), second.pieces(), strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autoshard.engine.base import Measured
-from autoshard.engine.ran import RunReport, TimedStep
+from autoshard.engine.results import RunReport, TimedStep
 from autoshard.plan.prediction import Compiling
 from autoshard.report.ran import alike_ranks, ran_json, ran_report, ran_summary, start_lines, step_line
 from tests.report.printed import printed

@@ -11,10 +11,9 @@ from autoshard.cli import main
 from autoshard.engine.base import Measured
 from autoshard.engine.initial import InitialWeights, no_weights
 from autoshard.engine.programs import graph_of
-from autoshard.engine.ran import DryRank
-from autoshard.engine.torch.dry import counted
-from autoshard.engine.torch.executor import Executor
-from autoshard.engine.torch.fake import faked
+from autoshard.engine.results import DryRank
+from autoshard.engine.torch.engine import TorchEngine
+from autoshard.engine.torch.fake import counted, faked
 from autoshard.engine.torch.formats import NOWHERE, Formats
 from autoshard.errors import InputError
 from autoshard.plan.codec import load
@@ -51,9 +50,9 @@ FAST = ("ZeRO-1", "halves of backward", "a ring", "experts and tp", "tied embedd
 
 
 def measure(plan: Plan) -> Measured:
-    executor = Executor(plan, InitialWeights(graph=graph_of(plan), seed=0))
-    executor.step(synthetic_step(plan), learning_rate=0.0)
-    return executor.measured()
+    engine = TorchEngine(plan, InitialWeights(graph=graph_of(plan), seed=0))
+    engine.step(synthetic_step(plan), learning_rate=0.0)
+    return engine.measured()
 
 
 @pytest.mark.ranks
@@ -99,7 +98,7 @@ def test_a_wrong_shape_is_found() -> None:
     plan = plan_of("tp=2,pp=1,dp=1", llama())
     weights = no_weights(graph_of(plan))
     with pytest.raises(RuntimeError, match="split_sizes"), faked(1, 2):
-        Executor(plan, lambda name: weights(name)[..., :-1], Formats(device=NOWHERE))
+        TorchEngine(plan, lambda name: weights(name)[..., :-1], Formats(device=NOWHERE))
     assert not dist.is_initialized()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from autoshard.engine.base import Measured, Run
-from autoshard.engine.ran import RunReport, TimedStep
+from autoshard.engine.results import RunReport, TimedStep
 from autoshard.runtime.data.batches import synthetic_step
 from autoshard.runtime.launch import Placing, launch
 from autoshard.spec.training import Training

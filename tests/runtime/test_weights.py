@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from autoshard.engine.base import Run
-from autoshard.engine.pieces import Piece
-from autoshard.engine.torch.engine import TorchEngine
+from autoshard.engine.placement import StatePiece
+from autoshard.engine.torch.engine import build
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.runtime.weights import read_weights
@@ -77,7 +77,7 @@ def plan_for(folder: Path, text: str, precision: str = "fp32") -> Plan:
 
 def first_step(plan: Plan, folder: Path) -> tuple[float, float]:
     """What every rank runs: the engine of a run, filled from a folder; transformers shifts the labels by itself."""
-    engine = TorchEngine(plan, Run(folder=folder, training=Training(seed=9)))
+    engine = build(plan, Run(folder=folder, training=Training(seed=9)))
     read_weights(folder, plan, engine.pieces())
     engine.restored(0)
     labels, weight = np.roll(TOKENS, -1, axis=1), np.full(TOKENS.shape, 1 / (BATCH * (SEQ - 1)))
@@ -135,9 +135,9 @@ def test_every_family_of_the_table_is_tried():
 # -- formats ---------------------------------------------------------------------------------------
 
 
-def box(weight: str, shape: tuple[int, ...], dtype: torch.dtype, **changes: Any) -> Piece:
+def box(weight: str, shape: tuple[int, ...], dtype: torch.dtype, **changes: Any) -> StatePiece:
     given: dict[str, Any] = {"weight": weight, "part": "weight", "whole": shape, "offsets": (0,) * len(shape)}
-    return Piece(**{**given, "memory": torch.full(shape, 7.0, dtype=dtype), **changes})
+    return StatePiece(**{**given, "memory": torch.full(shape, 7.0, dtype=dtype), **changes})
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])

@@ -8,8 +8,8 @@ import numpy as np
 
 from autoshard.engine.base import Measured, Run, whenever_finite
 from autoshard.engine.programs import graph_of
-from autoshard.engine.ran import RunReport, SavedStep, Started, TimedStep
-from autoshard.engine.torch.executor import Executor
+from autoshard.engine.results import RunReport, SavedStep, Started, TimedStep
+from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.formats import Formats
 from autoshard.plan.plan import Plan
 from autoshard.runtime.engines import builder
@@ -31,16 +31,16 @@ class Double:
 
     def __init__(self, plan, run):
         weights = random_weights(graph_of(plan), np.random.default_rng(run.training.seed), scale=0.02)
-        self.executor = Executor(plan, weights.__getitem__, Formats(exact=True))
+        self.engine = TorchEngine(plan, weights.__getitem__, Formats(exact=True))
 
     def step(self, micro_batches, learning_rate, allows=whenever_finite):
-        return self.executor.step(micro_batches, learning_rate, allows)
+        return self.engine.step(micro_batches, learning_rate, allows)
 
     def pieces(self):
-        return self.executor.pieces()
+        return self.engine.pieces()
 
     def restored(self, num_updates):
-        self.executor.restored(num_updates)
+        self.engine.restored(num_updates)
 
     def measured(self):
         return Measured(memory_bytes={"weights": 4}, calls={}, sent_bytes={})

@@ -133,7 +133,7 @@ def _activations(block: Block, op: Op) -> list[str]:
 
 def compute_of(block: Block, op: Op) -> Compute:
     """Return what computes an operation that no layer of NxD stands for."""
-    make = _COMPUTE.get(type(op.kind))
+    make = COMPUTE.get(type(op.kind))
     if make is None:
         where = f"{block.kind}.{op.name}"
         raise InputError.of(where, f"the nxd engine has no module for the kind {op.kind.label}. Use --engine torch")
@@ -205,7 +205,7 @@ _FUNCTIONS: Mapping[str, Compute] = {
     "silu": functional.silu, "gelu": functional.gelu, "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu, "exp": torch.exp, "log": torch.log,
 }  # fmt: skip
-_COMPUTE: Mapping[type, Callable[[Any, Call], Compute]] = {
+COMPUTE: Mapping[type, Callable[[Any, Call], Compute]] = {
     Lookup: lambda kind, call: functional.embedding,
     Einsum: _einsum,
     Norm: _norm,

@@ -18,7 +18,7 @@ from autoshard.engine.nxd.library import groups, named, trainer
 from autoshard.engine.nxd.lowering import INPUTS, Lowering, lowering_of
 from autoshard.engine.nxd.model import Built, Kernels, Placed, build_model, positions_of, tie
 from autoshard.engine.nxd.state import State
-from autoshard.engine.pieces import Piece
+from autoshard.engine.placement import StatePiece
 from autoshard.engine.programs import graph_of
 from autoshard.graph.block import OpGraph
 from autoshard.graph.kinds.optimizer import AdamW
@@ -78,7 +78,7 @@ class NxdEngine:
         named("mark_step")()  # what is traced until here runs as one graph
         return report
 
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self) -> Sequence[StatePiece]:
         """Return what this rank holds of the state; of a device's, copies as of now."""
         return self.state.pieces()
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from autoshard.engine.nxd.library import groups, named
 from autoshard.engine.nxd.model import Built, Placed
 from autoshard.engine.nxd.shards import patches_of
-from autoshard.engine.pieces import Part, Piece, saves_alone
+from autoshard.engine.placement import StatePart, StatePiece, saves_alone
 from autoshard.plan.candidate import Zero
 from autoshard.plan.nxd.form import TP, FormPiece
 
-_MOMENTS: Mapping[Part, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}  # as torch.optim.AdamW names them
+_MOMENTS: Mapping[StatePart, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}  # as torch.optim.AdamW names them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +55,7 @@ class State:
                     placed=self._built.placed[names[parameter]], parameter=parameter, updated=updated, rows=rows
                 )
 
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[StatePiece, ...]:
         """Return the boxes of weights and moments that this rank holds."""
         self.forget()
         return tuple(piece for one in self.holdings for piece in self._pieces(one))
@@ -77,16 +77,16 @@ class State:
         """Let go of copies that nobody will fill any more."""
         self._copies = []
 
-    def _pieces(self, one: Holding) -> Iterator[Piece]:
+    def _pieces(self, one: Holding) -> Iterator[StatePiece]:
         holds, instance = one.placed.holds, one.placed.instance
         state = self.stepping.state.get(one.updated, {})
-        memories: dict[Part, Tensor] = {"weight": self._memory(one.updated.detach())}
+        memories: dict[StatePart, Tensor] = {"weight": self._memory(one.updated.detach())}
         memories |= {part: self._memory(state[name]) for part, name in _MOMENTS.items() if name in state}
         found = list(patches_of(holds, self._built.rank, self._built.sizes, self._built.whole))
         for part, memory in memories.items():
             for patch, its in ((part, its) for whole, its in found for part in whole.rows(*one.rows)):
                 weight, shape = f"{instance}.{its.tensor}", tuple(self._built.whole[dim] for dim in its.dims)
-                yield Piece(
+                yield StatePiece(
                     weight=weight, part=part, whole=shape, offsets=patch.box[0], memory=patch.view(memory),
                     saves=saves_alone(weight, *self._alike(its)),
                 )  # fmt: skip

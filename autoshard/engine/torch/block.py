@@ -1,19 +1,17 @@
 """One block on one rank: its program executed literally, forward and backward, instruction by instruction."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from autoshard.engine.place import Place, dims_of
+from autoshard.engine.placement import MeshRank, dims_of
 from autoshard.engine.programs import BlockProgram
-from autoshard.engine.torch.collectives import communication
+from autoshard.engine.torch.collectives import around_ring, communication
 from autoshard.engine.torch.formats import Formats
-from autoshard.engine.torch.kernels import Kernel, Local, kernel
+from autoshard.engine.torch.kernels import Kernel, KernelContext, Rotations, kernel_of
 from autoshard.engine.torch.kernels.products import adding
-from autoshard.engine.torch.kernels.rotations import Rotations
-from autoshard.engine.torch.ring import around
 from autoshard.engine.torch.world import World
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
@@ -35,69 +33,65 @@ Giving = Callable[[str], torch.Tensor]  # what is there before a block starts, b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """What all blocks of a rank share: where it stands, its groups, formats, and the positions of the sequence."""
+class RankContext:
+    """What all blocks of a rank share: its place on the mesh, its groups, formats, and positions of the sequence."""
 
     world: World
-    place: Place
+    mesh_rank: MeshRank
     formats: Formats
     positions: torch.Tensor  # of the whole sequence, in the order in which it is cut
     rotations: Rotations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """An instruction, ready to run: what it reads and writes, and what nobody reads after it."""
+class _LocalStep:
+    """An instruction, ready to run, or a product that adds to a sum of gradients by itself."""
 
     run: Kernel | None  # None: takes what is given
-    reads: tuple[str, ...]
+    reads: tuple[str, ...]  # values; of what is given the tensor
     writes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    drops: tuple[str, ...]
+    drops: tuple[str, ...] = ()  # what nobody reads after it
+
+    @property
+    def touched(self) -> tuple[str, ...]:
+        """Every value that it reads or writes, once."""
+        return tuple(dict.fromkeys((*(self.reads if self.run else ()), *self.writes)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRun:
     """Executes a block's program on one rank; a part of it for each kind of action."""
 
-    place: Place
     parts: BlockProgram
-    steps: Mapping[str, tuple[_Step, ...]]
+    steps: Mapping[str, tuple[_LocalStep, ...]]
     made: Mapping[str, Mapping[str, str]]  # by kind of action the results, by tensor
-    handed_back: str | None
     waiting: frozenset[str]  # values that I leaves for W
 
     @classmethod
-    def of(cls, bench: Bench, parts: BlockProgram) -> "BlockRun":
+    def of(cls, context: RankContext, parts: BlockProgram) -> "BlockRun":
         """Make ready what every action runs."""
         results = {value.name for value in parts.program.results.values()}
         waiting = frozenset(name for entry in parts.part("W") for name in read_by(entry))
+        backward = {name for entry in parts.backward for name in read_by(entry)}
         later = {
-            "F": {name for entry in parts.backward for name in read_by(entry)} | {_handed_on(parts).name},
-            "B": results,
-            "I": waiting | results,
-            "W": results,
-        }
-        entries = {kind: _with_weights(parts, parts.part(kind)) for kind in later}
-        steps = {kind: tuple(_steps(bench, parts, entries[kind], kept)) for kind, kept in later.items()}
+            "F": backward | {parts.program.results[parts.handed_on].name},
+            "B": results, "I": waiting | results, "W": results,
+        }  # fmt: skip
+        steps = {kind: tuple(_steps(context, parts, kind, kept)) for kind, kept in later.items()}
         made = {kind: {tensor: value.name for tensor, value in parts.made(kind).items()} for kind in later}
-        return cls(
-            place=bench.place, parts=parts, steps=steps, made=made, handed_back=parts.handed_back, waiting=waiting
-        )
+        return cls(parts=parts, steps=steps, made=made, waiting=waiting)
 
     def forward(self, giving: Giving) -> tuple[torch.Tensor, Values]:
         """Run the forward pass; return what is handed on, and all values that backward reads."""
         values: Values = {}
         self._execute("F", giving, values)
-        name = _handed_on(self.parts).name
+        name = self.parts.program.results[self.parts.handed_on].name
         read = any(name in step.reads for step in self.steps["B"])
         return (values[name] if read else values.pop(name)), values
 
     def backward(self, kind: ActionKind, giving: Giving, values: Values) -> Values:
-        """Run the backward pass (B) or a half of it (I, W); return what it makes.
-
-        That is by tensor sums of gradients, and what is handed back.
-        """
+        """Run B, or a half of it (I, W); return sums of gradients and what is handed back, by tensor."""
         self._execute(kind, giving, values)
         results = {tensor: values[name] for tensor, name in self.made[kind].items()}
         if kind == "I":
@@ -118,13 +112,19 @@ class BlockRun:
                 del values[name]
 
 
-def _handed_on(parts: BlockProgram) -> Value:
-    return parts.program.results[parts.handed_on]
-
-
-def _with_weights(parts: BlockProgram, entries: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """Let a part take weights that another part took first: nobody keeps them meanwhile."""
+def _steps(context: RankContext, parts: BlockProgram, kind: str, kept: set[str]) -> Iterator[_LocalStep]:
+    """Make instructions ready; after its last reader a value goes, unless a later part reads it."""
     weights = {tensor.name for tensor in parts.block.parameters}
+    kept = kept - weights
+    entries = _with_weights(parts, parts.part(kind), weights)
+    steps = tuple(_kept_steps(context, parts, entries, kept))
+    last = {name: number for number, step in enumerate(steps) for name in step.touched}
+    for number, step in enumerate(steps):
+        yield replace(step, drops=tuple(name for name in step.touched if last[name] == number and name not in kept))
+
+
+def _with_weights(parts: BlockProgram, entries: Sequence[Instruction], weights: set[str]) -> tuple[Instruction, ...]:
+    """Let a part take weights that another part took first: nobody keeps them meanwhile."""
     taken = {name for entry in entries if isinstance(entry, Given) for name in written_by(entry)}
     read = {name for entry in entries for name in read_by(entry)}
     given = (entry for entry in parts.program.instructions if isinstance(entry, Given))
@@ -132,71 +132,32 @@ def _with_weights(parts: BlockProgram, entries: Sequence[Instruction]) -> tuple[
     return (*missing, *entries)
 
 
-def _steps(bench: Bench, parts: BlockProgram, entries: Sequence[Instruction], kept: set[str]) -> Iterator[_Step]:
-    """Make instructions ready; after its last reader a value goes, unless a later part wants it."""
-    weights = {tensor.name for tensor in parts.block.parameters}
-    kept = kept - weights
-    tasks = tuple(_tasks(bench, parts, entries, kept))
-    last: dict[str, int] = {}
-    for number, task in enumerate(tasks):
-        last |= dict.fromkeys(task.touched, number)
-    for number, task in enumerate(tasks):
-        yield _Step(
-            run=task.run,
-            reads=task.reads,
-            writes=tuple(value.name for value in task.writes),
-            shapes=tuple(bench.place.shape(value.layout) for value in task.writes),
-            drops=tuple(name for name in task.touched if last[name] == number and name not in kept),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Task:
-    """What runs as one: an instruction, or a product that adds to a sum of gradients by itself."""
-
-    run: Kernel | None
-    reads: tuple[str, ...]  # values; of what is given the tensor
-    writes: tuple[Value, ...]
-
-    @property
-    def touched(self) -> Iterable[str]:
-        """Every value that it reads or writes, once."""
-        read = self.reads if self.run else ()
-        return dict.fromkeys((*read, *(value.name for value in self.writes)))
-
-
-def _tasks(bench: Bench, parts: BlockProgram, entries: Sequence[Instruction], kept: set[str]) -> Iterator[_Task]:
+def _kept_steps(
+    context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], kept: set[str]
+) -> Iterator[_LocalStep]:
     """Yield what runs; a gradient that nothing but its sum reads is never held where one kernel can add it."""
-    read = Counter(name for entry in entries for name in read_by(entry))
+    num_readers = Counter(name for entry in entries for name in read_by(entry))
     made = {entry.writes[0].name: entry for entry in entries if isinstance(entry, Compute)}
-    sums = [entry for entry in made.values() if isinstance(entry.op.kind, Accumulate)]
-    alone = [entry for entry in sums if read[entry.reads[1].name] == 1 and entry.reads[1].name not in kept]
-    added: dict[str, _Task] = {}
-    for entry in alone:
-        product = made.get(entry.reads[1].name)
-        run = product and _adding(bench, parts, product, entry)
-        if product and run:
-            task = _Task(run=run, reads=(entry.reads[0].name, *read_by(product)), writes=entry.writes)
-            added |= {entry.writes[0].name: task, product.writes[0].name: task}
+    added: dict[str, tuple[Kernel, tuple[str, ...]]] = {}
+    for name, entry in made.items():
+        if isinstance(entry.op.kind, Accumulate):
+            total, gradient = (value.name for value in entry.reads)
+            product = made.get(gradient) if num_readers[gradient] == 1 and gradient not in kept else None
+            if product and (run := _adding(context, parts, product, entry)):
+                added |= {name: (run, (total, *read_by(product))), gradient: (run, ())}
     for entry in entries:
-        name = written_by(entry)[0]
-        if name not in added:
-            reads = (entry.value.tensor,) if isinstance(entry, Given) else read_by(entry)
-            yield _Task(run=_kernel(bench, parts, entry), reads=reads, writes=_made(entry))
-        elif added[name].writes[0].name == name:
-            yield added[name]
+        writes = _written(entry)
+        run, reads = added.get(writes[0].name) or (_kernel(context, parts, entry), _read(entry))
+        if reads or writes[0].name not in added:
+            shapes = tuple(context.mesh_rank.shape(value.layout) for value in writes)
+            yield _LocalStep(run=run, reads=reads, writes=tuple(value.name for value in writes), shapes=shapes)
 
 
-def _adding(bench: Bench, parts: BlockProgram, product: Compute, entry: Compute) -> Kernel | None:
-    """Return what adds a product to a sum in one go; None where it is no product, or of another format."""
-    if not isinstance(product.op.kind, Einsum):
-        return None
-    call = parts.block.call(product.op, _sizes(bench, product))
-    dtypes = {bench.formats.of(parts.block.tensors[value.tensor].dtype) for value in (*product.reads, *entry.writes)}
-    return adding(product.op.kind, call) if len(dtypes) == 1 else None
+def _read(entry: Instruction) -> tuple[str, ...]:
+    return (entry.value.tensor,) if isinstance(entry, Given) else read_by(entry)
 
 
-def _made(entry: Instruction) -> tuple[Value, ...]:
+def _written(entry: Instruction) -> tuple[Value, ...]:
     match entry:
         case Given(value=value):
             return (value,)
@@ -206,36 +167,43 @@ def _made(entry: Instruction) -> tuple[Value, ...]:
             return (entry.writes,)
 
 
-def _kernel(bench: Bench, parts: BlockProgram, entry: Instruction) -> Kernel | None:
+def _adding(context: RankContext, parts: BlockProgram, product: Compute, entry: Compute) -> Kernel | None:
+    """Return what adds a product to a sum in one call; None where it is no product, or of another format."""
+    if not isinstance(product.op.kind, Einsum):
+        return None
+    tensors = [parts.block.tensors[value.tensor] for value in (*product.reads, *entry.writes)]
+    one_format = len({context.formats.of(tensor.dtype) for tensor in tensors}) == 1
+    return adding(product.op.kind, parts.block.call(product.op, _sizes(context, product))) if one_format else None
+
+
+def _kernel(context: RankContext, parts: BlockProgram, entry: Instruction) -> Kernel | None:
     match entry:
         case Given():
             return None
         case Compute():
-            return _compute(bench, parts, entry)
+            bounds = _bounds(context, entry)
+            local = KernelContext(formats=context.formats, bounds=bounds, rotations=context.rotations)
+            found = kernel_of(entry.op.kind, parts.block.call(entry.op, _sizes(context, entry)), local)
+            ring = entry.ring
+            return around_ring(context.world, context.mesh_rank, entry, found, context.positions) if ring else found
         case Communicate():
-            change = communication(bench.world, bench.place, entry)
+            change = communication(context.world, context.mesh_rank, entry)
             return lambda block: (change(block),)
         case CountOnce(atoms=atoms):
-            first = bench.place.is_first(atoms)
+            first = context.mesh_rank.is_first(atoms)
             return lambda block: (block if first else torch.zeros_like(block),)
         case Sum(reads=reads, writes=writes):
             return _sum(reads, writes)
 
 
-def _compute(bench: Bench, parts: BlockProgram, compute: Compute) -> Kernel:
-    local = Local(formats=bench.formats, bounds=_bounds(bench, compute), rotations=bench.rotations)
-    found = kernel(compute.op.kind, parts.block.call(compute.op, _sizes(bench, compute)), local)
-    return around(bench.world, bench.place, compute, found, bench.positions) if compute.ring else found
-
-
-def _bounds(bench: Bench, compute: Compute) -> Mapping[str, tuple[int, int]]:
+def _bounds(context: RankContext, compute: Compute) -> Mapping[str, tuple[int, int]]:
     """Return which part of each cut dim this rank computes."""
-    return {dim: bench.place.dim_bounds(dim, atoms) for dim, atoms in compute.cuts.items() if atoms}
+    return {dim: context.mesh_rank.dim_bounds(dim, atoms) for dim, atoms in compute.cuts.items() if atoms}
 
 
-def _sizes(bench: Bench, compute: Compute) -> Mapping[str, int]:
-    parts = {dim: stop - start for dim, (start, stop) in _bounds(bench, compute).items()}
-    return {**bench.place.sizes, **parts}
+def _sizes(context: RankContext, compute: Compute) -> Mapping[str, int]:
+    own = {dim: stop - start for dim, (start, stop) in _bounds(context, compute).items()}
+    return {**context.mesh_rank.sizes, **own}
 
 
 def _sum(reads: Sequence[Value], writes: Value) -> Kernel:

@@ -1,21 +1,28 @@
-"""Each kind of collective of a program on a rank's block; blocks that do not divide travel padded."""
+"""Each kind of collective of a program on a rank's block, and attention whose keys travel around a ring of ranks.
+
+Blocks that do not divide travel padded.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from autoshard.engine.place import Place, dims_of
-from autoshard.engine.torch.world import Group, World
+from autoshard.engine.placement import MeshRank, dims_of
+from autoshard.engine.torch.kernels import Kernel
+from autoshard.engine.torch.kernels.attention import joined
+from autoshard.engine.torch.world import RankGroup, RingTransfer, World
 from autoshard.errors import InputError
+from autoshard.graph.kinds.attention import Attend
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Layout
-from autoshard.layout.program import Communicate
+from autoshard.layout.program import Communicate, Compute
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def communication(world: World, place: Place, change: Communicate) -> Change:
+def communication(world: World, mesh_rank: MeshRank, change: Communicate) -> Change:
     """Return what executes one collective of a program on this rank's block."""
     collective, before, after = change.collective, change.reads.layout, change.writes.layout
     group = world.group(collective.atoms)
@@ -25,21 +32,23 @@ def communication(world: World, place: Place, change: Communicate) -> Change:
             return _all_reduce(group, largest=collective.kind == "all_reduce_max")
         case "all_gather":
             axis = _axis(before, collective)
-            return _all_gather(group, axis, [place.at(rank).shape(before)[axis] for rank in group.ranks])
+            return _all_gather(group, axis, [mesh_rank.at(rank).shape(before)[axis] for rank in group.ranks])
         case "reduce_scatter":
             axis = _axis(before, collective)
-            return _reduce_scatter(group, axis, [_inside(place.at(rank), axis, before, after) for rank in group.ranks])
+            return _reduce_scatter(
+                group, axis, [_inside(mesh_rank.at(rank), axis, before, after) for rank in group.ranks]
+            )
         case "all_to_all":
-            return _all_to_all(group, place, collective, before, after)
+            return _all_to_all(group, mesh_rank, collective, before, after)
         case "slice":
             axis = _axis(before, collective)
-            start, stop = _inside(place, axis, before, after)
+            start, stop = _inside(mesh_rank, axis, before, after)
             return lambda block: block.narrow(axis, start, stop - start).clone()
         case _:
             raise InputError.of(change.entry, f"{collective} is not executed by the torch engine yet")
 
 
-def _all_reduce(group: Group, *, largest: bool) -> Change:
+def _all_reduce(group: RankGroup, *, largest: bool) -> Change:
     def reduce(block: torch.Tensor) -> torch.Tensor:
         total = block.clone(memory_format=torch.contiguous_format)
         group.all_reduce(total, largest=largest)
@@ -48,7 +57,7 @@ def _all_reduce(group: Group, *, largest: bool) -> Change:
     return reduce
 
 
-def _all_gather(group: Group, axis: int, counts: Sequence[int]) -> Change:
+def _all_gather(group: RankGroup, axis: int, counts: Sequence[int]) -> Change:
     most = max(counts)
     even = len(set(counts)) == 1
 
@@ -63,7 +72,7 @@ def _all_gather(group: Group, axis: int, counts: Sequence[int]) -> Change:
     return gather
 
 
-def _reduce_scatter(group: Group, axis: int, spans: Sequence[tuple[int, int]]) -> Change:
+def _reduce_scatter(group: RankGroup, axis: int, spans: Sequence[tuple[int, int]]) -> Change:
     counts = [stop - start for start, stop in spans]
     most, mine = max(counts), counts[group.number]
     even = len(set(counts)) == 1 and all(one[1] == other[0] for one, other in pairwise(spans))
@@ -77,10 +86,10 @@ def _reduce_scatter(group: Group, axis: int, spans: Sequence[tuple[int, int]]) -
     return scatter
 
 
-def _all_to_all(group: Group, place: Place, collective: Collective, before: Layout, after: Layout) -> Change:
+def _all_to_all(group: RankGroup, mesh_rank: MeshRank, collective: Collective, before: Layout, after: Layout) -> Change:
     axis, to_axis = _axis(before, collective), dims_of(before).index(collective.to_dim or "")
-    sent = [_inside(place.at(rank), to_axis, before, after) for rank in group.torch_order]
-    shapes = [_received(place, rank, axis, before, after) for rank in group.torch_order]
+    sent = [_inside(mesh_rank.at(rank), to_axis, before, after) for rank in group.torch_order]
+    shapes = [_received(mesh_rank, rank, axis, before, after) for rank in group.torch_order]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     order = [group.torch_order.index(rank) for rank in group.ranks]
 
@@ -93,10 +102,10 @@ def _all_to_all(group: Group, place: Place, collective: Collective, before: Layo
     return exchange
 
 
-def _received(place: Place, from_rank: int, axis: int, before: Layout, after: Layout) -> Sequence[int]:
+def _received(mesh_rank: MeshRank, from_rank: int, axis: int, before: Layout, after: Layout) -> Sequence[int]:
     """Return the shape of what a rank sends here: its block along the dim that is gathered, mine along the others."""
-    shape = list(place.shape(after))
-    shape[axis] = place.at(from_rank).shape(before)[axis]
+    shape = list(mesh_rank.shape(after))
+    shape[axis] = mesh_rank.at(from_rank).shape(before)[axis]
     return shape
 
 
@@ -104,10 +113,10 @@ def _axis(layout: Layout, collective: Collective) -> int:
     return dims_of(layout).index(collective.dim or "")
 
 
-def _inside(place: Place, axis: int, before: Layout, after: Layout) -> tuple[int, int]:
+def _inside(mesh_rank: MeshRank, axis: int, before: Layout, after: Layout) -> tuple[int, int]:
     """Return where a rank's block after a change lies in its block before it, along one dim."""
-    offset = place.bounds(before)[axis][0]
-    start, stop = place.bounds(after)[axis]
+    offset = mesh_rank.bounds(before)[axis][0]
+    start, stop = mesh_rank.bounds(after)[axis]
     return start - offset, stop - offset
 
 
@@ -115,3 +124,67 @@ def _padded(block: torch.Tensor, count: int) -> torch.Tensor:
     """Add rows of zeros until there are so many."""
     missing = count - len(block)
     return torch.cat([block, block.new_zeros((missing, *block.shape[1:]))]) if missing else block
+
+
+def around_ring(world: World, mesh_rank: MeshRank, compute: Compute, attend: Kernel, positions: torch.Tensor) -> Kernel:
+    """Return an attention, or its gradient, whose keys lie on several ranks; ``positions`` are those of all keys."""
+    atoms = compute.ring[0].atoms
+    group = world.group(atoms)
+    assert group, f"{compute.ring[0]} is a ring of one"
+    spans = [mesh_rank.at(rank).dim_bounds("kv_seq", atoms) for rank in group.ranks]
+    ring = _KeyRing(group=group, positions=tuple(positions[start:stop] for start, stop in spans))
+    hops = len(compute.ring)
+    if isinstance(compute.op.kind, Attend):
+        return lambda *tensors: _forward(ring, hops, attend, tensors)
+    return lambda *tensors: _backward(ring, hops, attend, tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KeyRing:
+    """The group of a ring, the positions of every member's keys, and the hand-over to the next member."""
+
+    group: RankGroup
+    positions: tuple[torch.Tensor, ...]
+
+    def keys_at(self, hop: int) -> torch.Tensor:
+        """Return the positions of the keys that are here after so many hops."""
+        return self.positions[(self.group.number - hop) % len(self.positions)]
+
+    def hop(self, tensors: Sequence[torch.Tensor], number: int) -> RingTransfer:
+        """Start sending what belongs to the keys that are here before this hop, and receiving those of the next."""
+        count = len(self.keys_at(number))
+        arriving = [tensor.new_empty((tensor.shape[0], count, *tensor.shape[2:])) for tensor in tensors]
+        return self.group.pass_on(tensors, arriving)
+
+
+def _forward(ring: _KeyRing, hops: int, attend: Kernel, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    query, key, value, positions, _, *starts = tensors
+    found = None
+    for number in range(hops + 1):
+        following = ring.hop((key, value), number + 1) if number < hops else None
+        part, weight = attend(query, key, value, positions, ring.keys_at(number), *starts)
+        found = joined(found, (part, weight))
+        if following:
+            key, value = following.wait()
+    assert found, "a ring has at least one member"
+    return found
+
+
+def _backward(ring: _KeyRing, hops: int, attend: Kernel, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Keys and values travel to all other ranks; their gradients follow a hop later, and come home with the last."""
+    upstream, query, key, value, positions, _, result, lse, *starts = tensors
+    total, own, travelling = None, [], None
+    for number in range(hops):
+        following = ring.hop((key, value), number + 1) if number + 1 < hops else None
+        d_query, *made = attend(upstream, query, key, value, positions, ring.keys_at(number), result, lse, *starts)
+        total = d_query if total is None else total + d_query
+        if travelling:
+            made = [one + two for one, two in zip(travelling.wait(), made, strict=True)]
+        if number:
+            travelling = ring.hop(made, number + 1)
+        else:
+            own = made
+        if following:
+            key, value = following.wait()
+    assert total is not None and travelling, "a ring has at least two members"
+    return total, *(one + two for one, two in zip(own, travelling.wait(), strict=True))

@@ -1,49 +1,214 @@
-"""A run's engine on one rank: weights from the run's seed, and the executor of its plan."""
+"""A plan on one rank: its micro-batches through the pipeline, then the step phase.
 
-from collections.abc import Sequence
+Nothing is derived here: every local operation and every Collective is an instruction of the plan's table.
+"""
 
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from autoshard.engine.base import HOST, Allows, Batch, Measured, Run, StepReport, whenever_finite
 from autoshard.engine.initial import InitialWeights
-from autoshard.engine.pieces import Piece
-from autoshard.engine.programs import graph_of
-from autoshard.engine.torch.executor import Executor
-from autoshard.engine.torch.formats import Formats
+from autoshard.engine.placement import MeshRank, StatePiece, sequence_order
+from autoshard.engine.programs import graph_of, programs_of
+from autoshard.engine.torch.block import RankContext
+from autoshard.engine.torch.formats import Formats, memory_of
+from autoshard.engine.torch.kernels import Rotations
+from autoshard.engine.torch.pipeline import RankPipeline
+from autoshard.engine.torch.store import Store
+from autoshard.engine.torch.update import Tied, Weight, flats
+from autoshard.engine.torch.world import World, channel_backend, refuse_crossing
+from autoshard.errors import require
+from autoshard.graph.op import Array
+from autoshard.plan.lowering import split_pending
 from autoshard.plan.plan import Plan
+from autoshard.spec.training import Training
+
+Whole = Callable[[str], Array]  # a whole weight by its name, as in ``graph/evaluate``
+_AS_PLANNED = Formats()
+_USUAL = Training()
+_MOST_SUSPECTS = 3  # that a rank names of what it found
+
+
+def build(plan: Plan, run: Run) -> "TorchEngine":
+    """Build this rank's share of a plan, with weights from the run's seed."""
+    whole = InitialWeights(graph=graph_of(plan), seed=run.training.seed)
+    return TorchEngine(plan, whole, Formats(device=torch.device(run.device)), run)
 
 
 class TorchEngine:
-    """One rank of a run in a running world of ``torch.distributed``."""
+    """One rank of a run in a running world of ``torch.distributed``: its blocks, weights, pieces of the state."""
 
-    def __init__(self, plan: Plan, run: Run) -> None:
-        formats = Formats(device=torch.device(run.device))
-        whole = InitialWeights(graph=graph_of(plan), seed=run.training.seed)
-        self._executor = Executor(plan, whole, formats, run)
-        self._run = run
+    def __init__(self, plan: Plan, whole: Whole, formats: Formats = _AS_PLANNED, run: Run | None = None) -> None:
+        """Take this rank's part of whole weights."""
+        training = run.training if run else _USUAL
+        programs = programs_of(plan)
+        meetings = {part for atoms in programs.pending() for part in split_pending(atoms)}
+        backend = channel_backend(formats.device)
+        if backend:
+            refuse_crossing(plan.schedule)
+        atoms = {*programs.collective_atoms(), *meetings}
+        self._world = World.build(plan.mesh, atoms, backend, run.activity if run else None)
+        mesh_rank = MeshRank(mesh=plan.mesh, rank=self._world.rank, sizes=programs.graph.sizes)
+        positions = torch.from_numpy(sequence_order(plan))
+        context = RankContext(
+            world=self._world, mesh_rank=mesh_rank, formats=formats, positions=positions, rotations=Rotations()
+        )
+        self.graph = programs.graph
+        self._pipeline = RankPipeline.of(plan, programs, context)
+        ties = {_instance(other): _instance(owner) for other, owner in programs.graph.tied.items()}
+        self.weights = {one.instance: one for one in self._weights_here(ties, training)}
+        blocks = {name: mesh_rank.block(whole(name), one.layout) for name, one in self.weights.items()}
+        here = {other: owner for other, owner in ties.items() if other in self.weights and owner in self.weights}
+        owned = (one for name, one in self.weights.items() if name not in here)
+        self.store = Store(flats=flats(self._world, owned, blocks, formats), ties=here)
+        self.gradients: list[torch.Tensor] = []  # of every flat this rank's piece, reduced; after an update clipped
+        self.clip, self._num_updates, self._saved_bytes = 1.0, 0, 0
 
     def step(
         self, micro_batches: Sequence[Batch], learning_rate: float, allows: Allows = whenever_finite
     ) -> StepReport:
-        """Run one optimizer step."""
-        report = self._executor.step(micro_batches, learning_rate, allows)
-        if self._run.device != HOST:
+        """Run one step; a micro-batch holds whole arrays, of which the rank takes its part.
+
+        Weights are updated if ``allows`` says so of loss and norm, which are the same on every rank.
+        """
+        self._check(micro_batches)
+        world, flats = self._world, self.store.flats
+        world.traffic.clear()
+        self.store.clear()
+        counts = not self._saved_bytes  # every step keeps as much as the first
+        passed = self._pipeline.run(self.store, micro_batches, counts=counts)
+        self._saved_bytes = self._saved_bytes or passed.saved_bytes
+        world.activity.act("reduction of gradients")
+        self._tie_gradients()
+        self.gradients = [flat.reduced() for flat in flats]
+        squares = [flat.square(piece) for flat, piece in zip(flats, self.gradients, strict=True)]
+        with world.activity.waiting("the norm of all ranks"):
+            total, loss = _world_sum([sum(squares), sum(passed.losses.values())])
+        world.activity.act("update")
+        op = self.graph.update.op("clip")
+        clip, norm = op.kind.evaluate(self.graph.update.call(op, {}), np.asarray(total))
+        world.finish_sending()
+        report = StepReport(loss=loss, norm=float(norm))
+        if not report.finite:
+            report = replace(report, suspects=self._suspects(passed.losses, squares))
+        if not allows(report):
+            return replace(report, updated=False)
+        self._num_updates, self.clip = self._num_updates + 1, float(clip)
+        scalars = {"clip": self.clip, "learning_rate": learning_rate, "step_number": self._num_updates}
+        for flat, piece in zip(flats, self.gradients, strict=True):
+            flat.update(piece, scalars)
+        if self._pipeline.context.formats.device.type not in (HOST, "meta"):
             torch.accelerator.synchronize()  # a step ends when its update does
         return report
 
-    def pieces(self) -> Sequence[Piece]:
-        """Return what this rank holds of the state."""
-        return self._executor.pieces()
+    def _check(self, micro_batches: Sequence[Batch]) -> None:
+        """Refuse other micro-batches than the plan's."""
+        plan, count = self._pipeline.plan, len(micro_batches)
+        wanted = plan.schedule.num_micro_batches
+        known = plan.workload.documents == "joined" or all("document_starts" in batch for batch in micro_batches)
+        require(
+            (count == wanted, "micro_batches", f"the plan takes {wanted} a step, not {count}"),
+            (known, "document_starts", "the plan keeps documents separate, and a batch does not say where they start"),
+        )
+
+    def _suspects(self, losses: Mapping[int, float], squares: Sequence[float]) -> tuple[str, ...]:
+        """Say which ranks found what is not finite: losses of micro-batches, then gradients of weights."""
+        mine = [f"loss of micro-batch {number}" for number, loss in losses.items() if not math.isfinite(loss)]
+        for flat, piece, square in zip(self.store.flats, self.gradients, squares, strict=True):
+            for weight, (low, high), first in flat.ranges(len(piece)) if not math.isfinite(square) else ():
+                if not piece[first : first + high - low].isfinite().all():
+                    mine.append(f"gradient of {weight.instance}")
+        return share_suspects(mine)
+
+    def pieces(self) -> tuple[StatePiece, ...]:
+        """Return the boxes of the state that this rank holds; what loading fills counts after ``restored``."""
+        return tuple(piece for flat in self.store.flats for piece in flat.state())
 
     def restored(self, num_updates: int) -> None:
-        """Take over what the pieces were filled with."""
-        self._executor.restored(num_updates)
+        """Take over what the pieces were filled with: weights follow from the masters or pieces that are updated."""
+        self._num_updates = num_updates
+        for flat in self.store.flats:
+            flat.restored()
 
     def measured(self) -> Measured:
         """Return what this rank holds, and what it sent in the last step."""
-        return self._executor.measured()
+        flats, traffic = self.store.flats, self._world.traffic
+        return Measured(
+            memory_bytes={
+                "weights": _bytes(flat.values for flat in flats),
+                "gradients": _bytes(flat.sums for flat in flats),
+                "masters": _bytes(flat.master for flat in flats if flat.master is not None),
+                "optimizer": _bytes(state for flat in flats for state in flat.moments),
+                "saved": self._saved_bytes,
+            },
+            calls=dict(traffic.calls),
+            sent_bytes=dict(traffic.sent_bytes),
+        )
+
+    def _weights_here(self, ties: Mapping[str, str], training: Training) -> Iterator[Weight]:
+        pipeline, mesh_rank = self._pipeline, self._pipeline.context.mesh_rank
+        parts = {name: run.parts for name, run in pipeline.blocks.items()}
+        names = {f"{name}.{tensor.name}" for name, one in parts.items() for tensor in one.block.parameters}
+        apart = {other: owner for other, owner in ties.items() if (other in names) != (owner in names)}
+        roles: dict[str, Tied] = {**dict.fromkeys(apart, "copy"), **dict.fromkeys(apart.values(), "owner")}
+        for name, one in parts.items():
+            late = one.made("W") if pipeline.plan.schedule.splits_backward else {}
+            for tensor in one.block.parameters:
+                layout, given = one.program.results[f"{tensor.name}.sum"].layout, one.given(tensor.name).layout
+                assert mesh_rank.bounds(layout) == mesh_rank.bounds(given), f"{layout} cannot update {given}"
+                spread, summed = split_pending(layout.sums)
+                instance = f"{name}.{tensor.name}"
+                owner = apart.get(instance, instance)
+                kind, _, parameter = owner.split(".", 2)
+                yield Weight(
+                    instance=instance, owner=owner, name=parameter, block=self.graph.block(kind), layout=layout,
+                    mesh_rank=mesh_rank, summed=summed, spread=spread, zero=pipeline.plan.zero, training=training,
+                    tied=roles.get(instance, ""), late=f"{tensor.name}.sum" in late,
+                )  # fmt: skip
+
+    def _tie_gradients(self) -> None:
+        """Add up the gradients that two stages have for weights that share their values; both update them alike.
+
+        The copy sends first and the owner takes first: devices that never talked wait for each other to connect.
+        """
+        world, pipeline = self._world, self._pipeline
+        for number, flat in enumerate(flat for flat in self.store.flats if flat.tied):
+            back, other = flat.tied == "copy", torch.empty_like(flat.sums)
+            sent, taken = (pipeline.tag(len(pipeline.plan.stages) + number, 0, back=way) for way in (back, not back))
+            rank = pipeline.rank_of(0 if back else pipeline.last_stage)
+            if back:
+                world.send(flat.sums, rank, sent)
+            world.receive(other, rank, taken)
+            if not back:
+                world.send(flat.sums, rank, sent)
+            flat.sums.add_(other)
 
 
-def build(plan: Plan, run: Run) -> TorchEngine:
-    """Build this rank's share of a plan."""
-    return TorchEngine(plan, run)
+def share_suspects(mine: Sequence[str], group: dist.ProcessGroup | None = None) -> tuple[str, ...]:
+    """Return what every rank of the world suspects, the first few of each."""
+    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, list(mine[:_MOST_SUSPECTS]), group=group)
+    return tuple(f"rank {rank}: {', '.join(its)}" for rank, its in enumerate(found) if its)
+
+
+def _world_sum(numbers: Sequence[float]) -> list[float]:
+    """Add numbers of all ranks of the running world."""
+    total = torch.tensor(numbers, dtype=torch.float64)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total.tolist()
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum({(memory_of(tensor), tensor.storage_offset()): tensor.nbytes for tensor in tensors}.values())
+
+
+def _instance(parameter: str) -> str:
+    """Name a parameter of a block that occurs once as an instance: ``head.unembed.weight`` is of ``head.0``."""
+    kind, _, name = parameter.partition(".")
+    return f"{kind}.0.{name}"

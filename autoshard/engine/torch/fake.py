@@ -1,16 +1,25 @@
-"""A world that is not there: one process stands for one rank of many, and its device holds shapes but no numbers."""
+"""A step of one rank of a plan without the others: everything but numbers.
+
+One process stands for one rank of many, in a world that is not there; its device holds shapes but no numbers.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.engine.torch.formats import NOWHERE
+from autoshard.engine.base import Batch, Measured
+from autoshard.engine.initial import no_memory, no_weights
+from autoshard.engine.programs import graph_of
+from autoshard.engine.torch.engine import TorchEngine
+from autoshard.engine.torch.formats import NOWHERE, Formats
+from autoshard.plan.plan import Plan
 
 _BACKEND = "nowhere"
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -92,3 +101,20 @@ def faked(rank: int, num_ranks: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(num_threads)
+
+
+def counted(plan: Plan, rank: int) -> Measured:
+    """Build a rank of a plan, run a step, and return what it would have held and sent; shapes are checked on the way.
+
+    Nothing is known of routed tokens: experts that drop none are given room for all, as in a real step.
+    """
+    with faked(rank, plan.mesh.num_ranks):
+        engine = TorchEngine(plan, no_weights(graph_of(plan)), Formats(device=NOWHERE))
+        engine.step([_batch(plan)] * plan.schedule.num_micro_batches, 0.0, lambda _: True)
+        return engine.measured()
+
+
+def _batch(plan: Plan) -> Batch:
+    shape = (plan.micro_batch * plan.mesh.size("dp"), plan.workload.seq_len)
+    numbers = {"tokens": np.int64, "labels": np.int64, "token_weight": np.float64, "document_starts": np.int64}
+    return {name: no_memory(shape, dtype) for name, dtype in numbers.items()}

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from autoshard.engine.base import Batch
-from autoshard.engine.place import Place
 from autoshard.engine.programs import BlockProgram, PlanPrograms
-from autoshard.engine.torch.block import Bench, BlockRun, Giving, Values
+from autoshard.engine.torch.block import BlockRun, Giving, RankContext, Values
 from autoshard.engine.torch.formats import memory_of, own
-from autoshard.engine.torch.lanes import message_tag
-from autoshard.engine.torch.store import Opened, Store
+from autoshard.engine.torch.store import OpenedWeights, Store
+from autoshard.engine.torch.world import message_tag
 from autoshard.layout.layout import Layout
 from autoshard.plan.plan import Plan
 from autoshard.schedule.action import Action, ActionKind
@@ -31,28 +30,28 @@ class Passed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class RankPipeline:
     """One rank's stages, each with its blocks by name in order, and the way to the other stages."""
 
     plan: Plan
-    bench: Bench
+    context: RankContext
     stages: Mapping[int, Mapping[str, BlockRun]]
     turns: Mapping[tuple[bool, int, int], int]  # way back or not, stage, micro-batch -> number of its rank's action
 
     @classmethod
-    def of(cls, plan: Plan, programs: PlanPrograms, bench: Bench) -> "Pipeline":
+    def of(cls, plan: Plan, programs: PlanPrograms, context: RankContext) -> "RankPipeline":
         """Take the stages that the schedule places on this rank."""
         made: dict[int, BlockRun] = {}  # layers that are alike share what runs them
 
         def runs(parts: BlockProgram) -> BlockRun:
             if id(parts) not in made:
-                made[id(parts)] = BlockRun.of(bench, parts)
+                made[id(parts)] = BlockRun.of(context, parts)
             return made[id(parts)]
 
         stages = {
             stage: {name: runs(parts) for name, parts in blocks.items()}
             for stage, blocks in enumerate(programs.stages)
-            if plan.schedule.place_of(stage)[0] == bench.place.coordinate("pp")
+            if plan.schedule.place_of(stage)[0] == context.mesh_rank.coordinate("pp")
         }
         turns = {
             (action.kind != "F", action.stage, action.micro_batch): number
@@ -60,12 +59,7 @@ class Pipeline:
             for number, action in enumerate(actions)
             if action.kind != "W"  # which hands nothing on
         }
-        return cls(plan=plan, bench=bench, stages=stages, turns=turns)
-
-    @property
-    def place(self) -> Place:
-        """Where this rank stands."""
-        return self.bench.place
+        return cls(plan=plan, context=context, stages=stages, turns=turns)
 
     @property
     def blocks(self) -> Mapping[str, BlockRun]:
@@ -84,11 +78,11 @@ class Pipeline:
             return False
         parts = next(run.parts for run in self.stages[self.last_stage].values() if not run.parts.block.carry_out)
         pending = parts.program.results[parts.handed_on].layout.sums
-        return self.place.is_first(atom for atom, _ in self.plan.mesh.axes if atom not in ("pp", *pending))
+        return self.context.mesh_rank.is_first(atom for atom, _ in self.plan.mesh.axes if atom not in ("pp", *pending))
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that runs a stage for the same part of the batch as this one."""
-        return self.plan.mesh.group_of(self.place.rank, "pp")[self.plan.schedule.place_of(stage)[0]]
+        return self.plan.mesh.group_of(self.context.mesh_rank.rank, "pp")[self.plan.schedule.place_of(stage)[0]]
 
     def tag(self, number: int, micro_batch: int, *, back: bool) -> int:
         """Number a message of a stage, or, beyond the last stage, of tied weights."""
@@ -100,18 +94,18 @@ class Pipeline:
         A micro-batch holds whole arrays, of which the rank takes its part.
         """
         passing = _MicroBatches(self, store, micro_batches)
-        for action in self.plan.schedule.action_lists()[self.place.coordinate("pp")]:
+        for action in self.plan.schedule.action_lists()[self.context.mesh_rank.coordinate("pp")]:
             passing.act(action)
             if counts:
                 passing.count_saved()
-        self.bench.world.finish_sending()
+        self.context.world.finish_sending()
         return Passed(losses=passing.losses(), saved_bytes=passing.most_saved_bytes)
 
 
 class _MicroBatches:
     """What is kept of the micro-batches between the actions of a step."""
 
-    def __init__(self, pipeline: Pipeline, store: Store, batches: Sequence[Batch]) -> None:
+    def __init__(self, pipeline: RankPipeline, store: Store, batches: Sequence[Batch]) -> None:
         self.most_saved_bytes = 0
         self._pipeline = pipeline
         self._store, self._batches = store, batches
@@ -122,7 +116,7 @@ class _MicroBatches:
 
     def act(self, action: Action) -> None:
         """Run one action of the schedule."""
-        self._pipeline.bench.world.position.act(f"{action} (stage {action.stage}, micro-batch {action.micro_batch})")
+        self._pipeline.context.world.activity.act(f"{action} (stage {action.stage}, micro-batch {action.micro_batch})")
         if action.kind == "F":
             self._forward(action.stage, action.micro_batch)
         else:
@@ -134,7 +128,7 @@ class _MicroBatches:
 
     def count_saved(self) -> None:
         """Count what waits for backward, each piece of memory once; weights and the batch are there anyway."""
-        lasting = (*self._store.resting(), *self._inputs.values(), self._pipeline.bench.positions)
+        lasting = (*self._store.resting(), *self._inputs.values(), self._pipeline.context.positions)
         there = {memory_of(tensor) for tensor in lasting}
         kept = (tensor for values in self._values.values() for tensor in values.values())
         saved = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
@@ -156,14 +150,14 @@ class _MicroBatches:
         """Run B, or one half: I, which keeps the values, and W, which is handed nothing and hands on nothing."""
         upstream = self._upstream(stage, number) if kind != "W" else None
         for name, run in reversed(list(self._pipeline.stages[stage].items())):
-            adds = {f"{name}.{made.removesuffix('.sum')}" for made in run.made[kind] if made != run.handed_back}
+            adds = {f"{name}.{made.removesuffix('.sum')}" for made in run.made[kind] if made != run.parts.handed_back}
             opened = self._store.opened(name, reads=kind != "W", adds=adds)
             giving = self._giving(name, run, number, upstream, opened)
             values = self._values[name, number] if kind == "I" else self._values.pop((name, number))
             results = run.backward(kind, giving, values)
             self._store.close(opened)
-            if run.handed_back and kind != "W":
-                upstream = results[run.handed_back]
+            if run.parts.handed_back and kind != "W":
+                upstream = results[run.parts.handed_back]
         if stage and kind != "W":
             assert upstream is not None, "every stage but the first hands a gradient back"
             self._hand(upstream, stage, stage - 1, number, back=True)
@@ -171,10 +165,12 @@ class _MicroBatches:
     def _upstream(self, stage: int, number: int) -> torch.Tensor:
         if stage < self._pipeline.last_stage:
             return self._arrived(stage, stage + 1, number, back=True)
-        formats = self._pipeline.bench.formats
+        formats = self._pipeline.context.formats
         return torch.ones((), dtype=formats.of("fp32"), device=formats.device)
 
-    def _giving(self, name: str, run: BlockRun, number: int, passed: torch.Tensor | None, opened: Opened) -> Giving:
+    def _giving(
+        self, name: str, run: BlockRun, number: int, passed: torch.Tensor | None, opened: OpenedWeights
+    ) -> Giving:
         """Return what gives a block its weights, its sums of gradients, its part of the batch, and what is passed."""
         block, handed_on = run.parts.block, run.parts.handed_on
 
@@ -192,32 +188,32 @@ class _MicroBatches:
 
     def _input(self, run: BlockRun, tensor: str, number: int) -> torch.Tensor:
         """Cut this rank's part out of what a micro-batch brings; positions are the plan's own."""
-        bench, layout = self._pipeline.bench, run.parts.given(tensor).layout
+        context, layout = self._pipeline.context, run.parts.given(tensor).layout
         if tensor not in _ALONG_SEQUENCE:
-            (start, stop), *_ = run.place.bounds(layout)
-            return bench.positions[start:stop]
+            (start, stop), *_ = context.mesh_rank.bounds(layout)
+            return context.positions[start:stop]
         key = (tensor, number, layout)
         if key not in self._inputs:
-            rows, columns = (slice(*bounds) for bounds in run.place.bounds(layout))
-            mine = self._batches[number][tensor][rows][:, bench.positions.numpy()[columns]]
+            rows, columns = (slice(*bounds) for bounds in context.mesh_rank.bounds(layout))
+            mine = self._batches[number][tensor][rows][:, context.positions.numpy()[columns]]
             dtype: Dtype = run.parts.block.tensors[tensor].dtype
-            self._inputs[key] = own(mine) if tensor in _WITH_HOST else bench.formats.tensor(mine, dtype)
+            self._inputs[key] = own(mine) if tensor in _WITH_HOST else context.formats.tensor(mine, dtype)
         return self._inputs[key]
 
     def _hand(self, tensor: torch.Tensor, stage: int, to_stage: int, number: int, *, back: bool) -> None:
         rank, tag = self._pipeline.rank_of(to_stage), self._pipeline.tag(stage, number, back=back)
-        if rank == self._pipeline.place.rank:
+        if rank == self._pipeline.context.mesh_rank.rank:
             self._kept[tag] = tensor
         else:
             turn = self._pipeline.turns[back, to_stage, number]
-            self._pipeline.bench.world.send(tensor, rank, tag, turn)
+            self._pipeline.context.world.send(tensor, rank, tag, turn)
 
     def _arrived(self, stage: int, from_stage: int, number: int, *, back: bool) -> torch.Tensor:
         rank, tag = self._pipeline.rank_of(from_stage), self._pipeline.tag(from_stage, number, back=back)
-        if rank == self._pipeline.place.rank:
+        if rank == self._pipeline.context.mesh_rank.rank:
             return self._kept.pop(tag)
         turn = self._pipeline.turns[back, from_stage, number]
-        return self._pipeline.bench.world.receive(self._hidden(stage, back=back), rank, tag, turn)
+        return self._pipeline.context.world.receive(self._hidden(stage, back=back), rank, tag, turn)
 
     def _hidden(self, stage: int, *, back: bool) -> torch.Tensor:
         """Return memory for the hidden state that a stage takes, or for its gradient where it ends."""
@@ -225,5 +221,8 @@ class _MicroBatches:
         parts = runs[-1 if back else 0].parts
         tensor = f"d.{parts.handed_on}" if back else parts.block.carry_in
         assert tensor, "the first stage takes nothing"
-        formats, shape = self._pipeline.bench.formats, self._pipeline.place.shape(parts.given(tensor).layout)
+        formats, shape = (
+            self._pipeline.context.formats,
+            self._pipeline.context.mesh_rank.shape(parts.given(tensor).layout),
+        )
         return torch.empty(shape, dtype=formats.of(parts.block.tensors[tensor].dtype), device=formats.device)

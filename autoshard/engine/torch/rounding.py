@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autoshard.engine.pieces import placed_boxes
-from autoshard.engine.place import Bounds
+from autoshard.engine.placement import Bounds, placed_boxes
 
 CHUNK = 2**22  # elements whose exact values are alive at a time
 _BITS = 0xFFFF  # that BF16 cuts off an FP32 number
@@ -22,12 +21,12 @@ _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dice:
+class RoundingBits:
     """The random bits of one weight in one update; ``low`` and ``high`` count in a block of it, in storage order.
 
-    >>> dice = Dice(seed=1, update=1, weight="layer.0.up.weight", whole=(2, 3))
-    >>> every = dice.bits(((0, 2), (0, 3)), 0, 6).reshape(2, 3)
-    >>> bool((every[:, 1:].reshape(-1)[1:3] == dice.bits(((0, 2), (1, 3)), 1, 3)).all())
+    >>> rounding = RoundingBits(seed=1, update=1, weight="layer.0.up.weight", whole=(2, 3))
+    >>> every = rounding.bits(((0, 2), (0, 3)), 0, 6).reshape(2, 3)
+    >>> bool((every[:, 1:].reshape(-1)[1:3] == rounding.bits(((0, 2), (1, 3)), 1, 3)).all())
     True
     """
 

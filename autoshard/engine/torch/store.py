@@ -9,7 +9,7 @@ from autoshard.engine.torch.update import Flat, Tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class OpenedWeights:
     """What a block may take while it runs, by the weights' names in the model."""
 
     weights: Tensors
@@ -23,7 +23,7 @@ class Store:
 
     flats: tuple[Flat, ...]
     ties: Mapping[str, str]  # here: which weight uses another's memory
-    whole: Opened = field(init=False)
+    whole: OpenedWeights = field(init=False)
     apart: Mapping[str, tuple[Flat, ...]] = field(init=False)  # by block what each rank has a piece of
 
     def __post_init__(self) -> None:
@@ -37,7 +37,7 @@ class Store:
         for other, owner in self.ties.items():
             if owner in weights:
                 weights[other], sums[other] = weights[owner], sums[owner]
-        object.__setattr__(self, "whole", Opened(weights=weights, sums=sums))
+        object.__setattr__(self, "whole", OpenedWeights(weights=weights, sums=sums))
         apart: dict[str, tuple[Flat, ...]] = {}
         for flat in (flat for flat in self.flats if flat.parted):
             names = {one.instance for one in flat.weights}
@@ -46,7 +46,7 @@ class Store:
                 apart[block] = (*apart.get(block, ()), flat)
         object.__setattr__(self, "apart", apart)
 
-    def opened(self, block: str, *, reads: bool, adds: Collection[str] = ()) -> Opened:
+    def opened(self, block: str, *, reads: bool, adds: Collection[str] = ()) -> OpenedWeights:
         """Gather what a block needs for an action that reads its weights, or adds to the gradients of some weights."""
         apart = self.apart.get(block, ())
         if not apart:
@@ -63,9 +63,9 @@ class Store:
         for other, owner in self.ties.items():
             values |= {other: values[owner]} if owner in values else {}
             added |= {other: added[owner]} if owner in added else {}
-        return Opened(weights=values, sums=added, pending=tuple(pending))
+        return OpenedWeights(weights=values, sums=added, pending=tuple(pending))
 
-    def close(self, opened: Opened) -> None:
+    def close(self, opened: OpenedWeights) -> None:
         """Bring sums back to where they rest."""
         for flat, sums in opened.pending:
             flat.add(sums)

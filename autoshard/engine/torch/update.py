@@ -11,17 +11,14 @@ from itertools import accumulate, chain, groupby
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
-from autoshard.engine.pieces import Part, Piece, placed_boxes, saves_alone
-from autoshard.engine.place import Held, Place
+from autoshard.engine.placement import Bounds, MeshRank, StatePart, StatePiece, placed_boxes, saves_alone
 from autoshard.engine.torch.formats import Formats, own, wide
-from autoshard.engine.torch.kernels import Kernel, Local, kernel
-from autoshard.engine.torch.kernels.kernel import as_array
-from autoshard.engine.torch.rounding import Dice, chunks, round_into
-from autoshard.engine.torch.world import Group, World
+from autoshard.engine.torch.kernels import Kernel, KernelContext, kernel_of
+from autoshard.engine.torch.rounding import RoundingBits, chunks, round_into
+from autoshard.engine.torch.world import RankGroup, World
 from autoshard.graph.block import Block
-from autoshard.graph.op import Array, Call, Update
+from autoshard.graph.op import Array, Update
 from autoshard.layout.layout import Layout
 from autoshard.plan.candidate import Zero
 from autoshard.spec.training import Training
@@ -39,7 +36,7 @@ class Weight:
     name: str  # in the block that says how it is updated: ``up.weight``
     block: Block
     layout: Layout  # of the weight, and of its gradient's sum
-    place: Place
+    mesh_rank: MeshRank
     summed: tuple[str, ...]  # atoms whose ranks hold copies that see only a part of the batch's keys or values
     spread: tuple[str, ...]  # atoms over which the batch is spread
     zero: Zero  # what each of those ranks has a piece of: nothing, the optimizer's state, or all of it
@@ -48,30 +45,25 @@ class Weight:
     tied: Tied = ""
 
     @property
-    def bounds(self) -> tuple[tuple[int, int], ...]:
+    def bounds(self) -> Bounds:
         """Which block of the weight this rank holds."""
-        return self.place.bounds(self.layout)
+        return self.mesh_rank.bounds(self.layout)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of that block."""
-        return self.place.shape(self.layout)
+        return self.mesh_rank.shape(self.layout)
 
     @property
     def whole(self) -> tuple[int, ...]:
         """The shape of the weight over all ranks."""
-        return tuple(self.place.sizes[dim] for dim, _ in self.layout.dims)
-
-    @property
-    def num_elements(self) -> int:
-        """How many numbers the rank holds."""
-        return math.prod(self.shape)
+        return tuple(self.mesh_rank.sizes[dim] for dim, _ in self.layout.dims)
 
     @property
     def alike(self) -> tuple[str, ...]:
         """Atoms along which ranks of a stage update the same numbers."""
         apart = {atom for _, atoms in self.layout.dims for atom in atoms} | set(self.spread if self.zero else ())
-        return tuple(atom for atom, _ in self.place.mesh.axes if atom not in {"pp", *apart})
+        return tuple(atom for atom, _ in self.mesh_rank.mesh.axes if atom not in {"pp", *apart})
 
     @property
     def saves(self) -> bool:
@@ -80,7 +72,7 @@ class Weight:
             return False
         number, count = 0, 1
         for atom in self.alike:
-            number, count = number + count * self.place.coordinate(atom), count * self.place.mesh.size(atom)
+            number, count = number + count * self.mesh_rank.coordinate(atom), count * self.mesh_rank.mesh.size(atom)
         return saves_alone(self.owner, number, count)
 
     @property
@@ -90,10 +82,10 @@ class Weight:
         assert isinstance(kind, Update), f"{self.name} is updated by {kind}"
         return kind.with_constants(self.training.adamw)
 
-    @property
-    def step(self) -> Call:
-        """What it is applied to."""
-        return self.block.call(self.block.op(f"{self.name}.update"), self.place.sizes)
+    def update_kernel(self, formats: Formats) -> Kernel:
+        """Return what computes the optimizer's step."""
+        call = self.block.call(self.block.op(f"{self.name}.update"), self.mesh_rank.sizes)
+        return kernel_of(self.optimizer, call, KernelContext(formats=formats))
 
     def dtype(self, part: str, formats: Formats) -> torch.dtype | None:
         """Return the format of the weight itself, of its ``sum``, ``master`` or moments; None for what it has not."""
@@ -111,8 +103,8 @@ class Flat:
     weights: tuple[Weight, ...]
     values: torch.Tensor
     sums: torch.Tensor
-    summed: Group | None
-    spread: Group | None
+    summed: RankGroup | None
+    spread: RankGroup | None
     zero: Zero
     tied: Tied
     num_copies: int
@@ -145,11 +137,16 @@ class Flat:
                 torch.zeros(len(ours), dtype=first.dtype("moment1", formats), device=formats.device)
                 for _ in range(first.optimizer.num_moments)
             ),
-            stepping={one.optimizer: kernel(one.optimizer, one.step, Local(formats=formats)) for one in weights},
+            stepping={one.optimizer: one.update_kernel(formats) for one in weights},
         )
 
     @property
-    def parted(self) -> Group | None:
+    def shared(self) -> RankGroup | None:
+        """Who shares the optimizer's work, each a piece."""
+        return self.spread if self.zero else None
+
+    @property
+    def parted(self) -> RankGroup | None:
         """Who has but a piece of the values and sums each, if they are not whole the whole time."""
         return self.spread if self.zero == 3 else None
 
@@ -168,7 +165,7 @@ class Flat:
 
     def views(self, flat: torch.Tensor) -> Tensors:
         """Return by instance the part of each weight of opened values or sums, in its shape."""
-        counts = [one.num_elements for one in self.weights]
+        counts = [math.prod(one.shape) for one in self.weights]
         parts = flat[: sum(counts)].split(counts)
         return {one.instance: part.view(one.shape) for one, part in zip(self.weights, parts, strict=True)}
 
@@ -178,16 +175,11 @@ class Flat:
             self.summed.all_reduce(self.sums)
         if self.parted:
             return self.sums
-        if self._shared:
-            return self._shared.reduce_scatter(_padded(self.sums, len(self._shared.ranks)))
+        if self.shared:
+            return self.shared.reduce_scatter(_padded(self.sums, len(self.shared.ranks)))
         if self.spread:
             self.spread.all_reduce(self.sums)
         return self.sums
-
-    @property
-    def _shared(self) -> Group | None:
-        """Who shares the optimizer's work, each a piece."""
-        return self.spread if self.zero else None
 
     def update(self, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step with this rank's piece of the gradient, and gather the new values."""
@@ -202,48 +194,48 @@ class Flat:
     def _step(
         self, kind: Update, weight: torch.Tensor, where: slice, piece: torch.Tensor, scalars: Mapping[str, float]
     ) -> None:
-        """Take a step of a part of this rank's piece: the weights in place, and so the moments."""
+        """Take a step of a part of this rank's piece, of weights and moments in place."""
         state = (one[where] for one in (*self.moments, piece))
         self.stepping[kind](weight, *state, *(scalars[name] for name in kind.scalars))
 
     def _step_rounding(self, mine: torch.Tensor, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step of BF16 weights without masters in FP32, chunk by chunk, and round by chance."""
-        for weight, (low, high), first in self._ranges(len(mine)):
-            dice = Dice(
+        for weight, (low, high), first in self.ranges(len(mine)):
+            rounding = RoundingBits(
                 seed=weight.training.seed, update=int(scalars["step_number"]), weight=weight.owner, whole=weight.whole
             )
             for start, stop in chunks(low, high):
                 where = slice(first + start - low, first + stop - low)
                 exact = mine[where].float()
                 self._step(weight.optimizer, exact, where, piece, scalars)
-                round_into(mine[where], exact, dice.bits(weight.bounds, start, stop, mine.device))
+                round_into(mine[where], exact, rounding.bits(weight.bounds, start, stop, mine.device))
 
     def _mine(self) -> torch.Tensor:
         """Return what this rank updates: its masters, its piece of the values, or all of them."""
         if self.master is not None:
             return self.master
-        return self.values if self.parted else _piece(self.values, self._shared)
+        return self.values if self.parted else _piece(self.values, self.shared)
 
     def _publish(self, mine: torch.Tensor) -> None:
         """Bring what this rank has updated to where blocks read it."""
-        if self._shared and not self.parted:
-            self.values.copy_(self._shared.all_gather(mine.to(self.values.dtype))[: len(self.values)])
+        if self.shared and not self.parted:
+            self.values.copy_(self.shared.all_gather(mine.to(self.values.dtype))[: len(self.values)])
         elif self.master is not None:
             self.values.copy_(self.master)
 
-    def state(self) -> Iterator[Piece]:
+    def state(self) -> Iterator[StatePiece]:
         """Yield the boxes of weights and moments that this rank updates, as views of their memory."""
         length, start = len(self.values), 0
-        if self._shared and not self.parted:
-            length = max(1, -(-length // len(self._shared.ranks)))  # as ``_piece`` pads it, without copying anything
-            start = length * self._shared.number
+        if self.shared and not self.parted:
+            length = max(1, -(-length // len(self.shared.ranks)))  # as ``_piece`` pads it, without copying anything
+            start = length * self.shared.number
         mine = self.values[start : start + length] if self.master is None else self.master
         reads = bool(self.zero) or self.spread is None or self.spread.number == 0
-        parts: tuple[Part, ...] = ("weight", "moment1", "moment2")
+        parts: tuple[StatePart, ...] = ("weight", "moment1", "moment2")
         for part, memory in zip(parts, (mine, *self.moments), strict=False):
-            for weight, (low, high), first in self._ranges(length):
+            for weight, (low, high), first in self.ranges(length):
                 for offsets, lengths, where in placed_boxes(weight.bounds, low, high):
-                    yield Piece(
+                    yield StatePiece(
                         weight=weight.owner, part=part, whole=weight.whole, offsets=offsets,
                         memory=memory[first : first + high - low][where].view(lengths), saves=weight.saves, reads=reads,
                     )  # fmt: skip
@@ -260,28 +252,19 @@ class Flat:
         flat = wide(piece)
         return 0.0 if self.tied == "copy" else float(torch.dot(flat, flat)) / self.num_copies
 
-    def shares(self, piece: torch.Tensor) -> dict[str, Held]:
-        """Name by instance what parts of the weights a piece is, without its padding."""
-        return {
-            weight.instance: Held(
-                bounds=weight.bounds, array=as_array(piece[first : first + high - low].clone()), piece=(low, high)
-            )
-            for weight, (low, high), first in self._ranges(len(piece))
-        }
-
     def _alike(self, length: int) -> Iterator[tuple[Update, slice]]:
         """Yield the parts of this rank's piece that are updated alike."""
-        for kind, group in groupby(self._ranges(length), key=lambda found: found[0].optimizer):
-            held = [(first, first + high - low) for _, (low, high), first in group if low < high]
-            if held:
-                yield kind, slice(held[0][0], held[-1][1])
+        for kind, group in groupby(self.ranges(length), key=lambda found: found[0].optimizer):
+            places = [(first, first + high - low) for _, (low, high), first in group if low < high]
+            if places:
+                yield kind, slice(places[0][0], places[-1][1])
 
-    def _ranges(self, length: int) -> Iterator[tuple[Weight, tuple[int, int], int]]:
+    def ranges(self, length: int) -> Iterator[tuple[Weight, tuple[int, int], int]]:
         """Yield what this rank's piece of a length has of each weight: which range of it, and where that begins."""
-        start = length * (self._shared.number if self._shared else 0)
-        ends = accumulate((one.num_elements for one in self.weights), initial=0)
+        start = length * (self.shared.number if self.shared else 0)
+        ends = accumulate((math.prod(one.shape) for one in self.weights), initial=0)
         for weight, offset in zip(self.weights, ends, strict=False):
-            low, high = (min(max(place - offset, 0), weight.num_elements) for place in (start, start + length))
+            low, high = (min(max(end - offset, 0), math.prod(weight.shape)) for end in (start, start + length))
             yield weight, (low, high), max(offset + low - start, 0)
 
 
@@ -300,7 +283,7 @@ def flats(world: World, weights: Iterable[Weight], blocks: Mapping[str, Array], 
     return tuple(Flat.of(world, list(chain(*kinds.values())), blocks, formats) for kinds in groups.values())
 
 
-def _piece(flat: torch.Tensor, shared: Group | None) -> torch.Tensor:
+def _piece(flat: torch.Tensor, shared: RankGroup | None) -> torch.Tensor:
     """Return this rank's piece of what several share, padded with zeros."""
     if shared is None:
         return flat
@@ -311,12 +294,3 @@ def _padded(flat: torch.Tensor, count: int) -> torch.Tensor:
     """Add zeros until it divides, or has one element for each."""
     missing = -len(flat) % count if len(flat) else count
     return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
-
-
-def world_sum(numbers: Sequence[float]) -> list[float]:
-    """Add numbers of all ranks of the running world."""
-    if dist.get_world_size() == 1:
-        return list(numbers)
-    total = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.tolist()

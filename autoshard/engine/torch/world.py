@@ -1,28 +1,34 @@
-"""The process groups of a mesh, and messages between two ranks."""
+"""The process groups of a mesh, messages between two ranks, and what all of them have sent."""
 
 import math
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.position import Position
-from autoshard.engine.torch.lanes import Lanes, goes_back, lanes_of
+from autoshard.engine.activity import RankActivity
+from autoshard.engine.base import HOST
+from autoshard.engine.torch.formats import NOWHERE
+from autoshard.errors import InputError
+from autoshard.schedule.schedule import Schedule
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 
-_AT_THE_END = sys.maxsize  # of a step: nothing that a rank receives before tells that a message was taken
+_AT_THE_END = sys.maxsize  # of a step: nothing that a rank receives before shows that a message was taken
+# Of messages between two ranks: forward or back, to a higher rank or a lower one.
+Channels = Mapping[tuple[bool, bool], dist.ProcessGroup]
 
 
+@dataclass(frozen=True, slots=True)
 class Traffic:
     """What a rank has sent: calls by axis and kind, and bytes by axis, as the cost model counts them."""
 
-    def __init__(self) -> None:
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self.sent_bytes: Counter[str] = Counter()
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
 
     def add(self, axis: str, kind: str, sent_bytes: float) -> None:
         """Count a call."""
@@ -36,8 +42,8 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sent:
-    """A message under way, its memory, and which action of the receiver's takes it."""
+class SentMessage:
+    """A message under way, its memory, and which action of the receiver takes it."""
 
     work: dist.Work
     memory: torch.Tensor
@@ -46,26 +52,24 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passing:
-    """Tensors on their way around a ring; who waits for those that arrive has also handed on its own."""
+class RingTransfer:
+    """Tensors on their way to the next member of a ring, and those that arrive from the one before."""
 
     works: tuple[dist.Work, ...]
     sent: tuple[torch.Tensor, ...]  # kept until they have left
     arriving: tuple[torch.Tensor, ...]
-    label: str
-    position: Position
+    group: "RankGroup"
 
-    def arrived(self) -> tuple[torch.Tensor, ...]:
-        """Wait for what the member before hands on."""
-        self.position.wait(self.label)
-        for work in self.works:
-            work.wait()
-        self.position.wait("")
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """Return what the member before has sent; then this rank's own tensors have left, too."""
+        with self.group.waiting("permute"):
+            for work in self.works:
+                work.wait()
         return self.arriving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class RankGroup:
     """Ranks that communicate: ``ranks`` in the mesh's order of members, which torch does not keep."""
 
     ranks: tuple[int, ...]
@@ -73,7 +77,7 @@ class Group:
     axis: str  # whose traffic this is
     handle: dist.ProcessGroup
     traffic: Traffic
-    position: Position
+    activity: RankActivity
 
     @property
     def number(self) -> int:
@@ -87,14 +91,14 @@ class Group:
 
     def all_reduce(self, total: torch.Tensor, *, largest: bool = False) -> None:
         """Sum everybody's tensor, or take the maximum, in place."""
-        with self._waiting("all_reduce"):
+        with self.waiting("all_reduce"):
             dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.handle)
         self._count("all_reduce_max" if largest else "all_reduce", 2 * total.nbytes)
 
     def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
         """Put equal pieces together along their first dim, in the order of the members."""
         joined = piece.new_empty((len(self.ranks) * len(piece), *piece.shape[1:]))
-        with self._waiting("all_gather"):
+        with self.waiting("all_gather"):
             dist.all_gather_single(joined, piece.contiguous(), group=self.handle)
         self._count("all_gather", joined.nbytes)
         return _ordered(joined, self.torch_order, self.ranks)
@@ -103,7 +107,7 @@ class Group:
         """Sum what divides along its first dim by the members; return this member's piece."""
         given = _ordered(whole.contiguous(), self.ranks, self.torch_order)
         mine = given.new_empty((len(given) // len(self.ranks), *given.shape[1:]))
-        with self._waiting("reduce_scatter"):
+        with self.waiting("reduce_scatter"):
             dist.reduce_scatter_single(mine, given, group=self.handle)
         self._count("reduce_scatter", given.nbytes)
         return mine
@@ -115,29 +119,25 @@ class Group:
     def all_to_all(self, given: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
         """Exchange parts of flat tensors, which stand in torch's order of the members."""
         received = given.new_empty(sum(counts))
-        with self._waiting("all_to_all"):
+        with self.waiting("all_to_all"):
             dist.all_to_all_single(received, given, list(counts), list(sent), group=self.handle)
         self._count("all_to_all", given.nbytes)
         return received
 
-    def pass_on(self, tensors: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]) -> Passing:
-        """Start handing tensors to the next member, and taking as many from the one before into given memory."""
-        count, here = len(self.ranks), self.number
+    def pass_on(self, tensors: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]) -> RingTransfer:
+        """Start sending tensors to the next member, and receiving as many from the one before into given memory."""
+        following, before = self.ranks[(self.number + 1) % len(self.ranks)], self.ranks[self.number - 1]
         sent = tuple(tensor.contiguous() for tensor in tensors)
-        messages = [dist.P2POp(dist.isend, one, self.ranks[(here + 1) % count], self.handle) for one in sent]
-        messages += [dist.P2POp(dist.irecv, one, self.ranks[here - 1], self.handle) for one in arriving]
+        messages = [dist.P2POp(dist.isend, one, following, self.handle) for one in sent]
+        messages += [dist.P2POp(dist.irecv, one, before, self.handle) for one in arriving]
         works = dist.batch_isend_irecv(messages)
         for tensor in sent:
             self.traffic.add(self.axis, "send", tensor.nbytes)
-        label = f"permute over {self.axis} of ranks {self.torch_order}"
-        return Passing(works=tuple(works), sent=sent, arriving=tuple(arriving), label=label, position=self.position)
+        return RingTransfer(works=tuple(works), sent=sent, arriving=tuple(arriving), group=self)
 
-    @contextmanager
-    def _waiting(self, kind: str) -> Iterator[None]:
-        """Say while it lasts which collective this rank is in."""
-        self.position.wait(f"{kind} over {self.axis} of ranks {self.torch_order}")
-        yield
-        self.position.wait("")
+    def waiting(self, kind: str) -> AbstractContextManager[None]:
+        """Record while it lasts which collective this rank is in."""
+        return self.activity.waiting(f"{kind} over {self.axis} of ranks {self.torch_order}")
 
     def _count(self, kind: str, whole_bytes: int) -> None:
         self.traffic.add(self.axis, kind, whole_bytes * (len(self.ranks) - 1) / len(self.ranks))
@@ -157,29 +157,29 @@ class World:
 
     mesh: Mesh
     rank: int
-    groups: Mapping[tuple[str, ...], Group]
+    groups: Mapping[tuple[str, ...], RankGroup]
     traffic: Traffic
-    position: Position
-    lanes: Lanes
-    under_way: list[Sent] = field(default_factory=list)
+    activity: RankActivity
+    channels: Channels
+    under_way: list[SentMessage] = field(default_factory=list)
 
     @classmethod
     def build(
         cls,
         mesh: Mesh,
         atoms: Iterable[tuple[str, ...]],
-        lane_backend: str | None = None,
-        position: Position | None = None,
+        backend: str | None = None,
+        activity: RankActivity | None = None,
     ) -> "World":
-        """Make the groups of these atoms, and lanes if messages have a backend of their own.
+        """Make the groups of these atoms, and channels if messages have a ``backend`` of their own.
 
-        Every rank of the running torch world calls this with the same ones.
+        Every rank of the running torch world calls this with the same arguments.
         """
         assert dist.get_world_size() == mesh.num_ranks, f"{dist.get_world_size()} processes for {mesh}"
         rank = dist.get_rank()
         handles: dict[tuple[int, ...], object] = {}  # torch gives a number to who is no member
-        groups: dict[tuple[str, ...], Group] = {}
-        traffic, position = Traffic(), position or Position()
+        groups: dict[tuple[str, ...], RankGroup] = {}
+        traffic, activity = Traffic(), activity or RankActivity()
         for names in sorted(set(atoms) - {()}):
             for ranks in mesh.groups(names):
                 members = tuple(sorted(ranks))
@@ -187,14 +187,14 @@ class World:
                     handles[members] = dist.new_group(list(members))
                 handle = handles.get(members)
                 if rank in members and isinstance(handle, dist.ProcessGroup):
-                    axis = axis_of_atoms(names)
-                    groups[names] = Group(
-                        ranks=ranks, rank=rank, axis=axis, handle=handle, traffic=traffic, position=position
-                    )
-        lanes = lanes_of(mesh.groups(("pp",)), lane_backend)
-        return cls(mesh=mesh, rank=rank, groups=groups, traffic=traffic, position=position, lanes=lanes)
+                    groups[names] = RankGroup(
+                        ranks=ranks, rank=rank, axis=axis_of_atoms(names), handle=handle, traffic=traffic,
+                        activity=activity,
+                    )  # fmt: skip
+        channels = _channels(mesh.groups(("pp",)), backend) if backend else {}
+        return cls(mesh=mesh, rank=rank, groups=groups, traffic=traffic, activity=activity, channels=channels)
 
-    def group(self, atoms: Sequence[str], axis: str | None = None) -> Group | None:
+    def group(self, atoms: Sequence[str], axis: str | None = None) -> RankGroup | None:
         """Return this rank's group along atoms; None where it would be alone. ``axis`` names its traffic otherwise."""
         if self.num_ranks(atoms) == 1:
             return None
@@ -206,32 +206,80 @@ class World:
         return math.prod(self.mesh.size(atom) for atom in atoms)
 
     def send(self, tensor: torch.Tensor, to_rank: int, tag: int, taken_at: int = _AT_THE_END) -> None:
-        """Start sending what an action of the receiver's takes; the tensor may be overwritten meanwhile."""
+        """Start sending what an action of the receiver takes; the tensor may be overwritten meanwhile."""
         memory = tensor.clone(memory_format=torch.contiguous_format)
-        work = dist.isend(memory, to_rank, tag=tag, group=self._lane(tag, self.rank, to_rank))
+        work = dist.isend(memory, to_rank, tag=tag, group=self._channel(tag, self.rank, to_rank))
         assert work is not None, "a message to another rank is under way"
-        self.under_way.append(Sent(work=work, memory=memory, to_rank=to_rank, taken_at=taken_at))
+        self.under_way.append(SentMessage(work=work, memory=memory, to_rank=to_rank, taken_at=taken_at))
         self.traffic.add("pp", "send", memory.nbytes)
 
     def receive(self, into: torch.Tensor, from_rank: int, tag: int, made_at: int = -1) -> torch.Tensor:
-        """Wait for what an action of the sender's made: by then it had taken whatever came for it so far."""
-        self.position.wait(f"what rank {from_rank} hands on")
-        dist.recv(into, from_rank, tag=tag, group=self._lane(tag, from_rank, self.rank))
-        self.position.wait("")
+        """Wait for what an action of the sender made: by then it had taken whatever came for it so far."""
+        with self.activity.waiting(f"what rank {from_rank} hands on"):
+            dist.recv(into, from_rank, tag=tag, group=self._channel(tag, from_rank, self.rank))
         self._finish([sent for sent in self.under_way if sent.to_rank == from_rank and sent.taken_at <= made_at])
         return into
 
-    def _lane(self, tag: int, from_rank: int, to_rank: int) -> dist.ProcessGroup | None:
-        """Return the way of a message; None for the one that all share."""
-        return self.lanes.get((goes_back(tag), from_rank < to_rank))
+    def _channel(self, tag: int, from_rank: int, to_rank: int) -> dist.ProcessGroup | None:
+        """Return the channel of a message; None for the group that all share."""
+        return self.channels.get((goes_back(tag), from_rank < to_rank))
 
     def finish_sending(self) -> None:
         """Wait until everything sent has left."""
         self._finish(list(self.under_way))
 
-    def _finish(self, left: Sequence[Sent]) -> None:
-        for sent in left:
-            self.position.wait(f"rank {sent.to_rank} to take a message")
-            sent.work.wait()
-            self.position.wait("")
+    def _finish(self, messages: Sequence[SentMessage]) -> None:
+        for sent in messages:
+            with self.activity.waiting(f"rank {sent.to_rank} to take a message"):
+                sent.work.wait()
             self.under_way.remove(sent)
+
+
+def message_tag(number: int, *, back: bool) -> int:
+    """Number a message."""
+    return 2 * number + back
+
+
+def goes_back(tag: int) -> bool:
+    """Say whether a message goes back.
+
+    >>> goes_back(message_tag(3, back=True)), goes_back(message_tag(3, back=False))
+    (True, False)
+    """
+    return tag % 2 == 1
+
+
+def channel_backend(device: torch.device) -> str | None:
+    """Return the library for messages between devices; None where the receiver picks them by their tags."""
+    return None if device.type in (HOST, NOWHERE.type) else dist.get_default_backend_for_device(device)
+
+
+def _channels(pipelines: Iterable[tuple[int, ...]], backend: str) -> Channels:
+    """Make the channels between the ranks of this process' pipeline; every rank calls this with all pipelines.
+
+    Device libraries know no tags, and wait for the receiver. With one channel only, two ranks that send each other
+    something at once would wait forever, and what one takes later would arrive first.
+    """
+    found: dict[tuple[bool, bool], dist.ProcessGroup] = {}
+    for ranks, back, up in product(pipelines, (False, True), (False, True)):
+        group: object = dist.new_group(sorted(ranks), backend=backend) if len(ranks) > 1 else None
+        if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks:
+            found[back, up] = group
+    return found
+
+
+def refuse_crossing(schedule: Schedule) -> None:
+    """Refuse an order in which a rank takes messages of a channel otherwise than they were sent."""
+    sent: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
+    taken: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
+    for action in (action for actions in schedule.action_lists() for action in actions if action.kind != "W"):
+        back = action.kind != "F"
+        before, after = (action.stage + 1, action.stage - 1) if back else (action.stage - 1, action.stage + 1)
+        for messages, start, stop in ((taken, before, action.stage), (sent, action.stage, after)):
+            if 0 <= start < schedule.num_stages and 0 <= stop < schedule.num_stages:
+                ends = schedule.place_of(start)[0], schedule.place_of(stop)[0]
+                messages[*ends, back].append((stop, action.micro_batch))
+    for (one, other, back), order in sent.items():
+        if one != other and order != taken[one, other, back]:
+            message = f"pipeline rank {other} takes what rank {one} sends in another order, which devices cannot"
+            raise InputError.of("schedule", f"{message}. Order the actions of both alike")

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from autoshard.engine.pieces import Piece
+from autoshard.engine.placement import StatePiece
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 _MOST_BYTES = 2**26  # of a box in a file; larger pieces are cut, so that little is copied at a time
 
 
-def cut_piece(piece: Piece, dim: int = 0) -> list[Piece]:
+def cut_piece(piece: StatePiece, dim: int = 0) -> list[StatePiece]:
     """Cut a piece along its first dims into parts that are not too large, each of them in one run of memory."""
     lengths, num_bytes = piece.memory.shape, piece.memory.nbytes
     if num_bytes <= _MOST_BYTES or dim == len(lengths):
         return [piece]
     rows = max(1, lengths[dim] * _MOST_BYTES // num_bytes)
-    parts: list[Piece] = []
+    parts: list[StatePiece] = []
     for start in range(0, lengths[dim], rows):
         offsets = list(piece.offsets)
         offsets[dim] += start

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from autoshard.engine.pieces import Piece
+from autoshard.engine.placement import StatePiece
 from autoshard.runtime.checkpoint.files import DTYPES
 from autoshard.runtime.checkpoint.index import CheckpointIndex, StoredBox
 from autoshard.runtime.checkpoint.storage import Storage, StorageError, persistent
@@ -30,7 +30,7 @@ _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 class PieceLoadPlanner(LoadPlanner):
     """Plans which stored boxes fill the pieces that this rank reads."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[StatePiece]) -> None:
         self._pieces = {MetadataIndex(piece.name, piece.offsets): piece for piece in pieces if piece.reads}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:

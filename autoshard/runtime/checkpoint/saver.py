@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from autoshard.engine.pieces import Piece
-from autoshard.engine.ran import SavedStep
+from autoshard.engine.placement import StatePiece
+from autoshard.engine.results import SavedStep
 from autoshard.runtime.checkpoint.index import CheckpointIndex, RunState, StoredTensor
 from autoshard.runtime.checkpoint.reader import PieceLoadPlanner, PieceReader
 from autoshard.runtime.checkpoint.shelf import Checkpoint, Shelf
@@ -73,7 +73,7 @@ class Saver:
         """Whether this rank's thread has ended."""
         return self._thread is not None and not self._thread.is_alive()
 
-    def begin(self, state: RunState, pieces: Sequence[Piece], *, prunes: bool = True) -> None:
+    def begin(self, state: RunState, pieces: Sequence[StatePiece], *, prunes: bool = True) -> None:
         """Start to save; the pieces must not change before ``wait_copied`` has returned.
 
         Older checkpoints that need not be kept are removed afterwards, unless this one is not to be relied on.
@@ -101,7 +101,7 @@ class Saver:
         assert self._ended is not None, "the thread says how it ended"
         return replace(self._ended, saved=replace(self._ended.saved, blocked_s=self._blocked_s))
 
-    def _save(self, state: RunState, pieces: Sequence[Piece], prunes: bool) -> None:
+    def _save(self, state: RunState, pieces: Sequence[StatePiece], prunes: bool) -> None:
         start_s, failure, remark, progress = time.monotonic(), "", "", self._progress
         try:
             self._write(state, pieces, progress)
@@ -115,7 +115,7 @@ class Saver:
             time_s = time.monotonic() - start_s
             self._ended = Ended(saved=SavedStep(step=state.step, time_s=time_s, remark=remark), failure=failure)
 
-    def _write(self, state: RunState, pieces: Sequence[Piece], progress: SaveProgress) -> None:
+    def _write(self, state: RunState, pieces: Sequence[StatePiece], progress: SaveProgress) -> None:
         """Save; on all ranks this fails or on none."""
         folder = self._shelf.folder(state.step)
 
@@ -158,7 +158,7 @@ class Saver:
         return told[0]
 
 
-def load(shelf: Shelf, checkpoint: Checkpoint, pieces: Sequence[Piece], group: Any) -> None:
+def load(shelf: Shelf, checkpoint: Checkpoint, pieces: Sequence[StatePiece], group: Any) -> None:
     """Fill pieces from a checkpoint; every rank calls this, and on all of them it fails or on none."""
     reader = PieceReader(shelf.place, checkpoint.folder, checkpoint.index)
     try:

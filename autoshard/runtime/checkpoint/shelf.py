@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 
-from autoshard.engine.pieces import Piece
+from autoshard.engine.placement import StatePiece
 from autoshard.errors import InputError
 from autoshard.runtime.checkpoint.files import folder_of, step_of
 from autoshard.runtime.checkpoint.index import FILE, CheckpointIndex, load_index
@@ -138,7 +138,7 @@ class Shelf:
             self.remarks.append(text)
 
 
-def refuse_other(index: CheckpointIndex, pieces: Sequence[Piece], where: str) -> None:
+def refuse_other(index: CheckpointIndex, pieces: Sequence[StatePiece], where: str) -> None:
     """Refuse a checkpoint of another model, or without moments that the optimizer has; name what differs."""
     wanted = {piece.name: piece.whole for piece in pieces}
     faults = list(_differences(index, wanted))

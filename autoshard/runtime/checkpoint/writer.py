@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
-from autoshard.engine.pieces import Piece
+from autoshard.engine.placement import StatePiece
 from autoshard.runtime.checkpoint.files import DTYPES, box_name, cut_piece, header_of, is_finite
 from autoshard.runtime.checkpoint.index import FILE, CheckpointIndex, StoredBox, StoredTensor, dump_index
 from autoshard.runtime.checkpoint.storage import Storage, StorageError, persistent
@@ -72,7 +72,7 @@ class AgreedPlan:
 class PieceSavePlanner(DefaultSavePlanner):
     """Plans the boxes of an engine's pieces; DCP's own planner checks that they fill every tensor without overlap."""
 
-    def __init__(self, pieces: Sequence[Piece], known: AgreedPlan) -> None:
+    def __init__(self, pieces: Sequence[StatePiece], known: AgreedPlan) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         cut = [part for piece in pieces if piece.saves for part in cut_piece(piece)]
         self._pieces = {MetadataIndex(piece.name, piece.offsets): piece for piece in cut}
@@ -101,7 +101,7 @@ class PieceSavePlanner(DefaultSavePlanner):
         return self._pieces[index].memory
 
 
-def _write_item(index: MetadataIndex, piece: Piece) -> WriteItem:
+def _write_item(index: MetadataIndex, piece: StatePiece) -> WriteItem:
     chunk = ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=piece.memory.shape)
     properties = TensorProperties(dtype=piece.memory.dtype)
     data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(piece.whole))

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from autoshard.engine.hf_names import DERIVED, HEADS
-from autoshard.engine.hf_weights import HfNames, shapes_of
+from autoshard.engine.hf_names import DERIVED, HEADS, HfNames, shapes_of
 from autoshard.errors import InputError
 from autoshard.runtime.convert.copying import Entry, TargetFile
 from autoshard.runtime.convert.pickled import read_state

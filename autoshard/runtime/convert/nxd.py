@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from autoshard.engine.hf_names import DERIVED
-from autoshard.engine.hf_weights import shapes_of
+from autoshard.engine.hf_names import DERIVED, shapes_of
 from autoshard.engine.nxd.shards import TpRank
 from autoshard.engine.nxd_names import NxdNames, Qkv, qkv_of
 from autoshard.errors import Fault, InputError, require

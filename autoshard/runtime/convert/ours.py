@@ -7,10 +7,9 @@ from typing import cast
 
 import torch
 
-from autoshard.engine.hf_weights import shapes_of
+from autoshard.engine.hf_names import shapes_of
 from autoshard.engine.patches import whole
-from autoshard.engine.pieces import Part, Piece
-from autoshard.engine.place import Place as Standing
+from autoshard.engine.placement import MeshRank, StatePart, StatePiece
 from autoshard.engine.programs import programs_of
 from autoshard.errors import Fault, InputError
 from autoshard.plan.plan import Plan
@@ -110,18 +109,20 @@ def fresh() -> RunState:
     return RunState(step=0, num_updates=0, next_sample=0)
 
 
-def _placed(plan: Plan | None, source: WeightSource, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Piece]]:
+def _placed(
+    plan: Plan | None, source: WeightSource, dtypes: Mapping[str, torch.dtype]
+) -> Iterator[tuple[str, StatePiece]]:
     """Yield every box that is to be saved, with its file."""
     parts: dict[str, list[str]] = defaultdict(list)  # of a weight: what there is of it
     for name in source.wanted:
         parts[name if _part(name) == "weight" else name.partition("/")[2]].append(name)
 
-    def pieces(weight: str, bounds: Sequence[tuple[int, int]]) -> Iterator[Piece]:
+    def pieces(weight: str, bounds: Sequence[tuple[int, int]]) -> Iterator[StatePiece]:
         lengths = tuple(stop - start for start, stop in bounds)
         for name in parts[weight]:
             memory = torch.empty(lengths, dtype=dtypes[name], device="meta")
             offsets = tuple(start for start, _ in bounds)
-            yield Piece(weight=weight, part=_part(name), whole=source.wanted[name], offsets=offsets, memory=memory)
+            yield StatePiece(weight=weight, part=_part(name), whole=source.wanted[name], offsets=offsets, memory=memory)
 
     if plan:
         for rank, weight, bounds in _held(plan, parts):
@@ -140,7 +141,7 @@ def _held(plan: Plan, weights: Iterable[str]) -> Iterator[tuple[int, str, tuple[
     known, programs = set(weights), programs_of(plan)
     seen: set[tuple[str, tuple[tuple[int, int], ...]]] = set()
     for rank in range(plan.mesh.num_ranks):
-        standing = Standing(mesh=plan.mesh, rank=rank, sizes=programs.graph.sizes)
+        standing = MeshRank(mesh=plan.mesh, rank=rank, sizes=programs.graph.sizes)
         for stage, blocks in zip(plan.stages, programs.stages, strict=True):
             if stage.rank != standing.coordinate("pp") or standing.coordinate("edp") or standing.coordinate("cp"):
                 continue
@@ -152,12 +153,12 @@ def _held(plan: Plan, weights: Iterable[str]) -> Iterator[tuple[int, str, tuple[
                         yield rank, *found
 
 
-def _part(name: str) -> Part:
+def _part(name: str) -> StatePart:
     part = name.partition("/")[0]
     return part if part in ("moment1", "moment2") else "weight"
 
 
-def _ours(piece: Piece) -> str:
+def _ours(piece: StatePiece) -> str:
     return piece.weight if piece.part == "weight" else piece.name
 
 

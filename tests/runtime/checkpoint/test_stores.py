@@ -11,7 +11,7 @@ from fsspec.config import conf
 from s3fs import S3FileSystem
 
 from autoshard.engine.base import Builds, Engine, Run, StepReport
-from autoshard.engine.ran import SavedStep
+from autoshard.engine.results import SavedStep
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.runtime import train as loop

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
-from autoshard.engine.pieces import Piece
+from autoshard.engine.placement import StatePiece
 from autoshard.runtime.checkpoint import files, saver
 from autoshard.runtime.checkpoint.index import FILE
 from autoshard.runtime.checkpoint.writer import AgreedPlan, PieceSavePlanner
@@ -21,7 +21,7 @@ from tests.runtime.training_cases import plan_of, trained
 @given(st.lists(st.integers(1, 5), max_size=4), st.integers(4, 200))
 def test_a_piece_is_cut_into_runs_of_memory_that_are_not_too_large(shape: list[int], most: int) -> None:
     memory = torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape)
-    piece = Piece(weight="w", part="weight", whole=tuple(shape), offsets=(7,) * len(shape), memory=memory)
+    piece = StatePiece(weight="w", part="weight", whole=tuple(shape), offsets=(7,) * len(shape), memory=memory)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "_MOST_BYTES", most)
         parts = files.cut_piece(piece)
@@ -82,8 +82,8 @@ def test_plans_are_agreed_on_once_and_nobody_waits_for_that(monkeypatch: pytest.
 
 
 def test_a_plan_that_changes_is_sent_again() -> None:
-    def pieces(length: int) -> list[Piece]:
-        return [Piece(weight="w", part="weight", whole=(9,), offsets=(0,), memory=torch.zeros(length))]
+    def pieces(length: int) -> list[StatePiece]:
+        return [StatePiece(weight="w", part="weight", whole=(9,), offsets=(0,), memory=torch.zeros(length))]
 
     known = AgreedPlan()
     first = PieceSavePlanner(pieces(9), known)
@@ -97,7 +97,7 @@ def test_a_box_that_nobody_saves_is_found() -> None:
     def planner(offset: int, length: int) -> PieceSavePlanner:
         memory = torch.zeros(length)
         return PieceSavePlanner(
-            [Piece(weight="w", part="weight", whole=(9,), offsets=(offset,), memory=memory)], AgreedPlan()
+            [StatePiece(weight="w", part="weight", whole=(9,), offsets=(offset,), memory=memory)], AgreedPlan()
         )
 
     for second in (planner(5, 3), planner(4, 5)):

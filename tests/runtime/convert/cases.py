@@ -9,7 +9,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from autoshard.engine.hf_weights import HfNames
+from autoshard.engine.hf_names import HfNames
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoshard.engine.hf_weights import shapes_of
+from autoshard.engine.hf_names import shapes_of
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan

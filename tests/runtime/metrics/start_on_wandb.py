@@ -12,7 +12,7 @@ from pathlib import Path
 
 from autoshard.commands.steps import step_display
 from autoshard.engine.base import Measured
-from autoshard.engine.ran import RunReport, TimedStep
+from autoshard.engine.results import RunReport, TimedStep
 from autoshard.plan.codec import dump
 from autoshard.spec.training import Tracking, Training
 from tests.runtime.cases import tiny_plan, wait_until

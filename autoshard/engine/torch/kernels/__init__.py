@@ -1,8 +1,8 @@
 """The operations of the graph as torch computes them; importing this registers them all."""
 
-from autoshard.engine.torch.kernels import attention, experts, indexing, norms, optimizer, pointwise, products
-from autoshard.engine.torch.kernels.kernel import Kernel, Local, kernel
+from autoshard.engine.torch.kernels import attention, elementwise, indexing, norms, products
+from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, Rotations, kernel_of
 
 __all__ = [
-    "Kernel", "Local", "attention", "experts", "indexing", "kernel", "norms", "optimizer", "pointwise", "products",
+    "Kernel", "KernelContext", "Rotations", "attention", "elementwise", "indexing", "kernel_of", "norms", "products",
 ]  # fmt: skip

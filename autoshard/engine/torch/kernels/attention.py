@@ -13,25 +13,25 @@ from itertools import pairwise, product
 import torch
 
 from autoshard.engine.torch.formats import Formats, wide
-from autoshard.engine.torch.kernels.fused import Fused, Part, Slopes, fused
-from autoshard.engine.torch.kernels.kernel import Kernel, Local, kernel
+from autoshard.engine.torch.kernels.fused import FusedAttention, Part, Slopes, fused
+from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, kernel_of
 from autoshard.graph.kinds.attention import Attend, AttendGradient, Rotary
 from autoshard.graph.op import Call
 
 _ROWS = 128  # queries that are masked together
 
 
-@kernel.register
-def _rotary(kind: Rotary, call: Call, local: Local) -> Kernel:
+@kernel_of.register
+def _rotary(kind: Rotary, call: Call, context: KernelContext) -> Kernel:
     dims, head_dim = call.inputs[0].dims, call.sizes["head_dim"]
-    half, dtype = kind.rotated(head_dim) // 2, local.formats.of(call.outputs[0].dtype)
+    half, dtype = kind.rotated(head_dim) // 2, context.formats.of(call.outputs[0].dtype)
     turned = 2 * half
     after = len(dims) - dims.index(call.inputs[-1].dims[-1]) - 2  # dims between the positions and the head
     sign = -1 if kind.backward else 1
 
     def run(x: torch.Tensor, *where: torch.Tensor) -> tuple[torch.Tensor, ...]:
         exact = wide(x[..., :0])
-        angles = local.rotations.of(kind, where, head_dim, exact)
+        angles = context.rotations.of(kind, where, head_dim, exact)
         cos, sin = (one.reshape(*one.shape[:-1], *[1] * after, half) for one in angles)
         result = torch.empty_like(x, dtype=exact.dtype)
         first, second = x[..., :half], x[..., half:turned]
@@ -45,7 +45,7 @@ def _rotary(kind: Rotary, call: Call, local: Local) -> Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _PositionRun:
     """Neighbours in memory whose positions follow each other: where they lie, and the first position."""
 
     start: int
@@ -63,38 +63,38 @@ class _Span:
     def covers(self, count: int) -> bool:
         return self.stop - self.start == count
 
-    def cut(self, positions: set[int]) -> "Iterator[_Span]":
+    def cut(self, positions: set[int]) -> "Iterator[_PositionRun]":
         """Part it where any of these positions begins."""
         inside = sorted(self.start + one - self.first for one in positions if self.first < one <= self.last)
         for start, stop in pairwise((self.start, *inside, self.stop)):
-            yield _Span(start, stop, self.first + start - self.start)
+            yield _PositionRun(start, stop, self.first + start - self.start)
 
-    def within(self, first: int, last: int) -> "_Span | None":
+    def within(self, first: int, last: int) -> "_PositionRun | None":
         """Return the part of it between two positions, both included."""
         low, high = max(first, self.first), min(last, self.last)
         at = self.start + low - self.first
-        return _Span(at, at + high - low + 1, low) if low <= high else None
+        return _PositionRun(at, at + high - low + 1, low) if low <= high else None
 
 
-def _spans(positions: torch.Tensor) -> list[_Span]:
+def _spans(positions: torch.Tensor) -> list[_PositionRun]:
     """Return the runs of positions that follow each other; most ranks hold one, with zig-zag two."""
     count = len(positions)
     if count and int(positions[-1] - positions[0]) == count - 1:
-        return [_Span(0, count, int(positions[0]))]
+        return [_PositionRun(0, count, int(positions[0]))]
     breaks: list[int] = (torch.diff(positions) != 1).nonzero().flatten().add_(1).tolist() if count else []
     ends = (0, *breaks, count)
-    return [_Span(start, stop, int(positions[start])) for start, stop in pairwise(ends) if start < stop]
+    return [_PositionRun(start, stop, int(positions[start])) for start, stop in pairwise(ends) if start < stop]
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _VisiblePair:
     """Queries and keys of which each query sees all keys, those up to itself (``causal``), or some (``masked``).
 
     They are those of some sequences of the batch, from the first of ``rows`` to before the second, or of all.
     """
 
-    queries: _Span
-    keys: _Span
+    queries: _PositionRun
+    keys: _PositionRun
     causal: bool = False
     masked: bool = False
     rows: tuple[int, int] | None = None
@@ -105,15 +105,15 @@ class _Seen:
 
 
 def _seen_by_document(
-    positions: torch.Tensor, keys: list[_Span], starts: torch.Tensor, window: int | None, *, in_rows: bool
-) -> Iterator[_Seen]:
+    positions: torch.Tensor, keys: list[_PositionRun], starts: torch.Tensor, window: int | None, *, in_rows: bool
+) -> Iterator[_VisiblePair]:
     """Yield what sees what where documents do not see each other: those of the queries, one after the other.
 
     Sequences that follow each other and are cut alike go together.
     """
     changes: list[int] = (starts[1:] != starts[:-1]).any(1).nonzero().flatten().add_(1).tolist()
     for rows in pairwise((0, *changes, len(starts))):
-        documents: dict[int, list[_Span]] = {}
+        documents: dict[int, list[_PositionRun]] = {}
         for start, span in _spans_of_documents(positions, starts[rows[0]]):
             documents.setdefault(start, []).append(span)
         for start, queries in documents.items():
@@ -123,16 +123,18 @@ def _seen_by_document(
                 yield from (replace(seen, rows=rows) for seen in _seen(queries, own, window, in_rows=in_rows))
 
 
-def _spans_of_documents(positions: torch.Tensor, starts: torch.Tensor) -> Iterator[tuple[int, _Span]]:
+def _spans_of_documents(positions: torch.Tensor, starts: torch.Tensor) -> Iterator[tuple[int, _PositionRun]]:
     """Yield the runs of positions of one document each, with where the document starts."""
     found: list[int] = ((torch.diff(positions) != 1) | (torch.diff(starts) != 0)).nonzero().flatten().add_(1).tolist()
     begins = (0, *found)
     firsts, documents = positions[list(begins)].tolist(), starts[list(begins)].tolist()
     for (start, stop), first, document in zip(pairwise((*begins, len(positions))), firsts, documents, strict=True):
-        yield document, _Span(start, stop, first)
+        yield document, _PositionRun(start, stop, first)
 
 
-def _seen(queries: list[_Span], keys: list[_Span], window: int | None, *, in_rows: bool) -> Iterator[_Seen]:
+def _seen(
+    queries: list[_PositionRun], keys: list[_PositionRun], window: int | None, *, in_rows: bool
+) -> Iterator[_VisiblePair]:
     """Yield all pairs of spans that see anything, cut so that a pair is the same positions or apart, or ``in_rows``."""
     if in_rows or (window and max(span.last for span in queries) - min(span.first for span in keys) >= window):
         yield from _within(queries, keys, window or sys.maxsize)
@@ -141,18 +143,18 @@ def _seen(queries: list[_Span], keys: list[_Span], window: int | None, *, in_row
     parts = [[part for span in spans for part in span.cut(edges)] for spans in (queries, keys)]
     for query, key in product(*parts):
         if key.first <= query.last:
-            yield _Seen(query, key, causal=key.first == query.first)
+            yield _VisiblePair(query, key, causal=key.first == query.first)
 
 
-def _within(queries: list[_Span], keys: list[_Span], window: int) -> Iterator[_Seen]:
+def _within(queries: list[_PositionRun], keys: list[_PositionRun], window: int) -> Iterator[_VisiblePair]:
     """Yield a few queries at a time with the keys that any of them sees."""
     for query, key in product(queries, keys):
         for start in range(query.start, query.stop, _ROWS):
-            rows = _Span(start, min(start + _ROWS, query.stop), query.first + start - query.start)
+            rows = _PositionRun(start, min(start + _ROWS, query.stop), query.first + start - query.start)
             low, high = max(key.first, rows.first - window + 1), min(key.last, rows.last)
             if low <= high:
                 at = key.start + low - key.first
-                yield _Seen(rows, _Span(at, at + high - low + 1, low), masked=True)
+                yield _VisiblePair(rows, _PositionRun(at, at + high - low + 1, low), masked=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,11 +169,11 @@ class _Heads:
     def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> "_Heads":
         return cls(query=_by_head(query), key=_rows(key).transpose(1, 2), value=_rows(value).transpose(1, 2))
 
-    def of_pair(self, seen: _Seen) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def of_pair(self, seen: _VisiblePair) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows, keys = seen.batch, seen.keys.slice
         return self.query[rows, :, seen.queries.slice], self.key[rows, :, keys], self.value[rows, :, keys]
 
-    def is_whole(self, seen: _Seen) -> bool:
+    def is_whole(self, seen: _VisiblePair) -> bool:
         """Whether a pair is about every query."""
         batch, _, count, _ = self.query.shape
         return seen.rows in (None, (0, batch)) and seen.queries.covers(count)
@@ -196,17 +198,17 @@ def _by_position(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 class _Attention:
     """How an operation attends: with the device's own kernel, or a few rows of scores at a time; within a window."""
 
-    fused: Fused | None
+    fused: FusedAttention | None
     window: int | None
 
     @classmethod
-    def of(cls, call: Call, local: Local, window: int | None) -> "_Attention":
-        formats: Formats = local.formats
+    def of(cls, call: Call, context: KernelContext, window: int | None) -> "_Attention":
+        formats: Formats = context.formats
         return cls(fused(formats.device, formats.of(call.inputs[0].dtype), call.sizes["head_dim"]), window)
 
     def pairs(
         self, heads: _Heads, positions: torch.Tensor, key_positions: torch.Tensor, *starts: torch.Tensor
-    ) -> list[_Seen]:
+    ) -> list[_VisiblePair]:
         """Return what sees what; ``starts``, if documents do not see each other, are those of the queries."""
         if not heads.query.numel() or not heads.key.numel():
             return []
@@ -215,14 +217,14 @@ class _Attention:
             return list(_seen_by_document(positions, keys, starts[0], self.window, in_rows=in_rows))
         return list(_seen(_spans(positions), keys, self.window, in_rows=in_rows))
 
-    def forward(self, heads: _Heads, seen: _Seen) -> Part:
+    def forward(self, heads: _Heads, seen: _VisiblePair) -> Part:
         """Attend to what a pair sees."""
         if seen.masked:
             return _masked(heads, seen, self.window)
         assert self.fused, "what nothing attends to at once is masked"
         return self.fused.forward(heads.of_pair(seen), seen.causal)
 
-    def backward(self, heads: _Heads, seen: _Seen, given: tuple[torch.Tensor, ...]) -> Slopes:
+    def backward(self, heads: _Heads, seen: _VisiblePair, given: tuple[torch.Tensor, ...]) -> Slopes:
         """Return the gradients of a pair's queries, keys and values."""
         upstream, result, lse = (one[seen.batch, :, seen.queries.slice] for one in given)
         if seen.masked:
@@ -231,17 +233,17 @@ class _Attention:
         return self.fused.backward((upstream, *heads.of_pair(seen), result, lse), seen.causal)
 
 
-@kernel.register
-def _attend(kind: Attend, call: Call, local: Local) -> Kernel:
-    attention = _Attention.of(call, local, kind.window)
-    formats = [local.formats.of(output.dtype) for output in call.outputs]
+@kernel_of.register
+def _attend(kind: Attend, call: Call, context: KernelContext) -> Kernel:
+    attention = _Attention.of(call, context, kind.window)
+    formats = [context.formats.of(output.dtype) for output in call.outputs]
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value, *where = tensors
         heads = _Heads.of(query, key, value)
-        parts: dict[_Seen, Part] = {}
+        parts: dict[_VisiblePair, Part] = {}
         for seen in attention.pairs(heads, *where):
-            of_queries = _Seen(seen.queries, seen.queries, rows=seen.rows)
+            of_queries = _VisiblePair(seen.queries, seen.queries, rows=seen.rows)
             parts[of_queries] = joined(parts.get(of_queries), attention.forward(heads, seen))
         if len(parts) == 1 and heads.is_whole(next(iter(parts))):
             mixed, lse = next(iter(parts.values()))
@@ -255,9 +257,9 @@ def _attend(kind: Attend, call: Call, local: Local) -> Kernel:
     return run
 
 
-@kernel.register
-def _attend_gradient(kind: AttendGradient, call: Call, local: Local) -> Kernel:
-    attention = _Attention.of(call, local, kind.window)
+@kernel_of.register
+def _attend_gradient(kind: AttendGradient, call: Call, context: KernelContext) -> Kernel:
+    attention = _Attention.of(call, context, kind.window)
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         upstream, query, key, value, positions, key_positions, result, lse, *starts = tensors
@@ -277,7 +279,7 @@ def _attend_gradient(kind: AttendGradient, call: Call, local: Local) -> Kernel:
     return run
 
 
-def _masked(heads: _Heads, seen: _Seen, window: int | None) -> Part:
+def _masked(heads: _Heads, seen: _VisiblePair, window: int | None) -> Part:
     """Attend with a few rows of scores at hand."""
     scores, value = _scores(heads, seen, window), heads.of_pair(seen)[2]
     lse = scores.logsumexp(-1)
@@ -286,7 +288,7 @@ def _masked(heads: _Heads, seen: _Seen, window: int | None) -> Part:
     return mixed.flatten(1, 2).to(value.dtype), lse.flatten(1, 2)
 
 
-def _scores(heads: _Heads, seen: _Seen, window: int | None) -> torch.Tensor:
+def _scores(heads: _Heads, seen: _VisiblePair, window: int | None) -> torch.Tensor:
     """Return scores by KV head and query of its group: [batch, kv_head, group, query, key]."""
     query, key, _ = heads.of_pair(seen)
     grouped = wide(query).unflatten(1, (key.shape[1], -1))
@@ -297,7 +299,7 @@ def _scores(heads: _Heads, seen: _Seen, window: int | None) -> torch.Tensor:
     return scores.masked_fill((distance < 0) | (distance >= (window or math.inf)), -torch.inf)
 
 
-def _masked_slopes(heads: _Heads, seen: _Seen, given: tuple[torch.Tensor, ...], window: int | None) -> Slopes:
+def _masked_slopes(heads: _Heads, seen: _VisiblePair, given: tuple[torch.Tensor, ...], window: int | None) -> Slopes:
     """Return the gradients of a pair's queries, keys and values with a few rows of scores at hand."""
     upstream, result, lse = given
     query, key, value = heads.of_pair(seen)

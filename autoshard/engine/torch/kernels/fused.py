@@ -18,7 +18,7 @@ _LEAST_CAPABILITY = (8, 0)  # of a GPU, for torch's flash attention: Ampere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fused:
+class FusedAttention:
     """Attention of [batch, head, position, head_dim], query heads in groups that share keys."""
 
     dtypes: tuple[torch.dtype, ...]
@@ -27,7 +27,7 @@ class Fused:
     backward: Callable[[Sequence[torch.Tensor], bool], Slopes]  # of upstream, query, key, value, result, lse
 
 
-def fused(device: torch.device, dtype: torch.dtype, head_dim: int) -> Fused | None:
+def fused(device: torch.device, dtype: torch.dtype, head_dim: int) -> FusedAttention | None:
     """Return the kernel for these tensors, if there is one."""
     if device.type == "cuda" and torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
         return None
@@ -57,8 +57,8 @@ def _on_gpu_back(tensors: Sequence[torch.Tensor], causal: bool) -> Slopes:
     return _aten._scaled_dot_product_flash_attention_backward(*given, rows, *lengths, _NO_DROPOUT, causal, *seeds)
 
 
-_HOST = Fused(
+_HOST = FusedAttention(
     dtypes=(torch.float32, torch.float64, *_HALF), head_dims=range(1, 2**16), forward=_on_host, backward=_on_host_back
 )
-GPU = Fused(dtypes=_HALF, head_dims=range(8, 257, 8), forward=_on_gpu, backward=_on_gpu_back)
-KERNELS: Mapping[str, Fused] = {HOST: _HOST, NOWHERE.type: _HOST, "cuda": GPU}
+GPU = FusedAttention(dtypes=_HALF, head_dims=range(8, 257, 8), forward=_on_gpu, backward=_on_gpu_back)
+KERNELS: Mapping[str, FusedAttention] = {HOST: _HOST, NOWHERE.type: _HOST, "cuda": GPU}

@@ -1,8 +1,20 @@
-"""Reading and writing rows by index, also where a rank holds only a part of what is indexed: the rest is zero."""
+"""Reading and writing rows by index, also where a rank holds only a part of what is indexed: the rest is zero.
+
+So tokens find their embeddings, losses their labels, and tokens the slots of their experts and the way back.
+"""
 
 import torch
 
-from autoshard.engine.torch.kernels.kernel import Kernel, Local, kernel, shape_of
+from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, kernel_of, shape_of
+from autoshard.graph.kinds.experts import (
+    Combine,
+    CombineGradient,
+    Dispatch,
+    DispatchGradient,
+    Slot,
+    TopK,
+    TopKGradient,
+)
 from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, places
 from autoshard.graph.op import Call
 
@@ -18,9 +30,9 @@ def _along(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return mask.reshape(*mask.shape, *[1] * (like.ndim - mask.ndim))
 
 
-@kernel.register
-def _lookup(kind: Lookup, call: Call, local: Local) -> Kernel:
-    bounds, shape = local.bounds.get(call.inputs[0].dims[0]), shape_of(call, call.outputs[0].dims)
+@kernel_of.register
+def _lookup(kind: Lookup, call: Call, context: KernelContext) -> Kernel:
+    bounds, shape = context.bounds.get(call.inputs[0].dims[0]), shape_of(call, call.outputs[0].dims)
 
     def run(table: torch.Tensor, *where: torch.Tensor) -> tuple[torch.Tensor, ...]:
         index = places(*where).to(table.device)  # positions lie with the host
@@ -35,9 +47,9 @@ def _lookup(kind: Lookup, call: Call, local: Local) -> Kernel:
     return run
 
 
-@kernel.register
-def _scatter_add(kind: ScatterAdd, call: Call, local: Local) -> Kernel:
-    bounds, shape = local.bounds.get(kind.dims[0]), shape_of(call, kind.dims)
+@kernel_of.register
+def _scatter_add(kind: ScatterAdd, call: Call, context: KernelContext) -> Kernel:
+    bounds, shape = context.bounds.get(kind.dims[0]), shape_of(call, kind.dims)
 
     def run(rows: torch.Tensor, *where: torch.Tensor) -> tuple[torch.Tensor, ...]:
         table, index = rows.new_zeros(shape), places(*where).to(rows.device)
@@ -51,9 +63,9 @@ def _scatter_add(kind: ScatterAdd, call: Call, local: Local) -> Kernel:
     return run
 
 
-@kernel.register
-def _pick(kind: Pick, call: Call, local: Local) -> Kernel:
-    axis, bounds = call.inputs[0].dims.index(kind.over), local.bounds.get(kind.over)
+@kernel_of.register
+def _pick(kind: Pick, call: Call, context: KernelContext) -> Kernel:
+    axis, bounds = call.inputs[0].dims.index(kind.over), context.bounds.get(kind.over)
 
     def run(values: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if bounds is None:
@@ -66,9 +78,9 @@ def _pick(kind: Pick, call: Call, local: Local) -> Kernel:
     return run
 
 
-@kernel.register
-def _place(kind: Place, call: Call, local: Local) -> Kernel:
-    axis, bounds, shape = kind.dims.index(kind.over), local.bounds.get(kind.over), shape_of(call, kind.dims)
+@kernel_of.register
+def _place(kind: Place, call: Call, context: KernelContext) -> Kernel:
+    axis, bounds, shape = kind.dims.index(kind.over), context.bounds.get(kind.over), shape_of(call, kind.dims)
 
     def run(values: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         result = values.new_zeros(shape)
@@ -80,3 +92,82 @@ def _place(kind: Place, call: Call, local: Local) -> Kernel:
         return (result,)
 
     return run
+
+
+@kernel_of.register
+def _top_k(kind: TopK, call: Call, context: KernelContext) -> Kernel:
+    count = call.sizes["choices"]
+
+    def run(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found, order = torch.sort(logits, dim=-1, descending=True, stable=True)  # ties go to the lower number
+        return found[..., :count].contiguous(), order[..., :count].contiguous()
+
+    return run
+
+
+@kernel_of.register
+def _top_k_gradient(kind: TopKGradient, call: Call, context: KernelContext) -> Kernel:
+    shape = shape_of(call, call.outputs[0].dims)
+    return lambda upstream, expert: (upstream.new_zeros(shape).scatter_(-1, expert, upstream),)
+
+
+@kernel_of.register
+def _slot(kind: Slot, call: Call, context: KernelContext) -> Kernel:
+    experts, slots = call.sizes["experts"], call.sizes["slots"]
+
+    def run(expert: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        chosen = expert.reshape(-1)
+        mine = torch.arange(experts, device=chosen.device) == chosen[:, None]
+        place = (mine.cumsum(0) - 1).gather(1, chosen[:, None]).squeeze(1)
+        return (torch.where(place < slots, place, -1).reshape(expert.shape),)
+
+    return run
+
+
+@kernel_of.register
+def _dispatch(kind: Dispatch, call: Call, context: KernelContext) -> Kernel:
+    shape = shape_of(call, call.outputs[0].dims)
+    return lambda tokens, expert, place: (_scattered(tokens.unsqueeze(-2), expert, place, shape),)
+
+
+@kernel_of.register
+def _dispatch_gradient(kind: DispatchGradient, call: Call, context: KernelContext) -> Kernel:
+    return lambda slots, expert, place: (_fetched(slots, expert, place).sum(2),)
+
+
+@kernel_of.register
+def _combine(kind: Combine, call: Call, context: KernelContext) -> Kernel:
+    def run(
+        slots: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, place: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return ((_fetched(slots, expert, place) * weight.unsqueeze(-1)).sum(2),)
+
+    return run
+
+
+@kernel_of.register
+def _combine_gradient(kind: CombineGradient, call: Call, context: KernelContext) -> Kernel:
+    shape = shape_of(call, call.inputs[1].dims)
+
+    def run(
+        upstream: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, place: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        rows = upstream.unsqueeze(-2)
+        d_weight = (_fetched(slots, expert, place) * rows).sum(-1)
+        return _scattered(rows * weight.unsqueeze(-1), expert, place, shape), d_weight
+
+    return run
+
+
+def _scattered(rows: torch.Tensor, expert: torch.Tensor, place: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Copy rows to their slots; what has no slot goes to one that is cut off again."""
+    slots = rows.new_zeros((shape[0], shape[1] + 1, shape[2]))
+    slots[expert, torch.where(place < 0, shape[1], place)] = rows.expand(*place.shape, shape[2])
+    return slots[:, : shape[1]]
+
+
+def _fetched(slots: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Return what lies in each choice's slot, zero where it was dropped."""
+    if not slots.shape[1]:
+        return slots.new_zeros((*place.shape, slots.shape[2]))
+    return slots[expert, place.clamp(min=0)] * (place >= 0).unsqueeze(-1)

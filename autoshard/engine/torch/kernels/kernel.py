@@ -4,18 +4,62 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import singledispatch
 
-import numpy as np
 import torch
 
 from autoshard.engine.torch.formats import Formats
-from autoshard.engine.torch.kernels.rotations import Rotations
+from autoshard.errors import InputError
+from autoshard.graph.kinds.attention import Rotary
+from autoshard.graph.kinds.indexing import places
 from autoshard.graph.op import Call, Dims, OpKind
+from autoshard.plan.engine_kinds import missing_kernel
 
 Kernel = Callable[..., tuple[torch.Tensor, ...]]
+Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
+_MOST_ANGLES = 8  # micro-batches in flight share their positions, so few are ever needed
+
+
+@dataclass(frozen=True, slots=True)
+class Rotations:
+    """What was made last, by the angles' parameters and the positions; and tables of the first so many positions."""
+
+    known: dict[object, tuple[Angles, Sequence[torch.Tensor]]] = field(default_factory=dict)
+    tables: dict[object, Angles] = field(default_factory=dict)
+
+    def of(self, kind: Rotary, where: Sequence[torch.Tensor], head_dim: int, like: torch.Tensor) -> Angles:
+        """Return cosines and sines, in the format and on the device of ``like``: [position, pair].
+
+        ``where`` holds positions; if documents do not see each other, also where each token's document starts. Then
+        they are counted from there: [batch, position, pair].
+        """
+        turning = (kind.fraction, kind.theta, kind.scaling, head_dim, like.dtype)
+        key = (turning, *((one.data_ptr(), one.shape) for one in where))
+        if key not in self.known:
+            if len(self.known) >= _MOST_ANGLES:
+                self.known.pop(next(iter(self.known)))
+            made = self._in_documents if len(where) > 1 else _angles
+            angles = made(kind, where, head_dim, like)
+            self.known[key] = (angles, where)  # kept, so are the addresses
+        return self.known[key][0]
+
+    def _in_documents(self, kind: Rotary, where: Sequence[torch.Tensor], head_dim: int, like: torch.Tensor) -> Angles:
+        """Look the angles up: documents differ in every micro-batch, and all count from zero."""
+        index: torch.Tensor = places(*where)
+        count = 1 << int(index.max()).bit_length() if index.numel() else 1  # few tables serve all documents
+        key = (kind.fraction, kind.theta, kind.scaling, head_dim, like.dtype, count)
+        if key not in self.tables:
+            self.tables[key] = _angles(kind, (torch.arange(count),), head_dim, like)
+        cos, sin = self.tables[key]
+        there = index.to(like.device)
+        return cos[there], sin[there]
+
+
+def _angles(kind: Rotary, where: Sequence[torch.Tensor], head_dim: int, like: torch.Tensor) -> Angles:
+    angles = where[0].double()[:, None] * torch.from_numpy(kind.frequencies(head_dim))
+    return angles.cos().to(like), angles.sin().to(like)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Local:
+class KernelContext:
     """What a rank's kernels know beside the operation: formats, and which part of a cut dim the rank holds."""
 
     formats: Formats
@@ -24,21 +68,12 @@ class Local:
 
 
 @singledispatch
-def kernel(kind: OpKind, call: Call, local: Local) -> Kernel:
-    """Return what computes an operation; a kind that nobody has written for torch is evaluated by numpy."""
-
-    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        arrays = kind.evaluate(call, *(as_array(tensor) for tensor in tensors))
-        pairs = zip(arrays, call.outputs, strict=True)
-        return tuple(local.formats.tensor(array, output.dtype) for array, output in pairs)
-
-    return run
-
-
-def as_array(tensor: torch.Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
-    """Return a tensor's numbers as numpy evaluates them: exactness comes before width."""
-    found = tensor.detach().cpu()
-    return (found.double() if found.is_floating_point() else found).numpy()
+def kernel_of(kind: OpKind, call: Call, context: KernelContext) -> Kernel:
+    """Return what computes an operation; of a kind of your own, what it says itself."""
+    own = kind.torch_kernel(call)
+    if own is None:
+        raise InputError.of("kernels", missing_kernel(kind, "torch"))
+    return own
 
 
 def shape_of(call: Call, dims: Sequence[str]) -> tuple[int, ...]:

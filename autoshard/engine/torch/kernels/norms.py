@@ -3,7 +3,7 @@
 import torch
 
 from autoshard.engine.torch.formats import wide
-from autoshard.engine.torch.kernels.kernel import Kernel, Local, kernel
+from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, kernel_of
 from autoshard.graph.kinds.norm import Norm, NormGradient, NormWeightGradient, Softmax, SoftmaxGradient
 from autoshard.graph.op import Call, Tensor
 
@@ -17,10 +17,10 @@ def _centred(x: torch.Tensor, function: str) -> torch.Tensor:
     return found - found.mean(-1, keepdim=True) if function == "layer" else found
 
 
-@kernel.register
-def _norm(kind: Norm, call: Call, local: Local) -> Kernel:
+@kernel_of.register
+def _norm(kind: Norm, call: Call, context: KernelContext) -> Kernel:
     _is_last(call.inputs[0], kind.over)
-    size, dtype = call.sizes[kind.over], local.formats.of(call.outputs[0].dtype)
+    size, dtype = call.sizes[kind.over], context.formats.of(call.outputs[0].dtype)
 
     def run(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
         centred = _centred(x, kind.function)
@@ -34,10 +34,10 @@ def _norm(kind: Norm, call: Call, local: Local) -> Kernel:
     return run
 
 
-@kernel.register
-def _norm_gradient(kind: NormGradient, call: Call, local: Local) -> Kernel:
+@kernel_of.register
+def _norm_gradient(kind: NormGradient, call: Call, context: KernelContext) -> Kernel:
     _is_last(call.inputs[1], kind.over)
-    dtype = local.formats.of(call.outputs[0].dtype)
+    dtype = context.formats.of(call.outputs[0].dtype)
 
     def run(
         upstream: torch.Tensor, x: torch.Tensor, stat: torch.Tensor, weight: torch.Tensor
@@ -54,11 +54,11 @@ def _norm_gradient(kind: NormGradient, call: Call, local: Local) -> Kernel:
     return run
 
 
-@kernel.register
-def _norm_weight_gradient(kind: NormWeightGradient, call: Call, local: Local) -> Kernel:
+@kernel_of.register
+def _norm_weight_gradient(kind: NormWeightGradient, call: Call, context: KernelContext) -> Kernel:
     dims = call.inputs[1].dims
     _is_last(call.inputs[1], kind.over)
-    rest, dtype = list(range(len(dims) - 1)), local.formats.of(call.outputs[0].dtype)
+    rest, dtype = list(range(len(dims) - 1)), context.formats.of(call.outputs[0].dtype)
 
     def run(upstream: torch.Tensor, x: torch.Tensor, stat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         normalised = _centred(x, kind.function) * stat.unsqueeze(-1)
@@ -67,15 +67,15 @@ def _norm_weight_gradient(kind: NormWeightGradient, call: Call, local: Local) ->
     return run
 
 
-@kernel.register
-def _softmax(kind: Softmax, call: Call, local: Local) -> Kernel:
-    axis, dtype = call.inputs[0].dims.index(kind.over), local.formats.of(call.outputs[0].dtype)
+@kernel_of.register
+def _softmax(kind: Softmax, call: Call, context: KernelContext) -> Kernel:
+    axis, dtype = call.inputs[0].dims.index(kind.over), context.formats.of(call.outputs[0].dtype)
     return lambda x: (torch.softmax(wide(x), axis).to(dtype),)
 
 
-@kernel.register
-def _softmax_gradient(kind: SoftmaxGradient, call: Call, local: Local) -> Kernel:
-    axis, dtype = call.inputs[1].dims.index(kind.over), local.formats.of(call.outputs[0].dtype)
+@kernel_of.register
+def _softmax_gradient(kind: SoftmaxGradient, call: Call, context: KernelContext) -> Kernel:
+    axis, dtype = call.inputs[1].dims.index(kind.over), context.formats.of(call.outputs[0].dtype)
 
     def run(upstream: torch.Tensor, probability: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weighted = wide(upstream) * probability

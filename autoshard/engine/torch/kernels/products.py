@@ -5,20 +5,20 @@ from dataclasses import dataclass
 
 import torch
 
-from autoshard.engine.torch.kernels.kernel import Kernel, Local, kernel, shape_of
+from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, kernel_of, shape_of
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.op import Call, Dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Side:
+class _Factor:
     """How a factor becomes a matrix, or one for each element of the dims that both share."""
 
     order: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, dims: Dims, groups: tuple[Dims, ...], call: Call) -> "_Side":
+    def of(cls, dims: Dims, groups: tuple[Dims, ...], call: Call) -> "_Factor":
         """Put these groups of dims one after the other, each as one axis."""
         sizes = tuple(call.elements(group) for group in groups)
         return cls(order=tuple(dims.index(dim) for group in groups for dim in group), shape=sizes)
@@ -52,15 +52,15 @@ class _Product:
         made = (*both, *alone[0], *alone[1])
         order = [made.index(dim) for dim in kind.dims]
         return cls(
-            first=_Side.of(left, (*((both,) if both else ()), alone[0], summed), call).change(),
-            second=_Side.of(right, (*((both,) if both else ()), summed, alone[1]), call).change(),
+            first=_Factor.of(left, (*((both,) if both else ()), alone[0], summed), call).change(),
+            second=_Factor.of(right, (*((both,) if both else ()), summed, alone[1]), call).change(),
             shape=shape_of(call, made),
             order=None if order == sorted(order) else order,
         )
 
 
-@kernel.register
-def _einsum(kind: Einsum, call: Call, local: Local) -> Kernel:
+@kernel_of.register
+def _einsum(kind: Einsum, call: Call, context: KernelContext) -> Kernel:
     product = _Product.of(kind, call)
     first, second, shape, order = product.first, product.second, product.shape, product.order
 

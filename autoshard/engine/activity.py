@@ -1,10 +1,12 @@
-"""Where a rank is right now: a record of a few bytes that other processes of its machine can read at any time."""
+"""What a rank is doing right now: a record of a few bytes that other processes of its machine can read at any time."""
 
 import mmap
 import os
 import socket
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +15,8 @@ _SIZE = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What a record said."""
+class RankStatus:
+    """The contents of a record."""
 
     process: int
     step: int  # 0: in no step
@@ -23,12 +25,12 @@ class Seen:
     waits_for: str  # a collective or message; empty while it computes
 
 
-def positions_folder(run: Path) -> Path:
-    """Return where the ranks of this machine keep their records: clocks of other machines tell other times."""
+def activity_folder(run: Path) -> Path:
+    """Return where the ranks of this machine keep their records: clocks of other machines show other times."""
     return run / "positions" / socket.gethostname()
 
 
-class Position:
+class RankActivity:
     """A rank's own record; without a file it is kept where nobody looks."""
 
     def __init__(self, path: Path | None = None) -> None:
@@ -41,13 +43,9 @@ class Position:
         self._process, self._step, self._action = os.getpid(), 0, b""
 
     def begin(self, step: int) -> None:
-        """Enter a step."""
+        """Enter a step, or leave the last one (0): what follows may take as long as it likes."""
         self._step, self._action = step, b""
         self._write(b"")
-
-    def end(self) -> None:
-        """Leave the step: what follows may take as long as it likes."""
-        self.begin(0)
 
     def act(self, action: str) -> None:
         """Begin an action."""
@@ -58,13 +56,20 @@ class Position:
         """Begin to wait for other ranks; with no text, go on."""
         self._write(what.encode()[: _SIZE // 4])
 
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Record while it lasts what this rank waits for; after an error it stays on record."""
+        self.wait(what)
+        yield
+        self.wait("")
+
     def _write(self, waits_for: bytes) -> None:
         head = _HEAD.pack(self._process, self._step, time.monotonic(), len(self._action), len(waits_for))
         text = self._action + waits_for
         self._memory[: len(head) + len(text)] = head + text
 
 
-def seen(path: Path) -> Seen | None:
+def read_status(path: Path) -> RankStatus | None:
     """Read a record; None before its rank has begun."""
     data = path.read_bytes() if path.is_file() else b""
     if len(data) < _HEAD.size:
@@ -72,4 +77,6 @@ def seen(path: Path) -> Seen | None:
     process, step, since_s, one, two = _HEAD.unpack_from(data)
     text = data[_HEAD.size :]
     action, waits_for = (part.decode(errors="replace") for part in (text[:one], text[one : one + two]))
-    return Seen(process=process, step=step, since_s=since_s, action=action, waits_for=waits_for) if process else None
+    return (
+        RankStatus(process=process, step=step, since_s=since_s, action=action, waits_for=waits_for) if process else None
+    )
