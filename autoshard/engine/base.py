@@ -91,9 +91,5 @@ class Engine(Protocol):
         ...
 
 
-class Builds(Protocol):
-    """How an engine starts on this process, whose place in the world is known to its library."""
-
-    def __call__(self, plan: Plan, run: Run) -> Engine:
-        """Build the rank's share of the plan."""
-        ...
+# How an engine starts on this process, whose rank torch's world knows: it builds the rank's share of the plan.
+Builds = Callable[[Plan, Run], Engine]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autoshard.engine.base import Measured
-from autoshard.errors import require
 
 WARM_UP = 2  # steps that allocate, connect and cache; they are no measure of the others
 Phase = Literal["compile", "warm-up", "steady"]
@@ -37,14 +36,6 @@ class TimedStep:
     updated: bool = True  # whether the weights took the step
     memory_bytes: int | None = None  # the most that a device has held so far; None where nobody counts
     phase: Phase = "steady"
-
-    def __post_init__(self) -> None:
-        """Refuse a step that took no time."""
-        require(
-            (self.number >= 1, "number", f"must be at least 1, not {self.number}"),
-            (self.time_s > 0, "time_s", f"must be positive, not {self.time_s}"),
-            (self.waited_s >= 0, "waited_s", f"must be at least 0, not {self.waited_s}"),
-        )
 
     @property
     def nonfinite(self) -> dict[str, str]:
@@ -99,12 +90,6 @@ class RunReport:
     signal: int = 0  # that stopped it before its last step
     unsaved: str = ""  # why its state at the end is in no checkpoint
 
-    def __post_init__(self) -> None:
-        """Refuse a run without ranks."""
-        require(
-            (bool(self.ranks), "ranks", "must hold at least one"),
-        )
-
     @property
     def kind(self) -> Literal["run", "short"]:
         """Whether its times had settled, as rows of measured runs say it."""
@@ -124,7 +109,3 @@ class DryRank:
     alike: tuple[int, ...]  # ranks of which the same is predicted, itself among them
     num_run: int  # micro-batches that were run; what the others send is added
     measured: Measured
-
-    def __post_init__(self) -> None:
-        """Refuse a rank that does not stand for itself."""
-        require((self.rank in self.alike, "alike", f"must hold rank {self.rank} itself"))

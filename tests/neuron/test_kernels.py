@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from autoshard.engine.nxd.layers import FlashAttend, RingAttend
+from autoshard.engine.nxd.layers import flash_attend, ring_attend
 from autoshard.plan.rules.nxd_engine import ring_length_allows
 from tests.neuron import standins
 
@@ -47,7 +48,7 @@ def backward(query: Tensor, key: Tensor, _: Tensor, __: Tensor, upstream: Tensor
     return torch.zeros_like(query), torch.zeros_like(key), upstream.clone()
 
 
-def found_in(attend: torch.nn.Module, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def found_in(attend: Callable[..., Tensor], heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run a module forward and backward: what it made, its values, their gradient, what came from above."""
     query, key, value = (torch.randn(2, SEQ, heads, 1, HEAD_DIM, dtype=dtype) for _ in range(3))
     key, value = key[:, :, :, 0], value[:, :, :, 0].requires_grad_()
@@ -78,13 +79,13 @@ def test_flash_attention_computes_every_head(
     flash: Any, monkeypatch: pytest.MonkeyPatch, platform: str, lnc: int, heads: int
 ) -> None:
     monkeypatch.setenv(standins.PLATFORM, platform)
-    mixed, value, gradient, upstream = found_in(FlashAttend(flash[0], lnc), heads, torch.bfloat16)
+    mixed, value, gradient, upstream = found_in(partial(flash_attend, flash[0], lnc), heads, torch.bfloat16)
     torch.testing.assert_close(mixed, value)
     torch.testing.assert_close(gradient, upstream)
 
 
 def test_the_function_itself_leaves_heads_out(flash: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, NxD computes odd numbers of heads, and FlashAttend need not care."""
+    """If this fails, NxD computes odd numbers of heads, and flash_attend need not care."""
     monkeypatch.setenv(standins.PLATFORM, "trn2")
     query = torch.randn(1, 7, SEQ, HEAD_DIM)
     assert flash[0](query, query, query, 2, transpose_nki_inputs=False)[:, 6].isnan().all()
@@ -104,7 +105,7 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Launched, Launched]:
 
 @pytest.mark.parametrize("heads", range(1, 9))
 def test_ring_attention_computes_every_head(ring: Any, heads: int) -> None:
-    mixed, value, gradient, upstream = found_in(RingAttend(ring[0], 0, [(0, 0)]), heads, torch.bfloat16)
+    mixed, value, gradient, upstream = found_in(partial(ring_attend, ring[0], 0, [(0, 0)]), heads, torch.bfloat16)
     torch.testing.assert_close(mixed, value)
     torch.testing.assert_close(gradient, upstream)
 
@@ -115,7 +116,11 @@ def test_fp32_is_not_multiplied_in_bf16(
     request: pytest.FixtureRequest, kernel: str, dtype: torch.dtype, in_bf16: bool
 ) -> None:
     function, *launched = request.getfixturevalue(kernel)
-    found_in(FlashAttend(function, 1) if kernel == "flash" else RingAttend(function, 0, [(0, 0)]), 2, dtype)
+    found_in(
+        partial(flash_attend, function, 1) if kernel == "flash" else partial(ring_attend, function, 0, [(0, 0)]),
+        2,
+        dtype,
+    )
     assert [one["mixed_precision"] for kernel in launched for one in kernel.named] == [in_bf16, in_bf16]
 
 

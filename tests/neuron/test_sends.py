@@ -47,11 +47,11 @@ def run_sends(task: Task) -> Sent:
         warnings.simplefilter("ignore")
         os.environ["LOCAL_WORLD_SIZE"] = str(task.plan.mesh.size("tp"))
         from autoshard.engine.nxd.engine import NxdEngine
-        from autoshard.engine.nxd.layers import Mixture
+        from autoshard.engine.nxd.layers import ExpertsLayer
 
         blocks.put_in_place()
         engine = NxdEngine(task.plan, task.weights.__getitem__)
-        mixture = next(one for one in engine.model.modules() if isinstance(one, Mixture))
+        mixture = next(one for one in engine.model.modules() if isinstance(one, ExpertsLayer))
         plan, seq = task.plan, task.plan.workload.seq_len
         shape = (seq // plan.mesh.size("tp"), plan.micro_batch) if plan.sp else (plan.micro_batch, seq)
         x = torch.randn(*shape, plan.model.hidden, requires_grad=True)

@@ -193,12 +193,17 @@ def _rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of a whole sequence: [batch, seq, kv_heads, q_group, head_dim]."""
-    queries, keys, values = (x.transpose(1, 2) for x in (query.flatten(2, 3), key, value))
-    grouped = query.shape[3] > 1
-    mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
-    return mixed.transpose(1, 2).unflatten(2, query.shape[2:4])
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention in single operations: [batch, seq, kv_heads, q_group, head_dim].
+
+    What is hidden follows from positions, not from a stored mask.
+    """
+    queries, keys = query.permute(0, 2, 3, 1, 4), key.permute(0, 2, 1, 3).unsqueeze(2)
+    scores = queries @ keys.transpose(-1, -2) / query.shape[-1] ** 0.5
+    along = torch.arange(query.shape[1], device=query.device)
+    scores = at_least_fp32(scores).masked_fill(along[:, None] < along[None, :], float("-inf"))
+    weights = functional.softmax(scores, dim=-1).to(value.dtype)
+    return (weights @ value.permute(0, 2, 1, 3).unsqueeze(2)).permute(0, 3, 1, 2, 4)
 
 
 _FUNCTIONS: Mapping[str, Compute] = {
@@ -212,7 +217,7 @@ COMPUTE: Mapping[type, Callable[[Any, Call], Compute]] = {
     Add: _add,
     Reduce: _reduce,
     Rotary: lambda kind, call: _rotate,
-    Attend: lambda kind, call: _attend,
+    Attend: lambda kind, call: attend,
     Unary: lambda kind, call: _FUNCTIONS[kind.function],
     Multiply: lambda kind, call: torch.mul,
     Cast: lambda kind, call: at_least_fp32,

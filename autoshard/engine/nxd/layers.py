@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from autoshard.engine.nxd.blocks import at_least_fp32
 
-Shapes = Sequence[tuple[int, ...]]  # of what each weight makes, without batch and seq
 
+class ColumnProducts(nn.Module):
+    """Products of one input, cut along what they make: one layer for all of them.
 
-class Columns(nn.Module):
-    """Products of one input, cut along what they make: one layer for all of them."""
+    ``made`` are the shapes of what each weight makes, without batch and seq.
+    """
 
-    def __init__(self, layer: nn.Module, made: Shapes, *, sequence_first: bool) -> None:
+    def __init__(self, layer: nn.Module, made: Sequence[tuple[int, ...]], *, sequence_first: bool) -> None:
         super().__init__()
         self.layer = layer
         self._made, self._sequence_first = made, sequence_first
@@ -27,32 +27,18 @@ class Columns(nn.Module):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Multiply; return one tensor for each weight."""
         product = self.layer(x)
-        if isinstance(product, tuple):
-            parts: Sequence[Any] = [WholeRows.apply(part) for part in product]
-        else:
-            parts = WholeRows.apply(product).chunk(len(self._made), dim=-1)  # pyright: ignore[reportOptionalMemberAccess]
+        products: Sequence[Tensor] = product if isinstance(product, tuple) else (product,)
+        for one in products:
+            if one.requires_grad:
+                one.register_hook(torch.Tensor.contiguous)  # NxD's products ask that of gradients on a CPU
+        parts = products if isinstance(product, tuple) else product.chunk(len(self._made), dim=-1)
         ordered = [part.transpose(0, 1) if self._sequence_first else part for part in parts]
         shaped = tuple(part.unflatten(-1, shape) for part, shape in zip(ordered, self._made, strict=True))
         first, *others = shaped
         return shaped if others else first
 
 
-class WholeRows(torch.autograd.Function):
-    """The identity; its gradient has no gaps in memory, which NxD's products ask of a CPU's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Hand on."""
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Tensor:
-        """Close the gaps."""
-        (gradient,) = upstream
-        return gradient.contiguous()
-
-
-class Rows(nn.Module):
+class RowProduct(nn.Module):
     """A product cut along what it sums over, whose sums the layer completes."""
 
     def __init__(self, layer: nn.Module, num_read: int, *, sequence_first: bool) -> None:
@@ -66,7 +52,7 @@ class Rows(nn.Module):
         return self.layer(flat.transpose(0, 1).contiguous() if self._sequence_first else flat)
 
 
-class Mixture(nn.Module):
+class ExpertsLayer(nn.Module):
     """A router, its experts and what they send; takes and gives hidden states as they lie between layers."""
 
     def __init__(self, layer: Any) -> None:
@@ -101,40 +87,39 @@ class TokenLosses(nn.Module):
         return self._loss(wide, labels)
 
 
-class FlashAttend(nn.Module):
-    """Attention in NxD's kernel, which takes as many keys as queries.
+class Recomputed(nn.Module):
+    """Marks a module whose result is computed again for backward: NxD wraps every module of this class."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Compute."""
+        return self.module(*inputs)
+
+
+def flash_attend(kernel: Any, lnc: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend in NxD's kernel, which takes as many keys as queries: [batch, seq, kv_heads, q_group, head_dim].
 
     Over the cores of a logical one it shares whole heads, ``heads // lnc`` for each, and what is left over is never
     computed. Without sharing (``lnc`` 1) its grid has all heads.
     """
-
-    def __init__(self, kernel: Any, lnc: int) -> None:
-        super().__init__()
-        self._kernel, self._lnc = kernel, lnc
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Mix the values that each query may see: [batch, seq, kv_heads, q_group, head_dim]."""
-        lnc = 1 if query.shape[2] * query.shape[3] % self._lnc else self._lnc
-        mixed = self._kernel(
-            *_by_heads(query, key, value), lnc, mixed_precision=_in_bf16(query), transpose_nki_inputs=False
-        )
-        return mixed.transpose(1, 2).unflatten(2, query.shape[2:4])
+    cores = 1 if query.shape[2] * query.shape[3] % lnc else lnc
+    heads = _by_heads(query, key, value)
+    mixed = kernel(*heads, cores, mixed_precision=_in_bf16(query), transpose_nki_inputs=False)
+    return mixed.transpose(1, 2).unflatten(2, query.shape[2:4])
 
 
-class RingAttend(nn.Module):
-    """Attention of a part of every sequence in NxD's kernel, which passes keys and values around a ring of ranks.
+def ring_attend(
+    kernel: Any, rank: int, ring: Sequence[Sequence[int]], query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Attend with a part of every sequence in NxD's kernel, which passes keys and values around a ring of ranks.
 
-    It takes as many keys as queries, and tells from the number of this rank which part is its own.
+    It takes as many keys as queries, and finds from the number of this rank which part is its own.
     """
-
-    def __init__(self, kernel: Any, rank: int, ring: Sequence[Sequence[int]]) -> None:
-        super().__init__()
-        self._kernel, self._rank, self._ring = kernel, rank, ring
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Mix the values that each query may see: [batch, seq, kv_heads, q_group, head_dim]."""
-        mixed = self._kernel(*_by_heads(query, key, value), self._rank, self._ring, mixed_precision=_in_bf16(query))
-        return mixed.transpose(1, 2).unflatten(2, query.shape[2:4])
+    mixed = kernel(*_by_heads(query, key, value), rank, ring, mixed_precision=_in_bf16(query))
+    return mixed.transpose(1, 2).unflatten(2, query.shape[2:4])
 
 
 def _by_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,28 +131,3 @@ def _by_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 def _in_bf16(query: Tensor) -> bool:
     """Say whether kernels may multiply in BF16, which they do by default, FP32 included."""
     return query.dtype != torch.float32
-
-
-class CoreAttend(nn.Module):
-    """Causal attention in single operations; what is hidden is told from positions, not from a stored mask."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Mix the values that each query may see: [batch, seq, kv_heads, q_group, head_dim]."""
-        queries, keys = query.permute(0, 2, 3, 1, 4), key.permute(0, 2, 1, 3).unsqueeze(2)
-        scores = queries @ keys.transpose(-1, -2) / query.shape[-1] ** 0.5
-        along = torch.arange(query.shape[1], device=query.device)
-        scores = at_least_fp32(scores).masked_fill(along[:, None] < along[None, :], float("-inf"))
-        weights = functional.softmax(scores, dim=-1).to(value.dtype)
-        return (weights @ value.permute(0, 2, 1, 3).unsqueeze(2)).permute(0, 3, 1, 2, 4)
-
-
-class Recomputed(nn.Module):
-    """Marks a module whose result is computed again for backward: NxD wraps every module of this class."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs: Tensor) -> Any:
-        """Compute."""
-        return self.module(*inputs)

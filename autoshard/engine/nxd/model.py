@@ -13,24 +13,25 @@ from torch.nn import functional
 
 from autoshard.engine.nxd.blocks import (
     BlockModule,
+    Compute,
     FirstStage,
     LastStage,
     Leaf,
     MiddleStage,
     ModuleStep,
     NxdDecoder,
+    attend,
     compute_of,
     module_steps,
 )
 from autoshard.engine.nxd.layers import (
-    Columns,
-    CoreAttend,
-    FlashAttend,
-    Mixture,
+    ColumnProducts,
+    ExpertsLayer,
     Recomputed,
-    RingAttend,
-    Rows,
+    RowProduct,
     TokenLosses,
+    flash_attend,
+    ring_attend,
 )
 from autoshard.engine.nxd.library import groups, named
 from autoshard.engine.nxd.lowering import Lowering
@@ -166,29 +167,27 @@ class _Building:
         layer = named(form.layer)(**given)
         self._place(layer, form, instance)
         if form.layer == "MoE":
-            return Mixture(layer)
+            return ExpertsLayer(layer)
         if form.layer == "ParallelEmbedding":
             return layer
         first = self._lowering.sequence_first
         pieces = [piece for parameter in form.parameters for piece in parameter.pieces]
         if form.layer == "RowParallelLinear":
-            return Rows(layer, len(pieces[0].axes[-1]), sequence_first=first)
+            return RowProduct(layer, len(pieces[0].axes[-1]), sequence_first=first)
         made = [
             tuple(self.sizes[dim] // self.rank.size(piece.cuts.get(dim, ())) for dim in piece.axes[0])
             for piece in pieces
         ]
-        return Columns(layer, made, sequence_first=first)
+        return ColumnProducts(layer, made, sequence_first=first)
 
     def _leaf(self, block: Block, step: ModuleStep, form: Form | None, instance: str) -> nn.Module:
         op = block.op(step.ops[0])
-        if isinstance(op.kind, Attend) and (attention := self._attention()):
-            return attention
         dtype, parameters = DTYPES[self._plan.workload.precision.weights], form.parameters if form else ()
         weights = {
             one.name: nn.Parameter(torch.empty(local_shape(one, self.rank, self.sizes), dtype=dtype, device=_NOWHERE))
             for one in parameters
         }
-        compute = compute_of(block, op)
+        compute = self._attention() if isinstance(op.kind, Attend) else compute_of(block, op)
         if isinstance(op.kind, Lookup) and self._lowering.sequence_first and any(one.summed for one in parameters):
             compute = partial(_rows_of_part, self.rank.index, self.rank.size(TP))
         leaf = Leaf(compute, weights)
@@ -196,17 +195,18 @@ class _Building:
             self._place(leaf, form, instance)
         return leaf
 
-    def _attention(self) -> nn.Module | None:
-        """Return the plan's attention; None on a CPU, which has no kernels: a leaf computes the same."""
+    def _attention(self) -> Compute:
+        """Return the plan's attention; on a CPU, which has no kernels, single operations that compute the same."""
         kind, on_cpu = self._lowering.attention, named("cpu_mode")()
-        if kind == "core":
-            return CoreAttend()
         if kind == "ring":
             kernel = self._kernels.get(_RING) or named(_RING)
             message = "NxD's ring attention is a kernel for NeuronCores, and there are none here. Use cp=1"
             require((not on_cpu or _RING in self._kernels, "cp", message))
-            return RingAttend(kernel, dist.get_rank(), groups().get_context_model_parallel_src_tgt_pairs())
-        return None if on_cpu else FlashAttend(named("nki_flash_attn_func"), self._plan.cluster.lnc or 1)
+            pairs = groups().get_context_model_parallel_src_tgt_pairs()
+            return partial(ring_attend, kernel, dist.get_rank(), pairs)
+        if kind == "core" or on_cpu:
+            return attend
+        return partial(flash_attend, named("nki_flash_attn_func"), self._plan.cluster.lnc or 1)
 
     def _place(self, module: nn.Module, form: Form, instance: str) -> None:
         for parameter in form.parameters:
@@ -222,7 +222,7 @@ def _recomputing(layer: BlockModule, again: tuple[tuple[str, ...], ...]) -> nn.M
     """Mark what a layer computes again for backward."""
     if again == (("",),):
         return Recomputed(layer)
-    mixture = next((one for one in layer.children() if isinstance(one, Mixture)), None)
+    mixture = next((one for one in layer.children() if isinstance(one, ExpertsLayer)), None)
     for run in again:
         if mixture and len(run) > 1:
             mixture.recompute()

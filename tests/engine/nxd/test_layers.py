@@ -1,13 +1,16 @@
 """Layers around NxD's kernels, with functions in the place of the kernels: no NxD is needed for that."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from autoshard.engine.nxd.layers import CoreAttend, FlashAttend, RingAttend
+from autoshard.engine.nxd.blocks import attend
+from autoshard.engine.nxd.layers import flash_attend, ring_attend
 
 
 def mixed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -26,13 +29,13 @@ def ring(query: Tensor, key: Tensor, value: Tensor, rank_id: int, pairs: Any, *,
     return mixed(query, key, value)
 
 
-@pytest.mark.parametrize("layer", [FlashAttend(flash, 2), RingAttend(ring, 5, [[5, 5]])])
-def test_a_kernel_gets_every_head_and_gives_them_back_in_our_order(layer: nn.Module) -> None:
+@pytest.mark.parametrize("layer", [partial(flash_attend, flash, 2), partial(ring_attend, ring, 5, [[5, 5]])])
+def test_a_kernel_gets_every_head_and_gives_them_back_in_our_order(layer: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     query = torch.randn(2, 6, 3, 4, 8, dtype=torch.double, requires_grad=True)  # 3 KV heads, 4 queries for each
     key, value = (torch.randn(2, 6, 3, 8, dtype=torch.double, requires_grad=True) for _ in range(2))
     upstream = torch.randn_like(query)
-    found, expected = layer(query, key, value), CoreAttend()(query, key, value)
+    found, expected = layer(query, key, value), attend(query, key, value)
     torch.testing.assert_close(found, expected)
     inputs = (query, key, value)
     gradients = (torch.autograd.grad(made, inputs, upstream) for made in (found, expected))
