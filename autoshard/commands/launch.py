@@ -1,13 +1,17 @@
 """``autoshard launch``: a plan becomes the files that start it on a cluster, and starts if asked."""
 
+import shlex
+import subprocess
+import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, Literal
 
 from autoshard.command_line import PlanOrRecipe
 from autoshard.commands.options import QuestionOptions, is_recipe, plan_of
 from autoshard.commands.output import print_json, print_refused
-from autoshard.errors import Fault, InputError, require
+from autoshard.errors import InputError, RunFailed, require
 from autoshard.spec.training import Training
 
 if TYPE_CHECKING:
@@ -83,31 +87,34 @@ def launch(
         question: What a recipe asks.
     """
     from autoshard.cost.checked import check_plan
-    from autoshard.jobs.job import Job, default_name
+    from autoshard.jobs.job import SUBMIT, Job, default_name
 
     place.refuse_others(scheduler)
-    found = check_plan(plan_of(plan, question))
-    if found.rejections:
-        return print_refused(found.rejections, json=json)
-    chosen = name or default_name(found.plan)
+    checked = check_plan(plan_of(plan, question))
+    if checked.rejections:
+        return print_refused(checked.rejections, json=json)
+    job_name = name or default_name(checked.plan)
     mount = (place.mount or "/fsx") if scheduler == "k8s" else None
     job = Job(
-        name=chosen,
-        plan=found.plan,
+        name=job_name,
+        plan=checked.plan,
         training=_from_anywhere(training, plan, mount),
-        run=run_folder or (f"{mount}/{chosen}" if mount else "run"),
+        run=run_folder or (f"{mount}/{job_name}" if mount else "run"),
         setup=setup or "",
     )
     files = _files(job, scheduler, place)
     if submit:
         _refuse_without(files.submitter, out)
-    _write(files, out, found.plan)
-    code = _submitted(out, silent=json) if submit else 0
+    _write(files, out, checked.plan)
+    if submit:  # the job's own script prints job ids, the line to watch and the log
+        done = subprocess.run(["bash", str(out / SUBMIT)], check=False, stdout=sys.stderr if json else None)
+        if done.returncode:
+            raise RunFailed(f"bash {out / SUBMIT} ended with exit code {done.returncode}; nothing more was submitted")
     if json:
         print_json({"folder": str(out), "files": list(files.texts), "name": job.name, "plan": job.hash})
     elif not submit:
         print(_summary(job, files, out))
-    return code
+    return 0
 
 
 def _files(job: "Job", scheduler: "Scheduler", place: JobPlace) -> "Files":
@@ -118,36 +125,29 @@ def _files(job: "Job", scheduler: "Scheduler", place: JobPlace) -> "Files":
     if scheduler == "torchrun":
         return torchrun_files(job)
     if scheduler == "slurm":
-        wants = SlurmWants(
-            profile=place.profile or "plain",
-            partition=place.partition,
-            time=place.time,
-            replans=place.on_failure == "replan",
-        )
+        replans, profile = place.on_failure == "replan", place.profile or "plain"
+        wants = SlurmWants(profile=profile, partition=place.partition, time=place.time, replans=replans)
         return slurm_files(job, wants)
     assert place.image and place.claim, "demanded before"
-    profile = place.profile or "trainjob"
-    mount = place.mount or "/fsx"
+    profile, mount = place.profile or "trainjob", place.mount or "/fsx"
     return kubernetes_files(job, KubernetesWants(image=place.image, claim=place.claim, mount=mount, profile=profile))
 
 
 def _from_anywhere(training: Training, path: Path, mount: str | None) -> Training:
     """Let paths lead where they lead from here, in a job that runs in its own folder; from a volume, in a container."""
     here = Path(mount) if mount else Path.cwd()
+
+    def absolute(name: str) -> str:
+        return name if "://" in name else str(here / name)
+
     data = training.data.seen_from(path.parent) if is_recipe(path) and not mount else training.data
-    sets = {_from(here, one): weight for one, weight in data.sets.items()}
+    sets = {absolute(one): weight for one, weight in data.sets.items()}
     saved, weights = training.checkpoint.to, training.init_weights
-    to = saved if saved in (None, "none") else _from(here, saved)
+    to = saved if saved in (None, "none") else absolute(saved)
     return replace(
-        training,
-        data=replace(data, sets=sets),
-        checkpoint=replace(training.checkpoint, to=to),
-        init_weights=weights and _from(here, weights),
-    )
-
-
-def _from(here: Path, path: str) -> str:
-    return path if "://" in path else str(here / path)
+        training, data=replace(data, sets=sets), checkpoint=replace(training.checkpoint, to=to),
+        init_weights=weights and absolute(weights),
+    )  # fmt: skip
 
 
 def _write(files: "Files", out: Path, plan: "Plan") -> None:
@@ -173,33 +173,15 @@ def _write(files: "Files", out: Path, plan: "Plan") -> None:
 
 def _refuse_without(program: str | None, out: Path) -> None:
     """Refuse to submit where there is nothing to submit to."""
-    from shutil import which
-
     if program is None:
         raise InputError.of("--submit", "torchrun is started by hand on every node. Leave it out")
     there = f"Type the same where the cluster's jobs are submitted, or leave --submit out, take {out} there, and type"
     if which(program) is None:
-        raise InputError([Fault(where="--submit", message=f"there is no {program} here. {there} bash {out}/submit.sh")])
-
-
-def _submitted(out: Path, *, silent: bool) -> int:
-    """Let the job's own script submit it; it prints job ids, the line to watch and the log."""
-    import subprocess
-    import sys
-
-    from autoshard.errors import RunFailed
-    from autoshard.jobs.job import SUBMIT
-
-    done = subprocess.run(["bash", str(out / SUBMIT)], check=False, stdout=sys.stderr if silent else None)
-    if done.returncode:
-        raise RunFailed(f"bash {out / SUBMIT} ended with exit code {done.returncode}; nothing more was submitted")
-    return 0
+        raise InputError.of("--submit", f"there is no {program} here. {there} bash {out}/submit.sh")
 
 
 def _summary(job: "Job", files: "Files", out: Path) -> str:
-    """Say what was made and what to type next."""
-    import shlex
-
+    """Return what was made and what to type next."""
     from autoshard.jobs.job import NODE, SUBMIT
     from autoshard.units import format_seconds
 
