@@ -91,6 +91,7 @@ def read_options(name: str, command: Callable[..., int], arguments: Sequence[str
     recipes = [line[key] for key, one in options.items() if one.kind is PlanOrRecipe and _is_yaml(line[key])]
     for where, path in [*((one, one) for one in recipes), (f"--config {line['config']}", line["config"])]:
         given |= {} if path is None else _entries(where, path, options, faults)
+    _load_extensions(line["extend"] or (), *given.pop("extend", ("", ())))
     for key, option in options.items():
         raw = line[key.replace(".", "/")]
         if raw not in (None, False):
@@ -103,6 +104,21 @@ def read_options(name: str, command: Callable[..., int], arguments: Sequence[str
     places = {key: given[key][0] if key in given else option.label for key, option in options.items()}
     kinds = ((name, one.annotation) for name, one in inspect.signature(command).parameters.items())
     return {name: _built(kind, "", values, places) if _is_group(kind) else values[name] for name, kind in kinds}
+
+
+def _load_extensions(typed: Sequence[str], file: str, listed: object) -> None:
+    """Load the user's own code: what is typed, and what a file of options names, which may lie beside that file."""
+    names = [str(name) for name in (cast(Sequence[object], listed) if isinstance(listed, list | tuple) else [listed])]
+    beside = [Path(file).parent / name for name in names]
+    paths = [
+        *map(Path, typed),
+        *(near if near.is_file() else Path(name) for near, name in zip(beside, names, strict=True)),
+    ]
+    if paths:
+        from autoshard.cost.extensions import load_extension
+
+        for path in paths:
+            load_extension(path)
 
 
 def _is_yaml(path: object) -> bool:
@@ -133,7 +149,7 @@ def _refuse_unknown(command: str, arguments: Sequence[str], flags: list[str]) ->
             os.fsencode(argument)
         except UnicodeEncodeError:
             raise InputError.of(ascii(argument), "holds half of a character. Type whole ones") from None
-    known = ["--help", "--config", *flags]
+    known = ["--help", "--config", "--extend", *flags]
     given = (argument.partition("=")[0] for argument in arguments if argument.startswith("--") and argument != "--")
     unknown = [
         Fault(where=flag, message=f"unknown option. {nearest(flag, known)} See autoshard {command} --help")
@@ -171,6 +187,8 @@ def _parser(name: str, command: Callable[..., int], options: Sequence[Option], *
         else:
             parser.add_argument(option.flag, dest=dest, metavar=metavar, help=text)
     parser.add_argument("--config", metavar="FILE", help="A YAML or JSON file with any of these options.")
+    extend = "A Python file with Rules, cost terms or schedules of your own; may be given several times."
+    parser.add_argument("--extend", action="append", metavar="FILE", help=extend)
     parser.add_argument("-h", "--help", action="store_true", help="Show this help.")
     return parser
 
@@ -212,6 +230,8 @@ def _entries(where: str, path: str, options: Mapping[str, Option], faults: list[
             elif inside and value is not None:
                 message = f"must hold keys, each on a line of its own: {', '.join(inside)}"
                 faults.append(Fault(where=f"{where}: {name}", message=message))
+            elif name == "extend":
+                entries[name] = (path, value or ())
             elif key in known:
                 entries.update({} if value is None else {name: (f"{where}: {name}", value)})
             elif not before and key in RECIPE_KEYS:

@@ -4,9 +4,11 @@ from dataclasses import dataclass, replace
 
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.predict import predicted
-from autoshard.cost.provenance import calibration_entries, term_seconds
+from autoshard.cost.provenance import calibration_entries, term_entries, term_seconds
+from autoshard.cost.terms import USER_TERMS, outer_point
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Plan
+from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Rejection
 from autoshard.plan.verify import verify
 
@@ -31,6 +33,11 @@ def check_plan(read: Plan, calibration: Calibration | None = None) -> CheckedPla
     if calibration:
         others = {key: entry for key, entry in read.provenance.items() if not key.startswith("calibration")}
         read = replace(read, provenance={**others, **calibration_entries(calibration)}, prediction=None)
+    known = [term for term in USER_TERMS if term.part in read.provenance]
+    if known and read.prediction and read.prediction.of != fingerprint(read):  # edited: so are the seconds of its terms
+        facts = read.model, read.cluster, read.workload, read.engine
+        own = term_entries(known, Columns.of(outer_point(read.candidate), *facts))
+        read = replace(read, provenance={**read.provenance, **own})
     bare, stored = replace(read, prediction=None), read.prediction
     reasons = verify(bare)
     if reasons:
@@ -40,7 +47,8 @@ def check_plan(read: Plan, calibration: Calibration | None = None) -> CheckedPla
         remarks.append(_EDITED)
     elif stored != current.prediction:
         remarks.append(_OTHER)
-    names = ", ".join(term_seconds(current.provenance))
+    unknown = term_seconds(current.provenance).keys() - {term.part for term in USER_TERMS}
+    names = ", ".join(sorted(unknown))
     if names:
         remarks.append(f"{names}: not known here, so its seconds are those that the plan states")
     return CheckedPlan(plan=current, rejections=verify(current), remark="; ".join(remarks))

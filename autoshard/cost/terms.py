@@ -51,6 +51,9 @@ class CostTerm:
         return found
 
 
+USER_TERMS: list[CostTerm] = []  # of files that --extend has loaded
+
+
 def outer_point(candidate: Candidate) -> Candidate:
     """Return what a term sees of a candidate.
 

@@ -1,6 +1,6 @@
 """The decoder-only transformer as a graph, operation by operation."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from autoshard.graph.block import Block, OpGraph
@@ -92,7 +92,9 @@ def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
     drops = workload.expert_capacity is not None
     settled = kernels.settles_experts and model.num_experts > 0  # of the slots; of the tokens where none is dropped
     normed = b.deliver_as(_norm(b, model, "mlp_norm", source, "hidden"), "mlp_in", settles=settled and not drops)
-    made = _experts(b, model, normed, settles=settled and drops) if model.num_experts else _mlp(b, model, normed)
+    made = (
+        _experts(b, model, normed, settles=settled and drops) if model.num_experts else PARTS["mlp"](b, model, normed)
+    )
     y = b.emit("mlp_add", Add(), after, made)
     return finish(b, "layer", kernels, carry=(x, y), repeat=model.num_layers)
 
@@ -176,6 +178,10 @@ def _mlp(b: BlockBuilder, model: ModelSpec, x: str) -> str:
         inner = b.emit("act", Unary(function=model.activation), inner)
     result = _linear(b, "down", b.deliver_as(inner, "down_in"), ("hidden",), ("ffn",), bias=model.mlp_bias)
     return b.deliver_as(result, "mlp_out")
+
+
+# Parts of a layer by their names; a file of a user's own may put another function in their place.
+PARTS: dict[str, Callable[[BlockBuilder, ModelSpec, str], str]] = {"mlp": _mlp}
 
 
 def _experts(b: BlockBuilder, model: ModelSpec, x: str, *, settles: bool) -> str:

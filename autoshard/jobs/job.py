@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from autoshard.errors import require
 from autoshard.plan.codec import dump, fingerprint
+from autoshard.plan.extensions import LOADED
 from autoshard.plan.nxd.environment import between_nodes, environment
 from autoshard.plan.plan import Plan
 from autoshard.spec.cluster import LOCAL
@@ -99,13 +100,15 @@ def default_name(plan: Plan) -> str:
 
 
 def common_texts(job: Job) -> dict[str, str]:
-    """Return the files that jobs have under every scheduler: the plan, and the options of the run."""
-    return {PLAN: dump(job.plan), TRAINING: _training_text(job)}
+    """Return the files that jobs have under every scheduler: the plan, the options of the run, the user's own code."""
+    extensions = {path.name: path.read_text(encoding="utf-8") for path in LOADED}
+    return {PLAN: dump(job.plan), TRAINING: _training_text(job), **extensions}
 
 
 def _training_text(job: Job) -> str:
     """Write what differs from the defaults of ``autoshard run``, as the options that it takes from a file."""
     options = {"steps": job.training.steps, **_differing(encode(job.training), encode(Training()))}
+    options |= {"extend": [path.name for path in LOADED]} if LOADED else {}
     return "\n".join([*job.title("What the run does beside its plan: options of autoshard run."), yaml_text(options)])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from autoshard.errors import Fault, InputError
+from autoshard.plan.extensions import require_extensions
 from autoshard.plan.plan import SCHEMA, Plan
 from autoshard.spec.record import decode, encode, json_schema
 
@@ -36,6 +37,8 @@ def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:
         data = _parse(source if isinstance(source, str) else _read(source))
         if not isinstance(data, dict):
             raise InputError.of("plan", "must be a JSON object")
+        if isinstance(origin := cast(dict[str, Any], data).get("provenance"), dict):
+            require_extensions(cast(dict[str, object], origin))
         return decode(Plan, _migrated(cast(dict[str, Any], data), migrations))
     except InputError as error:
         faults = (Fault(where=f"{where}{fault.where}".rstrip(": "), message=fault.message) for fault in error.faults)

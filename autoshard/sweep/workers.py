@@ -10,9 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from autoshard.cost.extensions import load_extension
+from autoshard.plan.extensions import LOADED
 from autoshard.sweep.work import Row, SweepJob, failed_rows, rows_of
 
 
@@ -52,7 +55,7 @@ def work_through(jobs: Sequence[SweepJob], num_workers: int, begin: Callable[[Sw
         while waiting or workers:
             while waiting and len(workers) < num_workers:
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(theirs,), daemon=False)
+                process = context.Process(target=_work, args=(theirs, tuple(LOADED)), daemon=False)
                 process.start()
                 theirs.close()
                 workers.append(_Worker(process=process, pipe=ours, job=waiting.pop()))
@@ -74,8 +77,10 @@ def work_through(jobs: Sequence[SweepJob], num_workers: int, begin: Callable[[Sw
             worker.end()
 
 
-def _work(pipe: Connection) -> None:
+def _work(pipe: Connection, extensions: Sequence[Path]) -> None:
     """Do jobs until the other end of the pipe is closed."""
+    for path in extensions:
+        load_extension(path)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all; the parent decides
     running: list[subprocess.Popen[str]] = []
     jobs: SimpleQueue[SweepJob] = SimpleQueue()

@@ -15,6 +15,8 @@ from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 
+USER_RULES: list[Rule] = []  # of files that --extend has loaded
+
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
@@ -32,7 +34,10 @@ def rejections(
     extra_rules: Sequence[Rule] = (),
 ) -> tuple[Rejection, ...]:
     """Give every reason why a candidate may not run; ``extra_rules`` are the user's own."""
-    return judge(Columns.of(candidate, model, cluster, workload, engine), (*all_rules(), *extra_rules))
+    return judge(
+        Columns.of(candidate, model, cluster, workload, engine),
+        tuple(dict.fromkeys((*all_rules(), *USER_RULES, *extra_rules))),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
