@@ -22,6 +22,7 @@ def test_both_ways_the_waiting_and_the_memory_are_judged(worse: dict[str, float]
     assert not judge(Measured(rounds=(replace(ROUND, **worse),) * 3, state_bytes=2**30)).holds
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_what_two_ranks_hold_is_saved_and_loaded() -> None:
     model = load_model("tiny-llama")

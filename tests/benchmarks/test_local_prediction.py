@@ -19,6 +19,7 @@ def calibration():
     return fitted(FEW, times_of(FEW, FASTER))
 
 
+@pytest.mark.slow
 def test_other_layouts_of_other_shapes_are_predicted():
     assert len(NEW) == len(dict(NEW)) == 8
     assert {shape for _, shape in SEEN}.isdisjoint(shape for _, shape in NEW)
@@ -44,6 +45,7 @@ def test_half_of_the_errors_may_be_larger_than_the_bar(calibration, errors, medi
     assert all(str(error) in result.extras for error in errors)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_plan_is_run_as_by_the_command():
     text, shape = SEEN[10]

@@ -65,11 +65,6 @@ def test_however_much_there_is_to_say_figures_are_shown_whole(
     assert all(f" {shown} " in table for shown in ("wordy", "0.125", "0.5", "yes")) and table.count("word ") >= 60
 
 
-def test_an_unknown_name_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["idel"]) == 2
-    assert "Did you mean idle?" in capsys.readouterr().err
-
-
 def test_wandb_is_asked_for_by_name_when_it_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +73,7 @@ def test_wandb_is_asked_for_by_name_when_it_is_missing(
     assert "pip install 'autoshard[wandb]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_wandb_gets_every_result_as_a_run_of_one_group(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(TWO.format(idle=IDLE.as_json(), late=LATE.as_json()), encoding="utf-8")

@@ -6,7 +6,7 @@ import pytest
 from autoshard.errors import RunFailed
 from benchmarks.measure import interleave, measure, warm_environment, yardstick_s
 
-BUSY = "import time\nwhile time.process_time() < 0.3: pass\n"
+BUSY = "import time\nwhile time.process_time() < 0.2: pass\n"
 
 
 def python(code: str) -> list[str]:
@@ -14,13 +14,13 @@ def python(code: str) -> list[str]:
 
 
 def test_cpu_seconds_are_those_of_the_command_not_of_the_clock(tmp_path: Path) -> None:
-    assert measure(python(BUSY), cwd=tmp_path).cpu_s >= 0.3
-    assert measure(python("import time; time.sleep(0.6)"), cwd=tmp_path).cpu_s < 0.5
+    assert measure(python(BUSY), cwd=tmp_path).cpu_s >= 0.2
+    assert measure(python("import time; time.sleep(0.3)"), cwd=tmp_path).cpu_s < 0.2
 
 
 def test_cpu_seconds_include_children(tmp_path: Path) -> None:
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BUSY!r}], check=True)"
-    assert measure(python(parent), cwd=tmp_path).cpu_s >= 0.3
+    assert measure(python(parent), cwd=tmp_path).cpu_s >= 0.2
 
 
 def test_the_peak_is_that_of_the_command(tmp_path: Path) -> None:

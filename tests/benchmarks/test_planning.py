@@ -72,18 +72,21 @@ def test_no_growth_is_explained_in_full() -> None:
     assert Growth.of({1: 2.0, 4: 2.0}).explained == 1.0
 
 
+@pytest.mark.slow
 def test_a_search_is_a_process_whose_certificate_is_read() -> None:
     summary = Summary.of(rounds_of({"small": SMALL}, 1), "small")
     assert summary.last.certificate and summary.last.counts["num_points"] == 1
     assert summary.last.gap <= 0.001 and summary.cpu_s > 0
 
 
+@pytest.mark.slow
 def test_that_nothing_fits_is_an_answer() -> None:
     (only,) = rounds_of({"none": TOO_LARGE}, 1)
     assert only.planned["none"].certificate is None and only.planned["none"].gap == 0.0
     assert not only.planned["none"].counts
 
 
+@pytest.mark.slow
 def test_a_wrong_question_is_no_answer() -> None:
     with pytest.raises(RunFailed, match="exit code 2"):
         rounds_of({"wrong": ["--model", "no-such-model"]}, 1)

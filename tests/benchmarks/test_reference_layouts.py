@@ -33,17 +33,20 @@ def slower(plan: Plan, factor: float, part: str) -> Plan:
     return replace(plan, prediction=replace(said, step_time_s=time_s, low_s=0.0, high_s=2 * time_s, time_parts=parts))
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_command_writes(found: tuple[Comparison, ...]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == page_text(text, found), f"{PAGE}: run {COMMAND}"
 
 
+@pytest.mark.slow
 def test_no_layout_that_can_be_chosen_is_better(found: tuple[Comparison, ...]) -> None:
     result = judge(found, 0.0)
     assert result.holds and result.value >= LEAST_GAIN
     assert {entry.recipe.work for entry in found} == {"pretraining"}
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_shown_and_does_not_count(found: tuple[Comparison, ...]) -> None:
     refused = named(found, "megatron_llama_70b")
     assert refused.against == ("trn1-dp",)
@@ -53,6 +56,7 @@ def test_what_is_refused_is_shown_and_does_not_count(found: tuple[Comparison, ..
     assert not judge([replace(better, against=()), fine], 0.0).holds
 
 
+@pytest.mark.slow
 def test_the_term_is_the_part_that_differs_most(found: tuple[Comparison, ...]) -> None:
     entry = named(found, "hf_llama3_8B")
     gained = replace(entry, theirs=slower(entry.ours, 2.0, "tp"))
@@ -64,6 +68,7 @@ def test_the_term_is_the_part_that_differs_most(found: tuple[Comparison, ...]) -
     assert "| +0.0% | - | - |" in page_text(EMPTY, [same])
 
 
+@pytest.mark.slow
 def test_the_json_names_both_layouts(found: tuple[Comparison, ...]) -> None:
     extras = judge(found, 0.0).extras
     assert extras["hf_llama3_70B.layout"] == "tp=32,pp=8,dp=2,recompute=selective[CoreAttention,LlamaMLP]"
@@ -71,6 +76,7 @@ def test_the_json_names_both_layouts(found: tuple[Comparison, ...]) -> None:
     assert {"hf_llama3_70B.gain", "hf_llama3_70B.our_layout", "hf_llama3_70B.term"} <= extras.keys()
 
 
+@pytest.mark.slow
 def test_a_page_is_written_when_asked_for(monkeypatch: pytest.MonkeyPatch, found: tuple[Comparison, ...]) -> None:
     written: list[object] = []
     monkeypatch.setattr(reference_layouts, "compared", lambda recipes: found)
@@ -81,6 +87,7 @@ def test_a_page_is_written_when_asked_for(monkeypatch: pytest.MonkeyPatch, found
     assert written == [found]
 
 
+@pytest.mark.slow
 def test_only_the_table_changes(tmp_path: Path, found: tuple[Comparison, ...]) -> None:
     page = tmp_path / "page.md"
     page.write_text(EMPTY, encoding="utf-8")
