@@ -1,8 +1,7 @@
 """A run for a terminal: its steps while it goes on, and predicted beside measured at its end or after a dry run."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,7 +11,6 @@ from autoshard.engine.base import Measured
 from autoshard.engine.results import DryRank, RunReport, TimedStep
 from autoshard.plan.plan import Plan
 from autoshard.report.terminal import compiled_words, make_table, prediction_of
-from autoshard.spec.record import encode
 from autoshard.units import format_bytes, format_count, format_seconds
 
 _PORT = 6006  # TensorBoard's own
@@ -27,24 +25,19 @@ _PARTS = {  # what an engine counts -> the predicted parts that it adds up
     "optimizer": ("optimizer",),
     "saved": ("activations", "logits"),
 }
+_MEMORY, _SENT = "Memory of a rank", "Sent by a rank in a step"
 _COUNTED_KERNELS = "torch_engine"  # the table of what the torch engine keeps, which is what a dry run counts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BytesPair:
-    """A predicted and a measured number of bytes of the same thing; None where nobody measured."""
-
-    predicted: int
-    measured: int | None
+Pairs = dict[str, dict[str, int | None]]  # name -> predicted and measured bytes; None where nobody measured
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlikeRanks:
+class AlikeRanks(NamedTuple):
     """Ranks that held and sent the same, as predicted and as measured."""
 
-    ranks: tuple[int, ...]
-    memory: Mapping[str, BytesPair] = field(hash=False)
-    sent: Mapping[str, BytesPair] = field(hash=False)
+    ranks: list[int]
+    memory: Pairs
+    sent: Pairs
 
 
 def step_line(
@@ -124,28 +117,24 @@ def ran_report(plan: Plan, report: RunReport, platform: str) -> Group:
     groups = alike_ranks(plan, report.ranks)
     if any(counted.memory_bytes for counted in report.ranks):
         memory = [(ranks_text(group.ranks), group.memory) for group in groups]
-        parts += ["", _bytes_table("Memory of a rank", memory, "measured")]
+        parts += ["", _bytes_table(_MEMORY, memory, "measured")]
     if any(counted.sent_bytes for counted in report.ranks):
         sent = [(ranks_text(group.ranks), group.sent) for group in groups]
-        parts += ["", _bytes_table("Sent by a rank in a step", sent, "measured")]
+        parts += ["", _bytes_table(_SENT, sent, "measured")]
     return Group(*parts)
 
 
 def ran_json(plan: Plan, report: RunReport) -> dict[str, Any]:
     """Return the same as JSON."""
     prediction = prediction_of(plan)
+    step = {"predicted": prediction.step_time_s, "low": prediction.low_s, "high": prediction.high_s}
     return {
         "candidate": str(plan.candidate),
-        "step_time_s": {
-            "predicted": prediction.step_time_s,
-            "low": prediction.low_s,
-            "high": prediction.high_s,
-            "measured": report.step_time_s,
-        },
+        "step_time_s": {**step, "measured": report.step_time_s},
         "steps": [_step_json(step) for step in report.steps],
         "ranks": [
-            {"ranks": list(group.ranks), "memory_bytes": encode(group.memory), "sent_bytes": encode(group.sent)}
-            for group in alike_ranks(plan, report.ranks)
+            {"ranks": ranks, "memory_bytes": memory, "sent_bytes": sent}
+            for ranks, memory, sent in alike_ranks(plan, report.ranks)
         ],
     }
 
@@ -167,52 +156,54 @@ def ran_summary(plan: Plan, report: RunReport, platform: str) -> dict[str, Any]:
     if plan.cluster.name == platform:
         found["step_time_s/ratio"] = step["measured"] / step["predicted"]
     found["mfu/predicted"] = prediction_of(plan).mfu
-    groups = alike_ranks(plan, report.ranks)
-    for kind, sizes in (("memory_bytes", [one.memory for one in groups]), ("sent_bytes", [one.sent for one in groups])):
-        for name in dict.fromkeys(name for one in sizes for name in one):
-            fullest = max((one[name] for one in sizes if name in one), key=lambda both: both.measured or 0)
-            found |= {f"{kind}/{name}/{key}": value for key, value in encode(fullest).items() if value is not None}
+    for name, kind in (("memory", "memory_bytes"), ("sent", "sent_bytes")):
+        groups: list[Pairs] = [getattr(group, name) for group in alike_ranks(plan, report.ranks)]
+        for part in dict.fromkeys(part for pairs in groups for part in pairs):
+            fullest = max((pairs[part] for pairs in groups if part in pairs), key=lambda pair: pair["measured"] or 0)
+            found |= {f"{kind}/{part}/{key}": value for key, value in fullest.items() if value is not None}
     return found
 
 
-def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> tuple[AlikeRanks, ...]:
+def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> list[AlikeRanks]:
     """Return the prediction of every rank beside what it counted; ranks of which all is the same are one."""
-    found: list[tuple[list[int], dict[str, BytesPair], dict[str, BytesPair]]] = []
+    found: list[AlikeRanks] = []
     for rank, counted in enumerate(measured):
-        memory, sent = _memory_pairs(plan, rank, counted), _sent_pairs(plan, counted)
-        alike = next((entry for entry in found if entry[1:] == (memory, sent)), None)
+        pairs = _memory_pairs(plan, rank, counted), _sent_pairs(plan, counted)
+        alike = next((group for group in found if (group.memory, group.sent) == pairs), None)
         if alike:
-            alike[0].append(rank)
+            alike.ranks.append(rank)
         else:
-            found.append(([rank], memory, sent))
-    return tuple(AlikeRanks(ranks=tuple(ranks), memory=memory, sent=sent) for ranks, memory, sent in found)
+            found.append(AlikeRanks([rank], *pairs))
+    return found
 
 
-def _memory_pairs(plan: Plan, rank: int, counted: Measured) -> dict[str, BytesPair]:
+def _memory_pairs(plan: Plan, rank: int, counted: Measured) -> Pairs:
     """Return what a rank held beside what its pipeline rank was predicted to hold."""
     parts = prediction_of(plan).stage_memory[plan.mesh.coordinates(rank).get("pp", 0)].parts
     return {
-        name: BytesPair(predicted=sum(parts.get(part, 0) for part in its), measured=counted.memory_bytes.get(name))
+        name: {"predicted": sum(parts.get(part, 0) for part in its), "measured": counted.memory_bytes.get(name)}
         for name, its in _PARTS.items()
     }
 
 
-def _sent_pairs(plan: Plan, counted: Measured) -> dict[str, BytesPair]:
+def _sent_pairs(plan: Plan, counted: Measured) -> Pairs:
     """Return what a rank sent beside the most that any was predicted to send."""
-    predicted = {axis: size for axis, size in prediction_of(plan).communication_bytes.items() if size}
-    axes = sorted({*predicted, *(axis for axis, size in counted.sent_bytes.items() if size)})
-    return {axis: BytesPair(predicted=predicted.get(axis, 0), measured=counted.sent_bytes.get(axis)) for axis in axes}
+    predicted = prediction_of(plan).communication_bytes
+    axes = sorted(
+        axis for axis in {*predicted, *counted.sent_bytes} if predicted.get(axis) or counted.sent_bytes.get(axis)
+    )
+    return {axis: {"predicted": predicted.get(axis, 0), "measured": counted.sent_bytes.get(axis)} for axis in axes}
 
 
-def _bytes_table(title: str, groups: Sequence[tuple[str, Mapping[str, BytesPair]]], counted: str) -> Table:
+def _bytes_table(title: str, groups: Sequence[tuple[str, Pairs]], counted: str) -> Table:
     """Return a table of bytes by ranks, predicted and as they were ``counted``."""
     rows: list[tuple[str, ...]] = []
-    for ranks, sizes in groups:
-        for number, (name, both) in enumerate(sizes.items()):
-            measured = "-" if both.measured is None else format_bytes(both.measured)
-            unknown = both.measured is None or not both.predicted
-            ratio = "-" if unknown else f"{(both.measured or 0) / both.predicted:.2f}"
-            rows.append(("" if number else ranks, name, format_bytes(both.predicted), measured, ratio))
+    for ranks, pairs in groups:
+        for number, (name, pair) in enumerate(pairs.items()):
+            predicted, measured = pair["predicted"] or 0, pair["measured"]
+            text = "-" if measured is None else format_bytes(measured)
+            ratio = "-" if measured is None or not predicted else f"{measured / predicted:.2f}"
+            rows.append(("" if number else ranks, name, format_bytes(predicted), text, ratio))
     return make_table(title, ("ranks", "", ">predicted", f">{counted}", f">{counted} / predicted"), rows)
 
 
@@ -231,11 +222,8 @@ def dry_report(plan: Plan, ranks: Sequence[DryRank]) -> Group:
     """Return the bytes of ranks that were tried out without the others, beside what was predicted of them."""
     memory = [(str(one.rank), _memory_pairs(plan, one.rank, one.measured)) for one in ranks]
     sent = [(str(one.rank), _sent_pairs(plan, one.measured)) for one in ranks]
-    tables = (
-        _bytes_table("Memory of a rank", memory, "counted"),
-        _bytes_table("Sent by a rank in a step", sent, "counted"),
-    )
-    return Group("", tables[0], "", tables[1])
+    of_memory, of_sent = _bytes_table(_MEMORY, memory, "counted"), _bytes_table(_SENT, sent, "counted")
+    return Group("", of_memory, "", of_sent)
 
 
 def dry_notes(plan: Plan, ranks: Sequence[DryRank]) -> list[str]:
@@ -270,8 +258,8 @@ def dry_json(plan: Plan, ranks: Sequence[DryRank]) -> dict[str, Any]:
             "rank": one.rank,
             "stands_for": list(one.alike),
             "micro_batches_run": one.num_run,
-            "memory_bytes": encode(_memory_pairs(plan, one.rank, one.measured)),
-            "sent_bytes": encode(_sent_pairs(plan, one.measured)),
+            "memory_bytes": _memory_pairs(plan, one.rank, one.measured),
+            "sent_bytes": _sent_pairs(plan, one.measured),
         }
         for one in ranks
     ]

@@ -1,6 +1,6 @@
 """The planner from Python: one verb that takes small parts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +27,8 @@ from autoshard.spec.workload import Precision, Workload
 LONGEST_DEFAULT = 8192
 BATCH = 1024
 LOCAL_BATCH = 32
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,43 +89,52 @@ def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:
     Further pinned layouts go before those of the recipe.
     """
     faults: list[Fault] = []
-    model = _looked_up(faults, "model", lambda: load_model(recipe.model))
-    pins = _looked_up(faults, "fix", lambda: pins_of(recipe.fix))
+
+    def look_up(option: str, named: Callable[[], Value]) -> Value | None:
+        try:
+            return named()
+        except InputError as error:
+            faults.extend(_option_faults(error, option))
+            return None
+
+    model = look_up("model", lambda: load_model(recipe.model))
+    pins = look_up("fix", lambda: pins_of(recipe.fix))
     lnc = recipe.lnc if recipe.lnc is not None or pins is None else _offered(recipe.cluster, pins.get("lnc"))
-    cluster = _looked_up(
-        faults, "cluster", lambda: load_cluster(recipe.cluster, recipe.nodes, lnc=lnc, ranks=recipe.ranks)
-    )
-    given = recipe.calibration
-    constants = _looked_up(faults, "calibration", lambda: load_calibration(Path(given))) if given else None
-    listed = _looked_up(faults, "pins", lambda: layout_pins(recipe.pins, "pins"))
+    cluster = look_up("cluster", lambda: load_cluster(recipe.cluster, recipe.nodes, lnc=lnc, ranks=recipe.ranks))
+    path = recipe.calibration
+    constants = look_up("calibration", lambda: load_calibration(Path(path)) if path else None)
+    listed = look_up("pins", lambda: layout_pins(recipe.pins, "pins"))
     if faults or model is None or cluster is None or pins is None or listed is None:
         raise InputError(faults)
-    held = {pin.tensor: pin for pin in (*listed, *layouts)}
-    workload = _looked_up(
-        faults,
-        "precision",
-        lambda: default_workload(model, cluster, recipe),
-    )
-    if workload is None:
-        raise InputError(faults)
-    engines = engines_of(cluster, recipe.engine)
-    request = _looked_up(
-        faults,
-        "nodes",
-        lambda: Request(
+    try:
+        return Request(
             model=model,
             cluster=cluster,
-            workload=workload,
-            engines=engines,
+            workload=default_workload(model, cluster, recipe),
+            engines=engines_of(cluster, recipe.engine),
             pins=pins,
-            layouts=tuple(held.values()),
+            layouts=tuple({pin.tensor: pin for pin in (*listed, *layouts)}.values()),
             calibration=constants,
             other_lnc=() if lnc is not None else other_lnc(recipe.cluster, cluster),
-        ),
-    )
-    if request is None:
-        raise InputError(faults)
-    return request
+        )
+    except InputError as error:
+        raise InputError(_option_faults(error, "precision")) from None
+
+
+def _option_faults(error: InputError, option: str) -> Iterator[Fault]:
+    """Yield the faults of a look-up, each under the option that it is about."""
+    for fault in error.faults:
+        own = fault.where in {field.name for field in fields(Recipe)}
+        name = (fault.where if own else option).replace("_", "-")
+        yield Fault(where="" if own else fault.where, message=fault.message).under(f"--{name}")
+
+
+def _offered(cluster: str, lnc: int | None) -> int | None:
+    """Return the logical cores that are pinned, if there are such; otherwise a Rule says what is wrong with them."""
+    try:
+        return lnc if lnc is None else load_cluster(cluster, lnc=lnc).lnc
+    except InputError:
+        return None
 
 
 def pins_of(text: str | None) -> Pins:
@@ -157,26 +168,3 @@ def engines_of(cluster: Cluster, engine: str | None) -> tuple[Engine, ...]:
     if engine == "any":
         return ("nxd", "torch") if cluster.engine == "nxd" else ("torch", "nxd")
     return (cluster.engine,) if engine is None else ("nxd",) if engine == "nxd" else ("torch",)
-
-
-def _offered(cluster: str, lnc: int | None) -> int | None:
-    """Return the logical cores that are pinned, if there are such; otherwise a Rule says what is wrong with them."""
-    try:
-        return lnc if lnc is None else load_cluster(cluster, lnc=lnc).lnc
-    except InputError:
-        return None
-
-
-Value = TypeVar("Value")
-
-
-def _looked_up(faults: list[Fault], option: str, look_up: Callable[[], Value]) -> Value | None:
-    """Do one look-up and keep its faults for the joint message, each under the option that it is about."""
-    try:
-        return look_up()
-    except InputError as error:
-        for fault in error.faults:
-            own = fault.where in {field.name for field in fields(Recipe)}
-            name = (fault.where if own else option).replace("_", "-")
-            faults.append(Fault(where="" if own else fault.where, message=fault.message).under(f"--{name}"))
-        return None

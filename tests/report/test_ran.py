@@ -30,14 +30,14 @@ def report(*weights: int) -> RunReport:
 
 def test_ranks_of_which_all_is_the_same_are_folded() -> None:
     groups = alike_ranks(PLAN, report(5, 5, 6, 5).ranks)
-    assert [group.ranks for group in groups] == [(0, 1), (2,), (3,)], (
-        "the stages are predicted to hold different weights"
-    )
+    assert [group.ranks for group in groups] == [[0, 1], [2], [3]], "the stages are predicted to hold different weights"
     memory, sent = groups[0].memory, groups[0].sent
-    assert PLAN.prediction and memory["weights"].predicted == PLAN.prediction.stage_memory[0].parts["weights"]
-    assert memory["weights"].measured == 5 and memory["saved"].measured is None
-    assert memory["optimizer"].predicted == 2 * memory["masters"].predicted == 2 * memory["gradients"].predicted
-    assert set(sent) == {"tp", "pp", "cp"} and sent["cp"].predicted == 0 and sent["pp"].measured is None
+    assert PLAN.prediction and memory["weights"]["predicted"] == PLAN.prediction.stage_memory[0].parts["weights"]
+    assert memory["weights"]["measured"] == 5 and memory["saved"]["measured"] is None
+    assert (
+        memory["optimizer"]["predicted"] == 2 * memory["masters"]["predicted"] == 2 * memory["gradients"]["predicted"]
+    )
+    assert set(sent) == {"tp", "pp", "cp"} and sent["cp"]["predicted"] == 0 and sent["pp"]["measured"] is None
 
 
 def test_the_report_puts_numbers_side_by_side() -> None:

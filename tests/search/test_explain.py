@@ -52,14 +52,13 @@ def test_the_parts_add_up_to_the_blocks_that_the_prediction_is_made_of(case):
         name = kind if drop.kind == "none" else f"{kind} {drop}"
         if name in drops:
             cost = price_block(question, setting, kind, drop)
-            assert drops[name].compute_s == pytest.approx(float(cost.part_s("compute")), rel=1e-12)
-            assert drops[name].waiting_s == pytest.approx(float(cost.part_s("waiting")), rel=1e-12)
-            sending = sum(float(cost.part_s(part)) for part in ("tp", "cp", "ep", "dp"))
-            assert drops[name].sending_s - drops[name].hidden_s == pytest.approx(sending, rel=1e-12)
-            assert drops[name].time_s == pytest.approx(sum(float(cost.part_s(part)) for part in PARTS), rel=1e-12)
-            sent = sum(float(size) for size in cost.sent_bytes.values())
-            assert sum(one.sent_bytes for one in drops[name].sent()) == pytest.approx(sent, rel=1e-12)
-
+            block, seconds = drops[name], {part: float(cost.part_s(part)) for part in PARTS}
+            sending_s, sent = seconds["tp"] + seconds["cp"] + seconds["ep"], sum(map(float, cost.sent_bytes.values()))
+            assert [block.compute_s, block.waiting_s, block.sending_s - block.hidden_s] == pytest.approx(
+                [seconds["compute"], seconds["waiting"], sending_s], rel=1e-12
+            )
+            assert block.time_s == pytest.approx(sum(seconds.values()), rel=1e-12)
+            assert sum(one.sent_bytes for one in block.sent()) == pytest.approx(sent, rel=1e-12)
     found = explained(case)
     assert sum(block.count for block in found.blocks if block.name.startswith("layer")) == plan(case).model.num_layers
     for block in found.blocks:
@@ -74,9 +73,8 @@ def test_what_hides_and_what_waits_stands_apart():
     hidden, short, plain = layer_of("hidden"), layer_of("short"), layer_of("trn1")
     assert plain.hidden_s == plain.waiting_s == 0, "NxD hides nothing, and its graphs are started whole"
     pieces = [one for one in hidden.sent() if one.collective.split()[0] in ("all_gather", "reduce_scatter")]
-    assert hidden.hidden_s == pytest.approx(7 / 8 * sum(one.time_s for one in pieces)), (
-        "all but a product's first piece"
-    )
+    but_first = 7 / 8 * sum(one.time_s for one in pieces)
+    assert hidden.hidden_s == pytest.approx(but_first), "all but a product's first piece"
     assert short.waiting_s > short.compute_s, "kernels on so few numbers end before the next is launched"
     kernels = sum(sum(step.seconds.values()) for step in short.steps)
     assert kernels == pytest.approx(short.compute_s + short.waiting_s)
