@@ -83,13 +83,9 @@ def with_prediction(plan, **changes):
 
 
 CLUSTERS = (
-    ("trn1.32xlarge", None),
-    ("trn1n.32xlarge", None),
-    ("trn2.48xlarge", 1),
-    ("trn2.48xlarge", 2),
-    ("h100-80", None),
-    ("a100-40", None),
-)
+    ("trn1.32xlarge", None), ("trn1n.32xlarge", None), ("trn2.48xlarge", 1), ("trn2.48xlarge", 2),
+    ("h100-80", None), ("a100-40", None),
+)  # fmt: skip
 MODELS = ("llama3-70b", "llama3-8b", "mixtral-8x7b", "gpt2-xl", "gpt-neox-20b", "qwen3-8b", "mistral-7b")
 
 
@@ -108,34 +104,28 @@ def questions(draw, batches=(60, 64, 256, 1024)):
     )
 
 
-RECOMPUTES = (
-    "none",
-    "full",
-    "full:2",
-    "full:50",
-    "selective[attend]",
-    "selective[CoreAttention,attention,nothing]",
-)
+RECOMPUTES = ("none", "full", "full:2", "full:50", "selective[attend]", "selective[CoreAttention,attention,nothing]")
 SIZES = (1, 2, 3, 4, 8, 16, 32, 64)
 
 
-@st.composite
-def any_candidates(draw):
+def any_candidates():
     """Candidates without regard to any rule."""
-    num_stages = draw(st.integers(1, 4))
-    return Candidate(
-        **{key: draw(st.sampled_from(SIZES)) for key in ("tp", "pp", "cp", "ep", "dp")},
-        **{key: draw(st.sampled_from((1, 2, 3))) for key in ("vp", "mbs")},
-        sp=draw(st.booleans()),
-        zero=draw(st.sampled_from([0, 1, 3])),
-        schedule=draw(st.sampled_from([*BUILDERS])),
-        recompute=tuple(Recompute.parse(draw(st.sampled_from(RECOMPUTES))) for _ in range(num_stages)),
-        stages=draw(st.sampled_from([None, (40, 40), (16, 16), (80,), (20, 20, 20, 20)])),
-        kernels=draw(st.sampled_from([None, "te", "none_such"])),
-        cp_kind=draw(st.sampled_from(["ring", "all_to_all"])),
-        cp_order=draw(st.sampled_from(["contiguous", "zigzag"])),
-        boundary=draw(st.sampled_from([None, "[batch]"])),
-        lnc=draw(st.sampled_from([None, 1, 2])),
+    one_of, size = st.sampled_from, st.sampled_from(SIZES)
+    recompute = one_of(RECOMPUTES).map(Recompute.parse)
+    return st.builds(
+        Candidate,
+        **dict.fromkeys(("tp", "pp", "cp", "ep", "dp"), size),
+        **dict.fromkeys(("vp", "mbs"), one_of((1, 2, 3))),
+        sp=st.booleans(),
+        zero=one_of([0, 1, 3]),
+        schedule=one_of(list(BUILDERS)),
+        recompute=st.lists(recompute, min_size=1, max_size=4).map(tuple),
+        stages=one_of([None, (40, 40), (16, 16), (80,), (20, 20, 20, 20)]),
+        kernels=one_of([None, "te", "none_such"]),
+        cp_kind=one_of(["ring", "all_to_all"]),
+        cp_order=one_of(["contiguous", "zigzag"]),
+        boundary=one_of([None, "[batch]"]),
+        lnc=one_of([None, 1, 2]),
     )
 
 

@@ -77,9 +77,7 @@ def test_the_full_text_of_the_design_is_read():
 )
 def test_equal_meanings_print_equally(one, other):
     assert str(Candidate.parse(one)) == str(Candidate.parse(other))
-
-
-def test_one_recompute_per_stage_is_not_shortened_when_the_number_of_stages_differs():
+    # Not shortened where the number of stages differs.
     assert str(Candidate.parse("pp=8,dp=1,recompute=full*7")) == "tp=1,pp=8,dp=1,recompute=full*7"
 
 

@@ -41,8 +41,12 @@ def put(*path_and_value):
     return edit
 
 
-def test_a_built_plan_of_a_legal_candidate_passes():
-    assert verify(good()) == ()
+def test_a_built_plan_of_a_legal_candidate_passes_and_so_does_one_whose_layer_is_moved_in_all_places():
+    def move(data):
+        data["stages"][0]["num_layers"] = 9
+        data["stages"][1].update(first_layer=9, num_layers=11)
+
+    assert verify(good()) == () and after(move) == []
     assert verify(good("tp=32,pp=8,vp=2,schedule=interleaved")) == ()
     assert verify(good("tp=16,pp=2", cluster_name="trn2.48xlarge", nodes=1)) == ()
     assert verify(good("tp=8,pp=2,vp=2,schedule=zb_v", cluster_name="h100-80", nodes=4)) == ()
@@ -80,13 +84,7 @@ def test_a_built_plan_is_refused_by_the_rules_alone(case):
         (put("padding", {"hidden": 8192}), "plan-padding", "hidden: only vocab can be padded. Remove it"),
         (put("strategies", {"block": {"qkv": "x"}}), "plan-strategies", "no such block"),
         (put("zero", 0), "nxd-zero", "Use zero=1"),
-        (put("schedule", "builder", "gpipe"), "nxd-schedule", "Use schedule=1f1b"),
-        (put("kernels", "te"), "kernels", "Use nxd"),
-        (put("engine", "torch"), "torch-trn1", "Use --engine nxd"),
         (put("stages", 0, "recompute", "full:11"), "recompute-layers", "1 stages have fewer layers"),
-        (put("boundary", "[batch]"), "boundary", "is [batch, seq, hidden], with nothing pending"),
-        (put("workload", "seq_len", 1000), "nxd-flash-seq", "Use --seq-len 2048"),
-        (put("model", "num_heads", 40), "heads", "40 query heads"),
     ],
 )  # fmt: skip
 def test_an_edit_by_hand_is_refused_with_what_to_type(edit, rule_id, says):
@@ -99,14 +97,6 @@ def test_kv_heads_that_cannot_be_repeated_evenly_are_left_to_their_rule():
     found = after(put("mesh", "pp=1,edp=1,ep=1,cp=1,kv=28,rep=1 on 0-27"), plan)
     assert {"kv-heads", "heads"} <= {rejection.rule_id for rejection in found}
     assert "plan-mesh" not in {rejection.rule_id for rejection in found}
-
-
-def test_a_layer_moved_in_all_places_is_accepted():
-    def move(data):
-        data["stages"][0]["num_layers"] = 9
-        data["stages"][1].update(first_layer=9, num_layers=11)
-
-    assert after(move) == []
 
 
 def test_missing_padding_is_refused_with_the_size_to_type():
