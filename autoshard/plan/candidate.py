@@ -15,6 +15,7 @@ from autoshard.spec.placement import Placement
 
 _SIZES = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs")
 _BATCH, _TOKENS = ("edp", "ep"), (("cp",), ("kv", "rep"), ("cp", "kv", "rep"), ())  # as a boundary may cut them
+CpKind = Literal["ring", "all_to_all"]
 CpOrder = Literal["contiguous", "zigzag"]
 Zero = Literal[0, 1, 3]  # which states dp ranks share: none; optimizer and masters; gradients and weights as well
 
@@ -43,7 +44,7 @@ class Candidate:
     stages: tuple[int, ...] | None = None  # layers per stage; None: even
     place: Placement | None = None  # of the ranks of a node on the mesh
     kernels: str | None = None
-    cp_kind: Literal["ring", "all_to_all"] = "ring"
+    cp_kind: CpKind = "ring"
     cp_order: CpOrder = "contiguous"
     boundary: str | None = None
     lnc: int | None = None
@@ -123,7 +124,7 @@ def even_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def boundary_cuts(boundary: str | None, *, sequence_parallel: bool) -> Cuts:
-    """Return how the hidden state is cut between blocks: as somebody wants it, or else along its tokens.
+    """Return how the hidden state is cut between blocks: as the boundary says, or else along its tokens.
 
     >>> boundary_cuts(None, sequence_parallel=True)["seq"]
     ('cp', 'kv', 'rep')

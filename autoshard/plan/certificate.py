@@ -26,10 +26,10 @@ class Certificate:
     num_points: int
     refusals: tuple[Refusal, ...]
     num_legal: int
-    num_too_large: int  # that no filling of the stages fits in memory, by a bound
+    num_too_large: int  # for memory, whatever layers and recompute their stages have, by a bound
     num_bounded: int  # whose bound was no better than what had been found
-    num_solved: int  # whose stages were filled in the best way, or found to fit in none
-    num_fitting: int  # of these
+    num_solved: int  # whose best layers and recompute of the stages were found, or that there are none
+    num_fitting: int  # of the solved ones, that fit in memory
     num_tables: int
     value: float  # of the answer, in units of the objective; infinite where there is none
     bound: float  # nothing that was left open can be less

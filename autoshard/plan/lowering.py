@@ -22,7 +22,7 @@ _NOMINAL = 2  # which way a layout is changed depends neither on the size of the
 
 
 def split_pending(pending: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Part the atoms that a weight's gradient awaits: those that share the optimizer's work, and the others.
+    """Split the atoms that a weight's gradient awaits: those that share the optimizer's work, and the others.
 
     >>> split_pending(("kv", "cp", "edp"))
     (('edp', 'cp'), ('kv',))

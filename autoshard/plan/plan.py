@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autoshard.errors import require
-from autoshard.plan.candidate import Candidate, even_stages
+from autoshard.plan.candidate import Candidate, CpKind, CpOrder, Zero, even_stages
 from autoshard.plan.prediction import Dollars, Prediction, rounded
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
@@ -71,9 +71,9 @@ class Plan:
     mesh: Mesh
     micro_batch: int  # sequences
     sp: bool
-    zero: Literal[0, 1, 3]
-    cp_kind: Literal["ring", "all_to_all"]
-    cp_order: Literal["contiguous", "zigzag"]
+    zero: Zero
+    cp_kind: CpKind
+    cp_order: CpOrder
     stages: tuple[Stage, ...]
     schedule: Schedule
     strategies: Mapping[str, Mapping[str, str]] = field(hash=False)  # block kind -> op -> Strategy in text

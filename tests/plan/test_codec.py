@@ -85,8 +85,8 @@ def test_all_faults_are_reported_at_once():
         edited(engine="tpu", micro_bach=1, sp="yes", zero=2, stages=[{"rank": -1, "chunk": 0}], mesh="pp=2")
     )
     assert set(found) == {
-        "micro_bach", "engine", "sp", "zero", "mesh", "stages[0].first_layer", "stages[0].num_layers",
-        "stages[0].recompute",
+        "micro_bach", "engine", "sp", "zero", "mesh", "stages[0].rank", "stages[0].first_layer",
+        "stages[0].num_layers", "stages[0].recompute",
     }  # fmt: skip
     assert "Did you mean micro_batch" in found["micro_bach"]
 

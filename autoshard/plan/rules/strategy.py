@@ -8,16 +8,16 @@ say what it cannot run.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from autoshard.graph.block import Block
 from autoshard.graph.op import Dims, Op
 from autoshard.layout.legal import op_dims
+from autoshard.plan.candidate import CpKind
+from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.rule import Rejection
 
 DATA, TP = ("edp", "ep"), ("kv", "rep")
 SHARED: Dims = ("kv_heads", "ffn", "vocab")  # weights along these are many, and what is computed with them independent
-CpKind = Literal["ring", "all_to_all"]
 _OUTER = "derived: what the outer search chooses sizes of; every other use of these ranks is another axis"
 _LAYERS = "aws-neuron/neuronx-distributed parallel_layers/layers.py"
 
@@ -92,16 +92,14 @@ def strategy_rule(
 _nxd_rule = partial(strategy_rule, yields_to_pins=False)
 
 
-def strategy_rules(
-    engine: Literal["nxd", "torch"], *, sequence_parallel: bool, cp_kind: CpKind = "ring"
-) -> tuple[StrategyRule, ...]:
+def strategy_rules(engine: Engine, *, sequence_parallel: bool, cp_kind: CpKind = "ring") -> tuple[StrategyRule, ...]:
     """Return the Rules under which the Strategies of a plan are searched."""
     sp = with_sp if sequence_parallel else without_sp
     router = (nxd_router,) if engine == "nxd" and sequence_parallel else ()
     return (dp_batch, cp_sequence if cp_kind == "ring" else cp_heads, *TP_RULES, sp, *engine_rules(engine), *router)
 
 
-def engine_rules(engine: Literal["nxd", "torch"]) -> tuple[StrategyRule, ...]:
+def engine_rules(engine: Engine) -> tuple[StrategyRule, ...]:
     """Return what an engine cannot run, whoever chose it."""
     return NXD_RULES if engine == "nxd" else ()  # the torch engine executes every legal Strategy as listed
 
