@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import autoshard.plan
 from autoshard.version import __version__
 
-__all__ = ["__version__", "plan"]
+__all__ = ["__version__", "plan", "shard_block"]
 
 if TYPE_CHECKING:
+    from autoshard.blocks.shard_block import shard_block as shard_block
     from autoshard.search.api import plan as plan
 
 
@@ -29,6 +30,15 @@ class _CallablePackage(types.ModuleType):
         from autoshard.search.api import plan
 
         return plan(*args, **options)
+
+
+def __getattr__(name: str) -> Any:
+    """Import the block solver when it is first asked for."""
+    if name != "shard_block":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from autoshard.blocks.shard_block import shard_block
+
+    return shard_block
 
 
 if not TYPE_CHECKING:
