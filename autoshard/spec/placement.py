@@ -57,11 +57,6 @@ class Placement:
         """Print the canonical text: the longest runs from left to right."""
         return _text(self.local_ranks)
 
-    @property
-    def is_linear(self) -> bool:
-        """Whether position and rank agree everywhere."""
-        return self.local_ranks == tuple(range(len(self.local_ranks)))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRule:

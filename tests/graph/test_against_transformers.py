@@ -93,10 +93,7 @@ def build(config: Mapping[str, Any]) -> tuple[ModelSpec, OpGraph]:
     # Room for every token at every expert: nothing is dropped, as in transformers.
     capacity = model.num_experts / model.experts_per_token if model.num_experts else None
     workload = Workload(
-        seq_len=SEQ,
-        global_batch=BATCH * ACCUMULATED,
-        precision=Precision.named("bf16"),
-        expert_capacity=capacity,
+        seq_len=SEQ, global_batch=BATCH * ACCUMULATED, precision=Precision.named("bf16"), expert_capacity=capacity
     )
     return model, decoder_graph(model, workload, load_kernels("torch_cpu"), micro_batch=BATCH)
 

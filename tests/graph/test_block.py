@@ -64,20 +64,10 @@ def test_only_weights_of_norms_and_biases_do_not_decay(model: ModelSpec, graph_o
                 assert (op.kind.decay == 0) == op.source.endswith(("norm.weight", ".bias")), op.source
 
 
-def test_the_message_names_block_operation_and_both_shapes():
-    with pytest.raises(AssertionError, match=r"layer\.q gives .*head_dim.* not .*experts"):
-        replace(LAYER, tensors=with_tensor("q", dims=("batch", "seq", "experts")))
-
-
 def test_a_tensor_that_is_made_twice_is_refused():
     again = replace(LAYER.op("q"), name="q_twice")
     with pytest.raises(AssertionError, match=r"q_twice defines \['q'\] again"):
         replace(LAYER, ops=(*LAYER.ops, again))
-
-
-def test_two_operations_of_one_name_are_refused():
-    with pytest.raises(AssertionError, match="two operations of one name"):
-        replace(LAYER, ops=(*LAYER.ops, LAYER.op("q")))
 
 
 def test_a_tensor_that_is_not_declared_is_refused():

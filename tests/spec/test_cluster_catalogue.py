@@ -120,13 +120,9 @@ def test_trainium_lays_some_tensor_parallel_groups_out_of_order():
     assert str(trn1.default_placement(4)).startswith("0-24:8/1-25:8/2-26:8")
     assert str(trn2.default_placement(32)) == "0-15/48-63/16-47"
     assert str(load_cluster("trn2.48xlarge", lnc=1).default_placement(64)) == "0-31/96-127/32-95"
-    assert all(trn2.default_placement(tp).is_linear for tp in (4, 16, 64))
-    assert all(trn1.default_placement(tp).is_linear for tp in (1, 8, 32))
-    assert (trn1.kv_order, trn2.kv_order, load_cluster("h200").kv_order) == (
-        "strided",
-        "adjacent",
-        "adjacent",
-    )
+    assert {str(trn2.default_placement(tp)) for tp in (4, 16, 64)} == {"0-63"}
+    assert {str(trn1.default_placement(tp)) for tp in (1, 8, 32)} == {"0-31"}
+    assert (trn1.kv_order, trn2.kv_order, load_cluster("h200").kv_order) == ("strided", "adjacent", "adjacent")
 
 
 def test_local_takes_as_many_ranks_as_asked():
@@ -189,19 +185,8 @@ def test_yaml_numbers_with_a_bare_exponent_are_numbers(tmp_path: Path):
 
 
 def test_a_wrong_file_is_refused_with_every_fault_and_its_path(tmp_path: Path):
-    bad_link = {
-        "name": "net",
-        "kind": "wire",
-        "domain": "node",
-        "bandwidth_bytes_per_s": "fast",
-        "latency": 1,
-    }
-    changes: dict[str, Any] = {
-        "chip": "a100",
-        "links": ["nvlink-9", bad_link],
-        "chips_per_node": 2.5,
-        "colour": "red",
-    }
+    bad_link = {"name": "net", "kind": "wire", "domain": "node", "bandwidth_bytes_per_s": "fast", "latency": 1}
+    changes: dict[str, Any] = {"chip": "a100", "links": ["nvlink-9", bad_link], "chips_per_node": 2.5, "colour": "red"}
     path = own_file(tmp_path, **changes)
     found = faults_of(str(path))
     assert set(found) == {
@@ -227,11 +212,7 @@ def test_a_wrong_file_is_refused_with_every_fault_and_its_path(tmp_path: Path):
     ("changes", "where", "says"),
     [
         ({"variants": []}, "variants", "at least one"),
-        (
-            {"variants": [{"ranks_per_chip": 1}, {"ranks_per_chip": 2, "lnc": 1}]},
-            "variants",
-            "lnc of their own",
-        ),
+        ({"variants": [{"ranks_per_chip": 1}, {"ranks_per_chip": 2, "lnc": 1}]}, "variants", "lnc of their own"),
         ({"variants": [{"ranks_per_chip": 0}]}, "variants[0].ranks_per_chip", "at least 1"),
         ({"max_chips_per_node": 3}, "max_chips_per_node", "at least chips_per_node"),
         ({"chips_per_node": 3}, "links[1].chips_per_port", "evenly"),
@@ -241,10 +222,7 @@ def test_a_wrong_file_is_refused_with_every_fault_and_its_path(tmp_path: Path):
         (
             {
                 "variants": [
-                    {
-                        "ranks_per_chip": 1,
-                        "placements": [{"name": "p", "tp": 2, "placement": "0-7", "source": "s"}],
-                    }
+                    {"ranks_per_chip": 1, "placements": [{"name": "p", "tp": 2, "placement": "0-7", "source": "s"}]}
                 ]
             },
             "variants[0].placements[0].placement",
@@ -253,10 +231,7 @@ def test_a_wrong_file_is_refused_with_every_fault_and_its_path(tmp_path: Path):
         (
             {
                 "variants": [
-                    {
-                        "ranks_per_chip": 1,
-                        "placements": [{"name": "p", "tp": 2, "placement": "0-1/1-2", "source": "s"}],
-                    }
+                    {"ranks_per_chip": 1, "placements": [{"name": "p", "tp": 2, "placement": "0-1/1-2", "source": "s"}]}
                 ]
             },
             "variants[0].placements[0].placement",

@@ -153,25 +153,6 @@ def test_expert_groups_are_carved_out_of_dp_as_in_neuronx_distributed():
     assert mesh.groups("tp")[-1] == tuple(range(120, 128))
 
 
-def test_tp_4_on_trn1_takes_every_eighth_rank():
-    # The comment in initialize_model_parallel: tp 4 on two nodes.
-    mesh = Mesh.laid_on(load_cluster("trn1.32xlarge", 2), {"tp": 4, "dp": 16})
-    first = [tuple(range(local, 32, 8)) for local in range(8)]
-    assert mesh.groups("tp") == (*first, *(tuple(rank + 32 for rank in group) for group in first))
-    assert mesh.groups("dp")[1] == (*range(8, 16), *range(40, 48))
-
-
-def test_tp_32_on_trn2_pairs_the_outer_and_the_inner_rows():
-    mesh = Mesh.laid_on(load_cluster("trn2.48xlarge", 2), {"tp": 32, "dp": 2, "pp": 2})
-    outer, inner = (*range(16), *range(48, 64)), tuple(range(16, 48))
-    assert mesh.groups("tp")[:2] == (outer, inner)
-    assert mesh.groups("tp")[2] == tuple(rank + 64 for rank in outer)
-    assert mesh.groups("dp")[:2] == ((0, 16), (1, 17))
-    assert mesh.groups("pp")[16] == (48, 112)
-    lnc_1 = Mesh.laid_on(load_cluster("trn2.48xlarge", lnc=1), {"tp": 64, "dp": 2})
-    assert lnc_1.groups("tp") == ((*range(32), *range(96, 128)), tuple(range(32, 96)))
-
-
 @pytest.mark.parametrize(
     ("name", "rep", "holds"),
     [
@@ -213,11 +194,6 @@ def test_a_mesh_may_hold_axes_whole_and_leave_some_out():
 def test_wrong_meshes_are_refused(text: str, says: str):
     with pytest.raises(InputError, match=says):
         Mesh.parse(text)
-
-
-def test_a_placement_of_another_size_is_refused():
-    with pytest.raises(InputError, match="places 2 ranks, but a node has 4"):
-        Mesh(axes=(("tp", 4),), ranks_per_node=4, placement=Placement.linear(2))
 
 
 def test_sizes_that_do_not_fit_the_cluster_are_refused_together():

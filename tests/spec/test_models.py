@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,26 +68,6 @@ def test_a_card_whose_source_is_no_reference_is_refused(tmp_path: Path, monkeypa
     )
 
 
-@pytest.mark.parametrize("size", ["6.7", "23", "46", "175"])
-def test_gpt3_cards_have_the_size_in_their_name(size: str):
-    assert load_model(f"gpt3-{size}b").num_parameters / 1e9 == pytest.approx(float(size), rel=0.02)
-
-
-def test_the_untied_gpt3_differs_by_its_head_alone():
-    tied, untied = load_model("gpt3-175b"), load_model("gpt3-175b-untied")
-    assert replace(untied, name=tied.name, source=tied.source, tied_embeddings=True) == tied
-    assert untied.num_parameters - tied.num_parameters == tied.vocab * tied.hidden
-
-
-def test_the_tiny_models_can_be_cut_by_four_ranks_and_the_newer_ones_have_grouped_heads():
-    for name in ("tiny-llama", "tiny-mixtral", "tiny-gpt"):
-        spec = load_model(name)
-        assert spec.num_parameters < 2_000_000
-        assert spec.queries_per_kv_head > 1 or name == "tiny-gpt"
-        assert all(size % 4 == 0 for size in (spec.num_layers, spec.num_kv_heads, spec.hidden, spec.ffn, spec.vocab))
-    assert load_model("tiny-mixtral").num_experts % 4 == 0
-
-
 def test_a_llama_is_read_field_by_field():
     assert load_model("llama3.1-70b") == ModelSpec(
         name="llama3.1-70b",
@@ -107,25 +86,10 @@ def test_a_llama_is_read_field_by_field():
         positions="rotary",
         rotary_theta=500000.0,
         rotary_scaling=RotaryScaling(
-            kind="llama3",
-            factor=8.0,
-            low_frequency_factor=1.0,
-            high_frequency_factor=4.0,
-            original_positions=8192,
+            kind="llama3", factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_positions=8192
         ),
         source=card("llama3.1-70b")[HEADER]["source"],
     )
-
-
-def test_only_a_part_of_each_head_is_rotated_in_neox():
-    neox = load_model("gpt-neox-20b")
-    assert (neox.head_dim, neox.rotary_dims, neox.parallel_residual) == (96, 24, True)
-    assert load_model("gpt2-xl").rotary_dims == 0
-
-
-def test_mistral_is_the_version_without_a_window():
-    spec = load_model("mistral-7b")
-    assert (spec.window, spec.max_positions, spec.rotary_theta) == (None, 32768, 1e6)
 
 
 # ---------------------------------------------------------------------------------------------------- paths
@@ -152,13 +116,6 @@ def test_a_file_is_named_after_its_stem_and_a_config_after_its_folder(tmp_path: 
         spec = load_model(given_as)
         assert (spec.name, spec.source) == ("my-model", "the user's config.json")
         assert spec.num_parameters == PARAMETERS["llama3-8b"]
-
-
-def test_a_config_in_the_current_folder_is_named_after_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write(tmp_path / "config.json", card("tiny-llama"))
-    monkeypatch.chdir(tmp_path)
-    assert load_model("config.json").name == tmp_path.name
-    assert load_model("./").name == tmp_path.name
 
 
 def test_a_card_wins_over_a_folder_of_its_name_unless_a_path_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -231,14 +188,7 @@ def test_any_bytes_give_an_input_error(tmp_path_factory: pytest.TempPathFactory,
 
 def model(**changes: Any) -> ModelSpec:
     sizes: dict[str, Any] = {"num_layers": 2, "hidden": 64, "ffn": 128, "num_heads": 4, "num_kv_heads": 2}
-    sizes |= {
-        "head_dim": 16,
-        "vocab": 32,
-        "max_positions": 32,
-        "norm": "rms",
-        "norm_eps": 1e-5,
-        "source": "test",
-    }
+    sizes |= {"head_dim": 16, "vocab": 32, "max_positions": 32, "norm": "rms", "norm_eps": 1e-5, "source": "test"}
     sizes |= {"name": "m", "activation": "silu", "gated_mlp": True, "positions": "rotary"}
     return ModelSpec(**(sizes | changes))
 
@@ -260,10 +210,6 @@ def test_an_impossible_model_names_every_fault(changes: Mapping[str, Any], field
     with pytest.raises(InputError) as caught:
         model(**changes)
     assert [fault.where for fault in caught.value.faults] == fields
-
-
-def test_learned_positions_need_no_even_heads():
-    assert model(head_dim=15, positions="learned").rotary_dims == 0
 
 
 def test_an_impossible_rotary_scaling_is_refused():
