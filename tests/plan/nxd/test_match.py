@@ -20,21 +20,6 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Precision, Workload
 
-CASES = [
-    ("llama3-70b", "trn1.32xlarge", "tp=32,pp=8,dp=2"),
-    ("llama3-70b", "trn1.32xlarge", "tp=32,pp=4,cp=2,dp=2"),
-    ("llama3-70b", "trn2.48xlarge", "tp=32,pp=4,dp=4"),
-    ("llama2-13b", "trn1.32xlarge", "tp=8,pp=4,dp=2,sp=false"),
-    ("llama3-8b", "trn1.32xlarge", "tp=1,pp=1,dp=32"),
-    ("gpt2-xl", "trn1.32xlarge", "tp=8,pp=1,dp=4,kernels=nxd_core"),
-    ("gpt-neox-20b", "trn1.32xlarge", "tp=8,pp=2,dp=2"),
-    ("gpt2-xl", "trn2.48xlarge", "tp=64,pp=1,dp=1,sp=false,kernels=nxd_core"),
-    ("qwen3-8b", "trn1.32xlarge", "tp=32,pp=2,dp=2,recompute=full"),
-    ("mixtral-8x7b", "trn1.32xlarge", "tp=32,pp=4,dp=2"),
-    ("mixtral-8x7b", "trn1.32xlarge", "tp=1,pp=1,dp=32"),
-    ("mixtral-8x7b", "trn2.48xlarge", "tp=4,pp=4,dp=4,sp=false", 8192, "bf16", 2.0),
-]
-
 
 def planned(
     model: str | ModelSpec, cluster: str, text: str, seq_len: int = 8192, precision: str = "bf16",
@@ -53,39 +38,38 @@ def planned(
     return plan_at(request, candidate)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
-def test_what_the_planner_chooses_has_forms_that_hold_every_weight_once(case: Any) -> None:
-    plan = planned(*case)
+LLAMA = ("llama3-70b", "trn1.32xlarge", "tp=32,pp=8,dp=2")
+ODD = [  # cp, one rank of tp, keys on fewer ranks than tp has, recompute
+    ("llama3-70b", "trn1.32xlarge", "tp=32,pp=4,cp=2,dp=2"),
+    ("llama3-8b", "trn1.32xlarge", "tp=1,pp=1,dp=32"),
+    ("gpt2-xl", "trn2.48xlarge", "tp=64,pp=1,dp=1,sp=false,kernels=nxd_core"),
+    ("qwen3-8b", "trn1.32xlarge", "tp=32,pp=2,dp=2,recompute=full"),
+    ("mixtral-8x7b", "trn1.32xlarge", "tp=1,pp=1,dp=32"),
+]
+
+
+def holds_every_weight_once(plan: Plan) -> None:
     forms, faults = plan_forms(plan, plan_programs(plan))
-    assert not faults
+    assert not faults, plan.candidate
     for kind, block in plan_blocks(plan).items():
-        if kind != block.kind:
-            continue
-        held = Counter(piece.tensor for form in forms[kind] for one in form.parameters for piece in one.pieces)
-        assert held == Counter(tensor.name for tensor in block.parameters)
-        replaced = [leaf for form in forms[kind] for leaf in form.leaves]
-        assert len(replaced) == len(set(replaced))
+        if kind == block.kind:
+            held = Counter(piece.tensor for form in forms[kind] for one in form.parameters for piece in one.pieces)
+            assert held == Counter(tensor.name for tensor in block.parameters)
+            replaced = [leaf for form in forms[kind] for leaf in form.leaves]
+            assert len(replaced) == len(set(replaced))
 
 
-@pytest.mark.parametrize("name", [name for name in model_names() if not load_model(name).num_experts])
-def test_every_dense_card_has_forms_however_it_is_cut(name: str) -> None:
-    for cluster, tp, sp in (("trn1.32xlarge", 32, "true"), ("trn2.48xlarge", 4, "false")):
+@pytest.mark.parametrize("case", ODD, ids=lambda case: " ".join(case))
+def test_what_the_planner_chooses_has_forms_that_hold_every_weight_once(case: Any) -> None:
+    holds_every_weight_once(planned(*case))
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_card_has_forms_however_it_is_cut(name: str) -> None:
+    for cluster, tp, sp, capacity in (("trn1.32xlarge", 32, "true", None), ("trn2.48xlarge", 4, "false", 1.25)):
         text = f"tp={tp},pp=1,dp={load_cluster(cluster).num_ranks // tp},sp={sp}"
-        plan = planned(name, cluster, text, seq_len=2048)
-        assert plan_forms(plan, plan_programs(plan))[1] == (), plan.candidate
-
-
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "mixtral-8x22b"])
-def test_experts_have_a_form_however_they_are_cut(name: str) -> None:
-    for cluster, tp, sp, capacity in (
-        ("trn1.32xlarge", 8, "true", None),
-        ("trn1.32xlarge", 32, "false", 2.0),
-        ("trn2.48xlarge", 4, "true", 1.25),
-        ("trn2.48xlarge", 64, "false", None),
-    ):
-        text = f"tp={tp},pp=1,dp={load_cluster(cluster).num_ranks // tp},sp={sp}"
-        plan = planned(name, cluster, text, 2048, "bf16", capacity)
-        assert plan_forms(plan, plan_programs(plan))[1] == (), plan.candidate
+        experts = load_model(name).num_experts > 0
+        holds_every_weight_once(planned(name, cluster, text, 2048, "bf16", capacity if experts else None))
 
 
 def experts_of(plan: Plan) -> Form:
@@ -147,7 +131,7 @@ def test_experts_with_a_function_that_nxd_computes_otherwise_have_no_form() -> N
 
 
 def test_layers_follow_from_layouts() -> None:
-    plan = planned(*CASES[0])
+    plan = planned(*LLAMA)
     forms, _ = plan_forms(plan, plan_programs(plan))
     shown = [(form.layer, form.leaves) for block in forms.values() for form in block if form.layer != "leaf"]
     loss = ("logits_fp32", "top", "shifted", "power", "total", "log_total", "picked", "token_loss")
@@ -165,30 +149,18 @@ def test_layers_follow_from_layouts() -> None:
     assert [(one.name, one.copies) for one in heads.parameters] == [("weight_q", 1), ("weight_k", 4), ("weight_v", 4)]
 
 
-def test_without_copies_of_keys_one_weight_holds_queries_keys_and_values() -> None:
-    plan = planned("llama2-13b", "trn1.32xlarge", "tp=8,pp=4,dp=2")
-    forms, _ = plan_forms(plan, plan_programs(plan))
-    (weight,) = forms["layer"][1].parameters
-    assert weight.name == "weight_qkv"
-    assert [piece.tensor for piece in weight.pieces] == ["q.weight", "k.weight", "v.weight"]
-
-
 def test_sequence_parallelism_and_sums_are_read_off_the_table() -> None:
     for text, sequence in (("tp=8,pp=4,dp=2", True), ("tp=8,pp=4,dp=2,sp=false", False)):
         plan = planned("llama2-13b", "trn1.32xlarge", text)
         forms, _ = plan_forms(plan, plan_programs(plan))
+        (weight,) = forms["layer"][1].parameters  # without copies of keys one weight holds queries, keys and values
+        assert [piece.tensor for piece in weight.pieces] == ["q.weight", "k.weight", "v.weight"]
         linear = [form for form in forms["layer"] if form.layer.endswith("Linear")]
         assert linear and all(form.arguments["sequence_parallel_enabled"] == sequence for form in linear)
         norms = [one for form in forms["layer"] if form.layer == "leaf" for one in form.parameters]
         assert norms and {one.summed for one in norms} == {sequence}
-
-
-def test_no_reduction_is_in_another_format_than_the_weights() -> None:
-    # NxD drops the reduced copy of a column layer's gradient when the formats differ.
-    plan = planned("llama2-13b", "trn1.32xlarge", "tp=8,pp=4,dp=2,sp=false")
-    forms, _ = plan_forms(plan, plan_programs(plan))
-    reduced = [form.arguments for block in forms.values() for form in block if "reduce_dtype" in form.arguments]
-    assert reduced and all(one["reduce_dtype"] == one["dtype"] for one in reduced)
+        # NxD drops the reduced copy of a column layer's gradient when the formats differ.
+        assert all(form.arguments["reduce_dtype"] == form.arguments["dtype"] for form in linear)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +176,7 @@ def test_no_reduction_is_in_another_format_than_the_weights() -> None:
 def test_other_collectives_with_the_same_result_are_refused(
     block: str, entry: str, old: str, new: str, layer: str
 ) -> None:
-    plan = replace(planned(*CASES[0]), prediction=None)
+    plan = replace(planned(*LLAMA), prediction=None)
     assert verify(plan) == ()
     line = plan.strategies[block][entry]
     assert old in line
