@@ -62,6 +62,12 @@ def _reject(rule_id: str, message: str, source: str = _STRUCTURE) -> Rejection:
     return Rejection(rule_id=rule_id, message=message, source=source)
 
 
+def _typed(rule_id: str, where: str, have: object, right: object, why: str) -> Iterator[Rejection]:
+    """Yield that a value is not what it must be, and what to type instead."""
+    if have != right:
+        yield _reject(rule_id, f"{where}: is {have}, but {why}. Type {right}")
+
+
 def _cluster_misfits(plan: Plan) -> Iterator[Rejection]:
     mesh, cluster = plan.mesh, plan.cluster
     if mesh.ranks_per_node != cluster.ranks_per_node:
@@ -80,23 +86,16 @@ def _cluster_misfits(plan: Plan) -> Iterator[Rejection]:
 
 def _mesh_misfits(plan: Plan) -> Iterator[Rejection]:
     mesh, replicas = plan.mesh, num_kv_replicas(plan.model, plan.mesh.size("tp"))
-    if mesh.size("tp") % replicas:
-        return  # the Rule kv-heads says so
-    sizes = {name: mesh.size(name) for name in ("pp", "dp", "ep", "cp", "tp")}
-    right = Mesh.laid_on(plan.cluster, {**sizes, "rep": replicas}, mesh.placement)
-    if mesh != right:
-        yield _reject(
-            "plan-mesh",
-            f"mesh: engines lay out the axes of {plan.model.name} on {plan.cluster.name} as {right}. "
-            f"Type mesh: {right}",
-        )
+    if mesh.size("tp") % replicas == 0:  # otherwise the Rule kv-heads says so
+        sizes = {name: mesh.size(name) for name in ("pp", "dp", "ep", "cp", "tp")}
+        right = Mesh.laid_on(plan.cluster, {**sizes, "rep": replicas}, mesh.placement)
+        why = f"engines lay out the axes of {plan.model.name} on {plan.cluster.name} otherwise"
+        yield from _typed("plan-mesh", "mesh", mesh, right, why)
 
 
 def _stage_misfits(plan: Plan) -> Iterator[Rejection]:
     schedule, pp = plan.schedule, plan.mesh.size("pp")
-    if schedule.num_ranks != pp:
-        message = f"schedule.num_ranks: is {schedule.num_ranks}, but pp of the mesh is {pp}. Type {pp}"
-        yield _reject("plan-pipeline", message)
+    yield from _typed("plan-pipeline", "schedule.num_ranks", schedule.num_ranks, pp, f"pp of the mesh is {pp}")
     if schedule.num_stages != len(plan.stages):
         yield _reject(
             "plan-pipeline",
@@ -105,17 +104,13 @@ def _stage_misfits(plan: Plan) -> Iterator[Rejection]:
         )
     start = 0
     for index, stage in enumerate(plan.stages):
-        where = f"stages[{index}]"
-        if stage.first_layer != start:
-            message = f"{where}.first_layer: is {stage.first_layer}, but {start} layers lie before. Type {start}"
-            yield _reject("plan-layers", message)
-        if index < schedule.num_stages and schedule.place_of(index) != (stage.rank, stage.chunk):
+        where, why = f"stages[{index}]", f"the schedule places stage {index} elsewhere"
+        before = f"{start} layers lie before"
+        yield from _typed("plan-layers", f"{where}.first_layer", stage.first_layer, start, before)
+        if index < schedule.num_stages:
             rank, chunk = schedule.place_of(index)
-            yield _reject(
-                "plan-place",
-                f"{where}: is chunk {stage.chunk} of rank {stage.rank}, but the schedule places stage "
-                f"{index} elsewhere. Type rank {rank}, chunk {chunk}",
-            )
+            yield from _typed("plan-place", f"{where}.rank", stage.rank, rank, why)
+            yield from _typed("plan-place", f"{where}.chunk", stage.chunk, chunk, why)
         start += stage.num_layers
     more = plan.model.num_layers - start
     if more:

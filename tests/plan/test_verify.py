@@ -64,7 +64,7 @@ def test_a_built_plan_is_refused_by_the_rules_alone(case):
     [
         (put("cluster", "num_nodes", 8), "plan-ranks", "512 ranks, but 8 nodes of trn1.32xlarge have 256"),
         (put("mesh", "pp=8,edp=2,ep=1,cp=1,rep=4,kv=8 on 0-15"), "plan-node", "End it with: on 0-31"),
-        (put("mesh", "pp=8,dp=2,tp=32 on 0-31"), "plan-mesh", "Type mesh: pp=8,edp=2,ep=1,cp=1,rep=4,kv=8"),
+        (put("mesh", "pp=8,dp=2,tp=32 on 0-31"), "plan-mesh", "Type pp=8,edp=2,ep=1,cp=1,rep=4,kv=8"),
         (put("mesh", "pp=8,edp=2,ep=1,cp=1,kv=8,rep=4 on 0-31"), "plan-mesh", "rep=4,kv=8 on 0-31"),
         (put("mesh", "pp=4,edp=4,ep=1,cp=1,rep=4,kv=8 on 0-31"), "plan-pipeline", "is 8, but pp of the mesh"),
         (put("stages", 3, "num_layers", 11), "plan-layers", "stages[4].first_layer: is 40, but 41 layers lie"
@@ -72,8 +72,8 @@ def test_a_built_plan_is_refused_by_the_rules_alone(case):
         (put("stages", 7, "num_layers", 9), "plan-layers", "hold 79 layers, but llama3-70b has 80. Add 1"),
         (put("stages", 7, "num_layers", 12), "plan-layers", "Remove 2"),
         (put("stages", 0, "first_layer", 1), "plan-layers", "is 1, but 0 layers lie before. Type 0"),
-        (put("stages", 2, "rank", 3), "plan-place", "stages[2]: is chunk 0 of rank 3"),
-        (put("stages", 2, "chunk", 1), "plan-place", "Type rank 2, chunk 0"),
+        (put("stages", 2, "rank", 3), "plan-place", "stages[2].rank: is 3, but the schedule places"),
+        (put("stages", 2, "chunk", 1), "plan-place", "stage 2 elsewhere. Type 0"),
         (lambda data: data["stages"].pop(), "plan-pipeline", "lists 7, but the schedule has 8 ranks with 1"),
         (put("schedule", "num_ranks", 4), "plan-pipeline", "is 4, but pp of the mesh is 8. Type 8"),
         (put("schedule", "num_micro_batches", 500), "plan-batch", "are 1000 sequences, not 1024. Type 512"),
