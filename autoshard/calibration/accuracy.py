@@ -7,7 +7,6 @@ from statistics import StatisticsError, correlation, fmean, median
 
 import numpy as np
 
-from autoshard.errors import require
 from autoshard.plan.prediction import rounded
 
 
@@ -27,11 +26,6 @@ class Compared:
     low: float | None = None
     high: float | None = None
     work: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuse what no ratio can be made of."""
-        names = ("predicted", "measured", "work")
-        require(*((getattr(self, name) > 0, name, f"must be positive, not {getattr(self, name)}") for name in names))
 
     @property
     def error(self) -> float:

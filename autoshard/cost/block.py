@@ -2,16 +2,14 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from autoshard.cost.block_memory import (
-    Moment,
     kept_bytes,
-    memory_timeline,
     rank_sizes,
     shape_bytes,
     waiting_bytes,
@@ -19,29 +17,15 @@ from autoshard.cost.block_memory import (
 )
 from autoshard.cost.collective import Number, Ring
 from autoshard.cost.compute import KernelWork, Rates, Sequences, kernel_time, kernel_work
-from autoshard.cost.kernel_run import KernelRun, kernel_runs
-from autoshard.graph.block import Block
-from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.layout.sharding import Message, Sharding
+from autoshard.cost.kernel_run import KernelRun
+from autoshard.cost.sharded import Blocks, ShardedBlock
+from autoshard.layout.sharding import Message
 from autoshard.plan.recompute import Recompute
-from autoshard.spec.kernels import Kernels
 from autoshard.spec.mesh import axis_of_atoms
 
 Text = Any  # or a numpy array of texts
 PASSES = ("F", "I", "W")
 _IN_PIECES = ("all_gather", "reduce_scatter")  # one for each rank, of which a product can wait for the first alone
-
-
-class Blocks(Protocol):
-    """Where the blocks of a model come from, sharded."""
-
-    def block(self, kind: str, drop: Recompute) -> "ShardedBlock":
-        """Return a block, recomputed and sharded."""
-        ...
-
-    def every(self) -> "tuple[ShardedBlock, ...]":
-        """Return blocks whose collectives are all that may be sent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,50 +45,6 @@ class Setting:
         attend = self.blocks.block("layer", Recompute()).sharding.op_cuts["attend"]
         parts = math.prod(self.atoms[atom] for atom in attend.get("seq", ()))
         return Sequences(length=self.sizes["seq"], stretches=np.where(self.cp_order == "contiguous", parts, 1))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedBlock:
-    """A block with its sharding and its kernels: everything but the sizes.
-
-    ``tied`` names the weights that share their values with another block's; ``placeholders`` those that are one tensor
-    each, of whose shape a buffer stays.
-    """
-
-    block: Block
-    sharding: Sharding
-    runs: tuple[KernelRun, ...]
-    moments: tuple[Moment, ...]
-    tied: frozenset[str] = frozenset()
-    placeholders: tuple[tuple[str, ...], ...] = ()
-    hides_tp: float = 0.0
-
-    @classmethod
-    def of(
-        cls,
-        block: Block,
-        sharding: Sharding,
-        *,
-        kernels: Kernels,
-        whole: "ShardedBlock | None" = None,
-        tied: Iterable[str] = (),
-    ) -> "ShardedBlock":
-        """Group the operations of a block into kernel runs; ``whole`` is the same block without recompute."""
-        kept = (whole.sharding if whole else sharding).kept_cuts
-        named = (tuple(f"{product}.weight" for product in products) for products in kernels.placeholders)
-        placeholders = [tuple(name for name in names if name in block.tensors) for names in named]
-        sums = frozenset(f"{name}.sum" for names in placeholders for name in names)
-        runs = tuple(kernel_runs(block, kept, sums, eager=kernels.eager))
-        unmade = (op.inputs[1] for op in block.ops if isinstance(op.kind, Accumulate) and op.outputs[0] in sums)
-        return cls(
-            block=block,
-            sharding=sharding,
-            runs=runs,
-            moments=memory_timeline(block, runs, sharding, frozenset(kept), frozenset(unmade)),
-            tied=frozenset(tied),
-            placeholders=tuple(filter(None, placeholders)),
-            hides_tp=kernels.hides.get("tp", 0.0),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,11 +51,8 @@ class Reach:
         """
         cluster, _, rest = text.rpartition(": ")
         axes, _, kernels = rest.partition(" with ")
-        return cls(cluster=cluster, axes=_listed(axes), kernels=_listed(kernels))
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.strip().split(",")))
+        names = [tuple(filter(None, part.strip().split(","))) for part in (axes, kernels)]
+        return cls(cluster=cluster, axes=names[0], kernels=names[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +66,6 @@ class Fit:
     in_sample_mape: float
     left_out_mape: float  # each model, or layout, predicted with constants fitted to the others
     tried: Mapping[str, float] = field(hash=False)  # which constants were told apart -> left-out error
-
-    def __post_init__(self) -> None:
-        """Refuse a fit to nothing, and impossible errors."""
-        require(
-            (bool(self.rows), "rows", "must name the rows of the fit"),
-            (1 <= self.num_layouts <= max(1, len(self.rows)), "num_layouts", "must be 1 to the number of rows"),
-            (self.in_sample_mape >= 0, "in_sample_mape", "must not be negative"),
-            (self.left_out_mape >= 0, "left_out_mape", "must not be negative"),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

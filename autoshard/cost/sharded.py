@@ -5,8 +5,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from autoshard.cost.block import ShardedBlock
+from autoshard.cost.block_memory import Moment, memory_timeline
+from autoshard.cost.kernel_run import KernelRun, kernel_runs
 from autoshard.errors import InputError
+from autoshard.graph.block import Block
+from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.layout import Cuts
 from autoshard.layout.program import Program
@@ -16,6 +19,23 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.tables import plan_programs, step_of, table_kinds, table_name
 from autoshard.spec.kernels import load_kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedBlock:
+    """A block with its sharding and its kernels: everything but the sizes.
+
+    ``tied`` names the weights that share their values with another block's; ``placeholders`` those that are one tensor
+    each, of whose shape a buffer stays.
+    """
+
+    block: Block
+    sharding: Sharding
+    runs: tuple[KernelRun, ...]
+    moments: tuple[Moment, ...]
+    tied: frozenset[str] = frozenset()
+    placeholders: tuple[tuple[str, ...], ...] = ()
+    hides_tp: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +111,9 @@ class ListedBlocks:
         return tuple(self.block(kind, drop) for kind, drop in self.kinds)
 
 
+Blocks = CutBlocks | ListedBlocks
+
+
 @cache
 def _cut_block(blocks: CutBlocks, kind: str, drop: Recompute) -> ShardedBlock:
     return _cut_alone(blocks.step, kind, drop, blocks.cutting.alone(kind).only(blocks.atoms), blocks.atoms)
@@ -104,10 +127,24 @@ def _cut_alone(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, at
 
 
 def _sharded(step: StepGraph, kind: str, drop: Recompute, program: Program, whole: ShardedBlock | None) -> ShardedBlock:
-    block = step.block(kind, drop)
-    tied = [name.removeprefix(f"{kind}.") for name in step.graph.tied if name.startswith(f"{kind}.")]
-    kernels = load_kernels(step.kernels)
-    return ShardedBlock.of(block, Sharding.of(block, program), kernels=kernels, whole=whole, tied=tied)
+    """Group the operations of a block into kernel runs; ``whole`` is the same block without recompute."""
+    block, kernels = step.block(kind, drop), load_kernels(step.kernels)
+    sharding = Sharding.of(block, program)
+    kept = (whole.sharding if whole else sharding).kept_cuts
+    named = (tuple(f"{product}.weight" for product in products) for products in kernels.placeholders)
+    placeholders = [tuple(name for name in names if name in block.tensors) for names in named]
+    sums = frozenset(f"{name}.sum" for names in placeholders for name in names)
+    runs = tuple(kernel_runs(block, kept, sums, eager=kernels.eager))
+    unmade = (op.inputs[1] for op in block.ops if isinstance(op.kind, Accumulate) and op.outputs[0] in sums)
+    return ShardedBlock(
+        block=block,
+        sharding=sharding,
+        runs=runs,
+        moments=memory_timeline(block, runs, sharding, frozenset(kept), frozenset(unmade)),
+        tied=frozenset(name.removeprefix(f"{kind}.") for name in step.graph.tied if name.startswith(f"{kind}.")),
+        placeholders=tuple(filter(None, placeholders)),
+        hides_tp=kernels.hides.get("tp", 0.0),
+    )
 
 
 def atom_groups(blocks: Iterable[ShardedBlock]) -> frozenset[tuple[str, ...]]:

@@ -3,11 +3,12 @@
 import functools
 from dataclasses import replace
 
-from autoshard.cost.block import BlockCost, ShardedBlock, block_cost, block_work
+from autoshard.cost.block import BlockCost, block_cost, block_work
 from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.compute import Rates
 from autoshard.cost.pipeline import Pipeline, Sends, StageLayers
 from autoshard.cost.setting import Question, setting_of
+from autoshard.cost.sharded import ShardedBlock
 from autoshard.cost.step import step_cost
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
