@@ -21,7 +21,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.trace import Pass, Phase, RankTrace, Trace
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import RankRun, simulate
-from autoshard.schedule.timeline import KINDS, Coded, Floats, coded, places
+from autoshard.schedule.timeline import KINDS, Coded, Floats, coded
 
 MOST_ACTIONS = 2**22  # of all ranks: 20 CPU seconds and 2 GB to simulate and draw
 _HALVES = {"F": ("F",), "I": ("I",), "W": ("W",), "B": ("I", "W")}
@@ -45,7 +45,6 @@ def step_trace(question: Question, setting: Setting, pipeline: Pipeline, price: 
     message = f"its pipeline has {count} actions, more than the {MOST_ACTIONS} that are traced one by one"
     require((count <= MOST_ACTIONS, "", message))
     run = simulate(schedule, pipeline_times(pipeline, StageSeconds.of_all(pipeline.stages, price)))
-    lanes = [coded(schedule.steps_of(rank)) for rank in range(schedule.num_ranks)]
     alike = alike_ranks(pipeline, price)
     owner = {rank: group.cost for group in alike for rank in group.ranks}
     changes = _changes(schedule, owner)
@@ -53,10 +52,8 @@ def step_trace(question: Question, setting: Setting, pipeline: Pipeline, price: 
     return Trace(
         passes=_passes(pipeline, price),
         ranks=tuple(
-            _rank_trace(lane, own, taken_s, changes, parts)
-            for lane, own, taken_s, parts in zip(
-                lanes, run.ranks, _taken_s(schedule, lanes, run.ranks), memory, strict=True
-            )
+            _rank_trace(coded(schedule.steps_of(number)), rank, changes, parts)
+            for number, (rank, parts) in enumerate(zip(run.ranks, memory, strict=True))
         ),
         phases=_in_turn(_updates(question, setting, pipeline, alike), run.makespan_s),
         send_s=float(pipeline.sends.time_s),
@@ -93,21 +90,6 @@ def _passes(pipeline: Pipeline, price: Price) -> Mapping[tuple[str, int], Pass]:
     }
 
 
-def _taken_s(schedule: Schedule, lanes: Sequence[Coded], runs: Sequence[RankRun]) -> list[Floats]:
-    """Return when the action begins that takes what each action sends to another rank; nan for the others."""
-    num_stages = schedule.num_stages
-    begins = np.full((2 * num_stages + 1, schedule.num_micro_batches), np.nan)
-    by_place = [places(kinds, stages, num_stages) for kinds, stages, _ in lanes]
-    for place, (_, _, micro_batches), run in zip(by_place, lanes, runs, strict=True):
-        begins[place, micro_batches] = run.start_s
-    down = np.array(schedule.sent_on(), dtype=bool)
-    sends = np.concatenate([down, [False], down[::-1], [False, False]])  # W sends nothing, like the ends of the way
-    return [
-        np.where(sends[place], begins[np.minimum(place + 1, 2 * num_stages), micro_batches], np.nan)
-        for place, (_, _, micro_batches) in zip(by_place, lanes, strict=True)
-    ]
-
-
 def _changes(schedule: Schedule, owner: Mapping[int, RankCost]) -> Floats:
     """Return by kind and stage by how much an action changes what its rank keeps of micro-batches."""
     kept, waiting = np.zeros(schedule.num_stages), np.zeros(schedule.num_stages)
@@ -118,8 +100,8 @@ def _changes(schedule: Schedule, owner: Mapping[int, RankCost]) -> Floats:
     return np.array([by_kind[kind] for kind in KINDS])
 
 
-def _rank_trace(lane: Coded, run: RankRun, taken_s: Floats, changes: Floats, memory: Mapping[str, Number]) -> RankTrace:
-    kinds, stages, micro_batches = lane
+def _rank_trace(actions: Coded, run: RankRun, changes: Floats, memory: Mapping[str, Number]) -> RankTrace:
+    kinds, stages, micro_batches = actions
     parts = {name: round(float(size)) for name, size in memory.items()}
     in_flight = sum(parts[name] for name in _IN_FLIGHT)
     change = changes[kinds, stages]
@@ -130,7 +112,6 @@ def _rank_trace(lane: Coded, run: RankRun, taken_s: Floats, changes: Floats, mem
         micro_batches=micro_batches,
         start_s=run.start_s,
         end_s=run.end_s,
-        taken_s=taken_s,
         held_from_s=np.where(change > 0, run.start_s, run.end_s),  # what is given back is given back at the end
         held_bytes=idle + np.rint(np.cumsum(change)).astype(np.int64),
         idle_bytes=idle,

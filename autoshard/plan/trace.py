@@ -29,7 +29,6 @@ class RankTrace:
     micro_batches: Ints
     start_s: Floats
     end_s: Floats
-    taken_s: Floats  # when the action of another rank that reads what this one made begins; nan where none does
     held_from_s: Floats  # when it changes what the rank holds
     held_bytes: Ints  # what the rank holds from then on
     idle_bytes: int  # what it holds while no micro-batch is in flight

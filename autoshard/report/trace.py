@@ -24,6 +24,7 @@ _SAMPLE = 16  # actions at each end of each rank, from which the size of all of 
 _MARGIN = 0.97  # of the room, because later times have more digits
 
 Event = dict[str, Any]
+Begins = Mapping[tuple[bool, int, int], float]
 
 
 def trace_text(plan: Plan, trace: Trace, most_bytes: int = MOST_BYTES) -> str:
@@ -32,38 +33,50 @@ def trace_text(plan: Plan, trace: Trace, most_bytes: int = MOST_BYTES) -> str:
     Where that would be too large, the arrows between ranks are left out; where that is not enough, each rank's first
     and last actions are drawn, and one slice with sums between them.
     """
-    whole = -(-max(len(rank.kinds) for rank in trace.ranks) // 2)
-    if _affordable(plan, trace, most_bytes, arrows=True) >= whole:
-        text = _text(plan, trace, whole, arrows=True)
+    whole, begins = -(-max(len(rank.kinds) for rank in trace.ranks) // 2), _begins(trace)
+    if _affordable(plan, trace, most_bytes, begins) >= whole:
+        text = _text(plan, trace, whole, begins)
         if len(text) <= most_bytes:
             return text
-    keep = min(whole, _affordable(plan, trace, most_bytes, arrows=False))
-    while len(text := _text(plan, trace, keep, arrows=False)) > most_bytes and keep:
+    keep = min(whole, _affordable(plan, trace, most_bytes, {}))
+    while len(text := _text(plan, trace, keep, {})) > most_bytes and keep:
         keep = keep * 9 // 10
     return text
 
 
-def _affordable(plan: Plan, trace: Trace, most_bytes: int, *, arrows: bool) -> int:
+def _affordable(plan: Plan, trace: Trace, most_bytes: int, begins: Begins) -> int:
     """Estimate how many actions can be drawn at each end of each rank, from the size of a few and of twice as many."""
-    few, more = (len(_text(plan, trace, keep, arrows=arrows)) for keep in (_SAMPLE, 2 * _SAMPLE))
+    few, more = (len(_text(plan, trace, keep, begins)) for keep in (_SAMPLE, 2 * _SAMPLE))
     each = (more - few) / _SAMPLE
     return max(0, int((_MARGIN * most_bytes - few) / each) + _SAMPLE) if each else 2 * _SAMPLE
 
 
-def _text(plan: Plan, trace: Trace, keep: int, *, arrows: bool) -> str:
-    """Write it with so many actions at each end of each rank."""
+def _text(plan: Plan, trace: Trace, keep: int, begins: Begins) -> str:
+    """Write it with so many actions at each end of each rank; without ``begins`` there are no arrows."""
     ranks = [_RankDrawing(trace, number, keep) for number in range(len(trace.ranks))]
     numbers, events, ends = count(), list[Event](), list[Event]()
     for rank in ranks:
-        slices, own_ends = rank.messages(numbers)
+        slices, own_ends = rank.messages(begins, numbers)
         events += [*_names(plan, rank.number, {event["tid"] for event in slices}), *rank.actions(), *slices]
         events += [*rank.phases(), *rank.memory()]
-        ends += own_ends if arrows else []
-    about = {**_about(plan, trace, ranks), "draws_arrows": arrows}
+        ends += own_ends
+    about = {**_about(plan, trace, ranks), "draws_arrows": bool(begins)}
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about}, separators=(",", ":"))
     # the ends of arrows last: of what happens at one time, a viewer takes first what stands first
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in (*events, *ends))
     return f'{head[:-1]},"traceEvents":[\n{lines}\n]}}\n'
+
+
+def _begins(trace: Trace) -> Begins:
+    """Return when each action begins that takes a message, by direction (F or back), stage and micro-batch."""
+    return {
+        (kind == "F", stage, micro_batch): begin_s
+        for rank in trace.ranks
+        for kind, stage, micro_batch, begin_s in zip(
+            rank.kinds, rank.stages.tolist(), rank.micro_batches.tolist(), rank.start_s.tolist(), strict=True
+        )
+        if kind != "W"
+    }
 
 
 def _names(plan: Plan, number: int, sends: Collection[int]) -> Iterator[Event]:
@@ -178,7 +191,7 @@ class _RankDrawing:
         name = f"{max(counts.values())} micro-batches, not drawn one by one"
         yield self._slice(_COMPUTE, _ticks(rank.start_s[first]), _ticks(rank.end_s[last]), name, args)
 
-    def messages(self, numbers: Iterator[int]) -> tuple[list[Event], list[Event]]:
+    def messages(self, begins: Begins, numbers: Iterator[int]) -> tuple[list[Event], list[Event]]:
         """Return what the drawn actions receive and send as slices, and the ends of arrows to what takes it.
 
         Slices lie on as few lanes as hold them without overlap.
@@ -190,24 +203,25 @@ class _RankDrawing:
             start = max([begin, *free[lane : lane + 1]])
             free[lane : lane + 1] = [max(end, start)]
             slices.append(self._slice(_SENDS + lane, start, free[lane], name, args))
-            if taken is not None:
+            if taken is not None and taken in begins:
                 arrow = {"cat": "sends", "name": "sends", "id": next(numbers)}
                 ends.append(self._event("s", _SENDS + lane, start + _INSIDE, **arrow))
-                ends.append({**self._event("f", _COMPUTE, taken + _INSIDE, bp="e", **arrow), "pid": args["to"]})
+                taken_from = self._event("f", _COMPUTE, _ticks(begins[taken]) + _INSIDE, bp="e", **arrow)
+                ends.append({**taken_from, "pid": args["to"]})
         return slices, ends
 
-    def _messages(self) -> Iterator[tuple[int, int, str, Event, int | None]]:
-        """Yield begin, end, name, arguments, and when the action begins that takes a sent message."""
+    def _messages(self) -> Iterator[tuple[int, int, str, Event, tuple[bool, int, int] | None]]:
+        """Yield begin, end, name, arguments, and which action takes a message that is sent."""
         rank, trace = self.rank, self.trace
         for position in self.drawn:
-            one, name, _ = self._pass(position)
-            start_s, end_s = rank.start_s[position], rank.end_s[position]
+            one, name, numbers = self._pass(position)
+            start_s, end_s, forward = rank.start_s[position], rank.end_s[position], rank.kinds[position] == "F"
             if one.takes_from is not None and trace.receive_s:
                 begin = _ticks(start_s - trace.receive_s)
                 yield begin, _ticks(start_s), f"receive {name}", {"from": one.takes_from}, None
             if one.sends_to is not None and trace.send_s:
-                end, taken = _ticks(end_s + trace.send_s), _ticks(rank.taken_s[position])
-                yield _ticks(end_s), end, f"send {name}", {"to": one.sends_to}, taken
+                taken = forward, numbers["stage"] + (1 if forward else -1), numbers["micro_batch"]
+                yield _ticks(end_s), _ticks(end_s + trace.send_s), f"send {name}", {"to": one.sends_to}, taken
 
     def phases(self) -> Iterator[Event]:
         """Yield what the rank does after the pipeline."""
