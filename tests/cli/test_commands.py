@@ -186,7 +186,7 @@ CONFIGS: list[tuple[object, list[str]]] = [
     ({"model": "tiny-llama", "learning_rat": 1}, ["c.yaml: learning_rat: unknown key. Did you mean learning_rate?"]),
     (
         {"model": "tiny-llama", "schedule": {"shap": "cosine"}, "steps": 0, "data": {"sets": {"a": 0}}},
-        ["schedule.shap: unknown key. Did you mean shape?", "data.sets.a: must weigh more than 0"],
+        ["schedule.shap: unknown key. Did you mean shape?", "data.sets.a: must weigh more than 0", "steps: must be"],
     ),
     ({"model": "tiny-llama", "steps": 0, "checkpoint": None}, ["c.yaml: steps: must be at least 1, not 0"]),
     ("model: tiny-llama\nsteps: 5\nsteps: 6\n", ["the key 'steps' stands twice in one object"]),
