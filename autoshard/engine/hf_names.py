@@ -2,7 +2,7 @@
 
 A row names one of their tensors, how its axes are made of our dims, and which tensor of ours it holds. ``(a b)`` is
 one axis made of two dims, ``qkv:1`` the second of those that lie together along ``qkv``. Our dims are those of the
-graph, so a row says by itself what is transposed, split or interleaved. Our names are those of ``graph/evaluate``.
+graph, so a row says by itself what is transposed, split or interleaved. Our names are those of ``OpGraph.instances``.
 
 Rotary positions need no permutation: every architecture here turns the halves of a head against each other, as the
 graph does. (Meta's own Llama files turn neighbours; those of Hugging Face are permuted already.)

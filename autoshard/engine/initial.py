@@ -17,7 +17,7 @@ _SCALE = 0.02  # cited: the standard deviation of GPT-2's weights (Radford et al
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialWeights:
-    """Whole weights of a model by name, as in ``graph/evaluate``: norms do nothing, biases are zero."""
+    """Whole weights of a model by name, as in ``OpGraph.instances``: norms do nothing, biases are zero."""
 
     graph: OpGraph
     seed: int

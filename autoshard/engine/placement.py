@@ -91,7 +91,7 @@ def zigzag(count: int, num_ranks: int) -> NDArray[np.int64]:
 class StatePiece:
     """A box of one tensor of a run's state; ``memory`` is a view of what the engine updates, so loading fills it."""
 
-    weight: str  # as in ``graph/evaluate``: layer.3.up.weight; weights that share their values have the owner's name
+    weight: str  # as in ``OpGraph.instances``: layer.3.up.weight; weights that share their values have the owner's name
     part: StatePart  # the weight in the format in which it is updated, or a moment of the optimizer
     whole: tuple[int, ...]  # the shape of the whole tensor
     offsets: tuple[int, ...]

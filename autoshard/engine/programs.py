@@ -63,7 +63,7 @@ class BlockProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPrograms:
-    """A plan's graph, and for every stage its blocks by name (``layer.3``), as ``graph/evaluate`` names them."""
+    """A plan's graph, and for every stage its blocks by name (``layer.3``), as ``OpGraph.instances`` names them."""
 
     graph: OpGraph
     stages: tuple[Mapping[str, BlockProgram], ...]

@@ -1,12 +1,10 @@
-"""The matrix of features: rows that together hold every pair of values that can meet, and how they are found."""
+"""The matrix of features: rows that together hold every pair of values that can meet."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
-
-import numpy as np
 
 from autoshard.layout.pin import pins_of
 from autoshard.plan.candidate import Candidate
@@ -101,13 +99,6 @@ def rows() -> tuple[Row, ...]:
     """The rows of the table."""
     names, *lines = (line.split() for line in TABLE.strip().splitlines())
     return tuple(dict(zip(names, line, strict=True)) for line in lines)
-
-
-def table_of(found: Sequence[Row]) -> str:
-    """Print rows as they stand in the table."""
-    lines = [tuple(FEATURES), *(tuple(row[name] for name in FEATURES) for row in found)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(" ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 # -- what a row means ----------------------------------------------------------------------------------
@@ -205,13 +196,6 @@ def possible() -> tuple[Row, ...]:
     return _edged(row for row in _combined() if is_legal(row))
 
 
-def refused_pairs() -> frozenset[Pair]:
-    """Pairs that could meet, but that no Rule lets meet."""
-    rows = _edged(_combined())
-    met = {pair for row in rows for pair in combinations(((name, row[name]) for name in STRUCTURE), 2)}
-    return frozenset(met - possible_pairs())
-
-
 def _combined() -> Iterator[Row]:
     plain = {name: values[0] for name, values in (*STRUCTURE.items(), *OPTIONS.items())}
     choices = {name: values for name, values in STRUCTURE.items() if name != "edge"}
@@ -243,29 +227,6 @@ def possible_pairs() -> frozenset[Pair]:
         for left, right in product(values[one], values[other])
     }
     return frozenset(met | free)
-
-
-def covering() -> tuple[Row, ...]:
-    """Rows that have all pairs between them, found greedily: each has the most that are missing.
-
-    Every row starts from the first missing pair, so that the search ends. Of equals the last one has most features.
-    """
-    missing, found = dict.fromkeys(sorted(possible_pairs())), list[Row]()
-    number = {pair: place for place, pair in enumerate(missing)}
-    structures = possible()[::-1]
-    pairs = np.array([[number[pair] for pair in pairs_of(row) if pair[1][0] in STRUCTURE] for row in structures])
-    while missing:
-        wanted = dict(next(iter(missing)))
-        fits = np.array([all(row[name] == wanted[name] for name in wanted if name in STRUCTURE) for row in structures])
-        gains = np.isin(pairs, [number[pair] for pair in missing]).sum(axis=1)
-        row = dict(structures[int(np.argmax(np.where(fits, gains, -1)))])
-        for name in OPTIONS:
-            allowed = (wanted[name],) if name in wanted else OPTIONS[name][::-1]
-            row[name] = max(allowed, key=lambda value: sum(pair in missing for pair in pairs_of({**row, name: value})))
-        for pair in pairs_of(row):
-            missing.pop(pair, None)
-        found.append(row)
-    return tuple(found)
 
 
 def quick(found: Sequence[Row]) -> tuple[Row, ...]:

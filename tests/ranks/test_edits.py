@@ -27,7 +27,7 @@ from autoshard.spec.mesh import axis_of_atoms
 from tests.ranks.cases import StepShare, Task, compare, engine_of, llama, plan_of, share_of
 from tests.ranks.spawn import on_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 Calls = Counter[tuple[str, str]]  # by axis and kind, as ranks count them
 

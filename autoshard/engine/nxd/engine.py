@@ -1,7 +1,7 @@
 """A run's engine on one rank of Trainium: NxD's model and optimizer, made as the plan says."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ from autoshard.engine.initial import InitialWeights
 from autoshard.engine.nxd.blocks import MiddleStage
 from autoshard.engine.nxd.layers import Recomputed
 from autoshard.engine.nxd.library import groups, named, trainer
-from autoshard.engine.nxd.lowering import INPUTS, Lowering, lowering_of
+from autoshard.engine.nxd.lowering import INPUTS, NxdLowering, lowering_of
 from autoshard.engine.nxd.model import Built, Kernels, Placed, build_model, positions_of, tie
 from autoshard.engine.nxd.state import State
 from autoshard.engine.placement import StatePiece
@@ -26,7 +26,9 @@ from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
 from autoshard.spec.training import AdamWConstants
 
-Whole = Callable[[str], Array]  # a whole weight by its name, as in ``graph/evaluate``
+Whole = Callable[[str], Array]  # a whole weight by its name, as in ``OpGraph.instances``
+# The loss of a step over all ranks, and those of micro-batches on this rank where NxD returns them.
+_StepLosses = tuple[Tensor, Sequence[Tensor]]
 _CLASSES: Mapping[str, type[nn.Module]] = {"MiddleStage": MiddleStage, "Recomputed": Recomputed}
 _UPDATES: Mapping[str, Any] = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
 _KERNELS: Kernels = MappingProxyType({})
@@ -109,12 +111,12 @@ class NxdEngine:
         parts = {name: array[:, self.positions.start : self.positions.stop] for name, array in whole.items()}
         return {name: torch.from_numpy(part.copy()).to(_DTYPES.get(name, torch.int64)) for name, part in parts.items()}
 
-    def _through_pipeline(self, parts: Sequence[Mapping[str, Tensor]]) -> "_Losses":
+    def _through_pipeline(self, parts: Sequence[Mapping[str, Tensor]]) -> _StepLosses:
         """NxD cuts the batch into micro-batches again; its loss is the mean over them and over replicas."""
         whole = {name: torch.cat([part[name] for part in parts]) for name in INPUTS}
-        return _Losses(total=self.model.run_train(**whole))
+        return self.model.run_train(**whole), ()
 
-    def _one_by_one(self, parts: Sequence[Mapping[str, Tensor]]) -> "_Losses":
+    def _one_by_one(self, parts: Sequence[Mapping[str, Tensor]]) -> _StepLosses:
         """Without a pipeline, gradients of micro-batches add up here."""
         device = self.parameters[0][1].device
         losses: list[Tensor] = []
@@ -126,9 +128,9 @@ class NxdEngine:
         total = torch.stack(losses).sum() / self.lowering.loss_scale
         for group in (groups().get_data_parallel_group(), groups().get_context_model_parallel_group()):
             dist.all_reduce(total, group=group)
-        return _Losses(total=total, own=tuple(losses))
+        return total, losses
 
-    def _updated(self, losses: "_Losses", allows: Allows) -> StepReport:
+    def _updated(self, losses: _StepLosses, allows: Allows) -> StepReport:
         """Let NxD reduce, clip and update; ask where torch's own optimizer, inside NxD's, begins its step."""
         asked: list[StepReport] = []
 
@@ -151,21 +153,21 @@ class NxdEngine:
             hook.remove()
         return asked[0]
 
-    def _report(self, losses: "_Losses") -> StepReport:
+    def _report(self, losses: _StepLosses) -> StepReport:
         """Read loss and norm; what rank 0 reads holds for all, since sums over other groups may round otherwise."""
         norm = (self.optimizer.optimizer if self.plan.zero else self.optimizer).grad_norm
-        words = torch.tensor([float(losses.total), float(norm)], dtype=torch.float64)
+        words = torch.tensor([float(losses[0]), float(norm)], dtype=torch.float64)
         dist.broadcast(words, 0, group=self._hosts)
         loss, norm = words.tolist()
         report = StepReport(loss=loss, norm=norm)
         return report if report.finite else replace(report, suspects=self._suspects(losses))
 
-    def _suspects(self, losses: "_Losses") -> tuple[str, ...]:
+    def _suspects(self, losses: _StepLosses) -> tuple[str, ...]:
         """Say which ranks found what is not finite: their losses, and gradients as they were before ranks shared them.
 
         Without ZeRO-1, NxD has summed gradients over replicas by now, in their place.
         """
-        mine = [f"loss of micro-batch {number}" for number, one in enumerate(losses.own) if not _is_finite(one)]
+        mine = [f"loss of micro-batch {number}" for number, one in enumerate(losses[1]) if not _is_finite(one)]
         for one in self.state.holdings:
             gradient = getattr(one.parameter, "main_grad", None) if one.parameter.grad is None else one.parameter.grad
             if gradient is not None and not _is_finite(gradient):
@@ -184,14 +186,6 @@ class NxdEngine:
             groups.setdefault(decay, []).append(parameter)
         usual = {"betas": (constants.beta1, constants.beta2), "eps": constants.eps}
         return [{"params": found, "weight_decay": decay, **usual} for decay, found in groups.items()]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Losses:
-    """The loss of a step over all ranks, and those of micro-batches on this rank where NxD tells."""
-
-    total: Tensor
-    own: tuple[Tensor, ...] = ()
 
 
 class _DeclinedError(Exception):
@@ -222,7 +216,7 @@ def _leave(module: nn.Module, device: torch.device) -> None:
     """Leave parameters as they are made: they are filled by name."""
 
 
-def _with_classes(lowering: Lowering) -> dict[str, Any]:
+def _with_classes(lowering: NxdLowering) -> dict[str, Any]:
     """Put classes for their names, and lists for NxD to append to."""
     config = dict(lowering.config)
     again = config["activation_checkpoint_config"]

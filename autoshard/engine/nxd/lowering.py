@@ -1,4 +1,4 @@
-"""A plan as NxD is told it: layers, cuts, configurations and environment, as data; no torch, no NxD.
+"""A plan as NxD takes it: layers, cuts and configurations, as data; no torch, no NxD.
 
 What stands here is passed on as it is. The names of classes are those of ``layers`` and ``model``.
 """
@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import Any
 
 from autoshard.errors import InputError, require
-from autoshard.plan.nxd.environment import environment
 from autoshard.plan.nxd.form import Form
 from autoshard.plan.nxd.forms import plan_forms
 from autoshard.plan.plan import Plan
@@ -24,7 +23,7 @@ _JOINED = (("up", "gate", "act", "product", "down"), ("act", "product"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
+class RecomputedLayers:
     """Neighbouring layers that compute the same again: runs of leaves, each as one module; an empty name is all."""
 
     num_layers: int
@@ -32,18 +31,16 @@ class Again:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lowering:
+class NxdLowering:
     """All that NxD needs to know of a plan."""
 
     forms: Mapping[str, tuple[Form, ...]] = field(hash=False)  # by kind of block
-    recompute: tuple[Again, ...]
+    recompute: tuple[RecomputedLayers, ...]
     attention: str  # core, flash or ring
     config: Mapping[str, Any] = field(hash=False)  # arguments of neuronx_distributed_config
     update: str  # the class of torch.optim
     optimizer: Mapping[str, Any] = field(hash=False)  # arguments of initialize_parallel_optimizer
-    kv_group: int  # ranks that hold the same keys
     loss_scale: int  # NxD takes means over micro-batches and replicas of the batch; a plan's loss is a sum
-    environment: Mapping[str, str] = field(hash=False)
 
     @property
     def sequence_first(self) -> bool:
@@ -51,23 +48,28 @@ class Lowering:
         return any(form.arguments.get("sequence_parallel_enabled") for form in self.forms["layer"])
 
 
-def lowering_of(plan: Plan) -> Lowering:
+def lowering_of(plan: Plan) -> NxdLowering:
     """Lower a plan, or say for which entries of its table NxD has no layer."""
-    forms = _forms(plan)
-    same = [(_again(plan, drop), len(list(drops))) for drop, drops in groupby(_drops(plan))]
-    recompute = tuple(Again(num_layers=count, runs=runs) for runs, count in same)
+    message = "the table is empty, so nothing says what is sent. Make the plan again"
+    require((bool(plan.strategies), "strategies", message))
+    forms, faults = plan_forms(plan, plan_programs(plan))
+    if faults:
+        raise InputError(faults)
+    drops = (stage.recompute.of_layer(index) for stage in plan.stages for index in range(stage.num_layers))
+    recompute = tuple(
+        RecomputedLayers(num_layers=len(list(same)), runs=_runs(plan, drop)) for drop, same in groupby(drops)
+    )
     summed = any(parameter.summed for block in forms.values() for form in block for parameter in form.parameters)
     scale = plan.mesh.size("dp") * plan.mesh.size("cp")
-    return Lowering(
+    return NxdLowering(
         forms=forms,
         recompute=recompute,
         attention="ring" if plan.mesh.size("cp") > 1 else "core" if plan.kernels == "nxd_core" else "flash",
         config=_config(plan, sums_gradients=summed, recomputes=any(again.runs for again in recompute)),
         update={"adamw": "AdamW", "sgd": "SGD"}[plan.workload.optimizer],
-        optimizer=_optimizer(plan),
-        kv_group=plan.mesh.size("rep"),
+        # ZeRO-1 reads the limit of the norm here, not in its configuration; a run's constants come beside it.
+        optimizer={"max_norm": plan.workload.clip_norm} if plan.zero == 1 else {},
         loss_scale=scale * (plan.schedule.num_micro_batches if plan.mesh.size("pp") > 1 else 1),
-        environment=environment(plan),
     )
 
 
@@ -76,21 +78,7 @@ def cuts_of(plan: Plan) -> tuple[str, ...]:
     return tuple(f"layers.{stage.first_layer + stage.num_layers - 1}" for stage in plan.stages[:-1])
 
 
-def _forms(plan: Plan) -> Mapping[str, tuple[Form, ...]]:
-    told = "the table is empty, so nothing says what is sent. Make the plan again"
-    require((bool(plan.strategies), "strategies", told))
-    found, faults = plan_forms(plan, plan_programs(plan))
-    if faults:
-        raise InputError(faults)
-    return found
-
-
-def _drops(plan: Plan) -> tuple[Recompute, ...]:
-    """Return what every layer computes again."""
-    return tuple(stage.recompute.of_layer(index) for stage in plan.stages for index in range(stage.num_layers))
-
-
-def _again(plan: Plan, drop: Recompute) -> tuple[tuple[str, ...], ...]:
+def _runs(plan: Plan, drop: Recompute) -> tuple[tuple[str, ...], ...]:
     if drop.kind == "none":
         return ()
     if drop.kind == "full":
@@ -146,8 +134,3 @@ def _pipeline(plan: Plan) -> Mapping[str, Any]:
         "use_zero1_optimizer": plan.zero == 1,
         "use_optimizer_wrapper": True,
     }
-
-
-def _optimizer(plan: Plan) -> Mapping[str, Any]:
-    """ZeRO-1 reads the limit of the norm here, not in its configuration; a run's constants come beside it."""
-    return {"max_norm": plan.workload.clip_norm} if plan.zero == 1 else {}

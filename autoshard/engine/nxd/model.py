@@ -34,7 +34,7 @@ from autoshard.engine.nxd.layers import (
     ring_attend,
 )
 from autoshard.engine.nxd.library import groups, named
-from autoshard.engine.nxd.lowering import Lowering
+from autoshard.engine.nxd.lowering import NxdLowering
 from autoshard.engine.nxd.shards import TpRank, local_of, local_shape
 from autoshard.errors import require
 from autoshard.graph.block import Block
@@ -94,7 +94,7 @@ class Built:
                 setattr(parameter, mark, value)
 
 
-def build_model(plan: Plan, lowering: Lowering, kernels: Kernels) -> Built:
+def build_model(plan: Plan, lowering: NxdLowering, kernels: Kernels) -> Built:
     """Build the model with this rank's share of every layer; NxD's groups must stand.
 
     ``kernels`` take the place of NxD's where those cannot run, by their names.
@@ -138,7 +138,7 @@ def tie(model: NxdDecoder) -> None:
 class _Building:
     """The modules of a model while they are made, and what their parameters hold, by identity."""
 
-    def __init__(self, plan: Plan, lowering: Lowering, kernels: Kernels) -> None:
+    def __init__(self, plan: Plan, lowering: NxdLowering, kernels: Kernels) -> None:
         self.rank = TpRank.of(plan.mesh, groups().get_tensor_model_parallel_rank())
         self.sizes, self._kernels = form_sizes(plan), kernels
         self.placed: dict[int, Placed] = {}

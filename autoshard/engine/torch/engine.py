@@ -28,7 +28,7 @@ from autoshard.plan.lowering import split_pending
 from autoshard.plan.plan import Plan
 from autoshard.spec.training import Training
 
-Whole = Callable[[str], Array]  # a whole weight by its name, as in ``graph/evaluate``
+Whole = Callable[[str], Array]  # a whole weight by its name, as in ``OpGraph.instances``
 _AS_PLANNED = Formats()
 _USUAL = Training()
 _MOST_SUSPECTS = 3  # that a rank names of what it found
@@ -81,21 +81,21 @@ class TorchEngine:
         world.traffic.clear()
         self.store.clear()
         counts = not self._saved_bytes  # every step keeps as much as the first
-        passed = self._pipeline.run(self.store, micro_batches, counts=counts)
-        self._saved_bytes = self._saved_bytes or passed.saved_bytes
+        losses, saved_bytes = self._pipeline.run(self.store, micro_batches, counts=counts)
+        self._saved_bytes = self._saved_bytes or saved_bytes
         world.activity.act("reduction of gradients")
         self._tie_gradients()
         self.gradients = [flat.reduced() for flat in flats]
         squares = [flat.square(piece) for flat, piece in zip(flats, self.gradients, strict=True)]
         with world.activity.waiting("the norm of all ranks"):
-            total, loss = _world_sum([sum(squares), sum(passed.losses.values())])
+            total, loss = _world_sum([sum(squares), sum(losses.values())])
         world.activity.act("update")
         op = self.graph.update.op("clip")
         clip, norm = op.kind.evaluate(self.graph.update.call(op, {}), np.asarray(total))
         world.finish_sending()
         report = StepReport(loss=loss, norm=float(norm))
         if not report.finite:
-            report = replace(report, suspects=self._suspects(passed.losses, squares))
+            report = replace(report, suspects=self._suspects(losses, squares))
         if not allows(report):
             return replace(report, updated=False)
         self._num_updates, self.clip = self._num_updates + 1, float(clip)

@@ -22,14 +22,6 @@ _WITH_HOST = ("document_starts",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passed:
-    """What all micro-batches gave a rank: the loss where it is counted, and the most that was kept for backward."""
-
-    losses: Mapping[int, float]  # by micro-batch, on ranks that count it
-    saved_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RankPipeline:
     """One rank's stages, each with its blocks by name in order, and the way to the other stages."""
 
@@ -88,10 +80,11 @@ class RankPipeline:
         """Number a message of a stage, or, beyond the last stage, of tied weights."""
         return message_tag(number * self.plan.schedule.num_micro_batches + micro_batch, back=back)
 
-    def run(self, store: Store, micro_batches: Sequence[Batch], *, counts: bool) -> Passed:
-        """Run the actions of this rank, which add to the sums of gradients; ``counts`` what is kept for backward.
+    def run(self, store: Store, micro_batches: Sequence[Batch], *, counts: bool) -> tuple[Mapping[int, float], int]:
+        """Run the actions of this rank, which add to the sums of gradients.
 
-        A micro-batch holds whole arrays, of which the rank takes its part.
+        A micro-batch holds whole arrays, of which the rank takes its part. Return the losses by micro-batch, on ranks
+        that count them, and the most bytes kept for backward if ``counts``.
         """
         passing = _MicroBatches(self, store, micro_batches)
         for action in self.plan.schedule.action_lists()[self.context.mesh_rank.coordinate("pp")]:
@@ -99,7 +92,7 @@ class RankPipeline:
             if counts:
                 passing.count_saved()
         self.context.world.finish_sending()
-        return Passed(losses=passing.losses(), saved_bytes=passing.most_saved_bytes)
+        return {number: float(loss) for number, loss in passing.losses.items()}, passing.most_saved_bytes
 
 
 class _MicroBatches:
@@ -107,28 +100,24 @@ class _MicroBatches:
 
     def __init__(self, pipeline: RankPipeline, store: Store, batches: Sequence[Batch]) -> None:
         self.most_saved_bytes = 0
-        self._pipeline = pipeline
+        self.losses: dict[int, torch.Tensor] = {}  # read at the end: no device is waited for meanwhile
+        self._pipeline, self._context = pipeline, pipeline.context
         self._store, self._batches = store, batches
         self._values: dict[tuple[str, int], Values] = {}  # of blocks that wait for their backward pass
         self._inputs: dict[tuple[str, int, Layout], torch.Tensor] = {}
-        self._losses: dict[int, torch.Tensor] = {}  # read at the end: no device is waited for meanwhile
         self._kept: dict[int, torch.Tensor] = {}  # by tag: messages between two stages of this rank
 
     def act(self, action: Action) -> None:
         """Run one action of the schedule."""
-        self._pipeline.context.world.activity.act(f"{action} (stage {action.stage}, micro-batch {action.micro_batch})")
+        self._context.world.activity.act(f"{action} (stage {action.stage}, micro-batch {action.micro_batch})")
         if action.kind == "F":
             self._forward(action.stage, action.micro_batch)
         else:
             self._backward(action.kind, action.stage, action.micro_batch)
 
-    def losses(self) -> dict[int, float]:
-        """Return the loss of every micro-batch, where it is counted."""
-        return {number: float(loss) for number, loss in self._losses.items()}
-
     def count_saved(self) -> None:
         """Count what waits for backward, each piece of memory once; weights and the batch are there anyway."""
-        lasting = (*self._store.resting(), *self._inputs.values(), self._pipeline.context.positions)
+        lasting = (*self._store.resting(), *self._inputs.values(), self._context.positions)
         there = {memory_of(tensor) for tensor in lasting}
         kept = (tensor for values in self._values.values() for tensor in values.values())
         saved = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
@@ -144,7 +133,7 @@ class _MicroBatches:
         if stage < self._pipeline.last_stage:
             self._hand(hidden, stage, stage + 1, number, back=False)
         elif self._pipeline.counts_loss:
-            self._losses[number] = hidden
+            self.losses[number] = hidden
 
     def _backward(self, kind: ActionKind, stage: int, number: int) -> None:
         """Run B, or one half: I, which keeps the values, and W, which is handed nothing and hands on nothing."""
@@ -165,7 +154,7 @@ class _MicroBatches:
     def _upstream(self, stage: int, number: int) -> torch.Tensor:
         if stage < self._pipeline.last_stage:
             return self._arrived(stage, stage + 1, number, back=True)
-        formats = self._pipeline.context.formats
+        formats = self._context.formats
         return torch.ones((), dtype=formats.of("fp32"), device=formats.device)
 
     def _giving(
@@ -188,32 +177,31 @@ class _MicroBatches:
 
     def _input(self, run: BlockRun, tensor: str, number: int) -> torch.Tensor:
         """Cut this rank's part out of what a micro-batch brings; positions are the plan's own."""
-        context, layout = self._pipeline.context, run.parts.given(tensor).layout
+        context, layout = self._context, run.parts.given(tensor).layout
+        bounds = [slice(*one) for one in context.mesh_rank.bounds(layout)]
         if tensor not in _ALONG_SEQUENCE:
-            (start, stop), *_ = context.mesh_rank.bounds(layout)
-            return context.positions[start:stop]
+            return context.positions[bounds[0]]
         key = (tensor, number, layout)
         if key not in self._inputs:
-            rows, columns = (slice(*bounds) for bounds in context.mesh_rank.bounds(layout))
-            mine = self._batches[number][tensor][rows][:, context.positions.numpy()[columns]]
+            mine = self._batches[number][tensor][bounds[0]][:, context.positions.numpy()[bounds[1]]]
             dtype: Dtype = run.parts.block.tensors[tensor].dtype
             self._inputs[key] = own(mine) if tensor in _WITH_HOST else context.formats.tensor(mine, dtype)
         return self._inputs[key]
 
     def _hand(self, tensor: torch.Tensor, stage: int, to_stage: int, number: int, *, back: bool) -> None:
         rank, tag = self._pipeline.rank_of(to_stage), self._pipeline.tag(stage, number, back=back)
-        if rank == self._pipeline.context.mesh_rank.rank:
+        if rank == self._context.mesh_rank.rank:
             self._kept[tag] = tensor
         else:
             turn = self._pipeline.turns[back, to_stage, number]
-            self._pipeline.context.world.send(tensor, rank, tag, turn)
+            self._context.world.send(tensor, rank, tag, turn)
 
     def _arrived(self, stage: int, from_stage: int, number: int, *, back: bool) -> torch.Tensor:
         rank, tag = self._pipeline.rank_of(from_stage), self._pipeline.tag(from_stage, number, back=back)
-        if rank == self._pipeline.context.mesh_rank.rank:
+        if rank == self._context.mesh_rank.rank:
             return self._kept.pop(tag)
         turn = self._pipeline.turns[back, from_stage, number]
-        return self._pipeline.context.world.receive(self._hidden(stage, back=back), rank, tag, turn)
+        return self._context.world.receive(self._hidden(stage, back=back), rank, tag, turn)
 
     def _hidden(self, stage: int, *, back: bool) -> torch.Tensor:
         """Return memory for the hidden state that a stage takes, or for its gradient where it ends."""
@@ -221,8 +209,5 @@ class _MicroBatches:
         parts = runs[-1 if back else 0].parts
         tensor = f"d.{parts.handed_on}" if back else parts.block.carry_in
         assert tensor, "the first stage takes nothing"
-        formats, shape = (
-            self._pipeline.context.formats,
-            self._pipeline.context.mesh_rank.shape(parts.given(tensor).layout),
-        )
+        formats, shape = self._context.formats, self._context.mesh_rank.shape(parts.given(tensor).layout)
         return torch.empty(shape, dtype=formats.of(parts.block.tensors[tensor].dtype), device=formats.device)

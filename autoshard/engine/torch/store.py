@@ -1,7 +1,8 @@
 """A rank's weights and sums of gradients, as blocks see them: whole while a block runs, wherever they rest."""
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,38 +18,32 @@ class OpenedWeights:
     pending: tuple[tuple[Flat, torch.Tensor], ...] = ()  # sums that go back into their flats
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """All weights of a rank."""
+    """All weights of a rank; ``ties`` maps a weight to the other one here whose memory it uses."""
 
-    flats: tuple[Flat, ...]
-    ties: Mapping[str, str]  # here: which weight uses another's memory
-    whole: OpenedWeights = field(init=False)
-    apart: Mapping[str, tuple[Flat, ...]] = field(init=False)  # by block what each rank has a piece of
-
-    def __post_init__(self) -> None:
-        """Name once what rests whole, and what every block needs beside it."""
+    def __init__(self, flats: Sequence[Flat], ties: Mapping[str, str]) -> None:
+        """Name once what rests whole (``whole``), and of what this rank has a piece, by block."""
+        self.flats, self.ties = flats, ties
         weights: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
-        for flat in self.flats:
-            if not flat.parted:
+        self._parted: dict[str, list[Flat]] = defaultdict(list)
+        for flat in flats:
+            if flat.parted:
+                names = {one.instance for one in flat.weights}
+                names |= {other for other, owner in ties.items() if owner in names}
+                for block in {name.rsplit(".", 2)[0] for name in names}:
+                    self._parted[block].append(flat)
+            else:
                 weights |= flat.views(flat.values)
                 sums |= flat.views(flat.sums)
-        for other, owner in self.ties.items():
+        for other, owner in ties.items():
             if owner in weights:
                 weights[other], sums[other] = weights[owner], sums[owner]
-        object.__setattr__(self, "whole", OpenedWeights(weights=weights, sums=sums))
-        apart: dict[str, tuple[Flat, ...]] = {}
-        for flat in (flat for flat in self.flats if flat.parted):
-            names = {one.instance for one in flat.weights}
-            names |= {other for other, owner in self.ties.items() if owner in names}
-            for block in dict.fromkeys(map(_block_of, sorted(names))):
-                apart[block] = (*apart.get(block, ()), flat)
-        object.__setattr__(self, "apart", apart)
+        self.whole = OpenedWeights(weights=weights, sums=sums)
 
     def opened(self, block: str, *, reads: bool, adds: Collection[str] = ()) -> OpenedWeights:
         """Gather what a block needs for an action that reads its weights, or adds to the gradients of some weights."""
-        apart = self.apart.get(block, ())
+        apart = self._parted.get(block, ())
         if not apart:
             return self.whole
         values: dict[str, torch.Tensor] = dict(self.whole.weights)
@@ -79,9 +74,3 @@ class Store:
         """Yield every tensor that lasts from step to step, but for the optimizer's."""
         for flat in self.flats:
             yield from (flat.values, flat.sums)
-
-
-def _block_of(name: str) -> str:
-    """Return the block that a weight is of: ``layer.3`` of ``layer.3.up.weight``."""
-    kind, number, _ = name.split(".", 2)
-    return f"{kind}.{number}"

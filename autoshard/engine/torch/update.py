@@ -31,7 +31,7 @@ Tied = Literal["", "owner", "copy"]  # what a weight is of two on different stag
 class Weight:
     """One weight on this rank: its block, and the atoms over whose ranks its gradient waits to be summed."""
 
-    instance: str  # as in ``graph/evaluate``: ``layer.3.up.weight``
+    instance: str  # as in ``OpGraph.instances``: ``layer.3.up.weight``
     owner: str  # the instance whose values it has: its own, but for a tied weight on another stage
     name: str  # in the block that says how it is updated: ``up.weight``
     block: Block

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from autoshard.engine.nxd.lowering import Again, cuts_of, lowering_of
+from autoshard.engine.nxd.lowering import RecomputedLayers, cuts_of, lowering_of
 from autoshard.errors import InputError
 from autoshard.plan.nxd.environment import environment
 from autoshard.plan.plan import Plan
@@ -84,7 +84,7 @@ def test_masters_and_sums_follow_the_precision() -> None:
 
 def test_each_layer_says_what_it_computes_again() -> None:
     full = lowering_of(tp8("tp=8,pp=4,dp=2,recompute=full:3/none*3"))
-    assert full.recompute == (Again(num_layers=3, runs=(("",),)), Again(num_layers=37, runs=()))
+    assert full.recompute == (RecomputedLayers(num_layers=3, runs=(("",),)), RecomputedLayers(num_layers=37, runs=()))
     assert full.config["activation_checkpoint_config"] == "Recomputed"
     (norms,) = lowering_of(tp8("tp=8,pp=4,dp=2,recompute=selective[LlamaRMSNorm,ActivationMultiplyMLP]")).recompute
     assert norms.runs == (("act", "product"), ("attn_norm",), ("mlp_norm",))

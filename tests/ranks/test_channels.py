@@ -1,4 +1,4 @@
-"""Messages between devices, which know no tags: in order on lanes of their own, or refused."""
+"""Messages between devices, which know no tags: in order on channels of their own, or refused."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -20,9 +20,9 @@ CONNECTS = timedelta(seconds=20)
 
 
 def run_without_tags(task: Task) -> Any:
-    """Run on lanes, where whatever comes first is taken; gloo's stand in for those of devices.
+    """Run on channels, where whatever comes first is taken; gloo's stand in for those of devices.
 
-    As with NCCL, two ranks connect when both first use a lane, and whoever comes first waits.
+    As with NCCL, two ranks connect when both first use a channel, and whoever comes first waits.
     """
     connected: set[tuple[str, int]] = set()
 
@@ -50,13 +50,13 @@ def run_without_tags(task: Task) -> Any:
 @pytest.mark.parametrize(
     ("text", "model"),
     [
-        ("tp=1,pp=2,dp=2", gpt()),
-        ("tp=2,pp=2,dp=1,vp=2,schedule=interleaved", llama(num_layers=4)),
         ("tp=1,pp=2,dp=1,vp=2,schedule=zb_v", gpt(num_layers=4)),
-        ("tp=1,pp=4,dp=1,schedule=zb_h1", gpt(num_layers=4)),
+        pytest.param("tp=1,pp=2,dp=2", gpt(), marks=pytest.mark.slow),
+        pytest.param("tp=2,pp=2,dp=1,vp=2,schedule=interleaved", llama(num_layers=4), marks=pytest.mark.slow),
+        pytest.param("tp=1,pp=4,dp=1,schedule=zb_h1", gpt(num_layers=4), marks=pytest.mark.slow),
     ],
 )
-def test_what_comes_first_on_a_lane_is_what_is_wanted(text, model):
+def test_what_comes_first_on_a_channel_is_what_is_wanted(text, model):
     task = Task.of(plan_of(text, model))
     compare(task.reference(), [steps[0] for steps in on_ranks(task.plan.mesh.num_ranks, run_without_tags, task)])
 
