@@ -10,7 +10,7 @@ from typing import Any, cast
 from autoshard.errors import Fault, InputError
 from autoshard.plan.extensions import require_extensions
 from autoshard.plan.plan import SCHEMA, Plan
-from autoshard.spec.record import decode, encode, json_schema
+from autoshard.spec.record import decode, encode
 
 # From a schema number to the function that rewrites a file of that number into the next one's form.
 Migrations = Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]
@@ -56,13 +56,6 @@ def _hash_of(data: object) -> str:
 
 def _text(data: object) -> str:
     return json.dumps(data, indent=2, allow_nan=False) + "\n"
-
-
-def schema_text() -> str:
-    """Give the JSON Schema of plan files, as it is shipped beside this module."""
-    schema = json_schema(Plan)
-    schema["title"] = f"autoshard plan, schema {SCHEMA}"
-    return json.dumps(schema, indent=2) + "\n"
 
 
 def _read(path: Path) -> str:

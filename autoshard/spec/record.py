@@ -1,4 +1,4 @@
-"""One way between JSON and frozen dataclasses: decode (strict, all faults at once), encode, JSON Schema.
+"""One way between JSON and frozen dataclasses: decode (strict, all faults at once) and encode.
 
 A field's annotation is its format. Supported: ``str``, ``int``, ``float``, ``bool``, ``None``, ``Literal``,
 unions with None, ``tuple[T, ...]``, ``tuple[A, B]``, ``Mapping[str, T]``, other dataclasses, classes with a text
@@ -18,7 +18,6 @@ from autoshard.errors import Fault, InputError, nearest
 T = TypeVar("T")
 MAX_WHOLE = 2**63 - 1  # what other JSON readers keep exactly, and small enough for any product to be printed
 _NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
-_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 
 def decode(kind: type[T], data: object, where: str = "") -> T:
@@ -52,13 +51,6 @@ def _encode_field(kind: Any, value: object) -> Any:
     if members and members[-1] is float and isinstance(value, Mapping):
         return {key: float(number) for key, number in encoded.items()}
     return encoded
-
-
-def json_schema(kind: object) -> dict[str, Any]:
-    """Describe the JSON form of a type as JSON Schema (draft 2020-12)."""
-    definitions: dict[str, Any] = {}
-    root = _schema(kind, definitions)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
 
 
 def _has_text_form(kind: type) -> bool:
@@ -229,43 +221,3 @@ def _shown(data: object) -> str:
         return "a huge number"  # printing thousands of digits takes Python long, or is refused
     text = repr(data)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    origin, members = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_schema(member, definitions) for member in members]}
-    if origin is Literal:
-        return {"enum": list(members)}
-    if origin is tuple and _is_open(members):
-        return {"type": "array", "items": _schema(members[0], definitions)}
-    if origin is tuple:
-        items = [_schema(member, definitions) for member in members]
-        return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
-    if origin is not None:
-        return {"type": "object", "additionalProperties": _schema(members[1], definitions)}
-    if kind is object:
-        return {}
-    if kind in _JSON_TYPES:
-        return {"type": _JSON_TYPES[kind]}
-    if _has_text_form(kind):
-        return {"type": "string", "description": _first_line(kind)}
-    if kind.__name__ not in definitions:
-        definitions[kind.__name__] = {}
-        definitions[kind.__name__] = _dataclass_schema(kind, definitions)
-    return {"$ref": f"#/$defs/{kind.__name__}"}
-
-
-def _dataclass_schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    fields = _fields(kind)
-    return {
-        "type": "object",
-        "description": _first_line(kind),
-        "properties": {name: _schema(field.type, definitions) for name, field in fields.items()},
-        "required": [name for name, field in fields.items() if not _has_default(field)],
-        "additionalProperties": False,
-    }
-
-
-def _first_line(kind: type) -> str:
-    return (kind.__doc__ or "").strip().splitlines()[0]

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from autoshard.cost.predict import plan_cost, predict, predicted
-from autoshard.plan.codec import dump, fingerprint, load, schema_text
+from autoshard.plan.codec import dump, fingerprint, load
 from autoshard.spec.workload import Precision
 from tests.cost.cases import ask, plan_of, predicted_of
+from tests.json_schema import schema_text
 
 FEWER = settings(max_examples=min(settings().max_examples, 60))  # each prices two plans
 TEXTS = (

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 import autoshard.plan
 from autoshard.errors import InputError
 from autoshard.plan.build import build_plan
-from autoshard.plan.codec import MIGRATIONS, dump, fingerprint, load, schema_text
+from autoshard.plan.codec import MIGRATIONS, dump, fingerprint, load
+from tests.json_schema import schema_text
 from tests.plan.cases import ask, plan_of, shaped, with_prediction
 
 GOLDEN = Path(__file__).parents[1] / "golden"

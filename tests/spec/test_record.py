@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError, require
-from autoshard.spec.record import decode, encode, json_schema
+from autoshard.spec.record import decode, encode
+from tests.json_schema import json_schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
