@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.graph.block import Block, OpGraph
@@ -105,7 +105,6 @@ def test_any_set_of_operations_can_be_computed_again(choice: Any, micro_batches:
     assert_same(evaluated(changed, micro_batches), evaluated(graph, micro_batches))
 
 
-@settings(max_examples=200)
 @given(choice=choices())
 def test_what_is_kept_is_what_others_and_clones_read_and_clones_are_read_themselves(choice: Any):
     graph, kernels, kind, names = choice

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.makespan import makespan_columns
@@ -55,7 +55,6 @@ def several_timed(draw, builders=tuple(BUILDERS), most_ranks=6, most_micro_batch
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_columns_take_as_long_as_each_of_them_simulated(builder, data):
     schedule, several = data.draw(several_timed((builder,)))
@@ -64,7 +63,6 @@ def test_columns_take_as_long_as_each_of_them_simulated(builder, data):
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
 
 
-@settings(max_examples=150, deadline=None)
 @given(several_timed(("gpipe", "1f1b")))
 def test_the_closed_forms_agree_with_the_waves(case):
     schedule, several = case
@@ -74,7 +72,6 @@ def test_the_closed_forms_agree_with_the_waves(case):
     )
 
 
-@settings(max_examples=100, deadline=None)
 @given(several_timed(most_micro_batches=14), st.data())
 def test_no_pass_and_no_hop_that_takes_longer_makes_the_step_shorter(case, data):
     schedule, several = case
@@ -90,7 +87,6 @@ def test_no_pass_and_no_hop_that_takes_longer_makes_the_step_shorter(case, data)
     np.testing.assert_allclose(makespan_columns(schedule, slower), 1.5 * before, rtol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
 @given(several_timed(most_micro_batches=14), st.randoms())
 def test_candidates_do_not_see_each_other(case, random):
     schedule, several = case

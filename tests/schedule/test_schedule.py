@@ -3,7 +3,7 @@ import itertools
 import operator
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.schedule.action import Action
@@ -34,7 +34,6 @@ def test_every_built_schedule_passes_each_micro_batch_once_each_way(schedule):
     assert sorted(words) == sorted(f"{kind}{stage}.{micro_batch}" for kind, stage, micro_batch in every)
 
 
-@settings(max_examples=60)
 @given(schedules(most_ranks=4, most_micro_batches=40), st.lists(st.integers(0, 9), min_size=32, max_size=32))
 def test_in_flight_is_what_the_action_lists_hold_whole_and_for_w(schedule, sizes):
     for rank, actions in enumerate(schedule.action_lists()):

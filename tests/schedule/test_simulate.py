@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.schedule.schedule import Schedule
@@ -75,7 +75,6 @@ def by_events(schedule, times):
     return starts
 
 
-@settings(max_examples=200)
 @given(timed())
 def test_every_start_and_end_is_that_of_a_simulation_by_events(case):
     schedule, times = case

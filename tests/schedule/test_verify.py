@@ -2,7 +2,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.verify import verify_actions
@@ -34,7 +34,6 @@ def test_wrong_action_lists_are_named(first, second, says):
     assert says in "\n".join(map(str, verify_actions(schedule)))
 
 
-@settings(max_examples=200)
 @given(schedules(most_ranks=3, most_micro_batches=1), st.integers(5, 9), st.randoms(use_true_random=False))
 def test_four_rounds_stand_for_all_wherever_stages_are_placed(schedule, rounds, random):
     """What verify of plans relies on for a builder's lists on a placement of their user."""
@@ -160,7 +159,6 @@ class Walk:
         return not any(self.programs)
 
 
-@settings(max_examples=300)
 @given(schedules(most_ranks=4, most_micro_batches=5), st.data())
 def test_swapped_actions_are_refused_exactly_if_a_walk_with_blocking_sends_gets_stuck(schedule, data):
     for _ in range(data.draw(st.integers(1, 3))):
