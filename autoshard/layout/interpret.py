@@ -1,15 +1,16 @@
 """Run a lowered block on virtual ranks: local operations on shards, collectives as listed."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoshard.graph.block import Block
-from autoshard.graph.kinds.attention import Attend, AttendGradient
-from autoshard.graph.op import Array, Dims
+from autoshard.graph.kinds.attention import Attend
+from autoshard.graph.kinds.experts import Slot, TokenGroup
+from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, places
+from autoshard.graph.op import Array, Call, Dims, OpKind
 from autoshard.layout.collective import Collective
-from autoshard.layout.local import evaluate_local, joined_attention
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Program, Sum, Value
 from autoshard.layout.shards import VirtualMesh
 from autoshard.layout.virtual import Executor, Shards
@@ -27,7 +28,7 @@ class Interpreter:
         """Execute a program from whole arrays; return its results, whole again."""
         held = self.execute(program, given)
         return {
-            tensor: self._executor.gather(held[value.name], self._dims(value), value.layout)
+            tensor: self._executor.gather(held[value.name], _dims(value), value.layout)
             for tensor, value in program.results.items()
         }
 
@@ -45,64 +46,48 @@ class Interpreter:
     ) -> Iterable[tuple[Value, Shards]]:
         match instruction:
             case Given(value=value):
-                return [(value, self._executor.scatter(given[value.tensor], self._dims(value), value.layout))]
-            case Compute(writes=writes):
-                return zip(writes, self._compute(instruction, held), strict=True)
+                return [(value, self._executor.scatter(given[value.tensor], _dims(value), value.layout))]
+            case Compute(reads=reads, writes=writes):
+                arrays = [held[value.name] for value in reads]
+                return zip(writes, self._computed(instruction, arrays), strict=True)
             case Communicate(collective=collective, reads=reads, writes=writes):
-                dims = self._dims(reads)
-                return [(writes, self._executor.run(collective, held[reads.name], dims, reads.layout))]
+                return [(writes, self._executor.run(collective, held[reads.name], _dims(reads)))]
             case CountOnce(atoms=atoms, reads=reads, writes=writes):
-                return [(writes, self._counted_once(held[reads.name], atoms))]
+                ranks = (self.mesh.coordinates(rank) for rank in range(self.mesh.num_ranks))
+                first = [all(rank.get(atom, 0) == 0 for atom in atoms) for rank in ranks]
+                shards = zip(held[reads.name], first, strict=True)
+                return [(writes, tuple(shard if keep else np.zeros_like(shard) for shard, keep in shards))]
             case Sum(reads=reads, writes=writes):
-                return [(writes, self._added(reads, held, self._dims(writes)))]
+                orders = [[_dims(value).index(dim) for dim in _dims(writes)] for value in reads]
+                parts = [
+                    [shard.transpose(order) for shard in held[value.name]]
+                    for value, order in zip(reads, orders, strict=True)
+                ]
+                return [(writes, tuple(np.sum(np.stack(shards), axis=0) for shards in zip(*parts, strict=True)))]
 
     @property
     def _executor(self) -> Executor:
         return Executor(mesh=self.mesh, sizes=self.sizes)
 
-    def _dims(self, value: Value) -> Dims:
-        return tuple(dim for dim, _ in value.layout.dims)
-
-    def _counted_once(self, shards: Shards, atoms: Sequence[str]) -> Shards:
-        places = [self.mesh.coordinates(rank) for rank in range(self.mesh.num_ranks)]
-        first = [all(place.get(atom, 0) == 0 for atom in atoms) for place in places]
-        return tuple(shard if keep else np.zeros_like(shard) for shard, keep in zip(shards, first, strict=True))
-
-    def _added(self, reads: Sequence[Value], held: Mapping[str, Shards], dims: Dims) -> Shards:
-        total: list[Array] = []
-        for rank in range(self.mesh.num_ranks):
-            parts = [
-                held[value.name][rank].transpose([self._dims(value).index(dim) for dim in dims]) for value in reads
-            ]
-            total.append(np.sum(np.stack(parts), axis=0))
-        return tuple(total)
-
-    def _compute(self, instruction: Compute, held: Mapping[str, Shards]) -> list[Shards]:
+    def _computed(self, instruction: Compute, arrays: Sequence[Shards]) -> list[Shards]:
         if instruction.ring:
-            return self._ring(instruction, held)
+            forward = isinstance(instruction.op.kind, Attend)
+            return (self._ring_forward if forward else self._ring_backward)(
+                instruction, [list(each) for each in arrays]
+            )
         results = [
-            self._local(instruction, rank, [held[value.name][rank] for value in instruction.reads])
-            for rank in range(self.mesh.num_ranks)
+            self._local(instruction, rank, [each[rank] for each in arrays]) for rank in range(self.mesh.num_ranks)
         ]
         return [tuple(result[index] for result in results) for index in range(len(instruction.writes))]
 
     def _local(self, instruction: Compute, rank: int, arrays: Sequence[Array]) -> tuple[Array, ...]:
         """Evaluate an operation on one rank's blocks."""
-        return evaluate_local(self.block, instruction, self.sizes, self._held(instruction, rank), arrays)
-
-    def _held(self, instruction: Compute, rank: int) -> Mapping[str, tuple[int, int]]:
-        """Return which part of every cut dim of an operation a rank holds."""
         cuts = instruction.cuts.items()
-        return {dim: self.mesh.bounds(rank, self.sizes[dim], atoms) for dim, atoms in cuts if atoms}
-
-    def _ring(self, instruction: Compute, held: Mapping[str, Shards]) -> list[Shards]:
-        """Let keys and values (and, backward, their gradients) travel around the ring, hop by hop."""
-        arrays = [list(held[value.name]) for value in instruction.reads]
-        if isinstance(instruction.op.kind, Attend):
-            return self._ring_forward(instruction, arrays)
-        return self._ring_backward(instruction, arrays)
+        bounds = {dim: self.mesh.bounds(rank, self.sizes[dim], atoms) for dim, atoms in cuts if atoms}
+        return evaluate_local(self.block, instruction, self.sizes, bounds, arrays)
 
     def _ring_forward(self, instruction: Compute, arrays: list[list[Array]]) -> list[Shards]:
+        """Let keys and values travel around the ring, hop by hop."""
         query, key, value, positions, key_positions, *starts = arrays
         joined: list[tuple[Array, Array] | None] = [None] * self.mesh.num_ranks
         for hop in (None, *instruction.ring):
@@ -115,7 +100,7 @@ class Interpreter:
         return [tuple(part[index] for part in joined if part) for index in (0, 1)]
 
     def _ring_backward(self, instruction: Compute, arrays: list[list[Array]]) -> list[Shards]:
-        assert isinstance(instruction.op.kind, AttendGradient), f"{instruction.op.kind.label} is no ring"
+        """Let keys, values and their gradients travel around the ring, hop by hop."""
         upstream, query, key, value, positions, key_positions, result, lse, *starts = arrays
         d_query = [np.zeros_like(array) for array in query]
         d_key, d_value = [np.zeros_like(array) for array in key], [np.zeros_like(array) for array in value]
@@ -136,3 +121,81 @@ class Interpreter:
             for member, rank in enumerate(group):
                 moved[rank] = shards[group[member - 1]]
         return moved
+
+
+def _dims(value: Value) -> Dims:
+    return tuple(dim for dim, _ in value.layout.dims)
+
+
+def evaluate_local(
+    block: Block,
+    compute: Compute,
+    sizes: Mapping[str, int],
+    bounds: Mapping[str, tuple[int, int]],
+    arrays: Sequence[Array],
+) -> tuple[Array, ...]:
+    """Evaluate an operation on one rank's blocks; ``bounds`` gives start and stop of every dim that is cut.
+
+    Indices count from the start of a block: what lies outside counts as zero.
+    """
+    kind = compute.op.kind
+    call = block.call(compute.op, {**sizes, **{dim: stop - start for dim, (start, stop) in bounds.items()}})
+    dim = _indexed_dim(kind, call)
+    if dim is None or dim not in bounds:
+        return kind.evaluate(call, *arrays)
+    start, stop = bounds[dim]
+    if start == stop:
+        return (np.zeros([call.sizes[dim] for dim in call.outputs[0].dims]),)
+    values, *where = arrays
+    index = places(*where)
+    inside = (index >= start) & (index < stop)
+    local = np.where(inside, index - start, 0)
+    if isinstance(kind, Lookup | Pick):
+        (found,) = kind.evaluate(call, values, local)
+        return (found * inside.reshape(*inside.shape, *[1] * (found.ndim - inside.ndim)),)
+    kept = inside.reshape(*inside.shape, *[1] * (values.ndim - inside.ndim))
+    return (kind.evaluate(call, values * kept, local)[0],)
+
+
+def _indexed_dim(kind: OpKind, call: Call) -> str | None:
+    """Return the dim that an operation's indices count along."""
+    match kind:
+        case Pick(over=over) | Place(over=over):
+            return over
+        case ScatterAdd(dims=dims):
+            return dims[0]
+        case Lookup():
+            return call.inputs[0].dims[0]
+        case _:
+            return None
+
+
+def joined_attention(first: tuple[Array, Array] | None, second: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Join two parts of an attention, each normalised on its own; a part that saw no key weighs nothing."""
+    if first is None:
+        return second
+    (mixed, lse), (part, weight) = first, second
+    top = np.maximum(lse, weight)
+    reference = np.where(np.isfinite(top), top, 0)
+    shares = np.exp(lse - reference), np.exp(weight - reference)
+    total = shares[0] + shares[1]
+    seen = np.where(total > 0, total, 1)
+    joined = (mixed * shares[0][..., None] + part * shares[1][..., None]) / seen[..., None]
+    return joined, np.where(total > 0, np.log(seen) + reference, -np.inf)
+
+
+def queueing_apart(block: Block, program: Program, mesh: VirtualMesh, sizes: Mapping[str, int]) -> Block:
+    """Return what a program of a block must equal on a mesh: the block, with tokens in the program's groups.
+
+    An expert's slots are cut as the tokens are, so every group of ranks has its share of them, and a token that finds
+    it full is dropped. A program thereby says which tokens are dropped.
+    """
+    groups: dict[str, tuple[TokenGroup, ...]] = {}
+    for entry in program.instructions:
+        if isinstance(entry, Compute) and isinstance(entry.op.kind, Slot):
+            dims = ("batch", "seq", "slots")
+            bounds = (mesh.all_bounds(sizes[dim], tuple(entry.cuts.get(dim, ()))) for dim in dims)
+            found = (TokenGroup(batch=one, seq=two, slots=own) for one, two, own in zip(*bounds, strict=True))
+            groups[entry.op.name] = tuple(dict.fromkeys(found))
+    ops = (replace(op, kind=Slot(groups=groups[op.name])) if op.name in groups else op for op in block.ops)
+    return replace(block, ops=tuple(ops))

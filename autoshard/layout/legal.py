@@ -5,8 +5,7 @@ tied dims are cut as others are together, and who reads numbers of slots is cut 
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Collection, Iterator, Mapping
 
 from autoshard.errors import Fault, nearest
 from autoshard.graph.block import Block
@@ -14,8 +13,6 @@ from autoshard.graph.kinds.experts import Slot
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Dims, Op
 from autoshard.layout.layout import Cuts, show_atoms
-
-_NOTHING: Mapping[str, Cuts] = MappingProxyType({})
 
 
 def faults(block: Block, cuts: Mapping[str, Cuts], atoms: Collection[str]) -> tuple[Fault, ...]:
@@ -26,29 +23,17 @@ def faults(block: Block, cuts: Mapping[str, Cuts], atoms: Collection[str]) -> tu
         for name in cuts
         if name not in ops
     ]
-    queues = _queues(block)
+    numbering = queues(block)
     for name, op in ops.items():
         if name not in cuts:
             found.append(Fault(where=name, message="nothing says how it is cut; write {} to leave it whole"))
             continue
         messages = [*_unknown(block, op, cuts[name], atoms), *_doubled(op, cuts[name]), *_bound(op, cuts[name])]
-        if name in queues and queues[name].name in cuts:
-            messages += _numbering(queues[name], cuts[queues[name].name], cuts[name])
+        queue = numbering.get(name)
+        if queue and queue.name in cuts:
+            messages += _numbering(queue, cuts[queue.name], cuts[name])
         found += [Fault(where=name, message=message) for message in messages]
     return tuple(found)
-
-
-def legal_cuts(block: Block, op: Op, atoms: Sequence[str], settled: Mapping[str, Cuts] = _NOTHING) -> Iterator[Cuts]:
-    """Yield every legal cut of a forward operation; one ``settled`` for a queue binds those who read its numbers."""
-    queue = _queues(block).get(op.name)
-    fixed = {dim: settled[queue.name].get(dim, ()) for dim in _tokens(queue)} if queue and queue.name in settled else {}
-    bound = {*op.kind.whole_dims(), *dict(op.kind.tied_dims()), *fixed}
-    dims = op_dims(block, op)
-    free = [dim for dim in dims if dim not in bound]
-    taken = {atom for cut in fixed.values() for atom in cut}
-    for placed in _placements(len(free), tuple(atom for atom in atoms if atom not in taken)):
-        cuts = {**dict.fromkeys(dims, ()), **fixed, **dict(zip(free, placed, strict=True))}
-        yield {**cuts, **{dim: together(cuts, others) for dim, others in op.kind.tied_dims()}}
 
 
 def cut_operations(block: Block) -> tuple[Op, ...]:
@@ -100,18 +85,19 @@ def _bound(op: Op, cuts: Cuts) -> Iterator[str]:
 
 
 def _numbering(queue: Op, given: Cuts, cuts: Cuts) -> Iterator[str]:
-    for dim in _tokens(queue):
+    for dim in queue_tokens(queue):
         right = given.get(dim, ())
         if cuts.get(dim, ()) != right:
             cut = f"{dim}/{show_atoms(right)}" if right else f"{dim} whole"
             yield f"its numbers of slots count within each part of the tokens of {queue.name}; write {cut} as there"
 
 
-def _tokens(queue: Op) -> Dims:
+def queue_tokens(queue: Op) -> Dims:
+    """Return the dims of the tokens that a queue numbers."""
     return tuple(dim for _, others in queue.kind.tied_dims() for dim in others)
 
 
-def _queues(block: Block) -> Mapping[str, Op]:
+def queues(block: Block) -> Mapping[str, Op]:
     """Return for each forward operation that reads numbers of slots the queue that counted them."""
     counted: dict[str, Op] = {}
     readers: dict[str, Op] = {}
@@ -124,20 +110,3 @@ def _queues(block: Block) -> Mapping[str, Op]:
         elif origins:
             readers[op.name] = origins[0]
     return readers
-
-
-def _placements(places: int, atoms: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Yield every way to put atoms, in any order, into places or nowhere.
-
-    >>> list(_placements(1, ("a", "b")))
-    [((),), (('b',),), (('a',),), (('b', 'a'),), (('a', 'b'),)]
-    """
-    if not atoms:
-        yield ((),) * places
-        return
-    *others, last = atoms
-    for held in _placements(places, tuple(others)):
-        yield held
-        for place, cut in enumerate(held):
-            for at in range(len(cut) + 1):
-                yield (*held[:place], (*cut[:at], last, *cut[at:]), *held[place + 1 :])

@@ -26,21 +26,18 @@ class Change:
 Price = Callable[[Change], float]
 
 
-def redistribute(
-    before: Layout, after: Layout, atoms: Sizes, price: Price, even: frozenset[str] = frozenset()
-) -> tuple[Change, ...]:
+def redistribute(before: Layout, after: Layout, atoms: Sizes, price: Price) -> tuple[Change, ...]:
     """Return the cheapest changes from one layout to the other; of equals the fewest, then the first in text.
 
     ``atoms`` gives the sizes of all atoms of the mesh; only atoms that one of the layouts names are touched, and not
-    those that cut alike before and after, outermost: what other ranks hold there nobody needs. Only dims that are
-    named ``even``, whose blocks are all of one size, can have their blocks permuted.
+    those that cut alike before and after, outermost: what other ranks hold there nobody needs.
     """
     start, goal = normal_layout(before, atoms), normal_layout(after, atoms)
-    return _shortest(start, goal, price, even)
+    return _shortest(start, goal, price)
 
 
 @lru_cache(maxsize=4096)  # a model's blocks ask for the same few changes again and again
-def _shortest(start: Layout, goal: Layout, price: Price, even: frozenset[str]) -> tuple[Change, ...]:
+def _shortest(start: Layout, goal: Layout, price: Price) -> tuple[Change, ...]:
     new = {*goal.sums, *goal.maxima} - {*start.sums, *start.maxima}
     assert not new, f"{goal} waits for {sorted(new)}, which {start} does not"
     allowed = frozenset((*_used(start), *_used(goal))) - _settled(start, goal)
@@ -54,7 +51,7 @@ def _shortest(start: Layout, goal: Layout, price: Price, even: frozenset[str]) -
         if layout in done:
             continue
         done.add(layout)
-        for name, change in (*_named_changes(layout, allowed), *_permutations(layout, goal, even)):
+        for name, change in _named_changes(layout, allowed):
             if change.after in done:
                 continue
             key = (cost + price(change), count + 1, f"{text}|{name}")
@@ -113,15 +110,6 @@ def normal_layout(layout: Layout, atoms: Sizes) -> Layout:
 def _used(layout: Layout) -> Iterator[str]:
     yield from (atom for _, cut in layout.dims for atom in cut)
     yield from (*layout.sums, *layout.maxima)
-
-
-def _permutations(layout: Layout, goal: Layout, even: frozenset[str]) -> Iterator[tuple[str, Change]]:
-    """Yield the changes that only count the blocks of an even dim in the goal's order of atoms."""
-    for dim, cut in layout.dims:
-        order = dict(goal.dims)[dim]
-        if dim in even and order != cut and sorted(order) == sorted(cut):
-            change = _change(layout, Collective(kind="permute", dim=dim, atoms=order), {dim: order})
-            yield str(change.collective), change
 
 
 def only_gathers(before: Layout, after: Layout) -> bool:

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -12,7 +12,7 @@ from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Dims, Op, Pass
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Layout, show_atoms
-from autoshard.layout.program import Communicate, Compute, Given, Program, Value
+from autoshard.layout.program import Communicate, Compute, Given, Program, Value, pass_of, read_by
 
 Chain = tuple[Collective, ...]
 Kept = Literal["in", "out"]
@@ -77,6 +77,26 @@ class Strategy:
             weights=_parse_chains(found.get("W", "")),
         )
 
+    @property
+    def lists(self) -> Mapping[Pass, tuple[Chain, ...]]:
+        """The chains of each pass."""
+        return {"F": self.forward, "I": self.backward, "W": self.weights}
+
+    def mapped(self, layout: Callable[[Layout], Layout], chain: Callable[[Chain], Chain]) -> "Strategy":
+        """Return the same with other layouts and chains; a chain that becomes empty is left out."""
+        forward, backward, weights = (
+            tuple(real for one in chains if (real := chain(one))) for chains in self.lists.values()
+        )
+        return replace(
+            self,
+            inputs=tuple(map(layout, self.inputs)),
+            outputs=tuple(map(layout, self.outputs)),
+            ring=next(iter(chain((self.ring,))), None) if self.ring else None,
+            forward=forward,
+            backward=backward,
+            weights=weights,
+        )
+
     def __str__(self) -> str:
         """Print the text form."""
         parts = (
@@ -92,7 +112,7 @@ class Strategy:
 
 def strategies(program: Program, block: Block) -> Mapping[str, Strategy]:
     """Read one Strategy per forward operation off a lowered program, then those of what enters and leaves the block."""
-    changes = _changes(program)
+    changes = collective_chains(program)
     computes = {entry.op.name: entry for entry in program.instructions if isinstance(entry, Compute)}
     made = _made(program)
     found: dict[str, Strategy] = {}
@@ -110,7 +130,7 @@ def strategies(program: Program, block: Block) -> Mapping[str, Strategy]:
 Lists = Mapping[Pass, Sequence[Sequence[Communicate]]]
 
 
-def _changes(program: Program) -> Mapping[str, Lists]:
+def collective_chains(program: Program) -> Mapping[str, Lists]:
     """Return per entry and pass the chains of collectives, in order."""
     found: dict[str, dict[Pass, list[list[Communicate]]]] = defaultdict(lambda: {name: [] for name in get_args(Pass)})
     for change in program.collectives():
@@ -141,15 +161,10 @@ def _delivered(op: Op, kind: Deliver, made: Value, lists: Lists, program: Progra
 
 def _saved(made: Value, ends: Sequence[Value], program: Program) -> tuple[Kept, ...]:
     """Return which of its values a deliver keeps: those that backward reads, as they are or to change them again."""
-    read: set[str] = set()
-    for entry in program.instructions:
-        if isinstance(entry, Compute) and entry.op.pass_ != "F":
-            read |= {value.name for value in entry.reads}
-        elif isinstance(entry, Communicate) and entry.pass_ != "F":
-            read.add(entry.reads.name)
-    kept_in = made.name in read
-    kept_out = any(value.name in read for value in ends)
-    return (*(("in",) if kept_in else ()), *(("out",) if kept_out else ()))
+    later = (entry for entry in program.instructions if pass_of(entry) in ("I", "W"))
+    read = {name for entry in later for name in read_by(entry)}
+    kept: list[Kept] = ["in"] if made.name in read else []
+    return (*kept, "out") if any(value.name in read for value in ends) else tuple(kept)
 
 
 def _computed(block: Block, compute: Compute, others: Iterable[Compute]) -> Strategy:

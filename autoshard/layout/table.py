@@ -16,14 +16,14 @@ from autoshard.layout.layout import Cuts, Layout, whole_axes
 from autoshard.layout.legal import cut_operations, faults as cut_faults
 from autoshard.layout.lower import lower
 from autoshard.layout.program import Communicate, Instruction, Program
-from autoshard.layout.redistribute import Change, Price, Sizes, normal_layout, single_changes
-from autoshard.layout.strategy import Chain, Strategy, strategies
+from autoshard.layout.redistribute import Price, Sizes, normal_layout, single_changes
+from autoshard.layout.strategy import Chain, Strategy, collective_chains, strategies
 
 Table = Mapping[str, str]  # entry -> line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class TableSetting:
     """What a table is read against: the mesh, what a change of layout costs, and how the platform keeps inputs."""
 
     atoms: Sizes
@@ -46,7 +46,7 @@ def written(found: Mapping[str, Strategy], atoms: Sizes) -> Table:
     return {name: str(_shown(entry, atoms)) for name, entry in found.items()}
 
 
-def program_of(block: Block, table: Table, setting: Setting) -> Program:
+def program_of(block: Block, table: Table, setting: TableSetting) -> Program:
     """Turn a table into the program that it lists, or raise one InputError with every line that cannot be executed."""
     lines = _parsed(block, table)
     cuts = {op.name: _cuts_of(op, lines[op.name]) for op in cut_operations(block)}
@@ -113,22 +113,16 @@ def _missing(lines: Mapping[str, Strategy], derived: Table) -> Iterator[Fault]:
 
 
 def _changed_layouts(lines: Mapping[str, Strategy], derived: Mapping[str, Strategy], atoms: Sizes) -> Iterator[Fault]:
-    """Yield the lines whose layouts do not follow from what their neighbours state."""
+    """Yield the lines whose layouts, or counts of chains, do not follow from what their neighbours state."""
     for name in sorted(lines.keys() & derived.keys()):
         line, right = lines[name], _normal(derived[name], atoms)
-        same = (line.inputs, line.outputs, line.ring, line.saved) == (
-            right.inputs,
-            right.outputs,
-            right.ring,
-            right.saved,
-        )
-        lists = (len(line.forward), len(line.backward), len(line.weights))
-        if not same or lists != (len(right.forward), len(right.backward), len(right.weights)):
+        same = all(getattr(line, part) == getattr(right, part) for part in ("inputs", "outputs", "ring", "saved"))
+        if not same or [*map(len, line.lists.values())] != [*map(len, right.lists.values())]:
             yield Fault(where=name, message=f"does not fit its neighbours; write: {_shown(derived[name], atoms)}")
 
 
 def _with_lists(
-    program: Program, lines: Mapping[str, Strategy], derived: Mapping[str, Strategy], setting: Setting
+    program: Program, lines: Mapping[str, Strategy], derived: Mapping[str, Strategy], setting: TableSetting
 ) -> Program:
     """Execute the listed collectives where they differ from the derived ones."""
     found: list[Fault] = []
@@ -142,26 +136,19 @@ def _with_lists(
     return program
 
 
-def _with_line(program: Program, name: str, line: Strategy, right: Strategy, setting: Setting) -> Program:
-    for pass_, mine, derived in _lists(line, right):
-        for number, (chain, old) in enumerate(zip(mine, derived, strict=True)):
+def _with_line(program: Program, name: str, line: Strategy, right: Strategy, setting: TableSetting) -> Program:
+    for pass_, chains in line.lists.items():
+        for number, (chain, old) in enumerate(zip(chains, right.lists[pass_], strict=True)):
             if _real(chain, setting.atoms) == _real(old, setting.atoms):
                 continue
             if right.ring:
                 raise InputError.of("", "the hops of a ring follow from its cut and cannot be chosen")
-            program = _replaced(program, (name, pass_, number), chain, setting)
+            program = _replaced(program, collective_chains(program)[name][pass_][number], chain, setting)
     return program
 
 
-def _lists(line: Strategy, right: Strategy) -> Iterator[tuple[str, Sequence[Chain], Sequence[Chain]]]:
-    yield "F", line.forward, right.forward
-    yield "I", line.backward, right.backward
-    yield "W", line.weights, right.weights
-
-
-def _replaced(program: Program, place: tuple[str, str, int], chain: Chain, setting: Setting) -> Program:
+def _replaced(program: Program, old: Sequence[Communicate], chain: Chain, setting: TableSetting) -> Program:
     """Put other collectives in the place of a chain; they must lead from the same layout to the same layout."""
-    old = _chains(program, place[0], place[1])[place[2]]
     value, goal = old[0].reads, old[-1].writes
     made: list[Instruction] = []
     for number, collective in enumerate(chain):
@@ -170,19 +157,15 @@ def _replaced(program: Program, place: tuple[str, str, int], chain: Chain, setti
         change = next((change for change in changes if _real((change.collective,), setting.atoms) == wanted), None)
         if wanted and change is None:
             raise InputError.of("", f"{collective} cannot follow {value.layout}")
-        last = number == len(chain) - 1
-        after = replace(goal, name=goal.name if last else f"{goal.name}.{number}", layout=_after(change, value.layout))
-        made.append(Communicate(entry=place[0], pass_=old[0].pass_, collective=collective, reads=value, writes=after))
+        name = goal.name if number == len(chain) - 1 else f"{goal.name}.{number}"
+        after = replace(goal, name=name, layout=change.after if change else value.layout)
+        made.append(replace(old[0], collective=collective, reads=value, writes=after))
         value = after
     if normal_layout(value.layout, setting.atoms) != normal_layout(goal.layout, setting.atoms):
         raise InputError.of("", f"{', '.join(map(str, chain))} ends in {value.layout}, not in {goal.layout}")
     first = program.instructions.index(old[0])
     kept = [entry for entry in program.instructions if entry not in old]
     return replace(program, instructions=(*kept[:first], *made, *kept[first:]))
-
-
-def _after(change: Change | None, before: Layout) -> Layout:
-    return change.after if change else before
 
 
 def _real(chain: Chain, atoms: Sizes) -> Chain:
@@ -198,18 +181,7 @@ def _real(chain: Chain, atoms: Sizes) -> Chain:
 
 def _normal(line: Strategy, atoms: Sizes) -> Strategy:
     """Leave out atoms of size 1, which cut nothing and among which nothing is sent."""
-    rings = _real((line.ring,), atoms) if line.ring else ()
-    lists = ([_real(chain, atoms) for chain in chains] for chains in (line.forward, line.backward, line.weights))
-    forward, backward, weights = (tuple(chain for chain in chains if chain) for chains in lists)
-    return replace(
-        line,
-        inputs=tuple(normal_layout(layout, atoms) for layout in line.inputs),
-        outputs=tuple(normal_layout(layout, atoms) for layout in line.outputs),
-        ring=rings[0] if rings else None,
-        forward=forward,
-        backward=backward,
-        weights=weights,
-    )
+    return line.mapped(lambda layout: normal_layout(layout, atoms), lambda chain: _real(chain, atoms))
 
 
 def _shown(line: Strategy, atoms: Sizes) -> Strategy:
@@ -219,30 +191,4 @@ def _shown(line: Strategy, atoms: Sizes) -> Strategy:
         dims = tuple((dim, whole_axes(cut, atoms)) for dim, cut in one.dims)
         return Layout(dims=dims, sums=whole_axes(one.sums, atoms), maxima=whole_axes(one.maxima, atoms))
 
-    def collective(one: Collective) -> Collective:
-        return replace(one, atoms=whole_axes(one.atoms, atoms))
-
-    def lists(chains: tuple[Chain, ...]) -> tuple[Chain, ...]:
-        return tuple(tuple(collective(one) for one in chain) for chain in chains)
-
-    return replace(
-        line,
-        inputs=tuple(map(layout, line.inputs)),
-        outputs=tuple(map(layout, line.outputs)),
-        ring=collective(line.ring) if line.ring else None,
-        forward=lists(line.forward),
-        backward=lists(line.backward),
-        weights=lists(line.weights),
-    )
-
-
-def _chains(program: Program, entry: str, pass_: str) -> list[list[Communicate]]:
-    """Return the chains of an entry in a pass, as ``strategies`` lists them."""
-    chains: list[list[Communicate]] = []
-    for change in program.collectives():
-        if (change.entry, change.pass_) == (entry, pass_):
-            if chains and chains[-1][-1].writes.name == change.reads.name:
-                chains[-1].append(change)
-            else:
-                chains.append([change])
-    return chains
+    return line.mapped(layout, lambda chain: tuple(replace(one, atoms=whole_axes(one.atoms, atoms)) for one in chain))

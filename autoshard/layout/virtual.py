@@ -1,6 +1,6 @@
 """Tensors on virtual ranks: every rank's array, and every collective executed literally as defined."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,39 +52,33 @@ class Executor:
             expected = tuple(stop - start for start, stop in (bounds[rank] for bounds in held))
             assert shard.shape == expected, f"rank {rank} holds {shard.shape}, {layout} says {expected}"
 
-    def run(self, collective: Collective, shards: Shards, dims: Dims, before: Layout) -> Shards:
-        """Execute one collective over arrays of these dims; ``before`` says how they are cut."""
-        axis = dims.index(collective.dim) if collective.dim else 0
-        action = self._action(collective, dims, before, axis)
+    def run(self, collective: Collective, shards: Shards, dims: Dims) -> Shards:
+        """Execute one collective over arrays of these dims."""
         results: list[Array] = list(shards)
         for group in self.mesh.groups(collective.atoms):
-            made = action([shards[rank] for rank in group], group)
+            made = self._exchanged(collective, [shards[rank] for rank in group], dims)
             for rank, result in zip(group, made, strict=True):
                 results[rank] = result
         return tuple(results)
 
-    def _action(
-        self, collective: Collective, dims: Dims, before: Layout, axis: int
-    ) -> Callable[[Sequence[Array], Sequence[int]], Sequence[Array]]:
-        atoms = collective.atoms
+    def _exchanged(self, collective: Collective, parts: Sequence[Array], dims: Dims) -> Sequence[Array]:
+        """Return what the members of one group hold after a collective."""
+        axis, atoms = dims.index(collective.dim) if collective.dim else 0, collective.atoms
         match collective.kind:
             case "all_gather":
-                return lambda parts, group: [np.concatenate(parts, axis=axis)] * len(parts)
+                return [np.concatenate(parts, axis=axis)] * len(parts)
             case "all_reduce":
-                return lambda parts, group: [_sum(parts)] * len(parts)
+                return [_sum(parts)] * len(parts)
             case "all_reduce_max":
-                return lambda parts, group: [np.max(np.stack(parts), axis=0)] * len(parts)
+                return [np.max(np.stack(parts), axis=0)] * len(parts)
             case "reduce_scatter":
-                return lambda parts, group: self._split(_sum(parts), axis, atoms)
+                return self._split(_sum(parts), axis, atoms)
             case "slice":
-                return lambda parts, group: [
-                    self._split(part, axis, atoms)[number] for number, part in enumerate(parts)
-                ]
+                return [self._split(part, axis, atoms)[number] for number, part in enumerate(parts)]
             case "all_to_all":
                 assert collective.to_dim, "an all_to_all goes to another dim"
-                return lambda parts, group: self._exchange(parts, axis, dims.index(collective.to_dim or ""), atoms)
-            case "permute":
-                return lambda parts, group: self._permuted(parts, group, dict(before.dims)[collective.dim or ""], atoms)
+                split = [self._split(part, dims.index(collective.to_dim), atoms) for part in parts]
+                return [np.concatenate([blocks[number] for blocks in split], axis=axis) for number in range(len(parts))]
             case _:
                 raise AssertionError(f"{collective} is not between the ranks of a group")
 
@@ -97,31 +91,11 @@ class Executor:
             blocks.append(array[(slice(None),) * axis + (slice(start, stop),)])
         return blocks
 
-    def _exchange(self, parts: Sequence[Array], axis: int, to_axis: int, atoms: Sequence[str]) -> list[Array]:
-        split = [self._split(part, to_axis, atoms) for part in parts]
-        return [np.concatenate([blocks[number] for blocks in split], axis=axis) for number in range(len(parts))]
-
-    def _permuted(
-        self, parts: Sequence[Array], group: Sequence[int], held: Sequence[str], wanted: Sequence[str]
-    ) -> list[Array]:
-        """Give each rank the block that belongs at its place when the blocks are counted in another order of atoms."""
-        sizes = {atom: self.mesh.size((atom,)) for atom in held}
-        here = [self.mesh.coordinates(rank) for rank in group]
-
-        def number(place: Mapping[str, int], order: Sequence[str]) -> int:
-            index = 0
-            for atom in order:
-                index = index * sizes[atom] + place.get(atom, 0)
-            return index
-
-        owner = {number(place, held): member for member, place in enumerate(here)}
-        return [parts[owner[number(place, wanted)]] for place in here]
-
     def _resolved(self, shards: Shards, layout: Layout) -> Shards:
         for atoms, kind in ((layout.sums, "all_reduce"), (layout.maxima, "all_reduce_max")):
             if atoms:
                 collective = Collective.parse(f"{kind} /{'.'.join(atoms)}")
-                shards = self.run(collective, shards, (), layout)
+                shards = self.run(collective, shards, ())
         return shards
 
 

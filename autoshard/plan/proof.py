@@ -10,10 +10,9 @@ from autoshard.graph.block import Block
 from autoshard.graph.decoder import dim_sizes
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
-from autoshard.layout.interpret import Interpreter
+from autoshard.layout.interpret import Interpreter, queueing_apart
 from autoshard.layout.program import Program
 from autoshard.layout.shards import VirtualMesh
-from autoshard.layout.token_groups import queueing_apart
 from autoshard.plan.plan import Plan
 from autoshard.plan.shrink import shrink
 from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting

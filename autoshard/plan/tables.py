@@ -12,7 +12,7 @@ from autoshard.layout.cutting import Cutting
 from autoshard.layout.layout import local_sizes, whole_axes
 from autoshard.layout.program import Program, written_by
 from autoshard.layout.strategy import strategies
-from autoshard.layout.table import Setting, Table, fitted, program_of, written
+from autoshard.layout.table import Table, TableSetting, fitted, program_of, written
 from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.engine_kinds import check_kernels
@@ -105,10 +105,10 @@ def table_name(kind: str, drop: Recompute) -> str:
     return kind if drop.kind == "none" else f"{kind} {drop}"
 
 
-def table_setting(plan: Plan) -> Setting:
+def table_setting(plan: Plan) -> TableSetting:
     """Return what the tables of a plan are read against."""
     atoms = {atom: plan.mesh.size(atom) for atom in ATOMS}
-    return Setting(
+    return TableSetting(
         atoms=atoms,
         price=nominal_price(frozenset(atom for atom, size in atoms.items() if size > 1)),
         boundary=boundary_cuts(plan.boundary, sequence_parallel=plan.sp),

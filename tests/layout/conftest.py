@@ -14,13 +14,12 @@ from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.kinds.linear import Collect
 from autoshard.graph.op import Array
 from autoshard.graph.recompute import recompute
-from autoshard.layout.interpret import Interpreter
+from autoshard.layout.interpret import Interpreter, queueing_apart
 from autoshard.layout.layout import Cuts
 from autoshard.layout.lower import lower
 from autoshard.layout.program import Communicate, Compute, Program, Value
 from autoshard.layout.redistribute import Price, bytes_price
 from autoshard.layout.shards import VirtualMesh
-from autoshard.layout.token_groups import queueing_apart
 from autoshard.layout.virtual import Executor
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec

@@ -1,10 +1,11 @@
-"""A legal cut of every operation that people would think of, without a search."""
+"""Legal cuts of operations: those that people would think of, and every one there is."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from autoshard.graph.block import Block
+from autoshard.graph.op import Op
 from autoshard.layout.layout import Cuts
-from autoshard.layout.legal import cut_operations, op_dims
+from autoshard.layout.legal import cut_operations, op_dims, queue_tokens, queues, together
 
 MEANING: Mapping[str, tuple[str, ...]] = {
     "batch": ("edp", "ep"), "seq": ("cp",), "kv_heads": ("kv",), "q_group": ("rep",), "ffn": ("kv", "rep"),
@@ -31,3 +32,35 @@ def cuts_by_meaning(block: Block, atoms: Mapping[str, int], *, sequence_parallel
             **cuts, **{dim: tuple(atom for other in others for atom in cuts[other]) for dim, others in tied.items()}
         }  # fmt: skip
     return found
+
+
+def legal_cuts(block: Block, op: Op, atoms: Sequence[str], settled: Mapping[str, Cuts] | None = None) -> Iterator[Cuts]:
+    """Yield every legal cut of a forward operation; one ``settled`` for a queue binds those who read its numbers."""
+    queue, known = queues(block).get(op.name), settled or {}
+    fixed = (
+        {dim: known[queue.name].get(dim, ()) for dim in queue_tokens(queue)} if queue and queue.name in known else {}
+    )
+    bound = {*op.kind.whole_dims(), *dict(op.kind.tied_dims()), *fixed}
+    dims = op_dims(block, op)
+    free = [dim for dim in dims if dim not in bound]
+    taken = {atom for cut in fixed.values() for atom in cut}
+    for placed in _placements(len(free), tuple(atom for atom in atoms if atom not in taken)):
+        cuts = {**dict.fromkeys(dims, ()), **fixed, **dict(zip(free, placed, strict=True))}
+        yield {**cuts, **{dim: together(cuts, others) for dim, others in op.kind.tied_dims()}}
+
+
+def _placements(places: int, atoms: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Yield every way to put atoms, in any order, into places or nowhere.
+
+    >>> list(_placements(1, ("a", "b")))
+    [((),), (('b',),), (('a',),), (('b', 'a'),), (('a', 'b'),)]
+    """
+    if not atoms:
+        yield ((),) * places
+        return
+    *others, last = atoms
+    for held in _placements(places, tuple(others)):
+        yield held
+        for place, cut in enumerate(held):
+            for at in range(len(cut) + 1):
+                yield (*held[:place], (*cut[:at], last, *cut[at:]), *held[place + 1 :])

@@ -2,7 +2,8 @@ import itertools
 
 import pytest
 
-from autoshard.layout.legal import cut_operations, faults, legal_cuts, op_dims
+from autoshard.layout.legal import cut_operations, faults, op_dims
+from tests.layout.meaning import legal_cuts
 
 ATOMS = ("a", "b")
 

@@ -9,7 +9,7 @@ from autoshard.graph.kinds.attention import Attend
 from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, random_document_starts
 from autoshard.graph.kinds.pointwise import Multiply
 from autoshard.graph.op import Call, Op, Tensor
-from autoshard.layout.local import evaluate_local, joined_attention
+from autoshard.layout.interpret import evaluate_local, joined_attention
 from autoshard.layout.program import Compute
 
 SIZES = {"batch": 3, "seq": 4, "vocab": 7, "hidden": 2}

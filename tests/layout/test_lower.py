@@ -5,9 +5,10 @@ import pytest
 from hypothesis import settings
 
 from autoshard.layout.collective import Collective
-from autoshard.layout.legal import cut_operations, faults, legal_cuts
+from autoshard.layout.legal import cut_operations, faults
 from autoshard.layout.program import Compute, CountOnce
 from autoshard.layout.shards import VirtualMesh
+from tests.layout.meaning import legal_cuts
 from tests.layout.meshes import random_mesh
 
 BOUNDARY = ("batch", "seq", "hidden")

@@ -12,9 +12,10 @@ from hypothesis import settings
 
 from autoshard.graph.op import Op, OpKind, Output
 from autoshard.layout.collective import Collective
-from autoshard.layout.legal import cut_operations, legal_cuts
+from autoshard.layout.legal import cut_operations
 from autoshard.layout.program import Communicate, Compute, CountOnce, Program, Sum
 from autoshard.layout.shards import VirtualMesh
+from tests.layout.meaning import legal_cuts
 
 NUM_MUTANTS = 600 if settings().max_examples >= 200 else 75
 WORST_ERROR = 1e-9

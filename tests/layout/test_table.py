@@ -11,7 +11,7 @@ from autoshard.layout.interpret import Interpreter
 from autoshard.layout.redistribute import bytes_price
 from autoshard.layout.shards import VirtualMesh
 from autoshard.layout.strategy import Strategy, strategies
-from autoshard.layout.table import Setting, fitted, program_of, written
+from autoshard.layout.table import TableSetting, fitted, program_of, written
 from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.proof import random_inputs
 from autoshard.spec.kernels import load_kernels
@@ -28,7 +28,7 @@ GRAPH = decoder_graph(MODEL, WORKLOAD, load_kernels("torch_cpu"), micro_batch=2)
 
 
 def setting(atoms=ATOMS):
-    return Setting(
+    return TableSetting(
         atoms=atoms,
         price=bytes_price(1.0, atoms),
         boundary=boundary_cuts(None, sequence_parallel=True),

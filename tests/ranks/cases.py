@@ -23,9 +23,9 @@ from autoshard.engine.torch.world import World
 from autoshard.graph.block import OpGraph
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
+from autoshard.layout.interpret import queueing_apart
 from autoshard.layout.pin import pins_of
 from autoshard.layout.shards import VirtualMesh
-from autoshard.layout.token_groups import queueing_apart
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_programs, table_setting
