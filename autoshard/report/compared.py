@@ -1,6 +1,7 @@
 """Two plans compared, and why a plan is not another, for a terminal."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -16,6 +17,18 @@ from autoshard.units import format_bytes, format_count, format_dollars, format_s
 _MOST_CHANGES, _MOST_LINES = 16, 6
 _MOST_CHARACTERS = 240  # of a choice: action lists are long
 _BLOCK = "block, operation"
+_FIGURES: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = (
+    ("step", lambda side: side.step_time_s, format_seconds),
+    ("  its interval", lambda side: f"{format_seconds(side.low_s)} to {format_seconds(side.high_s)}", str),
+    ("tokens/s", lambda side: side.tokens_per_s, format_count),
+    ("tokens/s per rank", lambda side: side.tokens_per_s / side.num_ranks, format_count),
+    ("MFU", lambda side: side.mfu, "{:.1%}".format),
+    ("peak memory of a rank", lambda side: side.peak_bytes, format_bytes),
+    ("memory that a rank may fill", lambda side: side.capacity_bytes, format_bytes),
+    ("dollars per step", lambda side: side.dollars and side.dollars.usd_per_step, format_dollars),
+    ("dollars per billion tokens", lambda side: side.dollars and side.dollars.usd_per_billion_tokens, format_dollars),
+    ("compiling before the first step", lambda side: side.compile_s, format_seconds),
+)
 
 
 def comparison_report(diff: Diff, names: tuple[str, str], remarks: Sequence[str]) -> Group:
@@ -100,36 +113,16 @@ def _short(text: str | None) -> str:
 
 
 def _predicted(diff: Diff) -> Table:
-    """Return the whole of each plan, side by side."""
-    a, b = _figures(diff.a), _figures(diff.b)
-    rows: list[tuple[str, str, str, str]] = []
-    for name in a | b:
-        (a_value, a_text), (b_value, b_text) = a.get(name, (None, "-")), b.get(name, (None, "-"))
-        share = b_value / a_value - 1 if a_value and b_value else 0.0
-        rows.append((name, a_text, b_text, f"{share:+.1%}" if round(share, 9) else ""))
+    """Return the whole of each plan, side by side; what is known of neither is left out."""
+    rows: list[tuple[str, ...]] = []
+    for name, value, text in _FIGURES:
+        values = [value(side) for side in (diff.a, diff.b)]
+        if values != [None, None]:
+            a, b = values
+            share = b / a - 1 if isinstance(a, float | int) and isinstance(b, float | int) else 0.0
+            cells = ["-" if one is None else text(one) for one in values]
+            rows.append((name, *cells, f"{share:+.1%}" if round(share, 9) else ""))
     return make_table("What is predicted", ("", ">a", ">b", ">b against a"), rows)
-
-
-def _figures(side: Figures) -> dict[str, tuple[float | None, str]]:
-    """Return what is predicted of a plan, by name, as a number and in words; what is not known is left out."""
-    interval = f"{format_seconds(side.low_s)} to {format_seconds(side.high_s)}"
-    per_rank = side.tokens_per_s / side.num_ranks
-    figures: dict[str, tuple[float | None, str]] = {
-        "step": (side.step_time_s, format_seconds(side.step_time_s)),
-        "  its interval": (None, interval),
-        "tokens/s": (side.tokens_per_s, format_count(side.tokens_per_s)),
-        "tokens/s per rank": (per_rank, format_count(per_rank)),
-        "MFU": (side.mfu, f"{side.mfu:.1%}"),
-        "peak memory of a rank": (side.peak_bytes, format_bytes(side.peak_bytes)),
-        "memory that a rank may fill": (side.capacity_bytes, format_bytes(side.capacity_bytes)),
-    }
-    if side.dollars:
-        step, tokens = side.dollars.usd_per_step, side.dollars.usd_per_billion_tokens
-        figures["dollars per step"] = (step, format_dollars(step))
-        figures["dollars per billion tokens"] = (tokens, format_dollars(tokens))
-    if side.compile_s is not None:
-        figures["compiling before the first step"] = (side.compile_s, format_seconds(side.compile_s))
-    return figures
 
 
 def _breakdown(title: str, whole: Breakdown, text: Callable[[float], str]) -> Table:

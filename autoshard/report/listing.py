@@ -55,12 +55,17 @@ def _models() -> list[Entry]:
 def _recipes() -> list[Entry]:
     from autoshard.spec.recipe import about, load_recipe, recipe_files
 
-    rows: list[Entry] = []
-    for path in recipe_files():
-        recipe, name = load_recipe(path), _as_typed(path)
-        question = {"model": recipe.model, "cluster": recipe.cluster, "nodes": str(recipe.nodes)}
-        rows.append({"name": name, **question, "about": about(path)})
-    return rows
+    recipes = {path: load_recipe(path) for path in recipe_files()}
+    return [
+        {
+            "name": _as_typed(path),
+            "model": one.model,
+            "cluster": one.cluster,
+            "nodes": str(one.nodes),
+            "about": about(path),
+        }
+        for path, one in recipes.items()
+    ]
 
 
 def _sweeps() -> list[Entry]:
@@ -80,10 +85,8 @@ def _as_typed(path: Path) -> str:
 def _clusters() -> list[Entry]:
     from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
 
-    rows: list[Entry] = []
-    for cluster in map(load_cluster, cluster_names()):
-        price = cluster.price_usd_per_node_hour
-        rows.append({
+    return [
+        {
             "name": cluster.name,
             "chips a node": f"{cluster.chips_per_node} x {cluster.chip.name}",
             "ranks a node": f"{cluster.ranks_per_node}{f' (lnc {cluster.lnc})' if cluster.lnc else ''}",
@@ -91,10 +94,11 @@ def _clusters() -> list[Entry]:
             "bf16 a rank": format_count(cluster.rank_matrix_flops_per_s("bf16"), "FLOP/s"),
             "engine": cluster.engine,
             "kernels": cluster.kernels,
-            "USD a node hour": f"{price:.2f}" if price else "-",
+            "USD a node hour": f"{price:.2f}" if (price := cluster.price_usd_per_node_hour) else "-",
             "on demand as of (check yours)": cluster.price_date or "-",
-        })  # fmt: skip
-    return rows
+        }
+        for cluster in map(load_cluster, cluster_names())
+    ]
 
 
 def _engines() -> list[Entry]:
