@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from autoshard.search import frontier as module
 from autoshard.search.frontier import coordinates, frontier, undominated
 from autoshard.search.planner import search
 from tests.search.brute_force import ask
@@ -11,7 +12,8 @@ from tests.search.brute_force import ask
 SIZES = [ask("llama3-8b", "trn1.32xlarge", nodes, pins="tp=8,pp=1,cp=1,mbs=1") for nodes in (1, 2)]
 
 
-def test_no_plan_betters_another_and_each_is_the_fastest_of_its_size_and_memory():
+def test_no_plan_betters_another_and_each_is_the_fastest_of_its_size_and_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_STEP", 0.3)
     found = frontier(SIZES)
     assert found.ended == "complete" and found.gap <= 5e-3
     points = [coordinates(plan) for plan in found.plans]

@@ -10,6 +10,7 @@ from autoshard.search.no_plan import question_faults, remedies, unanswered, why_
 from autoshard.search.planner import Request, search
 from autoshard.units import format_bytes
 from tests.search.brute_force import ask
+from tests.slower import rest_is_slow
 
 WRONG = [
     (ask("tiny-llama", pins="tp=3"), "--fix tp=3", "8 query heads of tiny-llama do not divide by 3"),
@@ -68,15 +69,15 @@ def test_the_message_about_rules_counts_them():
 HELP = [
     (ask("llama3-8b", "trn1.32xlarge", seq_len=7), ["--seq-len 2048"]),
     (ask("llama3-8b", "trn1.32xlarge", pins="tp=8,pp=2"), ["--fix tp=8, so without pp=2", "--nodes 2"]),
+    (ask("gpt2-xl", "trn2.48xlarge"), ["--engine torch"]),
     (ask("llama3-8b", "trn1.32xlarge", pins="pp=2"), ["it without --fix", "--nodes 2"]),
     (ask("tiny-llama", ranks=7, global_batch=32, pins="pp=1"), ["--global-batch 35"]),
-    (ask("gpt2-xl", "trn2.48xlarge"), ["--engine torch"]),
-    pytest.param(ask("llama2-7b"), ["--ranks 64"], marks=pytest.mark.slow),
-    pytest.param(ask("llama3-8b", "trn1.32xlarge", seq_len=2**20), ["--seq-len 262144"], marks=pytest.mark.slow),
+    (ask("llama2-7b"), ["--ranks 64"]),
+    (ask("llama3-8b", "trn1.32xlarge", seq_len=2**20), ["--seq-len 262144"]),
 ]
 
 
-@pytest.mark.parametrize(("request_", "expected"), HELP)
+@pytest.mark.parametrize(("request_", "expected"), rest_is_slow(HELP, 3))
 def test_a_remedy_is_what_helps(request_: Request, expected: list[str]):
     assert search(request_).plans == ()
     found = list(remedies(request_))

@@ -38,6 +38,7 @@ def few_looks() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(what_if, "_DOUBLINGS", 1)
+        patch.setattr(what_if, "_FINE", 8)
         patch.setattr(what_if, "circumstances", two)
         yield
 
@@ -74,8 +75,8 @@ def test_numbers_of_a_question_are_counted_in_units_that_both_can_take(plan: Pla
     batch, length, memory, bandwidth = known.values()
     assert batch.now * batch.unit == 32 and batch.changed(2).workload.global_batch == 2 * batch.unit
     assert length.now * length.unit == 256 and length.changed(1).workload.seq_len == length.unit
-    assert memory.changed(50).memory_bytes == plan.cluster.rank_memory_bytes / 2
-    links = [link.bandwidth_bytes_per_s for link in bandwidth.changed(200).cluster.links]
+    assert memory.changed(4).memory_bytes == plan.cluster.rank_memory_bytes / 2
+    links = [link.bandwidth_bytes_per_s for link in bandwidth.changed(16).cluster.links]
     assert links == [2 * link.bandwidth_bytes_per_s for link in plan.cluster.links]
 
 
@@ -92,7 +93,8 @@ def test_a_rule_that_forbids_it_is_named_under_its_option(plan: Plan):
     assert reason.startswith("--why-not tp=3: 8 query heads of tiny-llama do not divide by 3. Use tp 1, 2 or 4")
 
 
-def test_bytes_that_forbid_it_are_named(plan: Plan):
+def test_bytes_that_forbid_it_are_named(plan: Plan, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(what_if, "circumstances", lambda *_: ())
     small = replace(plan.cluster, chip=replace(plan.cluster.chip, memory_bytes=2**30))
     found = why_not(replace(plan, cluster=small), "tp=1,pp=1,mbs=8", calibration_of(plan))
     (reason,) = found.against
