@@ -58,7 +58,7 @@ def test_the_example_of_the_page_is_planned_verified_and_explained(module: Path,
     assert plan.schedule.builder == "eager" and plan.candidate.tp <= 2
     assert "damp" in plan.strategies["layer"] and plan.prediction
     assert plan.prediction.time_parts["cost.straggler"] == 0.2 and plan.provenance["extension.my_module.py"]
-    assert main(["plan", "--model", "tiny-llama", "--cluster", "local", "--at", "tp=4", *MINE]) == 1
+    assert main([*shlex.split(LINES[0].partition("--fix")[0]), "--at", "tp=4", *MINE]) == 1
     assert "our switch takes groups of 2" in capsys.readouterr().out
     forget()
     assert "the plan was made with my_module.py (sha256" in refused(capsys, "verify", "plan.json")

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-import autoshard
 from autoshard import cli
 from autoshard.cli import main
-from autoshard.plan.codec import dump
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +28,6 @@ WORDS = (
     "nxdd", "\n", "[red]", "x" * 5000, "é\ud800", "a\0b", ".", "no/where", "plan.json", "models", "rules",
 )  # fmt: skip
 ARGUMENTS = st.lists(st.one_of(st.sampled_from(OPTIONS), st.sampled_from(WORDS), st.text(max_size=8)), max_size=8)
-TINY = dump(autoshard.plan("tiny-llama", "local"))
 PAIRS = st.lists(st.tuples(st.sampled_from(OPTIONS[:15]), st.sampled_from(WORDS)), max_size=4)
 
 
@@ -58,27 +55,16 @@ def test_any_words(command: str, arguments: list[str], capsys: pytest.CaptureFix
     check([command, *arguments], capsys)
 
 
-@pytest.mark.parametrize(
-    "words", [["validate", "\ud800"], ["plan", "--config", "\ud800"], ["plan", "--model", "\ud800"]]
-)
-def test_half_a_character(words: list[str], capsys: pytest.CaptureFixture[str]):
-    assert main(words) == 2
+def test_half_a_character(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--model", "\ud800"]) == 2
     assert capsys.readouterr().err == "autoshard: '\\ud800': holds half of a character. Type whole ones\n"
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pairs=PAIRS)
 def test_any_options_of_a_small_question(pairs: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]):
     asked = ["plan", "--model", "tiny-llama", "--cluster", "local", "--global-batch", "8", "--top", "1"]
     check([*asked, *(word for pair in pairs for word in pair)], capsys)
-
-
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(bound=st.text(max_size=12) | st.from_regex(r"[-+0-9.e]{0,9} ?%", fullmatch=True), paths=st.sampled_from("ab"))
-def test_any_bound_of_a_comparison(bound: str, paths: str, capsys: pytest.CaptureFixture[str]):
-    Path("a.json").write_text(TINY)
-    check(["compare", "a.json", f"{paths}.json", f"--fail-if-slower={bound}"], capsys)
-    check(["compare", "a.json", f"{paths}.json", "--fail-if-slower", bound, "--json"], capsys)
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -42,21 +42,18 @@ def test_a_sweep_is_done_once_and_more_points_are_added(capsys: pytest.CaptureFi
     before = Path("sweeps/tiny/rows.jsonl").read_bytes()
     assert "2 of 2 points are done already" in typed(capsys, sweep_of())
     assert Path("sweeps/tiny/rows.jsonl").read_bytes() == before
-    said = typed(capsys, sweep_of(grid={"ranks": [1, 2, 4]}))
-    assert "2 of 3 points are done already" in said and "3/3  ranks=4" in said
+    more = {"list": [{"ranks": 1}, {"ranks": 2}, {"fix": "tp=3"}], "grid": {}}
+    assert "2 of 3 points are done already" in typed(capsys, sweep_of(**more))
     assert Path("sweeps/tiny/rows.jsonl").read_bytes().startswith(before)
-    assert len(list(Path("sweeps/tiny/plans").iterdir())) == 3
-
-
-def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(typed(capsys, sweep_of(), "--json", "--out", "here", "--parquet"))
-    assert found["rows"] == sorted(rows_in(Path("here")), key=lambda row: row["ranks"])
-    assert Path("here/rows.parquet").is_file() and "wrote here/rows.parquet" in found["notes"]
-
-
-def test_what_cannot_be_planned_is_told_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    said = typed(capsys, sweep_of(grid={"fix": ["tp=1", "tp=3"]}))
-    assert "no plan: fix=tp=3: --fix tp=3: 8 query heads of tiny-llama do not divide by 3" in " ".join(said.split())
+    assert len(list(Path("sweeps/tiny/plans").iterdir())) == 2
+    found = json.loads(typed(capsys, sweep_of(**more), "--json", "--parquet"))
+    assert found["rows"] == rows_in(Path("sweeps/tiny")) and statuses(found["rows"]) == [
+        "planned",
+        "planned",
+        "no plan",
+    ]
+    assert "8 query heads of tiny-llama do not divide by 3" in found["rows"][2]["message"]
+    assert Path("sweeps/tiny/rows.parquet").is_file() and "wrote sweeps/tiny/rows.parquet" in found["notes"]
 
 
 @pytest.mark.slow
@@ -105,12 +102,6 @@ def test_a_job_array_does_the_same_points(capsys: pytest.CaptureFixture[str], tm
     assert "4 of 4 points are done already" in typed(capsys, path, "--out", "out")
     assert statuses(rows_in(Path("out"))) == ["planned"] * 4
     assert "done already" in typed(capsys, path, "--out", "out", "--task", "0")
-    typed(capsys, path, "--out", "alone")
-    figures = [
-        sorted((row["id"], row["plan_hash"], row["step_time_s"]) for row in rows_in(Path(name)))
-        for name in ("out", "alone")
-    ]
-    assert figures[0] == figures[1]
 
 
 @pytest.mark.parametrize(

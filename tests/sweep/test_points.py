@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.spec.files import shipped
-from autoshard.spec.recipe import about, load_recipe, recipe_files
-from autoshard.sweep.points import Sweep, load_sweep, points_of
+from autoshard.spec.recipe import about
+from autoshard.sweep.points import load_sweep, points_of
 from tests.sweep.sweep_cases import TINY, points, tiny, written
 
 SHIPPED = sorted(shipped("recipes").glob("sweeps/*.yaml"))
@@ -55,12 +54,6 @@ def test_a_point_is_named_by_its_whole_question(tmp_path: Path):
     config.write_text(json.dumps(card) + "\n")
     (after,) = points(asked)
     assert len({one.id, before.id, after.id}) == 3, "what a file holds is part of the question"
-
-
-@given(st.sampled_from(["seq_len", "global_batch", "ranks"]), st.integers(1, 64))
-def test_another_value_is_another_point(key: str, value: int):
-    (one,), (other,) = points(tiny(grid={})), points(tiny(grid={key: (value,)}))
-    assert (one.id == other.id) == (one.recipe == other.recipe)
 
 
 def test_what_is_trained_names_runs_and_not_plans():
@@ -109,25 +102,3 @@ def test_sweeps_that_come_along_say_what_they_are_and_have_points(path: Path):
     found = points_of(sweep, path.parent)
     assert 3 <= len(found) <= 40
     assert sweep.mode == "plan" or all(one.recipe.cluster == "local" for one in found)
-
-
-def test_the_sweeps_of_the_issue_come_along():
-    found = {path.stem: load_sweep(path) for path in SHIPPED}
-    scaling = [one.recipe for one in points(found["llama3-70b-scaling-trn1"])]
-    assert [one.nodes for one in scaling] == [4, 8, 16, 32, 64]
-    assert {(one.model, one.cluster) for one in scaling} == {("llama3-70b", "trn1.32xlarge")}
-    assert (
-        scaling[2].global_batch
-        == load_recipe({one.stem: one for one in recipe_files()}["llama3-70b-trn1-16"]).global_batch
-    )
-    assert {one.recipe.lnc for one in points(found["lnc-trn2"])} == {1, 2}
-    lengths = [one.recipe for one in points(found["sequence-length"])]
-    assert (lengths[0].seq_len, lengths[-1].seq_len) == (4096, 131072)
-    assert len({(one.seq_len or 0) * (one.global_batch or 0) for one in lengths}) == 1
-    assert {"recompute", "mbs"} == {
-        key.removeprefix("fix.") for one in points(found["recompute-micro-batch"]) for key in one.varied
-    }
-
-
-def test_a_sweep_without_axes_is_one_point():
-    assert [one.name for one in points(Sweep(base=TINY))] == ["the only point"]

@@ -21,7 +21,7 @@ from autoshard.sweep.table import RowFile, write_parquet, write_task
 from autoshard.sweep.work import SweepJob, rows_of
 from autoshard.sweep.workers import work_through
 from tests.runtime.cases import environment
-from tests.sweep.sweep_cases import TINY, jobs, points, rows_in, statuses, tiny, written
+from tests.sweep.sweep_cases import TINY, jobs, points, rows_in, tiny, written
 
 
 def test_a_row_is_the_plan_that_the_planner_finds(tmp_path: Path):
@@ -52,12 +52,6 @@ def test_a_frontier_is_one_search_and_what_is_not_there_is_said(tmp_path: Path):
     ][: len(rows) - len(good)]
 
 
-def test_what_has_no_plan_is_a_row_with_the_reason(tmp_path: Path):
-    rows = [rows_of(job)[0] for job in jobs(tiny(grid={"fix": ("tp=3", "tp=1"), "ranks": (2,)}), tmp_path)]
-    assert statuses(rows) == ["no plan", "planned"]
-    assert "8 query heads of tiny-llama do not divide by 3" in rows[0]["message"]
-
-
 def test_a_process_that_dies_takes_only_its_own_job(tmp_path: Path):
     todo, victim = jobs(tiny(grid={"ranks": (1, 2, 4)}), tmp_path), list[str]()
 
@@ -85,6 +79,10 @@ def test_a_cut_line_is_dropped_and_its_point_is_left(tmp_path: Path):
     again.add([{"id": "c", "status": "planned"}])
     assert [row["id"] for row in rows_in(tmp_path)] == ["a", "b", "c"]
     again.forget_failed()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "rows.jsonl").write_text("[]\n")
+    with pytest.raises(InputError, match=r"rows.jsonl line 1: is no row of a sweep"):
+        RowFile(tmp_path / "other")
     assert set(again.rows) == {"a", "c"} and [row["id"] for row in rows_in(tmp_path)] == ["a", "c"]
 
 
@@ -94,12 +92,6 @@ def test_parts_of_a_job_array_are_gathered_once(tmp_path: Path):
     write_task([{"id": "a", "status": "planned"}, {"id": "b", "status": "planned"}], tmp_path, "b")
     assert set(RowFile(tmp_path).rows) == {"a", "b"}
     assert [row["id"] for row in rows_in(tmp_path)] == ["a", "b"] and not list(tmp_path.glob("parts/*"))
-
-
-def test_a_line_that_is_no_row_is_named(tmp_path: Path):
-    (tmp_path / "rows.jsonl").write_text('{"id": "a", "status": "planned"}\n[]\n')
-    with pytest.raises(InputError, match=r"rows.jsonl line 2: is no row of a sweep"):
-        RowFile(tmp_path)
 
 
 def test_parquet_has_the_same_rows(tmp_path: Path):
