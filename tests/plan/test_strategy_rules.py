@@ -1,4 +1,4 @@
-"""What each axis is for, and what engines run: every place that a Rule refuses is told with what to do instead."""
+"""What each axis is for, and what engines run: every cut that a Rule refuses is told with what to do instead."""
 
 import pytest
 
@@ -13,7 +13,9 @@ from autoshard.plan.rules.strategy import (
     without_sp,
 )
 
-AXIS_RULES = (*DATA_RULES, *TP_RULES)
+AXES = (*DATA_RULES, *TP_RULES)
+ULYSSES = strategy_rules("torch", sequence_parallel=False, cp_kind="all_to_all")
+RING = strategy_rules("torch", sequence_parallel=False)
 
 QUERY = ("batch", "seq", "hidden", "kv_heads", "q_group", "head_dim")
 PRODUCT = {"dims": QUERY, "matrix": ("kv_heads", "q_group", "head_dim", "hidden")}
@@ -27,109 +29,62 @@ POSITIONS = {"dims": ("positions", "hidden", "seq"), "matrix": ("positions", "hi
 LOGITS = {"dims": ("batch", "seq", "vocab"), "matrix": ()}
 TOKENS = {"dims": ("batch", "seq"), "matrix": ()}
 TABLE = {"dims": ("vocab", "hidden", "batch", "seq"), "matrix": ("vocab", "hidden")}
+ATTENTION = {"dims": ("batch", "seq", "kv_seq", "kv_heads", "q_group", "head_dim"), "matrix": ()}
+
+# Rules, atom, dim, operation, the ids of those that refuse it
+CASES = [
+    (AXES, "edp", "batch", NORM, ""), (AXES, "edp", None, NORM, "dp-batch"),
+    (AXES, "edp", "hidden", PRODUCT, "dp-batch"), (AXES, "edp", "slots", EXPERT, ""),
+    (AXES, "ep", "experts", EXPERT, ""), (AXES, "ep", "slots", EXPERT, "dp-batch"), (AXES, "ep", "batch", ROUTER, ""),
+    (AXES, "cp", "seq", PRODUCT, ""), (AXES, "cp", None, PRODUCT, "cp-sequence"), (AXES, "cp", "slots", EXPERT, ""),
+    (AXES, "kv", "kv_heads", PRODUCT, ""), (AXES, "kv", "hidden", PRODUCT, ""),
+    (AXES, "kv", "seq", PRODUCT, "tp-tokens"), (AXES, "kv", "batch", NORM, "tp-tokens"),
+    (AXES, "kv", "experts", EXPERT, "tp-tokens"), (AXES, "kv", None, PRODUCT, "tp-weights"),
+    (AXES, "kv", None, KEYS, "tp-weights"), (AXES, "rep", None, KEYS, ""), (AXES, "rep", None, PRODUCT, "tp-weights"),
+    (AXES, "kv", "seq", ROUTER, ""), (AXES, "kv", None, ROUTER, ""), (AXES, "kv", "hidden", NORM, "tp-hidden"),
+    (AXES, "kv", "vocab", TABLE, ""), (AXES, "kv", "hidden", TABLE, "tp-vocabulary"),
+    (NXD_RULES, "kv", "seq", NORM, ""), (NXD_RULES, "kv", "seq", ROUTER, ""),
+    (NXD_RULES, "kv", "seq", DISPATCH, "nxd-sequence"), (NXD_RULES, "kv", "hidden", PRODUCT, "nxd-weights nxd-heads"),
+    (NXD_RULES, "kv", "head_dim", KEYS, "nxd-weights nxd-heads"), (NXD_RULES, "kv", "ffn", EXPERT, ""),
+    (NXD_RULES, "edp", "hidden", PRODUCT, ""), (NXD_RULES, "kv", "positions", POSITIONS, "nxd-weights"),
+    (NXD_RULES, "kv", "seq", POSITIONS, ""), (NXD_RULES, "kv", "kv_heads", OWN_KEYS, ""),
+    (NXD_RULES, "kv", None, OWN_KEYS, "nxd-heads"), (NXD_RULES, "rep", None, OWN_KEYS, ""),
+    (NXD_RULES, "rep", "kv_heads", OWN_KEYS, "nxd-heads"), (NXD_RULES, "rep", "q_group", PRODUCT, ""),
+    (NXD_RULES, "rep", "kv_heads", PRODUCT, "nxd-heads"), (NXD_RULES, "kv", "vocab", LOGITS, ""),
+    (NXD_RULES, "kv", None, LOGITS, "nxd-loss"), (NXD_RULES, "kv", None, TOKENS, ""),
+    (NXD_RULES, "kv", "seq", TOKENS, "nxd-loss"),
+    # Sequence parallelism is a promise about what lies between products; losses are no hidden state.
+    ((with_sp,), "kv", None, NORM, "sp"), ((with_sp,), "kv", "seq", NORM, ""), ((with_sp,), "kv", None, TOKENS, ""),
+    ((without_sp,), "kv", "seq", NORM, "sp"), ((without_sp,), "kv", None, NORM, ""),
+    ((with_sp, without_sp), "cp", "seq", NORM, ""),
+    # With it NxD routes tokens where they lie.
+    ((nxd_router,), "kv", None, ROUTER, "nxd-router"), ((nxd_router,), "kv", "seq", ROUTER, ""),
+    ((nxd_router,), "cp", None, ROUTER, ""), *(((nxd_router,), "kv", None, op, "") for op in (EXPERT, DISPATCH, NORM)),
+    # An all-to-all over cp cuts heads in attention, and tokens elsewhere.
+    (ULYSSES, "cp", "kv_heads", ATTENTION, ""), (ULYSSES, "cp", "seq", ATTENTION, "cp-heads"),
+    (ULYSSES, "cp", "seq", NORM, ""), (ULYSSES, "cp", None, NORM, "cp-heads"),
+    (RING, "cp", "kv_heads", ATTENTION, "cp-sequence"),
+]  # fmt: skip
 
 
-def refused(rules, atom, dim, *, dims, matrix):
-    cut = AtomCut(op="some", dims=dims, matrix=matrix, atom=atom, dim=dim)
-    return [found.rule_id for rule in rules if (found := rule.rejection(cut))]
+@pytest.mark.parametrize(("rules", "atom", "dim", "op", "why"), CASES)
+def test_an_axis_is_for_one_thing_and_an_engine_runs_what_it_has_layers_for(rules, atom, dim, op, why):
+    cut = AtomCut(op="some", atom=atom, dim=dim, **op)
+    assert [found.rule_id for rule in rules if (found := rule.rejection(cut))] == why.split()
 
 
-@pytest.mark.parametrize(
-    ("atom", "dim", "op", "why"),
-    [
-        ("edp", "batch", NORM, []),
-        ("edp", None, NORM, ["dp-batch"]),
-        ("edp", "hidden", PRODUCT, ["dp-batch"]),
-        ("edp", "slots", EXPERT, []),
-        ("ep", "experts", EXPERT, []),
-        ("ep", "slots", EXPERT, ["dp-batch"]),
-        ("ep", "batch", ROUTER, []),
-        ("cp", "seq", PRODUCT, []),
-        ("cp", None, PRODUCT, ["cp-sequence"]),
-        ("cp", "slots", EXPERT, []),
-        ("kv", "kv_heads", PRODUCT, []),
-        ("kv", "hidden", PRODUCT, []),
-        ("kv", "seq", PRODUCT, ["tp-tokens"]),
-        ("kv", "batch", NORM, ["tp-tokens"]),
-        ("kv", "experts", EXPERT, ["tp-tokens"]),
-        ("kv", None, PRODUCT, ["tp-weights"]),
-        ("kv", None, KEYS, ["tp-weights"]),
-        ("rep", None, KEYS, []),
-        ("rep", None, PRODUCT, ["tp-weights"]),
-        ("kv", "seq", ROUTER, []),
-        ("kv", None, ROUTER, []),
-        ("kv", "hidden", NORM, ["tp-hidden"]),
-        ("kv", "vocab", TABLE, []),
-        ("kv", "hidden", TABLE, ["tp-vocabulary"]),
-    ],
-)
-def test_an_axis_is_for_one_thing(atom, dim, op, why):
-    assert refused(AXIS_RULES, atom, dim, **op) == why
-
-
-@pytest.mark.parametrize(
-    ("atom", "dim", "op", "why"),
-    [
-        ("kv", "seq", NORM, []),
-        ("kv", "seq", ROUTER, []),
-        ("kv", "seq", DISPATCH, ["nxd-sequence"]),
-        ("kv", "hidden", PRODUCT, ["nxd-weights", "nxd-heads"]),
-        ("kv", "head_dim", KEYS, ["nxd-weights", "nxd-heads"]),
-        ("kv", "ffn", EXPERT, []),
-        ("edp", "hidden", PRODUCT, []),
-        ("kv", "positions", POSITIONS, ["nxd-weights"]),
-        ("kv", "seq", POSITIONS, []),
-        ("kv", "kv_heads", OWN_KEYS, []),
-        ("kv", None, OWN_KEYS, ["nxd-heads"]),
-        ("rep", None, OWN_KEYS, []),
-        ("rep", "kv_heads", OWN_KEYS, ["nxd-heads"]),
-        ("rep", "q_group", PRODUCT, []),
-        ("rep", "kv_heads", PRODUCT, ["nxd-heads"]),
-        ("kv", "vocab", LOGITS, []),
-        ("kv", None, LOGITS, ["nxd-loss"]),
-        ("kv", None, TOKENS, []),
-        ("kv", "seq", TOKENS, ["nxd-loss"]),
-    ],
-)
-def test_what_nxd_has_no_layer_for(atom, dim, op, why):
-    assert refused(NXD_RULES, atom, dim, **op) == why
-
-
-def test_sequence_parallelism_is_a_promise_about_what_lies_between_products():
-    assert refused([with_sp], "kv", None, **NORM) == ["sp"] and refused([with_sp], "kv", "seq", **NORM) == []
-    assert refused([without_sp], "kv", "seq", **NORM) == ["sp"] and refused([without_sp], "kv", None, **NORM) == []
-    assert refused([with_sp, without_sp], "cp", "seq", **NORM) == []
-    assert refused([with_sp], "kv", None, **TOKENS) == []  # losses are no hidden state
-    assert with_sp in strategy_rules("torch", sequence_parallel=True)
-    assert without_sp in strategy_rules("nxd", sequence_parallel=False)
-
-
-def test_with_sequence_parallelism_nxd_routes_tokens_where_they_lie():
-    assert refused([nxd_router], "kv", None, **ROUTER) == ["nxd-router"]
-    assert refused([nxd_router], "kv", "seq", **ROUTER) == []
-    for op in (EXPERT, DISPATCH, NORM, PRODUCT):
-        assert refused([nxd_router], "kv", None, **op) == []
-    assert refused([nxd_router], "cp", None, **ROUTER) == []
-    asked = {
+def test_the_rules_of_a_search_follow_from_its_terms():
+    terms = {
         (engine, sp): strategy_rules(engine, sequence_parallel=sp)
         for engine in ("nxd", "torch")
         for sp in (True, False)
     }
-    assert [key for key, rules in asked.items() if nxd_router in rules] == [("nxd", True)]
-
-
-def test_an_all_to_all_over_cp_cuts_heads_in_attention_and_tokens_elsewhere():
-    rules = strategy_rules("torch", sequence_parallel=False, cp_kind="all_to_all")
-    attention = {"dims": ("batch", "seq", "kv_seq", "kv_heads", "q_group", "head_dim"), "matrix": ()}
-    assert refused(rules, "cp", "kv_heads", **attention) == []
-    assert refused(rules, "cp", "seq", **attention) == ["cp-heads"]
-    assert refused(rules, "cp", "seq", **NORM) == [] and refused(rules, "cp", None, **NORM) == ["cp-heads"]
-    ring = strategy_rules("torch", sequence_parallel=False)
-    assert refused(ring, "cp", "kv_heads", **attention) == ["cp-sequence"]
+    assert [key for key, rules in terms.items() if nxd_router in rules] == [("nxd", True)]
+    assert all((with_sp in rules, without_sp in rules) == (sp, not sp) for (_, sp), rules in terms.items())
 
 
 def test_a_refusal_says_what_where_and_what_instead():
     cut = AtomCut(op="layer.q", **PRODUCT, atom="kv", dim=None)
-    (found,) = [found for rule in AXIS_RULES if (found := rule.rejection(cut))]
+    (found,) = [found for rule in AXES if (found := rule.rejection(cut))]
     assert str(found).startswith("layer.q is not cut over kv: tp cuts every matrix")
     assert found.source
