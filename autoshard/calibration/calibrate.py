@@ -67,7 +67,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
+class FitSamples:
     """The runs of a cluster that a fit can use, from when the newest is, and why other rows are left out."""
 
     samples: tuple[Sample, ...]
@@ -81,7 +81,7 @@ def calibrate(path: Path, cluster: str, name: str, date: str | None = None) -> C
     return fit(samples_in(path, cluster, date), name)
 
 
-def samples_in(path: Path, cluster: str, date: str | None = None) -> Samples:
+def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
     """Return the rows of a path that a fit can use, or say why they are too few.
 
     Left out together are the rows of a model, or where there is one, of a layout.
@@ -119,7 +119,7 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> Samples:
         for row, run in runs
     )
     left_out_by = "model" if by_model else "layout"
-    return Samples(samples=tuple(samples), left_out_by=left_out_by, newest=newest, left_out=rows.left_out_lines)
+    return FitSamples(samples=tuple(samples), left_out_by=left_out_by, newest=newest, left_out=rows.left_out_lines)
 
 
 def _run(row: MeasuredRow, cluster: str) -> MeasuredRun:
@@ -132,7 +132,7 @@ def _run(row: MeasuredRow, cluster: str) -> MeasuredRun:
     return run
 
 
-def fit(found: Samples, name: str) -> Calibration:
+def fit(found: FitSamples, name: str) -> Calibration:
     """Fit the constants of a cluster to its runs, and say what they rest on.
 
     The interval is the one that holds four of five left-out rows, but no wider than twice their mean error: a few rows

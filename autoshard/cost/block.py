@@ -8,17 +8,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from autoshard.cost.block_memory import (
-    kept_bytes,
-    rank_sizes,
-    shape_bytes,
-    waiting_bytes,
-    working_bytes,
-)
+from autoshard.cost.block_memory import kept_bytes, rank_sizes, shape_bytes, waiting_bytes, working_bytes
 from autoshard.cost.collective import Number, Ring
 from autoshard.cost.compute import KernelWork, Rates, Sequences, kernel_time, kernel_work
 from autoshard.cost.kernel_run import KernelRun
-from autoshard.cost.sharded import Blocks, ShardedBlock
+from autoshard.cost.sharded import Blocks, LoweredBlock
 from autoshard.layout.sharding import Message
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.mesh import axis_of_atoms
@@ -83,7 +77,7 @@ class BlockWork:
     tied_weights: Mapping[tuple[str, ...], Number]
 
 
-def block_work(sharded: ShardedBlock, whole: ShardedBlock, setting: Setting, tile: int) -> BlockWork:
+def block_work(sharded: LoweredBlock, whole: LoweredBlock, setting: Setting, tile: int) -> BlockWork:
     """Count what a block does, sends and holds; ``whole`` is it without recompute, ``tile`` the matrix unit's."""
     block, sharding, sequences = sharded.block, sharded.sharding, setting.sequences
     sizes_of = rank_sizes(setting.sizes, setting.atoms)

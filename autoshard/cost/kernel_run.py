@@ -47,12 +47,14 @@ def kernel_runs(
         if op.source in owner:
             summed = isinstance(op.kind, Accumulate) and op.outputs[0] not in added
             members[owner[op.source].ops[0], op.pass_, op.again, summed].append(op)
-    traffic = _Traffic(block, kept, eager=eager)
+    traffic = _MemoryTraffic(block, kept, eager=eager)
     for (_, pass_, again, summed), ops in members.items():
         yield _kernel_run(traffic, owner[ops[0].source], ops, forward=pass_ == "F" or again, summed=summed)
 
 
-def _kernel_run(traffic: "_Traffic", group: FusedOps, ops: Sequence[Op], *, forward: bool, summed: bool) -> KernelRun:
+def _kernel_run(
+    traffic: "_MemoryTraffic", group: FusedOps, ops: Sequence[Op], *, forward: bool, summed: bool
+) -> KernelRun:
     pass_ = ops[0].pass_
     plain = summed or pass_ == "W"  # nothing of what makes a kernel several is in products and sums of their own
     launches = group.kernel.launches.forward if forward else group.kernel.launches.backward
@@ -77,7 +79,7 @@ def _kernel_run(traffic: "_Traffic", group: FusedOps, ops: Sequence[Op], *, forw
     )
 
 
-class _Traffic:
+class _MemoryTraffic:
     """What the kernels of a block read and write; a tensor that a deliver hands on is the one it came from."""
 
     def __init__(self, block: Block, kept: Mapping[str, tuple[Cuts, ...]], *, eager: bool) -> None:

@@ -22,7 +22,7 @@ from autoshard.spec.kernels import load_kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedBlock:
+class LoweredBlock:
     """A block with its sharding and its kernels: everything but the sizes.
 
     ``tied`` names the weights that share their values with another block's; ``placeholders`` those that are one tensor
@@ -46,11 +46,11 @@ class CutBlocks:
     cutting: Cutting
     atoms: frozenset[str]
 
-    def block(self, kind: str, drop: Recompute) -> ShardedBlock:
+    def block(self, kind: str, drop: Recompute) -> LoweredBlock:
         """Return a block, recomputed and sharded."""
         return _cut_block(self, kind, drop if kind == "layer" else Recompute())
 
-    def every(self) -> tuple[ShardedBlock, ...]:
+    def every(self) -> tuple[LoweredBlock, ...]:
         """Return blocks that hold every kind of collective; recompute repeats them, and adds no others."""
         return tuple(self.block(kind, Recompute()) for kind in KINDS)
 
@@ -100,13 +100,13 @@ class ListedBlocks:
             raise InputError.of("strategies", "the table is empty, so nothing says what is sent. Make the plan again")
         return cls(step=step_of(plan), kinds=table_kinds(plan), programs=plan_programs(plan))
 
-    def block(self, kind: str, drop: Recompute) -> ShardedBlock:
+    def block(self, kind: str, drop: Recompute) -> LoweredBlock:
         """Return a block, recomputed and sharded."""
         used = drop if kind == "layer" else Recompute()
         whole = self.block(kind, Recompute()) if used.kind != "none" else None
         return _sharded(self.step, kind, used, self.programs[table_name(kind, used)], whole)
 
-    def every(self) -> tuple[ShardedBlock, ...]:
+    def every(self) -> tuple[LoweredBlock, ...]:
         """Return all blocks, because each may be edited by itself."""
         return tuple(self.block(kind, drop) for kind, drop in self.kinds)
 
@@ -115,18 +115,18 @@ Blocks = CutBlocks | ListedBlocks
 
 
 @cache
-def _cut_block(blocks: CutBlocks, kind: str, drop: Recompute) -> ShardedBlock:
+def _cut_block(blocks: CutBlocks, kind: str, drop: Recompute) -> LoweredBlock:
     return _cut_alone(blocks.step, kind, drop, blocks.cutting.alone(kind).only(blocks.atoms), blocks.atoms)
 
 
 @cache  # cuttings often differ in one block only
-def _cut_alone(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> ShardedBlock:
+def _cut_alone(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> LoweredBlock:
     program = lowered(step, kind, drop, cutting, atoms)
     whole = _cut_alone(step, kind, Recompute(), cutting, atoms) if drop.kind != "none" else None
     return _sharded(step, kind, drop, program, whole)
 
 
-def _sharded(step: StepGraph, kind: str, drop: Recompute, program: Program, whole: ShardedBlock | None) -> ShardedBlock:
+def _sharded(step: StepGraph, kind: str, drop: Recompute, program: Program, whole: LoweredBlock | None) -> LoweredBlock:
     """Group the operations of a block into kernel runs; ``whole`` is the same block without recompute."""
     block, kernels = step.block(kind, drop), load_kernels(step.kernels)
     sharding = Sharding.of(block, program)
@@ -136,7 +136,7 @@ def _sharded(step: StepGraph, kind: str, drop: Recompute, program: Program, whol
     sums = frozenset(f"{name}.sum" for names in placeholders for name in names)
     runs = tuple(kernel_runs(block, kept, sums, eager=kernels.eager))
     unmade = (op.inputs[1] for op in block.ops if isinstance(op.kind, Accumulate) and op.outputs[0] in sums)
-    return ShardedBlock(
+    return LoweredBlock(
         block=block,
         sharding=sharding,
         runs=runs,
@@ -147,7 +147,7 @@ def _sharded(step: StepGraph, kind: str, drop: Recompute, program: Program, whol
     )
 
 
-def atom_groups(blocks: Iterable[ShardedBlock]) -> frozenset[tuple[str, ...]]:
+def atom_groups(blocks: Iterable[LoweredBlock]) -> frozenset[tuple[str, ...]]:
     """Return every group of atoms that some message or some weight's gradient needs a ring for."""
     groups: set[tuple[str, ...]] = set()
     for block in blocks:

@@ -8,7 +8,7 @@ from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.compute import Rates
 from autoshard.cost.pipeline import Pipeline, Sends, StageLayers
 from autoshard.cost.setting import Question, setting_of
-from autoshard.cost.sharded import ShardedBlock
+from autoshard.cost.sharded import LoweredBlock
 from autoshard.cost.step import step_cost
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
@@ -96,7 +96,7 @@ def block_price(sharded, whole, here, rates):
     return block_cost(block_work(sharded, whole, here, rates.matrix_tile), here.rings, rates)
 
 
-def only(sharded: ShardedBlock, pass_: str, *ops: str) -> ShardedBlock:
+def only(sharded: LoweredBlock, pass_: str, *ops: str) -> LoweredBlock:
     """The same block with no kernels but those of one pass that run these operations, and without messages."""
     runs = tuple(run for run in sharded.runs if run.pass_ == pass_ and {op.source for op in run.ops} & {*ops})
     assert runs, f"no kernel of pass {pass_} runs {ops}"

@@ -234,24 +234,6 @@ class TestRoutes:
         assert ring.time_s(gathered, size) == pytest.approx(min(flat.time_s(gathered, size), route.time_s(size)))
 
 
-@given(
-    st.sampled_from(["near_link_efficiency", "far_link_efficiency"]), st.floats(0.05, 1),
-    st.sampled_from(["tp=8,pp=2,dp=8", "tp=32,pp=2,dp=2", "tp=8,pp=1,dp=16"]), st.sampled_from([TP, DP]),
-)  # fmt: skip
-def test_a_ring_inside_a_node_knows_nothing_of_the_network_and_one_beyond_it_takes_the_slower(name, share, text, atoms):
-    place = cluster("trn1.32xlarge", 4)
-    whole = replace(REACHED, near_link_efficiency=1.0, far_link_efficiency=1.0)
-    slow = mesh_ring(place, mesh(text, place), atoms, replace(whole, **{name: share}))
-    full = mesh_ring(place, mesh(text, place), atoms, whole)
-    if atoms == TP:  # all of tp lies on one node here
-        expected = share if name == "near_link_efficiency" else 1.0
-        assert slow.bandwidth_bytes_per_s == pytest.approx(expected * full.bandwidth_bytes_per_s)
-    elif name == "far_link_efficiency":
-        assert slow.bandwidth_bytes_per_s == pytest.approx(share * full.bandwidth_bytes_per_s)
-    else:
-        assert share * 96e9 / 32 <= slow.bandwidth_bytes_per_s <= full.bandwidth_bytes_per_s
-
-
 STARTED = {"all_gather": 1, "all_reduce": 1, "all_to_all": 1, "slice": 0}  # each hop of a permutation besides
 
 
