@@ -72,7 +72,7 @@ def made_by(samples: Sequence[Sample], calibration: Calibration) -> list[Sample]
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Sample]:
     """Some rows of trn1, of several models."""
-    return samples_in(rows_of(built_in(TRN1), tmp_path_factory.mktemp("rows")), TRN1).samples[::3]
+    return samples_in(rows_of(built_in(TRN1), tmp_path_factory.mktemp("rows")), TRN1).samples[::2]
 
 
 @settings(max_examples=2, deadline=None)
