@@ -105,7 +105,7 @@ def _with_paths(training: Training, path: Path) -> Training:
 def _rehearsed(plan: "Plan", rehearse: int, notes: list[str]) -> "tuple[Plan, list[str]]":
     """Return the plan shrunk to a few ranks and predicted again, and the notes with what it does not keep."""
     from autoshard.cost.predict import predicted
-    from autoshard.plan.shrink import shrink
+    from autoshard.plan.proof import shrink
 
     small = shrink(plan, rehearse)
     cut, least = plan.mesh.size("tp"), 4 if plan.mesh.size("rep") > 1 else 2

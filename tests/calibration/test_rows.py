@@ -12,8 +12,8 @@ from autoshard.calibration.rows import MeasuredRow, Occasion, measured_rows, row
 from autoshard.cli import main
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
+from autoshard.plan.proof import shrink
 from autoshard.plan.recompute import Recompute
-from autoshard.plan.shrink import shrink
 from autoshard.search.api import Search, plan as planned
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.record import encode

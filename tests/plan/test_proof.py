@@ -11,8 +11,7 @@ from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump, load
 from autoshard.plan.plan import Plan
-from autoshard.plan.proof import prove
-from autoshard.plan.shrink import MAX_RANKS, shrink
+from autoshard.plan.proof import MAX_RANKS, prove, shrink
 from autoshard.plan.tables import plan_blocks, plan_programs
 from autoshard.plan.verify import verify
 from autoshard.spec.cluster_catalogue import load_cluster

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import GeneratorType, ModuleType
 from typing import TypeAlias, cast
 
 from autoshard.errors import InputError
@@ -60,7 +60,7 @@ class Rule:
     def _next(self, verdict: object) -> "Mask | str":
         wrong = "must yield whom it allows, and then a sentence"
         try:
-            if isinstance(verdict, Iterator) and (found := next(cast(Verdict, verdict), None)) is not None:
+            if isinstance(verdict, GeneratorType) and (found := next(cast(Verdict, verdict), None)) is not None:
                 return found
         except ValueError as error:
             if "truth value of an array" not in str(error):
