@@ -113,8 +113,9 @@ def add_backward(b: BlockBuilder, carry_in: str | None, seeds: Mapping[str, str]
     """
     needing = {name for name, tensor in b.tensors.items() if tensor.role == "parameter" or name == carry_in}
     for op in b.ops:
-        stops = isinstance(op.kind, Differentiable) and op.kind.stops_gradient
-        if not stops and needing.intersection(op.inputs):
+        inputs = [b.tensors[name] for name in op.inputs]
+        constant = isinstance(op.kind, Differentiable) and not op.kind.gradient(inputs, range(len(inputs)))
+        if not constant and needing.intersection(op.inputs):
             needing.update(name for name in op.outputs if b.tensors[name].dtype != "int64")
     arriving: dict[str, list[str]] = defaultdict(list, {result: [gradient] for result, gradient in seeds.items()})
     for op in reversed(list(b.ops)):

@@ -87,10 +87,15 @@ class OpKind(ABC):
 
     flops_per_element: ClassVar[int] = 1  # on the vector unit, for each element of the input or output with most dims
 
+    label_form: ClassVar[str] = ""  # of the label, where it is not the words of the class: "{0.function}_norm"
+
     @property
     def label(self) -> str:
         """The name that is printed: einsum, rms_norm, top_k ..."""
-        return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(self).__name__).lower()
+        return (
+            self.label_form.format(self)
+            or re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(self).__name__).lower()
+        )
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Return dims and dtype of every output; by default there is one, and it has those of the first input."""
@@ -134,14 +139,9 @@ class OpKind(ABC):
 class Differentiable(OpKind):
     """A kind that may stand in a forward pass."""
 
-    @property
-    def stops_gradient(self) -> bool:
-        """Whether its results are taken as constants."""
-        return False
-
     @abstractmethod
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
-        """Return the steps that give the gradients of the ``needed`` inputs."""
+        """Return the steps that give the gradients of the ``needed`` inputs; none if its results are constants."""
 
 
 class Update(OpKind):

@@ -47,7 +47,7 @@ class Case:
 
     @property
     def has_gradient(self) -> bool:
-        return isinstance(self.kind, Differentiable) and not self.kind.stops_gradient
+        return isinstance(self.kind, Differentiable) and self.kind not in (MAXIMUM, Slot())
 
 
 MAXIMUM = Reduce(function="max", over=("vocab",))  # passes no gradient on purpose

@@ -97,10 +97,6 @@ class Slot(_Slotted, Differentiable):
 
     groups: tuple[TokenGroup, ...] = ()
 
-    @property
-    def stops_gradient(self) -> bool:
-        return True
-
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         return (Output(dims=_CHOICES, dtype="int64"),)
 
@@ -114,6 +110,7 @@ class Slot(_Slotted, Differentiable):
         return (place,)
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """A place is a whole number."""
         return ()
 
 

@@ -19,15 +19,12 @@ class Norm(Differentiable):
     Results are the normalised tensor and, in FP32, the statistic that backward needs: the reciprocal of its size.
     """
 
+    label_form: ClassVar[str] = "{0.function}_norm"
     flops_per_element: ClassVar[int] = 4  # derived: square, accumulate, scale by the statistic, scale by the weight
 
     function: NormFunction
     over: str
     eps: float
-
-    @property
-    def label(self) -> str:
-        return f"{self.function}_norm"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         tensor = inputs[0]
@@ -67,14 +64,11 @@ def _centred(x: Array, axis: int, function: NormFunction) -> Array:
 class NormGradient(OpKind):
     """The gradient of a norm's input: inputs are the upstream gradient, the norm's input, its statistic, its weight."""
 
+    label_form: ClassVar[str] = "{0.function}_norm_gradient"
     flops_per_element: ClassVar[int] = 8  # derived: rebuild, scale, and project out what the statistics absorb
 
     function: NormFunction
     over: str
-
-    @property
-    def label(self) -> str:
-        return f"{self.function}_norm_gradient"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         return (Output(dims=inputs[1].dims, dtype=inputs[1].dtype),)
@@ -97,14 +91,11 @@ class NormGradient(OpKind):
 class NormWeightGradient(OpKind):
     """The gradient of a norm's weight: upstream gradient times normalised input, summed over all else."""
 
+    label_form: ClassVar[str] = "{0.function}_norm_weight_gradient"
     flops_per_element: ClassVar[int] = 3  # derived: rebuild, multiply, accumulate
 
     function: NormFunction
     over: str
-
-    @property
-    def label(self) -> str:
-        return f"{self.function}_norm_weight_gradient"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         return (Output(dims=(self.over,), dtype=inputs[1].dtype),)

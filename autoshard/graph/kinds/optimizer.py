@@ -62,6 +62,7 @@ class ClipScale(OpKind):
 class AdamW(Update):
     """One update by gradients and their squares, averaged over steps, with decay of the weights."""
 
+    label_form: ClassVar[str] = "adamw"
     # derived: two moments (3 each), two corrections, root, division, decay, update
     flops_per_element: ClassVar[int] = 15
     num_moments: ClassVar[int] = 2
@@ -71,11 +72,6 @@ class AdamW(Update):
     beta2: float = _USUAL.beta2
     eps: float = _USUAL.eps
     decay: float = _USUAL.weight_decay
-
-    @property
-    def label(self) -> str:
-        """One word, as everybody writes it."""
-        return "adamw"
 
     def without_decay(self) -> "AdamW":
         return replace(self, decay=0.0)

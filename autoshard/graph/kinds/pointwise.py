@@ -54,11 +54,9 @@ _SLOPES: Mapping[Function, Callable[[Array], Array]] = {
 class Unary(Differentiable):
     """A function of each element."""
 
-    function: Function
+    label_form: ClassVar[str] = "{0.function}"
 
-    @property
-    def label(self) -> str:
-        return self.function
+    function: Function
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         return (_VALUES[self.function](arrays[0]),)
@@ -76,11 +74,9 @@ class Unary(Differentiable):
 class UnaryGradient(OpKind):
     """The gradient of a function of each element: slope at the input times the gradient of the result."""
 
-    function: Function
+    label_form: ClassVar[str] = "{0.function}_gradient"
 
-    @property
-    def label(self) -> str:
-        return f"{self.function}_gradient"
+    function: Function
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         assert inputs[0].dims == inputs[1].dims, f"{inputs[0]} is not a gradient for {inputs[1]}"
@@ -149,16 +145,10 @@ class Reduce(Differentiable):
     A maximum passes no gradient: it only keeps exponentials in range, and the result does not depend on it.
     """
 
+    label_form: ClassVar[str] = "{0.function}"
+
     function: Literal["sum", "max"]
     over: Dims
-
-    @property
-    def label(self) -> str:
-        return self.function
-
-    @property
-    def stops_gradient(self) -> bool:
-        return self.function == "max"
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         (tensor,) = inputs
@@ -198,11 +188,9 @@ class Repeat(OpKind):
 class Cast(Differentiable):
     """The same numbers in another format."""
 
-    dtype: Dtype
+    label_form: ClassVar[str] = "to_{0.dtype}"
 
-    @property
-    def label(self) -> str:
-        return f"to_{self.dtype}"
+    dtype: Dtype
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         return (Output(dims=inputs[0].dims, dtype=self.dtype),)
