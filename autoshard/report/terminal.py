@@ -104,7 +104,10 @@ def plan_report(plan: Plan, runners_up: Sequence[Plan], certificate: Certificate
     parts += [memory_table(plan), "", *runners_up_parts(plan, runners_up), *([""] if runners_up else [])]
     if certificate:
         if certificate.refusals:
-            parts += [_refusals(certificate), ""]
+            title = f"Refused, of {certificate.num_points} outer points (one may be refused by several rules)"
+            ordered = sorted(certificate.refusals, key=lambda refusal: -refusal.num_points)
+            rows = [(refusal.rule_id, str(refusal.num_points), refusal.example) for refusal in ordered]
+            parts += [make_table(title, ("rule", ">points", "for example"), rows), ""]
         parts += [Text(f"{certificate.claim}\n{certificate.accounting}", style="dim"), ""]
     parts.append(Text(f"prediction {prediction.basis}", style="yellow"))
     if prediction.compiling:
@@ -275,13 +278,6 @@ def _mostly_for(one: Prediction, other: Prediction) -> str:
     more = {part: sign * (other.time_parts.get(part, 0.0) - one.time_parts.get(part, 0.0)) for part in parts}
     part = max(more, key=more.__getitem__)
     return TIME_WORDS.get(part, part)
-
-
-def _refusals(certificate: Certificate) -> Table:
-    title = f"Refused, of {certificate.num_points} outer points (one may be refused by several rules)"
-    ordered = sorted(certificate.refusals, key=lambda refusal: -refusal.num_points)
-    rows = [(refusal.rule_id, str(refusal.num_points), refusal.example) for refusal in ordered]
-    return make_table(title, ("rule", ">points", "for example"), rows)
 
 
 def frontier_report(plans: Sequence[Plan], gap: float, ended: str) -> Group:

@@ -10,7 +10,6 @@ from autoshard.blocks.cutting import Terms, operator_problem
 from autoshard.blocks.operators import cost_of, totals
 from autoshard.blocks.problem import OperatorProblem
 from autoshard.cost.block import PASSES, BlockWork, Setting, block_cost
-from autoshard.cost.calibration import Calibration
 from autoshard.cost.compute import kernel_time
 from autoshard.cost.predict import question_of
 from autoshard.cost.provenance import calibration_of, interval_and_basis
@@ -29,9 +28,9 @@ from autoshard.plan.rules.strategy import DATA_RULES, AtomCut, StrategyRule, str
 from autoshard.plan.tables import table_name
 
 
-def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
+def explain(plan: Plan) -> Explanation:
     """Explain every block of a plan with a table."""
-    question = question_of(plan, calibration or calibration_of(plan))
+    question = question_of(plan, calibration_of(plan))
     blocks = ListedBlocks.of(plan)
     setting = setting_of(question, plan.candidate, blocks)
     counts = Counter(
@@ -62,7 +61,7 @@ def second_best(
 
     Where the Rules leave one cut only, the cheapest that the Rules about tp refuse.
     """
-    base_s = cost_of(problem, own)
+    base_s, sizes = cost_of(problem, own), {atom: problem.atoms.get(atom, 1) for atom in ATOMS}
     found: dict[str, OtherCut] = {}
     for name, costs in totals(problem).items():
         op = problem.block.op(name)
@@ -73,7 +72,12 @@ def second_best(
         if other:
             cuts, cost_s = other
             refused = _refusal(problem, op, cuts, rules)
-            found[name] = OtherCut(cut=_difference(problem, cuts, own[name]), more_s=cost_s - base_s, refused=refused)
+            moved = [dim for dim in {**cuts, **own[name]} if cuts.get(dim, ()) != own[name].get(dim, ())]
+            texts = [
+                f"{dim}/{show_atoms(whole_axes(cuts[dim], sizes))}" if cuts.get(dim) else f"{dim} whole"
+                for dim in moved
+            ]
+            found[name] = OtherCut(cut=", ".join(texts), more_s=cost_s - base_s, refused=refused)
     return found
 
 
@@ -89,14 +93,6 @@ def _refusal(problem: OperatorProblem, op: Op, cuts: Cuts, rules: Sequence[Strat
     places = [AtomCut.of(problem.block, op, atom, dims.get(atom)) for atom in problem.real_atoms]
     against = (rule.rejection(place) for rule in rules for place in places)
     return next((found.rule_id for found in against if found), None)
-
-
-def _difference(problem: OperatorProblem, cuts: Cuts, own: Cuts) -> str:
-    """Print only what differs: the cuts of dims that another atom cuts."""
-    sizes = {atom: problem.atoms.get(atom, 1) for atom in ATOMS}
-    moved = [dim for dim in {**cuts, **own} if cuts.get(dim, ()) != own.get(dim, ())]
-    texts = [f"{dim}/{show_atoms(whole_axes(cuts[dim], sizes))}" if cuts.get(dim) else f"{dim} whole" for dim in moved]
-    return ", ".join(texts)
 
 
 def _explained(

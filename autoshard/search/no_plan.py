@@ -15,7 +15,7 @@ from autoshard.plan.rules.nxd_engine import FLASH_TILE
 from autoshard.search.judging import judge_space
 from autoshard.search.planner import Found, Request, rejections_of, search
 from autoshard.search.space import default_kernels
-from autoshard.spec.cluster import LOCAL, Cluster
+from autoshard.spec.cluster import LOCAL
 from autoshard.units import format_bytes
 
 _MOST_DOUBLINGS = 6  # of the nodes
@@ -121,17 +121,19 @@ def question_faults(request: Request, option: str = "--fix") -> tuple[Fault, ...
 
 def why_none(request: Request, found: Found) -> str:
     """Say why a search found nothing: which Rules left nothing, or by how much the smallest plan misses memory."""
-    pins = f" with {pins_text(request.pins)}" if request.pins else ""
-    where = f"{request.model.name} on {_cluster_text(request.cluster)}{pins}"
+    pins, cluster = f" with {pins_text(request.pins)}" if request.pins else "", request.cluster
+    local = f"this machine with {cluster.num_ranks} ranks"
+    where = local if cluster.name == LOCAL else f"{cluster.num_nodes} x {cluster.name}"
+    question = f"{request.model.name} on {where}{pins}"
     miss, certificate = found.nearest_miss, found.certificate
     if miss is None or miss.prediction is None:
-        head = f"no plan: each of the {certificate.num_points} outer points of {where} is refused by a rule"
+        head = f"no plan: each of the {certificate.num_points} outer points of {question} is refused by a rule"
         return "\n".join([head, *_refusal_lines(certificate.refusals)])
     peak, capacity = miss.prediction.peak_bytes, miss.prediction.capacity_bytes
     fullest = max(miss.prediction.stage_memory, key=lambda memory: memory.total)
     largest = sorted(fullest.parts.items(), key=lambda part: -part[1])[:3]
     return (
-        f"no plan: none of the {certificate.num_legal} legal outer points for {where} fits in memory\n"
+        f"no plan: none of the {certificate.num_legal} legal outer points for {question} fits in memory\n"
         f"  the smallest is {miss.candidate}: {format_bytes(peak)} a rank "
         f"({', '.join(f'{part} {format_bytes(size)}' for part, size in largest)}), "
         f"{format_bytes(peak - capacity)} more than the {format_bytes(capacity)} there are"
@@ -141,12 +143,6 @@ def why_none(request: Request, found: Found) -> str:
 def _refusal_lines(refusals: Sequence[Refusal]) -> list[str]:
     most = sorted(refusals, key=lambda refusal: -refusal.num_points)[:_MOST_REFUSALS]
     return [f"  {refusal.num_points} by {refusal.rule_id}, like {refusal.example}" for refusal in most]
-
-
-def _cluster_text(cluster: Cluster) -> str:
-    if cluster.name == LOCAL:
-        return f"this machine with {cluster.num_ranks} ranks"
-    return f"{cluster.num_nodes} x {cluster.name}"
 
 
 def _against_all(request: Request, engine: Engine) -> list[str]:

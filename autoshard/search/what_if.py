@@ -71,7 +71,9 @@ def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:
         faults = question_faults(pinned, "--why-not") if other is None else ()
         against = [str(fault) for fault in faults] or [why_none(pinned, found)]
     flips: dict[str, Flip | None] = {}
-    if other is not None and other.candidate != plan.candidate and not (found.plans and _is_faster(other, plan)):
+    times = [one.prediction.step_time_s for one in (*found.plans[:1], plan) if one.prediction]
+    already = bool(found.plans) and times[0] < times[1]
+    if other is not None and other.candidate != plan.candidate and not already:
         stages = {key: pins[key] for key in ("stages", "recompute") if key in pins}
         own, theirs = outer_pins(plan.candidate), {**outer_pins(other.candidate), **stages}
         for one in circumstances(request, plan.candidate, other.candidate):
@@ -84,11 +86,6 @@ def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:
         flips=tuple(flip for flip in flips.values() if flip),
         unmoved=tuple(name for name, flip in flips.items() if flip is None),
     )
-
-
-def _is_faster(one: Plan, other: Plan) -> bool:
-    assert one.prediction and other.prediction, "only predicted plans are compared"
-    return one.prediction.step_time_s < other.prediction.step_time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
