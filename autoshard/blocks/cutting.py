@@ -16,7 +16,7 @@ from autoshard.layout.collective import Collective
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.layout import Cuts
 from autoshard.layout.legal import cut_operations, together
-from autoshard.layout.pin import OpPins, Pin
+from autoshard.layout.pin import Pin
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate, boundary_cuts
 from autoshard.plan.lowering import ATOMS, KINDS, StepGraph
@@ -28,7 +28,7 @@ from autoshard.spec.mesh import Mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Under what the cuts of a model are searched: an engine's Rules, the layout between blocks, pinned layouts."""
+    """What limits the cuts of a model: an engine's Rules, the layout between blocks, pinned layouts."""
 
     engine: Engine
     sequence_parallel: bool
@@ -39,13 +39,8 @@ class Terms:
     @classmethod
     def of(cls, candidate: Candidate, engine: Engine, pins: tuple[Pin, ...] = ()) -> "Terms":
         """Return the terms of a candidate."""
-        return cls(
-            engine=engine,
-            sequence_parallel=candidate.sequence_parallel,
-            cp_kind=candidate.cp_kind,
-            between=candidate.boundary,
-            pins=pins,
-        )
+        sp, between = candidate.sequence_parallel, candidate.boundary
+        return cls(engine=engine, sequence_parallel=sp, cp_kind=candidate.cp_kind, between=between, pins=pins)
 
     @property
     def rules(self) -> tuple[StrategyRule, ...]:
@@ -59,42 +54,47 @@ class Terms:
 
 
 def solved_cutting(question: Question, candidate: Candidate, terms: Terms) -> Cutting:
-    """Return the cheapest cutting of a candidate's blocks; it says as well what dp, cp and ep would cut there.
-
-    With tp 1 it may be asked for either way of ``sequence_parallel``.
-    """
+    """Return the cheapest cutting of a candidate's blocks."""
     return Cutter(question).solved(candidate, terms)
 
 
 class Cutter:
-    """Solves candidate after candidate of a question, and keeps of each what the next can use."""
+    """Solves the blocks of candidate after candidate of a question; what no size changes is computed once."""
 
     def __init__(self, question: Question) -> None:
         self._question = question
         self._tables: dict[tuple[Terms, str, Atoms], Tables] = {}
 
     def solved(self, candidate: Candidate, terms: Terms) -> Cutting:
-        """Return the cheapest cutting of a candidate's blocks."""
+        """Return the cheapest cutting of a candidate's blocks: one table per kind, whatever is computed again.
+
+        It also says how dp, cp and ep would cut if they were larger than 1, so that it serves other meshes. With tp 1
+        either way of ``sequence_parallel`` may be given.
+        """
         found: dict[str, Mapping[str, Cuts]] = {}
         for kind in KINDS:
             problem = operator_problem(self._question, candidate, terms, kind)
             key = (terms, kind, problem.real_atoms)
             tables = self._tables[key] = Tables(problem, like=self._tables.get(key))
-            found[kind] = _completed(self._question.step, terms, kind, problem.real_atoms, solve(problem, tables).cuts)
+            cuts = solve(problem, tables).cuts
+            found[kind] = _with_idle_atoms(self._question.step, terms, kind, problem.real_atoms, cuts)
         return Cutting.of(found, terms.boundary)
 
 
-def _completed(
-    step: StepGraph, terms: Terms, kind: str, real: tuple[str, ...], cuts: Mapping[str, Cuts]
+def _with_idle_atoms(
+    step: StepGraph, terms: Terms, kind: str, real: Atoms, cuts: Mapping[str, Cuts]
 ) -> Mapping[str, Cuts]:
-    """Put atoms that are of size 1 here where the Rules allow them only one place, in the order of the mesh."""
+    """Add the atoms that are of size 1 here where the Rules leave them just one dim, in the order of the mesh."""
     found: dict[str, Cuts] = {}
     for op in cut_operations(step.block(kind, Recompute())):
         mine = {dim: list(cut) for dim, cut in cuts[op.name].items()}
         for atom in (atom for atom in ATOMS if atom not in real):
-            places = _idle_places(step, terms, kind, op.name, atom)
-            if len(places) == 1 and places[0]:
-                mine.setdefault(places[0], []).append(atom)
+            try:
+                dims = _allowed_dims(step, terms, kind, op.name, atom)
+            except InputError:  # pins leave it none; that is an error where it cuts something
+                continue
+            if len(dims) == 1 and dims[0]:
+                mine.setdefault(dims[0], []).append(atom)
         ordered = {dim: tuple(sorted(atoms, key=ATOMS.index)) for dim, atoms in mine.items()}
         tied = {dim: together(ordered, others) for dim, others in op.kind.tied_dims()}
         found[op.name] = {**ordered, **tied}
@@ -102,7 +102,7 @@ def _completed(
 
 
 def operator_problem(question: Question, candidate: Candidate, terms: Terms, kind: str) -> OperatorProblem:
-    """Return what the solver is asked about one block of a candidate."""
+    """Return the problem of one block of a candidate."""
     mesh = mesh_of(candidate, question.model, question.cluster)
     atoms = {atom: mesh.size(atom) for atom in ATOMS}
     real = tuple(atom for atom, size in atoms.items() if size > 1)
@@ -120,33 +120,21 @@ def operator_problem(question: Question, candidate: Candidate, terms: Terms, kin
 
 
 @cache
-def allowed_cuts(step: StepGraph, terms: Terms, kind: str, real: tuple[str, ...]) -> Mapping[str, tuple[Cuts, ...]]:
-    """Return what each operation of a block may choose from on meshes on which these atoms cut; sizes do not matter."""
+def allowed_cuts(step: StepGraph, terms: Terms, kind: str, real: Atoms) -> Mapping[str, tuple[Cuts, ...]]:
+    """Return the cuts that the Rules and pins allow each operation of a block, on meshes on which these atoms cut."""
     block = step.block(kind, Recompute())
-    places = {op: [_places(step, terms, kind, op.name, atom) for atom in real] for op in cut_operations(block)}
-    return MappingProxyType({op.name: op_cuts(block, op, real, allowed) for op, allowed in places.items()})
+    dims = {op: [_allowed_dims(step, terms, kind, op.name, atom) for atom in real] for op in cut_operations(block)}
+    return MappingProxyType({op.name: op_cuts(block, op, real, allowed) for op, allowed in dims.items()})
 
 
 @cache
-def _places(step: StepGraph, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
-    block = step.block(kind, Recompute())
-    return atom_dims(block, block.op(op), atom, terms.rules, _op_pins(step, terms, kind).get(op))
+def _allowed_dims(step: StepGraph, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
+    block, pins = step.block(kind, Recompute()), None
+    if terms.pins:
+        from autoshard.blocks.pinned import constraints  # most searches have no pins, and start sooner without
 
-
-def _idle_places(step: StepGraph, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
-    """Return the places of an atom that cuts nothing; that pins leave it none, is said where it does."""
-    try:
-        return _places(step, terms, kind, op, atom)
-    except InputError:
-        return ()
-
-
-def _op_pins(step: StepGraph, terms: Terms, kind: str) -> Mapping[str, OpPins]:
-    if not terms.pins:
-        return {}
-    from autoshard.blocks.pinned import constraints  # most searches have no pins, and start sooner without
-
-    return constraints(step, terms.pins).of_block(kind)
+        pins = constraints(step, terms.pins).of_block(kind).get(op)
+    return atom_dims(block, block.op(op), atom, terms.rules, pins)
 
 
 def _seconds(question: Question, mesh: Mesh) -> Seconds:

@@ -14,19 +14,19 @@ _CELLS = 1 << 17  # of a joint table that is held in one piece; measured: those 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Factor:
+class CostFactor:
     """A cost that depends on some variables, an axis of ``table`` each; ``weight`` is what a limit counts, likewise."""
 
     variables: tuple[str, ...]
     table: Table
     weight: Table | None = None
 
-    def sliced(self, name: str, values: slice) -> "Factor":
+    def sliced(self, name: str, values: slice) -> "CostFactor":
         """Return the costs of some of a variable's values."""
         if name not in self.variables:
             return self
         place = tuple(values if one == name else slice(None) for one in self.variables)
-        return Factor(variables=self.variables, table=self.table[place])
+        return CostFactor(variables=self.variables, table=self.table[place])
 
     def reduced(self, variables: Sequence[str]) -> Table:
         """Return the least costs for each choice of some of its variables, axes in the order given."""
@@ -43,7 +43,7 @@ class EliminationStep:
     """
 
     variables: tuple[str, ...]  # its own first, then its neighbours
-    factors: tuple[Factor, ...]
+    factors: tuple[CostFactor, ...]
     least: Table
 
     def best(self, choices: Mapping[str, int]) -> int:
@@ -72,16 +72,16 @@ class Elimination:
     def least_totals(self) -> dict[str, Table]:
         """Return, for every value of every variable, the least total of all choices that it is one of.
 
-        >>> cost = Factor(variables=("a", "b"), table=np.array([[3.0, 1.0], [2.0, 5.0]]))
+        >>> cost = CostFactor(variables=("a", "b"), table=np.array([[3.0, 1.0], [2.0, 5.0]]))
         >>> eliminate({"a": 2, "b": 2}, [cost]).least_totals()
         {'b': array([2., 1.]), 'a': array([1., 2.])}
         """
         made_by = {id(step.least): step for step in self.steps}
-        outside: dict[str, Factor] = {}  # of a step: the least cost of all that is in none of its factors
+        outside: dict[str, CostFactor] = {}  # of a step: the least cost of all that is in none of its factors
         totals: dict[str, Table] = {}
         for step in reversed(self.steps):
             own = step.variables[0]
-            rest = outside.pop(own, None) or Factor(variables=(), table=np.array(self.cost - step.least))
+            rest = outside.pop(own, None) or CostFactor(variables=(), table=np.array(self.cost - step.least))
             children = [made_by[id(one.table)] for one in step.factors if id(one.table) in made_by]
             scopes = [(own,), *(child.variables[1:] for child in children)]
             found = [np.full([self.sizes[name] for name in scope], np.inf) for scope in scopes]
@@ -93,16 +93,17 @@ class Elimination:
             for child, total in zip(children, sums, strict=True):
                 possible = np.isfinite(child.least)
                 less = np.where(possible, total - np.where(possible, child.least, 0.0), np.inf)
-                outside[child.variables[0]] = Factor(variables=child.variables[1:], table=less)
+                outside[child.variables[0]] = CostFactor(variables=child.variables[1:], table=less)
         return totals
 
 
-def eliminate(sizes: Mapping[str, int], factors: Sequence[Factor]) -> Elimination:
+def eliminate(sizes: Mapping[str, int], factors: Sequence[CostFactor]) -> Elimination:
     """Minimise one variable after the other away, always the one whose neighbours' joint table is smallest.
 
     The order depends on the variables of the factors alone, so that it is the same whatever the tables hold.
 
-    >>> found = eliminate({"a": 2, "b": 2}, [Factor(variables=("a", "b"), table=np.array([[3.0, 1.0], [2.0, 5.0]]))])
+    >>> cost = CostFactor(variables=("a", "b"), table=np.array([[3.0, 1.0], [2.0, 5.0]]))
+    >>> found = eliminate({"a": 2, "b": 2}, [cost])
     >>> found.cost, found.choices()
     (1.0, {'a': 0, 'b': 1})
     """
@@ -110,13 +111,13 @@ def eliminate(sizes: Mapping[str, int], factors: Sequence[Factor]) -> Eliminatio
     steps: list[EliminationStep] = []
     for variable in _order(tuple(sizes.items()), tuple(factor.variables for factor in factors)):
         mine = [factor for factor in pending if variable in factor.variables]
-        mine = mine or [Factor(variables=(variable,), table=np.zeros(sizes[variable]))]
+        mine = mine or [CostFactor(variables=(variable,), table=np.zeros(sizes[variable]))]
         pending = [factor for factor in pending if variable not in factor.variables]
         variables = (variable, *sorted({name for factor in mine for name in factor.variables} - {variable}))
         parts = [joint.table.min(axis=0) for _, joint in _pieces(variables, sizes, mine)]
         least = parts[0] if len(parts) == 1 else np.concatenate(parts)
         steps.append(EliminationStep(variables=variables, factors=tuple(mine), least=least))
-        pending.append(Factor(variables=variables[1:], table=least))
+        pending.append(CostFactor(variables=variables[1:], table=least))
     return Elimination(sizes=sizes, steps=tuple(steps), cost=float(sum(factor.table for factor in pending)))
 
 
@@ -142,8 +143,8 @@ def _order(sizes: tuple[tuple[str, int], ...], scopes: tuple[tuple[str, ...], ..
 
 
 def _pieces(
-    variables: Sequence[str], sizes: Mapping[str, int], factors: Sequence[Factor]
-) -> Iterator[tuple[slice, Factor]]:
+    variables: Sequence[str], sizes: Mapping[str, int], factors: Sequence[CostFactor]
+) -> Iterator[tuple[slice, CostFactor]]:
     """Yield the sum of factors cut along its second axis, piece by piece, so that it is never held as a whole."""
     if len(variables) == 1:
         yield slice(None), _joined(variables, sizes, factors)
@@ -156,11 +157,11 @@ def _pieces(
         yield values, _joined(variables, {**sizes, cut: values.stop - start}, here)
 
 
-def _joined(variables: Sequence[str], sizes: Mapping[str, int], factors: Sequence[Factor]) -> Factor:
+def _joined(variables: Sequence[str], sizes: Mapping[str, int], factors: Sequence[CostFactor]) -> CostFactor:
     """Add up factors into one table with an axis for each of these variables, in their order."""
     total = np.zeros([sizes[name] for name in variables])
     for factor in factors:
         order = [name for name in variables if name in factor.variables]
         table = factor.table.transpose([factor.variables.index(name) for name in order])
         total += table.reshape([sizes[name] if name in factor.variables else 1 for name in variables])
-    return Factor(variables=tuple(variables), table=total)
+    return CostFactor(variables=tuple(variables), table=total)

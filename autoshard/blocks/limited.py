@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.blocks.elimination import Elimination, Factor, Table, eliminate
+from autoshard.blocks.elimination import CostFactor, Elimination, Table, eliminate
 
 MOST_SPLITS = 200  # measured: no block of a model has needed 20
 _TOLERANCE = 1e-9  # costs that differ by less are ties
@@ -72,7 +72,7 @@ class _Subproblem:
     """Factors over some values of each variable, and the numbers of these among all values."""
 
     numbers: Mapping[str, NDArray[np.intp]]
-    factors: tuple[Factor, ...]
+    factors: tuple[CostFactor, ...]
 
     def priced(self, price: float) -> Elimination:
         """Minimise cost and priced weight."""
@@ -128,16 +128,16 @@ class _Subproblem:
     def _eliminated(self, tables: Sequence[Table]) -> Elimination:
         sizes = {name: len(numbers) for name, numbers in self.numbers.items()}
         pairs = zip(self.factors, tables, strict=True)
-        return eliminate(sizes, [Factor(variables=one.variables, table=table) for one, table in pairs])
+        return eliminate(sizes, [CostFactor(variables=one.variables, table=table) for one, table in pairs])
 
 
 def minimise_within(
-    sizes: Mapping[str, int], factors: Sequence[Factor], limit: float, *, most_splits: int = MOST_SPLITS
+    sizes: Mapping[str, int], factors: Sequence[CostFactor], limit: float, *, most_splits: int = MOST_SPLITS
 ) -> LimitedMinimum:
     """Return the least cost whose weight is at most the limit; exact unless that needs more splits than allowed.
 
     >>> cost, weight = np.array([1.0, 2.0, 5.0]), np.array([9.0, 4.0, 3.0])
-    >>> minimise_within({"a": 3}, [Factor(variables=("a",), table=cost, weight=weight)], 6.0)
+    >>> minimise_within({"a": 3}, [CostFactor(variables=("a",), table=cost, weight=weight)], 6.0)
     LimitedMinimum(cost=2.0, weight=4.0, choices={'a': 1}, bound=2.0, fits=True)
     """
     limit += _TOLERANCE * abs(limit)  # rounding of a sum is no overrun
@@ -207,10 +207,10 @@ def _narrowed(part: _Subproblem, limit: float, price: float, worst: float) -> _S
     return part
 
 
-def _where(factor: Factor, kept: Mapping[str, NDArray[np.bool_]]) -> Factor:
+def _where(factor: CostFactor, kept: Mapping[str, NDArray[np.bool_]]) -> CostFactor:
     table, weight = factor.table, factor.weight
     for axis, name in enumerate(factor.variables):
         if name in kept:
             table = table.compress(kept[name], axis=axis)
             weight = None if weight is None else weight.compress(kept[name], axis=axis)
-    return Factor(variables=factor.variables, table=table, weight=weight)
+    return CostFactor(variables=factor.variables, table=table, weight=weight)

@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 from autoshard.blocks.choices import OpChoice
 from autoshard.blocks.problem import OperatorProblem
 from autoshard.graph.block import Saved
-from autoshard.graph.kinds.attention import SCORES, Attend, AttendGradient
+from autoshard.graph.kinds.attention import SCORES
 from autoshard.graph.op import Call, Op
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts
+from autoshard.layout.sharding import RING_DIM, RINGS
 
 Column = NDArray[np.float64]  # one number per choice
-RING_DIM = "kv_seq"
-RINGS = (Attend, AttendGradient)
 
 
 def roofline_s(problem: OperatorProblem, part: Op, choices: Sequence[Cuts]) -> Column:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.blocks.choices import Atoms, real_cuts
-from autoshard.blocks.elimination import Factor, eliminate
+from autoshard.blocks.elimination import CostFactor, eliminate
 from autoshard.blocks.limited import minimise_within
 from autoshard.blocks.problem import OperatorProblem
 from autoshard.blocks.tables import Tables
@@ -63,10 +63,10 @@ def solve(problem: OperatorProblem, tables: Tables | None = None) -> OperatorSol
 def cost_of(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> float:
     """Return what a block costs with these cuts."""
     tables = Tables(problem)
-    fixed: list[Factor] = []
+    fixed: list[CostFactor] = []
     for name, choices in tables.choices.items():
         same = [real_cuts(choice.cuts) == real_cuts(cuts[name]) for choice in choices]
-        fixed.append(Factor(variables=(name,), table=np.where(same, 0.0, np.inf)))
+        fixed.append(CostFactor(variables=(name,), table=np.where(same, 0.0, np.inf)))
     return eliminate(tables.sizes, [*tables.factors(), *fixed]).cost
 
 

@@ -30,7 +30,7 @@ _LONGEST, _BATCH = 8192, 1024  # as in plans that say nothing else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedBlock:
+class BlockSharding:
     """The layouts of every operation of a block, as the lines of a plan's table, and what they cost on a rank.
 
     ``rests`` names the weights that rest in pieces and are gathered where they are used, as under FSDP. ``time_s`` is
@@ -62,7 +62,7 @@ def shard_block(  # noqa: PLR0913
     kind: str = "layer",
     memory_bytes: float = math.inf,
     engine: Engine | None = None,
-) -> ShardedBlock:
+) -> BlockSharding:
     """Return the fastest sharding of one block of a model within a memory limit per rank.
 
     ``mesh`` holds sizes of axes, and other keys of a candidate that say how a block is cut: ``dp=2,tp=4,mbs=2``. Every
@@ -102,7 +102,7 @@ def shard_block(  # noqa: PLR0913
         block, found.cuts, atoms, problem.price(work.precision.activations),
         boundary=problem.boundary, keeps_gathered=problem.keeps_gathered,
     )  # fmt: skip
-    return ShardedBlock(
+    return BlockSharding(
         table=written(strategies(program, block), atoms),
         rests={
             weight: f"flat/{show_atoms(whole_axes(over, atoms))}"

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.blocks.choices import Atoms, subsets
 from autoshard.blocks.dataflow import Dataflow
-from autoshard.blocks.elimination import Factor
+from autoshard.blocks.elimination import CostFactor
 from autoshard.blocks.op_prices import (
     compute_s,
     gathered_s,
@@ -48,7 +48,7 @@ class Tables:
         rests = [self.rest_name(op) for op in self.ops if weights_of(self.problem, op)]
         return found | (dict.fromkeys(rests, len(self.rests)) if self.problem.cuts_rest else {})
 
-    def factors(self) -> list[Factor]:
+    def factors(self) -> list[CostFactor]:
         """Return all tables."""
         own = [factor for op in self.ops for factor in self._op_factors(op)]
         return [*own, *(factor for edge in self._edges for factor in edge.factors()), self._end()]
@@ -58,7 +58,7 @@ class Tables:
         """Return the name of the variable that says how an operation's weights rest."""
         return f"rest of {op.name}"
 
-    def _op_factors(self, op: Op) -> list[Factor]:
+    def _op_factors(self, op: Op) -> list[CostFactor]:
         """Price an operation by itself.
 
         It keeps, as it is cut, copies of its kernel and results that are not delivered.
@@ -70,10 +70,10 @@ class Tables:
         for entry in block.saved:
             if entry.op == op.name and entry.storage not in delivered:
                 weight += kept_bytes(self.problem, entry, choices)
-        found = [Factor(variables=(op.name,), table=time_s, weight=weight)]
+        found = [CostFactor(variables=(op.name,), table=time_s, weight=weight)]
         return [*found, self._weight_factor(op)] if weights_of(self.problem, op) else found
 
-    def _weight_factor(self, op: Op) -> Factor:
+    def _weight_factor(self, op: Op) -> CostFactor:
         """Price how an operation's weights rest, and the reduction of their gradients."""
         problem, choices = self.problem, self.choices[op.name]
         time_s, states = np.zeros((2, len(choices), len(self.rests)))
@@ -91,10 +91,10 @@ class Tables:
                     else:
                         time_s[row, column] = np.inf
         if problem.cuts_rest:
-            return Factor(variables=(op.name, self.rest_name(op)), table=time_s, weight=states)
-        return Factor(variables=(op.name,), table=time_s[:, 0], weight=states[:, 0])
+            return CostFactor(variables=(op.name, self.rest_name(op)), table=time_s, weight=states)
+        return CostFactor(variables=(op.name,), table=time_s[:, 0], weight=states[:, 0])
 
-    def _end(self) -> Factor:
+    def _end(self) -> CostFactor:
         """Price the way of the block's result to the boundary, and of the gradient that comes for it; a loss stays."""
         block, flow = self.problem.block, self._flow
         result = block.carry_out or "loss"
@@ -107,4 +107,4 @@ class Tables:
             time_s += flow.change_s(tensor.dims, tensor.dtype, made, boundary)[:, 0]
             time_s += flow.change_s(tensor.dims, tensor.dtype, boundary, taken)[0]
         time_s[[bool(choice.passed_back) for choice in choices]] = np.inf
-        return Factor(variables=(maker.name,), table=time_s)
+        return CostFactor(variables=(maker.name,), table=time_s)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autoshard.blocks.choices import OpChoice
 from autoshard.blocks.dataflow import Dataflow, numbers
-from autoshard.blocks.elimination import Factor, Table
+from autoshard.blocks.elimination import CostFactor, Table
 from autoshard.errors import InputError
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Op
@@ -78,7 +78,7 @@ class TensorEdge:
             return {self.deliver.name: self.deliveries(self._names)}
         return {f"{self.deliver.name} to {name}": self.deliveries((name,)) for name in self._names}
 
-    def factors(self) -> Iterator[Factor]:
+    def factors(self) -> Iterator[CostFactor]:
         """Yield the price of the edge, and what cannot be: infinity where reader and delivery do not fit."""
         variables = self.variables
         table, weight = self._separate() if self._groups else (self._price(())[:, 0], self._weight(()))
@@ -89,10 +89,10 @@ class TensorEdge:
             message = f"{readers} read {self.tensor} in different layouts; pin them to one, or fewer of them"
             raise InputError.of("pins", message)
         maker = () if self.maker is None else (self.maker.name,)
-        yield Factor(variables=(*maker, *variables), table=table, weight=weight)
+        yield CostFactor(variables=(*maker, *variables), table=table, weight=weight)
         for reader, name in zip(self.readers, variables if self._groups else itertools.cycle(variables), strict=False):
             fits = self._fitting(reader, variables[name])
-            yield Factor(variables=(name, reader.name), table=np.where(fits, 0.0, np.inf))
+            yield CostFactor(variables=(name, reader.name), table=np.where(fits, 0.0, np.inf))
         yield from self._passes()
 
     def deliveries(self, readers: Readers) -> tuple[Delivery, ...]:
@@ -245,13 +245,13 @@ class TensorEdge:
         sends = np.array([self.flow.mask(self.flow.sends(reader, choice, self.tensor)) for choice in choices])
         return (taken[:, None] == wanted) & ((sends & ~self._sums(deliveries)[:, None]) == 0)
 
-    def _passes(self) -> Iterator[Factor]:
+    def _passes(self) -> Iterator[CostFactor]:
         """Yield infinity where a sum that may pass through a reader is not passed: the lowered program always does."""
         for reader in self.readers:
             if self.maker is not None and reader.inputs[0] == self.tensor and self.flow.rules[reader.name].forward:
                 takes = self.flow.choices[reader.name]
                 passes = [[set(layout.sums) - one.busy == set(one.passed) for one in takes] for layout in self.made]
-                yield Factor(variables=(self.maker.name, reader.name), table=np.where(passes, 0.0, np.inf))
+                yield CostFactor(variables=(self.maker.name, reader.name), table=np.where(passes, 0.0, np.inf))
 
     def _due(self, ones: NDArray[np.intp], others: NDArray[np.intp]) -> Mask:
         """Return where it lets pass back what a lowered program does: what may stay pending, if both parts await it."""

@@ -120,7 +120,7 @@ def _contents(stage: Stage, num_layers: int) -> Iterator[tuple[str, str]]:
 def parted(block: Block, program: Program) -> BlockProgram:
     """Part a program into what each pass of a block runs."""
     handed_on = block.carry_out or "loss"
-    parts = program.parts(handed_on)
+    parts = program.by_pass(handed_on)
     upstream = f"d.{handed_on}"
     assert upstream not in {name for entry in parts.forward for name in read_by(entry)}, f"{block.kind}: F waits"
     inputs, weights = _added_at_once(parts.inputs), _added_at_once(parts.weights)

@@ -53,7 +53,7 @@ class PinConstraints:
 
 def pin_constraints(graph: OpGraph, pins: Iterable[Pin]) -> PinConstraints:
     """Read what pins fix in the blocks of a step; one InputError holds every fault and every conflict."""
-    targets, pins = _Targets(graph), tuple(pins)
+    targets, pins = _PinTargets(graph), tuple(pins)
     faults = dict.fromkeys(fault for pin in pins for fault in _pin_faults(targets, pin))
     if faults:
         raise InputError(faults)
@@ -69,7 +69,7 @@ def pin_constraints(graph: OpGraph, pins: Iterable[Pin]) -> PinConstraints:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
+class _PinTarget:
     """A forward operation, or the boundary between blocks.
 
     ``aligned`` names the operations, itself among them, that cut the ``linked`` dims as it does; the first joins them.
@@ -95,7 +95,7 @@ class _Target:
         return tuple(one for one in self.tied.get(dim, (dim,)) if one in self.free)
 
 
-class _Targets:
+class _PinTargets:
     """The targets of a step by name (``layer.q``), the dims and the targets of every tensor, and what names stand for.
 
     The layout of a tensor is that of its maker, or else of its readers. A name without its block stands for the tensor
@@ -103,7 +103,7 @@ class _Targets:
     """
 
     def __init__(self, graph: OpGraph) -> None:
-        self.by_name: dict[str, _Target] = {}
+        self.by_name: dict[str, _PinTarget] = {}
         self.dims: dict[str, Dims] = {}
         self.of_tensor: dict[str, list[str]] = {}
         self.named: dict[str, tuple[str, ...]] = {}
@@ -130,12 +130,12 @@ class _Targets:
             for name in {*op.inputs} - made | {*op.outputs}:
                 self.of_tensor[prefix + name].append(prefix + op.name)
         for name in filter(None, (block.carry_in, block.carry_out)):
-            self.by_name[BOUNDARY] = _Target(name=BOUNDARY, dims=self.dims[prefix + name])
+            self.by_name[BOUNDARY] = _PinTarget(name=BOUNDARY, dims=self.dims[prefix + name])
         if block.carry_in:
             self.of_tensor[prefix + block.carry_in].insert(0, BOUNDARY)
 
 
-def _target(block: Block, op: Op, prefix: str, aligned: tuple[str, ...]) -> _Target:
+def _target(block: Block, op: Op, prefix: str, aligned: tuple[str, ...]) -> _PinTarget:
     tied = dict(op.kind.tied_dims())
     read = dict.fromkeys(dim for name in op.inputs for dim in block.tensors[name].dims)
     summed: dict[str, Dims] = {}
@@ -143,7 +143,7 @@ def _target(block: Block, op: Op, prefix: str, aligned: tuple[str, ...]) -> _Tar
         dims = block.tensors[name].dims
         left = {*dims, *op.kind.whole_dims(), *tied, *(one for dim in dims for one in tied.get(dim, ()))}
         summed[prefix + name] = tuple(dim for dim in read if dim not in left)
-    return _Target(
+    return _PinTarget(
         name=prefix + op.name,
         dims=op_dims(block, op),
         whole=op.kind.whole_dims(),
@@ -175,7 +175,7 @@ def _aligned(block: Block, ops: Sequence[Op]) -> Mapping[str, tuple[str, ...]]:
     return groups
 
 
-def _pin_faults(targets: _Targets, pin: Pin) -> Iterator[Fault]:
+def _pin_faults(targets: _PinTargets, pin: Pin) -> Iterator[Fault]:
     """Yield what is wrong with one pin by itself."""
     names = targets.named.get(pin.tensor, ())
     if not names:
@@ -194,7 +194,7 @@ def _pin_faults(targets: _Targets, pin: Pin) -> Iterator[Fault]:
     yield from (pin.fault(str(fault)) for fault in pin.layout.faults(_SIZES))
 
 
-def _use_faults(target: _Target, pin: Pin, name: str) -> Iterator[Fault]:
+def _use_faults(target: _PinTarget, pin: Pin, name: str) -> Iterator[Fault]:
     """Yield where an operation that makes or reads the tensor cannot be cut so."""
     for dim, cut in pin.layout.dims:
         if cut and not target.sources(dim):
@@ -211,7 +211,7 @@ def _use_faults(target: _Target, pin: Pin, name: str) -> Iterator[Fault]:
 class _Collector:
     """The constraints while they are gathered, and the conflicts between them."""
 
-    def __init__(self, targets: _Targets, pins: Sequence[Pin]) -> None:
+    def __init__(self, targets: _PinTargets, pins: Sequence[Pin]) -> None:
         self._pins = pins
         self.targets = targets
         self.cuts: dict[str, dict[str, PinnedCut]] = {}
@@ -254,7 +254,7 @@ class _Collector:
                     self._conflict(clash, pinned[one], pinned[two], "Give them different atoms")
             self._verify_sums(target)
 
-    def _verify_sums(self, target: _Target) -> None:
+    def _verify_sums(self, target: _PinTarget) -> None:
         """Note where an atom should leave a sum pending, but is used elsewhere or has no dim to be summed over."""
         pinned = self.cuts[target.name]
         for atom, summed in self.sums.get(target.name, {}).items():
@@ -265,7 +265,7 @@ class _Collector:
                 pending = self._pending[target.name, atom]
                 self._conflict(clash, pinned[dim], pending, "Leave a dim free to be summed over")
 
-    def _pin(self, target: _Target, dim: str, cut: PinnedCut) -> None:
+    def _pin(self, target: _PinTarget, dim: str, cut: PinnedCut) -> None:
         """Note a cut here and, for linked dims, at all aligned operations."""
         everywhere = target.aligned and (dim in target.linked or dim in target.tied)
         for name in target.aligned if everywhere else (target.name,):
@@ -276,7 +276,7 @@ class _Collector:
                 clash = f"{name} cannot have {dim} {_how(first)} and {_how(own)}"
                 self._conflict(clash, first, own, "Give them the same cut")
 
-    def _blame_ties(self, target: _Target, dim: str, cut: PinnedCut) -> None:
+    def _blame_ties(self, target: _PinTarget, dim: str, cut: PinnedCut) -> None:
         """Name the first pin that leaves no fitting runs by itself, or the first of those that do so together."""
         pinned = self.cuts[target.name]
         sources = [one for one in target.sources(dim) if one in pinned]
@@ -300,7 +300,7 @@ def _how(cut: PinnedCut) -> str:
     return f"cut over {show_atoms(cut.atoms)}" if cut.atoms else "whole"
 
 
-def _runs(target: _Target, dim: str, atoms: tuple[str, ...], pinned: Mapping[str, PinnedCut]) -> Cuts | None:
+def _runs(target: _PinTarget, dim: str, atoms: tuple[str, ...], pinned: Mapping[str, PinnedCut]) -> Cuts | None:
     """Return the runs of a tied dim's atoms for the dims it is tied to, long ones first, that agree with all pins."""
     sources = target.sources(dim)
     for ends in itertools.combinations_with_replacement(range(len(atoms) + 1), len(sources) - 1):

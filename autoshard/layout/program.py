@@ -67,7 +67,7 @@ Instruction = Given | Compute | Communicate | CountOnce | Sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class PassInstructions:
     """What the passes of a program run, each in order; a whole backward runs both of its halves."""
 
     forward: tuple[Instruction, ...]
@@ -75,7 +75,7 @@ class Parts:
     weights: tuple[Instruction, ...]  # W
 
     @classmethod
-    def of(cls, instructions: Sequence[Instruction], handed_on: Value, results: Iterable[Value]) -> "Parts":
+    def of(cls, instructions: Sequence[Instruction], handed_on: Value, results: Iterable[Value]) -> "PassInstructions":
         """Part instructions: forward is what pass F does and what it needs, all else waits for the gradient."""
         forward, backward = _needed(instructions, {handed_on.name}, "F")
         late = {name for entry in backward if pass_of(entry) == "W" for name in written_by(entry)}
@@ -102,13 +102,13 @@ class Program:
         """Return all collectives of delivers, in order."""
         return tuple(entry for entry in self.instructions if isinstance(entry, Communicate))
 
-    def parts(self, handed_on: str) -> Parts:
+    def by_pass(self, handed_on: str) -> PassInstructions:
         """Part the instructions by pass; ``handed_on`` names what the forward pass makes for the next block."""
-        return Parts.of(self.instructions, self.results[handed_on], self.results.values())
+        return PassInstructions.of(self.instructions, self.results[handed_on], self.results.values())
 
     def waiting(self, handed_on: str) -> tuple[Value, ...]:
         """Return what I leaves for W to read but what is there anyway, such as weights; each value once."""
-        late = self.parts(handed_on).weights
+        late = self.by_pass(handed_on).weights
         made = {name for entry in late for name in written_by(entry)}
         return tuple(
             {value.name: value for entry in late for value in values_read(entry) if value.name not in made}.values()
@@ -116,16 +116,9 @@ class Program:
 
     def kept(self) -> tuple[Value, ...]:
         """Return what forward makes and backward reads, to compute with it or to change it again; each value once."""
-        read: dict[str, Value] = {}
-        made_later: set[str] = set()
-        for entry in self.instructions:
-            if isinstance(entry, Compute) and entry.op.pass_ != "F":
-                read |= {value.name: value for value in entry.reads}
-                made_later |= {value.name for value in entry.writes}
-            elif isinstance(entry, Communicate) and entry.pass_ != "F":
-                read[entry.reads.name] = entry.reads
-                made_later.add(entry.writes.name)
-        return tuple(value for name, value in read.items() if name not in made_later)
+        later = [entry for entry in self.instructions if pass_of(entry) in ("I", "W")]
+        made = {name for entry in later for name in written_by(entry)}
+        return tuple({one.name: one for entry in later for one in values_read(entry) if one.name not in made}.values())
 
 
 def pass_of(entry: Instruction) -> Pass | None:

@@ -13,7 +13,7 @@ from autoshard.layout.program import Compute, Given, Program, Value
 from autoshard.spec.mesh import ATOMS
 
 RING_DIM = "kv_seq"
-_RINGS = (Attend, AttendGradient)
+RINGS = (Attend, AttendGradient)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Sharding:
 
 def _met(entry: Compute) -> Cuts:
     """Return the cuts of what an operation works on."""
-    whole = (RING_DIM,) if isinstance(entry.op.kind, _RINGS) else ()
+    whole = (RING_DIM,) if isinstance(entry.op.kind, RINGS) else ()
     return {dim: cut for dim, cut in entry.cuts.items() if cut and dim not in whole}
 
 

@@ -58,7 +58,7 @@ def units_of(plan: Plan) -> Mapping[str, str]:
 
 def _unit(plan: Plan, block: Block, program: Program) -> str:
     atoms, dtypes = table_setting(plan).atoms, plan.workload.precision
-    late = {name for entry in program.parts(block.carry_out or "loss").weights for name in written_by(entry)}
+    late = {name for entry in program.by_pass(block.carry_out or "loss").weights for name in written_by(entry)}
     sent: Counter[tuple[str, CollectiveKind, tuple[str, ...]]] = Counter()
     for tensor in block.parameters:
         total = program.results[f"{tensor.name}.sum"]

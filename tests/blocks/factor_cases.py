@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.blocks.elimination import Factor
+from autoshard.blocks.elimination import CostFactor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
     sizes: Mapping[str, int]
-    factors: Sequence[Factor]
+    factors: Sequence[CostFactor]
 
 
 def random_instance(seed: int, most_variables: int = 6, most_values: int = 4) -> Instance:
@@ -20,7 +20,7 @@ def random_instance(seed: int, most_variables: int = 6, most_values: int = 4) ->
     names = [f"v{number}" for number in range(rng.integers(2, most_variables + 1))]
     sizes = {name: int(rng.integers(1, most_values + 1)) for name in names}
     allowed = {name: int(rng.integers(size)) for name, size in sizes.items()}
-    factors: list[Factor] = []
+    factors: list[CostFactor] = []
     scopes = [tuple(rng.choice(names, size=min(len(names), count), replace=False)) for count in (2, 2, 2, 3, 3)]
     for scope in [*((name,) for name in names), *scopes]:
         shape = [sizes[name] for name in scope]
@@ -29,11 +29,11 @@ def random_instance(seed: int, most_variables: int = 6, most_values: int = 4) ->
         place = tuple(allowed[name] for name in scope)
         table[place] = 20.0
         weight = None if rng.random() < 0.3 else rng.integers(0, 40, shape).astype(float)
-        factors.append(Factor(variables=tuple(str(name) for name in scope), table=table, weight=weight))
+        factors.append(CostFactor(variables=tuple(str(name) for name in scope), table=table, weight=weight))
     return Instance(sizes=sizes, factors=factors)
 
 
-def total(factors: Sequence[Factor], choices: Mapping[str, int]) -> tuple[float, float]:
+def total(factors: Sequence[CostFactor], choices: Mapping[str, int]) -> tuple[float, float]:
     cost = weight = 0.0
     for factor in factors:
         place = tuple(choices[name] for name in factor.variables)

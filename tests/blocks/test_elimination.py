@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.blocks import elimination
-from autoshard.blocks.elimination import Factor, eliminate
+from autoshard.blocks.elimination import CostFactor, eliminate
 from tests.blocks.factor_cases import every, random_instance, total
 
 
@@ -46,5 +46,5 @@ def test_tables_made_piece_by_piece_change_nothing(seed: int, cells: int) -> Non
 
 
 def test_a_variable_in_no_factor_takes_its_first_value() -> None:
-    alone = eliminate({"a": 2, "b": 3}, [Factor(variables=("a",), table=np.array([2.0, 1.0]))])
+    alone = eliminate({"a": 2, "b": 3}, [CostFactor(variables=("a",), table=np.array([2.0, 1.0]))])
     assert (alone.cost, alone.choices()) == (1.0, {"a": 1, "b": 0})

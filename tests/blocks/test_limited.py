@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.blocks.elimination import Factor
+from autoshard.blocks.elimination import CostFactor
 from autoshard.blocks.limited import minimise_within
 from tests.blocks.factor_cases import Instance, binding_limit, every, random_instance, total
 
@@ -46,10 +46,10 @@ def entangled(seed: int, count: int, size: int) -> Instance:
     rng = np.random.default_rng(seed)
     names = [f"v{number:02}" for number in range(count)]
     weights = {name: rng.integers(1, 10**6, size).astype(float) for name in names}
-    factors = [Factor(variables=(name,), table=1e6 - weights[name], weight=weights[name]) for name in names]
+    factors = [CostFactor(variables=(name,), table=1e6 - weights[name], weight=weights[name]) for name in names]
     for step in (1, 3):
         pairs = zip(names, names[step:], strict=False)
-        factors += [Factor(variables=pair, table=rng.random((size, size)) * 3e5) for pair in pairs]
+        factors += [CostFactor(variables=pair, table=rng.random((size, size)) * 3e5) for pair in pairs]
     return Instance(sizes=dict.fromkeys(names, size), factors=factors)
 
 
