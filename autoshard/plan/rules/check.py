@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.rules import effect, neuron, nxd_engine, nxd_experts, shape
+from autoshard.plan.rules import effect, neuron, nxd_engine, shape
 from autoshard.plan.rules.columns import Columns, Engine
 from autoshard.plan.rules.rule import Rejection, Rule, judge, rules_of
 from autoshard.spec.cluster import Cluster
@@ -21,7 +21,7 @@ USER_RULES: list[Rule] = []  # of files that --extend has loaded
 @cache
 def all_rules() -> tuple[Rule, ...]:
     """List every Rule that comes with autoshard."""
-    return rules_of(shape, effect, neuron, nxd_engine, nxd_experts)
+    return rules_of(shape, effect, neuron, nxd_engine)
 
 
 def rejections(
