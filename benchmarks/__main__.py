@@ -27,12 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; a bar that does not hold is a finding, not a failure."""
     options = _parser().parse_args(arguments)
     try:
-        runs = _chosen(options.name, options.rows, options.write)
+        runs = _selected(options.name, options.rows, options.write)
         results, notes = list[Result](), list[str]()
-        said = _said(_measured(runs), results, json=options.json)
+        printed = _printed(_measured(runs), results, json=options.json)
         if options.wandb:
-            notes = _logged(said, results)
-        for _ in said:
+            notes = _logged(printed, results)
+        for _ in printed:
             pass
     except AutoshardError as error:
         print(error, file=sys.stderr)
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(name: str, rows: Path | None, write: bool) -> dict[str, Callable[[], Result]]:
+def _selected(name: str, rows: Path | None, write: bool) -> dict[str, Callable[[], Result]]:
     """Return what runs each benchmark that was asked for."""
     if name not in ("all", *BENCHMARKS):
         raise InputError.of("name", f"there is no benchmark {name!r}. {nearest(name, ['all', *BENCHMARKS])}")
@@ -75,7 +75,7 @@ def _measured(runs: Mapping[str, Callable[[], Result]]) -> Iterator[Result]:
         yield run()
 
 
-def _said(found: Iterable[Result], results: list[Result], *, json: bool) -> Iterator[Result]:
+def _printed(found: Iterable[Result], results: list[Result], *, json: bool) -> Iterator[Result]:
     """Yield results as they come, print them where JSON is asked for, and keep them."""
     for result in found:
         if json:
@@ -84,7 +84,7 @@ def _said(found: Iterable[Result], results: list[Result], *, json: bool) -> Iter
         yield result
 
 
-def _logged(said: Iterable[Result], results: Sequence[Result]) -> list[str]:
+def _logged(printed: Iterable[Result], results: Sequence[Result]) -> list[str]:
     """Show results on W&B as a sweep shows its points: a group, a run for each, a table; return notes."""
     if importlib.util.find_spec("wandb") is None:
         raise InputError.of("--wandb", "needs the wandb extra: pip install 'autoshard[wandb]'")
@@ -97,7 +97,7 @@ def _logged(said: Iterable[Result], results: Sequence[Result]) -> list[str]:
     group = WandbGroup(
         project="autoshard", name=name, folder=folder, kind="benchmark", charts={"values": ("name", "value")}
     )
-    shown = (ShownRun(key=one.name, name=one.name, config=config, summary=one.row()) for one in said)
+    shown = (ShownRun(key=one.name, name=one.name, config=config, summary=one.row()) for one in printed)
     return group.show(shown, lambda: [one.row() for one in results])
 
 
@@ -106,12 +106,12 @@ def _table(results: Sequence[Result]) -> Table:
     table = Table(*short, Column("more", overflow="fold"), title="autoshard benchmarks on this machine")
     for result in results:
         row = result.row()
-        extras = "\n".join(f"{key} {_shown(value)}" for key, value in result.extras.items())
-        table.add_row(*(_shown(row[name]) for name in _FIELDS), extras)
+        extras = "\n".join(f"{key} {_cell(value)}" for key, value in result.extras.items())
+        table.add_row(*(_cell(row[name]) for name in _FIELDS), extras)
     return table
 
 
-def _shown(value: object) -> str:
+def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

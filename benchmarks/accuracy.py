@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from autoshard.calibration.validate import SetAccuracy, Validation, validate
-from benchmarks.accuracy_table import Found, write_pages
+from benchmarks.accuracy_table import PredictedSets, write_pages
 from benchmarks.measure import yardstick_s
 from benchmarks.result import Extra, Result
 
@@ -24,7 +24,7 @@ def run(rows: Path | None = None, write: bool = False) -> Result:
     cpu_s = time.process_time() - start_s
     if write:
         other = others[0].sets if others else None
-        write_pages(Found(own=parts[0].sets, other=other, date=datetime.now(UTC).date().isoformat()), DATA)
+        write_pages(PredictedSets(own=parts[0].sets, other=other, date=datetime.now(UTC).date().isoformat()), DATA)
     return judge(parts, cpu_s)
 
 

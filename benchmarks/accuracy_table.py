@@ -55,7 +55,7 @@ PAGES: Mapping[Path, Sequence[str]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class PredictedSets:
     """What was predicted: the sets of this repository, and those of another folder, if there was one, with a date."""
 
     own: tuple[SetAccuracy, ...]
@@ -63,7 +63,7 @@ class Found:
     date: str = ""
 
 
-def page_text(text: str, columns: Sequence[str], found: Found, calibrations: str) -> str:
+def page_text(text: str, columns: Sequence[str], found: PredictedSets, calibrations: str) -> str:
     """Return a page with its tables written anew; everything outside the markers stays."""
     kept = [known for known in table_in(text, "accuracy").splitlines() if _DATED.search(known)]
     own = [_set_line(entry, columns, _HERE) for entry in found.own]
@@ -81,7 +81,7 @@ def calibration_table(rows: Path) -> str:
     return "\n".join(lines)
 
 
-def write_pages(found: Found, rows: Path, pages: Mapping[Path, Sequence[str]] = PAGES) -> None:
+def write_pages(found: PredictedSets, rows: Path, pages: Mapping[Path, Sequence[str]] = PAGES) -> None:
     """Write the tables of all pages; ``rows`` are those of this repository."""
     calibrations = calibration_table(rows)
     for page, columns in pages.items():
@@ -93,7 +93,7 @@ def _set_line(entry: SetAccuracy, columns: Sequence[str], origin: str) -> str:
     return line([*(_COLUMNS[name](entry) for name in columns), origin])
 
 
-def _others(columns: Sequence[str], found: Found) -> list[str]:
+def _others(columns: Sequence[str], found: PredictedSets) -> list[str]:
     """Return the lines of the sets of another folder; one with the name of a set of this repository is that set."""
     own = {entry.name for entry in found.own}
     return [_set_line(entry, columns, found.date) for entry in found.other or () if entry.name not in own]

@@ -103,7 +103,7 @@ NEW: Sequence[Case] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class PredictedRun:
     """What was predicted of a plan, and what it took."""
 
     name: str
@@ -121,7 +121,7 @@ def name_of(case: Case) -> str:
     return f"{case[0]} {case[1]}"
 
 
-def ran(plan: Plan, num_steps: int = STEPS) -> RunReport:
+def run_plan(plan: Plan, num_steps: int = STEPS) -> RunReport:
     """Run a plan as ``autoshard run`` does."""
     build = builder()  # imports torch, so that forks need not
     with tempfile.TemporaryDirectory() as folder:
@@ -163,18 +163,18 @@ def run() -> Result:
     reports: dict[str, list[RunReport]] = {name: [] for name in (*seen, *new)}
     for _ in range(ROUNDS):
         for name, plan in (*seen.items(), *new.items()):
-            reports[name].append(ran(plan))
+            reports[name].append(run_plan(plan))
     times_s = {name: fastest_s(found) for name, found in reports.items()}
     calibration = fitted(seen, times_s)
-    return judge([predicted_beside(name, plan, calibration, times_s[name]) for name, plan in new.items()], calibration)
+    return judge([predicted_run(name, plan, calibration, times_s[name]) for name, plan in new.items()], calibration)
 
 
-def predicted_beside(name: str, plan: Plan, calibration: Calibration, measured_s: float) -> Beside:
+def predicted_run(name: str, plan: Plan, calibration: Calibration, measured_s: float) -> PredictedRun:
     """Predict a plan with these constants."""
-    return Beside(name=name, predicted_s=predict(plan, calibration).step_time_s, measured_s=measured_s)
+    return PredictedRun(name=name, predicted_s=predict(plan, calibration).step_time_s, measured_s=measured_s)
 
 
-def judge(found: Sequence[Beside], calibration: Calibration) -> Result:
+def judge(found: Sequence[PredictedRun], calibration: Calibration) -> Result:
     """The median error must be small; every row is told."""
     error = float(np.median([abs(one.error) for one in found]))
     extras: dict[str, Extra] = {

@@ -81,10 +81,10 @@ def yardstick_s() -> float:
 def plain_copy(source: Path, target: Path) -> None:
     """Read, write and synchronise a file."""
     buffer = memoryview(bytearray(_COPIED_BYTES))
-    with source.open("rb", buffering=0) as whence, target.open("wb", buffering=0) as whither:
-        while count := whence.readinto(buffer):
-            whither.write(buffer[:count])
-        os.fsync(whither.fileno())
+    with source.open("rb", buffering=0) as reader, target.open("wb", buffering=0) as writer:
+        while count := reader.readinto(buffer):
+            writer.write(buffer[:count])
+        os.fsync(writer.fileno())
 
 
 def forget_pages(file: Path) -> None:

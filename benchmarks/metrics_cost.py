@@ -35,7 +35,7 @@ CASES: Mapping[str, Tracking] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
+class StepTimes:
     """Milliseconds of the calling thread: what passed in every step, and what it computed in one on average."""
 
     passed_ms: tuple[float, ...]
@@ -47,7 +47,7 @@ class Spent:
         return float(np.median(self.passed_ms))
 
 
-def spent(track: Tracking, num_steps: int = STEPS) -> Spent:
+def step_times(track: Tracking, num_steps: int = STEPS) -> StepTimes:
     """Show so many steps in silence, and time each call."""
     plan = _plan()
     passed_s: list[float] = []
@@ -65,16 +65,16 @@ def spent(track: Tracking, num_steps: int = STEPS) -> Spent:
                     passed_s.append(time.perf_counter() - before_s)
                     computed_s += time.thread_time() - cpu_s
                 time.sleep(PAUSE_S)
-    return Spent(passed_ms=tuple(one * 1e3 for one in passed_s), cpu_ms=computed_s * 1e3 / len(passed_s))
+    return StepTimes(passed_ms=tuple(one * 1e3 for one in passed_s), cpu_ms=computed_s * 1e3 / len(passed_s))
 
 
 def run() -> Result:
     """Time every case whose package is here."""
     packages = {"file": "json", "tensorboard": "tensorboard", "wandb_offline": "wandb"}
-    return judge({name: spent(track) if find_spec(packages[name]) else None for name, track in CASES.items()})
+    return judge({name: step_times(track) if find_spec(packages[name]) else None for name, track in CASES.items()})
 
 
-def judge(found: Mapping[str, Spent | None]) -> Result:
+def judge(found: Mapping[str, StepTimes | None]) -> Result:
     """The file with TensorBoard must cost less than a tenth of a millisecond, as the median of all steps."""
     extras: dict[str, Extra] = {}
     for name, one in found.items():

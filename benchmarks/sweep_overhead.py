@@ -42,7 +42,7 @@ for point in points_of(load_sweep(path), path.parent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class Observed:
     """What was measured: CPU seconds of the plans alone and of the sweep, and what three kills have left."""
 
     plain_s: float
@@ -72,11 +72,13 @@ def run() -> Result:
         kills = _killed([*sweep, "killed"], folder, env, num_points)
         measure([*sweep, "killed"], cwd=folder, env=env)
         done = Counter(row["id"] for row in _rows(folder / "killed"))
-    seen = Seen(plain_s=plain.cpu_s, sweep_s=swept.cpu_s, num_points=num_points, rows_at_kills=kills, times_done=done)
+    seen = Observed(
+        plain_s=plain.cpu_s, sweep_s=swept.cpu_s, num_points=num_points, rows_at_kills=kills, times_done=done
+    )
     return judge(seen, yardstick_s())
 
 
-def judge(seen: Seen, loop_s: float) -> Result:
+def judge(seen: Observed, loop_s: float) -> Result:
     """Compare the CPU seconds; it holds only if no kill has cost or doubled a point."""
     ratio = seen.sweep_s / seen.plain_s
     return Result(

@@ -7,7 +7,7 @@ import pytest
 from autoshard.calibration.validate import Validation, validate
 from benchmarks.__main__ import main
 from benchmarks.accuracy import TIME_BAR, judge, run
-from benchmarks.accuracy_table import Found
+from benchmarks.accuracy_table import PredictedSets
 from tests.calibration.measured_cases import SMALL
 
 
@@ -58,7 +58,7 @@ def test_what_to_write_is_for_accuracy_only(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_tables_are_written_when_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written: list[Found] = []
+    written: list[PredictedSets] = []
     monkeypatch.setattr("benchmarks.accuracy.write_pages", lambda found, rows: written.append(found))
     measured(tmp_path, 1.0)
     monkeypatch.setattr("benchmarks.accuracy.DATA", tmp_path)  # in the place of all rows of this repository

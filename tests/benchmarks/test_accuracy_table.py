@@ -8,7 +8,7 @@ import pytest
 from autoshard.calibration.validate import SetAccuracy
 from autoshard.cost.calibration import built_in
 from autoshard.errors import InputError
-from benchmarks.accuracy_table import PAGES, Found, calibration_table, page_text, write_pages
+from benchmarks.accuracy_table import PAGES, PredictedSets, calibration_table, page_text, write_pages
 from tests.calibration.measured_cases import DATA, published
 
 EMPTY = "before\n<!-- accuracy -->\n<!-- /accuracy -->\nmiddle\n<!-- calibrations -->\n<!-- /calibrations -->\nafter\n"
@@ -33,11 +33,11 @@ def test_the_pages_are_what_the_command_writes(own: tuple[SetAccuracy, ...]) -> 
     calibrations = calibration_table(DATA)
     for page, columns in PAGES.items():
         text = page.read_text(encoding="utf-8")
-        assert text == page_text(text, columns, Found(own=own), calibrations), f"{page}: run {COMMAND}"
+        assert text == page_text(text, columns, PredictedSets(own=own), calibrations), f"{page}: run {COMMAND}"
 
 
 def test_a_line_has_the_numbers_of_its_set(own: tuple[SetAccuracy, ...]) -> None:
-    text = page_text(EMPTY, COLUMNS, Found(own=own), "no calibrations")
+    text = page_text(EMPTY, COLUMNS, PredictedSets(own=own), "no calibrations")
     trainium = next(entry for entry in own if entry.name == "trainium")
     errors = trainium.step_time
     assert errors and errors.noise_floor
@@ -49,33 +49,35 @@ def test_a_line_has_the_numbers_of_its_set(own: tuple[SetAccuracy, ...]) -> None
 def test_lines_about_other_rows_stay_until_they_are_made_anew(own: tuple[SetAccuracy, ...]) -> None:
     first, *_ = own
     there = (named(first, "far"), named(first, "away"), first)  # the last has the name of a set of this repository
-    with_others = page_text(EMPTY, COLUMNS, Found(own=own, other=there, date="2026-01-02"), "c")
+    with_others = page_text(EMPTY, COLUMNS, PredictedSets(own=own, other=there, date="2026-01-02"), "c")
     dated = [line for line in lines(with_others) if line.endswith("| 2026-01-02 |")]
     assert [line.split()[1] for line in dated] == ["far", "away"]
-    assert page_text(with_others, COLUMNS, Found(own=own), "c") == with_others
-    fewer = page_text(with_others, COLUMNS, Found(own=own[:1]), "c")
+    assert page_text(with_others, COLUMNS, PredictedSets(own=own), "c") == with_others
+    fewer = page_text(with_others, COLUMNS, PredictedSets(own=own[:1]), "c")
     assert lines(fewer)[2:] == dated  # whatever became of the sets of this repository
-    anew = page_text(with_others, COLUMNS, Found(own=own, other=(named(first, "new"),), date="2026-03-04"), "c")
+    anew = page_text(with_others, COLUMNS, PredictedSets(own=own, other=(named(first, "new"),), date="2026-03-04"), "c")
     assert [line.split()[1] for line in lines(anew) if line.endswith("| 2026-03-04 |")] == ["new"]
     assert "2026-01-02" not in anew
 
 
 def test_a_set_without_measurements_has_no_errors(own: tuple[SetAccuracy, ...]) -> None:
     bare = dataclasses.replace(own[0], step_time=None, peak_memory=None)
-    text = page_text(EMPTY, COLUMNS, Found(own=(bare,)), "c")
+    text = page_text(EMPTY, COLUMNS, PredictedSets(own=(bare,)), "c")
     assert f"| {bare.name} | {bare.num_rows} | 0 | - | - | here |" in text
 
 
 def test_a_page_without_a_place_is_refused() -> None:
     with pytest.raises(InputError, match="no place for a table: <!-- accuracy -->"):
-        page_text("nothing", COLUMNS, Found(own=()), "c")
+        page_text("nothing", COLUMNS, PredictedSets(own=()), "c")
 
 
 def test_all_pages_are_written(tmp_path: Path, own: tuple[SetAccuracy, ...]) -> None:
     page = tmp_path / "page.md"
     page.write_text(EMPTY, encoding="utf-8")
-    write_pages(Found(own=own), DATA, {page: COLUMNS})
-    assert page.read_text(encoding="utf-8") == page_text(EMPTY, COLUMNS, Found(own=own), calibration_table(DATA))
+    write_pages(PredictedSets(own=own), DATA, {page: COLUMNS})
+    assert page.read_text(encoding="utf-8") == page_text(
+        EMPTY, COLUMNS, PredictedSets(own=own), calibration_table(DATA)
+    )
 
 
 def test_calibrations_show_what_they_were_fitted_to(tmp_path: Path) -> None:

@@ -4,7 +4,17 @@ import pytest
 
 from autoshard.cost.predict import predict
 from autoshard.engine.results import WARM_UP
-from benchmarks.local_prediction import NEW, SEEN, Beside, fastest_s, fitted, judge, name_of, predicted_beside, ran
+from benchmarks.local_prediction import (
+    NEW,
+    SEEN,
+    PredictedRun,
+    fastest_s,
+    fitted,
+    judge,
+    name_of,
+    predicted_run,
+    run_plan,
+)
 
 FASTER = 0.4
 FEW = {name_of(case): case[1].plan(case[0]) for case in (SEEN[1], SEEN[5], SEEN[10])}
@@ -30,7 +40,7 @@ def test_other_layouts_of_other_shapes_are_predicted():
 
 def test_a_machine_may_be_faster_than_declared(calibration):
     for name, time_s in times_of(FEW, FASTER).items():
-        assert abs(predicted_beside(name, FEW[name], calibration, time_s).error) < 0.05
+        assert abs(predicted_run(name, FEW[name], calibration, time_s).error) < 0.05
     assert calibration.matrix_efficiency > 1
     assert calibration.fit and len(calibration.fit.rows) == 3
 
@@ -39,7 +49,7 @@ def test_a_machine_may_be_faster_than_declared(calibration):
     ("errors", "median", "holds"), [((0.1, -0.29, 0.5), 0.29, True), ((-0.31, 0.31, 0.0), 0.31, False)]
 )
 def test_half_of_the_errors_may_be_larger_than_the_bar(calibration, errors, median, holds):
-    found = [Beside(name=str(error), predicted_s=1 + error, measured_s=1.0) for error in errors]
+    found = [PredictedRun(name=str(error), predicted_s=1 + error, measured_s=1.0) for error in errors]
     result = judge(found, calibration)
     assert (result.value, result.holds) == (pytest.approx(median), holds)
     assert all(str(error) in result.extras for error in errors)
@@ -49,6 +59,6 @@ def test_half_of_the_errors_may_be_larger_than_the_bar(calibration, errors, medi
 @pytest.mark.ranks
 def test_a_plan_is_run_as_by_the_command():
     text, shape = SEEN[10]
-    report = ran(shape.plan(text), 3)
+    report = run_plan(shape.plan(text), 3)
     assert len(report.steps) == 3 and len(report.ranks) == 2
     assert fastest_s([report]) == report.steps[WARM_UP].time_s > 0

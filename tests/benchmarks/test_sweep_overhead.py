@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from autoshard.sweep.points import Sweep, points_of
-from benchmarks.sweep_overhead import BAR, GRID, Seen, judge
+from benchmarks.sweep_overhead import BAR, GRID, Observed, judge
 
 
-def seen(sweep_s: float = 120.0, **times: int) -> Seen:
-    return Seen(
+def seen(sweep_s: float = 120.0, **times: int) -> Observed:
+    return Observed(
         plain_s=100.0, sweep_s=sweep_s, num_points=2, rows_at_kills=(0, 1, 1), times_done=times or {"a": 1, "b": 1}
     )
 
