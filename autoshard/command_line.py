@@ -39,33 +39,32 @@ class Option:
     name: str
     kind: Any  # its type, without None
     default: object
+    words: tuple[str, ...]  # the only ones that it takes, if there are only some
+    repeats: bool  # given as NAME=VALUE any number of times; named in the singular
+    flag: str  # how it is typed
+    label: str  # how faults name it: PLAN where it is given without its name
+
+    @classmethod
+    def of(cls, name: str, kind: Any, default: object) -> "Option":
+        """Read from a parameter how it is typed."""
+        members = tuple(member for member in get_args(kind) if member is not NoneType)
+        kind = Union[members] if NoneType in get_args(kind) else kind  # noqa: UP007 (as many as there are)
+        literals = [member for member in (kind, *get_args(kind)) if get_origin(member) is Literal]
+        repeats = get_origin(kind) is Mapping
+        flag = f"--{(name.removesuffix('s') if repeats else name).replace('_', '-')}"
+        label = name.upper() if name in _POSITIONAL and default is inspect.Parameter.empty else flag
+        words = tuple(word for literal in literals for word in get_args(literal))
+        return cls(name=name, kind=kind, default=default, words=words, repeats=repeats, flag=flag, label=label)
 
     @property
     def is_positional(self) -> bool:
         """Whether it is given without its name."""
-        return self.name in _POSITIONAL and self.default is inspect.Parameter.empty
+        return self.label != self.flag
 
-    @property
-    def repeats(self) -> bool:
-        """Whether it is a mapping, given as NAME=VALUE any number of times."""
-        return get_origin(self.kind) is Mapping
 
-    @property
-    def flag(self) -> str:
-        """How it is typed; what may be given several times is named in the singular."""
-        name = self.name.removesuffix("s") if self.repeats else self.name
-        return f"--{name.replace('_', '-')}"
-
-    @property
-    def label(self) -> str:
-        """How faults name it."""
-        return self.name.upper() if self.is_positional else self.flag
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The words among which it chooses, if there are only some."""
-        members = (self.kind, *get_args(self.kind))
-        return tuple(word for member in members if get_origin(member) is Literal for word in get_args(member))
+def is_recipe(path: object) -> bool:
+    """Say whether a file is a recipe, which is planned first, and not a plan."""
+    return str(path).endswith((".yaml", ".yml"))
 
 
 def read_options(name: str, command: Callable[..., int], arguments: Sequence[str]) -> dict[str, Any] | None:
@@ -88,7 +87,7 @@ def read_options(name: str, command: Callable[..., int], arguments: Sequence[str
         return None
     faults: list[Fault] = []
     given: Given = {}
-    recipes = [line[key] for key, one in options.items() if one.kind is PlanOrRecipe and _is_yaml(line[key])]
+    recipes = [line[key] for key, one in options.items() if one.kind is PlanOrRecipe and is_recipe(line[key])]
     for where, path in [*((one, one) for one in recipes), (f"--config {line['config']}", line["config"])]:
         given |= {} if path is None else _entries(where, path, options, faults)
     _load_extensions(line["extend"] or (), *given.pop("extend", ("", ())))
@@ -121,10 +120,6 @@ def _load_extensions(typed: Sequence[str], file: str, listed: object) -> None:
             load_extension(path)
 
 
-def _is_yaml(path: object) -> bool:
-    return str(path).endswith((".yaml", ".yml"))
-
-
 def _is_group(kind: Any) -> bool:
     return isinstance(kind, type) and is_dataclass(kind)
 
@@ -137,9 +132,7 @@ def _options(source: Any, before: str = "") -> Iterator[Option]:
         if _is_group(kind):
             yield from _options(kind, f"{before}{name}." if _is_group(source) else "")
         else:
-            members = tuple(member for member in get_args(kind) if member is not NoneType)
-            kind = Union[members] if NoneType in get_args(kind) else kind  # noqa: UP007 (as many as there are)
-            yield Option(name=before + name, kind=kind, default=parameter.default)
+            yield Option.of(before + name, kind, parameter.default)
 
 
 def _refuse_unknown(command: str, arguments: Sequence[str], flags: list[str]) -> None:
@@ -219,37 +212,40 @@ def _entries(where: str, path: str, options: Mapping[str, Option], faults: list[
         raise InputError.of(where, "must hold options, one `name: value` per line")
     entries: Given = {}
     elsewhere: dict[str, object] = {}
-
-    def take(section: Mapping[Any, Any], before: str) -> None:
-        for written, value in section.items():
-            key = str(written).replace("-", "_")
-            name, known = before + key, dict.fromkeys(_keys(options, before))
-            inside = list(dict.fromkeys(_keys(options, f"{name}.")))
-            if inside and isinstance(value, dict):
-                take(cast(dict[Any, Any], value), f"{name}.")
-            elif inside and value is not None:
-                message = f"must hold keys, each on a line of its own: {', '.join(inside)}"
-                faults.append(Fault(where=f"{where}: {name}", message=message))
-            elif name == "extend":
-                entries[name] = (path, value or ())
-            elif key in known:
-                entries.update({} if value is None else {name: (f"{where}: {name}", value)})
-            elif not before and key in RECIPE_KEYS:
-                elsewhere[key] = value
-            else:
-                names = list(dict.fromkeys([*known, *(() if before else RECIPE_KEYS)]))
-                faults.append(Fault(where=f"{where}: {name}", message=f"unknown key. {nearest(key, names)}"))
-
-    take(cast(dict[Any, Any], data), "")
+    for name, value in _flat(cast(dict[Any, Any], data), options, ""):
+        section, _, key = name.rpartition(".")
+        inside = _keys(options, f"{name}.")
+        if name == "extend":
+            entries[name] = (path, value or ())
+        elif name in options or (inside and value is None):
+            entries |= {} if value is None else {name: (f"{where}: {name}", value)}
+        elif inside:
+            message = f"must hold keys, each on a line of its own: {', '.join(inside)}"
+            faults.append(Fault(where=f"{where}: {name}", message=message))
+        elif name in RECIPE_KEYS:
+            elsewhere[name] = value
+        else:
+            known = _keys(options, f"{section}.") if section else [*_keys(options, ""), *RECIPE_KEYS]
+            message = f"unknown key. {nearest(key, list(dict.fromkeys(known)))}"
+            faults.append(Fault(where=f"{where}: {name}", message=message))
     faults += (Fault(where=f"{where}: {fault.where}", message=fault.message) for fault in training_faults(elsewhere))
     return entries
 
 
-def _keys(options: Mapping[str, Option], before: str) -> Iterator[str]:
-    """Yield the keys of a section, such as ``schedule.``."""
-    for name in options:
-        if name.startswith(before):
-            yield name.removeprefix(before).partition(".")[0]
+def _flat(section: Mapping[Any, Any], options: Mapping[str, Option], before: str) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a file with the names of options: those of sections have dots."""
+    for key, value in section.items():
+        name = before + str(key).replace("-", "_")
+        if isinstance(value, dict) and _keys(options, f"{name}."):
+            yield from _flat(cast(dict[Any, Any], value), options, f"{name}.")
+        else:
+            yield name, value
+
+
+def _keys(options: Mapping[str, Option], before: str) -> list[str]:
+    """Return the keys of a section, such as ``schedule.``."""
+    inside = (name.removeprefix(before).partition(".")[0] for name in options if name.startswith(before))
+    return list(dict.fromkeys(inside))
 
 
 def _pairs(option: Option, texts: Sequence[str], faults: list[Fault]) -> dict[str, str]:
@@ -315,12 +311,10 @@ def _built(group: Any, before: str, values: Mapping[str, object], places: Mappin
     try:
         return group(**fields)
     except InputError as error:
-        raise InputError(_placed(fault, before, places) for fault in error.faults) from None
-
-
-def _placed(fault: Fault, before: str, places: Mapping[str, str]) -> Fault:
-    key = before + fault.where
-    name = next((name for name in places if key == name or key.startswith((f"{name}.", f"{name}["))), None)
-    if name is None:
-        return fault
-    return Fault(where=key.removeprefix(name).removeprefix("."), message=fault.message).under(places[name])
+        faults: list[Fault] = []
+        for fault in error.faults:
+            key = before + fault.where
+            name = next((one for one in places if key == one or key.startswith((f"{one}.", f"{one}["))), None)
+            rest = Fault(where=key.removeprefix(name or "").removeprefix("."), message=fault.message)
+            faults.append(rest.under(places[name]) if name else fault)
+        raise InputError(faults) from None

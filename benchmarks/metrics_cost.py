@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from autoshard.commands.steps import step_display
+from autoshard.commands.steps import StepDisplay
 from autoshard.engine.results import TimedStep
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump
@@ -56,7 +56,7 @@ def step_times(track: Tracking, num_steps: int = STEPS) -> StepTimes:
         folder = Path(name)
         (folder / "plan.json").write_text(dump(plan), encoding="utf-8")
         training = Training(steps=num_steps, track=track)
-        with step_display(plan, training, folder, platform=plan.cluster.name, silent=True) as show:
+        with StepDisplay(plan, training, folder, platform=plan.cluster.name, silent=True) as show:
             for number in range(1, num_steps + 1):
                 step = _step(number, plan)
                 before_s, cpu_s = time.perf_counter(), time.thread_time()

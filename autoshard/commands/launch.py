@@ -8,8 +8,8 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Literal
 
-from autoshard.command_line import PlanOrRecipe
-from autoshard.commands.options import QuestionOptions, is_recipe, plan_of
+from autoshard.command_line import PlanOrRecipe, is_recipe
+from autoshard.commands.options import QuestionOptions, plan_of
 from autoshard.commands.output import print_json, print_refused
 from autoshard.errors import InputError, RunFailed, require
 from autoshard.spec.training import Training

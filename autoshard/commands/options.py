@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoshard.command_line import Counts
+from autoshard.command_line import Counts, is_recipe
 from autoshard.errors import InputError, require
 from autoshard.spec.workload import Documents, Optimizer, PrecisionName
 
@@ -125,11 +125,6 @@ class SearchOptions:
     def applied(self, request: "Request") -> "Request":
         """Return a request with these options."""
         return replace(request, effort=self.effort, objective=self.objective)
-
-
-def is_recipe(path: "Path") -> bool:
-    """Say whether a file is a recipe, which is planned first, and not a plan."""
-    return path.suffix in (".yaml", ".yml")
 
 
 def plan_of(path: "Path", question: QuestionOptions) -> "Plan":

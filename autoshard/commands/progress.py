@@ -1,6 +1,7 @@
-"""What somebody who waits sees: a bar on a terminal, else lines now and then. For searches, bytes and sweeps."""
+"""What somebody who waits sees: a line on stderr that moves on a terminal. For searches, bytes and sweeps."""
 
 import math
+import os
 import signal
 import sys
 import time
@@ -11,23 +12,47 @@ from typing import TYPE_CHECKING, Any
 from autoshard.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
     from autoshard.search.progress import Progress
     from autoshard.sweep.work import Row, SweepJob
 
-_PATIENCE_S = 1.0  # before the bar of a search
-_LINE_S = 10.0  # between two lines where there is no terminal
+_PATIENCE_S = 1.0  # before the line of a search
+_FRAME_S = 0.1  # between two drawings on a terminal
+_LINE_S = 10.0  # between two lines of a log
 _MOST_NAMES = 4  # of points that are under way
 
 
+class StatusLine:
+    """One line that is drawn over itself on a terminal; elsewhere nothing, or a line now and then."""
+
+    def __init__(self, *, silent: bool = False, logs: bool = False) -> None:
+        self._on_terminal = sys.stderr.isatty() and not silent
+        self._pause_s = _FRAME_S if self._on_terminal else _LINE_S if logs and not silent else math.inf
+        self._drawn_s = -math.inf if self._on_terminal else time.monotonic()
+
+    def show(self, text: str, *, at_once: bool = False) -> None:
+        """Draw a text, unless another was drawn a moment ago."""
+        if self._pause_s == math.inf or (time.monotonic() - self._drawn_s < self._pause_s and not at_once):
+            return
+        self._drawn_s = time.monotonic()
+        if not self._on_terminal:
+            print(text, file=sys.stderr)
+            return
+        width = os.get_terminal_size(2).columns if os.isatty(2) else 120
+        print(f"\r{text[: width - 1]}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Take the line away, so that other lines can be printed."""
+        if self._on_terminal and self._drawn_s > -math.inf:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
 class Watcher:
-    """Shows a bar on a terminal, and stops the search when its time is over or somebody has had enough."""
+    """Shows how far a search is, and stops it when its time is over or somebody has had enough."""
 
     def __init__(self, time_limit_s: float | None, show: Callable[[float], str]) -> None:
         self._start_s = time.monotonic()
         self._limit_s, self._show = time_limit_s, show
-        self._bar: Bar | None = None
+        self.line = StatusLine()
         self.interrupted = False
 
     def interrupt(self, *_: object) -> None:
@@ -39,32 +64,13 @@ class Watcher:
     def __call__(self, progress: "Progress") -> str:
         """Draw what is known, and return why to stop, if there is a reason."""
         waited_s = time.monotonic() - self._start_s
-        if waited_s > _PATIENCE_S and sys.stderr.isatty():
-            self._draw(progress)
+        if waited_s > _PATIENCE_S:
+            best = self._show(progress.best) if math.isfinite(progress.best) else "none yet"
+            left = f"bound {self._show(progress.bound)}, {progress.num_points - progress.num_done} points open"
+            self.line.show(f"searching, {format_seconds(waited_s)}: best {best}, {left} (Ctrl-C takes the best)")
         if self.interrupted:
             return "interrupted"
         return f"stopped after {self._limit_s:g} s" if self._limit_s and waited_s > self._limit_s else ""
-
-    def _draw(self, progress: "Progress") -> None:
-        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-
-        if self._bar is None:
-            self._bar = _bar(
-                TextColumn("searching"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-            )
-            self._bar.add_task("")
-            self._bar.start()
-        best = self._show(progress.best) if math.isfinite(progress.best) else "none yet"
-        open_points = progress.num_points - progress.num_done
-        text = f"best {best}, bound {self._show(progress.bound)}, {open_points} points open (Ctrl-C takes the best)"
-        self._bar.update(
-            self._bar.task_ids[0], total=progress.num_points, completed=progress.num_done, description=text
-        )
-
-    def close(self) -> None:
-        """Take the bar away."""
-        if self._bar is not None:
-            self._bar.stop()
 
 
 @contextmanager
@@ -76,14 +82,7 @@ def watching(time_limit_s: float | None, show: Callable[[float], str]) -> Iterat
         yield watcher
     finally:
         signal.signal(signal.SIGINT, before)
-        watcher.close()
-
-
-def _bar(*columns: Any, transient: bool = True) -> "Bar":
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    return Bar(*columns, console=Console(stderr=True, markup=False), transient=transient)
+        watcher.line.clear()
 
 
 @contextmanager
@@ -91,64 +90,28 @@ def byte_progress(
     what: str, more: Callable[[Any], str] = lambda _: "", *, quiet: bool
 ) -> Iterator[Callable[[Any], None]]:
     """Show what has ``done_bytes`` of ``all_bytes``, of which ``kept_bytes`` were done before; and ``more`` of it."""
-    start_s = time.monotonic()
-
-    def speed(now: Any) -> str:
-        rate = (now.done_bytes - now.kept_bytes) / max(1e-9, time.monotonic() - start_s)
-        return f"{more(now)}{format_bytes(rate)}/s"
-
-    if quiet or not sys.stderr.isatty():
-        yield _lines(speed, start_s, quiet=quiet)
-        return
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TextColumn("{task.fields[speed]}"))
-    with _bar(*columns, TimeRemainingColumn(), transient=False) as bar:
-        task = bar.add_task("", total=None, speed="")
-        yield lambda now: bar.update(task, completed=now.done_bytes, total=now.all_bytes, speed=speed(now))
-
-
-def _lines(speed: Callable[[Any], str], start_s: float, *, quiet: bool) -> Callable[[Any], None]:
-    last_s = start_s
+    line, start_s = StatusLine(silent=quiet, logs=True), time.monotonic()
 
     def report(now: Any) -> None:
-        nonlocal last_s
-        resumes = now.kept_bytes > 0 and now.done_bytes == now.kept_bytes
-        if quiet or (not resumes and time.monotonic() - last_s < _LINE_S):
-            return
-        last_s, left = time.monotonic(), ""
-        if now.done_bytes > now.kept_bytes:
-            rest_s = (last_s - start_s) * (now.all_bytes - now.done_bytes) / (now.done_bytes - now.kept_bytes)
-            left = f", {rest_s:.0f} s left"
+        done, time_s, left = now.done_bytes - now.kept_bytes, max(1e-9, time.monotonic() - start_s), ""
+        if done > 0:
+            left = f", {format_seconds(time_s * (now.all_bytes - now.done_bytes) / done)} left"
+        resumes = now.kept_bytes > 0 and done == 0
         share = f"{'going on: ' if resumes else ''}{now.done_bytes / max(1, now.all_bytes):.0%}"
-        print(f"{share} of {format_bytes(now.all_bytes)}, {speed(now)}{left}", file=sys.stderr)
+        text = f"{what}, {share} of {format_bytes(now.all_bytes)}, {more(now)}{format_bytes(done / time_s)}/s{left}"
+        line.show(text, at_once=resumes)
 
-    return report
+    yield report
+    line.clear()
 
 
 class SweepProgress:
-    """How far a sweep is: a line for each point, on a terminal a bar with what is under way."""
+    """How far a sweep is: a line for each point, and on a terminal one with what is under way."""
 
     def __init__(self, num_points: int, num_done: int, *, silent: bool) -> None:
         self._count, self._done, self._silent = num_points, num_done, silent
         self._under_way: dict[str, str] = {}
-        self._bar: Bar | None = None
-        if sys.stderr.isatty() and not silent:
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-
-            self._bar = _bar(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-            self._bar.add_task("", total=num_points, completed=num_done)
-
-    def __enter__(self) -> "SweepProgress":
-        """Start to draw."""
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Take the bar away."""
-        if self._bar is not None:
-            self._bar.stop()
+        self._line = StatusLine(silent=silent)
 
     def begin(self, job: "SweepJob") -> None:
         """Note that a job is under way."""
@@ -158,21 +121,20 @@ class SweepProgress:
     def end(self, rows: "Sequence[Row]") -> None:
         """Print what came of a job."""
         self._under_way.pop(rows[0]["id"], None)
+        self._line.clear()
         for row in rows:
             self._done += 1
-            line = f"{self._done:{len(str(self._count))}}/{self._count}  {row['point']}: {_outcome(row)}"
-            if self._bar is not None:
-                self._bar.console.print(line, highlight=False)
-            elif not self._silent:
-                print(line, flush=True)
+            if not self._silent:
+                place = f"{self._done:{len(str(self._count))}}/{self._count}"
+                print(f"{place}  {row['point']}: {_outcome(row)}", flush=True)
         self._draw()
 
     def _draw(self) -> None:
-        if self._bar is not None:
-            names = list(self._under_way.values())
+        names = list(self._under_way.values())
+        if names:
             more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
             text = ", ".join(names[:_MOST_NAMES]) + more
-            self._bar.update(self._bar.task_ids[0], completed=self._done, description=text)
+            self._line.show(f"{self._done}/{self._count} done; under way: {text}", at_once=True)
 
 
 def _outcome(row: "Row") -> str:

@@ -4,9 +4,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from autoshard.command_line import Counts, PlanOrRecipe
+from autoshard.command_line import Counts, PlanOrRecipe, is_recipe
 from autoshard.commands.compiling import compile_ahead
-from autoshard.commands.options import QuestionOptions, is_recipe, plan_of
+from autoshard.commands.options import QuestionOptions, plan_of
 from autoshard.commands.output import print_json, print_refused
 from autoshard.commands.running import Execution, execute
 from autoshard.errors import require

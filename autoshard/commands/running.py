@@ -146,7 +146,7 @@ class RunDisplay:
             self._steps(message)
 
     def _begin(self, started: Any) -> None:
-        from autoshard.commands.steps import step_display
+        from autoshard.commands.steps import StepDisplay
         from autoshard.runtime.folder import count_attempt
 
         plan, run = self._execution.plan, self._execution.run
@@ -154,7 +154,7 @@ class RunDisplay:
         count_attempt(run.folder, started.step, max(_MOST_STARTS, self._execution.restarts + 1))
         for note in started.notes:
             self.note(note)
-        self._steps = step_display(
+        self._steps = StepDisplay(
             plan, run.training, run.folder, platform=self._execution.platform, silent=self._execution.json,
             num_done=started.step, given_ids=dict(started.trackers),
         )  # fmt: skip

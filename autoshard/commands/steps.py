@@ -31,71 +31,42 @@ _FINISH_S = 90.0  # for trackers to upload what they have; after a run that fail
 _FAILED_S = 10.0
 
 
-def step_display(
-    plan: Plan,
-    training: Training,
-    folder: Path,
-    *,
-    platform: str,
-    silent: bool,
-    num_done: int = 0,
-    given_ids: Mapping[str, str] | None = None,
-) -> "StepDisplay":
-    """Prepare to show and keep the steps of a run, in the one process that does; nothing starts before its first step.
-
-    Lines of steps after ``num_done`` are dropped, since they are done again. ``platform`` names what runs the plan,
-    and ``given_ids`` are the ``ids`` of the run that a checkpoint carries.
-    """
-    track, ids, files = training.track, dict(given_ids or {}), dict[str, Path]()
-    refuse_without_packages(track)
-    try:
-        MetricsLog(folder).cut_after(num_done)
-        if track.wandb is not None:
-            ids = tracker_ids(folder, given_ids)
-            files = {"plan": folder / "plan.json", "predicted_trace": folder / "predicted_trace.json"}
-            files["predicted_trace"].write_text(trace_text(plan, trace(plan)), encoding="utf-8")
-    except OSError as error:
-        raise InputError.of(str(folder), f"cannot be written: {error.strerror or error}") from None
-    trackers = trackers_of(track, folder, num_done=num_done, run_id=ids.get("wandb", ""), files=files)
-    config = {"candidate": str(plan.candidate), "plan": encode(plan), "training": encode(training)}
-    display = StepDisplay(
-        folder,
-        training.steps,
-        silent=silent,
-        pace=Pace(training.steps, plan.prediction if plan.cluster.name == platform else None),
-        trackers=Trackers(trackers, config),
-        monitor=NeuronMonitor(),
-    )
-    display.ids = ids
-    return display
-
-
 class StepDisplay:
     """Shows every step, and adds it to ``metrics.jsonl`` and to trackers; used as a context, which ends them all.
 
-    At the end ``failure`` says what could not be written, without which training goes on, and ``notes`` what trackers
-    had to say; ``ids`` are what they call the run, for its checkpoints.
+    It lives in the one process that shows; nothing starts before the first step. Lines of steps after ``num_done`` are
+    dropped, since they are done again. ``platform`` names what runs the plan, ``given_ids`` are the trackers' names of
+    the run in a checkpoint. At the end ``failure`` says what could not be written, without which training goes on, and
+    ``notes`` what trackers had to say.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        num_steps: int,
-        *,
-        silent: bool,
-        pace: Pace | None = None,
-        trackers: Trackers | None = None,
-        monitor: NeuronMonitor | None = None,
-    ) -> None:
-        self._log, self._num_steps, self._silent = MetricsLog(folder), num_steps, silent
-        self._pace, self._trackers, self._monitor = pace or Pace(num_steps, None), trackers, monitor
+        self, plan: Plan, training: Training, folder: Path, *, platform: str, silent: bool, num_done: int = 0,
+        given_ids: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        track, ids, files = training.track, dict(given_ids or {}), dict[str, Path]()
+        refuse_without_packages(track)
+        self._log = MetricsLog(folder)
+        try:
+            self._log.cut_after(num_done)
+            if track.wandb is not None:
+                ids = tracker_ids(folder, given_ids)
+                files = {"plan": folder / "plan.json", "predicted_trace": folder / "predicted_trace.json"}
+                files["predicted_trace"].write_text(trace_text(plan, trace(plan)), encoding="utf-8")
+        except OSError as error:
+            raise InputError.of(str(folder), f"cannot be written: {error.strerror or error}") from None
+        trackers = trackers_of(track, folder, num_done=num_done, run_id=ids.get("wandb", ""), files=files)
+        config = {"candidate": str(plan.candidate), "plan": encode(plan), "training": encode(training)}
+        self._trackers = Trackers(trackers, config)
+        self._pace = Pace(training.steps, plan.prediction if plan.cluster.name == platform else None)
+        self._monitor = NeuronMonitor()
+        self._num_steps, self._silent = training.steps, silent
         self._console = make_console()
         self._live: Live | None = None
         self._num_shown = 0
         self._drawn_s = float("-inf")
         self._waiting: tuple[TimedStep, Paced] | None = None  # the last step, if it was not printed
         self._summary: dict[str, Any] = {}
-        self.ids: dict[str, str] = {}
         self.notes: list[str] = []
         self.failure: str | None = None
 
@@ -103,16 +74,14 @@ class StepDisplay:
         """Keep and show one step more."""
         now_s = time.monotonic()
         paced = self._pace(step, now_s)
-        neuron = neuron_record(self._monitor.taken()) if self._monitor else None
-        record = record_of(step, at=time.time(), mfu=paced.mfu, neuron=neuron)
+        record = record_of(step, at=time.time(), mfu=paced.mfu, neuron=neuron_record(self._monitor.taken()))
         try:
             self._log.append(record)
         except OSError as error:
             if self.failure is None:
                 self.failure = f"{self._log.path}: step {step.number} was not written: {error.strerror or error}"
                 self.say("warning", f"{self.failure}. The run goes on")
-        if self._trackers:
-            self._trackers.log(step.number, record)
+        self._trackers.log(step.number, record)
         for warning in paced.warnings:
             self.say("warning", warning)
         self._pass_on()
@@ -138,12 +107,9 @@ class StepDisplay:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        if self._monitor:
-            self._monitor.close()
-        if self._trackers:
-            within_s = _FINISH_S if kind is None else _FAILED_S
-            self._trackers.finish(self._summary, failed=kind is not None, within_s=within_s)
-            self._pass_on()
+        self._monitor.close()
+        self._trackers.finish(self._summary, failed=kind is not None, within_s=_FINISH_S if kind is None else _FAILED_S)
+        self._pass_on()
         self._log.close()
 
     def conclude(self, plan: Plan, report: RunReport, platform: str) -> None:
@@ -152,7 +118,7 @@ class StepDisplay:
 
     def _pass_on(self) -> None:
         """Say what trackers have to say."""
-        for said in self._trackers.said() if self._trackers else ():
+        for said in self._trackers.said():
             self.say(said.kind, said.text)
 
     def say(self, kind: str, text: str) -> None:

@@ -105,10 +105,10 @@ def _work(left: "Sequence[SweepJob]", num_points: int, rows: "RowFile", num_work
     num_left = sum(len(job.points) for job in left)
     if num_left < num_points and not silent:
         print(f"{num_points - num_left} of {num_points} points are done already")
-    with SweepProgress(num_points, num_points - num_left, silent=silent) as progress:
-        for done in work_through(left, min(num_workers, len(left)), progress.begin):
-            rows.add(done)
-            progress.end(done)
+    progress = SweepProgress(num_points, num_points - num_left, silent=silent)
+    for done in work_through(left, min(num_workers, len(left)), progress.begin):
+        rows.add(done)
+        progress.end(done)
 
 
 def _conclude(

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from autoshard.commands.steps import step_display
+from autoshard.commands.steps import StepDisplay
 from autoshard.engine.base import Measured
 from autoshard.engine.results import RunReport, TimedStep
 from autoshard.plan.codec import dump
@@ -26,7 +26,7 @@ def main(folder: Path, starts: str, killed_after_s: float | None) -> None:
     training = Training(steps=20, track=Tracking(wandb="tested"))
     for first, last in (map(int, start.split("-")) for start in starts.split(",")):
         steps: list[TimedStep] = []
-        with step_display(plan, training, folder, platform="local", silent=False, num_done=first - 1) as show:
+        with StepDisplay(plan, training, folder, platform="local", silent=False, num_done=first - 1) as show:
             for number in range(first, last + 1):
                 loss = float("nan") if number == 4 else 1 / number
                 steps.append(TimedStep(number=number, loss=loss, norm=1.0, time_s=0.25, num_tokens=64, memory_bytes=3))

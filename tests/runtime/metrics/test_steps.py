@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from autoshard.commands import steps as module
-from autoshard.commands.steps import StepDisplay, step_display
+from autoshard.commands.steps import StepDisplay
 from autoshard.engine.results import TimedStep
 from autoshard.errors import InputError
 from autoshard.runtime.launch import Placing, launch
@@ -27,10 +27,14 @@ def step(number: int, time_s: float = 0.25, **fields) -> TimedStep:
 
 def show_all(folder: Path, numbers: range, *, silent: bool = False, num_done: int = 0, **fields) -> StepDisplay:
     training = Training(steps=numbers[-1])
-    with step_display(PLAN, training, folder, platform="local", silent=silent, num_done=num_done) as show:
+    with StepDisplay(PLAN, training, folder, platform="local", silent=silent, num_done=num_done) as show:
         for number in numbers:
             show(step(number, **fields))
     return show
+
+
+def display(folder: Path, num_steps: int) -> StepDisplay:
+    return StepDisplay(PLAN, Training(steps=num_steps), folder, platform="local", silent=False)
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[int]:
@@ -52,7 +56,7 @@ def test_elsewhere_than_on_a_terminal_the_first_hundred_steps_are_lines_and_then
 def test_a_step_without_an_update_is_always_a_line_and_so_is_the_last_of_a_run_that_breaks_off(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(KeyboardInterrupt), StepDisplay(tmp_path, 1000, silent=False) as show:
+    with pytest.raises(KeyboardInterrupt), display(tmp_path, 1000) as show:
         for number in range(1, 121):
             show(step(number, loss=math.nan, updated=False) if number == 110 else step(number))
         raise KeyboardInterrupt
@@ -92,14 +96,14 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     show_all(tmp_path, range(1, 3), silent=True)
     (tmp_path / f"{METRICS}.part").mkdir()
     with pytest.raises(InputError, match="cannot be written: Is a directory"):
-        step_display(PLAN, Training(), tmp_path, platform="local", silent=True)
+        StepDisplay(PLAN, Training(), tmp_path, platform="local", silent=True)
 
 
 def test_a_file_that_cannot_be_written_is_told_once_and_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    show = display(tmp_path, 3)
     (tmp_path / METRICS).symlink_to("/dev/full")
-    show = StepDisplay(tmp_path, 3, silent=False)
     with show:
         for number in range(1, 4):
             show(step(number))
@@ -114,7 +118,7 @@ def test_trackers_that_are_missing_are_refused_before_anything_is_made(
     monkeypatch.setitem(__import__("sys").modules, "tensorboard", None)
     training = Training(track=Tracking(tensorboard=True))
     with pytest.raises(InputError, match=r"track.tensorboard: tensorboard is not installed here. Type: pip install"):
-        step_display(PLAN, training, tmp_path, platform="local", silent=True)
+        StepDisplay(PLAN, training, tmp_path, platform="local", silent=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -128,7 +132,7 @@ def test_what_forked_ranks_say_is_shown_kept_and_tracked(tmp_path: Path, capsys:
         return 7
 
     training = Training(steps=5, track=Tracking(tensorboard=True))
-    with step_display(PLAN, training, tmp_path, platform="local", silent=False) as show:
+    with StepDisplay(PLAN, training, tmp_path, platform="local", silent=False) as show:
         assert launch(None, 2, body, show=show, placing=Placing(folder=tmp_path)) == 7
     assert printed(capsys) == [1, 2, 3, 4, 5]
     assert [one["learning_rate"] for one in read_metrics(tmp_path / METRICS)] == [1e-3] * 5
@@ -142,7 +146,7 @@ def test_what_forked_ranks_say_is_shown_kept_and_tracked(tmp_path: Path, capsys:
 
 def test_another_machine_is_not_compared(tmp_path: Path) -> None:
     elsewhere = replace(PLAN, cluster=replace(PLAN.cluster, name="trn9"))
-    with step_display(elsewhere, Training(steps=1), tmp_path, platform="local", silent=True) as show:
+    with StepDisplay(elsewhere, Training(steps=1), tmp_path, platform="local", silent=True) as show:
         show(step(1))
     (found,) = read_metrics(tmp_path / METRICS)
     assert found["mfu"] is None
