@@ -24,13 +24,9 @@ def plan(text="tp=8,pp=4,dp=4", calibration=None, **changes):
 @pytest.mark.parametrize("calibration", [OWN, built_in("trn1.32xlarge"), uncalibrated()], ids=lambda one: one.name)
 def test_a_plan_read_back_predicts_with_the_same_constants(calibration):
     read = load(dump(plan(calibration=calibration)))
-    found = calibration_of(read)
-    assert (found.constants, found.interval, found.basis) == (
-        calibration.constants,
-        calibration.interval,
-        calibration.basis,
+    assert replace(calibration_of(read), fit=None, sources=calibration.sources) == replace(
+        calibration, fit=None, sources=calibration.sources
     )
-    assert found.reach == calibration.reach
     assert predict(read) == predict(read, calibration)
 
 

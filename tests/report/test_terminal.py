@@ -67,15 +67,6 @@ def reported(name: str) -> str:
     return report(made(name))
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_shares_of_time_add_up_to_the_whole(name: str):
-    table = reported(name).partition("Where the time goes")[2].partition("Memory per")[0]
-    shares = [float(share) for share in re.findall(r" ([0-9.]+)%", table)]
-    prediction = made(name).prediction
-    assert prediction and len(shares) == len(prediction.time_parts)
-    assert abs(sum(shares) - 100) <= 0.05 * len(shares) + 1e-9
-
-
 def memory_rows(name: str) -> list[list[str]]:
     table = reported(name).partition("Memory per pipeline rank")[2].partition("\n\n")[0]
     return [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()[3:]]
@@ -132,16 +123,6 @@ def test_what_looks_like_markup_is_text():
     assert "refused [red]no[/red]\n        [link=a]b[/link]\n" in printed(rejections_report([odd]))
 
 
-def test_tiny_and_huge_numbers_and_parts_of_ones_own_are_still_read():
-    plan = with_prediction(PLANS["one stage"])
-    assert plan.prediction
-    small = replace(plan.prediction, step_time_s=3e-9, low_s=1e-9, high_s=1e-8, time_parts={"compute": 3e-9})
-    parts = {"compute": 4e12, "new part": 1e-3}
-    huge = replace(plan.prediction, step_time_s=4e12, low_s=1e12, high_s=1e13, time_parts=parts)
-    assert "step 0.0 us (0.0 us to 0.0 us)" in report(replace(plan, prediction=small))
-    assert re.search(r"new part +1.0 ms +0.0%", report(replace(plan, prediction=huge)))
-
-
 def test_every_part_of_the_time_has_words_of_its_own():
     slow = replace(uncalibrated(), launch_s=1e-4, step_s=0.25)
     gpu = predicted(tabled(plan_of(ask("llama3-8b", "h100-80", 1), "tp=2,pp=2,cp=2,dp=1")), slow)
@@ -188,10 +169,10 @@ def test_refusals_come_by_number():
     assert "Refused" not in text and "within" not in text and "5 points solved (5 fit)" in text
 
 
-@pytest.mark.parametrize(("objective", "word"), [("time", "fastest"), ("memory", "smallest"), ("dollars", "cheapest")])
-def test_the_claim_names_what_was_minimised_and_why_it_stopped(objective: str, word: str):
-    found = certificate(objective=objective, ended="interrupted")
-    assert found.claim.startswith(f"the {word} by this cost model") and "(interrupted)" in found.claim
+def test_the_claim_names_what_was_minimised_and_why_it_stopped():
+    for objective, word in (("time", "fastest"), ("memory", "smallest"), ("dollars", "cheapest")):
+        found = certificate(objective=objective, ended="interrupted")
+        assert found.claim.startswith(f"the {word} by this cost model") and "(interrupted)" in found.claim
     assert certificate(value=math.inf, bound=math.inf).gap == 0 and certificate(value=math.inf, bound=1.0).gap == 1
 
 
