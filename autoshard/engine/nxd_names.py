@@ -129,7 +129,7 @@ def _renamed(row: Row, qkv: Qkv) -> Row:
 
 def _fused_within(rows: Sequence[Row]) -> bool:
     """Whether the axes themselves say where each part lies, as in an interleaved QKV."""
-    return bool(rows[0].axes.chosen)
+    return bool(rows[0].axes.slices)
 
 
 def _axis(rows: Sequence[Row]) -> int:

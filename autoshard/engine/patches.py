@@ -22,12 +22,12 @@ class Axes:
     """How the axes of a tensor are made of dims; where a dim has a number, one slice along it is meant.
 
     >>> axes = Axes.parse("hidden (qkv:1 kv_heads head_dim)")
-    >>> axes.groups, axes.chosen
+    >>> axes.groups, axes.slices
     ((('hidden',), ('qkv', 'kv_heads', 'head_dim')), (('qkv', 1),))
     """
 
     groups: tuple[tuple[str, ...], ...]
-    chosen: tuple[tuple[str, int], ...] = ()
+    slices: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "Axes":
@@ -131,7 +131,7 @@ class Row:
         self, sizes: Mapping[str, int], cuts: Mapping[str, Range] = UNCUT, starts: Sequence[int] = ()
     ) -> Patch | None:
         """Return where ours lies in it, from ``starts`` on; None where all that is stored is padding."""
-        chosen, here = dict(self.axes.chosen), self.dims.dims
+        chosen, here = dict(self.axes.slices), self.dims.dims
 
         def along(dim: str) -> Along:
             low, high = cuts.get(dim, (0, sizes[dim]))
@@ -140,7 +140,7 @@ class Row:
             return Along(high - low, 0, min(high, sizes[dim]) - low, here.index(dim), low)
 
         groups = [tuple(along(dim) for dim in group) for group in self.axes.groups]
-        lone = (Along(1, 0, 1, here.index(dim), number) for dim, number in self.dims.chosen)
+        lone = (Along(1, 0, 1, here.index(dim), number) for dim, number in self.dims.slices)
         groups[0] = (*lone, *groups[0])
         if any(one.count <= 0 for group in groups for one in group):
             return None

@@ -44,7 +44,7 @@ class BlockProgram:
         sums = {f"{tensor.name}.sum" for tensor in self.block.parameters}
         return next((name for name in self.program.results if name not in {*sums, self.handed_on}), None)
 
-    def part(self, kind: str) -> tuple[Instruction, ...]:
+    def instructions(self, kind: str) -> tuple[Instruction, ...]:
         """Return what an action of some kind runs."""
         split = self.num_input
         by_kind = {"F": self.forward, "B": self.backward, "I": self.backward[:split], "W": self.backward[split:]}
@@ -52,7 +52,7 @@ class BlockProgram:
 
     def made(self, kind: str) -> Mapping[str, Value]:
         """Return by tensor the results that such an action makes."""
-        names = {name for entry in self.part(kind) for name in written_by(entry)}
+        names = {name for entry in self.instructions(kind) for name in written_by(entry)}
         return {tensor: value for tensor, value in self.program.results.items() if value.name in names}
 
     def given(self, tensor: str) -> Value:

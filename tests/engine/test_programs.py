@@ -59,14 +59,14 @@ def test_the_passes_are_the_whole_program_and_the_first_does_not_wait_for_gradie
             assert not isinstance(entry, Compute) or entry.op.pass_ in "IW"
             assert not isinstance(entry, Communicate) or entry.pass_ in "IW"
         again = {entry.op.name for entry in parts.backward if isinstance(entry, Compute) and entry.op.again}
-        assert again <= {entry.op.name for entry in parts.part("I") if isinstance(entry, Compute)}
+        assert again <= {entry.op.name for entry in parts.instructions("I") if isinstance(entry, Compute)}
 
 
 @pytest.mark.parametrize("text", ["tp=2,pp=1,dp=2", "tp=1,pp=2,dp=1,schedule=zb_h1"])
 def test_a_gradient_is_added_to_its_sum_as_soon_as_it_is_made(text):
     for stage in programs_of(plan_of(text)).stages:
         for parts in stage.values():
-            for entries in (parts.part("I"), parts.part("W")):
+            for entries in (parts.instructions("I"), parts.instructions("W")):
                 for number, entry in enumerate(entries):
                     if isinstance(entry, Compute) and isinstance(entry.op.kind, Accumulate):
                         total, gradient = read_by(entry)
@@ -97,8 +97,8 @@ def test_a_plan_without_a_table_is_refused():
 def test_i_does_not_wait_for_w_and_makes_what_is_handed_back(text):
     (stage,) = programs_of(plan_of(text)).stages
     for parts in stage.values():
-        inputs, weights = parts.part("I"), parts.part("W")
-        assert (*inputs, *weights) == parts.part("B")
+        inputs, weights = parts.instructions("I"), parts.instructions("W")
+        assert (*inputs, *weights) == parts.instructions("B")
         assert all(entry.op.pass_ != "W" for entry in inputs if isinstance(entry, Compute))
         assert all(entry.op.pass_ == "W" for entry in weights if isinstance(entry, Compute))
         assert parts.handed_back is None or parts.handed_back in parts.made("I")

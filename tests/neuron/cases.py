@@ -162,9 +162,9 @@ def run_groups(task: Task, constants: AdamWConstants) -> tuple[tuple[str, float,
         engine = NxdEngine(task.plan, task.weights.__getitem__, constants)
         groups = {part: group for group in engine.state.stepping.param_groups for part in group["params"]}
         return tuple(
-            (f"{one.placed.instance}.{piece.tensor}", group["weight_decay"], group["betas"], group["eps"])
-            for one in engine.state.holdings
-            for piece in one.placed.holds.pieces
+            (f"{one.contents.instance}.{piece.tensor}", group["weight_decay"], group["betas"], group["eps"])
+            for one in engine.state.optimized
+            for piece in one.contents.holds.pieces
             for group in [groups[one.updated]]
         )
 
@@ -305,27 +305,27 @@ def _gradients(engine: Any, norm: float) -> list[tuple[str, Held]]:
     """The whole gradients of this rank's parameters, as they were before they were clipped."""
     clip = min(1.0, engine.plan.workload.clip_norm / (norm + 1e-6))
     noted, found = engine.state.stepping.noted, list[tuple[str, Held]]()
-    for one, gradient in zip(engine.state.holdings, noted, strict=True):
-        found += _ours(engine, one.placed, gradient / clip, one.rows)
+    for one, gradient in zip(engine.state.optimized, noted, strict=True):
+        found += _ours(engine, one.contents, gradient / clip, one.rows)
     return found
 
 
 def _weights(engine: Any) -> list[tuple[str, Held]]:
     """The weights that the model computes with, which are not those that the optimizer updates."""
     found: list[tuple[str, Held]] = []
-    for one in engine.state.holdings:
-        found += _ours(engine, one.placed, one.parameter.detach().float(), (0, len(one.parameter)))
+    for one in engine.state.optimized:
+        found += _ours(engine, one.contents, one.parameter.detach().float(), (0, len(one.parameter)))
     return found
 
 
-def _ours(engine: Any, placed: Any, rows: torch.Tensor, which: tuple[int, int]) -> Iterator[tuple[str, Held]]:
+def _ours(engine: Any, contents: Any, rows: torch.Tensor, which: tuple[int, int]) -> Iterator[tuple[str, Held]]:
     from autoshard.engine.nxd.shards import patches_of
 
     built = engine.built
-    for whole, _ in patches_of(placed.holds, built.rank, built.sizes, built.whole):
+    for whole, _ in patches_of(contents.holds, built.rank, built.sizes, built.whole):
         for patch in whole.rows(*which):
             bounds = tuple((part.start, part.stop) for part in patch.place)
-            yield f"{placed.instance}.{patch.tensor}", Held(bounds=bounds, array=patch.view(rows).numpy())
+            yield f"{contents.instance}.{patch.tensor}", Held(bounds=bounds, array=patch.view(rows).numpy())
 
 
 def whole(like: Mapping[str, Array], parts: Sequence[Sequence[tuple[str, Held]]]) -> Arrays:

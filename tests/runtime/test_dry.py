@@ -13,7 +13,7 @@ from autoshard.engine.initial import InitialWeights, no_weights
 from autoshard.engine.programs import graph_of
 from autoshard.engine.results import DryRank
 from autoshard.engine.torch.engine import TorchEngine
-from autoshard.engine.torch.fake import counted, faked
+from autoshard.engine.torch.fake import counted, fake_world
 from autoshard.engine.torch.formats import NOWHERE, Formats
 from autoshard.errors import InputError
 from autoshard.plan.codec import load
@@ -87,7 +87,7 @@ def test_few_micro_batches_are_run_where_more_keep_no_more(text: str, num_run: i
 
 def test_nothing_is_left_of_a_world_that_was_not_there() -> None:
     num_threads = torch.get_num_threads()
-    with pytest.raises(ValueError, match="out of luck"), faked(5, 64):
+    with pytest.raises(ValueError, match="out of luck"), fake_world(5, 64):
         assert dist.get_rank() == 5 and torch.ones(3, device=NOWHERE).is_meta
         assert int(torch.arange(3, device=NOWHERE)[2]) == 1, "numbers are made up"
         raise ValueError("out of luck")
@@ -97,7 +97,7 @@ def test_nothing_is_left_of_a_world_that_was_not_there() -> None:
 def test_a_wrong_shape_is_found() -> None:
     plan = plan_of("tp=2,pp=1,dp=1", llama())
     weights = no_weights(graph_of(plan))
-    with pytest.raises(RuntimeError, match="split_sizes"), faked(1, 2):
+    with pytest.raises(RuntimeError, match="split_sizes"), fake_world(1, 2):
         TorchEngine(plan, lambda name: weights(name)[..., :-1], Formats(device=NOWHERE))
     assert not dist.is_initialized()
 

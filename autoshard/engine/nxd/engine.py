@@ -16,7 +16,7 @@ from autoshard.engine.nxd.blocks import MiddleStage
 from autoshard.engine.nxd.layers import Recomputed
 from autoshard.engine.nxd.library import groups, named, trainer
 from autoshard.engine.nxd.lowering import INPUTS, NxdLowering, lowering_of
-from autoshard.engine.nxd.model import Built, Kernels, Placed, build_model, positions_of, tie
+from autoshard.engine.nxd.model import Built, Kernels, ParameterContents, build_model, positions_of, tie
 from autoshard.engine.nxd.state import State
 from autoshard.engine.placement import StatePiece
 from autoshard.engine.programs import graph_of
@@ -74,7 +74,7 @@ class NxdEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.zero_grad()
-        parts = [self._part(batch) for batch in micro_batches]
+        parts = [self._own_batch(batch) for batch in micro_batches]
         losses = self._through_pipeline(parts) if self.plan.mesh.size("pp") > 1 else self._one_by_one(parts)
         report = self._updated(losses, allows)
         named("mark_step")()  # what is traced until here runs as one graph
@@ -90,7 +90,7 @@ class NxdEngine:
 
     def measured(self) -> Measured:
         """Return what this rank holds; what graphs keep for backward and send, the host does not see."""
-        masters = [one.updated for one in self.state.holdings if self.plan.zero and one.updated.dtype == torch.float32]
+        masters = [one.updated for one in self.state.optimized if self.plan.zero and one.updated.dtype == torch.float32]
         sums = [getattr(one, "main_grad", None) for _, one in self.parameters]
         states = [tensor for one in self.state.stepping.state.values() for tensor in one.values()]
         return Measured(
@@ -104,7 +104,7 @@ class NxdEngine:
             sent_bytes={},
         )
 
-    def _part(self, batch: Batch) -> dict[str, Tensor]:
+    def _own_batch(self, batch: Batch) -> dict[str, Tensor]:
         """Take this replica's sequences, and of each this rank's positions."""
         count, mine = groups().get_data_parallel_size(), groups().get_data_parallel_rank()
         whole = {name: np.array_split(np.asarray(batch[name]), count)[mine] for name in INPUTS}
@@ -168,10 +168,10 @@ class NxdEngine:
         Without ZeRO-1, NxD has summed gradients over replicas by now, in their place.
         """
         mine = [f"loss of micro-batch {number}" for number, one in enumerate(losses[1]) if not _is_finite(one)]
-        for one in self.state.holdings:
+        for one in self.state.optimized:
             gradient = getattr(one.parameter, "main_grad", None) if one.parameter.grad is None else one.parameter.grad
             if gradient is not None and not _is_finite(gradient):
-                mine += [f"gradient of {one.placed.instance}.{piece.tensor}" for piece in one.placed.holds.pieces]
+                mine += [f"gradient of {one.contents.instance}.{piece.tensor}" for piece in one.contents.holds.pieces]
         found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, mine[:_MOST_SUSPECTS], group=self._hosts)
         return tuple(f"rank {rank}: {', '.join(its)}" for rank, its in enumerate(found) if its)
@@ -182,7 +182,7 @@ class NxdEngine:
             return [{"params": [parameter for _, parameter in self.parameters]}]
         graph, groups = graph_of(self.plan), dict[float, list[nn.Parameter]]()
         for name, parameter in self.parameters:
-            decay = constants.weight_decay if _decays(graph, self.built.placed[name]) else 0.0
+            decay = constants.weight_decay if _decays(graph, self.built.contents[name]) else 0.0
             groups.setdefault(decay, []).append(parameter)
         usual = {"betas": (constants.beta1, constants.beta2), "eps": constants.eps}
         return [{"params": found, "weight_decay": decay, **usual} for decay, found in groups.items()]
@@ -192,14 +192,14 @@ class _DeclinedError(Exception):
     """The loop of the run does not allow the update."""
 
 
-def _decays(graph: OpGraph, placed: Placed) -> bool:
+def _decays(graph: OpGraph, contents: ParameterContents) -> bool:
     """Whether the graph lets the weights of a parameter decay."""
-    block, found = graph.block(placed.kind), set[bool]()
-    for piece in placed.holds.pieces:
+    block, found = graph.block(contents.kind), set[bool]()
+    for piece in contents.holds.pieces:
         kind = block.op(f"{piece.tensor}.update").kind
         assert isinstance(kind, AdamW), f"{piece.tensor} is updated by {kind}"
         found.add(kind.decay > 0)
-    assert len(found) == 1, f"{placed} holds weights that decay and others"
+    assert len(found) == 1, f"{contents} holds weights that decay and others"
     return found.pop()
 
 

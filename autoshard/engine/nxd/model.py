@@ -55,7 +55,7 @@ _NOWHERE = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ParameterContents:
     """What a parameter of the model holds: of which block (``layer.3``), and which parts of our weights."""
 
     instance: str
@@ -72,7 +72,7 @@ class Built:
     """The model of one rank, and what each of its parameters holds, by name."""
 
     model: NxdDecoder
-    placed: Mapping[str, Placed]
+    contents: Mapping[str, ParameterContents]
     rank: TpRank
     sizes: Mapping[str, int]
     whole: Mapping[str, int]  # the same without padding
@@ -80,16 +80,16 @@ class Built:
     def fill(self, parameters: Iterable[tuple[str, nn.Parameter]], whole: Callable[[str], Array]) -> None:
         """Give parameters this rank's part of whole weights: what NxD draws differs between copies of keys."""
         for name, parameter in parameters:
-            placed = self.placed[name]
-            arrays = {piece.tensor: whole(f"{placed.instance}.{piece.tensor}") for piece in placed.holds.pieces}
-            array = local_of(placed.holds, self.rank, self.sizes, arrays)
+            contents = self.contents[name]
+            arrays = {piece.tensor: whole(f"{contents.instance}.{piece.tensor}") for piece in contents.holds.pieces}
+            array = local_of(contents.holds, self.rank, self.sizes, arrays)
             with torch.no_grad():
                 parameter.copy_(torch.from_numpy(np.ascontiguousarray(array)))
 
     def mark(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Say of parameters what NxD's reductions and its norm ask; its own layers forget to, or lose it."""
         for name, parameter in parameters:
-            holds = self.placed[name].holds
+            holds = self.contents[name].holds
             for mark, value in _marks(holds, self.rank).items():
                 setattr(parameter, mark, value)
 
@@ -114,9 +114,9 @@ def build_model(plan: Plan, lowering: NxdLowering, kernels: Kernels) -> Built:
     model = NxdDecoder(FirstStage(building.block(blocks["embed"], "embed.0"), positions), layers, head)
     if plan.model.tied_embeddings:
         tie(model)
-    placed = {name: building.placed[id(parameter)] for name, parameter in model.named_parameters()}
+    contents = {name: building.contents[id(parameter)] for name, parameter in model.named_parameters()}
     whole = step_of(plan).sizes(plan.micro_batch)
-    return Built(model=model, placed=placed, rank=building.rank, sizes=building.sizes, whole=whole)
+    return Built(model=model, contents=contents, rank=building.rank, sizes=building.sizes, whole=whole)
 
 
 def positions_of(plan: Plan) -> range:
@@ -141,7 +141,7 @@ class _Building:
     def __init__(self, plan: Plan, lowering: NxdLowering, kernels: Kernels) -> None:
         self.rank = TpRank.of(plan.mesh, groups().get_tensor_model_parallel_rank())
         self.sizes, self._kernels = form_sizes(plan), kernels
-        self.placed: dict[int, Placed] = {}
+        self.contents: dict[int, ParameterContents] = {}
         self._plan, self._lowering = plan, lowering
 
     def block(self, block: Block, instance: str) -> BlockModule:
@@ -210,7 +210,7 @@ class _Building:
 
     def _place(self, module: nn.Module, form: Form, instance: str) -> None:
         for parameter in form.parameters:
-            self.placed[id(module.get_parameter(parameter.name))] = Placed(instance, parameter)
+            self.contents[id(module.get_parameter(parameter.name))] = ParameterContents(instance, parameter)
 
 
 def _rows_of_part(part: int, num_parts: int, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

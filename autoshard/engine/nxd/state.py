@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.engine.nxd.library import groups, named
-from autoshard.engine.nxd.model import Built, Placed
+from autoshard.engine.nxd.model import Built, ParameterContents
 from autoshard.engine.nxd.shards import patches_of
 from autoshard.engine.placement import StatePart, StatePiece, saves_alone
 from autoshard.plan.candidate import Zero
@@ -18,10 +18,10 @@ _MOMENTS: Mapping[StatePart, str] = {"moment1": "exp_avg", "moment2": "exp_avg_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Holding:
+class OptimizedParameter:
     """A parameter, and what the optimizer updates in its place: ZeRO-1's shard of its rows, or the parameter itself."""
 
-    placed: Placed
+    contents: ParameterContents
     parameter: nn.Parameter
     updated: nn.Parameter
     rows: tuple[int, int]
@@ -38,27 +38,27 @@ class State:
         self._built, self._zero = built, zero
         self._given = optimizer.optimizer  # ZeRO-1, or what it would wrap
         self.stepping: torch.optim.Optimizer = self._given.base_optimizer if zero else self._given
-        self.holdings = tuple(self._holdings(parameters))
-        self.apart = any(one.updated.device.type != "cpu" for one in self.holdings)
+        self.optimized = tuple(self._optimized(parameters))
+        self.apart = any(one.updated.device.type != "cpu" for one in self.optimized)
         self._copies: list[tuple[Tensor, Tensor]] = []
         if isinstance(self.stepping, torch.optim.AdamW):
-            for one in self.holdings:
+            for one in self.optimized:
                 self.stepping.state[one.updated] = _before_any_step(one.updated)
 
-    def _holdings(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[Holding]:
+    def _optimized(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[OptimizedParameter]:
         names = {parameter: name for name, parameter in parameters.items()}
         for whole, parts in zip(self._given.param_groups, self.stepping.param_groups, strict=True):
             for parameter, updated in zip(whole["params"], parts["params"], strict=True):
                 first = len(updated) * self._given.local_rank if self._zero else 0
                 rows = (first, first + len(updated))
-                yield Holding(
-                    placed=self._built.placed[names[parameter]], parameter=parameter, updated=updated, rows=rows
+                yield OptimizedParameter(
+                    contents=self._built.contents[names[parameter]], parameter=parameter, updated=updated, rows=rows
                 )
 
     def pieces(self) -> tuple[StatePiece, ...]:
         """Return the boxes of weights and moments that this rank holds."""
         self.forget()
-        return tuple(piece for one in self.holdings for piece in self._pieces(one))
+        return tuple(piece for one in self.optimized for piece in self._pieces(one))
 
     def restored(self, num_updates: int) -> None:
         """Take over what the last pieces were filled with: weights follow from what is updated."""
@@ -77,8 +77,8 @@ class State:
         """Let go of copies that nobody will fill any more."""
         self._copies = []
 
-    def _pieces(self, one: Holding) -> Iterator[StatePiece]:
-        holds, instance = one.placed.holds, one.placed.instance
+    def _pieces(self, one: OptimizedParameter) -> Iterator[StatePiece]:
+        holds, instance = one.contents.holds, one.contents.instance
         state = self.stepping.state.get(one.updated, {})
         memories: dict[StatePart, Tensor] = {"weight": self._memory(one.updated.detach())}
         memories |= {part: self._memory(state[name]) for part, name in _MOMENTS.items() if name in state}
@@ -113,7 +113,7 @@ class State:
 
     def _publish(self) -> None:
         """Let ZeRO-1 gather the weights from its shards; it only does that for weights that have a gradient."""
-        for one in self.holdings:
+        for one in self.optimized:
             shape, device = one.parameter.shape, one.parameter.device
             if self._given.use_grad_acc_hook and not hasattr(one.updated, "main_grad"):
                 zeros: Any = torch.zeros(shape, dtype=self._given.optimizer_dtype, device=device)

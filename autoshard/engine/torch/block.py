@@ -29,7 +29,7 @@ from autoshard.layout.program import (
 from autoshard.schedule.action import ActionKind
 
 Values = dict[str, torch.Tensor]  # what a rank holds while a program runs, by the values' names
-Giving = Callable[[str], torch.Tensor]  # what is there before a block starts, by tensor
+InputSource = Callable[[str], torch.Tensor]  # what is there before a block starts, by tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class BlockRun:
     def of(cls, context: RankContext, parts: BlockProgram) -> "BlockRun":
         """Make ready what every action runs."""
         results = {value.name for value in parts.program.results.values()}
-        waiting = frozenset(name for entry in parts.part("W") for name in read_by(entry))
+        waiting = frozenset(name for entry in parts.instructions("W") for name in read_by(entry))
         backward = {name for entry in parts.backward for name in read_by(entry)}
         later = {
             "F": backward | {parts.program.results[parts.handed_on].name},
@@ -82,27 +82,27 @@ class BlockRun:
         made = {kind: {tensor: value.name for tensor, value in parts.made(kind).items()} for kind in later}
         return cls(parts=parts, steps=steps, made=made, waiting=waiting)
 
-    def forward(self, giving: Giving) -> tuple[torch.Tensor, Values]:
+    def forward(self, source: InputSource) -> tuple[torch.Tensor, Values]:
         """Run the forward pass; return what is handed on, and all values that backward reads."""
         values: Values = {}
-        self._execute("F", giving, values)
+        self._execute("F", source, values)
         name = self.parts.program.results[self.parts.handed_on].name
         read = any(name in step.reads for step in self.steps["B"])
         return (values[name] if read else values.pop(name)), values
 
-    def backward(self, kind: ActionKind, giving: Giving, values: Values) -> Values:
+    def backward(self, kind: ActionKind, source: InputSource, values: Values) -> Values:
         """Run B, or a half of it (I, W); return sums of gradients and what is handed back, by tensor."""
-        self._execute(kind, giving, values)
+        self._execute(kind, source, values)
         results = {tensor: values[name] for tensor, name in self.made[kind].items()}
         if kind == "I":
             for name in values.keys() - self.waiting:
                 del values[name]
         return results
 
-    def _execute(self, kind: str, giving: Giving, values: Values) -> None:
+    def _execute(self, kind: str, source: InputSource, values: Values) -> None:
         for step in self.steps[kind]:
             if step.run is None:
-                values[step.writes[0]] = giving(step.reads[0])
+                values[step.writes[0]] = source(step.reads[0])
             else:
                 made = step.run(*[values[name] for name in step.reads])
                 for name, tensor, shape in zip(step.writes, made, step.shapes, strict=True):
@@ -116,8 +116,8 @@ def _steps(context: RankContext, parts: BlockProgram, kind: str, kept: set[str])
     """Make instructions ready; after its last reader a value goes, unless a later part reads it."""
     weights = {tensor.name for tensor in parts.block.parameters}
     kept = kept - weights
-    entries = _with_weights(parts, parts.part(kind), weights)
-    steps = tuple(_kept_steps(context, parts, entries, kept))
+    entries = _with_weights(parts, parts.instructions(kind), weights)
+    steps = tuple(_local_steps(context, parts, entries, kept))
     last = {name: number for number, step in enumerate(steps) for name in step.touched}
     for number, step in enumerate(steps):
         yield replace(step, drops=tuple(name for name in step.touched if last[name] == number and name not in kept))
@@ -132,7 +132,7 @@ def _with_weights(parts: BlockProgram, entries: Sequence[Instruction], weights: 
     return (*missing, *entries)
 
 
-def _kept_steps(
+def _local_steps(
     context: RankContext, parts: BlockProgram, entries: Sequence[Instruction], kept: set[str]
 ) -> Iterator[_LocalStep]:
     """Yield what runs; a gradient that nothing but its sum reads is never held where one kernel can add it."""

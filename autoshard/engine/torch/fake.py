@@ -81,10 +81,10 @@ def _group_of_one(common: Any, own: Any) -> Any:
 
 
 @contextmanager
-def faked(rank: int, num_ranks: int) -> Iterator[None]:
+def fake_world(rank: int, num_ranks: int) -> Iterator[None]:
     """Be one rank of a world of so many, in which everything sent is lost.
 
-    >>> with faked(3, 512):
+    >>> with fake_world(3, 512):
     ...     total = torch.zeros(10**9, 10**9, device=NOWHERE)
     ...     dist.all_reduce(total)
     ...     dist.get_rank(), dist.get_world_size(), total.shape, float(total.sum())
@@ -108,7 +108,7 @@ def counted(plan: Plan, rank: int) -> Measured:
 
     Nothing is known of routed tokens: experts that drop none are given room for all, as in a real step.
     """
-    with faked(rank, plan.mesh.num_ranks):
+    with fake_world(rank, plan.mesh.num_ranks):
         engine = TorchEngine(plan, no_weights(graph_of(plan)), Formats(device=NOWHERE))
         engine.step([_batch(plan)] * plan.schedule.num_micro_batches, 0.0, lambda _: True)
         return engine.measured()

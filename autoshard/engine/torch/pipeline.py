@@ -7,7 +7,7 @@ import torch
 
 from autoshard.engine.base import Batch
 from autoshard.engine.programs import BlockProgram, PlanPrograms
-from autoshard.engine.torch.block import BlockRun, Giving, RankContext, Values
+from autoshard.engine.torch.block import BlockRun, InputSource, RankContext, Values
 from autoshard.engine.torch.formats import memory_of, own
 from autoshard.engine.torch.store import OpenedWeights, Store
 from autoshard.engine.torch.world import message_tag
@@ -125,13 +125,13 @@ class _MicroBatches:
         self.most_saved_bytes = max(self.most_saved_bytes, total)
 
     def _forward(self, stage: int, number: int) -> None:
-        hidden = self._arrived(stage, stage - 1, number, back=False) if stage else None
+        hidden = self._receive(stage, stage - 1, number, back=False) if stage else None
         for name, run in self._pipeline.stages[stage].items():
             opened = self._store.opened(name, reads=True)
-            hidden, self._values[name, number] = run.forward(self._giving(name, run, number, hidden, opened))
+            hidden, self._values[name, number] = run.forward(self._source(name, run, number, hidden, opened))
         assert hidden is not None, "a stage has blocks"
         if stage < self._pipeline.last_stage:
-            self._hand(hidden, stage, stage + 1, number, back=False)
+            self._send(hidden, stage, stage + 1, number, back=False)
         elif self._pipeline.counts_loss:
             self.losses[number] = hidden
 
@@ -141,25 +141,25 @@ class _MicroBatches:
         for name, run in reversed(list(self._pipeline.stages[stage].items())):
             adds = {f"{name}.{made.removesuffix('.sum')}" for made in run.made[kind] if made != run.parts.handed_back}
             opened = self._store.opened(name, reads=kind != "W", adds=adds)
-            giving = self._giving(name, run, number, upstream, opened)
+            source = self._source(name, run, number, upstream, opened)
             values = self._values[name, number] if kind == "I" else self._values.pop((name, number))
-            results = run.backward(kind, giving, values)
+            results = run.backward(kind, source, values)
             self._store.close(opened)
             if run.parts.handed_back and kind != "W":
                 upstream = results[run.parts.handed_back]
         if stage and kind != "W":
             assert upstream is not None, "every stage but the first hands a gradient back"
-            self._hand(upstream, stage, stage - 1, number, back=True)
+            self._send(upstream, stage, stage - 1, number, back=True)
 
     def _upstream(self, stage: int, number: int) -> torch.Tensor:
         if stage < self._pipeline.last_stage:
-            return self._arrived(stage, stage + 1, number, back=True)
+            return self._receive(stage, stage + 1, number, back=True)
         formats = self._context.formats
         return torch.ones((), dtype=formats.of("fp32"), device=formats.device)
 
-    def _giving(
+    def _source(
         self, name: str, run: BlockRun, number: int, passed: torch.Tensor | None, opened: OpenedWeights
-    ) -> Giving:
+    ) -> InputSource:
         """Return what gives a block its weights, its sums of gradients, its part of the batch, and what is passed."""
         block, handed_on = run.parts.block, run.parts.handed_on
 
@@ -188,7 +188,7 @@ class _MicroBatches:
             self._inputs[key] = own(mine) if tensor in _WITH_HOST else context.formats.tensor(mine, dtype)
         return self._inputs[key]
 
-    def _hand(self, tensor: torch.Tensor, stage: int, to_stage: int, number: int, *, back: bool) -> None:
+    def _send(self, tensor: torch.Tensor, stage: int, to_stage: int, number: int, *, back: bool) -> None:
         rank, tag = self._pipeline.rank_of(to_stage), self._pipeline.tag(stage, number, back=back)
         if rank == self._context.mesh_rank.rank:
             self._kept[tag] = tensor
@@ -196,14 +196,14 @@ class _MicroBatches:
             turn = self._pipeline.turns[back, to_stage, number]
             self._context.world.send(tensor, rank, tag, turn)
 
-    def _arrived(self, stage: int, from_stage: int, number: int, *, back: bool) -> torch.Tensor:
+    def _receive(self, stage: int, from_stage: int, number: int, *, back: bool) -> torch.Tensor:
         rank, tag = self._pipeline.rank_of(from_stage), self._pipeline.tag(from_stage, number, back=back)
         if rank == self._context.mesh_rank.rank:
             return self._kept.pop(tag)
         turn = self._pipeline.turns[back, from_stage, number]
-        return self._context.world.receive(self._hidden(stage, back=back), rank, tag, turn)
+        return self._context.world.receive(self._hidden_memory(stage, back=back), rank, tag, turn)
 
-    def _hidden(self, stage: int, *, back: bool) -> torch.Tensor:
+    def _hidden_memory(self, stage: int, *, back: bool) -> torch.Tensor:
         """Return memory for the hidden state that a stage takes, or for its gradient where it ends."""
         runs = list(self._pipeline.stages[stage].values())
         parts = runs[-1 if back else 0].parts
