@@ -11,11 +11,9 @@ from autoshard.cli import main
 from autoshard.engine.base import Measured
 from autoshard.engine.initial import InitialWeights, no_weights
 from autoshard.engine.programs import graph_of
-from autoshard.engine.results import DryRank
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.fake import counted, fake_world
 from autoshard.engine.torch.formats import NOWHERE, Formats
-from autoshard.errors import InputError
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
 from autoshard.runtime.data.batches import synthetic_step
@@ -100,12 +98,6 @@ def test_a_wrong_shape_is_found() -> None:
     with pytest.raises(RuntimeError, match="split_sizes"), fake_world(1, 2):
         TorchEngine(plan, lambda name: weights(name)[..., :-1], Formats(device=NOWHERE))
     assert not dist.is_initialized()
-
-
-def test_a_dry_rank_stands_for_itself() -> None:
-    nothing = Measured(memory_bytes={}, calls={}, sent_bytes={})
-    with pytest.raises(InputError, match="alike: must hold rank 3 itself"):
-        DryRank(rank=3, alike=(1, 2), num_run=4, measured=nothing)
 
 
 @pytest.mark.slow
