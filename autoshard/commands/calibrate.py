@@ -27,10 +27,10 @@ def calibrate(rows: Path, cluster: str, out: Path, date: str | None = None, json
     require(*place_checks(out))
     samples = samples_in(rows, cluster, date)
     print_left_out(samples.left_out)
-    found = fit(samples, out.stem)
-    write_text(calibration_text(found), out)
+    constants = fit(samples, out.stem)
+    write_text(calibration_text(constants), out)
     if json:
-        print_json(encode(found))
+        print_json(encode(constants))
     else:
-        print(f"{calibration_report(found)}\nwrote {out}")
+        print(f"{calibration_report(constants)}\nwrote {out}")
     return 0

@@ -32,15 +32,15 @@ def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = Fa
     allowed, read = _read(paths, fail_if_slower)
     if _say_refused(paths, read, json):
         return 1
-    found = diff(*(one.plan for one in read))
+    difference = diff(*(one.plan for one in read))
     remarks = [f"{path}: {one.remark}" for path, one in zip(paths, read, strict=True) if one.remark]
     if json:
-        print_json(comparison_json(found, remarks))
+        print_json(comparison_json(difference, remarks))
     else:
-        make_console().print(comparison_report(found, (str(a), str(b)), remarks))
-    if allowed is not None and found.slower_by > allowed:
-        slower, most = (f"{100 * share:.4g}%" for share in (found.slower_by, allowed))
-        per = "" if found.same_tokens else " per token"
+        make_console().print(comparison_report(difference, (str(a), str(b)), remarks))
+    if allowed is not None and difference.slower_by > allowed:
+        slower, most = (f"{100 * share:.4g}%" for share in (difference.slower_by, allowed))
+        per = "" if difference.same_tokens else " per token"
         raise CheckFailed(f"{b} is predicted {slower} slower{per} than {a}; --fail-if-slower allows {most}")
     return 0
 

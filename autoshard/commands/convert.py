@@ -11,8 +11,7 @@ from autoshard.errors import InputError, require
 from autoshard.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from autoshard.plan.plan import Plan
-    from autoshard.runtime.convert.converting import Done, Form
+    from autoshard.runtime.convert.converting import Form
 
 _MOST_WORKERS = 16
 
@@ -47,6 +46,8 @@ def convert(
         workers: How many files are written at a time. Default: one for each core.
         json: Print what was written as JSON.
     """
+    from autoshard.plan.codec import load
+
     num_workers = min(_MOST_WORKERS, os.cpu_count() or 1) if workers is None else workers
     require(
         (num_workers >= 1, "--workers", f"must be at least 1, not {num_workers}"),
@@ -56,33 +57,23 @@ def convert(
         from autoshard.runtime.convert.converting import Conversion, convert as converted
     except ModuleNotFoundError as error:
         raise InputError.of("autoshard convert", f"needs {error.name}: pip install 'autoshard[torch]'") from None
-    cut, form = _cut(plan, target, to)
+    cut = load(plan) if plan else None
+    by_plan: Form | None = None if cut is None else "nxd" if cut.engine == "nxd" else "autoshard"
+    form = to or ("pt" if target.suffix == ".pt" else by_plan or "hf")
     require((qkv is None or form == "nxd", "--qkv", f"is for NxD's files, and {target} is to be {form}"))
-    asked = Conversion(
+    conversion = Conversion(
         source=source, target=target, plan=cut, form=form, model=model, dtype=dtype, tokenizer=tokenizer, qkv=qkv,
         workers=num_workers,
     )  # fmt: skip
     start_s = time.monotonic()
-    with byte_progress("converting", quiet=json) as say:
-        done = converted(asked, say)
-    _say(done, time.monotonic() - start_s, json=json)
-    return 0
-
-
-def _cut(plan: Path | None, target: Path, to: "Form | None") -> "tuple[Plan | None, Form]":
-    """Read the plan, and tell what the target is where nobody says so."""
-    from autoshard.plan.codec import load
-
-    cut = load(plan) if plan else None
-    by_plan: Form | None = None if cut is None else "nxd" if cut.engine == "nxd" else "autoshard"
-    return cut, to or ("pt" if target.suffix == ".pt" else by_plan or "hf")
-
-
-def _say(done: "Done", time_s: float, *, json: bool) -> None:
+    with byte_progress("converting", quiet=json) as report:
+        done = converted(conversion, report)
+    time_s = time.monotonic() - start_s
     if json:
-        found = {"files": done.num_files, "bytes": done.num_bytes, "kept_bytes": done.kept_bytes, "time_s": time_s}
-        print_json({"target": str(done.folder), "to": done.form, **found})
-        return
-    kept = f", {format_bytes(done.kept_bytes)} of them before" if done.kept_bytes else ""
+        counts = {"files": done.num_files, "bytes": done.num_bytes, "kept_bytes": done.kept_bytes, "time_s": time_s}
+        print_json({"target": str(done.folder), "to": done.form, **counts})
+        return 0
+    before = f", {format_bytes(done.kept_bytes)} of them before" if done.kept_bytes else ""
     size, files = format_bytes(done.num_bytes), "1 file" if done.num_files == 1 else f"{done.num_files} files"
-    print(f"{done.folder} ({done.form}): {size} in {files}{kept}, {format_seconds(time_s)}")
+    print(f"{done.folder} ({done.form}): {size} in {files}{before}, {format_seconds(time_s)}")
+    return 0

@@ -22,7 +22,7 @@ def request_like(path: Path, question: QuestionOptions) -> "tuple[Plan, Request]
     from autoshard.search.api import engines_of, pins_of
     from autoshard.search.planner import Request
 
-    message = f"is part of the question of {path}, which --like asks again. Leave it out"
+    message = f"is part of the question of {path}, which --like repeats. Leave it out"
     question.refuse(message, "nodes", "ranks", "engine", "calibration", "fix", "pins")
     read = check_plan(load(path))
     if read.plan.prediction is None:

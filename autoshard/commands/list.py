@@ -16,9 +16,9 @@ def list(what: Listable, json: bool = False) -> int:
     """
     from autoshard.report.listing import entries, listing_text
 
-    found = entries(what)
+    rows = entries(what)
     if json:
-        print_json({what: found})
+        print_json({what: rows})
     else:
-        print(listing_text(found))
+        print(listing_text(rows))
     return 0

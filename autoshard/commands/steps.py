@@ -118,8 +118,8 @@ class StepDisplay:
 
     def _pass_on(self) -> None:
         """Say what trackers have to say."""
-        for said in self._trackers.said():
-            self.say(said.kind, said.text)
+        for message in self._trackers.said():
+            self.say(message.kind, message.text)
 
     def say(self, kind: str, text: str) -> None:
         """Print a note, or a warning, which is heard in silence as well."""

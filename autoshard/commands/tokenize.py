@@ -11,7 +11,6 @@ from autoshard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from autoshard.runtime.data.documents import TextSource
-    from autoshard.runtime.data.manifest import Manifest
     from autoshard.runtime.data.tokenizers import TokenizerSpec
 
 
@@ -51,7 +50,8 @@ def tokenize(
     from autoshard.runtime.data.tokenizing import Work, tokenize as made
     from autoshard.spec.record import encode
 
-    num_workers = _num_cores() if workers is None else workers
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_workers = num_cores if workers is None else workers
     require(
         (num_workers >= 1, "--workers", f"must be at least 1, not {num_workers}"),
         (not out.exists() or out.is_dir(), "--out", f"{out} is a file. Give a folder"),
@@ -65,40 +65,28 @@ def tokenize(
             kind="chat" if chat else "text",
             field=field or ("messages" if chat else "text"),
         )
-        with byte_progress("tokenizing", lambda now: f"{format_count(now.num_tokens)} tokens, ", quiet=json) as say:
-            manifest = made(work, out, num_workers, say)
+        with byte_progress("tokenizing", lambda now: f"{format_count(now.num_tokens)} tokens, ", quiet=json) as report:
+            manifest = made(work, out, num_workers, report)
     except ModuleNotFoundError as error:
         raise InputError.of("autoshard tokenize", f"needs {error.name}: pip install 'autoshard[data]'") from None
     if json:
         print_json(encode(manifest))
-    else:
-        print(_summary(manifest, out))
-    return 0
-
-
-def _summary(manifest: "Manifest", out: Path) -> str:
+        return 0
     size = format_bytes(sum(file.bytes for file in manifest.files))
     counts = f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {size}"
-    made_by = f"tokens of {manifest.tokenizer.name} (vocabulary {manifest.tokenizer.vocab:,})"
-    left_out = f"\n{manifest.num_empty:,} without text were left out" if manifest.num_empty else ""
-    return f"{out}: {counts}, {made_by}{left_out}"
-
-
-def _num_cores() -> int:
-    """Return how many cores this process may use, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    print(f"{out}: {counts}, tokens of {manifest.tokenizer.name} (vocabulary {manifest.tokenizer.vocab:,})")
+    if manifest.num_empty:
+        print(f"{manifest.num_empty:,} without text were left out")
+    return 0
 
 
 def _source(text: str, subset: str | None, split: str) -> "TextSource":
     from autoshard.runtime.data.documents import local_source
     from autoshard.runtime.data.hub import hub_source, is_hub_id
 
-    found = local_source(text)
-    if found is not None:
-        return found
-    if not is_hub_id(text):
-        raise InputError.of(text, "there is no such file or folder")
-    return hub_source(text, subset, split)
+    local = local_source(text)
+    require((local is not None or is_hub_id(text), text, "there is no such file or folder"))
+    return local or hub_source(text, subset, split)
 
 
 def _tokenizer(text: str, eos: str | None, bos: str | None, template: Path | None) -> "TokenizerSpec":
@@ -115,7 +103,6 @@ def _tokenizer(text: str, eos: str | None, bos: str | None, template: Path | Non
     elif is_hub_id(text):
         folder = hub_tokenizer(text, tokenizer_files())
     else:
-        raise InputError.of(
-            "--tokenizer", f"there is no {text}. Type bytes, a folder with a tokenizer.json, or a hub's name"
-        )
+        message = f"there is no {text}. Type bytes, a folder with a tokenizer.json, or a hub's name"
+        raise InputError.of("--tokenizer", message)
     return TokenizerSpec(name=text, folder=folder.resolve(), eos=eos, bos=bos, template=template)

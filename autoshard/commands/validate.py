@@ -20,10 +20,10 @@ def validate(rows: Path, calibration: Path | None = None, json: bool = False) ->
     from autoshard.report.validated import validation_report
     from autoshard.spec.record import encode
 
-    found = validated(rows, constants_in(calibration))
-    print_left_out(found.left_out)
+    validation = validated(rows, constants_in(calibration))
+    print_left_out(validation.left_out)
     if json:
-        print_json(encode(found))
+        print_json(encode(validation))
     else:
-        make_console().print(validation_report(found))
+        make_console().print(validation_report(validation))
     return 0

@@ -23,9 +23,9 @@ def verify(plan: Path, json: bool = False) -> int:
     from autoshard.report.terminal import make_console, proof_report, rejections_report
     from autoshard.spec.record import encode
 
-    found = check_plan(load(plan))
-    current, rejections = found.plan, found.rejections
-    remarks = [*([found.remark] if found.remark else []), *notices(current)]
+    checked = check_plan(load(plan))
+    current, rejections = checked.plan, checked.rejections
+    remarks = [*([checked.remark] if checked.remark else []), *notices(current)]
     proof = prove(current) if current.strategies and not rejections else None
     failed = bool(rejections) or (proof is not None and not proof.holds)
     if json:
