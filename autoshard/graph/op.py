@@ -86,16 +86,13 @@ class OpKind(ABC):
     """What every kind of operation can say about itself."""
 
     flops_per_element: ClassVar[int] = 1  # on the vector unit, for each element of the input or output with most dims
-
     label_form: ClassVar[str] = ""  # of the label, where it is not the words of the class: "{0.function}_norm"
 
     @property
     def label(self) -> str:
         """The name that is printed: einsum, rms_norm, top_k ..."""
-        return (
-            self.label_form.format(self)
-            or re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(self).__name__).lower()
-        )
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(self).__name__)
+        return self.label_form.format(self) or words.lower()
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         """Return dims and dtype of every output; by default there is one, and it has those of the first input."""
