@@ -21,7 +21,7 @@ def calibrate(rows: Path, cluster: str, out: Path, date: str | None = None, json
     """
     from autoshard.calibration.calibrate import fit, samples_in
     from autoshard.cost.calibration import calibration_text
-    from autoshard.report.validated import calibration_report
+    from autoshard.report.validation import calibration_report
     from autoshard.spec.record import encode
 
     require(*place_checks(out))

@@ -24,7 +24,7 @@ def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = Fa
         json: Print one JSON object instead of tables.
     """
     from autoshard.plan.diff import diff
-    from autoshard.report.compared import comparison_report
+    from autoshard.report.comparison import comparison_report
     from autoshard.report.structured import comparison_json
     from autoshard.report.terminal import make_console
 

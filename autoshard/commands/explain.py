@@ -26,8 +26,8 @@ def explain(
     from autoshard.cost.provenance import calibration_of
     from autoshard.cost.trace import trace as timeline
     from autoshard.plan.codec import load
-    from autoshard.report.compared import why_not_report
-    from autoshard.report.explained import explanation_report
+    from autoshard.report.comparison import why_not_report
+    from autoshard.report.explanation import explanation_report
     from autoshard.report.structured import explanation_json, why_not_json
     from autoshard.report.terminal import make_console
     from autoshard.report.trace import trace_text

@@ -177,7 +177,7 @@ def _refuse_machine(execution: Execution, path: Path, given: "GivenRank | None")
 
 def _dry(plan: "Plan", notes: "Sequence[str]", ranks: "Sequence[int]", *, json: bool) -> int:
     """Try ranks out one by one, with shapes only, and put what they counted beside the prediction."""
-    from autoshard.report.ran import dry_json, dry_notes, dry_report
+    from autoshard.report.run import dry_json, dry_notes, dry_report
     from autoshard.report.terminal import make_console
     from autoshard.runtime.dry import dry_rank, telling_ranks
     from autoshard.runtime.engines import counter

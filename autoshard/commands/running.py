@@ -189,7 +189,7 @@ class RunDisplay:
 def _begin(execution: Execution, given: "GivenRank | None") -> None:
     """Make the folder ready with the plan in it, and print what is about to run."""
     from autoshard.plan.codec import dump
-    from autoshard.report.ran import start_lines
+    from autoshard.report.run import start_lines
     from autoshard.runtime.folder import PLAN, allow_attempts, changes_since, holds_files, refuse_other_run
 
     run, plan, training = execution.run, execution.plan, execution.run.training
@@ -230,7 +230,7 @@ def free_name(folder: Path) -> Path:
 
 def _conclude(execution: Execution, report: "RunReport", display: RunDisplay) -> int:
     """Write the measured row, and say how the prediction held; what could not be written is an error at the end."""
-    from autoshard.report.ran import ran_json, ran_report
+    from autoshard.report.run import run_json, run_report
     from autoshard.report.terminal import make_console
     from autoshard.runtime.folder import ATTEMPTS, allow_attempts
     from autoshard.runtime.launch import only_extracts
@@ -246,9 +246,9 @@ def _conclude(execution: Execution, report: "RunReport", display: RunDisplay) ->
         row = _measured_row(plan, report, execution.platform, "rehearsal" if execution.tried else report.kind)
         failures += _failure(rows, lambda: _append(row, rows))
     if execution.json:
-        print_json({"folder": str(folder), "notes": display.notes, **(ran_json(plan, report) if report.steps else {})})
+        print_json({"folder": str(folder), "notes": display.notes, **(run_json(plan, report) if report.steps else {})})
     elif report.steps:
-        make_console().print(ran_report(plan, report, execution.platform))
+        make_console().print(run_report(plan, report, execution.platform))
         print(f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, checkpoints")
         clusters = f"--cluster {execution.platform} --out {execution.platform}.json"
         print(f"next: autoshard validate {rows}")

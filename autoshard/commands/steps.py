@@ -14,7 +14,7 @@ from autoshard.cost.trace import trace
 from autoshard.engine.results import RunReport, TimedStep
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
-from autoshard.report.ran import ran_summary, step_line
+from autoshard.report.run import run_summary, step_line
 from autoshard.report.terminal import make_console
 from autoshard.report.trace import trace_text
 from autoshard.runtime.metrics.log import MetricsLog, record_of
@@ -114,7 +114,7 @@ class StepDisplay:
 
     def conclude(self, plan: Plan, report: RunReport, platform: str) -> None:
         """Tell trackers, when they end, how the run compares with its prediction."""
-        self._summary = ran_summary(plan, report, platform)
+        self._summary = run_summary(plan, report, platform)
 
     def _pass_on(self) -> None:
         """Say what trackers have to say."""

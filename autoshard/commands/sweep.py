@@ -115,7 +115,7 @@ def _conclude(
     content: "Sweep", source: Path, rows: "list[Row]", folder: Path, *, wandb: str | None, parquet: bool, json: bool
 ) -> int:
     """Show the table, and write it where it is asked for."""
-    from autoshard.report.swept import swept_report
+    from autoshard.report.sweep import sweep_report
     from autoshard.report.terminal import make_console
     from autoshard.sweep.table import ROWS, write_parquet
 
@@ -131,7 +131,7 @@ def _conclude(
     if json:
         print_json({"folder": str(folder), "rows": rows, "notes": notes})
     else:
-        make_console().print(swept_report(rows))
+        make_console().print(sweep_report(rows))
         print("\n" + "\n".join(notes))
     failures = [row for row in rows if row["status"] == "failed"]
     if failures:

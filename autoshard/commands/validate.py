@@ -17,7 +17,7 @@ def validate(rows: Path, calibration: Path | None = None, json: bool = False) ->
     """
     from autoshard.calibration.validate import validate as validated
     from autoshard.report.terminal import make_console
-    from autoshard.report.validated import validation_report
+    from autoshard.report.validation import validation_report
     from autoshard.spec.record import encode
 
     validation = validated(rows, constants_in(calibration))

@@ -62,7 +62,7 @@ def _changes(request: Request) -> Iterator[Iterable[Change]]:
     """Yield the changes of each thing, the least change first."""
     pins, workload = request.pins, request.workload
 
-    def worked(**numbers: int) -> Request:
+    def with_work(**numbers: int) -> Request:
         return replace(request, workload=replace(workload, **numbers))
 
     fewer = {key: {name: value for name, value in pins.items() if name != key} for key in pins}
@@ -77,13 +77,13 @@ def _changes(request: Request) -> Iterator[Iterable[Change]]:
     odd = request.cluster.num_ranks // (request.cluster.num_ranks & -request.cluster.num_ranks)
     batch = math.ceil(workload.global_batch / odd) * odd
     if batch != workload.global_batch:
-        yield [(f"--global-batch {batch}", partial(worked, global_batch=batch))]
+        yield [(f"--global-batch {batch}", partial(with_work, global_batch=batch))]
     tokens = math.ceil(workload.seq_len / FLASH_TILE) * FLASH_TILE
     if tokens != workload.seq_len and "nxd" in request.engines:
-        yield [(f"--seq-len {tokens}", partial(worked, seq_len=tokens))]
+        yield [(f"--seq-len {tokens}", partial(with_work, seq_len=tokens))]
     yield _larger_clusters(request)
     halves = [workload.seq_len >> power for power in range(1, workload.seq_len.bit_length())]
-    yield [(f"--seq-len {half}", partial(worked, seq_len=half)) for half in halves if half >= _LEAST_TOKENS]
+    yield [(f"--seq-len {half}", partial(with_work, seq_len=half)) for half in halves if half >= _LEAST_TOKENS]
     engines: tuple[Engine, ...] = ("nxd", "torch")
     others = [engine for engine in engines if engine not in request.engines]
     yield [(f"--engine {engine}", partial(replace, request, engines=(engine,))) for engine in others]

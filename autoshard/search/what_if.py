@@ -102,7 +102,7 @@ def circumstances(request: Request, own: Candidate, other: Candidate) -> Iterato
     """Yield the batch, sequence, memory and bandwidth of a question, in units that both candidates can take."""
     workload, cluster = request.workload, request.cluster
 
-    def worked(key: str, unit: int, count: int) -> Request:
+    def with_work(key: str, unit: int, count: int) -> Request:
         return replace(request, workload=replace(workload, **{key: count * unit}))
 
     batch = math.lcm(*(one.dp * one.mbs * one.pp for one in (own, other)))
@@ -113,7 +113,7 @@ def circumstances(request: Request, own: Candidate, other: Candidate) -> Iterato
     for name, key, unit in (("global batch", "global_batch", batch), ("sequence length", "seq_len", tokens)):
         now, rest = divmod(getattr(workload, key), unit)
         if not rest:
-            yield Circumstance(name=name, unit=unit, now=now, changed=partial(worked, key, unit))
+            yield Circumstance(name=name, unit=unit, now=now, changed=partial(with_work, key, unit))
     capacity = request.memory_bytes or cluster.rank_memory_bytes
 
     def with_memory(count: int) -> Request:

@@ -5,7 +5,7 @@ import re
 from autoshard.cost.provenance import calibration_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import Alternatives
-from autoshard.report.explained import explanation_report
+from autoshard.report.explanation import explanation_report
 from autoshard.search.explain import explain
 from autoshard.search.planner import plan_at
 from autoshard.search.what_if import alternatives

@@ -20,7 +20,7 @@ _MOST = 200  # rows that are shown
 _MESSAGE = 110
 
 
-def swept_report(rows: Sequence[Row]) -> Group:
+def sweep_report(rows: Sequence[Row]) -> Group:
     """Return a line for every point that has a plan, and why the others have none."""
     good = [row for row in rows if row["status"] in ("planned", "ran")]
     bad = [row for row in rows if row["status"] not in ("planned", "ran")]

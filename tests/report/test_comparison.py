@@ -9,7 +9,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.diff import diff
 from autoshard.plan.explanation import Flip, WhyNot
 from autoshard.plan.prediction import StageMemory
-from autoshard.report.compared import comparison_report, why_not_report
+from autoshard.report.comparison import comparison_report, why_not_report
 from autoshard.report.structured import comparison_json, why_not_json
 from autoshard.report.words import misfits, sentences
 from autoshard.search.planner import plan_at

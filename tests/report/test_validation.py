@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autoshard.calibration.validate import validate
 from autoshard.cost.calibration import CONSTANTS, built_in, uncalibrated
-from autoshard.report.validated import calibration_report, validation_report
+from autoshard.report.validation import calibration_report, validation_report
 from tests.calibration.measured_cases import SMALL, published
 from tests.report.printed import printed
 

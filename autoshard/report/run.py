@@ -96,7 +96,7 @@ def start_lines(plan: Plan, folder: str, host: str, *, tensorboard: bool) -> lis
     return lines
 
 
-def ran_report(plan: Plan, report: RunReport, platform: str) -> Group:
+def run_report(plan: Plan, report: RunReport, platform: str) -> Group:
     """Return what was predicted of a run beside what it took, held and sent; ``platform`` names what ran it.
 
     Seconds about another machine are not divided by those that were measured.
@@ -124,7 +124,7 @@ def ran_report(plan: Plan, report: RunReport, platform: str) -> Group:
     return Group(*parts)
 
 
-def ran_json(plan: Plan, report: RunReport) -> dict[str, Any]:
+def run_json(plan: Plan, report: RunReport) -> dict[str, Any]:
     """Return the same as JSON."""
     prediction = prediction_of(plan)
     step = {"predicted": prediction.step_time_s, "low": prediction.low_s, "high": prediction.high_s}
@@ -146,12 +146,12 @@ def _step_json(step: TimedStep) -> dict[str, Any]:
     return {**found, **dict.fromkeys(strange), "nonfinite": strange} if strange else found
 
 
-def ran_summary(plan: Plan, report: RunReport, platform: str) -> dict[str, Any]:
+def run_summary(plan: Plan, report: RunReport, platform: str) -> dict[str, Any]:
     """Return predicted beside measured as flat names, for those who compare many runs; bytes are of the fullest rank.
 
     Seconds about another machine than ``platform`` are not divided by those that were measured.
     """
-    step = ran_json(plan, report)["step_time_s"]
+    step = run_json(plan, report)["step_time_s"]
     found: dict[str, Any] = {f"step_time_s/{name}": value for name, value in step.items()}
     if plan.cluster.name == platform:
         found["step_time_s/ratio"] = step["measured"] / step["predicted"]

@@ -8,7 +8,7 @@ from typing import Any
 from autoshard.engine.base import Measured
 from autoshard.engine.results import RunReport, TimedStep
 from autoshard.plan.prediction import Compiling
-from autoshard.report.ran import alike_ranks, ran_json, ran_report, ran_summary, start_lines, step_line
+from autoshard.report.run import alike_ranks, run_json, run_report, run_summary, start_lines, step_line
 from tests.report.printed import printed
 from tests.runtime.cases import tiny_plan
 
@@ -38,32 +38,32 @@ def test_ranks_of_which_all_is_the_same_are_folded() -> None:
 
 
 def test_the_report_puts_numbers_side_by_side_and_seconds_of_another_machine_are_not_divided() -> None:
-    text = printed(ran_report(PLAN, report(5, 5, 5, 5), PLAN.cluster.name))
+    text = printed(run_report(PLAN, report(5, 5, 5, 5), PLAN.cluster.name))
     assert "250.0 ms" in text and "Memory of a rank" in text and "Sent by a rank in a step" in text
     assert "0-1" in text and "2-3" in text and "4.00 KiB" in text and "another machine" not in text
-    assert "another machine" in printed(ran_report(PLAN, report(5), "h100-80"))
+    assert "another machine" in printed(run_report(PLAN, report(5), "h100-80"))
     nothing = Measured(memory_bytes={}, calls={}, sent_bytes={})
-    text = printed(ran_report(PLAN, RunReport(steps=report(1).steps, ranks=(nothing,) * 4), PLAN.cluster.name))
+    text = printed(run_report(PLAN, RunReport(steps=report(1).steps, ranks=(nothing,) * 4), PLAN.cluster.name))
     assert "Predicted and measured" in text and "Memory" not in text and "Sent" not in text
 
 
 def test_a_loss_that_is_no_number_is_still_json() -> None:
     usual = report(5)
     strange = replace(usual, steps=(replace(usual.steps[0], loss=math.nan, norm=-math.inf), *usual.steps[1:]))
-    first, second = json.loads(json.dumps(ran_json(PLAN, strange), allow_nan=False))["steps"][:2]
+    first, second = json.loads(json.dumps(run_json(PLAN, strange), allow_nan=False))["steps"][:2]
     assert first["loss"] is None and first["nonfinite"] == {"loss": "nan", "norm": "-inf"}
     assert second["loss"] == 0.5 and "nonfinite" not in second
-    found = ran_json(PLAN, usual)
+    found = run_json(PLAN, usual)
     assert found["step_time_s"]["measured"] == 0.25 and len(found["steps"]) == 19
     assert found["ranks"][0]["sent_bytes"]["tp"]["measured"] == 4096
 
 
 def test_the_summary_is_flat_and_of_the_fullest_rank() -> None:
-    found = ran_summary(PLAN, report(5, 9, 6, 5), PLAN.cluster.name)
+    found = run_summary(PLAN, report(5, 9, 6, 5), PLAN.cluster.name)
     assert found["memory_bytes/weights/measured"] == 9 and found["sent_bytes/tp/measured"] == 4096
     assert found["step_time_s/ratio"] == 0.25 / found["step_time_s/predicted"]
     assert all(isinstance(value, int | float) for value in found.values())
-    assert "step_time_s/ratio" not in ran_summary(PLAN, report(5), "another")
+    assert "step_time_s/ratio" not in run_summary(PLAN, report(5), "another")
 
 
 FULL = TimedStep(
