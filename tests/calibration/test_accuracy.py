@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.calibration.accuracy import Compared, accuracy, group_orders, regret, spearman
+from autoshard.calibration.accuracy import Compared, accuracy, group_orders, spearman
 
 
 def compared(predicted: float, measured: float, **other: Any) -> Compared:
@@ -73,10 +73,11 @@ def test_spearman_is_bounded_symmetric_and_blind_to_scale(pairs: list[tuple[floa
     assert found == spearman([2.0 * value for value in first], second)
 
 
-def test_regret_by_hand():
-    assert regret([3.0, 1.0, 2.0], [10.0, 15.0, 20.0]) == pytest.approx(0.5)
-    assert regret([1.0, 2.0], [10.0, 11.0]) == 0
-    assert regret([1.0, 1.0], [10.0, 30.0]) == pytest.approx(1.0)  # either might have been picked
+def test_groups_are_averaged_and_the_worst_is_kept():
+    pairs = {"a": ((1.0, 2.0), (2.0, 1.0)), "b": ((1.0, 1.0), (2.0, 2.0)), "alone": ((5.0, 5.0),)}
+    found = accuracy([compared(*pair, group=group) for group, own in pairs.items() for pair in own])
+    assert found is not None
+    assert (found.spearman, found.regret, found.worst_regret, len(found.groups)) == (0.0, 0.5, 1.0, 2)
 
 
 def test_layouts_of_a_group_are_compared_per_work():
@@ -93,19 +94,6 @@ def test_a_layout_that_was_measured_often_is_one_choice():
     assert group_orders(often) == ()
     (found,) = group_orders([*often, compared(2.0, 2.5, layout="tp=2")])
     assert (found.num_layouts, found.regret) == (2, pytest.approx(3.0 / 2.5 - 1))
-
-
-def test_groups_are_averaged_and_the_worst_is_kept():
-    rows = [
-        compared(1.0, 2.0, group="a"),
-        compared(2.0, 1.0, group="a"),
-        compared(1.0, 1.0, group="b"),
-        compared(2.0, 2.0, group="b"),
-        compared(5.0, 5.0, group="alone"),
-    ]
-    found = accuracy(rows)
-    assert found is not None
-    assert (found.spearman, found.regret, found.worst_regret, len(found.groups)) == (0.0, 0.5, 1.0, 2)
 
 
 def test_the_noise_floor_is_the_error_of_the_median():

@@ -33,12 +33,9 @@ def test_every_column_has_its_place():
     assert (model.num_layers, model.hidden, model.ffn, model.num_heads, model.num_kv_heads) == (4, 512, 1024, 8, 4)
     assert (model.vocab, model.gated_mlp, model.tied_embeddings, model.norm) == (1000, True, False, "rms")
     assert run.assumed.keys() == {"arch", "platform"}
-
-
-def test_interleaved_and_zigzag():
-    run = made(vp=2, pipeline_schedule="interleaved 1F1B")
-    assert (run.candidate.vp, run.candidate.schedule) == (2, "interleaved")
-    ring = made(cp=2, dp=1)
+    chunks, ring = made(vp=2, pipeline_schedule="interleaved 1F1B"), made(cp=2, dp=1)
+    assert (chunks.candidate.vp, chunks.candidate.schedule) == (2, "interleaved")
+    assert made(vp=2).candidate.schedule == "interleaved", "1F1B of several chunks"
     assert (ring.candidate.cp, ring.candidate.cp_order, ring.assumed["cp_kind"]) == (2, "zigzag", "ring")
 
 
@@ -149,13 +146,6 @@ def test_what_is_left_open_is_assumed_and_told():
     told = {"dp": "4", "sp": "true", "micro_batch": "1", "recompute": "none", "sharding": "zero=1"}
     assert told.items() <= run.assumed.items()
     assert run.assumed.keys() == {*told, "arch", "platform", "pp", "cp", "ep", "precision", "framework"}
-
-
-def test_what_cannot_matter_is_not_told():
-    assert (
-        not {"sp", "vp", "pipeline_schedule"}
-        & without("sp", "vp", "pipeline_schedule", tp=1, pp=1, dp=8).assumed.keys()
-    )
 
 
 def test_an_architecture_is_completed():

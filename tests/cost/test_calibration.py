@@ -72,13 +72,6 @@ def test_more_than_a_rate_is_reached_only_where_it_is_declared():
             replace(uncalibrated(), reach=reach, matrix_efficiency=4.0)
 
 
-@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
-def test_no_calibration_holds_memory_or_other_numbers_than_the_constants(path: Path):
-    data = json.loads(path.read_text("utf-8"))
-    assert not [key for key in data if "bytes" in key or "gib" in key]
-    assert {key for key, value in data.items() if isinstance(value, float)} == {*CONSTANTS, "interval"}
-
-
 efficiencies = st.tuples(*[st.floats(1e-6, 1)] * len(EFFICIENCIES))
 times = st.tuples(*[st.floats(0, 10)] * len(SECONDS))
 

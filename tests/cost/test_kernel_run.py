@@ -11,7 +11,7 @@ from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import effective_names
-from autoshard.spec.kernels import kernels_names, load_kernels
+from autoshard.spec.kernels import kernels_names
 from tests.cost.cases import ask, setting
 
 MODELS = ("llama3-8b", "mixtral-8x7b", "gpt-neox-20b")
@@ -126,14 +126,6 @@ class TestSums:
             fresh = {tensor.name for run in llama(kernels).runs for _, tensor, _ in run.fresh}
             assert not {name for name in fresh if name.endswith((".weight", ".weight.sum", ".weight.grad"))}
 
-    def test_which_sums_are_added_to_is_what_decides(self):
-        block = llama("torch_cuda")
-        kept = block.sharding.kept_cuts
-        apart = tuple(kernel_runs(block.block, kept))
-        assert apart == block.runs
-        added = tuple(kernel_runs(block.block, kept, frozenset({"down.weight.sum"})))
-        assert len(added) == len(apart) - 1
-
 
 class TestCopies:
     def test_a_compiled_graph_moves_copies_of_a_clone_but_not_its_scores(self):
@@ -160,25 +152,3 @@ class TestCopies:
         head = sharded("llama3-8b", "te", "head")
         for pass_ in "FI":
             assert "logits_fp32.copy0" in names_of(run_of(head, pass_, "loss"))
-
-
-@given(st.sampled_from(MODELS), st.sampled_from(kernels_names()))
-def test_launches_scores_and_ratios_are_those_of_the_table(model, kernels):
-    block, table = sharded(model, kernels), load_kernels(kernels)
-    entries = {name: entry for entry in reversed(table.kernels) for name in entry.ops}
-    for run in block.runs:
-        first = run.ops[0]
-        plain = run.pass_ == "W" or isinstance(first.kind, Accumulate)
-        forward = run.pass_ == "F" or first.again
-        entry = entries.get(first.source)
-        if entry is None:
-            continue
-        assert run.score_bytes == (
-            0 if plain else (entry.score_bytes.forward if forward else entry.score_bytes.backward)
-        )
-        assert run.traffic_ratio == (1.0 if plain else entry.traffic_ratio)
-        count = entry.launches.forward if forward else entry.launches.backward
-        plainly = entry.launches.weights if run.pass_ == "W" and not isinstance(first.kind, Accumulate) else None
-        assert run.launches == (0 if not table.eager else count if not plain else plainly or 1)
-        assert run.flops_ratio == (1.0 if forward else entry.backward_flops_ratio)
-        assert (run.skips_masked, run.mask_tile) == (entry.skips_masked, entry.mask_tile)
