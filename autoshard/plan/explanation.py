@@ -20,9 +20,9 @@ class SentCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherCut:
-    """Another cut of an operation: what the block takes longer if all others are chosen anew for it.
+    """Another cut of an operation, and how much longer the block takes with it, all other operations solved again.
 
-    Less than nothing where the plan's cuts are not those that the solver prefers, or where a Rule refuses the other:
+    Negative where the plan's cuts are not those that the solver prefers, or where a Rule refuses the other cut:
     ``refused`` holds its id.
     """
 

@@ -34,7 +34,7 @@ def split_pending(pending: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGraph:
-    """What a graph is made of; its micro-batch has one sequence, and sizes are set where it is priced."""
+    """What the graph of a training step is made of; a micro-batch has one sequence, and prices set the real sizes."""
 
     model: ModelSpec
     workload: Workload
@@ -60,7 +60,7 @@ class StepGraph:
 
 
 def lowered(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Program:
-    """Lower a block with these cuts where these atoms cut anything: rings of nominal length, the ways of any size."""
+    """Lower a block with the cuts of these atoms; groups have a nominal size, since collectives do not depend on it."""
     return _lowered(step, kind, drop, cutting.alone(kind).only(atoms), atoms)
 
 

@@ -45,9 +45,9 @@ def with_strategies(plan: Plan, tables: Mapping[str, Table]) -> Plan:
 
 
 def units_of(plan: Plan) -> Mapping[str, str]:
-    """Return by block kind what ranks send for all its weights together under ZeRO-3, with the bytes of the whole unit.
+    """Return by block kind what ranks send under ZeRO-3 for all weights of a block together, with the bytes of all.
 
-    It follows from how gradients are pending, and is no choice: W stands for the end of a backward that is not split.
+    It follows from the pending gradients, and is no choice. W stands for the end of a backward that is not split.
     """
     if plan.zero != 3:
         return {}

@@ -24,7 +24,7 @@ TP = ("kv", "rep")  # the atoms of tp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormPiece:
-    """One rank's part of one of our tensors: a slice along cut dims, which are then grouped into the axes of another.
+    """A rank's part of one of our tensors: a slice along the cut dims, with dims grouped into the axes of NxD's tensor.
 
     Which slice is a rank's follows from its place among the ranks of its tp group, in NxD's order. The dims of the axes
     may stand in another order than ``dims``, which is that of our tensor.

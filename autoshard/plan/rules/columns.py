@@ -171,7 +171,7 @@ def recompute_fault(recomputes: tuple[Recompute, ...], kernels: str) -> str:
 
 
 def experts_fault(recomputes: tuple[Recompute, ...], kernels: str, *, drops: bool) -> str:
-    """Judge what NxD is to compute again of experts: all products and what lies between, where tokens may be dropped.
+    """Judge which operations of experts NxD computes again: all products and what lies between, if tokens may drop.
 
     >>> again = Recompute.parse("selective[LlamaMLP]")
     >>> experts_fault((again,), "nxd", drops=True)
