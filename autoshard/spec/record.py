@@ -169,14 +169,8 @@ def _other_faults(kind: Any, values: Mapping[str, object], faulty: Collection[st
     """
     found: list[dict[Fault, None]] = []
     for number in (1, 2):
-        known: dict[Any, object] = {str: "x" * number, int: number, float: float(number), bool: False}
-        stand_ins: dict[str, object] = {}
-        for name in faulty:
-            member = _fields(kind)[name].type
-            origin = typing.get_origin(member)
-            stand_ins[name] = () if origin is tuple else {} if origin is Mapping else known.get(member)
         try:
-            kind(**{**values, **stand_ins})
+            kind(**{**values, **{name: _stand_in(_fields(kind)[name].type, number) for name in faulty}})
             return []
         except InputError as error:
             found.append(dict.fromkeys(error.faults))
@@ -184,6 +178,17 @@ def _other_faults(kind: Any, values: Mapping[str, object], faulty: Collection[st
             return []
     both = [fault for fault in found[0] if fault in found[1]]
     return [fault.under(where) for fault in both if fault.where.split(".")[0].split("[")[0] not in faulty]
+
+
+def _stand_in(kind: Any, number: int) -> object:
+    """Return some value of a type, another one for each of the numbers 1 and 2 where there are two."""
+    origin, members = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _stand_in(next(member for member in members if member is not type(None)), number)
+    if origin is Literal:
+        return members[min(number, len(members)) - 1]
+    known: dict[Any, object] = {str: "x" * number, int: number, float: float(number), bool: number == 1}
+    return () if origin is tuple else {} if origin is Mapping else known.get(kind)
 
 
 @functools.cache

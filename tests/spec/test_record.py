@@ -182,3 +182,32 @@ def test_arbitrary_data_never_ends_in_anything_but_an_input_error(data):
         decode(Cart, data)
     except InputError as error:
         assert all(fault.message for fault in error.faults)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ride:
+    """Checks that need several fields."""
+
+    price: float | None = None
+    day: str | None = None
+    seats: int
+    riders: int
+
+    def __post_init__(self) -> None:
+        require(
+            (self.day is None or self.price is not None, "day", "is the day of a price"),
+            (self.riders <= self.seats, "riders", f"are more than {self.seats} seats"),
+            (self.riders >= 1, "riders", "must be at least 1"),
+        )
+
+
+def test_what_does_not_depend_on_a_faulty_field_is_named_with_it_and_nothing_else():
+    for data, expected in (
+        ({"seats": "two", "riders": 0}, {"seats", "riders"}),
+        ({"seats": "two", "riders": 3}, {"seats"}),
+        ({"seats": 2, "riders": 1, "price": "cheap", "day": "Monday"}, {"price"}),
+        ({"seats": None, "riders": 1, "day": "Monday"}, {"seats", "day"}),
+    ):
+        with pytest.raises(InputError) as caught:
+            decode(Ride, data)
+        assert {fault.where for fault in caught.value.faults} == expected
