@@ -5,7 +5,6 @@ import itertools
 import json as json_text
 import signal
 import socket
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -232,7 +231,7 @@ def _conclude(execution: Execution, report: "RunReport", display: RunDisplay) ->
     """Write the measured row, and say how the prediction held; what could not be written is an error at the end."""
     from autoshard.report.run import run_json, run_report
     from autoshard.report.terminal import make_console
-    from autoshard.runtime.folder import ATTEMPTS, allow_attempts
+    from autoshard.runtime.folder import allow_attempts
     from autoshard.runtime.launch import only_extracts
 
     folder, plan = execution.run.folder, execution.plan
@@ -240,11 +239,15 @@ def _conclude(execution: Execution, report: "RunReport", display: RunDisplay) ->
         print("graphs were extracted and nothing was computed: no losses, no times, no measured row")
         return 0
     failures = [one for one in (display.failure, report.unsaved and f"the state at the end: {report.unsaved}") if one]
-    failures += _failure(folder / ATTEMPTS, lambda: allow_attempts(folder))
     rows, steps = folder / "measured.jsonl", execution.run.training.steps
-    if report.steps:
-        row = _measured_row(plan, report, execution.platform, "rehearsal" if execution.tried else report.kind)
-        failures += _failure(rows, lambda: _append(row, rows))
+    try:  # what goes wrong is told at the end: the tables are still to come
+        if report.steps:
+            row = _measured_row(plan, report, execution.platform, "rehearsal" if execution.tried else report.kind)
+            with rows.open("a", encoding="utf-8") as file:
+                file.write(row + "\n")
+        allow_attempts(folder)
+    except OSError as error:
+        failures.append(f"{error.filename or rows}: {error.strerror or error}")
     if execution.json:
         print_json({"folder": str(folder), "notes": display.notes, **(run_json(plan, report) if report.steps else {})})
     elif report.steps:
@@ -261,20 +264,6 @@ def _conclude(execution: Execution, report: "RunReport", display: RunDisplay) ->
         name = signal.Signals(report.signal).name
         raise KeyboardInterrupt if report.signal == signal.SIGINT else Stopped(name, report.signal)
     return 0
-
-
-def _append(line: str, path: Path) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
-
-
-def _failure(path: Path, write: Callable[[], None]) -> list[str]:
-    """Write, and return what went wrong instead of raising it: the tables are still to come."""
-    try:
-        write()
-    except OSError as error:
-        return [f"{path}: {error.strerror or error}"]
-    return []
 
 
 def _measured_row(plan: "Plan", report: "RunReport", platform: str, kind: "Kind") -> str:

@@ -1,7 +1,6 @@
 """``autoshard sweep``: many plans or runs, each a row of one table; a sweep that was killed goes on."""
 
 import os
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,7 +54,9 @@ def sweep(
     source = sweep_path(source)
     content, folder = load_sweep(source), out or _SWEEPS / source.stem
     if wandb_agent:
-        return _agent_point(content, source, folder, wandb)
+        from autoshard.sweep.on_wandb import agent_point
+
+        return _print_rows([agent_point(content, source.parent, folder, wandb)])
     try:
         points = points_of(content, source.parent)
     except InputError as error:
@@ -152,19 +153,13 @@ def _task(jobs: "Sequence[SweepJob]", number: int, folder: Path) -> int:
         return 0
     rows = rows_of(job)
     write_task(rows, folder, name)
+    return _print_rows(rows)
+
+
+def _print_rows(rows: "Sequence[Row]") -> int:
     for row in rows:
         print(f"{row['point']}: {row['status']} {row['message'] or row['candidate']}")
-    if any(row["status"] == "failed" for row in rows):
-        raise RunFailed(f"{job.name}: failed")
-    return 0
-
-
-def _agent_point(content: "Sweep", source: Path, folder: Path, project: str | None) -> int:
-    """Do the point that W&B's controller chooses."""
-    from autoshard.sweep.on_wandb import agent_point
-
-    row = agent_point(content, source.parent, folder, project)
-    print(f"{row['point']}: {row['status']} {row['message'] or row['candidate']}", file=sys.stderr)
-    if row["status"] == "failed":
-        raise RunFailed(str(row["message"]))
+    failures = [str(row["message"]) for row in rows if row["status"] == "failed"]
+    if failures:
+        raise RunFailed(failures[0])
     return 0
