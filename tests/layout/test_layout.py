@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -74,3 +75,41 @@ def test_columns_of_sizes_give_what_the_numbers_give(rows):
     column = local_sizes({"seq": seq}, cuts, {"cp": cp, "kv": kv})["seq"]
     single = [local_sizes({"seq": size}, cuts, {"cp": one, "kv": other})["seq"] for size, one, other in rows]
     assert column.tolist() == single
+
+
+@given(
+    layouts(),
+    st.fixed_dictionaries(dict.fromkeys(DIMS, st.integers(1, 24))),
+    st.fixed_dictionaries(dict.fromkeys(ATOMS, st.integers(1, 4))),
+)
+def test_a_layout_has_a_fault_just_where_a_dim_has_fewer_elements_than_parts(layout, sizes, atoms):
+    finer = [dim for dim, cut in layout.dims if math.prod(atoms[atom] for atom in cut) > sizes[dim]]
+    assert [fault.where for fault in layout.faults(atoms, sizes)] == finer
+
+
+def test_all_faults_are_told_at_once():
+    layout = Layout.parse("[batch/dp, sec/cp, hidden/qq] +ep ^cp")
+    faults = layout.faults({"edp": 2, "ep": 2, "cp": 8}, {"batch": 3, "seq": 8, "hidden": 8})
+    assert [str(fault) for fault in faults] == [
+        "unknown atom 'qq'. Known: cp, dp, edp, ep.",
+        "an atom both cuts and is pending: ['ep', 'cp']",
+        "batch: 3 cannot be cut into 4 (dp). Use atoms whose product is at most 3",
+        "sec: no such dim. Did you mean seq?",
+    ]
+
+
+def test_an_atom_of_size_one_may_cut_and_be_pending_because_it_does_neither():
+    assert (
+        Layout.parse("[batch/dp, seq/cp.tp, hidden] +ep").faults(
+            {"edp": 4, "ep": 1, "cp": 2, "kv": 2, "rep": 1}, {"batch": 4, "seq": 8, "hidden": 8}
+        )
+        == ()
+    )
+
+
+@pytest.mark.parametrize(("one", "two"), list(itertools.combinations(["cuts", "+", "^"], 2)))
+def test_an_atom_has_one_use(one, two):
+    uses = {one, two}
+    dims = (("seq", ("cp",) if "cuts" in uses else ()),)
+    layout = Layout(dims=dims, sums=("cp",) if "+" in uses else (), maxima=("cp",) if "^" in uses else ())
+    assert [fault.message for fault in layout.faults({"cp": 2})] == ["an atom both cuts and is pending: ['cp']"]

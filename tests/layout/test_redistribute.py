@@ -102,17 +102,6 @@ def test_it_is_never_dearer_than_to_gather_all_and_slice(journey, seed):
     assert _total(path, price) <= _total(plain, price) * (1 + 1e-12)
 
 
-@settings(max_examples=max(settings().max_examples, 50))
-@given(journeys(), st.integers(0, 2**32))
-def test_every_step_begins_where_the_last_has_ended(journey, seed):
-    mesh, _, before, after = journey
-    atoms = dict(mesh.atoms)
-    path = redistribute(before, after, atoms, _random_price(seed))
-    stops = [_without_ones(before, atoms), *(change.after for change in path)]
-    assert [change.before for change in path] == stops[:-1]
-    assert stops[-1] == _without_ones(after, atoms)
-
-
 @given(journeys())
 def test_to_stay_is_free_and_empty(journey):
     mesh, _, _, layout = journey

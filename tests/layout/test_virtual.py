@@ -57,19 +57,6 @@ def test_a_send_is_not_between_the_ranks_of_a_group():
         _run(TWO, "send /a", [[1], [1]], "[seq]", seq=1)
 
 
-@pytest.mark.parametrize(
-    "text", ["[seq, hidden]", "[seq/a, hidden]", "[seq/b.a, hidden]", "[hidden/a] +b", "[seq] +a.b"]
-)
-def test_what_is_scattered_is_gathered_again(text):
-    layout = Layout.parse(text)
-    dims = tuple(dim for dim, _ in layout.dims)
-    executor = Executor(mesh=FOUR, sizes={"seq": 3, "hidden": 5})
-    array = np.random.default_rng(0).normal(size=[{"seq": 3, "hidden": 5}[dim] for dim in dims])
-    shards = executor.scatter(array, dims, layout)
-    executor.check(shards, layout)
-    assert np.array_equal(executor.gather(shards, dims, layout), array)
-
-
 def _gather(shards, text, **sizes):
     layout = Layout.parse(text)
     dims = tuple(dim for dim, _ in layout.dims)
