@@ -276,9 +276,7 @@ class TensorEdge:
     def _in_maker_dims(self, layout: Layout) -> Layout:
         """Return a layout in the maker's names of the dims."""
         if layout not in self._renamed:
-            back = {new: old for old, new in self.kind.rename}
-            dims = tuple((back.get(dim, dim), cut) for dim, cut in layout.dims)
-            self._renamed[layout] = Layout(dims=dims, sums=layout.sums)
+            self._renamed[layout] = layout.named(self.source.dims)
         return self._renamed[layout]
 
 

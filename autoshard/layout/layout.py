@@ -58,6 +58,16 @@ class Layout:
         maxima = f" ^{show_atoms(self.maxima)}" if self.maxima else ""
         return f"[{dims}]{sums}{maxima}"
 
+    @property
+    def cuts(self) -> Cuts:
+        """The dims that are cut, with their atoms."""
+        return {dim: cut for dim, cut in self.dims if cut}
+
+    def named(self, dims: Sequence[str]) -> "Layout":
+        """Return the same layout under other names of the dims, which correspond by their positions."""
+        renamed = tuple((dim, cut) for dim, (_, cut) in zip(dims, self.dims, strict=True))
+        return Layout(dims=renamed, sums=self.sums, maxima=self.maxima)
+
     def faults(self, atoms: Mapping[str, int], sizes: Mapping[str, int] | None = None) -> tuple[Fault, ...]:
         """Say everything that keeps it from being used on a mesh of these atoms, for dims of these sizes if known.
 

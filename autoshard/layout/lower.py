@@ -8,7 +8,7 @@ hands it on to both its inputs, cut as the addition is.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from autoshard.graph.block import Block
@@ -37,13 +37,9 @@ def lower(
     else:
         results["loss"] = lowering.made["loss"]  # a number that is only told: its parts are added once per step
     if block.carry_in:
-        gradient = _gradient_name(block)
+        gradient = next(f"{op.name}.d0" for op in block.ops if op.inputs == (block.carry_in,))
         results[gradient] = lowering.fetch(gradient, boundary, "I")
     return Program(instructions=tuple(lowering.instructions), results=results)
-
-
-def _gradient_name(block: Block) -> str:
-    return next(f"{op.name}.d0" for op in block.ops if op.inputs == (block.carry_in,))
 
 
 Busy = frozenset[str] | None
@@ -92,17 +88,11 @@ class _Lowering:
         read = {name for op in ops for name in op.inputs}
         for op in ops:
             if op.again and isinstance(op.kind, Deliver) and op.outputs[0] not in read:
-                for cuts in self._readings(op.outputs[0].removesuffix(".again"), boundary):
-                    self.fetch(op.outputs[0], cuts, "again")
-
-    def _readings(self, tensor: str, boundary: Cuts) -> Iterator[Cuts]:
-        """Yield how the forward pass reads a tensor."""
-        dims = self.block.tensors[tensor].dims
-        for op in self.block.select("micro_batch", "F"):
-            if tensor in op.inputs and op.name in self.cuts:
-                yield _restricted(self.cuts[op.name], dims)
-        if tensor == self.block.carry_out:
-            yield _restricted(boundary, dims)
+                tensor = op.outputs[0].removesuffix(".again")
+                readers = (one for one in self.block.select("micro_batch", "F") if tensor in one.inputs)
+                wanted = [self.cuts[one.name] for one in readers if one.name in self.cuts]
+                for cuts in (*wanted, boundary) if tensor == self.block.carry_out else wanted:
+                    self.fetch(op.outputs[0], _restricted(cuts, self.block.tensors[tensor].dims), "again")
 
     def fetch(self, tensor: str, cuts: Cuts, when: When, busy: Busy = None) -> Value:
         """Return a value of a tensor in these cuts, changing it if need be.
@@ -121,11 +111,10 @@ class _Lowering:
 
     def _compute(self, op: Op, boundary: Cuts) -> None:
         own = _restricted(self.cuts[op.source], op_dims(self.block, op))
-        reads = self._reads(op, own, boundary)
+        reads = tuple(self._reads(op, own, boundary))
         writes = tuple(self._output(op, index, own, reads) for index in range(len(op.outputs)))
         self.made |= {value.tensor: value for value in writes}
-        ring = self._ring(op, own)
-        self.instructions.append(Compute(op=op, cuts=own, reads=tuple(reads), writes=writes, ring=ring))
+        self.instructions.append(Compute(op=op, cuts=own, reads=reads, writes=writes, ring=self._ring(op, own)))
 
     def _reads(self, op: Op, own: Cuts, boundary: Cuts) -> list[Value]:
         """Fetch what an operation reads as it is cut; a sum so far last, because it waits for what its addend waits."""
@@ -225,22 +214,17 @@ class _Lowering:
         return self._added(tensor, changed)
 
     def _part(self, part: str, tensor: str) -> Value:
-        """Return one contribution in the maker's names of the dims."""
-        found = self._handed_on(part) if part in self._parts or part in self._seeds else self.made[part]
-        names = dict(zip(self.block.tensors[part].dims, self._renamed(part, tensor), strict=True))
-        dims = tuple((names[dim], atoms) for dim, atoms in found.layout.dims)
+        """Return one contribution in the maker's names of the dims; one that an addition hands on is cut as that is."""
+        found = self.made.get(part)
+        if part in self._parts or part in self._seeds:
+            result = self._seeds.get(part) or self.block.op(self._entry[part]).inputs[0]
+            cuts = self.cuts[self._maker[result].source]
+            found = self.fetch(part, _restricted(cuts, self.block.tensors[part].dims), "I")
+        assert found, f"{part} is not made yet"
+        kind = self._maker[tensor].kind
+        names = dict(kind.rename) if isinstance(kind, Collect) else {}
+        dims = tuple((names.get(dim, dim), atoms) for dim, atoms in found.layout.dims)
         return Value(name=found.name, tensor=tensor, layout=Layout(dims=dims, sums=found.layout.sums))
-
-    def _handed_on(self, tensor: str) -> Value:
-        """Return a gradient that an addition hands on, cut as the addition is."""
-        result = self._seeds.get(tensor) or self.block.op(self._entry[tensor]).inputs[0]
-        cuts = self.cuts[self._maker[result].source]
-        return self.fetch(tensor, _restricted(cuts, self.block.tensors[tensor].dims), "I")
-
-    def _renamed(self, part: str, tensor: str) -> Dims:
-        op = self._maker[tensor]
-        names = dict(op.kind.rename) if isinstance(op.kind, Collect) else {}
-        return tuple(names.get(dim, dim) for dim in self.block.tensors[part].dims)
 
     def _added(self, tensor: str, values: Sequence[Value]) -> Value:
         if len(values) == 1:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autoshard.graph.block import Block, Saved
 from autoshard.graph.kinds.attention import Attend, AttendGradient
-from autoshard.graph.op import Dims, Op, Pass, Role
+from autoshard.graph.op import Pass, Role
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Cuts, Layout
 from autoshard.layout.program import Compute, Given, Program, Value
@@ -50,7 +50,10 @@ class Sharding:
         """Read it off a program of a block."""
         computes = {entry.op.name: entry for entry in program.instructions if isinstance(entry, Compute)}
         sums = {tensor.name: program.results[f"{tensor.name}.sum"].layout for tensor in block.parameters}
-        op_cuts = {name: _met(entry) for name, entry in computes.items()}
+        op_cuts: dict[str, Cuts] = {}
+        for name, entry in computes.items():
+            whole = RING_DIM if isinstance(entry.op.kind, RINGS) else None
+            op_cuts[name] = {dim: cut for dim, cut in entry.cuts.items() if cut and dim != whole}
         read: dict[str, list[Layout]] = defaultdict(list)
         for value in program.kept():
             read[value.tensor].append(value.layout)
@@ -63,20 +66,10 @@ class Sharding:
             input_cuts=_by_tensor(block, changed, ("input",)),
             waiting_cuts=_by_tensor(block, waiting, ("activation", "gradient")),
             messages=(*_delivered(program), *_rings(block, computes)),
-            parameter_cuts={name: _real(layout) for name, layout in sums.items()},
+            parameter_cuts={name: layout.cuts for name, layout in sums.items()},
             parameter_pending={name: tuple(sorted(layout.sums, key=ATOMS.index)) for name, layout in sums.items()},
-            boundary=_real(program.results[block.carry_out or "loss"].layout),
+            boundary=program.results[block.carry_out or "loss"].layout.cuts,
         )
-
-
-def _met(entry: Compute) -> Cuts:
-    """Return the cuts of what an operation works on."""
-    whole = (RING_DIM,) if isinstance(entry.op.kind, RINGS) else ()
-    return {dim: cut for dim, cut in entry.cuts.items() if cut and dim not in whole}
-
-
-def _real(layout: Layout) -> Cuts:
-    return {dim: cut for dim, cut in layout.dims if cut}
 
 
 def _kept(entry: Saved, read: Sequence[Layout], op_cuts: Mapping[str, Cuts]) -> tuple[Cuts, ...]:
@@ -85,7 +78,7 @@ def _kept(entry: Saved, read: Sequence[Layout], op_cuts: Mapping[str, Cuts]) -> 
     A kernel may keep a tensor under its readers' names of the dims; positions correspond.
     """
     if read:
-        return tuple(_as(entry.tensor.dims, one) for one in read)
+        return tuple(one.named(entry.tensor.dims).cuts for one in read)
     assert entry.op, f"{entry.storage} is kept, but nothing says how it is cut"
     return ({dim: cut for dim, cut in op_cuts[entry.op].items() if dim in entry.tensor.dims},)
 
@@ -96,25 +89,19 @@ def _by_tensor(block: Block, values: Sequence[Value], roles: tuple[Role, ...]) -
     for value in values:
         tensor = block.tensors[value.tensor]
         if tensor.role in roles:
-            found[tensor.name] = (*found.get(tensor.name, ()), _as(tensor.dims, value.layout))
+            found[tensor.name] = (*found.get(tensor.name, ()), value.layout.named(tensor.dims).cuts)
     return found
-
-
-def _as(dims: Dims, layout: Layout) -> Cuts:
-    """Return the cuts of a layout under other names of the dims, which correspond by their positions."""
-    return {dim: cut for dim, (_, cut) in zip(dims, layout.dims, strict=True) if cut}
 
 
 def _delivered(program: Program) -> Iterator[Message]:
     """Yield the collectives between operations; a message is largest where fewest atoms cut it."""
     for change in program.collectives():
-        before, after = _real(change.reads.layout), _real(change.writes.layout)
-        largest = after if change.collective.kind == "all_gather" else before
+        largest = change.writes if change.collective.kind == "all_gather" else change.reads
         yield Message(
             entry=change.entry,
             pass_=change.pass_,
             tensor=change.reads.tensor,
-            cuts=largest,
+            cuts=largest.layout.cuts,
             collective=change.collective,
         )
 
@@ -127,22 +114,11 @@ def _rings(block: Block, computes: Mapping[str, Compute]) -> Iterator[Message]:
     for entry in computes.values():
         if entry.ring:
             op, collective = entry.op, Collective(kind="permute", dim=RING_DIM, atoms=entry.ring[0].atoms)
-            expands = any(group.kernel.expands_keys for group in block.fused if op.source in group.ops)
-            for name in _travelling(block, op, expands=expands):
+            heads = [name for name in (*op.inputs, *op.outputs) if "kv_heads" in block.tensors[name].dims]
+            keys = [name for name in heads if RING_DIM in block.tensors[name].dims]
+            if any(group.kernel.expands_keys for group in block.fused if op.source in group.ops):
+                keys = [next(name for name in heads if name not in keys)] * len(keys)
+            for name in keys:
                 dims = block.tensors[name].dims
                 cuts = {dim: cut for dim, cut in entry.cuts.items() if cut and dim in dims}
                 yield Message(entry=op.source, pass_=op.pass_, tensor=name, cuts=cuts, collective=collective)
-
-
-def _travelling(block: Block, op: Op, *, expands: bool) -> tuple[str, ...]:
-    keys = [
-        name for name in (*op.inputs, *op.outputs) if _has_heads(block, name) and RING_DIM in block.tensors[name].dims
-    ]
-    if not expands:
-        return tuple(keys)
-    queries = next(name for name in op.inputs if _has_heads(block, name) and RING_DIM not in block.tensors[name].dims)
-    return (queries,) * len(keys)
-
-
-def _has_heads(block: Block, name: str) -> bool:
-    return "kv_heads" in block.tensors[name].dims

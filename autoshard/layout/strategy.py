@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from autoshard.errors import InputError, require
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.linear import Deliver
-from autoshard.graph.op import Dims, Op, Pass
+from autoshard.graph.op import Op, Pass
 from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Layout, show_atoms
 from autoshard.layout.program import Communicate, Compute, Given, Program, Value, pass_of, read_by
@@ -153,7 +153,7 @@ def _made(program: Program) -> Mapping[str, Value]:
 
 def _delivered(op: Op, kind: Deliver, made: Value, lists: Lists, program: Program) -> Strategy:
     ends = [chain[-1].writes for chain in lists.get("F", ())]
-    outputs = [_named(value.layout, kind.renamed(_dims(value.layout))) for value in ends or [made]]
+    outputs = [value.layout.named(kind.renamed(tuple(dim for dim, _ in value.layout.dims))) for value in ends or [made]]
     return _with_lists(
         Strategy(inputs=(made.layout,), outputs=tuple(outputs), saved=_saved(made, ends, program)), lists
     )
@@ -171,7 +171,7 @@ def _computed(block: Block, compute: Compute, others: Iterable[Compute]) -> Stra
     names = [block.tensors[name].dims for name in compute.op.inputs]  # keys are made along seq, and read along kv_seq
     rings = [entry.ring for entry in others if entry.op.source == compute.op.name and entry.op.pass_ == "I"]
     return Strategy(
-        inputs=tuple(_named(value.layout, dims) for value, dims in zip(compute.reads, names, strict=True)),
+        inputs=tuple(value.layout.named(dims) for value, dims in zip(compute.reads, names, strict=True)),
         outputs=tuple(value.layout for value in compute.writes),
         ring=_counted(compute.ring) if compute.ring else None,
         backward=tuple((_counted(ring),) for ring in rings if ring),
@@ -195,15 +195,6 @@ def _with_lists(strategy: Strategy, lists: Lists) -> Strategy:
         name: tuple(tuple(change.collective for change in chain) for chain in found) for name, found in lists.items()
     }
     return replace(strategy, forward=chains.get("F", ()), backward=chains.get("I", ()), weights=chains.get("W", ()))
-
-
-def _named(layout: Layout, dims: Dims) -> Layout:
-    cuts = (cut for _, cut in layout.dims)
-    return replace(layout, dims=tuple(zip(dims, cuts, strict=True)))
-
-
-def _dims(layout: Layout) -> Dims:
-    return tuple(dim for dim, _ in layout.dims)
 
 
 def _show(parts: Iterable[object]) -> str:
