@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.spec.cluster import Chip, Cluster, Link
-from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
+from autoshard.spec.cluster_catalogue import cluster_names, load_cluster, load_node_type
 from autoshard.spec.placement import Placement, PlacementRule
 from autoshard.spec.ports import level_bandwidths_bytes_per_s
 from autoshard.spec.record import decode, encode
@@ -130,8 +130,7 @@ def test_a_cluster_refuses_placements_that_do_not_fit_its_nodes():
 
 @given(st.sampled_from(cluster_names()), st.data())
 def test_more_ranks_never_talk_over_a_smaller_domain(name: str, data: st.DataObject):
-    num_nodes = 1 if name == "local" else 6
-    some = load_cluster(name, num_nodes)
+    some = load_cluster(name, int(min(6, load_node_type(name).max_nodes)))
     ranks = data.draw(st.lists(st.integers(0, some.num_ranks - 1), min_size=1, max_size=5))
     more = data.draw(st.lists(st.integers(0, some.num_ranks - 1), max_size=5))
     assert some.links.index(some.link_of(ranks)) <= some.links.index(some.link_of([*ranks, *more]))
