@@ -11,7 +11,7 @@ from autoshard.search.api import Cost
 SLOW = replace(uncalibrated(), name="slow", basis="my own runs", matrix_efficiency=0.2, memory_efficiency=0.2)
 
 
-def test_a_plan_is_judged_with_its_own_constants_or_with_others():
+def test_a_plan_is_checked_with_its_own_constants_or_with_others():
     made = autoshard.plan("tiny-llama", "local", cost=SLOW)
     assert check_plan(made).plan == made and check_plan(made).remark == ""
     nominal = check_plan(made, uncalibrated()).plan

@@ -72,7 +72,7 @@ HELP = [
     (ask("gpt2-xl", "trn2.48xlarge"), ["--engine torch"]),
     (ask("llama3-8b", "trn1.32xlarge", pins="pp=2"), ["it without --fix", "--nodes 2"]),
     (ask("tiny-llama", ranks=7, global_batch=32, pins="pp=1"), ["--global-batch 35"]),
-    (ask("llama2-7b"), ["--ranks 64"]),
+    (ask("llama2-7b", ranks=32, pins="cp=1,mbs=1,vp=1"), ["--ranks 64"]),
     (ask("llama3-8b", "trn1.32xlarge", seq_len=2**20), ["--seq-len 262144"]),
 ]
 
