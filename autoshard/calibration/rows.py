@@ -287,6 +287,9 @@ def _portable_layout(plan: Plan) -> Candidate:
 
     Recompute names the operations themselves, because other kernels have other names for sets of them.
     """
-    resolve = load_kernels(plan.kernels).resolve
-    recompute = tuple(replace(one, ops=resolve(one.ops)) if one.ops else one for one in plan.candidate.recompute)
+    resolve, known = load_kernels(plan.kernels).resolve, {op for table in plan.strategies.values() for op in table}
+    recompute = tuple(
+        replace(one, ops=tuple(op for op in resolve(one.ops) if op in known)) if one.ops else one
+        for one in plan.candidate.recompute
+    )
     return replace(plan.candidate, kernels=None, place=None, lnc=None, recompute=recompute)
