@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any, Literal
 
 from autoshard.engine.patches import Axes, Patch, Row
+from autoshard.engine.programs import tied_instances
 from autoshard.errors import InputError, nearest
 from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
@@ -149,7 +150,7 @@ class HfNames:
         if family not in HF_NAMES:
             raise InputError.of("model_type", f"{family!r} has no table of names. {nearest(family, list(HF_NAMES))}")
         wanted, graph = _parameters(model)
-        tied = {_instance(other): _instance(owner) for other, owner in graph.tied.items()}
+        tied = tied_instances(graph)
         rows = tuple(_expanded(HF_NAMES[family][form], model, wanted))
         missing = sorted(wanted.keys() - {row.ours for row in rows})
         if missing:
@@ -189,14 +190,9 @@ def shapes_of(model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
 def _parameters(model: ModelSpec) -> tuple[Mapping[str, Dims], OpGraph]:
     workload = Workload(seq_len=1, global_batch=1, precision=Precision.named("fp32"))
     graph = decoder_graph(model, workload, load_kernels("torch_cpu"), micro_batch=1)
-    tied = {_instance(other) for other in graph.tied}
+    tied = tied_instances(graph)
     dims = {f"{name}.{t.name}": t.dims for name, block in graph.instances() for t in block.parameters}
     return {name: found for name, found in dims.items() if name not in tied}, graph
-
-
-def _instance(parameter: str) -> str:
-    kind, _, name = parameter.partition(".")
-    return f"{kind}.0.{name}"
 
 
 def _expanded(table: Sequence[tuple[str, str, str]], model: ModelSpec, wanted: Mapping[str, Any]) -> Iterator[Row]:

@@ -86,8 +86,11 @@ class PlanPrograms:
 
 
 def programs_of(plan: Plan) -> PlanPrograms:
-    """Read the programs off a plan's table; what this engine cannot execute yet is refused, all of it at once."""
-    _refuse_unsupported(plan)
+    """Read the programs off a plan's table; what the torch engine cannot execute is refused, all of it at once."""
+    whole = sorted({name for name, _ in plan.mesh.axes} - set(ATOMS))
+    written = f"{' and '.join(whole)} must be written in parts: edp and ep for dp, kv and rep for tp"
+    empty = "the table is empty, so nothing says which collectives to execute. Make the plan again"
+    require((not whole, "mesh", written), (bool(plan.strategies), "strategies", empty))
     graph, blocks = graph_of(plan), plan_blocks(plan)
     parts = {name: parted(blocks[name], program) for name, program in plan_programs(plan).items()}
     stages = tuple({name: parts[table] for name, table in _contents(stage, graph.num_layers)} for stage in plan.stages)
@@ -152,15 +155,11 @@ def _added_at_once(entries: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
     return tuple(found)
 
 
-def _refuse_unsupported(plan: Plan) -> None:
-    """Refuse what this engine would otherwise silently do differently."""
-    names = {name for name, _ in plan.mesh.axes}
-    whole = sorted(names - set(ATOMS))
-    require(
-        (not whole, "mesh", f"{' and '.join(whole)} must be written in parts: edp and ep for dp, kv and rep for tp"),
-        (
-            bool(plan.strategies),
-            "strategies",
-            "the table is empty, so nothing says which collectives to execute. Make the plan again",
-        ),
-    )
+def tied_instances(graph: OpGraph) -> Mapping[str, str]:
+    """Return which weight has the values of which other, as ``OpGraph.instances`` names them."""
+    return {_instance(other): _instance(owner) for other, owner in graph.tied.items()}
+
+
+def _instance(parameter: str) -> str:
+    """Name a parameter of a block that occurs once as an instance: ``head.unembed.weight`` is of ``head.0``."""
+    return parameter.replace(".", ".0.", 1)

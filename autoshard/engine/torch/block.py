@@ -147,14 +147,13 @@ def _local_steps(
                 added |= {name: (run, (total, *read_by(product))), gradient: (run, ())}
     for entry in entries:
         writes = _written(entry)
-        run, reads = added.get(writes[0].name) or (_kernel(context, parts, entry), _read(entry))
+        run, reads = added.get(writes[0].name) or (
+            _kernel(context, parts, entry),
+            (entry.value.tensor,) if isinstance(entry, Given) else read_by(entry),
+        )
         if reads or writes[0].name not in added:
             shapes = tuple(context.mesh_rank.shape(value.layout) for value in writes)
             yield _LocalStep(run=run, reads=reads, writes=tuple(value.name for value in writes), shapes=shapes)
-
-
-def _read(entry: Instruction) -> tuple[str, ...]:
-    return (entry.value.tensor,) if isinstance(entry, Given) else read_by(entry)
 
 
 def _written(entry: Instruction) -> tuple[Value, ...]:

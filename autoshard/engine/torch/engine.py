@@ -14,7 +14,7 @@ import torch.distributed as dist
 from autoshard.engine.base import HOST, Allows, Batch, Measured, Run, StepReport, whenever_finite
 from autoshard.engine.initial import InitialWeights
 from autoshard.engine.placement import MeshRank, StatePiece, sequence_order
-from autoshard.engine.programs import graph_of, programs_of
+from autoshard.engine.programs import graph_of, programs_of, tied_instances
 from autoshard.engine.torch.block import RankContext
 from autoshard.engine.torch.formats import Formats, memory_of
 from autoshard.engine.torch.kernels import Rotations
@@ -60,7 +60,7 @@ class TorchEngine:
         )
         self.graph = programs.graph
         self._pipeline = RankPipeline.of(plan, programs, context)
-        ties = {_instance(other): _instance(owner) for other, owner in programs.graph.tied.items()}
+        ties = tied_instances(programs.graph)
         self.weights = {one.instance: one for one in self._weights_here(ties, training)}
         blocks = {name: mesh_rank.block(whole(name), one.layout) for name, one in self.weights.items()}
         here = {other: owner for other, owner in ties.items() if other in self.weights and owner in self.weights}
@@ -206,9 +206,3 @@ def _world_sum(numbers: Sequence[float]) -> list[float]:
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({(memory_of(tensor), tensor.storage_offset()): tensor.nbytes for tensor in tensors}.values())
-
-
-def _instance(parameter: str) -> str:
-    """Name a parameter of a block that occurs once as an instance: ``head.unembed.weight`` is of ``head.0``."""
-    kind, _, name = parameter.partition(".")
-    return f"{kind}.0.{name}"

@@ -10,7 +10,6 @@ from autoshard.engine.programs import BlockProgram, PlanPrograms
 from autoshard.engine.torch.block import BlockRun, InputSource, RankContext, Values
 from autoshard.engine.torch.formats import memory_of, own
 from autoshard.engine.torch.store import OpenedWeights, Store
-from autoshard.engine.torch.world import message_tag
 from autoshard.layout.layout import Layout
 from autoshard.plan.plan import Plan
 from autoshard.schedule.action import Action, ActionKind
@@ -77,8 +76,8 @@ class RankPipeline:
         return self.plan.mesh.group_of(self.context.mesh_rank.rank, "pp")[self.plan.schedule.place_of(stage)[0]]
 
     def tag(self, number: int, micro_batch: int, *, back: bool) -> int:
-        """Number a message of a stage, or, beyond the last stage, of tied weights."""
-        return message_tag(number * self.plan.schedule.num_micro_batches + micro_batch, back=back)
+        """Number a message of a stage, or, beyond the last stage, of tied weights; what goes back is odd."""
+        return 2 * (number * self.plan.schedule.num_micro_batches + micro_batch) + back
 
     def run(self, store: Store, micro_batches: Sequence[Batch], *, counts: bool) -> tuple[Mapping[int, float], int]:
         """Run the actions of this rank, which add to the sums of gradients.

@@ -221,8 +221,8 @@ class World:
         return into
 
     def _channel(self, tag: int, from_rank: int, to_rank: int) -> dist.ProcessGroup | None:
-        """Return the channel of a message; None for the group that all share."""
-        return self.channels.get((goes_back(tag), from_rank < to_rank))
+        """Return the channel of a message, which goes back if its tag is odd; None for the group that all share."""
+        return self.channels.get((tag % 2 == 1, from_rank < to_rank))
 
     def finish_sending(self) -> None:
         """Wait until everything sent has left."""
@@ -233,20 +233,6 @@ class World:
             with self.activity.waiting(f"rank {sent.to_rank} to take a message"):
                 sent.work.wait()
             self.under_way.remove(sent)
-
-
-def message_tag(number: int, *, back: bool) -> int:
-    """Number a message."""
-    return 2 * number + back
-
-
-def goes_back(tag: int) -> bool:
-    """Say whether a message goes back.
-
-    >>> goes_back(message_tag(3, back=True)), goes_back(message_tag(3, back=False))
-    (True, False)
-    """
-    return tag % 2 == 1
 
 
 def channel_backend(device: torch.device) -> str | None:

@@ -151,10 +151,8 @@ def _within(queries: list[_PositionRun], keys: list[_PositionRun], window: int) 
     for query, key in product(queries, keys):
         for start in range(query.start, query.stop, _ROWS):
             rows = _PositionRun(start, min(start + _ROWS, query.stop), query.first + start - query.start)
-            low, high = max(key.first, rows.first - window + 1), min(key.last, rows.last)
-            if low <= high:
-                at = key.start + low - key.first
-                yield _VisiblePair(rows, _PositionRun(at, at + high - low + 1, low), masked=True)
+            if near := key.within(rows.first - window + 1, rows.last):
+                yield _VisiblePair(rows, near, masked=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
