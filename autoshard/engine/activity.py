@@ -31,7 +31,7 @@ def activity_folder(run: Path) -> Path:
 
 
 class RankActivity:
-    """A rank's own record; without a file it is kept where nobody looks."""
+    """A rank's own record; without a file it stays in this process."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._memory: mmap.mmap | bytearray = bytearray(_SIZE)

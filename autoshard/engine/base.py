@@ -29,9 +29,7 @@ class Run:
     device: str = HOST  # where tensors lie, as torch names it
     resume: Resume = "auto"
     trackers: tuple[tuple[str, str], ...] = ()  # which show the run, and under which ids if it is a new one
-    activity: RankActivity = field(
-        default_factory=RankActivity, compare=False
-    )  # where this rank is, for who watches it
+    activity: RankActivity = field(default_factory=RankActivity, compare=False)  # read by the watchdog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What weights begin with: drawn by name, so that every rank finds the same, whatever it holds."""
+"""The weights before the first step: drawn by name, so that every rank draws the same."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class InitialWeights:
 
 
 def _begin(block: Block, parameter: str) -> float | None:
-    """Return what a weight begins as: one if a norm multiplies with it, zero if it is added; None if it is drawn."""
+    """Return the first value of a weight: 1 if a norm multiplies by it, 0 if it is added; None if it is drawn."""
     op = next(op for op in block.select("micro_batch", "F") if parameter in op.inputs)
     if isinstance(op.kind, Norm):
         return float(parameter == op.inputs[1])

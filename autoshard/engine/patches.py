@@ -58,7 +58,7 @@ class Along:
     at: int  # where the part begins in ours
 
     def within(self, offset: int, length: int) -> "Along":
-        """Return what is meant in a part of the dim; perhaps nothing."""
+        """Return the same restricted to a part of the dim; it may be empty."""
         first = min(max(self.first, offset), offset + length)
         count = min(self.first + self.count, offset + length) - first
         return replace(self, size=length, first=first - offset, count=count, at=self.at + first - self.first)

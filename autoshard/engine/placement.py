@@ -106,7 +106,7 @@ class StatePiece:
 
 
 def saves_alone(weight: str, number: int, count: int) -> bool:
-    """Whether the one of this number saves a weight that so many ranks hold alike: others save others."""
+    """Whether the rank of this number among ``count`` replicas of a weight saves it; each saves other weights."""
     return zlib.crc32(weight.encode()) % count == number
 
 

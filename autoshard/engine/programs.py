@@ -1,4 +1,4 @@
-"""From a plan's table to what its ranks execute: per stage the blocks in order, each parted into its passes."""
+"""The programs that ranks execute, read off a plan's table: per stage its blocks in order, split into passes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -137,7 +137,7 @@ def parted(block: Block, program: Program) -> BlockProgram:
 
 
 def _added_at_once(entries: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-    """Add every gradient to its sum as soon as it is made, so that nobody holds it beside the next."""
+    """Add every gradient to its sum as soon as it is computed, so that no two gradients are held at once."""
     adding = {
         entry.reads[1].name: entry
         for entry in entries

@@ -1,4 +1,4 @@
-"""What a run gave: its steps with their times, and what every rank counted."""
+"""The results of a run: its steps with their times, and the measurements of every rank."""
 
 import math
 import statistics
@@ -34,7 +34,7 @@ class TimedStep:
     learning_rate: float | None = None
     waited_s: float = 0.0  # for data, before the step began
     updated: bool = True  # whether the weights took the step
-    memory_bytes: int | None = None  # the most that a device has held so far; None where nobody counts
+    memory_bytes: int | None = None  # the peak of a device so far; None without a device
     phase: Phase = "steady"
 
     @property
@@ -92,7 +92,7 @@ class RunReport:
 
     @property
     def kind(self) -> Literal["run", "short"]:
-        """Whether its times had settled, as rows of measured runs say it."""
+        """The kind of a measured row: a run of at most two steps is short, its times have not settled."""
         return "run" if len(self.steps) > WARM_UP else "short"
 
     @property
@@ -106,6 +106,6 @@ class DryRank:
     """What one rank would hold and send, found in one process without the others."""
 
     rank: int
-    alike: tuple[int, ...]  # ranks of which the same is predicted, itself among them
+    alike: tuple[int, ...]  # ranks with the same prediction, itself among them
     num_run: int  # micro-batches that were run; what the others send is added
     measured: Measured

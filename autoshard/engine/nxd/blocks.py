@@ -73,7 +73,7 @@ class BlockModule(nn.Module):
         self._last_reader = {name: step for step in self.steps for name in step.reads if name not in writes}
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Compute; what nobody reads any more is let go of."""
+        """Compute; free each value after its last reader."""
         values = dict(zip(self.reads, inputs, strict=True))
         for step in self.steps:
             given = [values[name] for name in step.reads]

@@ -163,7 +163,7 @@ class NxdEngine:
         return report if report.finite else replace(report, suspects=self._suspects(losses))
 
     def _suspects(self, losses: _StepLosses) -> tuple[str, ...]:
-        """Say which ranks found what is not finite: their losses, and gradients as they were before ranks shared them.
+        """Return by rank the losses and gradients that are not finite; gradients are those before the reduction.
 
         Without ZeRO-1, NxD has summed gradients over replicas by now, in their place.
         """
@@ -177,7 +177,7 @@ class NxdEngine:
         return tuple(f"rank {rank}: {', '.join(its)}" for rank, its in enumerate(found) if its)
 
     def _groups(self, constants: AdamWConstants) -> list[dict[str, Any]]:
-        """Put parameters that decay apart from those that do not, as the graph says."""
+        """Return the parameter groups of the optimizer: those that decay in the graph, and the others."""
         if self.lowering.update != "AdamW":
             return [{"params": [parameter for _, parameter in self.parameters]}]
         graph, groups = graph_of(self.plan), dict[float, list[nn.Parameter]]()

@@ -1,4 +1,4 @@
-"""What NxD's optimizer holds on one rank, as boxes of our whole tensors."""
+"""The state of NxD's optimizer on one rank, as boxes of our whole tensors."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class State:
         return tuple(piece for one in self.optimized for piece in self._pieces(one))
 
     def restored(self, num_updates: int) -> None:
-        """Take over what the last pieces were filled with: weights follow from what is updated."""
+        """Use the values that the last pieces were filled with: weights are made of the masters."""
         with torch.no_grad():
             for tensor, copy in self._copies:
                 tensor.copy_(copy)
@@ -74,7 +74,7 @@ class State:
         named("mark_step")()
 
     def forget(self) -> None:
-        """Let go of copies that nobody will fill any more."""
+        """Free the copies of the last pieces."""
         self._copies = []
 
     def _pieces(self, one: OptimizedParameter) -> Iterator[StatePiece]:

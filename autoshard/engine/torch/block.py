@@ -29,7 +29,9 @@ from autoshard.layout.program import (
 from autoshard.schedule.action import ActionKind
 
 Values = dict[str, torch.Tensor]  # what a rank holds while a program runs, by the values' names
-InputSource = Callable[[str], torch.Tensor]  # what is there before a block starts, by tensor
+InputSource = Callable[
+    [str], torch.Tensor
+]  # returns a weight, input or gradient from outside the block, by its tensor's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +49,11 @@ class RankContext:
 class _LocalStep:
     """An instruction, ready to run, or a product that adds to a sum of gradients by itself."""
 
-    run: Kernel | None  # None: takes what is given
-    reads: tuple[str, ...]  # values; of what is given the tensor
+    run: Kernel | None  # None: takes a tensor from outside the block
+    reads: tuple[str, ...]  # names of values; of a tensor from outside its own name
     writes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    drops: tuple[str, ...] = ()  # what nobody reads after it
+    drops: tuple[str, ...] = ()  # values without a later reader
 
     @property
     def touched(self) -> tuple[str, ...]:
@@ -83,7 +85,7 @@ class BlockRun:
         return cls(parts=parts, steps=steps, made=made, waiting=waiting)
 
     def forward(self, source: InputSource) -> tuple[torch.Tensor, Values]:
-        """Run the forward pass; return what is handed on, and all values that backward reads."""
+        """Run the forward pass; return the block's output, and all values that backward reads."""
         values: Values = {}
         self._execute("F", source, values)
         name = self.parts.program.results[self.parts.handed_on].name
@@ -91,7 +93,7 @@ class BlockRun:
         return (values[name] if read else values.pop(name)), values
 
     def backward(self, kind: ActionKind, source: InputSource, values: Values) -> Values:
-        """Run B, or a half of it (I, W); return sums of gradients and what is handed back, by tensor."""
+        """Run B, or a half of it (I, W); return by tensor the gradients of weights and of the input."""
         self._execute(kind, source, values)
         results = {tensor: values[name] for tensor, name in self.made[kind].items()}
         if kind == "I":
@@ -124,7 +126,7 @@ def _steps(context: RankContext, parts: BlockProgram, kind: str, kept: set[str])
 
 
 def _with_weights(parts: BlockProgram, entries: Sequence[Instruction], weights: set[str]) -> tuple[Instruction, ...]:
-    """Let a part take weights that another part took first: nobody keeps them meanwhile."""
+    """Read weights again in a part that another part has read before: they are not kept in between."""
     taken = {name for entry in entries if isinstance(entry, Given) for name in written_by(entry)}
     read = {name for entry in entries for name in read_by(entry)}
     given = (entry for entry in parts.program.instructions if isinstance(entry, Given))

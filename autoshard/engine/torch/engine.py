@@ -117,7 +117,7 @@ class TorchEngine:
         )
 
     def _suspects(self, losses: Mapping[int, float], squares: Sequence[float]) -> tuple[str, ...]:
-        """Say which ranks found what is not finite: losses of micro-batches, then gradients of weights."""
+        """Return by rank what is not finite: losses of micro-batches, then gradients of weights."""
         mine = [f"loss of micro-batch {number}" for number, loss in losses.items() if not math.isfinite(loss)]
         for flat, piece, square in zip(self.store.flats, self.gradients, squares, strict=True):
             for weight, (low, high), first in flat.ranges(len(piece)) if not math.isfinite(square) else ():

@@ -27,7 +27,7 @@ _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
 
 class _NoNumbers(TorchDispatchMode):
-    """What is read of tensors that are nowhere is 1; a device that meets what lies with the host is found out.
+    """Numbers read from tensors without memory are 1; an operation on tensors of host and device is an error.
 
     torch's own FakeTensorMode does the same in eight times the seconds.
     """

@@ -1,4 +1,4 @@
-"""The number formats of a run, as the plan says or all of them double, and the device that its tensors lie on."""
+"""The number formats of a run, those of the plan or all FP64, and the device of its tensors."""
 
 from dataclasses import dataclass
 

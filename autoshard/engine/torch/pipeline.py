@@ -32,7 +32,7 @@ class RankPipeline:
     @classmethod
     def of(cls, plan: Plan, programs: PlanPrograms, context: RankContext) -> "RankPipeline":
         """Take the stages that the schedule places on this rank."""
-        made: dict[int, BlockRun] = {}  # layers that are alike share what runs them
+        made: dict[int, BlockRun] = {}  # equal layers share one run
 
         def runs(parts: BlockProgram) -> BlockRun:
             if id(parts) not in made:
@@ -64,7 +64,7 @@ class RankPipeline:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank states its part of the loss, which ranks along the other atoms have alike."""
+        """Whether this rank counts its part of the loss; its replicas along the other atoms do not."""
         if self.last_stage not in self.stages:
             return False
         parts = next(run.parts for run in self.stages[self.last_stage].values() if not run.parts.block.carry_out)
@@ -115,7 +115,7 @@ class _MicroBatches:
             self._backward(action.kind, action.stage, action.micro_batch)
 
     def count_saved(self) -> None:
-        """Count what waits for backward, each piece of memory once; weights and the batch are there anyway."""
+        """Count the bytes kept for backward, each memory once, without weights and batch."""
         lasting = (*self._store.resting(), *self._inputs.values(), self._context.positions)
         there = {memory_of(tensor) for tensor in lasting}
         kept = (tensor for values in self._values.values() for tensor in values.values())
@@ -135,7 +135,7 @@ class _MicroBatches:
             self.losses[number] = hidden
 
     def _backward(self, kind: ActionKind, stage: int, number: int) -> None:
-        """Run B, or one half: I, which keeps the values, and W, which is handed nothing and hands on nothing."""
+        """Run B, or one half: I, which keeps the values for W, or W, which receives and sends nothing."""
         upstream = self._upstream(stage, number) if kind != "W" else None
         for name, run in reversed(list(self._pipeline.stages[stage].items())):
             adds = {f"{name}.{made.removesuffix('.sum')}" for made in run.made[kind] if made != run.parts.handed_back}
@@ -159,7 +159,7 @@ class _MicroBatches:
     def _source(
         self, name: str, run: BlockRun, number: int, passed: torch.Tensor | None, opened: OpenedWeights
     ) -> InputSource:
-        """Return what gives a block its weights, its sums of gradients, its part of the batch, and what is passed."""
+        """Return the source of a block's weights, sums of gradients, part of the batch, and neighbour's tensor."""
         block, handed_on = run.parts.block, run.parts.handed_on
 
         def give(tensor: str) -> torch.Tensor:

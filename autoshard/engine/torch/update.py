@@ -95,7 +95,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Flat:
-    """Weights that meet the same ranks, side by side, with this rank's piece of the optimizer's state.
+    """Weights whose gradients are reduced over the same ranks, side by side, with this rank's optimizer state.
 
     Under ZeRO-3 values and sums are this rank's pieces too, padded with zeros: whoever runs a block opens it.
     """
@@ -248,12 +248,12 @@ class Flat:
         self._publish(self._mine())
 
     def square(self, piece: torch.Tensor) -> float:
-        """Return this rank's share of the squared norm: what several ranks or two stages hold alike counts once."""
+        """Return this rank's share of the squared norm: replicas on several ranks or stages count once."""
         flat = wide(piece)
         return 0.0 if self.tied == "copy" else float(torch.dot(flat, flat)) / self.num_copies
 
     def _alike(self, length: int) -> Iterator[tuple[Update, slice]]:
-        """Yield the parts of this rank's piece that are updated alike."""
+        """Yield the slices of this rank's piece that one optimizer call updates."""
         for kind, group in groupby(self.ranges(length), key=lambda found: found[0].optimizer):
             places = [(first, first + high - low) for _, (low, high), first in group if low < high]
             if places:
@@ -269,7 +269,7 @@ class Flat:
 
 
 def flats(world: World, weights: Iterable[Weight], blocks: Mapping[str, Array], formats: Formats) -> tuple[Flat, ...]:
-    """Lay weights side by side that meet the same ranks, are counted alike, and updated by one optimizer.
+    """Lay weights side by side that are reduced over the same ranks, counted alike, and updated by one optimizer.
 
     Those that it treats alike follow each other.
     """

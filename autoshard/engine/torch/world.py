@@ -90,7 +90,7 @@ class RankGroup:
         return tuple(sorted(self.ranks))
 
     def all_reduce(self, total: torch.Tensor, *, largest: bool = False) -> None:
-        """Sum everybody's tensor, or take the maximum, in place."""
+        """Sum the tensors of all members, or take the maximum, in place."""
         with self.waiting("all_reduce"):
             dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.handle)
         self._count("all_reduce_max" if largest else "all_reduce", 2 * total.nbytes)
@@ -113,7 +113,7 @@ class RankGroup:
         return mine
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Give everybody what the first member has, in place; nothing of a step, so not counted."""
+        """Copy the first member's tensor to all members; it is no part of a step, so it is not counted."""
         dist.broadcast(tensor, self.ranks[0], group=self.handle)
 
     def all_to_all(self, given: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:

@@ -69,7 +69,7 @@ class KernelContext:
 
 @singledispatch
 def kernel_of(kind: OpKind, call: Call, context: KernelContext) -> Kernel:
-    """Return what computes an operation; of a kind of your own, what it says itself."""
+    """Return the function that computes an operation; a kind of your own brings it (``torch_kernel``)."""
     own = kind.torch_kernel(call)
     if own is None:
         raise InputError.of("kernels", missing_kernel(kind, "torch"))
