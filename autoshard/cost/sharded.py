@@ -48,7 +48,8 @@ class CutBlocks:
 
     def block(self, kind: str, drop: Recompute) -> LoweredBlock:
         """Return a block, recomputed and sharded."""
-        return _cut_block(self, kind, drop if kind == "layer" else Recompute())
+        used = drop if kind == "layer" else Recompute()
+        return _cut_block(self.step, kind, used, self.cutting.alone(kind).only(self.atoms), self.atoms)
 
     def every(self) -> tuple[LoweredBlock, ...]:
         """Return blocks that hold every kind of collective; recompute repeats them, and adds no others."""
@@ -114,15 +115,10 @@ class ListedBlocks:
 Blocks = CutBlocks | ListedBlocks
 
 
-@cache
-def _cut_block(blocks: CutBlocks, kind: str, drop: Recompute) -> LoweredBlock:
-    return _cut_alone(blocks.step, kind, drop, blocks.cutting.alone(kind).only(blocks.atoms), blocks.atoms)
-
-
 @cache  # cuttings often differ in one block only
-def _cut_alone(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> LoweredBlock:
+def _cut_block(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> LoweredBlock:
     program = lowered(step, kind, drop, cutting, atoms)
-    whole = _cut_alone(step, kind, Recompute(), cutting, atoms) if drop.kind != "none" else None
+    whole = _cut_block(step, kind, Recompute(), cutting, atoms) if drop.kind != "none" else None
     return _sharded(step, kind, drop, program, whole)
 
 
