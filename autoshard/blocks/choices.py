@@ -115,7 +115,7 @@ def made_layout(op: Op, tensors: Mapping[str, Tensor], tensor: str, choice: OpCh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRule:
-    """Which pending sums an operation lets pass, so that one Collective sums them later.
+    """The pending sums that an operation lets pass, so that one Collective sums them later.
 
     ``forward`` is that of its first input, ``backward`` that of its result's gradient; the gradients of the inputs
     ``into`` await what passed forward.

@@ -121,7 +121,7 @@ def operator_problem(question: Question, candidate: Candidate, terms: Terms, kin
 
 @cache
 def allowed_cuts(step: StepGraph, terms: Terms, kind: str, real: Atoms) -> Mapping[str, tuple[Cuts, ...]]:
-    """Return the cuts that the Rules and pins allow each operation of a block, on meshes on which these atoms cut."""
+    """Return the cuts that Rules and pins allow to each operation of a block; only these atoms are larger than 1."""
     block = step.block(kind, Recompute())
     dims = {op: [_allowed_dims(step, terms, kind, op.name, atom) for atom in real] for op in cut_operations(block)}
     return MappingProxyType({op.name: op_cuts(block, op, real, allowed) for op, allowed in dims.items()})

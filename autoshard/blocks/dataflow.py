@@ -77,7 +77,7 @@ class Dataflow:
         return pending | set(choice.passed) if reader.inputs.index(tensor) in self.rules[reader.name].into else pending
 
     def counts_slots(self, tensor: str) -> bool:
-        """Whether a tensor holds numbers that mean something only under the cut under which they were counted."""
+        """Whether a tensor holds slot numbers, which are valid only under the cut under which they were counted."""
         maker = self.maker.get(tensor)
         if maker is None or self.problem.block.tensors[tensor].dtype != "int64":
             return False

@@ -50,7 +50,7 @@ class _Point:
 
     @property
     def worst(self) -> float:
-        """What other choices must cost less than to be better."""
+        """The cost below which other choices are better."""
         return self.cost * (1 - _TOLERANCE)
 
 
@@ -97,7 +97,7 @@ class _Subproblem:
         return _Point(cost=cost, weight=weight, choices=choices)
 
     def where(self, kept: Mapping[str, NDArray[np.bool_]]) -> "_Subproblem":
-        """Return the same with only those values of some variables for which this says so."""
+        """Return the same with fewer values of some variables, those that ``kept`` marks."""
         numbers = {name: values[kept[name]] if name in kept else values for name, values in self.numbers.items()}
         return _Subproblem(numbers=numbers, factors=tuple(_where(factor, kept) for factor in self.factors))
 

@@ -1,4 +1,4 @@
-"""What one operation and its gradients cost on one rank, for every choice at once: time, and memory that stays."""
+"""Time and memory of one operation and its gradients on one rank, for all choices at once."""
 
 import math
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def compute_s(problem: OperatorProblem, op: Op, choices: Sequence[OpChoice]) -> 
 
 
 def ring_s(problem: OperatorProblem, op: Op, choices: Sequence[OpChoice]) -> Column:
-    """Return the time of what travels around the ring of an attention and of its gradient."""
+    """Return the time of the rings of an attention and of its gradient."""
     parts = [part for part in problem.block.select("micro_batch") if part.source == op.name]
     return np.array([sum(ring_of_s(problem, part, choice.cuts) for part in parts) for choice in choices])
 

@@ -17,7 +17,7 @@ from autoshard.plan.tables import plan_programs
 
 
 def pin_faults(question: Question, candidate: Candidate, pins: tuple[Pin, ...]) -> tuple[Fault, ...]:
-    """Say which pins a candidate cannot keep to: dims smaller than their parts, another layout between blocks."""
+    """Return the pins that a candidate cannot keep: dims smaller than their parts, another layout between blocks."""
     if not pins:
         return ()
     mesh = mesh_of(candidate, question.model, question.cluster)
@@ -41,7 +41,7 @@ def _order_faults(pin: Pin, atoms: Mapping[str, int]) -> Iterator[Fault]:
 def _boundary_faults(
     step: StepGraph, candidate: Candidate, atoms: Mapping[str, int], pins: tuple[Pin, ...]
 ) -> list[Fault]:
-    """Say where a pin asks for another layout between blocks."""
+    """Return the pins of another layout between blocks."""
     sp = candidate.sequence_parallel
     between = boundary_cuts(candidate.boundary, sequence_parallel=sp)
     found: list[Fault] = []
@@ -63,7 +63,7 @@ def constraints(step: StepGraph, pins: tuple[Pin, ...]) -> PinConstraints:
 
 
 def require_forms(plan: Plan) -> None:
-    """Refuse a table that keeps to what is pinned, and in which some entry then sends what no layer of NxD sends."""
+    """Refuse a pinned table with an entry whose collectives no layer of NxD executes."""
     _, faults = plan_forms(plan, plan_programs(plan))
     if faults:
         raise InputError(Fault(where=one.where, message=f"with what is pinned, {one.message}") for one in faults)

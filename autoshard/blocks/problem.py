@@ -1,4 +1,4 @@
-"""What the block solver is given: a block on a mesh, what compute and communication cost, and a memory limit."""
+"""The input of the block solver: a block on a mesh, the prices of compute and communication, and a memory limit."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ Seconds = Callable[[Collective, Any], Any]  # a Collective and a rank's bytes wh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorProblem:
-    """Which block, of which sizes, on a mesh of which atoms; what things cost; what its operations may choose from.
+    """A block with its sizes, the mesh, prices, and the cuts that its operations may choose from.
 
     ``boundary`` is the layout of the hidden state between blocks, in both directions. ``allowed`` lists the cuts of
     some operations; all others may have any legal one. ``memory_limit_bytes`` counts, on one rank, what the block keeps
@@ -74,7 +74,7 @@ class OperatorProblem:
         return total
 
     def price(self, dtype: Dtype) -> Price:
-        """Return what single changes of the layout of a tensor with this format cost in seconds; slices are free."""
+        """Return the price in seconds of single changes of the layout of a tensor of this format; slices are free."""
         sizes: dict[Layout, int] = {}
 
         def local_bytes(layout: Layout) -> int:

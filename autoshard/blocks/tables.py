@@ -24,7 +24,7 @@ from autoshard.graph.op import Op
 
 
 class Tables:
-    """The variables of a problem, what each may be, and the factors between them.
+    """The variables of a problem with their values, and the factors between them.
 
     ``like`` holds tables of a problem with the same block, choices and boundary: what no size changes is used again.
     """

@@ -79,7 +79,7 @@ class TensorEdge:
         return {f"{self.deliver.name} to {name}": self.deliveries((name,)) for name in self._names}
 
     def factors(self) -> Iterator[CostFactor]:
-        """Yield the price of the edge, and what cannot be: infinity where reader and delivery do not fit."""
+        """Yield the prices of the edge, and infinity where reader and delivery do not fit."""
         variables = self.variables
         table, weight = self._separate() if self._groups else (self._price(())[:, 0], self._weight(()))
         if self.maker is None:
@@ -192,7 +192,7 @@ class TensorEdge:
         return np.where(allowed, price + self._back(made)[:, :, None], np.inf)
 
     def _weight(self, group: Readers) -> Table | None:
-        """Return the memory from forward to backward, if any: of what is made, of what is delivered, or of both."""
+        """Return the memory of the tensor from forward to backward, if any: as made, as delivered, or both."""
         problem, delivered = self.flow.problem, self.deliveries(self._others(group))
         saved = [entry for entry in problem.block.saved if entry.storage == self.source.name]
         if not saved:
@@ -213,7 +213,7 @@ class TensorEdge:
         return self.flow.change_s(self.source.dims, self.source.dtype, self.made, goals, pending)
 
     def _again(self, deliveries: Sequence[Delivery]) -> Mask:
-        """Return where what was gathered is not kept, so that backward gathers it again."""
+        """Return where a gathered tensor is not kept, so that backward gathers it again."""
         found = np.zeros((len(self.made), len(deliveries)), bool)
         if not self.flow.problem.keeps_gathered:
             goals = [self._in_maker_dims(one.taken) for one in deliveries]
@@ -237,7 +237,7 @@ class TensorEdge:
     # what can be
 
     def _fitting(self, reader: Op, deliveries: Sequence[Delivery]) -> Mask:
-        """Return where a reader's choice can take a delivery, and sends back no more than is waited for."""
+        """Return where a reader's choice can take a delivery, and leaves no other sum pending."""
         choices = self.flow.choices[reader.name]
         layouts = [self.flow.wanted(reader, choice, self.tensor) for choice in choices]
         number = numbers([*layouts, *(one.taken for one in deliveries)])
@@ -254,7 +254,7 @@ class TensorEdge:
                 yield CostFactor(variables=(self.maker.name, reader.name), table=np.where(passes, 0.0, np.inf))
 
     def _due(self, ones: NDArray[np.intp], others: NDArray[np.intp]) -> Mask:
-        """Return where it lets pass back what a lowered program does: what may stay pending, if both parts await it."""
+        """Return where the maker lets the same sums pass back as a lowered program: those that both await."""
         shape = (-1, *(1 for _ in np.broadcast_shapes(ones.shape, others.shape)))
         mask, real = self.flow.mask, set(self.flow.problem.real_atoms)
         passed = np.array([mask(choice.passed_back) for choice in self._choices]).reshape(shape)
@@ -270,7 +270,7 @@ class TensorEdge:
         return (made[:, None] == taken) & ~self.pending[:, None]
 
     def _sums(self, deliveries: Sequence[Delivery]) -> NDArray[np.intp]:
-        """Return what is pending in what is sent back for each delivery, as numbers."""
+        """Return the sums that are pending in the gradient of each delivery, as numbers."""
         return np.array([self.flow.mask(one.sent.sums) for one in deliveries], np.intp)
 
     def _in_maker_dims(self, layout: Layout) -> Layout:

@@ -15,7 +15,7 @@ _TEXT = re.compile(r"(?:(?P<repeat>\d+) x )?(?P<kind>[a-z_]+) (?P<dim>\w+)?(?:>(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """What a group does, along which dim, over which atoms, how often.
+    """One communication: its kind, dim and atoms, and how often a ring repeats it.
 
     An all-to-all takes a cut from one dim to another; a slice is free: each rank keeps its block of what all have.
 

@@ -1,4 +1,4 @@
-"""How all operations of a model are cut: the choice that a table of Strategies writes out."""
+"""How all operations of a model are cut: everything that a table of Strategies says follows from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Cutting:
 
     @classmethod
     def of(cls, blocks: Mapping[str, Mapping[str, Cuts]], boundary: Cuts) -> "Cutting":
-        """Bring cuts into the form in which they can be compared."""
+        """Make it of cuts in any order."""
         found = {kind: tuple((name, _frozen(cuts)) for name, cuts in ops.items()) for kind, ops in blocks.items()}
         return cls(tuple(found.items()), _frozen(boundary))
 
@@ -38,11 +38,11 @@ class Cutting:
         return {name: dict(cuts) for name, cuts in dict(self.blocks)[kind]}
 
     def alone(self, kind: str) -> "Cutting":
-        """Return what it says about one block."""
+        """Return the part about one block."""
         return Cutting(tuple(ops for ops in self.blocks if ops[0] == kind), self.between)
 
     def only(self, atoms: frozenset[str] | set[str]) -> "Cutting":
-        """Return what it says about some atoms."""
+        """Return the part about some atoms."""
         blocks = {kind: {name: _only(cuts, atoms) for name, cuts in ops} for kind, ops in self.blocks}
         return Cutting.of(blocks, _only(self.between, atoms))
 

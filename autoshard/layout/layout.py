@@ -29,7 +29,7 @@ class Layout:
     maxima: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a dim that stands twice and an atom that cuts twice; what depends on the mesh, ``faults`` tells."""
+        """Refuse a dim that stands twice and an atom that cuts twice; ``faults`` checks what depends on the mesh."""
         names = [dim for dim, _ in self.dims]
         cutting = [atom for _, atoms in self.dims for atom in atoms]
         if len(set(names)) < len(names) or len(set(cutting)) < len(cutting):  # searches make many thousands
@@ -69,7 +69,7 @@ class Layout:
         return Layout(dims=renamed, sums=self.sums, maxima=self.maxima)
 
     def faults(self, atoms: Mapping[str, int], sizes: Mapping[str, int] | None = None) -> tuple[Fault, ...]:
-        """Say everything that keeps it from being used on a mesh of these atoms, for dims of these sizes if known.
+        """Return all faults of the layout on a mesh of these atoms, for dims of these sizes if they are known.
 
         >>> layout = Layout.parse("[batch/dp, seq/cp] +ep")
         >>> for fault in layout.faults({"edp": 2, "ep": 2}, {"batch": 2, "seq": 8}):
@@ -101,7 +101,7 @@ class Layout:
         return tuple(dict.fromkeys((*cutting, *self.sums, *self.maxima)))
 
     def _cutting_and_pending(self, atoms: Mapping[str, int]) -> list[str]:
-        """Return the atoms that have two uses; one of size 1 has none."""
+        """Return the atoms that both cut and are pending; one of size 1 does neither."""
         cutting = {atom for _, cut in self.dims for atom in cut}
         uses = (cutting, set(self.sums), set(self.maxima))
         return [atom for atom in self._atoms() if atoms.get(atom, 1) > 1 and sum(atom in use for use in uses) > 1]
@@ -146,7 +146,7 @@ def local_sizes(sizes: Mapping[str, Any], cuts: Cuts, atoms: Mapping[str, Any]) 
 def _dim_faults(
     dim: str, cut: Sequence[str], atoms: Mapping[str, int], sizes: Mapping[str, int] | None
 ) -> Iterator[Fault]:
-    """Yield what is wrong with one dim: nobody knows it, or it has fewer elements than parts."""
+    """Yield the fault of one dim: it is unknown, or has fewer elements than parts."""
     if sizes is None:
         return
     parts = math.prod(atoms.get(atom, 1) for atom in cut)

@@ -16,7 +16,7 @@ from autoshard.layout.layout import Cuts, show_atoms
 
 
 def faults(block: Block, cuts: Mapping[str, Cuts], atoms: Collection[str]) -> tuple[Fault, ...]:
-    """Return what is wrong with the cuts of all forward operations of a block on a mesh with these atoms."""
+    """Return all faults in the cuts of a block's forward operations on a mesh with these atoms."""
     ops = {op.name: op for op in cut_operations(block)}
     found = [
         Fault(where=name, message=f"{block.kind} has no operation of this name to cut. {nearest(name, list(ops))}")
@@ -98,7 +98,7 @@ def queue_tokens(queue: Op) -> Dims:
 
 
 def queues(block: Block) -> Mapping[str, Op]:
-    """Return for each forward operation that reads numbers of slots the queue that counted them."""
+    """Return the queue that counted the slot numbers, for each forward operation that reads such numbers."""
     counted: dict[str, Op] = {}
     readers: dict[str, Op] = {}
     for op in block.select("micro_batch", "F"):

@@ -47,7 +47,7 @@ When = Pass | Literal["again"]  # whose reading: of a pass, or of what is comput
 
 
 class _Lowering:
-    """The program while it is written: which values exist, in which layouts, in which pass they were made."""
+    """A program under construction: the values that exist, their layouts, and the passes that made them."""
 
     def __init__(
         self, block: Block, cuts: Mapping[str, Cuts], atoms: Sizes, price: Price, *, keeps_gathered: bool
@@ -71,7 +71,7 @@ class _Lowering:
         self._maker = {name: op for op in reversed(block.ops) for name in op.outputs}
 
     def add(self, op: Op, boundary: Cuts) -> None:
-        """Lower one operation; delivers and their gradients only note where things come from."""
+        """Lower one operation; delivers and their gradients only record the tensors behind a name."""
         if isinstance(op.kind, Deliver):
             back = {new: old for old, new in op.kind.rename}
             self._origin[op.outputs[0]] = (op.inputs[0], back)
@@ -83,7 +83,7 @@ class _Lowering:
             self._compute(op, boundary)
 
     def finish_clones(self, boundary: Cuts) -> None:
-        """Bring clones' results that nobody reads to where the forward pass brought them: modules run to their end."""
+        """Bring unread results of clones to the layouts of the forward pass: modules run to their end."""
         ops = self.block.select("micro_batch")
         read = {name for op in ops for name in op.inputs}
         for op in ops:
@@ -117,7 +117,7 @@ class _Lowering:
         self.instructions.append(Compute(op=op, cuts=own, reads=reads, writes=writes, ring=self._ring(op, own)))
 
     def _reads(self, op: Op, own: Cuts, boundary: Cuts) -> list[Value]:
-        """Fetch what an operation reads as it is cut; a sum so far last, because it waits for what its addend waits."""
+        """Fetch the inputs of an operation as it is cut; an accumulator last, as it awaits what its addend does."""
         busy = frozenset(atom for atoms in own.values() for atom in atoms)
         linear = op.kind.linear_through()
         found: dict[int, Value] = {}
@@ -134,7 +134,7 @@ class _Lowering:
         return [found[index] for index in range(len(op.inputs))]
 
     def _arrive(self, name: str, boundary: Cuts) -> None:
-        """Take what the neighbouring blocks hand over in the boundary layout."""
+        """Give the tensors of the neighbouring blocks in the boundary layout."""
         root = self._origin[name][0] if name in self._origin else name
         arriving = (self.block.carry_in, f"d.{self.block.carry_out or 'loss'}")
         for tensor in (root, *self._parts.get(root, ())):
@@ -147,7 +147,7 @@ class _Lowering:
         self.instructions.append(Given(value=self.made[tensor]))
 
     def _output(self, op: Op, index: int, own: Cuts, reads: Sequence[Value]) -> Value:
-        """Cut an output as the operation is cut; what cut a dim that it has lost leaves a sum (or maximum) pending."""
+        """Cut an output as its operation is cut; an atom of a dim that it lacks leaves a sum (or maximum) pending."""
         name = op.outputs[index]
         dims = self.block.tensors[name].dims
         cuts = _restricted(own, dims)
@@ -182,7 +182,7 @@ class _Lowering:
         return self._changed[key]
 
     def _kept_from(self, before: Layout, after: Layout, when: When) -> When:
-        """Return whose changes a reader may use: what was summed or moved is kept, what was gathered may not be."""
+        """Return whose changed values a reader may use: sums and moves are kept, gathers on some platforms."""
         if self.keeps_gathered or not only_gathers(normal_layout(before, self.atoms), normal_layout(after, self.atoms)):
             return "F"
         return when if when in ("F", "again") else "I"
@@ -199,7 +199,7 @@ class _Lowering:
         return Value(name=value.name, tensor=value.tensor, layout=wanted)
 
     def _collected(self, tensor: str, cuts: Cuts, when: When, busy: Busy) -> Value:
-        """Add what the readers sent back: first what is cut alike, then, changed, the rest."""
+        """Add the gradients of all readers: first those that are cut alike, then the rest, changed."""
         alike: dict[Layout, list[Value]] = defaultdict(list)
         dims = self.block.tensors[tensor].dims
         for part in self._parts[tensor]:
@@ -262,7 +262,7 @@ def _at_once(block: Block) -> frozenset[str]:
 
 
 def _settled(block: Block) -> frozenset[str]:
-    """Return the tensors that some reader needs summed: no other passes their pending sum on."""
+    """Return the tensors of which some reader needs the sum, so that no other reader passes it on pending."""
     roots: dict[str, str] = {}
     needed: set[str] = set()
     for op in block.select("micro_batch"):

@@ -1,4 +1,4 @@
-"""What pinned layouts ask of which operation, or why they cannot hold together.
+"""The cuts that pinned layouts fix at each operation, and the conflicts between pins.
 
 A pin fixes the cuts of its pin targets: of the forward operation that makes the tensor, or of all that read it.
 """
@@ -32,7 +32,7 @@ class PinnedCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinConstraints:
-    """What pins fix, by target: the cut of dims, and the dims that an atom may cut so that its sum stays pending."""
+    """The cuts that pins fix, by target, and the dims that an atom may cut so that its sum stays pending."""
 
     cuts: Mapping[str, Mapping[str, PinnedCut]]
     sums: Mapping[str, Mapping[str, Dims]]
@@ -221,7 +221,7 @@ class _Collector:
         self._pending: dict[tuple[str, str], PinnedCut] = {}
 
     def add(self, pin: Pin, name: str) -> None:
-        """Take in what a pin asks of the targets of its tensor."""
+        """Record the cuts and pending sums that a pin fixes at the targets of its tensor."""
         for target in (self.targets.by_name[one] for one in self.targets.of_tensor[name]):
             path = _path(name, target.name)
             for dim, cut in pin.layout.dims:

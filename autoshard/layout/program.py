@@ -1,4 +1,4 @@
-"""A block lowered to what ranks really do: local operations on shards, and collectives between them."""
+"""A block as its ranks execute it: local operations on shards, and collectives between them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Communicate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountOnce:
-    """A value that all ranks along some atoms have alike becomes a sum pending over them: the first keeps it."""
+    """Turns a replicated value into a sum pending over some atoms: the first rank keeps it, others hold zero."""
 
     atoms: tuple[str, ...]
     reads: Value
@@ -57,7 +57,7 @@ class CountOnce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sum:
-    """Local addition of what several readers send back."""
+    """Local addition of the gradients of several readers."""
 
     reads: tuple[Value, ...]
     writes: Value
@@ -68,7 +68,7 @@ Instruction = Given | Compute | Communicate | CountOnce | Sum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassInstructions:
-    """What the passes of a program run, each in order; a whole backward runs both of its halves."""
+    """The instructions of each pass, in order; a whole backward runs both of its halves."""
 
     forward: tuple[Instruction, ...]
     inputs: tuple[Instruction, ...]  # I
@@ -76,7 +76,7 @@ class PassInstructions:
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction], handed_on: Value, results: Iterable[Value]) -> "PassInstructions":
-        """Part instructions: forward is what pass F does and what it needs, all else waits for the gradient."""
+        """Split instructions: forward has those of pass F and those that they need, backward all others."""
         forward, backward = _needed(instructions, {handed_on.name}, "F")
         late = {name for entry in backward if pass_of(entry) == "W" for name in written_by(entry)}
         wanted = {value.name for value in results} - late
@@ -103,26 +103,25 @@ class Program:
         return tuple(entry for entry in self.instructions if isinstance(entry, Communicate))
 
     def by_pass(self, handed_on: str) -> PassInstructions:
-        """Part the instructions by pass; ``handed_on`` names what the forward pass makes for the next block."""
+        """Split the instructions by pass; ``handed_on`` names the tensor that forward makes for the next block."""
         return PassInstructions.of(self.instructions, self.results[handed_on], self.results.values())
 
     def waiting(self, handed_on: str) -> tuple[Value, ...]:
-        """Return what I leaves for W to read but what is there anyway, such as weights; each value once."""
-        late = self.by_pass(handed_on).weights
-        made = {name for entry in late for name in written_by(entry)}
-        return tuple(
-            {value.name: value for entry in late for value in values_read(entry) if value.name not in made}.values()
-        )
+        """Return the values that W reads and does not make itself, each once."""
+        return _inputs(self.by_pass(handed_on).weights)
 
     def kept(self) -> tuple[Value, ...]:
-        """Return what forward makes and backward reads, to compute with it or to change it again; each value once."""
-        later = [entry for entry in self.instructions if pass_of(entry) in ("I", "W")]
-        made = {name for entry in later for name in written_by(entry)}
-        return tuple({one.name: one for entry in later for one in values_read(entry) if one.name not in made}.values())
+        """Return the values that backward reads and does not make itself, each once."""
+        return _inputs([entry for entry in self.instructions if pass_of(entry) in ("I", "W")])
+
+
+def _inputs(entries: Sequence[Instruction]) -> tuple[Value, ...]:
+    made = {name for entry in entries for name in written_by(entry)}
+    return tuple({one.name: one for entry in entries for one in values_read(entry) if one.name not in made}.values())
 
 
 def pass_of(entry: Instruction) -> Pass | None:
-    """Return the pass that an instruction says it belongs to, if it says so."""
+    """Return the pass of an instruction, if it has one."""
     match entry:
         case Compute(op=op):
             return op.pass_
@@ -162,7 +161,7 @@ def values_read(entry: Instruction) -> tuple[Value, ...]:
 def _needed(
     instructions: Sequence[Instruction], wanted: Collection[str], pass_: Pass
 ) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
-    """Part instructions: those of a pass and those without one that they or somebody else need; and all others."""
+    """Split instructions: those of a pass with those of no pass that they or ``wanted`` need; and all others."""
     needed = set(wanted)
     mine: list[Instruction] = []
     others: list[Instruction] = []

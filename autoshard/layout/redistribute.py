@@ -113,7 +113,7 @@ def _used(layout: Layout) -> Iterator[str]:
 
 
 def only_gathers(before: Layout, after: Layout) -> bool:
-    """Say whether a change resolves nothing and gives ranks more than they had; what only moves is no larger.
+    """Return whether a change only gathers: no sum is made, and ranks hold more than before.
 
     >>> only_gathers(Layout.parse("[seq/tp, hidden]"), Layout.parse("[seq, hidden]"))
     True
@@ -133,7 +133,7 @@ def single_changes(layout: Layout, allowed: Set[str]) -> tuple[Change, ...]:
 
 @lru_cache(maxsize=1 << 14)
 def _named_changes(layout: Layout, allowed: frozenset[str]) -> tuple[tuple[str, Change], ...]:
-    """Return what may follow with the text of each; remembered, because searches pass the same layouts often."""
+    """Return these changes with the text of each; cached, because searches pass the same layouts often."""
     changes = (*_gathers_and_moves(layout, allowed), *_sums(layout, allowed), *_slices(layout, allowed))
     return tuple((str(change.collective), change) for change in changes)
 

@@ -1,4 +1,4 @@
-"""What a lowered block sends, keeps and cuts, in the form in which it is priced: messages, and cuts by name."""
+"""The messages of a lowered block, and the cuts of all that it computes and keeps: the input of the cost model."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ RINGS = (Attend, AttendGradient)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A Collective of a program: which tensor, and how it is cut where the message is largest."""
+    """A Collective of a program with its tensor, and the cuts of the tensor where the message is largest."""
 
     entry: str
     pass_: Pass
@@ -107,7 +107,7 @@ def _delivered(program: Program) -> Iterator[Message]:
 
 
 def _rings(block: Block, computes: Mapping[str, Compute]) -> Iterator[Message]:
-    """Yield what goes around the ring of an attention: keys and values, backward with their gradients.
+    """Yield the messages of rings: keys and values of an attention, backward with their gradients.
 
     They are as large as the queries where a kernel copies them for every query head first.
     """

@@ -1,4 +1,4 @@
-"""What the cheapest way from any layout of a tensor to any other costs: all shortest paths at once."""
+"""The price of the cheapest change from any layout of a tensor to any other: all shortest paths at once."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""One line per operation: how what it reads and makes is cut, and which collectives its entry executes, in order."""
+"""One line per operation: the layouts of its inputs and outputs, and the collectives of its entry, in order."""
 
 import re
 from collections import defaultdict
@@ -160,7 +160,7 @@ def _delivered(op: Op, kind: Deliver, made: Value, lists: Lists, program: Progra
 
 
 def _saved(made: Value, ends: Sequence[Value], program: Program) -> tuple[Kept, ...]:
-    """Return which of its values a deliver keeps: those that backward reads, as they are or to change them again."""
+    """Return which of its values a deliver keeps: those that backward reads or changes again."""
     later = (entry for entry in program.instructions if pass_of(entry) in ("I", "W"))
     read = {name for entry in later for name in read_by(entry)}
     kept: list[Kept] = ["in"] if made.name in read else []
@@ -184,7 +184,7 @@ def _counted(ring: Chain) -> Collective:
 
 
 def _edge(lists: Lists) -> Strategy:
-    """Return what happens where the block begins or ends: a deliver without a reader, or an input read in two ways."""
+    """Return the Strategy of a change where a block begins or ends: of its result, or of an input."""
     first = next(chain for chains in lists.values() for chain in chains)
     layouts = (first[0].reads.layout, first[-1].writes.layout)
     return _with_lists(Strategy(inputs=layouts[:1], outputs=layouts[1:]), lists)

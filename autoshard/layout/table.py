@@ -24,7 +24,7 @@ Table = Mapping[str, str]  # entry -> line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSetting:
-    """What a table is read against: the mesh, what a change of layout costs, and how the platform keeps inputs."""
+    """The context of a table: mesh, price of changes, boundary, and whether the platform keeps gathered inputs."""
 
     atoms: Sizes
     price: Price
