@@ -28,6 +28,9 @@ class PipelineShape:
         return self.num_micro_batches * self.num_chunks
 
 
+Order = Callable[[PipelineShape, int], list[Step]]  # (kind, chunk, micro-batch) of the rank at a position, in order
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builder:
     """A schedule: the order of each rank, and where its stages lie.
@@ -35,7 +38,7 @@ class Builder:
     After ``4 * num_ranks`` micro-batches an order must repeat itself, micro-batch by micro-batch or round by round.
     """
 
-    order: Callable[[PipelineShape, int], list[Step]]  # (kind, chunk, micro-batch) of the rank at a position
+    order: Order
     num_chunks: int | None = 1  # per rank; None: any number
     in_rounds: bool = False  # chunks take turns in rounds of num_ranks micro-batches
     turns: bool = False  # odd chunks run from the last rank to the first

@@ -1,7 +1,6 @@
 """A pipeline schedule as data: a builder's name with its parameters, or the action lists themselves."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -10,7 +9,7 @@ import numpy as np
 
 from autoshard.errors import nearest, require
 from autoshard.schedule.action import Action, ActionLists
-from autoshard.schedule.builders import BUILDERS, Builder, PipelineShape, Step
+from autoshard.schedule.builders import BUILDERS, Builder, Order, PipelineShape, Step
 from autoshard.schedule.timeline import unit_bubble
 
 Counts = tuple[tuple[int, ...], ...]  # of micro-batches by chunk, at several times
@@ -112,7 +111,7 @@ class Schedule:
         """Return the actions of every pipeline rank, in order."""
         return self.actions if self.actions is not None else _as_actions(self.steps())
 
-    def in_order(self, order: Callable[[PipelineShape, int], list[Step]]) -> "Schedule":
+    def in_order(self, order: Order) -> "Schedule":
         """Return the same pipeline run in an order of one's own, as action lists; ``verify_actions`` checks them.
 
         An order returns ``(kind, chunk, micro-batch)`` of the rank at a position, as those of the builders do.
@@ -156,7 +155,7 @@ class Schedule:
         """
         return unit_bubble(self.steps(), self._shape)
 
-    def _ordered(self, order: Callable[[PipelineShape, int], list[Step]], rank: int) -> list[Step]:
+    def _ordered(self, order: Order, rank: int) -> list[Step]:
         stages = self.stages_of(rank)
         return [(kind, stages[chunk], micro_batch) for kind, chunk, micro_batch in order(self._shape, stages[0])]
 
