@@ -297,36 +297,21 @@ def edited(text: str, change: Any, capsys: pytest.CaptureFixture[str]) -> tuple[
     return run("verify plan.json", capsys)
 
 
-def test_explain_shows_every_block_of_a_found_plan(capsys: pytest.CaptureFixture[str]):
-    run(f"{LOCAL} --fix tp=2,recompute=full", capsys)
-    code, out, err = run("explain plan.json", capsys)
-    assert (code, err) == (0, "")
-    for words in (
-        "embed, once",
-        "layer full, 4 times",
-        "head, once",
-        "all_gather seq/tp",
-        "shared-memory x 2",
-        "second best",
-        "seconds uncalibrated",
-    ):
-        assert words in out
-    assert max(map(len, out.splitlines())) <= 120
-    keys = {"candidate", "blocks", "rules", "basis", "dollars", "prediction", "unlimited_s", "runners_up"}
-    assert set(json.loads(run("explain plan.json --json", capsys)[1])) == keys
-
-
-def test_explain_writes_the_predicted_step_as_a_trace(capsys: pytest.CaptureFixture[str]):
-    Path("plan.json").write_text(
-        dump(autoshard.plan("tiny-llama", "local", search=Search(pins="tp=2,pp=2,schedule=1f1b")))
-    )
+def test_explain_shows_every_block_and_writes_the_predicted_step_as_a_trace(capsys: pytest.CaptureFixture[str]):
+    search = Search(pins="tp=2,pp=2,schedule=1f1b,recompute=full")
+    Path("plan.json").write_text(dump(autoshard.plan("tiny-llama", "local", search=search)))
     code, out, err = run("explain plan.json --trace step.json", capsys)
     assert (code, err) == (0, "")
+    for words in ("embed, once", "layer full, 4 times", "head, once", "all_gather seq/tp", "shared-memory x 2"):
+        assert words in out
     assert out.endswith("wrote step.json; open it at https://ui.perfetto.dev\n") and "second best" in out
+    assert max(map(len, out.splitlines())) <= 120
     events = json.loads(Path("step.json").read_text())["traceEvents"]
     assert {"F0.0", "B1.0", "send F0.0"} <= {event["name"] for event in events}
     code, _, err = run("explain plan.json --trace plan.json", capsys)
     assert code == 2 and "--trace plan.json: is the plan itself" in err and load(Path("plan.json"))
+    keys = {"candidate", "blocks", "rules", "basis", "dollars", "prediction", "unlimited_s", "runners_up"}
+    assert set(json.loads(run("explain plan.json --json", capsys)[1])) == keys
     data = json.loads(Path("plan.json").read_text())
     Path("plan.json").write_text(json.dumps({**data, "micro_batch": 3}))
     code, out, _ = run("explain plan.json --trace other.json", capsys)

@@ -52,6 +52,7 @@ def test_a_frontier_is_one_search_and_what_is_not_there_is_said(tmp_path: Path):
     ][: len(rows) - len(good)]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_takes_only_its_own_job(tmp_path: Path):
     todo, victim = jobs(tiny(grid={"ranks": (1, 2, 4)}), tmp_path), list[str]()
 
