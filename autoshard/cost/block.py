@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from autoshard.cost.block_memory import kept_bytes, rank_sizes, shape_bytes, waiting_bytes, working_bytes
+from autoshard.cost.block_memory import rank_sizes, saved_bytes, shape_bytes, waiting_bytes, working_bytes
 from autoshard.cost.collective import Number, Ring
 from autoshard.cost.compute import KernelWork, Rates, Sequences, kernel_time, kernel_work
 from autoshard.cost.kernel_run import KernelRun
@@ -82,8 +82,8 @@ def block_work(sharded: LoweredBlock, whole: LoweredBlock, setting: Setting, til
     block, sharding, sequences = sharded.block, sharded.sharding, setting.sequences
     sizes_of = rank_sizes(setting.sizes, setting.atoms)
     op_sizes = {name: sizes_of(cuts) for name, cuts in sharding.op_cuts.items()}
-    saved = sum(kept_bytes(block, sharding, sizes_of, setting.atoms).values())
-    kept = kept_bytes(whole.block, whole.sharding, sizes_of, setting.atoms)
+    saved = sum(saved_bytes(block, sharding, sizes_of, setting.atoms).values())
+    kept = saved_bytes(whole.block, whole.sharding, sizes_of, setting.atoms)
     weights: dict[bool, dict[tuple[str, ...], Number]] = {True: defaultdict(int), False: defaultdict(int)}
     for tensor in block.parameters:
         counts, pending = weights[tensor.name in sharded.tied], sharding.parameter_pending[tensor.name]

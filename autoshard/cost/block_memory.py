@@ -51,7 +51,7 @@ def rank_sizes(sizes: Mapping[str, Number], atoms: Mapping[str, Number]) -> Size
     return sizes_of
 
 
-def kept_bytes(
+def saved_bytes(
     block: Block, sharding: Sharding, sizes_of: SizesOf, atoms: Mapping[str, Number]
 ) -> Mapping[str, Number]:
     """Return what a rank keeps of a block from forward to backward, for one micro-batch, by storage."""
@@ -144,7 +144,7 @@ def memory_timeline(
             lives[storage] = (turn - 1 if storage == carried else used[0][0], entry)
     moments: list[Moment] = []
     for number, run in enumerate(ordered):
-        own = [entry for entry in run.fresh if takes_memory(entry) and not _as_kept(entry, sharding)]
+        own = [entry for entry in run.fresh if takes_memory(entry) and not _is_as_saved(entry, sharding)]
         touched = {storages.of(tensor.name) for _, tensor, _ in run.fresh}
         waiting = (
             entry
@@ -156,7 +156,7 @@ def memory_timeline(
     return tuple(moments)
 
 
-def _as_kept(entry: Fresh, sharding: Sharding) -> bool:
+def _is_as_saved(entry: Fresh, sharding: Sharding) -> bool:
     """Say whether an operation finds a tensor as it is kept, whatever the sizes of atoms."""
     op, tensor, layouts = entry
     return {dim: cut for dim, cut in sharding.op_cuts[op].items() if dim in tensor.dims} in layouts

@@ -63,10 +63,12 @@ def alike_without(blocks: CutBlocks, atom: str) -> bool:
     """
     fewer = CutBlocks(step=blocks.step, cutting=blocks.cutting, atoms=blocks.atoms - {atom})
     pairs = zip(blocks.every(), fewer.every(), strict=True)
-    return all(_told(one.sharding, atom) == _told(other.sharding, atom) for one, other in pairs)
+    return all(
+        _messages_and_cuts(one.sharding, atom) == _messages_and_cuts(other.sharding, atom) for one, other in pairs
+    )
 
 
-def _told(sharding: Sharding, atom: str) -> tuple[object, ...]:
+def _messages_and_cuts(sharding: Sharding, atom: str) -> tuple[object, ...]:
     """Return what is sent and kept, but for what an atom does."""
 
     def left(cuts: Cuts) -> object:
@@ -78,12 +80,8 @@ def _told(sharding: Sharding, atom: str) -> tuple[object, ...]:
         over = tuple(one for one in message.collective.atoms if one != atom)
         if over and message.collective.kind != "slice":
             sent[message.pass_, message.collective.kind, message.tensor, over, left(message.cuts)] += 1
-    held = ({name: frozenset(map(left, layouts)) for name, layouts in cuts.items()} for cuts in _held(sharding))
-    return sent, *held
-
-
-def _held(sharding: Sharding) -> tuple[Mapping[str, tuple[Cuts, ...]], ...]:
-    return sharding.kept_cuts, sharding.input_cuts, sharding.waiting_cuts
+    stored = (sharding.kept_cuts, sharding.input_cuts, sharding.waiting_cuts)
+    return sent, *({name: frozenset(map(left, layouts)) for name, layouts in cuts.items()} for cuts in stored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.cost.block_memory import kept_bytes, rank_sizes
+from autoshard.cost.block_memory import rank_sizes, saved_bytes
 from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.plan.recompute import Recompute
@@ -42,7 +42,7 @@ def walked(sharded, here, unmade=frozenset()):
     """Make what each kernel makes, free what nobody reads later, and write down the most that was there at a time."""
     block, names = sharded.block, memory_of(sharded.block)
     sizes_of = rank_sizes(here.sizes, here.atoms)
-    kept = kept_bytes(block, sharded.sharding, sizes_of, here.atoms)
+    kept = saved_bytes(block, sharded.sharding, sizes_of, here.atoms)
     over = {entry.over: entry.storage for entry in block.saved if entry.over}
     over |= {f"{name.removesuffix('.copy0')}.d0": name for name in over.values()}
     runs = list(in_order(sharded))
