@@ -21,7 +21,9 @@ def test_every_case_is_recorded_and_was_near() -> None:
         assert found["weights"] < (2e-6 if "SGD" in name else 0.02), name
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if number % 6 else ()) for number, name in enumerate(CASES)]
+)
 def test_a_case_lowers_to_the_layers_that_were_verified(name: str) -> None:
     assert layers_of(CASES[name]) == recorded()["cases"][name]["layers"], "run: python -m tests.neuron.record VERSION"
 
