@@ -270,7 +270,13 @@ def test_a_wrong_batch_is_caught(seed, wanted):
     caught(task, on_ranks(task.plan.mesh.num_ranks, run_steps, seed(task)))
 
 
-@pytest.mark.parametrize(("replaced", "wanted"), REPLACED.values(), ids=REPLACED)
+@pytest.mark.parametrize(
+    ("replaced", "wanted"),
+    [
+        pytest.param(*case, id=name, marks=() if number < 2 else pytest.mark.slow)
+        for number, (name, case) in enumerate(REPLACED.items())
+    ],
+)
 def test_a_wrong_rank_is_caught(replaced, wanted, monkeypatch):
     task = task_of(first_row(wanted))
     monkeypatch.setattr(*replaced)  # ranks are forked, so they have it too

@@ -139,7 +139,7 @@ def test_sgd_and_bf16_without_masters_hold_less():
     assert {measured.memory_bytes["masters"] for _, measured in found} == {0}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zb_h1"])
 def test_what_is_listed_for_units_is_what_zero_3_sends(schedule):
     """Each rank gathers and reduces half of every unit once for every micro-batch where the line says so."""
     plan = plan_of(f"tp=1,pp=2,dp=2,zero=3,schedule={schedule}", llama(num_layers=4))
