@@ -79,7 +79,9 @@ def _best(
 
 
 def _next_command(out: Path) -> str:
-    return f"autoshard verify {shlex.quote(str(out))}"
+    from autoshard.plan.extensions import extend_words
+
+    return shlex.join(["autoshard", "verify", str(out), *extend_words()])
 
 
 def _frontier(requests: "list[Request]", options: SearchOptions, out: Path, json: bool) -> int:

@@ -124,6 +124,6 @@ def _kernels() -> list[Entry]:
 
 
 def _rules() -> list[Entry]:
-    from autoshard.plan.rules.check import all_rules
+    from autoshard.plan.rules.check import USER_RULES, all_rules
 
-    return [{"name": rule.id, "judges": rule.subject, "source": rule.source} for rule in all_rules()]
+    return [{"name": rule.id, "judges": rule.subject, "source": rule.source} for rule in (*all_rules(), *USER_RULES)]

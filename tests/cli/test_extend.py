@@ -53,7 +53,10 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_the_example_of_the_page_is_planned_verified_and_explained(module: Path, capsys: pytest.CaptureFixture[str]):
     for line in LINES[:3]:
         assert main(shlex.split(line)) == 0, capsys.readouterr().err
-    assert "not known here" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "not known here" not in said and f"next: autoshard verify plan.json --extend {module.resolve()}" in said
+    assert main(["list", "rules", *MINE]) == 0 and "lab_tp" not in said
+    assert "lab-tp" in capsys.readouterr().out
     plan = load(Path("plan.json"))
     assert plan.schedule.builder == "eager" and plan.candidate.tp <= 2
     assert "damp" in plan.strategies["layer"] and plan.prediction
