@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autoshard.blocks.cutting import Terms, operator_problem
 from autoshard.blocks.op_prices import weights_of
-from autoshard.blocks.operators import solve
+from autoshard.blocks.operators import OperatorProblem, OperatorSolution, solve
 from autoshard.cost.calibration import built_in
 from autoshard.cost.setting import Question
 from autoshard.errors import nearest, require
@@ -45,6 +45,26 @@ class BlockSharding:
     bound_s: float
     memory_bytes: float
     fits: bool
+
+    @classmethod
+    def of(cls, problem: OperatorProblem, found: OperatorSolution) -> "BlockSharding":
+        """Write the cuts of a solution as the lines of a table."""
+        block, atoms, keeps = problem.block, problem.atoms, problem.keeps_gathered
+        program = lower(
+            block, found.cuts, atoms, problem.price("bf16"), boundary=problem.boundary, keeps_gathered=keeps
+        )
+        return cls(
+            table=written(strategies(program, block), atoms),
+            rests={
+                weight: f"flat/{show_atoms(whole_axes(over, atoms))}"
+                for name, over in found.rests.items()
+                for weight in weights_of(problem, block.op(name))
+            },
+            time_s=found.cost_s,
+            bound_s=found.cost_s * (1 - found.gap) if found.fits else math.inf,
+            memory_bytes=found.kept_bytes,
+            fits=found.fits,
+        )
 
     def __str__(self) -> str:
         """Print the costs, then a line per operation and per weight that rests in pieces."""
@@ -96,24 +116,7 @@ def shard_block(  # noqa: PLR0913
         cuts_rest=True,
     )
     problem = problem if engine else replace(problem, allowed={})
-    found = solve(problem)
-    block, atoms = problem.block, problem.atoms
-    program = lower(
-        block, found.cuts, atoms, problem.price(work.precision.activations),
-        boundary=problem.boundary, keeps_gathered=problem.keeps_gathered,
-    )  # fmt: skip
-    return BlockSharding(
-        table=written(strategies(program, block), atoms),
-        rests={
-            weight: f"flat/{show_atoms(whole_axes(over, atoms))}"
-            for name, over in found.rests.items()
-            for weight in weights_of(problem, block.op(name))
-        },
-        time_s=found.cost_s,
-        bound_s=found.cost_s * (1 - found.gap) if found.fits else math.inf,
-        memory_bytes=found.kept_bytes,
-        fits=found.fits,
-    )
+    return BlockSharding.of(problem, solve(problem))
 
 
 def _state_bytes(workload: Workload) -> float:

@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from autoshard.blocks.elimination import CostFactor
 from autoshard.blocks.limited import minimise_within
@@ -30,7 +30,6 @@ def test_what_fits_nowhere_is_answered_with_the_lightest(seed: int) -> None:
     assert not found.fits and found.weight == least
 
 
-@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), share=st.floats(0, 1), most=st.integers(0, 2))
 def test_with_few_splits_the_gap_is_told_and_true(seed: int, share: float, most: int) -> None:
     instance = random_instance(seed, most_variables=8)
@@ -53,7 +52,7 @@ def entangled(seed: int, count: int, size: int) -> Instance:
     return Instance(sizes=dict.fromkeys(names, size), factors=factors)
 
 
-@pytest.mark.parametrize("share", [0.001, 0.05, 0.95])
+@pytest.mark.parametrize("share", [0.001, 0.95])
 def test_few_splits_leave_little_of_deep_and_shallow_limits_of_many_variables(share: float) -> None:
     instance = entangled(3, 60, 12)
     heaviest = minimise_within(instance.sizes, instance.factors, math.inf).weight

@@ -53,6 +53,8 @@ def test_a_pin_that_the_solver_would_choose_anyway_changes_nothing():
     [
         # Cut along what is summed over, the product of the queries leaves a sum over tp.
         ("q", "[batch/dp, seq, kv_heads, q_group, head_dim] +tp", "[batch/dp, seq, kv_heads, q_group, head_dim] +tp"),
+        # The norm's result is cut so as well: q takes it as it was made, k and v as it is gathered for them.
+        ("q", "[batch/dp, seq/tp, kv_heads, q_group, head_dim]", "[batch/dp, seq/tp, kv_heads, q_group, head_dim]"),
         ("act", "[batch, seq/dp, ffn/tp]", "[batch, seq/dp, ffn/tp]"),  # the axes' Rules would have dp cut the batch
     ],
 )
