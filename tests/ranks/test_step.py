@@ -76,7 +76,7 @@ MORE = {
     "split backward in a V with tied ends on one rank": ("tp=2,pp=2,dp=1,vp=2,schedule=zb_v", gpt(num_layers=4)),
     "split backward of experts": ("tp=1,pp=2,dp=2,ep=2,schedule=zb_h1", llama(**MIXTRAL)),
     "attention recomputed": ("tp=2,pp=1,dp=1,recompute=selective[attend]", llama()),
-    "tied embeddings on two stages": ("tp=2,pp=2,dp=1", gpt()),
+    "tied embeddings on two stages": ("tp=1,pp=2,dp=2", gpt()),
     "experts spread, tp and copies": ("tp=2,pp=1,dp=2,ep=2,recompute=full:1", llama(**MIXTRAL)),
 }
 
