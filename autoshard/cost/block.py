@@ -4,9 +4,10 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.cost.block_memory import rank_sizes, saved_bytes, shape_bytes, waiting_bytes, working_bytes
 from autoshard.cost.collective import Number, Ring
@@ -17,7 +18,7 @@ from autoshard.layout.sharding import Message
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.mesh import axis_of_atoms
 
-Text = Any  # or a numpy array of texts
+Text = str | NDArray[np.str_]
 PASSES = ("F", "I", "W")
 _IN_PIECES = ("all_gather", "reduce_scatter")  # one for each rank, of which a product can wait for the first alone
 

@@ -8,6 +8,8 @@ after I.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +26,7 @@ from autoshard.spec.workload import DTYPE_BYTES
 SizesOf = Callable[[Cuts], "RankSizes"]  # cuts -> a rank's sizes of all dims
 
 
-class RankSizes(dict[str, Number]):
+class RankSizes(dict[str, Any]):  # Number, where the graph takes whole ones
     """A rank's sizes of all dims; the number of elements of tensors with the same dims is worked out once."""
 
     def __init__(self, sizes: Mapping[str, Number]) -> None:
@@ -74,7 +76,7 @@ def _bytes_in(tensor: Tensor, layouts: Sequence[Cuts], sizes_of: SizesOf, atoms:
         size = sizes_of(cuts).num_bytes(tensor)
         for other in layouts[:number]:
             moved = {atom for dim in {*cuts, *other} for atom in {*cuts.get(dim, ())} ^ {*other.get(dim, ())}}
-            size = size * np.logical_or.reduce([atoms[atom] > 1 for atom in sorted(moved)])
+            size = size * reduce(np.logical_or, (atoms[atom] > 1 for atom in sorted(moved)), False)
         total = total + size
     return total
 
