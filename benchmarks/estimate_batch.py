@@ -18,12 +18,9 @@ from autoshard.plan.candidate import CpOrder, even_stages
 from autoshard.plan.lowering import ATOMS
 from autoshard.plan.rules.check import legality
 from autoshard.schedule.schedule import Schedule
-from autoshard.search.chosen import Chosen, Options
-from autoshard.search.families import Asked, Family, Prices, families
-from autoshard.search.fillings import filled
+from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedCutting
 from autoshard.search.space import Space, whole_space
-from autoshard.search.splits import fillings_of
-from autoshard.search.timed import timed
+from autoshard.search.stage_options import RankOptions, StageChoices, StageFilling, near_even_layers
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
@@ -56,38 +53,40 @@ def evaluate(question: Question, space: Space, cutting: Cutting, *, apart: bool 
     """Price every layout of a space with every kind of recompute, on the stages that are pinned or else even ones."""
     shape = (space.num_layouts, len(space.recomputes))
     time_s, peak_bytes = np.full(shape, np.inf), np.full(shape, np.inf)
-    asked = Asked(cutting=cutting, atoms=frozenset(ATOMS))
+    solved = SolvedCutting(cutting=cutting, atoms=frozenset(ATOMS))
     layouts: dict[CpOrder, Any] = {space.base.cp_order: np.arange(space.num_layouts)}
-    for family in families(Prices(question), space, asked, layouts, apart=apart):
-        rows = family.space.rows
+    for priced in LayoutPricer(question).priced(space, solved, layouts, apart=apart):
+        rows = priced.space.rows
         counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
         shapes, shape = np.unique(np.stack([rows["pp"], rows["vp"], counts], axis=1), axis=0, return_inverse=True)
         for number, (ranks, chunks, count) in enumerate(shapes.tolist()):
             mine = np.flatnonzero(shape.reshape(-1) == number)
-            builder = family.space.base.schedule
+            builder = priced.space.base.schedule
             schedule = Schedule(builder=builder, num_ranks=ranks, num_chunks=chunks, num_micro_batches=count)
-            chosen = _priced(family, mine, schedule)
+            found = _filled(priced, mine, schedule)
             own = (len(space.recomputes), len(mine))
-            time_s[family.layouts[mine]] = chosen.time_s.reshape(own).T
-            peak_bytes[family.layouts[mine]] = chosen.peak_bytes.reshape(own).T
+            time_s[priced.numbers[mine]] = found.time_s.reshape(own).T
+            peak_bytes[priced.numbers[mine]] = found.peak_bytes.reshape(own).T
     return Evaluated(time_s=time_s, peak_bytes=peak_bytes)
 
 
-def _priced(family: Family, mine: Any, schedule: Schedule) -> Chosen:
+def _filled(priced: PricedLayouts, mine: Any, schedule: Schedule) -> StageFilling:
     """Price layouts that share their pipeline with every recompute, one stretch of layouts after the other."""
-    space, layers = family.space, family.question.model.num_layers
-    base = space.base
-    frame = family.frame(mine, schedule, base.zero)
-    allowed = np.ones((len(family.kinds), len(mine)), dtype=bool)
+    space, num_layers = priced.space, priced.question.model.num_layers
+    blocks = priced.pipeline_blocks(mine, schedule, space.base.zero)
     pinned = space.recomputes[0] if len(space.recomputes) == 1 else None
-    options = Options(
-        kinds=family.kinds, allowed=allowed, num_layers=layers, stages=base.stages, recompute=pinned, partly=False
+    choices = StageChoices(
+        kinds=priced.kinds,
+        allowed=np.ones((len(priced.kinds), len(mine)), dtype=bool),
+        num_layers=num_layers,
+        stages=space.base.stages or even_stages(num_layers, schedule.num_stages),
+        recompute=pinned,
+        partly=False,
     )
-    fillings, _ = fillings_of(schedule, options, base.stages or even_stages(layers, schedule.num_stages))
-    kinds = [0 if pinned else family.kinds.index(entry[0]) for entry in space.recomputes]
+    options = RankOptions.of(blocks, choices, near_even_layers(schedule, num_layers, choices.stages), np.inf)
+    kinds = [0 if pinned else priced.kinds.index(entry[0]) for entry in space.recomputes]
     option = np.broadcast_to(np.repeat(kinds, len(mine)), (schedule.num_ranks, len(kinds) * len(mine)))
-    several = np.tile(np.arange(len(mine)), len(kinds))
-    return timed(frame, fillings, filled(frame, fillings), option, np.ones(len(several), dtype=bool), several)
+    return options.timed(option, np.tile(np.arange(len(mine)), len(kinds)))
 
 
 def judge(each_us: list[float], count: int, difference: float, loop_s: float) -> Result:
@@ -117,8 +116,8 @@ def case(model: str, cluster: str, nodes: int, global_batch: int) -> tuple[Quest
     )
     facts = (spec, machine, workload)
     whole = whole_space(*facts, machine.engine, {})
-    space = whole.keep(legality(whole.columns(*facts, 0)).mask)
-    widest = space.at(int(np.argmax(space.rows["tp"])), 0)
+    space = whole.only(legality(whole.columns(*facts, 0)).mask)
+    widest = space.candidate(int(np.argmax(space.rows["tp"])), 0)
     terms = Terms(engine=machine.engine, sequence_parallel=widest.sequence_parallel)
     return question, space, solved_cutting(question, widest, terms)
 
@@ -129,7 +128,7 @@ def furthest(question: Question, space: Space, cutting: Cutting, found: Evaluate
     worst = 0.0
     for index in random.choice(space.num_layouts, size=min(sample, space.num_layouts), replace=False).tolist():
         number = int(random.integers(len(space.recomputes)))
-        candidate = space.at(index, number)
+        candidate = space.candidate(index, number)
         plan = build_plan(candidate, question.model, question.cluster, question.workload, space.engine)
         blocks = CutBlocks(step=question.step, cutting=cutting, atoms=cut_atoms(candidate, question.model))
         alone = plan_cost(plan, question, blocks)

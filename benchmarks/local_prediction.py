@@ -26,7 +26,7 @@ from autoshard.plan.plan import Plan
 from autoshard.runtime.engines import builder
 from autoshard.runtime.launch import Placing, launch
 from autoshard.runtime.train import train
-from autoshard.search.planner import Request, plan_at
+from autoshard.search.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.record import encode

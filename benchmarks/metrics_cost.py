@@ -16,7 +16,7 @@ from autoshard.engine.results import TimedStep
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
-from autoshard.search.planner import Request, plan_at
+from autoshard.search.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import Tracking, Training

@@ -20,7 +20,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.runtime.data.batches import synthetic_step
 from autoshard.runtime.launch import Placing, launch
-from autoshard.search.planner import Request, plan_at
+from autoshard.search.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model

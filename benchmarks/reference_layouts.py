@@ -8,7 +8,8 @@ from pathlib import Path
 
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction
-from autoshard.search.planner import plan_at, rejections_of, search
+from autoshard.search.planner import search
+from autoshard.search.request import plan_at, rejections_of
 from benchmarks.aws_recipes import AwsRecipe, load_aws_recipes
 from benchmarks.measure import yardstick_s
 from benchmarks.pages import ROOT, head, line, with_table

@@ -12,7 +12,8 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Verdict, rule
 from autoshard.search.api import Search, default_workload, engines_of, request_of
-from autoshard.search.planner import Found, Request, search
+from autoshard.search.planner import SearchResult, search
+from autoshard.search.request import Request
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.recipe import Recipe
@@ -53,7 +54,7 @@ def test_a_users_own_rule_and_pins_are_respected():
 def test_another_method_to_search_gets_the_request():
     seen: list[Request] = []
 
-    def method(request: Request) -> Found:
+    def method(request: Request) -> SearchResult:
         seen.append(request)
         return search(request)
 

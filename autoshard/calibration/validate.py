@@ -14,7 +14,7 @@ from autoshard.errors import Fault, InputError
 from autoshard.plan.build import cut_atoms
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction, rounded
-from autoshard.search.planner import Request
+from autoshard.search.request import Request
 from autoshard.spec.kernels import load_kernels
 from autoshard.units import GIB
 

@@ -10,7 +10,7 @@ from autoshard.errors import Fault, InputError, require
 
 if TYPE_CHECKING:
     from autoshard.plan.plan import Plan
-    from autoshard.search.planner import Request
+    from autoshard.search.request import Request
     from autoshard.spec.cluster import Cluster
 
 
@@ -20,7 +20,7 @@ def request_like(path: Path, question: QuestionOptions) -> "tuple[Plan, Request]
     from autoshard.cost.provenance import calibration_of
     from autoshard.plan.codec import load
     from autoshard.search.api import engines_of, pins_of
-    from autoshard.search.planner import Request
+    from autoshard.search.request import Request
 
     message = f"is part of the question of {path}, which --like repeats. Leave it out"
     question.refuse(message, "nodes", "ranks", "engine", "calibration", "fix", "pins")

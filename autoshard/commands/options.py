@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from autoshard.layout.pin import Pin
     from autoshard.plan.plan import Plan
-    from autoshard.search.exact_ranges import Effort
-    from autoshard.search.planner import Request
+    from autoshard.search.request import Request
+    from autoshard.search.stage_filling import Effort
 
 _LONGEST_S = 10**6
 
@@ -100,7 +100,7 @@ class SearchOptions:
 
     Args:
         objective: What is minimised; on one cluster dollars are time.
-        prove: Search on until nothing better can be left, instead of within 0.1%.
+        prove: Search on until nothing better can be left, instead of within 0.5%.
         exhaustive: Leave out no layout because of a bound; slow, and only to check that bounds are right.
         time_limit: Stop after so many seconds with the best so far, and say how far it may be from the best there is.
     """
@@ -118,7 +118,7 @@ class SearchOptions:
     @property
     def effort(self) -> "Effort":
         """How far the search goes."""
-        from autoshard.search.exact_ranges import EVERYTHING, Effort
+        from autoshard.search.stage_filling import EVERYTHING, Effort
 
         return replace(EVERYTHING if self.prove else Effort(), exhaustive=self.exhaustive)
 

@@ -12,7 +12,8 @@ from autoshard.errors import InputError, NoPlan, require
 
 if TYPE_CHECKING:
     from autoshard.plan.plan import Plan
-    from autoshard.search.planner import Found, Request
+    from autoshard.search.planner import SearchResult
+    from autoshard.search.request import Request
 
 MOST_SHOWN = 100  # every plan that is shown is predicted in full, a few milliseconds each
 
@@ -108,7 +109,7 @@ def _frontier(requests: "list[Request]", options: SearchOptions, out: Path, json
     return 0
 
 
-def searched(request: "Request", num_plans: int, options: SearchOptions) -> "Found":
+def searched(request: "Request", num_plans: int, options: SearchOptions) -> "SearchResult":
     """Search; where nothing fits, say by how much the best misses and what would help."""
     from autoshard.search.no_plan import unanswered
     from autoshard.search.planner import search
@@ -138,7 +139,7 @@ def _one_candidate(request: "Request", text: str, out: Path, json: bool) -> int:
     from autoshard.plan.verify import verify as reasons_against
     from autoshard.report.structured import made_json
     from autoshard.report.terminal import make_console, plan_report, rejections_report
-    from autoshard.search.planner import rejections_of, resolved
+    from autoshard.search.request import rejections_of, resolved
 
     try:
         lnc = parse_pins(text).get("lnc")

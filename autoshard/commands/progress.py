@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from autoshard.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from autoshard.search.progress import Progress
+    from autoshard.search.pool import SearchProgress
     from autoshard.sweep.work import Row, SweepJob
 
 _PATIENCE_S = 1.0  # before the line of a search
@@ -61,7 +61,7 @@ class Watcher:
             raise KeyboardInterrupt
         self.interrupted = True
 
-    def __call__(self, progress: "Progress") -> str:
+    def __call__(self, progress: "SearchProgress") -> str:
         """Draw what is known, and return why to stop, if there is a reason."""
         waited_s = time.monotonic() - self._start_s
         if waited_s > _PATIENCE_S:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from autoshard.cost.block import BlockWork
-from autoshard.cost.pipeline import StageLayers
+from autoshard.cost.step import StageLayers
 from autoshard.plan.prediction import Compiling, rounded
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule

@@ -4,17 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 
-import numpy as np
-
 from autoshard.cost.block import BlockCost, Blocks, BlockWork, Setting, block_cost
 from autoshard.cost.calibration import Calibration, uncalibrated
 from autoshard.cost.collective import Number, mesh_ring
 from autoshard.cost.compiling import compiling, least_instructions
-from autoshard.cost.pipeline import Pipeline, Price, Sends, StageLayers
 from autoshard.cost.provenance import calibration_of, interval_and_basis, term_seconds
 from autoshard.cost.setting import Question, boundary_bytes, price_block, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
-from autoshard.cost.step import StepCost, step_cost, step_s
+from autoshard.cost.stages import Sends
+from autoshard.cost.step import PlanPipeline, PlanStep, Price, StageLayers, StepCost, step_cost
 from autoshard.graph.decoder import num_slots
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Plan
@@ -94,7 +92,7 @@ def plan_cost(plan: Plan, question: Question, blocks: Blocks | None = None) -> S
     return replace(cost, seconds={**cost.seconds, **term_seconds(plan.provenance)})
 
 
-def priced(plan: Plan, question: Question, blocks: Blocks | None = None) -> tuple[Setting, Pipeline, Price]:
+def priced(plan: Plan, question: Question, blocks: Blocks | None = None) -> tuple[Setting, PlanPipeline, Price]:
     """Return what the price of a plan's step is made of: its numbers, its pipeline, and the price of every block."""
     setting = setting_of(question, plan.candidate, blocks or ListedBlocks.of(plan))
 
@@ -106,10 +104,7 @@ def priced(plan: Plan, question: Question, blocks: Blocks | None = None) -> tupl
 
 
 def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
-    """Count once what a plan does, and return how to time its step under any constants: what a fit asks often.
-
-    Sends are given as a column of one, because columns of schedules are timed in closed form where there is one.
-    """
+    """Count once what a plan does, and return how to time its step under any constants: what a fit asks often."""
     asked = question_of(plan, uncalibrated())
     setting = setting_of(asked, plan.candidate, blocks)
     whole = _pipeline(plan, asked, setting)
@@ -119,9 +114,9 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
         return work_of(asked, setting, kind, drop)
 
     @lru_cache(maxsize=2)  # a fit moves one constant at a time
-    def linked(links: Calibration) -> tuple[Setting, Pipeline]:
+    def linked(links: Calibration) -> tuple[Setting, PlanPipeline]:
         rings = {atoms: mesh_ring(plan.cluster, plan.mesh, atoms, links) for atoms in (*setting.rings, ("pp",))}
-        sends = replace(whole.sends, time_s=np.array([rings["pp",].send_s(whole.boundary_bytes)]))
+        sends = replace(whole.sends, time_s=rings["pp",].send_s(whole.boundary_bytes))
         return replace(setting, rings=rings), replace(whole, sends=sends)
 
     def time_s(calibration: Calibration) -> float:
@@ -132,7 +127,7 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
         def price(kind: str, drop: Recompute) -> BlockCost:
             return block_cost(work(kind, drop), here.rings, question.rates)
 
-        return float(np.max(step_s(question, here, pipeline, price)))
+        return float(PlanStep.of(question, here, pipeline, price).seconds.total_s[0])
 
     return time_s
 
@@ -158,14 +153,14 @@ def _stages(plan: Plan) -> tuple[StageLayers, ...]:
     )
 
 
-def _pipeline(plan: Plan, question: Question, setting: Setting) -> Pipeline:
+def _pipeline(plan: Plan, question: Question, setting: Setting) -> PlanPipeline:
     size = boundary_bytes(setting)
     send_s = mesh_ring(plan.cluster, plan.mesh, ("pp",), question.calibration).send_s(size)
-    return Pipeline(
+    return PlanPipeline(
         schedule=plan.schedule,
         stages=_stages(plan),
         boundary_bytes=size,
-        sends=Sends.of(send_s, plan.schedule, load_kernels(plan.kernels)),
+        sends=Sends.of(send_s, plan.schedule.builder, load_kernels(plan.kernels)),
         bucket_bytes=plan.buckets.total_bytes,
     )
 

@@ -1,121 +1,276 @@
-"""One optimizer step: blocks to stages, stages to the schedule, then the step phase; time and memory with named parts.
+"""One optimizer step: the pipelined part, then the step phase; for a plan with named parts as well."""
 
-Everything works on numbers and on columns of candidates that share their stages and the number of micro-batches.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.cost.block import Setting, exposed_s
+from autoshard.cost.block import BlockCost, Setting, exposed_s
 from autoshard.cost.collective import Number
-from autoshard.cost.memory import rank_memory
-from autoshard.cost.pipeline import Pipeline, Price
-from autoshard.cost.pipelined import Alike, alike_ranks, pipeline_seconds
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import per_weight
+from autoshard.cost.stages import (
+    BlockTotals,
+    PerCandidate,
+    PipelineBlocks,
+    Sends,
+    StageOptions,
+    StagePrices,
+    counts_of,
+    most_kept,
+    price_stages,
+)
 from autoshard.cost.update import Turns, UpdateCost, Weights, exchanged_bytes, update_cost
+from autoshard.plan.recompute import Recompute
+from autoshard.schedule.schedule import Schedule
+from autoshard.schedule.simulate import delays_of, makespan_s
+from autoshard.schedule.waves import KINDS, Floats, Ints
 from autoshard.spec.kernels import load_kernels
+
+Price = Callable[[str, Recompute], BlockCost]  # block kind and recompute -> cost
+PARTS = ("compute", "waiting", "tp", "cp", "ep")
+_PLAIN = Recompute()  # embedding and head compute nothing again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepSeconds(PerCandidate):
+    """What a step of every candidate takes."""
+
+    makespan_s: Floats  # of the micro-batches
+    update: UpdateCost  # by rank
+    fixed_s: Floats
+
+    @property
+    def update_s(self) -> Mapping[str, Floats]:
+        """The longest of each part of the step phase over all ranks."""
+        return {part: np.max(seconds, axis=0) for part, seconds in self.update.seconds.items()}
+
+    @property
+    def total_s(self) -> Floats:
+        """The whole step."""
+        return self.makespan_s + sum(self.update_s.values()) + self.fixed_s
+
+
+def step_seconds(blocks: PipelineBlocks, prices: StagePrices) -> StepSeconds:
+    """Time a step, given the prices of the option that each rank of every candidate has."""
+    busy = np.broadcast_to(prices.pass_s, (blocks.schedule.num_ranks, blocks.num_candidates))
+    turns = Turns(num_micro_batches=blocks.schedule.num_micro_batches, num_blocks=prices.num_blocks)
+    update = rank_update(blocks.question, blocks.setting, prices.weights, busy, turns)
+    seconds = {part: np.broadcast_to(own, busy.shape) for part, own in update.seconds.items()}
+    return StepSeconds(
+        makespan_s=pipelined_s(blocks, work_by_stage(blocks.schedule, prices)),
+        update=replace(update, seconds=seconds),
+        fixed_s=blocks.fixed_s,
+    )
+
+
+def work_by_stage(schedule: Schedule, prices: StagePrices) -> Floats:
+    """Return what each kind of action takes at each stage: [kind, stage, candidate]."""
+    counts = counts_of(schedule)
+    forward, inputs, weight = (
+        column[counts.ranks, counts.chunks] for column in (prices.forward_s, prices.input_s, prices.weight_s)
+    )
+    by_kind = {"F": forward, "I": inputs, "W": weight, "B": inputs + weight}
+    return np.array([by_kind[kind] for kind in KINDS])
+
+
+def pipelined_s(blocks: PipelineBlocks, work_s: Floats) -> Floats:
+    """Return how long the micro-batches take, given what each kind of action takes at each stage."""
+    schedule, sends = blocks.schedule, blocks.sends
+    if schedule.num_ranks == 1 and schedule.actions is None:
+        return schedule.num_micro_batches * (work_s[KINDS.index("F")] + work_s[KINDS.index("B")]).sum(axis=0)
+    hops = (schedule.num_stages - 1, work_s.shape[2])
+    send, receive = (np.broadcast_to(one, hops) for one in (sends.time_s, sends.receive_s))
+    return makespan_s(schedule, delays_of(schedule, work_s, send, receive, overlap=sends.hidden))
+
+
+def rank_update(question: Question, setting: Setting, weights: Weights, pass_s: Number, turns: Turns) -> UpdateCost:
+    """Price the step phase of a rank that holds these weights and is busy so long with each micro-batch.
+
+    A part of data parallelism's traffic may hide behind passes: sums of gradients are whole in the last backward, and
+    weights are awaited once; under ZeRO-3 both happen in every micro-batch.
+    """
+    found = update_cost(weights, setting, question, per_weight(question.step), turns)
+    share = load_kernels(question.kernels).hides.get("unit" if setting.zero == 3 else "dp", 0.0)
+    passes = turns.num_micro_batches if setting.zero == 3 else 1
+    hidden = exposed_s(found.seconds["dp"], passes * pass_s, share)
+    return replace(found, seconds={**found.seconds, "dp": hidden})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayers:
+    """What a stage of a plan holds: layers of each kind of recompute, and whether it is the first or the last."""
+
+    layers: tuple[tuple[Recompute, int], ...]
+    is_first: bool
+    is_last: bool
+
+    @classmethod
+    def of(cls, num_layers: int, drop: Recompute, *, is_first: bool, is_last: bool) -> "StageLayers":
+        """Split a stage's layers by kind of recompute: ``full:K`` is full for K layers and none for the rest."""
+        kinds = Counter(drop.of_layer(index) for index in range(num_layers))
+        return cls(layers=tuple(kinds.items()), is_first=is_first, is_last=is_last)
+
+    def contents(self) -> list[tuple[str, Recompute, int]]:
+        """List its blocks: kind, recompute, how many."""
+        embed, head = [("embed", _PLAIN, 1)] * self.is_first, [("head", _PLAIN, 1)] * self.is_last
+        return [*embed, *(("layer", drop, count) for drop, count in self.layers), *head]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPipeline:
+    """How the stages of a plan follow each other: schedule, what each holds, the hidden state between them, buckets."""
+
+    schedule: Schedule
+    stages: tuple[StageLayers, ...]
+    boundary_bytes: Number
+    sends: Sends
+    bucket_bytes: Number  # of the data-parallel buckets that stand ready
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanStep:
+    """A plan's step: its blocks, what each rank takes and holds, and its seconds; columns of one candidate."""
+
+    blocks: PipelineBlocks
+    prices: StagePrices
+    seconds: StepSeconds
+
+    @classmethod
+    def of(cls, question: Question, setting: Setting, pipeline: PlanPipeline, price: Price) -> "PlanStep":
+        """Price a plan's stages."""
+        kinds = tuple(dict.fromkeys((_PLAIN, *(drop for stage in pipeline.stages for drop, _ in stage.layers))))
+        blocks = plan_blocks(question, setting, pipeline, price, kinds)
+        only = np.zeros((pipeline.schedule.num_ranks, 1), dtype=np.int64)
+        prices = price_stages(blocks, _options_of(pipeline, kinds)).chosen(only, only[0])
+        return cls(blocks=blocks, prices=prices, seconds=step_seconds(blocks, prices))
+
+
+def plan_blocks(
+    question: Question, setting: Setting, pipeline: PlanPipeline, price: Price, kinds: Sequence[Recompute]
+) -> PipelineBlocks:
+    """Return the blocks of a plan, its layers under some kinds of recompute, as columns of one candidate."""
+    return PipelineBlocks(
+        question=question,
+        setting=setting,
+        schedule=pipeline.schedule,
+        sends=replace(pipeline.sends, time_s=np.atleast_1d(pipeline.sends.time_s)),
+        boundary_bytes=np.atleast_1d(pipeline.boundary_bytes),
+        bucket_bytes=np.atleast_1d(pipeline.bucket_bytes),
+        fixed_s=np.array([question.calibration.step_s]),
+        embed=BlockTotals.of([price("embed", _PLAIN)], 1),
+        layer=BlockTotals.of([price("layer", drop) for drop in kinds], 1),
+        head=BlockTotals.of([price("head", _PLAIN)], 1),
+    )
+
+
+def _options_of(pipeline: PlanPipeline, kinds: Sequence[Recompute]) -> StageOptions:
+    """Return the stages of a plan as the only option of each rank."""
+    recomputed = [[(drop, count) for drop, count in stage.layers if drop != _PLAIN] for stage in pipeline.stages]
+    plain = [sum(count for drop, count in stage.layers if drop == _PLAIN) for stage in pipeline.stages]
+    stages = counts_of(pipeline.schedule).stages[:, None]
+
+    def by_rank(column: Sequence[int]) -> Ints:
+        return np.array(column, dtype=np.int64)[stages]
+
+    return StageOptions(
+        kind=by_rank([kinds.index(some[0][0]) if some else 0 for some in recomputed]),
+        recomputed=by_rank([some[0][1] if some else 0 for some in recomputed]),
+        plain=by_rank(plain),
+        plain_kind=0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
     """One step: seconds by part, memory by pipeline rank and part, bytes sent by axis, weights by pipeline rank."""
 
-    seconds: Mapping[str, Number]
-    memory: tuple[Mapping[str, Number], ...]
-    sent_bytes: Mapping[str, Number]
-    weights: tuple[Number, ...]
+    seconds: Mapping[str, float]
+    memory: tuple[Mapping[str, float], ...]
+    sent_bytes: Mapping[str, float]
+    weights: tuple[float, ...]
 
     @property
-    def time_s(self) -> Number:
+    def time_s(self) -> float:
         """The whole step."""
         return sum(self.seconds.values())
 
     @property
-    def peak_bytes(self) -> Number:
+    def peak_bytes(self) -> float:
         """Memory of the fullest pipeline rank."""
-        return np.max([sum(parts.values()) for parts in self.memory], axis=0)
+        return max(sum(parts.values()) for parts in self.memory)
 
 
-def step_cost(question: Question, setting: Setting, pipeline: Pipeline, price: Price) -> StepCost:
-    """Price a step."""
-    alike = alike_ranks(pipeline, price)
-    update = _slowest_update(update_costs(question, setting, pipeline, alike))
-    seconds = _seconds(question, pipeline, alike, price, update)
-    owner = {rank: group.cost for group in alike for rank in group.ranks}
-    ranks = sorted(owner)
+def step_cost(question: Question, setting: Setting, pipeline: PlanPipeline, price: Price) -> StepCost:
+    """Price a step with named parts."""
+    step = PlanStep.of(question, setting, pipeline, price)
+    rank_blocks = _rank_blocks(pipeline)
+    weights = sum(step.prices.weights.values()) + np.zeros((pipeline.schedule.num_ranks, 1))
     return StepCost(
-        seconds=seconds,
-        memory=tuple(rank_memory(question, setting, pipeline, rank, owner[rank]) for rank in ranks),
-        sent_bytes=_sent(question, setting, pipeline, alike, update),
-        weights=tuple(sum(owner[rank].weights.values()) for rank in ranks),
+        seconds=_seconds(step, rank_blocks, price),
+        memory=plan_memory(step),
+        sent_bytes=_sent(step, rank_blocks, price),
+        weights=tuple(weights[:, 0].tolist()),
     )
 
 
-def step_s(question: Question, setting: Setting, pipeline: Pipeline, price: Price) -> Number:
-    """Return only what a step takes."""
-    alike = alike_ranks(pipeline, price)
-    update = _slowest_update(update_costs(question, setting, pipeline, alike))
-    return sum(_seconds(question, pipeline, alike, price, update).values())
-
-
-def _seconds(
-    question: Question, pipeline: Pipeline, alike: Sequence[Alike], price: Price, update: UpdateCost
-) -> Mapping[str, Number]:
-    seconds = {**pipeline_seconds(pipeline, alike, price), "fixed": question.calibration.step_s}
-    for part, value in update.seconds.items():
-        seconds[part] = seconds.get(part, 0.0) + value
-    return seconds
-
-
-def update_costs(question: Question, setting: Setting, pipeline: Pipeline, alike: Sequence[Alike]) -> list[UpdateCost]:
-    """Price the step phase of each group of ranks."""
-    count = pipeline.schedule.num_micro_batches
-    found: list[UpdateCost] = []
-    for cost in (group.cost for group in alike):
-        turns = Turns(num_micro_batches=count, num_blocks=cost.num_blocks)
-        found.append(rank_update(question, setting, cost.weights, cost.time_s, turns))
+def _rank_blocks(pipeline: PlanPipeline) -> list[Counter[tuple[str, Recompute]]]:
+    """Count the blocks of every rank, by kind and recompute."""
+    found: list[Counter[tuple[str, Recompute]]] = [Counter() for _ in range(pipeline.schedule.num_ranks)]
+    for number, stage in enumerate(pipeline.stages):
+        for kind, drop, count in stage.contents():
+            found[pipeline.schedule.place_of(number)[0]][kind, drop] += count
     return found
 
 
-def _slowest_update(costs: Sequence[UpdateCost]) -> UpdateCost:
-    """Take the longest of each part over all ranks."""
-    seconds = {part: np.max([cost.seconds[part] for cost in costs], axis=0) for part in costs[0].seconds}
-    axes = {axis for cost in costs for axis in cost.sent_bytes}
-    sent = {axis: np.max([cost.sent_bytes.get(axis, 0.0) for cost in costs], axis=0) for axis in axes}
-    return UpdateCost(seconds=seconds, sent_bytes=sent)
+def _seconds(step: PlanStep, rank_blocks: Sequence[Counter[tuple[str, Recompute]]], price: Price) -> dict[str, float]:
+    """Return the parts of a step; those of the pipelined phase together are its makespan.
 
-
-def rank_update(question: Question, setting: Setting, weights: Weights, pass_s: Number, turns: Turns) -> UpdateCost:
-    """Price the step phase of a rank that holds these weights and is busy so long with each micro-batch.
-
-    A part of data parallelism's traffic may hide behind passes.
+    They are those of the rank that computes and sends longest (of the first such one), because that one decides how
+    long a long step takes. ``pp`` is what it sends and receives while it does nothing else; ``bubble`` is the makespan
+    without what it does: filling and draining the pipeline, and waiting for others and for hidden sends.
     """
-    found = update_cost(weights, setting, question, per_weight(question.step), turns)
-    share = load_kernels(question.kernels).hides.get("unit" if setting.zero == 3 else "dp", 0.0)
-    passes = (
-        turns.num_micro_batches if setting.zero == 3 else 1
-    )  # sums are whole in the last backward, weights awaited once
-    hidden = exposed_s(found.seconds["dp"], passes * pass_s, share)
-    return replace(found, seconds={**found.seconds, "dp": hidden})
+    sends_s = step.blocks.hop_s[:, 0]
+    rank = int((step.prices.pass_s[:, 0] + sends_s).argmax())
+    count = step.blocks.schedule.num_micro_batches
+    blocks = [(number, price(kind, drop)) for (kind, drop), number in rank_blocks[rank].items()]
+    seconds = {part: count * sum(float(number * cost.part_s(part)) for number, cost in blocks) for part in PARTS}
+    seconds["pp"] = count * float(sends_s[rank])
+    seconds["bubble"] = max(0.0, float(step.seconds.makespan_s[0]) - sum(seconds.values()))
+    seconds["fixed"] = float(step.seconds.fixed_s[0])
+    for part, value in step.seconds.update_s.items():
+        seconds[part] = seconds.get(part, 0.0) + float(value[0])
+    return seconds
 
 
-def _sent(
-    question: Question, setting: Setting, pipeline: Pipeline, alike: Sequence[Alike], update: UpdateCost
-) -> Mapping[str, Number]:
+def plan_memory(step: PlanStep) -> tuple[Mapping[str, float], ...]:
+    """Return the parts of each rank's memory, with logits, which the head keeps, apart from activations."""
+    prices, blocks = step.prices, step.blocks
+    shape = (blocks.schedule.num_ranks, 1)
+    heads = (counts_of(blocks.schedule).stages == blocks.schedule.num_stages - 1)[:, None, :, None]
+    of_head = [heads * kept[0] for kept in (blocks.head.saved_bytes, blocks.head.waiting_bytes)]
+    logits = most_kept(blocks.schedule, *of_head)[:, 0]
+    parts = {**prices.memory, "logits": logits, "activations": prices.memory["activations"] - logits}
+    whole = {part: np.broadcast_to(size, shape)[:, 0].tolist() for part, size in parts.items()}
+    return tuple(dict(zip(whole, own, strict=True)) for own in zip(*whole.values(), strict=True))
+
+
+def _sent(step: PlanStep, rank_blocks: Sequence[Counter[tuple[str, Recompute]]], price: Price) -> Mapping[str, float]:
     """Return the bytes that the busiest rank sends along each axis."""
-    count = pipeline.schedule.num_micro_batches
-    axes = sorted({axis for group in alike for axis in group.cost.sent_bytes})
-    sent: dict[str, Number] = {
-        axis: count * np.max([group.cost.sent_bytes.get(axis, 0.0) for group in alike], axis=0) for axis in axes
-    }
-    for axis, size in update.sent_bytes.items():
-        sent[axis] = sent.get(axis, 0.0) + size
-    if pipeline.schedule.num_ranks > 1:
-        precision = question.workload.precision
-        hidden = [count * group.num_sends * pipeline.boundary_bytes for group in alike]
-        tied = [exchanged_bytes(group.cost.tied_apart, setting, precision) for group in alike]
-        sent["pp"] = np.max([one + other for one, other in zip(hidden, tied, strict=True)], axis=0)
+    blocks, schedule = step.blocks, step.blocks.schedule
+    sent: dict[str, float] = {axis: float(np.max(size)) for axis, size in step.seconds.update.sent_bytes.items()}
+    totals: dict[str, list[float]] = {}
+    for number, own in enumerate(rank_blocks):
+        for (kind, drop), count in own.items():
+            for axis, size in price(kind, drop).sent_bytes.items():
+                totals.setdefault(axis, [0.0] * len(rank_blocks))[number] += float(count * size)
+    for axis, sizes in totals.items():
+        sent[axis] = sent.get(axis, 0.0) + schedule.num_micro_batches * max(sizes)
+    if schedule.num_ranks > 1:
+        precision = blocks.question.workload.precision
+        tied = float(np.max(exchanged_bytes(blocks.head.tied_weights, blocks.setting, precision), initial=0.0))
+        lone = counts_of(schedule).ends == 1
+        hidden = schedule.num_micro_batches * counts_of(schedule).sends * float(blocks.boundary_bytes[0])
+        sent["pp"] = float((hidden + lone * tied).max())
     return sent

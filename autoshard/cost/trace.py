@@ -7,21 +7,18 @@ from functools import cache
 import numpy as np
 
 from autoshard.cost.block import Setting
-from autoshard.cost.collective import Number
-from autoshard.cost.memory import rank_memory
-from autoshard.cost.pipeline import PARTS, Pipeline, Price, RankCost, StageLayers, StageSeconds
-from autoshard.cost.pipelined import Alike, alike_ranks, pipeline_times
 from autoshard.cost.predict import priced, question_of
 from autoshard.cost.provenance import calibration_of, term_seconds
 from autoshard.cost.setting import Question
-from autoshard.cost.step import update_costs
+from autoshard.cost.stages import StagePrices, counts_of
+from autoshard.cost.step import PARTS, PlanPipeline, PlanStep, Price, StageLayers, plan_memory, work_by_stage
 from autoshard.cost.update import gathering_share
 from autoshard.errors import require
 from autoshard.plan.plan import Plan
 from autoshard.plan.trace import Pass, Phase, RankTrace, Trace
 from autoshard.schedule.schedule import Schedule
-from autoshard.schedule.simulate import RankRun, simulate
-from autoshard.schedule.timeline import KINDS, Coded, Floats, coded
+from autoshard.schedule.simulate import Hop, PipelineTimes, RankRun, StageTimes, simulate
+from autoshard.schedule.waves import KINDS, Coded, Floats, coded
 
 MOST_ACTIONS = 2**22  # of all ranks: 20 CPU seconds and 2 GB to simulate and draw
 _HALVES = {"F": ("F",), "I": ("I",), "W": ("W",), "B": ("I", "W")}
@@ -37,32 +34,42 @@ def trace(plan: Plan) -> Trace:
     return replace(found, phases=(*found.phases, *_in_turn(terms, found.end_s)))
 
 
-def step_trace(question: Question, setting: Setting, pipeline: Pipeline, price: Price) -> Trace:
+def step_trace(question: Question, setting: Setting, pipeline: PlanPipeline, price: Price) -> Trace:
     """Return the step that ``step_cost`` adds up."""
     schedule = pipeline.schedule
     each = schedule.num_stages * schedule.num_micro_batches * (3 if schedule.splits_backward else 2)
     count = sum(map(len, schedule.actions)) if schedule.actions else each
     message = f"its pipeline has {count} actions, more than the {MOST_ACTIONS} that are traced one by one"
     require((count <= MOST_ACTIONS, "", message))
-    run = simulate(schedule, pipeline_times(pipeline, StageSeconds.of_all(pipeline.stages, price)))
-    alike = alike_ranks(pipeline, price)
-    owner = {rank: group.cost for group in alike for rank in group.ranks}
-    changes = _changes(schedule, owner)
-    memory = [rank_memory(question, setting, pipeline, rank, owner[rank]) for rank in range(schedule.num_ranks)]
+    step = PlanStep.of(question, setting, pipeline, price)
+    run = simulate(schedule, _times(pipeline, step))
+    changes = _changes(schedule, step.prices)
     return Trace(
         passes=_passes(pipeline, price),
         ranks=tuple(
             _rank_trace(coded(schedule.steps_of(number)), rank, changes, parts)
-            for number, (rank, parts) in enumerate(zip(run.ranks, memory, strict=True))
+            for number, (rank, parts) in enumerate(zip(run.ranks, plan_memory(step), strict=True))
         ),
-        phases=_in_turn(_updates(question, setting, pipeline, alike), run.makespan_s),
+        phases=_in_turn(_updates(step), run.makespan_s),
         send_s=float(pipeline.sends.time_s),
         receive_s=float(pipeline.sends.receive_s),
         hides_sends=pipeline.sends.hidden,
     )
 
 
-def _passes(pipeline: Pipeline, price: Price) -> Mapping[tuple[str, int], Pass]:
+def _times(pipeline: PlanPipeline, step: PlanStep) -> PipelineTimes:
+    """Return what everything in the pipeline takes."""
+    work = work_by_stage(pipeline.schedule, step.prices)[..., 0].tolist()
+    stages = zip(*(work[KINDS.index(kind)] for kind in "FIW"), strict=True)
+    hop = Hop(send_s=float(pipeline.sends.time_s), receive_s=float(pipeline.sends.receive_s))
+    return PipelineTimes(
+        stages=tuple(StageTimes(forward_s=own, input_s=inputs, weight_s=weight) for own, inputs, weight in stages),
+        hops=(hop,) * (len(pipeline.stages) - 1),
+        overlap=pipeline.sends.hidden,
+    )
+
+
+def _passes(pipeline: PlanPipeline, price: Price) -> Mapping[tuple[str, int], Pass]:
     """Return what each kind of action takes at each stage; stages that hold the same are priced once."""
     schedule = pipeline.schedule
 
@@ -90,17 +97,15 @@ def _passes(pipeline: Pipeline, price: Price) -> Mapping[tuple[str, int], Pass]:
     }
 
 
-def _changes(schedule: Schedule, owner: Mapping[int, RankCost]) -> Floats:
+def _changes(schedule: Schedule, prices: StagePrices) -> Floats:
     """Return by kind and stage by how much an action changes what its rank keeps of micro-batches."""
-    kept, waiting = np.zeros(schedule.num_stages), np.zeros(schedule.num_stages)
-    for rank, cost in owner.items():
-        for chunk, stage in schedule.stages_of(rank).items():
-            kept[stage], waiting[stage] = cost.saved_bytes[chunk], cost.waiting_bytes[chunk]
+    counts = counts_of(schedule)
+    kept, waiting = (column[counts.ranks, counts.chunks, 0] for column in (prices.saved_bytes, prices.waiting_bytes))
     by_kind = {"F": kept, "B": -kept, "I": waiting - kept, "W": -waiting}
     return np.array([by_kind[kind] for kind in KINDS])
 
 
-def _rank_trace(actions: Coded, run: RankRun, changes: Floats, memory: Mapping[str, Number]) -> RankTrace:
+def _rank_trace(actions: Coded, run: RankRun, changes: Floats, memory: Mapping[str, float]) -> RankTrace:
     kinds, stages, micro_batches = actions
     parts = {name: round(float(size)) for name, size in memory.items()}
     in_flight = sum(parts[name] for name in _IN_FLIGHT)
@@ -121,26 +126,23 @@ def _rank_trace(actions: Coded, run: RankRun, changes: Floats, memory: Mapping[s
     )
 
 
-def _updates(
-    question: Question, setting: Setting, pipeline: Pipeline, alike: Sequence[Alike]
-) -> list[tuple[str, str, tuple[float, ...]]]:
+def _updates(step: PlanStep) -> list[tuple[str, str, tuple[float, ...]]]:
     """List the parts of the step phase in their order: part of the prediction, name, seconds by pipeline rank."""
-    costs = update_costs(question, setting, pipeline, alike)
-    by_rank = dict(sorted((rank, cost) for group, cost in zip(alike, costs, strict=True) for rank in group.ranks))
+    setting, question = step.blocks.setting, step.blocks.question
 
     def seconds(part: str, share: float = 1.0) -> tuple[float, ...]:
-        return tuple(share * float(cost.seconds[part]) for cost in by_rank.values())
+        return tuple((share * step.seconds.update.seconds[part][:, 0]).tolist())
 
     dp = seconds("dp")
-    slowest = next(group for group in alike if dp.index(max(dp)) in group.ranks)
-    gathers = gathering_share(slowest.cost.weights, setting, question.workload.precision) if setting.zero == 1 else 0.0
+    weights = {pending: own[dp.index(max(dp)), 0] for pending, own in step.prices.weights.items()}
+    gathers = gathering_share(weights, setting, question.workload.precision) if setting.zero == 1 else 0.0
     reduces = "dp: gather weights, reduce gradients" if setting.zero == 3 else "dp: reduce gradients"
     return [
         ("dp", reduces, seconds("dp", 1 - gathers)),
         ("tp", "tp: sum gradients", seconds("tp")),
         ("update", "update", seconds("update")),
         ("dp", "dp: gather weights", seconds("dp", gathers)),
-        ("fixed", "fixed", (question.calibration.step_s,) * len(by_rank)),
+        ("fixed", "fixed", (question.calibration.step_s,) * len(dp)),
     ]
 
 

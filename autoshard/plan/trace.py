@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autoshard.schedule.timeline import Floats, Ints
+from autoshard.schedule.waves import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 from autoshard.errors import nearest, require
 from autoshard.schedule.action import Action, ActionLists
 from autoshard.schedule.builders import BUILDERS, Builder, Order, PipelineShape, Step
-from autoshard.schedule.timeline import unit_bubble
+from autoshard.schedule.waves import unit_bubble
 
 Counts = tuple[tuple[int, ...], ...]  # of micro-batches by chunk, at several times
 

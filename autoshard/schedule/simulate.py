@@ -1,13 +1,17 @@
 """Simulate a step's pipeline: how long it takes, who waits, and what each rank keeps when."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
 from autoshard.errors import InputError, require
 from autoshard.schedule.schedule import Schedule
-from autoshard.schedule.timeline import KINDS, Delays, Floats, Lane, makespan_s, timeline
 from autoshard.schedule.verify import verify_actions
+from autoshard.schedule.waves import KINDS, Delays, Floats, Ints, Waves, coded
+
+_FIRST_TRY = 3  # micro-batches per rank: enough for nearly all to settle; the others are run for twice as many
+_MOST_NUMBERS = 2**23  # times that are held at once: 64 MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +117,57 @@ def simulate(schedule: Schedule, times: PipelineTimes, kept: Kept | None = None)
     zb_h1 27.0 [3.0, 3.0, 3.0, 3.0] [4.0, 4.0, 4.0, 4.0]
     """
     _check_sizes(schedule, times, kept)
+    waves, delays = _waves_of(schedule), _delays(schedule, times)
+    finished = waves.run(delays)
+    total = float(waves.ends_s(finished, delays)[0])
+    starts = waves.starts(finished, delays)[:, 0]
+    amounts = kept or Kept(stages=(1.0,) * schedule.num_stages)
+    return Simulation(
+        makespan_s=total,
+        ranks=tuple(_rank_run(waves, own, starts[own], delays, total, amounts) for own in waves.numbers),
+    )
+
+
+def makespan_s(schedule: Schedule, delays: Delays) -> Floats:
+    """Return how long the micro-batches of each candidate take, from the first action to the end of the last.
+
+    A builder's order is run until a steady unit repeats itself; the other units each take as long as that one.
+    """
+    total, unit = schedule.num_micro_batches, _unit(schedule)
+    short = total if schedule.actions is not None else _reduced(total, unit, _FIRST_TRY * schedule.num_ranks)
+    found = np.empty(delays.work_s.shape[2])
+    rows = np.arange(len(found))
+    while len(rows):
+        waves = _waves_of(replace(schedule, num_micro_batches=short))
+        size = max(1, _MOST_NUMBERS // waves.bounds[-1])
+        for some in np.split(rows, range(size, len(rows), size)):
+            own = delays.only(some)
+            times = waves.run(own)
+            ends = waves.ends_s(times, own)
+            more = (total - short) // unit
+            found[some] = ends + more * waves.period_s(times, ends) if more else ends
+        rows = rows[np.isnan(found[rows])]
+        short = _reduced(total, unit, 2 * short)
+    return found
+
+
+def _unit(schedule: Schedule) -> int:
+    """Return after how many micro-batches the order of a builder repeats itself."""
+    return schedule.num_ranks if schedule.builder == "interleaved" and schedule.num_chunks > 1 else 1
+
+
+def _reduced(total: int, unit: int, wanted: int) -> int:
+    """Return as many micro-batches as wanted or a few more, if whole units are left out."""
+    return total if wanted >= total else wanted + (total - wanted) % unit
+
+
+@lru_cache(maxsize=256)
+def _waves_of(schedule: Schedule) -> Waves:
     faults = verify_actions(schedule) if schedule.actions is not None else ()  # what is built is proved by tests
     if faults:
         raise InputError(faults)
-    lanes = timeline(schedule.steps(), schedule.num_micro_batches, _delays(schedule, times))
-    total = makespan_s(lanes)
-    amounts = kept or Kept(stages=(1.0,) * schedule.num_stages)
-    return Simulation(makespan_s=total, ranks=tuple(_rank_run(lane, total, amounts) for lane in lanes))
+    orders = [coded(own) for own in schedule.steps()]
+    return Waves.of(orders, schedule.num_stages, schedule.num_micro_batches, _unit(schedule))
 
 
 def _not_below_zero(name: str, value: float) -> tuple[bool, str, str]:
@@ -133,11 +181,20 @@ def _check_sizes(schedule: Schedule, times: PipelineTimes, kept: Kept | None) ->
 
 
 def delays_of(schedule: Schedule, work_s: Floats, send_s: Floats, receive_s: Floats, *, overlap: bool) -> Delays:
-    """Lay the seconds of passes (by kind and stage) and of hops along the way of a micro-batch.
+    """Return the seconds along the way of a micro-batch, given those of passes and hops.
 
-    A last axis may hold many candidates'.
+    Passes are given by kind, stage and candidate; each hop between two stages of different ranks takes ``send_s`` and
+    ``receive_s``, by hop and candidate.
     """
-    send, receive = _on_the_way(schedule, send_s), _on_the_way(schedule, receive_s)
+    sent = np.array(schedule.sent_on(), dtype=bool)[:, None]
+    none = np.zeros((1, work_s.shape[2]))
+
+    def on_the_way(hops: Floats) -> Floats:
+        """Return what the message of each of the 2 S places (and of W, which sends none) takes."""
+        down = np.where(sent, hops, 0.0)
+        return np.concatenate([down, none, down[::-1], none, none])
+
+    send, receive = on_the_way(send_s), on_the_way(receive_s)
     nothing = np.zeros_like(send)
     return Delays(
         work_s=work_s,
@@ -158,32 +215,26 @@ def _delays(schedule: Schedule, times: PipelineTimes) -> Delays:
     hops = times.hops or (Hop(),) * (len(times.stages) - 1)
     return delays_of(
         schedule,
-        np.array([by_kind[kind] for kind in KINDS], dtype=np.float64),
-        np.array([hop.send_s for hop in hops], dtype=np.float64),
-        np.array([hop.receive_s for hop in hops], dtype=np.float64),
+        np.array([by_kind[kind] for kind in KINDS], dtype=np.float64)[..., None],
+        np.array([[hop.send_s] for hop in hops], dtype=np.float64).reshape(-1, 1),
+        np.array([[hop.receive_s] for hop in hops], dtype=np.float64).reshape(-1, 1),
         overlap=times.overlap,
     )
 
 
-def _on_the_way(schedule: Schedule, hops: Floats) -> Floats:
-    """Return what the message of each of the 2 S places (and of W, which sends none) takes."""
-    sent = np.array(schedule.sent_on(), dtype=bool)
-    down = np.where(sent.reshape(-1, *[1] * (hops.ndim - 1)), hops, 0.0)
-    none = np.zeros((1, *hops.shape[1:]))
-    return np.concatenate([down, none, down[::-1], none, none])
-
-
-def _rank_run(lane: Lane, total_s: float, kept: Kept) -> RankRun:
-    busy = float((lane.end_s - lane.start_s).sum())
-    is_forward = lane.kinds == KINDS.index("F")
+def _rank_run(waves: Waves, own: Ints, start_s: Floats, delays: Delays, total_s: float, kept: Kept) -> RankRun:
+    kinds, stages, at = waves.kinds[own], waves.stages[own], waves.places[own]
+    work_s = delays.work_s[kinds, stages, 0]
+    busy, exposed = float(work_s.sum()), float((delays.before_s[at] + delays.after_s[at]).sum())
+    is_forward = kinds == KINDS.index("F")
     # by KINDS: B gives all back, F takes, I and W share what is given back
-    change = np.array([-1.0, 1.0, -kept.freed_by_input, kept.freed_by_input - 1.0])[lane.kinds]
+    change = np.array([-1.0, 1.0, -kept.freed_by_input, kept.freed_by_input - 1.0])[kinds]
     return RankRun(
-        start_s=lane.start_s,
-        end_s=lane.end_s,
+        start_s=start_s,
+        end_s=start_s + work_s,
         busy_s=busy,
-        exposed_s=lane.exposed_s,
-        idle_s=total_s - busy - lane.exposed_s,
-        kept_from_s=np.where(is_forward, lane.start_s, lane.end_s),
-        kept=np.cumsum(change * np.array(kept.stages)[lane.stages]),
+        exposed_s=exposed,
+        idle_s=total_s - busy - exposed,
+        kept_from_s=np.where(is_forward, start_s, start_s + work_s),
+        kept=np.cumsum(change * np.array(kept.stages)[stages]),
     )

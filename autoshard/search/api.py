@@ -14,7 +14,8 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.rule import Rule
 from autoshard.search.no_plan import unanswered
-from autoshard.search.planner import Found, Request, search as search_all
+from autoshard.search.planner import SearchResult, search as search_all
+from autoshard.search.request import Request
 from autoshard.search.space import Pins
 from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.cluster_catalogue import load_cluster, other_lnc
@@ -38,7 +39,7 @@ class Search:
     pins: str = ""
     layouts: Mapping[str, str] = field(default_factory=dict[str, str])  # tensor -> layout, as after --pin
     rules: tuple[Rule, ...] = ()
-    method: Callable[[Request], Found] = search_all
+    method: Callable[[Request], SearchResult] = search_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.plan.plan import Plan
-from autoshard.search.planner import Request, on, search
-from autoshard.search.progress import Watch
+from autoshard.search.planner import never_stop, search
+from autoshard.search.pool import Watch
+from autoshard.search.request import Request
 
 _MOST = 16  # plans of one cluster
 _STEP = 0.1  # of memory: of plans that differ by less only the faster is wanted
@@ -20,7 +21,7 @@ class Frontier:
     ended: str
 
 
-def frontier(requests: Sequence[Request], watch: Watch = on) -> Frontier:
+def frontier(requests: Sequence[Request], watch: Watch = never_stop) -> Frontier:
     """Return the frontier over several sizes of a cluster.
 
     For each size, search for the fastest plan, then for the fastest with a tenth less memory, until nothing fits.

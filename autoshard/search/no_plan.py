@@ -12,8 +12,9 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.rules.check import all_rules
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.nxd_engine import FLASH_TILE
-from autoshard.search.judging import judge_space
-from autoshard.search.planner import Found, Request, rejections_of, search
+from autoshard.search.planner import SearchResult, search
+from autoshard.search.request import Request, rejections_of
+from autoshard.search.rule_filter import legal_space
 from autoshard.search.space import default_kernels
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import format_bytes
@@ -27,7 +28,7 @@ _OPTIONS = {"seq_len": "--seq-len", "engine": "--engine", "precision": "--precis
 Change = tuple[str, Callable[[], Request]]  # options to type, and the question with them
 
 
-def unanswered(request: Request, found: Found, *, helpful: bool = False) -> AutoshardError:
+def unanswered(request: Request, found: SearchResult, *, helpful: bool = False) -> AutoshardError:
     """Return the error of a search that found nothing; to be helpful, search for changes after which a plan exists."""
     faults = question_faults(request)
     if faults:
@@ -119,7 +120,7 @@ def question_faults(request: Request, option: str = "--fix") -> tuple[Fault, ...
     return tuple(distinct.values())
 
 
-def why_none(request: Request, found: Found) -> str:
+def why_none(request: Request, found: SearchResult) -> str:
     """Say why a search found nothing: which Rules left nothing, or by how much the smallest plan misses memory."""
     pins, cluster = f" with {pins_text(request.pins)}" if request.pins else "", request.cluster
     local = f"this machine with {cluster.num_ranks} ranks"
@@ -153,7 +154,7 @@ def _against_all(request: Request, engine: Engine) -> list[str]:
     rules = (*all_rules(), *request.extra_rules)
     keys = {rule.id: set(rule.subject.replace(" ", "").split(",")) for rule in rules}
     given = {*_OPTIONS, *request.pins}
-    ruled = judge_space(request, engine)
+    ruled = legal_space(request, engine)
     if ruled.num_points:
         hopeless = [refusal for refusal in ruled.refusals if refusal.rule_id in ruled.hopeless]
         return [refusal.example for refusal in hopeless if given & keys[refusal.rule_id]]

@@ -1,160 +1,127 @@
-"""Outer points: layouts with everything that they can be run as, each with a bound on what it takes."""
+"""Outer points: layouts with everything that they can be run as, each with a bound; solved, a candidate each."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from autoshard.blocks.cutting import Terms
-from autoshard.plan.candidate import CpOrder, Zero
+from autoshard.plan.candidate import Candidate, even_stages
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
-from autoshard.search.bounds import Ideal
-from autoshard.search.chosen import Options
-from autoshard.search.families import Family
-from autoshard.search.fillings import Frame
-from autoshard.search.variants import Variant
+from autoshard.schedule.waves import Floats, Ints
+from autoshard.search.bounds import SURE, least_bytes, least_seconds
+from autoshard.search.priced_layouts import PricedLayouts
+from autoshard.search.space import SIZES
+from autoshard.search.stage_filling import Goal, fill_stages
+from autoshard.search.stage_options import StageChoices, StageFilling
+from autoshard.search.variants import RunVariant
 
-Column = Any
-Bound = Callable[[Ideal, str, Column, Column, Column, float], Column]  # as ``Goal.bound``
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Legal:
-    """A variant with what the Rules allow of it: truth values by row and kind of recompute."""
-
-    variant: Variant
-    allowed: Column
-
-    @property
-    def terms(self) -> Terms:
-        """Under what its blocks are cut; with tp 1 it makes no difference whether tp cuts the sequence."""
-        space = self.variant.space
-        return Terms(
-            engine=space.engine,
-            sequence_parallel=space.sp is not False,
-            cp_kind=space.base.cp_kind,
-            between=space.base.boundary,
-        )
-
-    @property
-    def cp_order(self) -> CpOrder:
-        """The order of the sequence over cp."""
-        return self.variant.space.base.cp_order
-
-    @property
-    def zero(self) -> Zero:
-        """Which states are spread over dp."""
-        return self.variant.space.base.zero
-
-    @property
-    def builder(self) -> str:
-        """What makes the schedule."""
-        return self.variant.space.base.schedule
-
-    def only(self, rows: Column) -> "Legal":
-        """Return some rows."""
-        space, layouts = self.variant.space.keep(rows), self.variant.layouts[rows]
-        return Legal(variant=Variant(space=space, layouts=layouts), allowed=self.allowed[rows])
+_TIE_DIGITS = 9  # times that agree in so many digits count as equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Group:
-    """Points of one family and variant that share their pipeline: they are priced together."""
+class Points:
+    """Points of one variant whose blocks are priced together; once they share a schedule, they are solved together."""
 
-    family: Family
-    legal: Legal
-    schedule: Schedule
-    rows: Column  # of the family
-    places: Column  # rows of the variant
-    allowed: Column  # [kind of recompute, point]: what the Rules allow
-    bound: Column  # of what is minimised
-    rest_s: Column  # of a step at least, what is no micro-batch's
-    sharp: bool = False  # whether each bound is as good as it gets without solving
+    priced: PricedLayouts
+    variant: RunVariant
+    rows: Ints  # of what is priced
+    places: Ints  # rows of the variant
+    bound: Floats  # of what is minimised
+    rest_s: Floats  # of a step at least, what is no micro-batch's
+    schedule: Schedule | None = None
 
-    def only(self, some: Column) -> "Group":
-        """Return some of its points."""
-        return replace(
-            self,
-            rows=self.rows[some],
-            places=self.places[some],
-            allowed=self.allowed[:, some],
-            bound=self.bound[some],
-            rest_s=self.rest_s[some],
-        )
+    @classmethod
+    def of(cls, priced: PricedLayouts, variant: RunVariant, goal: Goal) -> "Points":
+        """Return all points of a variant whose layouts are priced, as far as they may fit, each with its bound."""
+        number = np.full(int(max(priced.numbers.max(), variant.layouts.max())) + 1, -1)
+        number[priced.numbers] = np.arange(len(priced.numbers))
+        places = np.flatnonzero(number[variant.layouts] >= 0)
+        rows, base = number[variant.layouts[places]], variant.space.base
+        least, rest_s = least_seconds(priced, base.schedule, base.zero, goal.capacity)
+        if goal.effort.exhaustive:
+            bound = np.zeros(len(rows))
+        elif goal.objective == "memory":
+            bound = least_bytes(priced, base.zero)[rows]
+        else:
+            fixed = priced.fixed_s(rows, base.schedule, variant.space.rows["vp"][places], base.zero)
+            bound = (least[rows] + fixed) * (1 - SURE)
+        found = cls(priced=priced, variant=variant, rows=rows, places=places, bound=bound, rest_s=rest_s[rows])
+        return found.only(np.isfinite(bound))
+
+    def only(self, some: Any) -> "Points":
+        """Return some of them."""
+        rows, places, bound, rest_s = (column[some] for column in (self.rows, self.places, self.bound, self.rest_s))
+        return replace(self, rows=rows, places=places, bound=bound, rest_s=rest_s)
 
     @property
-    def layouts(self) -> Column:
-        """The numbers of the points' layouts."""
-        return self.family.layouts[self.rows]
+    def layouts(self) -> Ints:
+        """The numbers of the layouts in the space of the search."""
+        return self.priced.numbers[self.rows]
 
-    def frame(self) -> Frame:
-        """Return what its points' blocks take and hold."""
-        return self.family.frame(self.rows, self.schedule, self.legal.zero)
+    def by_schedule(self) -> "Iterator[Points]":
+        """Yield those that share a schedule."""
+        sizes = self.variant.space.only(self.places).rows
+        counts = self.priced.question.workload.global_batch // (sizes["dp"] * sizes["mbs"])
+        shapes = np.stack([sizes["pp"], sizes["vp"], counts], axis=1)
+        distinct, shape = np.unique(shapes, axis=0, return_inverse=True)
+        for index, (pp, vp, count) in enumerate(distinct.tolist()):
+            builder = self.variant.space.base.schedule
+            schedule = Schedule(builder=builder, num_ranks=pp, num_chunks=vp, num_micro_batches=count)
+            yield replace(self.only(shape.reshape(-1) == index), schedule=schedule)
 
-    def options(self) -> Options:
-        """Return what its points' stages may choose from."""
-        space, pinned = self.legal.variant.space, _pinned(self.family, self.legal)
-        return Options(
-            kinds=self.family.kinds,
-            allowed=self.allowed,
-            num_layers=self.family.question.model.num_layers,
+    def solved(self, goal: Goal, below: float) -> StageFilling:
+        """Return the best way to fill the stages of each, as far as it may come to less."""
+        assert self.schedule, "points that are solved share a schedule"
+        space, kinds = self.variant.space, self.priced.kinds
+        allowed = self.variant.allowed[:, self.places]
+        pinned = space.recomputes[0] if len(space.recomputes) == 1 and space.recomputes[0] != (Recompute(),) else None
+        known = {stages[0]: number for number, stages in enumerate(space.recomputes)}
+        none = np.zeros(len(self.rows), dtype=bool)
+        choices = StageChoices(
+            kinds=kinds,
+            allowed=allowed
+            if pinned
+            else np.array([allowed[known[kind]] if kind in known else none for kind in kinds]),
+            num_layers=self.priced.question.model.num_layers,
             stages=space.base.stages,
             recompute=pinned,
         )
+        blocks = self.priced.pipeline_blocks(self.rows, self.schedule, space.base.zero)
+        return fill_stages(blocks, choices, goal, below, self.rest_s)
 
 
-def groups(ideal: Ideal, legal: Legal, bound: Bound, below: float) -> tuple[list[Group], Column, float]:
-    """Part the points of a family and a variant into groups, each point with its bound.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Solution:
+    """An outer point with the best filling of its stages, and what that comes to."""
 
-    Beside them return which rows of the variant this is about, and the least bound of those that are no better than
-    ``below``, which are left out.
-    """
-    variant, family = legal.variant, ideal.family
-    number = np.full(int(max(family.layouts.max(), variant.layouts.max())) + 1, -1)
-    number[family.layouts] = np.arange(len(family.layouts))
-    places = np.flatnonzero(number[variant.layouts] >= 0)
-    rows, chunks = number[variant.layouts[places]], variant.space.rows["vp"][places]
-    allowed = _allowed(family, legal, places)
-    least = bound(ideal, legal.builder, rows, chunks, allowed, below)
-    left = float(least[np.isfinite(least) & (least >= below)].min(initial=np.inf))
-    some = np.flatnonzero(least < below)
-    ranks, counts = ideal.num_ranks[rows[some]], ideal.counts[rows[some]]
-    shapes, shape = np.unique(np.stack([ranks, chunks[some], counts], axis=1), axis=0, return_inverse=True)
-    found: list[Group] = []
-    for index, (pp, vp, count) in enumerate(shapes.tolist()):
-        own = some[shape.reshape(-1) == index]
-        schedule = Schedule(builder=legal.builder, num_ranks=pp, num_chunks=vp, num_micro_batches=count)
-        found.append(
-            Group(
-                family=family,
-                legal=legal,
-                schedule=schedule,
-                rows=rows[own],
-                places=places[own],
-                allowed=allowed[:, own],
-                bound=least[own],
-                rest_s=ideal.update_s[rows[own]],
-            )
+    layout: int
+    point: Points  # this one alone
+    filling: StageFilling
+    value: float  # of what is minimised
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Return its sort key: by value and time, then by memory, then by its sizes and choices."""
+        space, row = self.point.variant.space, int(self.point.places[0])
+        base = space.base
+        choices = (
+            space.sp is False,
+            base.zero != 1,
+            base.zero,
+            base.cp_order != "contiguous",
+            base.cp_kind != "ring",
         )
-    return found, places[np.isfinite(least)], left
+        values = [float(f"{number:.{_TIE_DIGITS}g}") for number in (self.value, float(self.filling.time_s[0]))]
+        sizes = [float(space.rows[key][row]) for key in (*SIZES, "vp")]
+        return (*values, float(self.filling.peak_bytes[0]), *sizes, *map(float, choices))
 
-
-def _pinned(family: Family, legal: Legal) -> tuple[Recompute, ...] | None:
-    """Return what every stage has to compute again, if that is pinned."""
-    recomputes = legal.variant.space.recomputes
-    return recomputes[0] if len(recomputes) == 1 and recomputes[0] != (family.kinds[0],) else None
-
-
-def _allowed(family: Family, legal: Legal, places: Column) -> Column:
-    """Return which kinds of recompute some rows of a variant may use: [kind, row]."""
-    allowed = legal.allowed[places].T
-    if _pinned(family, legal) is not None:
-        return np.repeat(allowed[:1], len(family.kinds), axis=0)
-    known = {stages[0]: number for number, stages in enumerate(legal.variant.space.recomputes)}
-    found = np.zeros((len(family.kinds), len(places)), dtype=bool)
-    for number, kind in enumerate(family.kinds):
-        if kind in known:
-            found[number] = allowed[known[kind]]
-    return found
+    @property
+    def candidate(self) -> Candidate:
+        """The point with its stages, in text."""
+        candidate = self.point.variant.space.candidate(int(self.point.places[0]), 0)
+        stages = self.filling.stages(0)
+        uneven = stages != even_stages(sum(stages), len(stages))
+        recompute = self.filling.recompute(0, self.point.priced.kinds)
+        return replace(candidate, stages=stages if uneven else None, recompute=recompute)

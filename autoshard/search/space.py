@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.cost.setting import Question
+from autoshard.cost.stages import PerCandidate
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Columns, Engine, effective_names, kernels_fault
+from autoshard.schedule.waves import Floats, Ints
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
@@ -24,10 +27,10 @@ Pins = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class Space(PerCandidate):
     """The sizes of every layout, one column per key, and what all of them share."""
 
-    rows: Mapping[str, Any]  # numpy columns of whole numbers, one per key of KEYS
+    rows: Mapping[str, Ints]  # one per key of KEYS
     base: Candidate  # holds what is pinned beside the sizes
     engine: Engine
     sp: bool | None  # pinned; a Candidate forgets a value that is the default of its own tp
@@ -44,19 +47,14 @@ class Space:
         return self.num_layouts * len(self.recomputes)
 
     @property
-    def sequence_parallel(self) -> Any:
+    def sequence_parallel(self) -> NDArray[np.bool_]:
         """Whether each layout cuts the sequence over tp between the products."""
         return self.rows["tp"] > 1 if self.sp is None else np.full(self.num_layouts, self.sp)
 
-    def at(self, index: int, recompute: int) -> Candidate:
+    def candidate(self, index: int, recompute: int) -> Candidate:
         """Return one candidate."""
         sizes = {key: int(self.rows[key][index]) for key in KEYS}
         return replace(self.base, **sizes, sp=self.sp, recompute=self.recomputes[recompute])
-
-    def keep(self, mask: Any) -> "Space":
-        """Return the space of the layouts where the mask holds."""
-        rows = {key: column[mask] for key, column in self.rows.items()}
-        return replace(self, rows=rows)
 
     def columns(self, model: ModelSpec, cluster: Cluster, workload: Workload, recompute: int) -> Columns:
         """Return the layouts with one kind of recompute as the Rules read them."""
@@ -67,7 +65,7 @@ class Space:
             varied["num_short_stages"] = self._short_stages(base, shared)
         return replace(shared, **varied)
 
-    def _short_stages(self, base: Candidate, shared: Columns) -> Any:
+    def _short_stages(self, base: Candidate, shared: Columns) -> Ints:
         """Count the stages of every row that have fewer layers than are to be recomputed."""
         facts = (shared.model, shared.cluster, shared.workload, shared.engine)
         pipelines, rows = np.unique(np.stack([self.rows["pp"], self.rows["vp"]]), axis=1, return_inverse=True)
@@ -75,7 +73,7 @@ class Space:
         return np.array(found, dtype=np.int64)[rows.reshape(-1)]
 
 
-def terms_s(question: Question, space: Space) -> Any:
+def terms_s(question: Question, space: Space) -> Floats:
     """Return what the user's own terms add to every layout of a space."""
     plain = replace(space, base=replace(space.base, stages=None), recomputes=((Recompute(),),))
     columns = plain.columns(question.model, question.cluster, question.workload, 0)

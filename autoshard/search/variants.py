@@ -10,26 +10,46 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from autoshard.blocks.cutting import Terms
+from autoshard.cost.stages import PerCandidate
 from autoshard.schedule.builders import BUILDERS
+from autoshard.schedule.waves import Ints
 from autoshard.search.space import Pins, Space
 from autoshard.spec.model import ModelSpec
 
-Column = Any
 CP_FORM = ("cp_kind", "cp_order")
-CHOSEN = (*CP_FORM, "sp", "zero", "schedule", "vp", "stages")  # keys that a variant decides
+VARIANT_KEYS = (*CP_FORM, "sp", "zero", "schedule", "vp", "stages")  # keys that a variant decides
 _KINDS, _ORDERS, _ZEROS = ("ring", "all_to_all"), ("contiguous", "zigzag"), (1, 0, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Variant:
+class RunVariant(PerCandidate):
     """Layouts of a space with one choice of everything else; several numbers of chunks stand as several rows."""
 
     space: Space
-    layouts: Column  # the number of each row's layout in the space that this is made of
+    layouts: Ints  # the number of each row's layout in the space that this is made of
+    allowed: NDArray[np.bool_]  # [kind of recompute, row]: what the Rules allow
+
+    @classmethod
+    def of(cls, space: Space, layouts: Ints) -> "RunVariant":
+        """Return a variant that no Rule has judged yet."""
+        return cls(space=space, layouts=layouts, allowed=np.ones((len(space.recomputes), len(layouts)), dtype=bool))
+
+    @property
+    def terms(self) -> Terms:
+        """Under what its blocks are cut; with tp 1 it makes no difference whether tp cuts the sequence."""
+        base = self.space.base
+        return Terms(
+            engine=self.space.engine,
+            sequence_parallel=self.space.sp is not False,
+            cp_kind=base.cp_kind,
+            between=base.boundary,
+        )
 
 
-def cp_forms(space: Space, pins: Pins) -> Iterator[Variant]:
+def cp_forms(space: Space, pins: Pins) -> Iterator[RunVariant]:
     """Yield every way in which cp may run attention, with the layouts for which it means something of its own.
 
     With heads cut over cp every rank sees whole sequences, so that their order is nothing of its own; and tp cuts none.
@@ -44,10 +64,10 @@ def cp_forms(space: Space, pins: Pins) -> Iterator[Variant]:
         layouts = np.flatnonzero(where)
         if len(layouts):
             found = replace(space, base=replace(space.base, cp_kind=kind, cp_order=order))
-            yield Variant(space=found.keep(layouts), layouts=layouts)
+            yield RunVariant.of(found.only(layouts), layouts)
 
 
-def variants(forms: Sequence[Variant], model: ModelSpec, pins: Pins) -> Iterator[Variant]:
+def variants(forms: Sequence[RunVariant], model: ModelSpec, pins: Pins) -> Iterator[RunVariant]:
     """Yield every choice that is not pinned, with the layouts for which it means something of its own."""
     sps, zeros, schedules = _choices(pins)
     for sp, zero, form, builder in product(sps, zeros, forms, schedules):
@@ -63,11 +83,11 @@ def variants(forms: Sequence[Variant], model: ModelSpec, pins: Pins) -> Iterator
         found = replace(form.space, base=base, sp=sp)
         some, chunks = _chunked(np.flatnonzero(where), rows["pp"], builder, model.num_layers, pins)
         if len(some):
-            kept = found.keep(some)
-            yield Variant(space=replace(kept, rows={**kept.rows, "vp": chunks}), layouts=form.layouts[some])
+            kept = found.only(some)
+            yield RunVariant.of(replace(kept, rows={**kept.rows, "vp": chunks}), form.layouts[some])
 
 
-def num_variants(space: Space, model: ModelSpec, pins: Pins) -> Column:
+def num_variants(space: Space, model: ModelSpec, pins: Pins) -> Ints:
     """Count what each layout of a form can be run as: how many rows of all its variants are of it."""
     rows = space.rows
     sps = 1 if "sp" in pins else 1 + (rows["tp"] > 1)
@@ -96,7 +116,7 @@ def _may_have(num_chunks: int | None, pins: Pins) -> bool:
     return "vp" not in pins or (num_chunks == pins["vp"] if num_chunks else pins["vp"] > 1)
 
 
-def _chunked(layouts: Column, pp: Column, builder: str, num_layers: int, pins: Pins) -> tuple[Column, Column]:
+def _chunked(layouts: Ints, pp: Ints, builder: str, num_layers: int, pins: Pins) -> tuple[Ints, Ints]:
     """Return the layouts once for every number of chunks per rank that a schedule may have there, and these numbers."""
     fixed = pins.get("vp", BUILDERS[builder].num_chunks)
     if fixed is not None:

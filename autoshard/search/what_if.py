@@ -13,7 +13,8 @@ from autoshard.plan.explanation import Alternatives, Flip, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.nxd_engine import FLASH_TILE
 from autoshard.search.no_plan import best_plan, question_faults, why_none
-from autoshard.search.planner import Request, search
+from autoshard.search.planner import search
+from autoshard.search.request import Request
 from autoshard.search.space import default_kernels
 
 _OUTER = ("tp", "pp", "cp", "ep", "dp", "mbs", "vp", "zero", "schedule", "cp_kind", "cp_order")

@@ -12,7 +12,8 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.proof import prove
 from autoshard.plan.verify import verify
 from autoshard.search.api import Search, request_of
-from autoshard.search.planner import plan_at, search
+from autoshard.search.planner import search
+from autoshard.search.request import plan_at
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.recipe import Recipe
 from tests.search.brute_force import ask, time_s

@@ -10,11 +10,11 @@ import pytest
 from autoshard.commands import progress as progress_module
 from autoshard.commands.progress import watching
 from autoshard.search.planner import search
-from autoshard.search.progress import Progress
+from autoshard.search.pool import SearchProgress
 from autoshard.spec.cluster_catalogue import load_cluster
 from tests.search.brute_force import ask
 
-HALF = Progress(num_done=5, num_points=10, best=2.0, bound=1.5)
+HALF = SearchProgress(num_done=5, num_points=10, best=2.0, bound=1.5)
 
 
 def test_nothing_is_drawn_where_nobody_looks_or_before_a_second(capsys: pytest.CaptureFixture[str]):
@@ -63,9 +63,9 @@ def test_ctrl_c_stops_a_search_at_its_next_step_and_a_second_one_at_once():
 def test_what_is_stopped_on_one_cluster_is_not_searched_on_the_next():
     request = ask("llama3-8b", "trn2.48xlarge")
     both = replace(request, other_lnc=(load_cluster("trn2.48xlarge", lnc=1),))
-    seen: list[Progress] = []
+    seen: list[SearchProgress] = []
 
-    def stop(progress: Progress) -> str:
+    def stop(progress: SearchProgress) -> str:
         seen.append(progress)
         return "stopped"
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 from autoshard.cost.block import BlockCost, block_cost, block_work
 from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.compute import Rates
-from autoshard.cost.pipeline import Pipeline, Sends, StageLayers
 from autoshard.cost.setting import Question, setting_of
 from autoshard.cost.sharded import LoweredBlock
-from autoshard.cost.step import step_cost
+from autoshard.cost.stages import Sends
+from autoshard.cost.step import PlanPipeline, StageLayers, step_cost
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS
 from autoshard.plan.recompute import Recompute
-from autoshard.search.planner import Request
+from autoshard.search.request import Request
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Precision, Workload
@@ -141,7 +141,7 @@ def pipeline(schedule, counts, **changes):
         receives_apart=changes.pop("apart", False),
     )
     values = {"boundary_bytes": 0, "sends": sends, "bucket_bytes": 0, **changes}
-    return Pipeline(schedule=schedule, stages=stages_of(counts), **values)
+    return PlanPipeline(schedule=schedule, stages=stages_of(counts), **values)
 
 
 def cost_of(run, layer, ends=None, zero=1):

@@ -11,7 +11,7 @@ from autoshard.cost.block_memory import memory_timeline
 from autoshard.cost.collective import Ring
 from autoshard.cost.setting import setting_of
 from autoshard.plan.recompute import Recompute
-from autoshard.search.columns import ring_column
+from autoshard.search.priced_layouts import ring_column
 from autoshard.spec.kernels import kernels_names, load_kernels
 from tests.cost.cases import ENDLESS, ask, block_price, candidate_of, distinct_models, only, priced, rates, setting
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.cost.compiling import compiling
-from autoshard.cost.pipeline import StageLayers
+from autoshard.cost.step import StageLayers
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.spec.kernels import load_kernels

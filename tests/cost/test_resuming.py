@@ -16,7 +16,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import KINDS, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_programs, step_of
-from autoshard.search.planner import plan_at
+from autoshard.search.request import plan_at
 from tests.search.brute_force import ask
 
 Held = dict[str, Array]  # which numbers of a weight

@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.cost.memory import most_kept
-from autoshard.cost.pipeline import StageLayers, rank_cost
 from autoshard.cost.predict import plan_cost
-from autoshard.cost.step import step_cost
+from autoshard.cost.stages import counts_of, most_kept
+from autoshard.cost.step import StageLayers, step_cost
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import Kept, PipelineTimes, StageTimes, simulate
-from tests.cost.cases import NO_WORK, ask, block, cost_of, pipeline, plan_of, priced, setting, stages_of
-from tests.schedule.cases import schedules
+from tests.cost.cases import NO_WORK, ask, block, cost_of, pipeline, plan_of, priced, setting
 
 EVERYONE = ("edp", "ep", "cp")
 
@@ -74,25 +72,6 @@ class TestTime:
         cost = cost_of(pipeline(schedule, [1] * pp), block(seconds=seconds))
         assert cost.seconds["bubble"] == pytest.approx((pp - 1) * (forward + inputs - weight))
         assert cost.seconds["compute"] == pytest.approx((pp + extra) * (forward + inputs + weight))
-
-    @settings(deadline=None)
-    @given(schedules(most_ranks=4, most_micro_batches=40), st.booleans(), st.booleans(), st.data())
-    def test_columns_cost_what_each_of_their_candidates_does(self, schedule, hides, apart, data):
-        if schedule.num_ranks == 1 and schedule.num_chunks > 1:
-            return
-        counts = data.draw(st.lists(st.integers(1, 4), min_size=schedule.num_stages, max_size=schedule.num_stages))
-        seconds = st.lists(st.floats(0.1, 9.0), min_size=3, max_size=3).map(np.array)
-        passes = {name: {part: data.draw(seconds) for part in ("compute", "tp")} for name in "FIW"}
-        send_s = data.draw(seconds) / 10
-        layer, ends = block(seconds=passes), block(1.0, 2.0)
-        whole = cost_of(pipeline(schedule, counts, send_s=send_s, hides=hides, apart=apart), layer, ends)
-        for row in range(3):
-            own = {name: {part: float(column[row]) for part, column in parts.items()} for name, parts in passes.items()}
-            run = pipeline(schedule, counts, send_s=float(send_s[row]), hides=hides, apart=apart)
-            alone = cost_of(run, block(seconds=own), ends)
-            for part, value in alone.seconds.items():
-                found = np.broadcast_to(whole.seconds[part], 3)[row]
-                assert found == pytest.approx(float(value), rel=1e-9, abs=1e-9 * float(alone.time_s)), part
 
     @pytest.mark.parametrize("builder", ["1f1b", "zb_h1"])
     def test_of_more_actions_than_are_simulated_goes_on_as_with_fewer(self, builder):
@@ -246,10 +225,16 @@ class TestMemory:
         # two of the largest block in bf16 and its gradient in FP32
         assert (cost.memory[0]["buckets"], cost.memory[0]["gathered"]) == (7, 100 * (2 * 2 + 4))
 
+    def parts_of(self, num_layers, builder: str = "1f1b", **price: object):
+        """The parts of the memory of a single rank whose blocks are these."""
+        run = pipeline(Schedule(builder=builder, num_ranks=1, num_micro_batches=1), [num_layers])
+        found: dict = {"layer": block(), "embed": block(), "head": block(), **price}
+        (parts,) = step_cost(ask(), setting(ask(), "tp=8,dp=16"), run, lambda kind, drop: found[kind]).memory
+        return parts
+
     def test_the_largest_kernel_of_any_block_counts_with_what_its_layer_brings_back(self):
-        stages = stages_of([4])
-        price = {"layer": block(working_bytes=5, remade_bytes=20), "embed": block(working_bytes=24), "head": block()}
-        assert rank_cost(stages, lambda kind, drop: price[kind]).working_bytes == 25
+        parts = self.parts_of(4, layer=block(working_bytes=5, remade_bytes=20), embed=block(working_bytes=24))
+        assert parts["working"] == 25
 
     def test_what_a_block_kept_is_free_when_the_one_before_it_runs_backward(self):
         price = {
@@ -257,28 +242,21 @@ class TestMemory:
             "embed": block(working_bytes=24),
             "head": block(saved_bytes=2),
         }
-        stages = stages_of([2])
-        assert rank_cost(stages, lambda kind, drop: price[kind]).working_bytes == 5 - 2
+        assert self.parts_of(2, "1f1b", **price)["working"] == 5 - 2
         # a split backward frees nothing before W
-        assert rank_cost(stages, lambda kind, drop: price[kind], splits=True).working_bytes == 24
-
-    def test_chunks_are_counted_apart(self):
-        cost = rank_cost(stages_of([1, 3, 1]), lambda kind, drop: block(saved_bytes=10))
-        assert (cost.saved_bytes, cost.head_bytes, cost.alike) == ((20, 30, 20), (0, 0, 10), False)
+        assert self.parts_of(2, "zb_h1", **price)["working"] == 24
 
     def test_placeholders_stay_once_for_all_layers_and_all_chunks(self):
-        price = {"layer": block(placeholder_bytes=10), "embed": block(), "head": block(placeholder_bytes=1)}
-        assert rank_cost(stages_of([2, 2]), lambda kind, drop: price[kind]).placeholder_bytes == 11
+        parts = self.parts_of(4, layer=block(placeholder_bytes=10), head=block(placeholder_bytes=1))
+        assert parts["placeholders"] == 11
 
     @given(chunked_schedules(), st.lists(st.integers(1, 9), min_size=24, max_size=24))
     def test_the_most_that_is_kept_is_the_peak_of_the_simulated_schedule(self, schedule, sizes):
         kept = tuple(map(float, sizes[: schedule.num_stages]))
         unit = StageTimes(forward_s=1.0, input_s=1.0, weight_s=1.0)
-        times = PipelineTimes(stages=(unit,) * schedule.num_stages)
-        run = simulate(schedule, times, Kept(stages=kept))
-        for rank in range(schedule.num_ranks):
-            chunks = [kept[stage] for _, stage in sorted(schedule.stages_of(rank).items())]
-            assert most_kept(schedule, rank, chunks, chunks) == run.ranks[rank].peak
+        run = simulate(schedule, PipelineTimes(stages=(unit,) * schedule.num_stages), Kept(stages=kept))
+        by_chunk = np.array(kept)[counts_of(schedule).stages][:, None, :, None]
+        assert most_kept(schedule, by_chunk, by_chunk)[:, 0, 0].tolist() == [rank.peak for rank in run.ranks]
 
     @pytest.mark.parametrize(
         ("builder", "chunks", "waiting", "most"),

@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.cost import trace as module
-from autoshard.cost.pipeline import PARTS
-from autoshard.cost.step import step_cost
+from autoshard.cost.step import PARTS, step_cost
 from autoshard.cost.trace import step_trace, trace
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.schedule import Schedule
-from autoshard.search.planner import plan_at
+from autoshard.search.request import plan_at
 from tests.cost.cases import ask, block, pipeline, setting
 from tests.schedule.cases import schedules
 from tests.search.brute_force import ask as request_of

@@ -9,7 +9,7 @@ from autoshard.errors import InputError
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.program import Communicate, Compute, Given
 from autoshard.plan.candidate import Candidate
-from autoshard.search.planner import Request, plan_at
+from autoshard.search.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model_catalogue import load_model

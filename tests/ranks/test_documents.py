@@ -15,7 +15,7 @@ from autoshard.engine.placement import sequence_order
 from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
 from autoshard.plan.plan import Plan
-from autoshard.search.planner import plan_at
+from autoshard.search.request import plan_at
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from tests.ranks import matrix

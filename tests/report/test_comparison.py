@@ -12,7 +12,7 @@ from autoshard.plan.prediction import StageMemory
 from autoshard.report.comparison import comparison_report, why_not_report
 from autoshard.report.structured import comparison_json, why_not_json
 from autoshard.report.words import misfits, sentences
-from autoshard.search.planner import plan_at
+from autoshard.search.request import plan_at
 from tests.plan.cases import ask as question, plan_of
 from tests.plan.test_diff import predicted
 from tests.report.printed import printed

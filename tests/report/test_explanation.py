@@ -7,7 +7,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import Alternatives
 from autoshard.report.explanation import explanation_report
 from autoshard.search.explain import explain
-from autoshard.search.planner import plan_at
+from autoshard.search.request import plan_at
 from autoshard.search.what_if import alternatives
 from tests.report.printed import printed
 from tests.search.brute_force import ask

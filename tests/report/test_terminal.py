@@ -23,14 +23,14 @@ from autoshard.report.terminal import (
     proof_report,
     rejections_report,
 )
-from autoshard.search.planner import Found, search
+from autoshard.search.planner import SearchResult, search
 from tests.plan.cases import ask, plan_of, with_prediction
 from tests.report.printed import printed
 from tests.search.brute_force import ask as request
 from tests.tabled import tabled
 
 
-def report(plan: Plan, found: Found | None = None) -> str:
+def report(plan: Plan, found: SearchResult | None = None) -> str:
     certificate = found.certificate if found else None
     return printed(plan_report(plan, found.plans[1:] if found else (), certificate, "autoshard verify plan.json"))
 
@@ -158,13 +158,15 @@ def certificate(**changes: object) -> Certificate:
 def test_refusals_come_by_number():
     counts = {"few": 1, "many": 7, "some": 3}
     refusals = tuple(Refusal(rule_id=key, num_points=count, example=f"{key}=1: no") for key, count in counts.items())
-    found = Found(plans=(), nearest_miss=None, certificate=certificate(refusals=refusals, num_solved=4, num_fitting=2))
+    found = SearchResult(
+        plans=(), nearest_miss=None, certificate=certificate(refusals=refusals, num_solved=4, num_fitting=2)
+    )
     text = report(made("one stage"), found)
     assert re.findall(r"^(many|some|few) +([0-9]+)", text, re.MULTILINE) == [("many", "7"), ("some", "3"), ("few", "1")]
     words = " ".join(text.split())
     assert "or within 0.50% of it, of 5 legal outer points" in words
     assert "4 points solved (2 fit)" in words and "bound 1.99 s, gap 0.500%" in words
-    found = Found(plans=(), nearest_miss=None, certificate=certificate(num_solved=5, num_fitting=5, bound=2.0))
+    found = SearchResult(plans=(), nearest_miss=None, certificate=certificate(num_solved=5, num_fitting=5, bound=2.0))
     text = report(made("one stage"), found)
     assert "Refused" not in text and "within" not in text and "5 points solved (5 fit)" in text
 

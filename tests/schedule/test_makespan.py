@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.schedule.builders import BUILDERS
-from autoshard.schedule.makespan import makespan_columns
 from autoshard.schedule.schedule import Schedule
-from autoshard.schedule.simulate import Hop, PipelineTimes, StageTimes, delays_of, simulate
-from autoshard.schedule.timeline import KINDS, Delays
-from autoshard.schedule.wavefront import run_columns
+from autoshard.schedule.simulate import Hop, PipelineTimes, StageTimes, delays_of, makespan_s, simulate
+from autoshard.schedule.waves import KINDS, Delays
 from tests.schedule.cases import lists_of, schedules
 
 SECONDS = st.one_of(
@@ -59,40 +57,31 @@ def several_timed(draw, builders=tuple(BUILDERS), most_ranks=6, most_micro_batch
 def test_columns_take_as_long_as_each_of_them_simulated(builder, data):
     schedule, several = data.draw(several_timed((builder,)))
     expected = [simulate(schedule, times).makespan_s for times in several]
-    found = makespan_columns(schedule, delays_of_times(schedule, several))
+    found = makespan_s(schedule, delays_of_times(schedule, several))
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
-
-
-@given(several_timed(("gpipe", "1f1b")))
-def test_the_closed_forms_agree_with_the_waves(case):
-    schedule, several = case
-    delays = delays_of_times(schedule, several)
-    np.testing.assert_allclose(
-        makespan_columns(schedule, delays), run_columns(schedule, delays), rtol=1e-10, atol=1e-12
-    )
 
 
 @given(several_timed(most_micro_batches=14), st.data())
 def test_no_pass_and_no_hop_that_takes_longer_makes_the_step_shorter(case, data):
     schedule, several = case
     delays = delays_of_times(schedule, several)
-    before = makespan_columns(schedule, delays)
+    before = makespan_s(schedule, delays)
     stage = data.draw(st.integers(0, schedule.num_stages - 1))
     kind = data.draw(st.sampled_from(range(len(KINDS))))
     work = delays.work_s.copy()
     work[kind, stage] += data.draw(SECONDS)
-    after = makespan_columns(schedule, replace(delays, work_s=work))
+    after = makespan_s(schedule, replace(delays, work_s=work))
     assert np.all(after >= before * (1 - 1e-12))
     slower = Delays(**{field.name: 1.5 * getattr(delays, field.name) for field in fields(delays)})
-    np.testing.assert_allclose(makespan_columns(schedule, slower), 1.5 * before, rtol=1e-12)
+    np.testing.assert_allclose(makespan_s(schedule, slower), 1.5 * before, rtol=1e-12)
 
 
 @given(several_timed(most_micro_batches=14), st.randoms())
 def test_candidates_do_not_see_each_other(case, random):
     schedule, several = case
     order = random.sample(range(len(several)), len(several))
-    together = makespan_columns(schedule, delays_of_times(schedule, several))
-    shuffled = makespan_columns(schedule, delays_of_times(schedule, [several[number] for number in order]))
+    together = makespan_s(schedule, delays_of_times(schedule, several))
+    shuffled = makespan_s(schedule, delays_of_times(schedule, [several[number] for number in order]))
     np.testing.assert_allclose(shuffled, together[order], rtol=1e-13)
 
 
@@ -105,7 +94,7 @@ def test_what_is_left_out_of_a_steady_state_is_linear(builder, chunks):
     found = []
     for count in (400, 4_000_000):
         schedule = Schedule(builder=builder, num_ranks=4, num_chunks=chunks, num_micro_batches=count)
-        found.append(makespan_columns(schedule, delays_of_times(schedule, several)))
+        found.append(makespan_s(schedule, delays_of_times(schedule, several)))
     slowest = np.array([chunks * 3.0, chunks * 3.0 + 0.5])  # of a micro-batch on the busiest rank
     np.testing.assert_allclose(found[1] - found[0], (4_000_000 - 400) * slowest, rtol=1e-10)
 
@@ -116,5 +105,5 @@ def test_lists_of_ones_own_are_run_as_they_stand():
     stage = StageTimes(forward_s=2.0, input_s=3.0, weight_s=4.0)
     times = PipelineTimes(stages=(stage, stage), hops=(Hop(send_s=0.5),), overlap=False)
     expected = simulate(split, times).makespan_s
-    assert makespan_columns(split, delays_of_times(split, [times])) == pytest.approx([expected])
-    assert makespan_columns(schedule, delays_of_times(schedule, [times])) != pytest.approx([expected])
+    assert makespan_s(split, delays_of_times(split, [times])) == pytest.approx([expected])
+    assert makespan_s(schedule, delays_of_times(schedule, [times])) != pytest.approx([expected])

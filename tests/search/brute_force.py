@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 
 from autoshard.cost.block import BlockCost, Setting
-from autoshard.cost.memory import rank_memory
-from autoshard.cost.pipeline import Pipeline, Price, RankCost, StageLayers, StageSeconds, rank_cost
 from autoshard.cost.predict import plan_cost, priced
 from autoshard.cost.setting import Question, price_block, setting_of
 from autoshard.cost.sharded import CutBlocks
-from autoshard.cost.step import rank_update
-from autoshard.cost.update import Turns
+from autoshard.cost.stages import PipelineBlocks, StageOptions, StagePrices, price_stages
+from autoshard.cost.step import Price, plan_blocks, step_seconds
 from autoshard.layout.cutting import Cutting
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import Candidate, even_stages, parse_pins
@@ -27,18 +25,15 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.check import rejections
 from autoshard.schedule.builders import BUILDERS
-from autoshard.schedule.makespan import makespan_columns
-from autoshard.schedule.simulate import delays_of
-from autoshard.schedule.timeline import KINDS
 from autoshard.search.api import default_workload
-from autoshard.search.exact_ranges import Effort
-from autoshard.search.planner import Request
+from autoshard.search.request import Request
+from autoshard.search.stage_filling import Effort
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model
 
 Stages = tuple[int, ...]
-EXACT = Effort(gap=0.0, most_labels=10**8, most_timed=10**8)
+EXACT = Effort(gap=0.0, most_partial=10**8, most_timed=10**8)
 ALL_RANGES = ("gpipe", "1f1b")
 TIE = 1e-11  # sums of the same seconds in another order
 PLAIN, FULL = Recompute(), Recompute(kind="full")
@@ -173,15 +168,7 @@ def near_even(num_layers: int, num_stages: int) -> Iterator[Stages]:
             yield found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """A pipeline rank with so many layers on each of its chunks, under some recompute: what a plan would say of it."""
-
-    recompute: tuple[Recompute, ...]  # by chunk
-    cost: RankCost
-    times: tuple[StageSeconds, ...]  # by chunk
-    peak_bytes: float
-    update_s: Mapping[str, float]
+Option = tuple[Stages, tuple[Recompute, ...]]  # of a pipeline rank: layers and recompute of its chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +191,8 @@ class Point:
     question: Question
     plan: Plan
     blocks: CutBlocks
-    setting: Setting
-    pipeline: Pipeline
-    price: Price
-    options: dict[tuple[int, Stages], list[Option]]
+    columns: PipelineBlocks  # of this candidate alone
+    known_kinds: tuple[Recompute, ...]  # the rows of its layers
 
     @property
     def all_ranges(self) -> bool:
@@ -237,56 +222,61 @@ class Point:
                 found.append(tuple(some))
         return found
 
-    def rank_options(self, rank: int, split: Stages) -> list[Option]:
-        """Price what a rank may do with its part of a split."""
-        stages = [stage for _, stage in sorted(self.plan.schedule.stages_of(rank).items())]
-        layers = tuple(split[stage] for stage in stages)
-        if (rank, layers) not in self.options:
-            self.options[rank, layers] = [
-                self._option(rank, stages, layers, own) for own in self.recomputes(rank, layers)
-            ]
-        return self.options[rank, layers]
+    @cached_property
+    def options(self) -> list[Option]:
+        """Everything that some rank may do in some split."""
+        found: dict[Option, None] = {}
+        for split, rank in itertools.product(self.splits, range(self.candidate.pp)):
+            layers = self.layers(rank, split)
+            found |= dict.fromkeys((layers, own) for own in self.recomputes(rank, layers))
+        return list(found)
 
-    def _option(self, rank: int, stages: Sequence[int], layers: Stages, own: tuple[Recompute, ...]) -> Option:
-        last, schedule = self.candidate.num_stages - 1, self.plan.schedule
-        held = tuple(
-            StageLayers.of(count, drop, is_first=stage == 0, is_last=stage == last)
-            for stage, count, drop in zip(stages, layers, own, strict=True)
-        )
-        cost = rank_cost(held, self.price, splits=schedule.splits_backward)
-        memory = rank_memory(self.question, self.setting, self.pipeline, rank, cost)
-        turns = Turns(num_micro_batches=schedule.num_micro_batches, num_blocks=cost.num_blocks)
-        update = rank_update(self.question, self.setting, cost.weights, cost.time_s, turns)
-        times = StageSeconds.of_all(held, self.price)
-        return Option(
-            recompute=own,
-            cost=cost,
-            times=tuple(times[stage] for stage in held),
-            peak_bytes=float(sum(memory.values())),
-            update_s={part: float(seconds) for part, seconds in update.seconds.items()},
-        )
+    def layers(self, rank: int, split: Stages) -> Stages:
+        """The layers of a rank's chunks."""
+        return tuple(split[stage] for _, stage in sorted(self.plan.schedule.stages_of(rank).items()))
 
-    def timed(self, choices: Sequence[Sequence[Option]]) -> Any:
+    @cached_property
+    def prices(self) -> StagePrices:
+        """What every rank takes and holds with every option."""
+        kinds, layers = self.known_kinds, np.array([layers for layers, _ in self.options])
+        kind = np.array([[kinds.index(one.kinds[0]) for one in own] for _, own in self.options])
+        some = np.array([[one.num_layers or 10**6 for one in own] for _, own in self.options])
+        recomputed = np.minimum(some, layers)
+        options = StageOptions(
+            kind=kind[None], recomputed=recomputed[None], plain=(layers - recomputed)[None], plain_kind=0
+        )
+        return price_stages(self.columns, options)
+
+    @cached_property
+    def peak_bytes(self) -> Any:
+        """The memory of every rank with every option."""
+        shape = (self.candidate.pp, len(self.options), 1)
+        return np.broadcast_to(self.prices.peak_bytes, shape)[..., 0]
+
+    def numbers(self, rank: int, split: Stages, capacity: float) -> list[int]:
+        """Which options a rank may choose from in a split."""
+        if not self.options:
+            return []
+        layers = self.layers(rank, split)
+        own = {(layers, one) for one in self.recomputes(rank, layers)}
+        fits = self.peak_bytes[rank] <= capacity
+        return [number for number, option in enumerate(self.options) if option in own and fits[number]]
+
+    def choices(self, split: Stages, capacity: float = np.inf) -> list[list[int]]:
+        """What each rank may do with its part of a split; the quickest and what ties with it, if that is the rule."""
+        found = [self.numbers(rank, split, capacity) for rank in range(self.candidate.pp)]
+        if self.all_ranges or not all(found):
+            return found
+        passes = np.broadcast_to(self.prices.pass_s, (self.candidate.pp, len(self.options), 1))[..., 0]
+        least = [min((passes[rank, one] for one in own), default=0.0) * (1 + TIE) for rank, own in enumerate(found)]
+        return [[one for one in own if passes[rank, one] <= least[rank]] for rank, own in enumerate(found)]
+
+    def timed(self, choices: Sequence[Sequence[int]]) -> Any:
         """Time all ways to choose one option for every rank: an axis per rank."""
-        schedule, ranks, shape = self.plan.schedule, range(self.candidate.pp), tuple(map(len, choices))
-        index = np.indices(shape).reshape(len(shape), -1)
-        passes, update = ([np.array([part(one) for one in own]) for own in choices] for part in (_by_kind, _update))
-        places = [schedule.place_of(stage) for stage in range(schedule.num_stages)]
-        work = np.stack([passes[rank][index[rank], :, chunk].T for rank, chunk in places], axis=1)
-        rest = np.max([update[rank][index[rank]] for rank in ranks], axis=0).sum(axis=1)
-        hops, sends = (schedule.num_stages - 1, index.shape[1]), self.pipeline.sends
-        if schedule.num_ranks == 1:
-            spent = schedule.num_micro_batches * (work[KINDS.index("F")] + work[KINDS.index("B")]).sum(axis=0)
-        else:
-            send, receive = np.broadcast_to(sends.time_s, hops), np.broadcast_to(sends.receive_s, hops)
-            spent = makespan_columns(schedule, delays_of(schedule, work, send, receive, overlap=sends.hidden))
-        return (spent + rest + self.question.calibration.step_s).reshape(shape)
-
-    def choices(self, split: Stages, capacity: float = np.inf) -> list[list[Option]]:
-        """What each rank may do with its part of a split."""
-        ranks = range(self.candidate.pp)
-        found = [[one for one in self.rank_options(rank, split) if one.peak_bytes <= capacity] for rank in ranks]
-        return found if self.all_ranges else [_quickest(options) for options in found]
+        ways = np.stack(np.meshgrid(*choices, indexing="ij")).reshape(len(choices), -1)
+        nobody = np.zeros(ways.shape[1], dtype=np.int64)
+        found = step_seconds(self.columns.only(nobody), self.prices.chosen(ways, nobody))
+        return found.total_s.reshape(tuple(map(len, choices)))
 
     def fastest(self, capacity: float = np.inf) -> Way | None:
         """The fastest way that fits."""
@@ -306,22 +296,22 @@ class Point:
 
     def smallest(self) -> Way | None:
         """The way whose fullest rank holds least."""
-        found: tuple[Stages, list[Option]] | None = None
+        found: tuple[float, Stages, list[int]] | None = None
         for split in self.splits:
-            choices = [self.rank_options(rank, split) for rank in range(self.candidate.pp)]
+            choices = [self.numbers(rank, split, np.inf) for rank in range(self.candidate.pp)]
             if all(choices):
-                way = [min(options, key=_peak) for options in choices]
-                found = min([found, (split, way)], key=lambda one: max(map(_peak, one[1]))) if found else (split, way)
-        if found is None:
-            return None
-        return self.way(*found, float(self.timed([[one] for one in found[1]]).item()))
+                way = [min(own, key=lambda one: self.peak_bytes[rank, one]) for rank, own in enumerate(choices)]
+                peak = max(self.peak_bytes[rank, one] for rank, one in enumerate(way))
+                found = (peak, split, way) if found is None or peak < found[0] else found
+        return found and self.way(*found[1:], float(self.timed([[one] for one in found[2]]).item()))
 
-    def way(self, split: Stages, way: Sequence[Option], seconds: float) -> Way:
+    def way(self, split: Stages, way: Sequence[int], seconds: float) -> Way:
         """Say what was chosen for every rank as a candidate."""
         places = [self.plan.schedule.place_of(stage) for stage in range(len(split))]
-        recompute = tuple(way[rank].recompute[chunk] for rank, chunk in places)
+        recompute = tuple(self.options[way[rank]][1][chunk] for rank, chunk in places)
         candidate = replace(self.candidate, stages=split, recompute=recompute)
-        return Way(candidate=candidate, time_s=seconds, latest_s=seconds, peak_bytes=max(map(_peak, way)))
+        peak = max(float(self.peak_bytes[rank, one]) for rank, one in enumerate(way))
+        return Way(candidate=candidate, time_s=seconds, latest_s=seconds, peak_bytes=peak)
 
     def cost_of(self, candidate: Candidate) -> tuple[float, float]:
         """Price a way as a plan: seconds and bytes."""
@@ -329,24 +319,6 @@ class Point:
         plan = build_plan(candidate, question.model, question.cluster, question.workload, self.plan.engine)
         cost = plan_cost(plan, question, self.blocks)
         return float(cost.time_s), float(cost.peak_bytes)
-
-
-def _by_kind(option: Option) -> Any:
-    return [[float(one.of_kind(kind)) for one in option.times] for kind in KINDS]
-
-
-def _update(option: Option) -> Any:
-    return [option.update_s[part] for part in sorted(option.update_s)]
-
-
-def _peak(option: Option) -> float:
-    return option.peak_bytes
-
-
-def _quickest(options: Sequence[Option]) -> list[Option]:
-    """The options that take least forward and backward: the first of them, and those that tie with it."""
-    least = min((float(one.cost.time_s) for one in options), default=0.0)
-    return [one for one in options if one.cost.time_s <= least * (1 + TIE)]
 
 
 class Truth:
@@ -394,6 +366,8 @@ class Truth:
             setting = setting_of(question, candidate, blocks)
             self._priced[alike] = (blocks, setting, _pricing(question, setting))
         blocks, setting, price = self._priced[alike]
+        pipeline = priced(plan, question, blocks)[1]
+        known = tuple(dict.fromkeys((PLAIN, *(one for own in kinds for entry in own for one in entry.kinds), FULL)))
         return Point(
             candidate=candidate,
             kinds=kinds,
@@ -401,10 +375,8 @@ class Truth:
             question=question,
             plan=plan,
             blocks=blocks,
-            setting=setting,
-            pipeline=priced(plan, question, blocks)[1],
-            price=price,
-            options={},
+            columns=plan_blocks(question, setting, pipeline, price, known),
+            known_kinds=known,
         )
 
 

@@ -10,7 +10,7 @@ from autoshard.plan.candidate import pins_text
 from autoshard.plan.recompute import Recompute, parse_stages
 from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Rule, Verdict, rule
-from autoshard.search.planner import Request
+from autoshard.search.request import Request
 from tests.search.brute_force import FULL, PLAIN, ask, kinds_of_recompute
 
 MODELS = ("tiny-llama", "tiny-llama", "tiny-mixtral")

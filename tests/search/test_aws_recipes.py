@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autoshard.plan.build import num_kv_replicas
-from autoshard.search.planner import plan_at, rejections_of
+from autoshard.search.request import plan_at, rejections_of
 from benchmarks.aws_recipes import AwsRecipe, load_aws_recipes
 
 RECIPES = load_aws_recipes()

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from autoshard.plan.codec import dump
-from autoshard.search.exact_ranges import EVERYTHING
-from autoshard.search.planner import Request, search
+from autoshard.search.planner import search
+from autoshard.search.request import Request
+from autoshard.search.stage_filling import EVERYTHING
 from tests.search.brute_force import ask
 
 

@@ -9,16 +9,16 @@ import pytest
 from autoshard.blocks.choices import real_cuts
 from autoshard.blocks.cutting import Terms, operator_problem
 from autoshard.blocks.operators import solve
-from autoshard.cost.pipeline import PARTS
 from autoshard.cost.predict import question_of
 from autoshard.cost.provenance import calibration_of
 from autoshard.cost.setting import price_block, setting_of
 from autoshard.cost.sharded import ListedBlocks
+from autoshard.cost.step import PARTS
 from autoshard.errors import InputError
 from autoshard.layout.pin import pins_of
 from autoshard.plan.candidate import Candidate
 from autoshard.search.explain import explain, second_best
-from autoshard.search.planner import plan_at
+from autoshard.search.request import plan_at
 from tests.search.brute_force import ask
 
 CASES = {

@@ -8,7 +8,8 @@ from hypothesis import event, given, settings, strategies as st
 
 from autoshard.plan.codec import dump
 from autoshard.plan.verify import verify
-from autoshard.search.planner import Found, Request, plan_at, search
+from autoshard.search.planner import SearchResult, search
+from autoshard.search.request import Request, plan_at
 from tests.search.brute_force import EXACT, Truth, Way, peak, refused, time_s
 from tests.search.question_cases import Asked, requests
 
@@ -22,7 +23,7 @@ def limit(truth: Truth, share: float) -> float:
     return low + share * (high - low) + 0.37
 
 
-def is_best(found: Found, best: Way | None) -> None:
+def is_best(found: SearchResult, best: Way | None) -> None:
     """The answer is as fast as the best way, and says so."""
     certificate = found.certificate
     assert bool(found.plans) == (best is not None), certificate
@@ -33,7 +34,7 @@ def is_best(found: Found, best: Way | None) -> None:
     assert certificate.gap < 1e-9 and certificate.bound <= certificate.value
 
 
-def holds_itself(request: Request, found: Found) -> None:
+def holds_itself(request: Request, found: SearchResult) -> None:
     """The plan is legal, fits, and gives itself again."""
     for plan in found.plans[:1]:
         assert not refused(request, plan.candidate)

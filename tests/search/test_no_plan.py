@@ -7,7 +7,8 @@ import pytest
 from autoshard.errors import InputError, NoPlan
 from autoshard.plan.rules.rule import rule
 from autoshard.search.no_plan import question_faults, remedies, unanswered, why_none
-from autoshard.search.planner import Request, search
+from autoshard.search.planner import search
+from autoshard.search.request import Request
 from autoshard.units import format_bytes
 from tests.search.brute_force import ask
 from tests.slower import rest_is_slow

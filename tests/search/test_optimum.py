@@ -9,7 +9,8 @@ from autoshard.cost.predict import predicted
 from autoshard.plan.codec import dump
 from autoshard.plan.rules.rule import rule
 from autoshard.plan.verify import verify
-from autoshard.search.planner import Request, plan_at, search
+from autoshard.search.planner import search
+from autoshard.search.request import Request, plan_at
 from tests.search.brute_force import EXACT, Truth, ask, peak, refused, time_s
 from tests.tabled import tabled
 

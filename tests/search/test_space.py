@@ -7,10 +7,10 @@ from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
-from autoshard.search.planner import Request
+from autoshard.search.request import Request
 from autoshard.search.space import Space, divisors, recompute_choices, whole_space
 from tests.search.brute_force import ask, kinds_of_recompute, layouts
-from tests.search.test_judging import PINS
+from tests.search.test_rule_filter import PINS
 
 
 def space_of(request: Request) -> Space:
@@ -18,7 +18,7 @@ def space_of(request: Request) -> Space:
 
 
 def everything(space: Space) -> list[Candidate]:
-    return [space.at(row, kind) for row in range(space.num_layouts) for kind in range(len(space.recomputes))]
+    return [space.candidate(row, kind) for row in range(space.num_layouts) for kind in range(len(space.recomputes))]
 
 
 def every_candidate(request: Request) -> set[Candidate]:

@@ -9,9 +9,10 @@ import pytest
 from autoshard.cost.terms import CostTerm
 from autoshard.errors import InputError
 from autoshard.plan.rules.check import legality
-from autoshard.search.exact_ranges import Effort
-from autoshard.search.planner import Request, plan_at, search
+from autoshard.search.planner import search
+from autoshard.search.request import Request, plan_at
 from autoshard.search.space import whole_space
+from autoshard.search.stage_filling import Effort
 from benchmarks.estimate_batch import evaluate
 from tests.search.brute_force import ask
 from tests.slower import rest_is_slow
@@ -56,8 +57,8 @@ def test_columns_of_estimates_have_it_as_well():
     asked = ask("llama3-8b", "trn1.32xlarge", pins="tp=8,cp=1,schedule=1f1b,recompute=none")
     engine, facts = asked.engines[0], (asked.model, asked.cluster, asked.workload)
     whole = whole_space(*facts, engine, asked.pins)
-    space = whole.keep(legality(whole.columns(*facts, 0)).mask)
-    cutting = asked.cutting(space.at(0, 0), engine)
+    space = whole.only(legality(whole.columns(*facts, 0)).mask)
+    cutting = asked.cutting(space.candidate(0, 0), engine)
     mine = with_terms(asked, term("sizes", TERMS["sizes"]))
     added = [evaluate(one.question(space.base), space, cutting).time_s[:, 0] for one in (mine, asked)]
     assert space.num_layouts > 5

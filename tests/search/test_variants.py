@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from autoshard.plan.candidate import Candidate
-from autoshard.search.planner import Request
+from autoshard.search.request import Request
 from autoshard.search.space import whole_space
 from autoshard.search.variants import cp_forms, num_variants, variants
 from tests.search.brute_force import Truth, ask, bare, every_point, points, refused, says_something
-from tests.search.test_judging import PINS
+from tests.search.test_rule_filter import PINS
 
 
 def listed(request: Request) -> tuple[list[Candidate], list[int], list[int]]:
@@ -19,7 +19,7 @@ def listed(request: Request) -> tuple[list[Candidate], list[int], list[int]]:
     space = whole_space(*facts, request.engines[0], request.pins)
     forms = tuple(cp_forms(space, request.pins))
     found = [
-        (one.space.at(row, 0), layout)
+        (one.space.candidate(row, 0), layout)
         for one in variants(forms, request.model, request.pins)
         for row, layout in enumerate(one.layouts.tolist())
     ]

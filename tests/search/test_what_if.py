@@ -11,7 +11,8 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.search import what_if
-from autoshard.search.planner import Request, search
+from autoshard.search.planner import search
+from autoshard.search.request import Request
 from autoshard.search.what_if import (
     Circumstance,
     alternatives,

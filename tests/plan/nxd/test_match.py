@@ -14,7 +14,7 @@ from autoshard.plan.nxd.forms import plan_forms
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs
 from autoshard.plan.verify import verify
-from autoshard.search.planner import Request, plan_at
+from autoshard.search.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names

@@ -1,4 +1,4 @@
-"""A whole space is judged as its points are, one by one."""
+"""A whole space is filtered as its points are, one by one."""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,9 +9,9 @@ from hypothesis import given
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.rules.check import all_rules, rejections
 from autoshard.plan.rules.rule import Rejection
-from autoshard.search.judging import judge_space
-from autoshard.search.planner import Request
-from autoshard.search.variants import CHOSEN
+from autoshard.search.request import Request
+from autoshard.search.rule_filter import legal_space
+from autoshard.search.variants import VARIANT_KEYS
 from tests.search.brute_force import ask, bare, kinds_of_recompute, points
 from tests.search.question_cases import Asked, requests
 
@@ -50,7 +50,7 @@ PINS = (
 )
 
 
-def judged_alone(request: Request) -> dict[Candidate, dict[str, list[Rejection]]]:
+def rejections_alone(request: Request) -> dict[Candidate, dict[str, list[Rejection]]]:
     """What every Rule has against every point, with each kind of recompute."""
     kernels = request.pins.get("kernels") or request.cluster.kernels
     kinds = [(kind,) for kind in kinds_of_recompute(kernels)]
@@ -67,41 +67,41 @@ def judged_alone(request: Request) -> dict[Candidate, dict[str, list[Rejection]]
 
 def agrees(request: Request) -> None:
     """Compare what is legal, what is refused, and in which words."""
-    alone = judged_alone(request)
-    ruled = judge_space(request, request.engines[0])
-    assert ruled.num_points == len(alone)
+    alone = rejections_alone(request)
+    filtered = legal_space(request, request.engines[0])
+    assert filtered.num_points == len(alone)
     legal = {point: [not own for own in kinds.values()] for point, kinds in alone.items()}
     found = {
-        bare(replace(one.variant.space.at(row, 0), stages=None)): one.allowed[row].tolist()
-        for one in ruled.legal
-        for row in range(len(one.variant.layouts))
+        bare(replace(one.space.candidate(row, 0), stages=None)): one.allowed[:, row].tolist()
+        for one in filtered.variants
+        for row in range(len(one.layouts))
     }
     assert found == {point: kinds for point, kinds in legal.items() if any(kinds)}
-    assert ruled.num_legal == len(found)
+    assert filtered.num_legal == len(found)
     counts = Counter(
         rule_id for kinds in alone.values() for rule_id in {one.rule_id for own in kinds.values() for one in own}
     )
     messages = {one.message for kinds in alone.values() for own in kinds.values() for one in own}
-    chosen = {*CHOSEN, *({"recompute"} & request.pins.keys())}
+    chosen = {*VARIANT_KEYS, *({"recompute"} & request.pins.keys())}
     early = {rule.id for rule in all_rules() if not set(rule.subject.replace(" ", "").split(",")) & chosen}
-    for refusal in ruled.refusals:
+    for refusal in filtered.refusals:
         assert 0 < refusal.num_points <= counts[refusal.rule_id]
         assert refusal.example in messages
-        if ruled.legal and refusal.rule_id in early:
+        if filtered.variants and refusal.rule_id in early:
             assert refusal.num_points == counts[refusal.rule_id]
-    assert bool(ruled.refusals) == any(any(own) for kinds in alone.values() for own in kinds.values())
-    assert ruled.hopeless <= {refusal.rule_id for refusal in ruled.refusals}
-    if ruled.legal:
-        assert {rule_id for rule_id in counts if rule_id in early} <= {one.rule_id for one in ruled.refusals}
+    assert bool(filtered.refusals) == any(any(own) for kinds in alone.values() for own in kinds.values())
+    assert filtered.hopeless <= {refusal.rule_id for refusal in filtered.refusals}
+    if filtered.variants:
+        assert {rule_id for rule_id in counts if rule_id in early} <= {one.rule_id for one in filtered.refusals}
 
 
 @given(requests())
-def test_random_questions_are_judged_as_their_points_are(asked: Asked):
+def test_random_questions_are_filtered_as_their_points_are(asked: Asked):
     agrees(asked.request)
 
 
 @pytest.mark.parametrize("pins", PINS)
-def test_what_is_pinned_is_judged_as_its_points_are(pins: str):
+def test_what_is_pinned_is_filtered_as_its_points_are(pins: str):
     agrees(ask("tiny-llama", global_batch=8, pins=pins))
 
 
@@ -115,7 +115,7 @@ def test_what_is_pinned_is_judged_as_its_points_are(pins: str):
     ],
     ids=["trn1", "odd sequence", "experts on trn2", "experts on GPUs"],
 )
-def test_real_questions_are_judged_as_their_points_are(request_: Request):
+def test_real_questions_are_filtered_as_their_points_are(request_: Request):
     agrees(request_)
 
 
@@ -125,8 +125,8 @@ def test_what_no_point_has_is_refused_by_no_rule():
 
 def test_the_example_of_a_refusal_has_least_else_against_it():
     request = ask("tiny-llama", global_batch=8)
-    alone = judged_alone(request)
-    for refusal in judge_space(request, "torch").refusals:
+    alone = rejections_alone(request)
+    for refusal in legal_space(request, "torch").refusals:
         lists = [own for kinds in alone.values() for own in kinds.values()]
         least = min(len(own) for own in lists if refusal.rule_id in {one.rule_id for one in own})
         shown = min(len(own) for own in lists if refusal.example in {one.message for one in own})

@@ -8,11 +8,11 @@ import pytest
 from autoshard.cost.calibration import CONSTANTS, EFFICIENCIES, SECONDS, uncalibrated
 from autoshard.cost.predict import plan_cost, step_timer
 from autoshard.cost.sharded import CutBlocks
+from autoshard.cost.stages import only
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import parse_pins
 from autoshard.plan.rules.check import legality
 from autoshard.plan.tables import with_tables
-from autoshard.search.columns import at
 from autoshard.search.space import whole_space
 from autoshard.spec.workload import Precision
 from benchmarks.estimate_batch import evaluate
@@ -83,16 +83,16 @@ def case(request):
     facts = (question.model, question.cluster, question.workload)
     space = whole_space(*facts, engine, parse_pins(pins) if pins else {})
     question = replace(question, kernels=space.base.kernels or question.cluster.kernels)
-    legal = space.keep(legality(space.columns(*facts, 0)).mask)
+    legal = space.only(legality(space.columns(*facts, 0)).mask)
     assert legal.num_layouts, "the case has legal layouts"
     random = np.random.default_rng(7)
     chosen = random.permutation(legal.num_layouts)[:SAMPLE]
-    return question, legal.keep(np.sort(chosen))
+    return question, legal.only(np.sort(chosen))
 
 
 def most_cut(question, space):
     """The cutting of the layout with the largest tp, which serves all."""
-    return cutting_of(question, space.at(int(np.argmax(space.rows["tp"])), 0), space.engine)
+    return cutting_of(question, space.candidate(int(np.argmax(space.rows["tp"])), 0), space.engine)
 
 
 def test_a_batch_is_priced_as_the_tables_of_its_members(case):
@@ -102,7 +102,7 @@ def test_a_batch_is_priced_as_the_tables_of_its_members(case):
     random = np.random.default_rng(11)
     for index in range(space.num_layouts):
         for number in random.permutation(len(space.recomputes))[:KINDS].tolist():
-            candidate = space.at(index, number)
+            candidate = space.candidate(index, number)
             plan = build_plan(candidate, question.model, question.cluster, question.workload, space.engine)
             alone = plan_cost(with_tables(plan, most_cut(question, space)), question)
             assert together.time_s[index, number] == pytest.approx(float(alone.time_s), rel=1e-9), str(candidate)
@@ -115,7 +115,7 @@ def test_the_price_of_a_layout_does_not_depend_on_its_neighbours(case):
     question, space = case
     together = evaluate(question, space, most_cut(question, space))
     for index in (0, space.num_layouts - 1):
-        alone = evaluate(question, space.keep(np.array([index])), most_cut(question, space))
+        alone = evaluate(question, space.only(np.array([index])), most_cut(question, space))
         assert together.time_s[index] == pytest.approx(alone.time_s[0], rel=1e-12)
         assert together.peak_bytes[index] == pytest.approx(alone.peak_bytes[0], rel=1e-12)
 
@@ -123,7 +123,7 @@ def test_the_price_of_a_layout_does_not_depend_on_its_neighbours(case):
 def plans_of(case):
     question, space = case
     for index in range(0, space.num_layouts, 3):
-        candidate = space.at(index, 0)
+        candidate = space.candidate(index, 0)
         yield build_plan(candidate, question.model, question.cluster, question.workload, space.engine)
 
 
@@ -174,6 +174,6 @@ def test_tiles_of_a_matrix_unit_are_priced_in_columns_too():
 
 def test_columns_inside_a_value_are_taken():
     value = {"a": np.array([1.0, 2.0]), "b": {"c": np.array([3.0, 4.0])}, "kind": "text"}
-    assert at(value, np.array([1]))["a"].tolist() == [2]
-    assert at(value, np.array([1, 1]))["b"]["c"].tolist() == [4, 4]
-    assert at(value, np.array([0]))["kind"] == "text"
+    assert only(value, np.array([1]))["a"].tolist() == [2]
+    assert only(value, np.array([1, 1]))["b"]["c"].tolist() == [4, 4]
+    assert only(value, np.array([0]))["kind"] == "text"

@@ -1,0 +1,391 @@
+"""What the ranks of a pipeline take and hold: one pricer for a single plan and for many candidates.
+
+Candidates share a schedule, and each pipeline rank has one or more options: how many layers each of its chunks has and
+what they compute again. Arrays have the axes rank, option, chunk, candidate, in this order and without those that they
+do not need; the candidate's is always the last one. A single plan is one option per rank and one candidate.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache, lru_cache
+from typing import Any, Self, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost.block import PASSES, BlockCost, Setting
+from autoshard.cost.collective import Number, Ring, Route
+from autoshard.cost.setting import Question
+from autoshard.cost.update import Weights, state_bytes
+from autoshard.schedule.schedule import Schedule
+from autoshard.schedule.waves import Floats, Ints
+from autoshard.spec.kernels import Kernels, load_kernels
+from autoshard.spec.workload import DTYPE_BYTES
+
+Rows = NDArray[Any] | slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PerCandidate:
+    """A dataclass of arrays whose last axis is that of candidates."""
+
+    def only(self, rows: Rows) -> Self:
+        """Return some of the candidates, or one several times."""
+        return only(self, rows)
+
+
+def only(value: Any, rows: Rows) -> Any:
+    """Return some candidates of every array inside a value made of dataclasses, dicts and tuples."""
+    if isinstance(value, np.ndarray):
+        return cast(Floats, value)[..., rows]
+    if isinstance(value, dict):
+        return {key: only(own, rows) for key, own in cast(dict[Any, Any], value).items()}
+    if isinstance(value, tuple):
+        return tuple(only(own, rows) for own in cast(tuple[Any, ...], value))
+    if isinstance(value, PerCandidate | Setting | Ring | Route):
+        kind = cast(type[Any], type(value))
+        return kind(**{name: only(getattr(value, name), rows) for name in _names(kind)})
+    return value
+
+
+@cache
+def _names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(one.name for one in fields(kind))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sends(PerCandidate):
+    """What handing the hidden state on costs, once: on its way, the one who sends, and the one who receives."""
+
+    time_s: Number
+    hidden: bool  # both compute meanwhile
+    receives_apart: bool  # otherwise a rank receives while it sends the other way
+
+    @classmethod
+    def of(cls, time_s: Number, builder: str, kernels: Kernels) -> "Sends":
+        """Take from a platform's table how it sends in a schedule."""
+        return cls(time_s=time_s, hidden=kernels.hides_sends(builder), receives_apart=kernels.receives_apart)
+
+    @property
+    def receive_s(self) -> Number:
+        """What the receiver is held for after the message has come; a lone all-gather of two holds either of them."""
+        return self.time_s if self.receives_apart and not self.hidden else 0.0 * self.time_s
+
+    @property
+    def held_s(self) -> Number:
+        """For how long a rank does nothing else for each message that it sends, and the one the other way."""
+        return 0.0 * self.time_s if self.hidden else self.time_s + self.receive_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScheduleCounts:
+    """Where the stages of a schedule lie, and what its ranks hold and send whatever the blocks are."""
+
+    ranks: Ints  # by stage
+    chunks: Ints  # by stage
+    stages: Ints  # by rank and chunk
+    ends: Ints  # by rank: whether it has the embedding, and the head, added up
+    sends: Floats  # by rank: messages of one micro-batch
+    messages: Mapping[bool, Floats]  # by rank: hidden states it holds, without and with outputs that are kept
+    held: tuple[Floats, ...]  # by rank, [time, chunk]: as ``Schedule.in_flight_by_chunk``
+
+
+@lru_cache(maxsize=1024)
+def counts_of(schedule: Schedule) -> ScheduleCounts:
+    """Count once for every schedule, because counting takes long."""
+    every = range(schedule.num_ranks)
+    places = np.array([schedule.place_of(stage) for stage in range(schedule.num_stages)])
+    stages = np.zeros((schedule.num_ranks, schedule.num_chunks), dtype=np.int64)
+    stages[places[:, 0], places[:, 1]] = np.arange(schedule.num_stages)
+    held = tuple(np.array(schedule.in_flight_by_chunk(rank), dtype=np.float64) for rank in every)
+    return ScheduleCounts(
+        ranks=places[:, 0],
+        chunks=places[:, 1],
+        stages=stages,
+        ends=(stages == 0).sum(axis=1) + (stages == schedule.num_stages - 1).sum(axis=1),
+        sends=np.array(schedule.num_sends(), dtype=np.float64),
+        messages={keeps: _messages(places[:, 0], stages, held if keeps else ()) for keeps in (False, True)},
+        held=held,
+    )
+
+
+def _messages(ranks: Ints, stages: Ints, held: Sequence[Floats]) -> Floats:
+    """Count the hidden states and gradients of them that each rank holds between its stages and those of other ranks.
+
+    One is received ahead from either side where a stage of another rank lies there, whatever the number of chunks:
+    Megatron-LM and neuronx-distributed receive for the next action only (NVIDIA/Megatron-LM
+    core/pipeline_parallel/schedules.py; aws-neuron/neuronx-distributed pipeline/scheduler.py, "Recv is always for the
+    next step microbatch/model_chunk"). What was received for an action under way is counted as kept or at work. Where
+    outputs are kept, ``held`` says of how many micro-batches.
+    """
+    sent = np.append(ranks[1:] != ranks[:-1], False)
+    after, before = sent[stages], np.roll(sent, 1)[stages]  # [rank, chunk]
+    kept = [(own[:, : stages.shape[1]] @ after[rank]).max() for rank, own in enumerate(held)]
+    found = np.array(kept or [0.0] * len(stages), dtype=np.float64)
+    for beside in (before, after):
+        found += np.any(beside, axis=1)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockTotals(PerCandidate):
+    """What a block takes and holds, its parts added up: [recompute kind, candidate]."""
+
+    forward_s: Floats
+    input_s: Floats
+    weight_s: Floats
+    saved_bytes: Floats
+    moment_bytes: Floats  # beside all that is kept, while it is at work: with what is computed again
+    waiting_bytes: Floats  # instead of what is saved, from I to W
+    placeholder_bytes: Floats
+    weights: Weights  # whatever is computed again
+    tied_weights: Weights  # likewise those that are another block's as well
+
+    @classmethod
+    def of(cls, costs: Sequence[BlockCost], count: int) -> "BlockTotals":
+        """Add up the parts of a block under several kinds of recompute, for so many candidates."""
+
+        def stacked(columns: Sequence[Number]) -> Floats:
+            return np.array([np.broadcast_to(column, count) for column in columns], dtype=np.float64)
+
+        forward, inputs, weight = (stacked([sum(cost.seconds[name].values()) for cost in costs]) for name in PASSES)
+        weights, tied = (
+            {pending: np.broadcast_to(number, count) for pending, number in held.items()}
+            for held in (costs[0].weights, costs[0].tied_weights)
+        )
+        return cls(
+            forward_s=forward,
+            input_s=inputs,
+            weight_s=weight,
+            saved_bytes=stacked([cost.saved_bytes for cost in costs]),
+            moment_bytes=stacked([cost.working_bytes + cost.remade_bytes for cost in costs]),
+            waiting_bytes=stacked([cost.waiting_bytes for cost in costs]),
+            placeholder_bytes=stacked([cost.placeholder_bytes for cost in costs]),
+            weights=weights,
+            tied_weights=tied,
+        )
+
+    @property
+    def pass_s(self) -> Floats:
+        """Forward and backward."""
+        return self.forward_s + self.input_s + self.weight_s
+
+    @property
+    def num_weights(self) -> Floats:
+        """Weights on the rank, those that are another block's as well included."""
+        return sum(self.weights.values()) + sum(self.tied_weights.values()) + np.zeros(self.forward_s.shape[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PipelineBlocks(PerCandidate):
+    """The blocks of candidates that share a schedule and ZeRO, and what lies between their stages."""
+
+    question: Question
+    setting: Setting
+    schedule: Schedule
+    sends: Sends
+    boundary_bytes: Floats
+    bucket_bytes: Floats
+    fixed_s: Floats  # of every step, whatever its stages hold
+    embed: BlockTotals
+    layer: BlockTotals  # a row for every kind of recompute
+    head: BlockTotals
+
+    @property
+    def num_candidates(self) -> int:
+        """How many there are."""
+        return self.layer.forward_s.shape[1]
+
+    @property
+    def hop_s(self) -> Floats:
+        """For how long each rank is held by sends of one micro-batch: [rank, candidate]."""
+        return counts_of(self.schedule).sends[:, None] * self.sends.held_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageOptions:
+    """Options of every pipeline rank: layers of each chunk under one kind of recompute, and under none."""
+
+    kind: Ints  # [rank, option, chunk], broadcast: the row among the kinds
+    recomputed: Ints  # likewise layers of this kind
+    plain: Ints  # likewise layers that keep everything
+    plain_kind: int  # the row of no recompute
+
+    @property
+    def num_layers(self) -> Ints:
+        """Layers of a rank: [rank, option]."""
+        return (self.recomputed + self.plain).sum(axis=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StagePrices(PerCandidate):
+    """Seconds of one micro-batch by rank, option and chunk; memory and weights by rank and option."""
+
+    forward_s: Floats
+    input_s: Floats
+    weight_s: Floats
+    saved_bytes: Floats  # of one micro-batch, by chunk
+    waiting_bytes: Floats
+    memory: Mapping[str, Floats]  # by part, where the rank is fullest
+    weights: Weights
+    num_blocks: Ints  # [rank, option]
+
+    @property
+    def pass_s(self) -> Floats:
+        """Forward and backward of all chunks of a rank."""
+        return (self.forward_s + self.input_s + self.weight_s).sum(axis=-2)
+
+    @property
+    def peak_bytes(self) -> Floats:
+        """All parts of memory."""
+        return sum(self.memory.values()) + np.zeros(1)
+
+    def chosen(self, option: Ints, candidates: Rows) -> "StagePrices":
+        """Return the prices of one option per rank and column, [rank, column], each of its own candidate."""
+        ranks = np.arange(len(option))[:, None]
+
+        def own(column: Floats) -> Floats:
+            shape = (*self.num_blocks.shape, self.forward_s.shape[-1])
+            return np.broadcast_to(column, shape)[ranks, option, candidates]
+
+        def by_chunk(column: Floats) -> Floats:
+            return column[ranks, option, :, candidates].swapaxes(1, 2)
+
+        return StagePrices(
+            forward_s=by_chunk(self.forward_s),
+            input_s=by_chunk(self.input_s),
+            weight_s=by_chunk(self.weight_s),
+            saved_bytes=by_chunk(self.saved_bytes),
+            waiting_bytes=by_chunk(self.waiting_bytes),
+            memory={part: own(size) for part, size in self.memory.items()},
+            weights={pending: own(number) for pending, number in self.weights.items()},
+            num_blocks=self.num_blocks[ranks, option],
+        )
+
+
+Slot = tuple[Floats, BlockTotals, Ints | int]  # how many of a block each chunk has, [rank, option, chunk, 1]; its row
+
+
+def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
+    """Price all options of all ranks."""
+    question, schedule, counts = blocks.question, blocks.schedule, counts_of(blocks.schedule)
+    slots = _slots(blocks, options)
+    saved, waiting = _total(slots, "saved_bytes"), _total(slots, "waiting_bytes")
+    weights = _weights(slots)
+    messages = counts.messages[load_kernels(question.kernels).keeps_outputs][:, None, None]
+    parts: dict[str, Number] = {
+        "activations": most_kept(schedule, saved, waiting),
+        "working": _working(slots, splits=schedule.splits_backward),
+        "placeholders": _placeholders(blocks, options, slots),
+        "pipeline": messages * blocks.boundary_bytes,
+    }
+    layers = np.broadcast_to(options.num_layers, saved.shape[:2])
+    parts |= _states_and_buffers(question, blocks.setting, weights, _largest_block(slots), blocks.bucket_bytes)
+    return StagePrices(
+        forward_s=_total(slots, "forward_s"),
+        input_s=_total(slots, "input_s"),
+        weight_s=_total(slots, "weight_s"),
+        saved_bytes=saved,
+        waiting_bytes=waiting,
+        memory={
+            **parts,
+            **_states_and_buffers(question, blocks.setting, weights, _largest_block(slots), blocks.bucket_bytes),
+        },
+        weights=weights,
+        num_blocks=layers + counts.ends[:, None],
+    )
+
+
+def most_kept(schedule: Schedule, saved: Floats, waiting: Floats) -> Floats:
+    """Return the most that each rank keeps of micro-batches in flight, and between the halves of their backward.
+
+    Both arguments, of one micro-batch, have the axes rank, option, chunk, candidate.
+    """
+    held = counts_of(schedule).held
+    sizes = np.concatenate([saved, waiting], axis=2) if schedule.splits_backward else saved
+    if all(len(own) == 1 for own in held):
+        return (np.concatenate(held)[:, None, :, None] * sizes).sum(axis=2)
+    return np.stack([np.tensordot(own, sizes[rank], (1, 1)).max(axis=0) for rank, own in enumerate(held)])
+
+
+def _slots(blocks: PipelineBlocks, options: StageOptions) -> tuple[Slot, ...]:
+    """Return the blocks of every chunk in the order of its forward pass."""
+    schedule = blocks.schedule
+    stage = counts_of(schedule).stages[:, None, :, None]
+    shape = (schedule.num_ranks, *options.recomputed.shape[1:])
+
+    def count(layers: Ints) -> Floats:
+        return np.broadcast_to(layers, shape)[..., None].astype(np.float64)
+
+    return (
+        ((stage == 0).astype(np.float64), blocks.embed, 0),
+        (count(options.recomputed), blocks.layer, options.kind),
+        (count(options.plain), blocks.layer, options.plain_kind),
+        ((stage == schedule.num_stages - 1).astype(np.float64), blocks.head, 0),
+    )
+
+
+def _total(slots: Sequence[Slot], name: str) -> Floats:
+    """Add up a number over the blocks of each chunk."""
+    (embeds, embed, _), (recomputed, layer, kind), (plain, _, plain_kind), (heads, head, _) = slots
+    of_layer: Floats = getattr(layer, name)
+    found = recomputed * of_layer[kind] + plain * of_layer[plain_kind]
+    return found + embeds * getattr(embed, name)[0] + heads * getattr(head, name)[0]
+
+
+def _working(slots: Sequence[Slot], *, splits: bool) -> Floats:
+    """Return what a rank needs at most beside all that it keeps: [rank, option, candidate].
+
+    Backward runs from a chunk's last block to its first, and what a block kept is free when its turn is over.
+    """
+    working: Any = 0.0
+    freed: Any = 0.0
+    for count, block, row in reversed(slots):
+        working = np.maximum(working, np.where(count > 0, block.moment_bytes[row] - freed, 0.0))
+        freed = freed if splits else freed + count * block.saved_bytes[row]
+    return working.max(axis=2)
+
+
+def _placeholders(blocks: PipelineBlocks, options: StageOptions, slots: Sequence[Slot]) -> Floats:
+    """Return the buffers that stay once for every kind of block on a rank, whatever is computed again."""
+    embeds, heads = (slots[number][0].any(axis=2) for number in (0, -1))
+    of_layer = blocks.layer.placeholder_bytes[options.plain_kind]
+    return of_layer + embeds * blocks.embed.placeholder_bytes[0] + heads * blocks.head.placeholder_bytes[0]
+
+
+def _weights(slots: Sequence[Slot]) -> Weights:
+    """Return a rank's weights by the atoms that their gradients await; tied ones that meet there count once."""
+    apart = 1.0 - slots[0][0].sum(axis=2) * slots[-1][0].sum(axis=2)
+    found: dict[tuple[str, ...], Any] = {}
+    for count, block, _ in slots:
+        for held, factor in ((block.weights, 1.0), (block.tied_weights, apart)):
+            for pending, number in held.items():
+                found[pending] = found.get(pending, 0.0) + factor * count.sum(axis=2) * number
+    return found
+
+
+def _largest_block(slots: Sequence[Slot]) -> Floats:
+    """Return the weights of a rank's largest block; every rank has layers."""
+    (embeds, embed, _), (_, layer, _), _, (heads, head, _) = slots
+    ends = np.maximum(embeds.any(axis=2) * embed.num_weights, heads.any(axis=2) * head.num_weights)
+    return np.maximum(layer.num_weights, ends)
+
+
+def _states_and_buffers(
+    question: Question, setting: Setting, weights: Weights, largest_block: Number, bucket_bytes: Number
+) -> Mapping[str, Number]:
+    """Return the parts of a rank's memory that do not depend on micro-batches in flight.
+
+    ``largest_block`` counts weights: ZeRO-3 has two whole blocks at a time, one at work and one on its way, and a
+    gradient. Copies in buckets stand ready unless gradients are summed in place, or there is nobody to share them with.
+    """
+    precision, kernels = question.workload.precision, load_kernels(question.kernels)
+    replicas = setting.atoms["edp"] * setting.atoms["ep"] * setting.atoms["cp"]
+    weight, gradient = DTYPE_BYTES[precision.weights], DTYPE_BYTES[precision.gradients]
+    return {
+        **state_bytes(weights, setting, question.workload),
+        "gathered": largest_block * (2 * weight + gradient) if setting.zero == 3 else 0,
+        "buckets": bucket_bytes * (replicas > 1) if kernels.copies_buckets and setting.zero else 0,
+        "workspace": kernels.workspace_bytes,
+        "runtime": kernels.runtime_bytes,
+    }

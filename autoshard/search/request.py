@@ -1,0 +1,161 @@
+"""What a user asks: which model, where, for which work; and the plan of any candidate of that."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from autoshard.blocks.cutting import Terms, solved_cutting
+from autoshard.cost.calibration import Calibration, built_in
+from autoshard.cost.predict import predicted
+from autoshard.cost.provenance import calibration_entries, term_entries
+from autoshard.cost.setting import Question
+from autoshard.cost.sharded import CutBlocks
+from autoshard.cost.terms import USER_TERMS, CostTerm, outer_point
+from autoshard.errors import Fault, InputError, require
+from autoshard.layout.cutting import Cutting
+from autoshard.layout.pin import Pin
+from autoshard.plan.build import build_plan, cut_atoms
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.extensions import extension_entries
+from autoshard.plan.plan import Plan
+from autoshard.plan.rules.check import USER_RULES, rejections
+from autoshard.plan.rules.columns import Columns, Engine
+from autoshard.plan.rules.rule import Rejection, Rule
+from autoshard.plan.tables import with_tables
+from autoshard.search.space import Pins, default_kernels
+from autoshard.search.stage_filling import Effort, Goal
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import Workload
+from autoshard.version import __version__
+
+Objective = Literal["time", "memory", "dollars"]
+MOST_RANKS = 2**22  # far beyond any machine, and few enough to list all of their divisors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a user asks: which model, where, for which work; and which engines may run it.
+
+    ``pins`` fixes keys of the candidate, ``layouts`` tensors.
+    """
+
+    model: ModelSpec
+    cluster: Cluster
+    workload: Workload
+    engines: tuple[Engine, ...]
+    pins: Pins = field(default_factory=dict[str, Any])
+    layouts: tuple[Pin, ...] = ()
+    calibration: Calibration | None = None
+    # Of the user's own, beside those of autoshard:
+    terms: tuple[CostTerm, ...] = field(default_factory=lambda: tuple(USER_TERMS))
+    extra_rules: tuple[Rule, ...] = field(default_factory=lambda: tuple(USER_RULES))
+    effort: Effort = field(default_factory=Effort)
+    objective: Objective = "time"
+    memory_bytes: float | None = None  # that a rank may fill, if not all that it has
+    other_lnc: tuple[Cluster, ...] = ()  # the same nodes under other logical cores, searched as well
+
+    def __post_init__(self) -> None:
+        """Refuse a cluster whose divisors nobody could enumerate, and terms that nobody could tell apart."""
+        most, name = MOST_RANKS // self.cluster.ranks_per_node, self.cluster.name
+        terms = [term.name for term in self.terms]
+        twice = sorted({term for term in terms if terms.count(term) > 1})
+        require(
+            (self.cluster.num_nodes <= most, "nodes", f"a search takes at most {most} nodes of {name}"),
+            (not twice, "terms", f"two of the name {', '.join(twice)}; each needs its own"),
+        )
+
+    def on(self, cluster: Cluster) -> "Request":
+        """Ask about one cluster only."""
+        return replace(self, cluster=cluster, other_lnc=())
+
+    def with_lnc_of(self, lnc: int | None) -> "Request":
+        """Ask about the cluster with these logical cores, if they are named and there is one."""
+        clusters = {cluster.lnc: cluster for cluster in (self.cluster, *self.other_lnc)}
+        return self.on(clusters.get(lnc, self.cluster))
+
+    @property
+    def goal(self) -> Goal:
+        """What is minimised. On one cluster dollars are time."""
+        capacity = self.cluster.rank_memory_bytes if self.memory_bytes is None else self.memory_bytes
+        objective = "memory" if self.objective == "memory" else "time"
+        return Goal(objective=objective, capacity=capacity, effort=self.effort)
+
+    @property
+    def constants(self) -> Calibration:
+        """The calibration that is used: one's own, or that of the cluster."""
+        return self.calibration or built_in(self.cluster.name)
+
+    def plan(self, candidate: Candidate, engine: Engine, cutting: Cutting | None = None) -> Plan:
+        """Return the plan of a candidate with its prediction and its tables: those of its best cutting, or of another.
+
+        Its provenance names no time and no path.
+        """
+        faults = self.pin_faults(candidate)
+        if faults:
+            raise InputError(faults)
+        used = cutting or self.cutting(candidate, engine)
+        real = cut_atoms(candidate, self.model)
+        blocks = CutBlocks(step=self.question(candidate).step, cutting=used, atoms=real)
+        made = with_tables(self.outline(candidate, engine, blocks), used)
+        if self.layouts and engine == "nxd":
+            from autoshard.blocks.pinned import require_forms
+
+            require_forms(made)
+        return made
+
+    def outline(self, candidate: Candidate, engine: Engine, blocks: CutBlocks) -> Plan:
+        """Return the plan of a candidate whose blocks are these with its prediction, but without tables."""
+        facts = (self.model, self.cluster, self.workload, engine)
+        own = term_entries(self.terms, Columns.of(outer_point(candidate), *facts))
+        origin = {"autoshard": __version__, **calibration_entries(self.constants), **own, **extension_entries()}
+        origin["model"] = self.model.source
+        plan = build_plan(candidate, self.model, self.cluster, self.workload, engine, provenance=origin)
+        return predicted(plan, self.constants, blocks)
+
+    def pin_faults(self, candidate: Candidate) -> tuple[Fault, ...]:
+        """Say which pinned tensors a candidate cannot keep to."""
+        if not self.layouts:
+            return ()
+        from autoshard.blocks.pinned import pin_faults  # most searches have no pins, and start sooner without
+
+        return pin_faults(self.question(candidate), candidate, self.layouts)
+
+    def cutting(self, candidate: Candidate, engine: Engine) -> Cutting:
+        """Return the best cutting of a candidate's operations."""
+        return solved_cutting(self.question(candidate), candidate, Terms.of(candidate, engine, self.layouts))
+
+    def question(self, candidate: Candidate) -> Question:
+        """Return what the cost model is asked about candidates with these kernels."""
+        return Question(
+            model=self.model,
+            cluster=self.cluster,
+            workload=self.workload,
+            kernels=candidate.kernels or self.cluster.kernels,
+            calibration=self.constants,
+            terms=self.terms,
+        )
+
+
+def plan_at(request: Request, candidate: Candidate) -> Plan:
+    """Return the plan of exactly one candidate, legal or not, as long as it has a shape."""
+    return request.plan(*resolved(request, candidate))
+
+
+def resolved(request: Request, candidate: Candidate) -> tuple[Candidate, Engine]:
+    """Return the first engine that may run a candidate, or else the first, and the candidate with its kernels."""
+    choices: list[tuple[Candidate, Engine]] = [
+        (_with_kernels(request, candidate, engine), engine) for engine in request.engines
+    ]
+    legal = (choice for choice in choices if not rejections_of(request, *choice))
+    return next(legal, choices[0])
+
+
+def rejections_of(request: Request, candidate: Candidate, engine: Engine) -> tuple[Rejection, ...]:
+    """Return every reason of the Rules against a candidate."""
+    facts = (request.model, request.cluster, request.workload)
+    return rejections(candidate, *facts, engine, extra_rules=request.extra_rules)
+
+
+def _with_kernels(request: Request, candidate: Candidate, engine: Engine) -> Candidate:
+    kernels = candidate.kernels or default_kernels(request.cluster, engine)
+    return replace(candidate, kernels=None if kernels == request.cluster.kernels else kernels)

@@ -1,0 +1,300 @@
+"""Which layers each stage gets and what it recomputes, for many candidates that share a schedule.
+
+GPipe and 1F1B run one stage per rank: all ranges of layers are searched, by dynamic programming over the ranks, whose
+value is a lower bound. Other schedules take near-even splits of the layers. Either way each rank has, for each number
+of layers, the fastest recompute that fits, and what comes out best is timed as every plan is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from autoshard.cost.stages import PipelineBlocks, counts_of, only
+from autoshard.schedule.schedule import Schedule
+from autoshard.schedule.waves import Floats, Ints
+from autoshard.search.stage_options import NEVER, RankOptions, StageChoices, StageFilling, near_even_layers
+
+SURE = 1e-12  # of a bound that was computed in another order
+_MORE = 2  # layers beyond an even share that a stage may get at first
+_AT_ONCE = 64  # fillings of a candidate that are timed together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How far a search goes: the gap that it may leave, and how many fillings of one candidate it may look at."""
+
+    gap: float = 5e-3
+    most_partial: int = 5_000  # of the first ranks
+    most_timed: int = 256
+    exhaustive: bool = False  # no point is left out because of its bound
+
+
+EVERYTHING = Effort(gap=0.0, most_partial=500_000, most_timed=500_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PathTables:
+    """The least of all fillings, by rank and layers left for it and later ranks: [layers, candidate].
+
+    ``sums`` adds up the ranks. ``longest`` is the longest of some paths through the schedule, which are lower bounds: a
+    rank begins when the ranks before it have passed a micro-batch, passes ``weights[..][0]`` of them, and waits
+    ``weights[..][1]`` times for one to pass all later ranks.
+    """
+
+    weights: Sequence[tuple[Floats, Floats]]
+    sums: list[Floats]
+    longest: list[Floats]
+
+    @classmethod
+    def of(
+        cls, least_s: Floats, sizes: Sequence[int], num_layers: int, weights: Sequence[tuple[Floats, Floats]]
+    ) -> "PathTables":
+        """Fill the tables from the last rank to the first, given what each size takes: [rank, size, candidate]."""
+        none = np.full((num_layers + 1, least_s.shape[2]), NEVER)
+        none[0] = 0.0
+        tables = cls(weights=weights, sums=[none], longest=[none])
+        for rank in reversed(range(len(least_s))):
+            total, path = np.full((2, *none.shape), NEVER)
+            for own, size in zip(least_s[rank], sizes, strict=True):
+                after, later = tables.sums[0][: num_layers + 1 - size], tables.longest[0][: num_layers + 1 - size]
+                np.minimum(total[size:], after + own, out=total[size:])
+                np.minimum(path[size:], tables.through(rank, own, after, later), out=path[size:])
+            tables.sums.insert(0, total)
+            tables.longest.insert(0, path)
+        return tables
+
+    def through(self, rank: int, own_s: Floats, after_s: Floats, later_s: Floats) -> Floats:
+        """Return the longest path from a rank on, given its time, and the sum and the longest path of later ranks."""
+        found = own_s + later_s
+        for passes, waits in self.weights:
+            found = np.maximum(found, passes[rank] * own_s + waits[rank] * after_s)
+        return found
+
+
+def path_weights(schedule: Schedule) -> list[tuple[Floats, Floats]]:
+    """Return what lies on paths through GPipe and 1F1B: passes of each rank, and how often it waits for all later ones.
+
+    GPipe's ranks do all F in a row, then all B. A rank of 1F1B comes to its steady state once all later ranks have
+    passed a micro-batch, and leaves it likewise; where there are too few micro-batches for a steady state it does all F
+    in a row, then all B, the slower of which are at least half.
+    """
+    count, later = schedule.num_micro_batches, np.arange(schedule.num_ranks)[::-1].astype(np.float64)
+    every, once = np.full(len(later), float(count)), np.ones(len(later))
+    if schedule.builder == "gpipe":
+        return [(every, once)]
+    steady = later < count
+    return [(every, 0 * once), (np.where(steady, count - later, (count + 1) / 2), np.where(steady, 2.0, 1.0))]
+
+
+Limits = tuple[Floats | float, Effort]  # memory of a rank, for all candidates or for each, and effort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What is minimised, in how much memory of a rank, and how far the search for it goes."""
+
+    objective: Literal["time", "memory"] = "time"
+    capacity: float  # bytes
+    effort: Effort = field(default_factory=Effort)
+
+    def value(self, filling: StageFilling) -> Floats:
+        """Return what fillings come to: seconds of a step, or bytes of the fullest rank."""
+        return filling.time_s if self.objective == "time" else filling.peak_bytes
+
+
+def fill_stages(
+    blocks: PipelineBlocks, choices: StageChoices, goal: Goal, below: float, rest_s: Floats
+) -> StageFilling:
+    """Return the best filling of each candidate, as far as it may come to less than ``below``; its bound is of that.
+
+    ``rest_s`` is what a step takes at least beside its micro-batches. Of the fillings that hold least, the fastest one
+    is returned.
+    """
+    if goal.objective == "time":
+        return _fastest(blocks, choices, (goal.capacity, goal.effort), below, rest_s + blocks.fixed_s)
+    peak = _least_peak(blocks, choices, goal.capacity)
+    least = np.minimum(peak * (1 + SURE), goal.capacity)
+    found = _fastest(blocks, choices, (least, Effort(gap=1.0)), np.inf, rest_s + blocks.fixed_s)
+    return replace(found, bound=peak)
+
+
+def _fastest(
+    blocks: PipelineBlocks, choices: StageChoices, limits: Limits, below_s: float, rest_s: Floats
+) -> StageFilling:
+    """Return the fastest filling within limits of memory and effort."""
+    fill = _fastest_ranges if choices.all_ranges(blocks.schedule) else _fastest_near_even
+    return fill(blocks, choices, limits, below_s, rest_s)
+
+
+def _fastest_near_even(
+    blocks: PipelineBlocks, choices: StageChoices, limits: Limits, below_s: float, rest_s: Floats
+) -> StageFilling:
+    """Time every near-even split that may take less."""
+    layers = near_even_layers(blocks.schedule, choices.num_layers, choices.stages)
+    bound = (_splits_bound_s(blocks, layers, _fastest_ranks_s(blocks, layers)) + rest_s) * (1 - SURE)
+    near = np.flatnonzero((bound < below_s).any(axis=0))
+    if not len(near):
+        return StageFilling.nothing(blocks.schedule.num_stages, bound.min(axis=0))
+    some = blocks.only(near)
+    options = RankOptions.of(some, choices.only(near), layers, only(limits[0], near))
+    fits = options.least_s.max(axis=0) < NEVER
+    sharper = (_splits_bound_s(some, layers, options.least_s) + rest_s[near]) * (1 - SURE)
+    bound[:, near] = np.where(fits, sharper, np.inf)
+    split, number = np.nonzero(bound[:, near] < below_s)
+    found = options.timed(options.best[:, split, number], number)
+    bound[split, near[number]] = found.time_s
+    return _best_of(found, near[number], bound.min(axis=0))
+
+
+def _fastest_ranks_s(blocks: PipelineBlocks, layers: Ints) -> Floats:
+    """Return what ranks take with the recompute that is fastest, whether it fits or not: [rank, split, candidate]."""
+    embed, layer, head = (block.pass_s.min(axis=0) for block in (blocks.embed, blocks.layer, blocks.head))
+    stages, last = counts_of(blocks.schedule).stages, blocks.schedule.num_stages - 1
+    ends = [(stages == stage).any(axis=1)[:, None, None] for stage in (0, last)]
+    return layers.sum(axis=2)[..., None] * layer + ends[0] * embed + ends[1] * head + blocks.hop_s[:, None]
+
+
+def _splits_bound_s(blocks: PipelineBlocks, layers: Ints, each_s: Floats) -> Floats:
+    """Bound the micro-batches of every split, given what they take on each rank: [split, candidate].
+
+    A rank begins when the stages before its first one have passed a micro-batch, and ends before these have passed the
+    last one back, unless its weight gradients come later.
+    """
+    schedule, counts = blocks.schedule, counts_of(blocks.schedule)
+    layer = blocks.layer.forward_s if schedule.splits_backward else blocks.layer.pass_s
+    by_stage = layers[counts.ranks, :, counts.chunks]  # [stage, split]
+    before = (np.cumsum(by_stage, axis=0) - by_stage)[counts.stages.min(axis=1)]
+    return (before[..., None] * layer.min(axis=0) + schedule.num_micro_batches * each_s).max(axis=0)
+
+
+def _best_of(found: StageFilling, candidates: Ints, bound: Floats) -> StageFilling:
+    """Return the fastest of each candidate's fillings, among equals the first; infinite where it has none."""
+    order = np.lexsort((found.time_s, candidates))
+    first = order[np.flatnonzero(np.diff(candidates[order], prepend=-1))]
+    best = StageFilling.nothing(len(found.kind), bound)
+    for name in ("time_s", "peak_bytes", "kind", "recomputed", "plain"):
+        getattr(best, name)[..., candidates[first]] = getattr(found, name)[..., first]
+    return replace(best, bound=np.minimum(bound, best.time_s))
+
+
+def _range_options(
+    blocks: PipelineBlocks, choices: StageChoices, sizes: Sequence[int], capacity: Floats | float
+) -> RankOptions:
+    """Price stages of these sizes on every rank."""
+    layers = np.broadcast_to(np.array(sizes)[None, :, None], (blocks.schedule.num_ranks, len(sizes), 1))
+    return RankOptions.of(blocks, choices, layers, capacity)
+
+
+def _least_peak(blocks: PipelineBlocks, choices: StageChoices, capacity: float) -> Floats:
+    """Return what the fullest rank of each candidate holds at least; infinite where nothing fits."""
+    if not choices.all_ranges(blocks.schedule):
+        layers = near_even_layers(blocks.schedule, choices.num_layers, choices.stages)
+        held = RankOptions.of(blocks, choices, layers, capacity).least_bytes
+        return held.max(axis=0).min(axis=0)
+    ranks = blocks.schedule.num_ranks
+    sizes = range(1, choices.num_layers - ranks + 2)
+    held = _range_options(blocks, choices, sizes, capacity).least_bytes
+    least = np.full((choices.num_layers + 1, held.shape[2]), np.inf)
+    least[0] = 0.0
+    for own in held:
+        before, least = least, np.full_like(least, np.inf)
+        for size, peak in zip(sizes, own, strict=True):
+            here = np.maximum(before[: choices.num_layers + 1 - size], peak)
+            np.minimum(least[size:], here, out=least[size:])
+    return least[choices.num_layers]
+
+
+def _fastest_ranges(
+    blocks: PipelineBlocks, choices: StageChoices, limits: Limits, below_s: float, rest_s: Floats
+) -> StageFilling:
+    """Search all ranges of layers: time the filling of least bound, and others where that leaves too wide a gap."""
+    schedule, num_layers = blocks.schedule, choices.num_layers
+    widest = num_layers - schedule.num_ranks + 1
+    high = min(widest, -(-num_layers // schedule.num_ranks) + _MORE)
+    while True:
+        sizes = range(max(1, num_layers - (schedule.num_ranks - 1) * high), high + 1)
+        options = _range_options(blocks, choices, sizes, limits[0])
+        paths = PathTables.of(options.least_s, sizes, num_layers, path_weights(schedule))
+        least = paths.longest[0][num_layers]
+        bound = np.where(least < NEVER, (least + rest_s) * (1 - SURE), np.inf)
+        near = np.flatnonzero(bound < below_s)
+        found = _best_of(options.timed(_best_path(options, paths, sizes)[:, near], near), near, bound)
+        limit = np.minimum(below_s, found.time_s) - rest_s
+        if high == widest or np.all(schedule.num_micro_batches * options.least_s[:, -1] >= limit):
+            break
+        high = min(widest, 2 * high)
+    columns = range(blocks.num_candidates)
+    parts = [_improved(options, paths, limits[1], found.only(np.array([one])), one, rest_s) for one in columns]
+    return StageFilling.side_by_side(parts)
+
+
+def _best_path(options: RankOptions, paths: PathTables, sizes: Sequence[int]) -> Ints:
+    """Return the option of each rank, [rank, candidate], on a filling of least bound, and of these with little work."""
+    own_s, sizes_of = options.least_s, np.array(sizes)[:, None]
+    columns = np.arange(own_s.shape[2], dtype=np.int64)
+    left, before_s = np.full(len(columns), len(paths.sums[0]) - 1), np.zeros(len(columns))
+    target = paths.longest[0][left, columns] * (1 + SURE)
+    found: list[Ints] = []
+    for rank, own in enumerate(own_s):
+        rest = np.maximum(left - sizes_of, 0)
+        after, later = paths.sums[rank + 1][rest, columns], paths.longest[rank + 1][rest, columns]
+        path = before_s + paths.through(rank, own, after, later)
+        number = np.where((path <= target) & (left >= sizes_of), own + after, np.inf).argmin(axis=0)
+        found.append(options.best[rank, number, columns])
+        before_s, left = before_s + own[number, columns], rest[number, columns]
+    return np.stack(found)
+
+
+def _improved(
+    options: RankOptions, paths: PathTables, effort: Effort, found: StageFilling, candidate: int, rest_s: Floats
+) -> StageFilling:
+    """Time fillings of one candidate by their bounds until the gap is small enough, or enough of them are timed."""
+    time_s, timed = float(found.time_s[0]), 0
+    if not np.isfinite(time_s) or found.bound[0] >= time_s * (1 - max(effort.gap, 1e-9)):
+        return found
+    least, steps, dropped = _near_fillings(options, paths, effort, candidate, time_s - rest_s[candidate])
+    least = (least + rest_s[candidate]) * (1 - SURE)
+    order = np.argsort(least, kind="stable")
+    while timed < min(len(order), effort.most_timed) and least[order[timed]] < time_s * (1 - effort.gap):
+        rows = order[timed : timed + _AT_ONCE]
+        option, places = list[Ints](), rows
+        for own, before in reversed(steps):
+            option.insert(0, own[places])
+            places = before[places]
+        some = options.timed(np.stack(option), np.full(len(rows), candidate))
+        found = _best_of(StageFilling.side_by_side([found, some]), np.zeros(len(rows) + 1, dtype=np.int64), found.bound)
+        time_s, timed = float(found.time_s[0]), timed + len(rows)
+    left = least[order[timed]] if timed < len(order) else np.inf
+    bound = min(time_s, float(left), (dropped + float(rest_s[candidate])) * (1 - SURE))
+    return replace(found, bound=np.maximum(found.bound, bound))
+
+
+def _near_fillings(
+    options: RankOptions, paths: PathTables, effort: Effort, candidate: int, limit_s: float
+) -> tuple[Floats, list[tuple[Ints, Ints]], float]:
+    """Return the bounds of all fillings that may end below a limit, as steps from rank to rank.
+
+    Each step has the option of a rank, and the number of the filling of the ranks before it. Where these are too many,
+    those of least bound are kept; the last value is the least bound of the others.
+    """
+    layers = np.array([len(paths.sums[0]) - 1])  # that are left
+    before_s, path_s, steps, dropped = np.zeros(1), np.zeros(1), list[tuple[Ints, Ints]](), np.inf
+    for rank, both_s in enumerate(options.both_s[:, :, candidate]):
+        fits = np.flatnonzero(both_s < NEVER)
+        number, option = (one.reshape(-1) for one in np.meshgrid(np.arange(len(layers)), fits, indexing="ij"))
+        left = layers[number] - options.options.num_layers[rank, option]
+        number, option, left = number[left >= 0], option[left >= 0], left[left >= 0]
+        own = both_s[option]
+        after, later = (table[rank + 1][left, candidate] for table in (paths.sums, paths.longest))
+        least = np.maximum(path_s[number], before_s[number] + paths.through(rank, own, after, later))
+        here = np.maximum(path_s[number], before_s[number] + paths.through(rank, own, after, 0.0 * after))
+        kept = np.flatnonzero(least < limit_s)
+        if len(kept) > effort.most_partial:
+            order = kept[np.argsort(least[kept], kind="stable")]
+            dropped = min(dropped, float(least[order[effort.most_partial]]))
+            kept = np.sort(order[: effort.most_partial])
+        layers, path_s, before_s = left[kept], here[kept], before_s[number[kept]] + own[kept]
+        steps.append((option[kept], number[kept]))
+    return path_s, steps, dropped

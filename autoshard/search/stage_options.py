@@ -1,0 +1,226 @@
+"""What the stages of candidates may hold: layers and recompute, priced, and timed once they are chosen."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost.stages import PerCandidate, PipelineBlocks, StageOptions, StagePrices, counts_of, price_stages
+from autoshard.cost.step import step_seconds
+from autoshard.plan.candidate import even_stages
+from autoshard.plan.recompute import Recompute
+from autoshard.schedule.schedule import Schedule
+from autoshard.schedule.waves import Floats, Ints
+
+NEVER = 1e30  # seconds of what does not fit: unlike infinity, nothing times that is nothing
+ALL_RANGES = ("1f1b", "gpipe")  # schedules of which all ranges of layers are searched
+_RELIEVED = ((0, 1), (1, 0), (1, 1), (0, 2), (1, 2))  # layers that the first and the last stage give away
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageChoices(PerCandidate):
+    """What the stages of candidates may choose from."""
+
+    kinds: tuple[Recompute, ...]  # as the rows of a layer's totals
+    allowed: NDArray[np.bool_]  # [kind, candidate]: what Rules allow
+    num_layers: int
+    stages: tuple[int, ...] | None  # pinned
+    recompute: tuple[Recompute, ...] | None  # pinned, one entry for all stages or one for each
+    partly: bool = True  # whether a stage may recompute some of its layers in full
+
+    @property
+    def plain_kind(self) -> int:
+        """The row of no recompute."""
+        return self.kinds.index(Recompute())
+
+    @property
+    def partly_full(self) -> bool:
+        """Whether some of a stage's layers may recompute in full, the others nothing."""
+        return self.partly and Recompute(kind="full") in self.kinds
+
+    def all_ranges(self, schedule: Schedule) -> bool:
+        """Say whether all ranges of layers are searched."""
+        return self.stages is None and schedule.builder in ALL_RANGES and schedule.num_ranks > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageFilling(PerCandidate):
+    """Layers and recompute of the stages of every candidate, with time and memory; infinite where nothing fits."""
+
+    time_s: Floats
+    bound: Floats  # of all fillings of the candidate, in seconds or bytes
+    peak_bytes: Floats
+    kind: Ints  # [stage, candidate]
+    recomputed: Ints  # [stage, candidate]: layers of this kind
+    plain: Ints
+
+    @classmethod
+    def nothing(cls, num_stages: int, bound: Floats) -> "StageFilling":
+        """Return that nothing fits, or nothing that is better than what is known."""
+        kind, recomputed, plain = np.zeros((3, num_stages, len(bound)), dtype=np.int64)
+        time_s, peak = np.full((2, len(bound)), np.inf)
+        return cls(time_s=time_s, bound=bound, peak_bytes=peak, kind=kind, recomputed=recomputed, plain=plain)
+
+    @classmethod
+    def side_by_side(cls, parts: "Sequence[StageFilling]") -> "StageFilling":
+        """Return the fillings of several candidates as one."""
+        names = [one.name for one in fields(cls)]
+        return cls(**{name: np.concatenate([getattr(one, name) for one in parts], axis=-1) for name in names})
+
+    def stages(self, candidate: int) -> tuple[int, ...]:
+        """Return the layers of every stage."""
+        return tuple((self.recomputed[:, candidate] + self.plain[:, candidate]).tolist())
+
+    def recompute(self, candidate: int, kinds: Sequence[Recompute]) -> tuple[Recompute, ...]:
+        """Return what every stage computes again."""
+        columns = np.stack([self.kind, self.recomputed, self.plain])[..., candidate].T
+        rows: list[list[int]] = columns.tolist()
+        return tuple(
+            Recompute(kind="full", num_layers=some) if some and plain else kinds[kind] if some else Recompute()
+            for kind, some, plain in rows
+        )
+
+
+def near_even_splits(num_layers: int, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """List near-even splits: the even one, and those whose ends give layers to the stages between.
+
+    >>> near_even_splits(8, 4)
+    ((2, 2, 2, 2), (2, 3, 2, 1), (1, 3, 2, 2), (1, 3, 3, 1))
+    """
+    even = even_stages(num_layers, num_stages)
+    found = {even: None}
+    for first, last in _RELIEVED:
+        split = (even[0] - first, *even[1:-1], even[-1] - last)
+        if num_stages == 2:
+            split = (even[0] - first + last, even[1] - last + first)
+        elif num_stages > 2:
+            split = (split[0], *even_stages(num_layers - split[0] - split[-1], num_stages - 2), split[-1])
+        if num_stages > 1 and min(split[0], split[-1]) >= 1:
+            found[split] = None
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def near_even_layers(schedule: Schedule, num_layers: int, pinned: tuple[int, ...] | None) -> Ints:
+    """Return the layers of every chunk in the near-even splits, or in the pinned one: [rank, split, chunk]."""
+    splits = (pinned,) if pinned else near_even_splits(num_layers, schedule.num_stages)
+    return np.array(splits)[:, counts_of(schedule).stages].swapaxes(0, 1)
+
+
+def stage_options(
+    schedule: Schedule, choices: StageChoices, layers: Ints
+) -> tuple[StageOptions, Ints, NDArray[np.bool_]]:
+    """Return every option of every rank, the division of each, and where it is allowed: [rank, option, candidate].
+
+    ``layers``, [rank, division, chunk], are the layers of a rank's chunks; all of these recompute alike, unless that is
+    pinned. Options stand in order of division.
+    """
+    if choices.recompute is not None:
+        return _pinned_options(schedule, choices, layers)
+    full = Recompute(kind="full")
+    most: list[int] = layers.max(axis=(0, 2)).tolist()
+    rows = [
+        (kind, number, most[number] if again is None else again)
+        for number in range(layers.shape[1])
+        for kind, again in (
+            *((kind, None) for kind in range(len(choices.kinds))),
+            *((choices.kinds.index(full), count) for count in range(1, most[number]) if choices.partly_full),
+        )
+    ]
+    kind, divisions, again = np.array(rows).T
+    recomputed = np.minimum(again[:, None], layers[:, divisions])
+    partly = (again < np.array(most)[divisions])[:, None]
+    options = StageOptions(
+        kind=kind[None, :, None],
+        recomputed=recomputed,
+        plain=layers[:, divisions] - recomputed,
+        plain_kind=choices.plain_kind,
+    )
+    return options, divisions, (choices.allowed[kind] & (~partly | choices.allowed[choices.plain_kind]))[None]
+
+
+def _pinned_options(
+    schedule: Schedule, choices: StageChoices, layers: Ints
+) -> tuple[StageOptions, Ints, NDArray[np.bool_]]:
+    """Return the only option of every division that pinned recompute leaves."""
+    assert choices.recompute is not None
+    entries = choices.recompute * (schedule.num_stages if len(choices.recompute) == 1 else 1)
+    stages = counts_of(schedule).stages[:, None]
+    wanted = np.array([one.num_layers or 0 for one in entries], dtype=np.int64)[stages]
+    recomputed: Ints = np.where(wanted > 0, np.minimum(wanted, layers), layers)
+    options = StageOptions(
+        kind=np.array([choices.kinds.index(one.kinds[0]) for one in entries])[stages],
+        recomputed=recomputed,
+        plain=layers - recomputed,
+        plain_kind=choices.plain_kind,
+    )
+    enough = cast(NDArray[np.bool_], (layers >= wanted).all(axis=2))
+    return options, np.arange(layers.shape[1], dtype=np.int64), enough[:, :, None] & choices.allowed.all(axis=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankOptions:
+    """The options of every rank, and for each division of layers over its chunks the fastest that fits."""
+
+    blocks: PipelineBlocks
+    options: StageOptions
+    prices: StagePrices
+    divisions: Ints  # of each option, in order
+    fits: NDArray[np.bool_]  # [rank, option, candidate]
+    both_s: Floats  # [rank, option, candidate]: a micro-batch with its sends, if it fits
+    best: Ints  # [rank, division, candidate]: the fastest option
+    least_s: Floats  # [rank, division, candidate]: what that takes
+
+    @classmethod
+    def of(cls, blocks: PipelineBlocks, choices: StageChoices, layers: Ints, capacity: Floats | float) -> "RankOptions":
+        """Price all options for given layers of every chunk: [rank, division, chunk]."""
+        options, divisions, allowed = stage_options(blocks.schedule, choices, layers)
+        prices = price_stages(blocks, options)
+        fits = allowed & (prices.peak_bytes <= capacity)
+        both_s = np.where(fits, prices.pass_s + blocks.hop_s[:, None], NEVER)
+        best = _least_of_each(both_s, divisions)
+        return cls(
+            blocks=blocks,
+            options=options,
+            prices=prices,
+            divisions=divisions,
+            fits=fits,
+            both_s=both_s,
+            best=best,
+            least_s=np.take_along_axis(both_s, best, axis=1),
+        )
+
+    @property
+    def least_bytes(self) -> Floats:
+        """Return what a rank holds at least: [rank, division, candidate]."""
+        held = np.where(self.fits, self.prices.peak_bytes, np.inf)
+        return np.take_along_axis(held, _least_of_each(held, self.divisions), axis=1)
+
+    def timed(self, option: Ints, candidates: Ints) -> StageFilling:
+        """Time one option per rank, [rank, column], of a candidate for each column."""
+        counts, ranks = counts_of(self.blocks.schedule), np.arange(self.blocks.schedule.num_ranks)[:, None]
+        shape = (len(ranks), *self.options.recomputed.shape[1:])
+        prices = self.prices.chosen(option, candidates)
+        time_s = step_seconds(self.blocks.only(candidates), prices).total_s
+
+        def by_stage(column: Ints) -> Ints:
+            return np.broadcast_to(column, shape)[ranks, option][counts.ranks, :, counts.chunks]
+
+        return StageFilling(
+            time_s=time_s,
+            bound=time_s,
+            peak_bytes=prices.peak_bytes.max(axis=0),
+            kind=by_stage(self.options.kind),
+            recomputed=by_stage(self.options.recomputed),
+            plain=by_stage(self.options.plain),
+        )
+
+
+def _least_of_each(cost: Floats, divisions: Ints) -> Ints:
+    """Return the option of least cost of every division: [rank, division, candidate]."""
+    starts = np.flatnonzero(np.diff(divisions, prepend=-1)).tolist()
+    spans = zip(starts, [*starts[1:], len(divisions)], strict=True)
+    return np.stack([low + cost[:, low:high].argmin(axis=1) for low, high in spans], axis=1)

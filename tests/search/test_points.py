@@ -1,0 +1,151 @@
+"""Every point costs what its plans do, and no filling of a point is below its bound."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from autoshard.cost.stages import StageOptions, price_stages
+from autoshard.cost.step import step_seconds
+from autoshard.plan.recompute import Recompute
+from autoshard.search.points import Points
+from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedCutting
+from autoshard.search.request import Request
+from autoshard.search.rule_filter import legal_space
+from autoshard.search.stage_filling import Goal
+from autoshard.search.variants import RunVariant
+from tests.search.brute_force import FULL, PLAIN, Point, Truth, ask, compositions, near_even
+from tests.search.question_cases import Asked, requests
+from tests.search.test_priced_layouts import ACTIVE, NO_MASTERS, SLOW_VECTORS
+
+SEVERAL = 3  # random fillings of each point
+SURE = 1 + 1e-9
+
+
+def single_points(truth: Truth) -> Iterator[tuple[Point, RunVariant, PricedLayouts]]:
+    """Yield every legal point as the search has it, alone: a variant of one row, and its layout priced alone."""
+    request, (engine,) = truth.request, truth.request.engines
+    legal = legal_space(request, engine)
+    for variant in legal.variants:
+        for place, layout in enumerate(variant.layouts.tolist()):
+            point = truth.point_of(variant.space.candidate(place, 0))
+            space = replace(legal.space, base=variant.space.base, sp=variant.space.sp)
+            cutting = SolvedCutting(cutting=point.blocks.cutting, atoms=frozenset())
+            (one,) = LayoutPricer(point.question).priced(space, cutting, {space.base.cp_order: np.array([layout])})
+            yield point, variant.only(np.array([place])), one
+
+
+def is_bounded(request: Request, share: float) -> None:
+    """Compare every point's bound with the best way to fill its stages, in as much memory as it needs or some more."""
+    for point, variant, priced in single_points(Truth(request)):
+        fastest, small = point.fastest(), point.smallest()
+        if fastest is None or small is None:
+            continue
+        capacity = small.peak_bytes + share * max(0.0, fastest.peak_bytes - small.peak_bytes)
+        best = point.fastest(capacity)
+        time, memory = Goal(capacity=capacity), Goal(objective="memory", capacity=capacity)
+        for goal, value in ((time, best.time_s if best else np.inf), (memory, small.peak_bytes)):
+            found = Points.of(priced, variant, goal)
+            assert best and len(found.rows), (str(small.candidate), "is said not to fit in what it takes")
+            assert float(found.bound[0]) <= value * SURE, str(best.candidate)
+
+
+@given(requests(), st.sampled_from([0.0, 0.02, 0.2, 1.1]))
+def test_no_filling_of_a_point_is_below_its_bound(asked: Asked, share: float):
+    is_bounded(asked.request, share)
+
+
+@pytest.mark.parametrize("layers", [4, 5])
+@pytest.mark.parametrize("kind", ["none", "full"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved"])
+def test_what_just_fits_is_not_said_to_be_too_large(schedule: str, kind: str, layers: int):
+    pins = f"pp=2,tp=4,zero=0,schedule={schedule},recompute={kind}"
+    request = ask("tiny-llama", ranks=8, global_batch=4, seq_len=8, pins=pins)
+    is_bounded(replace(request, model=replace(request.model, num_layers=layers)), 0.0)
+
+
+def drawn(point: Point, random: np.random.Generator) -> tuple[tuple[int, ...], tuple[Recompute, ...]]:
+    """Draw layers and recompute for every stage."""
+    layers, stages = point.question.model.num_layers, point.candidate.num_stages
+    listed = list(compositions(layers, stages)) if layers < 8 else list(near_even(layers, stages))
+    split = point.candidate.stages or listed[int(random.integers(len(listed)))]
+    kinds = [kind for pinned in point.kinds for entry in pinned for kind in entry.kinds]
+    chosen = [kinds[int(random.integers(len(kinds)))] for _ in split]
+    if {PLAIN, FULL} <= set(kinds):
+        partly = [Recompute(kind="full", num_layers=int(random.integers(1, max(2, count)))) for count in split]
+        chosen = [
+            some if random.random() < 0.4 and (some.num_layers or 1) < count else kind
+            for some, kind, count in zip(partly, chosen, split, strict=True)
+        ]
+    return split, tuple(chosen)
+
+
+def cost_in_columns(point: Point, variant: RunVariant, priced: PricedLayouts, filling) -> tuple[float, float]:
+    """Price one way to fill the stages of a point."""
+    split, entries = filling
+    schedule = point.plan.schedule
+    ranks, chunks = range(schedule.num_ranks), range(schedule.num_chunks)
+    stage = [[schedule.stages_of(rank)[chunk] for chunk in chunks] for rank in ranks]
+    again = np.array([[entries[one].num_layers or split[one] for one in own] for own in stage])
+    options = StageOptions(
+        kind=np.array([[[priced.kinds.index(entries[one].kinds[0]) for one in own]] for own in stage]),
+        recomputed=again[:, None],
+        plain=(np.array(split)[np.array(stage)] - again)[:, None],
+        plain_kind=priced.kinds.index(PLAIN),
+    )
+    first = np.zeros(1, dtype=int)
+    blocks = priced.pipeline_blocks(first, schedule, variant.space.base.zero)
+    prices = price_stages(blocks, options).chosen(np.zeros((schedule.num_ranks, 1), dtype=int), first)
+    return float(step_seconds(blocks, prices).total_s[0]), float(prices.peak_bytes.max())
+
+
+def agrees(request: Request, seed: int, most: int) -> None:
+    """Compare some points of a question."""
+    random = np.random.default_rng(seed)
+    for count, (point, variant, priced) in enumerate(single_points(Truth(request))):
+        for _ in range(SEVERAL):
+            split, entries = drawn(point, random)
+            if any((one.num_layers or 1) > size for one, size in zip(entries, split, strict=True)):
+                continue
+            candidate = replace(point.candidate, stages=split, recompute=entries)
+            found = cost_in_columns(point, variant, priced, (split, entries))
+            assert found == pytest.approx(point.cost_of(candidate), rel=1e-9), str(candidate)
+        if count >= most:
+            break
+
+
+@given(requests(), st.integers(0, 10**6))
+def test_small_questions_cost_what_their_plans_do(asked: Asked, seed: int):
+    agrees(asked.request, seed, 20)
+
+
+# model, cluster, nodes, pins
+CASES = {
+    "trn1": ("llama3-8b", "trn1.32xlarge", 4, "tp=8,mbs=1"),
+    "trn1, core": ("llama2-7b", "trn1.32xlarge", 4, "tp=8,mbs=1,kernels=nxd_core"),
+    "trn2": ("llama3-8b", "trn2.48xlarge", 2, "tp=4,pp=4,mbs=1"),
+    "experts": ("mixtral-8x7b", "h100-80", 4, "tp=2,pp=4,mbs=1,zero=1"),
+    "experts, all spread": ("mixtral-8x7b", "h100-80", 4, "tp=2,pp=4,mbs=1,zero=3"),
+    "tied": ("gpt2-xl", "a100-40", 1, "tp=1,mbs=1"),
+    "te": ("llama3-8b", "h100-80", 2, "tp=2,pp=4,cp=2,mbs=1"),
+    "mcore": ("llama3-8b", "h100-80", 2, "tp=2,pp=4,cp=1,mbs=1,kernels=mcore"),
+    "torch": ("llama3-8b", "h100-80", 2, "tp=2,pp=4,cp=1,mbs=1,kernels=torch_cuda"),
+    "torch, v": ("llama3-8b", "h100-80", 2, "tp=2,pp=4,cp=1,mbs=1,kernels=torch_cuda,schedule=zb_v,zero=0"),
+    "chunks": ("llama3-8b", "h100-80", 2, "tp=2,pp=4,cp=1,mbs=1,schedule=interleaved,zero=1"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_large_questions_cost_what_their_plans_do(case: str):
+    model, cluster, nodes, pins = CASES[case]
+    request = ask(
+        model, cluster, nodes, pins=pins, seq_len=4096 if cluster.startswith("trn") else 1024, global_batch=64
+    )
+    constants = ACTIVE if "trn" in cluster else SLOW_VECTORS
+    agrees(replace(request, calibration=constants), 5, 15)
+    if "trn" in cluster:  # NxD keeps masters only inside ZeRO-1
+        workload = replace(request.workload, precision=NO_MASTERS)
+        agrees(replace(request, workload=workload, pins={**request.pins, "zero": 0}, calibration=constants), 6, 5)

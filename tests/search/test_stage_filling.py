@@ -1,0 +1,263 @@
+"""Stages are filled in the best way, of blocks that are drawn at random; every way is tried and timed as plans are."""
+
+import functools
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from autoshard.cost.stages import BlockTotals, PipelineBlocks, Sends, StageOptions, price_stages
+from autoshard.cost.step import pipelined_s, step_seconds, work_by_stage
+from autoshard.plan.recompute import Recompute
+from autoshard.schedule.schedule import Schedule
+from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedCutting
+from autoshard.search.rule_filter import legal_space
+from autoshard.search.stage_filling import Effort, Goal, fill_stages, path_weights
+from autoshard.search.stage_options import StageChoices, StageFilling, near_even_splits
+from tests.search.brute_force import EXACT, FULL, PLAIN, ask, compositions, near_even
+
+GIB = 2.0**30
+SURE = 1 + 1e-9
+NORMS, MLP = (Recompute(kind="selective", ops=(name,)) for name in ("norms", "mlp"))
+KINDS = ((PLAIN,), (PLAIN, FULL), (PLAIN, NORMS, FULL), (PLAIN, NORMS, MLP), (PLAIN, NORMS, MLP, FULL))
+
+
+@functools.cache
+def priced(kernels: str, zero: int) -> PricedLayouts:
+    """A real layout of a small model, whose sizes and links serve made-up blocks."""
+    request = ask("tiny-llama", ranks=8, global_batch=16, pins=f"mbs=1,tp=2,dp=2,zero={zero},kernels={kernels}")
+    space = legal_space(request, "torch").space
+    candidate = space.candidate(0, 0)
+    cutting = SolvedCutting(cutting=request.cutting(candidate, "torch"), atoms=frozenset({"kv", "edp"}))
+    return next(iter(LayoutPricer(request.question(candidate)).priced(space, cutting, {"contiguous": np.arange(1)})))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """Stages to fill, for several candidates at once."""
+
+    blocks: PipelineBlocks
+    choices: StageChoices
+    capacity: float
+    rest_share: float  # of the least step phase that the search is told
+    text: str  # what was drawn
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.text)
+
+
+def totals(
+    random: np.random.Generator, count: int, kinds: int, weights: Mapping[Any, Any], scale: float
+) -> BlockTotals:
+    """Draw a block: computed again it takes longer and keeps less, mostly."""
+    shape = (kinds, count)
+    steps = random.choice([0.0, 0.1, 0.25, 0.5], shape)
+    steps[0] = 0.0
+    forward = np.broadcast_to(random.choice([0.5, 1.0, 1.0, 2.0], count), shape) * scale
+    if random.random() < 0.2:
+        forward = forward * random.choice([1.0, 1.1], shape)  # no kernels that we know, but nothing forbids them
+    saved = random.choice([1.0, 2.0, 4.0], shape) * GIB / 64
+    return BlockTotals(
+        forward_s=forward,
+        input_s=forward * (1 + steps),
+        weight_s=np.broadcast_to(forward[0], shape) * random.choice([0.5, 1.0]),
+        saved_bytes=np.sort(saved, axis=0)[::-1] * min(1.0, scale * 1e3),
+        moment_bytes=random.choice([0.0, 1.0, 3.0], shape) * GIB / 64,
+        waiting_bytes=random.choice([0.0, 1.0], shape) * GIB / 128,
+        placeholder_bytes=np.zeros(shape),
+        weights={pending: np.full(count, float(random.integers(10**5, 10**6))) for pending in weights},
+        tied_weights={},
+    )
+
+
+@st.composite
+def cases(draw: Any, builders: tuple[str, ...] = ("1f1b", "gpipe"), *, most_ranks: int = 4, chunks: int = 1) -> Case:
+    """Few layers over few ranks; of some kernels, a part of the step phase hides behind them."""
+    builder, ranks = draw(st.sampled_from(builders)), draw(st.integers(2, most_ranks))
+    layers = draw(st.integers(ranks * chunks, 6 if chunks == 1 else 3 * ranks * chunks))
+    kinds = draw(st.sampled_from(KINDS if ranks < 4 or chunks > 1 else KINDS[:3]))
+    seed, count = draw(st.integers(0, 10**6)), draw(st.integers(1, 3))
+    number = draw(st.integers(1, 9)) if builder != "interleaved" else ranks * draw(st.integers(1, 3))
+    hiding = [("mcore", 0), ("mcore", 1), ("torch_cuda", 3)]
+    kernels, zero = draw(st.sampled_from([*hiding, ("torch_cpu", 0), ("te", 1), ("torch_cpu", 3)]))
+    random = np.random.default_rng(seed)
+    real = priced(kernels, zero)
+    model = replace(real.question.model, num_layers=layers)
+    schedule = Schedule(builder=builder, num_ranks=ranks, num_chunks=chunks, num_micro_batches=number)
+    weights, scale = real.layer.weights, float(random.choice([1e-3, 1e-2]))
+    sends = Sends(
+        time_s=random.choice([0.0, 1e-5, 1e-4, 1e-3], count),
+        hidden=draw(st.booleans()),
+        receives_apart=draw(st.booleans()),
+    )
+    blocks = replace(
+        real.pipeline_blocks(np.zeros(count, dtype=int), schedule, zero),
+        question=replace(real.question, model=model),
+        sends=sends,
+        embed=totals(random, count, 1, weights, scale * float(random.choice([0.0, 0.1, 1.0]))),
+        layer=totals(random, count, len(kinds), weights, scale),
+        head=totals(random, count, 1, weights, scale * float(random.choice([0.1, 1.0, 2.0]))),
+    )
+    allowed = random.random((len(kinds), count)) < draw(st.sampled_from([0.7, 1.0, 1.0]))
+    choices = StageChoices(kinds=kinds, allowed=allowed, num_layers=layers, stages=None, recompute=None)
+    capacity = GIB * draw(st.sampled_from([1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0, 9.0, 1e3]))
+    text = f"{builder} {ranks} ranks {chunks} chunks {number} micro-batches {layers} layers {count} candidates "
+    text += f"{len(kinds)} kinds, seed {seed}, {kernels} zero {zero} {sends} {capacity / GIB} GiB, {allowed.tolist()}"
+    share = draw(st.sampled_from([0.0, 1.0]))
+    return Case(blocks=blocks, choices=choices, capacity=capacity, rest_share=share, text=text)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Everything:
+    """All ways to fill the stages of a case, a column per candidate."""
+
+    time_s: Any  # infinite where it does not fit
+    peak_bytes: Any
+    rest_s: Any  # what no way spends less on beside its micro-batches
+
+
+def every_filling(case: Case) -> Everything:
+    """Try all layer ranges with every recompute of every stage."""
+    blocks, choices = case.blocks, case.choices
+    ranks, layers, kinds = blocks.schedule.num_ranks, choices.num_layers, choices.kinds
+    rows: list[tuple[int, int, int]] = []
+    for size in range(1, layers + 1):
+        rows += [(kind, size, 0) for kind in range(len(kinds))]
+        rows += [(kinds.index(FULL), count, size - count) for count in range(1, size) if FULL in kinds]
+    kind, again, plain = (np.array(column) for column in zip(*rows, strict=True))
+    shape = (1, len(rows), 1)
+    options = StageOptions(
+        kind=kind.reshape(shape), recomputed=again.reshape(shape), plain=plain.reshape(shape), plain_kind=0
+    )
+    prices = price_stages(blocks, options)
+    by_size = {size: np.flatnonzero(again + plain == size).tolist() for size in range(1, layers + 1)}
+    ways = [
+        way for split in compositions(layers, ranks) for way in itertools.product(*(by_size[size] for size in split))
+    ]
+    option = np.array(ways).T  # [rank, way]
+    legal = choices.allowed[kind] & ((plain == 0)[:, None] | choices.allowed[0])
+    fits = legal[None] & (prices.peak_bytes <= case.capacity)
+    columns: list[tuple[Any, ...]] = []
+    for number in range(blocks.num_candidates):
+        same, chosen = np.full(len(ways), number), prices.chosen(option, np.full(len(ways), number))
+        ok = fits[np.arange(ranks)[:, None], option, number].all(axis=0)
+        some = blocks.only(same)
+        time_s = step_seconds(some, chosen).total_s
+        rest_s = time_s - pipelined_s(some, work_by_stage(some.schedule, chosen)) - some.fixed_s
+        columns.append((np.where(ok, time_s, np.inf), np.where(ok, chosen.peak_bytes.max(axis=0), np.inf), rest_s))
+    time_s, peak_bytes, rest_s = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
+    return Everything(time_s=time_s, peak_bytes=peak_bytes, rest_s=case.rest_share * rest_s)
+
+
+def filled(case: Case, truth: Everything | None = None, below_s: float = np.inf, **goal: Any) -> StageFilling:
+    """Do what the search does for a group of points."""
+    rest_s = truth.rest_s.min(axis=0) * (1 - 1e-12) if truth else np.zeros(case.blocks.num_candidates)
+    return fill_stages(case.blocks, case.choices, Goal(capacity=case.capacity, **goal), below_s, rest_s)
+
+
+@given(cases(), st.sampled_from([0.9, 1.0001, 1.05, np.inf]))
+def test_nothing_that_is_faster_than_a_limit_is_overlooked(case: Case, share: float):
+    truth = every_filling(case)
+    best = truth.time_s.min(axis=0)
+    below_s = float(np.min(best)) * share
+    found = filled(case, truth, below_s, effort=EXACT)
+    matters = best < below_s
+    assert found.time_s[matters] == pytest.approx(best[matters], rel=1e-9)
+    assert found.bound[matters] == pytest.approx(best[matters], rel=1e-9)
+    assert np.all((found.bound <= best * SURE) | (best == np.inf))
+    for number in np.flatnonzero(np.isfinite(found.time_s)).tolist():
+        stages = found.stages(number)
+        assert sum(stages) == case.choices.num_layers and min(stages) >= 1
+        kinds = case.choices.kinds
+        allowed = case.choices.allowed[:, number]
+        assert all(allowed[kinds.index(kind)] for one in found.recompute(number, kinds) for kind in one.kinds)
+        same = np.isclose(truth.time_s[:, number], found.time_s[number], rtol=1e-9)
+        assert np.any(same & np.isclose(truth.peak_bytes[:, number], found.peak_bytes[number], rtol=1e-9))
+
+
+@given(cases())
+def test_with_less_effort_the_bound_covers_the_truth(case: Case):
+    truth = every_filling(case)
+    best = truth.time_s.min(axis=0)
+    for effort in (Effort(), Effort(gap=0.0, most_partial=3, most_timed=2), Effort(gap=1.0)):
+        found = filled(case, truth, effort=effort)
+        assert np.all(found.time_s >= best * (1 - 1e-9))
+        assert np.all(np.isfinite(found.time_s) == np.isfinite(best))
+        assert np.all((found.bound <= best * SURE) | (best == np.inf))
+
+
+@given(cases())
+def test_nothing_holds_less_than_the_smallest_and_of_those_nothing_known_is_faster(case: Case):
+    truth, found = every_filling(case), filled(case, objective="memory")
+    peak = truth.peak_bytes.min(axis=0)
+    assert found.peak_bytes == pytest.approx(peak, rel=1e-12)
+    assert found.bound == pytest.approx(peak, rel=1e-12)
+
+
+@given(cases(most_ranks=3), st.data())
+def test_pinned_recompute_is_kept_to(case: Case, data: st.DataObject):
+    entries = [Recompute(), *case.choices.kinds]
+    if FULL in entries:
+        entries.append(Recompute(kind="full", num_layers=1))
+    ranks = case.blocks.schedule.num_ranks
+    pinned = tuple(data.draw(st.lists(st.sampled_from(entries), min_size=ranks, max_size=ranks)))
+    choices = replace(case.choices, recompute=pinned, allowed=np.ones_like(case.choices.allowed))
+    found = filled(replace(case, choices=choices))
+    for number in np.flatnonzero(np.isfinite(found.time_s)).tolist():
+        rows = zip(found.stages(number), found.recompute(number, choices.kinds), pinned, strict=True)
+        for layers, entry, wanted in rows:
+            assert [entry.of_layer(one) for one in range(layers)] == [wanted.of_layer(one) for one in range(layers)]
+            assert layers >= (wanted.num_layers or 1)
+
+
+NEAR_EVEN = st.one_of(
+    cases(("zb_h1",)), cases(("zb_v", "interleaved"), chunks=2, most_ranks=3),
+    cases(("interleaved",), chunks=3, most_ranks=3),
+)  # fmt: skip
+
+
+@given(NEAR_EVEN)
+def test_of_near_even_splits_none_is_faster_or_smaller(case: Case):
+    whole, small = filled(case), filled(case, objective="memory")
+    parts = [
+        replace(case, choices=replace(case.choices, stages=split))
+        for split in near_even_splits(case.choices.num_layers, case.blocks.schedule.num_stages)
+    ]
+    assert whole.time_s == pytest.approx(np.min([filled(one).time_s for one in parts], axis=0), rel=1e-12)
+    peaks = [filled(one, objective="memory").peak_bytes for one in parts]
+    assert small.peak_bytes == pytest.approx(np.min(peaks, axis=0), rel=1e-12)
+    for number in np.flatnonzero(np.isfinite(whole.time_s)).tolist():
+        time_s = float(whole.time_s[number])
+        assert filled(case, below_s=time_s * (1 + 1e-11)).time_s[number] == time_s
+        assert filled(case, below_s=0.9 * time_s).bound[number] <= time_s * SURE
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_near_even_splits_are_those_that_were_promised(stages: int):
+    for layers in range(stages, 30):
+        listed = near_even_splits(layers, stages)
+        assert len(set(listed)) == len(listed)
+        assert set(listed) == set(near_even(layers, stages))
+        assert all(sum(split) == layers and min(split) >= 1 for split in listed)
+
+
+@given(
+    builder=st.sampled_from(["1f1b", "gpipe"]), ranks=st.integers(2, 7), count=st.integers(1, 16),
+    seed=st.integers(0, 10**6), power=st.sampled_from([0.2, 1.0, 5.0]),
+)  # fmt: skip
+def test_a_pipeline_takes_at_least_each_of_its_paths(builder: str, ranks: int, count: int, seed: int, power: float):
+    ways = 50
+    forward, backward = np.random.default_rng(seed).random((2, ranks, ways)) ** power
+    schedule = Schedule(builder=builder, num_ranks=ranks, num_micro_batches=count)
+    some = priced("te", 1).pipeline_blocks(np.zeros(ways, dtype=int), schedule, 1)
+    blocks = replace(some, sends=Sends(time_s=np.zeros(ways), hidden=False, receives_apart=False))
+    true_s = pipelined_s(blocks, np.array([backward, forward, backward / 2, backward / 2]))
+    both = forward + backward
+    before, later = np.cumsum(both, axis=0) - both, np.cumsum(both[::-1], axis=0)[::-1] - both
+    for passes, waits in path_weights(schedule):
+        paths = before + passes[:, None] * both + waits[:, None] * later
+        assert np.all(paths <= true_s * SURE), (paths / true_s).max(axis=1)
