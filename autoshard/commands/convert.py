@@ -11,7 +11,7 @@ from autoshard.errors import InputError, require
 from autoshard.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from autoshard.runtime.convert.converting import Form
+    from autoshard.runtime.convert.converting import Done, Form
 
 _MOST_WORKERS = 16
 
@@ -68,12 +68,16 @@ def convert(
     start_s = time.monotonic()
     with byte_progress("converting", quiet=json) as report:
         done = converted(conversion, report)
-    time_s = time.monotonic() - start_s
+    _report(done, time.monotonic() - start_s, json=json)
+    return 0
+
+
+def _report(done: "Done", time_s: float, *, json: bool) -> None:
+    """Say what was written."""
     if json:
         counts = {"files": done.num_files, "bytes": done.num_bytes, "kept_bytes": done.kept_bytes, "time_s": time_s}
         print_json({"target": str(done.folder), "to": done.form, **counts})
-        return 0
+        return
     before = f", {format_bytes(done.kept_bytes)} of them before" if done.kept_bytes else ""
-    size, files = format_bytes(done.num_bytes), "1 file" if done.num_files == 1 else f"{done.num_files} files"
-    print(f"{done.folder} ({done.form}): {size} in {files}{before}, {format_seconds(time_s)}")
-    return 0
+    files = f"{done.num_files} file{'s' if done.num_files > 1 else ''}"
+    print(f"{done.folder} ({done.form}): {format_bytes(done.num_bytes)} in {files}{before}, {format_seconds(time_s)}")

@@ -9,8 +9,9 @@ from shutil import which
 from typing import TYPE_CHECKING, Literal
 
 from autoshard.command_line import PlanOrRecipe, is_recipe
-from autoshard.commands.options import QuestionOptions, plan_of
+from autoshard.commands.options import QuestionOptions
 from autoshard.commands.output import print_json, print_refused
+from autoshard.commands.plan import plan_of
 from autoshard.errors import InputError, RunFailed, require
 from autoshard.spec.training import Training
 

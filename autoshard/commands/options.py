@@ -4,15 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoshard.command_line import Counts, is_recipe
+from autoshard.command_line import Counts
 from autoshard.errors import InputError, require
 from autoshard.spec.workload import Documents, Optimizer, PrecisionName
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from autoshard.layout.pin import Pin
-    from autoshard.plan.plan import Plan
     from autoshard.search.request import Request
     from autoshard.search.stage_filling import Effort
 
@@ -125,17 +122,3 @@ class SearchOptions:
     def applied(self, request: "Request") -> "Request":
         """Return a request with these options."""
         return replace(request, effort=self.effort, objective=self.objective)
-
-
-def plan_of(path: "Path", question: QuestionOptions) -> "Plan":
-    """Read a plan file, or answer the question of a recipe."""
-    if not is_recipe(path):
-        from autoshard.plan.codec import load
-
-        question.refuse(f"is part of the question that {path} has answered. Plan again with it, or run a recipe")
-        return load(path)
-    from autoshard.commands.plan import searched
-
-    require((len(question.nodes) <= 1, "--nodes", "a run has one number of nodes; name one"))
-    options = SearchOptions()
-    return searched(question.requests(options)[0], 1, options).plans[0]

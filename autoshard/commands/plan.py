@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoshard.command_line import is_recipe
 from autoshard.commands.like import request_like, resuming_json, resuming_text
 from autoshard.commands.options import QuestionOptions, SearchOptions
 from autoshard.commands.output import place_checks, print_json, write_text
@@ -107,6 +108,18 @@ def _frontier(requests: "list[Request]", options: SearchOptions, out: Path, json
         make_console().print(frontier_report(found.plans, found.gap, found.ended))
         print(f"wrote the fastest, {out}")
     return 0
+
+
+def plan_of(path: "Path", question: QuestionOptions) -> "Plan":
+    """Read a plan file, or answer the question of a recipe."""
+    if not is_recipe(path):
+        from autoshard.plan.codec import load
+
+        question.refuse(f"is part of the question that {path} has answered. Plan again with it, or run a recipe")
+        return load(path)
+    require((len(question.nodes) <= 1, "--nodes", "a run has one number of nodes; name one"))
+    options = SearchOptions()
+    return searched(question.requests(options)[0], 1, options).plans[0]
 
 
 def searched(request: "Request", num_plans: int, options: SearchOptions) -> "SearchResult":

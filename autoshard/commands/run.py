@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 from autoshard.command_line import Counts, PlanOrRecipe, is_recipe
 from autoshard.commands.compiling import compile_ahead
-from autoshard.commands.options import QuestionOptions, plan_of
+from autoshard.commands.options import QuestionOptions
 from autoshard.commands.output import print_json, print_refused
+from autoshard.commands.plan import plan_of
 from autoshard.commands.running import Execution, execute
 from autoshard.errors import require
 from autoshard.spec.training import Training
@@ -55,22 +56,10 @@ def run(
     from autoshard.engine.base import Run
     from autoshard.runtime.launch import given_rank
 
+    _refuse(plan, rehearse, restarts, dry=dry_run, dry_ranks=dry_ranks, compile_only=compile_only)
     tried = dry_run or rehearse is not None
-    first = f"takes a plan file. Type first: autoshard plan --config {plan}"
-    require(
-        (not (compile_only and is_recipe(plan)), "--compile-only", first),
-        (rehearse is None or rehearse >= 1, "--rehearse", f"must be at least 1, not {rehearse}"),
-        (restarts >= 0, "--restarts", f"must be at least 0, not {restarts}"),
-        (dry_run or not dry_ranks, "--dry-ranks", "says which ranks --dry-run tries. Type --dry-run as well"),
-        (not (compile_only and tried), "--compile-only", "what is only tried is not compiled. Leave one of them out"),
-    )
     folder = out or _RUNS / (f"{plan.stem}-compiled" if compile_only else plan.stem)
-    if tried:  # a small model fits neither real tokens nor real weights
-        usual = Training()
-        checkpoint = replace(usual.checkpoint, to="none")
-        training = replace(training, checkpoint=checkpoint, data=usual.data, init_weights=None)
-    else:
-        training = _with_paths(training, plan)
+    training = _only_tried(training) if tried else _with_paths(training, plan)
     options = Run(folder=folder, training=training, resume="never" if tried else resume)
     given = given_rank()
     leads = given is None or given.rank == 0
@@ -92,6 +81,28 @@ def run(
     elif given and given.num_ranks != current.mesh.num_ranks:
         return 2  # rank 0 says why
     return execute(execution, given)
+
+
+def _refuse(
+    plan: Path, rehearse: int | None, restarts: int, *, dry: bool, dry_ranks: Counts, compile_only: bool
+) -> None:
+    """Refuse options that cannot be meant together, before any work."""
+    first = f"takes a plan file. Type first: autoshard plan --config {plan}"
+    tried = dry or rehearse is not None
+    require(
+        (not (compile_only and is_recipe(plan)), "--compile-only", first),
+        (rehearse is None or rehearse >= 1, "--rehearse", f"must be at least 1, not {rehearse}"),
+        (restarts >= 0, "--restarts", f"must be at least 0, not {restarts}"),
+        (dry or not dry_ranks, "--dry-ranks", "says which ranks --dry-run tries. Type --dry-run as well"),
+        (not (compile_only and tried), "--compile-only", "what is only tried is not compiled. Leave one of them out"),
+    )
+
+
+def _only_tried(training: Training) -> Training:
+    """Return the training of a small model, which fits neither real tokens nor real weights."""
+    usual = Training()
+    checkpoint = replace(usual.checkpoint, to="none")
+    return replace(training, checkpoint=checkpoint, data=usual.data, init_weights=None)
 
 
 def _with_paths(training: Training, path: Path) -> Training:

@@ -47,7 +47,7 @@ def sweep(
     """
     from autoshard.runtime.folder import locked
     from autoshard.sweep.points import load_sweep, points_of, sweep_path
-    from autoshard.sweep.table import RowFile, array_script
+    from autoshard.sweep.table import RowFile
     from autoshard.sweep.work import jobs_of
 
     _refuse(jobs, task, wandb, wandb_agent, scheduler, parquet)
@@ -63,12 +63,7 @@ def sweep(
         raise error.under(str(source)) from None
     all_jobs = jobs_of(points, content.mode, folder, content.rehearse)
     if scheduler is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "array.sbatch"
-        path.write_text(array_script(content, all_jobs, source, folder), encoding="utf-8")
-        print(f"wrote {path}: {len(all_jobs)} tasks\nnext: sbatch {path}")
-        print(f"then, for the table and for what is left: autoshard sweep {source} --out {folder}")
-        return 0
+        return _write_array(content, all_jobs, source, folder)
     if task is not None:
         return _task(all_jobs, task, folder)
     with locked(folder):
@@ -88,14 +83,27 @@ def _refuse(
     """Refuse options that exclude each other, and packages that are missing, before any work."""
     alone = {"--wandb-agent": agent, "--scheduler": scheduler is not None, "--task": task is not None}
     together = " and ".join(name for name, given in alone.items() if given)
-    has_wandb, has_arrow = (find_spec(name) is not None for name in ("wandb", "pyarrow"))
+    has_wandb = not (wandb or agent) or find_spec("wandb") is not None
+    has_arrow = not parquet or find_spec("pyarrow") is not None
     require(
         (jobs is None or jobs >= 1, "--jobs", f"must be at least 1, not {jobs}"),
         (task is None or task >= 0, "--task", f"must be at least 0, not {task}"),
         (sum(alone.values()) <= 1, together, "exclude each other. Keep one"),
-        (has_wandb or not (wandb or agent), "--wandb", "is not installed here. Type: pip install 'autoshard[wandb]'"),
-        (has_arrow or not parquet, "--parquet", "needs pyarrow. Type: pip install 'autoshard[data]'"),
+        (has_wandb, "--wandb", "is not installed here. Type: pip install 'autoshard[wandb]'"),
+        (has_arrow, "--parquet", "needs pyarrow. Type: pip install 'autoshard[data]'"),
     )
+
+
+def _write_array(content: "Sweep", all_jobs: "Sequence[SweepJob]", source: Path, folder: Path) -> int:
+    """Write the job array of a sweep instead of doing it."""
+    from autoshard.sweep.table import array_script
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "array.sbatch"
+    path.write_text(array_script(content, all_jobs, source, folder), encoding="utf-8")
+    print(f"wrote {path}: {len(all_jobs)} tasks\nnext: sbatch {path}")
+    print(f"then, for the table and for what is left: autoshard sweep {source} --out {folder}")
+    return 0
 
 
 def _work(left: "Sequence[SweepJob]", num_points: int, rows: "RowFile", num_workers: int, *, silent: bool) -> None:

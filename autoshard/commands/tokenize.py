@@ -11,6 +11,7 @@ from autoshard.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from autoshard.runtime.data.documents import TextSource
+    from autoshard.runtime.data.manifest import Manifest
     from autoshard.runtime.data.tokenizers import TokenizerSpec
 
 
@@ -71,13 +72,18 @@ def tokenize(
         raise InputError.of("autoshard tokenize", f"needs {error.name}: pip install 'autoshard[data]'") from None
     if json:
         print_json(encode(manifest))
-        return 0
+    else:
+        _report(manifest, out)
+    return 0
+
+
+def _report(manifest: "Manifest", out: Path) -> None:
+    """Say what was made."""
     size = format_bytes(sum(file.bytes for file in manifest.files))
     counts = f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {size}"
     print(f"{out}: {counts}, tokens of {manifest.tokenizer.name} (vocabulary {manifest.tokenizer.vocab:,})")
     if manifest.num_empty:
         print(f"{manifest.num_empty:,} without text were left out")
-    return 0
 
 
 def _source(text: str, subset: str | None, split: str) -> "TextSource":
