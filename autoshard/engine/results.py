@@ -66,7 +66,7 @@ class Started:
 class SavedStep:
     """A checkpoint that is complete.
 
-    >>> print(Saved(step=40, time_s=2.1, blocked_s=0.02))
+    >>> print(SavedStep(step=40, time_s=2.1, blocked_s=0.02))
     saved step 40 in 2.1 s; updates waited 0.02 s for it
     """
 

@@ -1,7 +1,7 @@
 """Several sets as one source: which tokens make up sample k is a function of a seed and k, without any index.
 
-The set of sample k, and how many samples of that set came before it, follow from k and the weights (``Shares``). That
-count names an epoch of the set and a place in it, and a permutation of the epoch, keyed by seed, set and epoch, names
+The set of sample k, and how many samples of that set came before it, follow from k and the weights (``WeightTree``).
+That count names an epoch of the set and a place in it; a permutation of the epoch, keyed by seed, set and epoch, names
 the sample. So every sample costs the same, whatever k, and a change of data-parallel size, workers or machine changes
 nothing.
 """
@@ -75,7 +75,7 @@ class WeightTree:
     def of(cls, weights: Sequence[float]) -> "WeightTree":
         """Build the tree of some positive weights.
 
-        >>> Shares.of([3, 1]).chosen(np.arange(8))[0].tolist()
+        >>> WeightTree.of([3, 1]).chosen(np.arange(8))[0].tolist()
         [0, 0, 1, 0, 0, 0, 1, 0]
         """
         nodes: list[tuple[float, int, WeightTree | int]] = [
