@@ -57,6 +57,7 @@ def test_the_search_finds_the_best_of_everything(asked: Asked, share: float):
 
 
 # Not true of every question: most layouts are priced with the table of another one (docs/planning.md, What is proven).
+@pytest.mark.slow
 @settings(max_examples=40, derandomize=True)
 @given(requests(), st.sampled_from([0.0, 0.03, 0.3, 1.1]))
 def test_with_the_usual_effort_the_certificate_covers_the_truth_of_fixed_questions(asked: Asked, share: float):
@@ -72,6 +73,7 @@ def test_with_the_usual_effort_the_certificate_covers_the_truth_of_fixed_questio
         holds_itself(request, found)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(requests())
 def test_the_search_finds_what_takes_least_memory(asked: Asked):

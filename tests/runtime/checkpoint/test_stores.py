@@ -40,6 +40,7 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return curve_of(41, tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.slow
 def test_a_run_is_saved_resumed_and_pruned_and_passes_over_damage(
     s3: S3, curve: dict[int, float], tmp_path: Path
 ) -> None:
