@@ -16,7 +16,7 @@ PYTEST := $(PY) -m pytest --numprocesses auto --dist worksteal
 PLANNER_TESTS := $(addprefix tests/,spec graph layout schedule plan cost blocks search calibration report jobs cli house)
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test test-all coverage lint check bench clean
+.PHONY: help plan test test-all thorough coverage lint check bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,8 +27,11 @@ plan: $(VENV)/.base  ## plan Llama-3 70B on 16 trn1 nodes and print the table
 test: $(VENV)/.dev  ## the tests that need no accelerator, but the slow ones: five minutes on two cores
 	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow"
 
-test-all: $(VENV)/.dev  ## what `make test` leaves out: slow tests, and 200 examples of every property
-	$(PYTEST) -m "$(NO_ACCELERATOR) and (slow or hypothesis)" --hypothesis-profile thorough
+test-all: $(VENV)/.dev  ## what `make test` leaves out, the slow tests: fifteen minutes on two cores
+	$(PYTEST) -m "$(NO_ACCELERATOR) and slow"
+
+thorough: $(VENV)/.dev  ## every property with 200 examples instead of 25: an hour on two cores
+	$(PYTEST) -m "$(NO_ACCELERATOR) and hypothesis" --hypothesis-profile thorough
 
 coverage: $(VENV)/.dev  ## the lines and branches of the planner that its tests reach: at least 95%; ten minutes
 	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow and not ranks" --cov $(PLANNER_TESTS)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 
 GOLDEN = Path(__file__).parent / "golden"
 
-# No deadlines: a test never judges time. `make test-all` asks for the profile `thorough`.
+# No deadlines: a test never judges time. `make thorough` asks for the profile `thorough`.
 settings.register_profile(
     "usual",
     max_examples=25,
