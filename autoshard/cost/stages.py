@@ -79,34 +79,35 @@ class Sends(PerCandidate):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScheduleCounts:
-    """Where the stages of a schedule lie, and what its ranks hold and send whatever the blocks are."""
+    """Where the stages of a schedule lie, and what its ranks send."""
 
     ranks: Ints  # by stage
     chunks: Ints  # by stage
     stages: Ints  # by rank and chunk
     ends: Ints  # by rank: whether it has the embedding, and the head, added up
     sends: Floats  # by rank: messages of one micro-batch
-    messages: Mapping[bool, Floats]  # by rank: hidden states it holds, without and with outputs that are kept
-    held: tuple[Floats, ...]  # by rank, [time, chunk]: as ``Schedule.in_flight_by_chunk``
 
 
 @lru_cache(maxsize=1024)
 def counts_of(schedule: Schedule) -> ScheduleCounts:
-    """Count once for every schedule, because counting takes long."""
-    every = range(schedule.num_ranks)
+    """Look at every schedule once."""
     places = np.array([schedule.place_of(stage) for stage in range(schedule.num_stages)])
     stages = np.zeros((schedule.num_ranks, schedule.num_chunks), dtype=np.int64)
     stages[places[:, 0], places[:, 1]] = np.arange(schedule.num_stages)
-    held = tuple(np.array(schedule.in_flight_by_chunk(rank), dtype=np.float64) for rank in every)
     return ScheduleCounts(
         ranks=places[:, 0],
         chunks=places[:, 1],
         stages=stages,
         ends=(stages == 0).sum(axis=1) + (stages == schedule.num_stages - 1).sum(axis=1),
         sends=np.array(schedule.num_sends(), dtype=np.float64),
-        messages={keeps: _messages(places[:, 0], stages, held if keeps else ()) for keeps in (False, True)},
-        held=held,
     )
+
+
+@lru_cache(maxsize=1024)
+def in_flight_of(schedule: Schedule) -> tuple[Floats, ...]:
+    """Return ``Schedule.in_flight_by_chunk`` of every rank, [time, chunk], because counting takes long."""
+    each = (schedule.in_flight_by_chunk(rank) for rank in range(schedule.num_ranks))
+    return tuple(np.array(held, dtype=np.float64) for held in each)
 
 
 def _messages(ranks: Ints, stages: Ints, held: Sequence[Floats]) -> Floats:
@@ -272,7 +273,8 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
     slots = _slots(blocks, options)
     saved, waiting = _total(slots, "saved_bytes"), _total(slots, "waiting_bytes")
     weights = _weights(slots)
-    messages = counts.messages[load_kernels(question.kernels).keeps_outputs][:, None, None]
+    kept = in_flight_of(schedule) if load_kernels(question.kernels).keeps_outputs else ()
+    messages = _messages(counts.ranks, counts.stages, kept)[:, None, None]
     parts: dict[str, Number] = {
         "activations": most_kept(schedule, saved, waiting),
         "working": _working(slots, splits=schedule.splits_backward),
@@ -287,10 +289,7 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
         weight_s=_total(slots, "weight_s"),
         saved_bytes=saved,
         waiting_bytes=waiting,
-        memory={
-            **parts,
-            **_states_and_buffers(question, blocks.setting, weights, _largest_block(slots), blocks.bucket_bytes),
-        },
+        memory=parts,
         weights=weights,
         num_blocks=layers + counts.ends[:, None],
     )
@@ -301,7 +300,7 @@ def most_kept(schedule: Schedule, saved: Floats, waiting: Floats) -> Floats:
 
     Both arguments, of one micro-batch, have the axes rank, option, chunk, candidate.
     """
-    held = counts_of(schedule).held
+    held = in_flight_of(schedule)
     sizes = np.concatenate([saved, waiting], axis=2) if schedule.splits_backward else saved
     if all(len(own) == 1 for own in held):
         return (np.concatenate(held)[:, None, :, None] * sizes).sum(axis=2)

@@ -1,13 +1,16 @@
-"""What a step takes or holds at least, for many layouts at once, before anything is known of their stages.
+"""What a step takes or holds at least, for many points at once, before anything is known of their stages.
 
 The layers of a pipeline are given to its ranks as their memory allows: those that recompute least first, each rank as
 many as could fit if it held no others. The work that results is then spread in perfect balance, over a pipeline that
-waits no longer than its schedule must. Every step of this errs to the fast side.
+waits no longer than its schedule must; where layers are split evenly, the rank that they leave with most work is
+another bound. Every step of this errs to the fast side.
 """
+
+from functools import cache, lru_cache
 
 import numpy as np
 
-from autoshard.cost.stages import BlockTotals, PipelineBlocks
+from autoshard.cost.stages import BlockTotals, PipelineBlocks, counts_of
 from autoshard.cost.step import rank_update
 from autoshard.cost.update import Turns, state_bytes
 from autoshard.plan.candidate import Zero
@@ -15,73 +18,86 @@ from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.priced_layouts import PricedLayouts
+from autoshard.search.space import Space
 from autoshard.search.stage_filling import SURE
-from autoshard.search.stage_options import ALL_RANGES
+from autoshard.search.stage_options import ALL_RANGES, layers_by_rank
 from autoshard.spec.kernels import load_kernels
 
 _FOREVER = 1e30  # seconds of passes behind which as much as possible hides
 _ROUNDED = 64.0  # bytes that rounding up of shards may add to the states of a block, by group of weights
+_ALONE = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1)
 
 
-def least_seconds(priced: PricedLayouts, builder: str, zero: Zero, capacity: float) -> tuple[Floats, Floats]:
-    """Return what a step of every layout takes at least without fixed seconds, and of that what is no micro-batch's.
+def least_seconds(priced: PricedLayouts, rows: Ints, space: Space, capacity: float) -> tuple[Floats, Floats]:
+    """Return what a step of every point takes at least, and of that what is no micro-batch's, without fixed seconds.
 
-    Infinite where nothing fits.
+    The points are layouts that are priced, by their rows there, as a variant runs them. Infinite where nothing fits.
     """
-    question, rows = priced.question, priced.space.rows
-    counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
-    alone = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1)
-    blocks = priced.pipeline_blocks(slice(None), alone, zero)
-    rest_s = _update_s(blocks, counts, -(-question.model.num_layers // rows["pp"]))
-    work_s = np.full(len(counts), np.inf)
-    for ranks in sorted(set(rows["pp"].tolist())):
-        mine = np.flatnonzero(rows["pp"] == ranks)
-        flight = _least_flight(builder, ranks, counts[mine])
-        work_s[mine] = _work_s(blocks.only(mine), question.model.num_layers, flight, builder, capacity)
-    sends = load_kernels(question.kernels)
-    held_s = 0.0 if sends.hides_sends(builder) else blocks.sends.time_s * (1 + sends.receives_apart)
-    passes = _passes(builder, counts, rows["pp"])
-    return passes * (work_s + 2 * (rows["pp"] - 1) * held_s) + rest_s, rest_s
+    question, base, pp = priced.question, space.base, space.rows["pp"]
+    counts = question.workload.global_batch // (space.rows["dp"] * space.rows["mbs"])
+    least_work = _least_work(priced, base.zero, _holds_as_1f1b(base.schedule), BUILDERS[base.schedule].turns, capacity)
+    work_s, rest_s = (column[rows] for column in least_work)
+    blocks = priced.pipeline_blocks(slice(None), _ALONE, base.zero)
+    kernels = load_kernels(question.kernels)
+    hidden = kernels.hides_sends(base.schedule)
+    held_s = np.zeros(len(rows)) if hidden else (blocks.sends.time_s * (1 + kernels.receives_apart))[rows]
+    passes_s = _passes(base.schedule, counts, pp) * (work_s + 2 * (pp - 1) * held_s)
+    if base.schedule not in ALL_RANGES or base.stages:
+        passes_s = np.maximum(passes_s, _near_even_s(blocks, rows, space, counts, held_s))
+    fixed_s = priced.fixed_s(rows, base.schedule, space.rows["vp"], base.zero)
+    return (passes_s + rest_s + fixed_s) * (1 - SURE), rest_s
 
 
 def least_bytes(priced: PricedLayouts, zero: Zero) -> Floats:
     """Return what the rank with the most layers holds at least: states, and what one micro-batch keeps."""
     question = priced.question
     layers, kernels = -(-question.model.num_layers // priced.space.rows["pp"]), load_kernels(question.kernels)
-    alone = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1)
-    blocks = priced.pipeline_blocks(slice(None), alone, zero)
+    blocks = priced.pipeline_blocks(slice(None), _ALONE, zero)
     held = layers * (_states_bytes(blocks, priced.layer) + priced.layer.saved_bytes.min(axis=0))
     return (held + kernels.runtime_bytes + kernels.workspace_bytes) * (1 - SURE)
 
 
-def _least_flight(builder: str, num_ranks: int, counts: Ints) -> Floats:
-    """Return of how many micro-batches each rank keeps all its layers at a time, at least: [rank, layout].
+@cache
+def _holds_as_1f1b(builder: str) -> bool:
+    """Say whether every rank of a schedule keeps all its layers as often as under 1F1B, counted with four ranks."""
+    chunks = BUILDERS[builder].num_chunks or 2
+    schedule = Schedule(builder=builder, num_ranks=4, num_chunks=chunks, num_micro_batches=16)
+    return all(max(min(held[:chunks]) for held in schedule.in_flight_by_chunk(rank)) >= 4 - rank for rank in range(4))
 
-    1F1B keeps fewest, but for schedules that turn at the last rank, of which this says nothing.
+
+@lru_cache(maxsize=8)  # variants of the same layouts differ in little else
+def _least_work(
+    priced: PricedLayouts, zero: Zero, as_1f1b: bool, turns: bool, capacity: float
+) -> tuple[Floats, Floats]:
+    """Return what one micro-batch of every layout costs on all ranks together at least, and what the step phase does.
+
+    Ranks keep as many micro-batches as under 1F1B, or one. A schedule that turns has the head on its first rank.
     """
-    if BUILDERS[builder].turns:
-        return np.ones((num_ranks, len(counts)))
-    later = num_ranks - np.arange(num_ranks)[:, None]
-    return np.maximum(1, counts if builder == "gpipe" else np.minimum(later, counts)) * np.ones((num_ranks, 1))
-
-
-def _work_s(blocks: PipelineBlocks, num_layers: int, flight: Floats, builder: str, capacity: float) -> Floats:
-    """Return what one micro-batch costs on all ranks together at least."""
-    layer, kernels = blocks.layer, load_kernels(blocks.question.kernels)
-    gathered = layer.num_weights * 2.0 if blocks.setting.zero == 3 else 0.0
+    question, rows = priced.question, priced.space.rows
+    num_layers, counts = question.model.num_layers, question.workload.global_batch // (rows["dp"] * rows["mbs"])
+    blocks, kernels = priced.pipeline_blocks(slice(None), _ALONE, zero), load_kernels(question.kernels)
+    embed, layer, head = blocks.embed, blocks.layer, blocks.head
+    gathered = layer.num_weights * (2.0 if zero == 3 else 0.0)
     free = capacity * (1 + 1e-9) - (kernels.workspace_bytes + kernels.runtime_bytes + gathered)
-    number, last_rank = np.arange(len(flight))[:, None], 0 if BUILDERS[builder].turns else len(flight) - 1
-    first, last = (number == 0) * 1.0, (number == last_rank) * 1.0
-    head_saved = flight * blocks.head.saved_bytes[0]
-    ends = first * _states_bytes(blocks, blocks.embed) + last * (_states_bytes(blocks, blocks.head) + head_saved)
-    moment = np.maximum(0.0, layer.moment_bytes - (last * blocks.head.saved_bytes[0])[:, None])
-    each = _states_bytes(blocks, layer) + flight[:, None] * layer.saved_bytes  # [rank, kind, layout]
-    fits = np.maximum(0.0, np.floor(((free - ends)[:, None] - moment) / np.maximum(each, 1.0)))
+    of_embed, of_layer, of_head = (_states_bytes(blocks, block) for block in (embed, layer, head))
     order = layer.pass_s.argsort(axis=0)
-    fits = np.maximum.accumulate(np.take_along_axis(fits, order[None], axis=1), axis=1).sum(axis=0)
-    share = np.diff(np.minimum(fits, num_layers), axis=0, prepend=0.0)
-    work = (share * np.take_along_axis(layer.pass_s, order, axis=0)).sum(axis=0)
-    return np.where(fits[-1] >= num_layers, work + blocks.embed.pass_s[0] + blocks.head.pass_s[0], np.inf)
+    pass_s = np.take_along_axis(layer.pass_s, order, axis=0)
+    work_s = np.full(len(counts), np.inf)
+    each_pp: list[int] = sorted(set(rows["pp"].tolist()))
+    for num_ranks in each_pp:
+        mine = np.flatnonzero(rows["pp"] == num_ranks)
+        rank = np.arange(num_ranks)[:, None]
+        flight = np.maximum(1, np.minimum(num_ranks - rank, counts[mine]) if as_1f1b else 0 * rank)
+        first, last = rank == 0, rank == (0 if turns else num_ranks - 1)
+        head_saved = head.saved_bytes[0, mine]
+        ends = first * of_embed[mine] + last * (of_head[mine] + flight * head_saved)
+        moment = np.maximum(0.0, layer.moment_bytes[:, mine] - (last * head_saved)[:, None])
+        each = of_layer[mine] + flight[:, None] * layer.saved_bytes[:, mine]  # [rank, kind, layout]
+        fits = np.maximum(0.0, np.floor(((free[mine] - ends)[:, None] - moment) / np.maximum(each, 1.0)))
+        fits = np.maximum.accumulate(np.take_along_axis(fits, order[None][..., mine], axis=1), axis=1).sum(axis=0)
+        share = np.diff(np.minimum(fits, num_layers), axis=0, prepend=0.0)
+        work_s[mine] = np.where(fits[-1] >= num_layers, (share * pass_s[:, mine]).sum(axis=0), np.inf)
+    return work_s + embed.pass_s[0] + head.pass_s[0], _update_s(blocks, counts, -(-num_layers // rows["pp"]))
 
 
 def _states_bytes(blocks: PipelineBlocks, block: BlockTotals) -> Floats:
@@ -100,6 +116,26 @@ def _passes(builder: str, counts: Ints, ranks: Ints) -> Floats:
         return counts / ranks
     few = (counts <= ranks) & (builder != "gpipe")
     return np.where(few, 1 + (counts - 1) / (2 * ranks - counts + 1).clip(1), (counts + ranks - 1) / ranks)
+
+
+def _near_even_s(blocks: PipelineBlocks, rows: Ints, space: Space, counts: Ints, held_s: Floats) -> Floats:
+    """Return what the micro-batches of near-even splits take at least, with the fastest recompute, fit or not."""
+    forward_s = blocks.layer.forward_s if BUILDERS[space.base.schedule].splits else blocks.layer.pass_s
+    embed, layer, head, ahead = (
+        one.min(axis=0)[rows] for one in (blocks.embed.pass_s, blocks.layer.pass_s, blocks.head.pass_s, forward_s)
+    )
+    found = np.zeros(len(rows))
+    shapes, shape = np.unique(np.stack([space.rows["pp"], space.rows["vp"]]), axis=1, return_inverse=True)
+    for number, (pp, vp) in enumerate(shapes.T.tolist()):
+        schedule = Schedule(builder=space.base.schedule, num_ranks=pp, num_chunks=vp, num_micro_batches=pp)
+        mine = np.flatnonzero(shape.reshape(-1) == number)
+        before, layers = layers_by_rank(schedule, blocks.question.model.num_layers, space.base.stages)
+        stages, sends = counts_of(schedule).stages, counts_of(schedule).sends[:, None]
+        first, last = ((stages == stage).any(axis=1)[:, None] for stage in (0, schedule.num_stages - 1))
+        ends = (first * embed[mine] + last * head[mine] + sends * held_s[mine])[:, None]
+        each_s = layers[..., None] * layer[mine] + ends
+        found[mine] = (before[..., None] * ahead[mine] + counts[mine] * each_s).max(axis=0).min(axis=0)
+    return found
 
 
 def _update_s(blocks: PipelineBlocks, counts: Ints, layers: Ints) -> Floats:

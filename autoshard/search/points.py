@@ -10,7 +10,7 @@ from autoshard.plan.candidate import Candidate, even_stages
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.bounds import SURE, least_bytes, least_seconds
+from autoshard.search.bounds import least_bytes, least_seconds
 from autoshard.search.priced_layouts import PricedLayouts
 from autoshard.search.space import SIZES
 from autoshard.search.stage_filling import Goal, fill_stages
@@ -38,16 +38,13 @@ class Points:
         number = np.full(int(max(priced.numbers.max(), variant.layouts.max())) + 1, -1)
         number[priced.numbers] = np.arange(len(priced.numbers))
         places = np.flatnonzero(number[variant.layouts] >= 0)
-        rows, base = number[variant.layouts[places]], variant.space.base
-        least, rest_s = least_seconds(priced, base.schedule, base.zero, goal.capacity)
+        rows, space = number[variant.layouts[places]], variant.space.only(places)
+        bound, rest_s = least_seconds(priced, rows, space, goal.capacity)
         if goal.effort.exhaustive:
             bound = np.zeros(len(rows))
         elif goal.objective == "memory":
-            bound = least_bytes(priced, base.zero)[rows]
-        else:
-            fixed = priced.fixed_s(rows, base.schedule, variant.space.rows["vp"][places], base.zero)
-            bound = (least[rows] + fixed) * (1 - SURE)
-        found = cls(priced=priced, variant=variant, rows=rows, places=places, bound=bound, rest_s=rest_s[rows])
+            bound = least_bytes(priced, space.base.zero)[rows]
+        found = cls(priced=priced, variant=variant, rows=rows, places=places, bound=bound, rest_s=rest_s)
         return found.only(np.isfinite(bound))
 
     def only(self, some: Any) -> "Points":

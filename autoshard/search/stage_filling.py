@@ -11,10 +11,17 @@ from typing import Literal
 
 import numpy as np
 
-from autoshard.cost.stages import PipelineBlocks, counts_of, only
+from autoshard.cost.stages import PipelineBlocks
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.stage_options import NEVER, RankOptions, StageChoices, StageFilling, near_even_layers
+from autoshard.search.stage_options import (
+    NEVER,
+    RankOptions,
+    StageChoices,
+    StageFilling,
+    layers_by_rank,
+    near_even_layers,
+)
 
 SURE = 1e-12  # of a bound that was computed in another order
 _MORE = 2  # layers beyond an even share that a stage may get at first
@@ -131,42 +138,23 @@ def _fastest(
 def _fastest_near_even(
     blocks: PipelineBlocks, choices: StageChoices, limits: Limits, below_s: float, rest_s: Floats
 ) -> StageFilling:
-    """Time every near-even split that may take less."""
-    layers = near_even_layers(blocks.schedule, choices.num_layers, choices.stages)
-    bound = (_splits_bound_s(blocks, layers, _fastest_ranks_s(blocks, layers)) + rest_s) * (1 - SURE)
-    near = np.flatnonzero((bound < below_s).any(axis=0))
-    if not len(near):
-        return StageFilling.nothing(blocks.schedule.num_stages, bound.min(axis=0))
-    some = blocks.only(near)
-    options = RankOptions.of(some, choices.only(near), layers, only(limits[0], near))
-    fits = options.least_s.max(axis=0) < NEVER
-    sharper = (_splits_bound_s(some, layers, options.least_s) + rest_s[near]) * (1 - SURE)
-    bound[:, near] = np.where(fits, sharper, np.inf)
-    split, number = np.nonzero(bound[:, near] < below_s)
-    found = options.timed(options.best[:, split, number], number)
-    bound[split, near[number]] = found.time_s
-    return _best_of(found, near[number], bound.min(axis=0))
-
-
-def _fastest_ranks_s(blocks: PipelineBlocks, layers: Ints) -> Floats:
-    """Return what ranks take with the recompute that is fastest, whether it fits or not: [rank, split, candidate]."""
-    embed, layer, head = (block.pass_s.min(axis=0) for block in (blocks.embed, blocks.layer, blocks.head))
-    stages, last = counts_of(blocks.schedule).stages, blocks.schedule.num_stages - 1
-    ends = [(stages == stage).any(axis=1)[:, None, None] for stage in (0, last)]
-    return layers.sum(axis=2)[..., None] * layer + ends[0] * embed + ends[1] * head + blocks.hop_s[:, None]
-
-
-def _splits_bound_s(blocks: PipelineBlocks, layers: Ints, each_s: Floats) -> Floats:
-    """Bound the micro-batches of every split, given what they take on each rank: [split, candidate].
+    """Time every near-even split that may take less.
 
     A rank begins when the stages before its first one have passed a micro-batch, and ends before these have passed the
     last one back, unless its weight gradients come later.
     """
-    schedule, counts = blocks.schedule, counts_of(blocks.schedule)
-    layer = blocks.layer.forward_s if schedule.splits_backward else blocks.layer.pass_s
-    by_stage = layers[counts.ranks, :, counts.chunks]  # [stage, split]
-    before = (np.cumsum(by_stage, axis=0) - by_stage)[counts.stages.min(axis=1)]
-    return (before[..., None] * layer.min(axis=0) + schedule.num_micro_batches * each_s).max(axis=0)
+    schedule = blocks.schedule
+    options = RankOptions.of(blocks, choices, near_even_layers(schedule, choices.num_layers, choices.stages), limits[0])
+    ahead = (blocks.layer.forward_s if schedule.splits_backward else blocks.layer.pass_s).min(axis=0)
+    before, _ = layers_by_rank(schedule, choices.num_layers, choices.stages)
+    least = (before[..., None] * ahead + schedule.num_micro_batches * options.least_s).max(axis=0) + rest_s
+    bound = np.where(options.least_s.max(axis=0) < NEVER, least * (1 - SURE), np.inf)  # [split, candidate]
+    split, number = np.nonzero(bound < below_s)
+    if not len(number):
+        return StageFilling.nothing(schedule.num_stages, bound.min(axis=0))
+    found = options.timed(options.best[:, split, number], number)
+    bound[split, number] = found.time_s
+    return _best_of(found, number, bound.min(axis=0))
 
 
 def _best_of(found: StageFilling, candidates: Ints, bound: Floats) -> StageFilling:

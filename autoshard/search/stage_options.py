@@ -110,6 +110,14 @@ def near_even_layers(schedule: Schedule, num_layers: int, pinned: tuple[int, ...
     return np.array(splits)[:, counts_of(schedule).stages].swapaxes(0, 1)
 
 
+@lru_cache(maxsize=1024)
+def layers_by_rank(schedule: Schedule, num_layers: int, pinned: tuple[int, ...] | None) -> tuple[Ints, Ints]:
+    """Return the layers in the stages before each rank's first one, and those of the rank: [rank, split]."""
+    counts, layers = counts_of(schedule), near_even_layers(schedule, num_layers, pinned)
+    by_stage = layers[counts.ranks, :, counts.chunks]  # [stage, split]
+    return (np.cumsum(by_stage, axis=0) - by_stage)[counts.stages.min(axis=1)], layers.sum(axis=2)
+
+
 def stage_options(
     schedule: Schedule, choices: StageChoices, layers: Ints
 ) -> tuple[StageOptions, Ints, NDArray[np.bool_]]:
