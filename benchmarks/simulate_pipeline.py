@@ -13,10 +13,11 @@ BAR_S = 1.0  # a researcher's loop over schedules must not wait for its simulato
 
 _SIMULATION = """
 from autoshard.schedule.schedule import Schedule
-from autoshard.schedule.simulate import PipelineTimes, StageTimes, simulate
+from autoshard.schedule.simulate import PipelineTimes, simulate
 schedule = Schedule(builder="{builder}", num_ranks=64, num_chunks=2, num_micro_batches=512)
-times = tuple(StageTimes(forward_s=1 + stage % 3, input_s=1.5, weight_s=0.5) for stage in range(128))
-assert simulate(schedule, PipelineTimes(stages=times)).makespan_s > 0
+forward_s = tuple(1 + stage % 3 for stage in range(128))
+times = PipelineTimes(forward_s=forward_s, input_s=(1.5,) * 128, weight_s=(0.5,) * 128)
+assert simulate(schedule, times).makespan_s > 0
 """
 
 

@@ -17,7 +17,7 @@ from autoshard.errors import require
 from autoshard.plan.plan import Plan
 from autoshard.plan.trace import Pass, Phase, RankTrace, Trace
 from autoshard.schedule.schedule import Schedule
-from autoshard.schedule.simulate import Hop, PipelineTimes, RankRun, StageTimes, simulate
+from autoshard.schedule.simulate import PipelineTimes, RankRun, simulate
 from autoshard.schedule.waves import KINDS, Coded, Floats, coded
 
 MOST_ACTIONS = 2**22  # of all ranks: 20 CPU seconds and 2 GB to simulate and draw
@@ -60,11 +60,14 @@ def step_trace(question: Question, setting: Setting, pipeline: PlanPipeline, pri
 def _times(pipeline: PlanPipeline, step: PlanStep) -> PipelineTimes:
     """Return what everything in the pipeline takes."""
     work = work_by_stage(pipeline.schedule, step.prices)[..., 0].tolist()
-    stages = zip(*(work[KINDS.index(kind)] for kind in "FIW"), strict=True)
-    hop = Hop(send_s=float(pipeline.sends.time_s), receive_s=float(pipeline.sends.receive_s))
+    forward, inputs, weight = (tuple(work[KINDS.index(kind)]) for kind in "FIW")
+    hops = len(pipeline.stages) - 1
     return PipelineTimes(
-        stages=tuple(StageTimes(forward_s=own, input_s=inputs, weight_s=weight) for own, inputs, weight in stages),
-        hops=(hop,) * (len(pipeline.stages) - 1),
+        forward_s=forward,
+        input_s=inputs,
+        weight_s=weight,
+        send_s=(float(pipeline.sends.time_s),) * hops,
+        receive_s=(float(pipeline.sends.receive_s),) * hops,
         overlap=pipeline.sends.hidden,
     )
 

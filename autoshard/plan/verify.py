@@ -155,7 +155,7 @@ def _action_faults(schedule: Schedule) -> tuple[Fault, ...]:
 
 def _is_built(schedule: Schedule) -> bool:
     try:
-        return schedule.steps() == replace(schedule, actions=None).steps()
+        return schedule.actions == replace(schedule, actions=None).action_lists()
     except InputError:  # no builder makes such lists
         return False
 

@@ -15,6 +15,7 @@ from autoshard.plan.proof import Proof
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.words import TIME_WORDS
+from autoshard.schedule.simulate import ideal_bubble
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
 
@@ -148,7 +149,7 @@ def _headline(plan: Plan, prediction: Prediction) -> Group:
     batches = (
         f"{plan.schedule.builder}: {count} {'micro-batch' if count == 1 else 'micro-batches'} of {plan.micro_batch} "
         f"per data-parallel rank, {_counted(len(plan.stages), 'stage')}, "
-        f"ideal bubble {plan.schedule.bubble_fraction():.1%}{padded}"
+        f"ideal bubble {ideal_bubble(plan.schedule):.1%}{padded}"
     )
     return Group(
         Text.assemble((plan.model.name, "bold"), f"{size} on {place}: {_counted(cluster.num_ranks, 'rank')}"),

@@ -1,17 +1,56 @@
-"""Pipeline schedules as functions: the order in which each pipeline rank runs its actions.
+"""Actions of pipeline ranks, and schedules as functions: the order in which each rank runs its actions.
 
 A schedule is one entry of ``BUILDERS``. All else (what ranks hold, how long they wait) is counted from its order. A
 position is a rank's place in the pipeline: the stage of its first chunk. A chunk is one of the vp stages of a rank.
 """
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
+from typing import Literal, cast
 
-from autoshard.schedule.action import ActionKind
+from autoshard.errors import InputError, require
 
+ActionKind = Literal["F", "B", "I", "W"]
 Step = tuple[ActionKind, int, int]  # an action without its class: kind, stage (in an order: chunk), micro-batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """``F`` forward, ``B`` whole backward, ``I`` and ``W`` its halves (input and weight gradients).
+
+    >>> str(Action(kind="F", stage=3, micro_batch=0)), Action.parse("B3.0").stage
+    ('F3.0', 3)
+    """
+
+    kind: ActionKind
+    stage: int
+    micro_batch: int
+
+    def __post_init__(self) -> None:
+        require(
+            (self.kind in ("F", "B", "I", "W"), "kind", f"must be F, B, I or W, not {self.kind}"),
+            (self.stage >= 0, "stage", f"must be at least 0, not {self.stage}"),
+            (self.micro_batch >= 0, "micro_batch", f"must be at least 0, not {self.micro_batch}"),
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """Read the text form, for example ``F3.0``: forward of stage 3, micro-batch 0."""
+        match = re.fullmatch(r"([FBIW])([0-9]{1,9})\.([0-9]{1,9})", text)
+        if match is None:
+            raise InputError.of("", f"{text!r} is not an action. Write F<stage>.<micro-batch>, or B, I, W: F3.0")
+        kind, stage, micro_batch = match.groups()
+        return cls(kind=cast(ActionKind, kind), stage=int(stage), micro_batch=int(micro_batch))
+
+    def __str__(self) -> str:
+        """Print the text form."""
+        return f"{self.kind}{self.stage}.{self.micro_batch}"
+
+
+ActionLists = tuple[tuple[Action, ...], ...]  # one list per pipeline rank, in the order of execution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +82,12 @@ class Builder:
     in_rounds: bool = False  # chunks take turns in rounds of num_ranks micro-batches
     turns: bool = False  # odd chunks run from the last rank to the first
     meaning: str
-    splits: bool = field(init=False)  # backward into I and W
 
-    def __post_init__(self) -> None:
-        """Read from the order whether it splits the backward."""
+    @property
+    def splits(self) -> bool:
+        """Whether backwards are two actions, I and W."""
         smallest = PipelineShape(num_ranks=1, num_chunks=self.num_chunks or 1, num_micro_batches=1)
-        object.__setattr__(self, "splits", any(kind == "I" for kind, _, _ in self.order(smallest, 0)))
-
-    def stage_of(self, num_ranks: int, rank: int, chunk: int) -> int:
-        """Return the stage that a chunk of a rank is, if nobody places it elsewhere."""
-        back = self.turns and chunk % 2
-        return chunk * num_ranks + (num_ranks - 1 - rank if back else rank)
-
-    def place_of(self, num_ranks: int, stage: int) -> tuple[int, int]:
-        """Return the rank and chunk of a stage: the inverse of ``stage_of``."""
-        chunk, rank = divmod(stage, num_ranks)
-        return (num_ranks - 1 - rank if self.turns and chunk % 2 else rank), chunk
+        return any(kind == "I" for kind, _, _ in self.order(smallest, 0))
 
 
 def _alternating(warm_up: Callable[[PipelineShape, int], int], shape: PipelineShape, position: int) -> list[Step]:

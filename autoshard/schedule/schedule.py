@@ -8,9 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from autoshard.errors import nearest, require
-from autoshard.schedule.action import Action, ActionLists
-from autoshard.schedule.builders import BUILDERS, Builder, Order, PipelineShape, Step
-from autoshard.schedule.waves import unit_bubble
+from autoshard.schedule.builders import BUILDERS, Action, ActionLists, Order, PipelineShape, Step
 
 Counts = tuple[tuple[int, ...], ...]  # of micro-batches by chunk, at several times
 
@@ -22,8 +20,6 @@ class Schedule:
     >>> schedule = Schedule(builder="1f1b", num_ranks=2, num_micro_batches=2)
     >>> [" ".join(map(str, actions)) for actions in schedule.action_lists()]
     ['F0.0 F0.1 B0.0 B0.1', 'F1.0 B1.0 F1.1 B1.1']
-    >>> schedule.in_flight(0), schedule.in_flight(1)
-    (2, 1)
     """
 
     builder: str
@@ -36,15 +32,12 @@ class Schedule:
     def __post_init__(self) -> None:
         """Refuse schedules that no builder can make."""
         counts = ("num_ranks", "num_chunks", "num_micro_batches")
+        unknown = f"{self.builder!r} is not a schedule. {nearest(self.builder, [*BUILDERS])}"
         require(
-            (
-                self.builder in BUILDERS,
-                "builder",
-                f"{self.builder!r} is not a schedule. {nearest(self.builder, [*BUILDERS])}",
-            ),
+            (self.builder in BUILDERS, "builder", unknown),
             *((getattr(self, name) >= 1, name, f"must be at least 1, not {getattr(self, name)}") for name in counts),
         )
-        builder, built = self._builder, self.actions is None
+        builder, built = BUILDERS[self.builder], self.actions is None
         per_rank = "one stage" if builder.num_chunks == 1 else f"{builder.num_chunks} stages"
         advice = ". Use interleaved" if builder.num_chunks == 1 else ""
         places = {(rank, chunk) for rank in range(self.num_ranks) for chunk in range(self.num_chunks)}
@@ -76,20 +69,33 @@ class Schedule:
         """Stages of the whole pipeline: ranks times chunks."""
         return self.num_ranks * self.num_chunks
 
+    @property
+    def unit(self) -> int:
+        """After how many micro-batches the order of the builder repeats itself."""
+        return self.num_ranks if BUILDERS[self.builder].in_rounds else 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether input gradients and weight gradients are actions of their own."""
+        if self.actions is None:
+            return BUILDERS[self.builder].splits
+        return any(action.kind in "IW" for own in self.actions for action in own)
+
     def place_of(self, stage: int) -> tuple[int, int]:
         """Return ``(rank, chunk)`` of a stage."""
-        return self.placement[stage] if self.placement else self._builder.place_of(self.num_ranks, stage)
+        if self.placement is not None:
+            return self.placement[stage]
+        chunk, rank = divmod(stage, self.num_ranks)
+        return self._turned(rank, chunk), chunk
 
     def stages_of(self, rank: int) -> dict[int, int]:
         """Return the stage of each chunk of a rank."""
         if self.placement is None:
-            return {chunk: self._builder.stage_of(self.num_ranks, rank, chunk) for chunk in range(self.num_chunks)}
+            return {chunk: chunk * self.num_ranks + self._turned(rank, chunk) for chunk in range(self.num_chunks)}
         return {chunk: stage for stage, (owner, chunk) in enumerate(self.placement) if owner == rank}
 
-    def sent_on(self) -> tuple[bool, ...]:
-        """Return for each stage but the last whether what it makes goes to another rank."""
-        ranks = [self.place_of(stage)[0] for stage in range(self.num_stages)]
-        return tuple(rank != after for rank, after in pairwise(ranks))
+    def _turned(self, rank: int, chunk: int) -> int:
+        return self.num_ranks - 1 - rank if BUILDERS[self.builder].turns and chunk % 2 else rank
 
     def num_sends(self) -> tuple[int, ...]:
         """Return how many messages each rank sends for one micro-batch, forward and back."""
@@ -97,19 +103,17 @@ class Schedule:
         counts = Counter(rank for pair in pairwise(ranks) if len(set(pair)) > 1 for rank in pair)
         return tuple(counts[rank] for rank in range(self.num_ranks))
 
-    def steps(self) -> list[list[Step]]:
-        """Return ``(kind, stage, micro-batch)`` of every action, per rank in order: the action lists in short."""
-        return [self.steps_of(rank) for rank in range(self.num_ranks)]
-
     def steps_of(self, rank: int) -> list[Step]:
-        """Return ``(kind, stage, micro-batch)`` of every action of one rank."""
+        """Return ``(kind, stage, micro-batch)`` of every action of one rank: its list in short."""
         if self.actions is not None:
             return [(action.kind, action.stage, action.micro_batch) for action in self.actions[rank]]
-        return self._ordered(self._builder.order, rank)
+        return self._ordered(BUILDERS[self.builder].order, rank)
 
     def action_lists(self) -> ActionLists:
         """Return the actions of every pipeline rank, in order."""
-        return self.actions if self.actions is not None else _as_actions(self.steps())
+        if self.actions is not None:
+            return self.actions
+        return self.in_order(BUILDERS[self.builder].order).action_lists()
 
     def in_order(self, order: Order) -> "Schedule":
         """Return the same pipeline run in an order of one's own, as action lists; ``verify_actions`` checks them.
@@ -122,11 +126,14 @@ class Schedule:
         >>> " ".join(map(str, schedule.action_lists()[1]))
         'F1.0 F1.1 B1.0 B1.1'
         """
-        return replace(self, actions=_as_actions([self._ordered(order, rank) for rank in range(self.num_ranks)]))
+        every = [self._ordered(order, rank) for rank in range(self.num_ranks)]
+        lists = [[Action(kind=kind, stage=stage, micro_batch=number) for kind, stage, number in own] for own in every]
+        return replace(self, actions=tuple(map(tuple, lists)))
 
-    def in_flight(self, rank: int) -> int:
-        """Return how many (chunk, micro-batch) pairs a rank keeps activations of at most; a chunk is 1/vp of it."""
-        return max(map(sum, self.in_flight_by_chunk(rank)))
+    def _ordered(self, order: Order, rank: int) -> list[Step]:
+        counts = {name: getattr(self, name) for name in ("num_ranks", "num_chunks", "num_micro_batches")}
+        stages = self.stages_of(rank)
+        return [(kind, stages[chunk], number) for kind, chunk, number in order(PipelineShape(**counts), stages[0])]
 
     def in_flight_by_chunk(self, rank: int) -> Counts:
         """Return of how many micro-batches a rank keeps activations, chunk by chunk, at each time of a local maximum.
@@ -140,47 +147,11 @@ class Schedule:
         """
         return _in_flight(self, rank)
 
-    @property
-    def splits_backward(self) -> bool:
-        """Whether input gradients and weight gradients are actions of their own."""
-        if self.actions is None:
-            return self._builder.splits
-        return any(action.kind in "IW" for own in self.actions for action in own)
-
-    def bubble_fraction(self) -> float:
-        """Return the share of the step in which ranks wait if stages are equal, F, I and W as well, and sends free.
-
-        >>> round(Schedule(builder="1f1b", num_ranks=4, num_micro_batches=12).bubble_fraction(), 6)
-        0.2
-        """
-        return unit_bubble(self.steps(), self._shape)
-
-    def _ordered(self, order: Order, rank: int) -> list[Step]:
-        stages = self.stages_of(rank)
-        return [(kind, stages[chunk], micro_batch) for kind, chunk, micro_batch in order(self._shape, stages[0])]
-
-    @property
-    def _builder(self) -> Builder:
-        return BUILDERS[self.builder]
-
-    @property
-    def _shape(self) -> PipelineShape:
-        return PipelineShape(
-            num_ranks=self.num_ranks, num_chunks=self.num_chunks, num_micro_batches=self.num_micro_batches
-        )
-
-
-def _as_actions(steps: list[list[Step]]) -> ActionLists:
-    return tuple(
-        tuple(Action(kind=kind, stage=stage, micro_batch=number) for kind, stage, number in own) for own in steps
-    )
-
 
 @lru_cache(maxsize=4096)
 def _in_flight(schedule: Schedule, rank: int) -> Counts:
     """Count; from four rounds on the order repeats itself, and what is in flight grows as it does from there on."""
-    unit = schedule.num_ranks if BUILDERS[schedule.builder].in_rounds else 1
-    total = schedule.num_micro_batches
+    unit, total = schedule.unit, schedule.num_micro_batches
     few = 4 * schedule.num_ranks + total % unit
     if schedule.actions is not None or total <= few + unit:
         return _counted(schedule, rank)

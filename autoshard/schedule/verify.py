@@ -5,12 +5,13 @@ receive posted each way, the next that its rank's list takes, and posts it again
 right after the action that made the message, and hold up its rank until they are taken.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import get_args
 
 from autoshard.errors import Fault
-from autoshard.schedule.action import Action, ActionKind, ActionLists
+from autoshard.schedule.builders import Action, ActionKind, ActionLists
 from autoshard.schedule.schedule import Schedule
 
 _Need = tuple[Action, Action | None]  # an action that must begin first; the send that it takes, if that is why
@@ -49,14 +50,14 @@ def _content_faults(schedule: Schedule, rank: int, counts: Counter[Action]) -> I
     for stage in stages:
         for number in range(schedule.num_micro_batches):
             name = f"{stage}.{number}"
-            forward, whole, inputs, weights = (
-                Action(kind=kind, stage=stage, micro_batch=number) in counts for kind in ("F", "B", "I", "W")
-            )
-            if not forward:
+            kinds = {
+                kind for kind in get_args(ActionKind) if Action(kind=kind, stage=stage, micro_batch=number) in counts
+            }
+            if "F" not in kinds:
                 yield f"F{name} is missing"
-            if whole and (inputs or weights):
+            if "B" in kinds and kinds & {"I", "W"}:
                 yield f"B{name} is the whole backward; remove it or I{name} and W{name}"
-            if not whole and not (inputs and weights):
+            if "B" not in kinds and not kinds >= {"I", "W"}:
                 yield f"the backward of {name} is missing: add B{name}, or both I{name} and W{name}"
 
 
@@ -64,20 +65,16 @@ def _blocked(lists: ActionLists) -> list[Fault]:
     """Run the lists, and name the action at which each rank stops for ever."""
     needs = _needs(lists)
     done: set[Action] = set()
-    next_steps = [0] * len(lists)
-    waiting: dict[Action, list[int]] = defaultdict(list)
-    ready = deque(range(len(lists)))
-    while ready:
-        rank = ready.popleft()
-        while next_steps[rank] < len(lists[rank]):
-            action = lists[rank][next_steps[rank]]
-            missing = next((need for need, _ in needs[action] if need not in done), None)
-            if missing is not None:
-                waiting[missing].append(rank)
-                break
-            done.add(action)
-            next_steps[rank] += 1
-            ready.extend(waiting.pop(action, ()))
+    next_steps, moved = [0] * len(lists), True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(lists):
+            while next_steps[rank] < len(actions):
+                action = actions[next_steps[rank]]
+                if any(need not in done for need, _ in needs[action]):
+                    break
+                done.add(action)
+                next_steps[rank], moved = next_steps[rank] + 1, True
     faults: list[Fault] = []
     for rank, actions in enumerate(lists):
         if next_steps[rank] < len(actions):
@@ -124,13 +121,10 @@ def _inputs(lists: ActionLists) -> dict[Action, list[Action]]:
     found: dict[Action, list[Action]] = {}
     for action in every:
         stage, number = action.stage, action.micro_batch
+        sources: list[tuple[ActionKind, int]] = [("I" if action.kind == "W" else "F", stage)]
         if action.kind == "F":
-            found[action] = [Action(kind="F", stage=stage - 1, micro_batch=number)] if stage else []
-        elif action.kind == "W":
-            found[action] = [Action(kind="I", stage=stage, micro_batch=number)]
-        else:
-            found[action] = [Action(kind="F", stage=stage, micro_batch=number)]
-            if stage < last_stage:
-                kind: ActionKind = "I" if (stage + 1, number) in split else "B"
-                found[action].append(Action(kind=kind, stage=stage + 1, micro_batch=number))
+            sources = [("F", stage - 1)] if stage else []
+        elif action.kind != "W" and stage < last_stage:
+            sources.append(("I" if (stage + 1, number) in split else "B", stage + 1))
+        found[action] = [Action(kind=kind, stage=source, micro_batch=number) for kind, source in sources]
     return found

@@ -14,14 +14,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.errors import require
-from autoshard.schedule.builders import PipelineShape, Step
+from autoshard.schedule.builders import Step
 
 KINDS = "BFIW"  # sorted, so that a kind is found by bisection
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Coded = tuple[Ints, Ints, Ints]  # of a rank's actions in order: positions in KINDS, stages, micro-batches
-_ROUNDING = 1e-13  # of all seconds so far: periods that differ by no more are equal
+ROUNDING = 1e-13  # of all seconds so far: periods that differ by no more are equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,12 +31,6 @@ class Delays:
     before_s: Floats  # [place, candidate]: its rank receives and can do nothing else
     after_s: Floats  # [place, candidate]: its rank sends and can do nothing else
     travel_s: Floats  # [place, candidate]: until the next place has what this one made
-
-    def only(self, rows: Ints | slice) -> "Delays":
-        """Return those of some candidates."""
-        columns = (self.work_s, self.before_s, self.after_s, self.travel_s)
-        work, before, after, travel = (column[..., rows] for column in columns)
-        return Delays(work_s=work, before_s=before, after_s=after, travel_s=travel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,25 +47,24 @@ class Waves:
     numbers: tuple[Ints, ...]  # by rank the numbers of its actions in order
     window: Ints  # steady actions that later ones may wait for, and whatever lies between
     window_before: Ints  # the same a unit earlier
-    is_stuck: bool  # some actions wait for each other
 
     @classmethod
     def of(cls, orders: Sequence[Coded], num_stages: int, num_micro_batches: int, unit: int = 1) -> "Waves":
-        """Sort the actions of all ranks; the order of a builder repeats itself after ``unit`` micro-batches."""
+        """Sort the actions of all ranks; a builder's order repeats itself after ``unit`` micro-batches."""
         kinds, stages, micro_batches = (np.concatenate(columns) for columns in zip(*orders, strict=True))
-        known = bool((stages < num_stages).all() and (micro_batches < num_micro_batches).all())
-        require((known, "actions", f"name more than {num_stages} stages or {num_micro_batches} micro-batches"))
         starts: Ints = np.cumsum([0, *(len(own) for own, _, _ in orders)])
         count = int(starts[-1])
         before = np.arange(-1, count - 1)
         before[starts[:-1][np.diff(starts) > 0]] = count
         at = places(kinds, stages, num_stages)
-        sender = _senders(at, micro_batches, num_stages, num_micro_batches)
+        # By place and micro-batch: who makes what is needed there. The first F and every W need no message.
+        maker = np.full((2 * num_stages + 2, num_micro_batches), count)
+        maker[at + 1, micro_batches] = np.arange(count)
+        sender: Ints = np.where(at == 2 * num_stages, count, maker[at, micro_batches])
         waves = np.array(_wave_numbers(before.tolist(), sender.tolist(), starts.tolist()), dtype=np.int64)
         order = np.argsort(waves, kind="stable")
         new = np.append(np.argsort(order, kind="stable"), count)
-        is_stuck = bool((waves < 0).any())
-        bounds = (0, count) if is_stuck else (0, *np.cumsum(np.bincount(waves)[1:]).tolist())
+        bounds = (0, *np.cumsum(np.bincount(waves)[1:]).tolist())
         ones, others = new[before[order]], new[sender[order]]
         width, action = np.diff(bounds), np.arange(count)
         low = np.repeat(np.array(bounds[:-1], dtype=np.int64), width)
@@ -90,7 +82,6 @@ class Waves:
             numbers=tuple(new[low:high] for low, high in pairwise(starts.tolist())),
             window=new[window],
             window_before=new[window_before],
-            is_stuck=is_stuck,
         )
 
     def run(self, delays: Delays) -> Floats:
@@ -105,21 +96,10 @@ class Waves:
             np.add(np.maximum(ready[:width], ready[width:]), until[:, low:high], out=times[:, low:high])
         return times
 
-    def starts(self, times: Floats, delays: Delays) -> Floats:
-        """Return when each action begins, after what its rank receives for it."""
-        return np.maximum(times[0, self.before], times[1, self.sender]) + delays.before_s[self.places]
-
     def ends_s(self, times: Floats, delays: Delays) -> Floats:
         """Return the end of the last action of each candidate, without what it sends."""
         last = np.array([own[-1] for own in self.numbers if len(own)], dtype=np.int64)
         return (times[0, last] - delays.after_s[self.places[last]]).max(axis=0)
-
-    def period_s(self, times: Floats, ends_s: Floats) -> Floats:
-        """Return the seconds of a steady unit of each candidate; NaN where none is steady yet."""
-        if not len(self.window):
-            return np.full(len(ends_s), np.nan)
-        steps = times[0, self.window] - times[0, self.window_before]
-        return np.where(np.ptp(steps, axis=0) <= _ROUNDING * ends_s, steps.mean(axis=0), np.nan)
 
 
 def places(kinds: Ints, stages: Ints, num_stages: int) -> Ints:
@@ -139,34 +119,8 @@ def coded(steps: Sequence[Step]) -> Coded:
     )
 
 
-def unit_bubble(steps: Sequence[Sequence[Step]], shape: PipelineShape) -> float:
-    """Return the share of the step in which a rank waits, if F, I and W take one unit each and B two."""
-    num_stages = shape.num_ranks * shape.num_chunks
-    nothing, work = np.zeros((2 * num_stages + 1, 1)), np.ones((len(KINDS), num_stages, 1))
-    work[KINDS.index("B")] = 2.0
-    delays = Delays(work_s=work, before_s=nothing, after_s=nothing, travel_s=nothing)
-    waves = Waves.of([coded(own) for own in steps], num_stages, shape.num_micro_batches)
-    if waves.is_stuck:
-        return 1.0
-    total = float(waves.ends_s(waves.run(delays), delays)[0])
-    busy = float(work[waves.kinds, waves.stages].sum()) / shape.num_ranks
-    return 1 - busy / total if total else 0.0
-
-
-def _senders(at: Ints, micro_batches: Ints, num_stages: int, num_micro_batches: int) -> Ints:
-    """Return for every action the one that makes what it needs of another stage, or of its own one's F.
-
-    What nobody makes is waited for without end: such an action waits for itself.
-    """
-    count, numbers = len(at), np.arange(len(at))
-    maker = np.full((2 * num_stages + 2, num_micro_batches), -1)  # by place: the action that makes what it needs
-    maker[at + 1, micro_batches] = numbers
-    made = np.where(maker[at, micro_batches] < 0, numbers, maker[at, micro_batches])
-    return np.where((at == 2 * num_stages) | (at == 0), count, made)
-
-
 def _wave_numbers(before: list[int], sender: list[int], starts: list[int]) -> list[int]:
-    """Return each action's wave: one after the later of the two that it waits for; -1 if it never runs."""
+    """Return each action's wave: one after the later of the two that it waits for."""
     count = len(before)
     waves = [-1] * count + [0]
     waiting: dict[int, int] = defaultdict(lambda: -1)  # action -> the rank's next one, that waits for its message
@@ -194,7 +148,7 @@ def _steady(orders: Sequence[Coded], starts: Ints, sender: Ints, unit: int) -> t
     """
     none = np.empty(0, dtype=np.int64)
     width = int(np.count_nonzero(orders[0][2] < unit))
-    runs = [_last_run(_repeats(order, width, unit)) for order in orders]
+    runs = [_steady_part(order, width, unit) for order in orders]
     length = min(end - start for start, end in runs)
     offsets = np.concatenate([np.arange(len(order[0])) - end for order, (_, end) in zip(orders, runs, strict=True)])
     has = sender < starts[-1]
@@ -210,15 +164,12 @@ def _steady(orders: Sequence[Coded], starts: Ints, sender: Ints, unit: int) -> t
     return window, window - width
 
 
-def _repeats(order: Coded, width: int, unit: int) -> NDArray[np.bool_]:
+def _steady_part(order: Coded, width: int, unit: int) -> tuple[int, int]:
+    """Return where the longest run of actions begins and ends that repeat those of the unit before."""
     kinds, stages, numbers = order
     same = (kinds[width:] == kinds[:-width]) & (stages[width:] == stages[:-width])
-    return np.concatenate([np.zeros(width, dtype=bool), same & (numbers[width:] == numbers[:-width] + unit)])
-
-
-def _last_run(flags: NDArray[np.bool_]) -> tuple[int, int]:
-    """Return where the longest run of true values begins and ends."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))
+    same &= numbers[width:] == numbers[:-width] + unit
+    edges = np.flatnonzero(np.diff(np.concatenate([[False] * (width + 1), same, [False]])))
     if not len(edges):
         return 0, 0
     longest = int(np.argmax(edges[1::2] - edges[::2]))

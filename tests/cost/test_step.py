@@ -11,7 +11,7 @@ from autoshard.cost.stages import counts_of, most_kept
 from autoshard.cost.step import StageLayers, step_cost
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
-from autoshard.schedule.simulate import Kept, PipelineTimes, StageTimes, simulate
+from autoshard.schedule.simulate import PipelineTimes, ideal_bubble, simulate
 from tests.cost.cases import NO_WORK, ask, block, cost_of, pipeline, plan_of, priced, setting
 
 EVERYONE = ("edp", "ep", "cp")
@@ -29,11 +29,8 @@ def chunked_schedules(draw):
 
 def simulated(schedule, forward, backward):
     """How long the pipeline takes; stage s takes forward[s] and backward[s], and sends are free."""
-    times = [
-        StageTimes(forward_s=down, input_s=0, weight_s=0, backward_s=up)
-        for down, up in zip(forward, backward, strict=True)
-    ]
-    return simulate(schedule, PipelineTimes(stages=tuple(times))).makespan_s
+    times = PipelineTimes(forward_s=tuple(forward), input_s=tuple(backward), weight_s=(0.0,) * len(forward))
+    return simulate(schedule, times).makespan_s
 
 
 class TestTime:
@@ -47,7 +44,7 @@ class TestTime:
         assert cost.time_s == pytest.approx(simulated(schedule, [layers * forward] * pp, [layers * backward] * pp))
         work = (pp + extra) * layers * (forward + backward)
         assert cost.seconds["compute"] == pytest.approx(work)
-        assert cost.seconds["bubble"] / cost.time_s == pytest.approx(schedule.bubble_fraction())
+        assert cost.seconds["bubble"] / cost.time_s == pytest.approx(ideal_bubble(schedule))
 
     @given(st.integers(2, 4), st.integers(2, 3), st.integers(1, 4), st.integers(1, 50), st.integers(1, 50))
     def test_of_chunks_is_that_of_the_schedule_simulated(self, pp, vp, rounds, forward, backward):
@@ -253,8 +250,8 @@ class TestMemory:
     @given(chunked_schedules(), st.lists(st.integers(1, 9), min_size=24, max_size=24))
     def test_the_most_that_is_kept_is_the_peak_of_the_simulated_schedule(self, schedule, sizes):
         kept = tuple(map(float, sizes[: schedule.num_stages]))
-        unit = StageTimes(forward_s=1.0, input_s=1.0, weight_s=1.0)
-        run = simulate(schedule, PipelineTimes(stages=(unit,) * schedule.num_stages), Kept(stages=kept))
+        unit = (1.0,) * schedule.num_stages
+        run = simulate(schedule, PipelineTimes(forward_s=unit, input_s=unit, weight_s=unit), kept)
         by_chunk = np.array(kept)[counts_of(schedule).stages][:, None, :, None]
         assert most_kept(schedule, by_chunk, by_chunk)[:, 0, 0].tolist() == [rank.peak for rank in run.ranks]
 

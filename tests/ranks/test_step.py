@@ -17,7 +17,7 @@ from autoshard.engine.programs import programs_of
 from autoshard.layout.program import Compute
 from autoshard.plan.lowering import split_pending
 from autoshard.plan.plan import Plan
-from autoshard.schedule.action import Action
+from autoshard.schedule.builders import Action
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import AdamWConstants, Training
 from autoshard.spec.workload import Precision

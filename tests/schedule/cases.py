@@ -1,12 +1,12 @@
-"""Schedules to test with, and faulty versions of them."""
+"""Schedules to test with, faulty versions of them, and what everything takes in them."""
 
 import dataclasses
 
 from hypothesis import strategies as st
 
-from autoshard.schedule.action import Action
-from autoshard.schedule.builders import BUILDERS
+from autoshard.schedule.builders import BUILDERS, Action
 from autoshard.schedule.schedule import Schedule
+from autoshard.schedule.simulate import PipelineTimes
 
 
 def lists_of(*texts):
@@ -33,3 +33,19 @@ def with_list(schedule, rank, actions):
     lists = list(schedule.action_lists())
     lists[rank] = tuple(actions)
     return dataclasses.replace(schedule, actions=tuple(lists))
+
+
+def times_of(schedule, seconds, overlap):
+    """Any times of its stages, and of its messages, which may be free."""
+
+    def several(count):
+        return st.lists(seconds, min_size=count, max_size=count).map(tuple)
+
+    stages, hops = several(schedule.num_stages), st.just(()) | several(schedule.num_stages - 1)
+    passes = dict.fromkeys(("forward_s", "input_s", "weight_s"), stages)
+    return st.builds(PipelineTimes, **passes, send_s=hops, receive_s=hops, overlap=overlap)
+
+
+def equal(schedule, forward=1.0, inputs=1.0, weights=1.0, **times):
+    stages = {"forward_s": forward, "input_s": inputs, "weight_s": weights}
+    return PipelineTimes(**{name: (time_s,) * schedule.num_stages for name, time_s in stages.items()}, **times)

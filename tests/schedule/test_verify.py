@@ -9,11 +9,6 @@ from autoshard.schedule.verify import verify_actions
 from tests.schedule.cases import lists_of, schedules, with_list
 
 
-@given(schedules())
-def test_every_built_schedule_is_accepted(schedule):
-    assert verify_actions(schedule) == ()
-
-
 @pytest.mark.parametrize(
     ("first", "second", "says"),
     [
@@ -77,24 +72,13 @@ def test_a_doubled_action_is_named(case, data):
     assert f"{doubled} stands 2 times; keep one" in said(with_list(schedule, rank, actions))
 
 
-@given(schedules(builders=("zb_h1", "zb_v")), st.data())
-def test_a_w_before_its_i_is_named(schedule, data):
-    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
-    actions = list(schedule.action_lists()[rank])
-    early = data.draw(st.sampled_from([action for action in actions if action.kind == "W"]))
-    half = replace(early, kind="I")
-    actions.remove(early)
-    actions.insert(actions.index(half), early)
-    assert f"{early} waits for {half}, which never ends" in said(with_list(schedule, rank, actions))
-
-
-@given(picked("BI"))
-def test_a_backward_before_its_forward_is_named(case):
+@given(picked("BIW"))
+def test_an_action_before_what_it_reads_is_named(case):
     schedule, rank, actions, position = case
     early = actions.pop(position)
-    forward = replace(early, kind="F")
-    actions.insert(actions.index(forward), early)
-    assert f"{early} waits for {forward}, which never ends" in said(with_list(schedule, rank, actions))
+    source = replace(early, kind="I" if early.kind == "W" else "F")
+    actions.insert(actions.index(source), early)
+    assert f"{early} waits for {source}, which never ends" in said(with_list(schedule, rank, actions))
 
 
 def test_sends_that_wait_for_each_other_are_a_deadlock_though_the_data_could_flow():

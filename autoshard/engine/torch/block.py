@@ -26,7 +26,7 @@ from autoshard.layout.program import (
     read_by,
     written_by,
 )
-from autoshard.schedule.action import ActionKind
+from autoshard.schedule.builders import ActionKind
 
 Values = dict[str, torch.Tensor]  # what a rank holds while a program runs, by the values' names
 InputSource = Callable[

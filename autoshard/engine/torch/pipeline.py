@@ -12,7 +12,7 @@ from autoshard.engine.torch.formats import memory_of, own
 from autoshard.engine.torch.store import OpenedWeights, Store
 from autoshard.layout.layout import Layout
 from autoshard.plan.plan import Plan
-from autoshard.schedule.action import Action, ActionKind
+from autoshard.schedule.builders import Action, ActionKind
 from autoshard.spec.workload import Dtype
 
 # Inputs that come in the order of the sequence; by document_starts the host decides what attends to what.
