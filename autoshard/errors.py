@@ -54,6 +54,10 @@ class InputError(AutoshardError):
         """Make an error of a single fault."""
         return cls([Fault(where=where, message=message)])
 
+    def __reduce__(self) -> tuple[type["InputError"], tuple[tuple[Fault, ...]]]:
+        """Travel between processes with all faults."""
+        return InputError, (self.faults,)
+
     def under(self, parent: str) -> "InputError":
         """Return the same error seen from the value that contains the faulty one."""
         return InputError(fault.under(parent) for fault in self.faults)

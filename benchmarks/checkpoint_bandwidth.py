@@ -20,10 +20,10 @@ from autoshard.engine.results import SavedStep
 from autoshard.engine.torch.engine import TorchEngine, build
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.runtime.checkpoint.files import folder_of
 from autoshard.runtime.checkpoint.index import RunState
-from autoshard.runtime.checkpoint.saver import Saver, load
-from autoshard.runtime.checkpoint.shelf import Shelf
+from autoshard.runtime.checkpoint.reader import load
+from autoshard.runtime.checkpoint.saver import Saver
+from autoshard.runtime.checkpoint.shelf import Shelf, folder_of
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.data.batches import synthetic_step
 from autoshard.runtime.launch import Placing, launch
@@ -155,13 +155,13 @@ class _Rank:
             return True
 
         self.step(allows)
-        return self.saver.ended().saved, started_s
+        return self.saver.ended()[0], started_s
 
     def save(self, number: int) -> None:
         """Save, and wait for the end."""
         self.saver.begin(_state(number), self.engine.pieces())
-        ended = self.saver.ended()
-        assert not ended.failure, ended.failure
+        _, failure = self.saver.ended()
+        assert not failure, failure
 
     def load(self) -> None:
         """Load what is there."""

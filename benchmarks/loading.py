@@ -13,10 +13,9 @@ import numpy as np
 
 from autoshard.engine.base import Run
 from autoshard.engine.torch.engine import build
-from autoshard.runtime.data.batches import StepShape, batches
+from autoshard.runtime.data.batches import PrefetchLoader, StepShape, batches
 from autoshard.runtime.data.indexed import IndexedWriter
 from autoshard.runtime.data.opened import open_source
-from autoshard.runtime.data.prefetch import PrefetchLoader
 from autoshard.runtime.launch import Placing, launch
 from autoshard.spec.training import DataSpec, Training
 from benchmarks.measure import yardstick_s

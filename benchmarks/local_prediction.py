@@ -23,8 +23,8 @@ from autoshard.engine.results import WARM_UP, RunReport
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.runtime.engines import builder
 from autoshard.runtime.launch import Placing, launch
+from autoshard.runtime.machine import builder
 from autoshard.runtime.train import train
 from autoshard.search.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster

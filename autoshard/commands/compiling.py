@@ -29,9 +29,9 @@ def compile_ahead(plan: "Plan", run: "Run", given: "GivenRank | None", name: str
 
     Refuse plans of which nothing is compiled, machines without the compiler, and one process for every rank.
     """
-    from autoshard.runtime.compiling import TOOL, compiled_of, streamed
+    from autoshard.runtime.compiling import compiled_of, streamed
     from autoshard.runtime.launch import node_words, put_environment
-    from autoshard.runtime.neuron import refuse_without_compiler
+    from autoshard.runtime.machine import COMPILER, refuse_without_compiler
 
     num_steps, nodes = min(run.training.steps, _USUAL_STEPS), plan.cluster.num_nodes
     run = replace(run, training=replace(run.training, steps=num_steps))
@@ -39,7 +39,7 @@ def compile_ahead(plan: "Plan", run: "Run", given: "GivenRank | None", name: str
     require((plan.engine == "nxd", "--compile-only", message))
     steps = f"must be at least {_LEAST_STEPS} to meet every graph, not {num_steps}"
     require((num_steps >= _LEAST_STEPS, "--steps", steps))
-    refuse_without_compiler(plan, given, name)
+    refuse_without_compiler(plan, name, given.num_ranks if given else 1)
     place = run.folder / f"node-{given.rank}" if given and nodes > 1 else run.folder  # nodes may share a folder
     _make(place)
     log, cache = place / "compile.log", (run.folder / "cache").absolute()
@@ -47,17 +47,21 @@ def compile_ahead(plan: "Plan", run: "Run", given: "GivenRank | None", name: str
     if not json:
         for warning in warnings:
             print(f"warning: {warning}")
-        print(f"compiling the graphs of {plan.model.name}, {plan.candidate}, as {TOOL} finds them in a short run")
+        print(f"compiling the graphs of {plan.model.name}, {plan.candidate}, as {COMPILER} finds them in a short run")
     put_environment({_CACHE_PLACE: str(cache)})
     start = [sys.executable, "-m", "torch.distributed.run", *node_words(given, nodes, plan.mesh.num_ranks // nodes)]
-    tool = [TOOL, "--parallel_compile_workdir", str((place / "work").absolute())]  # else one of all who compile here
+    tool = [
+        COMPILER,
+        "--parallel_compile_workdir",
+        str((place / "work").absolute()),
+    ]  # else one of all who compile here
     show = (lambda _: None) if json else (lambda text: print(text, end="", flush=True))
     code = streamed([*tool, *start, *_short_run(run, name)], log, show)
     output = log.read_text(encoding="utf-8", errors="replace")
     compiled = compiled_of(output)
     if compiled is None or (code and not compiled.num_failed):
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        first = f"{TOOL} {how} before it had compiled all graphs"
+        first = f"{COMPILER} {how} before it had compiled all graphs"
         raise RunFailed("\n".join([first, *output.strip().splitlines()[-20:], f"its output: {log}"]))
     return _conclude(compiled, compiled.cache or str(cache), log, warnings, json=json)
 

@@ -158,7 +158,7 @@ def _elsewhere_notes(plan: "Plan") -> list[str]:
 def _on_device(execution: Execution, given: "GivenRank | None") -> Execution:
     """Decide where tensors lie, and say so where that is a question; what is only tried lies with the host."""
     from autoshard.engine.base import HOST
-    from autoshard.runtime.devices import XLA, device_of
+    from autoshard.runtime.machine import XLA, device_of
 
     if execution.tried:
         return execution
@@ -175,11 +175,10 @@ def _on_device(execution: Execution, given: "GivenRank | None") -> Execution:
 def _refuse_machine(execution: Execution, path: Path, given: "GivenRank | None") -> None:
     """Refuse what this machine cannot run, and ranks of another number."""
     from autoshard.engine.base import HOST
-    from autoshard.runtime.devices import available_bytes, refuse_too_large
-    from autoshard.runtime.neuron import refuse_without_neuron
+    from autoshard.runtime.machine import available_bytes, refuse_too_large, refuse_without_neuron
 
     if execution.engine == "nxd":
-        refuse_without_neuron(execution.plan, given, str(path))
+        refuse_without_neuron(execution.plan, str(path), started=given is not None)
     if given is not None:
         given.refuse_other_size(execution.plan.mesh.num_ranks, str(path))
     elif execution.run.device == HOST:
@@ -191,7 +190,7 @@ def _dry(plan: "Plan", notes: "Sequence[str]", ranks: "Sequence[int]", *, json: 
     from autoshard.report.run import dry_json, dry_notes, dry_report
     from autoshard.report.terminal import make_console
     from autoshard.runtime.dry import dry_rank, telling_ranks
-    from autoshard.runtime.engines import counter
+    from autoshard.runtime.machine import counter
 
     last = plan.mesh.num_ranks - 1
     message = f"the plan has the ranks 0 to {last}"

@@ -53,9 +53,9 @@ def execute(execution: Execution, given: "GivenRank | None") -> int:
     """Run to the end, starting failed ranks again where that is wanted; every rank's process calls this."""
     from autoshard.plan.nxd.environment import environment
     from autoshard.runtime.data.opened import source_of
-    from autoshard.runtime.engines import builder
     from autoshard.runtime.folder import locked
     from autoshard.runtime.launch import put_environment
+    from autoshard.runtime.machine import builder
     from autoshard.runtime.metrics.trackers import proposed_ids, refuse_without_packages
 
     leads = given is None or given.rank == 0

@@ -48,7 +48,7 @@ def holds_files(folder: Path) -> bool:
 
 
 def refuse_other_run(folder: Path, plan: Plan) -> None:
-    """Refuse to go on with a run of another model, or in a folder that holds something else."""
+    """Refuse a folder with a run of another model, or with other files."""
     from autoshard.plan.codec import load
 
     path = folder / PLAN
@@ -63,7 +63,7 @@ def refuse_other_run(folder: Path, plan: Plan) -> None:
 
 
 def changes_since(folder: Path, training: Training) -> list[str]:
-    """Return what this start does otherwise than the last one in the folder, and keep what it does."""
+    """Return how this start differs from the last one in the folder, and write down what this one does."""
     path, now = folder / TRAINING, record.encode(training)
     before: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else now
     path.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
@@ -90,14 +90,14 @@ def count_attempt(folder: Path, step: int, most: int) -> None:
     if alike >= most:
         message = f"{alike} starts after step {step} came to no checkpoint beyond it. See {folder / 'logs'}"
         raise RunFailed(f"{message}; then type --resume {step} to allow as many again")
-    _note(path, {"from": step})
+    _append(path, {"from": step})
 
 
 def allow_attempts(folder: Path) -> None:
     """Forget the starts before: the user, or a run that ended as it should, says so."""
-    _note(folder / ATTEMPTS, {"allowed": True})
+    _append(folder / ATTEMPTS, {"allowed": True})
 
 
-def _note(path: Path, what: dict[str, Any]) -> None:
+def _append(path: Path, what: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(what) + "\n")

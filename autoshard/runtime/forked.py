@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -17,66 +17,48 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from autoshard.errors import Fault, InputError, RunFailed, Stopped
+from autoshard.errors import InputError, RunFailed, Stopped
 
 Say = Callable[[Any], None]
-Child = Callable[[int, Say], Any]  # its rank, and how it says something before its answer
+Child = Callable[[int, Say], Any]  # takes its rank, and how it says something before its answer
 
 _LOOK_S = 1.0  # how long to wait for messages before looking after the ranks
-_GRACE_S = 0.5  # after a failure, for those who failed before it and are heard of later
+_GRACE_S = 0.5  # after a failure, to hear of those who failed before it
 _LAST_LINES = 15  # of a traceback that are shown; the log has all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Care:
-    """How ranks are looked after: how long they may take to heed a signal, and what tells that they hang."""
-
-    grace_s: float = 0.0
-    hung: Callable[[], str] = str  # says who hangs; nothing while all is well
-
-
-_NO_CARE = Care()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Saying:
-    """Something that a rank tells while it runs."""
+class _RankMessage:
+    """Something that a rank says while it runs, or its answer at the end."""
 
     value: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RankAnswer:
-    """What a rank returns at its end."""
-
-    value: Any
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankFailure:
-    """How a rank ended badly; one that says nothing was killed, and then the others fail because of it."""
+    """The bad end of a rank. A rank that failed without a message was killed, and the others fail because of it."""
 
     rank: int
     silent: bool
     at_s: float
     text: str
-    faults: tuple[Fault, ...] = ()  # of what the user can mend
-    error: RunFailed | None = None  # a run's own failure, which needs no traceback
-
-    @property
-    def order(self) -> tuple[bool, float]:
-        """Sort the cause before its effects."""
-        return not self.silent, self.at_s
+    error: InputError | RunFailed | None = None  # what needs no traceback
 
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """The processes, and the pipes from those that have not answered yet."""
+    """The processes, the pipes from those that have not answered yet, and what was heard of all."""
 
     logs: Path
+    grace_s: float
     workers: list[ForkProcess] = field(default_factory=list)
     ends: dict[Connection, int] = field(default_factory=dict)
     lifelines: list[int] = field(default_factory=list)  # the parent's ends
+    answers: dict[int, Any] = field(default_factory=dict)
+    failures: list[_RankFailure] = field(default_factory=list)
+    heard_s: list[float] = field(default_factory=list)  # when each failure was
+    signals: list[tuple[float, BaseException]] = field(default_factory=list)  # when, and what ends the run then
 
     def start(self, num_ranks: int, child: Child) -> None:
         """Fork all; each ends when the parent's end of the lifeline closes, which even SIGKILL does."""
@@ -94,19 +76,27 @@ class _Ranks:
             theirs.close()
         os.close(lifeline[0])
 
-    def messages(self, timeout_s: float | None = None) -> Iterator[tuple[int, _Saying | _RankAnswer | _RankFailure]]:
-        """Yield what has been said, after waiting for something; a rank that is done is listened to no more."""
-        for end in wait(list(self.ends), timeout_s):
+    def listen(self, show: Say) -> None:
+        """Take messages as they come, for a moment; a rank that is done is listened to no more."""
+        left_s = self.heard_s[0] + _GRACE_S - time.monotonic() if self.failures else _LOOK_S
+        for end in wait(list(self.ends), max(0.0, min(_LOOK_S, left_s))):
             assert isinstance(end, Connection)
             rank = self.ends[end]
             try:
                 message = end.recv()
             except (EOFError, OSError):
                 message = self._death(rank)
-            if not isinstance(message, _Saying):
-                del self.ends[end]
-                end.close()
-            yield rank, message
+            if isinstance(message, _RankMessage) and not message.last:
+                if rank == 0:
+                    show(message.value)
+                continue
+            del self.ends[end]
+            end.close()
+            if isinstance(message, _RankMessage):
+                self.answers[rank] = message.value
+            else:
+                self.failures.append(message)
+                self.heard_s.append(time.monotonic())
 
     def _death(self, rank: int) -> _RankFailure:
         worker = self.workers[rank]
@@ -120,40 +110,63 @@ class _Ranks:
         text = "\n".join([f"it {how}{hint}", *log[-_LAST_LINES:]])
         return _RankFailure(rank=rank, silent=True, at_s=time.monotonic(), text=text)
 
+    def pass_on(self, number: int, _: object) -> None:
+        """Give a signal to the ranks; without any grace, or at the second signal, stop at once."""
+        error = KeyboardInterrupt() if number == signal.SIGINT else Stopped("SIGTERM", number)
+        self.signals.append((time.monotonic(), error))
+        if not self.grace_s or len(self.signals) > 1:
+            raise error
+        for worker in self.workers:
+            if worker.pid is not None and worker.is_alive():
+                os.kill(worker.pid, number)
+
+    def refuse(self) -> None:
+        """Raise the error that ends the run, if one does."""
+        # The end of a pipe may be seen before that of the rank which failed first.
+        if self.failures and (not self.ends or time.monotonic() > self.heard_s[0] + _GRACE_S):
+            first = min(self.failures, key=lambda failure: (not failure.silent, failure.at_s))
+            if self.signals and first.silent:  # ranks that do not heed a signal die of it
+                raise self.signals[0][1]
+            what = f"rank {first.rank} of {len(self.workers)} failed, the others were stopped"
+            lines = first.text.strip().splitlines()[-_LAST_LINES:]
+            raise first.error or RunFailed("\n".join([what, *lines, f"its log: {log_of(self.logs, first.rank)}"]))
+        if self.signals and time.monotonic() > self.signals[0][0] + self.grace_s:
+            raise self.signals[0][1]
+
     def stop(self) -> None:
-        """End everybody who is left, and wait until they are gone."""
-        for worker in self.workers:
-            if worker.pid is not None:
-                worker.kill()
-        for worker in self.workers:
-            if worker.pid is not None:
-                worker.join()
+        """End all that are left, and wait until they are gone."""
+        begun = [worker for worker in self.workers if worker.pid is not None]
+        for worker in begun:
+            worker.kill()
+        for worker in begun:
+            worker.join()
         for end in self.ends:
             end.close()
         for lifeline in self.lifelines:
             os.close(lifeline)
 
 
-def on_forks(num_ranks: int, child: Child, show: Say, logs: Path, care: Care = _NO_CARE) -> list[Any]:
+def on_forks(
+    num_ranks: int, child: Child, show: Say, logs: Path, *, grace_s: float = 0.0, hung: Callable[[], str] = str
+) -> list[Any]:
     """Run a function on so many forks of this process; return the answers by rank, and show what rank 0 says.
 
     The first rank that fails ends all: InputError where the user can mend it, otherwise RunFailed with its traceback.
-    SIGTERM and SIGINT go to the ranks, which may answer within their grace; then all are stopped. What ranks print goes
-    to ``rank-N.log``.
+    SIGTERM and SIGINT go to the ranks, which may answer within their grace; then all are stopped. So they are as soon
+    as ``hung`` says who hangs. What ranks print goes to ``rank-N.log``.
     """
-    ranks, answers = _Ranks(logs), dict[int, Any]()
-    with _passing_on_signals(ranks, care.grace_s) as asked:
+    ranks = _Ranks(logs, grace_s)
+    with handling(ranks.pass_on, signal.SIGTERM, signal.SIGINT):
         try:
             ranks.start(num_ranks, child)
             while ranks.ends:
-                _listen(ranks, answers, show, asked)
-                if text := care.hung():
+                ranks.listen(show)
+                ranks.refuse()
+                if not ranks.failures and (text := hung()):
                     raise RunFailed(f"{text}\nall ranks were stopped; their logs: {logs}")
-                if asked and time.monotonic() > asked[0].at_s + care.grace_s:
-                    raise asked[0].error()
         finally:
             ranks.stop()
-    return [answers[rank] for rank in range(num_ranks)]
+    return [ranks.answers[rank] for rank in range(num_ranks)]
 
 
 def log_of(logs: Path, rank: int) -> Path:
@@ -161,123 +174,42 @@ def log_of(logs: Path, rank: int) -> Path:
     return logs / f"rank-{rank}.log"
 
 
-def _listen(ranks: _Ranks, answers: dict[int, Any], show: Say, asked: "list[_SentSignal]") -> None:
-    failures: list[_RankFailure] = []
-    for rank, message in ranks.messages(_LOOK_S):
-        if isinstance(message, _RankFailure):
-            failures.append(message)
-        elif isinstance(message, _RankAnswer):
-            answers[rank] = message.value
-        elif rank == 0:
-            show(message.value)
-    if failures and asked and all(failure.silent for failure in failures):
-        raise asked[0].error()  # ranks that do not heed a signal die of it
-    if failures:
-        raise _first([*failures, *_late_failures(ranks)], len(ranks.workers), ranks.logs)
-
-
-def _late_failures(ranks: _Ranks) -> Iterator[_RankFailure]:
-    """Hear those out who end within a moment: a pipe's end may be seen before that of the rank which failed first."""
-    deadline_s = time.monotonic() + _GRACE_S
-    while ranks.ends and (left_s := deadline_s - time.monotonic()) > 0:
-        for _, message in ranks.messages(left_s):
-            if isinstance(message, _RankFailure):
-                yield message
-
-
-def _first(failures: Sequence[_RankFailure], num_ranks: int, logs: Path) -> InputError | RunFailed:
-    first = min(failures, key=lambda failure: failure.order)
-    if first.faults:
-        return InputError(first.faults)
-    if first.error:
-        return first.error
-    lines = first.text.strip().splitlines()[-_LAST_LINES:]
-    where = f"its log: {log_of(logs, first.rank)}"
-    return RunFailed("\n".join([f"rank {first.rank} of {num_ranks} failed, the others were stopped", *lines, where]))
-
-
-@dataclass(frozen=True, slots=True)
-class _SentSignal:
-    """A signal that this process was sent."""
-
-    number: int
-    at_s: float
-
-    def error(self) -> BaseException:
-        """Return what ends a run that does not end by itself."""
-        return KeyboardInterrupt() if self.number == signal.SIGINT else Stopped("SIGTERM", self.number)
-
-
 @contextmanager
-def _passing_on_signals(ranks: _Ranks, grace_s: float) -> Iterator[list[_SentSignal]]:
-    """Give SIGTERM and SIGINT to the ranks; without any grace, or when asked again, stop at once."""
-    asked: list[_SentSignal] = []
-
-    def heed(number: int, _: object) -> None:
-        asked.append(_SentSignal(number, time.monotonic()))
-        if not grace_s or len(asked) > 1:
-            raise asked[-1].error()
-        for worker in ranks.workers:
-            if worker.pid is not None and worker.is_alive():
-                os.kill(worker.pid, number)
-
-    before = {number: signal.signal(number, heed) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def heeding_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into an exception, so that the ranks end before this process does."""
-
-    def stop(number: int, _: object) -> None:
-        raise Stopped("SIGTERM", number)
-
-    before = signal.signal(signal.SIGTERM, stop)
+def handling(handler: Callable[[int, Any], object], *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals so for a while."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, other in before.items():
+            signal.signal(number, other)
 
 
 def _work(rank: int, child: Child, end: Connection, lifeline: tuple[int, int], log: Path) -> None:
-    """Be one rank: its failure is told before its connections close, so that the others fail after it."""
+    """Be one rank: its failure is sent before its connections close, so that the others fail after it."""
     reader, writer = lifeline
     os.close(writer)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
-    _end_with_parent(reader)
-    _redirect_output(log)
-    try:
-        message: Any = _RankAnswer(value=child(rank, lambda value: end.send(_Saying(value=value))))
-    except BaseException as error:
-        traceback.print_exc()
-        faults = error.faults if isinstance(error, InputError) else ()
-        own = error if isinstance(error, RunFailed) else None
-        text = traceback.format_exc()
-        message = _RankFailure(rank=rank, silent=False, at_s=time.monotonic(), text=text, faults=faults, error=own)
-    with suppress(OSError):  # nobody may be listening any more
-        end.send(message)
 
-
-def _end_with_parent(reader: int) -> None:
-    """End this process when the parent has gone, without anybody's leave."""
-
-    def watch() -> None:
+    def end_with_parent() -> None:
         os.read(reader, 1)  # returns when no process holds the other end
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _redirect_output(log: Path) -> None:
-    """Send what Python and what libraries print into a file."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    # What Python and what libraries print goes into a file, which is open as long as the process lives.
     number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(number, 1)
     os.dup2(number, 2)
-    # Open as long as the process lives.
     sys.stdout, sys.stderr = (open(one, "w", buffering=1, closefd=False) for one in (1, 2))  # noqa: SIM115
     faulthandler.enable(file=sys.stderr)
+    try:
+        answer = child(rank, lambda value: end.send(_RankMessage(value=value)))
+        message: Any = _RankMessage(value=answer, last=True)
+    except BaseException as error:
+        traceback.print_exc()
+        own = error if isinstance(error, InputError | RunFailed) else None
+        text = traceback.format_exc()
+        message = _RankFailure(rank=rank, silent=False, at_s=time.monotonic(), text=text, error=own)
+    with suppress(OSError):  # the parent may be gone
+        end.send(message)

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoshard.engine.base import HOST
-from autoshard.errors import AutoshardError, Fault, InputError, RunFailed
+from autoshard.errors import AutoshardError, Fault, InputError, RunFailed, require
 from autoshard.plan.nxd.environment import COMPILER_FLAGS
-from autoshard.runtime.devices import XLA, joined_device
-from autoshard.runtime.forked import Care, Say, on_forks
+from autoshard.runtime.forked import Say, on_forks
+from autoshard.runtime.machine import XLA, joined_device
 from autoshard.runtime.watchdog import Watch, end_if_hung
 
 Body = Callable[[Say], Any]
@@ -27,12 +28,12 @@ _SILENCE = timedelta(minutes=10)  # after which a rank that waits for another gi
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # of Slurm jobs without a MASTER_PORT, by their number
 # cited: aws-neuron torch_neuronx/parallel_compile/neuron_parallel_compile.py sets it for what it starts.
 _EXTRACTING = "NEURON_EXTRACT_GRAPHS_ONLY"
-_SPECIAL_STEPS = 2**32 - 16  # slurm.h numbers what srun has not started from here: batch scripts, interactive shells
+_SPECIAL_STEPS = 2**32 - 16  # slurm.h numbers batch scripts and interactive shells from here: srun started none of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenRank:
-    """This process as somebody else started it: which rank of how many, and where they meet."""
+    """This process as it was started by torchrun or Slurm: which rank of how many, and where they meet."""
 
     by: Literal["torchrun", "Slurm"]
     rank: int
@@ -42,20 +43,16 @@ class GivenRank:
     place: int = 0  # which of the ranks on its machine
 
     def refuse_other_size(self, num_ranks: int, name: str) -> None:
-        """Refuse to be one of too few or too many."""
-        if self.num_ranks == num_ranks:
-            return
-        how = {
-            "torchrun": f"--nnodes x --nproc-per-node must be {num_ranks}",
-            "Slurm": f"Type srun --ntasks {num_ranks}",
-        }[self.by]
-        where = {"torchrun": "WORLD_SIZE", "Slurm": "SLURM_NTASKS"}[self.by]
+        """Refuse too few or too many ranks for a plan."""
+        torchrun = self.by == "torchrun"
+        how = f"--nnodes x --nproc-per-node must be {num_ranks}" if torchrun else f"Type srun --ntasks {num_ranks}"
         message = f"{self.by} started {self.num_ranks} processes, but {name} is for {num_ranks} ranks. {how}"
-        raise InputError.of(where, f"{message}, or make a plan for {self.num_ranks}")
+        where = "WORLD_SIZE" if torchrun else "SLURM_NTASKS"
+        require((self.num_ranks == num_ranks, where, f"{message}, or make a plan for {self.num_ranks}"))
 
 
 def given_rank(environment: Mapping[str, str] = os.environ) -> GivenRank | None:
-    """Return which rank this process was started as; None if nobody started ranks.
+    """Return which rank this process was started as; None if it was not started as a rank.
 
     >>> given_rank({}) is None
     True
@@ -71,12 +68,12 @@ def given_rank(environment: Mapping[str, str] = os.environ) -> GivenRank | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placing:
-    """Where the ranks of a run lie, and how they are looked after."""
+    """Where the ranks of a run lie, and who watches them."""
 
     folder: Path  # of the run
     device: str = HOST
     watch: Watch | None = None
-    grace_s: float = 0.0  # for a signal to be heeded
+    grace_s: float = 0.0  # for ranks to heed a signal
 
 
 def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, placing: Placing) -> Any:
@@ -85,40 +82,42 @@ def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, pl
     What rank 0 says while it runs is shown. Import torch before: forks of a process that has it start at once.
     """
     folder, device, watch = placing.folder, placing.device, placing.watch
+
+    def hear(said: object) -> None:
+        if watch is not None:
+            watch.learn(said)
+        if given is None or given.rank == 0:
+            show(said)
+
     if given is not None:
         if watch is not None:
             end_if_hung(watch, folder / f"hang-rank-{given.rank}.txt")
-        return _joined(given, body, _heard(watch, show if given.rank == 0 else None), device)
+        try:
+            with _world(given, device):
+                answer = body(hear)
+        except AutoshardError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            cause = f"{type(error).__name__}: {error}"
+            raise RunFailed(f"rank {given.rank} of {given.num_ranks} failed: {cause}") from error
+        return answer if given.rank == 0 else None
     assert device != XLA, "its devices are not for forks"
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="autoshard-") as meeting:
 
         def child(rank: int, say: Say) -> Any:
-            alone = GivenRank(
-                by="torchrun", rank=rank, num_ranks=num_ranks, meeting=f"file://{meeting}/store", alone=True, place=rank
-            )
+            store = f"file://{meeting}/store"
+            alone = GivenRank(by="torchrun", rank=rank, num_ranks=num_ranks, meeting=store, alone=True, place=rank)
             with _world(alone, device):
                 return body(say)
 
-        care = Care(grace_s=placing.grace_s, hung=watch.hung if watch else str)
-        return on_forks(num_ranks, child, _heard(watch, show), logs, care)[0]
-
-
-def _heard(watch: Watch | None, show: Say | None) -> Say:
-    """Let who watches the ranks learn from what is said, and show it where somebody looks."""
-
-    def hear(said: object) -> None:
-        if watch is not None:
-            watch.learn(said)
-        if show is not None:
-            show(said)
-
-    return hear
+        return on_forks(num_ranks, child, hear, logs, grace_s=placing.grace_s, hung=watch.hung if watch else str)[0]
 
 
 def put_environment(wanted: Mapping[str, str], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what is not set; compiler flags of the user's come after the plan's, so that they win over those.
+    """Set what is not set; the user's compiler flags come after the plan's, so that they win.
 
     >>> mine = {"NEURON_CC_FLAGS": "--verbose", "FI_PROVIDER": "tcp"}
     >>> put_environment({"NEURON_CC_FLAGS": "--auto-cast none", "FI_PROVIDER": "efa"}, mine)
@@ -133,14 +132,14 @@ def put_environment(wanted: Mapping[str, str], environment: MutableMapping[str, 
 
 
 def only_extracts(environment: Mapping[str, str] = os.environ) -> bool:
-    """Say whether this process is to find graphs for a compiler, and computes nothing that is real."""
+    """Say whether this process only finds graphs for a compiler, and computes no real numbers."""
     return environment.get(_EXTRACTING) == "1"
 
 
 def node_words(
     given: GivenRank | None, num_nodes: int, num_ranks: int, environment: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Return what torchrun is told to start the ranks of this node, which is what ``given`` counts.
+    """Return torchrun's options that start the ranks of this node; ``given`` counts nodes here.
 
     Nodes meet one port above that where ``given`` met: torchrun still listens there.
 
@@ -157,30 +156,15 @@ def node_words(
     return ["--nnodes", str(num_nodes), "--node-rank", str(given.rank), *where, "--nproc-per-node", str(num_ranks)]
 
 
-def _joined(given: GivenRank, body: Body, show: Say, device: str) -> Any:
-    """Be the rank that this process was started as."""
-    try:
-        with _world(given, device):
-            answer = body(show)
-    except AutoshardError:
-        raise
-    except Exception as error:
-        import traceback
-
-        traceback.print_exc()
-        cause = f"{type(error).__name__}: {error}"
-        raise RunFailed(f"rank {given.rank} of {given.num_ranks} failed: {cause}") from error
-    return answer if given.rank == 0 else None
-
-
 @contextmanager
 def _world(given: GivenRank, device: str) -> Iterator[None]:
     """Join torch's world with one thread for arithmetic: the cores belong to the other ranks."""
     import torch
     import torch.distributed as dist
 
-    if given.alone:
-        os.environ["GLOO_SOCKET_IFNAME"] = _loopback()  # the name of this machine may lead to a network that is down
+    if given.alone:  # the name of this machine may lead to a network that is down
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
     torch.set_num_threads(1)
     dist.init_process_group(
         joined_device(device, given.place), given.meeting, rank=given.rank, world_size=given.num_ranks, timeout=_SILENCE
@@ -190,46 +174,33 @@ def _world(given: GivenRank, device: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _loopback() -> str:
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-
-
 def _given_by_torchrun(environment: Mapping[str, str]) -> GivenRank:
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if name not in environment]
-    if missing:
-        there = next(name for name in needed if name in environment)
-        message = f"missing, though {there} is set. Start the ranks with torchrun, or unset {there} to have them forked"
-        raise InputError(Fault(where=name, message=message) for name in missing)
+    there = next(name for name in needed if name in environment)
+    message = f"missing, though {there} is set. Start the ranks with torchrun, or unset {there} to have them forked"
+    require(*((name in environment, name, message) for name in needed))
     environment = {"LOCAL_RANK": environment["RANK"], **environment}
-    numbers = _numbers(environment, ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"))
-    local = environment.get("LOCAL_WORLD_SIZE")
-    rank, num_ranks = numbers["RANK"], numbers["WORLD_SIZE"]
-    _refuse_outside("RANK", rank, num_ranks)
-    alone, place = local == str(num_ranks), numbers["LOCAL_RANK"]
+    rank, num_ranks, place, _ = _numbers(environment, "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    alone = environment.get("LOCAL_WORLD_SIZE") == str(num_ranks)
     return GivenRank(by="torchrun", rank=rank, num_ranks=num_ranks, meeting="env://", alone=alone, place=place)
 
 
 def _given_by_slurm(environment: Mapping[str, str]) -> GivenRank | None:
-    """Read what srun says; a batch script, or a shell in an allocation, is none of its tasks."""
-    environment = {"SLURM_LOCALID": environment["SLURM_PROCID"], **environment}
-    numbers = _numbers(environment, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+    """Read srun's variables; a batch script, or a shell in an allocation, is none of its tasks."""
     step = environment.get("SLURM_STEP_ID", "")
-    rank, num_ranks = numbers["SLURM_PROCID"], numbers["SLURM_NTASKS"]
+    environment = {"SLURM_LOCALID": environment["SLURM_PROCID"], **environment}
     if not step.isdecimal() or int(step) >= _SPECIAL_STEPS:
-        if num_ranks == 1:
-            return None
-        message = f"this job has {num_ranks} tasks, but this process is none that srun started. Type srun autoshard run"
-        raise InputError.of("SLURM_NTASKS", message)
-    _refuse_outside("SLURM_PROCID", rank, num_ranks)
+        number = environment["SLURM_NTASKS"]
+        message = f"this job has {number} tasks, but this process is none that srun started. Type srun autoshard run"
+        require((number == "1", "SLURM_NTASKS", message))
+        return None
+    rank, num_ranks, place = _numbers(environment, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
     job = environment.get("SLURM_JOB_ID", "0")
-    by_job = _FIRST_PORT + (int(job) if job.isdecimal() else 0) % _NUM_PORTS
-    port = environment.get("MASTER_PORT", str(by_job))
+    port = environment.get("MASTER_PORT", str(_FIRST_PORT + (int(job) if job.isdecimal() else 0) % _NUM_PORTS))
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    address = environment.get("MASTER_ADDR") or first_node(nodes)
     alone = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1"
-    meeting = f"tcp://{'127.0.0.1' if alone else address}:{port}"
-    place = numbers["SLURM_LOCALID"]
+    address = "127.0.0.1" if alone else environment.get("MASTER_ADDR") or first_node(nodes)
+    meeting = f"tcp://{address}:{port}"
     return GivenRank(by="Slurm", rank=rank, num_ranks=num_ranks, meeting=meeting, alone=alone, place=place)
 
 
@@ -243,15 +214,13 @@ def first_node(nodes: str) -> str:
     return f"{found[1]}{found[2] or ''}" if found else "localhost"
 
 
-def _numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> dict[str, int]:
+def _numbers(environment: Mapping[str, str], *names: str) -> list[int]:
+    """Read variables as whole numbers; the first is a rank, the second how many ranks there are."""
     wrong = [name for name in names if not re.fullmatch("[0-9]{1,9}", environment[name])]
     if wrong:
         raise InputError(
             Fault(where=name, message=f"must be a whole number, not {environment[name]!r}") for name in wrong
         )
-    return {name: int(environment[name]) for name in names}
-
-
-def _refuse_outside(name: str, rank: int, num_ranks: int) -> None:
-    if rank >= num_ranks:
-        raise InputError.of(name, f"is {rank}, but there are only {num_ranks} ranks, counted from 0")
+    rank, num_ranks, *rest = (int(environment[name]) for name in names)
+    require((rank < num_ranks, names[0], f"is {rank}, but there are only {num_ranks} ranks, counted from 0"))
+    return [rank, num_ranks, *rest]

@@ -1,12 +1,11 @@
-"""The loop of a run on one rank: from where it stands to its last step, with everything that may come between."""
+"""The loop of a run on one rank: from where it stands to its last step, with saves, signals and numbers gone wrong."""
 
 import resource
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,18 +13,19 @@ import torch
 import torch.distributed as dist
 
 from autoshard.engine.activity import RankActivity, activity_folder
-from autoshard.engine.base import HOST, Builds, Engine, Measured, Run, StepReport
+from autoshard.engine.base import HOST, Builds, Engine, Run, StepReport
 from autoshard.engine.results import RunReport, SavedStep, Started, TimedStep, phase_of
 from autoshard.errors import NotFinite
 from autoshard.plan.plan import Plan
+from autoshard.runtime.checkpoint.agreed import from_first_rank
 from autoshard.runtime.checkpoint.index import RunState
 from autoshard.runtime.checkpoint.saver import Saver
 from autoshard.runtime.checkpoint.shelf import Shelf
-from autoshard.runtime.data.batches import StepShape
+from autoshard.runtime.data.batches import PrefetchLoader, StepShape
 from autoshard.runtime.data.opened import source_of
-from autoshard.runtime.data.prefetch import PrefetchLoader, Prepared
+from autoshard.runtime.forked import handling
 from autoshard.runtime.launch import only_extracts
-from autoshard.runtime.resume import begin, from_first_rank, place_of, require_place
+from autoshard.runtime.resume import begin, place_of, require_place, usable
 
 Say = Callable[[Started | TimedStep | SavedStep | str], None]
 
@@ -34,20 +34,15 @@ _REPORTED = 1000  # steps of a report: the last ones
 _RETRY_S = (10.0, 600.0)  # after a checkpoint that failed: at first, at most
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Agreed:
-    """What all ranks know after a step."""
-
-    signal: int  # that somebody was sent; 0 for none
-    saving: bool  # whether a checkpoint is under way on some rank
-    due: bool  # whether one should be made now
-
-
 def train(plan: Plan, run: Run, build: Builds, say: Say) -> RunReport:
-    """Take the steps of a run on this rank, and say each when it is done; torch's world must be running."""
+    """Take the steps of a run on this rank, and say each when it is done; torch's world must be running.
+
+    SIGTERM and SIGINT do not end the process at once: the step ends first, and the state is saved.
+    """
     run = replace(run, activity=RankActivity(activity_folder(run.folder) / str(dist.get_rank())))
-    with heeding_signals() as asked:
-        loop = _Loop(plan, run, build, say, asked)
+    signals: list[int] = []
+    with handling(lambda number, _: signals.append(number), signal.SIGTERM, signal.SIGINT):
+        loop = _Loop(plan, run, build, say, signals)
         with loop.loader:
             return loop.run()
 
@@ -55,12 +50,11 @@ def train(plan: Plan, run: Run, build: Builds, say: Say) -> RunReport:
 class _Loop:
     """A run under way."""
 
-    def __init__(self, plan: Plan, run: Run, build: Builds, say: Say, asked: list[int]) -> None:
-        self._plan, self._run, self._say, self._asked = plan, run, say, asked
+    def __init__(self, plan: Plan, run: Run, build: Builds, say: Say, signals: list[int]) -> None:
+        self._plan, self._run, self._say, self._signals = plan, run, say, signals
         # Devices take no Python objects; saving talks while steps do. Loading and compiling may take hours.
         self._hosts: Any = dist.new_group(backend="gloo", timeout=_LONGEST)
-        self._saves = run.training.checkpoint.saves
-        self._extracts = only_extracts()  # numbers are not real, and every graph is wanted
+        self._saves, keeping = run.training.checkpoint.saves, run.training.checkpoint
         saving = dist.new_group(backend="gloo", timeout=_LONGEST) if self._saves else None
         if self._saves:
             require_place(run, self._hosts)
@@ -71,15 +65,13 @@ class _Loop:
         say(Started(step=self._state.step, notes=notes, trackers=self._state.trackers))
         label = {"model": plan.model.name, "candidate": str(plan.candidate)}
         shelf = Shelf(place=place_of(run))
-        known = from_first_rank(shelf.steps, self._hosts) if self._saves else []
-        keeping = run.training.checkpoint
+        known = from_first_rank(lambda: usable(shelf.steps), self._hosts) if self._saves else []
         self._saver = Saver(shelf, run.folder / "spool", known, keeping=keeping, group=saving, label=label)
         self._saved_step, self._saved_at_s, self._retry_s = self._state.step, time.monotonic(), 0.0
         self._owes = False  # a save that was due while another one was under way
         self._failure, self._num_taken = "", 0
-        shape = StepShape.of(plan)
         source = source_of(plan, replace(run.training.data, check="sizes"), self._state.seed)
-        self.loader = PrefetchLoader(source, shape, self._state.next_sample)
+        self.loader = PrefetchLoader(source, StepShape.of(plan), self._state.next_sample)
 
     def run(self) -> RunReport:
         """Take all steps that are left."""
@@ -87,26 +79,27 @@ class _Loop:
         stopped = 0
         while self._state.step < self._run.training.steps and not stopped:
             before = self._state
-            timed, report, agreed = self._step()
+            timed, report, (stopped, saving, due) = self._step()
             steps.append(timed)
             self._say(timed)
             if not report.updated:
                 self._refuse_nonfinite(report, before)
-            if self._saver.busy and not agreed.saving:
+            if self._saver.busy and not saving:
                 self._conclude()
-            self._owes = agreed.due
-            if agreed.due and not self._saver.busy:
+            self._owes = bool(due)
+            if due and not self._saver.busy:
                 self._owes = False
                 self._saver.begin(self._state, self._engine.pieces())
-            stopped = agreed.signal
         self._save_last()
-        ranks = self._from_all(self._engine.measured())
-        return RunReport(steps=tuple(steps), ranks=ranks, signal=stopped, unsaved=self._failure)
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, self._engine.measured(), self._hosts)
+        return RunReport(steps=tuple(steps), ranks=tuple(ranks), signal=stopped, unsaved=self._failure)
 
-    def _step(self) -> tuple[TimedStep, StepReport, _Agreed]:
+    def _step(self) -> tuple[TimedStep, StepReport, tuple[int, int, int]]:
         """Take one step; the clock runs from when all ranks are ready until the last is done."""
-        training, number = self._run.training, self._state.step + 1
-        activity, rate = self._run.activity, training.rate(number)
+        training, state, device = self._run.training, self._state, self._run.device
+        number, activity = state.step + 1, self._run.activity
+        rate = training.rate(number)
         activity.begin(number)
         activity.wait("the data of this step")
         given = self.loader.next()
@@ -120,32 +113,38 @@ class _Loop:
         time_s = time.perf_counter() - start_s
         activity.begin(0)
         num_tokens = sum(batch["tokens"].size for batch in given.batches)
-        self._state = self._after(given, num_tokens, updated=report.updated)
+        self._state = replace(
+            state, step=number, num_updates=state.num_updates + report.updated, next_sample=given.next_sample,
+            num_tokens=state.num_tokens + num_tokens,
+        )  # fmt: skip
+        of_device = device != HOST and hasattr(torch.accelerator, "max_memory_allocated")
         timed = TimedStep(
             number=number, loss=report.loss, norm=report.norm, time_s=time_s, num_tokens=num_tokens, learning_rate=rate,
-            waited_s=given.waited_s, updated=report.updated, memory_bytes=_peak_bytes(self._run.device),
-            phase=phase_of(self._num_taken, compiles=self._plan.engine == "nxd" and self._run.device != HOST),
+            waited_s=given.waited_s, updated=report.updated,
+            memory_bytes=torch.accelerator.max_memory_allocated() if of_device
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            phase=phase_of(self._num_taken, compiles=self._plan.engine == "nxd" and device != HOST),
         )  # fmt: skip
         self._num_taken += 1
         return timed, report, agreed
 
     def _allows(self, report: StepReport) -> bool:
-        """Let the state change if the gradient is one, and when no save reads it any more."""
-        allowed = report.finite or self._extracts
-        if allowed:
-            self._run.activity.wait("the checkpoint to be copied")
-            self._saver.wait_copied()
-            self._run.activity.wait("")
-        return allowed
+        """Let the state change if the gradient is finite, and when no save reads the state any more."""
+        if not report.finite and not only_extracts():  # numbers are not real then, and every graph is wanted
+            return False
+        self._run.activity.wait("the checkpoint to be copied")
+        self._saver.wait_copied()
+        self._run.activity.wait("")
+        return True
 
-    def _agree(self) -> _Agreed:
-        """Let all ranks know what one of them knows; the first rank's clock and counts decide when to save."""
-        asked = self._asked[0] if self._asked else 0
-        due = dist.get_rank() == 0 and self._is_due()
-        known = torch.tensor([asked, self._saver.busy and not self._saver.done, due], dtype=torch.int64)
+    def _agree(self) -> tuple[int, int, int]:
+        """Return on all ranks which signal one of them got, whether one still saves, and whether a save is due."""
+        signaled = self._signals[0] if self._signals else 0
+        due = dist.get_rank() == 0 and self._is_due()  # the first rank's clock and counts decide
+        known = torch.tensor([signaled, self._saver.busy and not self._saver.done, due], dtype=torch.int64)
         dist.all_reduce(known, op=dist.ReduceOp.MAX, group=self._hosts)
-        number, saving, due = known.tolist()
-        return _Agreed(signal=number, saving=bool(saving), due=bool(due))
+        signaled, saving, due = known.tolist()
+        return signaled, saving, due
 
     def _is_due(self) -> bool:
         keeping, since_s = self._run.training.checkpoint, time.monotonic() - self._saved_at_s
@@ -159,20 +158,19 @@ class _Loop:
 
     def _conclude(self) -> None:
         """Take note of how a save ended; after a failure training goes on, and the next try comes soon."""
-        ended = self._saver.ended()
-        self._failure = ended.failure
+        saved, self._failure = self._saver.ended()
         self._saved_at_s = time.monotonic()
-        if ended.failure:
+        if self._failure:
             first_s, most_s = _RETRY_S
             self._retry_s = min(most_s, 2 * self._retry_s or first_s)
             again = f"The next try is in {self._retry_s:.0f} s or at the end"
-            self._say(f"step {ended.saved.step} was not saved: {ended.failure}. {again}")
+            self._say(f"step {saved.step} was not saved: {self._failure}. {again}")
             return
-        self._retry_s, self._saved_step = 0.0, ended.saved.step
-        self._say(ended.saved)
+        self._retry_s, self._saved_step = 0.0, saved.step
+        self._say(saved)
 
     def _save_last(self, *, prunes: bool = True) -> None:
-        """Save where the run stands now, unless that is saved already."""
+        """Save the state, unless it is saved already."""
         if self._saver.busy:
             self._conclude()
         if self._saves and (self._saved_step != self._state.step or self._failure):
@@ -180,7 +178,7 @@ class _Loop:
             self._conclude()
 
     def _refuse_nonfinite(self, report: StepReport, before: RunState) -> None:
-        """End the run after a gradient that is none, unless such steps may be skipped and some are left to skip."""
+        """End the run after numbers that are not finite, unless such steps may be skipped and some are left to skip."""
         training, state = self._run.training, self._state
         samples = f"its samples are {before.next_sample} to {state.next_sample - 1}"
         samples = f"{samples}, {StepShape.of(self._plan).micro_batch} in each micro-batch"
@@ -194,37 +192,3 @@ class _Loop:
         budget = f", and {training.skip_budget} steps were skipped before" if training.on_nonfinite == "skip" else ""
         remedy = "Lower learning_rate, look at these samples, or set on_nonfinite to skip"
         raise NotFinite(f"{what}. Nothing was updated{budget}; {samples}. {remedy}")
-
-    def _after(self, given: Prepared, num_tokens: int, *, updated: bool) -> RunState:
-        return replace(
-            self._state,
-            step=self._state.step + 1,
-            num_updates=self._state.num_updates + updated,
-            next_sample=given.next_sample,
-            num_tokens=self._state.num_tokens + num_tokens,
-        )
-
-    def _from_all(self, mine: Measured) -> tuple[Measured, ...]:
-        found: list[Measured] = [mine] * dist.get_world_size()
-        dist.all_gather_object(found, mine, self._hosts)
-        return tuple(found)
-
-
-@contextmanager
-def heeding_signals() -> Iterator[list[int]]:
-    """Note SIGTERM and SIGINT instead of dying of them: the step ends, and the state is saved."""
-    asked: list[int] = []
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in numbers}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _peak_bytes(device: str) -> int:
-    """Return the most memory that this rank has held: of its device, or of its process."""
-    if device != HOST and hasattr(torch.accelerator, "max_memory_allocated"):
-        return torch.accelerator.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -20,7 +20,7 @@ _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead"
 
 
 class Watch:
-    """Watches the ranks of this machine that keep their positions in the folder of a run."""
+    """Watches the ranks of this machine by the positions that they keep in the folder of a run."""
 
     def __init__(self, folder: Path, plan: Plan, *, here: bool) -> None:
         self._folder, self._mesh = activity_folder(folder), plan.mesh
@@ -31,7 +31,7 @@ class Watch:
         self._num_steps = 0
 
     def learn(self, said: object) -> None:
-        """Learn from a step how long steps take; the first ones set things up."""
+        """Learn from a step how long steps take; the first ones take longer."""
         if isinstance(said, TimedStep):
             self._num_steps += 1
             if self._num_steps > WARM_UP:
@@ -54,10 +54,10 @@ class Watch:
         }
         if not found:
             return ""
-        now_s = time.monotonic()
-        still_s = now_s - max(one.since_s for one in found.values())
+        still_s = time.monotonic() - max(one.since_s for one in found.values())
         if still_s < self.limit_s:
             return ""
+        # First ranks that cannot run, then those that wait for nobody, then those furthest behind.
         culprit = min(found, key=lambda rank: _suspicion(found[rank]))
         lines = [f"no rank has moved for {still_s:.0f} s (limit {self.limit_s:.0f} s). {self._line(culprit, found)}"]
         lines += [f"  {self._line(rank, found)}" for rank in sorted(found) if rank != culprit]

@@ -10,8 +10,8 @@ from autoshard.engine.base import Run
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.index import load_index
-from autoshard.runtime.engines import builder
 from autoshard.runtime.launch import GivenRank, Placing, launch
+from autoshard.runtime.machine import builder
 from autoshard.runtime.train import train
 from autoshard.search.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster

@@ -263,7 +263,7 @@ def run_train(plan: Plan, folder: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         os.environ["LOCAL_WORLD_SIZE"] = str(plan.mesh.size("tp"))
-        from autoshard.runtime.engines import builder
+        from autoshard.runtime.machine import builder
         from autoshard.runtime.train import train
 
         training = Training(steps=4, learning_rate=3e-3, checkpoint=Checkpointing(to="none"))

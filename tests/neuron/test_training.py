@@ -11,7 +11,7 @@ import pytest
 
 from autoshard.engine.base import Run, StepReport
 from autoshard.plan.plan import Plan
-from autoshard.runtime.engines import builder
+from autoshard.runtime.machine import builder
 from autoshard.runtime.train import train
 from autoshard.spec.training import Checkpointing, Training
 from tests.neuron.cases import nxd_plan

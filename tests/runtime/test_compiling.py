@@ -14,9 +14,9 @@ from autoshard.cost.compiling import MOST_INSTRUCTIONS
 from autoshard.cost.predict import most_instructions
 from autoshard.errors import InputError, RunFailed
 from autoshard.plan.codec import dump
-from autoshard.runtime.compiling import TOOL, Compiled, FailedGraph, compiled_of, streamed
+from autoshard.runtime.compiling import Compiled, FailedGraph, compiled_of, streamed
 from autoshard.runtime.launch import GivenRank, node_words, only_extracts
-from autoshard.runtime.neuron import refuse_without_compiler
+from autoshard.runtime.machine import COMPILER, refuse_without_compiler
 from tests.plan.nxd.test_match import planned
 from tests.runtime.cases import is_alive, started, wait_until, write_tiny
 
@@ -141,7 +141,7 @@ def tool(folder: Path, body: str) -> str:
     """A tool in the place of the vendor's, first on the path."""
     place = folder / "bin"
     place.mkdir()
-    file = place / TOOL
+    file = place / COMPILER
     file.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
     file.chmod(0o755)
     return f"{place}{os.pathsep}{os.environ['PATH']}"
@@ -261,10 +261,10 @@ def test_every_node_starts_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) 
     plan = planned("llama3-70b", "trn1.32xlarge", "tp=32,pp=8,dp=2")
     monkeypatch.setenv("PATH", tool(here, "exit 0"))
     node = GivenRank(by="Slurm", rank=3, num_ranks=16, meeting="tcp://trn003:21234")
-    refuse_without_compiler(plan, node, "plan.json")
-    for given in (None, GivenRank(by="Slurm", rank=3, num_ranks=512, meeting="tcp://trn003:21234")):
+    refuse_without_compiler(plan, "plan.json", 16)
+    for num_started in (1, 512):
         with pytest.raises(InputError, match=r"one process for every node.*srun --nodes 16 --ntasks-per-node 1"):
-            refuse_without_compiler(plan, given, "plan.json")
+            refuse_without_compiler(plan, "plan.json", num_started)
     meeting = ["--nnodes", "16", "--node-rank", "3", "--master-addr", "trn003", "--master-port", "21235"]
     assert node_words(node, 16, 32) == [*meeting, "--nproc-per-node", "32"]
     by_torchrun = GivenRank(by="torchrun", rank=3, num_ranks=16, meeting="env://")

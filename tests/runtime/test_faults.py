@@ -14,27 +14,20 @@ import pytest
 
 from autoshard.errors import RunFailed, Stopped
 from autoshard.runtime import train as loop, watchdog
-from autoshard.runtime.checkpoint import saver
-from autoshard.runtime.checkpoint.reader import PieceReader
+from autoshard.runtime.checkpoint import reader, saver
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage
-from tests.runtime.training_cases import Trained, plan_of, run_into, trained
+from tests.runtime.training_cases import Trained, plan_of, trained
 from tests.slower import rest_is_slow
 
 STEPS = 12
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(scope="module")
-def curve(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of an undisturbed run on two ranks."""
-    return trained(plan_of("tp=1,pp=1,dp=2"), tmp_path_factory.mktemp("whole"), STEPS, to="none").curve
-
-
 def one_start(folder: Path, **options: Any) -> tuple[Trained, BaseException | None]:
     found = Trained()
     try:
-        run_into(found, plan_of("tp=1,pp=1,dp=2"), folder, STEPS, **({"every_steps": 2} | options))
+        trained(plan_of("tp=1,pp=1,dp=2"), folder, STEPS, found=found, **({"every_steps": 2} | options))
     except (RunFailed, Stopped) as error:
         return found, error
     return found, None
@@ -101,16 +94,16 @@ def test_a_hundred_kills(seed: int, curve: dict[int, float], tmp_path: Path) -> 
             (Storage, "rename", 2),  # before a checkpoint gets its name
             (Shelf, "prune", 2),  # after it has it
             (Shelf, "_remove", 1),  # while an old one goes
-            (PieceReader, "_fill", 5),  # while one is loaded
+            (reader, "_fill", 5),  # while one is loaded
             (saver.Saver, "wait_copied", 5),
         ],
         2,
     ),
 )
 def test_a_kill_inside_a_save_or_load_leaves_a_checkpoint_that_is_whole(
-    owner: type, name: str, calls: int, curve: dict[int, float], tmp_path: Path
+    owner: Any, name: str, calls: int, curve: dict[int, float], tmp_path: Path
 ) -> None:
-    if owner is PieceReader:
+    if owner is reader:
         one_start(tmp_path, every_steps=3)
         (tmp_path / "checkpoints" / "step-00000012").rename(tmp_path / "gone")
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +132,7 @@ def test_a_signal_saves_the_step_that_it_met(curve: dict[int, float], tmp_path: 
     found = Trained()
     timer = threading.Thread(target=interrupt_after, args=(found, 3))
     timer.start()
-    run_into(found, plan_of("tp=1,pp=1,dp=2"), tmp_path, 10**6, every_steps=10**5)
+    trained(plan_of("tp=1,pp=1,dp=2"), tmp_path, 10**6, found=found, every_steps=10**5)
     timer.join()
     assert found.report is not None and found.report.signal == signal.SIGTERM
     last = found.steps[-1].number
@@ -160,7 +153,7 @@ def test_ranks_that_do_not_heed_a_signal_are_stopped_when_their_grace_is_over(
     timer = threading.Thread(target=interrupt_after, args=(found, 2))
     timer.start()
     with pytest.raises(Stopped) as caught:
-        run_into(found, plan_of("tp=1,pp=1,dp=2"), tmp_path, 10**6, grace_seconds=1.0)
+        trained(plan_of("tp=1,pp=1,dp=2"), tmp_path, 10**6, found=found, grace_seconds=1.0)
     timer.join()
     assert caught.value.exit_code == 143 and not active_children()
 
@@ -198,7 +191,7 @@ def test_a_rank_that_stands_still_is_named_with_what_all_wait_for(
     thread = threading.Thread(target=stop)
     thread.start()
     with pytest.raises(RunFailed) as caught:
-        run_into(found, plan_of("tp=2,pp=1,dp=1,mbs=2"), tmp_path, 10**6, watch=True, to="none")
+        trained(plan_of("tp=2,pp=1,dp=1,mbs=2"), tmp_path, 10**6, found=found, watch=True, to="none")
     thread.join()
     assert "rank 1 (pipeline rank 0" in str(caught.value).splitlines()[0]
     assert "stopped by a signal" in str(caught.value) and "over tp of ranks (0, 1)" in str(caught.value)

@@ -11,7 +11,7 @@ import pytest
 from autoshard.cli import main
 from autoshard.errors import InputError
 from autoshard.plan.codec import dump, load
-from autoshard.runtime.devices import available_bytes, refuse_too_large
+from autoshard.runtime.machine import available_bytes, refuse_too_large
 from tests.runtime.cases import environment, tiny_plan, write_tiny
 
 PLAN = ("plan", "--model", "tiny-llama", "--cluster", "local", "--ranks", "2", "--seq-len", "16", "--global-batch", "4")

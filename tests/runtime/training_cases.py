@@ -1,19 +1,20 @@
-"""Short runs of small plans, as often as a test likes: where they lie, what they said, what their curves are."""
+"""Short runs of small plans: what they said, and what their curves are."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from autoshard.engine.base import Measured, Run, whenever_finite
+from autoshard.engine.base import Builds, Engine, Measured, Run, whenever_finite
 from autoshard.engine.programs import graph_of
 from autoshard.engine.results import RunReport, SavedStep, Started, TimedStep
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.formats import Formats
 from autoshard.plan.plan import Plan
-from autoshard.runtime.engines import builder
 from autoshard.runtime.launch import Placing, launch
+from autoshard.runtime.machine import builder
 from autoshard.runtime.train import train
 from autoshard.runtime.watchdog import Watch
 from autoshard.spec.training import Checkpointing, Training
@@ -32,18 +33,31 @@ class Double:
     def __init__(self, plan, run):
         weights = random_weights(graph_of(plan), np.random.default_rng(run.training.seed), scale=0.02)
         self.engine = TorchEngine(plan, weights.__getitem__, Formats(exact=True))
+        self.pieces, self.restored = self.engine.pieces, self.engine.restored
 
     def step(self, micro_batches, learning_rate, allows=whenever_finite):
         return self.engine.step(micro_batches, learning_rate, allows)
 
-    def pieces(self):
-        return self.engine.pieces()
-
-    def restored(self, num_updates):
-        self.engine.restored(num_updates)
-
     def measured(self):
         return Measured(memory_bytes={"weights": 4}, calls={}, sent_bytes={})
+
+
+def before_steps(act: Callable[[int], object]) -> Builds:
+    """Build engines that do something before each step of a start, counted from 1."""
+
+    def build(plan: Plan, run: Run) -> Engine:
+        engine: Any = builder("torch")(plan, run)
+        step, taken = engine.step, list[int]()
+
+        def acting(*arguments: Any) -> Any:
+            taken.append(1)
+            act(len(taken))
+            return step(*arguments)
+
+        engine.step = acting
+        return engine
+
+    return build
 
 
 class Trained:
@@ -74,23 +88,19 @@ class Trained:
         return [one.step for one in self.said if isinstance(one, SavedStep)]
 
 
-def trained(plan: Plan, folder: Path, steps: int, *, build: Any = None, **options: Any) -> Trained:
-    """Run until a step; options are those of a run, and fields of its training."""
-    found = Trained()
-    run_into(found, plan, folder, steps, build=build, **options)
-    return found
-
-
-def run_into(found: Trained, plan: Plan, folder: Path, steps: int, *, build: Any = None, **options: Any) -> None:
-    """Run, and note what is said while it goes on, so that it is known after a failure too."""
+def trained(
+    plan: Plan, folder: Path, steps: int, *, build: Any = None, found: Trained | None = None, **options: Any
+) -> Trained:
+    """Run until a step; options are those of a run, and fields of its training. After a failure ``found`` is known."""
+    found = found or Trained()
     watch, resume = options.pop("watch", False), options.pop("resume", "auto")
     keeping = {name: options.pop(name) for name in tuple(options) if name in Checkpointing.__dataclass_fields__}
     asked: dict[str, Any] = {"learning_rate": 1e-2, **options}
     training = Training(steps=steps, checkpoint=Checkpointing(**keeping), **asked)
-    run = Run(folder=folder, training=training, resume=resume)
-    made = build or builder("torch")
+    run, made = Run(folder=folder, training=training, resume=resume), build or builder("torch")
     grace_s = training.checkpoint.grace_seconds
     placing = Placing(folder=folder, watch=Watch(folder, plan, here=True) if watch else None, grace_s=grace_s)
     found.report = launch(
         None, plan.mesh.num_ranks, lambda say: train(plan, run, made, say), show=found.said.append, placing=placing
     )
+    return found

@@ -1,37 +1,107 @@
-"""Saves beside training: a thread reads the state while the next step computes, and the next update waits for it."""
+"""Saves beside training: a thread copies the state while the next step computes, and the next update waits for it."""
 
+import math
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from autoshard.engine.placement import StatePiece
 from autoshard.engine.results import SavedStep
-from autoshard.runtime.checkpoint.index import CheckpointIndex, RunState, StoredTensor
-from autoshard.runtime.checkpoint.reader import PieceLoadPlanner, PieceReader
-from autoshard.runtime.checkpoint.shelf import Checkpoint, Shelf
+from autoshard.runtime.checkpoint.agreed import from_all_ranks, from_first_rank
+from autoshard.runtime.checkpoint.files import DTYPES, box_name, cut_piece, header_of, is_finite
+from autoshard.runtime.checkpoint.index import FILE, CheckpointIndex, RunState, StoredBox, StoredTensor, dump_index
+from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage, StorageError, persistent
-from autoshard.runtime.checkpoint.writer import AgreedPlan, PieceSavePlanner, PieceWriter, SaveProgress, Target
 from autoshard.spec.training import Checkpointing
 
-Value = TypeVar("Value")
-
 _PATIENCE_S = 10.0  # without a byte written, after which a step gives the checkpoint up
+_SLICE_BYTES = 2**22  # that are checked, summed up and written at a time
+
+
+@dataclass(slots=True)
+class SaveProgress:
+    """How far a save is, for the step that waits for it: in the end the state is copied, or the save is given up."""
+
+    settled: threading.Event = field(default_factory=threading.Event)  # the state may change
+    abandoned: threading.Event = field(default_factory=threading.Event)  # what is read of it from now on is useless
+    last_s: float = field(default_factory=time.monotonic)  # when something was written last
+    _deciding: threading.Lock = field(default_factory=threading.Lock)
+
+    def end_copy(self, what: str) -> None:
+        """Let the state change, unless it may have changed already."""
+        with self._deciding:
+            self.go_on(what)
+            self.settled.set()
+
+    def go_on(self, what: str) -> None:
+        """Stop a save that was given up."""
+        if self.abandoned.is_set():
+            raise StorageError(f"{what}: given up, so that training goes on")
+
+    def abandon(self) -> None:
+        """Let the state change even if it was not copied."""
+        with self._deciding:
+            if not self.settled.is_set():
+                self.abandoned.set()
+                self.settled.set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """How a save ended."""
+class RankFile:
+    """The file that a rank has written, with its own boxes of each tensor."""
 
-    saved: SavedStep
-    failure: str = ""  # why there is no checkpoint
+    file: str
+    num_bytes: int
+    finite: bool
+    tensors: Mapping[str, StoredTensor]
+
+
+def write_boxes(place: Storage, path: str, pieces: Sequence[StatePiece], progress: SaveProgress) -> RankFile:
+    """Write pieces into a safetensors file, one after the other, with no more than one of them in memory."""
+    file_name, whole, finite = path.rpartition("/")[2], place.path(path), True
+    header, (*starts, num_bytes) = header_of(
+        (box_name(one.name, one.offsets), one.memory.dtype, one.memory.shape) for one in pieces
+    )
+    tensors: dict[str, StoredTensor] = {}
+    with place.writing(path) as file:
+        file.write(header)
+        for piece, start in zip(pieces, starts, strict=True):
+            numbers, crc32 = piece.memory.detach().to("cpu").contiguous(), 0
+            for part in numbers.reshape(-1).split(_SLICE_BYTES // numbers.itemsize):
+                progress.go_on(whole)
+                finite = finite and is_finite(part)
+                raw = part.view(torch.uint8).numpy().data
+                crc32 = zlib.crc32(raw, crc32)
+                file.write(raw)
+                progress.last_s = time.monotonic()
+            box = StoredBox(piece.offsets, tuple(numbers.shape), file_name, start, numbers.nbytes, crc32)
+            known = tensors.setdefault(piece.name, StoredTensor(DTYPES[numbers.dtype], tuple(piece.whole), ()))
+            tensors[piece.name] = replace(known, boxes=(*known.boxes, box))
+        progress.end_copy(whole)  # only the disk is behind now
+    return RankFile(file=file_name, num_bytes=num_bytes, finite=finite, tensors=tensors)
+
+
+def joined_tensors(files: Iterable[RankFile]) -> dict[str, StoredTensor]:
+    """Join the boxes of all ranks; refuse boxes that do not fill a tensor."""
+    boxes, found = defaultdict[str, list[StoredBox]](list), dict[str, StoredTensor]()
+    for file in files:
+        found |= file.tensors
+        for name, tensor in file.tensors.items():
+            boxes[name] += tensor.boxes
+    for name, tensor in found.items():
+        missing = math.prod(tensor.shape) - sum(math.prod(box.lengths) for box in boxes[name])
+        if missing or len({box.offsets for box in boxes[name]}) < len(boxes[name]):
+            raise StorageError(f"{name}: the boxes of all ranks do not fill it exactly once")
+    return {name: replace(tensor, boxes=tuple(boxes[name])) for name, tensor in found.items()}
 
 
 class Saver:
@@ -39,7 +109,7 @@ class Saver:
 
     Args:
         shelf: Where checkpoints lie.
-        spool: A local folder for copies of what goes to a store.
+        spool: A local folder for files on their way to a store: updates wait for the disk, not for the network.
         known: The steps that are on the shelf when the run begins.
         keeping: Which checkpoints are kept.
         group: The ranks.
@@ -47,21 +117,14 @@ class Saver:
     """
 
     def __init__(
-        self,
-        shelf: Shelf,
-        spool: Path,
-        known: Iterable[int],
-        *,
-        keeping: Checkpointing,
-        group: Any,
+        self, shelf: Shelf, spool: Path, known: Iterable[int], *, keeping: Checkpointing, group: Any,
         label: Mapping[str, str],
-    ) -> None:
-        self._shelf, self._spool, self._steps = shelf, spool, set(known)
+    ) -> None:  # fmt: skip
+        self._shelf, self._spool, self._steps = shelf, Storage.of(str(spool)), set(known)
         self._keeping, self._group, self._label = keeping, group, label
         self._thread: threading.Thread | None = None
-        self._progress, self._known = SaveProgress(), AgreedPlan()
-        self._blocked_s = 0.0
-        self._ended: Ended | None = None
+        self._progress, self._blocked_s = SaveProgress(), 0.0
+        self._ended: tuple[SavedStep, str] | None = None
 
     @property
     def busy(self) -> bool:
@@ -76,7 +139,7 @@ class Saver:
     def begin(self, state: RunState, pieces: Sequence[StatePiece], *, prunes: bool = True) -> None:
         """Start to save; the pieces must not change before ``wait_copied`` has returned.
 
-        Older checkpoints that need not be kept are removed afterwards, unless this one is not to be relied on.
+        Afterwards older checkpoints are removed that need not be kept, unless this one is not to be relied on.
         """
         assert self._thread is None, "one checkpoint at a time"
         self._progress, self._blocked_s = SaveProgress(), 0.0
@@ -84,7 +147,7 @@ class Saver:
         self._thread.start()
 
     def wait_copied(self) -> None:
-        """Wait until the state may change; a disk that writes nothing any more is not waited for."""
+        """Wait until the state may change; give the save up if its disk does not write any more."""
         if self._thread is None:
             return
         start_s = time.monotonic()
@@ -93,84 +156,73 @@ class Saver:
                 self._progress.abandon()
         self._blocked_s += time.monotonic() - start_s
 
-    def ended(self) -> Ended:
-        """Wait for the end of the save, and say how it went; then another one may begin."""
+    def ended(self) -> tuple[SavedStep, str]:
+        """Wait for the end of the save, after which another may begin; return it, and why it failed if it did."""
         assert self._thread is not None, "nothing was begun"
         self._thread.join()
         self._thread = None
         assert self._ended is not None, "the thread says how it ended"
-        return replace(self._ended, saved=replace(self._ended.saved, blocked_s=self._blocked_s))
+        saved, failure = self._ended
+        return replace(saved, blocked_s=self._blocked_s), failure
 
     def _save(self, state: RunState, pieces: Sequence[StatePiece], prunes: bool) -> None:
         start_s, failure, remark, progress = time.monotonic(), "", "", self._progress
         try:
             self._write(state, pieces, progress)
-            remark = self._pruned(state.step) if prunes else ""
-        except (CheckpointException, StorageError) as error:
-            failure = _reason(error)
-        except Exception as error:  # a step must not wait for a thread that is gone; the run is told
+            try:
+                from_first_rank(lambda: prunes and self._shelf.prune(self._keeping, state.step), self._group)
+            except StorageError as error:
+                remark = f"older checkpoints are still there: {error}"
+        except StorageError as error:
+            failure = str(error)
+        except Exception as error:  # a step must not wait for a thread that is gone; the run hears of it
             failure = f"{type(error).__name__}: {error}"
         finally:
             progress.settled.set()
-            time_s = time.monotonic() - start_s
-            self._ended = Ended(saved=SavedStep(step=state.step, time_s=time_s, remark=remark), failure=failure)
+            self._ended = SavedStep(step=state.step, time_s=time.monotonic() - start_s, remark=remark), failure
 
     def _write(self, state: RunState, pieces: Sequence[StatePiece], progress: SaveProgress) -> None:
-        """Save; on all ranks this fails or on none."""
-        folder = self._shelf.folder(state.step)
+        """Save; this fails on all ranks or on none."""
+        shelf, place, spool, folder = self._shelf, self._shelf.place, self._spool, self._shelf.folder(state.step)
+        own = f"rank-{dist.get_rank():05}.safetensors"
+        boxes = [part for piece in pieces if piece.saves for part in cut_piece(piece)]
 
         def make_ready() -> None:
-            self._shelf.make_ready(state.step, self._steps)
+            shelf.make_ready(state.step, self._steps)
             self._steps.add(state.step)
 
-        spool = Storage.of(str(self._spool))
-        target = Target(place=self._shelf.place, folder=folder, spool=spool, make_ready=make_ready)
-        if not target.spools:
-            self._led(lambda: persistent(make_ready, progress.settled))
+        def copy() -> RankFile | None:
+            """Write the file of this rank; try a disk that fails again, as long as the state is what it was."""
+            if not boxes:
+                return progress.end_copy(own)
+            where = (place, f"{folder}/{own}") if place.is_local else (spool, own)
+            return persistent(lambda: write_boxes(*where, boxes, progress), progress.settled)
 
-        def index(*, finite: bool, files: Mapping[str, int], tensors: Mapping[str, StoredTensor]) -> CheckpointIndex:
-            return CheckpointIndex(state=state, finite=finite, files=files, tensors=tensors, **self._label)
+        def upload() -> None:
+            with spool.reading(own) as source, place.writing(f"{folder}/{own}") as file:
+                shutil.copyfileobj(source, file, _SLICE_BYTES)
 
-        planner = PieceSavePlanner(pieces, self._known)
-        writer = PieceWriter(target, progress, planner, index)
-        dcp_save({}, storage_writer=writer, planner=planner, process_group=self._group)
-        self._led(lambda: self._shelf.publish(folder))
+        def conclude() -> None:
+            """Write the index, which makes the checkpoint complete."""
+            files = [one for one in written if one]
+            data = dump_index(
+                CheckpointIndex(
+                    state=state,
+                    finite=all(one.finite for one in files),
+                    files={one.file: one.num_bytes for one in files},
+                    tensors=joined_tensors(files),
+                    **self._label,
+                )
+            )
+            persistent(lambda: place.write(f"{folder}/{FILE}", data))
+            shelf.publish(folder)
 
-    def _pruned(self, step: int) -> str:
-        """Remove what need not be kept; return what the user should know of it."""
-        try:
-            self._led(lambda: self._shelf.prune(self._keeping, step))
-        except StorageError as error:
-            return f"older checkpoints are still there: {error}"
-        return ""
-
-    def _led(self, operation: Callable[[], Value]) -> Value:
-        """Let the first rank do something, and all know what came of it."""
-        told: list[Any] = [None, ""]
-        if dist.get_rank() == 0:
-            try:
-                told[0] = operation()
-            except StorageError as error:
-                told[1] = str(error)
-        dist.broadcast_object_list(told, 0, group=self._group)
-        if told[1]:
-            raise StorageError(told[1])
-        return told[0]
-
-
-def load(shelf: Shelf, checkpoint: Checkpoint, pieces: Sequence[StatePiece], group: Any) -> None:
-    """Fill pieces from a checkpoint; every rank calls this, and on all of them it fails or on none."""
-    reader = PieceReader(shelf.place, checkpoint.folder, checkpoint.index)
-    try:
-        dcp_load({}, storage_reader=reader, planner=PieceLoadPlanner(pieces), process_group=group)
-    except CheckpointException as error:
-        raise StorageError(_reason(error)) from None
-
-
-def _reason(error: BaseException) -> str:
-    """Return what the first rank that failed says, without tracebacks."""
-    if not isinstance(error, CheckpointException):
-        return str(error)
-    rank, (cause, _) = min(error.failures.items())
-    told = str(cause) if isinstance(cause, StorageError) else f"{type(cause).__name__}: {cause}"
-    return f"rank {rank}: {told}"
+        if place.is_local:
+            from_first_rank(lambda: persistent(make_ready, progress.settled), self._group)
+        written = from_all_ranks(copy, self._group)
+        if not place.is_local:  # no update waits for a store
+            from_first_rank(lambda: persistent(make_ready), self._group)
+            from_all_ranks(lambda: boxes and persistent(upload), self._group)
+            if boxes:
+                spool.remove(own)
+        from_first_rank(conclude, self._group)

@@ -43,7 +43,7 @@ class StorageError(Exception):
 
     @property
     def lasts(self) -> bool:
-        """Whether trying again is no use: what is missing, forbidden, full or damaged stays so."""
+        """Whether another try would fail too: a missing, forbidden, full or damaged place stays so."""
         cause = self.__cause__
         if cause is None or isinstance(cause, FileNotFoundError | PermissionError):
             return True
@@ -70,7 +70,7 @@ class Storage:
 
     @classmethod
     def of(cls, url: str, option: str = "checkpoint.to") -> "Storage":
-        """Open a path or a URL; a protocol that is unknown, or needs a package, is the user's to mend."""
+        """Open a path or a URL; refuse a protocol that is unknown or needs a package."""
         try:
             system, root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
@@ -102,7 +102,14 @@ class Storage:
                     file.flush()
                     os.fsync(file.fileno())
             except BaseException:
-                _give_up(file, path)
+                if isinstance(file, AbstractBufferedFile):
+                    # Or else Python closes it some day, which makes an object of what was sent. A store that is away
+                    # keeps the parts, until its own rules remove them.
+                    file.closed = True
+                    with suppress(StorageError), _named(path):
+                        file.discard()
+                else:
+                    file.close()
                 raise
             file.close()
 
@@ -113,6 +120,11 @@ class Storage:
         options = {} if self.is_local else {"block_size": _FETCHED_BYTES}
         with _named(path), self.system.open(path, "rb", **options) as file:
             yield file
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a whole file."""
+        with self.writing(name) as file:
+            file.write(data)
 
     def read(self, name: str) -> bytes | None:
         """Return a whole file; None if there is none."""
@@ -138,7 +150,7 @@ class Storage:
             self.system.rm(path, recursive=True)
 
     def rename(self, name: str, to: str) -> None:
-        """Rename a local folder, for good, with all the files that it has."""
+        """Rename a local folder, so that its new name and its files survive a power cut."""
         assert self.is_local, "stores rename by copying"
         with _named(self.path(to)):
             _synchronise(self.path(name))
@@ -156,18 +168,8 @@ class Storage:
         return [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in found]
 
 
-def _give_up(file: Any, path: str) -> None:
-    """Close a file that is not whole; of a store's, nothing is to be seen."""
-    if not isinstance(file, AbstractBufferedFile):
-        file.close()
-        return
-    file.closed = True  # or else Python closes it some day, which makes an object of what was sent
-    with suppress(StorageError), _named(path):  # a store that is away keeps the parts, until its own rules remove them
-        file.discard()
-
-
 def _synchronise(folder: str) -> None:
-    """Bring the names in a folder to the disk."""
+    """Make the names in a folder survive a power cut."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -12,7 +12,7 @@ from autoshard.engine.nxd_names import Qkv
 from autoshard.errors import InputError, require
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
-from autoshard.runtime.checkpoint.files import folder_of
+from autoshard.runtime.checkpoint.shelf import folder_of
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.convert.copying import JOURNAL, Copying, CopyProgress, TargetFile, WrittenFile
 from autoshard.runtime.convert.hf import (

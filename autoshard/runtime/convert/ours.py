@@ -13,9 +13,9 @@ from autoshard.engine.placement import MeshRank, StatePart, StatePiece
 from autoshard.engine.programs import programs_of
 from autoshard.errors import Fault, InputError
 from autoshard.plan.plan import Plan
-from autoshard.runtime.checkpoint.files import DTYPES, box_name, cut_piece, step_of
+from autoshard.runtime.checkpoint.files import DTYPES, box_name, cut_piece
 from autoshard.runtime.checkpoint.index import FILE, CheckpointIndex, RunState, StoredBox, StoredTensor, dump_index
-from autoshard.runtime.checkpoint.shelf import Shelf, newest
+from autoshard.runtime.checkpoint.shelf import Shelf, newest, step_of
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.convert.copying import Entry, TargetFile, WrittenFile
 from autoshard.runtime.convert.stored import WeightSource

@@ -4,22 +4,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fsspec.config import conf
 from s3fs import S3FileSystem
 
-from autoshard.engine.base import Builds, Engine, Run, StepReport
 from autoshard.engine.results import SavedStep
 from autoshard.errors import InputError
-from autoshard.plan.plan import Plan
 from autoshard.runtime import train as loop
 from autoshard.runtime.checkpoint import storage
-from autoshard.runtime.engines import builder
 from tests.runtime.cases import wait_until
 from tests.runtime.checkpoint.s3 import BUCKET, S3, running
-from tests.runtime.training_cases import Trained, plan_of, run_into, trained
+from tests.runtime.training_cases import Trained, before_steps, plan_of, trained
 
 pytestmark = pytest.mark.ranks
 PLAN = "tp=1,pp=1,dp=2"
@@ -63,23 +59,6 @@ def test_a_run_is_saved_resumed_and_pruned_and_passes_over_damage(
     assert f"{newest[-2]}/rank-00000.safetensors: the checksum of" in again.notes
 
 
-def slow(least_s: float) -> Builds:
-    """Build engines whose steps take a while, as real ones do."""
-
-    def build(plan: Plan, run: Run) -> Engine:
-        engine: Any = builder("torch")(plan, run)
-        step = engine.step
-
-        def slowly(*arguments: Any) -> StepReport:
-            time.sleep(least_s)
-            return step(*arguments)
-
-        engine.step = slowly
-        return engine
-
-    return build
-
-
 def failures_of(found: Trained) -> list[str]:
     return [one for one in found.said if isinstance(one, str) and "was not saved" in one]
 
@@ -99,7 +78,8 @@ def disturbed(s3: S3, how: str, folder: Path, *, steps: int, step_s: float, for_
 
     thread = threading.Thread(target=disturb)
     thread.start()
-    run_into(found, plan_of(PLAN), folder, steps, build=slow(step_s), to=f"s3://{BUCKET}/{folder.name}", every_steps=5)
+    to, slowly = f"s3://{BUCKET}/{folder.name}", before_steps(lambda _: time.sleep(step_s))
+    trained(plan_of(PLAN), folder, steps, found=found, build=slowly, to=to, every_steps=5)
     thread.join()
     return found
 
@@ -145,7 +125,7 @@ def test_a_store_that_cannot_be_used_is_found_before_the_first_step(
     def refusal(to: str) -> str:
         found = Trained()
         with pytest.raises(InputError) as caught:
-            run_into(found, plan_of(PLAN), tmp_path, 2, to=to)
+            trained(plan_of(PLAN), tmp_path, 2, found=found, to=to)
         assert not found.said and len(caught.value.faults) == 1
         return str(caught.value)
 

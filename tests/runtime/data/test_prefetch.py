@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from autoshard.errors import RunFailed
-from autoshard.runtime.data.batches import Samples, StepShape, SyntheticTokens, batches
-from autoshard.runtime.data.prefetch import PrefetchLoader
+from autoshard.runtime.data.batches import PrefetchLoader, Samples, StepShape, SyntheticTokens, batches
 
 TOKENS = SyntheticTokens(seq_len=8, vocab=11)
 SHAPE = StepShape(num_micro_batches=2, micro_batch=3)

@@ -1,4 +1,4 @@
-"""Which devices a plan's ranks take here, and what they talk through."""
+"""What a machine has for a plan: devices, and what is said where it lacks NxD."""
 
 import pytest
 import torch
@@ -6,11 +6,13 @@ import torch
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.runtime.devices import device_of, joined_device
+from autoshard.runtime import machine
+from autoshard.runtime.machine import device_of, joined_device
 from autoshard.search.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
+from tests.plan.nxd.test_match import planned
 
 
 def plan_for(name: str) -> Plan:
@@ -67,3 +69,14 @@ def test_every_rank_takes_its_own_device_and_talks_through_the_host_as_well(monk
     assert joined_device("cpu", 9) == "gloo" and taken == [3]
     with pytest.raises(InputError, match="number 4 of the ranks on its machine, counted from 0, and sees 4 of cuda"):
         joined_device("cuda", 4)
+
+
+def test_without_nxd_the_message_says_what_to_install_and_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("llama3-70b", "trn1.32xlarge", "tp=32,pp=8,dp=2")
+    monkeypatch.setattr(machine, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"pip install .*autoshard\[neuron\].*type --rehearse 8"):
+        machine.refuse_without_neuron(plan, "plan.json", started=True)
+    monkeypatch.setattr(machine, "find_spec", lambda _: object())
+    with pytest.raises(InputError, match=r"torchrun --nnodes 16 --nproc-per-node 32 -m autoshard\.cli run plan\.json"):
+        machine.refuse_without_neuron(plan, "plan.json", started=False)
+    machine.refuse_without_neuron(plan, "plan.json", started=True)

@@ -1,0 +1,152 @@
+"""What this machine has for a plan: engines, devices, memory; a plan is refused for what it lacks."""
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+
+from autoshard.engine.base import HOST, Builds, Measured
+from autoshard.errors import InputError, require
+from autoshard.plan.plan import Plan
+from autoshard.plan.rules.columns import Engine
+from autoshard.spec.cluster import LOCAL
+from autoshard.units import format_bytes
+
+XLA = "xla"  # Neuron devices as NxD has them
+_CUDA = "cuda"
+_MOST_RANKS = 64  # more processes than this are no use on one machine, as spec/clusters/local.json says
+_SHARED = ("runtime",)  # memory of a platform itself; here, pages that forks of one process share
+COMPILER = "neuron_parallel_compile"
+_REMEDY = (
+    "On a Trainium machine type: pip install --extra-index-url https://pip.repos.neuron.amazonaws.com "
+    "'autoshard[neuron]'. To try a small plan of the same shape here, type --rehearse 8"
+)
+
+
+def builder(engine: Engine = "torch") -> Builds:
+    """Return how an engine is built; importing it takes seconds, and must come before ranks are forked."""
+    require_torch()
+    if engine == "nxd":
+        from autoshard.engine.nxd.engine import build as build_nxd
+
+        return build_nxd
+    from autoshard.engine.torch.engine import build
+
+    return build
+
+
+def counter() -> Callable[[Plan, int], Measured]:
+    """Return the function that counts a step of one rank without the others."""
+    require_torch()
+    from autoshard.engine.torch.fake import counted
+
+    return counted
+
+
+def require_torch() -> None:
+    """Refuse to execute a plan without torch, and say how to install it."""
+    try:
+        import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        message = "is not installed, and plans are executed with it. Type: pip install 'autoshard[torch]'"
+        raise InputError.of("torch", f"{message}. Planning works without") from None
+
+
+def device_of(plan: Plan, *, forked: bool) -> str:
+    """Return torch's name of the devices for the ranks of a plan that PyTorch itself executes.
+
+    Forks cannot use a device that their parent has begun with, so that for them those of CUDA are only counted. Plans
+    for Trainium take no GPUs: measurements on GPUs would be reported of Trainium.
+    """
+    if plan.cluster.name == LOCAL:
+        return HOST
+    require_torch()
+    import torch
+
+    if forked:
+        found = _CUDA if torch.cuda.device_count() >= plan.mesh.num_ranks else HOST
+    else:
+        there = torch.accelerator.current_accelerator(check_available=True)
+        found = HOST if there is None or device_backend(there.type) == "gloo" else there.type
+    return HOST if found == _CUDA and plan.cluster.engine == "nxd" else found
+
+
+def device_backend(device: str) -> str:
+    """Return the backend of torch's world between such devices; gloo where that is the host.
+
+    >>> device_backend("cuda"), device_backend("mps"), device_backend("vulkan")
+    ('nccl', 'gloo', 'gloo')
+    """
+    import torch.distributed as dist
+
+    try:
+        return dist.get_default_backend_for_device(device)
+    except ValueError:  # torch knows of none
+        return "gloo"
+
+
+def joined_device(device: str, place: int) -> str:
+    """Take the device of the rank at this place of its machine; return the backend of torch's world then."""
+    if device == HOST:
+        return "gloo"
+    if device == XLA:
+        from autoshard.engine.nxd.library import register
+
+        register()
+        return XLA
+    import torch
+
+    there = torch.accelerator.device_count()
+    message = f"this is number {place} of the ranks on its machine, counted from 0, and sees {there} of {device}"
+    remedy = "Start one rank for each device, and let all see all of them (Slurm: --gpus-per-node, not --gpus-per-task)"
+    require((place < there, "ranks", f"{message}. {remedy}"))
+    torch.accelerator.set_device_index(place)
+    return f"{HOST}:gloo,{device}:{device_backend(device)}"  # tensors of the host go between hosts
+
+
+def refuse_too_large(plan: Plan, available_bytes: int) -> None:
+    """Refuse a plan that is not meant for one machine, or would make this one swap; the prediction says how much."""
+    assert plan.prediction, "a plan is predicted before it runs"
+    num_ranks, stages = plan.mesh.num_ranks, plan.prediction.stage_memory
+    need_bytes = sum(memory.without(_SHARED) for memory in stages) * num_ranks // max(1, len(stages))
+    need, have = format_bytes(need_bytes), format_bytes(available_bytes)
+    small = "To try a small plan of the same shape, type --rehearse 8"
+    many = f"{num_ranks} ranks; one machine runs at most {_MOST_RANKS}. Start them with torchrun or srun. {small}"
+    require((num_ranks <= _MOST_RANKS, "mesh", many))
+    large = f"the {num_ranks} ranks are predicted to hold {need}, and this machine has {have} left. {small}"
+    require((need_bytes <= available_bytes, "prediction.stage_memory", large))
+
+
+def available_bytes() -> int:
+    """Return the memory that new processes can have without swapping."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def refuse_without_neuron(plan: Plan, name: str, *, started: bool) -> None:
+    """Refuse a plan for Trainium on a machine without NxD, and unless its ranks were started."""
+    missing = f"nxd runs on Trainium through neuronx-distributed, which is not installed here. {_REMEDY}"
+    require((find_spec("neuronx_distributed") is not None, "engine", missing))
+    nodes, ranks = plan.cluster.num_nodes, plan.cluster.ranks_per_node
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {ranks} -m autoshard.cli run {name}"
+    require((started, "engine", f"nxd takes one process for every rank. Type on every node: {start}"))
+
+
+def refuse_without_compiler(plan: Plan, name: str, num_started: int) -> None:
+    """Refuse to compile where the tool is missing, or unless one process was started on every node."""
+    missing = f"{COMPILER} starts the compiler, and comes with torch-neuronx, which is not installed here. {_REMEDY}"
+    require((which(COMPILER) is not None, "--compile-only", missing))
+    nodes, start = plan.cluster.num_nodes, f"autoshard run {name} --compile-only"
+    if nodes > 1:
+        torchrun = f"torchrun --nnodes {nodes} --nproc-per-node 1 ..."
+        start = f"srun --nodes {nodes} --ntasks-per-node 1 {start}, or {torchrun}"
+    once = f"takes one process for every node, which starts the ranks: {nodes}, not {num_started}. Type {start}"
+    require((num_started == nodes, "--compile-only", once))
