@@ -114,7 +114,7 @@ def _load_extensions(typed: Sequence[str], file: str, listed: object) -> None:
         *(near if near.is_file() else Path(name) for near, name in zip(beside, names, strict=True)),
     ]
     if paths:
-        from autoshard.cost.extensions import load_extension
+        from autoshard.extensions import load_extension
 
         for path in paths:
             load_extension(path)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from autoshard.commands.output import print_json
 from autoshard.commands.running import free_name
 from autoshard.errors import InputError, RunFailed, require
-from autoshard.plan.extensions import extend_words
+from autoshard.extensions import EXTENSIONS
 from autoshard.units import format_count
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _short_run(run: "Run", name: str) -> list[str]:
     """Return the run that is extracted from: all but its steps and its folder as the run that it is for."""
     constants = ["--seed", str(run.training.seed), "--learning-rate", str(run.training.learning_rate)]
     steps = ["--steps", str(run.training.steps), "--out", str(run.folder / "short")]
-    return ["-m", "autoshard.cli", "run", name, *steps, *constants, "--checkpoint.to", "none", *extend_words()]
+    return ["-m", "autoshard.cli", "run", name, *steps, *constants, "--checkpoint.to", "none", *EXTENSIONS.options()]
 
 
 def _make(place: Path) -> None:

@@ -81,9 +81,9 @@ def _best(
 
 
 def _next_command(out: Path) -> str:
-    from autoshard.plan.extensions import extend_words
+    from autoshard.extensions import EXTENSIONS
 
-    return shlex.join(["autoshard", "verify", str(out), *extend_words()])
+    return shlex.join(["autoshard", "verify", str(out), *EXTENSIONS.options()])
 
 
 def _frontier(requests: "list[Request]", options: SearchOptions, out: Path, json: bool) -> int:

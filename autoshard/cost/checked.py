@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.predict import predicted
 from autoshard.cost.provenance import calibration_entries, term_entries, term_seconds
-from autoshard.cost.terms import USER_TERMS, outer_point
+from autoshard.cost.terms import outer_point, user_terms
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Columns
@@ -33,7 +33,7 @@ def check_plan(read: Plan, calibration: Calibration | None = None) -> CheckedPla
     if calibration:
         others = {key: entry for key, entry in read.provenance.items() if not key.startswith("calibration")}
         read = replace(read, provenance={**others, **calibration_entries(calibration)}, prediction=None)
-    known = [term for term in USER_TERMS if term.part in read.provenance]
+    known = [term for term in user_terms() if term.part in read.provenance]
     if known and read.prediction and read.prediction.of != fingerprint(read):  # edited: so are the seconds of its terms
         facts = read.model, read.cluster, read.workload, read.engine
         own = term_entries(known, Columns.of(outer_point(read.candidate), *facts))
@@ -47,7 +47,7 @@ def check_plan(read: Plan, calibration: Calibration | None = None) -> CheckedPla
         remarks.append(_EDITED)
     elif stored != current.prediction:
         remarks.append(_OTHER)
-    unknown = term_seconds(current.provenance).keys() - {term.part for term in USER_TERMS}
+    unknown = term_seconds(current.provenance).keys() - {term.part for term in user_terms()}
     names = ", ".join(sorted(unknown))
     if names:
         remarks.append(f"{names}: not known here, so its seconds are those that the plan states")

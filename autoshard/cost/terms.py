@@ -10,6 +10,7 @@ import numpy as np
 
 from autoshard.cost.collective import Number
 from autoshard.errors import require
+from autoshard.extensions import EXTENSIONS
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Columns
@@ -51,7 +52,11 @@ class CostTerm:
         return found
 
 
-USER_TERMS: list[CostTerm] = []  # of files that --extend has loaded
+def user_terms() -> tuple[CostTerm, ...]:
+    """List the terms of files that ``--extend`` has loaded."""
+    terms = tuple(EXTENSIONS.of(CostTerm).values())
+    require((len({term.name for term in terms}) == len(terms), "--extend", "two cost terms have one name"))
+    return terms
 
 
 def outer_point(candidate: Candidate) -> Candidate:

@@ -1,8 +1,10 @@
 """The decoder-only transformer as a graph, operation by operation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
+from types import FunctionType
 
+from autoshard.extensions import EXTENSIONS
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.builder import BlockBuilder, finish
 from autoshard.graph.kinds.attention import Attend, Rotary
@@ -92,9 +94,8 @@ def _layer_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
     drops = workload.expert_capacity is not None
     settled = kernels.settles_experts and model.num_experts > 0  # of the slots; of the tokens where none is dropped
     normed = b.deliver_as(_norm(b, model, "mlp_norm", source, "hidden"), "mlp_in", settles=settled and not drops)
-    made = (
-        _experts(b, model, normed, settles=settled and drops) if model.num_experts else PARTS["mlp"](b, model, normed)
-    )
+    write_mlp = EXTENSIONS.of(FunctionType).get("mlp", mlp)
+    made = _experts(b, model, normed, settles=settled and drops) if model.num_experts else write_mlp(b, model, normed)
     y = b.emit("mlp_add", Add(), after, made)
     return finish(b, "layer", kernels, carry=(x, y), repeat=model.num_layers)
 
@@ -168,7 +169,8 @@ def _document_starts(b: BlockBuilder, workload: Workload) -> tuple[str, ...]:
     return (b.add("document_starts", ("batch", "seq"), "int64", "input"),)
 
 
-def _mlp(b: BlockBuilder, model: ModelSpec, x: str) -> str:
+def mlp(b: BlockBuilder, model: ModelSpec, x: str) -> str:
+    """Write the dense MLP down; a function of this name in a file of the user's own takes its place."""
     inner = _linear(b, "up", x, ("ffn",), ("hidden",), bias=model.mlp_bias)
     if model.gated_mlp:
         gate = _linear(b, "gate", x, ("ffn",), ("hidden",), bias=model.mlp_bias)
@@ -178,10 +180,6 @@ def _mlp(b: BlockBuilder, model: ModelSpec, x: str) -> str:
         inner = b.emit("act", Unary(function=model.activation), inner)
     result = _linear(b, "down", b.deliver_as(inner, "down_in"), ("hidden",), ("ffn",), bias=model.mlp_bias)
     return b.deliver_as(result, "mlp_out")
-
-
-# Parts of a layer by their names; a file of a user's own may put another function in their place.
-PARTS: dict[str, Callable[[BlockBuilder, ModelSpec, str], str]] = {"mlp": _mlp}
 
 
 def _experts(b: BlockBuilder, model: ModelSpec, x: str, *, settles: bool) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autoshard.errors import require
+from autoshard.extensions import EXTENSIONS
 from autoshard.plan.codec import dump, fingerprint
-from autoshard.plan.extensions import LOADED
 from autoshard.plan.nxd.environment import between_nodes, environment
 from autoshard.plan.plan import Plan
 from autoshard.spec.cluster import LOCAL
@@ -101,14 +101,14 @@ def default_name(plan: Plan) -> str:
 
 def common_texts(job: Job) -> dict[str, str]:
     """Return the files that jobs have under every scheduler: the plan, the options of the run, the user's own code."""
-    extensions = {path.name: path.read_text(encoding="utf-8") for path in LOADED}
+    extensions = {path.name: path.read_text(encoding="utf-8") for path in EXTENSIONS.files}
     return {PLAN: dump(job.plan), TRAINING: _training_text(job), **extensions}
 
 
 def _training_text(job: Job) -> str:
     """Write what differs from the defaults of ``autoshard run``, as the options that it takes from a file."""
     options = {"steps": job.training.steps, **_differing(encode(job.training), encode(Training()))}
-    options |= {"extend": [path.name for path in LOADED]} if LOADED else {}
+    options |= {"extend": [path.name for path in EXTENSIONS.files]} if EXTENSIONS.files else {}
     return "\n".join([*job.title("What the run does beside its plan: options of autoshard run."), yaml_text(options)])
 
 

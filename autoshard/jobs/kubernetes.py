@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.errors import require
+from autoshard.extensions import EXTENSIONS
 from autoshard.jobs.job import NODE, PLAN, SUBMIT, TRAINING, Files, Job, common_texts, yaml_text
 from autoshard.jobs.shell import FIRST, HERE, STRICT, meeting_of, node_text
-from autoshard.plan.extensions import LOADED
 
 FILES_AT = "/job"  # where the files of the job lie in a container
 _TRAINER = "trainer.kubeflow.org"
@@ -158,7 +158,9 @@ def _submit(job: Job, steps: list[str], kind: str) -> Iterator[str]:
     yield from job.title(f"Submits the job: bash {SUBMIT}. The files of the job go into a ConfigMap.")
     yield STRICT
     yield HERE
-    sources = " ".join(f"--from-file={name}" for name in (NODE, PLAN, TRAINING, *(path.name for path in LOADED)))
+    sources = " ".join(
+        f"--from-file={name}" for name in (NODE, PLAN, TRAINING, *(path.name for path in EXTENSIONS.files))
+    )
     yield f"kubectl create configmap {job.name} {sources} --dry-run=client -o yaml | kubectl apply -f -"
     yield from steps
     label = "jobset.sigs.k8s.io/jobset-name" if kind == "trainjob" else "training.kubeflow.org/job-name"

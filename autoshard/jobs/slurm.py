@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autoshard.errors import require
+from autoshard.extensions import EXTENSIONS
 from autoshard.jobs.job import NODE, SUBMIT, Files, Job, common_texts
 from autoshard.jobs.shell import FIRST, HERE, STRICT, meeting_of, node_text, setup_lines
-from autoshard.plan.extensions import LOADED
 
 _NOTICE_S = 300  # between the signal and the end of a job's time: a step, a checkpoint, and what torchrun waits
 _LOST_S = 120  # until nodes that are gone count as such: slurmctld asks all within a third of SlurmdTimeout, 300 s
@@ -146,7 +146,7 @@ def _replanned(job: Job, wants: SlurmWants) -> Iterator[str]:
     yield "  local left; left=$(sinfo \"${alive[@]}\" --noheader --format=%D | awk '{ n += $1 } END { print n + 0 }')"
     yield f"  if [[ $left -eq 0 || $left -ge {job.num_nodes} ]]; then return 1; fi"
     yield from (f"  {line}" for line in (setup_lines(job) if job.setup else []))
-    extend = "".join(f" --extend {path.name}" for path in LOADED)
+    extend = "".join(f" --extend {path.name}" for path in EXTENSIONS.files)
     yield f'  autoshard plan --like plan.json{extend} --nodes "$left" --out "plan-$left.json" || return 1'
     yield f'  autoshard launch "plan-$left.json" --config training.yaml --out "on-$left-nodes" --run-folder "{run}" \\'
     yield f"    {shlex.join(words)}"

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from autoshard.errors import Fault, InputError, nearest, require
 from autoshard.layout.layout import Cuts, Layout
 from autoshard.plan.recompute import Recompute, compress, expand, parse_stages, split_outside_brackets, stages_text
-from autoshard.schedule.builders import BUILDERS
+from autoshard.schedule.builders import builders
 from autoshard.spec.placement import Placement
 
 _SIZES = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs")
@@ -220,8 +220,8 @@ def _choice(*choices: object) -> Callable[[str], object]:
 
 
 def _schedule(raw: str) -> str:
-    if raw not in BUILDERS:
-        raise InputError.of("", f"{raw!r} is not a schedule. {nearest(raw, [*BUILDERS])}")
+    if raw not in builders():
+        raise InputError.of("", f"{raw!r} is not a schedule. {nearest(raw, [*builders()])}")
     return raw
 
 

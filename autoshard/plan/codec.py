@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from autoshard.errors import Fault, InputError
-from autoshard.plan.extensions import require_extensions
+from autoshard.extensions import require_extensions
 from autoshard.plan.plan import SCHEMA, Plan
 from autoshard.spec.record import decode, encode
 

@@ -111,9 +111,9 @@ def _engines() -> list[Entry]:
 
 
 def _schedules() -> list[Entry]:
-    from autoshard.schedule.builders import BUILDERS
+    from autoshard.schedule.builders import builders
 
-    return [{"name": name, "meaning": builder.meaning} for name, builder in BUILDERS.items()]
+    return [{"name": name, "meaning": builder.meaning} for name, builder in builders().items()]
 
 
 def _kernels() -> list[Entry]:
@@ -124,6 +124,6 @@ def _kernels() -> list[Entry]:
 
 
 def _rules() -> list[Entry]:
-    from autoshard.plan.rules.check import USER_RULES, all_rules
+    from autoshard.plan.rules.check import all_rules, user_rules
 
-    return [{"name": rule.id, "judges": rule.subject, "source": rule.source} for rule in (*all_rules(), *USER_RULES)]
+    return [{"name": rule.id, "judges": rule.subject, "source": rule.source} for rule in (*all_rules(), *user_rules())]

@@ -1,17 +1,19 @@
 """Actions of pipeline ranks, and schedules as functions: the order in which each rank runs its actions.
 
-A schedule is one entry of ``BUILDERS``. All else (what ranks hold, how long they wait) is counted from its order. A
-position is a rank's place in the pipeline: the stage of its first chunk. A chunk is one of the vp stages of a rank.
+A schedule is one entry of ``BUILDERS``, or a ``Builder`` in a file of the user's own. All else (what ranks hold, how
+long they wait) is counted from its order. A position is a rank's place in the pipeline: the stage of its first chunk.
+A chunk is one of the vp stages of a rank.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Literal, cast
 
 from autoshard.errors import InputError, require
+from autoshard.extensions import EXTENSIONS
 
 ActionKind = Literal["F", "B", "I", "W"]
 Step = tuple[ActionKind, int, int]  # an action without its class: kind, stage (in an order: chunk), micro-batch
@@ -171,7 +173,7 @@ def _zb_v(shape: PipelineShape, position: int) -> list[Step]:
     return [step for step in steps if step[2] < shape.num_micro_batches]
 
 
-BUILDERS: dict[str, Builder] = {
+BUILDERS: Mapping[str, Builder] = {
     "gpipe": Builder(
         order=partial(_alternating, lambda shape, position: shape.num_units),
         meaning="all forwards, then all backwards; every micro-batch is in flight",
@@ -197,3 +199,8 @@ BUILDERS: dict[str, Builder] = {
         meaning="split backwards, 2 chunks per rank in a V; a sixth of 1f1b's bubble, its peak on all ranks",
     ),
 }
+
+
+def builders() -> Mapping[str, Builder]:
+    """Return all schedules by name, with those of files that ``--extend`` has loaded."""
+    return {**BUILDERS, **EXTENSIONS.of(Builder, BUILDERS)}

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from autoshard.errors import nearest, require
-from autoshard.schedule.builders import BUILDERS, Action, ActionLists, Order, PipelineShape, Step
+from autoshard.schedule.builders import Action, ActionLists, Order, PipelineShape, Step, builders
 
 Counts = tuple[tuple[int, ...], ...]  # of micro-batches by chunk, at several times
 
@@ -32,12 +32,12 @@ class Schedule:
     def __post_init__(self) -> None:
         """Refuse schedules that no builder can make."""
         counts = ("num_ranks", "num_chunks", "num_micro_batches")
-        unknown = f"{self.builder!r} is not a schedule. {nearest(self.builder, [*BUILDERS])}"
+        unknown = f"{self.builder!r} is not a schedule. {nearest(self.builder, [*builders()])}"
         require(
-            (self.builder in BUILDERS, "builder", unknown),
+            (self.builder in builders(), "builder", unknown),
             *((getattr(self, name) >= 1, name, f"must be at least 1, not {getattr(self, name)}") for name in counts),
         )
-        builder, built = BUILDERS[self.builder], self.actions is None
+        builder, built = builders()[self.builder], self.actions is None
         per_rank = "one stage" if builder.num_chunks == 1 else f"{builder.num_chunks} stages"
         advice = ". Use interleaved" if builder.num_chunks == 1 else ""
         places = {(rank, chunk) for rank in range(self.num_ranks) for chunk in range(self.num_chunks)}
@@ -72,13 +72,13 @@ class Schedule:
     @property
     def unit(self) -> int:
         """After how many micro-batches the order of the builder repeats itself."""
-        return self.num_ranks if BUILDERS[self.builder].in_rounds else 1
+        return self.num_ranks if builders()[self.builder].in_rounds else 1
 
     @property
     def splits_backward(self) -> bool:
         """Whether input gradients and weight gradients are actions of their own."""
         if self.actions is None:
-            return BUILDERS[self.builder].splits
+            return builders()[self.builder].splits
         return any(action.kind in "IW" for own in self.actions for action in own)
 
     def place_of(self, stage: int) -> tuple[int, int]:
@@ -95,7 +95,7 @@ class Schedule:
         return {chunk: stage for stage, (owner, chunk) in enumerate(self.placement) if owner == rank}
 
     def _turned(self, rank: int, chunk: int) -> int:
-        return self.num_ranks - 1 - rank if BUILDERS[self.builder].turns and chunk % 2 else rank
+        return self.num_ranks - 1 - rank if builders()[self.builder].turns and chunk % 2 else rank
 
     def num_sends(self) -> tuple[int, ...]:
         """Return how many messages each rank sends for one micro-batch, forward and back."""
@@ -107,13 +107,13 @@ class Schedule:
         """Return ``(kind, stage, micro-batch)`` of every action of one rank: its list in short."""
         if self.actions is not None:
             return [(action.kind, action.stage, action.micro_batch) for action in self.actions[rank]]
-        return self._ordered(BUILDERS[self.builder].order, rank)
+        return self._ordered(builders()[self.builder].order, rank)
 
     def action_lists(self) -> ActionLists:
         """Return the actions of every pipeline rank, in order."""
         if self.actions is not None:
             return self.actions
-        return self.in_order(BUILDERS[self.builder].order).action_lists()
+        return self.in_order(builders()[self.builder].order).action_lists()
 
     def in_order(self, order: Order) -> "Schedule":
         """Return the same pipeline run in an order of one's own, as action lists; ``verify_actions`` checks them.

@@ -14,7 +14,7 @@ from autoshard.cost.stages import BlockTotals, PipelineBlocks, counts_of
 from autoshard.cost.step import rank_update
 from autoshard.cost.update import Turns, state_bytes
 from autoshard.plan.candidate import Zero
-from autoshard.schedule.builders import BUILDERS
+from autoshard.schedule.builders import builders
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.priced_layouts import PricedLayouts
@@ -35,7 +35,9 @@ def least_seconds(priced: PricedLayouts, rows: Ints, space: Space, capacity: flo
     """
     question, base, pp = priced.question, space.base, space.rows["pp"]
     counts = question.workload.global_batch // (space.rows["dp"] * space.rows["mbs"])
-    least_work = _least_work(priced, base.zero, _holds_as_1f1b(base.schedule), BUILDERS[base.schedule].turns, capacity)
+    least_work = _least_work(
+        priced, base.zero, _holds_as_1f1b(base.schedule), builders()[base.schedule].turns, capacity
+    )
     work_s, rest_s = (column[rows] for column in least_work)
     blocks = priced.pipeline_blocks(slice(None), _ALONE, base.zero)
     kernels = load_kernels(question.kernels)
@@ -60,7 +62,7 @@ def least_bytes(priced: PricedLayouts, zero: Zero) -> Floats:
 @cache
 def _holds_as_1f1b(builder: str) -> bool:
     """Say whether every rank of a schedule keeps all its layers as often as under 1F1B, counted with four ranks."""
-    chunks = BUILDERS[builder].num_chunks or 2
+    chunks = builders()[builder].num_chunks or 2
     schedule = Schedule(builder=builder, num_ranks=4, num_chunks=chunks, num_micro_batches=16)
     return all(max(min(held[:chunks]) for held in schedule.in_flight_by_chunk(rank)) >= 4 - rank for rank in range(4))
 
@@ -120,7 +122,7 @@ def _passes(builder: str, counts: Ints, ranks: Ints) -> Floats:
 
 def _near_even_s(blocks: PipelineBlocks, rows: Ints, space: Space, counts: Ints, held_s: Floats) -> Floats:
     """Return what the micro-batches of near-even splits take at least, with the fastest recompute, fit or not."""
-    forward_s = blocks.layer.forward_s if BUILDERS[space.base.schedule].splits else blocks.layer.pass_s
+    forward_s = blocks.layer.forward_s if builders()[space.base.schedule].splits else blocks.layer.pass_s
     embed, layer, head, ahead = (
         one.min(axis=0)[rows] for one in (blocks.embed.pass_s, blocks.layer.pass_s, blocks.head.pass_s, forward_s)
     )

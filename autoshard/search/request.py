@@ -9,15 +9,15 @@ from autoshard.cost.predict import predicted
 from autoshard.cost.provenance import calibration_entries, term_entries
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
-from autoshard.cost.terms import USER_TERMS, CostTerm, outer_point
+from autoshard.cost.terms import CostTerm, outer_point, user_terms
 from autoshard.errors import Fault, InputError, require
+from autoshard.extensions import EXTENSIONS
 from autoshard.layout.cutting import Cutting
 from autoshard.layout.pin import Pin
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.extensions import extension_entries
 from autoshard.plan.plan import Plan
-from autoshard.plan.rules.check import USER_RULES, rejections
+from autoshard.plan.rules.check import rejections, user_rules
 from autoshard.plan.rules.columns import Columns, Engine
 from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.tables import with_tables
@@ -47,8 +47,8 @@ class Request:
     layouts: tuple[Pin, ...] = ()
     calibration: Calibration | None = None
     # Of the user's own, beside those of autoshard:
-    terms: tuple[CostTerm, ...] = field(default_factory=lambda: tuple(USER_TERMS))
-    extra_rules: tuple[Rule, ...] = field(default_factory=lambda: tuple(USER_RULES))
+    terms: tuple[CostTerm, ...] = field(default_factory=user_terms)
+    extra_rules: tuple[Rule, ...] = field(default_factory=user_rules)
     effort: Effort = field(default_factory=Effort)
     objective: Objective = "time"
     memory_bytes: float | None = None  # that a rank may fill, if not all that it has
@@ -107,7 +107,7 @@ class Request:
         """Return the plan of a candidate whose blocks are these with its prediction, but without tables."""
         facts = (self.model, self.cluster, self.workload, engine)
         own = term_entries(self.terms, Columns.of(outer_point(candidate), *facts))
-        origin = {"autoshard": __version__, **calibration_entries(self.constants), **own, **extension_entries()}
+        origin = {"autoshard": __version__, **calibration_entries(self.constants), **own, **EXTENSIONS.entries()}
         origin["model"] = self.model.source
         plan = build_plan(candidate, self.model, self.cluster, self.workload, engine, provenance=origin)
         return predicted(plan, self.constants, blocks)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from autoshard.blocks.cutting import Terms
 from autoshard.cost.stages import PerCandidate
-from autoshard.schedule.builders import BUILDERS
+from autoshard.schedule.builders import builders
 from autoshard.schedule.waves import Ints
 from autoshard.search.space import Pins, Space
 from autoshard.spec.model import ModelSpec
@@ -102,7 +102,7 @@ def num_variants(space: Space, model: ModelSpec, pins: Pins) -> Ints:
 
 def _choices(pins: Pins) -> Sequence[Sequence[Any]]:
     """Return what sp, zero and the schedule may be."""
-    schedules = [name for name, builder in BUILDERS.items() if _may_have(builder.num_chunks, pins)]
+    schedules = [name for name, builder in builders().items() if _may_have(builder.num_chunks, pins)]
     return _free(pins, sp=(None, False), zero=_ZEROS, schedule=schedules)
 
 
@@ -118,7 +118,7 @@ def _may_have(num_chunks: int | None, pins: Pins) -> bool:
 
 def _chunked(layouts: Ints, pp: Ints, builder: str, num_layers: int, pins: Pins) -> tuple[Ints, Ints]:
     """Return the layouts once for every number of chunks per rank that a schedule may have there, and these numbers."""
-    fixed = pins.get("vp", BUILDERS[builder].num_chunks)
+    fixed = pins.get("vp", builders()[builder].num_chunks)
     if fixed is not None:
         fits = layouts[pp[layouts] * fixed <= num_layers] if "vp" not in pins else layouts
         return fits, np.full(len(fits), fixed)

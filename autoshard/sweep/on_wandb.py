@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import AutoshardError, InputError
-from autoshard.plan.extensions import extend_words
+from autoshard.extensions import EXTENSIONS
 from autoshard.runtime.metrics.log import METRICS, scalars
 from autoshard.runtime.metrics.on_wandb import OnWandb
 from autoshard.sweep.points import Sweep, base_of, points_of_question
@@ -129,7 +129,7 @@ def controller_text(sweep: Sweep, source: Path, folder: Path, project: str) -> s
         for name, choices in sweep.axes.items()
     }
     command = [*shlex.split(PROGRAM), "sweep", str(source.resolve()), "--out", str(folder.resolve()), "--wandb-agent"]
-    command += extend_words()
+    command += EXTENSIONS.options()
     content = {
         "name": source.stem,
         "project": project,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from autoshard.errors import Fault, InputError, require
-from autoshard.plan.extensions import extension_entries
+from autoshard.extensions import EXTENSIONS
 from autoshard.spec import record
 from autoshard.spec.files import read_data, shipped
 from autoshard.spec.recipe import TRAINING_KEYS, Recipe, recipe_files, recipe_of
@@ -140,7 +140,7 @@ def points_of_question(sweep: Sweep, base: Entries, override: Entries, folder: P
     if sweep.mode == "run" and "data" in entries:
         entries = {**entries, "data": {**entries["data"], "sets": dict(recipe.training.data.seen_from(folder).sets)}}
     content: dict[str, Any] = {key: value for key, value in entries.items() if key not in TRAINING_KEYS}
-    content["files"] = {key: _file_digest(content[key]) for key in _FILES if key in content} | extension_entries()
+    content["files"] = {key: _file_digest(content[key]) for key in _FILES if key in content} | EXTENSIONS.entries()
     if sweep.mode == "run":
         content |= {"run": {key: entries[key] for key in TRAINING_KEYS if key in entries}, "rehearse": sweep.rehearse}
     points: list[SweepPoint] = []

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoshard.errors import InputError, require
-from autoshard.plan.extensions import extend_words
+from autoshard.extensions import EXTENSIONS
 from autoshard.sweep.points import Sweep
 from autoshard.sweep.work import Row, SweepJob
 
@@ -114,7 +114,7 @@ set -euo pipefail
 cd {shlex.quote(str(Path.cwd()))}
 task=$SLURM_ARRAY_TASK_ID
 unset SLURM_PROCID SLURM_NTASKS  # a run starts its own ranks here; it is no task of this job's
-exec {PROGRAM} sweep {shlex.join([str(source), *extend_words()])} --out {place} --task "$task"
+exec {PROGRAM} sweep {shlex.join([str(source), *EXTENSIONS.options()])} --out {place} --task "$task"
 """
 
 

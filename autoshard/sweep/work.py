@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoshard.errors import AutoshardError, InputError, NoPlan
+from autoshard.extensions import EXTENSIONS
 from autoshard.plan.codec import dump, fingerprint
-from autoshard.plan.extensions import extend_words
 from autoshard.plan.plan import Plan
 from autoshard.search.api import request_of
 from autoshard.search.no_plan import unanswered
@@ -136,7 +136,7 @@ def _ran(job: SweepJob, point: SweepPoint, plan: Plan, started: Start | None) ->
     training = {key: point.entries[key] for key in TRAINING_KEYS if key in point.entries}
     training["checkpoint"] = {"to": "none", **training.get("checkpoint", {})}  # short runs go on from nothing
     options.write_text(json.dumps(training, default=str), encoding="utf-8")
-    words = ["run", str(path), "--config", str(options), "--out", str(folder), "--json", *extend_words()]
+    words = ["run", str(path), "--config", str(options), "--out", str(folder), "--json", *EXTENSIONS.options()]
     words += [] if job.rehearse is None else ["--rehearse", str(job.rehearse)]
     starter: list[str] = []
     if plan.engine == "nxd" and not job.rehearse and find_spec("neuronx_distributed"):  # its ranks, here on one node

@@ -14,8 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from autoshard.cost.extensions import load_extension
-from autoshard.plan.extensions import LOADED
+from autoshard.extensions import EXTENSIONS, load_extension
 from autoshard.sweep.work import Row, SweepJob, failed_rows, rows_of
 
 
@@ -55,7 +54,7 @@ def work_through(jobs: Sequence[SweepJob], num_workers: int, begin: Callable[[Sw
         while waiting or workers:
             while waiting and len(workers) < num_workers:
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(theirs, tuple(LOADED)), daemon=False)
+                process = context.Process(target=_work, args=(theirs, tuple(EXTENSIONS.files)), daemon=False)
                 process.start()
                 theirs.close()
                 workers.append(_Worker(process=process, pipe=ours, job=waiting.pop()))

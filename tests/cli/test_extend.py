@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.cli import main
-from autoshard.cost.terms import USER_TERMS
-from autoshard.graph.decoder import PARTS
-from autoshard.plan.extensions import LOADED
-from autoshard.plan.rules.check import USER_RULES
-from autoshard.schedule.builders import BUILDERS
+from autoshard.extensions import EXTENSIONS
 from tests.runtime.cases import environment
 from tests.sweep.sweep_cases import TINY, rows_in, written
 
@@ -24,7 +20,6 @@ PAGE = (
 )
 (EXAMPLE,) = re.findall(r"```python\n(\"\"\".*?)```", PAGE, re.DOTALL)
 LINES = re.findall(r"^autoshard (.*)$", PAGE, re.MULTILINE)
-BEFORE = dict(PARTS)
 MINE = ["--extend", "my_module.py"]
 
 
@@ -34,16 +29,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = Path("my_module.py")
     path.write_text(EXAMPLE, encoding="utf-8")
     yield path
-    forget()
-
-
-def forget() -> None:
-    """Forget what was loaded, as a new process has."""
-    USER_RULES.clear()
-    USER_TERMS.clear()
-    LOADED.clear()
-    BUILDERS.pop("eager", None)
-    PARTS.update(BEFORE)
+    EXTENSIONS.files.clear()
+    EXTENSIONS.parts.clear()
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -106,6 +93,6 @@ def test_ranks_and_the_processes_of_a_sweep_load_the_file(module: Path, capsys: 
 )
 def test_what_is_wrong_with_a_file_is_said(text: str, says: str, module: Path, capsys: pytest.CaptureFixture[str]):
     module.write_text(text)
-    assert f"autoshard: --extend my_module.py: {says}" in refused(capsys, "list", "models", *MINE)
+    assert f"autoshard: --extend my_module.py: {says}" in refused(capsys, "list", "schedules", *MINE)
     Path("options.json").write_text(json.dumps({"what": "models", "extend": "none.py"}))
     assert "--extend none.py: cannot be read" in refused(capsys, "list", "--config", "options.json")

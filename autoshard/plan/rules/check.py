@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.extensions import EXTENSIONS
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.rules import effect, neuron, nxd_engine, shape
 from autoshard.plan.rules.columns import Columns, Engine
@@ -15,13 +16,16 @@ from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 
-USER_RULES: list[Rule] = []  # of files that --extend has loaded
-
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
     """List every Rule that comes with autoshard."""
     return rules_of(shape, effect, neuron, nxd_engine)
+
+
+def user_rules() -> tuple[Rule, ...]:
+    """List the Rules of files that ``--extend`` has loaded."""
+    return tuple(EXTENSIONS.of(Rule, [rule.id.replace("-", "_") for rule in all_rules()]).values())
 
 
 def rejections(
@@ -36,7 +40,7 @@ def rejections(
     """Give every reason why a candidate may not run; ``extra_rules`` are the user's own."""
     return judge(
         Columns.of(candidate, model, cluster, workload, engine),
-        tuple(dict.fromkeys((*all_rules(), *USER_RULES, *extra_rules))),
+        tuple(dict.fromkeys((*all_rules(), *user_rules(), *extra_rules))),
     )
 
 

@@ -2,7 +2,7 @@
 
 from autoshard.plan.rules.columns import Columns, Mask
 from autoshard.plan.rules.rule import Verdict, implies, one_of, rule, schedules
-from autoshard.schedule.builders import BUILDERS
+from autoshard.schedule.builders import builders
 
 _NO_EFFECT = "autoshard: an option without effect is refused, because the user meant something by it"
 
@@ -57,7 +57,7 @@ def schedule_effect(c: Columns) -> Verdict:
 
 @rule("vp,schedule", source="derived: rank r holds stages r and 2*pp-1-r (ZB-V of Qi et al. 2023, arXiv:2401.10241)")
 def zb_v_chunks(c: Columns) -> Verdict:
-    counts = {name: builder.num_chunks for name, builder in BUILDERS.items() if (builder.num_chunks or 1) > 1}
+    counts = {name: builder.num_chunks for name, builder in builders().items() if (builder.num_chunks or 1) > 1}
     right: Mask = True
     for name, count in counts.items():
         right = right & implies(c.schedule == name, c.vp == count)

@@ -7,7 +7,7 @@ from typing import TypeAlias, cast
 
 from autoshard.errors import InputError
 from autoshard.plan.rules.columns import Columns, Ints, Mask, Texts
-from autoshard.schedule.builders import BUILDERS, Builder
+from autoshard.schedule.builders import Builder, builders
 
 # What a Rule yields: whom it allows, then the sentence that explains a refusal of a single candidate.
 Verdict: TypeAlias = "Iterator[Mask | str]"
@@ -130,7 +130,7 @@ def schedules(where: Callable[[Builder], bool]) -> tuple[str, ...]:
     >>> schedules(lambda builder: builder.in_rounds)
     ('interleaved',)
     """
-    return tuple(name for name, builder in BUILDERS.items() if where(builder))
+    return tuple(name for name, builder in builders().items() if where(builder))
 
 
 def listed(values: tuple[int, ...]) -> str:

@@ -1,0 +1,93 @@
+"""Python files of a user's own, which ``--extend`` loads: what they define holds in this process, on every floor.
+
+``EXTENSIONS`` is the one registry of a process, and the exception from the rule that values are handed down. It is
+filled before a command begins, and read where autoshard lists its own parts of a kind: Rules, schedules, cost terms,
+and the function that writes the MLP down. Texts of plans, schedules and graphs are read on floors that know no request.
+"""
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from autoshard.errors import Fault, InputError, require
+
+Part = TypeVar("Part")
+_PREFIX = "extension."  # of the entries of files in a plan's provenance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extensions:
+    """The loaded files: the hash of the text of each by its whole path, and what they define by name."""
+
+    files: dict[Path, str]
+    parts: dict[str, object]
+
+    def of(self, kind: type[Part], known: Iterable[str] = ()) -> Mapping[str, Part]:
+        """Return the parts of a class by name, none of which may be a name that autoshard has given."""
+        found = {name: part for name, part in self.parts.items() if isinstance(part, kind)}
+        twice = ", ".join(sorted(found.keys() & set(known))) if found else ""
+        require((not twice, f"--extend {', '.join(path.name for path in self.files)}", f"{twice}: {_TAKEN}"))
+        return found
+
+    def entries(self) -> dict[str, str]:
+        """Return the provenance of a plan that is made with the files: their names, and hashes of their texts."""
+        return {f"{_PREFIX}{path.name}": f"sha256 {digest}" for path, digest in self.files.items()}
+
+    def options(self) -> list[str]:
+        """Return the options with which another process loads the same files."""
+        return [word for path in self.files for word in ("--extend", str(path))]
+
+
+EXTENSIONS = Extensions(files={}, parts={})
+_TAKEN = "this name is taken. Choose another"
+
+
+def load_extension(path: Path) -> None:
+    """Run a file, and register what it defines without a leading underscore; a file that is loaded is not run again."""
+    where, whole = f"--extend {path}", path.resolve()
+    try:
+        text = whole.read_bytes()
+    except OSError as error:
+        raise InputError.of(where, f"cannot be read: {error.strerror or error}") from None
+    digest = hashlib.sha256(text).hexdigest()[:16]
+    if EXTENSIONS.files.get(whole) == digest:
+        return
+    names = [one.name for one in EXTENSIONS.files]
+    require((whole.name not in names, where, "a file of this name is loaded already"))
+    require((whole.suffix == ".py", where, "must be a Python file, like my_module.py"))
+    spec = importlib.util.spec_from_file_location(f"autoshard_extension_{whole.stem}", whole)
+    assert spec and spec.loader, "the name ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up their module there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(whole)]
+        line = lines[-1] if lines else getattr(error, "lineno", None)
+        raise InputError.of(where, f"line {line}: {type(error).__name__}: {error}") from None
+    parts = {name: part for name, part in vars(module).items() if not name.startswith("_")}
+    twice = [name for name, part in parts.items() if EXTENSIONS.parts.get(name, part) is not part]
+    require((not twice, where, f"{', '.join(twice)}: {_TAKEN}"))
+    EXTENSIONS.parts.update(parts)
+    EXTENSIONS.files[whole] = digest
+
+
+def require_extensions(provenance: Mapping[str, object]) -> None:
+    """Refuse a plan that was made with other files than are loaded; more files may be."""
+    entries, faults = EXTENSIONS.entries(), list[Fault]()
+    for key, wanted in provenance.items():
+        name = key.removeprefix(_PREFIX)
+        if not key.startswith(_PREFIX) or entries.get(key) == wanted:
+            continue
+        message = f"the plan was made with {name} ({wanted}). Type --extend and where that file lies"
+        if key in entries:
+            message = f"{name} ({entries[key]}) is not the file that the plan was made with ({wanted}). Plan again"
+        faults.append(Fault(where="--extend", message=message))
+    if faults:
+        raise InputError(faults)
