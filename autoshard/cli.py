@@ -7,16 +7,25 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from autoshard import __version__
-from autoshard.command_line import read_options
 from autoshard.errors import AutoshardError, InputError, nearest
+from autoshard.version import __version__
 
-COMMANDS = (  # each a function of its name, in a module of its name
-    "plan", "explain", "compare", "verify", "run", "launch", "sweep", "tokenize", "convert", "validate", "calibrate",
-    "list",
-)  # fmt: skip
+COMMANDS = {  # each is a function of its name, in a module of its name, whose docstring is its help
+    "plan": "find the fastest layout of a training run that fits in memory",
+    "explain": "show where the time and the memory of a plan go, and what comes next to it",
+    "compare": "say which of two plans is predicted to be faster, and why",
+    "verify": "say why a plan cannot run, or prove that its sharding computes the same",
+    "run": "train as a plan or a recipe says; put the prediction beside the measurement",
+    "launch": "write the files that start a plan on a cluster",
+    "sweep": "plan or run many questions, and put all results into one table",
+    "tokenize": "turn text into tokens that runs can read",
+    "convert": "convert weights between forms and layouts",
+    "validate": "predict measured runs, and say how far that is off",
+    "calibrate": "fit the constants of the cost model to measured runs",
+    "list": "list what can be named: models, clusters, engines, schedules, ...",
+}
 _RARELY = (1_000_000, 20, 20)  # measured: looking for cycles of objects takes a twentieth of a planning process
-_MOST_FAULTS = 40  # shown: a file of another kind has one in every line
+_MOST_FAULTS = 40  # printed: a file of another kind has one in every line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,28 +68,23 @@ def _complain(text: str) -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    if not arguments:
-        print(_overview(), file=sys.stderr)
-        return 2
-    first, *rest = arguments
-    if first in ("-h", "--help"):
-        print(_overview())
-        return 0
+    first, *rest = arguments or [""]
     if first == "--version":
         print(f"autoshard {__version__}")
         return 0
+    if first in ("", "-h", "--help"):
+        title = "autoshard: the fastest way to cut a training run over a cluster that fits in memory."
+        usage = "usage: autoshard COMMAND ...      (autoshard COMMAND --help says more)"
+        rows = (f"  {name:<9} {summary}" for name, summary in COMMANDS.items())
+        print(title, "", usage, "", *rows, sep="\n", file=sys.stdout if first else sys.stderr)
+        return 0 if first else 2
     if first not in COMMANDS:
-        raise InputError.of(first, f"not a command. {nearest(first, COMMANDS)}")
+        raise InputError.of(first, f"not a command. {nearest(first, tuple(COMMANDS))}")
+    from autoshard.command_line import read_options  # takes longer than all of --help
+
     command = command_of(first)
     values = read_options(first, command, rest)
     return 0 if values is None else command(**values)
-
-
-def _overview() -> str:
-    rows = [f"  {name:<9} {(command_of(name).__doc__ or '').splitlines()[0]}" for name in COMMANDS]
-    title = "autoshard: the fastest way to cut a training run over a cluster that fits in memory."
-    usage = "usage: autoshard COMMAND ...      (autoshard COMMAND --help says more)"
-    return "\n".join([title, "", usage, "", *rows])
 
 
 if __name__ == "__main__":

@@ -4,25 +4,25 @@ jsonargparse splits the line, prints the help, and checks every value against th
 adds recipes in the place of plans, the nearest known name of what is misspelled, and that all faults come at once.
 """
 
+import argparse
 import inspect
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, NewType, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NewType, Union, cast, get_args, get_origin, get_type_hints
+
+from jsonargparse import ArgumentError, ArgumentParser
 
 from autoshard.errors import Fault, InputError, nearest
-
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
 
 Counts = tuple[int, ...]  # one whole number, or several with commas between them
 PlanOrRecipe = NewType("PlanOrRecipe", Path)  # a recipe (.yaml) is a file of options as well
 Given = dict[str, tuple[str, Any]]  # option -> how faults name the place where it is given, and what stands there
 
 _POSITIONAL = ("plan", "rows", "source", "target", "what", "a", "b")  # `list models`, unlike `plan --model ...`
+_REQUIRED = inspect.Parameter.empty
 _EXPECTED: dict[Any, tuple[str, str]] = {  # type -> how the help and how a fault names it
     bool: ("", "true or false"),
     int: ("N", "a whole number"),
@@ -44,23 +44,6 @@ class Option:
     flag: str  # how it is typed
     label: str  # how faults name it: PLAN where it is given without its name
 
-    @classmethod
-    def of(cls, name: str, kind: Any, default: object) -> "Option":
-        """Read from a parameter how it is typed."""
-        members = tuple(member for member in get_args(kind) if member is not NoneType)
-        kind = Union[members] if NoneType in get_args(kind) else kind  # noqa: UP007 (as many as there are)
-        literals = [member for member in (kind, *get_args(kind)) if get_origin(member) is Literal]
-        repeats = get_origin(kind) is Mapping
-        flag = f"--{(name.removesuffix('s') if repeats else name).replace('_', '-')}"
-        label = name.upper() if name in _POSITIONAL and default is inspect.Parameter.empty else flag
-        words = tuple(word for literal in literals for word in get_args(literal))
-        return cls(name=name, kind=kind, default=default, words=words, repeats=repeats, flag=flag, label=label)
-
-    @property
-    def is_positional(self) -> bool:
-        """Whether it is given without its name."""
-        return self.label != self.flag
-
 
 def is_recipe(path: object) -> bool:
     """Say whether a file is a recipe, which is planned first, and not a plan."""
@@ -73,10 +56,16 @@ def read_options(name: str, command: Callable[..., int], arguments: Sequence[str
     A parameter whose type is a dataclass stands for its fields: each is an option. Options come from the line, from the
     file after --config, and from a recipe in the place of a plan, in this order.
     """
-    from jsonargparse import ArgumentError
-
     options = {option.name: option for option in _options(command)}
-    _refuse_unknown(name, arguments, [option.flag for option in options.values() if not option.is_positional])
+    known = ["--help", "--config", "--extend", *(one.flag for one in options.values() if one.label == one.flag)]
+    flags = (argument.partition("=")[0] for argument in arguments if argument.startswith("--") and argument != "--")
+    faults = [
+        Fault(where=flag, message=f"unknown option. {nearest(flag, known)} See autoshard {name} --help")
+        for flag in flags
+        if flag not in known  # the parser would take abbreviations, and name only the first that it does not know
+    ]
+    if faults:
+        raise InputError(faults)
     parser = _parser(name, command, list(options.values()), with_help={"-h", "--help"} & set(arguments) != set())
     try:
         line = dict(vars(parser.parse_args(arguments)))
@@ -85,7 +74,6 @@ def read_options(name: str, command: Callable[..., int], arguments: Sequence[str
     if line["help"]:
         parser.print_help()
         return None
-    faults: list[Fault] = []
     given: Given = {}
     recipes = [line[key] for key, one in options.items() if one.kind is PlanOrRecipe and is_recipe(line[key])]
     for where, path in [*((one, one) for one in recipes), (f"--config {line['config']}", line["config"])]:
@@ -108,11 +96,8 @@ def read_options(name: str, command: Callable[..., int], arguments: Sequence[str
 def _load_extensions(typed: Sequence[str], file: str, listed: object) -> None:
     """Load the user's own code: what is typed, and what a file of options names, which may lie beside that file."""
     names = [str(name) for name in (cast(Sequence[object], listed) if isinstance(listed, list | tuple) else [listed])]
-    beside = [Path(file).parent / name for name in names]
-    paths = [
-        *map(Path, typed),
-        *(near if near.is_file() else Path(name) for near, name in zip(beside, names, strict=True)),
-    ]
+    beside = ((Path(file).parent / name, Path(name)) for name in names)
+    paths = [*map(Path, typed), *(near if near.is_file() else path for near, path in beside)]
     if paths:
         from autoshard.extensions import load_extension
 
@@ -128,37 +113,24 @@ def _options(source: Any, before: str = "") -> Iterator[Option]:
     """Yield a command's options, or those of a dataclass; dataclasses inside a dataclass put their name before."""
     types = get_type_hints(source)
     for name, parameter in inspect.signature(source).parameters.items():
-        kind = types[name]
+        kind, default = types[name], parameter.default
         if _is_group(kind):
             yield from _options(kind, f"{before}{name}." if _is_group(source) else "")
-        else:
-            yield Option.of(before + name, kind, parameter.default)
+            continue
+        if NoneType in get_args(kind):
+            kind = Union[tuple(one for one in get_args(kind) if one is not NoneType)]  # noqa: UP007 (as many as there are)
+        literals = (one for one in (kind, *get_args(kind)) if get_origin(one) is Literal)
+        repeats = get_origin(kind) is Mapping
+        flag = f"--{before}{name.removesuffix('s') if repeats else name}".replace("_", "-")
+        yield Option(
+            name=before + name, kind=kind, default=default, repeats=repeats, flag=flag,
+            words=tuple(word for literal in literals for word in get_args(literal)),
+            label=name.upper() if name in _POSITIONAL and default is _REQUIRED else flag,
+        )  # fmt: skip
 
 
-def _refuse_unknown(command: str, arguments: Sequence[str], flags: list[str]) -> None:
-    """Refuse unknown options, abbreviations too, and halves of characters, which no terminal sends."""
-    for argument in arguments:
-        try:
-            os.fsencode(argument)
-        except UnicodeEncodeError:
-            raise InputError.of(ascii(argument), "holds half of a character. Type whole ones") from None
-    known = ["--help", "--config", "--extend", *flags]
-    given = (argument.partition("=")[0] for argument in arguments if argument.startswith("--") and argument != "--")
-    unknown = [
-        Fault(where=flag, message=f"unknown option. {nearest(flag, known)} See autoshard {command} --help")
-        for flag in given
-        if flag not in known
-    ]
-    if unknown:
-        raise InputError(unknown)
-
-
-def _parser(name: str, command: Callable[..., int], options: Sequence[Option], *, with_help: bool) -> "ArgumentParser":
+def _parser(name: str, command: Callable[..., int], options: Sequence[Option], *, with_help: bool) -> ArgumentParser:
     """Return the parser that splits the line of a command and prints its help, which is read only when asked for."""
-    import argparse
-
-    from jsonargparse import ArgumentParser
-
     summary, about = _documentation(command) if with_help else ("", {})
     parser = ArgumentParser(
         prog=f"autoshard {name}", description=summary, exit_on_error=False, add_help=False,
@@ -166,7 +138,7 @@ def _parser(name: str, command: Callable[..., int], options: Sequence[Option], *
     )  # fmt: skip
     for option in options:
         text, default = about.get(option.name, ""), option.default
-        if default not in (None, False, "", (), inspect.Parameter.empty) and not option.repeats:
+        if default not in (None, False, "", (), _REQUIRED) and not option.repeats:
             text = f"{text} Default: {default}."
         dest = option.name.replace(".", "/")  # of names with dots the parser forgets all values but the last
         words = (*option.words, "N") if int in get_args(option.kind) else option.words
@@ -175,8 +147,8 @@ def _parser(name: str, command: Callable[..., int], options: Sequence[Option], *
             parser.add_argument(option.flag, dest=dest, action="store_true", help=text)
         elif option.repeats:
             parser.add_argument(option.flag, dest=dest, action="append", metavar="NAME=VALUE", help=text)
-        elif option.is_positional:
-            parser.add_argument(option.name, metavar=option.name.upper(), nargs="?", help=text)
+        elif option.label != option.flag:
+            parser.add_argument(option.name, metavar=option.label, nargs="?", help=text)
         else:
             parser.add_argument(option.flag, dest=dest, metavar=metavar, help=text)
     parser.add_argument("--config", metavar="FILE", help="A YAML or JSON file with any of these options.")
@@ -264,15 +236,12 @@ def _pairs(option: Option, texts: Sequence[str], faults: list[Fault]) -> dict[st
 def _value(option: Option, given: tuple[str, Any] | None, faults: list[Fault]) -> object:
     """Return the value of an option in its type, or its default; what is wrong with it joins the faults."""
     if given is None:
-        if option.default is inspect.Parameter.empty:
+        if option.default is _REQUIRED:
             choices = f"; one of {', '.join(option.words)}" if option.words else ""
             faults.append(Fault(where=option.label, message=f"missing{choices}"))
         return {} if option.repeats else option.default
-    from jsonargparse import ArgumentError, ArgumentParser
-
     (where, raw), kind = given, option.kind
-    is_number = isinstance(raw, int | float) and not isinstance(raw, bool)
-    if is_number and kind not in (int, float):
+    if isinstance(raw, int | float) and not isinstance(raw, bool) and kind not in (int, float):
         raw = str(raw)
     if isinstance(raw, str) and (not raw.strip() or "\0" in raw):
         faults.append(Fault(where=where, message="must not be empty"))

@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
-from autoshard.commands.output import place_checks, print_json, print_left_out, write_text
+from autoshard.calibration.calibrate import fit, samples_in
+from autoshard.commands.output import place_checks, print_answer, print_left_out, write_text
+from autoshard.cost.calibration import calibration_text
 from autoshard.errors import require
+from autoshard.report.validation import calibration_report
+from autoshard.spec.record import encode
 
 
 def calibrate(rows: Path, cluster: str, out: Path, date: str | None = None, json: bool = False) -> int:
@@ -19,18 +23,10 @@ def calibrate(rows: Path, cluster: str, out: Path, date: str | None = None, json
         date: From when the rows are, if not from the newest date in them.
         json: Print one JSON object instead of text.
     """
-    from autoshard.calibration.calibrate import fit, samples_in
-    from autoshard.cost.calibration import calibration_text
-    from autoshard.report.validation import calibration_report
-    from autoshard.spec.record import encode
-
     require(*place_checks(out))
     samples = samples_in(rows, cluster, date)
     print_left_out(samples.left_out)
     constants = fit(samples, out.stem)
     write_text(calibration_text(constants), out)
-    if json:
-        print_json(encode(constants))
-    else:
-        print(f"{calibration_report(constants)}\nwrote {out}")
+    print_answer(encode(constants) if json else f"{calibration_report(constants)}\nwrote {out}")
     return 0

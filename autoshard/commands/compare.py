@@ -1,17 +1,16 @@
 """``autoshard compare``: in what two plans differ, and which is faster."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from autoshard.commands.output import print_json
+from autoshard.commands.output import print_answer
+from autoshard.cost.checked import CheckedPlan, check_plan
 from autoshard.errors import CheckFailed, Fault, InputError
-
-if TYPE_CHECKING:
-    from autoshard.cost.checked import CheckedPlan
-
-_PERCENT = re.compile(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*%\s*")
+from autoshard.plan.codec import load
+from autoshard.plan.diff import diff
+from autoshard.report.comparison import comparison_report
+from autoshard.report.structured import comparison_json, rejection_json
+from autoshard.report.terminal import rejections_report
 
 
 def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = False) -> int:
@@ -23,21 +22,23 @@ def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = Fa
         fail_if_slower: Exit with code 1 if b takes longer for a token than a by more than this, e.g. 2%.
         json: Print one JSON object instead of tables.
     """
-    from autoshard.plan.diff import diff
-    from autoshard.report.comparison import comparison_report
-    from autoshard.report.structured import comparison_json
-    from autoshard.report.terminal import make_console
-
-    paths = a, b
-    allowed, read = _read(paths, fail_if_slower)
-    if _say_refused(paths, read, json):
+    allowed, read = _read((a, b), fail_if_slower)
+    # too little memory is no reason not to compare
+    refused = [tuple(reason for reason in one.rejections if reason.rule_id != "memory") for one in read]
+    if any(refused):
+        if json:
+            reasons = ([rejection_json(reason) for reason in against] for against in refused)
+            print_answer({"rejections": dict(zip(("a", "b"), reasons, strict=True))})
+            return 1
+        for path, against in zip((a, b), refused, strict=True):
+            if against:
+                print(f"{path} may not run, so there is nothing to compare:")
+                print_answer(rejections_report(against))
         return 1
     difference = diff(*(one.plan for one in read))
-    remarks = [f"{path}: {one.remark}" for path, one in zip(paths, read, strict=True) if one.remark]
-    if json:
-        print_json(comparison_json(difference, remarks))
-    else:
-        make_console().print(comparison_report(difference, (str(a), str(b)), remarks))
+    remarks = [f"{path}: {one.remark}" for path, one in zip((a, b), read, strict=True) if one.remark]
+    names = str(a), str(b)
+    print_answer(comparison_json(difference, remarks) if json else comparison_report(difference, names, remarks))
     if allowed is not None and difference.slower_by > allowed:
         slower, most = (f"{100 * share:.4g}%" for share in (difference.slower_by, allowed))
         per = "" if difference.same_tokens else " per token"
@@ -45,11 +46,8 @@ def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = Fa
     return 0
 
 
-def _read(paths: Sequence[Path], fail_if_slower: str | None) -> "tuple[float | None, list[CheckedPlan]]":
-    """Read everything that was given, and name all faults of all of it."""
-    from autoshard.cost.checked import check_plan
-    from autoshard.plan.codec import load
-
+def _read(paths: tuple[Path, Path], fail_if_slower: str | None) -> tuple[float | None, list[CheckedPlan]]:
+    """Return the share that is allowed and the plans; all faults of all of them are one error."""
     faults: dict[Fault, None] = {}
     allowed: float | None = None
     read: list[CheckedPlan] = []
@@ -58,7 +56,7 @@ def _read(paths: Sequence[Path], fail_if_slower: str | None) -> "tuple[float | N
     except InputError as error:
         faults |= dict.fromkeys(error.faults)
     for path in paths:
-        prefix = ""  # faults of reading name the file, those of judging do not
+        prefix = ""  # the faults of reading name the file, those of checking do not
         try:
             plan = load(path)
             prefix = f"{path}: "
@@ -76,25 +74,8 @@ def _share(text: str) -> float:
     >>> _share("2%"), _share("0.5 %")
     (0.02, 0.005)
     """
-    match = _PERCENT.fullmatch(text)
+    match = re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*%\s*", text)
     if match is None:
         message = "must not be negative" if text.strip().startswith("-") else f"{text!r} is not a percentage"
         raise InputError.of("--fail-if-slower", f"{message}. Write it like 2%")
     return round(float(match[1]) / 100, 9)
-
-
-def _say_refused(paths: Sequence[Path], read: "Sequence[CheckedPlan]", json: bool) -> bool:
-    """Print why plans may not run, if any may not; too little memory is no reason not to compare."""
-    from autoshard.report.structured import rejection_json
-    from autoshard.report.terminal import make_console, rejections_report
-
-    refused = [tuple(reason for reason in one.rejections if reason.rule_id != "memory") for one in read]
-    if json and any(refused):
-        reasons = ([rejection_json(reason) for reason in against] for against in refused)
-        print_json({"rejections": dict(zip(("a", "b"), reasons, strict=True))})
-    elif any(refused):
-        for path, against in zip(paths, refused, strict=True):
-            if against:
-                print(f"{path} may not run, so there is nothing to compare:")
-                make_console().print(rejections_report(against))
-    return any(refused)

@@ -1,22 +1,21 @@
 """``autoshard run --compile-only``: compile a plan's graphs before the run that needs them."""
 
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from autoshard.commands.output import print_json
+from autoshard.commands.output import print_answer
 from autoshard.commands.running import free_name
+from autoshard.cost.compiling import MOST_INSTRUCTIONS
+from autoshard.cost.predict import most_instructions
+from autoshard.engine.base import Run
 from autoshard.errors import InputError, RunFailed, require
 from autoshard.extensions import EXTENSIONS
+from autoshard.plan.plan import Plan
+from autoshard.runtime.compiling import Compiled, compiled_of, streamed
+from autoshard.runtime.launch import GivenRank, node_words, put_environment
+from autoshard.runtime.machine import COMPILER, refuse_without_compiler
 from autoshard.units import format_count
-
-if TYPE_CHECKING:
-    from autoshard.engine.base import Run
-    from autoshard.plan.plan import Plan
-    from autoshard.runtime.compiling import Compiled
-    from autoshard.runtime.launch import GivenRank
 
 _LEAST_STEPS, _USUAL_STEPS = 5, 10  # cited: "limited to a few steps (eg.10-15)", of which the first few differ
 _CACHE_PLACE = "NEURON_COMPILE_CACHE_URL"
@@ -24,17 +23,12 @@ _NEAR = 0.5  # of the compiler's limit, by the matrix unit's instructions alone:
 _SMALLER = "Graphs get smaller with more pp or tp, or a smaller micro-batch"
 
 
-def compile_ahead(plan: "Plan", run: "Run", given: "GivenRank | None", name: str, *, json: bool) -> int:
+def compile_ahead(plan: Plan, run: Run, given: GivenRank | None, name: str, *, json: bool) -> int:
     """Let a short run extract the graphs of this node, compile them, and print what became of them.
 
     Refuse plans of which nothing is compiled, machines without the compiler, and one process for every rank.
     """
-    from autoshard.runtime.compiling import compiled_of, streamed
-    from autoshard.runtime.launch import node_words, put_environment
-    from autoshard.runtime.machine import COMPILER, refuse_without_compiler
-
-    num_steps, nodes = min(run.training.steps, _USUAL_STEPS), plan.cluster.num_nodes
-    run = replace(run, training=replace(run.training, steps=num_steps))
+    training, nodes, num_steps = run.training, plan.cluster.num_nodes, min(run.training.steps, _USUAL_STEPS)
     message = "the torch engine runs this plan as it is, and compiles nothing ahead. Leave it out"
     require((plan.engine == "nxd", "--compile-only", message))
     steps = f"must be at least {_LEAST_STEPS} to meet every graph, not {num_steps}"
@@ -43,20 +37,21 @@ def compile_ahead(plan: "Plan", run: "Run", given: "GivenRank | None", name: str
     place = run.folder / f"node-{given.rank}" if given and nodes > 1 else run.folder  # nodes may share a folder
     _make(place)
     log, cache = place / "compile.log", (run.folder / "cache").absolute()
-    warnings = list(_warnings(plan))
+    warnings = _warnings(plan)
     if not json:
         for warning in warnings:
             print(f"warning: {warning}")
         print(f"compiling the graphs of {plan.model.name}, {plan.candidate}, as {COMPILER} finds them in a short run")
     put_environment({_CACHE_PLACE: str(cache)})
-    start = [sys.executable, "-m", "torch.distributed.run", *node_words(given, nodes, plan.mesh.num_ranks // nodes)]
-    tool = [
-        COMPILER,
-        "--parallel_compile_workdir",
-        str((place / "work").absolute()),
-    ]  # else one of all who compile here
-    show = (lambda _: None) if json else (lambda text: print(text, end="", flush=True))
-    code = streamed([*tool, *start, *_short_run(run, name)], log, show)
+    # The short run is like the run that it is for in all but its steps and its folder.
+    constants = ["--seed", str(training.seed), "--learning-rate", str(training.learning_rate)]
+    short = ["--steps", str(num_steps), "--out", str(run.folder / "short"), *constants, "--checkpoint.to", "none"]
+    words = [
+        *(COMPILER, "--parallel_compile_workdir", str((place / "work").absolute())),  # else one of all who compile here
+        *(sys.executable, "-m", "torch.distributed.run", *node_words(given, nodes, plan.mesh.num_ranks // nodes)),
+        *("-m", "autoshard.cli", "run", name, *short, *EXTENSIONS.options()),
+    ]
+    code = streamed(words, log, (lambda _: None) if json else (lambda text: print(text, end="", flush=True)))
     output = log.read_text(encoding="utf-8", errors="replace")
     compiled = compiled_of(output)
     if compiled is None or (code and not compiled.num_failed):
@@ -66,13 +61,13 @@ def compile_ahead(plan: "Plan", run: "Run", given: "GivenRank | None", name: str
     return _conclude(compiled, compiled.cache or str(cache), log, warnings, json=json)
 
 
-def _conclude(compiled: "Compiled", cache: str, log: Path, warnings: list[str], *, json: bool) -> int:
+def _conclude(compiled: Compiled, cache: str, log: Path, warnings: Sequence[str], *, json: bool) -> int:
     """Print what became of the graphs; return the exit code."""
     num_failed = compiled.num_failed
     if json:
         failures = [{"graph": one.graph, "cause": one.cause, "logs": list(one.logs)} for one in compiled.failures]
         counts = {"graphs": compiled.num_graphs, "failed": num_failed, "failures": failures}
-        print_json({"cache": cache, "log": str(log), "warnings": warnings, **counts})
+        print_answer({"cache": cache, "log": str(log), "warnings": warnings, **counts})
         return 1 if num_failed else 0
     print()
     for failure in compiled.failures:
@@ -88,13 +83,6 @@ def _conclude(compiled: "Compiled", cache: str, log: Path, warnings: list[str], 
     return 0
 
 
-def _short_run(run: "Run", name: str) -> list[str]:
-    """Return the run that is extracted from: all but its steps and its folder as the run that it is for."""
-    constants = ["--seed", str(run.training.seed), "--learning-rate", str(run.training.learning_rate)]
-    steps = ["--steps", str(run.training.steps), "--out", str(run.folder / "short")]
-    return ["-m", "autoshard.cli", "run", name, *steps, *constants, "--checkpoint.to", "none", *EXTENSIONS.options()]
-
-
 def _make(place: Path) -> None:
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         what = "holds files already" if place.is_dir() else "is a file"
@@ -105,13 +93,11 @@ def _make(place: Path) -> None:
         raise InputError.of(f"--out {place}", f"cannot be made: {error.strerror or error}") from None
 
 
-def _warnings(plan: "Plan") -> Iterator[str]:
+def _warnings(plan: Plan) -> list[str]:
     """Say what is known of the compiler's limits before it runs."""
-    from autoshard.cost.compiling import MOST_INSTRUCTIONS
-    from autoshard.cost.predict import most_instructions
-
     stage, count = most_instructions(plan)
-    if count >= _NEAR * MOST_INSTRUCTIONS:
-        what = f"the largest graph, of stage {stage}, takes at least {format_count(count)} instructions"
-        limit = f"the compiler's limit is {format_count(MOST_INSTRUCTIONS)} of all kinds"
-        yield f"{what} for its products alone, and {limit}. {_SMALLER}"
+    if count < _NEAR * MOST_INSTRUCTIONS:
+        return []
+    what = f"the largest graph, of stage {stage}, takes at least {format_count(count)} instructions"
+    limit = f"the compiler's limit is {format_count(MOST_INSTRUCTIONS)} of all kinds"
+    return [f"{what} for its products alone, and {limit}. {_SMALLER}"]

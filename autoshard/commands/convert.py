@@ -5,13 +5,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from autoshard.commands.output import print_json
+from autoshard.commands.output import print_answer
 from autoshard.commands.progress import byte_progress
 from autoshard.errors import InputError, require
+from autoshard.plan.codec import load
 from autoshard.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from autoshard.runtime.convert.converting import Done, Form
+    from autoshard.runtime.convert.converting import Form
 
 _MOST_WORKERS = 16
 
@@ -46,8 +47,6 @@ def convert(
         workers: How many files are written at a time. Default: one for each core.
         json: Print what was written as JSON.
     """
-    from autoshard.plan.codec import load
-
     num_workers = min(_MOST_WORKERS, os.cpu_count() or 1) if workers is None else workers
     require(
         (num_workers >= 1, "--workers", f"must be at least 1, not {num_workers}"),
@@ -68,16 +67,12 @@ def convert(
     start_s = time.monotonic()
     with byte_progress("converting", quiet=json) as report:
         done = converted(conversion, report)
-    _report(done, time.monotonic() - start_s, json=json)
-    return 0
-
-
-def _report(done: "Done", time_s: float, *, json: bool) -> None:
-    """Say what was written."""
+    time_s = time.monotonic() - start_s
     if json:
         counts = {"files": done.num_files, "bytes": done.num_bytes, "kept_bytes": done.kept_bytes, "time_s": time_s}
-        print_json({"target": str(done.folder), "to": done.form, **counts})
-        return
+        print_answer({"target": str(done.folder), "to": done.form, **counts})
+        return 0
     before = f", {format_bytes(done.kept_bytes)} of them before" if done.kept_bytes else ""
     files = f"{done.num_files} file{'s' if done.num_files > 1 else ''}"
     print(f"{done.folder} ({done.form}): {format_bytes(done.num_bytes)} in {files}{before}, {format_seconds(time_s)}")
+    return 0

@@ -2,8 +2,19 @@
 
 from pathlib import Path
 
-from autoshard.commands.output import constants_in, place_checks, print_json, print_refused, write_text
+from autoshard.commands.output import place_checks, print_answer, print_refused, write_text
+from autoshard.cost.calibration import load_calibration
+from autoshard.cost.checked import check_plan
+from autoshard.cost.provenance import calibration_of
+from autoshard.cost.trace import trace as timeline
 from autoshard.errors import InputError, require
+from autoshard.plan.codec import load
+from autoshard.report.comparison import why_not_report
+from autoshard.report.explanation import explanation_report
+from autoshard.report.structured import explanation_json, why_not_json
+from autoshard.report.trace import trace_text
+from autoshard.search.explain import explain as explained
+from autoshard.search.what_if import alternatives, why_not as compared
 
 
 def explain(
@@ -22,26 +33,14 @@ def explain(
         trace: Also write the predicted step as a timeline for https://ui.perfetto.dev to this file, at most 20 MB.
         json: Print one JSON object instead of tables.
     """
-    from autoshard.cost.checked import check_plan
-    from autoshard.cost.provenance import calibration_of
-    from autoshard.cost.trace import trace as timeline
-    from autoshard.plan.codec import load
-    from autoshard.report.comparison import why_not_report
-    from autoshard.report.explanation import explanation_report
-    from autoshard.report.structured import explanation_json, why_not_json
-    from autoshard.report.terminal import make_console
-    from autoshard.report.trace import trace_text
-    from autoshard.search.explain import explain as explained
-    from autoshard.search.what_if import alternatives, why_not as compared
-
     if trace:
         is_plan = trace.exists() and plan.exists() and trace.samefile(plan)
         require((not is_plan, f"--trace {trace}", "is the plan itself"), *place_checks(trace, "--trace"))
-    constants = constants_in(calibration)
+    constants = calibration and load_calibration(calibration)
     read = check_plan(load(plan), constants)
-    misfits = tuple(reason for reason in read.rejections if reason.rule_id != "memory")
+    misfits = [reason for reason in read.rejections if reason.rule_id != "memory"]
     if misfits:
-        return print_refused(misfits, json=False)
+        return print_refused(misfits, json=json)
     if trace:
         try:
             write_text(trace_text(read.plan, timeline(read.plan)), trace, "--trace")
@@ -50,14 +49,9 @@ def explain(
     known = constants or calibration_of(read.plan)
     if why_not is None:
         found, others = explained(read.plan), alternatives(read.plan, known)
-        answer = explanation_json(read.plan, found, others) if json else explanation_report(read.plan, found, others)
+        print_answer((explanation_json if json else explanation_report)(read.plan, found, others))
     else:
-        other = compared(read.plan, why_not, known)
-        answer = why_not_json(read.plan, other) if json else why_not_report(read.plan, other)
-    if json:
-        print_json(answer)
-        return 0
-    make_console().print(answer)
-    if trace:
+        print_answer((why_not_json if json else why_not_report)(read.plan, compared(read.plan, why_not, known)))
+    if trace and not json:
         print(f"wrote {trace}; open it at https://ui.perfetto.dev")
     return 0

@@ -2,47 +2,46 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autoshard.commands.options import QuestionOptions
-from autoshard.commands.output import constants_in
+from autoshard.commands.options import QuestionOptions, SearchOptions
+from autoshard.cost.calibration import load_calibration
+from autoshard.cost.checked import check_plan
+from autoshard.cost.provenance import calibration_of
+from autoshard.cost.resuming import STORAGE, resuming
 from autoshard.errors import Fault, InputError, require
+from autoshard.plan.codec import load
+from autoshard.plan.diff import diff
+from autoshard.plan.plan import Plan
+from autoshard.search.api import engines_of, pins_of
+from autoshard.search.request import Request
+from autoshard.spec.cluster import LOCAL, Cluster
+from autoshard.spec.record import encode
+from autoshard.units import format_bytes, format_count, format_seconds
 
-if TYPE_CHECKING:
-    from autoshard.plan.plan import Plan
-    from autoshard.search.request import Request
-    from autoshard.spec.cluster import Cluster
 
-
-def request_like(path: Path, question: QuestionOptions) -> "tuple[Plan, Request]":
+def request_like(path: Path, question: QuestionOptions, options: SearchOptions) -> tuple[Plan, Request]:
     """Return a plan, and its question for other nodes: the same model, work and global batch."""
-    from autoshard.cost.checked import check_plan
-    from autoshard.cost.provenance import calibration_of
-    from autoshard.plan.codec import load
-    from autoshard.search.api import engines_of, pins_of
-    from autoshard.search.request import Request
-
     message = f"is part of the question of {path}, which --like repeats. Leave it out"
     question.refuse(message, "nodes", "ranks", "engine", "calibration", "fix", "pins")
     read = check_plan(load(path))
     if read.plan.prediction is None:
         raise InputError(Fault(where=f"--like {path}", message=str(one)) for one in read.rejections)
     old, constants = read.plan, question.calibration
-    return old, Request(
+    request = Request(
         model=old.model,
         cluster=_cluster_left(old, question),
         workload=old.workload,
         engines=engines_of(old.cluster, question.engine or old.engine),
         pins=pins_of(question.fix),
         layouts=question.pinned(),
-        calibration=constants_in(Path(constants)) if constants else calibration_of(old),
+        calibration=load_calibration(Path(constants)) if constants else calibration_of(old),
     )
+    return old, options.applied(request)
 
 
-def _cluster_left(old: "Plan", question: QuestionOptions) -> "Cluster":
+def _cluster_left(old: Plan, question: QuestionOptions) -> Cluster:
     """Return what is left of the cluster of a plan, as it stands in its file."""
-    from autoshard.spec.cluster import LOCAL
-
     cluster, ranks, nodes = old.cluster, question.ranks or 0, (question.nodes or (0,))[0]
     if cluster.name == LOCAL:
         require(
@@ -58,26 +57,12 @@ def _cluster_left(old: "Plan", question: QuestionOptions) -> "Cluster":
     return replace(cluster, num_nodes=nodes)
 
 
-def resuming_json(old: "Plan", new: "Plan") -> dict[str, Any]:
-    """Return what changes between two plans of one run, and what it costs to get from one to the other."""
-    from autoshard.cost.resuming import STORAGE, resuming
-    from autoshard.plan.diff import diff
-    from autoshard.spec.record import encode
-
-    both = diff(old, new)
+def resuming_answer(old: Plan, new: Plan) -> tuple[dict[str, Any], str]:
+    """Return what changes between two plans of one run and what resuming costs: as data, and for a person."""
+    both, moved = diff(old, new), resuming(old, new)
     steps = {"before_s": both.a.step_time_s, "after_s": both.b.step_time_s, "slower_by": both.slower_by}
     nodes = {"before": old.cluster.num_nodes, "after": new.cluster.num_nodes}
-    return {"like": {"nodes": nodes, "step": steps, "resuming": encode(resuming(old, new)), "storage": STORAGE}}
-
-
-def resuming_text(old: "Plan", new: "Plan") -> str:
-    """Print the same for a person."""
-    from autoshard.cost.resuming import STORAGE, resuming
-    from autoshard.plan.diff import diff
-    from autoshard.spec.cluster import LOCAL
-    from autoshard.units import format_bytes, format_count, format_seconds
-
-    both, moved = diff(old, new), resuming(old, new)
+    data = {"like": {"nodes": nodes, "step": steps, "resuming": encode(moved), "storage": STORAGE}}
     before, after = (
         f"{one.num_ranks} ranks" if one.name == LOCAL else f"{one.num_nodes} x {one.name}"
         for one in (old.cluster, new.cluster)
@@ -96,4 +81,4 @@ def resuming_text(old: "Plan", new: "Plan") -> str:
     if moved.send_s is not None:
         most = f"{format_bytes(moved.busiest_node_bytes)} to the busiest node"
         lines.append(f"sent instead of read, {most} would take {format_seconds(moved.send_s)}; a run does not do that")
-    return "\n".join(lines)
+    return data, "\n".join(lines)

@@ -1,8 +1,9 @@
 """``autoshard list``: what can be named."""
 
+import json as json_text
 from typing import Literal
 
-from autoshard.commands.output import print_json
+from autoshard.report.listing import entries, listing_text
 
 Listable = Literal["models", "recipes", "clusters", "engines", "schedules", "kernels", "rules", "sweeps"]
 
@@ -14,11 +15,6 @@ def list(what: Listable, json: bool = False) -> int:
         what: What to list.
         json: Print one JSON object instead of a table.
     """
-    from autoshard.report.listing import entries, listing_text
-
     rows = entries(what)
-    if json:
-        print_json({what: rows})
-    else:
-        print(listing_text(rows))
+    print(json_text.dumps({what: rows}, indent=2) if json else listing_text(rows))
     return 0

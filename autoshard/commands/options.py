@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from autoshard.command_line import Counts
 from autoshard.errors import InputError, require
+from autoshard.layout.pin import Pin, pins_of
+from autoshard.plan.lowering import ATOMS
+from autoshard.search.api import request_of
+from autoshard.search.request import Request
+from autoshard.search.stage_filling import EVERYTHING, Effort
+from autoshard.spec.recipe import Recipe
 from autoshard.spec.workload import Documents, Optimizer, PrecisionName
-
-if TYPE_CHECKING:
-    from autoshard.layout.pin import Pin
-    from autoshard.search.request import Request
-    from autoshard.search.stage_filling import Effort
 
 _LONGEST_S = 10**6
 
@@ -65,11 +66,8 @@ class QuestionOptions:
         given = [name for name in self.given if name not in but]
         require(*((False, f"--{name.replace('_', '-')}", why) for name in given))
 
-    def requests(self, options: "SearchOptions") -> "list[Request]":
+    def requests(self, options: "SearchOptions") -> list[Request]:
         """Look everything up, once for every number of nodes."""
-        from autoshard.search.api import request_of
-        from autoshard.spec.recipe import Recipe
-
         message = "missing. Type a name of autoshard list models, or the path of a config.json"
         require((self.model is not None, "--model", message))
         entries = {name: value for name, value in self.given.items() if name not in ("nodes", "pins")}
@@ -77,15 +75,10 @@ class QuestionOptions:
         pins = self.pinned()
         return [options.applied(request_of(recipe, pins)) for recipe in recipes]
 
-    def pinned(self) -> "tuple[Pin, ...]":
+    def pinned(self) -> tuple[Pin, ...]:
         """Read the pinned layouts."""
-        from autoshard.layout.pin import pins_of
-        from autoshard.plan.lowering import ATOMS
-
-        pins = pins_of(self.pins, "--pin")
-        faults = [
-            fault.under(f"--pin {pin.tensor}") for pin in pins for fault in pin.layout.faults(dict.fromkeys(ATOMS, 1))
-        ]
+        pins, atoms = pins_of(self.pins, "--pin"), {str(atom): 1 for atom in ATOMS}
+        faults = [fault.under(f"--pin {pin.tensor}") for pin in pins for fault in pin.layout.faults(atoms)]
         if faults:
             raise InputError(faults)
         return pins
@@ -112,13 +105,7 @@ class SearchOptions:
         limit = self.time_limit
         require((limit is None or 1 <= limit <= _LONGEST_S, "time_limit", f"must be 1 to {_LONGEST_S}, not {limit}"))
 
-    @property
-    def effort(self) -> "Effort":
-        """How far the search goes."""
-        from autoshard.search.stage_filling import EVERYTHING, Effort
-
-        return replace(EVERYTHING if self.prove else Effort(), exhaustive=self.exhaustive)
-
-    def applied(self, request: "Request") -> "Request":
+    def applied(self, request: Request) -> Request:
         """Return a request with these options."""
-        return replace(request, effort=self.effort, objective=self.objective)
+        effort = replace(EVERYTHING if self.prove else Effort(), exhaustive=self.exhaustive)
+        return replace(request, effort=effort, objective=self.objective)

@@ -1,15 +1,16 @@
-"""What commands share: where files may go, how they are written, how JSON and refusals are printed."""
+"""What commands share: where files may go, how they are written, how answers and refusals are printed."""
 
+import json as json_text
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
 
 from autoshard.errors import Fault, InputError
-
-if TYPE_CHECKING:
-    from autoshard.cost.calibration import Calibration
-    from autoshard.plan.rules.rule import Rejection
+from autoshard.plan.rules.rule import Rejection
+from autoshard.report.structured import rejection_json
+from autoshard.report.terminal import make_console, rejections_report
 
 
 def place_checks(out: Path, option: str = "--out") -> list[tuple[bool, str, str]]:
@@ -18,13 +19,6 @@ def place_checks(out: Path, option: str = "--out") -> list[tuple[bool, str, str]
         (not out.is_dir(), f"{option} {out}", "is a folder. Name a file in it"),
         (out.parent.is_dir(), f"{option} {out}", f"there is no folder {out.parent}. Make it first"),
     ]
-
-
-def constants_in(calibration: Path | None) -> "Calibration | None":
-    """Read a calibration file, if one is named."""
-    from autoshard.cost.calibration import load_calibration
-
-    return None if calibration is None else load_calibration(calibration)
 
 
 def write_text(text: str, out: Path, option: str = "--out") -> None:
@@ -42,20 +36,17 @@ def print_left_out(faults: Iterable[Fault]) -> None:
         print(f"left out {' '.join(str(fault).split())}", file=sys.stderr)
 
 
-def print_json(value: object) -> None:
-    """Print one JSON object."""
-    import json
-
-    print(json.dumps(value, indent=2))
-
-
-def print_refused(rejections: "tuple[Rejection, ...]", *, json: bool) -> int:
-    """Print why a plan may not run; return the exit code."""
-    from autoshard.report.structured import rejection_json
-    from autoshard.report.terminal import make_console, rejections_report
-
-    if json:
-        print_json({"rejections": [rejection_json(entry) for entry in rejections]})
+def print_answer(answer: Mapping[str, object] | RenderableType) -> None:
+    """Print an answer: data as one JSON object, text as it is, so that it can be pasted, and reports as rich does."""
+    if isinstance(answer, Mapping):
+        print(json_text.dumps(answer, indent=2))
+    elif isinstance(answer, str):
+        print(answer)
     else:
-        make_console().print(rejections_report(rejections))
+        make_console().print(answer)
+
+
+def print_refused(rejections: Sequence[Rejection], *, json: bool) -> int:
+    """Print why a plan may not run; return the exit code."""
+    print_answer({"rejections": list(map(rejection_json, rejections))} if json else rejections_report(rejections))
     return 1

@@ -1,20 +1,27 @@
 """``autoshard plan``: the best plan, or exactly one candidate."""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autoshard.command_line import is_recipe
-from autoshard.commands.like import request_like, resuming_json, resuming_text
+from autoshard.commands.like import request_like, resuming_answer
 from autoshard.commands.options import QuestionOptions, SearchOptions
-from autoshard.commands.output import place_checks, print_json, write_text
+from autoshard.commands.output import place_checks, print_answer, write_text
 from autoshard.commands.progress import Watcher, watching
 from autoshard.errors import InputError, NoPlan, require
-
-if TYPE_CHECKING:
-    from autoshard.plan.plan import Plan
-    from autoshard.search.planner import SearchResult
-    from autoshard.search.request import Request
+from autoshard.extensions import EXTENSIONS
+from autoshard.plan.candidate import Candidate, parse_pins
+from autoshard.plan.codec import dump, load
+from autoshard.plan.plan import Plan
+from autoshard.plan.verify import verify as reasons_against
+from autoshard.report.structured import found_json, frontier_json, made_json
+from autoshard.report.terminal import frontier_report, plan_report, rejections_report
+from autoshard.search.frontier import frontier
+from autoshard.search.no_plan import unanswered
+from autoshard.search.planner import SearchResult, search
+from autoshard.search.request import Request, rejections_of, resolved
+from autoshard.units import format_bytes, format_seconds
 
 MOST_SHOWN = 100  # every plan that is shown is predicted in full, a few milliseconds each
 
@@ -49,72 +56,47 @@ def plan(
         (1 <= top <= MOST_SHOWN, "--top", f"must be 1 to {MOST_SHOWN}, not {top}"),
         *place_checks(out),
     )
-    if like is not None:
-        old, request = request_like(like, question)
-        return _best(options.applied(request), options, top, out, json, old)
-    requests = question.requests(options)
-    if at is not None:
-        return _one_candidate(requests[0], at, out, json)
     if pareto:
-        return _frontier(requests, options, out, json)
-    return _best(requests[0], options, top, out, json)
-
-
-def _best(
-    request: "Request", options: SearchOptions, top: int, out: Path, json: bool, old: "Plan | None" = None
-) -> int:
-    from autoshard.plan.codec import dump
-    from autoshard.report.structured import found_json
-    from autoshard.report.terminal import make_console, plan_report
-
+        return _frontier(question.requests(options), options, out, json)
+    old, request = request_like(like, question, options) if like else (None, question.requests(options)[0])
+    if at is not None:
+        return _one_candidate(request, at, out, json)
     found = searched(request, top, options)
     best = found.plans[0]
     write_text(dump(best), out)
+    change, sentences = resuming_answer(old, best) if old else ({}, "")
     if json:
-        print_json({**found_json(found.plans, found.certificate), **(resuming_json(old, best) if old else {})})
+        print_answer({**found_json(found.plans, found.certificate), **change})
         return 0
-    make_console().print(plan_report(best, found.plans[1:], found.certificate, _next_command(out)))
+    print_answer(plan_report(best, found.plans[1:], found.certificate))
     if old:
-        print(resuming_text(old, best))
-    print(f"wrote {out}")
+        print(sentences)
+    _print_written(out)
     return 0
 
 
-def _next_command(out: Path) -> str:
-    from autoshard.extensions import EXTENSIONS
+def _print_written(out: Path) -> None:
+    """Say where the plan is, and what to type next: on one line, however narrow the terminal is."""
+    print(f"wrote {out}\nnext: {shlex.join(['autoshard', 'verify', str(out), *EXTENSIONS.options()])}")
 
-    return shlex.join(["autoshard", "verify", str(out), *EXTENSIONS.options()])
 
-
-def _frontier(requests: "list[Request]", options: SearchOptions, out: Path, json: bool) -> int:
+def _frontier(requests: Sequence[Request], options: SearchOptions, out: Path, json: bool) -> int:
     """Show what cannot be bettered; where nothing fits on any number of nodes, say why on the last."""
-    from autoshard.plan.codec import dump
-    from autoshard.report.structured import frontier_json
-    from autoshard.report.terminal import frontier_report, make_console
-    from autoshard.search.frontier import frontier
-    from autoshard.search.no_plan import unanswered
-    from autoshard.search.planner import search
-    from autoshard.units import format_seconds
-
     with watching(options.time_limit, format_seconds) as watch:
         found = frontier(requests, watch)
     if not found.plans:
         _refuse_unfinished(found.ended, watch)
         raise unanswered(requests[-1], search(requests[-1]), helpful=True)
     write_text(dump(found.plans[0]), out)
-    if json:
-        print_json(frontier_json(found.plans, found.gap, found.ended))
-    else:
-        make_console().print(frontier_report(found.plans, found.gap, found.ended))
+    print_answer((frontier_json if json else frontier_report)(found.plans, found.gap, found.ended))
+    if not json:
         print(f"wrote the fastest, {out}")
     return 0
 
 
-def plan_of(path: "Path", question: QuestionOptions) -> "Plan":
+def plan_of(path: Path, question: QuestionOptions) -> Plan:
     """Read a plan file, or answer the question of a recipe."""
     if not is_recipe(path):
-        from autoshard.plan.codec import load
-
         question.refuse(f"is part of the question that {path} has answered. Plan again with it, or run a recipe")
         return load(path)
     require((len(question.nodes) <= 1, "--nodes", "a run has one number of nodes; name one"))
@@ -122,12 +104,8 @@ def plan_of(path: "Path", question: QuestionOptions) -> "Plan":
     return searched(question.requests(options)[0], 1, options).plans[0]
 
 
-def searched(request: "Request", num_plans: int, options: SearchOptions) -> "SearchResult":
+def searched(request: Request, num_plans: int, options: SearchOptions) -> SearchResult:
     """Search; where nothing fits, say by how much the best misses and what would help."""
-    from autoshard.search.no_plan import unanswered
-    from autoshard.search.planner import search
-    from autoshard.units import format_bytes, format_seconds
-
     show = format_bytes if options.objective == "memory" else format_seconds
     with watching(options.time_limit, show) as watch:
         found = search(request, num_plans, watch)
@@ -145,38 +123,31 @@ def _refuse_unfinished(ended: str, watch: Watcher) -> None:
         raise NoPlan(f"no plan: {ended}, before any was found that fits. Give the search more time")
 
 
-def _one_candidate(request: "Request", text: str, out: Path, json: bool) -> int:
+def _one_candidate(request: Request, text: str, out: Path, json: bool) -> int:
     """Evaluate one candidate: its rejections first, then an estimate where it has a shape."""
-    from autoshard.plan.candidate import Candidate, parse_pins
-    from autoshard.plan.codec import dump
-    from autoshard.plan.verify import verify as reasons_against
-    from autoshard.report.structured import made_json
-    from autoshard.report.terminal import make_console, plan_report, rejections_report
-    from autoshard.search.request import rejections_of, resolved
-
+    made, shapeless = None, ""
     try:
         lnc = parse_pins(text).get("lnc")
         request = request.with_lnc_of(lnc if isinstance(lnc, int) else None)
         candidate, engine = resolved(request, Candidate.parse(text, request.cluster.num_ranks))
+        refused = rejections_of(request, candidate, engine)
+        try:
+            made = request.plan(candidate, engine)
+        except InputError as error:
+            if not refused:
+                raise
+            shapeless = str(error)
     except InputError as error:
         raise error.under("--at") from None
-    refused = rejections_of(request, candidate, engine)
-    made, shapeless = None, ""
-    try:
-        made = request.plan(candidate, engine)
-    except InputError as error:
-        if not refused:
-            raise error.under("--at") from None
-        shapeless = str(error)
     refused = reasons_against(made) if made else refused
     if json:
-        print_json(made_json(made, refused))
+        print_answer(made_json(made, refused))
     else:
-        report = plan_report(made, (), None, "") if made else f"no estimate: {shapeless}"
-        make_console().print(rejections_report(refused), report)
+        print_answer(rejections_report(refused))
+        print_answer(plan_report(made) if made else f"no estimate: {shapeless}")
     if refused or made is None:
         return 1
     write_text(dump(made), out)
     if not json:
-        print(f"wrote {out}\nnext: {_next_command(out)}")
+        _print_written(out)
     return 0

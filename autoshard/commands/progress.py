@@ -1,24 +1,20 @@
-"""What somebody who waits sees: a line on stderr that moves on a terminal. For searches, bytes and sweeps."""
+"""What somebody who waits sees: a line on stderr that moves on a terminal. For searches and bytes."""
 
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autoshard.search.pool import SearchProgress
 from autoshard.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from autoshard.search.pool import SearchProgress
-    from autoshard.sweep.work import Row, SweepJob
 
 _PATIENCE_S = 1.0  # before the line of a search
 _FRAME_S = 0.1  # between two drawings on a terminal
 _LINE_S = 10.0  # between two lines of a log
-_MOST_NAMES = 4  # of points that are under way
 
 
 class StatusLine:
@@ -61,7 +57,7 @@ class Watcher:
             raise KeyboardInterrupt
         self.interrupted = True
 
-    def __call__(self, progress: "SearchProgress") -> str:
+    def __call__(self, progress: SearchProgress) -> str:
         """Draw what is known, and return why to stop, if there is a reason."""
         waited_s = time.monotonic() - self._start_s
         if waited_s > _PATIENCE_S:
@@ -103,42 +99,3 @@ def byte_progress(
 
     yield report
     line.clear()
-
-
-class SweepProgress:
-    """How far a sweep is: a line for each point, and on a terminal one with what is under way."""
-
-    def __init__(self, num_points: int, num_done: int, *, silent: bool) -> None:
-        self._count, self._done, self._silent = num_points, num_done, silent
-        self._under_way: dict[str, str] = {}
-        self._line = StatusLine(silent=silent)
-
-    def begin(self, job: "SweepJob") -> None:
-        """Note that a job is under way."""
-        self._under_way[job.points[0].id] = job.name
-        self._draw()
-
-    def end(self, rows: "Sequence[Row]") -> None:
-        """Print what came of a job."""
-        self._under_way.pop(rows[0]["id"], None)
-        self._line.clear()
-        for row in rows:
-            self._done += 1
-            if not self._silent:
-                place = f"{self._done:{len(str(self._count))}}/{self._count}"
-                print(f"{place}  {row['point']}: {_outcome(row)}", flush=True)
-        self._draw()
-
-    def _draw(self) -> None:
-        names = list(self._under_way.values())
-        if names:
-            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-            text = ", ".join(names[:_MOST_NAMES]) + more
-            self._line.show(f"{self._done}/{self._count} done; under way: {text}", at_once=True)
-
-
-def _outcome(row: "Row") -> str:
-    if row["message"] is not None:
-        return f"{row['status']}: {' '.join(str(row['message']).split())}"
-    took = f", measured {format_seconds(row['measured_step_time_s'])}" if row["status"] == "ran" else ""
-    return f"step {format_seconds(row['step_time_s'])}{took}  {row['candidate']}"

@@ -1,25 +1,36 @@
 """``autoshard run``: execute a plan, or plan a recipe and execute that, and say how its prediction holds."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from autoshard.command_line import Counts, PlanOrRecipe, is_recipe
 from autoshard.commands.compiling import compile_ahead
 from autoshard.commands.options import QuestionOptions
-from autoshard.commands.output import print_json, print_refused
+from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
 from autoshard.commands.running import Execution, execute
+from autoshard.cost.checked import check_plan
+from autoshard.cost.predict import predicted
+from autoshard.engine.base import HOST, Run
 from autoshard.errors import require
+from autoshard.plan.plan import Plan
+from autoshard.plan.proof import shrink
+from autoshard.report.run import dry_json, dry_notes, dry_report
+from autoshard.runtime.dry import dry_rank, telling_ranks
+from autoshard.runtime.launch import GivenRank, given_rank
+from autoshard.runtime.machine import (
+    XLA,
+    available_bytes,
+    counter,
+    device_of,
+    refuse_too_large,
+    refuse_without_neuron,
+)
+from autoshard.spec.cluster import LOCAL
+from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.training import Training
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from autoshard.plan.plan import Plan
-    from autoshard.runtime.launch import GivenRank
-
-_RUNS = Path("runs")
 
 
 def run(
@@ -52,24 +63,25 @@ def run(
         compile_only: On Trainium, once on every node: compile all graphs into a cache in the folder of the run.
         json: Print one JSON object at the end instead of steps and tables.
     """
-    from autoshard.cost.checked import check_plan
-    from autoshard.engine.base import Run
-    from autoshard.runtime.launch import given_rank
-
-    _refuse(plan, rehearse, restarts, dry=dry_run, dry_ranks=dry_ranks, compile_only=compile_only)
     tried = dry_run or rehearse is not None
-    folder = out or _RUNS / (f"{plan.stem}-compiled" if compile_only else plan.stem)
-    training = _only_tried(training) if tried else _with_paths(training, plan)
-    options = Run(folder=folder, training=training, resume="never" if tried else resume)
+    _refuse(plan, rehearse, restarts, dry=dry_run, dry_ranks=dry_ranks, compile_only=compile_only)
+    options = Run(
+        folder=out or Path("runs") / (f"{plan.stem}-compiled" if compile_only else plan.stem),
+        training=_only_tried(training) if tried else _with_paths(training, plan),
+        resume="never" if tried else resume,
+    )
     given = given_rank()
     leads = given is None or given.rank == 0
     checked = check_plan(plan_of(plan, question))
+    current, notes = checked.plan, [checked.remark] if checked.remark else []
     if checked.rejections:
         return print_refused(checked.rejections, json=json) if leads else 1
     if compile_only:
-        return compile_ahead(checked.plan, options, given, str(plan), json=json)
-    notes = [*([checked.remark] if checked.remark else []), *_card_notes(checked.plan)]
-    current, notes = _rehearsed(checked.plan, rehearse, notes) if rehearse is not None else (checked.plan, notes)
+        return compile_ahead(current, options, given, str(plan), json=json)
+    notes += _card_notes(current)
+    if rehearse is not None:
+        current, shrunk = _rehearsed(current, rehearse)
+        notes += shrunk
     notes += _elsewhere_notes(current) if tried else []
     if dry_run:
         return _dry(current, notes, dry_ranks, json=json) if leads else 0
@@ -87,8 +99,8 @@ def _refuse(
     plan: Path, rehearse: int | None, restarts: int, *, dry: bool, dry_ranks: Counts, compile_only: bool
 ) -> None:
     """Refuse options that cannot be meant together, before any work."""
-    first = f"takes a plan file. Type first: autoshard plan --config {plan}"
     tried = dry or rehearse is not None
+    first = f"takes a plan file. Type first: autoshard plan --config {plan}"
     require(
         (not (compile_only and is_recipe(plan)), "--compile-only", first),
         (rehearse is None or rehearse >= 1, "--rehearse", f"must be at least 1, not {rehearse}"),
@@ -113,40 +125,32 @@ def _with_paths(training: Training, path: Path) -> Training:
     return replace(training, data=training.data.seen_from(path.parent)) if is_recipe(path) else training
 
 
-def _rehearsed(plan: "Plan", rehearse: int, notes: list[str]) -> "tuple[Plan, list[str]]":
-    """Return the plan shrunk to a few ranks and predicted again, and the notes with what it does not keep."""
-    from autoshard.cost.predict import predicted
-    from autoshard.plan.proof import shrink
-
+def _rehearsed(plan: Plan, rehearse: int) -> tuple[Plan, list[str]]:
+    """Return the plan shrunk to a few ranks and predicted again, and what it does not keep."""
     small = shrink(plan, rehearse)
     cut, least = plan.mesh.size("tp"), 4 if plan.mesh.size("rep") > 1 else 2
     message = f"{rehearse} is no room for tp={cut}, which the table needs. Type {least} or more"
     require((cut == 1 or small.plan.mesh.size("tp") > 1, "--rehearse", message))  # else nothing of it would be left
     tried_out = f"{small.plan.candidate} of a small model on synthetic tokens, predicted again"
     lost = [f"not kept: {feature}" for feature in small.lost]
-    return predicted(small.plan), [*notes, f"rehearsal: {tried_out}, for {plan.candidate}", *lost]
+    return predicted(small.plan), [f"rehearsal: {tried_out}, for {plan.candidate}", *lost]
 
 
-def _card_notes(plan: "Plan") -> list[str]:
+def _card_notes(plan: Plan) -> list[str]:
     """Say in what the card of the model's name differs today from the model that the plan carries."""
-    from autoshard.spec.model_catalogue import load_model, model_names
-
     name = plan.model.name
     if name not in model_names():
         return []
     card = load_model(name)
     names = [entry.name for entry in fields(card) if entry.name != "source"]
     pairs = {name: (getattr(plan.model, name), getattr(card, name)) for name in names}
-    changed = [f"{name} {mine}, on the card {its}" for name, (mine, its) in pairs.items() if mine != its]
-    if not changed:
-        return []
-    return [f"model: the plan's {name} is run, not the card of this name: {'; '.join(changed)}. For it, plan again"]
+    changed = "; ".join(f"{name} {mine}, on the card {its}" for name, (mine, its) in pairs.items() if mine != its)
+    remark = f"model: the plan's {name} is run, not the card of this name: {changed}. For it, plan again"
+    return [remark] if changed else []
 
 
-def _elsewhere_notes(plan: "Plan") -> list[str]:
+def _elsewhere_notes(plan: Plan) -> list[str]:
     """Say what follows from running a plan on another machine than it was made for."""
-    from autoshard.spec.cluster import LOCAL
-
     notes: list[str] = []
     if plan.engine == "nxd":
         notes.append("engine: nxd needs Neuron devices, so the torch engine executes the plan's table here, on the CPU")
@@ -155,11 +159,8 @@ def _elsewhere_notes(plan: "Plan") -> list[str]:
     return notes
 
 
-def _on_device(execution: Execution, given: "GivenRank | None") -> Execution:
+def _on_device(execution: Execution, given: GivenRank | None) -> Execution:
     """Decide where tensors lie, and say so where that is a question; what is only tried lies with the host."""
-    from autoshard.engine.base import HOST
-    from autoshard.runtime.machine import XLA, device_of
-
     if execution.tried:
         return execution
     plan, notes = execution.plan, list[str]()
@@ -172,11 +173,8 @@ def _on_device(execution: Execution, given: "GivenRank | None") -> Execution:
     return replace(execution, notes=(*execution.notes, *notes), run=replace(execution.run, device=device))
 
 
-def _refuse_machine(execution: Execution, path: Path, given: "GivenRank | None") -> None:
+def _refuse_machine(execution: Execution, path: Path, given: GivenRank | None) -> None:
     """Refuse what this machine cannot run, and ranks of another number."""
-    from autoshard.engine.base import HOST
-    from autoshard.runtime.machine import available_bytes, refuse_too_large, refuse_without_neuron
-
     if execution.engine == "nxd":
         refuse_without_neuron(execution.plan, str(path), started=given is not None)
     if given is not None:
@@ -185,13 +183,8 @@ def _refuse_machine(execution: Execution, path: Path, given: "GivenRank | None")
         refuse_too_large(execution.plan, available_bytes())
 
 
-def _dry(plan: "Plan", notes: "Sequence[str]", ranks: "Sequence[int]", *, json: bool) -> int:
+def _dry(plan: Plan, notes: Sequence[str], ranks: Sequence[int], *, json: bool) -> int:
     """Try ranks out one by one, with shapes only, and put what they counted beside the prediction."""
-    from autoshard.report.run import dry_json, dry_notes, dry_report
-    from autoshard.report.terminal import make_console
-    from autoshard.runtime.dry import dry_rank, telling_ranks
-    from autoshard.runtime.machine import counter
-
     last = plan.mesh.num_ranks - 1
     message = f"the plan has the ranks 0 to {last}"
     require(*((0 <= rank <= last, "--dry-ranks", f"{message}, not {rank}. Type 0,{last}") for rank in ranks))
@@ -201,9 +194,9 @@ def _dry(plan: "Plan", notes: "Sequence[str]", ranks: "Sequence[int]", *, json: 
     counted = [dry_rank(plan, rank, counts) for rank in tried]
     notes = [*notes, *dry_notes(plan, counted)]
     if json:
-        print_json({"notes": notes, **dry_json(plan, counted)})
+        print_answer({"notes": notes, **dry_json(plan, counted)})
         return 0
     for note in notes:
         print(f"note: {note}")
-    make_console().print(dry_report(plan, counted))
+    print_answer(dry_report(plan, counted))
     return 0

@@ -8,18 +8,35 @@ import socket
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from autoshard.commands.output import print_json, write_text
+from autoshard.calibration.rows import Occasion, row_of
+from autoshard.commands.output import print_answer, write_text
+from autoshard.commands.steps import StepDisplay
+from autoshard.engine.base import HOST, Builds, Run
+from autoshard.engine.results import RunReport, SavedStep, Started
 from autoshard.errors import InputError, NotFinite, RunFailed, Stopped
-
-if TYPE_CHECKING:
-    from autoshard.calibration.rows import Kind
-    from autoshard.commands.steps import StepDisplay
-    from autoshard.engine.base import Builds, Run
-    from autoshard.engine.results import RunReport
-    from autoshard.plan.plan import Plan
-    from autoshard.runtime.launch import GivenRank
+from autoshard.plan.codec import dump
+from autoshard.plan.nxd.environment import environment
+from autoshard.plan.plan import Plan
+from autoshard.report.run import run_json, run_report, start_lines
+from autoshard.runtime.data.opened import source_of
+from autoshard.runtime.folder import (
+    PLAN,
+    allow_attempts,
+    changes_since,
+    count_attempt,
+    holds_files,
+    locked,
+    refuse_other_run,
+)
+from autoshard.runtime.launch import GivenRank, Placing, launch, only_extracts, put_environment
+from autoshard.runtime.machine import builder
+from autoshard.runtime.metrics.trackers import proposed_ids, refuse_without_packages
+from autoshard.runtime.watchdog import Watch
+from autoshard.spec.cluster import LOCAL
+from autoshard.spec.record import encode
+from autoshard.version import __version__
 
 _MOST_STARTS = 5  # after one step, by whoever starts jobs again, before somebody must look
 
@@ -28,9 +45,9 @@ _MOST_STARTS = 5  # after one step, by whoever starts jobs again, before somebod
 class Execution:
     """A plan that is about to run, how, and what the user should know of it."""
 
-    plan: "Plan"
+    plan: Plan
     notes: tuple[str, ...]
-    run: "Run"
+    run: Run
     tried: bool  # a rehearsal, not on the machine that the plan is for
     restarts: int
     json: bool
@@ -43,21 +60,11 @@ class Execution:
     @property
     def platform(self) -> str:
         """Name what runs it: its own cluster, or the processors of this machine."""
-        from autoshard.engine.base import HOST
-        from autoshard.spec.cluster import LOCAL
-
         return LOCAL if self.run.device == HOST else self.plan.cluster.name
 
 
-def execute(execution: Execution, given: "GivenRank | None") -> int:
+def execute(execution: Execution, given: GivenRank | None) -> int:
     """Run to the end, starting failed ranks again where that is wanted; every rank's process calls this."""
-    from autoshard.plan.nxd.environment import environment
-    from autoshard.runtime.data.opened import source_of
-    from autoshard.runtime.folder import locked
-    from autoshard.runtime.launch import put_environment
-    from autoshard.runtime.machine import builder
-    from autoshard.runtime.metrics.trackers import proposed_ids, refuse_without_packages
-
     leads = given is None or given.rank == 0
     if execution.engine == "nxd":
         put_environment(environment(execution.plan))
@@ -66,10 +73,10 @@ def execute(execution: Execution, given: "GivenRank | None") -> int:
     # Trackers know the run as its folder does, or anew; a checkpoint that it goes on from knows better.
     ids = tuple(sorted(proposed_ids(execution.run.folder).items())) if training.track.wandb is not None else ()
     execution = replace(execution, run=replace(execution.run, trackers=ids))
-    with locked(execution.run.folder) if leads else nullcontext():
-        if not leads:
-            _start(execution, given, build, None)
-            return 0
+    if not leads:
+        _start(execution, given, build, None)
+        return 0
+    with locked(execution.run.folder):
         source_of(execution.plan, training.data, training.seed)  # refuses what is wrong
         _begin(execution, given)
         display = RunDisplay(execution)
@@ -78,8 +85,8 @@ def execute(execution: Execution, given: "GivenRank | None") -> int:
 
 
 def _with_restarts(
-    execution: Execution, given: "GivenRank | None", build: "Builds", display: "RunDisplay"
-) -> "RunReport | None":
+    execution: Execution, given: GivenRank | None, build: Builds, display: "RunDisplay"
+) -> RunReport | None:
     """Run; failed ranks are started again while that is allowed and makes progress."""
     left, last = execution.restarts, -1
     while True:
@@ -99,12 +106,10 @@ def _with_restarts(
 
 
 def _start(
-    execution: Execution, given: "GivenRank | None", build: "Builds", display: "RunDisplay | None"
-) -> "RunReport | None":
+    execution: Execution, given: GivenRank | None, build: Builds, display: "RunDisplay | None"
+) -> RunReport | None:
     """Run the plan once; None in the process of another rank than the first, which has nothing to tell."""
-    from autoshard.runtime.launch import Placing, launch
     from autoshard.runtime.train import train
-    from autoshard.runtime.watchdog import Watch
 
     plan, run = execution.plan, execution.run
     watch = Watch(run.folder, plan, here=execution.platform == plan.cluster.name)
@@ -115,8 +120,8 @@ def _start(
         report = launch(
             given, plan.mesh.num_ranks, lambda say: train(plan, run, build, say), show=show, placing=placing
         )
-        if display and report:
-            display.conclude(report)
+        if display and display.steps and report and report.steps:
+            display.steps.conclude(plan, report, execution.platform)
         return report
 
 
@@ -125,7 +130,7 @@ class RunDisplay:
 
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
-        self._steps: StepDisplay | None = None
+        self.steps: StepDisplay | None = None
         self.begun_after = 0
         self.has_saved = False
         self.failure: str | None = None
@@ -133,30 +138,22 @@ class RunDisplay:
 
     def __call__(self, message: Any) -> None:
         """Show one message of a rank."""
-        from autoshard.engine.results import SavedStep, Started
-
         if isinstance(message, Started):
-            self._begin(message)
+            run, platform = self._execution.run, self._execution.platform
+            self.begun_after = message.step
+            count_attempt(run.folder, message.step, max(_MOST_STARTS, self._execution.restarts + 1))
+            for note in message.notes:
+                self.note(note)
+            self.steps = StepDisplay(
+                self._execution.plan, run.training, run.folder, platform=platform, silent=self._execution.json,
+                num_done=message.step, given_ids=dict(message.trackers),
+            )  # fmt: skip
         elif isinstance(message, SavedStep | str):
             self.has_saved = self.has_saved or isinstance(message, SavedStep)
             self.note(str(message))
         else:
-            assert self._steps is not None, "a run starts before its steps"
-            self._steps(message)
-
-    def _begin(self, started: Any) -> None:
-        from autoshard.commands.steps import StepDisplay
-        from autoshard.runtime.folder import count_attempt
-
-        plan, run = self._execution.plan, self._execution.run
-        self.begun_after = started.step
-        count_attempt(run.folder, started.step, max(_MOST_STARTS, self._execution.restarts + 1))
-        for note in started.notes:
-            self.note(note)
-        self._steps = StepDisplay(
-            plan, run.training, run.folder, platform=self._execution.platform, silent=self._execution.json,
-            num_done=started.step, given_ids=dict(started.trackers),
-        )  # fmt: skip
+            assert self.steps is not None, "a run starts before its steps"
+            self.steps(message)
 
     def __enter__(self) -> "RunDisplay":
         """Begin a start of the ranks."""
@@ -164,33 +161,24 @@ class RunDisplay:
 
     def __exit__(self, *error: Any) -> None:
         """End what was shown of it."""
-        if self._steps is not None:
-            self._steps.__exit__(*error)
-            self.failure = self.failure or self._steps.failure
-            self.notes += self._steps.notes
-            self._steps = None
+        if self.steps is not None:
+            self.steps.__exit__(*error)
+            self.failure = self.failure or self.steps.failure
+            self.notes += self.steps.notes
+            self.steps = None
 
     def note(self, text: str) -> None:
         """Print a note between steps."""
-        if self._steps is not None:
-            self._steps.say("note", text)
+        if self.steps is not None:
+            self.steps.say("note", text)
             return
         self.notes.append(text)
         if not self._execution.json:
             print(f"note: {text}", flush=True)
 
-    def conclude(self, report: "RunReport") -> None:
-        """Tell trackers how the run compares with its prediction."""
-        if self._steps is not None and report.steps:
-            self._steps.conclude(self._execution.plan, report, self._execution.platform)
 
-
-def _begin(execution: Execution, given: "GivenRank | None") -> None:
+def _begin(execution: Execution, given: GivenRank | None) -> None:
     """Make the folder ready with the plan in it, and print what is about to run."""
-    from autoshard.plan.codec import dump
-    from autoshard.report.run import start_lines
-    from autoshard.runtime.folder import PLAN, allow_attempts, changes_since, holds_files, refuse_other_run
-
     run, plan, training = execution.run, execution.plan, execution.run.training
     folder, notes = run.folder, list(execution.notes)
     if holds_files(folder):
@@ -227,13 +215,8 @@ def free_name(folder: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _conclude(execution: Execution, report: "RunReport", display: RunDisplay) -> int:
+def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> int:
     """Write the measured row, and say how the prediction held; what could not be written is an error at the end."""
-    from autoshard.report.run import run_json, run_report
-    from autoshard.report.terminal import make_console
-    from autoshard.runtime.folder import allow_attempts
-    from autoshard.runtime.launch import only_extracts
-
     folder, plan = execution.run.folder, execution.plan
     if only_extracts():
         print("graphs were extracted and nothing was computed: no losses, no times, no measured row")
@@ -242,16 +225,17 @@ def _conclude(execution: Execution, report: "RunReport", display: RunDisplay) ->
     rows, steps = folder / "measured.jsonl", execution.run.training.steps
     try:  # what goes wrong is told at the end: the tables are still to come
         if report.steps:
-            row = _measured_row(plan, report, execution.platform, "rehearsal" if execution.tried else report.kind)
+            row = _measured_row(execution, report)
             with rows.open("a", encoding="utf-8") as file:
                 file.write(row + "\n")
         allow_attempts(folder)
     except OSError as error:
         failures.append(f"{error.filename or rows}: {error.strerror or error}")
     if execution.json:
-        print_json({"folder": str(folder), "notes": display.notes, **(run_json(plan, report) if report.steps else {})})
+        measured = run_json(plan, report) if report.steps else {}
+        print_answer({"folder": str(folder), "notes": display.notes, **measured})
     elif report.steps:
-        make_console().print(run_report(plan, report, execution.platform))
+        print_answer(run_report(plan, report, execution.platform))
         print(f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, checkpoints")
         clusters = f"--cluster {execution.platform} --out {execution.platform}.json"
         print(f"next: autoshard validate {rows}")
@@ -266,22 +250,18 @@ def _conclude(execution: Execution, report: "RunReport", display: RunDisplay) ->
     return 0
 
 
-def _measured_row(plan: "Plan", report: "RunReport", platform: str, kind: "Kind") -> str:
+def _measured_row(execution: Execution, report: RunReport) -> str:
     """Return the run as a line of measured rows, without what it leaves open."""
     import torch
 
-    from autoshard import __version__
-    from autoshard.calibration.rows import Occasion, row_of
-    from autoshard.spec.record import encode
-
-    now = datetime.datetime.now(datetime.UTC)
+    plan, now = execution.plan, datetime.datetime.now(datetime.UTC)
     occasion = Occasion(
         name=f"{plan.model.name} {plan.candidate} {now:%Y-%m-%dT%H:%M:%S.%fZ}",
         step_time_s=report.step_time_s,
         date=f"{now:%Y-%m-%d}",
         versions=f"autoshard {__version__}, torch {torch.__version__}",
-        platform=platform,
-        kind=kind,
+        platform=execution.platform,
+        kind="rehearsal" if execution.tried else report.kind,
     )
     row = {name: value for name, value in encode(row_of(plan, occasion)).items() if value is not None}
     return json_text.dumps(row)

@@ -4,17 +4,21 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from autoshard.commands.output import print_json
+from autoshard.commands.output import print_answer
+from autoshard.commands.progress import StatusLine
 from autoshard.errors import InputError, RunFailed, require
+from autoshard.report.sweep import sweep_report
+from autoshard.runtime.folder import locked
+from autoshard.sweep.on_wandb import agent_point, controller_text, log_sweep
+from autoshard.sweep.points import Sweep, load_sweep, points_of, sweep_path
+from autoshard.sweep.table import ROWS, RowFile, array_script, stored_rows, task_file, write_parquet, write_task
+from autoshard.sweep.work import Row, SweepJob, jobs_of, rows_of
+from autoshard.sweep.workers import work_through
+from autoshard.units import format_seconds
 
-if TYPE_CHECKING:
-    from autoshard.sweep.points import Sweep
-    from autoshard.sweep.table import RowFile
-    from autoshard.sweep.work import Row, SweepJob
-
-_SWEEPS = Path("sweeps")
+_MOST_NAMES = 4  # of points that are under way
 
 
 def sweep(
@@ -45,17 +49,10 @@ def sweep(
         task: Do the points of this task of the job array only.
         json: Print the rows as one JSON object at the end.
     """
-    from autoshard.runtime.folder import locked
-    from autoshard.sweep.points import load_sweep, points_of, sweep_path
-    from autoshard.sweep.table import RowFile
-    from autoshard.sweep.work import jobs_of
-
     _refuse(jobs, task, wandb, wandb_agent, scheduler, parquet)
     source = sweep_path(source)
-    content, folder = load_sweep(source), out or _SWEEPS / source.stem
+    content, folder = load_sweep(source), out or Path("sweeps") / source.stem
     if wandb_agent:
-        from autoshard.sweep.on_wandb import agent_point
-
         return _print_rows([agent_point(content, source.parent, folder, wandb)])
     try:
         points = points_of(content, source.parent)
@@ -71,8 +68,14 @@ def sweep(
         if retry:
             rows.forget_failed()
         left = jobs_of([one for one in points if one.id not in rows.rows], content.mode, folder, content.rehearse)
+        num_done = len(points) - sum(len(job.points) for job in left)
+        if num_done and not json:
+            print(f"{num_done} of {len(points)} points are done already")
         num_workers = jobs or (1 if content.mode == "run" else os.cpu_count() or 1)
-        _work(left, len(points), rows, num_workers, silent=json)
+        progress = SweepProgress(len(points), num_done, silent=json)
+        for done in work_through(left, min(num_workers, len(left)), progress.begin):
+            rows.add(done)
+            progress.end(done)
         ordered = [rows.rows[point.id] for point in points]
         return _conclude(content, source, ordered, folder, wandb=wandb, parquet=parquet, json=json)
 
@@ -82,65 +85,42 @@ def _refuse(
 ) -> None:
     """Refuse options that exclude each other, and packages that are missing, before any work."""
     alone = {"--wandb-agent": agent, "--scheduler": scheduler is not None, "--task": task is not None}
-    together = " and ".join(name for name, given in alone.items() if given)
     has_wandb = not (wandb or agent) or find_spec("wandb") is not None
     has_arrow = not parquet or find_spec("pyarrow") is not None
     require(
         (jobs is None or jobs >= 1, "--jobs", f"must be at least 1, not {jobs}"),
         (task is None or task >= 0, "--task", f"must be at least 0, not {task}"),
-        (sum(alone.values()) <= 1, together, "exclude each other. Keep one"),
+        (sum(alone.values()) <= 1, " and ".join(filter(alone.get, alone)), "exclude each other. Keep one"),
         (has_wandb, "--wandb", "is not installed here. Type: pip install 'autoshard[wandb]'"),
         (has_arrow, "--parquet", "needs pyarrow. Type: pip install 'autoshard[data]'"),
     )
 
 
-def _write_array(content: "Sweep", all_jobs: "Sequence[SweepJob]", source: Path, folder: Path) -> int:
+def _write_array(content: Sweep, jobs: Sequence[SweepJob], source: Path, folder: Path) -> int:
     """Write the job array of a sweep instead of doing it."""
-    from autoshard.sweep.table import array_script
-
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "array.sbatch"
-    path.write_text(array_script(content, all_jobs, source, folder), encoding="utf-8")
-    print(f"wrote {path}: {len(all_jobs)} tasks\nnext: sbatch {path}")
+    path.write_text(array_script(content, jobs, source, folder), encoding="utf-8")
+    print(f"wrote {path}: {len(jobs)} tasks\nnext: sbatch {path}")
     print(f"then, for the table and for what is left: autoshard sweep {source} --out {folder}")
     return 0
 
 
-def _work(left: "Sequence[SweepJob]", num_points: int, rows: "RowFile", num_workers: int, *, silent: bool) -> None:
-    """Do the jobs that are left, and store their rows as they come."""
-    from autoshard.commands.progress import SweepProgress
-    from autoshard.sweep.workers import work_through
-
-    num_left = sum(len(job.points) for job in left)
-    if num_left < num_points and not silent:
-        print(f"{num_points - num_left} of {num_points} points are done already")
-    progress = SweepProgress(num_points, num_points - num_left, silent=silent)
-    for done in work_through(left, min(num_workers, len(left)), progress.begin):
-        rows.add(done)
-        progress.end(done)
-
-
 def _conclude(
-    content: "Sweep", source: Path, rows: "list[Row]", folder: Path, *, wandb: str | None, parquet: bool, json: bool
+    content: Sweep, source: Path, rows: list[Row], folder: Path, *, wandb: str | None, parquet: bool, json: bool
 ) -> int:
     """Show the table, and write it where it is asked for."""
-    from autoshard.report.sweep import sweep_report
-    from autoshard.report.terminal import make_console
-    from autoshard.sweep.table import ROWS, write_parquet
-
     notes = [f"wrote {folder / ROWS}"]
     if parquet:
         notes.append(f"wrote {write_parquet(rows, folder)}")
     if wandb is not None:
-        from autoshard.sweep.on_wandb import controller_text, log_sweep
-
         controller = folder / "wandb-sweep.yaml"
         controller.write_text(controller_text(content, source, folder, wandb), encoding="utf-8")
         notes += [*log_sweep(rows, wandb, folder), f"for W&B's own controller: wandb sweep {controller}"]
     if json:
-        print_json({"folder": str(folder), "rows": rows, "notes": notes})
+        print_answer({"folder": str(folder), "rows": rows, "notes": notes})
     else:
-        make_console().print(sweep_report(rows))
+        print_answer(sweep_report(rows))
         print("\n" + "\n".join(notes))
     failures = [row for row in rows if row["status"] == "failed"]
     if failures:
@@ -149,11 +129,8 @@ def _conclude(
     return 0
 
 
-def _task(jobs: "Sequence[SweepJob]", number: int, folder: Path) -> int:
+def _task(jobs: Sequence[SweepJob], number: int, folder: Path) -> int:
     """Do one task of a job array; its rows wait in the folder until a sweep gathers them."""
-    from autoshard.sweep.table import stored_rows, task_file, write_task
-    from autoshard.sweep.work import rows_of
-
     require((number < len(jobs), "--task", f"the array has tasks 0 to {len(jobs) - 1}"))
     job, name = jobs[number], jobs[number].points[0].id
     if task_file(folder, name).exists() or {point.id for point in job.points} <= stored_rows(folder).keys():
@@ -164,10 +141,48 @@ def _task(jobs: "Sequence[SweepJob]", number: int, folder: Path) -> int:
     return _print_rows(rows)
 
 
-def _print_rows(rows: "Sequence[Row]") -> int:
+def _print_rows(rows: Sequence[Row]) -> int:
     for row in rows:
         print(f"{row['point']}: {row['status']} {row['message'] or row['candidate']}")
     failures = [str(row["message"]) for row in rows if row["status"] == "failed"]
     if failures:
         raise RunFailed(failures[0])
     return 0
+
+
+class SweepProgress:
+    """How far a sweep is: a line for each point, and on a terminal one with what is under way."""
+
+    def __init__(self, num_points: int, num_done: int, *, silent: bool) -> None:
+        self._count, self._done, self._silent = num_points, num_done, silent
+        self._under_way: dict[str, str] = {}
+        self._line = StatusLine(silent=silent)
+
+    def begin(self, job: SweepJob) -> None:
+        """Note that a job is under way."""
+        self._under_way[job.points[0].id] = job.name
+        self._draw()
+
+    def end(self, rows: Sequence[Row]) -> None:
+        """Print what came of a job."""
+        self._under_way.pop(rows[0]["id"], None)
+        self._line.clear()
+        for row in rows:
+            self._done += 1
+            if row["message"] is not None:
+                outcome = f"{row['status']}: {' '.join(str(row['message']).split())}"
+            else:
+                seconds = format_seconds(row["measured_step_time_s"]) if row["status"] == "ran" else ""
+                measured = f", measured {seconds}" if seconds else ""
+                outcome = f"step {format_seconds(row['step_time_s'])}{measured}  {row['candidate']}"
+            if not self._silent:
+                place = f"{self._done:{len(str(self._count))}}/{self._count}"
+                print(f"{place}  {row['point']}: {outcome}", flush=True)
+        self._draw()
+
+    def _draw(self) -> None:
+        names = list(self._under_way.values())
+        if names:
+            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            text = ", ".join(names[:_MOST_NAMES]) + more
+            self._line.show(f"{self._done}/{self._count} done; under way: {text}", at_once=True)

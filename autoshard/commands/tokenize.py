@@ -2,17 +2,17 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from autoshard.commands.output import print_json
+from autoshard.commands.output import print_answer
 from autoshard.commands.progress import byte_progress
 from autoshard.errors import InputError, require
+from autoshard.runtime.data.documents import TextSource, local_source
+from autoshard.runtime.data.hub import CONVERT, hub_source, hub_tokenizer, is_hub_id
+from autoshard.runtime.data.manifest import Manifest
+from autoshard.runtime.data.tokenizers import BYTES, TokenizerSpec, tokenizer_files
+from autoshard.runtime.data.tokenizing import Work, tokenize as made
+from autoshard.spec.record import encode
 from autoshard.units import format_bytes, format_count
-
-if TYPE_CHECKING:
-    from autoshard.runtime.data.documents import TextSource
-    from autoshard.runtime.data.manifest import Manifest
-    from autoshard.runtime.data.tokenizers import TokenizerSpec
 
 
 def tokenize(
@@ -48,9 +48,6 @@ def tokenize(
         workers: How many processes tokenize. Default: one for each core.
         json: Print the manifest as JSON instead of a summary.
     """
-    from autoshard.runtime.data.tokenizing import Work, tokenize as made
-    from autoshard.spec.record import encode
-
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_workers = num_cores if workers is None else workers
     require(
@@ -70,35 +67,24 @@ def tokenize(
             manifest = made(work, out, num_workers, report)
     except ModuleNotFoundError as error:
         raise InputError.of("autoshard tokenize", f"needs {error.name}: pip install 'autoshard[data]'") from None
-    if json:
-        print_json(encode(manifest))
-    else:
-        _report(manifest, out)
+    print_answer(encode(manifest) if json else _summary(manifest, out))
     return 0
 
 
-def _report(manifest: "Manifest", out: Path) -> None:
-    """Say what was made."""
+def _summary(manifest: Manifest, out: Path) -> str:
     size = format_bytes(sum(file.bytes for file in manifest.files))
     counts = f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {size}"
-    print(f"{out}: {counts}, tokens of {manifest.tokenizer.name} (vocabulary {manifest.tokenizer.vocab:,})")
-    if manifest.num_empty:
-        print(f"{manifest.num_empty:,} without text were left out")
+    empty = f"\n{manifest.num_empty:,} without text were left out" if manifest.num_empty else ""
+    return f"{out}: {counts}, tokens of {manifest.tokenizer.name} (vocabulary {manifest.tokenizer.vocab:,}){empty}"
 
 
-def _source(text: str, subset: str | None, split: str) -> "TextSource":
-    from autoshard.runtime.data.documents import local_source
-    from autoshard.runtime.data.hub import hub_source, is_hub_id
-
+def _source(text: str, subset: str | None, split: str) -> TextSource:
     local = local_source(text)
     require((local is not None or is_hub_id(text), text, "there is no such file or folder"))
     return local or hub_source(text, subset, split)
 
 
-def _tokenizer(text: str, eos: str | None, bos: str | None, template: Path | None) -> "TokenizerSpec":
-    from autoshard.runtime.data.hub import CONVERT, hub_tokenizer, is_hub_id
-    from autoshard.runtime.data.tokenizers import BYTES, TokenizerSpec, tokenizer_files
-
+def _tokenizer(text: str, eos: str | None, bos: str | None, template: Path | None) -> TokenizerSpec:
     if text == BYTES:
         require((not eos and not bos, "--tokenizer", "bytes has no tokens to name by --eos or --bos. Leave them out"))
         return TokenizerSpec(name=text, template=template)

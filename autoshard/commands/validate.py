@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
-from autoshard.commands.output import constants_in, print_json, print_left_out
+from autoshard.calibration.validate import validate as validated
+from autoshard.commands.output import print_answer, print_left_out
+from autoshard.cost.calibration import load_calibration
+from autoshard.report.validation import validation_report
+from autoshard.spec.record import encode
 
 
 def validate(rows: Path, calibration: Path | None = None, json: bool = False) -> int:
@@ -15,15 +19,7 @@ def validate(rows: Path, calibration: Path | None = None, json: bool = False) ->
         calibration: A calibration file, made by `autoshard calibrate`. Default: what is known of each row's cluster.
         json: Print one JSON object instead of tables.
     """
-    from autoshard.calibration.validate import validate as validated
-    from autoshard.report.terminal import make_console
-    from autoshard.report.validation import validation_report
-    from autoshard.spec.record import encode
-
-    validation = validated(rows, constants_in(calibration))
+    validation = validated(rows, calibration and load_calibration(calibration))
     print_left_out(validation.left_out)
-    if json:
-        print_json(encode(validation))
-    else:
-        make_console().print(validation_report(validation))
+    print_answer(encode(validation) if json else validation_report(validation))
     return 0

@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
-from autoshard.commands.output import print_json
+from autoshard.commands.output import print_answer
+from autoshard.cost.checked import check_plan
+from autoshard.plan.codec import load
+from autoshard.plan.proof import prove
+from autoshard.plan.verify import notices
+from autoshard.report.structured import rejection_json
+from autoshard.report.terminal import proof_report, rejections_report
+from autoshard.spec.record import encode
 
 
 def verify(plan: Path, json: bool = False) -> int:
@@ -15,29 +22,18 @@ def verify(plan: Path, json: bool = False) -> int:
         plan: The plan file.
         json: Print one JSON object instead of text.
     """
-    from autoshard.cost.checked import check_plan
-    from autoshard.plan.codec import load
-    from autoshard.plan.proof import prove
-    from autoshard.plan.verify import notices
-    from autoshard.report.structured import rejection_json
-    from autoshard.report.terminal import make_console, proof_report, rejections_report
-    from autoshard.spec.record import encode
-
     checked = check_plan(load(plan))
     current, rejections = checked.plan, checked.rejections
     remarks = [*([checked.remark] if checked.remark else []), *notices(current)]
     proof = prove(current) if current.strategies and not rejections else None
-    failed = bool(rejections) or (proof is not None and not proof.holds)
     if json:
         reasons = [rejection_json(entry) for entry in rejections]
-        print_json({"rejections": reasons, "notices": remarks, "proof": encode(proof)})
-        return 1 if failed else 0
-    if rejections:
-        make_console().print(rejections_report(rejections))
+        print_answer({"rejections": reasons, "notices": remarks, "proof": encode(proof)})
     else:
-        print(f"{plan}: {current.candidate} may run on {current.cluster.name} with engine {current.engine}")
-    if proof:
-        make_console().print(proof_report(proof))
-    for remark in remarks:
-        print(f"note: {remark}")
-    return 1 if failed else 0
+        may_run = f"{plan}: {current.candidate} may run on {current.cluster.name} with engine {current.engine}"
+        print_answer(rejections_report(rejections) if rejections else may_run)
+        if proof:
+            print_answer(proof_report(proof))
+        for remark in remarks:
+            print(f"note: {remark}")
+    return 1 if rejections or (proof and not proof.holds) else 0

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from autoshard.errors import require
@@ -15,10 +15,86 @@ from autoshard.spec.cluster import LOCAL
 from autoshard.spec.record import encode
 from autoshard.spec.training import Training
 
-Scheduler = Literal["slurm", "k8s", "torchrun"]
 PLAN, TRAINING, NODE, SUBMIT = "plan.json", "training.yaml", "node.sh", "submit.sh"
+FIRST, STRICT, HERE = "#!/usr/bin/env bash", "set -euo pipefail", 'cd "$(dirname "${BASH_SOURCE[0]}")"'  # of scripts
 _LONGEST_NAME = 40  # Kubernetes adds to it, and a host's name has 63 characters
 _DIGITS = 12  # of the plan's hash, where it is shown
+_TIME = r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}"  # sbatch's manual: minutes, [hours:]minutes:seconds, days-hours[...]
+_PROFILES: Mapping[str, tuple[str, ...]] = {  # HyperPod starts jobs of Kubernetes again that are PyTorchJobs
+    "slurm": ("plain", "hyperpod", "parallelcluster"),
+    "k8s": ("trainjob", "pytorchjob", "hyperpod"),
+    "torchrun": ("",),
+}
+_TAKES: Mapping[str, tuple[str, ...]] = {
+    "slurm": ("profile", "partition", "time", "on_failure"),
+    "k8s": ("profile", "image", "claim", "mount"),
+    "torchrun": (),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlace:
+    """Where a job runs, as its scheduler wants to be told.
+
+    Args:
+        scheduler: What starts the nodes; torchrun: you do.
+        profile: What kind of cluster: slurm plain, hyperpod or parallelcluster; k8s trainjob (Kubeflow Trainer v2),
+            pytorchjob (the operator before it) or hyperpod. Default: the first of the scheduler's.
+        partition: Of slurm: the partition. Default: the cluster's own.
+        time: Of slurm: the longest time of a job, e.g. 2-00:00:00; a run that needs more is queued again.
+        on_failure: Of slurm: requeue, or replan: where fewer nodes are left than the plan needs, submit a plan for
+            those. Default: requeue.
+        image: Of k8s: the container image, with torchrun and autoshard in it.
+        claim: Of k8s: the persistent volume claim that all nodes share.
+        mount: Of k8s: where that volume is mounted. Default: /fsx.
+    """
+
+    scheduler: Literal["slurm", "k8s", "torchrun"]
+    profile: Literal["plain", "hyperpod", "parallelcluster", "trainjob", "pytorchjob"] | None = None
+    partition: str | None = None
+    time: str | None = None
+    on_failure: Literal["requeue", "replan"] | None = None
+    image: str | None = None
+    claim: str | None = None
+    mount: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse options that this scheduler has no use for, demand those that it needs, and check what is given."""
+        given = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
+        needs = ("image", "claim") if self.scheduler == "k8s" else ()
+        known = ("scheduler", *_TAKES[self.scheduler])
+        require(
+            *((name in given, name, f"missing, and {self.scheduler} needs it") for name in needs),
+            *((name in known, name, f"says nothing to {self.scheduler}. Leave it out") for name in given),
+        )
+        profiles, whose = _PROFILES[self.scheduler], "Slurm's" if self.scheduler == "slurm" else "Kubernetes'"
+        forms = {
+            "claim": (r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "the name of a claim"),
+            "image": (r"\S+", "the name of an image"),
+            "mount": ("/.*", "a folder from / on"),
+            "partition": (r"[\w.,+-]+", "a name"),
+            "time": (_TIME, "minutes, hours:minutes:seconds or days-hours"),
+        }
+        replaces = self.on_failure == "replan" and self.profile == "hyperpod"
+        require(
+            (self.kind in profiles, "profile", f"{self.profile!r} is none of {whose}: {', '.join(profiles)}"),
+            (not replaces, "on_failure", "hyperpod replaces nodes that are lost. Leave it out"),
+            *(
+                (bool(re.fullmatch(form, given[name])), name, f"must be {what}, not {given[name]!r}")
+                for name, (form, what) in forms.items()
+                if name in given
+            ),
+        )
+
+    @property
+    def kind(self) -> str:
+        """The profile: the one that is given, or the first of the scheduler's."""
+        return self.profile or _PROFILES[self.scheduler][0]
+
+    @property
+    def volume(self) -> str | None:
+        """Where the volume is mounted that all containers of a job share; None where there are no containers."""
+        return (self.mount or "/fsx") if self.scheduler == "k8s" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +104,7 @@ class Job:
     name: str
     plan: Plan
     training: Training
+    place: JobPlace
     run: str  # the folder of the run, as the nodes see it; relative to the folder of the job
     setup: str = ""  # a line of shell that makes torchrun and autoshard known on a node
 
@@ -57,6 +134,11 @@ class Job:
         return fingerprint(self.plan)
 
     @property
+    def absolute_run(self) -> str:
+        """The folder of the run as a script in the folder of the job names it."""
+        return self.run if self.run.startswith("/") else f"$PWD/{self.run}"
+
+    @property
     def instance_type(self) -> str | None:
         """What the cloud calls a node; None where the cluster does not say."""
         name = self.plan.cluster.name
@@ -84,32 +166,27 @@ class Job:
         yield f"# {plan.model.name} on {nodes}, {cluster.ranks_per_node} ranks on a node: {plan.candidate}"
         yield f"# Plan {self.hash[:_DIGITS]}, of which plan.json in this folder has the rest."
 
+    def common_texts(self) -> dict[str, str]:
+        """Return the files under every scheduler: the plan, the options of the run, the user's own code."""
+        options = {"steps": self.training.steps, **_differing(encode(self.training), encode(Training()))}
+        options |= {"extend": [path.name for path in EXTENSIONS.files]} if EXTENSIONS.files else {}
+        title = self.title("What the run does beside its plan: options of autoshard run.")
+        extensions = {path.name: path.read_text(encoding="utf-8") for path in EXTENSIONS.files}
+        return {PLAN: dump(self.plan), TRAINING: "\n".join([*title, yaml_text(options)]), **extensions}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
     """The files of a job by their names, and what is typed next."""
 
     texts: Mapping[str, str] = field(hash=False)
-    submitter: str | None  # the program that SUBMIT calls, if there is something to submit
+    submitter: str | None = None  # the program that SUBMIT calls, if there is something to submit
 
 
 def default_name(plan: Plan) -> str:
     """Name a job after its model and its plan, so that two plans of a model do not meet."""
     model = re.sub("[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")
     return f"{model[: _LONGEST_NAME - 7].rstrip('-')}-{fingerprint(plan)[:6]}"
-
-
-def common_texts(job: Job) -> dict[str, str]:
-    """Return the files that jobs have under every scheduler: the plan, the options of the run, the user's own code."""
-    extensions = {path.name: path.read_text(encoding="utf-8") for path in EXTENSIONS.files}
-    return {PLAN: dump(job.plan), TRAINING: _training_text(job), **extensions}
-
-
-def _training_text(job: Job) -> str:
-    """Write what differs from the defaults of ``autoshard run``, as the options that it takes from a file."""
-    options = {"steps": job.training.steps, **_differing(encode(job.training), encode(Training()))}
-    options |= {"extend": [path.name for path in EXTENSIONS.files]} if EXTENSIONS.files else {}
-    return "\n".join([*job.title("What the run does beside its plan: options of autoshard run."), yaml_text(options)])
 
 
 def yaml_text(data: object) -> str:
@@ -121,6 +198,7 @@ def yaml_text(data: object) -> str:
 
 
 def _differing(options: Any, usual: Any) -> dict[str, Any]:
+    """Return the options that are not at their default; of sections, those inside."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, dict) and isinstance(usual[name], dict) and usual[name]:

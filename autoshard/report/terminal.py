@@ -98,7 +98,7 @@ def proof_report(proof: Proof) -> Group:
     return Group(*lines, *(Text(f"  not kept: {feature}", style="yellow") for feature in proof.lost))
 
 
-def plan_report(plan: Plan, runners_up: Sequence[Plan], certificate: Certificate | None, next_command: str) -> Group:
+def plan_report(plan: Plan, runners_up: Sequence[Plan] = (), certificate: Certificate | None = None) -> Group:
     """Return what ``autoshard plan`` prints: the layout first, then time, memory, alternatives, what was refused."""
     prediction = prediction_of(plan)
     parts: list[RenderableType] = [_headline(plan, prediction), "", time_table(prediction), ""]
@@ -113,8 +113,6 @@ def plan_report(plan: Plan, runners_up: Sequence[Plan], certificate: Certificate
     parts.append(Text(f"prediction {prediction.basis}", style="yellow"))
     if prediction.compiling:
         parts.append(Text(compiled_words(prediction.compiling), style="yellow"))
-    if next_command:
-        parts.append(Text.assemble("next: ", (next_command, "bold")))
     return Group(*parts)
 
 

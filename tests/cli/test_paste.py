@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from autoshard.cli import main
 
@@ -72,6 +73,17 @@ def test_a_candidate_can_be_pasted_from_the_table_even_where_it_is_broken_over_l
     assert max(map(len, text.splitlines())) <= 120
     answer(f"plan {question} --at {shlex.quote(match[1])}", capsys)
     assert Path("plan.json").read_bytes() == original
+
+
+def test_the_next_command_is_one_line_on_a_terminal_of_60_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "60")
+    out = tmp_path / ("plan" * 15)
+    text = answer(f"plan --model tiny-llama --cluster local --top 1 --out {out}", capsys)
+    *report, written, command = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    assert max(map(len, report)) <= 60 and (written, command) == (f"wrote {out}", f"next: autoshard verify {out}")
 
 
 @pytest.mark.parametrize(

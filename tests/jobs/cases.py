@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from autoshard.commands.options import QuestionOptions, SearchOptions
 from autoshard.commands.plan import searched
-from autoshard.jobs.job import PLAN, Files, Job, default_name
-from autoshard.jobs.kubernetes import KubernetesWants, kubernetes_files
+from autoshard.jobs.job import PLAN, Files, Job, JobPlace, default_name
+from autoshard.jobs.kubernetes import kubernetes_files
 from autoshard.jobs.shell import torchrun_files
-from autoshard.jobs.slurm import SlurmWants, slurm_files
+from autoshard.jobs.slurm import slurm_files
 from autoshard.plan.plan import Plan
 from autoshard.spec.training import Training
 from tests.engine.nxd.test_lowering import DOCUMENTED
@@ -54,18 +54,19 @@ def gpu_plan() -> Plan:
     return searched(question.requests(options)[0], 1, options).plans[0]
 
 
-def job_of(plan: Plan, **more: Any) -> Job:
-    return Job(**{"name": default_name(plan), "plan": plan, "training": Training(steps=100), "run": "run", **more})
-
-
-def files_of(job: Job, under: str) -> Files:
+def job_of(plan: Plan, under: str = "torchrun", *, replans: bool = False, **more: Any) -> Job:
     scheduler, _, profile = under.partition(" ")
-    if scheduler == "torchrun":
-        return torchrun_files(job)
-    if scheduler == "slurm":
-        return slurm_files(job, SlurmWants(profile=profile, time="2-00:00:00", partition="training"))
-    wants = KubernetesWants(image="registry.example/autoshard:1", claim="fsx", mount="/fsx", profile=profile)
-    return kubernetes_files(job, wants)
+    options: Mapping[str, Any] = {
+        "slurm": {"time": "2-00:00:00", "partition": "training", "on_failure": "replan" if replans else None},
+        "k8s": {"image": "registry.example/autoshard:1", "claim": "fsx"},
+    }.get(scheduler, {})
+    place: Any = {"scheduler": scheduler, "profile": profile or None, **options}
+    usual = {"name": default_name(plan), "training": Training(steps=100), "place": JobPlace(**place), "run": "run"}
+    return Job(**{"plan": plan, **usual, **more})
+
+
+def files_of(job: Job) -> Files:
+    return {"slurm": slurm_files, "k8s": kubernetes_files, "torchrun": torchrun_files}[job.place.scheduler](job)
 
 
 def folder_text(files: Files, plan: Plan) -> dict[str, list[str]]:

