@@ -15,8 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.base import Allows, Run, StepReport
-from autoshard.engine.results import SavedStep
+from autoshard.engine.base import Allows, Run, SavedStep, StepReport
 from autoshard.engine.torch.engine import TorchEngine, build
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan

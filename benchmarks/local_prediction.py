@@ -18,8 +18,7 @@ from autoshard.calibration.calibrate import calibrate
 from autoshard.calibration.rows import Occasion, row_of
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.predict import predict
-from autoshard.engine.base import Run
-from autoshard.engine.results import WARM_UP, RunReport
+from autoshard.engine.base import WARM_UP, Run, RunReport
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan

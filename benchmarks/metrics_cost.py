@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 
 from autoshard.commands.steps import StepDisplay
-from autoshard.engine.results import TimedStep
+from autoshard.engine.base import TimedStep
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan

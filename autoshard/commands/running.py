@@ -13,8 +13,7 @@ from typing import Any, Literal
 from autoshard.calibration.rows import Occasion, row_of
 from autoshard.commands.output import print_answer, write_text
 from autoshard.commands.steps import StepDisplay
-from autoshard.engine.base import HOST, Builds, Run
-from autoshard.engine.results import RunReport, SavedStep, Started
+from autoshard.engine.base import HOST, Builds, Run, RunReport, SavedStep, Started
 from autoshard.errors import InputError, NotFinite, RunFailed, Stopped
 from autoshard.plan.codec import dump
 from autoshard.plan.nxd.environment import environment

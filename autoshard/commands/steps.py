@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from autoshard.cost.trace import trace
-from autoshard.engine.results import RunReport, TimedStep
+from autoshard.engine.base import RunReport, TimedStep
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.report.run import run_summary, step_line

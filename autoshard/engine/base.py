@@ -1,6 +1,7 @@
 """What the runtime asks of an engine, and nothing else."""
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,3 +92,107 @@ class Engine(Protocol):
 
 # How an engine starts on this process, whose rank torch's world knows: it builds the rank's share of the plan.
 Builds = Callable[[Plan, Run], Engine]
+
+
+WARM_UP = 2  # steps that allocate, connect and cache; they are no measure of the others
+Phase = Literal["compile", "warm-up", "steady"]
+
+
+def phase_of(num_taken: int, *, compiles: bool) -> Phase:
+    """Return what a step is, after so many that this start of a run has taken; on some devices the first compiles.
+
+    >>> [phase_of(taken, compiles=True) for taken in range(4)]
+    ['compile', 'warm-up', 'steady', 'steady']
+    """
+    if num_taken == 0 and compiles:
+        return "compile"
+    return "warm-up" if num_taken < WARM_UP else "steady"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedStep:
+    """One optimizer step as all ranks saw it, and how long the slowest took."""
+
+    number: int  # from 1
+    loss: float
+    norm: float
+    time_s: float
+    num_tokens: int
+    learning_rate: float | None = None
+    waited_s: float = 0.0  # for data, before the step began
+    updated: bool = True  # whether the weights took the step
+    memory_bytes: int | None = None  # the peak of a device so far; None without a device
+    phase: Phase = "steady"
+
+    @property
+    def nonfinite(self) -> dict[str, str]:
+        """Which of loss and norm are no numbers, and what they are instead: nan, inf or -inf, which JSON cannot write.
+
+        >>> TimedStep(number=1, loss=math.nan, norm=1.0, time_s=1.0, num_tokens=1).nonfinite
+        {'loss': 'nan'}
+        """
+        both = {"loss": self.loss, "norm": self.norm}
+        return {name: str(float(value)) for name, value in both.items() if not math.isfinite(value)}
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that the whole step consumed, over its time."""
+        return self.num_tokens / self.time_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What is known when a run begins: after which step, and what the user should know of it."""
+
+    step: int
+    notes: tuple[str, ...] = ()
+    trackers: tuple[tuple[str, str], ...] = ()  # which know the run, and under which ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedStep:
+    """A checkpoint that is complete.
+
+    >>> print(SavedStep(step=40, time_s=2.1, blocked_s=0.02))
+    saved step 40 in 2.1 s; updates waited 0.02 s for it
+    """
+
+    step: int
+    time_s: float
+    blocked_s: float = 0.0  # for which updates waited
+    remark: str = ""  # what else the user should know
+
+    def __str__(self) -> str:
+        """Say it on a line, and remarks on another."""
+        line = f"saved step {self.step} in {self.time_s:.1f} s; updates waited {self.blocked_s:.2f} s for it"
+        return "\n".join(filter(None, (line, self.remark)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """A run that ended well; without steps if it had taken all of them before."""
+
+    steps: tuple[TimedStep, ...]  # the last ones
+    ranks: tuple[Measured, ...]
+    signal: int = 0  # that stopped it before its last step
+    unsaved: str = ""  # why its state at the end is in no checkpoint
+
+    @property
+    def kind(self) -> Literal["run", "short"]:
+        """The kind of a measured row: a run of at most two steps is short, its times have not settled."""
+        return "run" if len(self.steps) > WARM_UP else "short"
+
+    @property
+    def step_time_s(self) -> float:
+        """The median of all steps but the first two; of a shorter run, of all."""
+        return statistics.median(step.time_s for step in self.steps[WARM_UP:] or self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRank:
+    """What one rank would hold and send, found in one process without the others."""
+
+    rank: int
+    alike: tuple[int, ...]  # ranks with the same prediction, itself among them
+    num_run: int  # micro-batches that were run; what the others send is added
+    measured: Measured

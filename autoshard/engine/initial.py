@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from autoshard.graph.block import Block, OpGraph
+from autoshard.engine.programs import tied_instances
+from autoshard.graph.block import OpGraph
 from autoshard.graph.kinds.norm import Norm
 from autoshard.graph.kinds.pointwise import Add
 from autoshard.graph.op import Array
@@ -24,23 +25,13 @@ class InitialWeights:
 
     def __call__(self, name: str) -> Array:
         """Draw a weight; tied ones are drawn as the one that they share their values with."""
+        name = tied_instances(self.graph).get(name, name)
         kind, _, parameter = name.split(".", 2)
-        owner = self.graph.tied.get(f"{kind}.{parameter}")
-        if owner:
-            return self(owner.replace(".", ".0.", 1))
-        shape = _shape(self.graph, name)
-        begin = _begin(self.graph.block(kind), parameter)
-        if begin is not None:
-            return np.full(shape, begin)
+        shape, forward = _shape(self.graph, name), self.graph.block(kind).select("micro_batch", "F")
+        op = next(op for op in forward if parameter in op.inputs)
+        if isinstance(op.kind, Norm | Add):
+            return np.full(shape, float(isinstance(op.kind, Norm) and parameter == op.inputs[1]))
         return np.random.default_rng([self.seed, zlib.crc32(name.encode())]).normal(scale=_SCALE, size=shape)
-
-
-def _begin(block: Block, parameter: str) -> float | None:
-    """Return the first value of a weight: 1 if a norm multiplies by it, 0 if it is added; None if it is drawn."""
-    op = next(op for op in block.select("micro_batch", "F") if parameter in op.inputs)
-    if isinstance(op.kind, Norm):
-        return float(parameter == op.inputs[1])
-    return 0.0 if isinstance(op.kind, Add) else None
 
 
 def no_weights(graph: OpGraph) -> Callable[[str], Array]:

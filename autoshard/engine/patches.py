@@ -6,7 +6,7 @@ ours, so reading and writing are copies between views, whatever is cut, fused, i
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -36,15 +36,6 @@ class Axes:
         parts = [dim.partition(":") for group in found for dim in group]
         groups = tuple(tuple(dim.partition(":")[0] for dim in group) for group in found)
         return cls(groups, tuple((dim, int(number)) for dim, _, number in parts if number))
-
-    @property
-    def dims(self) -> tuple[str, ...]:
-        """All dims, in order."""
-        return tuple(dim for group in self.groups for dim in group)
-
-    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
-        return tuple(math.prod(sizes[dim] for dim in group) for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +116,19 @@ class Row:
 
     def shape(self, sizes: Mapping[str, int], cuts: Mapping[str, Range] = UNCUT) -> tuple[int, ...]:
         """Return the shape of theirs, where of some dims only these ranges are stored."""
-        return self.axes.shape({**sizes, **{dim: stop - start for dim, (start, stop) in cuts.items()}})
+        local = {**sizes, **{dim: stop - start for dim, (start, stop) in cuts.items()}}
+        return tuple(math.prod(local[dim] for dim in group) for group in self.axes.groups)
 
     def patch(
         self, sizes: Mapping[str, int], cuts: Mapping[str, Range] = UNCUT, starts: Sequence[int] = ()
     ) -> Patch | None:
         """Return where ours lies in it, from ``starts`` on; None where all that is stored is padding."""
-        chosen, here = dict(self.axes.slices), self.dims.dims
+        slices, here = dict(self.axes.slices), [dim for group in self.dims.groups for dim in group]
 
         def along(dim: str) -> Along:
             low, high = cuts.get(dim, (0, sizes[dim]))
-            if dim in chosen:
-                return Along(high - low, chosen[dim], 1, None, 0)
+            if dim in slices:
+                return Along(high - low, slices[dim], 1, None, 0)
             return Along(high - low, 0, min(high, sizes[dim]) - low, here.index(dim), low)
 
         groups = [tuple(along(dim) for dim in group) for group in self.axes.groups]
@@ -145,6 +137,20 @@ class Row:
         if any(one.count <= 0 for group in groups for one in group):
             return None
         return Patch(self.ours, tuple(starts) or (0,) * len(groups), tuple(groups))
+
+
+def stacked(
+    rows: Iterable[tuple[Row, Mapping[str, Range]]], axis: int, sizes: Mapping[str, int]
+) -> tuple[tuple[int, ...], list[Patch]]:
+    """Lay rows, each with its cuts, behind each other along an axis of one tensor; return its shape and patches."""
+    shape, patches, start = (), list[Patch](), 0
+    for row, cuts in rows:
+        shape = row.shape(sizes, cuts)
+        starts = [start if one == axis else 0 for one in range(len(shape))]
+        if patch := row.patch(sizes, cuts, starts):
+            patches.append(patch)
+        start += 0 if row.axes.slices else shape[axis]  # slices say by themselves where each part lies
+    return (*shape[:axis], start or shape[axis], *shape[axis + 1 :]), patches
 
 
 def whole(tensor: str, offsets: Sequence[int], lengths: Sequence[int]) -> Patch:

@@ -17,6 +17,7 @@ from autoshard.layout.program import (
     read_by,
     written_by,
 )
+from autoshard.plan.lowering import split_pending
 from autoshard.plan.plan import Plan, Stage
 from autoshard.plan.tables import plan_blocks, plan_programs
 from autoshard.spec.kernels import load_kernels
@@ -68,21 +69,18 @@ class PlanPrograms:
     graph: OpGraph
     stages: tuple[Mapping[str, BlockProgram], ...]
 
-    def collective_atoms(self) -> frozenset[tuple[str, ...]]:
-        """Return all atoms over which a collective of some program acts, rings among them."""
-        entries = [entry for parts in self._parts() for entry in parts.program.instructions]
-        sent = {entry.collective.atoms for entry in entries if isinstance(entry, Communicate)}
-        return frozenset(sent | {hop.atoms for entry in entries if isinstance(entry, Compute) for hop in entry.ring})
-
-    def pending(self) -> frozenset[tuple[str, ...]]:
-        """Return all atoms that some weight's gradient awaits when the micro-batches are done."""
-        found = (
-            parts.program.results[f"{tensor.name}.sum"] for parts in self._parts() for tensor in parts.block.parameters
-        )
-        return frozenset(value.layout.sums for value in found)
-
-    def _parts(self) -> Iterator[BlockProgram]:
-        return (parts for blocks in self.stages for parts in blocks.values())
+    def group_atoms(self) -> frozenset[tuple[str, ...]]:
+        """Return all atoms over which a collective acts: of a program, a ring, or the sum of a weight's gradients."""
+        found: set[tuple[str, ...]] = set()
+        for parts in (parts for blocks in self.stages for parts in blocks.values()):
+            for entry in parts.program.instructions:
+                if isinstance(entry, Communicate):
+                    found.add(entry.collective.atoms)
+                elif isinstance(entry, Compute):
+                    found |= {hop.atoms for hop in entry.ring}
+            for tensor in parts.block.parameters:
+                found |= {*split_pending(parts.program.results[f"{tensor.name}.sum"].layout.sums)}
+        return frozenset(found)
 
 
 def programs_of(plan: Plan) -> PlanPrograms:
@@ -157,9 +155,5 @@ def _added_at_once(entries: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
 
 def tied_instances(graph: OpGraph) -> Mapping[str, str]:
     """Return which weight has the values of which other, as ``OpGraph.instances`` names them."""
-    return {_instance(other): _instance(owner) for other, owner in graph.tied.items()}
-
-
-def _instance(parameter: str) -> str:
-    """Name a parameter of a block that occurs once as an instance: ``head.unembed.weight`` is of ``head.0``."""
-    return parameter.replace(".", ".0.", 1)
+    # Their blocks occur once: ``head.unembed.weight`` is of ``head.0``.
+    return {other.replace(".", ".0.", 1): owner.replace(".", ".0.", 1) for other, owner in graph.tied.items()}

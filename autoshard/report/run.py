@@ -7,8 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.engine.base import Measured
-from autoshard.engine.results import DryRank, RunReport, TimedStep
+from autoshard.engine.base import DryRank, Measured, RunReport, TimedStep
 from autoshard.plan.plan import Plan
 from autoshard.report.terminal import compiled_words, make_table, prediction_of
 from autoshard.units import format_bytes, format_count, format_seconds

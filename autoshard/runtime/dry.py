@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from autoshard.engine.base import Measured
-from autoshard.engine.results import DryRank
+from autoshard.engine.base import DryRank, Measured
 from autoshard.plan.plan import Plan
 
 _Key = TypeVar("_Key")

@@ -13,8 +13,18 @@ import torch
 import torch.distributed as dist
 
 from autoshard.engine.activity import RankActivity, activity_folder
-from autoshard.engine.base import HOST, Builds, Engine, Run, StepReport
-from autoshard.engine.results import RunReport, SavedStep, Started, TimedStep, phase_of
+from autoshard.engine.base import (
+    HOST,
+    Builds,
+    Engine,
+    Run,
+    RunReport,
+    SavedStep,
+    Started,
+    StepReport,
+    TimedStep,
+    phase_of,
+)
 from autoshard.errors import NotFinite
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.agreed import from_first_rank

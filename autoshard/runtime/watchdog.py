@@ -10,7 +10,7 @@ from collections import deque
 from pathlib import Path
 
 from autoshard.engine.activity import RankStatus, activity_folder, read_status
-from autoshard.engine.results import WARM_UP, TimedStep
+from autoshard.engine.base import WARM_UP, TimedStep
 from autoshard.plan.plan import Plan
 
 HUNG = 75  # exit code of a rank that ends because of a hang

@@ -3,7 +3,7 @@
 import pytest
 
 from autoshard.cost.predict import predict
-from autoshard.engine.results import WARM_UP
+from autoshard.engine.base import WARM_UP
 from benchmarks.local_prediction import (
     NEW,
     SEEN,

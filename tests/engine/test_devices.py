@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import autoshard.engine.torch.fake as fake
-import autoshard.engine.torch.kernels.fused as fused
+import autoshard.engine.torch.kernels.attention as fused
 from autoshard.engine.base import Batch, Measured
 from autoshard.engine.torch.fake import counted, fake_world
 from autoshard.engine.torch.formats import NOWHERE

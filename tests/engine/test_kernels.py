@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, strategies as st
 
 import autoshard.engine.torch.kernels.attention as attention_kernels
-import autoshard.engine.torch.kernels.fused as fused
 from autoshard.engine.nxd.blocks import COMPUTE
 from autoshard.engine.placement import zigzag
 from autoshard.engine.torch.formats import Formats
@@ -233,7 +232,7 @@ def test_attention_to_documents_between_any_two_parts_of_a_sequence(ranks, part,
     starts = np.array([np.maximum.accumulate([at if at in row else 0 for at in range(count)]) for row in begins])
     keys = data.draw(st.sampled_from([blocks[other], order]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "KERNELS", fused.KERNELS if kernels == "fused" else {})
+        patch.setattr(attention_kernels, "KERNELS", attention_kernels.KERNELS if kernels == "fused" else {})
         attention(blocks[mine], keys, window, starts[:, blocks[mine]])
 
 
@@ -241,11 +240,10 @@ def test_sequences_that_are_cut_alike_are_attended_to_together():
     """Four documents in two ways to cut, of three sequences: as many calls of a kernel."""
     starts = torch.tensor([[0, 0, 2, 2], [0, 0, 2, 2], [0, 1, 1, 1]])
     along = torch.arange(4)
-    found = list(
-        attention_kernels._seen_by_document(along, attention_kernels._spans(along), starts, None, in_rows=False)
-    )
-    assert [(seen.rows, seen.queries.start, seen.queries.stop, seen.causal) for seen in found] == [
-        ((0, 2), 0, 2, True), ((0, 2), 2, 4, True), ((2, 3), 0, 1, True), ((2, 3), 1, 4, True),
+    found = list(attention_kernels.visible_pairs(along, along, starts, None, in_rows=False))
+    assert {seen.sees for seen in found} == {"causal"}
+    assert [(seen.rows, seen.queries.slice) for seen in found] == [
+        ((0, 2), slice(0, 2)), ((0, 2), slice(2, 4)), ((2, 3), slice(0, 1)), ((2, 3), slice(1, 4)),
     ]  # fmt: skip
 
 

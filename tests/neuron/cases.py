@@ -322,7 +322,7 @@ def _ours(engine: Any, contents: Any, rows: torch.Tensor, which: tuple[int, int]
     from autoshard.engine.nxd.shards import patches_of
 
     built = engine.built
-    for whole, _ in patches_of(contents.holds, built.rank, built.sizes, built.whole):
+    for whole in patches_of(contents.holds, built.rank, built.sizes, built.whole):
         for patch in whole.rows(*which):
             bounds = tuple((part.start, part.stop) for part in patch.place)
             yield f"{contents.instance}.{patch.tensor}", Held(bounds=bounds, array=patch.view(rows).numpy())

@@ -120,9 +120,11 @@ def test_every_pair_of_features_with_separate_documents(row: Row):
 # -- seeded faults -------------------------------------------------------------------------------------
 
 
-def without_mask(positions: Any, keys: Any, starts: Any, window: Any, *, in_rows: bool) -> Any:
-    spans = attention_kernels._spans(positions)
-    return attention_kernels._seen(spans, keys, window, in_rows=in_rows)
+visible_pairs = attention_kernels.visible_pairs
+
+
+def without_documents(positions: Any, keys: Any, starts: Any, window: Any, *, in_rows: bool) -> Any:
+    return visible_pairs(positions, keys, starts[:, :0], window, in_rows=in_rows)
 
 
 def from_the_sequence(positions: Any, *document_starts: Any) -> Any:
@@ -134,7 +136,7 @@ def from_the_sequence(positions: Any, *document_starts: Any) -> Any:
 # Not among them: rotary angles that do not start again. Queries and keys of a document then turn by as much more, which
 # attention does not see; the tests of kernels do.
 FAULTS = {
-    "attention does not stop": (attention_kernels, "_seen_by_document", without_mask, "a window in a ring"),
+    "attention does not stop": (attention_kernels, "visible_pairs", without_documents, "a window in a ring"),
     "learned positions do not start again": (
         indexing_kernels, "places", from_the_sequence, "learned positions, tied, tp and pp",
     ),

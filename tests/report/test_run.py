@@ -5,8 +5,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from autoshard.engine.base import Measured
-from autoshard.engine.results import RunReport, TimedStep
+from autoshard.engine.base import Measured, RunReport, TimedStep
 from autoshard.plan.prediction import Compiling
 from autoshard.report.run import alike_ranks, run_json, run_report, run_summary, start_lines, step_line
 from tests.report.printed import printed

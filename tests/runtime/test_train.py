@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autoshard.engine.base import Measured, Run
-from autoshard.engine.results import RunReport, TimedStep
+from autoshard.engine.base import Measured, Run, RunReport, TimedStep
 from autoshard.runtime.data.batches import synthetic_step
 from autoshard.runtime.launch import Placing, launch
 from autoshard.spec.training import Training

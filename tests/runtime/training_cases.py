@@ -7,9 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.engine.base import Builds, Engine, Measured, Run, whenever_finite
+from autoshard.engine.base import (
+    Builds,
+    Engine,
+    Measured,
+    Run,
+    RunReport,
+    SavedStep,
+    Started,
+    TimedStep,
+    whenever_finite,
+)
 from autoshard.engine.programs import graph_of
-from autoshard.engine.results import RunReport, SavedStep, Started, TimedStep
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.formats import Formats
 from autoshard.plan.plan import Plan

@@ -103,11 +103,17 @@ def module_steps(block: Block, runs: Sequence[tuple[str, ...]]) -> Iterator[Modu
     """Yield the steps of a block's forward pass; the operations of a run are one step."""
     run_of = {name: run for run in runs for name in run}
     source: dict[str, str] = {}  # of what is delivered
-    ops = [op for op in block.select("micro_batch", "F") if not isinstance(op.kind, Deliver)]
+    reads: dict[str, list[str]] = {}  # what a module reads beside its weights
+    ops: list[Op] = []
     for op in block.select("micro_batch", "F"):
         if isinstance(op.kind, Deliver):
             source[op.outputs[0]] = source.get(op.inputs[0], op.inputs[0])
-    reads = {op.name: [source.get(name, name) for name in _activations(block, op)] for op in ops}
+            continue
+        inputs = op.inputs[:3] if isinstance(op.kind, Attend) else op.inputs  # attention of NxD knows no positions
+        inputs = [op.inputs[0], ANGLES] if isinstance(op.kind, Rotary) else inputs
+        tensors = [name for name in inputs if name == ANGLES or block.tensors[name].role != "parameter"]
+        reads[op.name] = [source.get(name, name) for name in tensors]
+        ops.append(op)
     results = {source.get(block.carry_out or "loss", block.carry_out or "loss")}
     for op in ops:
         run = run_of.get(op.name, (op.name,))
@@ -121,14 +127,6 @@ def module_steps(block: Block, runs: Sequence[tuple[str, ...]]) -> Iterator[Modu
             reads=tuple(dict.fromkeys(name for one in inside for name in reads[one.name] if name not in made)),
             writes=tuple(name for name in made if name in wanted),
         )
-
-
-def _activations(block: Block, op: Op) -> list[str]:
-    """Return what a module reads beside its weights; attention of NxD knows no positions."""
-    if isinstance(op.kind, Rotary):
-        return [op.inputs[0], ANGLES]
-    inputs = op.inputs[:3] if isinstance(op.kind, Attend) else op.inputs
-    return [name for name in inputs if block.tensors[name].role != "parameter"]
 
 
 def compute_of(block: Block, op: Op) -> Compute:
@@ -237,7 +235,8 @@ class FirstStage(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the hidden state."""
-        return self.block(*[tokens, _tensor(self._positions, tokens.device)][: len(self.block.reads)])
+        positions = torch.arange(self._positions.start, self._positions.stop, device=tokens.device)
+        return self.block(*[tokens, positions][: len(self.block.reads)])
 
 
 class MiddleStage(nn.Module):
@@ -251,12 +250,8 @@ class MiddleStage(nn.Module):
         """Return the next hidden state."""
         if self._rotary is None:
             return self.block(x)
-        positions = _tensor(self._positions, x.device)
+        positions = torch.arange(self._positions.start, self._positions.stop, device=x.device)
         return self.block(x, rotary_angles(self._rotary, positions, self._head_dim, x.dtype))
-
-
-def _tensor(positions: range, device: torch.device) -> Tensor:
-    return torch.arange(positions.start, positions.stop, device=device)
 
 
 class LastStage(nn.Module):

@@ -16,11 +16,10 @@ from autoshard.engine.nxd.blocks import MiddleStage
 from autoshard.engine.nxd.layers import Recomputed
 from autoshard.engine.nxd.library import groups, named, trainer
 from autoshard.engine.nxd.lowering import INPUTS, NxdLowering, lowering_of
-from autoshard.engine.nxd.model import Built, Kernels, ParameterContents, build_model, positions_of, tie
+from autoshard.engine.nxd.model import Built, Kernels, build_model, positions_of, tie
 from autoshard.engine.nxd.state import State
 from autoshard.engine.placement import StatePiece
 from autoshard.engine.programs import graph_of
-from autoshard.graph.block import OpGraph
 from autoshard.graph.kinds.optimizer import AdamW
 from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
@@ -29,10 +28,8 @@ from autoshard.spec.training import AdamWConstants
 Whole = Callable[[str], Array]  # a whole weight by its name, as in ``OpGraph.instances``
 # The loss of a step over all ranks, and those of micro-batches on this rank where NxD returns them.
 _StepLosses = tuple[Tensor, Sequence[Tensor]]
-_CLASSES: Mapping[str, type[nn.Module]] = {"MiddleStage": MiddleStage, "Recomputed": Recomputed}
 _UPDATES: Mapping[str, Any] = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
-_KERNELS: Kernels = MappingProxyType({})
-_DTYPES: Mapping[str, torch.dtype] = {"token_weight": torch.float32}
+_NONE: Kernels = MappingProxyType({})
 _USUAL = AdamWConstants()
 _MOST_SUSPECTS = 3  # that a rank names of what it found
 
@@ -46,7 +43,7 @@ class NxdEngine:
         whole: Whole,
         constants: AdamWConstants = _USUAL,
         updates: Mapping[str, Any] = _UPDATES,
-        kernels: Kernels = _KERNELS,
+        kernels: Kernels = _NONE,
     ) -> None:
         """Build this rank's share; ``updates`` are classes by the name of the one of ``torch.optim`` that they are."""
         self.plan, self.lowering = plan, lowering_of(plan)
@@ -75,7 +72,12 @@ class NxdEngine:
             group["lr"] = learning_rate
         self.optimizer.zero_grad()
         parts = [self._own_batch(batch) for batch in micro_batches]
-        losses = self._through_pipeline(parts) if self.plan.mesh.size("pp") > 1 else self._one_by_one(parts)
+        if self.plan.mesh.size("pp") > 1:
+            # NxD cuts the batch into micro-batches again; its loss is the mean over them and over replicas.
+            whole = {name: torch.cat([part[name] for part in parts]) for name in INPUTS}
+            losses: _StepLosses = self.model.run_train(**whole), ()
+        else:
+            losses = self._one_by_one(parts)
         report = self._updated(losses, allows)
         named("mark_step")()  # what is traced until here runs as one graph
         return report
@@ -109,12 +111,10 @@ class NxdEngine:
         count, mine = groups().get_data_parallel_size(), groups().get_data_parallel_rank()
         whole = {name: np.array_split(np.asarray(batch[name]), count)[mine] for name in INPUTS}
         parts = {name: array[:, self.positions.start : self.positions.stop] for name, array in whole.items()}
-        return {name: torch.from_numpy(part.copy()).to(_DTYPES.get(name, torch.int64)) for name, part in parts.items()}
-
-    def _through_pipeline(self, parts: Sequence[Mapping[str, Tensor]]) -> _StepLosses:
-        """NxD cuts the batch into micro-batches again; its loss is the mean over them and over replicas."""
-        whole = {name: torch.cat([part[name] for part in parts]) for name in INPUTS}
-        return self.model.run_train(**whole), ()
+        return {
+            name: torch.from_numpy(part.copy()).to(torch.float32 if name == "token_weight" else torch.int64)
+            for name, part in parts.items()
+        }
 
     def _one_by_one(self, parts: Sequence[Mapping[str, Tensor]]) -> _StepLosses:
         """Without a pipeline, gradients of micro-batches add up here."""
@@ -180,27 +180,23 @@ class NxdEngine:
         """Return the parameter groups of the optimizer: those that decay in the graph, and the others."""
         if self.lowering.update != "AdamW":
             return [{"params": [parameter for _, parameter in self.parameters]}]
-        graph, groups = graph_of(self.plan), dict[float, list[nn.Parameter]]()
+        graph, groups = graph_of(self.plan), dict[bool, list[nn.Parameter]]()
         for name, parameter in self.parameters:
-            decay = constants.weight_decay if _decays(graph, self.built.contents[name]) else 0.0
-            groups.setdefault(decay, []).append(parameter)
+            contents = self.built.contents[name]
+            block = graph.block(contents.instance.partition(".")[0])
+            kinds = [block.op(f"{piece.tensor}.update").kind for piece in contents.holds.pieces]
+            decays = {isinstance(kind, AdamW) and kind.decay > 0 for kind in kinds}
+            assert len(decays) == 1, f"{contents} holds weights that decay and others"
+            groups.setdefault(decays.pop(), []).append(parameter)
         usual = {"betas": (constants.beta1, constants.beta2), "eps": constants.eps}
-        return [{"params": found, "weight_decay": decay, **usual} for decay, found in groups.items()]
+        return [
+            {"params": found, "weight_decay": constants.weight_decay if decays else 0.0, **usual}
+            for decays, found in groups.items()
+        ]
 
 
 class _DeclinedError(Exception):
     """The loop of the run does not allow the update."""
-
-
-def _decays(graph: OpGraph, contents: ParameterContents) -> bool:
-    """Whether the graph lets the weights of a parameter decay."""
-    block, found = graph.block(contents.kind), set[bool]()
-    for piece in contents.holds.pieces:
-        kind = block.op(f"{piece.tensor}.update").kind
-        assert isinstance(kind, AdamW), f"{piece.tensor} is updated by {kind}"
-        found.add(kind.decay > 0)
-    assert len(found) == 1, f"{contents} holds weights that decay and others"
-    return found.pop()
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -212,18 +208,12 @@ def build(plan: Plan, run: Run) -> NxdEngine:
     return NxdEngine(plan, InitialWeights(graph=graph_of(plan), seed=run.training.seed), run.training.adamw)
 
 
-def _leave(module: nn.Module, device: torch.device) -> None:
-    """Leave parameters as they are made: they are filled by name."""
-
-
 def _with_classes(lowering: NxdLowering) -> dict[str, Any]:
-    """Put classes for their names, and lists for NxD to append to."""
+    """Put classes for their names, and lists for NxD to append to; parameters are left as they are made."""
     config = dict(lowering.config)
-    again = config["activation_checkpoint_config"]
-    config["activation_checkpoint_config"] = [_CLASSES[again]] if again else None
-    config["model_init_config"] = {**config["model_init_config"], "param_init_fn": _leave}
+    config["activation_checkpoint_config"] = [Recomputed] if config["activation_checkpoint_config"] else None
+    config["model_init_config"] = {**config["model_init_config"], "param_init_fn": lambda module, device: None}
     if config["pipeline_config"]:
-        layer = _CLASSES[config["pipeline_config"]["transformer_layer_cls"]]
         listed = {name: list(value) for name, value in config["pipeline_config"].items() if isinstance(value, tuple)}
-        config["pipeline_config"] = {**config["pipeline_config"], **listed, "transformer_layer_cls": layer}
+        config["pipeline_config"] = {**config["pipeline_config"], **listed, "transformer_layer_cls": MiddleStage}
     return config

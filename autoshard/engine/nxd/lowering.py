@@ -17,9 +17,6 @@ from autoshard.plan.tables import plan_blocks, plan_programs
 from autoshard.spec.kernels import load_kernels
 
 INPUTS = ("tokens", "labels", "token_weight")
-RECOMPUTED = "Recomputed"  # the class that marks what is computed again
-# Runs of leaves that can be computed again as one module.
-_JOINED = (("up", "gate", "act", "product", "down"), ("act", "product"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +70,8 @@ def lowering_of(plan: Plan) -> NxdLowering:
     )
 
 
-def cuts_of(plan: Plan) -> tuple[str, ...]:
-    """Return the last layer of every stage but the last, as NxD cuts a pipeline."""
-    return tuple(f"layers.{stage.first_layer + stage.num_layers - 1}" for stage in plan.stages[:-1])
-
-
 def _runs(plan: Plan, drop: Recompute) -> tuple[tuple[str, ...], ...]:
+    """Return the runs of leaves that a layer computes again."""
     if drop.kind == "none":
         return ()
     if drop.kind == "full":
@@ -87,7 +80,7 @@ def _runs(plan: Plan, drop: Recompute) -> tuple[tuple[str, ...], ...]:
     known = {op.name for op in plan_blocks(plan)["layer"].select("micro_batch", "F")}
     leaves = known.intersection(leaf for name in drop.ops for leaf in sets.get(name, (name,)))
     runs: list[tuple[str, ...]] = []
-    for run in _JOINED:
+    for run in (("up", "gate", "act", "product", "down"), ("act", "product")):  # computed again as one module
         if leaves.issuperset(run):
             runs.append(run)
             leaves -= set(run)
@@ -96,7 +89,20 @@ def _runs(plan: Plan, drop: Recompute) -> tuple[tuple[str, ...], ...]:
 
 def _config(plan: Plan, *, sums_gradients: bool, recomputes: bool) -> Mapping[str, Any]:
     precision, zero_one = plan.workload.precision, plan.zero == 1
-    masters = precision.masters is not None
+    pipeline = {
+        "transformer_layer_cls": "MiddleStage",
+        "num_microbatches": plan.schedule.num_micro_batches,
+        "virtual_pipeline_size": plan.schedule.num_chunks,
+        "output_loss_value_spec": True,
+        "input_names": INPUTS,
+        # The last layer of every stage but the last.
+        "pipeline_cuts": tuple(f"layers.{stage.first_layer + stage.num_layers - 1}" for stage in plan.stages[:-1]),
+        "leaf_module_cls": ("FirstStage", "LastStage"),
+        "tracer_cls": "torch",
+        "broadcast_and_average_loss": True,
+        "use_zero1_optimizer": zero_one,
+        "use_optimizer_wrapper": True,
+    }
     return {
         "tensor_parallel_size": plan.mesh.size("tp"),
         "pipeline_parallel_size": plan.mesh.size("pp"),
@@ -104,33 +110,17 @@ def _config(plan: Plan, *, sums_gradients: bool, recomputes: bool) -> Mapping[st
         "expert_parallel_size": 1,
         "lnc_size": plan.cluster.lnc or 1,
         "sequence_parallel": sums_gradients,
-        "pipeline_config": _pipeline(plan) if plan.mesh.size("pp") > 1 else None,
+        "pipeline_config": pipeline if plan.mesh.size("pp") > 1 else None,
         "optimizer_config": {
             "zero_one_enabled": zero_one,
             "grad_clipping": True,
             "max_grad_norm": plan.workload.clip_norm,
         },
         "mixed_precision_config": {
-            "use_master_weights": masters,
+            "use_master_weights": precision.masters is not None,
             "use_fp32_grad_acc": zero_one and precision.gradients != precision.weights,
             "use_master_weights_in_ckpt": zero_one,  # else torch_xla warns of its own checkpoints, which are not used
         },
         "model_init_config": {"meta_device_init": True, "param_init_fn": "leave"},
-        "activation_checkpoint_config": RECOMPUTED if recomputes else None,
-    }
-
-
-def _pipeline(plan: Plan) -> Mapping[str, Any]:
-    return {
-        "transformer_layer_cls": "MiddleStage",
-        "num_microbatches": plan.schedule.num_micro_batches,
-        "virtual_pipeline_size": plan.schedule.num_chunks,
-        "output_loss_value_spec": True,
-        "input_names": INPUTS,
-        "pipeline_cuts": cuts_of(plan),
-        "leaf_module_cls": ("FirstStage", "LastStage"),
-        "tracer_cls": "torch",
-        "broadcast_and_average_loss": True,
-        "use_zero1_optimizer": plan.zero == 1,
-        "use_optimizer_wrapper": True,
+        "activation_checkpoint_config": "Recomputed" if recomputes else None,
     }

@@ -49,7 +49,6 @@ from autoshard.plan.tables import plan_blocks, step_of
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Kernels = Mapping[str, Any]  # functions by the names of those of NxD
 _RING = "nki_ring_attn_func"
-_PARTS = {"router": "RouterTopK", "expert_mlps": "ExpertMLPs"}  # of a layer of experts
 # Where the whole model lies until NxD has taken this rank's stages: on a host, layers would draw whole weights first.
 _NOWHERE = torch.device("meta")
 
@@ -60,11 +59,6 @@ class ParameterContents:
 
     instance: str
     holds: FormParameter
-
-    @property
-    def kind(self) -> str:
-        """Of which kind the block is."""
-        return self.instance.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +84,13 @@ class Built:
         """Say of parameters what NxD's reductions and its norm ask; its own layers forget to, or lose it."""
         for name, parameter in parameters:
             holds = self.contents[name].holds
-            for mark, value in _marks(holds, self.rank).items():
+            marks: dict[str, object] = {"sequence_parallel_enabled": holds.summed}
+            if holds.split is not None:
+                marks |= {"tensor_model_parallel": True, "partition_dim": holds.split}
+                marks |= {"partition_stride": len(holds.pieces), "num_partitions": self.rank.size(TP)}
+            if holds.copies > 1:
+                marks["shared"] = self.rank.coordinate(("rep",)) > 0  # the first that holds it counts in the norm
+            for mark, value in marks.items():
                 setattr(parameter, mark, value)
 
 
@@ -159,9 +159,10 @@ class _Building:
         if form.layer == "parallel_cross_entropy":
             size = self.sizes["vocab"] // self.rank.size(TP)
             return TokenLosses(named(form.layer), self.rank.index * size, self._plan.model.vocab)
-        given = _arguments(form.arguments)
+        given = _given(form.arguments)
         if form.layer == "MoE":
-            given |= {part: named(name)(device=_NOWHERE, **given[part]) for part, name in _PARTS.items()}
+            parts = {"router": "RouterTopK", "expert_mlps": "ExpertMLPs"}
+            given |= {part: named(name)(device=_NOWHERE, **given[part]) for part, name in parts.items()}
         else:
             given["device"] = _NOWHERE
         layer = named(form.layer)(**given)
@@ -231,24 +232,12 @@ def _recomputing(layer: BlockModule, again: tuple[tuple[str, ...], ...]) -> nn.M
     return layer
 
 
-def _arguments(given: Mapping[str, Argument]) -> dict[str, Any]:
-    return {name: _argument(name, value) for name, value in given.items()}
-
-
-def _argument(name: str, value: Argument) -> Any:
-    if isinstance(value, Mapping):
-        return _arguments(value)
-    if name in ("dtype", "reduce_dtype"):
-        return DTYPES[str(value)]
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _marks(holds: FormParameter, rank: TpRank) -> Mapping[str, object]:
-    """Return the attributes of a parameter, those that a layer has set itself once more."""
-    found: dict[str, object] = {"sequence_parallel_enabled": holds.summed}
-    if holds.split is not None:
-        found |= {"tensor_model_parallel": True, "partition_dim": holds.split}
-        found |= {"partition_stride": len(holds.pieces), "num_partitions": rank.size(TP)}
-    if holds.copies > 1:
-        found["shared"] = rank.coordinate(("rep",)) > 0  # counted in the norm by the first of those that hold it
-    return found
+def _given(arguments: Mapping[str, Argument]) -> dict[str, Any]:
+    """Return arguments as a layer takes them: types of torch for names of formats, and lists."""
+    return {
+        name: _given(value) if isinstance(value, Mapping)
+        else DTYPES[str(value)] if name in ("dtype", "reduce_dtype")
+        else list(value) if isinstance(value, tuple)
+        else value
+        for name, value in arguments.items()
+    }  # fmt: skip

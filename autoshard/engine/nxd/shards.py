@@ -1,15 +1,24 @@
-"""Which part of our tensors a rank's parameters of NxD hold, in both directions; numpy only."""
+"""Which parts of our tensors a rank's tensors of NxD hold, in both directions; numpy only.
+
+These are parameters of the engine's layers, which plans describe, and the tensors in files of NxD's own models, which
+have the names and shapes that the vendor's converter writes and its examples and trainer load.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
-from autoshard.engine.patches import Axes, Patch, Row
+from autoshard.engine.hf_names import HEADS, HfNames
+from autoshard.engine.patches import Axes, Patch, Range, Row, stacked
+from autoshard.errors import Fault, InputError
 from autoshard.graph.op import Array
-from autoshard.plan.nxd.form import TP, FormParameter, FormPiece
+from autoshard.plan.nxd.form import TP, FormParameter
 from autoshard.spec.mesh import Mesh
+from autoshard.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +45,7 @@ class TpRank:
 
     def coordinate(self, atoms: Sequence[str]) -> int:
         """Return which of the parts is this rank's: over several atoms in the order of the ranks, as NxD cuts."""
-        found, rest = 0, self.index
-        weight = 1
+        found, rest, weight = 0, self.index, 1
         for atom, size in reversed(self.atoms):
             rest, place = divmod(rest, size)
             if atom in atoms:
@@ -45,11 +53,8 @@ class TpRank:
                 weight *= size
         return found
 
-    def bounds(self, piece: FormPiece, sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
-        """Return the rank's block of our tensor along its dims."""
-        return tuple(self._bounds(sizes[dim], piece.cuts.get(dim, ())) for dim in piece.dims)
-
-    def _bounds(self, size: int, atoms: Sequence[str]) -> tuple[int, int]:
+    def bounds(self, size: int, atoms: Sequence[str]) -> Range:
+        """Return the rank's part of a dim of this size, cut over atoms."""
         count, place = self.size(atoms), self.coordinate(atoms)
         assert size % count == 0, f"{size} does not divide by {count}"
         return place * (size // count), (place + 1) * (size // count)
@@ -57,34 +62,137 @@ class TpRank:
 
 def local_shape(parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of a rank's parameter."""
-    shapes = [_shape(piece, rank, sizes) for piece in parameter.pieces]
-    shape = list(shapes[0])
-    shape[parameter.axis] = sum(one[parameter.axis] for one in shapes)
-    return tuple(shape)
+    return _stacked(parameter, rank, sizes, sizes)[0]
 
 
 def local_of(parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], whole: Mapping[str, Array]) -> Array:
     """Cut a rank's parameter out of our whole tensors; what is padded is zero."""
     own = {dim: size for one in parameter.pieces for dim, size in zip(one.dims, whole[one.tensor].shape, strict=True)}
-    local = np.zeros(local_shape(parameter, rank, sizes), dtype=whole[parameter.pieces[0].tensor].dtype)
-    for patch, _ in patches_of(parameter, rank, sizes, own):
+    shape, patches = _stacked(parameter, rank, sizes, own)
+    local = np.zeros(shape, dtype=whole[parameter.pieces[0].tensor].dtype)
+    for patch in patches:
         patch.view(local)[...] = whole[patch.tensor][patch.place]
     return local
 
 
 def patches_of(
     parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], whole: Mapping[str, int]
-) -> Iterator[tuple[Patch, FormPiece]]:
-    """Yield what a rank's parameter holds; ``sizes`` are padded, those of our ``whole`` are not."""
-    start = 0
-    for piece in parameter.pieces:
-        shape = _shape(piece, rank, sizes)
-        starts = [start if axis == parameter.axis else 0 for axis in range(len(shape))]
-        row = Row(parameter.name, Axes(piece.axes), piece.tensor, Axes(tuple((dim,) for dim in piece.dims)))
-        if patch := row.patch(whole, dict(zip(piece.dims, rank.bounds(piece, sizes), strict=True)), starts):
-            yield patch, piece
-        start += shape[parameter.axis]
+) -> Sequence[Patch]:
+    """Return what a rank's parameter holds; ``sizes`` are padded, those of our ``whole`` are not."""
+    return _stacked(parameter, rank, sizes, whole)[1]
 
 
-def _shape(piece: FormPiece, rank: TpRank, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[dim] // rank.size(piece.cuts.get(dim, ())) for dim in group) for group in piece.axes)
+def _stacked(
+    parameter: FormParameter, rank: TpRank, sizes: Mapping[str, int], whole: Mapping[str, int]
+) -> tuple[tuple[int, ...], Sequence[Patch]]:
+    rows = (
+        (
+            Row(parameter.name, Axes(piece.axes), piece.tensor, Axes(tuple((dim,) for dim in piece.dims))),
+            {dim: rank.bounds(sizes[dim], piece.cuts.get(dim, ())) for dim in piece.dims},
+        )
+        for piece in parameter.pieces
+    )
+    return stacked(rows, parameter.axis, whole)
+
+
+# Queries, keys and values: one tensor or three of the layer that may copy keys; one of a plain layer; three layers.
+Qkv = Literal["fused", "split", "plain", "apart"]
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gpt_neox")
+_CUTS: Mapping[str, tuple[str, ...]] = {"kv_heads": ("kv",), "q_group": ("rep",), "ffn": TP, "vocab": TP}
+_QKV = re.compile(r"(.*self_attn\.)([qkv])_proj\.(weight|bias)")
+_HALF = re.compile(r"(.*mlp\.)(?:gate|up)_proj\.(weight|bias)")
+# cited: neuronx_distributed/modules/moe/moe_parallel_layers.py: weights of experts are [experts, in, out].
+_EXPERTS: Mapping[str, tuple[str, Axes]] = {
+    "mlp.gate.weight": ("mlp.router.linear_router.weight", Axes.parse("experts hidden")),
+    "mlp.experts.gate_up_proj": ("mlp.expert_mlps.mlp_op.gate_up_proj.weight", Axes.parse("experts hidden ffn")),
+    "mlp.experts.down_proj": ("mlp.expert_mlps.mlp_op.down_proj.weight", Axes.parse("experts ffn hidden")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StackedRows:
+    """Parts of a tensor of theirs, one behind the other along an axis; which block of the model it is of."""
+
+    rows: tuple[Row, ...]
+    axis: int
+    block: str  # embed.0, layer.3, head.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NxdNames:
+    """The tensors of one model, whole, or on one rank of tp."""
+
+    model: ModelSpec
+    tensors: Mapping[str, StackedRows]
+    sizes: Mapping[str, int]
+    padded: Mapping[str, int]
+    cuts: Mapping[str, Range] = field(default_factory=dict[str, Range])
+
+    @classmethod
+    def of(cls, family: str, model: ModelSpec, qkv: Qkv, vocab: int) -> "NxdNames":
+        """Expand the table; ``vocab`` is padded."""
+        if family not in FAMILIES:
+            raise InputError.of("model_type", f"NxD has no layout for {family}. It has some for {', '.join(FAMILIES)}")
+        names = HfNames.of(family, model, "module" if family == "mixtral" else "published")
+        rows = list(names.rows)
+        if names.tied:  # NxD saves the embedding once more, as the head
+            head = "embed_out.weight" if family == "gpt_neox" else "lm_head.weight"
+            rows += [replace(row, theirs=head) for row in rows if row.ours == "embed.0.embed.weight"]
+        found: dict[str, list[Row]] = {}
+        for row in rows:
+            renamed = _renamed(row, qkv)
+            found.setdefault(renamed.theirs, []).append(renamed)
+        tensors = {
+            name: StackedRows(
+                tuple(parts),
+                axis=2 if parts[0].axes == _EXPERTS["mlp.experts.gate_up_proj"][1] else 0,
+                block="head.0" if name in HEADS else parts[0].ours.rsplit(".", 2)[0],
+            )
+            for name, parts in found.items()
+        }
+        return cls(model=model, tensors=tensors, sizes=names.sizes, padded={**names.sizes, "vocab": vocab})
+
+    def at(self, rank: TpRank) -> "NxdNames":
+        """Return the names with what a rank holds."""
+        faults = [
+            Fault(where="tp", message=f"{self.padded[dim]} {dim} of {self.model.name} do not divide by {count}")
+            for dim, count in ((dim, rank.size(atoms)) for dim, atoms in _CUTS.items())
+            if self.padded.get(dim, 0) % count
+        ]
+        if faults:
+            raise InputError(faults)
+        return replace(self, cuts={dim: rank.bounds(self.padded.get(dim, 0), atoms) for dim, atoms in _CUTS.items()})
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a rank's tensor."""
+        return self._stacked(name)[0]
+
+    def patches(self, name: str) -> Sequence[Patch]:
+        """Return what a rank's tensor holds."""
+        return self._stacked(name)[1]
+
+    def _stacked(self, name: str) -> tuple[tuple[int, ...], Sequence[Patch]]:
+        tensor = self.tensors[name]
+        return stacked(((row, self.cuts) for row in tensor.rows), tensor.axis, self.sizes)
+
+
+def qkv_of(names: Collection[str]) -> Qkv:
+    """Tell from the names of tensors how queries, keys and values lie."""
+    ends = {name.partition(".qkv_proj.")[2] for name in names}
+    if "weight_qkv" in ends:
+        return "fused"
+    return "split" if "weight_q" in ends else "plain" if "weight" in ends else "apart"
+
+
+def _renamed(row: Row, qkv: Qkv) -> Row:
+    """Return the row under NxD's name."""
+    if qkv != "apart" and (found := _QKV.fullmatch(row.theirs)):
+        before, which, kind = found.groups()
+        end = {"fused": "_qkv", "split": f"_{which}", "plain": ""}[qkv]
+        return replace(row, theirs=f"{before}qkv_proj.{kind}{end}")
+    if found := _HALF.fullmatch(row.theirs):
+        return replace(row, theirs=f"{found[1]}gate_up_proj.{found[2]}")
+    for end, (name, axes) in _EXPERTS.items():
+        if row.theirs.endswith(f".{end}"):
+            return replace(row, theirs=row.theirs.removesuffix(end) + name, axes=axes)
+    return row

@@ -38,22 +38,20 @@ class State:
         self._built, self._zero = built, zero
         self._given = optimizer.optimizer  # ZeRO-1, or what it would wrap
         self.stepping: torch.optim.Optimizer = self._given.base_optimizer if zero else self._given
-        self.optimized = tuple(self._optimized(parameters))
+        names, optimized = {parameter: name for name, parameter in parameters.items()}, list[OptimizedParameter]()
+        for whole, parts in zip(self._given.param_groups, self.stepping.param_groups, strict=True):
+            for parameter, updated in zip(whole["params"], parts["params"], strict=True):
+                first = len(updated) * self._given.local_rank if zero else 0
+                rows, contents = (first, first + len(updated)), built.contents[names[parameter]]
+                optimized.append(OptimizedParameter(contents=contents, parameter=parameter, updated=updated, rows=rows))
+        self.optimized = tuple(optimized)
         self.apart = any(one.updated.device.type != "cpu" for one in self.optimized)
         self._copies: list[tuple[Tensor, Tensor]] = []
         if isinstance(self.stepping, torch.optim.AdamW):
-            for one in self.optimized:
-                self.stepping.state[one.updated] = _before_any_step(one.updated)
-
-    def _optimized(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[OptimizedParameter]:
-        names = {parameter: name for name, parameter in parameters.items()}
-        for whole, parts in zip(self._given.param_groups, self.stepping.param_groups, strict=True):
-            for parameter, updated in zip(whole["params"], parts["params"], strict=True):
-                first = len(updated) * self._given.local_rank if self._zero else 0
-                rows = (first, first + len(updated))
-                yield OptimizedParameter(
-                    contents=self._built.contents[names[parameter]], parameter=parameter, updated=updated, rows=rows
-                )
+            for one in self.optimized:  # what torch's own optimizer begins its first step with
+                keep: Any = {"memory_format": torch.preserve_format}
+                moments = {name: torch.zeros_like(one.updated, **keep) for name in _MOMENTS.values()}
+                self.stepping.state[one.updated] = {"step": torch.tensor(0.0), **moments}
 
     def pieces(self) -> tuple[StatePiece, ...]:
         """Return the boxes of weights and moments that this rank holds."""
@@ -78,24 +76,23 @@ class State:
         self._copies = []
 
     def _pieces(self, one: OptimizedParameter) -> Iterator[StatePiece]:
-        holds, instance = one.contents.holds, one.contents.instance
-        state = self.stepping.state.get(one.updated, {})
-        memories: dict[StatePart, Tensor] = {"weight": self._memory(one.updated.detach())}
-        memories |= {part: self._memory(state[name]) for part, name in _MOMENTS.items() if name in state}
-        found = list(patches_of(holds, self._built.rank, self._built.sizes, self._built.whole))
-        for part, memory in memories.items():
-            for patch, its in ((part, its) for whole, its in found for part in whole.rows(*one.rows)):
-                weight, shape = f"{instance}.{its.tensor}", tuple(self._built.whole[dim] for dim in its.dims)
+        built, holds, state = self._built, one.contents.holds, self.stepping.state.get(one.updated, {})
+        tensors: dict[StatePart, Tensor] = {"weight": one.updated.detach()}
+        tensors |= {part: state[name] for part, name in _MOMENTS.items() if name in state}
+        pieces = {piece.tensor: piece for piece in holds.pieces}
+        wholes = patches_of(holds, built.rank, built.sizes, built.whole)
+        found = [patch for whole in wholes for patch in whole.rows(*one.rows)]
+        for part, tensor in tensors.items():
+            memory = tensor
+            if self.apart:
+                memory = tensor.to("cpu", copy=True)
+                self._copies.append((tensor, memory))
+            for patch in found:
+                weight, its = f"{one.contents.instance}.{patch.tensor}", pieces[patch.tensor]
                 yield StatePiece(
-                    weight=weight, part=part, whole=shape, offsets=patch.box[0], memory=patch.view(memory),
-                    saves=saves_alone(weight, *self._alike(its)),
+                    weight=weight, part=part, whole=tuple(built.whole[dim] for dim in its.dims), offsets=patch.box[0],
+                    memory=patch.view(memory), saves=saves_alone(weight, *self._alike(its)),
                 )  # fmt: skip
-
-    def _memory(self, tensor: Tensor) -> Tensor:
-        if not self.apart:
-            return tensor
-        self._copies.append((tensor, tensor.to("cpu", copy=True)))
-        return self._copies[-1][1]
 
     def _alike(self, piece: FormPiece) -> tuple[int, int]:
         """Return which this rank is of those that hold the same box, and how many they are."""
@@ -121,9 +118,3 @@ class State:
             elif not self._given.use_grad_acc_hook and one.parameter.grad is None:
                 one.parameter.grad = torch.zeros_like(one.parameter)
         self._given.allgather_weights_and_update_full_parameter()
-
-
-def _before_any_step(updated: Tensor) -> dict[str, Tensor]:
-    """Return what torch.optim.AdamW begins its first step with."""
-    moments = {name: torch.zeros_like(updated, memory_format=torch.preserve_format) for name in _MOMENTS.values()}
-    return {"step": torch.tensor(0.0), **moments}

@@ -11,27 +11,17 @@ from autoshard.engine.programs import BlockProgram
 from autoshard.engine.torch.collectives import around_ring, communication
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels import Kernel, KernelContext, Rotations, kernel_of
+from autoshard.engine.torch.kernels.kernel import laid_out
 from autoshard.engine.torch.kernels.products import adding
 from autoshard.engine.torch.world import World
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.layout.program import (
-    Communicate,
-    Compute,
-    CountOnce,
-    Given,
-    Instruction,
-    Sum,
-    Value,
-    read_by,
-    written_by,
-)
+from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Sum, read_by, written_by
 from autoshard.schedule.builders import ActionKind
 
 Values = dict[str, torch.Tensor]  # what a rank holds while a program runs, by the values' names
-InputSource = Callable[
-    [str], torch.Tensor
-]  # returns a weight, input or gradient from outside the block, by its tensor's name
+# Returns a weight, input or gradient from outside the block, by its tensor's name.
+InputSource = Callable[[str], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +33,15 @@ class RankContext:
     formats: Formats
     positions: torch.Tensor  # of the whole sequence, in the order in which it is cut
     rotations: Rotations
+
+    def bounds(self, compute: Compute) -> Mapping[str, tuple[int, int]]:
+        """Return which part of each cut dim this rank computes."""
+        return {dim: self.mesh_rank.dim_bounds(dim, atoms) for dim, atoms in compute.cuts.items() if atoms}
+
+    def sizes(self, compute: Compute) -> Mapping[str, int]:
+        """Return the sizes of all dims as this rank computes."""
+        own = {dim: stop - start for dim, (start, stop) in self.bounds(compute).items()}
+        return {**self.mesh_rank.sizes, **own}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,23 +114,20 @@ class BlockRun:
 
 
 def _steps(context: RankContext, parts: BlockProgram, kind: str, kept: set[str]) -> Iterator[_LocalStep]:
-    """Make instructions ready; after its last reader a value goes, unless a later part reads it."""
-    weights = {tensor.name for tensor in parts.block.parameters}
+    """Make instructions ready; after its last reader a value goes, unless a later part reads it.
+
+    Weights are not kept between parts: each takes them again.
+    """
+    weights, own = {tensor.name for tensor in parts.block.parameters}, parts.instructions(kind)
+    taken = {name for entry in own if isinstance(entry, Given) for name in written_by(entry)}
+    missing = {name for entry in own for name in read_by(entry)} - taken
+    given = (entry for entry in parts.program.instructions if isinstance(entry, Given))
+    again = (entry for entry in given if entry.value.tensor in weights and entry.value.name in missing)
     kept = kept - weights
-    entries = _with_weights(parts, parts.instructions(kind), weights)
-    steps = tuple(_local_steps(context, parts, entries, kept))
+    steps = tuple(_local_steps(context, parts, (*again, *own), kept))
     last = {name: number for number, step in enumerate(steps) for name in step.touched}
     for number, step in enumerate(steps):
         yield replace(step, drops=tuple(name for name in step.touched if last[name] == number and name not in kept))
-
-
-def _with_weights(parts: BlockProgram, entries: Sequence[Instruction], weights: set[str]) -> tuple[Instruction, ...]:
-    """Read weights again in a part that another part has read before: they are not kept in between."""
-    taken = {name for entry in entries if isinstance(entry, Given) for name in written_by(entry)}
-    read = {name for entry in entries for name in read_by(entry)}
-    given = (entry for entry in parts.program.instructions if isinstance(entry, Given))
-    missing = (entry for entry in given if entry.value.tensor in weights and entry.value.name in read - taken)
-    return (*missing, *entries)
 
 
 def _local_steps(
@@ -148,24 +144,17 @@ def _local_steps(
             if product and (run := _adding(context, parts, product, entry)):
                 added |= {name: (run, (total, *read_by(product))), gradient: (run, ())}
     for entry in entries:
-        writes = _written(entry)
-        run, reads = added.get(writes[0].name) or (
-            _kernel(context, parts, entry),
-            (entry.value.tensor,) if isinstance(entry, Given) else read_by(entry),
-        )
+        match entry:
+            case Given(value=value):
+                writes, reads = (value,), (value.tensor,)
+            case Compute(writes=writes):
+                reads = read_by(entry)
+            case _:
+                writes, reads = (entry.writes,), read_by(entry)
+        run, reads = added.get(writes[0].name) or (_kernel(context, parts, entry), reads)
         if reads or writes[0].name not in added:
             shapes = tuple(context.mesh_rank.shape(value.layout) for value in writes)
             yield _LocalStep(run=run, reads=reads, writes=tuple(value.name for value in writes), shapes=shapes)
-
-
-def _written(entry: Instruction) -> tuple[Value, ...]:
-    match entry:
-        case Given(value=value):
-            return (value,)
-        case Compute(writes=writes):
-            return writes
-        case _:
-            return (entry.writes,)
 
 
 def _adding(context: RankContext, parts: BlockProgram, product: Compute, entry: Compute) -> Kernel | None:
@@ -174,7 +163,7 @@ def _adding(context: RankContext, parts: BlockProgram, product: Compute, entry: 
         return None
     tensors = [parts.block.tensors[value.tensor] for value in (*product.reads, *entry.writes)]
     one_format = len({context.formats.of(tensor.dtype) for tensor in tensors}) == 1
-    return adding(product.op.kind, parts.block.call(product.op, _sizes(context, product))) if one_format else None
+    return adding(product.op.kind, parts.block.call(product.op, context.sizes(product))) if one_format else None
 
 
 def _kernel(context: RankContext, parts: BlockProgram, entry: Instruction) -> Kernel | None:
@@ -182,9 +171,8 @@ def _kernel(context: RankContext, parts: BlockProgram, entry: Instruction) -> Ke
         case Given():
             return None
         case Compute():
-            bounds = _bounds(context, entry)
-            local = KernelContext(formats=context.formats, bounds=bounds, rotations=context.rotations)
-            found = kernel_of(entry.op.kind, parts.block.call(entry.op, _sizes(context, entry)), local)
+            local = KernelContext(formats=context.formats, bounds=context.bounds(entry), rotations=context.rotations)
+            found = kernel_of(entry.op.kind, parts.block.call(entry.op, context.sizes(entry)), local)
             ring = entry.ring
             return around_ring(context.world, context.mesh_rank, entry, found, context.positions) if ring else found
         case Communicate():
@@ -194,28 +182,13 @@ def _kernel(context: RankContext, parts: BlockProgram, entry: Instruction) -> Ke
             first = context.mesh_rank.is_first(atoms)
             return lambda block: (block if first else torch.zeros_like(block),)
         case Sum(reads=reads, writes=writes):
-            return _sum(reads, writes)
+            lays = [laid_out(dims_of(value.layout), dims_of(writes.layout)) for value in reads]
 
+            def add(*blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                first, second, *more = (lay(block) for lay, block in zip(lays, blocks, strict=True))
+                total = first + second
+                for block in more:
+                    total += block
+                return (total,)
 
-def _bounds(context: RankContext, compute: Compute) -> Mapping[str, tuple[int, int]]:
-    """Return which part of each cut dim this rank computes."""
-    return {dim: context.mesh_rank.dim_bounds(dim, atoms) for dim, atoms in compute.cuts.items() if atoms}
-
-
-def _sizes(context: RankContext, compute: Compute) -> Mapping[str, int]:
-    own = {dim: stop - start for dim, (start, stop) in _bounds(context, compute).items()}
-    return {**context.mesh_rank.sizes, **own}
-
-
-def _sum(reads: Sequence[Value], writes: Value) -> Kernel:
-    target = dims_of(writes.layout)
-    orders = [[dims_of(value.layout).index(dim) for dim in target] for value in reads]
-
-    def add(*blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        moved = [block.permute(order) for block, order in zip(blocks, orders, strict=True)]
-        total = moved[0] + moved[1]
-        for block in moved[2:]:
-            total += block
-        return (total,)
-
-    return add
+            return add

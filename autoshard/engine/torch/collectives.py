@@ -12,10 +12,9 @@ import torch
 from autoshard.engine.placement import MeshRank, dims_of
 from autoshard.engine.torch.kernels import Kernel
 from autoshard.engine.torch.kernels.attention import joined
-from autoshard.engine.torch.world import RankGroup, RingTransfer, World
+from autoshard.engine.torch.world import RankGroup, World
 from autoshard.errors import InputError
 from autoshard.graph.kinds.attention import Attend
-from autoshard.layout.collective import Collective
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Communicate, Compute
 
@@ -27,34 +26,23 @@ def communication(world: World, mesh_rank: MeshRank, change: Communicate) -> Cha
     collective, before, after = change.collective, change.reads.layout, change.writes.layout
     group = world.group(collective.atoms)
     assert group, f"{change.entry}: {collective} is between no two ranks"
+    if collective.kind in ("all_reduce", "all_reduce_max"):
+        largest = collective.kind == "all_reduce_max"
+        return lambda block: group.all_reduce(block.clone(memory_format=torch.contiguous_format), largest=largest)
+    axis = dims_of(before).index(collective.dim or "")
     match collective.kind:
-        case "all_reduce" | "all_reduce_max":
-            return _all_reduce(group, largest=collective.kind == "all_reduce_max")
         case "all_gather":
-            axis = _axis(before, collective)
             return _all_gather(group, axis, [mesh_rank.at(rank).shape(before)[axis] for rank in group.ranks])
         case "reduce_scatter":
-            axis = _axis(before, collective)
-            return _reduce_scatter(
-                group, axis, [_inside(mesh_rank.at(rank), axis, before, after) for rank in group.ranks]
-            )
+            spans = [_inside(mesh_rank.at(rank), axis, before, after) for rank in group.ranks]
+            return _reduce_scatter(group, axis, spans)
         case "all_to_all":
-            return _all_to_all(group, mesh_rank, collective, before, after)
+            return _all_to_all(group, mesh_rank, (axis, dims_of(before).index(collective.to_dim or "")), before, after)
         case "slice":
-            axis = _axis(before, collective)
             start, stop = _inside(mesh_rank, axis, before, after)
             return lambda block: block.narrow(axis, start, stop - start).clone()
         case _:
             raise InputError.of(change.entry, f"{collective} is not executed by the torch engine yet")
-
-
-def _all_reduce(group: RankGroup, *, largest: bool) -> Change:
-    def reduce(block: torch.Tensor) -> torch.Tensor:
-        total = block.clone(memory_format=torch.contiguous_format)
-        group.all_reduce(total, largest=largest)
-        return total
-
-    return reduce
 
 
 def _all_gather(group: RankGroup, axis: int, counts: Sequence[int]) -> Change:
@@ -62,12 +50,10 @@ def _all_gather(group: RankGroup, axis: int, counts: Sequence[int]) -> Change:
     even = len(set(counts)) == 1
 
     def gather(block: torch.Tensor) -> torch.Tensor:
-        padded = _padded(block.movedim(axis, 0), most)
-        joined = group.all_gather(padded)
+        whole = group.all_gather(_padded(block.movedim(axis, 0), most))
         if not even:
-            pieces = zip(joined.split(most), counts, strict=True)
-            joined = torch.cat([piece[:count] for piece, count in pieces])
-        return joined.movedim(0, axis)
+            whole = torch.cat([piece[:count] for piece, count in zip(whole.split(most), counts, strict=True)])
+        return whole.movedim(0, axis)
 
     return gather
 
@@ -86,10 +72,13 @@ def _reduce_scatter(group: RankGroup, axis: int, spans: Sequence[tuple[int, int]
     return scatter
 
 
-def _all_to_all(group: RankGroup, mesh_rank: MeshRank, collective: Collective, before: Layout, after: Layout) -> Change:
-    axis, to_axis = _axis(before, collective), dims_of(before).index(collective.to_dim or "")
-    sent = [_inside(mesh_rank.at(rank), to_axis, before, after) for rank in group.torch_order]
-    shapes = [_received(mesh_rank, rank, axis, before, after) for rank in group.torch_order]
+def _all_to_all(group: RankGroup, mesh_rank: MeshRank, axes: tuple[int, int], before: Layout, after: Layout) -> Change:
+    """Exchange parts cut along the second of the axes; received ones are put together along the first."""
+    axis, to_axis = axes
+    others = [mesh_rank.at(rank) for rank in group.torch_order]
+    sent = [_inside(other, to_axis, before, after) for other in others]
+    mine = mesh_rank.shape(after)
+    shapes = [(*mine[:axis], other.shape(before)[axis], *mine[axis + 1 :]) for other in others]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     order = [group.torch_order.index(rank) for rank in group.ranks]
 
@@ -100,17 +89,6 @@ def _all_to_all(group: RankGroup, mesh_rank: MeshRank, collective: Collective, b
         return torch.cat([blocks[number] for number in order], axis)
 
     return exchange
-
-
-def _received(mesh_rank: MeshRank, from_rank: int, axis: int, before: Layout, after: Layout) -> Sequence[int]:
-    """Return the shape of what a rank sends here: its block along the dim that is gathered, mine along the others."""
-    shape = list(mesh_rank.shape(after))
-    shape[axis] = mesh_rank.at(from_rank).shape(before)[axis]
-    return shape
-
-
-def _axis(layout: Layout, collective: Collective) -> int:
-    return dims_of(layout).index(collective.dim or "")
 
 
 def _inside(mesh_rank: MeshRank, axis: int, before: Layout, after: Layout) -> tuple[int, int]:
@@ -132,59 +110,59 @@ def around_ring(world: World, mesh_rank: MeshRank, compute: Compute, attend: Ker
     group = world.group(atoms)
     assert group, f"{compute.ring[0]} is a ring of one"
     spans = [mesh_rank.at(rank).dim_bounds("kv_seq", atoms) for rank in group.ranks]
-    ring = _KeyRing(group=group, positions=tuple(positions[start:stop] for start, stop in spans))
-    hops = len(compute.ring)
-    if isinstance(compute.op.kind, Attend):
-        return lambda *tensors: _forward(ring, hops, attend, tensors)
-    return lambda *tensors: _backward(ring, hops, attend, tensors)
+    keys = tuple(positions[start:stop] for start, stop in spans)
+    ring = _KeyRing(group=group, positions=keys, hops=len(compute.ring), attend=attend)
+    return ring.forward if isinstance(compute.op.kind, Attend) else ring.backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KeyRing:
-    """The group of a ring, the positions of every member's keys, and the hand-over to the next member."""
+    """The group of a ring, the positions of every member's keys, how often these are handed on, and the attention."""
 
     group: RankGroup
     positions: tuple[torch.Tensor, ...]
+    hops: int
+    attend: Kernel
 
     def keys_at(self, hop: int) -> torch.Tensor:
         """Return the positions of the keys that are here after so many hops."""
         return self.positions[(self.group.number - hop) % len(self.positions)]
 
-    def hop(self, tensors: Sequence[torch.Tensor], number: int) -> RingTransfer:
+    def hop(self, tensors: Sequence[torch.Tensor], number: int) -> Callable[[], Sequence[torch.Tensor]]:
         """Start sending what belongs to the keys that are here before this hop, and receiving those of the next."""
         count = len(self.keys_at(number))
         arriving = [tensor.new_empty((tensor.shape[0], count, *tensor.shape[2:])) for tensor in tensors]
         return self.group.pass_on(tensors, arriving)
 
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Attend to the keys of all ranks, one after the other."""
+        query, key, value, positions, _, *starts = tensors
+        found = None
+        for number in range(self.hops + 1):
+            following = self.hop((key, value), number + 1) if number < self.hops else None
+            part, weight = self.attend(query, key, value, positions, self.keys_at(number), *starts)
+            found = joined(found, (part, weight))
+            if following:
+                key, value = following()
+        assert found, "a ring has at least one member"
+        return found
 
-def _forward(ring: _KeyRing, hops: int, attend: Kernel, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    query, key, value, positions, _, *starts = tensors
-    found = None
-    for number in range(hops + 1):
-        following = ring.hop((key, value), number + 1) if number < hops else None
-        part, weight = attend(query, key, value, positions, ring.keys_at(number), *starts)
-        found = joined(found, (part, weight))
-        if following:
-            key, value = following.wait()
-    assert found, "a ring has at least one member"
-    return found
-
-
-def _backward(ring: _KeyRing, hops: int, attend: Kernel, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Keys and values travel to all other ranks; their gradients follow a hop later, and come home with the last."""
-    upstream, query, key, value, positions, _, result, lse, *starts = tensors
-    total, own, travelling = None, [], None
-    for number in range(hops):
-        following = ring.hop((key, value), number + 1) if number + 1 < hops else None
-        d_query, *made = attend(upstream, query, key, value, positions, ring.keys_at(number), result, lse, *starts)
-        total = d_query if total is None else total + d_query
-        if travelling:
-            made = [one + two for one, two in zip(travelling.wait(), made, strict=True)]
-        if number:
-            travelling = ring.hop(made, number + 1)
-        else:
-            own = made
-        if following:
-            key, value = following.wait()
-    assert total is not None and travelling, "a ring has at least two members"
-    return total, *(one + two for one, two in zip(own, travelling.wait(), strict=True))
+    def backward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Keys and values travel to all other ranks; their gradients follow a hop later, and come home at last."""
+        upstream, query, key, value, positions, _, result, lse, *starts = tensors
+        total, own, travelling = None, [], None
+        for number in range(self.hops):
+            following = self.hop((key, value), number + 1) if number + 1 < self.hops else None
+            keys = self.keys_at(number)
+            d_query, *made = self.attend(upstream, query, key, value, positions, keys, result, lse, *starts)
+            total = d_query if total is None else total + d_query
+            if travelling:
+                made = [one + two for one, two in zip(travelling(), made, strict=True)]
+            if number:
+                travelling = self.hop(made, number + 1)
+            else:
+                own = made
+            if following:
+                key, value = following()
+        assert total is not None and travelling, "a ring has at least two members"
+        return total, *(one + two for one, two in zip(own, travelling(), strict=True))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from autoshard.engine.activity import RankActivity
 from autoshard.engine.base import HOST, Allows, Batch, Measured, Run, StepReport, whenever_finite
 from autoshard.engine.initial import InitialWeights
 from autoshard.engine.placement import MeshRank, StatePiece, sequence_order
@@ -19,8 +20,7 @@ from autoshard.engine.torch.block import RankContext
 from autoshard.engine.torch.formats import Formats, memory_of
 from autoshard.engine.torch.kernels import Rotations
 from autoshard.engine.torch.pipeline import RankPipeline
-from autoshard.engine.torch.store import Store
-from autoshard.engine.torch.update import Tied, Weight, flats
+from autoshard.engine.torch.update import Store, Tied, Weight, flats
 from autoshard.engine.torch.world import World, channel_backend, refuse_crossing
 from autoshard.errors import require
 from autoshard.graph.op import Array
@@ -47,19 +47,18 @@ class TorchEngine:
         """Take this rank's part of whole weights."""
         training = run.training if run else _USUAL
         programs = programs_of(plan)
-        meetings = {part for atoms in programs.pending() for part in split_pending(atoms)}
         backend = channel_backend(formats.device)
         if backend:
             refuse_crossing(plan.schedule)
-        atoms = {*programs.collective_atoms(), *meetings}
-        self._world = World.build(plan.mesh, atoms, backend, run.activity if run else None)
+        activity = run.activity if run else RankActivity()
+        self._world = World.build(plan.mesh, programs.group_atoms(), backend, activity)
         mesh_rank = MeshRank(mesh=plan.mesh, rank=self._world.rank, sizes=programs.graph.sizes)
         positions = torch.from_numpy(sequence_order(plan))
         context = RankContext(
             world=self._world, mesh_rank=mesh_rank, formats=formats, positions=positions, rotations=Rotations()
         )
         self.graph = programs.graph
-        self._pipeline = RankPipeline.of(plan, programs, context)
+        self._pipeline = RankPipeline(plan, programs, context)
         ties = tied_instances(programs.graph)
         self.weights = {one.instance: one for one in self._weights_here(ties, training)}
         blocks = {name: mesh_rank.block(whole(name), one.layout) for name, one in self.weights.items()}
@@ -87,8 +86,11 @@ class TorchEngine:
         self._tie_gradients()
         self.gradients = [flat.reduced() for flat in flats]
         squares = [flat.square(piece) for flat, piece in zip(flats, self.gradients, strict=True)]
-        with world.activity.waiting("the norm of all ranks"):
-            total, loss = _world_sum([sum(squares), sum(losses.values())])
+        both = torch.tensor([sum(squares), sum(losses.values())], dtype=torch.float64)
+        if dist.get_world_size() > 1:
+            with world.activity.waiting("the norm of all ranks"):
+                dist.all_reduce(both)
+        total, loss = both.tolist()
         world.activity.act("update")
         op = self.graph.update.op("clip")
         clip, norm = op.kind.evaluate(self.graph.update.call(op, {}), np.asarray(total))
@@ -117,13 +119,15 @@ class TorchEngine:
         )
 
     def _suspects(self, losses: Mapping[int, float], squares: Sequence[float]) -> tuple[str, ...]:
-        """Return by rank what is not finite: losses of micro-batches, then gradients of weights."""
+        """Return by rank what is not finite, the first few of each: losses of micro-batches, gradients of weights."""
         mine = [f"loss of micro-batch {number}" for number, loss in losses.items() if not math.isfinite(loss)]
         for flat, piece, square in zip(self.store.flats, self.gradients, squares, strict=True):
             for weight, (low, high), first in flat.ranges(len(piece)) if not math.isfinite(square) else ():
                 if not piece[first : first + high - low].isfinite().all():
                     mine.append(f"gradient of {weight.instance}")
-        return share_suspects(mine)
+        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, mine[:_MOST_SUSPECTS])
+        return tuple(f"rank {rank}: {', '.join(its)}" for rank, its in enumerate(found) if its)
 
     def pieces(self) -> tuple[StatePiece, ...]:
         """Return the boxes of the state that this rank holds; what loading fills counts after ``restored``."""
@@ -187,21 +191,6 @@ class TorchEngine:
             if not back:
                 world.send(flat.sums, rank, sent)
             flat.sums.add_(other)
-
-
-def share_suspects(mine: Sequence[str], group: dist.ProcessGroup | None = None) -> tuple[str, ...]:
-    """Return what every rank of the world suspects, the first few of each."""
-    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, list(mine[:_MOST_SUSPECTS]), group=group)
-    return tuple(f"rank {rank}: {', '.join(its)}" for rank, its in enumerate(found) if its)
-
-
-def _world_sum(numbers: Sequence[float]) -> list[float]:
-    """Add numbers of all ranks of the running world."""
-    total = torch.tensor(numbers, dtype=torch.float64)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(total)
-    return total.tolist()
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -41,7 +41,9 @@ class _NoNumbers(TorchDispatchMode):
     ) -> Any:
         given = {**kwargs} if kwargs else {}
         if func.namespace == "c10d":  # knows nothing of tensors without memory, and does not look at others here
-            return func(*_of_nothing(args), **given)
+            sent = _changed(args, lambda _: torch.empty(0))
+            counts = [isinstance(one, list) and all(isinstance(size, int) for size in one) for one in sent]
+            return func(*([] if is_counts else one for one, is_counts in zip(sent, counts, strict=True)), **given)
         tensors = list(_tensors((args, *given.values())))
         if func is _READ and tensors[0].is_meta:  # a loss or a norm: any number, but one that may be divided by
             return 1.0 if tensors[0].is_floating_point() else 1
@@ -68,18 +70,6 @@ def _changed(given: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor
     ]  # fmt: skip
 
 
-def _of_nothing(given: Sequence[Any]) -> list[Any]:
-    """Let a collective send empty tensors, and no number of elements to each rank of an all-to-all."""
-    empty = _changed(given, lambda _: torch.empty(0))
-    return [[] if isinstance(one, list) and all(isinstance(size, int) for size in one) else one for one in empty]
-
-
-def _group_of_one(common: Any, own: Any) -> Any:
-    """Make a group as torch's own backend "fake" does, which knows no tensors without memory."""
-    make: Any = FakeProcessGroup._create_internal  # of which the stub leaves an argument out
-    return make(common.group_rank, common.group_size, own)
-
-
 @contextmanager
 def fake_world(rank: int, num_ranks: int) -> Iterator[None]:
     """Be one rank of a world of so many, in which everything sent is lost.
@@ -90,8 +80,13 @@ def fake_world(rank: int, num_ranks: int) -> Iterator[None]:
     ...     dist.get_rank(), dist.get_world_size(), total.shape, float(total.sum())
     (3, 512, torch.Size([1000000000, 1000000000]), 1.0)
     """
+    # Groups are those of torch's own backend "fake", which knows no tensors without memory.
+    make: Any = FakeProcessGroup._create_internal  # of which the stub leaves an argument out
     if not hasattr(dist.Backend, _BACKEND.upper()):
-        dist.Backend.register_backend(_BACKEND, _group_of_one, extended_api=True, devices=["cpu", NOWHERE.type])
+        dist.Backend.register_backend(
+            _BACKEND, lambda common, own: make(common.group_rank, common.group_size, own),
+            extended_api=True, devices=["cpu", NOWHERE.type],
+        )  # fmt: skip
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # positions are all that is computed; threads that wait for more would take the seconds
     dist.init_process_group(_BACKEND, rank=rank, world_size=num_ranks, store=FakeStore())

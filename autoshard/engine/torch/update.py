@@ -1,11 +1,12 @@
-"""The step phase on one rank: gradients reduced, clipped by their norm, weights updated and gathered.
+"""A rank's weights and sums of gradients, as blocks see them, and the step phase: reduced, clipped, updated, gathered.
 
 Weights whose gradients await the same ranks lie side by side in one flat tensor, and so do their gradients: blocks see
 views of them, collectives the whole.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
 from typing import Literal
@@ -68,12 +69,10 @@ class Weight:
     @property
     def saves(self) -> bool:
         """Whether this rank saves it: one of those that hold the same, another one for another weight."""
-        if self.tied == "copy":
-            return False
         number, count = 0, 1
         for atom in self.alike:
             number, count = number + count * self.mesh_rank.coordinate(atom), count * self.mesh_rank.mesh.size(atom)
-        return saves_alone(self.owner, number, count)
+        return self.tied != "copy" and saves_alone(self.owner, number, count)
 
     @property
     def optimizer(self) -> Update:
@@ -81,11 +80,6 @@ class Weight:
         kind = self.block.op(f"{self.name}.update").kind
         assert isinstance(kind, Update), f"{self.name} is updated by {kind}"
         return kind.with_constants(self.training.adamw)
-
-    def update_kernel(self, formats: Formats) -> Kernel:
-        """Return what computes the optimizer's step."""
-        call = self.block.call(self.block.op(f"{self.name}.update"), self.mesh_rank.sizes)
-        return kernel_of(self.optimizer, call, KernelContext(formats=formats))
 
     def dtype(self, part: str, formats: Formats) -> torch.dtype | None:
         """Return the format of the weight itself, of its ``sum``, ``master`` or moments; None for what it has not."""
@@ -123,6 +117,9 @@ class Flat:
         ours = _piece(exact if master else values, spread if first.zero else None)
         if first.zero == 3:
             values = _piece(values, spread)
+        moment, context = first.dtype("moment1", formats), KernelContext(formats=formats)
+        calls = {one.optimizer: one.block.call(one.block.op(f"{one.name}.update"), one.mesh_rank.sizes)
+                 for one in weights}  # fmt: skip
         return cls(
             weights=tuple(weights),
             values=values,
@@ -134,10 +131,9 @@ class Flat:
             num_copies=world.num_ranks(first.alike),
             master=ours.to(formats.device, master, copy=True) if master else None,
             moments=tuple(
-                torch.zeros(len(ours), dtype=first.dtype("moment1", formats), device=formats.device)
-                for _ in range(first.optimizer.num_moments)
+                torch.zeros(len(ours), dtype=moment, device=formats.device) for _ in range(first.optimizer.num_moments)
             ),
-            stepping={one.optimizer: one.update_kernel(formats) for one in weights},
+            stepping={kind: kernel_of(kind, call, context) for kind, call in calls.items()},
         )
 
     @property
@@ -150,19 +146,6 @@ class Flat:
         """Who has but a piece of the values and sums each, if they are not whole the whole time."""
         return self.spread if self.zero == 3 else None
 
-    def opened(self) -> torch.Tensor:
-        """Return all values, gathered where each rank has a piece."""
-        return self.parted.all_gather(self.values) if self.parted else self.values
-
-    def opened_sums(self) -> torch.Tensor:
-        """Return what a micro-batch adds its gradients to."""
-        return self.sums.new_zeros(len(self.sums) * len(self.parted.ranks)) if self.parted else self.sums
-
-    def add(self, sums: torch.Tensor) -> None:
-        """Take in what a micro-batch has added where that is not in ``sums`` already."""
-        if self.parted:
-            self.sums.add_(self.parted.reduce_scatter(sums))
-
     def views(self, flat: torch.Tensor) -> Tensors:
         """Return by instance the part of each weight of opened values or sums, in its shape."""
         counts = [math.prod(one.shape) for one in self.weights]
@@ -173,13 +156,16 @@ class Flat:
         """Sum the gradients over the ranks that wait for them; return this rank's piece, padded with zeros."""
         if self.summed:
             self.summed.all_reduce(self.sums)
-        if self.parted:
-            return self.sums
-        if self.shared:
+        if self.shared and not self.parted:
             return self.shared.reduce_scatter(_padded(self.sums, len(self.shared.ranks)))
-        if self.spread:
+        if self.spread and not self.parted:
             self.spread.all_reduce(self.sums)
         return self.sums
+
+    def square(self, piece: torch.Tensor) -> float:
+        """Return this rank's share of the squared norm: replicas on several ranks or stages count once."""
+        flat = wide(piece)
+        return 0.0 if self.tied == "copy" else float(torch.dot(flat, flat)) / self.num_copies
 
     def update(self, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step with this rank's piece of the gradient, and gather the new values."""
@@ -187,8 +173,11 @@ class Flat:
         if mine.dtype == torch.bfloat16:
             self._step_rounding(mine, piece, scalars)
         else:
-            for kind, where in self._alike(len(mine)):
-                self._step(kind, mine[where], where, piece, scalars)
+            for kind, group in groupby(self.ranges(len(mine)), key=lambda found: found[0].optimizer):
+                places = [(first, first + high - low) for _, (low, high), first in group if low < high]
+                if places:
+                    where = slice(places[0][0], places[-1][1])
+                    self._step(kind, mine[where], where, piece, scalars)
         self._publish(mine)
 
     def _step(
@@ -247,18 +236,6 @@ class Flat:
                 self.spread.broadcast(one)
         self._publish(self._mine())
 
-    def square(self, piece: torch.Tensor) -> float:
-        """Return this rank's share of the squared norm: replicas on several ranks or stages count once."""
-        flat = wide(piece)
-        return 0.0 if self.tied == "copy" else float(torch.dot(flat, flat)) / self.num_copies
-
-    def _alike(self, length: int) -> Iterator[tuple[Update, slice]]:
-        """Yield the slices of this rank's piece that one optimizer call updates."""
-        for kind, group in groupby(self.ranges(length), key=lambda found: found[0].optimizer):
-            places = [(first, first + high - low) for _, (low, high), first in group if low < high]
-            if places:
-                yield kind, slice(places[0][0], places[-1][1])
-
     def ranges(self, length: int) -> Iterator[tuple[Weight, tuple[int, int], int]]:
         """Yield what this rank's piece of a length has of each weight: which range of it, and where that begins."""
         start = length * (self.shared.number if self.shared else 0)
@@ -294,3 +271,63 @@ def _padded(flat: torch.Tensor, count: int) -> torch.Tensor:
     """Add zeros until it divides, or has one element for each."""
     missing = -len(flat) % count if len(flat) else count
     return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedWeights:
+    """What a block may take while it runs, by the weights' names in the model."""
+
+    weights: Tensors
+    sums: Tensors
+    pending: tuple[tuple[Flat, RankGroup, torch.Tensor], ...] = ()  # sums that go back into their flats
+
+    def close(self) -> None:
+        """Bring sums back to where they rest."""
+        for flat, group, sums in self.pending:
+            flat.sums.add_(group.reduce_scatter(sums))
+
+
+class Store:
+    """All weights of a rank; ``ties`` maps a weight to the other one here whose memory it uses."""
+
+    def __init__(self, flats: Sequence[Flat], ties: Mapping[str, str]) -> None:
+        """Name once what rests whole (``whole``), and of what this rank has a piece, by block."""
+        self.flats, self.ties = flats, ties
+        weights: dict[str, torch.Tensor] = {}
+        sums: dict[str, torch.Tensor] = {}
+        self._parted: dict[str, list[tuple[Flat, RankGroup]]] = defaultdict(list)
+        for flat in flats:
+            if flat.parted:
+                names = {one.instance for one in flat.weights}
+                names |= {other for other, owner in ties.items() if owner in names}
+                for block in {name.rsplit(".", 2)[0] for name in names}:
+                    self._parted[block].append((flat, flat.parted))
+            else:
+                weights |= flat.views(flat.values)
+                sums |= flat.views(flat.sums)
+        self.whole = self._with_ties(weights, sums)
+
+    def opened(self, block: str, *, reads: bool, adds: Collection[str] = ()) -> OpenedWeights:
+        """Gather what a block needs for an action that reads its weights, or adds to the gradients of some weights."""
+        if block not in self._parted:
+            return self.whole
+        values, sums = dict(self.whole.weights), dict(self.whole.sums)
+        pending: list[tuple[Flat, RankGroup, torch.Tensor]] = []
+        owners = {self.ties.get(name, name) for name in adds}
+        for flat, group in self._parted[block]:
+            values |= flat.views(group.all_gather(flat.values)) if reads else {}
+            if owners.intersection(one.instance for one in flat.weights):
+                pending.append((flat, group, flat.sums.new_zeros(len(flat.sums) * len(group.ranks))))
+                sums |= flat.views(pending[-1][2])
+        return self._with_ties(values, sums, *pending)
+
+    def _with_ties(
+        self, weights: Tensors, sums: Tensors, *pending: tuple[Flat, RankGroup, torch.Tensor]
+    ) -> OpenedWeights:
+        found = ({other: one[owner] for other, owner in self.ties.items() if owner in one} for one in (weights, sums))
+        return OpenedWeights(weights={**weights, **next(found)}, sums={**sums, **next(found)}, pending=pending)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for flat in self.flats:
+            flat.sums.zero_()

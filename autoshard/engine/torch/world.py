@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -19,8 +19,6 @@ from autoshard.schedule.schedule import Schedule
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 
 _AT_THE_END = sys.maxsize  # of a step: nothing that a rank receives before shows that a message was taken
-# Of messages between two ranks: forward or back, to a higher rank or a lower one.
-Channels = Mapping[tuple[bool, bool], dist.ProcessGroup]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +50,6 @@ class SentMessage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RingTransfer:
-    """Tensors on their way to the next member of a ring, and those that arrive from the one before."""
-
-    works: tuple[dist.Work, ...]
-    sent: tuple[torch.Tensor, ...]  # kept until they have left
-    arriving: tuple[torch.Tensor, ...]
-    group: "RankGroup"
-
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        """Return what the member before has sent; then this rank's own tensors have left, too."""
-        with self.group.waiting("permute"):
-            for work in self.works:
-                work.wait()
-        return self.arriving
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
     """Ranks that communicate: ``ranks`` in the mesh's order of members, which torch does not keep."""
 
@@ -89,16 +70,17 @@ class RankGroup:
         """The members in the order in which torch takes and gives their parts."""
         return tuple(sorted(self.ranks))
 
-    def all_reduce(self, total: torch.Tensor, *, largest: bool = False) -> None:
+    def all_reduce(self, total: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
         """Sum the tensors of all members, or take the maximum, in place."""
-        with self.waiting("all_reduce"):
+        with self._waiting("all_reduce"):
             dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.handle)
         self._count("all_reduce_max" if largest else "all_reduce", 2 * total.nbytes)
+        return total
 
     def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
         """Put equal pieces together along their first dim, in the order of the members."""
         joined = piece.new_empty((len(self.ranks) * len(piece), *piece.shape[1:]))
-        with self.waiting("all_gather"):
+        with self._waiting("all_gather"):
             dist.all_gather_single(joined, piece.contiguous(), group=self.handle)
         self._count("all_gather", joined.nbytes)
         return _ordered(joined, self.torch_order, self.ranks)
@@ -107,7 +89,7 @@ class RankGroup:
         """Sum what divides along its first dim by the members; return this member's piece."""
         given = _ordered(whole.contiguous(), self.ranks, self.torch_order)
         mine = given.new_empty((len(given) // len(self.ranks), *given.shape[1:]))
-        with self.waiting("reduce_scatter"):
+        with self._waiting("reduce_scatter"):
             dist.reduce_scatter_single(mine, given, group=self.handle)
         self._count("reduce_scatter", given.nbytes)
         return mine
@@ -119,23 +101,35 @@ class RankGroup:
     def all_to_all(self, given: torch.Tensor, counts: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
         """Exchange parts of flat tensors, which stand in torch's order of the members."""
         received = given.new_empty(sum(counts))
-        with self.waiting("all_to_all"):
+        with self._waiting("all_to_all"):
             dist.all_to_all_single(received, given, list(counts), list(sent), group=self.handle)
         self._count("all_to_all", given.nbytes)
         return received
 
-    def pass_on(self, tensors: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]) -> RingTransfer:
-        """Start sending tensors to the next member, and receiving as many from the one before into given memory."""
+    def pass_on(
+        self, tensors: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]
+    ) -> Callable[[], Sequence[torch.Tensor]]:
+        """Start sending tensors to the next member, and receiving as many from the one before into given memory.
+
+        Return what waits until they have left, and returns what has arrived.
+        """
         following, before = self.ranks[(self.number + 1) % len(self.ranks)], self.ranks[self.number - 1]
-        sent = tuple(tensor.contiguous() for tensor in tensors)
-        messages = [dist.P2POp(dist.isend, one, following, self.handle) for one in sent]
+        messages = [dist.P2POp(dist.isend, tensor.contiguous(), following, self.handle) for tensor in tensors]
         messages += [dist.P2POp(dist.irecv, one, before, self.handle) for one in arriving]
         works = dist.batch_isend_irecv(messages)
-        for tensor in sent:
+        for tensor in tensors:
             self.traffic.add(self.axis, "send", tensor.nbytes)
-        return RingTransfer(works=tuple(works), sent=sent, arriving=tuple(arriving), group=self)
 
-    def waiting(self, kind: str) -> AbstractContextManager[None]:
+        def wait() -> Sequence[torch.Tensor]:
+            with self._waiting("permute"):
+                for work in works:
+                    work.wait()
+            messages.clear()  # which held the memory of what was sent
+            return arriving
+
+        return wait
+
+    def _waiting(self, kind: str) -> AbstractContextManager[None]:
         """Record while it lasts which collective this rank is in."""
         return self.activity.waiting(f"{kind} over {self.axis} of ranks {self.torch_order}")
 
@@ -153,45 +147,47 @@ def _ordered(joined: torch.Tensor, now: Sequence[int], wanted: Sequence[int]) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """All groups of a mesh that one rank belongs to, by the atoms along which their members differ."""
+    """All groups of a mesh that one rank belongs to, by the atoms along which their members differ.
+
+    ``channels`` are those of messages between two ranks: forward or back, to a higher rank or a lower one. Device
+    libraries know no tags, and wait for the receiver. With one channel only, two ranks that send each other something
+    at once would wait forever, and what one takes later would arrive first.
+    """
 
     mesh: Mesh
     rank: int
     groups: Mapping[tuple[str, ...], RankGroup]
     traffic: Traffic
     activity: RankActivity
-    channels: Channels
+    channels: Mapping[tuple[bool, bool], dist.ProcessGroup]
     under_way: list[SentMessage] = field(default_factory=list)
 
     @classmethod
     def build(
-        cls,
-        mesh: Mesh,
-        atoms: Iterable[tuple[str, ...]],
-        backend: str | None = None,
-        activity: RankActivity | None = None,
+        cls, mesh: Mesh, atoms: Iterable[tuple[str, ...]], backend: str | None, activity: RankActivity
     ) -> "World":
         """Make the groups of these atoms, and channels if messages have a ``backend`` of their own.
 
         Every rank of the running torch world calls this with the same arguments.
         """
         assert dist.get_world_size() == mesh.num_ranks, f"{dist.get_world_size()} processes for {mesh}"
-        rank = dist.get_rank()
+        rank, traffic = dist.get_rank(), Traffic()
         handles: dict[tuple[int, ...], object] = {}  # torch gives a number to who is no member
         groups: dict[tuple[str, ...], RankGroup] = {}
-        traffic, activity = Traffic(), activity or RankActivity()
-        for names in sorted(set(atoms) - {()}):
-            for ranks in mesh.groups(names):
-                members = tuple(sorted(ranks))
-                if len(members) > 1 and members not in handles:
-                    handles[members] = dist.new_group(list(members))
-                handle = handles.get(members)
-                if rank in members and isinstance(handle, dist.ProcessGroup):
-                    groups[names] = RankGroup(
-                        ranks=ranks, rank=rank, axis=axis_of_atoms(names), handle=handle, traffic=traffic,
-                        activity=activity,
-                    )  # fmt: skip
-        channels = _channels(mesh.groups(("pp",)), backend) if backend else {}
+        for names, ranks in ((one, ranks) for one in sorted(set(atoms) - {()}) for ranks in mesh.groups(one)):
+            members = tuple(sorted(ranks))
+            if len(members) > 1 and members not in handles:
+                handles[members] = dist.new_group(list(members))
+            handle = handles.get(members)
+            if rank in members and isinstance(handle, dist.ProcessGroup):
+                groups[names] = RankGroup(
+                    ranks=ranks, rank=rank, axis=axis_of_atoms(names), handle=handle, traffic=traffic, activity=activity
+                )
+        channels: dict[tuple[bool, bool], dist.ProcessGroup] = {}
+        for ranks, back, up in product(mesh.groups(("pp",)) if backend else (), (False, True), (False, True)):
+            channel: object = dist.new_group(sorted(ranks), backend=backend) if len(ranks) > 1 else None
+            if isinstance(channel, dist.ProcessGroup) and rank in ranks:
+                channels[back, up] = channel
         return cls(mesh=mesh, rank=rank, groups=groups, traffic=traffic, activity=activity, channels=channels)
 
     def group(self, atoms: Sequence[str], axis: str | None = None) -> RankGroup | None:
@@ -238,20 +234,6 @@ class World:
 def channel_backend(device: torch.device) -> str | None:
     """Return the library for messages between devices; None where the receiver picks them by their tags."""
     return None if device.type in (HOST, NOWHERE.type) else dist.get_default_backend_for_device(device)
-
-
-def _channels(pipelines: Iterable[tuple[int, ...]], backend: str) -> Channels:
-    """Make the channels between the ranks of this process' pipeline; every rank calls this with all pipelines.
-
-    Device libraries know no tags, and wait for the receiver. With one channel only, two ranks that send each other
-    something at once would wait forever, and what one takes later would arrive first.
-    """
-    found: dict[tuple[bool, bool], dist.ProcessGroup] = {}
-    for ranks, back, up in product(pipelines, (False, True), (False, True)):
-        group: object = dist.new_group(sorted(ranks), backend=backend) if len(ranks) > 1 else None
-        if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks:
-            found[back, up] = group
-    return found
 
 
 def refuse_crossing(schedule: Schedule) -> None:

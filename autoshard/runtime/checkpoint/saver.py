@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoshard.engine.base import SavedStep
 from autoshard.engine.placement import StatePiece
-from autoshard.engine.results import SavedStep
 from autoshard.runtime.checkpoint.agreed import from_all_ranks, from_first_rank
 from autoshard.runtime.checkpoint.files import DTYPES, box_name, cut_piece, header_of, is_finite
 from autoshard.runtime.checkpoint.index import FILE, CheckpointIndex, RunState, StoredBox, StoredTensor, dump_index

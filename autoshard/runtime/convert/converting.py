@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from autoshard.engine.nxd_names import Qkv
+from autoshard.engine.nxd.shards import Qkv
 from autoshard.errors import InputError, require
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from autoshard.engine.hf_names import DERIVED, shapes_of
-from autoshard.engine.nxd.shards import TpRank
-from autoshard.engine.nxd_names import NxdNames, Qkv, qkv_of
+from autoshard.engine.nxd.shards import NxdNames, Qkv, TpRank, qkv_of
 from autoshard.errors import Fault, InputError, require
 from autoshard.plan.plan import Plan
 from autoshard.runtime.convert.copying import Entry, TargetFile

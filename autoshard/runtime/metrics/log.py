@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from autoshard.engine.results import TimedStep
+from autoshard.engine.base import TimedStep
 from autoshard.errors import InputError
 
 METRICS = "metrics.jsonl"

@@ -4,7 +4,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-from autoshard.engine.results import TimedStep
+from autoshard.engine.base import TimedStep
 from autoshard.plan.prediction import Prediction
 from autoshard.units import format_seconds
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from autoshard.engine.nxd.lowering import RecomputedLayers, cuts_of, lowering_of
+from autoshard.engine.nxd.lowering import RecomputedLayers, lowering_of
 from autoshard.errors import InputError
 from autoshard.plan.nxd.environment import environment
 from autoshard.plan.plan import Plan
@@ -56,7 +56,8 @@ def test_the_documented_cases(name: str, golden: Callable[[str, str], None]) -> 
 
 def test_cuts_name_the_last_layer_of_each_stage() -> None:
     # examples/conf/hf_llama3_70B_trn2_config.yaml: pipeline_cuts 18, 39, 60
-    assert cuts_of(planned(*DOCUMENTED["llama3-70b-8-trn2"])) == ("layers.18", "layers.39", "layers.60")
+    pipeline = lowering_of(planned(*DOCUMENTED["llama3-70b-8-trn2"])).config["pipeline_config"]
+    assert pipeline["pipeline_cuts"] == ("layers.18", "layers.39", "layers.60")
 
 
 def test_a_sum_becomes_the_mean_of_micro_batches_and_replicas() -> None:

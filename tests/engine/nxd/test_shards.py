@@ -66,7 +66,7 @@ def test_shards_of_all_ranks_together_hold_the_whole_each_element_as_often_as_it
         padded = np.pad(local, [(0, num_rows * num_shards - len(local)), *[(0, 0)] * (local.ndim - 1)])
         for first in range(0, len(padded), num_rows):
             rows = (first, first + num_rows)
-            for patch in (part for one, _ in patches_of(parameter, rank, SIZES, own) for part in one.rows(*rows)):
+            for patch in (part for one in patches_of(parameter, rank, SIZES, own) for part in one.rows(*rows)):
                 view = patch.view(padded[slice(*rows)])
                 assert np.shares_memory(view, padded)
                 np.testing.assert_array_equal(view, whole[patch.tensor][patch.place])

@@ -9,7 +9,7 @@ import pytest
 from fsspec.config import conf
 from s3fs import S3FileSystem
 
-from autoshard.engine.results import SavedStep
+from autoshard.engine.base import SavedStep
 from autoshard.errors import InputError
 from autoshard.runtime import train as loop
 from autoshard.runtime.checkpoint import storage

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from autoshard.engine.nxd_names import FAMILIES
+from autoshard.engine.nxd.shards import FAMILIES
 from autoshard.runtime.convert.converting import form_of
 from autoshard.spec.model_catalogue import load_model, model_names
 from tests.ranks.cases import plan_of

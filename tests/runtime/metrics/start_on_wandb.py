@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 from autoshard.commands.steps import StepDisplay
-from autoshard.engine.base import Measured
-from autoshard.engine.results import RunReport, TimedStep
+from autoshard.engine.base import Measured, RunReport, TimedStep
 from autoshard.plan.codec import dump
 from autoshard.spec.training import Tracking, Training
 from tests.runtime.cases import tiny_plan, wait_until

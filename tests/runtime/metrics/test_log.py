@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.engine.results import TimedStep
+from autoshard.engine.base import TimedStep
 from autoshard.errors import InputError
 from autoshard.runtime.metrics.log import FIELDS, METRICS, MetricsLog, line_of, read_metrics, record_of, scalars
 from tests.runtime.cases import environment

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from autoshard.commands import steps as module
 from autoshard.commands.steps import StepDisplay
-from autoshard.engine.results import TimedStep
+from autoshard.engine.base import TimedStep
 from autoshard.errors import InputError
 from autoshard.runtime.launch import Placing, launch
 from autoshard.runtime.metrics.log import METRICS, read_metrics

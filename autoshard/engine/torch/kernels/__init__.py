@@ -1,8 +1,6 @@
 """The operations of the graph as torch computes them; importing this registers them all."""
 
-from autoshard.engine.torch.kernels import attention, elementwise, indexing, norms, products
+from autoshard.engine.torch.kernels import attention, elementwise, indexing, products
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, Rotations, kernel_of
 
-__all__ = [
-    "Kernel", "KernelContext", "Rotations", "attention", "elementwise", "indexing", "kernel_of", "norms", "products",
-]  # fmt: skip
+__all__ = ["Kernel", "KernelContext", "Rotations", "attention", "elementwise", "indexing", "kernel_of", "products"]

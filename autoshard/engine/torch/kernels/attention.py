@@ -1,180 +1,169 @@
-"""Rotary positions, and causal attention in pieces that are seen whole, up to the diagonal, or not at all.
+"""Causal attention in pieces that are seen whole, up to the diagonal, or not at all.
 
-No mask is ever as large as the scores of a sequence: only at the edge of a window are a few rows masked at a time.
-Documents that do not see each other need none: each is attended to on its own.
+A piece is computed by the kernel that torch has for the device, which writes no scores; some devices have none, or none
+for FP32. No mask is ever as large as the scores of a sequence: only without a kernel, and at the edge of a window, are
+a few rows masked at a time. Documents that do not see each other need none: each is attended to on its own.
 """
 
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise, product
 
 import torch
 
-from autoshard.engine.torch.formats import Formats, wide
-from autoshard.engine.torch.kernels.fused import FusedAttention, Part, Slopes, fused
-from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, kernel_of
-from autoshard.graph.kinds.attention import Attend, AttendGradient, Rotary
+from autoshard.engine.base import HOST
+from autoshard.engine.torch.formats import NOWHERE, wide
+from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register
+from autoshard.graph.kinds.attention import Attend, AttendGradient
 from autoshard.graph.op import Call
 
+Part = tuple[torch.Tensor, torch.Tensor]  # mixed values [batch, head, query, head_dim], log of the denominators
+Heads = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor
+]  # of queries, keys and values: [batch, head, position, head_dim]
+
+_aten = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
 _ROWS = 128  # queries that are masked together
 
 
-@kernel_of.register
-def _rotary(kind: Rotary, call: Call, context: KernelContext) -> Kernel:
-    dims, head_dim = call.inputs[0].dims, call.sizes["head_dim"]
-    half, dtype = kind.rotated(head_dim) // 2, context.formats.of(call.outputs[0].dtype)
-    turned = 2 * half
-    after = len(dims) - dims.index(call.inputs[-1].dims[-1]) - 2  # dims between the positions and the head
-    sign = -1 if kind.backward else 1
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedAttention:
+    """A device's kernel: attention of [batch, head, position, head_dim], query heads in groups that share keys."""
 
-    def run(x: torch.Tensor, *where: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        exact = wide(x[..., :0])
-        angles = context.rotations.of(kind, where, head_dim, exact)
-        cos, sin = (one.reshape(*one.shape[:-1], *[1] * after, half) for one in angles)
-        result = torch.empty_like(x, dtype=exact.dtype)
-        first, second = x[..., :half], x[..., half:turned]
-        torch.mul(first, cos, out=result[..., :half]).addcmul_(second, sin, value=-sign)
-        torch.mul(second, cos, out=result[..., half:turned]).addcmul_(first, sin, value=sign)
-        if turned < head_dim:
-            result[..., turned:] = x[..., turned:]
-        return (result.to(dtype),)
+    dtypes: tuple[torch.dtype, ...]
+    head_dims: range
+    forward: Callable[[Sequence[torch.Tensor], bool], Part]  # of query, key, value; causal or not
+    backward: Callable[[Sequence[torch.Tensor], bool], Heads]  # of upstream, query, key, value, result, lse
 
-    return run
+
+def _on_gpu_back(tensors: Sequence[torch.Tensor], causal: bool) -> Heads:
+    *given, lse = tensors
+    _, query, key, *_ = given
+    lengths = (None, None, query.shape[2], key.shape[2])  # all sequences are as long
+    seeds = [torch.empty(size, dtype=torch.uint64, device=query.device) for size in (2, 0)]  # of a dropout
+    rows = lse.contiguous()  # the kernel reads it without its strides
+    return _aten._scaled_dot_product_flash_attention_backward(*given, rows, *lengths, 0.0, causal, *seeds)
+
+
+_HOST = FusedAttention(
+    dtypes=(torch.float32, torch.float64, *_HALF),
+    head_dims=range(1, 2**16),
+    forward=lambda given, causal: _aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, causal),
+    backward=lambda given, causal: _aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal),
+)
+GPU = FusedAttention(
+    dtypes=_HALF,
+    head_dims=range(8, 257, 8),
+    forward=lambda given, causal: _aten._scaled_dot_product_flash_attention(*given, 0.0, causal)[:2],
+    backward=_on_gpu_back,
+)
+KERNELS: Mapping[str, FusedAttention] = {HOST: _HOST, NOWHERE.type: _HOST, "cuda": GPU}
+
+
+def fused(device: torch.device, dtype: torch.dtype, head_dim: int) -> FusedAttention | None:
+    """Return the kernel for these tensors, if there is one; GPUs have it since Ampere."""
+    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        return None
+    found = KERNELS.get(device.type)
+    return found if found and dtype in found.dtypes and head_dim in found.head_dims else None
 
 
 @dataclass(frozen=True, slots=True)
-class _PositionRun:
-    """Neighbours in memory whose positions follow each other: where they lie, and the first position."""
+class PositionRun:
+    """Neighbours in memory whose positions follow each other: where they start, and the positions."""
 
     start: int
-    stop: int
-    first: int
-
-    @property
-    def last(self) -> int:
-        return self.first + self.stop - self.start - 1
+    positions: range
 
     @property
     def slice(self) -> slice:
-        return slice(self.start, self.stop)
+        """Where they lie."""
+        return slice(self.start, self.start + len(self.positions))
 
-    def covers(self, count: int) -> bool:
-        return self.stop - self.start == count
-
-    def cut(self, positions: set[int]) -> "Iterator[_PositionRun]":
-        """Part it where any of these positions begins."""
-        inside = sorted(self.start + one - self.first for one in positions if self.first < one <= self.last)
-        for start, stop in pairwise((self.start, *inside, self.stop)):
-            yield _PositionRun(start, stop, self.first + start - self.start)
-
-    def within(self, first: int, last: int) -> "_PositionRun | None":
-        """Return the part of it between two positions, both included."""
-        low, high = max(first, self.first), min(last, self.last)
-        at = self.start + low - self.first
-        return _PositionRun(at, at + high - low + 1, low) if low <= high else None
+    def part(self, first: int, stop: int) -> "PositionRun":
+        """Return those between two positions; there may be none."""
+        inside = range(max(first, self.positions.start), min(stop, self.positions.stop))
+        return PositionRun(self.start + inside.start - self.positions.start, inside)
 
 
-def _spans(positions: torch.Tensor) -> list[_PositionRun]:
-    """Return the runs of positions that follow each other; most ranks hold one, with zig-zag two."""
-    count = len(positions)
-    if count and int(positions[-1] - positions[0]) == count - 1:
-        return [_PositionRun(0, count, int(positions[0]))]
-    breaks: list[int] = (torch.diff(positions) != 1).nonzero().flatten().add_(1).tolist() if count else []
-    ends = (0, *breaks, count)
-    return [_PositionRun(start, stop, int(positions[start])) for start, stop in pairwise(ends) if start < stop]
+def runs(positions: torch.Tensor, starts: torch.Tensor | None = None) -> Iterator[tuple[int, PositionRun]]:
+    """Yield the runs of a sequence, each within one document, with where that starts (0 if ``starts`` are not given).
+
+    Most ranks have one run, with zig-zag two.
+    """
+    first, count = int(positions[0]), len(positions)
+    if starts is None and int(positions[-1]) - first == count - 1:
+        yield 0, PositionRun(0, range(first, first + count))
+        return
+    apart = torch.diff(positions) != 1
+    if starts is not None:
+        apart |= torch.diff(starts) != 0
+    begins: list[int] = [0, *apart.nonzero().flatten().add_(1).tolist()]
+    documents = [0] * len(begins) if starts is None else starts[begins].tolist()
+    ends = pairwise((*begins, count))
+    for (start, stop), first, document in zip(ends, positions[begins].tolist(), documents, strict=True):
+        yield document, PositionRun(start, range(first, first + stop - start))
 
 
 @dataclass(frozen=True, slots=True)
-class _VisiblePair:
-    """Queries and keys of which each query sees all keys, those up to itself (``causal``), or some (``masked``).
+class VisiblePair:
+    """Queries and keys of some sequences of the batch; a query sees all keys, those up to itself, or some."""
 
-    They are those of some sequences of the batch, from the first of ``rows`` to before the second, or of all.
+    queries: PositionRun
+    keys: PositionRun
+    sees: str  # all, causal or masked
+    rows: tuple[int, int]  # the first sequence, and the one behind the last
+
+
+def visible_pairs(
+    positions: torch.Tensor, key_positions: torch.Tensor, starts: torch.Tensor, window: int | None, *, in_rows: bool
+) -> Iterator[VisiblePair]:
+    """Yield what sees what, for one document of the queries after the other.
+
+    ``starts`` holds where the documents of the queries start; if it has no column, documents see each other. Sequences
+    that follow each other and are cut alike go together.
     """
-
-    queries: _PositionRun
-    keys: _PositionRun
-    causal: bool = False
-    masked: bool = False
-    rows: tuple[int, int] | None = None
-
-    @property
-    def batch(self) -> slice:
-        return slice(*self.rows) if self.rows else slice(None)
-
-
-def _seen_by_document(
-    positions: torch.Tensor, keys: list[_PositionRun], starts: torch.Tensor, window: int | None, *, in_rows: bool
-) -> Iterator[_VisiblePair]:
-    """Yield what sees what where documents do not see each other: those of the queries, one after the other.
-
-    Sequences that follow each other and are cut alike go together.
-    """
-    changes: list[int] = (starts[1:] != starts[:-1]).any(1).nonzero().flatten().add_(1).tolist()
-    for rows in pairwise((0, *changes, len(starts))):
-        documents: dict[int, list[_PositionRun]] = {}
-        for start, span in _spans_of_documents(positions, starts[rows[0]]):
-            documents.setdefault(start, []).append(span)
+    keys, joined = [run for _, run in runs(key_positions)], not starts.shape[1]
+    cuts: list[int] = [] if joined else (starts[1:] != starts[:-1]).any(1).nonzero().flatten().add_(1).tolist()
+    for rows in pairwise((0, *cuts, len(starts))):
+        documents: dict[int, list[PositionRun]] = {}
+        for start, run in runs(positions, None if joined else starts[rows[0]]):
+            documents.setdefault(start, []).append(run)
         for start, queries in documents.items():
-            last = max(span.last for span in queries)
-            own = [part for part in (span.within(start, last) for span in keys) if part]
-            if own:
-                yield from (replace(seen, rows=rows) for seen in _seen(queries, own, window, in_rows=in_rows))
+            last = max(run.positions.stop for run in queries)
+            own = [part for run in keys if (part := run.part(start, last)).positions]
+            for pair in _pairs(queries, own, window, in_rows=in_rows) if own else ():
+                yield VisiblePair(*pair, rows)
 
 
-def _spans_of_documents(positions: torch.Tensor, starts: torch.Tensor) -> Iterator[tuple[int, _PositionRun]]:
-    """Yield the runs of positions of one document each, with where the document starts."""
-    found: list[int] = ((torch.diff(positions) != 1) | (torch.diff(starts) != 0)).nonzero().flatten().add_(1).tolist()
-    begins = (0, *found)
-    firsts, documents = positions[list(begins)].tolist(), starts[list(begins)].tolist()
-    for (start, stop), first, document in zip(pairwise((*begins, len(positions))), firsts, documents, strict=True):
-        yield document, _PositionRun(start, stop, first)
-
-
-def _seen(
-    queries: list[_PositionRun], keys: list[_PositionRun], window: int | None, *, in_rows: bool
-) -> Iterator[_VisiblePair]:
-    """Yield all pairs of spans that see anything, cut so that a pair is the same positions or apart, or ``in_rows``."""
-    if in_rows or (window and max(span.last for span in queries) - min(span.first for span in keys) >= window):
-        yield from _within(queries, keys, window or sys.maxsize)
+def _pairs(
+    queries: list[PositionRun], keys: list[PositionRun], window: int | None, *, in_rows: bool
+) -> Iterator[tuple[PositionRun, PositionRun, str]]:
+    """Yield all pairs of runs that see anything, cut so that a pair is the same positions or apart, or ``in_rows``."""
+    edges = sorted({edge for run in (*queries, *keys) for edge in (run.positions.start, run.positions.stop)})
+    if in_rows or (window and edges[-1] - min(run.positions.start for run in keys) > window):
+        for query, key in product(queries, keys):
+            for first in query.positions[::_ROWS]:
+                rows = query.part(first, first + _ROWS)
+                near = key.part(first - (window or sys.maxsize) + 1, rows.positions.stop)
+                if near.positions:
+                    yield rows, near, "masked"
         return
-    edges = {edge for span in (*queries, *keys) for edge in (span.first, span.last + 1)}
-    parts = [[part for span in spans for part in span.cut(edges)] for spans in (queries, keys)]
+    parts = [
+        [part for run in found for ends in pairwise(edges) if (part := run.part(*ends)).positions]
+        for found in (queries, keys)
+    ]
     for query, key in product(*parts):
-        if key.first <= query.last:
-            yield _VisiblePair(query, key, causal=key.first == query.first)
+        if key.positions.start <= query.positions.start:
+            yield query, key, "causal" if key.positions == query.positions else "all"
 
 
-def _within(queries: list[_PositionRun], keys: list[_PositionRun], window: int) -> Iterator[_VisiblePair]:
-    """Yield a few queries at a time with the keys that any of them sees."""
-    for query, key in product(queries, keys):
-        for start in range(query.start, query.stop, _ROWS):
-            rows = _PositionRun(start, min(start + _ROWS, query.stop), query.first + start - query.start)
-            if near := key.within(rows.first - window + 1, rows.last):
-                yield _VisiblePair(rows, near, masked=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Heads:
-    """Tensors as kernels take them: [batch, head, position, head_dim], query heads in groups that share keys."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-
-    @classmethod
-    def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> "_Heads":
-        return cls(query=_by_head(query), key=_rows(key).transpose(1, 2), value=_rows(value).transpose(1, 2))
-
-    def of_pair(self, seen: _VisiblePair) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows, keys = seen.batch, seen.keys.slice
-        return self.query[rows, :, seen.queries.slice], self.key[rows, :, keys], self.value[rows, :, keys]
-
-    def is_whole(self, seen: _VisiblePair) -> bool:
-        """Whether a pair is about every query."""
-        batch, _, count, _ = self.query.shape
-        return seen.rows in (None, (0, batch)) and seen.queries.covers(count)
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same with rows in one piece: the fused kernel reads others wrongly, without a word (torch 2.13)."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _by_head(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,9 +171,8 @@ def _by_head(tensor: torch.Tensor) -> torch.Tensor:
     return _rows(tensor).flatten(2, 3).transpose(1, 2)
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same with rows in one piece: the fused kernel reads others wrongly, without a word (torch 2.13)."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Heads:
+    return _by_head(query), _rows(key).transpose(1, 2), _rows(value).transpose(1, 2)
 
 
 def _by_position(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -201,115 +189,106 @@ class _Attention:
 
     @classmethod
     def of(cls, call: Call, context: KernelContext, window: int | None) -> "_Attention":
-        formats: Formats = context.formats
+        formats = context.formats
         return cls(fused(formats.device, formats.of(call.inputs[0].dtype), call.sizes["head_dim"]), window)
 
-    def pairs(
-        self, heads: _Heads, positions: torch.Tensor, key_positions: torch.Tensor, *starts: torch.Tensor
-    ) -> list[_VisiblePair]:
+    def pairs(self, heads: Heads, where: Sequence[torch.Tensor], *starts: torch.Tensor) -> list[VisiblePair]:
         """Return what sees what; ``starts``, if documents do not see each other, are those of the queries."""
-        if not heads.query.numel() or not heads.key.numel():
+        if not heads[0].numel() or not heads[1].numel():
             return []
-        in_rows, keys = self.fused is None, _spans(key_positions)
-        if starts:
-            return list(_seen_by_document(positions, keys, starts[0], self.window, in_rows=in_rows))
-        return list(_seen(_spans(positions), keys, self.window, in_rows=in_rows))
+        (begins,) = starts or (where[0].new_empty((len(heads[0]), 0)),)
+        return list(visible_pairs(where[0], where[1], begins, self.window, in_rows=self.fused is None))
 
-    def forward(self, heads: _Heads, seen: _VisiblePair) -> Part:
+    def forward(self, heads: Heads, seen: VisiblePair) -> Part:
         """Attend to what a pair sees."""
-        if seen.masked:
-            return _masked(heads, seen, self.window)
-        assert self.fused, "what nothing attends to at once is masked"
-        return self.fused.forward(heads.of_pair(seen), seen.causal)
+        query, key, value = _of_pair(heads, seen)
+        if self.fused and seen.sees != "masked":
+            return self.fused.forward((query, key, value), seen.sees == "causal")
+        scores = self._scores(query, key, seen)
+        lse = scores.logsumexp(-1)
+        probability = (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
+        mixed = probability @ wide(value).unsqueeze(2)
+        return mixed.flatten(1, 2).to(value.dtype), lse.flatten(1, 2)
 
-    def backward(self, heads: _Heads, seen: _VisiblePair, given: tuple[torch.Tensor, ...]) -> Slopes:
+    def backward(self, heads: Heads, seen: VisiblePair, given: Sequence[torch.Tensor]) -> Heads:
         """Return the gradients of a pair's queries, keys and values."""
-        upstream, result, lse = (one[seen.batch, :, seen.queries.slice] for one in given)
-        if seen.masked:
-            return _masked_slopes(heads, seen, (upstream, result, lse), self.window)
-        assert self.fused, "what nothing attends to at once is masked"
-        return self.fused.backward((upstream, *heads.of_pair(seen), result, lse), seen.causal)
+        query, key, value = _of_pair(heads, seen)
+        upstream, result, lse = (one[slice(*seen.rows), :, seen.queries.slice] for one in given)
+        if self.fused and seen.sees != "masked":
+            return self.fused.backward((upstream, query, key, value, result, lse), seen.sees == "causal")
+        groups = (key.shape[1], -1)
+        probability = (self._scores(query, key, seen) - lse.unflatten(1, groups).unsqueeze(-1)).exp()
+        up, out, rows = (wide(one).unflatten(1, groups) for one in (upstream, result, query))
+        d_value = (probability.transpose(-1, -2) @ up).sum(2)
+        slope = up @ wide(value).unsqueeze(2).transpose(-1, -2) - (up * out).sum(-1, keepdim=True)
+        d_scores = probability * slope / math.sqrt(query.shape[-1])
+        d_query = (d_scores @ wide(key).unsqueeze(2)).flatten(1, 2)
+        d_key = (d_scores.transpose(-1, -2) @ rows).sum(2)
+        return d_query.to(query.dtype), d_key.to(query.dtype), d_value.to(query.dtype)
+
+    def _scores(self, query: torch.Tensor, key: torch.Tensor, seen: VisiblePair) -> torch.Tensor:
+        """Return scores by KV head and query of its group: [batch, kv_head, group, query, key]."""
+        grouped = wide(query).unflatten(1, (key.shape[1], -1))
+        scores = grouped @ wide(key).unsqueeze(2).transpose(-1, -2) / math.sqrt(query.shape[-1])
+        rows, columns = (
+            torch.arange(run.positions.start, run.positions.stop, device=query.device)
+            for run in (seen.queries, seen.keys)
+        )
+        distance = rows[:, None] - columns
+        return scores.masked_fill((distance < 0) | (distance >= (self.window or math.inf)), -torch.inf)
 
 
-@kernel_of.register
+def _of_pair(heads: Heads, seen: VisiblePair) -> Heads:
+    query, key, value = heads
+    rows, keys = slice(*seen.rows), seen.keys.slice
+    return query[rows, :, seen.queries.slice], key[rows, :, keys], value[rows, :, keys]
+
+
 def _attend(kind: Attend, call: Call, context: KernelContext) -> Kernel:
     attention = _Attention.of(call, context, kind.window)
     formats = [context.formats.of(output.dtype) for output in call.outputs]
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value, *where = tensors
-        heads = _Heads.of(query, key, value)
-        parts: dict[_VisiblePair, Part] = {}
-        for seen in attention.pairs(heads, *where):
-            of_queries = _VisiblePair(seen.queries, seen.queries, rows=seen.rows)
-            parts[of_queries] = joined(parts.get(of_queries), attention.forward(heads, seen))
-        if len(parts) == 1 and heads.is_whole(next(iter(parts))):
+        heads = _heads(query, key, value)
+        parts: dict[tuple[tuple[int, int], PositionRun], Part] = {}
+        for seen in attention.pairs(heads, where[:2], *where[2:]):
+            place = seen.rows, seen.queries
+            parts[place] = joined(parts.get(place), attention.forward(heads, seen))
+        whole = (0, len(query)), query.shape[1]
+        if [(rows, len(queries.positions)) for rows, queries in parts] == [whole]:
             mixed, lse = next(iter(parts.values()))
         else:
-            mixed = torch.zeros_like(heads.query)
+            mixed = torch.zeros_like(heads[0])
             lse = torch.full(mixed.shape[:3], -torch.inf, dtype=formats[1], device=mixed.device)
-            for seen, (part, weight) in parts.items():
-                mixed[seen.batch, :, seen.queries.slice], lse[seen.batch, :, seen.queries.slice] = part, weight
+            for (rows, queries), (part, weight) in parts.items():
+                there = slice(*rows), slice(None), queries.slice
+                mixed[there], lse[there] = part, weight
         return _by_position(mixed, query).to(formats[0]), _by_position(lse, query).to(formats[1])
 
     return run
 
 
-@kernel_of.register
 def _attend_gradient(kind: AttendGradient, call: Call, context: KernelContext) -> Kernel:
     attention = _Attention.of(call, context, kind.window)
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         upstream, query, key, value, positions, key_positions, result, lse, *starts = tensors
-        heads = _Heads.of(query, key, value)
+        heads = _heads(query, key, value)
         given = (_by_head(upstream), _by_head(result), _by_head(lse))
-        made = [torch.zeros_like(one) for one in (heads.query, heads.key, heads.value)]
-        pairs = attention.pairs(heads, positions, key_positions, *starts)
-        if len(pairs) == 1 and heads.is_whole(pairs[0]) and pairs[0].keys.covers(key.shape[1]):
+        pairs = attention.pairs(heads, (positions, key_positions), *starts)
+        whole = (0, len(query)), query.shape[1], key.shape[1]
+        if [(seen.rows, len(seen.queries.positions), len(seen.keys.positions)) for seen in pairs] == [whole]:
             made = attention.backward(heads, pairs[0], given)
         else:
+            made = torch.zeros_like(heads[0]), torch.zeros_like(heads[1]), torch.zeros_like(heads[2])
             for seen in pairs:
-                places = (seen.queries.slice, seen.keys.slice, seen.keys.slice)
-                for total, place, part in zip(made, places, attention.backward(heads, seen, given), strict=True):
-                    total[seen.batch, :, place] += part
+                parts = attention.backward(heads, seen, given)
+                for total, one, part in zip(made, (seen.queries, seen.keys, seen.keys), parts, strict=True):
+                    total[slice(*seen.rows), :, one.slice] += part
         return _by_position(made[0], query), made[1].transpose(1, 2), made[2].transpose(1, 2)
 
     return run
-
-
-def _masked(heads: _Heads, seen: _VisiblePair, window: int | None) -> Part:
-    """Attend with a few rows of scores at hand."""
-    scores, value = _scores(heads, seen, window), heads.of_pair(seen)[2]
-    lse = scores.logsumexp(-1)
-    probability = (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
-    mixed = probability @ wide(value).unsqueeze(2)
-    return mixed.flatten(1, 2).to(value.dtype), lse.flatten(1, 2)
-
-
-def _scores(heads: _Heads, seen: _VisiblePair, window: int | None) -> torch.Tensor:
-    """Return scores by KV head and query of its group: [batch, kv_head, group, query, key]."""
-    query, key, _ = heads.of_pair(seen)
-    grouped = wide(query).unflatten(1, (key.shape[1], -1))
-    scores = grouped @ wide(key).unsqueeze(2).transpose(-1, -2) / math.sqrt(query.shape[-1])
-    rows = torch.arange(seen.queries.first, seen.queries.last + 1, device=query.device)
-    columns = torch.arange(seen.keys.first, seen.keys.last + 1, device=query.device)
-    distance = rows[:, None] - columns
-    return scores.masked_fill((distance < 0) | (distance >= (window or math.inf)), -torch.inf)
-
-
-def _masked_slopes(heads: _Heads, seen: _VisiblePair, given: tuple[torch.Tensor, ...], window: int | None) -> Slopes:
-    """Return the gradients of a pair's queries, keys and values with a few rows of scores at hand."""
-    upstream, result, lse = given
-    query, key, value = heads.of_pair(seen)
-    groups = (key.shape[1], -1)
-    probability = (_scores(heads, seen, window) - lse.unflatten(1, groups).unsqueeze(-1)).exp()
-    up, out, rows = (wide(one).unflatten(1, groups) for one in (upstream, result, query))
-    d_value = (probability.transpose(-1, -2) @ up).sum(2)
-    slope = up @ wide(value).unsqueeze(2).transpose(-1, -2) - (up * out).sum(-1, keepdim=True)
-    d_scores = probability * slope / math.sqrt(query.shape[-1])
-    d_query = (d_scores @ wide(key).unsqueeze(2)).flatten(1, 2)
-    d_key = (d_scores.transpose(-1, -2) @ rows).sum(2)
-    return d_query.to(query.dtype), d_key.to(query.dtype), d_value.to(query.dtype)
 
 
 def joined(first: Part | None, second: Part) -> Part:
@@ -321,3 +300,6 @@ def joined(first: Part | None, second: Part) -> Part:
     reference = total.nan_to_num(neginf=0.0)
     shares = (lse - reference).exp().unsqueeze(-1), (weight - reference).exp().unsqueeze(-1)
     return (mixed * shares[0] + part * shares[1]).to(mixed.dtype), total
+
+
+register({Attend: _attend, AttendGradient: _attend_gradient})

@@ -1,6 +1,10 @@
-"""Element-wise operations, sums over dims, what is only laid out otherwise, and the optimizer's steps, in place."""
+"""Operations element by element or along one dim, what is only laid out otherwise, and optimizers' steps, in place.
+
+Statistics of norms and softmax are FP32 at least.
+"""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,25 +12,27 @@ from torch.nn import functional
 from torch.optim.adamw import adamw
 
 from autoshard.engine.torch.formats import wide
-from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, kernel_of, laid_out, shape_of
+from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, laid_out, register, shape_of
+from autoshard.graph.kinds.attention import Rotary
+from autoshard.graph.kinds.norm import Norm, NormGradient, NormWeightGradient, Softmax, SoftmaxGradient
 from autoshard.graph.kinds.optimizer import Accumulate, AdamW, Sgd, SquareSum
 from autoshard.graph.kinds.pointwise import Add, Cast, Function, Multiply, Reduce, Repeat, Unary, UnaryGradient
 from autoshard.graph.op import Call
 
 _aten = torch.ops.aten
-_VALUES: Mapping[Function, Callable[[torch.Tensor], torch.Tensor]] = {
+_VALUES: Mapping[Function, Callable[..., torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": torch.relu,
     "exp": torch.exp,
     "log": torch.log,
     "negate": torch.neg,
 }
-_GRADIENTS: Mapping[Function, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+_GRADIENTS: Mapping[Function, Callable[..., torch.Tensor]] = {
     "silu": _aten.silu_backward,
     "gelu": _aten.gelu_backward,
-    "gelu_tanh": lambda upstream, x: _aten.gelu_backward(upstream, x, approximate="tanh"),
+    "gelu_tanh": partial(_aten.gelu_backward, approximate="tanh"),
     "relu": lambda upstream, x: _aten.threshold_backward(upstream, x, 0),
     "exp": lambda upstream, x: upstream * x.exp(),
     "log": torch.div,
@@ -34,75 +40,123 @@ _GRADIENTS: Mapping[Function, Callable[[torch.Tensor, torch.Tensor], torch.Tenso
 }
 
 
-@kernel_of.register
-def _unary(kind: Unary, call: Call, context: KernelContext) -> Kernel:
-    value = _VALUES[kind.function]
-    return lambda x: (value(x),)
-
-
-@kernel_of.register
-def _unary_gradient(kind: UnaryGradient, call: Call, context: KernelContext) -> Kernel:
-    gradient = _GRADIENTS[kind.function]
-    return lambda upstream, x: (gradient(upstream, x),)
-
-
-@kernel_of.register
 def _multiply(kind: Multiply, call: Call, context: KernelContext) -> Kernel:
     dtype = context.formats.of(call.outputs[0].dtype)
     return lambda left, right: ((left * right).to(dtype),)
 
 
-@kernel_of.register
 def _add(kind: Add, call: Call, context: KernelContext) -> Kernel:
     left, right = call.inputs
     lay, sign = laid_out(right.dims, left.dims), kind.sign
     return lambda x, y: (torch.add(x, lay(y), alpha=sign),)
 
 
-@kernel_of.register
 def _reduce(kind: Reduce, call: Call, context: KernelContext) -> Kernel:
-    dims = call.inputs[0].dims
+    dims, output = call.inputs[0].dims, call.outputs[0]
     axes = [dims.index(dim) for dim in kind.over]
     if kind.function == "sum":
         return lambda x: (x.sum(axes) if axes else x,)
-    shape = shape_of(call, call.outputs[0].dims)
-    dtype = context.formats.of(call.outputs[0].dtype)
-
-    def largest(x: torch.Tensor) -> tuple[torch.Tensor]:
-        if not x.numel():  # a rank that holds nothing of a dim knows no number at all
-            return (x.new_full(shape, -torch.inf, dtype=dtype),)
-        return (x.amax(axes),)
-
-    return largest
+    shape, dtype = shape_of(call, output.dims), context.formats.of(output.dtype)
+    # A rank that holds nothing of a dim knows no number at all.
+    return lambda x: (x.amax(axes) if x.numel() else x.new_full(shape, -torch.inf, dtype=dtype),)
 
 
-@kernel_of.register
 def _repeat(kind: Repeat, call: Call, context: KernelContext) -> Kernel:
     lay, shape = laid_out(call.inputs[0].dims, kind.dims), shape_of(call, kind.dims)
     return lambda x: (lay(x).expand(shape),)
 
 
-@kernel_of.register
-def _cast(kind: Cast, call: Call, context: KernelContext) -> Kernel:
-    dtype = context.formats.of(kind.dtype)
-    return lambda x: (x.to(dtype),)
+def _centred(x: torch.Tensor, function: str) -> torch.Tensor:
+    found = wide(x)
+    return found - found.mean(-1, keepdim=True) if function == "layer" else found
 
 
-@kernel_of.register
-def _accumulate(kind: Accumulate, call: Call, context: KernelContext) -> Kernel:
-    return lambda total, gradient: (total.add_(gradient),)
+def _norm(kind: Norm, call: Call, context: KernelContext) -> Kernel:
+    assert call.inputs[0].dims[-1] == kind.over, f"{kind} is not over the last dim"
+    size, dtype = call.sizes[kind.over], context.formats.of(call.outputs[0].dtype)
 
-
-@kernel_of.register
-def _square_sum(kind: SquareSum, call: Call, context: KernelContext) -> Kernel:
-    def run(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        flat = wide(gradient).reshape(-1)
-        return (torch.dot(flat, flat),)
+    def run(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        centred = _centred(x, kind.function)
+        length = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
+        stat = length.square_().mul_(1 / size).add_(kind.eps).rsqrt_()
+        result = (centred * stat).mul_(weight)
+        if bias:
+            result.add_(bias[0])
+        return result.to(dtype), stat.squeeze(-1)
 
     return run
 
 
-@kernel_of.register
+def _norm_gradient(kind: NormGradient, call: Call, context: KernelContext) -> Kernel:
+    dtype = context.formats.of(call.outputs[0].dtype)
+
+    def run(upstream: torch.Tensor, x: torch.Tensor, stat: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
+        scale = stat.unsqueeze(-1)
+        normalised = _centred(x, kind.function) * scale
+        slope = wide(upstream) * weight
+        mean = (slope * normalised).mean(-1, keepdim=True)
+        projected = slope - normalised.mul_(mean)
+        if kind.function == "layer":
+            projected.sub_(slope.mean(-1, keepdim=True))
+        return (projected.mul_(scale).to(dtype),)
+
+    return run
+
+
+def _norm_weight_gradient(kind: NormWeightGradient, call: Call, context: KernelContext) -> Kernel:
+    rest, dtype = list(range(len(call.inputs[1].dims) - 1)), context.formats.of(call.outputs[0].dtype)
+    return lambda upstream, x, stat: (
+        (_centred(x, kind.function) * stat.unsqueeze(-1)).mul_(upstream).sum(rest).to(dtype),
+    )
+
+
+def _softmax(kind: Softmax, call: Call, context: KernelContext) -> Kernel:
+    axis, dtype = call.inputs[0].dims.index(kind.over), context.formats.of(call.outputs[0].dtype)
+    return lambda x: (torch.softmax(wide(x), axis).to(dtype),)
+
+
+def _softmax_gradient(kind: SoftmaxGradient, call: Call, context: KernelContext) -> Kernel:
+    axis, dtype = call.inputs[1].dims.index(kind.over), context.formats.of(call.outputs[0].dtype)
+
+    def run(upstream: torch.Tensor, probability: torch.Tensor) -> tuple[torch.Tensor]:
+        weighted = wide(upstream) * probability
+        return ((weighted - probability * weighted.sum(axis, keepdim=True)).to(dtype),)
+
+    return run
+
+
+def _rotary(kind: Rotary, call: Call, context: KernelContext) -> Kernel:
+    dims, head_dim = call.inputs[0].dims, call.sizes["head_dim"]
+    half, dtype = kind.rotated(head_dim) // 2, context.formats.of(call.outputs[0].dtype)
+    turned = 2 * half
+    after = len(dims) - dims.index(call.inputs[-1].dims[-1]) - 2  # dims between the positions and the head
+    sign = -1 if kind.backward else 1
+
+    def run(x: torch.Tensor, *where: torch.Tensor) -> tuple[torch.Tensor]:
+        exact = wide(x[..., :0])
+        angles = context.rotations.of(kind, where, head_dim, exact)
+        cos, sin = (one.reshape(*one.shape[:-1], *[1] * after, half) for one in angles)
+        result = torch.empty_like(x, dtype=exact.dtype)
+        first, second = x[..., :half], x[..., half:turned]
+        torch.mul(first, cos, out=result[..., :half]).addcmul_(second, sin, value=-sign)
+        torch.mul(second, cos, out=result[..., half:turned]).addcmul_(first, sin, value=sign)
+        if turned < head_dim:
+            result[..., turned:] = x[..., turned:]
+        return (result.to(dtype),)
+
+    return run
+
+
+def _square_sum(gradient: torch.Tensor) -> tuple[torch.Tensor]:
+    flat = wide(gradient).reshape(-1)
+    return (torch.dot(flat, flat),)
+
+
+def _clipped(gradient: torch.Tensor, clip: float) -> torch.Tensor:
+    """Bring a gradient down where it lies: memory of its own would cost more than the product."""
+    return gradient.mul_(clip) if clip < 1.0 else gradient
+
+
 def _adamw(kind: AdamW, call: Call, context: KernelContext) -> Kernel:
     def run(*given: Any) -> tuple[torch.Tensor, ...]:
         weight, first, second, gradient, clip, rate, step = given
@@ -117,15 +171,22 @@ def _adamw(kind: AdamW, call: Call, context: KernelContext) -> Kernel:
     return run
 
 
-@kernel_of.register
-def _sgd(kind: Sgd, call: Call, context: KernelContext) -> Kernel:
-    def run(*given: Any) -> tuple[torch.Tensor, ...]:
-        weight, gradient, clip, rate = given
-        return (weight.add_(_clipped(gradient, clip), alpha=-rate),)
-
-    return run
+def _sgd(weight: torch.Tensor, gradient: torch.Tensor, clip: float, rate: float) -> tuple[torch.Tensor]:
+    return (weight.add_(_clipped(gradient, clip), alpha=-rate),)
 
 
-def _clipped(gradient: torch.Tensor, clip: float) -> torch.Tensor:
-    """Bring a gradient down where it lies: memory of its own would cost more than the product."""
-    return gradient.mul_(clip) if clip < 1.0 else gradient
+def _cast(kind: Cast, call: Call, context: KernelContext) -> Kernel:
+    dtype = context.formats.of(kind.dtype)
+    return lambda x: (x.to(dtype),)
+
+
+register({
+    Unary: lambda kind, call, context: lambda x: (_VALUES[kind.function](x),),
+    UnaryGradient: lambda kind, call, context: lambda upstream, x: (_GRADIENTS[kind.function](upstream, x),),
+    Multiply: _multiply, Add: _add, Reduce: _reduce, Repeat: _repeat, Cast: _cast,
+    Norm: _norm, NormGradient: _norm_gradient, NormWeightGradient: _norm_weight_gradient,
+    Softmax: _softmax, SoftmaxGradient: _softmax_gradient, Rotary: _rotary, AdamW: _adamw,
+    Accumulate: lambda kind, call, context: lambda total, gradient: (total.add_(gradient),),
+    SquareSum: lambda kind, call, context: _square_sum,
+    Sgd: lambda kind, call, context: _sgd,
+})  # fmt: skip

@@ -5,18 +5,12 @@ So tokens find their embeddings, losses their labels, and tokens the slots of th
 
 import torch
 
-from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, kernel_of, shape_of
-from autoshard.graph.kinds.experts import (
-    Combine,
-    CombineGradient,
-    Dispatch,
-    DispatchGradient,
-    Slot,
-    TopK,
-    TopKGradient,
-)
+from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register, shape_of
+from autoshard.graph.kinds.experts import Combine, CombineGradient, Dispatch, DispatchGradient, Slot, TopK, TopKGradient
 from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, places
 from autoshard.graph.op import Call
+
+Made = tuple[torch.Tensor, ...]
 
 
 def _inside(index: torch.Tensor, bounds: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,11 +24,10 @@ def _along(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return mask.reshape(*mask.shape, *[1] * (like.ndim - mask.ndim))
 
 
-@kernel_of.register
 def _lookup(kind: Lookup, call: Call, context: KernelContext) -> Kernel:
     bounds, shape = context.bounds.get(call.inputs[0].dims[0]), shape_of(call, call.outputs[0].dims)
 
-    def run(table: torch.Tensor, *where: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(table: torch.Tensor, *where: torch.Tensor) -> Made:
         index = places(*where).to(table.device)  # positions lie with the host
         if bounds is None:
             return (table[index],)
@@ -47,11 +40,10 @@ def _lookup(kind: Lookup, call: Call, context: KernelContext) -> Kernel:
     return run
 
 
-@kernel_of.register
 def _scatter_add(kind: ScatterAdd, call: Call, context: KernelContext) -> Kernel:
     bounds, shape = context.bounds.get(kind.dims[0]), shape_of(call, kind.dims)
 
-    def run(rows: torch.Tensor, *where: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(rows: torch.Tensor, *where: torch.Tensor) -> Made:
         table, index = rows.new_zeros(shape), places(*where).to(rows.device)
         if bounds is not None:
             held, index = _inside(index, bounds)
@@ -63,11 +55,10 @@ def _scatter_add(kind: ScatterAdd, call: Call, context: KernelContext) -> Kernel
     return run
 
 
-@kernel_of.register
 def _pick(kind: Pick, call: Call, context: KernelContext) -> Kernel:
     axis, bounds = call.inputs[0].dims.index(kind.over), context.bounds.get(kind.over)
 
-    def run(values: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(values: torch.Tensor, index: torch.Tensor) -> Made:
         if bounds is None:
             return (values.gather(axis, index.unsqueeze(axis)).squeeze(axis),)
         if not values.shape[axis]:
@@ -78,11 +69,10 @@ def _pick(kind: Pick, call: Call, context: KernelContext) -> Kernel:
     return run
 
 
-@kernel_of.register
 def _place(kind: Place, call: Call, context: KernelContext) -> Kernel:
     axis, bounds, shape = kind.dims.index(kind.over), context.bounds.get(kind.over), shape_of(call, kind.dims)
 
-    def run(values: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(values: torch.Tensor, index: torch.Tensor) -> Made:
         result = values.new_zeros(shape)
         if bounds is not None:
             held, index = _inside(index, bounds)
@@ -94,28 +84,25 @@ def _place(kind: Place, call: Call, context: KernelContext) -> Kernel:
     return run
 
 
-@kernel_of.register
 def _top_k(kind: TopK, call: Call, context: KernelContext) -> Kernel:
     count = call.sizes["choices"]
 
-    def run(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(logits: torch.Tensor) -> Made:
         found, order = torch.sort(logits, dim=-1, descending=True, stable=True)  # ties go to the lower number
         return found[..., :count].contiguous(), order[..., :count].contiguous()
 
     return run
 
 
-@kernel_of.register
 def _top_k_gradient(kind: TopKGradient, call: Call, context: KernelContext) -> Kernel:
     shape = shape_of(call, call.outputs[0].dims)
     return lambda upstream, expert: (upstream.new_zeros(shape).scatter_(-1, expert, upstream),)
 
 
-@kernel_of.register
 def _slot(kind: Slot, call: Call, context: KernelContext) -> Kernel:
     experts, slots = call.sizes["experts"], call.sizes["slots"]
 
-    def run(expert: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(expert: torch.Tensor) -> Made:
         chosen = expert.reshape(-1)
         mine = torch.arange(experts, device=chosen.device) == chosen[:, None]
         place = (mine.cumsum(0) - 1).gather(1, chosen[:, None]).squeeze(1)
@@ -124,34 +111,20 @@ def _slot(kind: Slot, call: Call, context: KernelContext) -> Kernel:
     return run
 
 
-@kernel_of.register
 def _dispatch(kind: Dispatch, call: Call, context: KernelContext) -> Kernel:
     shape = shape_of(call, call.outputs[0].dims)
     return lambda tokens, expert, place: (_scattered(tokens.unsqueeze(-2), expert, place, shape),)
 
 
-@kernel_of.register
-def _dispatch_gradient(kind: DispatchGradient, call: Call, context: KernelContext) -> Kernel:
-    return lambda slots, expert, place: (_fetched(slots, expert, place).sum(2),)
+def _combine(slots: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> Made:
+    return ((_fetched(slots, expert, place) * weight.unsqueeze(-1)).sum(2),)
 
 
-@kernel_of.register
-def _combine(kind: Combine, call: Call, context: KernelContext) -> Kernel:
-    def run(
-        slots: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, place: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        return ((_fetched(slots, expert, place) * weight.unsqueeze(-1)).sum(2),)
-
-    return run
-
-
-@kernel_of.register
 def _combine_gradient(kind: CombineGradient, call: Call, context: KernelContext) -> Kernel:
     shape = shape_of(call, call.inputs[1].dims)
 
-    def run(
-        upstream: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, place: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def run(*given: torch.Tensor) -> Made:
+        upstream, slots, weight, expert, place = given
         rows = upstream.unsqueeze(-2)
         d_weight = (_fetched(slots, expert, place) * rows).sum(-1)
         return _scattered(rows * weight.unsqueeze(-1), expert, place, shape), d_weight
@@ -171,3 +144,11 @@ def _fetched(slots: torch.Tensor, expert: torch.Tensor, place: torch.Tensor) -> 
     if not slots.shape[1]:
         return slots.new_zeros((*place.shape, slots.shape[2]))
     return slots[expert, place.clamp(min=0)] * (place >= 0).unsqueeze(-1)
+
+
+register({
+    Lookup: _lookup, ScatterAdd: _scatter_add, Pick: _pick, Place: _place,
+    TopK: _top_k, TopKGradient: _top_k_gradient, Slot: _slot, Dispatch: _dispatch,
+    DispatchGradient: lambda kind, call, context: lambda *given: (_fetched(*given).sum(2),),
+    Combine: lambda kind, call, context: _combine, CombineGradient: _combine_gradient,
+})  # fmt: skip

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import singledispatch
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ _MOST_ANGLES = 8  # micro-batches in flight share their positions, so few are ev
 
 @dataclass(frozen=True, slots=True)
 class Rotations:
-    """What was made last, by the angles' parameters and the positions; and tables of the first so many positions."""
+    """Tables of the angles of the first so many positions, and what was looked up last, by where the positions lie."""
 
     known: dict[object, tuple[Angles, Sequence[torch.Tensor]]] = field(default_factory=dict)
     tables: dict[object, Angles] = field(default_factory=dict)
@@ -36,26 +37,15 @@ class Rotations:
         if key not in self.known:
             if len(self.known) >= _MOST_ANGLES:
                 self.known.pop(next(iter(self.known)))
-            made = self._in_documents if len(where) > 1 else _angles
-            angles = made(kind, where, head_dim, like)
-            self.known[key] = (angles, where)  # kept, so are the addresses
+            index: torch.Tensor = places(*where)
+            count = 1 << int(index.max()).bit_length() if index.numel() else 1  # few tables serve all documents
+            if (turning, count) not in self.tables:
+                angles = torch.arange(count).double()[:, None] * torch.from_numpy(kind.frequencies(head_dim))
+                self.tables[turning, count] = angles.cos().to(like), angles.sin().to(like)
+            cos, sin = self.tables[turning, count]
+            there = index.to(like.device)
+            self.known[key] = (cos[there], sin[there]), where  # kept, so are the addresses
         return self.known[key][0]
-
-    def _in_documents(self, kind: Rotary, where: Sequence[torch.Tensor], head_dim: int, like: torch.Tensor) -> Angles:
-        """Look the angles up: documents differ in every micro-batch, and all count from zero."""
-        index: torch.Tensor = places(*where)
-        count = 1 << int(index.max()).bit_length() if index.numel() else 1  # few tables serve all documents
-        key = (kind.fraction, kind.theta, kind.scaling, head_dim, like.dtype, count)
-        if key not in self.tables:
-            self.tables[key] = _angles(kind, (torch.arange(count),), head_dim, like)
-        cos, sin = self.tables[key]
-        there = index.to(like.device)
-        return cos[there], sin[there]
-
-
-def _angles(kind: Rotary, where: Sequence[torch.Tensor], head_dim: int, like: torch.Tensor) -> Angles:
-    angles = where[0].double()[:, None] * torch.from_numpy(kind.frequencies(head_dim))
-    return angles.cos().to(like), angles.sin().to(like)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +64,12 @@ def kernel_of(kind: OpKind, call: Call, context: KernelContext) -> Kernel:
     if own is None:
         raise InputError.of("kernels", missing_kernel(kind, "torch"))
     return own
+
+
+def register(kernels: Mapping[type[OpKind], Callable[[Any, Call, KernelContext], Kernel]]) -> None:
+    """Let ``kernel_of`` answer for these kinds."""
+    for kind, make in kernels.items():
+        kernel_of.register(kind, make)
 
 
 def shape_of(call: Call, dims: Sequence[str]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, kernel_of, shape_of
+from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register, shape_of
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.op import Call, Dims
 
@@ -39,7 +39,6 @@ def _product(kind: Einsum, call: Call) -> tuple[Matrix, Matrix, tuple[int, ...],
     return first, second, shape_of(call, made), None if order == sorted(order) else order
 
 
-@kernel_of.register
 def _einsum(kind: Einsum, call: Call, context: KernelContext) -> Kernel:
     first, second, shape, order = _product(kind, call)
 
@@ -63,3 +62,6 @@ def adding(kind: Einsum, call: Call) -> Kernel | None:
         return (total,)
 
     return run
+
+
+register({Einsum: _einsum})
