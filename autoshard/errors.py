@@ -12,6 +12,7 @@ A candidate that may not run is not an exception: it is a Rejection, a value (se
 """
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -93,10 +94,29 @@ class Stopped(AutoshardError):
         super().__init__(f"stopped by {name}")
 
 
-def require(*checks: tuple[bool, str, str]) -> None:
+Check = tuple[bool, str, str]  # whether it holds, where, and what to say if it does not
+
+
+def in_range(value: object, *names: str, low: float = 0, high: float = math.inf, positive: bool = False) -> list[Check]:
+    """Make the checks (for ``require``) that attributes of a value lie in a range; one that is None need not.
+
+    >>> in_range(3 + 4j, "real", "imag", low=4)
+    [(False, 'real', 'must be at least 4, not 3.0'), (True, 'imag', 'must be at most inf, not 4.0')]
+    """
+    checks: list[Check] = []
+    for name in names:
+        number = getattr(value, name)
+        if number is not None:
+            limit = "positive" if positive else f"at least {low}" if number < low else f"at most {high}"
+            holds = number > 0 if positive else low <= number <= high
+            checks.append((holds, name, f"must be {limit}, not {number}"))
+    return checks
+
+
+def require(*checks: Check) -> None:
     """Raise one InputError that names every check which does not hold.
 
-    Each check is ``(holds, where, message)``; this is how values refuse to exist with impossible numbers.
+    This is how values refuse to exist with impossible numbers.
 
     >>> require((1 > 0, "nodes", "must be positive"))
     >>> require((False, "nodes", "must be positive, not 0"))

@@ -12,8 +12,7 @@ import numpy as np
 from autoshard.cost.calibration import Calibration
 from autoshard.layout.collective import Collective, CollectiveKind
 from autoshard.spec.cluster import Cluster, Domain, Hops, Link
-from autoshard.spec.mesh import Mesh
-from autoshard.spec.ports import axis_levels_bytes_per_s
+from autoshard.spec.mesh import Mesh, axis_levels_bytes_per_s
 
 Number = Any  # a number, or a numpy column of one number per candidate
 

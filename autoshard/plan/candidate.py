@@ -11,7 +11,7 @@ from autoshard.errors import Fault, InputError, nearest, require
 from autoshard.layout.layout import Cuts, Layout
 from autoshard.plan.recompute import Recompute, compress, expand, parse_stages, split_outside_brackets, stages_text
 from autoshard.schedule.builders import builders
-from autoshard.spec.placement import Placement
+from autoshard.spec.cluster import Placement
 
 _SIZES = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs")
 _BATCH, _TOKENS = ("edp", "ep"), (("cp",), ("kv", "rep"), ("cp", "kv", "rep"), ())  # as a boundary may cut them

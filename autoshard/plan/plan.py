@@ -9,10 +9,9 @@ from autoshard.plan.candidate import Candidate, CpKind, CpOrder, Zero, even_stag
 from autoshard.plan.prediction import Dollars, Prediction, rounded
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
-from autoshard.spec.cluster import Cluster
+from autoshard.spec.cluster import MAX_RANKS_PER_NODE, Cluster
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.placement import MAX_RANKS_PER_NODE
 from autoshard.spec.workload import Workload
 
 SCHEMA = 2

@@ -242,7 +242,7 @@ def _layers(plan: Plan, ranks: range) -> str:
 def nodes_of(plan: Plan, ranks: range) -> str:
     """Return on which nodes the layers of neighbouring pipeline ranks lie."""
     members = (member for rank in ranks for member in plan.mesh.ranks_of({"pp": rank}))
-    nodes = sorted({plan.cluster.node_of(member) for member in members})
+    nodes = sorted({member // plan.cluster.ranks_per_node for member in members})
     return _span(nodes[0], nodes[-1]) if nodes[-1] - nodes[0] + 1 == len(nodes) else f"{len(nodes)} nodes"
 
 

@@ -1,15 +1,16 @@
-"""Hardware as data: chips, links, clusters. No number stands without saying where it comes from.
+"""Hardware as data: chips, links, clusters, and the order of ranks in a node. No number stands without its source.
 
 A rank is one logical NeuronCore or one GPU. Ranks are numbered node by node, chip by chip.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Literal
 
-from autoshard.errors import InputError, nearest, require
-from autoshard.spec.placement import Placement, PlacementRule
+from autoshard.errors import Check, InputError, in_range, nearest, require
 from autoshard.spec.workload import DTYPE_BYTES
 
 Domain = Literal["chip", "node", "ultraserver", "cluster"]
@@ -19,7 +20,8 @@ Hops = Literal["all", "half", "log", "one"]
 EngineName = Literal["nxd", "torch"]
 KvOrder = Literal["strided", "adjacent"]
 LOCAL = "local"  # the cluster that is the processors of this machine: its rates are declared, not a data sheet's
-Check = tuple[bool, str, str]  # for ``errors.require``
+MAX_RANKS_PER_NODE = 4096  # keeps a mistyped placement from filling the memory
+_RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
 def source_checks(numbers: Iterable[str], sources: Mapping[str, str]) -> list[Check]:
@@ -41,11 +43,6 @@ def source_checks(numbers: Iterable[str], sources: Mapping[str, str]) -> list[Ch
     ]
 
 
-def named(name: str) -> Check:
-    """Make the check that a name is not empty."""
-    return bool(name.strip()), "name", "must not be empty"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
     """One accelerator package, with a source for every number."""
@@ -59,23 +56,20 @@ class Chip:
     sources: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
-        numbers: dict[str, float] = {
-            "memory_bytes": self.memory_bytes,
-            "memory_bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s,
-            "vector_flops_per_s": self.vector_flops_per_s,
-            "matrix_tile": self.matrix_tile,
-            **{f"matrix_flops_per_s.{dtype}": rate for dtype, rate in self.matrix_flops_per_s.items()},
-        }
+        numbers = ["memory_bytes", "memory_bandwidth_bytes_per_s", "vector_flops_per_s"]
+        stated = [*numbers, *(["matrix_tile"] if self.matrix_tile > 1 else [])]
+        rates = {f"matrix_flops_per_s.{dtype}": rate for dtype, rate in self.matrix_flops_per_s.items()}
         known = list(DTYPE_BYTES)
         require(
-            named(self.name),
-            (bool(self.matrix_flops_per_s), "matrix_flops_per_s", "must give the rate of at least one dtype"),
+            (bool(self.name.strip()), "name", "must not be empty"),
+            (bool(rates), "matrix_flops_per_s", "must give the rate of at least one dtype"),
             *(
                 (dtype in known, f"matrix_flops_per_s.{dtype}", f"not a dtype. {nearest(dtype, known)}")
                 for dtype in self.matrix_flops_per_s
             ),
-            *((number > 0, name, f"must be positive, not {number}") for name, number in numbers.items()),
-            *source_checks([name for name in numbers if name != "matrix_tile" or self.matrix_tile > 1], self.sources),
+            *in_range(self, *numbers, "matrix_tile", positive=True),
+            *((rate > 0, name, f"must be positive, not {rate}") for name, rate in rates.items()),
+            *source_checks([*stated, *rates], self.sources),
         )
 
 
@@ -93,12 +87,96 @@ class Link:
 
     def __post_init__(self) -> None:
         require(
-            named(self.name),
-            (self.bandwidth_bytes_per_s > 0, "bandwidth_bytes_per_s", "must be positive"),
-            (self.ranks_per_port >= 1, "ranks_per_port", f"must be at least 1, not {self.ranks_per_port}"),
-            (self.latency_s >= 0, "latency_s", f"must not be negative, not {self.latency_s}"),
+            (bool(self.name.strip()), "name", "must not be empty"),
+            *in_range(self, "bandwidth_bytes_per_s", positive=True),
+            *in_range(self, "ranks_per_port", low=1),
+            *in_range(self, "latency_s"),
             *source_checks(("bandwidth_bytes_per_s", "ranks_per_port", "latency_s"), self.sources),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A permutation of the ranks of one node, applied alike on every node, e.g. ``0-15/48-63/16-47``.
+
+    Position ``i`` of the mesh inside a node is rank ``local_ranks[i]`` of that node. In text, ``a-b`` runs
+    from a to b, up or down, ``a-b:s`` in steps of s, and ``/`` separates runs.
+
+    >>> Placement.parse("0-4:2/1-5:2").local_ranks
+    (0, 2, 4, 1, 3, 5)
+    >>> str(Placement(local_ranks=(0, 1, 6, 7, 2, 3, 4, 5)))
+    '0-1/6-7/2-5'
+    """
+
+    local_ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        size = len(self.local_ranks)
+        twice = f"not a permutation: the {size} ranks listed must be 0 to {size - 1}, each once"
+        require(
+            (size > 0, "", "a placement needs at least one rank"),
+            (size <= MAX_RANKS_PER_NODE, "", f"{size} ranks a node are more than {MAX_RANKS_PER_NODE}"),
+            (sorted(self.local_ranks) == list(range(size)), "", twice),
+        )
+
+    @classmethod
+    def linear(cls, ranks_per_node: int) -> "Placement":
+        """Return the placement in which position and rank agree."""
+        return cls(local_ranks=tuple(range(ranks_per_node)))
+
+    @classmethod
+    def parse(cls, text: str) -> "Placement":
+        """Read the text form."""
+        ranks: list[int] = []
+        for run in text.split("/"):
+            match = _RUN.fullmatch(run)
+            if match is None:
+                raise InputError.of("", f"{run!r} is not a run of ranks. Write 5, 0-15 or 0-24:8, and / between runs")
+            first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+            if step == 0 or abs(last - first) % step:
+                raise InputError.of("", f"steps of {step} from {first} never reach {last} in {run!r}")
+            expanded = range(first, last + 1, step) if last >= first else range(first, last - 1, -step)
+            if len(ranks) + len(expanded) > MAX_RANKS_PER_NODE:
+                raise InputError.of("", f"a placement of more than {MAX_RANKS_PER_NODE} ranks a node")
+            ranks.extend(expanded)
+        return cls(local_ranks=tuple(ranks))
+
+    def __str__(self) -> str:
+        """Print the canonical text: the longest runs from left to right."""
+        return _runs(self.local_ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRule:
+    """A placement that a platform uses whenever the tensor-parallel axis has this size."""
+
+    name: str
+    tp: int
+    placement: Placement
+    source: str
+
+    def __post_init__(self) -> None:
+        require(
+            (bool(self.name.strip()), "name", "must not be empty"),
+            *in_range(self, "tp", low=1),
+            (bool(self.source.strip()), "source", "must say where this placement comes from"),
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _runs(ranks: tuple[int, ...]) -> str:
+    runs, start = list[str](), 0
+    while start < len(ranks):
+        end = start
+        step = ranks[start + 1] - ranks[start] if start + 1 < len(ranks) else 0
+        while step and end + 1 < len(ranks) and ranks[end + 1] - ranks[end] == step:
+            end += 1
+        if end == start + 1 and abs(step) > 1:  # two ranks far apart are shorter as two runs
+            end = start
+        run = f"{ranks[start]}-{ranks[end]}" if end > start else str(ranks[start])
+        runs.append(f"{run}:{abs(step)}" if end > start and abs(step) > 1 else run)
+        start = end + 1
+    return "/".join(runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +196,7 @@ class Algorithm:
     def __post_init__(self) -> None:
         require(
             (self.kind == "hierarchical" or self.hops == "all", "hops", "a ring takes all"),
-            (self.up_to_bytes is None or self.up_to_bytes >= 1, "up_to_bytes", "must be at least 1"),
+            *in_range(self, "up_to_bytes", low=1),
             (bool(self.source.strip()), "source", "say where this is documented"),
         )
 
@@ -146,25 +224,22 @@ class Cluster:
 
     def __post_init__(self) -> None:
         counts = ("num_nodes", "chips_per_node", "ranks_per_chip", "nodes_per_ultraserver")
-        countable = all(getattr(self, name) >= 1 for name in counts)
-        numbers = ["chips_per_node", "ranks_per_chip"]
-        numbers += ["nodes_per_ultraserver"] if self.nodes_per_ultraserver != 1 else []
         price, day = self.price_usd_per_node_hour, self.price_date
-        numbers += ["price_usd_per_node_hour"] if price is not None else []
+        stated = {
+            "nodes_per_ultraserver": self.nodes_per_ultraserver != 1,
+            "price_usd_per_node_hour": price is not None,
+        }
+        numbers = ["chips_per_node", "ranks_per_chip", *(name for name, holds in stated.items() if holds)]
+        alone = "is the date of a price: give price_usd_per_node_hour as well, or leave it out"
         require(
-            named(self.name),
+            (bool(self.name.strip()), "name", "must not be empty"),
             (bool(self.kernels.strip()), "kernels", "must name a Kernels table"),
-            *((getattr(self, name) >= 1, name, f"must be at least 1, not {getattr(self, name)}") for name in counts),
-            (self.lnc is None or self.lnc >= 1, "lnc", f"must be at least 1, or null, not {self.lnc}"),
-            (price is None or price > 0, "price_usd_per_node_hour", "must be positive; null when it is not known"),
-            (
-                day is None or price is not None,
-                "price_date",
-                "is the date of a price: give price_usd_per_node_hour as well, or leave it out",
-            ),
+            *in_range(self, *counts, "lnc", low=1),
+            *in_range(self, "price_usd_per_node_hour", positive=True),
+            (day is None or price is not None, "price_date", alone),
             (day is None or _is_date(day), "price_date", f"must be a day as YYYY-MM-DD, or null, not {day!r}"),
             *source_checks(numbers, self.sources),
-            *(self._link_checks() + self._placement_checks() if countable else []),
+            *(self._layout_checks() if min(getattr(self, name) for name in counts) >= 1 else ()),
         )
 
     @property
@@ -199,10 +274,6 @@ class Cluster:
             raise InputError.of("dtype", f"{self.chip.name} has no {dtype} matrix rate. {nearest(dtype, list(rates))}")
         return rates[dtype] / self.ranks_per_chip
 
-    def node_of(self, rank: int) -> int:
-        """Return the node that holds a rank."""
-        return self._known(rank) // self.ranks_per_node
-
     def domain_ranks(self, domain: Domain) -> int:
         """Return the number of ranks of one chip, node, ultraserver or the cluster."""
         if domain == "cluster":
@@ -219,7 +290,7 @@ class Cluster:
 
     def link_of(self, ranks: Sequence[int]) -> Link:
         """Return the link of the smallest domain that contains all of these ranks."""
-        first, last = self._known(min(ranks)), self._known(max(ranks))
+        first, last = min(ranks), max(ranks)
         for link in self.links:
             size = self.domain_ranks(link.domain)
             if first // size == last // size:
@@ -241,55 +312,33 @@ class Cluster:
         """Ranks after which the hardware repeats: of an ultraserver where there is one, else of a node."""
         return min(self.num_ranks, self.ranks_per_node * self.nodes_per_ultraserver)
 
-    def _known(self, rank: int) -> int:
-        assert 0 <= rank < self.num_ranks, f"rank {rank} is not one of the {self.num_ranks} of {self.name}"
-        return rank
-
-    def _link_checks(self) -> list[Check]:
+    def _layout_checks(self) -> Iterator[Check]:
+        """Make the checks that links join all ranks, that ports serve whole units, and that placements fit a node."""
+        total = self.ranks_per_node
         order = [DOMAINS.index(link.domain) for link in self.links]
         if not order or order != sorted(set(order)):
-            message = f"must be one link per domain, innermost first: {', '.join(DOMAINS)}"
-            return [(False, "links", message)]
+            yield False, "links", f"must be one link per domain, innermost first: {', '.join(DOMAINS)}"
+            return
         joined = self.domain_ranks(self.links[-1].domain)
-        has_ultraserver = "ultraserver" in {link.domain for link in self.links}
-        return [
-            (
-                joined >= self.ranks_per_node,
-                "links",
-                f"no link joins the {self.chips_per_node} chips of a node: add one of domain node",
-            ),
-            (
-                min(joined, self.ranks_per_node) < self.ranks_per_node or joined >= self.num_ranks,
-                "num_nodes",
-                f"no link joins {self.num_nodes} nodes: use fewer, or add a link of domain cluster",
-            ),
-            (
-                has_ultraserver == (self.nodes_per_ultraserver > 1),
-                "nodes_per_ultraserver",
-                "must be above 1 when, and only when, there is a link of domain ultraserver",
-            ),
-            *(self._port_check(level) for level in range(len(self.links))),
-        ]
-
-    def _port_check(self, level: int) -> Check:
-        link, unit = self.links[level], self.joined_ranks(level)
-        inner = self.ranks_per_node if link.domain == "cluster" else self.domain_ranks(link.domain)
-        port = link.ranks_per_port
-        return (
-            inner % port == 0 and (unit % port == 0 or port % unit == 0),
-            f"links[{level}].ranks_per_port",
-            f"{port} ranks a port do not divide the {inner} ranks that {link.name} serves evenly",
-        )
-
-    def _placement_checks(self) -> list[Check]:
-        sizes, total = [rule.tp for rule in self.placements], self.ranks_per_node
-        checks: list[Check] = [(len(set(sizes)) == len(sizes), "placements", "two placements for the same tp")]
+        apart = f"no link joins the {self.chips_per_node} chips of a node: add one of domain node"
+        yield joined >= total, "links", apart
+        few = f"no link joins {self.num_nodes} nodes: use fewer, or add a link of domain cluster"
+        yield joined < total or joined >= self.num_ranks, "num_nodes", few
+        has_ultraserver = DOMAINS.index("ultraserver") in order
+        both = "must be above 1 when, and only when, there is a link of domain ultraserver"
+        yield has_ultraserver == (self.nodes_per_ultraserver > 1), "nodes_per_ultraserver", both
+        for level, link in enumerate(self.links):
+            unit, port = self.joined_ranks(level), link.ranks_per_port
+            inner = total if link.domain == "cluster" else self.domain_ranks(link.domain)
+            even = inner % port == 0 and (unit % port == 0 or port % unit == 0)
+            uneven = f"{port} ranks a port do not divide the {inner} ranks that {link.name} serves evenly"
+            yield even, f"links[{level}].ranks_per_port", uneven
+        sizes = [rule.tp for rule in self.placements]
+        yield len(set(sizes)) == len(sizes), "placements", "two placements for the same tp"
         for index, rule in enumerate(self.placements):
             where, placed = f"placements[{index}]", len(rule.placement.local_ranks)
-            fault = f"places {placed} ranks, but a node has {total}"
-            checks.append((placed == total, f"{where}.placement", fault))
-            checks.append((total % rule.tp == 0, f"{where}.tp", f"{rule.tp} does not divide {total} ranks a node"))
-        return checks
+            yield placed == total, f"{where}.placement", f"places {placed} ranks, but a node has {total}"
+            yield total % rule.tp == 0, f"{where}.tp", f"{rule.tp} does not divide {total} ranks a node"
 
 
 def _is_date(text: str) -> bool:

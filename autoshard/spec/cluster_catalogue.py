@@ -5,9 +5,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from autoshard.errors import Fault, InputError, nearest, require
+from autoshard.errors import Fault, InputError, in_range, nearest, require
 from autoshard.spec.cluster import (
     Algorithm,
     Chip,
@@ -17,12 +17,11 @@ from autoshard.spec.cluster import (
     KvOrder,
     Link,
     LinkKind,
-    named,
+    PlacementRule,
     source_checks,
 )
 from autoshard.spec.files import YAML_SUFFIXES, read_data
 from autoshard.spec.kernels import kernels_names
-from autoshard.spec.placement import PlacementRule
 from autoshard.spec.record import decode
 
 _CATALOGUE = Path(__file__).parent / "clusters"
@@ -43,16 +42,13 @@ class NodeLink:
     def __post_init__(self) -> None:
         inside = self.domain == "chip"
         numbers = ("bandwidth_bytes_per_s", "latency_s", *(() if inside else ("chips_per_port",)))
+        fault = "must be left out in domain chip" if inside else "missing"
         require(
-            named(self.name),
-            (
-                inside == (self.chips_per_port is None),
-                "chips_per_port",
-                "must be left out in domain chip" if inside else "missing",
-            ),
-            (self.chips_per_port is None or self.chips_per_port >= 1, "chips_per_port", "must be at least 1"),
-            (self.bandwidth_bytes_per_s > 0, "bandwidth_bytes_per_s", "must be positive"),
-            (self.latency_s >= 0, "latency_s", "must not be negative"),
+            (bool(self.name.strip()), "name", "must not be empty"),
+            (inside == (self.chips_per_port is None), "chips_per_port", fault),
+            *in_range(self, "chips_per_port", low=1),
+            *in_range(self, "bandwidth_bytes_per_s", positive=True),
+            *in_range(self, "latency_s"),
             *source_checks(numbers, self.sources),
         )
 
@@ -81,10 +77,7 @@ class ChipDivision:
     placements: tuple[PlacementRule, ...] = ()
 
     def __post_init__(self) -> None:
-        require(
-            (self.ranks_per_chip >= 1, "ranks_per_chip", f"must be at least 1, not {self.ranks_per_chip}"),
-            (self.lnc is None or self.lnc >= 1, "lnc", f"must be at least 1, or null, not {self.lnc}"),
-        )
+        require(*in_range(self, "ranks_per_chip", "lnc", low=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,25 +100,15 @@ class NodeType:
     sources: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
-        choices = [variant.lnc for variant in self.variants]
-        most = self.max_chips_per_node
+        choices, most = [variant.lnc for variant in self.variants], self.max_chips_per_node
+        distinct = len(set(choices)) == len(choices) and (None not in choices or len(choices) == 1)
+        too_few = f"must be at least chips_per_node ({self.chips_per_node}), or null"
+        unknown = f"there is no table {self.kernels!r}. {nearest(self.kernels, kernels_names())}"
         checks = (
             (bool(choices), "variants", "must hold at least one variant"),
-            (
-                len(set(choices)) == len(choices) and (None not in choices or len(choices) == 1),
-                "variants",
-                "several variants must each have an lnc of their own",
-            ),
-            (
-                most is None or most >= self.chips_per_node,
-                "max_chips_per_node",
-                f"must be at least chips_per_node ({self.chips_per_node}), or null",
-            ),
-            (
-                self.kernels in kernels_names() or not self.kernels.strip(),
-                "kernels",
-                f"there is no table {self.kernels!r}. {nearest(self.kernels, kernels_names())}",
-            ),
+            (distinct, "variants", "several variants must each have an lnc of their own"),
+            (most is None or most >= self.chips_per_node, "max_chips_per_node", too_few),
+            (self.kernels in kernels_names() or not self.kernels.strip(), "kernels", unknown),
             *source_checks(("max_chips_per_node",) if most is not None else (), self.sources),
         )
         faults = [Fault(where=where, message=message) for holds, where, message in checks if not holds]
@@ -193,14 +176,25 @@ def load_cluster(name_or_path: str, num_nodes: int = 1, lnc: int | None = None, 
     >>> cluster.name, cluster.num_ranks, cluster.rank_memory_bytes // 2**30
     ('trn2.48xlarge', 256, 12)
     """
-    faults = [] if num_nodes >= 1 else [Fault(where="nodes", message=f"must be at least 1, not {num_nodes}")]
+    few = f"must be at least 1, not {num_nodes}"
     try:
         node_type = load_node_type(name_or_path)
     except InputError as error:
-        raise InputError([*error.faults, *faults]) from error
-    faults += _misfits(node_type, num_nodes, lnc, ranks)
-    if faults:
-        raise InputError(faults)
+        raise InputError([*error.faults, *([Fault(where="nodes", message=few)] if num_nodes < 1 else [])]) from error
+    name, lncs = node_type.name, [variant.lnc for variant in node_type.variants]
+    per_chip, most = node_type.variants[0].ranks_per_chip, node_type.max_chips_per_node
+    known = " or ".join(str(one) for one in sorted(filter(None, lncs)))
+    no_lnc = f"no lnc {lnc}. Use {known}" if known else "no logical NeuronCore configuration. Leave lnc out"
+    fixed = f"always has {per_chip * node_type.chips_per_node} a node. Leave ranks out"
+    sizes = range(per_chip, per_chip * (most or 0) + 1, per_chip)
+    odd_ranks = f"takes {sizes[0]} to {sizes[-1]}, not {ranks}" if sizes else fixed
+    far = f"{name} has no network that joins {num_nodes} nodes. Use at most {node_type.max_nodes}"
+    require(
+        (num_nodes >= 1, "nodes", few),
+        (num_nodes <= node_type.max_nodes, "nodes", far),
+        (lnc is None or lnc in lncs, "lnc", f"{name} has {no_lnc}"),
+        (ranks is None or ranks in sizes, "ranks", f"{name} {odd_ranks}"),
+    )
     (variant, *_) = (each for each in node_type.variants if lnc in (None, each.lnc))
     return node_type.cluster(variant, num_nodes, None if ranks is None else ranks // variant.ranks_per_chip)
 
@@ -216,62 +210,33 @@ def other_lnc(name_or_path: str, cluster: Cluster) -> tuple[Cluster, ...]:
     return tuple(load_cluster(name_or_path, cluster.num_nodes, lnc=lnc) for lnc in others)
 
 
-def _misfits(node_type: NodeType, num_nodes: int, lnc: int | None, ranks: int | None) -> list[Fault]:
-    """Return what this node type cannot do of what is asked."""
-    name, offered = node_type.name, [variant.lnc for variant in node_type.variants]
-    per_chip, most = node_type.variants[0].ranks_per_chip, node_type.max_chips_per_node
-    faults: list[Fault] = []
-    if num_nodes > node_type.max_nodes:
-        message = f"{name} has no network that joins {num_nodes} nodes. Use at most {node_type.max_nodes}"
-        faults.append(Fault(where="nodes", message=message))
-    if lnc is not None and lnc not in offered:
-        known = [f"{one}" for one in sorted(filter(None, offered))]
-        message = f"{name} has no lnc {lnc}. Use {' or '.join(known)}"
-        none = f"{name} has no logical NeuronCore configuration. Leave lnc out"
-        faults.append(Fault(where="lnc", message=message if known else none))
-    if ranks is not None and most is None:
-        message = f"{name} always has {per_chip * node_type.chips_per_node} a node. Leave ranks out"
-        faults.append(Fault(where="ranks", message=message))
-    elif ranks is not None and not (per_chip <= ranks <= (most or 0) * per_chip and ranks % per_chip == 0):
-        faults.append(Fault(where="ranks", message=f"{name} takes {per_chip} to {(most or 0) * per_chip}, not {ranks}"))
-    return faults
-
-
 @functools.cache
 def _read_node_type(path: Path) -> NodeType:
-    """Read a cluster file; its chip and links may be names of the catalogue, whose faults name their own files."""
+    """Read a cluster file; its chip and links may be names of the catalogue."""
     data, faults = read_data(path), list[Fault]()
-    if isinstance(data, Mapping):
-        whole = dict(cast(Mapping[str, object], data))
-        if isinstance(whole.get("chip"), str):
-            whole["chip"] = _part(Chip, "chips", cast(str, whole["chip"]), f"{path}: chip", faults)
+
+    def found(part: object, folder: str, where: str) -> object:
+        known = _names(_CATALOGUE / folder)
+        if not isinstance(part, str):
+            return part
+        if part in known:
+            return read_data(_CATALOGUE / folder / f"{part}.json")
+        message = f"{part!r} is not in the catalogue. {nearest(part, known)}"
+        faults.append(Fault(where=f"{path}: {where}", message=message))
+        return None
+
+    if isinstance(data, dict):
+        whole = cast(dict[str, Any], data)
+        if "chip" in whole:
+            whole["chip"] = found(whole["chip"], "chips", "chip")
         if isinstance(whole.get("links"), list):
-            whole["links"] = [
-                _part(NodeLink, "links", link, f"{path}: links[{index}]", faults) if isinstance(link, str) else link
-                for index, link in enumerate(cast(list[object], whole["links"]))
-            ]
-        data = whole
-    unread = {fault.where for fault in faults}
+            whole["links"] = [found(link, "links", f"links[{at}]") for at, link in enumerate(whole["links"])]
     try:
-        node_type = decode(NodeType, data)
+        return decode(NodeType, data)
     except InputError as error:
+        unknown = {fault.where for fault in faults}
         placed = [Fault(where=f"{path}: {fault.where}".rstrip(": "), message=fault.message) for fault in error.faults]
-        raise InputError([*faults, *(fault for fault in placed if fault.where not in unread)]) from error
-    return node_type
-
-
-def _part(kind: type[Chip] | type[NodeLink], folder: str, name: str, where: str, faults: list[Fault]) -> object:
-    """Return a chip or a link of the catalogue; None, and what is wrong with it, if there is none."""
-    known = _names(_CATALOGUE / folder)
-    if name not in known:
-        faults.append(Fault(where=where, message=f"{name!r} is not in the catalogue. {nearest(name, known)}"))
-        return None
-    path = _CATALOGUE / folder / f"{name}.json"
-    try:
-        return decode(kind, read_data(path))
-    except InputError as error:
-        faults += [Fault(where=where, message=f"{path.name}: {fault}") for fault in error.faults]
-        return None
+        raise InputError([*faults, *(fault for fault in placed if fault.where not in unknown)]) from error
 
 
 def _names(folder: Path) -> tuple[str, ...]:

@@ -6,39 +6,32 @@ free of them, and many GPT-2 configs carry 0.1), initializer_range, token ids, u
 workload decides), pretraining_tp and reorder_and_upcast_attn (the same mathematics in another order).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
-from autoshard.errors import InputError, nearest
-from autoshard.spec.config_reader import ConfigReader, shown
-from autoshard.spec.model import MAX_DIM, MAX_EXPERTS, MAX_LAYERS, Activation, ModelSpec, RotaryScaling
+from autoshard.errors import Fault, InputError, nearest
+from autoshard.spec.model import Activation, ModelSpec, RotaryScaling
+from autoshard.spec.record import decode, shown
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelType:
-    """How one ``model_type`` spells its fields, what it leaves to a default, and what is fixed by its code.
+    """What one ``model_type`` leaves to a default, and what is fixed by its code.
 
-    A tuple of names is one field and its aliases. Where ``positions_default`` is None they must be stated.
+    Where ``positions_default`` is None they must be stated; where ``theta_default`` is, they are learned.
     """
 
     architecture: str
-    layers: tuple[str, ...] = ("num_hidden_layers",)
-    hidden: tuple[str, ...] = ("hidden_size",)
-    heads: tuple[str, ...] = ("num_attention_heads",)
-    ffn: tuple[str, ...] = ("intermediate_size",)
     ffn_is_4_hidden: bool = False
-    positions: tuple[str, ...] = ("max_position_embeddings",)
     positions_default: int | None
     norm: Literal["rms", "layer"] = "rms"
-    norm_eps: str = "rms_norm_eps"
     norm_eps_default: float = 1e-6
-    activation: str = "hidden_act"
     activation_default: str = "silu"
     gated_mlp: bool = True
-    theta: tuple[str, ...] = ("rope_theta",)
     theta_default: float | None = 10000.0
-    fraction: tuple[str, ...] = ("partial_rotary_factor",)
     fraction_default: float = 1.0
     grouped_heads: bool = True
     kv_heads_default: int | None = None
@@ -56,7 +49,6 @@ class ModelType:
     window_default: int | None = None
 
 
-_LLAMA = ModelType(architecture="LlamaForCausalLM", positions_default=2048, attention_bias=False, mlp_bias_is_read=True)
 _MISTRAL = ModelType(
     architecture="MistralForCausalLM",
     positions_default=131072,
@@ -72,46 +64,10 @@ _QWEN2 = ModelType(
     window="some layers",
     window_default=4096,
 )
-_GPT_NEOX = ModelType(
-    architecture="GPTNeoXForCausalLM",
-    positions_default=2048,
-    norm="layer",
-    norm_eps="layer_norm_eps",
-    norm_eps_default=1e-5,
-    activation_default="gelu",
-    gated_mlp=False,
-    theta=("rotary_emb_base", "rope_theta"),
-    fraction=("rotary_pct", "partial_rotary_factor"),
-    fraction_default=0.25,
-    grouped_heads=False,
-    attention_bias=True,
-    mlp_bias=True,
-    parallel_residual=True,
-)
-_GPT2 = ModelType(
-    architecture="GPT2LMHeadModel",
-    layers=("n_layer", "num_hidden_layers"),
-    hidden=("n_embd", "hidden_size"),
-    heads=("n_head", "num_attention_heads"),
-    ffn=("n_inner",),
-    ffn_is_4_hidden=True,
-    positions=("n_positions", "max_position_embeddings"),
-    positions_default=None,
-    norm="layer",
-    norm_eps="layer_norm_epsilon",
-    norm_eps_default=1e-5,
-    activation="activation_function",
-    activation_default="gelu_new",
-    gated_mlp=False,
-    theta_default=None,
-    grouped_heads=False,
-    qkv_bias=True,
-    out_bias=True,
-    mlp_bias=True,
-    tied=True,
-)
 MODEL_TYPES: Mapping[str, ModelType] = {
-    "llama": _LLAMA,
+    "llama": ModelType(
+        architecture="LlamaForCausalLM", positions_default=2048, attention_bias=False, mlp_bias_is_read=True
+    ),
     "mistral": _MISTRAL,
     "mixtral": replace(
         _MISTRAL,
@@ -121,8 +77,34 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         experts=True,
         window_default=None,
     ),
-    "gpt2": _GPT2,
-    "gpt_neox": _GPT_NEOX,
+    "gpt2": ModelType(
+        architecture="GPT2LMHeadModel",
+        ffn_is_4_hidden=True,
+        positions_default=None,
+        norm="layer",
+        norm_eps_default=1e-5,
+        activation_default="gelu_new",
+        gated_mlp=False,
+        theta_default=None,
+        grouped_heads=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied=True,
+    ),
+    "gpt_neox": ModelType(
+        architecture="GPTNeoXForCausalLM",
+        positions_default=2048,
+        norm="layer",
+        norm_eps_default=1e-5,
+        activation_default="gelu",
+        gated_mlp=False,
+        fraction_default=0.25,
+        grouped_heads=False,
+        attention_bias=True,
+        mlp_bias=True,
+        parallel_residual=True,
+    ),
     "qwen2": _QWEN2,
     "qwen3": replace(
         _QWEN2,
@@ -132,6 +114,39 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         attention_bias=False,
         qk_norm=True,
     ),
+}
+# How GPT-2, GPT-NeoX and older Mixtral cards spell fields that all others call alike.
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "num_hidden_layers": ("n_layer",),
+    "hidden_size": ("n_embd",),
+    "num_attention_heads": ("n_head",),
+    "intermediate_size": ("n_inner",),
+    "max_position_embeddings": ("n_positions",),
+    "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon"),
+    "hidden_act": ("activation_function",),
+    "rope_theta": ("rotary_emb_base",),
+    "partial_rotary_factor": ("rotary_pct",),
+    "num_local_experts": ("num_experts",),
+    "rope_type": ("type",),
+}
+# The fields that a check of ModelSpec or RotaryScaling depends on, the one to blame first.
+_BLAMED: Mapping[str, tuple[str, ...]] = {
+    "num_layers": ("num_hidden_layers",),
+    "hidden": ("hidden_size",),
+    "ffn": ("intermediate_size", "hidden_size"),
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads", "num_attention_heads"),
+    "head_dim": ("head_dim", "partial_rotary_factor", "hidden_size", "num_attention_heads"),
+    "vocab": ("vocab_size",),
+    "max_positions": ("max_position_embeddings",),
+    "norm_eps": ("rms_norm_eps",),
+    "rotary_theta": ("rope_theta", "rope_scaling", "rope_parameters"),
+    "rotary_fraction": ("partial_rotary_factor", "rope_scaling", "rope_parameters"),
+    "num_experts": ("num_local_experts",),
+    "experts_per_token": ("num_experts_per_tok", "num_local_experts"),
+    "window": ("sliding_window",),
+    "low_frequency_factor": ("low_freq_factor",),
+    "high_frequency_factor": ("high_freq_factor", "low_freq_factor"),
 }
 # transformers/activations.py: several names there compute the same function.
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -149,31 +164,21 @@ ACTIVATIONS: Mapping[str, Activation] = {
 # Fields that ask for mathematics which ModelSpec cannot state, with the values that leave them off. Some are
 # of relatives of the models above: transformers would ignore them, and compute something not meant.
 UNMODELLED: Mapping[str, tuple[object, ...]] = {
-    "add_cross_attention": (False, None),
-    "is_encoder_decoder": (False, None),
+    **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "output_router_logits"), (False, None)),
     "scale_attn_weights": (True, None),
     "scale_attn_by_inverse_layer_idx": (False, None),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "clip_qkv": (None,),
-    "quantization_config": (None,),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "quantization_config"), (None,)),
     "norm_topk_prob": (True, None),
-    "output_router_logits": (False, None),
     "router_jitter_noise": (0, None),
-    "moe_frequency": (1, None),
-    "decoder_sparse_step": (1, None),
+    **dict.fromkeys(("moe_frequency", "decoder_sparse_step"), (1, None)),
     "mlp_only_layers": ([], None),
-    "first_k_dense_replace": (0, None),
-    "n_shared_experts": (0, None),
-    "shared_expert_intermediate_size": (0, None),
+    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size"), (0, None)),
     "num_nextn_predict_layers": (0, None),
 }
 _ROTARY_KEYS = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
     *("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 )
-# Stands for "positive" where a limit must be a number.
-_SMALLEST = 1e-30
 
 
 def spec_from_config(config: Mapping[str, object], *, name: str, source: str) -> ModelSpec:
@@ -188,185 +193,208 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
         found = f"{shown(name_of_type)} is not a known architecture" if "model_type" in config else "missing"
         raise InputError.of("model_type", f"{found}. Known: {', '.join(MODEL_TYPES)}.")
     kind = MODEL_TYPES[name_of_type]
-    reader = ConfigReader(config)
+    reader, attention = _ConfigReader(config), kind.attention_bias
     for field, off in UNMODELLED.items():
         reader.only(field, off, "what it asks for is not modelled")
     reader.only("architectures", ([kind.architecture], [], None), "what model_type stands for")
+    if attention is None:
+        reader.only("attention_bias", (kind.qkv_bias, None), f"{kind.architecture} leaves no choice")
+    else:
+        attention = reader.read(bool, "attention_bias", attention)
+    if not kind.mlp_bias_is_read:
+        reader.only("mlp_bias", (kind.mlp_bias, None), f"{kind.architecture} leaves no choice")
     sizes = _sizes(reader, kind)
     traits: dict[str, Any] = {
-        **_biases(reader, kind),
-        **_rotary(reader, kind, sizes["head_dim"], sizes["max_positions"]),
+        "norm": kind.norm,
+        "norm_eps": reader.read(float, "rms_norm_eps", kind.norm_eps_default),
+        "activation": reader.choice("hidden_act", kind.activation_default, ACTIVATIONS),
+        "gated_mlp": kind.gated_mlp,
+        "qk_norm": kind.qk_norm,
+        "parallel_residual": kind.parallel_residual and reader.read(bool, "use_parallel_residual", True),
+        "tied_embeddings": reader.read(bool, "tie_word_embeddings", kind.tied),
+        "qkv_bias": kind.qkv_bias if attention is None else attention,
+        "out_bias": kind.out_bias if attention is None else attention,
+        "mlp_bias": reader.read(bool, "mlp_bias", False) if kind.mlp_bias_is_read else kind.mlp_bias,
         **_experts(reader, kind),
-        **_norms_and_head(reader, kind),
         "window": _window(reader, kind, sizes["num_layers"]),
     }
-    if reader.faults:
+    rotary = _rotary(reader, kind, sizes["max_positions"])
+    # Where a field could not be read a harmless value stands, so that all that is wrong is named at once.
+    found = reader.made(lambda: ModelSpec(name=name, source=source, **sizes, **traits, **rotary))
+    if reader.faults or found is None:
         raise InputError(reader.faults)
-    return ModelSpec(name=name, source=source, **sizes, **traits)
+    return found
 
 
-def _sizes(reader: ConfigReader, kind: ModelType) -> dict[str, int]:
-    hidden, heads = reader.whole(*kind.hidden), reader.whole(*kind.heads)
-    kv_heads, head_dim = _heads(reader, kind, hidden, heads)
+class _ConfigReader:
+    """Reads fields one by one; after a fault it goes on with a harmless value, so that all faults are found at once.
+
+    A field is read under any of its ALIASES; messages name the one that is in the data.
+    """
+
+    def __init__(self, data: Mapping[str, object]) -> None:
+        self.data = data
+        self.faults: list[Fault] = []
+
+    def refuse(self, field: str, message: str) -> None:
+        self.faults.append(Fault(where=field, message=message))
+
+    def check(self, holds: Callable[[], bool], fields: tuple[str, ...], message: str) -> None:
+        """Refuse the first field that is there unless the rule holds; not asked where one is faulty."""
+        spelled = [self._spelled(field) for field in fields]
+        if not {fault.where for fault in self.faults}.intersection(spelled) and not holds():
+            self.refuse(next((field for field in spelled if field in self.data), spelled[0]), message)
+
+    def made(self, build: Callable[[], T]) -> T | None:
+        """Build a value of what was read, and refuse the fields that its class blames."""
+        try:
+            return build()
+        except InputError as error:
+            for fault in error.faults:
+                self.check(lambda: False, _BLAMED.get(fault.where, (fault.where,)), fault.message)
+        return None
+
+    def only(self, field: str, allowed: tuple[object, ...], reason: str) -> None:
+        """Refuse a field that is there and has another value than those allowed."""
+        if field in self.data and self.data[field] not in allowed:
+            known = " or ".join(shown(value) for value in allowed)
+            self.refuse(field, f"must be {known}, not {shown(self.data[field])}: {reason}")
+
+    def read(self, kind: type[T], name: str, default: T | None = None) -> T:
+        """Read a value of a type; without a default it must be there."""
+        field, harmless = self._spelled(name), kind(1) if default is None else default
+        if field not in self.data:
+            if default is None:
+                self.refuse(field, "missing, and it has no default")
+            return harmless
+        for other in ALIASES.get(name, ()):
+            if other in self.data and self.data[other] != self.data[field]:
+                self.refuse(other, f"{shown(self.data[other])} contradicts {field}, {shown(self.data[field])}")
+        try:
+            return decode(kind, self.data[field], field)
+        except InputError as error:
+            self.faults.extend(error.faults)
+            return harmless
+
+    def whole(self, name: str, default: int | None = None, low: int = 1) -> int:
+        """Read a whole number; without a default it must be there."""
+        found = self.read(int, name, default)
+        if found < low:
+            self.refuse(self._spelled(name), f"must be at least {low}, not {found}")
+        return max(found, low)
+
+    def whole_or_null(self, name: str, default: int | None = None) -> int | None:
+        """Read a whole number of at least 1 that may also be null."""
+        field = self._spelled(name)
+        if field not in self.data:
+            return default
+        return None if self.data[field] is None else self.whole(name)
+
+    def choice(self, name: str, default: str, known: Mapping[str, T]) -> T:
+        """Read one of the words that are known, and return what it stands for."""
+        found = self.read(str, name, default)
+        if found not in known:
+            self.refuse(self._spelled(name), f"{shown(found)} is not known. {nearest(found, sorted(known))}")
+        return known.get(found, known[default])
+
+    def _spelled(self, name: str) -> str:
+        return next((field for field in (name, *ALIASES.get(name, ())) if field in self.data), name)
+
+
+def _sizes(reader: _ConfigReader, kind: ModelType) -> dict[str, int]:
+    hidden, heads = reader.whole("hidden_size"), reader.whole("num_attention_heads")
+    stated = reader.whole_or_null("head_dim", kind.head_dim_default)
+    head_dim = max(1, hidden // heads) if stated is None else stated
+    kv_heads = reader.whole_or_null("num_key_value_heads", kind.kv_heads_default) or heads
+    ffn = (reader.whole_or_null if kind.ffn_is_4_hidden else reader.whole)("intermediate_size")
+    if stated is None or not kind.grouped_heads:
+        message = f"{heads} heads cannot share a hidden size of {hidden} evenly"
+        reader.check(lambda: hidden % heads == 0, ("num_attention_heads", "hidden_size"), message)
+    if not kind.grouped_heads:
+        message = f"{kind.architecture} has one key/value head per query head, of hidden size / heads numbers"
+        fields = ("head_dim", "num_key_value_heads", "num_attention_heads", "hidden_size")
+        reader.check(lambda: (kv_heads, head_dim) == (heads, hidden // heads), fields, message)
     return {
-        "num_layers": reader.whole(*kind.layers, high=MAX_LAYERS),
+        "num_layers": reader.whole("num_hidden_layers"),
         "hidden": hidden,
-        "ffn": _ffn(reader, kind, hidden),
+        "ffn": ffn or 4 * hidden,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "vocab": reader.whole("vocab_size"),
-        "max_positions": reader.whole(*kind.positions, default=kind.positions_default),
+        "max_positions": reader.whole("max_position_embeddings", kind.positions_default),
     }
 
 
-def _ffn(reader: ConfigReader, kind: ModelType, hidden: int) -> int:
-    if not kind.ffn_is_4_hidden:
-        return reader.whole(*kind.ffn)
-    stated = reader.whole_or_null(*kind.ffn, default=None)
-    message = f"4 x {hidden}, the width of the MLP where {kind.ffn[0]} is not stated, is above {MAX_DIM}"
-    reader.check(lambda: stated is not None or 4 * hidden <= MAX_DIM, kind.hidden, message)
-    return stated or 4 * hidden
-
-
-def _heads(reader: ConfigReader, kind: ModelType, hidden: int, heads: int) -> tuple[int, int]:
-    """Return key/value heads and the size of a head, checked against the other sizes."""
-    stated = reader.whole_or_null("head_dim", default=kind.head_dim_default)
-    if stated is None or not kind.grouped_heads:
-        message = f"{heads} heads cannot share a hidden size of {hidden} evenly"
-        reader.check(lambda: hidden % heads == 0, (*kind.heads, *kind.hidden), message)
-    head_dim = max(1, hidden // heads) if stated is None else stated
-    kv_heads = reader.whole_or_null("num_key_value_heads", default=kind.kv_heads_default) or heads
-    if not kind.grouped_heads:
-        one_each = f"{kind.architecture} has one key/value head per query head, of hidden size / heads numbers"
-        reader.check(lambda: head_dim == hidden // heads, ("head_dim", *kind.heads, *kind.hidden), one_each)
-        reader.check(lambda: kv_heads == heads, ("num_key_value_heads", *kind.heads), one_each)
-    else:
-        message = f"{heads} query heads cannot share {kv_heads} key/value heads evenly"
-        reader.check(lambda: heads % kv_heads == 0, ("num_key_value_heads", *kind.heads), message)
-    return kv_heads, head_dim
-
-
-def _biases(reader: ConfigReader, kind: ModelType) -> dict[str, Any]:
-    always = f"{kind.architecture} leaves no choice"
-    qkv, out, mlp = kind.qkv_bias, kind.out_bias, kind.mlp_bias
-    if kind.attention_bias is None:
-        reader.only("attention_bias", (qkv, None), always)
-    else:
-        qkv = out = reader.flag("attention_bias", kind.attention_bias)
-    if kind.mlp_bias_is_read:
-        mlp = reader.flag("mlp_bias", mlp)
-    else:
-        reader.only("mlp_bias", (mlp, None), always)
-    return {"qkv_bias": qkv, "out_bias": out, "mlp_bias": mlp}
-
-
-def _rotary(reader: ConfigReader, kind: ModelType, head_dim: int, max_positions: int) -> dict[str, Any]:
+def _rotary(reader: _ConfigReader, kind: ModelType, max_positions: int) -> dict[str, Any]:
     """Read positions: the older flat fields, then ``rope_scaling`` or ``rope_parameters``, which win."""
     if kind.theta_default is None:
         return {"positions": "learned"}
-    theta = reader.number(*kind.theta, default=kind.theta_default, low=1.0)
-    fraction = reader.number(*kind.fraction, default=kind.fraction_default, low=0.0, high=1.0)
+    theta = reader.read(float, "rope_theta", kind.theta_default)
+    fraction = reader.read(float, "partial_rotary_factor", kind.fraction_default)
     field = "rope_scaling" if reader.data.get("rope_scaling") else "rope_parameters"
     data: object = reader.data.get(field) or {}
     if not isinstance(data, Mapping):
         reader.refuse(field, f"expected an object, found {shown(data)}")
-    group = ConfigReader(cast(Mapping[str, object], data) if isinstance(data, Mapping) else {})
-    theta = group.number("rope_theta", default=theta, low=1.0)
-    fraction = group.number("partial_rotary_factor", default=fraction, low=0.0, high=1.0)
+    group = _ConfigReader(cast(Mapping[str, object], data) if isinstance(data, Mapping) else {})
+    theta = group.read(float, "rope_theta", theta)
+    fraction = group.read(float, "partial_rotary_factor", fraction)
     # transformers prefers the flat field, and where neither is stated the context of the model.
-    flat = reader.whole_or_null("original_max_position_embeddings", default=None)
+    flat = reader.whole_or_null("original_max_position_embeddings")
     scaling = _scaling(group, flat, max_positions)
     reader.faults.extend(fault.under(field) for fault in group.faults)
-    if not group.faults:
-        if kind.fraction_default == 1 and fraction != 1:
-            whole_heads = f"must be 1, not {fraction}: {kind.architecture} rotates whole heads"
-            reader.refuse("partial_rotary_factor", whole_heads)
-        dims = int(head_dim * fraction)
-        fields = ("head_dim", *kind.fraction, *kind.hidden, *kind.heads)
-        message = f"rotary positions turn pairs of numbers; {dims} of the {head_dim} of a head cannot be paired"
-        reader.check(lambda: dims >= 2 and dims % 2 == 0, fields, message)
+    if kind.fraction_default == 1:
+        message = f"must be 1, not {fraction}: {kind.architecture} rotates whole heads"
+        reader.check(lambda: fraction == 1, ("partial_rotary_factor", f"{field}.partial_rotary_factor"), message)
     return {"positions": "rotary", "rotary_theta": theta, "rotary_fraction": fraction, "rotary_scaling": scaling}
 
 
-def _scaling(group: ConfigReader, original: int | None, max_positions: int) -> RotaryScaling | None:
+def _scaling(group: _ConfigReader, original: int | None, max_positions: int) -> RotaryScaling | None:
     for key in group.data:
         if key not in _ROTARY_KEYS:
             group.refuse(key, f"unknown key. {nearest(key, _ROTARY_KEYS)}")
-    kind = group.choice("rope_type", "type", default="default", known=("default", "linear", "llama3"))
-    if kind == "default":
+    kinds: Mapping[str, Literal["linear", "llama3"] | None] = {"default": None, "linear": "linear", "llama3": "llama3"}
+    kind = group.choice("rope_type", "default", kinds)
+    if kind is None:
         return None
-    factor = group.number("factor", default=None, low=1.0)
-    if kind == "linear":
-        return RotaryScaling(kind="linear", factor=factor)
-    stated = group.whole("original_max_position_embeddings", default=max_positions)
-    low = group.number("low_freq_factor", default=None, low=_SMALLEST)
-    high = group.number("high_freq_factor", default=None, low=_SMALLEST)
-    between = ("high_freq_factor", "low_freq_factor")
-    group.check(lambda: high > low, between, f"must be above low_freq_factor, {low}, not {high}")
-    if group.faults:
-        return None
-    return RotaryScaling(
-        kind="llama3",
-        factor=factor,
-        low_frequency_factor=low,
-        high_frequency_factor=high,
-        original_positions=original or stated,
-    )
+    stated: dict[str, Any] = {"factor": group.read(float, "factor")}
+    if kind == "llama3":
+        stated["low_frequency_factor"] = group.read(float, "low_freq_factor")
+        stated["high_frequency_factor"] = group.read(float, "high_freq_factor")
+        positions = group.whole("original_max_position_embeddings", max_positions)
+        stated["original_positions"] = original or positions
+    return group.made(lambda: RotaryScaling(kind=kind, **stated))
 
 
-def _experts(reader: ConfigReader, kind: ModelType) -> dict[str, Any]:
+def _experts(reader: _ConfigReader, kind: ModelType) -> dict[str, int]:
     if not kind.experts:
         for field in ("num_local_experts", "num_experts", "num_experts_per_tok"):
             reader.only(field, (0, 1, None), f"{kind.architecture} has no experts")
         return {}
-    experts = reader.whole("num_local_experts", "num_experts", low=2, high=MAX_EXPERTS)
-    chosen = reader.whole("num_experts_per_tok", default=2)
-    message = f"{chosen} experts per token cannot be chosen among {experts}"
-    reader.check(lambda: chosen <= experts, ("num_experts_per_tok", "num_local_experts", "num_experts"), message)
-    return {"num_experts": experts, "experts_per_token": chosen}
+    chosen = reader.whole("num_experts_per_tok", 2)
+    return {"num_experts": reader.whole("num_local_experts"), "experts_per_token": chosen}
 
 
-def _norms_and_head(reader: ConfigReader, kind: ModelType) -> dict[str, Any]:
-    activation = reader.choice(kind.activation, default=kind.activation_default, known=ACTIVATIONS)
-    parallel = kind.parallel_residual and reader.flag("use_parallel_residual", True)
-    return {
-        "norm": kind.norm,
-        "norm_eps": reader.number(kind.norm_eps, default=kind.norm_eps_default, low=_SMALLEST, high=1.0),
-        "activation": ACTIVATIONS[activation],
-        "gated_mlp": kind.gated_mlp,
-        "qk_norm": kind.qk_norm,
-        "parallel_residual": parallel,
-        "tied_embeddings": reader.flag("tie_word_embeddings", kind.tied),
-    }
-
-
-def _window(reader: ConfigReader, kind: ModelType, num_layers: int) -> int | None:
+def _window(reader: _ConfigReader, kind: ModelType, num_layers: int) -> int | None:
     """Return how many positions back every layer looks; layers that differ are refused."""
     if kind.window == "none":
         if reader.data.get("use_sliding_window") is not False:
             reader.only("sliding_window", (None,), f"{kind.architecture} looks at the whole sequence")
         window = None
-    elif kind.window == "all layers":
-        window = reader.whole_or_null("sliding_window", default=kind.window_default)
+    elif kind.window == "all layers" or reader.read(bool, "use_sliding_window", False):
+        window = reader.whole_or_null("sliding_window", kind.window_default)
     else:
-        window = _window_of_some_layers(reader, kind, num_layers)
-    stated = reader.data.get("layer_types")
-    if stated is not None:
+        window = None
+    layers = reader.data.get("layer_types")
+    if kind.window == "some layers" and window is not None:
+        first = reader.whole("max_window_layers", 28, low=0)
+        if layers is not None:
+            first = 0 if "sliding_attention" in str(layers) else num_layers
+        message = f"layers from {first} on have a window, those before do not; layers that differ are not modelled"
+        reader.check(lambda: first == 0 or first >= num_layers, ("max_window_layers", "num_hidden_layers"), message)
+        window = window if first < num_layers else None
+    if layers is not None:
         layer = "full_attention" if window is None else "sliding_attention"
         message = f"must be {num_layers} x {layer!r}, as the other fields say; layers that differ are not modelled"
-        reader.check(lambda: stated == [layer] * num_layers, ("layer_types", "num_hidden_layers"), message)
+        reader.check(lambda: layers == [layer] * num_layers, ("layer_types", "num_hidden_layers"), message)
     return window
-
-
-def _window_of_some_layers(reader: ConfigReader, kind: ModelType, num_layers: int) -> int | None:
-    if not reader.flag("use_sliding_window", False):
-        return None
-    window = reader.whole_or_null("sliding_window", default=kind.window_default)
-    first = reader.whole("max_window_layers", default=28, low=0)
-    if reader.data.get("layer_types") is not None:
-        first = 0 if "sliding_attention" in str(reader.data["layer_types"]) else num_layers
-    message = f"layers from {first} on have a window, those before do not; layers that differ are not modelled"
-    fields = ("max_window_layers", "num_hidden_layers")
-    reader.check(lambda: window is None or first in (0, num_layers) or first > num_layers, fields, message)
-    return window if first < num_layers else None

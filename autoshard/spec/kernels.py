@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
 
-from autoshard.errors import InputError, nearest, require
+from autoshard.errors import InputError, in_range, nearest, require
 from autoshard.spec import record
 
 _SAVES = re.compile(r"((copy:|over:)?(in\*|in\d+|out\d+)(@(bf16|fp16|fp32))?)|scores(@(fp8|fp32))?")
-
+_FOLDER = Path(__file__).parent / "kernel_tables"
 _HIDDEN = ("tp", "dp", "unit")
 
 
@@ -30,8 +30,7 @@ class BothWays:
     weights: int | None = None
 
     def __post_init__(self) -> None:
-        counts = {"forward": self.forward, "backward": self.backward, "weights": self.weights or 0}
-        require(*((count >= 0, name, f"must not be negative, not {count}") for name, count in counts.items()))
+        require(*in_range(self, "forward", "backward", "weights"))
 
 
 ONCE, NEVER = BothWays(forward=1, backward=1), BothWays(forward=0, backward=0)
@@ -66,16 +65,11 @@ class Kernel:
 
     def __post_init__(self) -> None:
         unread = [text for text in self.saves or () if not _SAVES.fullmatch(text)]
+        forms = "in0, in*, out0, scores, copy:in0, over:in0 or in0@fp32"
         require(
-            (
-                not unread,
-                "saves",
-                f"cannot read {', '.join(unread)}; write in0, in*, out0, scores, copy:in0, over:in0 or in0@fp32",
-            ),
+            (not unread, "saves", f"cannot read {', '.join(unread)}; write {forms}"),
             (len(self.ops) > 0, "ops", "a kernel needs at least one operation"),
-            (self.backward_flops_ratio >= 1, "backward_flops_ratio", "a kernel cannot do less than its gradient"),
-            (self.mask_tile >= 1, "mask_tile", "must be at least 1"),
-            (self.traffic_ratio >= 1, "traffic_ratio", "a kernel cannot move less than once"),
+            *in_range(self, "backward_flops_ratio", "mask_tile", "traffic_ratio", low=1),
             (bool(self.source), "source", "say where this is known from"),
         )
 
@@ -136,11 +130,9 @@ class Kernels:
         unsourced = [name for name in (*required, *stated) if not self.sources.get(name)]
         require(
             (not unsourced, "sources", f"no source for {', '.join(unsourced)}"),
-            (self.runtime_bytes >= 0, "runtime_bytes", "must not be negative"),
-            (self.workspace_bytes >= 0, "workspace_bytes", "must not be negative"),
+            *in_range(self, "runtime_bytes", "workspace_bytes", "seconds_per_graph"),
             *((name in _HIDDEN, "hides", f"{name!r} is not one of {', '.join(_HIDDEN)}") for name in self.hides),
             *((0 <= share <= 1, f"hides.{axis}", "must lie in [0, 1]") for axis, share in self.hides.items()),
-            (self.seconds_per_graph >= 0, "seconds_per_graph", "must not be negative"),
         )
 
     def hides_sends(self, schedule: str) -> bool:
@@ -155,8 +147,7 @@ class Kernels:
 @cache
 def kernels_names() -> tuple[str, ...]:
     """Return the names of the tables that come with autoshard."""
-    folder = resources.files("autoshard.spec") / "kernel_tables"
-    return tuple(sorted(path.name.removesuffix(".json") for path in folder.iterdir() if path.name.endswith(".json")))
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
 
 @cache
@@ -173,7 +164,7 @@ def load_kernels(name: str) -> Kernels:
 
 def _read(name: str) -> Mapping[str, Any]:
     """Read a table; one that is ``like`` another states what differs, and its kernels come before the other's."""
-    own = json.loads((resources.files("autoshard.spec") / "kernel_tables" / f"{name}.json").read_text("utf-8"))
+    own = json.loads((_FOLDER / f"{name}.json").read_text("utf-8"))
     if "like" not in own:
         return own
     base = _read(own.pop("like"))

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.errors import Fault, InputError, nearest, require
-from autoshard.spec.cluster import Cluster
-from autoshard.spec.placement import Placement
+from autoshard.spec.cluster import Cluster, Placement
 
 # An axis is the product of these atoms wherever the mesh does not hold it whole.
 AXIS_ATOMS: Mapping[str, tuple[str, ...]] = {"dp": ("edp", "ep"), "tp": ("kv", "rep")}
@@ -43,6 +43,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
+        placed = len(self.placement.local_ranks)
         require(
             *((name in _NAMES, "axes", f"{name!r} is not an axis. {nearest(name, _NAMES)}") for name in names),
             (len(set(names)) == len(names), "axes", "the same axis stands twice"),
@@ -52,18 +53,13 @@ class Mesh:
             ),
             *((size >= 1, f"axes.{name}", f"must be at least 1, not {size}") for name, size in self.axes),
             (
-                len(self.placement.local_ranks) == self.ranks_per_node,
+                placed == self.ranks_per_node,
                 "placement",
-                f"places {len(self.placement.local_ranks)} ranks, but a node has {self.ranks_per_node}",
+                f"places {placed} ranks, but a node has {self.ranks_per_node}",
             ),
         )
-        require(
-            (
-                self.num_ranks % self.ranks_per_node == 0,
-                "axes",
-                f"{self.num_ranks} ranks do not fill nodes of {self.ranks_per_node}",
-            )
-        )
+        unfilled = f"{self.num_ranks} ranks do not fill nodes of {self.ranks_per_node}"
+        require((self.num_ranks % self.ranks_per_node == 0, "axes", unfilled))
 
     @classmethod
     def laid_on(cls, cluster: Cluster, sizes: Mapping[str, int], placement: Placement | None = None) -> "Mesh":
@@ -75,6 +71,7 @@ class Mesh:
         known = ("pp", "dp", "ep", "cp", "tp", "rep")
         size = {name: sizes.get(name, 1) for name in known}
         product = size["pp"] * size["dp"] * size["cp"] * size["tp"]
+        whole = f"{cluster.num_nodes} x {cluster.name} has {cluster.num_ranks}"
         require(
             *((name in known, name, f"not the size of an axis. {nearest(name, known)}") for name in sizes),
             *((number >= 1, name, f"must be at least 1, not {number}") for name, number in size.items()),
@@ -82,12 +79,7 @@ class Mesh:
         require(
             (size["dp"] % size["ep"] == 0, "ep", f"{size['ep']} does not divide dp {size['dp']}"),
             (size["tp"] % size["rep"] == 0, "rep", f"{size['rep']} does not divide tp {size['tp']}"),
-            (
-                product == cluster.num_ranks,
-                "dp",
-                f"pp x dp x cp x tp is {product}, but {cluster.num_nodes} x {cluster.name} has "
-                f"{cluster.num_ranks} ranks",
-            ),
+            (product == cluster.num_ranks, "dp", f"pp x dp x cp x tp is {product}, but {whole} ranks"),
         )
         tp_atoms = [("kv", size["tp"] // size["rep"]), ("rep", size["rep"])]
         if cluster.kv_order == "strided":
@@ -236,3 +228,57 @@ def axis_of_atoms(atoms: tuple[str, ...]) -> str:
     """
     axis: Mapping[str, str] = {"edp": "dp", "ep": "ep", "cp": "cp", "kv": "tp", "rep": "tp", "pp": "pp"}
     return axis[atoms[0]]
+
+
+def axis_levels_bytes_per_s(cluster: Cluster, mesh: Mesh, names: str | Sequence[str]) -> tuple[float, ...]:
+    """Return what each group along these axes gets of every link when all run a ring at once, innermost first.
+
+    The same as ``level_bandwidths_bytes_per_s(cluster, mesh.groups(names))``, at a cost that does not grow.
+    """
+    assert mesh.num_ranks == cluster.num_ranks, f"{mesh} is not a mesh of {cluster.num_ranks} ranks"
+    repeat = cluster.repeat_ranks
+    if mesh.repeats_every(repeat):
+        return level_bandwidths_bytes_per_s(cluster, mesh.local_groups(names, repeat), counted=repeat)
+    return level_bandwidths_bytes_per_s(cluster, mesh.groups(names))
+
+
+def level_bandwidths_bytes_per_s(
+    cluster: Cluster, groups: Sequence[Sequence[int]], counted: int | None = None
+) -> tuple[float, ...]:
+    """Return what each group gets of every link in one direction when all run a ring at once, innermost first.
+
+    Let a link join units (the ranks of a chip, the chips of a node, the nodes of a cluster). A ring
+    that visits one unit after the other enters and leaves each unit once, cut into as many parallel
+    rings as the group has ports there. A port is shared by all groups that leave a unit through it, so
+    a group leaves a unit with the sum, over the ports of its ranks there, of the port's bandwidth
+    divided by the number of groups that use it. The ring is as fast as the slowest unit of the slowest
+    level; the innermost level is each rank's own reach. With equal groups this is the unit's ports
+    times their bandwidth, divided by the groups that cross its border.
+
+    On a torus all wires of a chip count as usable, which only the ring over the whole torus achieves.
+    Of a link that no group needs each gets infinity. With ``counted`` only the first so many ranks count;
+    of groups that reach further, one member beyond them is enough.
+    """
+    limit = cluster.num_ranks if counted is None else counted
+    return tuple(
+        link.bandwidth_bytes_per_s * _whole_ports(cluster, level, groups, limit)
+        for level, link in enumerate(cluster.links)
+    )
+
+
+def _whole_ports(cluster: Cluster, level: int, groups: Sequence[Sequence[int]], limit: int) -> float:
+    """Return how many whole ports the worst-served group has for itself in its worst unit."""
+    unit, port = cluster.joined_ranks(level), cluster.links[level].ranks_per_port
+    crossings: list[set[tuple[int, int]]] = []  # for each group that uses this level: (unit, port) of its ranks
+    for group in groups:
+        # Below level 0 there is no other link, so there also a group inside one unit uses it.
+        if len(group) > 1 and (level == 0 or len({rank // unit for rank in group}) > 1):
+            crossings.append({(rank // unit, rank // port) for rank in group if rank < limit})
+    users = Counter(port for pairs in crossings for _, port in pairs)
+    worst = math.inf
+    for pairs in crossings:
+        shares: dict[int, float] = {}
+        for unit, port in pairs:
+            shares[unit] = shares.get(unit, 0.0) + 1 / users[port]
+        worst = min(worst, min(shares.values(), default=math.inf))
+    return worst

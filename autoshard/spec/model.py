@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from autoshard.errors import require
+from autoshard.errors import in_range, require
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
@@ -32,14 +32,10 @@ class RotaryScaling:
     def __post_init__(self) -> None:
         low, high, blends = self.low_frequency_factor, self.high_frequency_factor, self.kind == "llama3"
         require(
-            (self.factor >= 1, "factor", f"must be at least 1, not {self.factor}"),
-            (low > 0, "low_frequency_factor", f"must be positive, not {low}"),
+            *in_range(self, "factor", low=1),
+            *in_range(self, "low_frequency_factor", positive=True),
             (not blends or high > low, "high_frequency_factor", f"must be above the low one, {low}, not {high}"),
-            (
-                not blends or self.original_positions >= 1,
-                "original_positions",
-                f"must be at least 1, not {self.original_positions}",
-            ),
+            *in_range(self, "original_positions", low=1 if blends else 0),
         )
 
 
@@ -77,34 +73,22 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         dims = ("hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab", "max_positions")
-        ranges = [_within(name, getattr(self, name), 1, MAX_DIM) for name in dims]
+        experts, turned = self.num_experts, self.rotary_dims
+        pairs = self.positions == "learned" or (turned >= 2 and turned % 2 == 0)
+        uneven = f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly"
+        odd = f"rotary positions turn pairs of numbers; {turned} of the {self.head_dim} of a head cannot be paired"
+        few = f"must be 0 (dense) or between 2 and {MAX_EXPERTS}, not {experts}"
+        chosen = f"must lie between 1 and num_experts ({experts}); 0 for a dense model"
         require(
-            _within("num_layers", self.num_layers, 1, MAX_LAYERS),
-            *ranges,
-            (
-                self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads == 0,
-                "num_kv_heads",
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly",
-            ),
+            *in_range(self, "num_layers", low=1, high=MAX_LAYERS),
+            *in_range(self, *dims, low=1, high=MAX_DIM),
+            (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads == 0, "num_kv_heads", uneven),
             (0 < self.rotary_fraction <= 1, "rotary_fraction", f"must lie in (0, 1], not {self.rotary_fraction}"),
-            (self.rotary_theta >= 1, "rotary_theta", f"must be at least 1, not {self.rotary_theta}"),
-            (
-                self.positions == "learned" or (self.rotary_dims >= 2 and self.rotary_dims % 2 == 0),
-                "head_dim",
-                f"rotary positions turn pairs; {self.rotary_dims} of {self.head_dim} cannot be paired",
-            ),
-            (self.norm_eps > 0, "norm_eps", f"must be positive, not {self.norm_eps}"),
-            (self.window is None or self.window >= 1, "window", f"must be at least 1, or null, not {self.window}"),
-            (
-                self.num_experts == 0 or 2 <= self.num_experts <= MAX_EXPERTS,
-                "num_experts",
-                f"must be 0 (dense) or between 2 and {MAX_EXPERTS}, not {self.num_experts}",
-            ),
-            (
-                1 <= self.experts_per_token <= self.num_experts if self.num_experts else self.experts_per_token == 0,
-                "experts_per_token",
-                f"must lie between 1 and num_experts ({self.num_experts}); 0 for a dense model",
-            ),
+            *in_range(self, "rotary_theta", "window", low=1),
+            (pairs, "head_dim", odd),
+            *in_range(self, "norm_eps", positive=True),
+            (experts == 0 or 2 <= experts <= MAX_EXPERTS, "num_experts", few),
+            (min(1, experts) <= self.experts_per_token <= experts, "experts_per_token", chosen),
         )
 
     @property
@@ -137,7 +121,3 @@ class ModelSpec:
         tables = self.vocab * (1 if self.tied_embeddings else 2)
         learned = self.max_positions if self.positions == "learned" else 0
         return self.num_layers * layer + norms + (tables + learned) * self.hidden
-
-
-def _within(name: str, value: int, low: int, high: int) -> tuple[bool, str, str]:
-    return low <= value <= high, name, f"must lie between {low} and {high}, not {value}"

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import cast
 
 from autoshard.errors import Fault, InputError, nearest, require
-from autoshard.spec.config_reader import shown
 from autoshard.spec.files import read_data, shipped
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.model import ModelSpec
+from autoshard.spec.record import shown
 
 # The key under which a card says what it is and where its numbers are from; the rest is plain Hugging Face.
 HEADER = "autoshard"

@@ -10,7 +10,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 from autoshard.errors import Fault, InputError, nearest
@@ -22,16 +22,15 @@ _NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true
 
 def decode(kind: type[T], data: object, where: str = "") -> T:
     """Build a value of ``kind`` from parsed JSON, or raise one InputError with the path of every fault."""
-    faults: list[Fault] = []
-    value = _decode(kind, data, where, faults)
-    if faults:
-        raise InputError(faults)
-    return typing.cast(T, value)
+    try:
+        return typing.cast(T, _decode(kind, data))
+    except InputError as error:
+        raise error.under(where) from None
 
 
 def encode(value: object) -> Any:
     """Turn a value made of frozen dataclasses into plain JSON data."""
-    if dataclasses.is_dataclass(value) and not _has_text_form(type(value)):
+    if dataclasses.is_dataclass(value) and not hasattr(value, "parse"):
         return {name: _encode_field(field.type, getattr(value, name)) for name, field in _fields(type(value)).items()}
     if isinstance(value, tuple):
         return [encode(item) for item in typing.cast(tuple[object, ...], value)]
@@ -53,131 +52,110 @@ def _encode_field(kind: Any, value: object) -> Any:
     return encoded
 
 
-def _has_text_form(kind: type) -> bool:
-    return hasattr(kind, "parse")
-
-
-def _refuse(faults: list[Fault], where: str, message: str) -> None:
-    faults.append(Fault(where=where, message=message))
-
-
-def _decode(kind: Any, data: object, where: str, faults: list[Fault]) -> object:
+def _decode(kind: Any, data: object) -> object:
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        if data is None and type(None) in members:
-            return None
         (member,) = (member for member in members if member is not type(None))
-        return _decode(member, data, where, faults)
+        return None if data is None and type(None) in members else _decode(member, data)
     if origin is Literal:
-        known = any(data == choice and type(data) is type(choice) for choice in members)
-        says = f"expected one of {', '.join(map(str, members))}, found {_shown(data)}"
-        return data if known else _refuse(faults, where, says)
-    if origin is tuple:
-        return _decode_tuple(kind, data, where, faults)
-    if origin is not None:
-        return _decode_mapping(kind, data, where, faults)
-    if kind in _NAMES:
-        return _decode_plain(kind, data, where, faults)
-    if kind is object:
+        if not any(data == choice and type(data) is type(choice) for choice in members):
+            raise InputError.of("", f"expected one of {', '.join(map(str, members))}, found {_found(data)}")
         return data
-    if _has_text_form(kind):
-        return _decode_text(kind, data, where, faults)
-    return data if isinstance(data, kind) else _decode_dataclass(kind, data, where, faults)
+    if origin is tuple:
+        return _decode_tuple(members, data)
+    if origin is not None:
+        return types.MappingProxyType(_decode_each({key: (members[1], item) for key, item in _object(data).items()}))
+    if kind in _NAMES:
+        return _decode_plain(kind, data)
+    if hasattr(kind, "parse"):
+        return _computed(lambda: kind.parse(_expected(data, str, "text")))
+    return data if isinstance(data, kind) else _decode_dataclass(kind, data)
 
 
-def _decode_text(kind: Any, data: object, where: str, faults: list[Fault]) -> object:
-    if not isinstance(data, str):
-        return _refuse(faults, where, f"expected text, found {_shown(data)}")
-    return _guarded(lambda: kind.parse(data), where, faults)
-
-
-def _decode_plain(kind: type, data: object, where: str, faults: list[Fault]) -> object:
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        try:
-            return float(data)
-        except OverflowError:
-            return _refuse(faults, where, "this number is too large")
-    fits = isinstance(data, kind) and not (isinstance(data, bool) and kind is not bool)
-    if not fits:
-        return _refuse(faults, where, f"expected {_NAMES[kind]}, found {_shown(data)}")
+def _decode_plain(kind: type, data: object) -> object:
+    if isinstance(data, int) and not isinstance(data, bool) and kind in (int, float):
+        if abs(data) > MAX_WHOLE and (kind is int or data.bit_length() > 1023):
+            raise InputError.of("", "this number is too large")
+        return kind(data)
+    if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
+        raise InputError.of("", f"expected {_NAMES[kind]}, found {_found(data)}")
     if isinstance(data, float) and not math.isfinite(data):
-        return _refuse(faults, where, "must be finite")
-    if isinstance(data, int) and abs(data) > MAX_WHOLE:
-        return _refuse(faults, where, "this number is too large")
+        raise InputError.of("", "must be finite")
     return data
 
 
-def _decode_tuple(kind: Any, data: object, where: str, faults: list[Fault]) -> object:
-    members = typing.get_args(kind)
-    if not isinstance(data, list | tuple):
-        return _refuse(faults, where, f"expected a list, found {_shown(data)}")
-    items = typing.cast(list[object], data)
-    if not _is_open(members) and len(items) != len(members):
-        return _refuse(faults, where, f"expected a list of {len(members)}, found one of {len(items)}")
-    kinds = [members[0]] * len(items) if _is_open(members) else members
-    return tuple([_decode(kinds[index], item, f"{where}[{index}]", faults) for index, item in enumerate(items)])
+def _decode_tuple(members: tuple[Any, ...], data: object) -> tuple[object, ...]:
+    items: list[object] = list(_expected(data, (list, tuple), "a list"))
+    if members[1:] == (Ellipsis,):
+        members = members[:1] * len(items)
+    if len(items) != len(members):
+        raise InputError.of("", f"expected a list of {len(members)}, found one of {len(items)}")
+    pairs = zip(members, items, strict=True)
+    return tuple(_decode_each({f"[{index}]": pair for index, pair in enumerate(pairs)}).values())
 
 
-def _is_open(members: tuple[Any, ...]) -> bool:
-    """Tell ``tuple[T, ...]`` from a tuple with a format per place."""
-    return len(members) == 2 and members[1] is Ellipsis
-
-
-def _decode_mapping(kind: Any, data: object, where: str, faults: list[Fault]) -> object:
-    (_, item_kind) = typing.get_args(kind)
-    if not isinstance(data, Mapping):
-        return _refuse(faults, where, f"expected an object, found {_shown(data)}")
-    pairs = typing.cast(Mapping[object, object], data)
-    values: dict[str, object] = {}
-    for key, item in pairs.items():
-        if isinstance(key, str):
-            values[key] = _decode(item_kind, item, _inside(where, key), faults)
-        else:
-            _refuse(faults, where, f"the key {_shown(key)} must be text; put it in quotes")
-    return types.MappingProxyType(values)
-
-
-def _decode_dataclass(kind: Any, data: object, where: str, faults: list[Fault]) -> object:
-    if not isinstance(data, Mapping):
-        return _refuse(faults, where, f"expected an object, found {_shown(data)}")
-    pairs = typing.cast(Mapping[str, object], data)
-    fields = _fields(kind)
-    before = len(faults)
-    for key in pairs:
-        if key not in fields:
-            _refuse(faults, _inside(where, str(key)), f"unknown key. {nearest(str(key), list(fields))}")
+def _decode_dataclass(kind: Any, data: object) -> object:
+    pairs, fields = _object(data), _fields(kind)
+    faults = [
+        Fault(where=key, message=f"unknown key. {nearest(key, list(fields))}") for key in pairs if key not in fields
+    ]
     values: dict[str, object] = {}
     faulty: set[str] = set()
     for name, field in fields.items():
-        found = len(faults)
-        if name in pairs:
-            values[name] = _decode(field.type, pairs[name], _inside(where, name), faults)
-        elif not _has_default(field):
-            _refuse(faults, _inside(where, name), "missing")
-        if len(faults) > found:
-            faulty.add(name)
-    if len(faults) == before:
-        return _guarded(lambda: kind(**values), where, faults)
-    faults += _other_faults(kind, values, faulty, where)
-    return None
-
-
-def _other_faults(kind: Any, values: Mapping[str, object], faulty: Collection[str], where: str) -> list[Fault]:
-    """Return what else is wrong with a value whose faulty fields are known.
-
-    Stand-ins take the place of these fields. A fault that two different stand-ins cause alike is not theirs.
-    """
-    found: list[dict[Fault, None]] = []
-    for number in (1, 2):
         try:
-            kind(**{**values, **{name: _stand_in(_fields(kind)[name].type, number) for name in faulty}})
-            return []
+            if name in pairs:
+                values[name] = _decode(field.type, pairs[name])
+            elif field.default is field.default_factory is dataclasses.MISSING:
+                raise InputError.of("", "missing")
         except InputError as error:
-            found.append(dict.fromkeys(error.faults))
-        except (ArithmeticError, AttributeError, TypeError, ValueError, KeyError):  # of a stand-in of another kind
-            return []
-    both = [fault for fault in found[0] if fault in found[1]]
-    return [fault.under(where) for fault in both if fault.where.split(".")[0].split("[")[0] not in faulty]
+            faults += error.under(name).faults
+            faulty.add(name)
+    if not faults:
+        return _computed(lambda: kind(**values))
+    # What else is wrong: stand-ins take the place of faulty fields; what two of them cause alike is not theirs.
+    stand_ins = ({name: _stand_in(fields[name].type, number) for name in faulty} for number in (1, 2))
+    first, second = (_faults_of(kind, {**values, **others}) for others in stand_ins)
+    both = [fault for fault in first if fault in second]
+    raise InputError((*faults, *(fault for fault in both if fault.where.split(".")[0].split("[")[0] not in faulty)))
+
+
+def _decode_each(parts: Mapping[str, tuple[Any, object]]) -> dict[str, object]:
+    """Decode the parts of a list or an object, each from its format and data, with the faults of all of them."""
+    values: dict[str, object] = {}
+    faults: list[Fault] = []
+    for where, (kind, data) in parts.items():
+        try:
+            values[where] = _decode(kind, data)
+        except InputError as error:
+            faults += error.under(where).faults
+    if faults:
+        raise InputError(faults)
+    return values
+
+
+def _object(data: object) -> Mapping[str, object]:
+    pairs = typing.cast(Mapping[object, object], _expected(data, Mapping, "an object"))
+    for key in pairs:
+        if not isinstance(key, str):
+            raise InputError.of("", f"the key {_found(key)} must be text; put it in quotes")
+    return typing.cast(Mapping[str, object], pairs)
+
+
+def _expected(data: object, kind: Any, name: str) -> Any:
+    if not isinstance(data, kind):
+        raise InputError.of("", f"expected {name}, found {_found(data)}")
+    return data
+
+
+def _faults_of(kind: Any, values: Mapping[str, object]) -> tuple[Fault, ...]:
+    """Return what a class refuses in these values, some of which are stand-ins."""
+    try:
+        kind(**values)
+    except InputError as error:
+        return error.faults
+    except (ArithmeticError, AttributeError, TypeError, ValueError, KeyError):  # of a stand-in of another kind
+        pass
+    return ()
 
 
 def _stand_in(kind: Any, number: int) -> object:
@@ -196,33 +174,27 @@ def _fields(kind: Any) -> "Mapping[str, dataclasses.Field[Any]]":
     return {field.name: field for field in dataclasses.fields(kind) if field.init}
 
 
-def _guarded(build: Callable[[], object], where: str, faults: list[Fault]) -> object:
+def _computed(build: Callable[[], object]) -> object:
+    """Build a value whose checks may meet numbers so extreme that they leave the range of floats."""
     try:
         return build()
-    except InputError as error:
-        faults.extend(error.under(where).faults)
-    except ArithmeticError as error:  # a check computed with numbers so extreme that they left the range of floats
-        _refuse(faults, where, f"holds a number that cannot be computed with: {error}")
-    return None
+    except ArithmeticError as error:
+        raise InputError.of("", f"holds a number that cannot be computed with: {error}") from None
 
 
-def _has_default(field: "dataclasses.Field[Any]") -> bool:
-    missing = dataclasses.MISSING
-    return field.default is not missing or field.default_factory is not missing
+def _found(data: object) -> str:
+    return "an object" if isinstance(data, Mapping) else "a list" if isinstance(data, list | tuple) else shown(data)
 
 
-def _inside(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key
+def shown(value: object) -> str:
+    """Print a JSON value in a message, cut where it would fill the screen.
 
-
-def _shown(data: object) -> str:
-    if isinstance(data, Mapping):
-        return "an object"
-    if isinstance(data, list | tuple):
-        return "a list"
-    if data is None or isinstance(data, bool):
-        return {True: "true", False: "false", None: "null"}[data]
-    if isinstance(data, int) and data.bit_length() > 200:
+    >>> shown(None), shown(True), shown("x"), shown([1, 2])
+    ('null', 'true', "'x'", '[1, 2]')
+    """
+    if value is None or isinstance(value, bool):
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, int) and value.bit_length() > 200:
         return "a huge number"  # printing thousands of digits takes Python long, or is refused
-    text = repr(data)
+    text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

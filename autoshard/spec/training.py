@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from autoshard.errors import require
+from autoshard.errors import in_range, require
 
 LossOn = Literal["all", "answers"]
 Check = Literal["sizes", "full"]
@@ -29,30 +29,23 @@ class DataSpec:
     check: Check = "sizes"
 
     def __post_init__(self) -> None:
+        no_set = "answers need a set of conversations. Make one with autoshard tokenize --chat"
         require(
             *(
                 (math.isfinite(weight) and weight > 0, f"sets.{name}", f"must weigh more than 0, not {weight}")
                 for name, weight in self.sets.items()
             ),
-            (
-                self.loss_on == "all" or bool(self.sets),
-                "loss_on",
-                "answers need a set of conversations. Make one with autoshard tokenize --chat",
-            ),
+            (self.loss_on == "all" or bool(self.sets), "loss_on", no_set),
         )
 
     def seen_from(self, folder: Path) -> "DataSpec":
         """Return the same sets for a recipe in this folder: a path that is not here may stand beside the recipe."""
-        return replace(self, sets={_seen_from(folder, name): weight for name, weight in self.sets.items()})
 
+        def is_there(path: Path) -> bool:
+            return path.exists() or path.with_name(f"{path.name}.idx").exists()
 
-def _seen_from(folder: Path, name: str) -> str:
-    beside = folder / name
-    return name if _is_there(Path(name)) or not _is_there(beside) else str(beside)
-
-
-def _is_there(path: Path) -> bool:
-    return path.exists() or path.with_name(f"{path.name}.idx").exists()
+        beside = {name: is_there(folder / name) and not is_there(Path(name)) for name in self.sets}
+        return replace(self, sets={str(folder / name) if beside[name] else name: self.sets[name] for name in self.sets})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +65,15 @@ class RateSchedule:
     decay_steps: int | None = None
 
     def __post_init__(self) -> None:
-        decay = self.decay_steps
         require(
-            (self.warm_up_steps >= 0, "warm_up_steps", f"must be at least 0, not {self.warm_up_steps}"),
-            (0 <= self.final <= 1, "final", f"must be from 0 to 1, not {self.final}"),
-            (decay is None or decay >= 1, "decay_steps", f"must be at least 1, not {decay}"),
-            (decay is None or self.shape == "wsd", "decay_steps", f"is of shape wsd only, not of {self.shape}"),
+            *in_range(self, "warm_up_steps"),
+            *in_range(self, "final", high=1),
+            *in_range(self, "decay_steps", low=1),
+            (
+                self.decay_steps is None or self.shape == "wsd",
+                "decay_steps",
+                f"is of shape wsd only, not of {self.shape}",
+            ),
             (
                 self.final == 0 or self.shape != "constant",
                 "final",
@@ -123,8 +119,8 @@ class AdamWConstants:
         require(
             (0 <= self.beta1 < 1, "beta1", f"must be from 0 to below 1, not {self.beta1}"),
             (0 <= self.beta2 < 1, "beta2", f"must be from 0 to below 1, not {self.beta2}"),
-            (self.eps > 0, "eps", f"must be positive, not {self.eps}"),
-            (self.weight_decay >= 0, "weight_decay", f"must be at least 0, not {self.weight_decay}"),
+            *in_range(self, "eps", positive=True),
+            *in_range(self, "weight_decay"),
         )
 
 
@@ -150,16 +146,9 @@ class Checkpointing:
 
     def __post_init__(self) -> None:
         require(
-            *(
-                (value is None or value > 0, name, f"must be positive, not {value}")
-                for name, value in (
-                    ("every_steps", self.every_steps),
-                    ("every_minutes", self.every_minutes),
-                    ("keep_every", self.keep_every),
-                )
-            ),
-            (self.grace_seconds >= 0, "grace_seconds", f"must be at least 0, not {self.grace_seconds}"),
-            (self.keep_last >= 1, "keep_last", f"must be at least 1, not {self.keep_last}"),
+            *in_range(self, "every_steps", "every_minutes", "keep_every", positive=True),
+            *in_range(self, "grace_seconds"),
+            *in_range(self, "keep_last", low=1),
         )
 
     @property
@@ -215,10 +204,9 @@ class Training:
 
     def __post_init__(self) -> None:
         require(
-            (self.steps >= 1, "steps", f"must be at least 1, not {self.steps}"),
-            (self.seed >= 0, "seed", f"must be at least 0, not {self.seed}"),
-            (self.learning_rate > 0, "learning_rate", f"must be positive, not {self.learning_rate}"),
-            (self.skip_budget >= 0, "skip_budget", f"must be at least 0, not {self.skip_budget}"),
+            *in_range(self, "steps", low=1),
+            *in_range(self, "seed", "skip_budget"),
+            *in_range(self, "learning_rate", positive=True),
         )
 
     def rate(self, step: int) -> float:

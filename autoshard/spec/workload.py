@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autoshard.errors import InputError, nearest, require
+from autoshard.errors import InputError, in_range, nearest, require
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp64", "fp8", "int64"]
 DTYPE_BYTES: dict[Dtype, int] = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int64": 8}
@@ -83,18 +83,9 @@ class Workload:
 
     def __post_init__(self) -> None:
         require(
-            *((value >= 1, name, f"must be at least 1, not {value}") for name, value in self._counts()),
-            *((value <= MOST, name, f"must be at most {MOST}, not {value}") for name, value in self._counts()),
-            (self.clip_norm > 0, "clip_norm", f"must be positive, not {self.clip_norm}"),
-            (
-                self.expert_capacity is None or self.expert_capacity > 0,
-                "expert_capacity",
-                "must be positive; null means that no token is dropped",
-            ),
+            *in_range(self, "seq_len", "global_batch", low=1, high=MOST),
+            *in_range(self, "clip_norm", "expert_capacity", positive=True),  # no capacity: no token is dropped
         )
-
-    def _counts(self) -> tuple[tuple[str, int], ...]:
-        return ("seq_len", self.seq_len), ("global_batch", self.global_batch)
 
     @property
     def tokens_per_step(self) -> int:

@@ -7,7 +7,7 @@ from autoshard.errors import InputError
 from autoshard.plan.candidate import READERS, Candidate, parse_pins
 from autoshard.plan.recompute import Recompute, split_outside_brackets
 from autoshard.schedule.builders import BUILDERS
-from autoshard.spec.placement import Placement
+from autoshard.spec.cluster import Placement
 
 SIZES = st.integers(1, 64)
 RECOMPUTE = st.sampled_from(["none", "full", "full:4", "selective[act,attend]", "selective[attend]"]).map(

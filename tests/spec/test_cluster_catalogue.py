@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
-from autoshard.spec.cluster import Algorithm, Chip
+from autoshard.spec.cluster import Algorithm, Chip, PlacementRule
 from autoshard.spec.cluster_catalogue import (
     ChipDivision,
     NodeLink,
@@ -22,11 +22,10 @@ from autoshard.spec.cluster_catalogue import (
     load_node_type,
 )
 from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.placement import PlacementRule
 from autoshard.spec.record import decode, encode
 from autoshard.units import GIB
 
-CATALOGUE = Path(sys.modules["autoshard.spec.cluster_catalogue"].__file__ or "").parent / "clusters"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", cluster_names())
@@ -45,24 +44,12 @@ def test_every_cluster_file_is_a_node_type_of_its_name_that_reads_back(tmp_path:
 
 @pytest.mark.parametrize(("folder", "kind"), [("chips", Chip), ("links", NodeLink)])
 def test_every_chip_and_link_of_the_catalogue_is_one(folder: str, kind: type):
-    for path in (CATALOGUE / folder).glob("*.json"):
+    for path in (ROOT / "autoshard" / "spec" / "clusters" / folder).glob("*.json"):
         decode(kind, json.loads(path.read_text(encoding="utf-8")), where=path.name)
 
 
-def test_a_part_of_the_catalogue_that_is_wrong_is_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for folder in ("", "chips", "links"):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        for path in (CATALOGUE / folder).glob("*.json"):
-            (tmp_path / folder / path.name).write_text(path.read_text("utf-8").replace('"switch"', '"nvlink"'), "utf-8")
-    monkeypatch.setattr("autoshard.spec.cluster_catalogue._CATALOGUE", tmp_path)
-    path = own_file(tmp_path, links=["nvlink-3"])
-    found = faults_of(str(path))
-    assert found == {f"{path}: links[0]": "nvlink-3.json: kind: expected one of chip, torus, switch, network, memory, "
-                     "found 'nvlink'"}  # fmt: skip
-
-
 def test_the_cluster_file_and_the_card_of_the_docs_are_whole_and_work(tmp_path: Path):
-    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     blocks = {kind: text.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("yaml", "json")}
     (tmp_path / "lab.yaml").write_text(blocks["yaml"], encoding="utf-8")
     (tmp_path / "mine-1b.json").write_text(blocks["json"], encoding="utf-8")
@@ -70,13 +57,9 @@ def test_the_cluster_file_and_the_card_of_the_docs_are_whole_and_work(tmp_path: 
     data = yaml.safe_load(blocks["yaml"])
     one = data["variants"][0]
     for kind, stated in (
-        (NodeType, data),
-        (Chip, data["chip"]),
-        (ChipDivision, one),
-        (PlacementRule, one["placements"][0]),
-        (NodeLink, data["links"][0]),
-        (Algorithm, data["algorithms"][0]),
-    ):
+        (NodeType, data), (Chip, data["chip"]), (ChipDivision, one), (PlacementRule, one["placements"][0]),
+        (NodeLink, data["links"][0]), (Algorithm, data["algorithms"][0]),
+    ):  # fmt: skip
         assert set(stated) == {field.name for field in fields(kind)}, kind
     assert load_model(tmp_path / "mine-1b.json").num_parameters == pytest.approx(1.1e9, rel=0.01)
 
@@ -108,11 +91,12 @@ def test_lnc_2_is_the_default_on_trn2_and_changes_no_total():
     one, two = load_cluster("trn2.48xlarge", lnc=1), load_cluster("trn2.48xlarge")
     assert two.lnc == 2
     assert one.num_ranks * one.rank_memory_bytes == two.num_ranks * two.rank_memory_bytes
-    for narrow, wide in zip(one.links, two.links, strict=True):
-        per_node = [
-            link.bandwidth_bytes_per_s * ranks / link.ranks_per_port for link, ranks in ((narrow, 128), (wide, 64))
-        ]
-        assert per_node[0] == per_node[1]
+    for links in zip(one.links, two.links, strict=True):
+        first, second = (
+            link.bandwidth_bytes_per_s * ranks / link.ranks_per_port
+            for link, ranks in zip(links, (128, 64), strict=True)
+        )
+        assert first == second
 
 
 def test_trainium_lays_some_tensor_parallel_groups_out_of_order():
@@ -125,21 +109,15 @@ def test_trainium_lays_some_tensor_parallel_groups_out_of_order():
     assert (trn1.kv_order, trn2.kv_order, load_cluster("h200").kv_order) == ("strided", "adjacent", "adjacent")
 
 
-def test_local_takes_as_many_ranks_as_asked():
-    assert [load_cluster("local", ranks=ranks).num_ranks for ranks in (1, 3, 64)] == [1, 3, 64]
-
-
-def test_sagemaker_names_are_the_ec2_names():
-    assert load_cluster("ml.trn1.32xlarge", 2) == load_cluster("trn1.32xlarge", 2)
-
-
 def faults_of(*arguments: Any, **options: Any) -> dict[str, str]:
     with pytest.raises(InputError) as caught:
         load_cluster(*arguments, **options)
     return {fault.where: fault.message for fault in caught.value.faults}
 
 
-def test_all_wrong_choices_are_named_at_once():
+def test_names_and_sizes_are_those_of_the_user_or_refused_with_what_there_is():
+    assert load_cluster("ml.trn1.32xlarge", 2) == load_cluster("trn1.32xlarge", 2)
+    assert [load_cluster("local", ranks=ranks).num_ranks for ranks in (1, 3, 64)] == [1, 3, 64]
     found = faults_of("trn1.32xlarge", 0, lnc=2, ranks=8)
     assert set(found) == {"nodes", "lnc", "ranks"}
     assert "no logical NeuronCore configuration" in found["lnc"]
@@ -148,14 +126,11 @@ def test_all_wrong_choices_are_named_at_once():
     assert "Use at most 1" in faults_of("local", 2)["nodes"]
     assert set(faults_of("local", -1, lnc=1, ranks=65)) == {"nodes", "lnc", "ranks"}
     assert "1 to 64, not 0" in faults_of("local", ranks=0)["ranks"]
-
-
-def test_an_unknown_name_is_refused_with_the_nearest():
-    found = faults_of("trn1.48xlarge", 0)
-    assert set(found) == {"cluster", "nodes"}
-    assert "Did you mean" in found["cluster"]
-    assert "trn1.32xlarge" in found["cluster"]
+    assert "trn1.32xlarge" in faults_of("trn1.48xlarge")["cluster"]
     assert "Did you mean p5.48xlarge" in faults_of("ml.p5.48xlrge")["cluster"]
+
+
+# -- a user's own file ----------------------------------------------------------------------------------
 
 
 def own_file(tmp_path: Path, name: str = "mine.json", **changes: Any) -> Path:
@@ -169,97 +144,60 @@ def own_file(tmp_path: Path, name: str = "mine.json", **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["mine.json", "mine.yaml", "mine.YML"])
+@pytest.mark.parametrize("name", ["mine.json", "mine.YML"])
 def test_a_users_own_file_is_a_cluster_like_any_other(tmp_path: Path, name: str):
-    cluster = load_cluster(str(own_file(tmp_path, name)), 3)
+    path = own_file(tmp_path, name)
+    if name == "mine.YML":  # a number with a bare exponent is one as well
+        path.write_text(path.read_text(encoding="utf-8").replace("10000000000.0", "1e10"), encoding="utf-8")
+    cluster = load_cluster(str(path), 3)
     assert (cluster.name, cluster.num_ranks, cluster.links[1].ranks_per_port) == ("mine", 12, 2)
-    assert cluster.chip == load_cluster("a100-80").chip
+    assert cluster.chip == load_cluster("a100-80").chip and cluster.links[1].bandwidth_bytes_per_s == 1e10
 
 
-def test_yaml_numbers_with_a_bare_exponent_are_numbers(tmp_path: Path):
-    path = own_file(tmp_path, "mine.yaml")
-    text = path.read_text(encoding="utf-8")
-    assert "10000000000.0" in text
-    path.write_text(text.replace("10000000000.0", "1e10"), encoding="utf-8")
-    assert load_cluster(str(path)).links[1].bandwidth_bytes_per_s == 1e10
+INNER = {"name": "n", "kind": "chip", "bandwidth_bytes_per_s": 1, "latency_s": 0, "sources": {"default": "s"}}
+BAD_LINK = {"name": "net", "kind": "wire", "domain": "node", "bandwidth_bytes_per_s": "fast", "latency": 1}
 
 
-def test_a_wrong_file_is_refused_with_every_fault_and_its_path(tmp_path: Path):
-    bad_link = {"name": "net", "kind": "wire", "domain": "node", "bandwidth_bytes_per_s": "fast", "latency": 1}
-    changes: dict[str, Any] = {"chip": "a100", "links": ["nvlink-9", bad_link], "chips_per_node": 2.5, "colour": "red"}
-    path = own_file(tmp_path, **changes)
-    found = faults_of(str(path))
-    assert set(found) == {
-        f"{path}: {where}"
-        for where in (
-            "chip",
-            "links[0]",
-            "links[1].kind",
-            "links[1].bandwidth_bytes_per_s",
-            "links[1].latency",
-            "links[1].latency_s",
-            "links[1].chips_per_port",
-            "links[1].sources",
-            "chips_per_node",
-            "colour",
-        )
-    }
-    assert "Did you mean a100-" in found[f"{path}: chip"]
-    assert "Did you mean nvlink-" in found[f"{path}: links[0]"]
+def placed(placement: str) -> dict[str, Any]:
+    rules = [{"name": "p", "tp": 2, "placement": placement, "source": "s"}]
+    return {"variants": [{"ranks_per_chip": 1, "placements": rules}]}
 
 
 @pytest.mark.parametrize(
-    ("changes", "where", "says"),
+    ("changes", "faults"),
     [
-        ({"variants": []}, "variants", "at least one"),
-        ({"variants": [{"ranks_per_chip": 1}, {"ranks_per_chip": 2, "lnc": 1}]}, "variants", "lnc of their own"),
-        ({"variants": [{"ranks_per_chip": 0}]}, "variants[0].ranks_per_chip", "at least 1"),
-        ({"max_chips_per_node": 3}, "max_chips_per_node", "at least chips_per_node"),
-        ({"chips_per_node": 3}, "links[1].chips_per_port", "evenly"),
-        ({"chips_per_node": 0}, "chips_per_node", "at least 1"),
-        ({"links": []}, "links", "innermost first"),
-        ({"sources": {"chips_per_node": "seen"}}, "sources", "no source for ranks_per_chip"),
+        ({"variants": []}, {"variants": "at least one"}),
+        ({"variants": [{"ranks_per_chip": 1}, {"ranks_per_chip": 2, "lnc": 1}]}, {"variants": "lnc of their own"}),
+        ({"variants": [{"ranks_per_chip": 0}]}, {"variants[0].ranks_per_chip": "at least 1"}),
+        ({"chips_per_node": 3}, {"links[1].chips_per_port": "evenly"}),
+        ({"chips_per_node": 0}, {"chips_per_node": "at least 1"}),
+        ({"links": []}, {"links": "innermost first"}),
+        ({"kernels": "tea"}, {"kernels": "there is no table 'tea'. Did you mean te"}),
+        ({"sources": {"chips_per_node": "seen"}}, {"sources": "no source for ranks_per_chip"}),
+        (placed("0-7"), {"variants[0].placements[0].placement": "places 8 ranks, but a node has 4"}),
+        (placed("0-1/1-2"), {"variants[0].placements[0].placement": "not a permutation"}),
+        ({"links": [INNER | {"domain": "chip", "chips_per_port": 1}]}, {"links[0].chips_per_port": "left out"}),
+        ({"links": [INNER | {"domain": "node"}]}, {"links[0].chips_per_port": "missing"}),
         (
-            {
-                "variants": [
-                    {"ranks_per_chip": 1, "placements": [{"name": "p", "tp": 2, "placement": "0-7", "source": "s"}]}
-                ]
-            },
-            "variants[0].placements[0].placement",
-            "places 8 ranks, but a node has 4",
+            {"chips_per_node": 3, "max_chips_per_node": 2, "nodes_per_ultraserver": 2, "sources": {"name": "x"}},
+            {"max_chips_per_node": "at least chips_per_node", "nodes_per_ultraserver": "", "sources": "",
+             "links[1].chips_per_port": ""},
         ),
         (
-            {
-                "variants": [
-                    {"ranks_per_chip": 1, "placements": [{"name": "p", "tp": 2, "placement": "0-1/1-2", "source": "s"}]}
-                ]
-            },
-            "variants[0].placements[0].placement",
-            "not a permutation",
+            {"chip": "a100", "links": ["nvlink-9", BAD_LINK], "chips_per_node": 2.5, "colour": "red"},
+            {"chip": "Did you mean a100-", "links[0]": "Did you mean nvlink-", "links[1].kind": "",
+             "links[1].bandwidth_bytes_per_s": "", "links[1].latency": "", "links[1].latency_s": "missing",
+             "links[1].chips_per_port": "missing", "links[1].sources": "missing", "chips_per_node": "", "colour": ""},
         ),
     ],
-)
-def test_cross_checks_point_into_the_file(tmp_path: Path, changes: dict[str, Any], where: str, says: str):
-    path = own_file(tmp_path, **changes)
-    assert says in faults_of(str(path))[f"{path}: {where}"]
-
-
-@pytest.mark.parametrize(("domain", "chips_per_port", "says"), [("chip", 1, "left out"), ("node", None, "missing")])
-def test_only_links_between_chips_have_chips_per_port(
-    tmp_path: Path, domain: str, chips_per_port: int | None, says: str
+)  # fmt: skip
+def test_a_wrong_file_is_refused_with_every_fault_and_its_path(
+    tmp_path: Path, changes: dict[str, Any], faults: dict[str, str]
 ):
-    inner = {"name": "n", "kind": "chip", "domain": domain, "bandwidth_bytes_per_s": 1, "latency_s": 0}
-    inner |= {"chips_per_port": chips_per_port, "sources": {"default": "s"}}
-    path = own_file(tmp_path, links=[inner])
-    assert says in faults_of(str(path))[f"{path}: links[0].chips_per_port"]
-
-
-def test_cross_checks_are_all_reported_together(tmp_path: Path):
-    path = own_file(tmp_path, chips_per_node=3, max_chips_per_node=2, nodes_per_ultraserver=2, sources={"name": "x"})
-    assert set(faults_of(str(path))) == {
-        f"{path}: {where}"
-        for where in ("max_chips_per_node", "nodes_per_ultraserver", "sources", "links[1].chips_per_port")
-    }
+    path = own_file(tmp_path, **changes)
+    found = faults_of(str(path))
+    assert set(found) == {f"{path}: {where}" for where in faults}
+    assert all(words in found[f"{path}: {where}"] for where, words in faults.items())
 
 
 @pytest.mark.parametrize(
@@ -274,21 +212,16 @@ def test_cross_checks_are_all_reported_together(tmp_path: Path):
         ("a.yaml", b"a: [", "not YAML"),
         ("a.yaml", b"a: 2026-13-45", "not YAML"),
         ("a.yaml", b"", "expected an object, found null"),
+        ("a.json", None, "cannot be read"),
     ],
 )
-def test_files_that_are_no_data_are_refused(tmp_path: Path, name: str, content: bytes, says: str):
+def test_files_that_are_no_data_are_refused(tmp_path: Path, name: str, content: bytes | None, says: str):
     path = tmp_path / name
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(InputError, match=says) as caught:
         load_cluster(str(path))
     assert str(path) in str(caught.value)
-
-
-def test_a_file_that_is_not_there_or_a_folder_is_refused(tmp_path: Path):
-    assert "cannot be read" in faults_of(str(tmp_path / "no.json"))[str(tmp_path / "no.json")]
-    folder = tmp_path / "folder.json"
-    folder.mkdir()
-    assert "cannot be read" in faults_of(str(folder))[str(folder)]
 
 
 JSON_VALUES = (
@@ -321,6 +254,5 @@ def _spots(value: Any):
 def test_naming_a_cluster_loads_neither_numpy_nor_yaml():
     code = "import sys; from autoshard.spec.cluster_catalogue import load_cluster; "
     code += "load_cluster('trn2u.48xlarge'); print(sorted({'numpy', 'yaml', 'torch'} & set(sys.modules)))"
-    root = Path(__file__).parents[2]
-    shown = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 import autoshard
 from autoshard.errors import Fault, InputError
-from autoshard.spec.hf_config import ACTIVATIONS, MODEL_TYPES, UNMODELLED, spec_from_config
+from autoshard.spec.hf_config import ACTIVATIONS, ALIASES, MODEL_TYPES, UNMODELLED, spec_from_config
 from autoshard.spec.model import ModelSpec, RotaryScaling
 
 CARDS = {
@@ -18,30 +18,22 @@ CARDS = {
     for path in sorted((Path(autoshard.__file__).parents[1] / "models").glob("*.json"))
 }
 SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
-GPT2_SIZES: dict[str, Any] = {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 32}
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 4,
+}  # fmt: skip
 # The fewest fields with which each family is accepted; some families default to 8 or 32 key/value heads.
 SMALLEST: dict[str, dict[str, Any]] = {
     "llama": SIZES,
     "mistral": SIZES | {"num_attention_heads": 8},
     "mixtral": SIZES | {"num_attention_heads": 8, "num_local_experts": 4},
-    "gpt2": GPT2_SIZES,
+    "gpt2": {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 32},
     "gpt_neox": SIZES | {"num_attention_heads": 8, "hidden_size": 128},
     "qwen2": SIZES | {"num_attention_heads": 32},
     "qwen3": SIZES | {"num_attention_heads": 32},
 }
 LLAMA3_ROPE: dict[str, Any] = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
-}
+}  # fmt: skip
 
 
 def read(family: str, **changes: Any) -> ModelSpec:
@@ -64,53 +56,51 @@ def refused(family: str, **changes: Any) -> list[str]:
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_only_the_sizes_must_be_stated(family: str):
+    spellings = {alias: name for name, aliases in ALIASES.items() for alias in aliases}
     for field in SMALLEST[family]:
         kept = {key: value for key, value in SMALLEST[family].items() if key != field}
-        assert [fault.where for fault in faults({"model_type": family, **kept})] == [field]
+        assert [fault.where for fault in faults({"model_type": family, **kept})] == [spellings.get(field, field)]
     assert read(family).name == "m"
 
 
-def test_the_options_of_each_family_reach_the_model():
-    llama = read("llama", attention_bias=True, mlp_bias=True, num_key_value_heads=2, head_dim=32)
-    assert (llama.qkv_bias, llama.out_bias, llama.mlp_bias) == (True, True, True)
-    assert (llama.num_kv_heads, llama.head_dim) == (2, 32)
-    neox = read("gpt_neox", use_parallel_residual=False, attention_bias=False, rotary_emb_base=5000, rotary_pct=0.5)
-    assert (neox.parallel_residual, neox.qkv_bias, neox.mlp_bias) == (False, False, True)
-    assert (neox.rotary_theta, neox.rotary_fraction) == (5000.0, 0.5)
-    assert (read("qwen2").qkv_bias, read("qwen2").out_bias) == (True, False)
-    assert read("qwen3", attention_bias=True).out_bias
-    assert read("qwen3").qk_norm
-    assert read("gpt2", n_inner=100, tie_word_embeddings=False).ffn == 100
-    assert read("gpt2", n_inner=None).ffn == 256
-    mixtral = read("mixtral", num_experts_per_tok=3, sliding_window=16)
-    assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.window) == (4, 3, 16)
-    assert read("mistral", num_key_value_heads=None).num_kv_heads == 8
+SLIDING = {"use_sliding_window": True, "sliding_window": 16}
 
 
-def test_the_other_names_of_a_field_are_known():
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2, "head_dim": 32},
+         {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "num_kv_heads": 2, "head_dim": 32}),
+        ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False},
+         {"parallel_residual": False, "qkv_bias": False, "mlp_bias": True}),
+        ("gpt_neox", {"rotary_emb_base": 5000, "rotary_pct": 0.5}, {"rotary_theta": 5000.0, "rotary_fraction": 0.5}),
+        ("qwen2", {}, {"qkv_bias": True, "out_bias": False, "window": None}),
+        ("qwen3", {"attention_bias": True}, {"out_bias": True, "qk_norm": True}),
+        ("gpt2", {"n_inner": 100, "tie_word_embeddings": False}, {"ffn": 100, "tied_embeddings": False}),
+        ("gpt2", {"n_inner": None}, {"ffn": 256}),
+        ("mixtral", {"num_experts_per_tok": 3, "sliding_window": 16},
+         {"num_experts": 4, "experts_per_token": 3, "window": 16}),
+        ("mistral", {"num_key_value_heads": None}, {"num_kv_heads": 8, "window": 4096}),
+        ("mistral", {"sliding_window": None}, {"window": None}),
+        ("qwen2", {**SLIDING, "max_window_layers": 0}, {"window": 16}),
+        ("qwen2", {**SLIDING, "max_window_layers": 3}, {"window": None}),
+        ("qwen2", {**SLIDING, "layer_types": ["sliding_attention"] * 3}, {"window": 16}),
+        ("qwen3", {"layer_types": ["full_attention"] * 3, "sliding_window": None}, {"window": None}),
+        ("llama", {"sliding_window": 16, "use_sliding_window": False}, {"window": None}),
+    ],
+)  # fmt: skip
+def test_the_options_of_each_family_reach_the_model(family: str, changes: dict[str, Any], expected: dict[str, Any]):
+    model = read(family, **changes)
+    assert {name: getattr(model, name) for name in expected} == expected
+
+
+def test_other_names_of_a_field_are_known_and_fields_without_effect_ignored():
     renamed = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 32}
-    assert spec_from_config({"model_type": "gpt2", "vocab_size": 96, **renamed}, name="m", source="test") == read(
-        "gpt2"
-    )
-    assert refused("gpt2", hidden_size=65) == ["hidden_size"]
-    assert read("gpt2", hidden_size=64) == read("gpt2")
-
-
-def test_dropout_and_other_fields_without_effect_are_ignored():
+    config = {"model_type": "gpt2", "vocab_size": 96, **renamed}
+    assert spec_from_config(config, name="m", source="test") == read("gpt2") == read("gpt2", hidden_size=64)
+    assert refused("gpt2", hidden_size=68) == ["n_embd"]
     ignored = {"attn_pdrop": 0.1, "resid_pdrop": 0.3, "bos_token_id": [1], "torch_dtype": 7, "autoshard": None}
     assert read("gpt2", **ignored) == read("gpt2")
-
-
-def test_windows_are_read_where_all_layers_have_the_same():
-    assert read("mistral").window == 4096
-    assert read("mistral", sliding_window=None).window is None
-    assert read("qwen2").window is None
-    sliding = {"use_sliding_window": True, "sliding_window": 16}
-    assert read("qwen2", **sliding, max_window_layers=0).window == 16
-    assert read("qwen2", **sliding, max_window_layers=3).window is None
-    assert read("qwen2", **sliding, layer_types=["sliding_attention"] * 3).window == 16
-    assert read("qwen3", layer_types=["full_attention"] * 3, sliding_window=None).window is None
-    assert read("llama", sliding_window=16, use_sliding_window=False).window is None
 
 
 @pytest.mark.parametrize("group", ["rope_scaling", "rope_parameters"])
@@ -128,80 +118,61 @@ def test_rotary_scaling_is_read_from_both_places(group: str):
 # --------------------------------------------------------------------------------------------------- refusal
 
 
-@pytest.mark.parametrize("kind", ["falcon", "dbrx", "", None, 3, ["llama"], "llama "])
+@pytest.mark.parametrize("kind", ["falcon", "", None, 3, ["llama"], "llama "])
 def test_an_unknown_architecture_names_the_field_and_the_known_families(kind: object):
     (fault,) = faults({"model_type": kind, **SIZES})
     assert fault.where == "model_type"
     assert all(family in fault.message for family in MODEL_TYPES)
 
 
-@pytest.mark.parametrize("classes", [["LlamaForSequenceClassification"], ["MistralForCausalLM"], "LlamaForCausalLM", 1])
-def test_another_class_of_the_family_is_refused(classes: object):
-    assert refused("llama", architectures=classes) == ["architectures"]
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+def test_what_is_not_modelled_is_refused_by_name_and_accepted_when_off(family: str):
+    for field, off in UNMODELLED.items():
+        for value in off:
+            assert read(family, **{field: value}) == read(family)
+        assert refused(family, **{field: (not off[0]) if isinstance(off[0], bool) else 7}) == [field]
     assert read("llama", architectures=["LlamaForCausalLM"]) == read("llama", architectures=None)
 
 
-@pytest.mark.parametrize("field", UNMODELLED)
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
-def test_what_is_not_modelled_is_refused_by_name_and_accepted_when_off(family: str, field: str):
-    off = UNMODELLED[field]
-    for value in off:
-        assert read(family, **{field: value}) == read(family)
-    on = {True: False, False: True}.get(off[0], 7) if isinstance(off[0], bool) else 7
-    assert refused(family, **{field: on}) == [field]
-
-
 @pytest.mark.parametrize(
-    ("family", "changes", "fields"),
+    ("family", "changes"),
     [
-        ("llama", {"hidden_size": "4096"}, ["hidden_size"]),
-        ("llama", {"hidden_size": 64.0}, ["hidden_size"]),
-        ("llama", {"hidden_size": True}, ["hidden_size"]),
-        ("llama", {"hidden_size": None}, ["hidden_size"]),
-        ("llama", {"hidden_size": 10**30}, ["hidden_size"]),
-        ("llama", {"num_hidden_layers": 0}, ["num_hidden_layers"]),
-        ("llama", {"num_hidden_layers": 10**6}, ["num_hidden_layers"]),
-        ("llama", {"num_attention_heads": 5}, ["num_attention_heads"]),
-        ("llama", {"num_key_value_heads": 3}, ["num_key_value_heads"]),
-        ("llama", {"num_key_value_heads": 0}, ["num_key_value_heads"]),
-        ("mistral", {"num_attention_heads": 4}, ["num_attention_heads"]),
-        ("llama", {"hidden_size": 36}, ["hidden_size"]),
-        ("gpt2", {"n_embd": 2**30}, ["n_embd"]),
-        ("llama", {"head_dim": 15}, ["head_dim"]),
-        ("llama", {"rms_norm_eps": 0}, ["rms_norm_eps"]),
-        ("llama", {"rms_norm_eps": float("nan")}, ["rms_norm_eps"]),
-        ("llama", {"rope_theta": float("inf")}, ["rope_theta"]),
-        ("llama", {"rope_theta": 10**400}, ["rope_theta"]),
-        ("llama", {"hidden_act": "quick_gelu"}, ["hidden_act"]),
-        ("llama", {"hidden_act": 3}, ["hidden_act"]),
-        ("llama", {"tie_word_embeddings": 1}, ["tie_word_embeddings"]),
-        ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
-        ("llama", {"sliding_window": 16}, ["sliding_window"]),
-        ("llama", {"num_local_experts": 8}, ["num_local_experts"]),
-        ("llama", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, ["layer_types"]),
-        ("mistral", {"attention_bias": True}, ["attention_bias"]),
-        ("mistral", {"mlp_bias": True}, ["mlp_bias"]),
-        ("mistral", {"sliding_window": 0}, ["sliding_window"]),
-        ("mixtral", {"num_local_experts": 1}, ["num_local_experts"]),
-        ("mixtral", {"num_experts_per_tok": 5}, ["num_experts_per_tok"]),
-        ("mixtral", {"num_experts": 5}, ["num_experts"]),
-        ("gpt2", {"n_inner": "no"}, ["n_inner"]),
-        ("gpt2", {"num_key_value_heads": 1}, ["num_key_value_heads"]),
-        ("gpt2", {"head_dim": 32}, ["head_dim"]),
-        ("gpt2", {"n_head": 7}, ["n_head"]),
-        ("gpt_neox", {"use_parallel_residual": "yes"}, ["use_parallel_residual"]),
-        ("gpt_neox", {"rotary_pct": 0}, ["rotary_pct"]),
-        ("gpt_neox", {"rotary_pct": 1.5}, ["rotary_pct"]),
-        ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 0.25}, ["partial_rotary_factor"]),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, ["max_window_layers"]),
-        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, ["layer_types"]),
-        ("qwen2", {"layer_types": ["full_attention"] * 2}, ["layer_types"]),
-        ("qwen2", {"layer_types": {}}, ["layer_types"]),
-        ("qwen2", {"attention_bias": False}, ["attention_bias"]),
+        *(("llama", {"architectures": value}) for value in (["MistralForCausalLM"], "LlamaForCausalLM", 1)),
+        *(("llama", {"hidden_size": value}) for value in ("4096", 64.0, True, None, 10**30, 36)),
+        *(("llama", {"num_hidden_layers": value}) for value in (0, 10**6)),
+        ("llama", {"num_attention_heads": 5}),
+        *(("llama", {"num_key_value_heads": value}) for value in (3, 0)),
+        ("mistral", {"num_attention_heads": 4}),
+        ("gpt2", {"n_embd": 2**30}),
+        ("llama", {"head_dim": 15}),
+        *(("llama", {"rms_norm_eps": value}) for value in (0, float("nan"))),
+        *(("llama", {"rope_theta": value}) for value in (float("inf"), 10**400, 0.5)),
+        *(("llama", {"hidden_act": value}) for value in ("quick_gelu", 3)),
+        ("llama", {"tie_word_embeddings": 1}),
+        ("llama", {"partial_rotary_factor": 0.5}),
+        ("llama", {"sliding_window": 16}),
+        ("llama", {"num_local_experts": 8}),
+        ("llama", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+        ("mistral", {"attention_bias": True}),
+        ("mistral", {"mlp_bias": True}),
+        ("mistral", {"sliding_window": 0}),
+        ("mixtral", {"num_local_experts": 1}),
+        ("mixtral", {"num_experts_per_tok": 5}),
+        ("mixtral", {"num_experts": 5}),
+        ("gpt2", {"n_inner": "no"}),
+        ("gpt2", {"num_key_value_heads": 1}),
+        ("gpt2", {"head_dim": 32}),
+        ("gpt2", {"n_head": 7}),
+        ("gpt_neox", {"use_parallel_residual": "yes"}),
+        *(("gpt_neox", {"rotary_pct": value}) for value in (0, 1.5)),
+        ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 0.25}),
+        ("qwen2", {"max_window_layers": 1, "use_sliding_window": True}),
+        *(("qwen2", {"layer_types": value}) for value in (["sliding_attention"] * 3, ["full_attention"] * 2, {})),
+        ("qwen2", {"attention_bias": False}),
     ],
 )
-def test_a_field_that_cannot_be_used_is_named(family: str, changes: dict[str, Any], fields: list[str]):
-    assert refused(family, **changes) == fields
+def test_a_field_that_cannot_be_used_is_named(family: str, changes: dict[str, Any]):
+    assert refused(family, **changes) == [next(iter(changes))]
 
 
 @pytest.mark.parametrize(
@@ -221,23 +192,19 @@ def test_a_field_that_cannot_be_used_is_named(family: str, changes: dict[str, An
     ],
 )
 def test_a_rotary_group_that_cannot_be_used_is_named(rope: object, fields: list[str]):
-    assert refused("llama", rope_scaling=rope) == [f"rope_scaling{field}" for field in fields]
-    assert refused("llama", rope_parameters=rope) == [f"rope_parameters{field}" for field in fields]
+    for group in ("rope_scaling", "rope_parameters"):
+        assert refused("llama", **{group: rope}) == [f"{group}{field}" for field in fields]
 
 
-def test_all_faults_come_in_one_error():
+def test_all_faults_come_in_one_error_and_say_what_is_expected():
     changes = {"vocab_size": "many", "num_key_value_heads": 3, "hidden_act": "mish", "norm_topk_prob": False}
     changes |= {"rope_scaling": {"rope_type": "yarn", "speed": 1}, "architectures": ["Other"], "num_hidden_layers": 0}
     expected = {"rope_scaling.rope_type", "rope_scaling.speed"} | set(changes) - {"rope_scaling"}
     assert sorted(refused("llama", **changes)) == sorted(expected)
-
-
-def test_a_fault_says_what_was_found_and_what_is_expected():
-    assert [str(fault) for fault in faults({"model_type": "llama", **SIZES, "hidden_size": "4096"})] == [
-        "hidden_size: expected a whole number, found '4096'"
-    ]
-    assert [str(fault) for fault in faults({"model_type": "llama", **SIZES, "hidden_act": "sily"})] == [
-        "hidden_act: 'sily' is not known. Did you mean silu?"
+    found = faults({"model_type": "llama", **SIZES, "hidden_size": "4096", "hidden_act": "sily"})
+    assert [str(fault) for fault in found] == [
+        "hidden_size: expected a whole number, found '4096'",
+        "hidden_act: 'sily' is not known. Did you mean silu?",
     ]
 
 
@@ -278,10 +245,9 @@ def test_a_damaged_card_is_a_model_or_an_input_error(data: st.DataObject):
 # --------------------------------------------------------------------------------- the oracle: transformers
 
 
-def settings_of(config: Mapping[str, Any]) -> Any:
+def settings_of(family: str, **options: Any) -> Any:
     transformers = pytest.importorskip("transformers")
-    fields = {key: value for key, value in config.items() if key != "model_type"}
-    return transformers.AutoConfig.for_model(config["model_type"], **fields)
+    return transformers.AutoConfig.for_model(family, **SMALLEST[family], **options)
 
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -302,31 +268,34 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 def test_transformers_builds_as_many_parameters_with_every_option(family: str, options: dict[str, Any]):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    settings = settings_of({"model_type": family, **SMALLEST[family], **options})
     with torch.device("meta"):
-        module = transformers.AutoModelForCausalLM.from_config(settings)
+        module = transformers.AutoModelForCausalLM.from_config(settings_of(family, **options))
     assert sum(p.numel() for p in module.parameters()) == read(family, **options).num_parameters
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_the_defaults_are_those_of_transformers(family: str):
-    spec, settings = read(family), settings_of({"model_type": family, **SMALLEST[family]})
-    row = MODEL_TYPES[family]
+    spec, settings = read(family), settings_of(family)
+
+    def stated(name: str, default: Any = None) -> Any:
+        return next(
+            (getattr(settings, each) for each in (name, *ALIASES.get(name, ())) if hasattr(settings, each)), default
+        )
+
     assert spec.max_positions == settings.max_position_embeddings
-    assert spec.norm_eps == getattr(settings, row.norm_eps)
-    assert spec.activation == ACTIVATIONS[getattr(settings, row.activation)]
+    assert spec.norm_eps == stated("rms_norm_eps")
+    assert spec.activation == ACTIVATIONS[stated("hidden_act")]
     assert spec.tied_embeddings == settings.tie_word_embeddings
-    assert spec.num_kv_heads == getattr(settings, "num_key_value_heads", spec.num_heads)
-    assert spec.parallel_residual == getattr(settings, "use_parallel_residual", False)
-    assert spec.experts_per_token == getattr(settings, "num_experts_per_tok", 0)
-    assert spec.window == getattr(settings, "sliding_window", None)
-    rope = getattr(settings, "rope_parameters", None)
+    assert spec.num_kv_heads == stated("num_key_value_heads", spec.num_heads)
+    assert spec.parallel_residual == stated("use_parallel_residual", False)
+    assert spec.experts_per_token == stated("num_experts_per_tok", 0)
+    assert spec.window == stated("sliding_window")
+    rope = stated("rope_parameters")
     assert (spec.positions == "rotary") == (rope is not None)
     if rope is not None:
-        assert spec.rotary_theta == rope["rope_theta"]
+        assert (spec.rotary_theta, "default") == (rope["rope_theta"], rope["rope_type"])
         assert spec.rotary_fraction == rope.get("partial_rotary_factor", 1.0)
-        assert rope["rope_type"] == "default"
 
 
 @pytest.mark.slow
@@ -334,12 +303,8 @@ def test_activations_with_one_name_compute_one_function():
     torch = pytest.importorskip("torch")
     activations = pytest.importorskip("transformers.activations")
     x = torch.linspace(-6, 6, 1001, dtype=torch.float64)
-    gelu = torch.nn.functional.gelu
-    expected = {
-        "silu": torch.nn.functional.silu(x),
-        "relu": torch.relu(x),
-        "gelu": gelu(x),
-        "gelu_tanh": gelu(x, approximate="tanh"),
-    }
+    functional = torch.nn.functional
+    expected = {name: getattr(functional, name)(x) for name in ("silu", "relu", "gelu")}
+    expected["gelu_tanh"] = functional.gelu(x, approximate="tanh")
     for name, kind in ACTIVATIONS.items():
         torch.testing.assert_close(activations.ACT2FN[name](x), expected[kind], rtol=0, atol=1e-9)

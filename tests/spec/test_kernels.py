@@ -10,15 +10,8 @@ from autoshard.errors import InputError
 from autoshard.spec import record
 from autoshard.spec.kernels import Kernel, Kernels, kernels_names, load_kernels
 
-SOURCES = {
-    "selective": "this test",
-    "clones_end": "this test",
-    "keeps_gathered": "this test",
-    "waits_for_sends": "this test",
-    "receives_apart": "this test",
-    "runtime_bytes": "this test",
-    "eager": "this test",
-}
+REQUIRED = ("selective", "clones_end", "keeps_gathered", "waits_for_sends", "receives_apart", "runtime_bytes", "eager")
+SOURCES = dict.fromkeys(REQUIRED, "this test")
 TABLE: dict[str, Any] = {
     "name": "mine",
     "kernels": [{"ops": ["*_norm"], "saves": ["in0", "copy:out0@fp32"], "source": "this test"}],
@@ -31,12 +24,6 @@ TABLE: dict[str, Any] = {
     "eager": False,
     "sources": SOURCES,
 }
-
-
-def faults(**changes: Any) -> list[str]:
-    with pytest.raises(InputError) as caught:
-        record.decode(Kernels, {**TABLE, **changes}, where="mine")
-    return [str(fault) for fault in caught.value.faults]
 
 
 def stated(name: str) -> dict[str, Any]:
@@ -84,30 +71,6 @@ def test_attention_that_keeps_its_scores_is_not_the_fused_one():
         assert keeps == (attend.backward_flops_ratio == 1.0), "only fused attention makes its scores again"
 
 
-@pytest.mark.parametrize(
-    ("hides", "faults_of"),
-    [
-        ({"pp": 1.0}, ["mine.hides: 'pp' is not one of tp, dp, unit"]),
-        ({"tp": 1.1, "dp": -0.1}, ["mine.hides.tp: must lie in [0, 1]", "mine.hides.dp: must lie in [0, 1]"]),
-    ],
-)
-def test_traffic_that_cannot_hide_is_refused(hides: dict[str, float], faults_of: list[str]):
-    assert faults(hides=hides, sources={**SOURCES, "hides": "this test"}) == faults_of
-    assert (
-        record.decode(Kernels, {**TABLE, "hides": {"tp": 0.5}, "sources": {**SOURCES, "hides": "x"}}).hides["tp"] == 0.5
-    )
-
-
-def test_impossible_counts_of_a_kernel_are_refused_all_at_once():
-    kernel = {"ops": ["act"], "source": "s", "launches": {"forward": -1, "backward": -2}, "mask_tile": 0}
-    assert faults(kernels=[{**kernel, "traffic_ratio": 0.5}]) == [
-        "mine.kernels[0].launches.forward: must not be negative, not -1",
-        "mine.kernels[0].launches.backward: must not be negative, not -2",
-        "mine.kernels[0].mask_tile: must be at least 1",
-        "mine.kernels[0].traffic_ratio: a kernel cannot move less than once",
-    ]
-
-
 @pytest.mark.parametrize("name", kernels_names())
 def test_no_operation_is_named_by_two_kernels_of_a_table(name: str):
     named = [op for kernel in stated(name).get("kernels", ()) for op in kernel["ops"]]  # another file's come after
@@ -119,45 +82,71 @@ def test_an_unknown_table_is_refused_with_the_nearest_name():
         load_kernels("torch_gpu")
 
 
-def test_the_smallest_table_is_accepted():
+SETTINGS = {"placeholders": [["q"]], "workspace_bytes": 1, "uncounted": ["runtime"], "seconds_per_graph": 1.0}
+OTHER_SOURCES = {"sources": {**SOURCES, **dict.fromkeys((*SETTINGS, "hides"), "x")}}
+COUNTS = {
+    "ops": ["act"],
+    "source": "s",
+    "launches": {"forward": -1, "backward": -2},
+    "mask_tile": 0,
+    "traffic_ratio": 0.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"hides": {"pp": 1.0}, **OTHER_SOURCES}, ["hides: 'pp' is not one of tp, dp, unit"]),
+        (
+            {"hides": {"tp": 1.1, "dp": -0.1}, **OTHER_SOURCES},
+            ["hides.tp: must lie in [0, 1]", "hides.dp: must lie in [0, 1]"],
+        ),
+        (
+            {"kernels": [COUNTS]},
+            [
+                "kernels[0].launches.forward: must be at least 0, not -1",
+                "kernels[0].launches.backward: must be at least 0, not -2",
+                "kernels[0].mask_tile: must be at least 1, not 0",
+                "kernels[0].traffic_ratio: must be at least 1, not 0.5",
+            ],
+        ),
+        (
+            {
+                "clones_end": "never",
+                "keeps_gathered": 1,
+                "extra": None,
+                "selective": {"norms": "attn_norm"},
+                "kernels": [{"ops": [], "source": "", "backward_flops_ratio": 0.5}, {"ops": ["act"]}],
+            },
+            [
+                "extra: unknown key. Known: clones_end, copies_buckets, eager,",
+                "kernels[0].ops: a kernel needs at least one operation",
+                "kernels[0].backward_flops_ratio: must be at least 1, not 0.5",
+                "kernels[0].source: say where this is known from",
+                "kernels[1].source: missing",
+                "selective.norms: expected a list, found 'attn_norm'",
+                "clones_end: expected one of last_saved, output, found 'never'",
+                "keeps_gathered: expected true or false, found 1",
+            ],
+        ),
+        (
+            {"sources": {"selective": "this test", "clones_end": ""}},
+            [f"sources: no source for {', '.join(REQUIRED[1:])}"],
+        ),
+        (SETTINGS, ["sources: no source for placeholders, workspace_bytes, uncounted, seconds_per_graph"]),
+        (
+            {"workspace_bytes": -1, "seconds_per_graph": -1.0, **OTHER_SOURCES},
+            ["workspace_bytes: must be at least 0, not -1", "seconds_per_graph: must be at least 0, not -1.0"],
+        ),
+    ],
+)
+def test_a_wrong_table_is_refused_with_all_faults_and_their_places(changes: dict[str, Any], expected: list[str]):
     assert record.decode(Kernels, TABLE).kernels[0].saves == ("in0", "copy:out0@fp32")
-
-
-def test_a_wrong_table_is_refused_with_all_faults_and_their_places():
-    found = faults(
-        clones_end="never",
-        keeps_gathered=1,
-        extra=None,
-        selective={"norms": "attn_norm"},
-        kernels=[{"ops": [], "source": "", "backward_flops_ratio": 0.5}, {"ops": ["act"]}],
-    )
-    assert found == [
-        "mine.extra: unknown key. Known: clones_end, copies_buckets, eager, hides, host_computes, "
-        "keeps_gathered, keeps_outputs, kernels, name, pads_experts, placeholders, receives_apart, runtime_bytes, "
-        "seconds_per_graph, selective, settles_experts, sources, uncounted, waits_for_sends, workspace_bytes.",
-        "mine.kernels[0].ops: a kernel needs at least one operation",
-        "mine.kernels[0].backward_flops_ratio: a kernel cannot do less than its gradient",
-        "mine.kernels[0].source: say where this is known from",
-        "mine.kernels[1].source: missing",
-        "mine.selective.norms: expected a list, found 'attn_norm'",
-        "mine.clones_end: expected one of last_saved, output, found 'never'",
-        "mine.keeps_gathered: expected true or false, found 1",
-    ]
-
-
-def test_a_setting_without_a_source_is_refused():
-    assert faults(sources={"selective": "this test", "clones_end": ""}) == [
-        "mine.sources: no source for clones_end, keeps_gathered, waits_for_sends, receives_apart, runtime_bytes, eager"
-    ]
-
-    stated = {"placeholders": [["q"]], "workspace_bytes": 1, "uncounted": ["runtime"], "seconds_per_graph": 1.0}
-    assert faults(**stated) == [
-        "mine.sources: no source for placeholders, workspace_bytes, uncounted, seconds_per_graph"
-    ]
-    assert faults(workspace_bytes=-1, seconds_per_graph=-1.0, sources=dict.fromkeys([*SOURCES, *stated], "x")) == [
-        "mine.workspace_bytes: must not be negative",
-        "mine.seconds_per_graph: must not be negative",
-    ]
+    with pytest.raises(InputError) as caught:
+        record.decode(Kernels, {**TABLE, **changes}, where="mine")
+    assert len(caught.value.faults) == len(expected)
+    for fault, words in zip(caught.value.faults, expected, strict=True):
+        assert str(fault).startswith(f"mine.{words}")
 
 
 @pytest.mark.parametrize("text", ["", "in", "in0@", "in0@fp64", "copy:", "out*", "x", "in0 ", "copy:copy:in0", "in-1",

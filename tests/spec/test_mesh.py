@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
+from autoshard.spec.cluster import Placement
 from autoshard.spec.cluster_catalogue import load_cluster
-from autoshard.spec.mesh import ATOMS, Mesh
-from autoshard.spec.placement import Placement
-from autoshard.spec.ports import axis_levels_bytes_per_s, level_bandwidths_bytes_per_s
+from autoshard.spec.mesh import ATOMS, Mesh, axis_levels_bytes_per_s, level_bandwidths_bytes_per_s
 from autoshard.spec.record import decode, encode
 
 NODES = (
@@ -20,7 +19,6 @@ NODES = (
     ("trn2u.48xlarge", 2),
     ("p4d.24xlarge", None),
 )
-AXES = ("pp", "dp", "ep", "cp", "tp", "rep")
 
 
 @st.composite
@@ -42,20 +40,15 @@ def names_of_axes(draw: st.DrawFn) -> list[str]:
     return [part for name in chosen for part in (parts.get(name, [name]) if draw(st.booleans()) else [name])]
 
 
-@given(meshes(), names_of_axes())
-def test_groups_part_the_ranks(mesh: Mesh, names: list[str]):
-    groups = mesh.groups(names)
-    size = math.prod(mesh.size(name) for name in names)
-    assert sorted(rank for group in groups for rank in group) == list(range(mesh.num_ranks))
-    assert {len(group) for group in groups} == {size}
-
-
 @given(meshes(), names_of_axes(), st.data())
-def test_members_of_a_group_differ_only_along_its_axes(mesh: Mesh, names: list[str], data: st.DataObject):
+def test_groups_part_the_ranks_and_their_members_differ_only_along_the_axes(
+    mesh: Mesh, names: list[str], data: st.DataObject
+):
     rank = data.draw(st.integers(0, mesh.num_ranks - 1))
-    group = mesh.group_of(rank, names)
-    assert rank in group
-    assert group in mesh.groups(names)
+    group, groups = mesh.group_of(rank, names), mesh.groups(names)
+    assert sorted(member for each in groups for member in each) == list(range(mesh.num_ranks))
+    assert {len(each) for each in groups} == {math.prod(mesh.size(name) for name in names)}
+    assert rank in group and group in groups
     along = [atom for name in names for atom in mesh.atoms_of(name)]
     places = [mesh.coordinates(member) for member in group]
     assert len({tuple(place[atom] for atom in place if atom not in along) for place in places}) == 1
@@ -72,15 +65,6 @@ def test_coordinates_find_their_rank_again(mesh: Mesh, data: st.DataObject):
     slab = mesh.ranks_of({atom: coordinates[atom]})
     assert rank in slab
     assert len(slab) == mesh.num_ranks // mesh.size(atom)
-
-
-@given(meshes())
-def test_a_whole_axis_counts_through_its_atoms(mesh: Mesh):
-    origin = dict.fromkeys(ATOMS, 0)
-    for axis in ("tp", "dp"):
-        others = {atom: 0 for atom in ATOMS if atom not in mesh.atoms_of(axis)}
-        found = [mesh.ranks_of(others | {axis: index}) for index in range(mesh.size(axis))]
-        assert found == [(rank,) for rank in mesh.group_of(mesh.ranks_of(origin)[0], axis)]
 
 
 @given(meshes())
@@ -191,34 +175,22 @@ def test_a_mesh_may_hold_axes_whole_and_leave_some_out():
         ("tp=6 on 0-3", "6 ranks do not fill nodes of 4"),
     ],
 )
-def test_wrong_meshes_are_refused(text: str, says: str):
+def test_wrong_meshes_and_axes_are_refused(text: str, says: str):
     with pytest.raises(InputError, match=says):
         Mesh.parse(text)
+    for names, fault in (("dq", "'dq' is not an axis"), (["tp", "tp"], "tp is named twice")):
+        with pytest.raises(InputError, match=fault):
+            Mesh.parse("dp=2,tp=4 on 0-7").groups(names)
 
 
-def test_sizes_that_do_not_fit_the_cluster_are_refused_together():
-    cluster = load_cluster("trn1.32xlarge")
+@pytest.mark.parametrize(
+    ("sizes", "faults"),
+    [({"tp": 8, "dp": 2, "ep": 4, "rep": 3}, ["ep", "rep", "dp"]), ({"tp": 0, "pd": 2}, ["pd", "tp"])],
+)
+def test_sizes_that_do_not_fit_the_cluster_are_refused_together(sizes: dict[str, int], faults: list[str]):
     with pytest.raises(InputError) as caught:
-        Mesh.laid_on(cluster, {"tp": 8, "dp": 2, "ep": 4, "rep": 3})
-    assert [fault.where for fault in caught.value.faults] == ["ep", "rep", "dp"]
-    with pytest.raises(InputError) as caught:
-        Mesh.laid_on(cluster, {"tp": 0, "pd": 2})
-    assert [fault.where for fault in caught.value.faults] == ["pd", "tp"]
-
-
-def test_wrong_axis_names_are_refused():
-    mesh = Mesh.parse("dp=2,tp=4 on 0-7")
-    with pytest.raises(InputError, match="'dq' is not an axis"):
-        mesh.groups("dq")
-    with pytest.raises(InputError, match="tp is named twice"):
-        mesh.groups(["tp", "tp"])
-
-
-def test_local_groups_need_a_mesh_that_repeats():
-    mesh = Mesh.parse("dp=4,tp=3 on 0-3")
-    assert not mesh.repeats_every(4)
-    with pytest.raises(AssertionError, match="does not repeat"):
-        mesh.local_groups("tp", 4)
+        Mesh.laid_on(load_cluster("trn1.32xlarge"), sizes)
+    assert [fault.where for fault in caught.value.faults] == faults
 
 
 def test_bandwidth_does_not_cost_more_on_a_large_cluster():

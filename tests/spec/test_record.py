@@ -78,14 +78,15 @@ def test_what_is_encoded_is_decoded_again():
     cart = decode(Cart, DATA)
     assert cart.wheels[1] == Wheel(radius=2.0)
     assert cart.size == (3, 4.5) and cart.gears == (("low", 1), ("high", 2))
-    assert decode(Cart, json.loads(json.dumps(encode(cart)))) == cart
-    assert json.dumps(encode(decode(Cart, encode(cart)))) == json.dumps(encode(cart))
-
-
-def test_mappings_are_written_in_the_order_of_their_keys_and_fields_in_theirs():
-    encoded = encode(decode(Cart, DATA))
-    assert list(encoded) == list(DATA)
-    assert list(encoded["loads"]) == ["a", "b"]
+    encoded = json.loads(json.dumps(encode(cart)))
+    assert decode(Cart, encoded) == cart and encode(decode(Cart, encoded)) == encoded
+    assert list(encoded) == list(DATA) and list(encoded["loads"]) == ["a", "b"], "fields in their order, keys in theirs"
+    schema = json_schema(Cart)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.validate(encoded)
+    for key, wrong in {"size": [1], "kind": "cow", "gears": [["low"]], "more": 1, "shut": 0}.items():
+        assert not validator.is_valid({**encoded, key: wrong}), key
 
 
 def test_whole_numbers_in_fields_of_floats_are_written_as_floats():
@@ -132,7 +133,6 @@ def test_every_fault_is_reported_at_once_with_its_path():
         ("name", None, "found null"),
         ("name", {"a": 1}, "found an object"),
         ("name", [1], "found a list"),
-        ("name", "x" * 3, None),
         ("wheels", "none", "expected a list"),
         ("wheels", [{"radius": float("nan")}], "must be finite"),
         ("wheels", [{"radius": float("inf")}], "must be finite"),
@@ -149,25 +149,8 @@ def test_every_fault_is_reported_at_once_with_its_path():
     ],
 )
 def test_wrong_values_are_named(key, value, says):
-    data = {**DATA, key: value}
-    if says is None:
-        assert decode(Cart, data).name == value
-    else:
-        assert says in " ".join(faults(data).values())
-
-
-def test_a_record_that_is_no_object_is_refused():
+    assert says in " ".join(faults({**DATA, key: value}).values())
     assert faults([1]) == {"": "expected an object, found a list"}
-
-
-def test_encoded_data_satisfies_the_json_schema_and_wrong_data_does_not():
-    schema = json_schema(Cart)
-    jsonschema.Draft202012Validator.check_schema(schema)
-    validator = jsonschema.Draft202012Validator(schema)
-    encoded = encode(decode(Cart, DATA))
-    validator.validate(encoded)
-    for key, wrong in {"size": [1], "kind": "cow", "gears": [["low"]], "more": 1, "shut": 0}.items():
-        assert not validator.is_valid({**encoded, key: wrong}), key
 
 
 @given(

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from autoshard.errors import nearest
 from autoshard.plan.candidate import Candidate, boundary_fault
 from autoshard.plan.recompute import Recompute, stages_text
-from autoshard.spec.cluster import Cluster
+from autoshard.spec.cluster import Cluster, Placement
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.placement import Placement
 from autoshard.spec.workload import Workload
 
 if TYPE_CHECKING:  # planning one candidate does not need numpy
