@@ -226,11 +226,11 @@ def _read_node_type(path: Path) -> NodeType:
         return None
 
     if isinstance(data, dict):
-        whole = cast(dict[str, Any], data)
+        data = whole = cast(dict[str, Any], data)
         if "chip" in whole:
             whole["chip"] = found(whole["chip"], "chips", "chip")
-        if isinstance(whole.get("links"), list):
-            whole["links"] = [found(link, "links", f"links[{at}]") for at, link in enumerate(whole["links"])]
+        if isinstance(links := whole.get("links"), list):
+            whole["links"] = [found(one, "links", f"links[{at}]") for at, one in enumerate(cast(list[Any], links))]
     try:
         return decode(NodeType, data)
     except InputError as error:

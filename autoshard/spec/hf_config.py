@@ -262,7 +262,7 @@ class _ConfigReader:
 
     def read(self, kind: type[T], name: str, default: T | None = None) -> T:
         """Read a value of a type; without a default it must be there."""
-        field, harmless = self._spelled(name), kind(1) if default is None else default
+        field, harmless = self._spelled(name), cast(T, 1) if default is None else default
         if field not in self.data:
             if default is None:
                 self.refuse(field, "missing, and it has no default")

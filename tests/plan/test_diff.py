@@ -168,7 +168,7 @@ def test_another_calibration_is_named_once():
 
 def test_a_schedule_of_ones_own_is_a_choice():
     schedule = ASKED.schedule
-    own = dataclasses.replace(ASKED, schedule=dataclasses.replace(schedule, actions=schedule.steps()))
+    own = dataclasses.replace(ASKED, schedule=dataclasses.replace(schedule, actions=schedule.action_lists()))
     assert not diff(predicted(), predicted(own)).asked
     assert all(name.startswith("schedule.actions") for name in named(diff(predicted(), predicted(own)).chosen))
     assert not diff(predicted(), predicted(own)).is_nothing
