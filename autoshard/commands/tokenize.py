@@ -9,7 +9,7 @@ from autoshard.errors import InputError, require
 from autoshard.runtime.data.documents import TextSource, local_source
 from autoshard.runtime.data.hub import CONVERT, hub_source, hub_tokenizer, is_hub_id
 from autoshard.runtime.data.manifest import Manifest
-from autoshard.runtime.data.tokenizers import BYTES, TokenizerSpec, tokenizer_files
+from autoshard.runtime.data.tokenizers import BYTES, TOKENIZER_FILES, TokenizerSpec
 from autoshard.runtime.data.tokenizing import Work, tokenize as made
 from autoshard.spec.record import encode
 from autoshard.units import format_bytes, format_count
@@ -93,7 +93,7 @@ def _tokenizer(text: str, eos: str | None, bos: str | None, template: Path | Non
     if folder.is_dir():
         require(((folder / "tokenizer.json").is_file(), text, f"has no tokenizer.json. {CONVERT}"))
     elif is_hub_id(text):
-        folder = hub_tokenizer(text, tokenizer_files())
+        folder = hub_tokenizer(text, TOKENIZER_FILES)
     else:
         message = f"there is no {text}. Type bytes, a folder with a tokenizer.json, or a hub's name"
         raise InputError.of("--tokenizer", message)

@@ -1,11 +1,12 @@
 """Conversations as one text: a chat template writes it, and marks which of it the assistant said."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from autoshard.errors import InputError
+from autoshard.errors import InputError, require
 
 Message = Mapping[str, Any]
 
@@ -37,7 +38,7 @@ class ChatTemplate:
     """A template in Jinja, as models carry it, in a sandbox: it comes from strangers."""
 
     source: str
-    special: Mapping[str, str]
+    special: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def marked(self, messages: Sequence[Message]) -> Marked:
         """Write a conversation, and find the answers in it.
@@ -45,22 +46,24 @@ class ChatTemplate:
         A template may mark them itself, by ``{% generation %}``. Else an answer is what its message adds to all
         messages before it and the prompt for an answer, which holds for templates that never rewrite earlier turns.
         """
-        if "endgeneration" in self.source:
-            return _between_marks(self._written(messages))
         whole = self._written(messages)
         ranges: list[tuple[int, int]] = []
+        if "endgeneration" in self.source:
+            parts = whole.replace(_CLOSES, _OPENS).split(_OPENS)
+            for number in range(1, len(parts), 2):
+                begin = sum(map(len, parts[:number]))
+                ranges.append((begin, begin + len(parts[number])))
+            return Marked(text="".join(parts), ranges=tuple(ranges))
+        rewrites = (
+            "writes earlier turns otherwise when later ones follow, so that answers cannot be told from the "
+            "rest. Give one with --chat-template that marks them by {% generation %} ... {% endgeneration %}"
+        )
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._written(messages[:number], add_generation_prompt=True)
-            after = self._written(messages[: number + 1])
-            if not after.startswith(before) or not whole.startswith(after):
-                raise InputError.of(
-                    "the chat template",
-                    "writes earlier turns otherwise when later ones follow, so that answers cannot be told from the "
-                    "rest. Give one with --chat-template that marks them by {% generation %} ... {% endgeneration %}",
-                )
-            ranges.append((len(before), len(after)))
+            if message["role"] == "assistant":
+                before = self._written(messages[:number], add_generation_prompt=True)
+                after = self._written(messages[: number + 1])
+                require((after.startswith(before) and whole.startswith(after), "the chat template", rewrites))
+                ranges.append((len(before), len(after)))
         return Marked(text=whole, ranges=tuple(ranges))
 
     def _written(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
@@ -75,15 +78,29 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Any:
-        from jinja2 import TemplateSyntaxError
-        from jinja2.ext import loopcontrols
+        from jinja2 import TemplateError, TemplateSyntaxError, nodes
+        from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+        class Generation(Extension):
+            """The tag of templates that mark what the assistant says."""
+
+            tags = {"generation"}  # noqa: RUF012 (the library wants a set here, and changes none)
+
+            def parse(self, parser: Any) -> Any:
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+                opens, closes = (nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (_OPENS, _CLOSES))
+                return [opens, *body, closes]
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation()], keep_trailing_newline=False
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation], keep_trailing_newline=False
         )
-        environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = _json
+        environment.globals["raise_exception"] = refuse
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         try:
             return environment.from_string(self.source)
         except TemplateSyntaxError as error:
@@ -97,50 +114,9 @@ def messages_of(value: object, where: str) -> Sequence[Message]:
     for number, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InputError.of(f"{where}[{number}]", 'expected {"role": ..., "content": ...}')
-        if not isinstance(message.get("content"), str):
+        content = message.get("content")
+        if not isinstance(content, str):
             raise InputError.of(f"{where}[{number}].content", "expected text; only conversations in words can be read")
-        if _OPENS in message["content"] or _CLOSES in message["content"]:
-            raise InputError.of(f"{where}[{number}].content", "holds the private characters U+E0F0 or U+E0F1")
+        private = _OPENS in content or _CLOSES in content
+        require((not private, f"{where}[{number}].content", "holds the private characters U+E0F0 or U+E0F1"))
     return value
-
-
-def _between_marks(text: str) -> Marked:
-    ranges: list[tuple[int, int]] = []
-    parts: list[str] = []
-    length = 0
-    for number, part in enumerate(text.replace(_CLOSES, _OPENS).split(_OPENS)):
-        if number % 2:
-            ranges.append((length, length + len(part)))
-        parts.append(part)
-        length += len(part)
-    return Marked(text="".join(parts), ranges=tuple(ranges))
-
-
-def _generation() -> Any:
-    """Return the tag of templates that mark what the assistant says."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        # The library wants a set here, and changes none.
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            opens, closes = (nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (_OPENS, _CLOSES))
-            return [opens, *body, closes]
-
-    return Generation
-
-
-def _refuse(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
-
-
-def _json(value: object, indent: int | None = None) -> str:
-    import json
-
-    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -7,23 +7,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
-from autoshard.errors import Fault, InputError
+from autoshard.errors import InputError, require
 
 Form = Literal["text", "jsonl", "parquet", "arrow"]
-
-Where = Callable[[], str]
+Where = Callable[[], str]  # finds out the line or row of a document, for a message
 
 _FORMS: dict[str, Form] = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _SUFFIXES = ", ".join([*_FORMS, ".txt.gz", ".jsonl.gz"])
 _LEAST_BYTES, _MOST_BYTES, _PIECES = 8 << 20, 1 << 30, 1024  # of a piece; how many a large source has
-_ROWS = 1024  # of a table that are held at a time
+_ROWS = 1024  # of a table that are in memory at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePart:
-    """Some of a file: the lines that begin in a range of bytes, row groups, rows, or all of it."""
+    """A part of a file: the lines that begin in a range of bytes, a row group, some rows, or the whole file."""
 
     path: str
     form: Form
@@ -36,6 +35,10 @@ class FilePart:
         """Whether the file is compressed as a whole."""
         return self.path.endswith(".gz")
 
+    def open(self) -> IO[bytes] | gzip.GzipFile:
+        """Open the file, which is decompressed as it is read."""
+        return gzip.open(self.path, "rb") if self.packed else Path(self.path).open("rb")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSource:
@@ -46,16 +49,17 @@ class TextSource:
     parts: tuple[FilePart, ...]
     revision: str | None = None
 
-    def pieces(self) -> tuple[tuple[FilePart, ...], ...]:
+    def pieces(self) -> list[tuple[FilePart, ...]]:
         """Gather parts to pieces of work of about one size, in order."""
-        most, found, held, size = piece_bytes(self.files), list[tuple[FilePart, ...]](), list[FilePart](), 0
+        most, pieces = piece_bytes(self.files), list[tuple[FilePart, ...]]()
+        size = most
         for part in self.parts:
-            held.append(part)
-            size += part.size
             if size >= most:
-                found.append(tuple(held))
-                held, size = [], 0
-        return tuple([*found, tuple(held)] if held else found)
+                pieces.append(())
+                size = 0
+            pieces[-1] += (part,)
+            size += part.size
+        return pieces
 
 
 def piece_bytes(files: Iterable[tuple[str, int, int]]) -> int:
@@ -68,24 +72,20 @@ def local_source(text: str) -> TextSource | None:
     path = Path(text)
     if path.is_dir():
         paths = [one for one in sorted(path.rglob("*")) if one.is_file() and _form(one) is not None]
-        if not paths:
-            raise InputError.of(text, f"is a folder without any of {_SUFFIXES}")
+        require((bool(paths), text, f"is a folder without any of {_SUFFIXES}"))
     elif path.exists():
         paths = [path]
     elif glob.has_magic(text):
         found = glob.glob(text, recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
         paths = [Path(one) for one in sorted(found) if Path(one).is_file()]
-        if not paths:
-            raise InputError.of(text, "fits no file")
+        require((bool(paths), text, "fits no file"))
     else:
         return None
-    if unknown := [one for one in paths if _form(one) is None]:
-        raise InputError(Fault(where=str(one), message=f"is none of {_SUFFIXES}") for one in unknown)
+    require(*((_form(one) is not None, str(one), f"is none of {_SUFFIXES}") for one in paths))
     stats = [one.stat() for one in paths]
     files = tuple((str(one), stat.st_size, stat.st_mtime_ns) for one, stat in zip(paths, stats, strict=True))
     size = piece_bytes(files)
-    parts = [part for one in paths for part in _parts(one, size)]
-    return TextSource(text=text, files=files, parts=tuple(parts))
+    return TextSource(text=text, files=files, parts=tuple(part for one in paths for part in _parts(one, size)))
 
 
 def _form(path: Path) -> Form | None:
@@ -96,26 +96,21 @@ def _parts(path: Path, size: int) -> Iterator[FilePart]:
     form, length = _form(path), path.stat().st_size
     assert form is not None
     if form == "parquet":
-        yield from _row_groups(path)
-    elif form == "jsonl" and path.suffix != ".gz":
-        for begin in range(0, length, size):
-            end = min(length, begin + size)
-            yield FilePart(path=str(path), form=form, begin=begin, end=end, size=end - begin)
-    else:
-        yield FilePart(path=str(path), form=form, begin=0, end=length, size=length)
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
 
-
-def _row_groups(path: Path) -> Iterator[FilePart]:
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        with ParquetFile(path) as file:
-            sizes = [file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups)]
-    except (ArrowException, OSError) as error:
-        raise InputError.of(str(path), f"is not a Parquet file: {error}") from None
-    for number, size in enumerate(sizes):
-        yield FilePart(path=str(path), form="parquet", begin=number, end=number + 1, size=size)
+        try:
+            with ParquetFile(path) as file:
+                sizes = [file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups)]
+        except (ArrowException, OSError) as error:
+            raise InputError.of(str(path), f"is not a Parquet file: {error}") from None
+        for number, group_bytes in enumerate(sizes):
+            yield FilePart(path=str(path), form=form, begin=number, end=number + 1, size=group_bytes)
+        return
+    step = size if form == "jsonl" and path.suffix != ".gz" else max(1, length)
+    for begin in range(0, max(1, length), step):
+        end = min(length, begin + step)
+        yield FilePart(path=str(path), form=form, begin=begin, end=end, size=end - begin)
 
 
 def arrow_parts(paths: Sequence[str], rows: Sequence[int], size: int) -> Iterator[FilePart]:
@@ -129,28 +124,26 @@ def arrow_parts(paths: Sequence[str], rows: Sequence[int], size: int) -> Iterato
 
 
 def documents(part: FilePart, field: str) -> Iterator[tuple[Where, Any]]:
-    """Read the documents of a part, each with how to find out the place that messages name."""
+    """Read the documents of a part, each with what finds out its line or row."""
     try:
         if part.form == "text":
-            yield partial(str, part.path), _text(part)
+            with part.open() as file:
+                yield partial(str, part.path), file.read().decode()
         elif part.form == "jsonl":
             yield from _lines(part, field)
         else:
-            yield from _rows(part, field)
+            first, group = (0, f" row group {part.begin}") if part.form == "parquet" else (part.begin, "")
+            for row, value in enumerate((value for column in _columns(part, field) for value in column), first):
+                yield partial("{}{} row {}".format, part.path, group, row), value
     except (EOFError, OSError) as error:  # gzip says so of a file that was cut off
         raise InputError.of(part.path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError:
         raise InputError.of(part.path, "is not text in UTF-8") from None
 
 
-def _text(part: FilePart) -> str:
-    data = Path(part.path).read_bytes()
-    return (gzip.decompress(data) if part.packed else data).decode()
-
-
 def _lines(part: FilePart, field: str) -> Iterator[tuple[Where, Any]]:
     """Read the lines that begin in the range of a part: the one that crosses its begin belongs to the part before."""
-    with gzip.open(part.path, "rb") if part.packed else open(part.path, "rb") as file:  # noqa: PTH123
+    with part.open() as file:
         if part.begin:
             file.seek(part.begin - 1)
             file.readline()
@@ -178,38 +171,31 @@ def _field(line: bytes, field: str, where: Where) -> Any:
 
 def _line(part: FilePart, at: int) -> str:
     """Name the line that begins at a byte."""
-    with gzip.open(part.path, "rb") if part.packed else open(part.path, "rb") as file:  # noqa: PTH123
+    with part.open() as file:
         number = 1
         while at > 0 and (chunk := file.read(min(at, 1 << 20))):
             number, at = number + chunk.count(b"\n"), at - len(chunk)
         return f"{part.path} line {number}"
 
 
-def _rows(part: FilePart, field: str) -> Iterator[tuple[Where, Any]]:
-    first, group = (0, f" row group {part.begin}") if part.form == "parquet" else (part.begin, "")
-    values = (value for column in _columns(part, field) for value in column)
-    for row, value in enumerate(values, first):
-        yield partial("{}{} row {}".format, part.path, group, row), value
-
-
 def _columns(part: FilePart, field: str) -> Iterator[list[Any]]:
     """Read one column of a table, some rows at a time."""
+
+    def require_field(columns: Sequence[str]) -> None:
+        message = f"has no column {field!r}: it has {', '.join(columns)}. Name one with --field"
+        require((field in columns, part.path, message))
+
     if part.form == "parquet":
         from pyarrow.parquet import ParquetFile
 
         with ParquetFile(part.path) as file:
-            _require_column(part.path, field, file.schema_arrow.names)
+            require_field(file.schema_arrow.names)
             for batch in file.iter_batches(_ROWS, row_groups=[part.begin], columns=[field]):
                 yield batch.column(0).to_pylist()
     else:
         from datasets import Dataset
 
         table = Dataset.from_file(part.path)
-        _require_column(part.path, field, table.column_names)
+        require_field(table.column_names)
         for begin in range(part.begin, part.end, _ROWS):
             yield table[begin : min(part.end, begin + _ROWS)][field]
-
-
-def _require_column(path: str, field: str, columns: Sequence[str]) -> None:
-    if field not in columns:
-        raise InputError.of(path, f"has no column {field!r}: it has {', '.join(columns)}. Name one with --field")

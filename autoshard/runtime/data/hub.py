@@ -15,6 +15,9 @@ _UNREACHED = ("ConnectError", "ConnectTimeout", "OfflineModeIsEnabled")  # of wh
 _BROKEN = ("RemoteProtocolError", "ReadError", "ReadTimeout", "PoolTimeout", "IncompleteRead")
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _LOGIN = "Log in with `hf auth login`, or set HF_TOKEN"
+CONVERT = (
+    "Write one with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER), and give that folder"
+)
 
 
 def is_hub_id(text: str) -> bool:
@@ -24,7 +27,7 @@ def is_hub_id(text: str) -> bool:
 
 def hub_source(text: str, subset: str | None, split: str) -> TextSource:
     """Download a data set and find its tables; what was downloaded before is taken from the cache."""
-    with _told(text, "dataset"):
+    with _explained(text, "dataset"):
         import datasets
         from huggingface_hub import HfApi, constants
 
@@ -47,33 +50,26 @@ def hub_source(text: str, subset: str | None, split: str) -> TextSource:
 
 def hub_tokenizer(name: str, files: tuple[str, ...]) -> Path:
     """Download the files of a tokenizer, of which the first must be there, and return their folder."""
-    with _told(name, "model"):
+    with _explained(name, "model"):
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError
 
-        try:
-            folder = Path(hf_hub_download(name, files[0])).parent
-        except EntryNotFoundError as error:
-            if _status(error) != 404:
-                raise
-            raise InputError.of(name, f"has no {files[0]}. {CONVERT}") from None
-        for file in files[1:]:
+        folder: Path | None = None
+        for file in files:
             try:
-                hf_hub_download(name, file, revision=folder.name)
+                folder = Path(hf_hub_download(name, file, revision=folder and folder.name)).parent
             except EntryNotFoundError as error:
                 if _status(error) != 404:
                     raise
+                if folder is None:
+                    raise InputError.of(name, f"has no {file}. {CONVERT}") from None
+        assert folder is not None
         return folder
 
 
-CONVERT = (
-    "Write one with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER), and give that folder"
-)
-
-
 @contextmanager
-def _told(name: str, kind: Literal["dataset", "model"]) -> Iterator[None]:
-    """Turn what the libraries of a hub raise into one message with the remedy."""
+def _explained(name: str, kind: Literal["dataset", "model"]) -> Iterator[None]:
+    """Turn exceptions of a hub's libraries into one message with the remedy."""
     from huggingface_hub import constants, errors
 
     # Of the HTTP library, which is another one from time to time.
@@ -81,44 +77,34 @@ def _told(name: str, kind: Literal["dataset", "model"]) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, http_error) as error:
-        found = list(_causes(error))
+        found: list[BaseException] = [error]
+        while cause := found[-1].__cause__ or found[-1].__context__:
+            found.append(cause)
         if any(isinstance(one, OSError) and one.errno in _OF_THE_DISK for one in found):
             raise
         page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
         status = next((status for one in found if (status := _status(one))), None)
         if any(isinstance(one, errors.GatedRepoError) for one in found):
-            message = _gated(page, status)
-        elif any(isinstance(one, errors.RepositoryNotFoundError) for one in found) or status in (401, 403):
-            message = _refused(page, status)
+            message = f"needs a token and an accepted licence. Accept it at {page}. {_LOGIN}"
+            if status == 403:
+                message = "its licence is not accepted by the account of your token. Accept it at "
+                message = f"{message}{page}, or give a token that may"
+        elif status == 403:
+            message = f"your token may not read it. Ask its owner at {page}, or give a token that may"
+        elif status == 401 or any(isinstance(one, errors.RepositoryNotFoundError) for one in found):
+            message = f"there is no {page}, or it is private, or your token is wrong. Look at the spelling. {_LOGIN}"
+            message = f"{message} if it is private"
         else:
             message = _broken(constants.ENDPOINT, status, found) or f"cannot be read: {' '.join(str(error).split())}"
         raise InputError.of(name, message) from error
-
-
-def _gated(page: str, status: int | None) -> str:
-    if status == 403:
-        return (
-            f"its licence is not accepted by the account of your token. Accept it at {page}, or give a token that may"
-        )
-    return f"needs a token and an accepted licence. Accept it at {page}. {_LOGIN}"
-
-
-def _refused(page: str, status: int | None) -> str:
-    if status == 403:
-        return f"your token may not read it. Ask its owner at {page}, or give a token that may"
-    return (
-        f"there is no {page}, or it is private, or your token is wrong. Look at the spelling. {_LOGIN} if it is private"
-    )
 
 
 def _broken(hub: str, status: int | None, found: list[BaseException]) -> str:
     if status is not None:
         return f"{hub} answers {status}. Start the same command again later: finished files are kept"
     if any(type(one).__name__ in _UNREACHED for one in found):
-        return (
-            f"{hub} cannot be reached. Look at the network, at a proxy and at HF_ENDPOINT. Without a network, download "
-            "elsewhere and give the folder"
-        )
+        look = "Look at the network, at a proxy and at HF_ENDPOINT. Without a network, download elsewhere and give"
+        return f"{hub} cannot be reached. {look} the folder"
     if any(type(one).__name__ in _BROKEN or isinstance(one, ConnectionError | TimeoutError) for one in found):
         return f"the download from {hub} broke off. Start the same command again: finished files are kept"
     return ""
@@ -126,9 +112,3 @@ def _broken(hub: str, status: int | None, found: list[BaseException]) -> str:
 
 def _status(error: BaseException) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

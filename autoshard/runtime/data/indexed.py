@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from autoshard.errors import Fault, InputError, RunFailed
+from autoshard.errors import Fault, InputError, RunFailed, require
 from autoshard.graph.op import Array
 
 _MAGIC = b"MMIDIDX\0\0"
@@ -46,12 +46,20 @@ class TokenIndex:
     """What stands where in one pair of files; made by ``read_index``, which checks it against their sizes."""
 
     prefix: Path
-    bin: Path
-    idx: Path
     dtype: np.dtype
     num_sequences: int
     num_entries: int  # of documents: one more than there are
     num_tokens: int
+
+    @property
+    def bin(self) -> Path:
+        """The file of the tokens."""
+        return beside(self.prefix, ".bin")
+
+    @property
+    def idx(self) -> Path:
+        """The file of the index."""
+        return beside(self.prefix, ".idx")
 
     @property
     def mask(self) -> Path:
@@ -70,7 +78,7 @@ class TokenIndex:
 
 
 def read_index(prefix: Path) -> TokenIndex:
-    """Read what an index says, and hold it against the sizes of both files; costs a few small reads for any size."""
+    """Read an index, and check it against the sizes of both files; costs a few small reads for any size."""
     idx, tokens = beside(prefix, ".idx"), beside(prefix, ".bin")
     try:
         with idx.open("rb", buffering=0) as file:
@@ -78,67 +86,58 @@ def read_index(prefix: Path) -> TokenIndex:
             bin_bytes = tokens.stat().st_size
             index = TokenIndex(
                 prefix=prefix,
-                bin=tokens,
-                idx=idx,
                 dtype=dtype,
                 num_sequences=num_sequences,
                 num_entries=num_entries,
                 num_tokens=bin_bytes // dtype.itemsize,
             )
-            _check_idx_bytes(index, os.fstat(file.fileno()).st_size)
             num_bytes = _end(index, file.fileno())
     except OSError as error:
         raise InputError.of(error.filename or str(idx), f"cannot be read: {error.strerror}") from error
-    if num_bytes != bin_bytes:
-        raise InputError.of(str(index.bin), f"{wrong_size(bin_bytes, num_bytes)} by its index")
+    require((num_bytes == bin_bytes, str(tokens), f"{wrong_size(bin_bytes, num_bytes)} by its index"))
     return index
 
 
 def _header(idx: Path, header: bytes) -> tuple[np.dtype, int, int]:
     """Return the format of the tokens, how many sequences there are, and how many entries of documents."""
-    if header.startswith(_OLD_MAGIC):
-        raise InputError.of(str(idx), "is in an older form (TNTIDX). Tokenize again, or convert it with Megatron-LM")
-    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise InputError.of(str(idx), f"is not an index of Megatron's form: it begins with {header[:9]!r}")
+    old = header.startswith(_OLD_MAGIC)
+    require((not old, str(idx), "is in an older form (TNTIDX). Tokenize again, or convert it with Megatron-LM"))
+    whole = len(header) == _HEADER.size and header.startswith(_MAGIC)
+    require((whole, str(idx), f"is not an index of Megatron's form: it begins with {header[:9]!r}"))
     _, version, code, num_sequences, num_entries = _HEADER.unpack(header)
-    if version != 1:
-        raise InputError.of(str(idx), f"has version {version}; only version 1 is known")
-    if code not in _DTYPES:
-        raise InputError.of(str(idx), f"says that tokens are {_FLOATS.get(code, f'of the unknown format {code}')}")
+    require((version == 1, str(idx), f"has version {version}; only version 1 is known"))
+    other = _FLOATS.get(code, f"of the unknown format {code}")
+    require((code in _DTYPES, str(idx), f"says that tokens are {other}"))
     return np.dtype(_DTYPES[code]), num_sequences, num_entries
 
 
 def wrong_size(found: int, expected: int) -> str:
-    """Say what became of a file that has another size than it must have, as the begin of a sentence."""
+    """Say that a file has not the size that it must have, as the begin of a sentence."""
     what = "truncated" if found < expected else "altered"
     return f"is {what}: {AGAIN}. It has {found} bytes and should have {expected}"
 
 
-def _check_idx_bytes(index: TokenIndex, found: int) -> None:
-    expected = index.documents_at + _PLACE.itemsize * index.num_entries
-    if found == expected:
-        return
-    if index.num_sequences and found == expected + index.num_sequences:
-        raise InputError.of(str(index.idx), "holds the modes of a multimodal set; only sets of text can be read")
-    raise InputError.of(str(index.idx), f"{wrong_size(found, expected)} by its header")
-
-
 def _end(index: TokenIndex, file: int) -> int:
-    """Return how many bytes the sequences take by the last one, after a look at the ends of the other columns."""
+    """Check the size of an index and the ends of its columns; return how many bytes its sequences take."""
+    where, found = str(index.idx), os.fstat(file).st_size
+    expected = index.documents_at + _PLACE.itemsize * index.num_entries
+    modes = index.num_sequences and found == expected + index.num_sequences
+    require((not modes, where, "holds the modes of a multimodal set; only sets of text can be read"))
+    require((found == expected, where, f"{wrong_size(found, expected)} by its header"))
 
     def one(dtype: np.dtype, offset: int) -> int:
         return int.from_bytes(os.pread(file, dtype.itemsize, offset), "little", signed=True)
 
-    if not index.num_entries or one(_PLACE, index.documents_at) != 0:
-        raise InputError.of(str(index.idx), f"is altered: {AGAIN}. Its documents do not begin with sequence 0")
+    begins = index.num_entries and one(_PLACE, index.documents_at) == 0
+    require((bool(begins), where, f"is altered: {AGAIN}. Its documents do not begin with sequence 0"))
     if not index.num_sequences:
         return 0
     last = index.num_sequences - 1
     length = one(_LENGTH, _HEADER.size + last * _LENGTH.itemsize)
     place = one(_PLACE, index.places_at + last * _PLACE.itemsize)
     closed_by = one(_PLACE, index.documents_at + (index.num_entries - 1) * _PLACE.itemsize)
-    if one(_PLACE, index.places_at) or place < 0 or length < 0 or closed_by > index.num_sequences:
-        raise InputError.of(str(index.idx), f"is altered: {AGAIN}. Its first or last sequence cannot be")
+    wrong = one(_PLACE, index.places_at) or place < 0 or length < 0 or closed_by > index.num_sequences
+    require((not wrong, where, f"is altered: {AGAIN}. Its first or last sequence cannot be"))
     return place + length * index.dtype.itemsize
 
 
@@ -153,7 +152,12 @@ class OpenFiles:
         data = bytearray(count * dtype.itemsize)
         view, offset = memoryview(data), start + first * dtype.itemsize
         try:
-            while view and (got := os.preadv(self._descriptor(path), [view], offset)):  # at most 2 GiB at a time
+            if path not in self._open:
+                if len(self._open) >= _MOST_OPEN:
+                    os.close(self._open.popitem(last=False)[1])
+                self._open[path] = os.open(path, os.O_RDONLY)
+            self._open.move_to_end(path)
+            while view and (got := os.preadv(self._open[path], [view], offset)):  # at most 2 GiB at a time
                 view, offset = view[got:], offset + got
         except OSError as error:
             raise RunFailed(f"{path}: cannot be read: {error.strerror}") from error
@@ -161,17 +165,8 @@ class OpenFiles:
             raise RunFailed(f"{path}: ends too early; it was whole when it was opened. Copy it again, then start again")
         return np.frombuffer(data, dtype)
 
-    def _descriptor(self, path: Path) -> int:
-        if path in self._open:
-            self._open.move_to_end(path)
-            return self._open[path]
-        if len(self._open) >= _MOST_OPEN:
-            os.close(self._open.popitem(last=False)[1])
-        self._open[path] = os.open(path, os.O_RDONLY)
-        return self._open[path]
-
     def close(self) -> None:
-        """Close what is open; reading opens it again."""
+        """Close all files; reading opens them again."""
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -235,9 +230,8 @@ def starts_within(index: TokenIndex, files: OpenFiles, first: int, count: int) -
     found = places.between(begin, (first + count) * item) // item - first
     if index.num_entries == sequences + 1:  # every sequence is a document, as in all sets of text
         return found
-    entries = _Column(
-        files=files, path=index.idx, start=index.documents_at, length=index.num_entries, largest=sequences
-    )
+    start, length = index.documents_at, index.num_entries
+    entries = _Column(files=files, path=index.idx, start=start, length=length, largest=sequences)
     return found[entries.between(entries.first_from(begin), begin + len(found)) - begin]
 
 
@@ -252,13 +246,12 @@ def document_lengths(index: TokenIndex, files: OpenFiles) -> Array:
 
 
 def faults_inside(index: TokenIndex, files: OpenFiles, vocab: int) -> Iterator[Fault]:
-    """Read both files whole, and say what in them cannot be."""
-    lengths = files.read(index.idx, _LENGTH, 0, index.num_sequences, _HEADER.size).astype(np.int64)
+    """Read both files whole, and yield what in them cannot be."""
+    num_bytes = files.read(index.idx, _LENGTH, 0, index.num_sequences, _HEADER.size).astype(np.int64)
+    num_bytes *= index.dtype.itemsize
     places = files.read(index.idx, _PLACE, 0, index.num_sequences, index.places_at)
     entries = files.read(index.idx, _PLACE, 0, index.num_entries, index.documents_at)
-    if (lengths < 0).any() or (
-        places != np.cumsum(lengths * index.dtype.itemsize) - lengths * index.dtype.itemsize
-    ).any():
+    if (num_bytes < 0).any() or (places != np.cumsum(num_bytes) - num_bytes).any():
         yield Fault(where=str(index.idx), message=f"is altered: {AGAIN}. Its sequences do not follow one another")
     if (np.diff(entries) < 0).any():
         yield Fault(where=str(index.idx), message=f"is altered: {AGAIN}. Its documents do not follow one another")
@@ -271,14 +264,12 @@ def faults_inside(index: TokenIndex, files: OpenFiles, vocab: int) -> Iterator[F
 
 
 def foreign_token(tokens: Array, vocab: int) -> str:
-    """Say that tokens are not of a model's vocabulary, if so."""
+    """Say that some token is not of a model's vocabulary; nothing if all are."""
     if not tokens.size or (tokens.min() >= 0 and tokens.max() < vocab):
         return ""
     worst = tokens.max() if tokens.min() >= 0 else tokens.min()
-    return (
-        f"holds the token {worst}, and the model knows 0 to {vocab - 1}. Tokenize with the model's own tokenizer, "
-        f"or train a model with at least {worst + 1} tokens"
-    )
+    remedy = f"Tokenize with the model's own tokenizer, or train a model with at least {worst + 1} tokens"
+    return f"holds the token {worst}, and the model knows 0 to {vocab - 1}. {remedy}"
 
 
 class IndexedWriter:
@@ -309,10 +300,8 @@ class IndexedWriter:
 
     def add(self, document: Sequence[int] | Array, answers: Sequence[bool] = ()) -> None:
         """Write one document, and which of its tokens are answers."""
-        if len(document) > np.iinfo(_LENGTH).max:
-            raise InputError.of(
-                str(self.prefix), f"a document has {len(document)} tokens; the format holds 2 ** 31 - 1"
-            )
+        message = f"a document has {len(document)} tokens; the format holds 2 ** 31 - 1"
+        require((len(document) <= np.iinfo(_LENGTH).max, str(self.prefix), message))
         self._bin.write(np.asarray(document).astype(self._dtype).tobytes())
         if self._mask is not None:
             self._mask.write(np.array(answers, np.uint8).tobytes())
@@ -327,17 +316,17 @@ class IndexedWriter:
         idx.write(lengths.astype(_LENGTH).tobytes())
         idx.write(((np.cumsum(lengths) - lengths) * self._dtype.itemsize).astype(_PLACE).tobytes())
         idx.write(np.arange(self.num_documents + 1, dtype=_PLACE).tobytes())
-        written = [self._bin, idx, self._mask] if self._mask else [self._bin, idx]
-        for file in written:
+        paths: list[Path] = []
+        for file in (self._bin, idx, self._mask):
+            if file is None:
+                continue
             file.flush()
             os.fsync(file.fileno())
             file.close()
-        paths = tuple(Path(file.name) for file in written)
-        if self.num_documents:
-            return paths
-        for path in paths:
-            path.unlink()
-        return ()
+            paths.append(Path(file.name))
+            if not self.num_documents:
+                paths.pop().unlink()
+        return tuple(paths)
 
 
 def dtype_of(vocab: int) -> Literal["uint16", "int32"]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from autoshard.graph.op import Array
 from autoshard.runtime.data.batches import Samples
-from autoshard.runtime.data.stream import Cut, Packs, Stream, TokenSpan
+from autoshard.runtime.data.stream import FileStream, Packs, TextStream, TokenSpan, Windows
 
 _ROUNDS = 8  # four would be enough to look random (Luby and Rackoff, 1988); more cost a microsecond each
 
@@ -110,8 +110,8 @@ class WeightTree:
 class CutStream:
     """A set, cut into samples, and what it weighs in the mixture."""
 
-    stream: Stream
-    cut: Cut
+    stream: FileStream | TextStream
+    cut: Windows | Packs
     weight: float
 
     def __str__(self) -> str:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -22,44 +21,17 @@ class TokenSpan:
 
     tokens: Array  # int64
     starts: Array  # places in the span at which a document begins
-    answers: Array | None  # bool: which tokens are answers, where the set knows
-
-
-class Stream(Protocol):
-    """The tokens of a set, document after document."""
-
-    @property
-    def name(self) -> str:
-        """The set as the user named it."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all its documents."""
-        ...
-
-    @property
-    def has_answers(self) -> bool:
-        """Whether it holds conversations, and knows which tokens are answers."""
-        ...
-
-    def lengths(self) -> Array:
-        """Return the tokens of every document; may read much."""
-        ...
-
-    def read(self, first: int, count: int) -> TokenSpan:
-        """Read some tokens."""
-        ...
+    answers: Array | None = None  # bool: which tokens are answers, where the set knows
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileStream:
-    """Pairs of indexed files, one after the other."""
+    """Pairs of indexed files, one after the other: the tokens of a set, document after document."""
 
-    name: str
+    name: str  # as the user gave it
     files: tuple[TokenIndex, ...]
     vocab: int  # of the model: other tokens are refused when they are read
-    has_answers: bool
+    has_answers: bool  # whether it holds conversations, and knows which tokens are answers
 
     @cached_property
     def _ends(self) -> Array:
@@ -83,21 +55,16 @@ class FileStream:
         parts: list[TokenSpan] = []
         number = int(np.searchsorted(self._ends, first, side="right"))
         while count:
-            index, begin = self.files[number], int(self._ends[number])
-            at = first - (begin - index.num_tokens)
-            parts.append(self._read_file(index, at, min(count, begin - first)))
-            first, count, number = first + len(parts[-1].tokens), count - len(parts[-1].tokens), number + 1
+            index, end = self.files[number], int(self._ends[number])
+            at, length = first - (end - index.num_tokens), min(count, end - first)
+            tokens = self._open.read(index.bin, index.dtype, at, length).astype(np.int64)
+            if wrong := foreign_token(tokens, self.vocab):
+                raise RunFailed(f"{index.bin}: {wrong}")
+            starts = starts_within(index, self._open, at, length)
+            answers = self._open.read(index.mask, _BYTE, at, length) > 0 if self.has_answers else None
+            parts.append(TokenSpan(tokens=tokens, starts=starts, answers=answers))
+            first, count, number = first + length, count - length, number + 1
         return parts[0] if len(parts) == 1 else _joined(parts)
-
-    def _read_file(self, index: TokenIndex, first: int, count: int) -> TokenSpan:
-        tokens = self._open.read(index.bin, index.dtype, first, count).astype(np.int64)
-        if wrong := foreign_token(tokens, self.vocab):
-            raise RunFailed(f"{index.bin}: {wrong}")
-        return TokenSpan(
-            tokens=tokens,
-            starts=starts_within(index, self._open, first, count),
-            answers=self._open.read(index.mask, _BYTE, first, count) > 0 if self.has_answers else None,
-        )
 
 
 def _joined(parts: Sequence[TokenSpan]) -> TokenSpan:
@@ -133,20 +100,7 @@ class TextStream:
 
     def read(self, first: int, count: int) -> TokenSpan:
         """Return some tokens."""
-        starts = np.zeros(1 if first == 0 else 0, np.int64)
-        return TokenSpan(tokens=self._tokens[first : first + count], starts=starts, answers=None)
-
-
-class Cut(Protocol):
-    """Which tokens of a stream make up each sample of an epoch."""
-
-    def __len__(self) -> int:
-        """Samples of an epoch."""
-        ...
-
-    def place(self, number: int) -> tuple[int, int]:
-        """Return the first token of a sample and how many it has, at most one more than a sequence is long."""
-        ...
+        return TokenSpan(tokens=self._tokens[first : first + count], starts=np.zeros(int(first == 0), np.int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +118,7 @@ class Windows:
         return max(0, -(-(self.num_tokens - 1) // self.seq_len))
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return where a window lies."""
+        """Return the first token of a sample and how many it has, at most one more than a sequence is long."""
         first = number * self.seq_len
         return first, min(self.seq_len + 1, self.num_tokens - first)
 
@@ -185,7 +139,7 @@ class Packs:
         return len(self.firsts)
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return where a pack lies."""
+        """Return the first token of a sample and how many it has."""
         return int(self.firsts[number]), int(self.counts[number])
 
 
@@ -196,15 +150,13 @@ def packs(lengths: Array, seq_len: int) -> Packs:
     >>> list(zip(found.firsts.tolist(), found.counts.tolist())), found.num_cut
     ([(0, 5), (5, 4), (9, 5), (13, 5), (18, 1)], 1)
     """
-    room = seq_len + 1
     ends = np.cumsum(lengths)
     places: list[tuple[int, int]] = []
     document, begin, num_cut = 0, 0, 0
     while document < len(lengths):
-        after = int(np.searchsorted(ends, begin + room, side="right"))
+        after = int(np.searchsorted(ends, begin + seq_len + 1, side="right"))
         if after == document:  # it does not fit alone
-            length = int(lengths[document])
-            windows = Windows(num_tokens=length, seq_len=seq_len)
+            windows = Windows(num_tokens=int(lengths[document]), seq_len=seq_len)
             places += [(begin + first, count) for first, count in map(windows.place, range(len(windows)))]
             after, num_cut = document + 1, num_cut + 1
         else:

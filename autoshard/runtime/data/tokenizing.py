@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from autoshard.errors import Fault, InputError, RunFailed
+from autoshard.errors import Fault, InputError, RunFailed, require
 from autoshard.runtime.data.chat import ChatTemplate, Marked, messages_of
 from autoshard.runtime.data.documents import FilePart, TextSource, Where, documents
 from autoshard.runtime.data.indexed import IndexedWriter, beside, dtype_of
@@ -35,7 +35,7 @@ from autoshard.runtime.data.manifest import (
     read_manifest,
     write_record,
 )
-from autoshard.runtime.data.tokenizers import Tokenizer, TokenizerSpec, open_tokenizer
+from autoshard.runtime.data.tokenizers import TokenizerSpec, open_tokenizer
 from autoshard.spec import record
 from autoshard.spec.files import read_data
 
@@ -55,7 +55,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Begun:
-    """What a folder is for, while the work in it is not finished."""
+    """The work of a folder while it is not finished."""
 
     work: Work
     tokenizer: TokenizerRecord
@@ -79,23 +79,26 @@ class TokenizingProgress:
     done_bytes: int
     all_bytes: int
     num_tokens: int
-    kept_bytes: int  # of it done before this start
+    kept_bytes: int  # done before this start
 
 
 def tokenize(work: Work, out: Path, num_workers: int, say: Callable[[TokenizingProgress], None]) -> Manifest:
     """Make a folder of tokens, or finish one that was begun."""
-    tokenizer = open_tokenizer(work.tokenizer)  # what is wrong with it must not wait for a process
-    if work.kind == "text" and tokenizer.record.eos is None:
-        raise InputError.of("--eos", f"{work.tokenizer.name} does not say what ends a document. Name the token")
-    if work.kind == "chat" and tokenizer.template is None:
-        raise InputError.of(
-            "--chat-template", f"{work.tokenizer.name} has no chat template. Give one in a file of Jinja"
-        )
+    tokenizer = open_tokenizer(work.tokenizer)  # its faults must not wait for a process
+    unclosed = work.kind == "text" and tokenizer.record.eos is None
+    require((not unclosed, "--eos", f"{work.tokenizer.name} does not say what ends a document. Name the token"))
+    unwritten = work.kind == "chat" and tokenizer.template is None
+    missing = f"{work.tokenizer.name} has no chat template. Give one in a file of Jinja"
+    require((not unwritten, "--chat-template", missing))
     if (out / NAME).exists():
         return _finished(work, tokenizer.record, out)
     out.mkdir(parents=True, exist_ok=True)
-    pieces = [_WorkPiece.of(work, parts, out, number) for number, parts in enumerate(work.source.pieces())]
-    with _claimed(work, tokenizer.record, out):
+    options: dict[str, Any] = {"tokenizer": work.tokenizer, "kind": work.kind, "field": work.field}
+    pieces = [
+        _WorkPiece(prefix=out / f"part-{number:05d}", parts=parts, **options)
+        for number, parts in enumerate(work.source.pieces())
+    ]
+    with _claimed(_Begun(work=work, tokenizer=tokenizer.record), out):
         done = {piece.prefix: found for piece in pieces if (found := piece.kept()) is not None}
         kept = sum(one.source_bytes for one in done.values())
         total = sum(piece.size for piece in pieces)
@@ -109,7 +112,20 @@ def tokenize(work: Work, out: Path, num_workers: int, say: Callable[[TokenizingP
         for piece, found in _made([piece for piece in pieces if piece.prefix not in done], num_workers):
             done[piece.prefix] = found
             tell()
-        manifest = _manifest(work, tokenizer.record, [done[piece.prefix] for piece in pieces])
+        found = [done[piece.prefix] for piece in pieces]
+        require((any(one.num_tokens for one in found), work.source.text, "holds no text"))
+        manifest = Manifest(
+            schema=SCHEMA,
+            source=work.source.text,
+            revision=work.source.revision,
+            kind=work.kind,
+            tokenizer=tokenizer.record,
+            dtype=dtype_of(tokenizer.record.vocab),
+            num_tokens=sum(one.num_tokens for one in found),
+            num_documents=sum(one.num_documents for one in found),
+            num_empty=sum(one.num_empty for one in found),
+            files=tuple(file for one in found for file in one.files),
+        )
         write_record(manifest, out / NAME)
         _clear(out)
     return manifest
@@ -124,8 +140,8 @@ def _clear(out: Path) -> None:
 def _finished(work: Work, tokenizer: TokenizerRecord, out: Path) -> Manifest:
     manifest = read_manifest(out / NAME)
     same = (manifest.source, manifest.kind, manifest.tokenizer) == (work.source.text, work.kind, tokenizer)
-    if not same or work.source.revision not in (None, manifest.revision):  # without a network there is none
-        raise InputError.of(str(out), "holds another set. Give another --out, or remove the folder")
+    same = same and work.source.revision in (None, manifest.revision)  # without a network there is none
+    require((same, str(out), "holds another set. Give another --out, or remove the folder"))
     if faults := list(missing_or_resized(out, manifest.files)):
         raise InputError(faults)
     _clear(out)
@@ -133,82 +149,69 @@ def _finished(work: Work, tokenizer: TokenizerRecord, out: Path) -> Manifest:
 
 
 @contextmanager
-def _claimed(work: Work, tokenizer: TokenizerRecord, out: Path) -> Iterator[None]:
-    """Hold a folder for this work: against other processes by a lock, against other work by what was asked before."""
+def _claimed(begun: _Begun, out: Path) -> Iterator[None]:
+    """Reserve a folder for this work: a lock keeps other processes out, and other work is refused."""
     path = out / _WORK
-    begun = _Begun(work=work, tokenizer=tokenizer)
-    file = os.open(out / _LOCK, os.O_RDWR | os.O_CREAT)
-    try:
+    with (out / _LOCK).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise InputError.of(
-                str(out), "another process tokenizes into it. Wait for it, or give another --out"
-            ) from None
-        if path.exists() and read_data(path) != record.encode(begun):
-            raise InputError.of(
-                str(out),
-                "holds unfinished work on another source, or with another tokenizer, or the source has changed "
-                "since. Give another --out, or remove the folder",
-            )
+            message = "another process tokenizes into it. Wait for it, or give another --out"
+            raise InputError.of(str(out), message) from None
+        other = (
+            "holds unfinished work on another source, or with another tokenizer, or the source has changed "
+            "since. Give another --out, or remove the folder"
+        )
+        require((not path.exists() or read_data(path) == record.encode(begun), str(out), other))
         if not path.exists():
             write_record(begun, path)
         yield
-    finally:
-        os.close(file)
 
 
 def _made(pieces: "Sequence[_WorkPiece]", num_workers: int) -> "Iterator[tuple[_WorkPiece, PieceRecord]]":
-    """Make pieces, in one process or several."""
+    """Make pieces, in one process or several, and yield them as they are done; finish all that were begun."""
     if num_workers == 1 or len(pieces) < 2:
         yield from ((piece, _make(piece)) for piece in pieces)
         return
     context = multiprocessing.get_context("spawn")  # a fork would inherit the library's threads, but not their locks
     ends_with_us, stop = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(min(num_workers, len(pieces)), context, _start, (ends_with_us,))
+    faults: list[Fault] = []
     try:
-        yield from _gathered({pool.submit(_make_here, piece): piece for piece in pieces})
+        waiting = {pool.submit(_make, piece): piece for piece in pieces}
+        while waiting:
+            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                piece = waiting.pop(future)
+                try:
+                    if not future.cancelled():
+                        yield piece, future.result()
+                except InputError as error:
+                    faults += error.faults
+                    for other in waiting:
+                        other.cancel()
     except BrokenProcessPool:
-        raise RunFailed(
-            "a process that tokenized was killed, perhaps for its memory: fewer --workers take less"
-        ) from None
+        message = "a process that tokenized was killed, perhaps for its memory: fewer --workers take less"
+        raise RunFailed(message) from None
     finally:
         stop.close()  # what still runs here after an interrupt ends now
         pool.shutdown(cancel_futures=True)
         ends_with_us.close()
-
-
-def _gathered(waiting: "dict[Future[_Found], _WorkPiece]") -> "Iterator[tuple[_WorkPiece, PieceRecord]]":
-    """Yield pieces as they are done; those that were begun are finished before faults are raised."""
-    faults: list[Fault] = []
-    while waiting:
-        for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-            piece = waiting.pop(future)
-            if future.cancelled():
-                continue
-            found = future.result()
-            if isinstance(found, PieceRecord):
-                yield piece, found
-            else:
-                faults += found
-                for other in waiting:
-                    other.cancel()
     if faults:
         raise InputError(faults)
 
 
-def _start(ends_with_parent: Connection) -> None:
+def _start(parent: Connection) -> None:
     """Make this process a worker that ends when its parent does, however that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # typed for the parent, which closes the pipe
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # processes share the cores already
-    threading.Thread(target=_end_with, args=(ends_with_parent,), daemon=True).start()
 
+    def end_with_parent() -> None:
+        try:
+            parent.poll(None)
+        finally:
+            os._exit(1)
 
-def _end_with(parent: Connection) -> None:
-    try:
-        parent.poll(None)
-    finally:
-        os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,18 +224,13 @@ class _WorkPiece:
     kind: Kind
     field: str
 
-    @classmethod
-    def of(cls, work: Work, parts: tuple[FilePart, ...], out: Path, number: int) -> "_WorkPiece":
-        prefix = out / f"part-{number:05d}"
-        return cls(prefix=prefix, parts=parts, tokenizer=work.tokenizer, kind=work.kind, field=work.field)
-
     @property
     def size(self) -> int:
         """Bytes of text, about."""
         return sum(part.size for part in self.parts)
 
     def kept(self) -> PieceRecord | None:
-        """Return what was done before, if its files are there."""
+        """Return the record of an earlier start, if its files are there."""
         path = beside(self.prefix, _DONE)
         if not path.exists():
             return None
@@ -240,27 +238,24 @@ class _WorkPiece:
         return None if any(missing_or_resized(self.prefix.parent, found.files)) else found
 
 
-_Found = PieceRecord | tuple[Fault, ...]  # errors do not travel well between processes
-
-
-def _make_here(piece: _WorkPiece) -> _Found:
-    try:
-        return _make(piece)
-    except InputError as error:
-        return error.faults
-
-
-@functools.cache
-def _opened(spec: TokenizerSpec) -> Tokenizer:
-    """Open the tokenizer of a process once for all its pieces."""
-    return open_tokenizer(spec)
+_opened = functools.cache(open_tokenizer)  # once in a process, for all its pieces
 
 
 def _make(piece: _WorkPiece) -> PieceRecord:
     """Tokenize a piece into files; its record comes last, and says that they are whole."""
     aside, tokenizer = beside(piece.prefix, ".partial"), _opened(piece.tokenizer)
+    template = ChatTemplate(source=tokenizer.template or "", special=tokenizer.special)
+    num_empty = 0
     with IndexedWriter(aside, tokenizer.record.vocab, masked=piece.kind == "chat") as writer:
-        num_empty = _write(piece, tokenizer, writer)
+        for batch in _batches(piece, template):
+            texts = [text for text in batch if text]
+            num_empty += len(batch) - len(texts)
+            if piece.kind == "text":
+                for document in tokenizer.documents(texts):
+                    writer.add(document)
+            else:
+                for tokens, answers in tokenizer.conversations(texts):
+                    writer.add(tokens, answers)
         written = writer.close()
     files = tuple(replace(described(path), name=path.name.replace(aside.name, piece.prefix.name)) for path in written)
     for path, file in zip(written, files, strict=True):
@@ -276,64 +271,30 @@ def _make(piece: _WorkPiece) -> PieceRecord:
     return done
 
 
-def _write(piece: _WorkPiece, tokenizer: Tokenizer, writer: IndexedWriter) -> int:
-    """Write the tokens of a piece, and return how many of its documents are empty."""
-    template = ChatTemplate(source=tokenizer.template or "", special=tokenizer.special)
-    num_empty = 0
-    for batch in _batches(piece, template):
-        texts = [text for text in batch if text]
-        num_empty += len(batch) - len(texts)
-        if piece.kind == "text":
-            for document in tokenizer.documents(texts):
-                writer.add(document)
-        else:
-            for tokens, answers in tokenizer.conversations(texts):
-                writer.add(tokens, answers)
-    return num_empty
-
-
 def _batches(piece: _WorkPiece, template: ChatTemplate) -> Iterator[list[Any]]:
-    """Gather texts, or marked conversations, to what a tokenizer gets at a time."""
-    held: list[Any] = []
+    """Gather texts, or marked conversations, to batches for a tokenizer."""
+    batch: list[Any] = []
     size = 0
     for part in piece.parts:
         for where, value in documents(part, piece.field):
-            one = _told(value, where, piece, template)
-            held.append(one)
+            one = _text_of(value, where, piece, template)
+            batch.append(one)
             size += len(one.text) if isinstance(one, Marked) else len(one)
-            if size >= _BATCH_CHARACTERS or len(held) >= _BATCH_DOCUMENTS:
-                yield held
-                held, size = [], 0
-    yield held
+            if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+                yield batch
+                batch, size = [], 0
+    yield batch
 
 
-def _told(value: Any, where: Where, piece: _WorkPiece, template: ChatTemplate) -> str | Marked:
+def _text_of(value: Any, where: Where, piece: _WorkPiece, template: ChatTemplate) -> str | Marked:
     if piece.kind == "chat":
         try:
             return template.marked(messages_of(value, piece.field))
         except InputError as error:
-            raise InputError(
-                Fault(where=f"{where()}: {one.where}", message=one.message) for one in error.faults
-            ) from None
+            faults = (Fault(where=f"{where()}: {one.where}", message=one.message) for one in error.faults)
+            raise InputError(faults) from None
     if value is None:
         return ""
     if not isinstance(value, str):
         raise InputError.of(where(), f"{piece.field!r} is no text. Name another field with --field, or give --chat")
     return value
-
-
-def _manifest(work: Work, tokenizer: TokenizerRecord, pieces: Sequence[PieceRecord]) -> Manifest:
-    if not any(one.num_tokens for one in pieces):
-        raise InputError.of(work.source.text, "holds no text")
-    return Manifest(
-        schema=SCHEMA,
-        source=work.source.text,
-        revision=work.source.revision,
-        kind=work.kind,
-        tokenizer=tokenizer,
-        dtype=dtype_of(tokenizer.vocab),
-        num_tokens=sum(one.num_tokens for one in pieces),
-        num_documents=sum(one.num_documents for one in pieces),
-        num_empty=sum(one.num_empty for one in pieces),
-        files=tuple(file for one in pieces for file in one.files),
-    )

@@ -1,10 +1,14 @@
-"""Synthetic samples, and how a step is cut from samples of any source."""
+"""Synthetic samples, how a step is cut from samples of any source, and a loader that makes steps ahead."""
+
+import threading
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.runtime.data.batches import Samples, StepShape, SyntheticTokens, batches
+from autoshard.errors import RunFailed
+from autoshard.runtime.data.batches import PrefetchLoader, Samples, StepShape, SyntheticTokens, batches
 
 TOKENS = SyntheticTokens(seq_len=50, vocab=11, seed=4)
 SHAPE = StepShape(num_micro_batches=3, micro_batch=2)
@@ -23,9 +27,6 @@ def test_the_weights_of_counted_tokens_add_up_to_one() -> None:
     assert sum(weight.sum() for weight in weights) == pytest.approx(1)
     counted = {float(value) for weight in weights for value in weight.ravel()}
     assert len(counted) == 2 and 0.0 in counted, "all that count weigh the same, some do not count"
-
-
-def test_a_step_in_which_nothing_counts_weighs_nothing() -> None:
     assert all(batch["token_weight"].sum() == 0 for batch in batches(Uncounted(), 0, SHAPE))
 
 
@@ -41,30 +42,66 @@ def test_labels_are_the_next_tokens_which_mostly_follow_a_rule() -> None:
 
 
 def test_a_step_is_the_same_however_it_is_cut() -> None:
-    (whole,) = batches(TOKENS, 42, StepShape(num_micro_batches=1, micro_batch=6))
-    cut = batches(TOKENS, 42, SHAPE)
-    for name in ("tokens", "labels", "token_weight"):
+    (whole,) = batches(TOKENS, 42, StepShape(num_micro_batches=1, micro_batch=6, separate=True))
+    cut = batches(TOKENS, 42, StepShape(num_micro_batches=3, micro_batch=2, separate=True))
+    for name in ("tokens", "labels", "token_weight", "document_starts"):
         np.testing.assert_array_equal(np.concatenate([batch[name] for batch in cut]), whole[name])
+    assert all("document_starts" not in batch for batch in batches(TOKENS, 0, SHAPE)), "only if they matter"
 
 
 @given(first=st.integers(0, 10**12), number=st.integers(0, 7))
-def test_a_synthetic_sample_depends_on_its_number_alone(first: int, number: int) -> None:
+def test_a_synthetic_sample_depends_on_its_number_and_seed_alone(first: int, number: int) -> None:
     several, one = TOKENS.samples(first, 8), TOKENS.samples(first + number, 1)
     np.testing.assert_array_equal(several.tokens[number], one.tokens[0])
     np.testing.assert_array_equal(several.counted[number], one.counted[0])
+    other = SyntheticTokens(seq_len=50, vocab=11, seed=5).samples(first, 1)
+    assert len({samples.tobytes() for samples in (*several.tokens, *other.tokens)}) == 9
+    assert SyntheticTokens(seq_len=1, vocab=3).samples(first, 4).counted.all(), "at least one label counts"
 
 
-def test_samples_and_seeds_differ() -> None:
-    other = SyntheticTokens(seq_len=50, vocab=11, seed=5)
-    drawn = [TOKENS.samples(0, 1), TOKENS.samples(1, 1), other.samples(0, 1)]
-    assert len({samples.tokens.tobytes() for samples in drawn}) == 3
+def test_steps_come_in_order_and_their_state_is_one_number() -> None:
+    with PrefetchLoader(TOKENS, SHAPE) as loader:
+        first = [loader.next() for _ in range(4)]
+    assert [step.first_sample for step in first] == [0, 6, 12, 18]
+    with PrefetchLoader(TOKENS, SHAPE, first[1].next_sample) as loader:  # a resumed run
+        second = [loader.next()]
+    with PrefetchLoader(TOKENS, SHAPE, second[0].next_sample) as loader:  # and one resumed again
+        third = loader.next()
+    for one, other in ((first[2], second[0]), (first[3], third)):
+        assert one.next_sample == other.next_sample
+        for mine, its in zip(one.batches, other.batches, strict=True):
+            np.testing.assert_array_equal(mine["tokens"], its["tokens"])
+    np.testing.assert_array_equal(first[3].batches[1]["labels"], batches(TOKENS, 18, SHAPE)[1]["labels"])
 
 
-def test_one_label_of_a_synthetic_sample_always_counts() -> None:
-    assert SyntheticTokens(seq_len=1, vocab=3).samples(0, 30).counted.all()
+class Slow:
+    def __init__(self, fails_at: int = 10**9) -> None:
+        self.asked: list[int] = []
+        self.fails_at = fails_at
+
+    def samples(self, first: int, count: int) -> Samples:
+        self.asked.append(first)
+        if first >= self.fails_at:
+            raise RunFailed("x.bin: ends too early")
+        time.sleep(0.05)
+        return TOKENS.samples(first, count)
 
 
-def test_batches_say_where_documents_start_only_when_asked() -> None:
-    shape = StepShape(num_micro_batches=3, micro_batch=2, separate=True)
-    assert all("document_starts" not in batch for batch in batches(TOKENS, 0, SHAPE))
-    assert [batch["document_starts"].shape for batch in batches(TOKENS, 0, shape)] == [(2, 50)] * 3
+def test_the_next_steps_are_made_while_one_runs_but_not_without_end() -> None:
+    source = Slow()
+    with PrefetchLoader(source, SHAPE) as loader:
+        loader.next()
+        time.sleep(0.5)  # a step
+        waited_s = loader.next().waited_s
+    assert waited_s < 0.04, "less than the 0.05 s that it takes to make"
+    assert len(source.asked) <= 6
+    loader.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
+
+
+def test_errors_are_raised_where_the_step_is_asked_for_and_again() -> None:
+    with PrefetchLoader(Slow(fails_at=6), SHAPE) as loader:
+        loader.next()
+        for _ in range(2):
+            with pytest.raises(RunFailed, match="ends too early"):
+                loader.next()

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,110 +17,107 @@ from tests.runtime.data.small_tokenizer import write_tokenizer
 
 LINES = "".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(200)).encode()
 DATA = "datasets/me/small/data/train.jsonl"
+# Runs a command for each line of its input, with what is set in the environment for it; the libraries are loaded once.
+TYPES = """
+import io, json, os, sys, contextlib
+from autoshard.cli import main
+for line in sys.stdin:
+    words, more = json.loads(line)
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said):
+        os.environ.update(more)
+        code = main(["tokenize", *words])
+        for name in more:
+            del os.environ[name]
+    print(json.dumps([code, said.getvalue()]), flush=True)
+"""
+Types = Callable[..., tuple[int, str]]
 
 
-def tokenize(hub: Hub, folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
-    """Run the command as a user who has never been here."""
+@contextmanager
+def user(hub: Hub, folder: Path, **more: str) -> Iterator[Types]:
+    """Start somebody who has never been here; return how to type a command there, and hear what it says."""
     kept = {name: value for name, value in environment().items() if not name.startswith(("HF_", "HUGGING"))}
-    return subprocess.run(
-        [sys.executable, "-m", "autoshard.cli", "tokenize", *arguments, "--out", str(folder / "out"), "--workers", "1"],
-        env=kept | {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "hf")} | more,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = kept | {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "hf")} | more
+    command, pipe = [sys.executable, "-c", TYPES], subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
+        given, said = process.stdin, process.stdout
+        assert given and said
+
+        def types(*words: str, **settings: str) -> tuple[int, str]:
+            words = (*words, "--out", str(folder / "out"), "--workers", "1")
+            given.write(json.dumps([words, settings]) + "\n")
+            given.flush()
+            code, text = json.loads(said.readline())
+            return code, text
+
+        yield types
+        given.close()
 
 
-def refusal(hub: Hub, folder: Path, *arguments: str, **more: str) -> str:
-    done = tokenize(hub, folder, *arguments, **more)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("autoshard: ")]
+def refusal(types: Types, *words: str, **settings: str) -> str:
+    code, text = types(*words, **settings)
+    assert code == 2 and "Traceback" not in text, text
+    (said,) = [line for line in text.splitlines() if line.startswith("autoshard: ")]
     return said
 
 
 def test_a_set_and_a_tokenizer_of_a_hub_are_downloaded(tmp_path: Path) -> None:
-    tokenizer = write_tokenizer(tmp_path / "tokenizer")
-    files = {f"me/tok/{path.name}": path.read_bytes() for path in tokenizer.iterdir()}
-    with serving(Hub(files=files | {DATA: LINES})) as hub:
-        done = tokenize(hub, tmp_path, "me/small", "--tokenizer", "me/tok")
-        assert done.returncode == 0, done.stderr
+    files = {f"me/tok/{path.name}": path.read_bytes() for path in write_tokenizer(tmp_path / "tokenizer").iterdir()}
+    with serving(Hub(files=files | {DATA: LINES})) as hub, user(hub, tmp_path) as types:
+        code, said = types("me/small", "--tokenizer", "me/tok")
+        assert code == 0, said
         manifest = read_manifest(tmp_path / "out" / NAME)
         assert (manifest.source, manifest.revision) == ("me/small/train", REVISION)
         assert (manifest.num_documents, manifest.tokenizer.name) == (200, "me/tok")
-        said = refusal(hub, tmp_path, "me/small", "--tokenizer", "bytes", "--split", "test")
+        said = refusal(types, "me/small", "--tokenizer", "bytes", "--split", "test")
         assert "me/small: Unknown split" in said and "See --subset and --split" in said
-    assert tokenize(hub, tmp_path, "me/small", "--tokenizer", "me/tok", HF_HUB_OFFLINE="1").returncode == 2, (
-        "no revision"
-    )
 
 
-REFUSALS = {
-    "missing": ({}, "me/none", {}, "there is no {url}/datasets/me/none, or it is private", "hf auth login"),
-    "no token": (
-        {"refuse": (401, "RepoNotFound")},
-        "me/small",
-        {},
-        "or it is private, or your token is wrong",
-        "HF_TOKEN",
-    ),
-    "gated": (
-        {"refuse_files": (401, "GatedRepo")},
-        "me/small",
-        {},
-        "needs a token and an accepted licence",
-        "{url}/datasets",
-    ),
-    "gated, not accepted": (
-        {"refuse_files": (403, "GatedRepo")},
-        "me/small",
-        {"HF_TOKEN": "hf_x"},
-        "its licence is not accepted by the account of your token",
-        "Accept it at {url}/datasets/me/small",
-    ),
-    "forbidden": (
-        {"refuse": (403, "")},
-        "me/small",
-        {"HF_TOKEN": "hf_x"},
-        "your token may not read it",
-        "Ask its owner",
-    ),
-    "down for now": ({"refuse": (503, "")}, "me/small", {}, "answers 503", "Start the same command again later"),
-    "no data": ({"files": {"datasets/me/small/a.bin": b""}}, "me/small", {}, "cannot be read: ", "me/small"),
-}
+TOKEN = {"HF_TOKEN": "hf_x"}
+REFUSALS = [
+    ({"refuse": (401, "RepoNotFound")}, {}, "or it is private, or your token is wrong", "HF_TOKEN"),
+    ({"refuse_files": (401, "GatedRepo")}, {}, "needs a token and an accepted licence", "{url}/datasets"),
+    ({"refuse_files": (403, "GatedRepo")}, TOKEN, "its licence is not accepted by", "it at {url}/datasets/me/small"),
+    ({"refuse": (403, "")}, TOKEN, "your token may not read it", "Ask its owner"),
+    ({"refuse": (503, "")}, {}, "answers 503", "Start the same command again later"),
+    ({"files": {"datasets/me/small/a.bin": b""}}, {}, "cannot be read: ", "me/small"),
+]
 
 
-@pytest.mark.parametrize(("change", "source", "more", "said", "remedy"), REFUSALS.values(), ids=REFUSALS)
-def test_a_refused_set_is_one_message_with_the_remedy(tmp_path: Path, change, source, more, said, remedy) -> None:
-    with serving(Hub(**({"files": {DATA: LINES}} | change))) as hub:
-        found = refusal(hub, tmp_path, source, "--tokenizer", "bytes", **more)
-    assert said.format(url=hub.url) in found and remedy.format(url=hub.url) in found
-
-
-def test_a_gated_tokenizer_is_one_message_with_the_remedy(tmp_path: Path) -> None:
+def test_a_refused_set_or_tokenizer_is_one_message_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    with serving(Hub(files={"me/tok/tokenizer.json": b"{}"}, refuse_files=(401, "GatedRepo"))) as hub:
-        said = refusal(hub, tmp_path, str(tmp_path / "a.txt"), "--tokenizer", "me/tok")
-        assert f"me/tok: needs a token and an accepted licence. Accept it at {hub.url}/me/tok" in said
+    with serving(Hub(files={DATA: LINES})) as hub, user(hub, tmp_path) as types:
+        found = refusal(types, "me/none", "--tokenizer", "bytes")
+        assert f"there is no {hub.url}/datasets/me/none, or it is private" in found and "hf auth login" in found
+        for change, more, said, remedy in REFUSALS:
+            for name, value in change.items():
+                setattr(hub, name, value)
+            found = refusal(types, "me/small", "--tokenizer", "bytes", **more)
+            assert said in found and remedy.format(url=hub.url) in found, change
+            hub.refuse = hub.refuse_files = None
+        hub.files, hub.refuse_files = {"me/tok/tokenizer.json": b"{}"}, (401, "GatedRepo")
+        found = refusal(types, str(tmp_path / "a.txt"), "--tokenizer", "me/tok")
+        assert f"me/tok: needs a token and an accepted licence. Accept it at {hub.url}/me/tok" in found
         hub.refuse_files = None
-        assert "me/old: has no tokenizer.json" in refusal(
-            hub, tmp_path, str(tmp_path / "a.txt"), "--tokenizer", "me/old"
-        )
+        found = refusal(types, str(tmp_path / "a.txt"), "--tokenizer", "me/old")
+        assert "me/old: has no tokenizer.json" in found
 
 
 def test_a_hub_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     with serving(Hub(files={})) as hub:
         pass
-    said = refusal(hub, tmp_path, "me/small", "--tokenizer", "bytes")
+    with user(hub, tmp_path) as types:
+        said = refusal(types, "me/small", "--tokenizer", "bytes")
     assert f"{hub.url} cannot be reached" in said and "HF_ENDPOINT" in said and "give the folder" in said
 
 
 @pytest.mark.slow  # the library tries it again for 8 s
 def test_a_download_that_breaks_off_is_said_and_the_next_start_ends_it(tmp_path: Path) -> None:
-    with serving(Hub(files={DATA: LINES}, breaks_after=2000)) as hub:
-        said = refusal(hub, tmp_path, "me/small", "--tokenizer", "bytes")
+    with serving(Hub(files={DATA: LINES}, breaks_after=2000)) as hub, user(hub, tmp_path) as types:
+        said = refusal(types, "me/small", "--tokenizer", "bytes")
         assert f"the download from {hub.url} broke off. Start the same command again" in said
         hub.breaks_after = None
-        assert tokenize(hub, tmp_path, "me/small", "--tokenizer", "bytes").returncode == 0
+        assert types("me/small", "--tokenizer", "bytes")[0] == 0
 
 
 @pytest.mark.parametrize(("text", "known"), [("wikitext", True), ("a/b-c.d", True), ("a/b/c", False), ("./a", False)])

@@ -92,8 +92,8 @@ def test_the_bytes_of_answers_are_marked() -> None:
 
 
 def test_a_tokenizer_of_the_library_closes_documents(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path)
-    tokenizer = LibraryTokenizer.opened(TokenizerSpec(name="small", folder=folder, bos="<s>"), folder)
+    tokenizer = open_tokenizer(TokenizerSpec(name="small", folder=write_tokenizer(tmp_path), bos="<s>"))
+    assert isinstance(tokenizer, LibraryTokenizer)
     first, second = tokenizer.documents(["Größe 🙂", "half \ud800 a character"])
     assert first[0] == second[0] == 1 and first[-1] == second[-1] == 0
     assert tokenizer.library.decode(list(first[1:-1])) == "Größe 🙂"
@@ -102,7 +102,8 @@ def test_a_tokenizer_of_the_library_closes_documents(tmp_path: Path) -> None:
 
 def test_the_tokens_of_answers_are_marked(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, chat_template=LLAMA3, bos_token={"content": "<s>"})
-    tokenizer = LibraryTokenizer.opened(TokenizerSpec(name="small", folder=folder), folder)
+    tokenizer = open_tokenizer(TokenizerSpec(name="small", folder=folder))
+    assert isinstance(tokenizer, LibraryTokenizer)
     marked = ChatTemplate(source=tokenizer.template or "", special=tokenizer.special).marked(TALK)
     ((tokens, mask),) = tokenizer.conversations([marked])
     assert tokens[0] == 1, "the template names the tokens of the tokenizer"
