@@ -12,9 +12,9 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.rules.check import all_rules
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.nxd_engine import FLASH_TILE
+from autoshard.search.legal_space import legal_space
 from autoshard.search.planner import SearchResult, search
 from autoshard.search.request import Request, rejections_of
-from autoshard.search.rule_filter import legal_space
 from autoshard.search.space import default_kernels
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import format_bytes
@@ -152,7 +152,7 @@ def _against_all(request: Request, engine: Engine) -> list[str]:
     Where the pinned sizes leave no layout at all, return what the Rules say about a candidate with these sizes.
     """
     rules = (*all_rules(), *request.extra_rules)
-    keys = {rule.id: set(rule.subject.replace(" ", "").split(",")) for rule in rules}
+    keys = {rule.id: rule.keys for rule in rules}
     given = {*_OPTIONS, *request.pins}
     ruled = legal_space(request, engine)
     if ruled.num_points:

@@ -13,10 +13,10 @@ from autoshard.plan.build import cut_atoms
 from autoshard.plan.certificate import NOTHING_LOOKED_AT, Certificate
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
+from autoshard.search.legal_space import LegalSpace, legal_space
 from autoshard.search.points import Solution
 from autoshard.search.pool import Pool, SearchProgress, Watch
 from autoshard.search.request import Request
-from autoshard.search.rule_filter import LegalSpace, legal_space
 from autoshard.search.stage_filling import Goal
 
 
@@ -31,17 +31,19 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _EngineResult:
-    """What one engine can do on one cluster: its solutions, best first, and a certificate."""
+    """What one engine can do on one cluster: solutions that fit, best first; if there is none, what misses by least."""
 
     request: Request
     engine: Engine
     solutions: Sequence[Solution]
-    nearest_miss: Plan | None
+    nearest_miss: Solution | None
     certificate: Certificate
 
-    def outline(self, solution: Solution) -> Plan:
-        """Return the plan of a solution without tables."""
-        priced, candidate = solution.point.priced, solution.candidate
+    def plan(self, solution: Solution, *, tables: bool) -> Plan:
+        """Return the plan of a solution."""
+        candidate, priced = solution.candidate, solution.point.priced
+        if tables:
+            return self.request.plan(candidate, self.engine, priced.cutting.cutting)
         atoms = cut_atoms(candidate, self.request.model)
         blocks = CutBlocks(step=priced.question.step, cutting=priced.cutting.cutting, atoms=atoms)
         return self.request.outline(candidate, self.engine, blocks)
@@ -53,68 +55,57 @@ def never_stop(progress: SearchProgress) -> str:
 
 
 def search(request: Request, num_plans: int = 1, watch: Watch = never_stop) -> SearchResult:
-    """Price every legal candidate of every engine and return the fastest that fit; the best one with its tables."""
-    results = _engine_results(request, num_plans, watch)
-    found = [(one, solution) for one in results for solution in one.solutions]
-    found.sort(key=lambda pair: pair[1].order[:3])
-    plans: list[Plan] = []
-    misses = [one.nearest_miss for one in results if one.nearest_miss]
-    for number, (one, solution) in enumerate(found[:num_plans]):
-        cutting = solution.point.priced.cutting.cutting
-        whole = number == 0
-        plans.append(one.request.plan(solution.candidate, one.engine, cutting) if whole else one.outline(solution))
+    """Price every legal candidate of every engine and return the fastest that fit; the best one with its tables.
+
+    An engine that cannot run what is pinned leaves the answer to the others.
+    """
+    results: list[_EngineResult] = []
+    faults: list[InputError] = []
+    for cluster, engine in product((request.cluster, *request.other_lnc), request.engines):
+        # Of the engines after a stop it is only known what they cannot be better than.
+        stopped = results[-1].certificate.stopped if results else ""
+        own_watch: Watch = (lambda progress, why=stopped: why) if stopped else watch
+        try:
+            results.append(
+                _search_engine(replace(request, cluster=cluster, other_lnc=()), engine, num_plans, own_watch)
+            )
+        except InputError as fault:
+            faults.append(fault)
+    if not results:
+        raise faults[0]
+    found = sorted(
+        ((one, solution) for one in results for solution in one.solutions), key=lambda pair: pair[1].order[:3]
+    )
+    plans = tuple(one.plan(solution, tables=not number) for number, (one, solution) in enumerate(found[:num_plans]))
+    misses = [one.plan(one.nearest_miss, tables=False) for one in results if one.nearest_miss]
     return SearchResult(
-        plans=tuple(plans),
+        plans=plans,
         nearest_miss=None if plans else min(misses, key=_peak_bytes, default=None),
         certificate=reduce(Certificate.plus, (one.certificate for one in results), NOTHING_LOOKED_AT),
     )
 
 
-def _engine_results(request: Request, num_plans: int, watch: Watch) -> list[_EngineResult]:
-    """Ask every engine; one that cannot run what is pinned leaves the answer to the others."""
-    results: list[_EngineResult] = []
-    faults: list[InputError] = []
-    for cluster, engine in product((request.cluster, *request.other_lnc), request.engines):
-        stopped = results[-1].certificate.stopped if results else ""
-
-        def stop_at_once(progress: SearchProgress, why: str = stopped) -> str:
-            """Keep stopped what was stopped: of the other engines it is only known what they cannot be better than."""
-            return why
-
-        try:
-            own = request.on(cluster)
-            results.append(_search_engine(own, engine, num_plans, stop_at_once if stopped else watch))
-        except InputError as fault:
-            faults.append(fault)
-    if not results:
-        raise faults[0]
-    return results
-
-
 def _search_engine(request: Request, engine: Engine, num_plans: int, watch: Watch) -> _EngineResult:
     legal = _keeping_pins(request, legal_space(request, engine))
-    result = _EngineResult(
-        request=request, engine=engine, solutions=(), nearest_miss=None,
-        certificate=_certificate(request, legal, None, ""),
-    )  # fmt: skip
-    if not legal.variants:
-        return result
+    pool, ended, miss = None, "", None
+    if legal.variants:
 
-    def explored(goal: Goal, count: int, seen: Watch) -> tuple[Pool, str]:
-        pool = Pool(request.question(legal.space.base), legal, goal, request.layouts)
-        return pool, pool.settle(count, seen)
+        def explored(goal: Goal, count: int, seen: Watch) -> tuple[Pool, str]:
+            found = Pool(request.question(legal.space.base), legal, goal, request.layouts)
+            return found, found.settle(count, seen)
 
-    pool, ended = explored(request.goal, num_plans, watch)
-    if not pool.solutions and not ended:
-
-        def without_values(progress: SearchProgress) -> str:
-            return watch(replace(progress, best=np.inf, bound=np.inf))
-
-        smallest, _ = explored(Goal(objective="memory", capacity=np.inf), 1, without_values)
-        if smallest.solutions:
-            result = replace(result, nearest_miss=result.outline(smallest.solutions[0]))
-    certificate = _certificate(request, legal, pool, ended)
-    return replace(result, solutions=pool.solutions[:num_plans], certificate=certificate)
+        pool, ended = explored(request.goal, num_plans, watch)
+        if not pool.solutions and not ended:
+            goal = Goal(objective="memory", capacity=np.inf)
+            smallest, _ = explored(goal, 1, lambda progress: watch(replace(progress, best=np.inf, bound=np.inf)))
+            miss = next(iter(smallest.solutions), None)
+    return _EngineResult(
+        request=request,
+        engine=engine,
+        solutions=pool.solutions[:num_plans] if pool else (),
+        nearest_miss=miss,
+        certificate=_certificate(request, legal, pool, ended),
+    )
 
 
 def _keeping_pins(request: Request, legal: LegalSpace) -> LegalSpace:

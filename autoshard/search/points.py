@@ -11,11 +11,11 @@ from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bounds import least_bytes, least_seconds
+from autoshard.search.legal_space import RunVariant
 from autoshard.search.priced_layouts import PricedLayouts
 from autoshard.search.space import SIZES
 from autoshard.search.stage_filling import Goal, fill_stages
 from autoshard.search.stage_options import StageChoices, StageFilling
-from autoshard.search.variants import RunVariant
 
 _TIE_DIGITS = 9  # times that agree in so many digits count as equal
 
@@ -53,9 +53,9 @@ class Points:
         return replace(self, rows=rows, places=places, bound=bound, rest_s=rest_s)
 
     @property
-    def layouts(self) -> Ints:
+    def layouts(self) -> list[int]:
         """The numbers of the layouts in the space of the search."""
-        return self.priced.numbers[self.rows]
+        return self.priced.numbers[self.rows].tolist()
 
     def by_schedule(self) -> "Iterator[Points]":
         """Yield those that share a schedule."""
@@ -71,16 +71,14 @@ class Points:
     def solved(self, goal: Goal, below: float) -> StageFilling:
         """Return the best way to fill the stages of each, as far as it may come to less."""
         assert self.schedule, "points that are solved share a schedule"
-        space, kinds = self.variant.space, self.priced.kinds
-        allowed = self.variant.allowed[:, self.places]
+        space, kinds, allowed = self.variant.space, self.priced.kinds, self.variant.allowed[:, self.places]
         pinned = space.recomputes[0] if len(space.recomputes) == 1 and space.recomputes[0] != (Recompute(),) else None
-        known = {stages[0]: number for number, stages in enumerate(space.recomputes)}
-        none = np.zeros(len(self.rows), dtype=bool)
+        if not pinned:  # a row for every kind that is priced
+            known = {stages[0]: own for stages, own in zip(space.recomputes, allowed, strict=True)}
+            allowed = np.array([known.get(kind, np.zeros(len(self.rows), dtype=bool)) for kind in kinds])
         choices = StageChoices(
             kinds=kinds,
-            allowed=allowed
-            if pinned
-            else np.array([allowed[known[kind]] if kind in known else none for kind in kinds]),
+            allowed=allowed,
             num_layers=self.priced.question.model.num_layers,
             stages=space.base.stages,
             recompute=pinned,
@@ -103,16 +101,11 @@ class Solution:
         """Return its sort key: by value and time, then by memory, then by its sizes and choices."""
         space, row = self.point.variant.space, int(self.point.places[0])
         base = space.base
-        choices = (
-            space.sp is False,
-            base.zero != 1,
-            base.zero,
-            base.cp_order != "contiguous",
-            base.cp_kind != "ring",
-        )
-        values = [float(f"{number:.{_TIE_DIGITS}g}") for number in (self.value, float(self.filling.time_s[0]))]
-        sizes = [float(space.rows[key][row]) for key in (*SIZES, "vp")]
-        return (*values, float(self.filling.peak_bytes[0]), *sizes, *map(float, choices))
+        values = (float(f"{number:.{_TIE_DIGITS}g}") for number in (self.value, float(self.filling.time_s[0])))
+        sizes = (space.rows[key][row] for key in (*SIZES, "vp"))
+        sp_off, order, ring = space.sp is False, base.cp_order == "contiguous", base.cp_kind == "ring"
+        choices = (sp_off, base.zero != 1, base.zero, not order, not ring)
+        return (*values, float(self.filling.peak_bytes[0]), *map(float, (*sizes, *choices)))
 
     @property
     def candidate(self) -> Candidate:

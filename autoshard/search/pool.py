@@ -1,26 +1,31 @@
 """Best first: outer points by their bounds, each solved in full, until none that is left can be better.
 
 The block solver is asked about a layout of every kind of mesh, then about those that come out best, until it has been
-asked about all that stay there; the others are priced with the best of its answers. Tables are solved for time alone:
+asked about all that stay there. A cutting names atoms, not sizes, so that one serves many layouts: the others are
+priced with the best of the answers. A layout that was solved for keeps to its own. Tables are solved for time alone:
 memory is saved by the outer search.
 """
 
 import heapq
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.blocks.cutting import Terms
+from autoshard.blocks.cutting import Cutter, Terms
 from autoshard.cost.setting import Question
+from autoshard.errors import InputError
 from autoshard.layout.pin import Pin
-from autoshard.search.cuttings import Cuttings
+from autoshard.plan.candidate import CpOrder
+from autoshard.plan.lowering import ATOMS
+from autoshard.schedule.waves import Ints
+from autoshard.search.legal_space import LegalSpace, RunVariant
 from autoshard.search.points import Points, Solution
-from autoshard.search.priced_layouts import LayoutPricer, SolvedCutting
-from autoshard.search.rule_filter import LegalSpace
+from autoshard.search.priced_layouts import LayoutPricer, SolvedCutting, atom_columns
 from autoshard.search.stage_filling import Goal
-from autoshard.search.variants import RunVariant
+from autoshard.spec.workload import DTYPE_BYTES
 
 _ALWAYS = 3  # of the best layouts are solved for, however few are shown, so that the best one does not depend on that
 _FIRST = 4  # groups of points that are solved before points of the next variant are opened
@@ -39,33 +44,44 @@ class SearchProgress:
 
 
 Watch = Callable[[SearchProgress], str]  # asked between any two steps: why to stop, or nothing
+Row = tuple[Terms, int]  # a layout, cut under some terms
 
 
 class Pool:
     """The points of a space, and what is known of them so far."""
 
     def __init__(self, question: Question, legal: LegalSpace, goal: Goal, pins: tuple[Pin, ...] = ()) -> None:
-        self._legal, self._goal, self._pins = legal, goal, pins
-        self._pricer = LayoutPricer(question)
-        self._cuttings = Cuttings(question, legal, pins)
-        self._waiting: list[Points] = []  # all points of a variant, or those that are left of them
+        self._question, self._legal, self._goal, self._pins = question, legal, goal, pins
+        self._pricer, self._cutter = LayoutPricer(question), Cutter(question)
+        self._variants: dict[Terms, list[RunVariant]] = defaultdict(list)
+        self._first: dict[RunVariant, int] = {}  # the number of a variant's first point
+        for variant in legal.variants:
+            self._first[variant] = sum(len(one.layouts) for one in self._first)
+            self._variants[variant.terms].append(variant)
+        self._bounded, self._solved, self._fits = np.zeros((3, legal.num_legal), dtype=bool)  # points
+        self._waiting: list[tuple[float, Points]] = []  # all points of a variant, or those that are left of them
         self._open: list[tuple[float, int, Points]] = []
         self._passed: list[Points] = []  # no better than what is known: opened again if that is forgotten
-        self._best: dict[int, Solution] = {}
-        self._least: dict[
-            tuple[Terms, SolvedCutting, int], float
-        ] = {}  # what a layout's solved points come to at least
         self._number = self._num_open = 0
-        self._bounded, self._solved, self._fits = ({one: _none_of(one) for one in legal.variants} for _ in range(3))
+        self._best: dict[int, Solution] = {}
+        # What a layout's solved points come to at least with a cutting.
+        self._least: dict[tuple[Terms, SolvedCutting, int], float] = {}
+        self._exact = frozenset(ATOMS if pins else ("ep", "cp") if question.model.num_experts else ())
+        sizes = atom_columns(question.model, legal.space)
+        cut = zip(*((column > 1).tolist() for column in sizes.values()), strict=True)
+        self._atoms = [frozenset(atom for atom, cuts in zip(sizes, row, strict=True) if cuts) for row in cut]
+        self._cuttings: dict[Terms, list[SolvedCutting]] = defaultdict(list)
+        self._own: dict[Row, SolvedCutting] = {}
+        self._refused: dict[Row, InputError] = {}  # layouts that cannot keep to what is pinned
 
     def settle(self, count: int, watch: Watch) -> str:
         """Solve points until so many of the best layouts are known, each with its own cutting; say why it ended."""
         wanted = max(count, _ALWAYS)
-        for terms in dict.fromkeys(one.terms for one in self._legal.variants):
-            for layouts in self._cuttings.kinds(terms):
+        for terms in self._variants:
+            for layouts in self._kinds(terms):
                 self._learn(layouts, terms)
-        if self._cuttings.faults and not self._waiting:
-            raise self._cuttings.faults[0]
+        if self._refused and not self._waiting:
+            raise next(iter(self._refused.values()))
         while True:
             # A few points of a variant give a limit that leaves out most of the next.
             while self._open_next(self._limit(wanted)):
@@ -73,11 +89,11 @@ class Pool:
                 if ended:
                     return ended
             ended = self._explore(wanted, watch)
-            own = self._cuttings.has_own
-            left = [one for one in self.solutions[:wanted] if not own(one.layout, one.point.variant.terms)]
+            best = [(one.point.variant.terms, one.layout) for one in self.solutions[:wanted]]
+            left = next((row for row in best if row not in self._own), None)
             if ended or not left:
                 return ended
-            self._learn([left[0].layout], left[0].point.variant.terms)
+            self._learn([left[1]], left[0])
 
     @property
     def solutions(self) -> list[Solution]:
@@ -87,41 +103,38 @@ class Pool:
     @property
     def bound(self) -> float:
         """What any point comes to at least, those solved and those left open."""
-        left = [float(one.bound.min()) for one in self._waiting] + [self._open[0][0] if self._open else np.inf]
-        return min([*self._least.values(), *left])
+        opened = self._open[0][0] if self._open else np.inf
+        return min([opened, *self._least.values(), *(least for least, _ in self._waiting)])
 
     @property
     def num_tables(self) -> int:
         """How many answers of the block solver differ."""
-        return self._cuttings.num_tables
+        return sum(map(len, self._cuttings.values()))
 
     @property
     def num_too_large(self) -> int:
         """Points that no filling fits, by their bound."""
-        return self._legal.num_legal - _count(self._bounded)
+        return int((~self._bounded).sum())
 
     @property
     def num_solved(self) -> int:
         """Points that were solved."""
-        return _count(self._solved)
+        return int(self._solved.sum())
 
     @property
     def num_fitting(self) -> int:
         """Solved points of which a filling fits."""
-        return _count(self._fits)
+        return int(self._fits.sum())
 
     def _open_next(self, limit: float) -> bool:
         """Open the points below a limit of the variant that promises most; say whether there was one."""
-        least, points = min(
-            ((float(one.bound.min()), one) for one in self._waiting), key=lambda one: one[0], default=(np.inf, None)
-        )
+        least, points = min(self._waiting, key=lambda one: one[0], default=(np.inf, None))
         if points is None or least >= limit:
             return False
-        self._waiting.remove(points)
+        self._waiting.remove((least, points))
         for group in points.only(points.bound < limit).by_schedule():
             self._push(group)
-        if np.any(points.bound >= limit):
-            self._waiting.append(points.only(points.bound >= limit))
+        self._wait(points.only(points.bound >= limit))
         return True
 
     def _explore(self, count: int, watch: Watch, most: float = np.inf) -> str:
@@ -132,31 +145,28 @@ class Pool:
                 return ""
             points = heapq.heappop(self._open)[-1]
             self._num_open -= len(points.rows)
-            points, limits = self._near(points, limit)
-            at_once = _AT_ONCE if np.isfinite(limit) or self._goal.effort.exhaustive else 1
-            self._push(points.only(slice(at_once, None)))
-            self._solve(points.only(slice(at_once)), float(limits[:at_once].max(initial=-np.inf)))
+            # Only the best point of each layout is wanted.
+            everything = self._goal.effort.exhaustive
+            known = {} if everything else {layout: one.value * (1 + _TIE) for layout, one in self._best.items()}
+            limits = np.array([min(limit, known.get(layout, np.inf)) for layout in points.layouts])
+            order = np.argsort(points.bound, kind="stable")
+            near = points.bound[order] < limits[order]
+            self._pass(points.only(order[~near]))
+            order = order[near]
+            at_once = _AT_ONCE if np.isfinite(limit) or everything else 1
+            self._push(points.only(order[at_once:]))
+            self._solve(points.only(order[:at_once]), float(limits[order[:at_once]].max(initial=-np.inf)))
             most -= 1
             ended = watch(self._progress())
             if ended:
                 return ended
         return ""
 
-    def _near(self, points: Points, limit: float) -> tuple[Points, NDArray[np.float64]]:
-        """Return the points that may be better than what is known of their layouts, best first, and these limits."""
-        limits = np.array([self._limit_of(layout, limit) for layout in points.layouts.tolist()])
-        order = np.argsort(points.bound, kind="stable")
-        near = points.bound[order] < limits[order]
-        self._pass(points.only(order[~near]))
-        return points.only(order[near]), limits[order[near]]
-
     def _progress(self) -> SearchProgress:
         best = min((one.value for one in self._best.values()), default=np.inf)
-        waiting = self._num_open + sum(len(one.rows) for one in self._waiting)
-        total = self._legal.num_legal
-        return SearchProgress(
-            num_done=max(0, total - waiting), num_points=total, best=best, bound=min(best, self.bound)
-        )
+        left, total = self._num_open + sum(len(points.rows) for _, points in self._waiting), self._legal.num_legal
+        bound = min(best, self.bound)
+        return SearchProgress(num_done=max(0, total - left), num_points=total, best=best, bound=bound)
 
     def _limit(self, count: int) -> float:
         """Return what a point must stay below to matter."""
@@ -164,22 +174,18 @@ class Pool:
             return np.inf
         return sorted(one.value for one in self._best.values())[count - 1] * (1 + _TIE)
 
-    def _limit_of(self, layout: int, limit: float) -> float:
-        """Return what a point of a layout must stay below: only the best of each layout is wanted."""
-        known = self._best.get(layout)
-        return min(limit, known.value * (1 + _TIE)) if known and not self._goal.effort.exhaustive else limit
-
     def _solve(self, points: Points, limit: float) -> None:
         terms, cutting = points.variant.terms, points.priced.cutting
-        points = points.only(self._cuttings.may_use(points.layouts, terms, cutting))
+        points = points.only(self._may_use(points.layouts, terms, cutting))
         if not len(points.rows):
             return
         found = points.solved(self._goal, limit)
         values = self._goal.value(found)
         fits = np.isfinite(values)
-        self._solved[points.variant][points.places] = True
-        self._fits[points.variant][points.places] |= fits
-        for number, (layout, bound) in enumerate(zip(points.layouts.tolist(), found.bound.tolist(), strict=True)):
+        numbers = self._first[points.variant] + points.places
+        self._solved[numbers] = True
+        self._fits[numbers] |= fits
+        for number, (layout, bound) in enumerate(zip(points.layouts, found.bound.tolist(), strict=True)):
             key = (terms, cutting, layout)
             self._least[key] = min(bound, self._least.get(key, np.inf))
             if fits[number]:
@@ -197,22 +203,30 @@ class Pool:
         if second and second.point.priced.cutting is not first.point.priced.cutting:
             self._pass(replace(second.point, bound=np.array([second.value])))
 
-    def _pass(self, points: Points) -> None:
-        if len(points.rows):
-            self._passed.append(points)
-
-    def _learn(self, layouts: list[int], terms: Terms) -> None:
-        """Solve for the first of some layouts; if the cutting is new, the layouts that it serves are priced with it."""
-        answer = self._cuttings.solve_first(layouts, terms)
-        if answer:
-            layout, cutting, is_new = answer
+    def _learn(self, layouts: Sequence[int], terms: Terms) -> None:
+        """Solve for the first layout that can keep to what is pinned; price what a new cutting serves with it."""
+        for layout in layouts:
+            try:
+                solved = self._cutter.solved(self._legal.space.candidate(layout, 0), replace(terms, pins=self._pins))
+            except InputError as fault:
+                if not self._pins:
+                    raise
+                self._refused[terms, layout] = fault
+                continue
+            atoms, known = self._atoms[layout], self._cuttings[terms]
+            same = [
+                one for one in known if one.serves(atoms, self._exact) and one.cutting.only(atoms) == solved.only(atoms)
+            ]
+            cutting = self._own[terms, layout] = same[0] if same else SolvedCutting(cutting=solved, atoms=atoms)
             self._forget(layout, terms, cutting)
-            if is_new:
+            if not same:
+                known.append(cutting)
                 self._price(cutting, terms)
+            return
 
     def _forget(self, layout: int, terms: Terms, cutting: SolvedCutting) -> None:
         """Drop what a layout came to with another cutting than its own, and open again what was passed over for it."""
-        for other in self._cuttings.known(terms):
+        for other in self._cuttings[terms]:
             if other is not cutting:
                 self._least.pop((terms, other, layout), None)
         known = self._best.get(layout)
@@ -224,30 +238,62 @@ class Pool:
 
     def _price(self, cutting: SolvedCutting, terms: Terms) -> None:
         """Price the blocks of all layouts that a cutting serves, and let their points wait."""
-        layouts = self._cuttings.served(cutting, terms)
-        if not layouts:
-            return
-        alike = [one for one in self._legal.variants if one.terms == terms]
+        variants = self._variants[terms]
         base = replace(self._legal.space.base, cp_kind=terms.cp_kind)
-        space = replace(self._legal.space, base=base, sp=alike[0].space.sp)
-        for priced in self._pricer.priced(space, cutting, layouts, apart=bool(self._pins)):
-            for variant in alike:
+        space = replace(self._legal.space, base=base, sp=variants[0].space.sp)
+        served: dict[CpOrder, Ints] = {}
+        orders: list[CpOrder] = [one.space.base.cp_order for one in variants]
+        for order in dict.fromkeys(orders):
+            layouts = self._layouts(terms, order)
+            each: list[int] = layouts.tolist()
+            fits = np.array([cutting.serves(self._atoms[one], self._exact) for one in each], dtype=bool)
+            served[order] = layouts[fits & self._may_use(each, terms, cutting)]
+        for priced in self._pricer.priced(space, cutting, served, apart=bool(self._pins)):
+            for variant in variants:
                 if variant.space.base.cp_order == priced.space.base.cp_order:
                     points = Points.of(priced, variant, self._goal)
-                    if len(points.rows):
-                        self._bounded[variant][points.places] = True
-                        self._waiting.append(points)
+                    self._bounded[self._first[variant] + points.places] = True
+                    self._wait(points)
+
+    def _may_use(self, layouts: Sequence[int], terms: Terms, cutting: SolvedCutting) -> NDArray[np.bool_]:
+        """Say which layouts may keep to a cutting: to their own, or to any other as long as they have none."""
+        rows = [(terms, layout) for layout in layouts]
+        allowed = (row not in self._refused and self._own.get(row, cutting) is cutting for row in rows)
+        return np.fromiter(allowed, dtype=bool, count=len(rows))
+
+    def _kinds(self, terms: Terms) -> Iterator[list[int]]:
+        """Yield the layouts of each kind that no cutting of another kind serves, those with the largest tp first.
+
+        Of these first one that may well come out best, because that one is solved for anyway: with as few stages as
+        leave memory for other things than weights and gradients, and small micro-batches.
+        """
+        layouts = self._layouts(terms)
+        rows, precision = self._legal.space.only(layouts).rows, self._question.workload.precision
+        per_weight = DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients]
+        states_bytes = self._question.model.num_parameters * per_weight / (rows["tp"] * rows["pp"])
+        full = states_bytes > self._question.cluster.rank_memory_bytes / 2
+        order = np.lexsort((rows["mbs"], rows["cp"], rows["pp"], full, -rows["tp"]))
+        found: dict[frozenset[str], list[int]] = defaultdict(list)
+        ordered: list[int] = layouts[order].tolist()
+        for layout in ordered:
+            found[self._atoms[layout] & self._exact].append(layout)
+        yield from found.values()
+
+    def _layouts(self, terms: Terms, order: CpOrder | None = None) -> Ints:
+        """Return the layouts of the variants with these terms, or of those with one order of the sequence over cp."""
+        some = [one.layouts for one in self._variants[terms] if order in (None, one.space.base.cp_order)]
+        return np.unique(np.concatenate(some))
+
+    def _wait(self, points: Points) -> None:
+        if len(points.rows):
+            self._waiting.append((float(points.bound.min()), points))
+
+    def _pass(self, points: Points) -> None:
+        if len(points.rows):
+            self._passed.append(points)
 
     def _push(self, points: Points) -> None:
         if len(points.rows):
             self._number += 1
             self._num_open += len(points.rows)
             heapq.heappush(self._open, (float(points.bound.min()), self._number, points))
-
-
-def _none_of(variant: RunVariant) -> NDArray[np.bool_]:
-    return np.zeros(len(variant.layouts), dtype=bool)
-
-
-def _count(known: dict[RunVariant, NDArray[np.bool_]]) -> int:
-    return sum(int(column.sum()) for column in known.values())

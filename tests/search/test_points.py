@@ -10,12 +10,11 @@ from hypothesis import given, strategies as st
 from autoshard.cost.stages import StageOptions, price_stages
 from autoshard.cost.step import step_seconds
 from autoshard.plan.recompute import Recompute
+from autoshard.search.legal_space import RunVariant, legal_space
 from autoshard.search.points import Points
 from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedCutting
 from autoshard.search.request import Request
-from autoshard.search.rule_filter import legal_space
 from autoshard.search.stage_filling import Goal
-from autoshard.search.variants import RunVariant
 from tests.search.brute_force import FULL, PLAIN, Point, Truth, ask, compositions, near_even
 from tests.search.question_cases import Asked, requests
 from tests.search.test_priced_layouts import ACTIVE, NO_MASTERS, SLOW_VECTORS

@@ -14,8 +14,8 @@ from autoshard.cost.stages import BlockTotals, PipelineBlocks, Sends, StageOptio
 from autoshard.cost.step import pipelined_s, step_seconds, work_by_stage
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
+from autoshard.search.legal_space import legal_space
 from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedCutting
-from autoshard.search.rule_filter import legal_space
 from autoshard.search.stage_filling import Effort, Goal, fill_stages, path_weights
 from autoshard.search.stage_options import StageChoices, StageFilling, near_even_splits
 from tests.search.brute_force import EXACT, FULL, PLAIN, ask, compositions, near_even

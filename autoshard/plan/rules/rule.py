@@ -41,6 +41,11 @@ class Rule:
     verdict: Callable[[Columns], Verdict]
     applies: Callable[[Columns], bool] = everywhere
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """The same keys, one by one."""
+        return frozenset(self.subject.replace(" ", "").split(","))
+
     def allows(self, columns: Columns) -> Mask:
         """Say which candidates the rule allows: one truth value, or an array of them; all, where it does not apply."""
         return cast(Mask, self._next(self.verdict(columns))) if self.applies(columns) else True

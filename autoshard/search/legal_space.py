@@ -1,0 +1,204 @@
+"""Every way in which layouts can be run, and what the Rules leave of that.
+
+A layout may run attention over cp in several ways, cut the sequence over tp or not, spread states over dp, and follow
+any schedule with any number of chunks. A variant is a space of its own, whose layouts share these choices; it holds a
+layout only where the choice changes something that is executed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.blocks.cutting import Terms
+from autoshard.cost.stages import PerCandidate
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.certificate import Refusal
+from autoshard.plan.rules.check import all_rules
+from autoshard.plan.rules.columns import Columns, Engine
+from autoshard.plan.rules.rule import Rule
+from autoshard.schedule.builders import builders
+from autoshard.schedule.waves import Ints
+from autoshard.search.request import Request
+from autoshard.search.space import Pins, Space, whole_space
+
+VARIANT_KEYS = ("cp_kind", "cp_order", "sp", "zero", "schedule", "vp", "stages")  # keys that a variant decides
+
+Truths = NDArray[np.bool_]
+Choice = tuple[Candidate, bool | None, Ints, Ints]  # what is shared, sp, and the layouts, with the chunks of each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunVariant(PerCandidate):
+    """Layouts of a space with one choice of everything else; several numbers of chunks stand as several rows."""
+
+    space: Space
+    layouts: Ints  # the number of each row's layout in the space that this is made of
+    allowed: Truths  # [kind of recompute, row]: what the Rules allow
+
+    @property
+    def terms(self) -> Terms:
+        """Under what its blocks are cut; with tp 1 it makes no difference whether tp cuts the sequence."""
+        base, sp = self.space.base, self.space.sp is not False
+        return Terms(engine=self.space.engine, sequence_parallel=sp, cp_kind=base.cp_kind, between=base.boundary)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LegalSpace:
+    """A space under its Rules: how many outer points it has, who refuses how many, and what is left of each variant."""
+
+    space: Space
+    num_points: int
+    refusals: tuple[Refusal, ...]
+    hopeless: frozenset[str]  # Rules that refuse all that they were asked about
+    variants: tuple[RunVariant, ...]
+
+    @property
+    def num_legal(self) -> int:
+        """Outer points that no Rule refuses."""
+        return sum(len(one.layouts) for one in self.variants)
+
+    def with_layouts(self, layouts: Truths) -> "LegalSpace":
+        """Return what is left where only some layouts may be used."""
+        some = (one.only(np.flatnonzero(layouts[one.layouts])) for one in self.variants)
+        return replace(self, variants=tuple(one for one in some if len(one.layouts)))
+
+
+def run_choices(space: Space, num_layers: int, pins: Pins) -> Iterator[Choice]:
+    """Yield every choice that is not pinned, with the layouts for which it means something of its own.
+
+    With heads cut over cp every rank sees whole sequences, so that their order is nothing of its own; and tp cuts none.
+    """
+    tp, pp, cp, dp = (space.rows[key] for key in ("tp", "pp", "cp", "dp"))
+    schedules = [
+        name
+        for name, builder in builders().items()
+        if "vp" not in pins or (builder.num_chunks == pins["vp"] if builder.num_chunks else pins["vp"] > 1)
+    ]
+    free: dict[str, Sequence[Any]] = {"sp": (None, False), "zero": (1, 0, 3), "cp_kind": ("ring", "all_to_all")}
+    free |= {"cp_order": ("contiguous", "zigzag"), "schedule": schedules}
+    choices = [[pins[key]] if key in pins else values for key, values in free.items()]
+    for sp, zero, kind, order, builder in product(*choices):
+        changes = {
+            "sp": sp is None or tp > 1,
+            "zero": zero == 1 or dp * cp > 1,
+            "cp_kind": kind == "ring" or (cp > 1) & (tp == 1),
+            "cp_order": order == "contiguous" or (cp > 1) & (kind == "ring"),
+            "schedule": builder == "1f1b" or pp > 1,
+        }
+        means = np.ones(space.num_layouts, dtype=bool)
+        for key, where in changes.items():
+            means &= np.True_ if key in pins else where
+        layouts = np.flatnonzero(means)
+        fixed = pins.get("vp", builders()[builder].num_chunks)
+        if fixed is None:  # from two chunks on
+            counts = np.maximum(num_layers // pp[layouts] - 1, 0)
+            first = np.repeat(np.cumsum(counts) - counts, counts)
+            layouts, chunks = np.repeat(layouts, counts), np.arange(int(counts.sum())) - first + 2
+        else:
+            layouts = layouts if "vp" in pins else layouts[pp[layouts] * fixed <= num_layers]
+            chunks = np.full(len(layouts), fixed)
+        if len(layouts):
+            base = replace(space.base, zero=zero, cp_kind=kind, cp_order=order, schedule=builder)
+            yield base, sp, layouts, chunks
+
+
+def legal_space(request: Request, engine: Engine) -> LegalSpace:
+    """Enumerate all points of an engine and ask every Rule about all of them.
+
+    Rules that judge layouts alone are asked first, about each layout once.
+    """
+    model, pins = request.model, request.pins
+    whole = whole_space(model, request.cluster, request.workload, engine, pins)
+    choices = list(run_choices(whole, model.num_layers, pins))
+    counts = np.bincount(np.concatenate([np.zeros(0, int), *(one[2] for one in choices)]), minlength=whole.num_layouts)
+    # Recompute that is pinned stage by stage depends on how many stages there are.
+    decided = {*VARIANT_KEYS, *({"recompute"} & pins.keys())}
+    late = [rule for rule in all_rules() if rule.keys & decided]
+    late.sort(key=lambda rule: not rule.keys <= {"zero", "schedule"})  # last those that differ between rows
+    tally = _Tally(request)
+    allowed = tally.allowed(whole, [rule for rule in all_rules() if not rule.keys & decided], counts)
+    alive: Truths = np.any(allowed, axis=1)
+    number = np.cumsum(alive) - 1
+    legal: list[RunVariant] = []
+    for base, sp, layouts, chunks in choices:
+        some, vp = layouts[alive[layouts]], chunks[alive[layouts]]
+        rows = {key: column[some] for key, column in whole.rows.items()}
+        space = replace(whole, rows={**rows, "vp": vp}, base=base, sp=sp)
+        left = allowed[some] & tally.allowed(space, [*late, *request.extra_rules], np.ones_like(some))
+        kept = np.flatnonzero(left.any(axis=1))
+        if len(kept):
+            legal.append(RunVariant(space=space, layouts=number[some], allowed=left.T).only(kept))
+    return LegalSpace(
+        space=whole.only(np.flatnonzero(alive)),
+        num_points=int(counts.sum()),
+        refusals=tuple(tally.refusals.values()),
+        hopeless=frozenset(tally.refusals.keys() - tally.hopeful),
+        variants=tuple(legal),
+    )
+
+
+class _Tally:
+    """What every Rule has refused so far, with its words about the candidate that had least else against it."""
+
+    def __init__(self, request: Request) -> None:
+        self._facts = (request.model, request.cluster, request.workload)
+        self._own_rules = request.extra_rules
+        self._reasons: dict[str, int] = {}  # against the candidate that is the example of a refusal
+        self.refusals: dict[str, Refusal] = {}
+        self.hopeful: set[str] = set()  # Rules that allowed something
+
+    def allowed(self, space: Space, rules: Sequence[Rule], counts: Ints) -> Truths:
+        """Ask Rules about a space, a row of which stands for so many points; return what all allow: [row, recompute].
+
+        Once a Rule has refused every row, no other is asked.
+        """
+        shape = (space.num_layouts, len(space.recomputes))
+        answers: list[tuple[Rule, Truths]] = []
+        found, against = np.ones(shape, dtype=bool), np.zeros(shape, dtype=np.uint8)
+        if not space.num_layouts:
+            return found
+
+        @cache
+        def columns(kind: int) -> Columns:
+            return space.columns(*self._facts, kind)
+
+        for rule in rules:
+            if rule.applies(columns(0)):
+                # A Rule of autoshard names all keys that it judges; one of the user's is asked about everything.
+                mine = rule in self._own_rules
+                verdicts = [
+                    rule.allows(columns(kind)) for kind in range(shape[1] if mine or "recompute" in rule.keys else 1)
+                ]
+                by_kind = [np.broadcast_to(verdict, shape[0]) for verdict in verdicts]
+                answers.append((rule, np.broadcast_to(np.stack(by_kind, axis=1), shape)))
+                if np.ndim(verdicts[0]) == 0 and not verdicts[0] and not mine:
+                    break
+        for _, allowed in answers:
+            found &= allowed
+            against += ~allowed
+        for rule, allowed in answers:
+            if allowed.any():
+                self.hopeful.add(rule.id)
+            if not allowed.all():
+                mildest = np.where(allowed, len(answers) + 1, against).argmin()
+                self._refuse(
+                    space, rule, int(mildest), int(against.flat[mildest]), int(counts[~allowed.all(axis=1)].sum())
+                )
+        return found
+
+    def _refuse(self, space: Space, rule: Rule, mildest: int, reasons: int, num_points: int) -> None:
+        """Add the points that a Rule refuses, and its words if there is no milder example."""
+        known = self.refusals.get(rule.id)
+        num_points += known.num_points if known else 0
+        if num_points and (known is None or reasons < self._reasons[rule.id]):
+            self._reasons[rule.id] = reasons
+            candidate = space.candidate(*divmod(mildest, len(space.recomputes)))
+            example = rule.message(Columns.of(candidate, *self._facts, space.engine))
+            self.refusals[rule.id] = Refusal(rule_id=rule.id, num_points=num_points, example=example)
+        elif known:
+            self.refusals[rule.id] = replace(known, num_points=num_points)
