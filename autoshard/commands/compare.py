@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from autoshard.commands.output import print_answer
-from autoshard.cost.checked import CheckedPlan, check_plan
+from autoshard.cost.predict import CheckedPlan, check_plan
 from autoshard.errors import CheckFailed, Fault, InputError
 from autoshard.plan.codec import load
 from autoshard.plan.diff import diff

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from autoshard.commands.output import print_answer
 from autoshard.commands.running import free_name
-from autoshard.cost.compiling import MOST_INSTRUCTIONS
-from autoshard.cost.predict import most_instructions
+from autoshard.cost.predict import MOST_INSTRUCTIONS, most_instructions
 from autoshard.engine.base import Run
 from autoshard.errors import InputError, RunFailed, require
 from autoshard.extensions import EXTENSIONS

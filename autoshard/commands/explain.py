@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from autoshard.commands.output import place_checks, print_answer, print_refused, write_text
-from autoshard.cost.calibration import load_calibration
-from autoshard.cost.checked import check_plan
-from autoshard.cost.provenance import calibration_of
+from autoshard.cost.calibration import calibration_of, load_calibration
+from autoshard.cost.predict import check_plan
 from autoshard.cost.trace import trace as timeline
 from autoshard.errors import InputError, require
 from autoshard.plan.codec import load

@@ -11,7 +11,7 @@ from autoshard.command_line import PlanOrRecipe, is_recipe
 from autoshard.commands.options import QuestionOptions
 from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
-from autoshard.cost.checked import check_plan
+from autoshard.cost.predict import check_plan
 from autoshard.errors import InputError, RunFailed, require
 from autoshard.jobs.job import NODE, PLAN, SUBMIT, Files, Job, JobPlace, default_name
 from autoshard.jobs.kubernetes import kubernetes_files

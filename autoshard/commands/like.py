@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.commands.options import QuestionOptions, SearchOptions
-from autoshard.cost.calibration import load_calibration
-from autoshard.cost.checked import check_plan
-from autoshard.cost.provenance import calibration_of
-from autoshard.cost.resuming import STORAGE, resuming
+from autoshard.cost.calibration import calibration_of, load_calibration
+from autoshard.cost.predict import check_plan
+from autoshard.cost.update import STORAGE, resuming
 from autoshard.errors import Fault, InputError, require
 from autoshard.plan.codec import load
 from autoshard.plan.diff import diff
@@ -59,26 +58,21 @@ def _cluster_left(old: Plan, question: QuestionOptions) -> Cluster:
 
 def resuming_answer(old: Plan, new: Plan) -> tuple[dict[str, Any], str]:
     """Return what changes between two plans of one run and what resuming costs: as data, and for a person."""
-    both, moved = diff(old, new), resuming(old, new)
+    both, read = diff(old, new), resuming(new)
     steps = {"before_s": both.a.step_time_s, "after_s": both.b.step_time_s, "slower_by": both.slower_by}
     nodes = {"before": old.cluster.num_nodes, "after": new.cluster.num_nodes}
-    data = {"like": {"nodes": nodes, "step": steps, "resuming": encode(moved), "storage": STORAGE}}
+    data = {"like": {"nodes": nodes, "step": steps, "resuming": encode(read), "storage": STORAGE}}
     before, after = (
         f"{one.num_ranks} ranks" if one.name == LOCAL else f"{one.num_nodes} x {one.name}"
         for one in (old.cluster, new.cluster)
     )
     speeds = [format_count(side.tokens_per_s, "tokens/s") for side in (both.a, both.b)]
-    share = moved.lacking_bytes / moved.held_bytes
     lines = [
         "",
         f"after {before}: {after}, the same {new.workload.global_batch} sequences a step",
         f"step {format_seconds(both.a.step_time_s)} -> {format_seconds(both.b.step_time_s)} "
         f"({both.slower_by:+.1%}), {speeds[0]} -> {speeds[1]}",
-        f"resuming reads {format_bytes(moved.state_bytes)} of state from a checkpoint: "
-        f"{format_seconds(moved.read_s)} at best (assumed: {STORAGE})",
-        f"if the last nodes are gone, {share:.0%} of the state lay with others: {format_bytes(moved.lacking_bytes)}",
+        f"resuming reads {format_bytes(read.state_bytes)} of state from a checkpoint: "
+        f"{format_seconds(read.read_s)} at best (assumed: {STORAGE})",
     ]
-    if moved.send_s is not None:
-        most = f"{format_bytes(moved.busiest_node_bytes)} to the busiest node"
-        lines.append(f"sent instead of read, {most} would take {format_seconds(moved.send_s)}; a run does not do that")
     return data, "\n".join(lines)

@@ -11,8 +11,7 @@ from autoshard.commands.options import QuestionOptions
 from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
 from autoshard.commands.running import Execution, execute
-from autoshard.cost.checked import check_plan
-from autoshard.cost.predict import predicted
+from autoshard.cost.predict import check_plan, predicted
 from autoshard.engine.base import HOST, Run
 from autoshard.errors import require
 from autoshard.plan.plan import Plan

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from autoshard.commands.output import print_answer
-from autoshard.cost.checked import check_plan
+from autoshard.cost.predict import check_plan
 from autoshard.plan.codec import load
 from autoshard.plan.proof import prove
 from autoshard.plan.verify import notices

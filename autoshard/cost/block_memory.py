@@ -6,7 +6,7 @@ after I.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -60,16 +60,10 @@ def saved_bytes(
     tensors = {entry.storage: entry.tensor for entry in block.saved}
     tensors |= {name: block.tensors[name] for name in sharding.input_cuts}
     cuts = {**sharding.kept_cuts, **sharding.input_cuts}
-    return {name: _bytes_in(tensor, cuts[name], sizes_of, atoms) for name, tensor in tensors.items()}
+    return {name: bytes_in(tensor, cuts[name], sizes_of, atoms) for name, tensor in tensors.items()}
 
 
-def waiting_bytes(block: Block, sharding: Sharding, sizes_of: SizesOf, atoms: Mapping[str, Number]) -> Number:
-    """Return what a rank keeps of a block between the halves of its backward, for one micro-batch: what W reads."""
-    cuts = sharding.waiting_cuts.items()
-    return sum(_bytes_in(block.tensors[name], layouts, sizes_of, atoms) for name, layouts in cuts)
-
-
-def _bytes_in(tensor: Tensor, layouts: Sequence[Cuts], sizes_of: SizesOf, atoms: Mapping[str, Number]) -> Number:
+def bytes_in(tensor: Tensor, layouts: Sequence[Cuts], sizes_of: SizesOf, atoms: Mapping[str, Number]) -> Number:
     """Return the bytes of a tensor in all of these layouts; those that differ in atoms of size 1 alone are one."""
     total: Number = 0
     for number, cuts in enumerate(layouts):
@@ -78,15 +72,6 @@ def _bytes_in(tensor: Tensor, layouts: Sequence[Cuts], sizes_of: SizesOf, atoms:
             moved = {atom for dim in {*cuts, *other} for atom in {*cuts.get(dim, ())} ^ {*other.get(dim, ())}}
             size = size * reduce(np.logical_or, (atoms[atom] > 1 for atom in sorted(moved)), False)
         total = total + size
-    return total
-
-
-def shape_bytes(block: Block, sharding: Sharding, weights: Sequence[str], sizes_of: SizesOf) -> Number:
-    """Return a buffer of the shape of one tensor that holds these weights; experts have a tensor each, all alike."""
-    total: Number = 0
-    for weight in weights:
-        tensor, local = block.tensors[weight], sizes_of(sharding.parameter_cuts[weight])
-        total = total + tensor.num_elements({**local, "experts": 1}) * DTYPE_BYTES[tensor.dtype]
     return total
 
 
@@ -123,52 +108,57 @@ def memory_timeline(
     are never tensors.
     """
     storages = _Storages(block, kept)
-    ordered = storages.in_order(kernels)
-    backward = (number for number, run in enumerate(ordered) if run.ops[0].pass_ != "F" or run.ops[0].again)
-    turn = next(backward, len(ordered))
-    uses: dict[str, list[tuple[int, Fresh]]] = defaultdict(list)
-    for number, run in enumerate(ordered):
-        for entry in run.fresh:
-            uses[storages.of(entry[1].name)].append((number, entry))
+    position = {op.name: number for number, op in enumerate(block.ops)}
+    maker = {name: position[op.name] for op in block.ops for name in op.outputs}
+
+    def turn(kernel: KernelRun) -> tuple[int, int]:
+        first = kernel.ops[0]
+        is_sum = isinstance(first.kind, Accumulate)
+        return (maker[storages.root(first.inputs[1])], 1) if is_sum else (position[first.name], 0)
 
     def takes_memory(entry: Fresh) -> bool:
         name = entry[1].name
         return storages.root(name) not in unmade and storages.of(name) not in storages.over.values()
 
+    def is_as_saved(entry: Fresh) -> bool:
+        """Say whether an operation finds a tensor as it is kept, whatever the sizes of atoms."""
+        op, tensor, layouts = entry
+        return {dim: cut for dim, cut in sharding.op_cuts[op].items() if dim in tensor.dims} in layouts
+
+    ordered = sorted(kernels, key=turn)
+    backward = (number for number, run in enumerate(ordered) if run.ops[0].pass_ != "F" or run.ops[0].again)
+    first_backward = next(backward, len(ordered))
+    uses: dict[str, list[tuple[int, Fresh]]] = defaultdict(list)
+    for number, run in enumerate(ordered):
+        for entry in run.fresh:
+            uses[storages.of(entry[1].name)].append((number, entry))
     carried = storages.of(f"d.{block.carry_out}")  # arrives when backward starts, and the block hands it back
-    dead: dict[str, int] = {}
-    lives: dict[str, tuple[int, Fresh]] = {}  # of what is made to be read later: when it is made, and how
+    dead = {storage: len(ordered) if storage == carried else used[-1][0] for storage, used in uses.items()}
+    born: dict[str, tuple[int, Fresh]] = {}  # of what is made to be read later: when it is made, and how
     for storage, used in uses.items():
         made = (entry for number, entry in used if any(entry[1].name in op.outputs for op in ordered[number].ops))
         entry = next(made, used[0][1])
-        dead[storage] = len(ordered) if storage == carried else used[-1][0]
         if takes_memory(entry) and storage not in kept and not entry[2]:
-            lives[storage] = (turn - 1 if storage == carried else used[0][0], entry)
+            born[storage] = first_backward - 1 if storage == carried else used[0][0], entry
     moments: list[Moment] = []
     for number, run in enumerate(ordered):
-        own = [entry for entry in run.fresh if takes_memory(entry) and not _is_as_saved(entry, sharding)]
+        own = [entry for entry in run.fresh if takes_memory(entry) and not is_as_saved(entry)]
         touched = {storages.of(tensor.name) for _, tensor, _ in run.fresh}
         waiting = (
             entry
-            for storage, (born, entry) in lives.items()
-            if storage not in touched and born < number < dead[storage]
+            for storage, (since, entry) in born.items()
+            if storage not in touched and since < number < dead[storage]
         )
-        frees = (storage for storage in kept if number >= turn and dead.get(storage, number) < number)
+        frees = (storage for storage in kept if number >= first_backward and dead.get(storage, number) < number)
         moments.append(Moment(takes=(*own, *waiting), frees=frozenset(frees)))
     return tuple(moments)
-
-
-def _is_as_saved(entry: Fresh, sharding: Sharding) -> bool:
-    """Say whether an operation finds a tensor as it is kept, whatever the sizes of atoms."""
-    op, tensor, layouts = entry
-    return {dim: cut for dim, cut in sharding.op_cuts[op].items() if dim in tensor.dims} in layouts
 
 
 class _Storages:
     """Under which name the memory of each tensor of a block is known."""
 
     def __init__(self, block: Block, kept: frozenset[str]) -> None:
-        self._block, self._kept = block, kept
+        self._kept = kept
         # What is handed on or added up -> the first tensor that it is made of, into which others are added.
         self._roots: dict[str, str] = {}
         for op in block.ops:
@@ -178,13 +168,14 @@ class _Storages:
                     self._roots |= {name: first for name, root in self._roots.items() if root == other}
                     self._roots[other] = first
                 self._roots[op.outputs[0]] = first
-        # What is overwritten, and its gradient -> the storage that takes its place.
-        self.over = {
-            name: entry.storage
-            for entry in block.saved
-            if entry.over
-            for name in self._overwritten(entry.over, entry.tensor.dims)
-        }
+        # What is overwritten, and the gradients that lie in its memory -> the storage that takes its place.
+        self.over: dict[str, str] = {}
+        for over, entry in ((entry.over, entry) for entry in block.saved):
+            readers = [op.name for op in block.ops if over and over in map(self.root, op.inputs)]
+            inputs = (op for op in block.ops if op.source in readers and op.pass_ == "I")
+            outputs = (name for op in inputs if not isinstance(op.kind, Collect) for name in op.outputs)
+            gradients = [name for name in outputs if block.tensors[name].dims == entry.tensor.dims]
+            self.over |= dict.fromkeys([over, *gradients] if over else [], entry.storage)
 
     def root(self, name: str) -> str:
         """Return the tensor into whose memory this one is written."""
@@ -195,24 +186,3 @@ class _Storages:
         root = self.root(name)
         first = root.removesuffix(".again")
         return self.over.get(first, first if first in self._kept else root)
-
-    def in_order(self, kernels: Iterable[KernelRun]) -> list[KernelRun]:
-        """Return the kernels in the order in which they run."""
-        position = {op.name: number for number, op in enumerate(self._block.ops)}
-        maker = {name: op.name for op in self._block.ops for name in op.outputs}
-
-        def turn(kernel: KernelRun) -> tuple[int, int]:
-            first = kernel.ops[0]
-            if isinstance(first.kind, Accumulate):
-                return position[maker[self.root(first.inputs[1])]], 1
-            return position[first.name], 0
-
-        return sorted(kernels, key=turn)
-
-    def _overwritten(self, tensor: str, dims: Dims) -> Iterator[str]:
-        """Yield a tensor that is overwritten, and the gradients that lie in its memory."""
-        readers = [op.name for op in self._block.ops if tensor in map(self.root, op.inputs)]
-        yield tensor
-        for op in self._block.ops:
-            if op.source in readers and op.pass_ == "I" and not isinstance(op.kind, Collect):
-                yield from (name for name in op.outputs if self._block.tensors[name].dims == dims)

@@ -1,4 +1,4 @@
-"""The constants of a platform that are not on a data sheet, as data with provenance.
+"""The constants of a platform that are not on a data sheet, as data with provenance, and how plans carry them.
 
 None is about memory: what a runtime keeps for itself stands in the table of its kernels.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from autoshard.errors import InputError, require
+from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.files import read_data
@@ -22,7 +23,7 @@ EFFICIENCIES = (
 )  # fmt: skip
 SECONDS = ("launch_s", "collective_s", "step_s")
 CONSTANTS = (*EFFICIENCIES, *SECONDS)
-MOST_EFFICIENT = 100.0  # how much faster than declared it may be
+_NUMBERS = (*CONSTANTS, "interval")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,25 +94,20 @@ class Calibration:
 
     def __post_init__(self) -> None:
         """Refuse efficiencies outside (0, 1], negative times and numbers without a source."""
-        numbers, most = (*CONSTANTS, "interval"), self.most_efficient
+        most = self.most_efficient
         require(
             (bool(self.name.strip()), "name", "must not be empty"),
             (bool(self.basis.strip()), "basis", "say what the numbers are worth"),
             *((0 < getattr(self, name) <= most, name, f"must lie in (0, {most:g}]") for name in EFFICIENCIES),
             *((getattr(self, name) >= 0, name, "must not be negative") for name in SECONDS),
             (0 <= self.interval < 1, "interval", "must lie in [0, 1)"),
-            *((bool(self.sources.get(name)), f"sources.{name}", "say where this number is from") for name in numbers),
+            *((bool(self.sources.get(name)), f"sources.{name}", "say where this number is from") for name in _NUMBERS),
         )
 
     @property
     def most_efficient(self) -> float:
-        """What an efficiency is at most."""
-        return MOST_EFFICIENT if self.reach and self.reach.cluster == LOCAL else 1.0
-
-    @property
-    def constants(self) -> Mapping[str, float]:
-        """The fitted numbers by name."""
-        return {name: getattr(self, name) for name in CONSTANTS}
+        """What an efficiency is at most; a machine may be faster than declared."""
+        return 100.0 if self.reach and self.reach.cluster == LOCAL else 1.0
 
 
 @cache
@@ -149,3 +145,59 @@ def load_calibration(path: Path) -> Calibration:
 def calibration_text(calibration: Calibration) -> str:
     """Write a calibration as the JSON that ``load_calibration`` reads."""
     return json.dumps(record.encode(calibration), indent=2, allow_nan=False) + "\n"
+
+
+def interval_and_basis(calibration: Calibration, plan: Plan) -> tuple[float, str]:
+    """Return the relative half-width of a plan's prediction, and what it rests on in words.
+
+    The interval is twice as wide, a convention, where the plan has what no row of the fit has.
+    """
+    reach, beyond = calibration.reach, list[str]()
+    if reach:
+        beyond += [plan.cluster.name] if plan.cluster.name != reach.cluster else []
+        beyond += [f"kernels {plan.kernels}"] if plan.kernels not in reach.kernels else []
+        axes = ("tp", "pp", "dp", "cp", "ep", "vp")
+        beyond += [axis for axis in axes if getattr(plan.candidate, axis) > 1 and axis not in reach.axes]
+    if not beyond:
+        return calibration.interval, calibration.basis
+    words = f"extrapolated to {', '.join(beyond)}, which none of these rows has, so the interval is twice as wide"
+    return min(0.95, 2 * calibration.interval), f"{calibration.basis}; {words}"
+
+
+def calibration_entries(calibration: Calibration) -> Mapping[str, str]:
+    """Return the entries of a plan's provenance from which ``calibration_of`` reads the same constants."""
+    numbers = ",".join(f"{name}={getattr(calibration, name)!r}" for name in _NUMBERS)
+    entries = {
+        "calibration": calibration.name,
+        "calibration.basis": calibration.basis,
+        "calibration.constants": numbers,
+    }
+    return {**entries, "calibration.reach": str(calibration.reach)} if calibration.reach else entries
+
+
+def calibration_of(plan: Plan) -> Calibration:
+    """Return the constants that a plan carries; where it carries none, those of its cluster."""
+    entries = plan.provenance
+    if "calibration.constants" not in entries:
+        return built_in(plan.cluster.name)
+    pairs = [part.partition("=") for part in entries["calibration.constants"].split(",")]
+    if sorted(name for name, _, _ in pairs) != sorted(_NUMBERS):
+        names = ", ".join(_NUMBERS)
+        raise InputError.of("provenance.calibration.constants", f"must be NAME=NUMBER,... for each of {names}")
+    numbers: dict[str, float | str] = {}
+    for name, _, text in pairs:
+        try:
+            numbers[name] = float(text)
+        except ValueError:
+            numbers[name] = text  # which no record takes
+    fields = {
+        "name": entries.get("calibration", ""),
+        "basis": entries.get("calibration.basis", ""),
+        "reach": entries.get("calibration.reach"),
+        "sources": dict.fromkeys(_NUMBERS, "the plan's provenance"),
+        **numbers,
+    }
+    try:
+        return record.decode(Calibration, fields)
+    except InputError as error:
+        raise error.under("provenance.calibration") from None

@@ -51,14 +51,6 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sequences:
-    """What decides how much of attention a mask saves: the length, and into how many stretches in a row it is cut."""
-
-    length: Number
-    stretches: Number  # 1 where every rank has as much as any other
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelWork:
     """What one kernel run does on one rank, whatever the rates."""
 
@@ -72,19 +64,25 @@ class KernelWork:
 
 
 def kernel_work(
-    block: Block, run: KernelRun, op_sizes: Mapping[str, RankSizes], tile: int, sequences: Sequences
+    block: Block, run: KernelRun, op_sizes: Mapping[str, RankSizes], tile: int, seq_len: Number, stretches: Number
 ) -> KernelWork:
-    """Count what a kernel run does; ``tile`` is the matrix unit's."""
+    """Count what a kernel run does; ``tile`` is the matrix unit's.
+
+    Sequences are cut into so many stretches in a row; 1 where every rank has as many unmasked pairs as any other.
+    """
     matrix: Number = 0.0
     attention: Number = 0.0
     vector: Number = 0.0
     for op in run.ops:
-        call, share = block.call(op, op_sizes[op.name]), _unmasked_share(op, run, sequences)
-        vector = vector + share * op.kind.vector_flops(call)
+        call = block.call(op, op_sizes[op.name])
+        share: Number = 1.0
         if isinstance(op.kind, Attend | AttendGradient):
+            if run.skips_masked:
+                share = _unmasked_share(op.kind.window, seq_len, stretches, run.mask_tile)
             attention = attention + run.flops_ratio * share * op.kind.matrix_flops(call)
         else:
             matrix = matrix + _padded_share(op, call, tile) * op.kind.matrix_flops(call)
+        vector = vector + share * op.kind.vector_flops(call)
     moved = run.traffic_ratio * sum(op_sizes[op].num_bytes(tensor) for op, tensor in run.touched)
     if run.score_bytes:
         moved = moved + run.score_bytes * math.prod(op_sizes[run.ops[0].name][dim] for dim in SCORES)
@@ -124,38 +122,24 @@ def _padded_share(op: Op, call: Call, tile: int) -> Number:
     if tile == 1 or not isinstance(op.kind, Einsum):
         return 1.0
     left, right, out = (frozenset(tensor.dims) for tensor in (*call.inputs, *call.outputs))
-    summed, rows, columns = (left & right) - out, (left - right) & out, (right - left) & out
-    padding = [_padding(call.elements(sorted(dims)), tile) for dims in (summed, rows, columns)]
-    return padding[0] * np.minimum(padding[1], padding[2])
+    sizes = [call.elements(sorted(own)) for own in ((left & right) - out, (left - right) & out, (right - left) & out)]
+    summed, rows, columns = (np.ceil(size / tile) * tile / size for size in sizes)
+    return summed * np.minimum(rows, columns)
 
 
-def _padding(size: Number, tile: int) -> Number:
-    """Return how much larger a size is when it is made whole tiles.
-
-    >>> float(_padding(448, 128)), float(_padding(1792, 128))
-    (1.1428571428571428, 1.0)
-    """
-    return np.ceil(size / tile) * tile / size
-
-
-def _unmasked_share(op: Op, run: KernelRun, sequences: Sequences) -> Number:
+def _unmasked_share(window: int | None, seq_len: Number, stretches: Number, tile: int) -> Number:
     """Return which share of its (query, key) pairs the slowest cp rank does not skip as masked.
 
-    Where stretches are cut so that all ranks have the same, all do. Otherwise the last one meets all keys before its
-    own, so without a window 2 - 1/stretches times the average.
+    The last of several stretches in a row meets all keys before its own, so without a window it has 2 - 1/stretches
+    times the average.
+
+    >>> [float(_unmasked_share(None, 4, stretches, 1)) for stretches in (1, 2)]
+    [0.625, 0.875]
     """
-    if not (run.skips_masked and isinstance(op.kind, Attend | AttendGradient)):
-        return 1.0
-    seq, pieces, window = sequences.length, sequences.stretches, op.kind.window
-    seen = _num_pairs(window, seq, run.mask_tile) - _num_pairs(window, seq - seq / pieces, run.mask_tile)
-    return np.minimum(1.0, seen * pieces / seq**2)
 
+    def num_pairs(length: Number) -> Number:
+        reach = np.minimum(window or length, length)
+        return reach * (reach + tile) / 2 + (length - reach) * reach
 
-def _num_pairs(window: int | None, seq_len: Number, tile: int) -> Number:
-    """Count the (query, key) pairs that are not skipped, for a column of lengths: those that are seen, in whole tiles.
-
-    >>> float(_num_pairs(None, 4, 1)), float(_num_pairs(None, 4, 2))
-    (10.0, 12.0)
-    """
-    reach = np.minimum(window or seq_len, seq_len)
-    return reach * (reach + tile) / 2 + (seq_len - reach) * reach
+    seen = num_pairs(seq_len) - num_pairs(seq_len - seq_len / stretches)
+    return np.minimum(1.0, seen * stretches / seq_len**2)

@@ -49,34 +49,30 @@ def kernel_runs(
             members[owner[op.source].ops[0], op.pass_, op.again, summed].append(op)
     traffic = _MemoryTraffic(block, kept, eager=eager)
     for (_, pass_, again, summed), ops in members.items():
-        yield _kernel_run(traffic, owner[ops[0].source], ops, forward=pass_ == "F" or again, summed=summed)
-
-
-def _kernel_run(
-    traffic: "_MemoryTraffic", group: FusedOps, ops: Sequence[Op], *, forward: bool, summed: bool
-) -> KernelRun:
-    pass_ = ops[0].pass_
-    plain = summed or pass_ == "W"  # nothing of what makes a kernel several is in products and sums of their own
-    launches = group.kernel.launches.forward if forward else group.kernel.launches.backward
-    if plain:
-        apart = None if summed else group.kernel.launches.weights
-        launches = min(1, group.kernel.launches.forward) if apart is None else apart
-    score_bytes = group.kernel.score_bytes.forward if forward else group.kernel.score_bytes.backward
-    touched = tuple(traffic.forward(ops, group) if forward else traffic.backward(ops, group))
-    products = [op.source for op in ops if isinstance(op.kind, Einsum)]
-    return KernelRun(
-        pass_=pass_,
-        ops=tuple(ops),
-        touched=touched,
-        fresh=tuple((op, tensor, traffic.kept_cuts(tensor)) for op, tensor in touched if not traffic.is_state(tensor)),
-        skips_masked=group.kernel.skips_masked,
-        mask_tile=group.kernel.mask_tile,
-        flops_ratio=1.0 if forward else group.kernel.backward_flops_ratio,
-        launches=launches,
-        score_bytes=0 if plain else score_bytes,
-        traffic_ratio=1.0 if plain else group.kernel.traffic_ratio,
-        products=bool(products) and traffic.weighted.issuperset(products),
-    )
+        group, forward = owner[ops[0].source], pass_ == "F" or again
+        plain = summed or pass_ == "W"  # nothing of what makes a kernel several is in products and sums of their own
+        launches = group.kernel.launches.forward if forward else group.kernel.launches.backward
+        if plain:
+            apart = None if summed else group.kernel.launches.weights
+            launches = min(1, group.kernel.launches.forward) if apart is None else apart
+        score_bytes = group.kernel.score_bytes.forward if forward else group.kernel.score_bytes.backward
+        touched = tuple(traffic.forward(ops, group) if forward else traffic.backward(ops, group))
+        products = [op.source for op in ops if isinstance(op.kind, Einsum)]
+        yield KernelRun(
+            pass_=pass_,
+            ops=tuple(ops),
+            touched=touched,
+            fresh=tuple(
+                (op, tensor, traffic.kept_cuts(tensor.name)) for op, tensor in touched if not traffic.is_state(tensor)
+            ),
+            skips_masked=group.kernel.skips_masked,
+            mask_tile=group.kernel.mask_tile,
+            flops_ratio=1.0 if forward else group.kernel.backward_flops_ratio,
+            launches=launches,
+            score_bytes=0 if plain else score_bytes,
+            traffic_ratio=1.0 if plain else group.kernel.traffic_ratio,
+            products=bool(products) and traffic.weighted.issuperset(products),
+        )
 
 
 class _MemoryTraffic:
@@ -88,9 +84,12 @@ class _MemoryTraffic:
         self.source = {op.name: op.source for op in block.ops}
         # Sums of gradients take the place of the sums before.
         self.resident = {name for op in block.ops if isinstance(op.kind, Accumulate) for name in op.outputs}
-        products = [op for op in block.ops if isinstance(op.kind, Einsum) and block.kind == "layer"]
-        roles = {op.name: {block.tensors[name].role for name in op.inputs} for op in products}
-        self.weighted = {name for name, own in roles.items() if "parameter" in own}
+        self.weighted = {
+            op.name
+            for op in block.ops
+            if isinstance(op.kind, Einsum) and block.kind == "layer"
+            if any(block.tensors[name].role == "parameter" for name in op.inputs)
+        }
         # Tensor -> operations that read it, directly or through delivers.
         self.readers: dict[str, set[str]] = defaultdict(set)
         for op in reversed(block.ops):
@@ -113,11 +112,7 @@ class _MemoryTraffic:
         for op in ops:
             read = [name for name in op.inputs if not self.origins[name] <= made]
             sources = {name: {self.source[reader] for reader in self.readers[name]} for name in op.outputs}
-            written = [
-                name
-                for name, own in sources.items()
-                if not own or own - {*group.ops} or self._storage(name) in self.kept
-            ]
+            written = [name for name, own in sources.items() if not own or own - {*group.ops} or self.kept_cuts(name)]
             for name in (*read, *written):
                 moved.setdefault(name, (op.name, self.block.tensors[name]))
         yield from moved.values()
@@ -127,7 +122,7 @@ class _MemoryTraffic:
         """Yield what a backward kernel moves; for what was not kept as it was it reads the forward kernel's copies."""
         names, made = {op.name for op in ops}, {output for op in ops for output in op.outputs}
         reads = [(op.name, name) for op in ops for name in op.inputs if not self.origins[name] <= made]
-        lost = {name for _, name in reads if self._is_lost(name)}
+        lost = {name for _, name in reads if self.block.tensors[name].role == "activation" and not self.kept_cuts(name)}
         writes = [
             (op.name, name) for op in ops for name in op.outputs if not self.readers[name] or self.readers[name] - names
         ]
@@ -140,16 +135,12 @@ class _MemoryTraffic:
         """Say whether a tensor has memory for the whole step."""
         return tensor.name in self.resident or tensor.role in ("parameter", "state")
 
-    def kept_cuts(self, tensor: Tensor) -> tuple[Cuts, ...]:
-        """Return how a tensor is cut where a rank keeps it for backward; nothing if it does not."""
-        return self.kept.get(self._storage(tensor.name), ())
+    def kept_cuts(self, name: str) -> tuple[Cuts, ...]:
+        """Return how a tensor is cut where a rank keeps it for backward; nothing if it does not.
 
-    def _storage(self, name: str) -> str:
-        """Return what a tensor is kept as; a clone's result takes the place of what was dropped."""
-        return min(self.origins.get(name, {name})).removesuffix(".again")
-
-    def _is_lost(self, name: str) -> bool:
-        return self.block.tensors[name].role == "activation" and self._storage(name) not in self.kept
+        A clone's result takes the place of what was dropped.
+        """
+        return self.kept.get(min(self.origins.get(name, {name})).removesuffix(".again"), ())
 
     def _copies(self, group: FusedOps, *, dropped: bool) -> Iterator[Moved]:
         """Yield what a kernel keeps beside the tensors of the graph; ``dropped``: what only its clone keeps, too."""

@@ -1,25 +1,37 @@
-"""From a plan to what it promises."""
+"""From a plan to what it promises: its prediction, what is compiled for it, and whether a plan file may be run."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import cache, lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 
-from autoshard.cost.block import BlockCost, Blocks, BlockWork, Setting, block_cost
-from autoshard.cost.calibration import Calibration, uncalibrated
+from autoshard.cost.calibration import (
+    Calibration,
+    calibration_entries,
+    calibration_of,
+    interval_and_basis,
+    uncalibrated,
+)
 from autoshard.cost.collective import Number, mesh_ring
-from autoshard.cost.compiling import compiling, least_instructions
-from autoshard.cost.provenance import calibration_of, interval_and_basis, term_seconds
-from autoshard.cost.setting import Question, boundary_bytes, price_block, setting_of, work_of
-from autoshard.cost.sharded import ListedBlocks
+from autoshard.cost.setting import BlockCost, Question, Setting, block_cost, boundary_bytes, setting_of, work_of
+from autoshard.cost.sharded import Blocks, ListedBlocks
 from autoshard.cost.stages import Sends
 from autoshard.cost.step import PlanPipeline, PlanStep, Price, StageLayers, StepCost, step_cost
+from autoshard.cost.terms import outer_point, term_entries, term_seconds, user_terms
 from autoshard.graph.decoder import num_slots
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Plan
-from autoshard.plan.prediction import Prediction, StageMemory, rounded
+from autoshard.plan.prediction import Compiling, Prediction, StageMemory, rounded
 from autoshard.plan.recompute import Recompute
+from autoshard.plan.rules.columns import Columns
+from autoshard.plan.rules.rule import Rejection
+from autoshard.plan.verify import verify
 from autoshard.spec.kernels import load_kernels
 
+# cited: aws-neuron-sdk issue 987: "[XTP002] Number of instructions (8658944) is over the threshold (5000000)".
+MOST_INSTRUCTIONS = 5_000_000
+# cited: Neuron documentation, nki.isa.nc_matmul: one instruction multiplies at most [128, 128] with [128, 512].
+_FLOPS_OF_INSTRUCTION = 2 * 128 * 128 * 512
+_SENDS = 4  # a hidden state and its gradient, to be sent and to be received; the same on all stages
 _LINKS = ("near_link_efficiency", "far_link_efficiency", "collective_s", "reach")  # what sends take depends on these
 _NOTHING = 1e-12  # of a step: what is left of two sums of the same times, a waiting that is none
 
@@ -36,6 +48,12 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
     seconds = {part: rounded(float(value)) for part, value in sorted(cost.seconds.items()) if float(value) > least_s}
     step_time_s = rounded(sum(seconds.values()))
     interval, basis = interval_and_basis(question.calibration, plan)
+    # As published ones, utilisation counts the model's own FLOPs: with masked pairs, without slots that no token needs.
+    graph, model, workload = question.step.graph, question.model, question.workload
+    if model.num_experts:
+        graph = replace(graph, sizes={**graph.sizes, "slots": num_slots(model, workload.seq_len, None)})
+    flops = graph.model_flops_per_token() * workload.tokens_per_step
+    peak = question.cluster.rank_matrix_flops_per_s(workload.precision.activations)
     return Prediction(
         step_time_s=step_time_s,
         low_s=rounded(step_time_s * (1 - interval)),
@@ -46,28 +64,17 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
             for weights, parts in zip(cost.weights, cost.memory, strict=True)
         ),
         capacity_bytes=plan.cluster.rank_memory_bytes,
-        tokens_per_s=rounded(plan.workload.tokens_per_step / step_time_s),
-        mfu=rounded(utilisation(question, step_time_s)),
+        tokens_per_s=rounded(workload.tokens_per_step / step_time_s),
+        mfu=rounded(flops / (step_time_s * peak * question.cluster.num_ranks)),
         communication_bytes={axis: size for axis, size in _whole(cost.sent_bytes).items() if size},
         basis=basis,
         of=fingerprint(plan),
-        compiling=compiling(plan.schedule, _stages(plan), load_kernels(plan.kernels)),
+        compiling=compiling(plan),
     )
 
 
-def most_instructions(plan: Plan) -> tuple[int, float]:
-    """Return the stage with the largest graph, and how many instructions of the matrix unit that has at least."""
-    asked = question_of(plan, uncalibrated())
-    setting = setting_of(asked, plan.candidate, ListedBlocks.of(plan))
-
-    @cache
-    def work(kind: str, drop: Recompute) -> BlockWork:
-        return work_of(asked, setting, kind, drop)
-
-    split = plan.cluster.lnc or 1  # a compiler parts a graph over the cores of a logical one
-    in_pipeline = len(plan.stages) > 1
-    counts = [least_instructions(stage, work, in_pipeline=in_pipeline) / split for stage in _stages(plan)]
-    return max(enumerate(counts), key=lambda one: one[1])
+def _whole(parts: Mapping[str, Number]) -> Mapping[str, int]:
+    return {name: round(float(value)) for name, value in sorted(parts.items())}
 
 
 def predicted(plan: Plan, calibration: Calibration | None = None, blocks: Blocks | None = None) -> Plan:
@@ -95,23 +102,36 @@ def plan_cost(plan: Plan, question: Question, blocks: Blocks | None = None) -> S
 def priced(plan: Plan, question: Question, blocks: Blocks | None = None) -> tuple[Setting, PlanPipeline, Price]:
     """Return what the price of a plan's step is made of: its numbers, its pipeline, and the price of every block."""
     setting = setting_of(question, plan.candidate, blocks or ListedBlocks.of(plan))
+    size = boundary_bytes(setting)
+    send_s = mesh_ring(plan.cluster, plan.mesh, ("pp",), question.calibration).send_s(size)
+    pipeline = PlanPipeline(
+        schedule=plan.schedule,
+        stages=_stages(plan),
+        boundary_bytes=size,
+        sends=Sends.of(send_s, plan.schedule.builder, load_kernels(plan.kernels)),
+        bucket_bytes=plan.buckets.total_bytes,
+    )
 
     @cache
     def price(kind: str, drop: Recompute) -> BlockCost:
-        return price_block(question, setting, kind, drop)
+        return block_cost(work_of(question, setting, kind, drop), setting.rings, question.rates)
 
-    return setting, _pipeline(plan, question, setting), price
+    return setting, pipeline, price
+
+
+def _stages(plan: Plan) -> tuple[StageLayers, ...]:
+    last = len(plan.stages) - 1
+    return tuple(
+        StageLayers.of(stage.num_layers, stage.recompute, is_first=number == 0, is_last=number == last)
+        for number, stage in enumerate(plan.stages)
+    )
 
 
 def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
     """Count once what a plan does, and return how to time its step under any constants: what a fit asks often."""
     asked = question_of(plan, uncalibrated())
-    setting = setting_of(asked, plan.candidate, blocks)
-    whole = _pipeline(plan, asked, setting)
-
-    @cache
-    def work(kind: str, drop: Recompute) -> BlockWork:
-        return work_of(asked, setting, kind, drop)
+    setting, whole, _ = priced(plan, asked, blocks)
+    work = cache(partial(work_of, asked, setting))
 
     @lru_cache(maxsize=2)  # a fit moves one constant at a time
     def linked(links: Calibration) -> tuple[Setting, PlanPipeline]:
@@ -132,39 +152,82 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
     return time_s
 
 
-def utilisation(question: Question, step_time_s: float) -> float:
-    """Return the share of the matrix peak that the model's own FLOPs use, counted as published ones are.
+def compiling(plan: Plan) -> Compiling | None:
+    """Count the distinct graphs of a step; None where nothing is compiled ahead.
 
-    That is with masked pairs, and without slots of experts that no token needs.
+    Stages with the same contents share their graphs. In a pipeline, forward and backward of a stage are graphs of
+    their own (aws-neuron/neuronx-distributed pipeline/model.py marks a step after every task), as are what ranks send
+    each other; without one they are a single graph. Ranks that hold the same update their weights by the same graph.
     """
-    graph, model, workload = question.step.graph, question.model, question.workload
-    if model.num_experts:
-        graph = replace(graph, sizes={**graph.sizes, "slots": num_slots(model, workload.seq_len, None)})
-    flops = graph.model_flops_per_token() * workload.tokens_per_step
-    peak = question.cluster.rank_matrix_flops_per_s(workload.precision.activations)
-    return flops / (step_time_s * peak * question.cluster.num_ranks)
-
-
-def _stages(plan: Plan) -> tuple[StageLayers, ...]:
-    last = len(plan.stages) - 1
-    return tuple(
-        StageLayers.of(stage.num_layers, stage.recompute, is_first=number == 0, is_last=number == last)
-        for number, stage in enumerate(plan.stages)
+    kernels, schedule, stages = load_kernels(plan.kernels), plan.schedule, _stages(plan)
+    if not kernels.seconds_per_graph:
+        return None
+    ranks = {
+        tuple(stages[stage] for _, stage in sorted(schedule.stages_of(rank).items()))
+        for rank in range(schedule.num_ranks)
+    }
+    in_pipeline = schedule.num_ranks > 1
+    passes = 3 if schedule.splits_backward else 2
+    count = len(set(stages)) * (passes if in_pipeline else 1) + len(ranks) + (_SENDS if in_pipeline else 0)
+    return Compiling(
+        num_graphs=count,
+        compile_s=rounded(count * kernels.seconds_per_graph),
+        basis=kernels.sources["seconds_per_graph"],
     )
 
 
-def _pipeline(plan: Plan, question: Question, setting: Setting) -> PlanPipeline:
-    size = boundary_bytes(setting)
-    send_s = mesh_ring(plan.cluster, plan.mesh, ("pp",), question.calibration).send_s(size)
-    return PlanPipeline(
-        schedule=plan.schedule,
-        stages=_stages(plan),
-        boundary_bytes=size,
-        sends=Sends.of(send_s, plan.schedule.builder, load_kernels(plan.kernels)),
-        bucket_bytes=plan.buckets.total_bytes,
-    )
+def most_instructions(plan: Plan) -> tuple[int, float]:
+    """Return the stage with the largest graph, and how many instructions of the matrix unit that has at least.
+
+    Loads, copies and element-wise work come on top; how many is the compiler's own affair.
+    """
+    question = question_of(plan, uncalibrated())
+    work = cache(partial(work_of, question, setting_of(question, plan.candidate, ListedBlocks.of(plan))))
+    counts: list[float] = []
+    for stage in _stages(plan):
+        flops = {"F": 0.0, "B": 0.0}
+        for kind, drop, count in stage.contents():
+            for run, kernel in work(kind, drop).kernels:
+                products = kernel.matrix_flops + kernel.products_flops + kernel.attention_flops
+                flops["F" if run.pass_ == "F" else "B"] += count * float(products)
+        most = max(flops.values()) if len(plan.stages) > 1 else sum(flops.values())
+        # a compiler parts a graph over the cores of a logical one
+        counts.append(most / _FLOPS_OF_INSTRUCTION / (plan.cluster.lnc or 1))
+    return max(enumerate(counts), key=lambda one: one[1])
 
 
-def _whole(parts: Mapping[str, Number]) -> Mapping[str, int]:
-    """Return whole bytes; a part may stand in a numpy scalar."""
-    return {name: round(float(value)) for name, value in sorted(parts.items())}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedPlan:
+    """A plan with its prediction, if it has a shape; the reasons against it; and what became of the stored numbers."""
+
+    plan: Plan
+    rejections: tuple[Rejection, ...]
+    remark: str = ""
+
+
+def check_plan(read: Plan, calibration: Calibration | None = None) -> CheckedPlan:
+    """Check a plan with the constants that it carries, or with others, which it carries from then on.
+
+    It gets a new prediction where the plan or its numbers were edited.
+    """
+    if calibration:
+        others = {key: entry for key, entry in read.provenance.items() if not key.startswith("calibration")}
+        read = replace(read, provenance={**others, **calibration_entries(calibration)}, prediction=None)
+    known = [term for term in user_terms() if term.part in read.provenance]
+    if known and read.prediction and read.prediction.of != fingerprint(read):  # edited: so are the seconds of its terms
+        facts = read.model, read.cluster, read.workload, read.engine
+        own = term_entries(known, Columns.of(outer_point(read.candidate), *facts))
+        read = replace(read, provenance={**read.provenance, **own})
+    bare, stored = replace(read, prediction=None), read.prediction
+    reasons = verify(bare)
+    if reasons:
+        return CheckedPlan(plan=bare, rejections=reasons)
+    current, remarks = predicted(bare), list[str]()
+    if stored is None or stored.of != fingerprint(read):
+        remarks.append("prediction: the plan was edited after it was made, so it was predicted again here")
+    elif stored != current.prediction:
+        remarks.append("prediction: the numbers in the file are not what this version predicts; its own are used here")
+    unknown = sorted(term_seconds(current.provenance).keys() - {term.part for term in user_terms()})
+    if unknown:
+        remarks.append(f"{', '.join(unknown)}: not known here, so its seconds are those that the plan states")
+    return CheckedPlan(plan=current, rejections=verify(current), remark="; ".join(remarks))

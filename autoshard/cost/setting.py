@@ -1,24 +1,38 @@
-"""Everything that prices a layout but the pipeline: sizes, atoms, rates, rings; numbers or columns of candidates."""
+"""What a block takes and holds on one rank, read off its sharded graph, under a question and one layout's numbers.
 
+All numbers may be columns, with an entry for each of many candidates.
+"""
+
+import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from autoshard.cost.block import BlockCost, Blocks, BlockWork, Setting, block_cost, block_work
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost.block_memory import bytes_in, rank_sizes, saved_bytes, working_bytes
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number, Ring, mesh_ring
-from autoshard.cost.compute import Rates
-from autoshard.cost.sharded import atom_groups
+from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work
+from autoshard.cost.kernel_run import KernelRun
+from autoshard.cost.sharded import Blocks, LoweredBlock, atom_groups
 from autoshard.cost.terms import CostTerm
 from autoshard.layout.layout import local_sizes
+from autoshard.layout.sharding import Message
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS, StepGraph
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.mesh import Mesh
+from autoshard.spec.mesh import axis_of_atoms
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.workload import Workload
+from autoshard.spec.workload import DTYPE_BYTES, Workload
+
+PASSES = ("F", "I", "W")
+_IN_PIECES = ("all_gather", "reduce_scatter")  # one for each rank, of which a product can wait for the first alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,29 +58,137 @@ class Question:
         return Rates.of(self.cluster, self.workload.precision, self.calibration, host_computes=kernels.host_computes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One layout's numbers: sizes of the dims before sharding, sizes of the atoms, rings; or columns of them."""
+
+    blocks: Blocks
+    sizes: Mapping[str, Number]
+    atoms: Mapping[str, Number]
+    rings: Mapping[tuple[str, ...], Ring]  # of every group of ranks that some message or weight's gradient needs
+    zero: Literal[0, 1, 3]
+    cp_order: str | NDArray[np.str_]
+
+
 def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Setting:
     """Return the numbers of a single candidate whose blocks are these."""
     mesh = mesh_of(candidate, question.model, question.cluster)
+    groups = atom_groups(blocks.every())
     return Setting(
         blocks=blocks,
         sizes=question.step.sizes(candidate.mbs * candidate.dp),
         atoms={atom: mesh.size(atom) for atom in ATOMS},
-        rings=rings_of(question, mesh, blocks),
+        rings={atoms: mesh_ring(question.cluster, mesh, atoms, question.calibration) for atoms in groups},
         zero=candidate.zero,
         cp_order=candidate.cp_order,
     )
 
 
-def rings_of(question: Question, mesh: Mesh, blocks: Blocks) -> Mapping[tuple[str, ...], Ring]:
-    """Return the ring of every group of ranks that some message or some weight's gradient needs."""
-    groups = atom_groups(blocks.every())
-    return {atoms: mesh_ring(question.cluster, mesh, atoms, question.calibration) for atoms in groups}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMemory:
+    """What a block holds on one rank, for one micro-batch, and its weights there."""
+
+    saved_bytes: Number
+    waiting_bytes: Number  # what a split backward keeps from I to W instead of what is saved
+    remade_bytes: Number  # what recompute brings back while this block is in backward
+    working_bytes: Number  # at most at any time of a pass, beside states and kept activations
+    placeholder_bytes: Number  # that stay once for all such blocks of a rank
+    weights: Mapping[tuple[str, ...], Number]  # atoms that the gradient's sum is pending over -> weights on the rank
+    tied_weights: Mapping[tuple[str, ...], Number]  # likewise, those that share their values with another block's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWork:
+    """What one execution of a block does, sends and holds on one rank, whatever the rates and links."""
+
+    kernels: tuple[tuple[KernelRun, KernelWork], ...]
+    messages: tuple[tuple[Message, Number], ...]  # with the bytes of a rank's buffer where it is largest
+    hides_tp: float
+    memory: BlockMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCost:
+    """One execution of a block on one rank: seconds by pass and part, bytes sent by axis, memory."""
+
+    seconds: Mapping[str, Mapping[str, Number]]  # pass -> part (compute, waiting, tp, cp, ep) -> seconds
+    sent_bytes: Mapping[str, Number]
+    memory: BlockMemory
+    hidden_s: Number = 0.0  # of what is sent, behind kernels: not in the seconds of tp
+
+    def part_s(self, part: str) -> Number:
+        """Return the seconds of one part over all passes."""
+        return sum(self.seconds[name].get(part, 0.0) for name in PASSES)
 
 
 def work_of(question: Question, setting: Setting, kind: str, drop: Recompute) -> BlockWork:
     """Count what one block of a layout does."""
     whole = setting.blocks.block(kind, Recompute())
     return block_work(setting.blocks.block(kind, drop), whole, setting, question.cluster.chip.matrix_tile)
+
+
+def block_work(sharded: LoweredBlock, whole: LoweredBlock, setting: Setting, tile: int) -> BlockWork:
+    """Count what a block does, sends and holds; ``whole`` is it without recompute, ``tile`` the matrix unit's."""
+    block, sharding, atoms = sharded.block, sharded.sharding, setting.atoms
+    sizes_of = rank_sizes(setting.sizes, atoms)
+    op_sizes = {name: sizes_of(cuts) for name, cuts in sharding.op_cuts.items()}
+    # Zig-zag cuts sequences so that all ranks have the same, as heads do; stretches in a row do not.
+    attend = setting.blocks.block("layer", Recompute()).sharding.op_cuts["attend"]
+    stretches = np.where(setting.cp_order == "contiguous", math.prod(atoms[atom] for atom in attend.get("seq", ())), 1)
+    saved = sum(saved_bytes(block, sharding, sizes_of, atoms).values())
+    kept = saved_bytes(whole.block, whole.sharding, sizes_of, atoms)
+    weights: dict[bool, dict[tuple[str, ...], Number]] = {True: defaultdict(int), False: defaultdict(int)}
+    for tensor in block.parameters:
+        counts, pending = weights[tensor.name in sharded.tied], sharding.parameter_pending[tensor.name]
+        counts[pending] = counts[pending] + tensor.num_elements(sizes_of(sharding.parameter_cuts[tensor.name]))
+    placeholders: Number = (
+        0  # each of the shape of one tensor that holds some weights; experts have one each, all alike
+    )
+    for tensor in (block.tensors[name] for names in sharded.placeholders for name in names):
+        local = {**sizes_of(sharding.parameter_cuts[tensor.name]), "experts": 1}
+        placeholders = placeholders + tensor.num_elements(local) * DTYPE_BYTES[tensor.dtype]
+    memory = BlockMemory(
+        saved_bytes=saved,
+        waiting_bytes=sum(
+            bytes_in(block.tensors[name], layouts, sizes_of, atoms) for name, layouts in sharding.waiting_cuts.items()
+        ),
+        remade_bytes=sum(kept.values()) - saved,
+        working_bytes=working_bytes(sharded.moments, kept, op_sizes, sizes_of),
+        placeholder_bytes=placeholders,
+        weights=weights[False],
+        tied_weights=weights[True],
+    )
+    return BlockWork(
+        kernels=tuple(
+            (run, kernel_work(block, run, op_sizes, tile, setting.sizes["seq"], stretches)) for run in sharded.runs
+        ),
+        messages=tuple((one, sizes_of(one.cuts).num_bytes(block.tensors[one.tensor])) for one in sharding.messages),
+        hides_tp=sharded.hides_tp,
+        memory=memory,
+    )
+
+
+def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Rates) -> BlockCost:
+    """Price a block: every kernel by its roofline, every message by its ring."""
+    seconds: dict[str, dict[str, Number]] = {name: defaultdict(float) for name in PASSES}
+    for run, kernel in work.kernels:
+        parts, (work_s, waiting_s) = seconds[run.pass_], kernel_time(kernel, rates)
+        parts["compute"] = parts["compute"] + work_s
+        parts["waiting"] = parts["waiting"] + waiting_s
+    sent: dict[str, Number] = defaultdict(float)
+    hidden: dict[str, Number] = defaultdict(float)
+    for message, message_bytes in work.messages:
+        ring, axis = rings[message.collective.atoms], axis_of_atoms(message.collective.atoms)
+        parts, time_s = seconds[message.pass_], ring.time_s(message.collective, message_bytes)
+        parts[axis] = parts[axis] + time_s
+        sent[axis] = sent[axis] + ring.sent_bytes(message.collective, message_bytes)
+        if work.hides_tp and axis == "tp" and message.collective.kind in _IN_PIECES:
+            hidden[message.pass_] = hidden[message.pass_] + work.hides_tp * (1 - 1 / ring.size) * time_s
+    for pass_, most_s in hidden.items():  # traffic goes on while a device waits for hosts
+        parts = seconds[pass_]
+        hidden[pass_] = np.minimum(most_s, parts["compute"] + parts["waiting"])
+        parts["tp"] = parts["tp"] - hidden[pass_]
+    return BlockCost(seconds=seconds, sent_bytes=sent, memory=work.memory, hidden_s=sum(hidden.values()))
 
 
 def price_block(question: Question, setting: Setting, kind: str, drop: Recompute) -> BlockCost:

@@ -149,24 +149,3 @@ def atom_groups(blocks: Iterable[LoweredBlock]) -> frozenset[tuple[str, ...]]:
         for pending in block.sharding.parameter_pending.values():
             groups.update(part for part in split_pending(pending) if part)
     return frozenset(groups)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PerWeight:
-    """What norm, clip, update and cast do for one weight, read off the graph's step phase."""
-
-    vector_flops: float
-    traffic_bytes: float
-
-
-@cache
-def per_weight(step: StepGraph) -> PerWeight:
-    """Average the step phase over the weights of a layer."""
-    graph = step.graph
-    layer = graph.block("layer")
-    calls = [(op.kind, layer.call(op, graph.sizes)) for op in layer.select("step")]
-    weights = sum(tensor.num_elements(graph.sizes) for tensor in layer.parameters)
-    return PerWeight(
-        vector_flops=sum(kind.vector_flops(call) for kind, call in calls) / weights,
-        traffic_bytes=sum(kind.traffic_bytes(call) for kind, call in calls) / weights,
-    )

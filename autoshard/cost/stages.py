@@ -13,9 +13,8 @@ from typing import Any, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost.block import PASSES, BlockCost, Setting
 from autoshard.cost.collective import Number, Ring, Route
-from autoshard.cost.setting import Question
+from autoshard.cost.setting import PASSES, BlockCost, Question, Setting
 from autoshard.cost.update import Weights, state_bytes
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
@@ -91,12 +90,12 @@ class ScheduleCounts:
 @lru_cache(maxsize=1024)
 def counts_of(schedule: Schedule) -> ScheduleCounts:
     """Look at every schedule once."""
-    places = np.array([schedule.place_of(stage) for stage in range(schedule.num_stages)])
+    ranks, chunks = np.array([schedule.place_of(stage) for stage in range(schedule.num_stages)]).T
     stages = np.zeros((schedule.num_ranks, schedule.num_chunks), dtype=np.int64)
-    stages[places[:, 0], places[:, 1]] = np.arange(schedule.num_stages)
+    stages[ranks, chunks] = np.arange(schedule.num_stages)
     return ScheduleCounts(
-        ranks=places[:, 0],
-        chunks=places[:, 1],
+        ranks=ranks,
+        chunks=chunks,
         stages=stages,
         ends=(stages == 0).sum(axis=1) + (stages == schedule.num_stages - 1).sum(axis=1),
         sends=np.array(schedule.num_sends(), dtype=np.float64),
@@ -110,17 +109,18 @@ def in_flight_of(schedule: Schedule) -> tuple[Floats, ...]:
     return tuple(np.array(held, dtype=np.float64) for held in each)
 
 
-def _messages(ranks: Ints, stages: Ints, held: Sequence[Floats]) -> Floats:
+def _messages(schedule: Schedule, *, keeps_outputs: bool) -> Floats:
     """Count the hidden states and gradients of them that each rank holds between its stages and those of other ranks.
 
     One is received ahead from either side where a stage of another rank lies there, whatever the number of chunks:
     Megatron-LM and neuronx-distributed receive for the next action only (NVIDIA/Megatron-LM
     core/pipeline_parallel/schedules.py; aws-neuron/neuronx-distributed pipeline/scheduler.py, "Recv is always for the
-    next step microbatch/model_chunk"). What was received for an action under way is counted as kept or at work. Where
-    outputs are kept, ``held`` says of how many micro-batches.
+    next step microbatch/model_chunk"). What was received for an action under way is counted as kept or at work.
     """
+    ranks, stages = counts_of(schedule).ranks, counts_of(schedule).stages
     sent = np.append(ranks[1:] != ranks[:-1], False)
     after, before = sent[stages], np.roll(sent, 1)[stages]  # [rank, chunk]
+    held = in_flight_of(schedule) if keeps_outputs else ()
     kept = [(own[:, : stages.shape[1]] @ after[rank]).max() for rank, own in enumerate(held)]
     found = np.array(kept or [0.0] * len(stages), dtype=np.float64)
     for beside in (before, after):
@@ -149,19 +149,20 @@ class BlockTotals(PerCandidate):
         def stacked(columns: Sequence[Number]) -> Floats:
             return np.array([np.broadcast_to(column, count) for column in columns], dtype=np.float64)
 
+        memories = [cost.memory for cost in costs]
         forward, inputs, weight = (stacked([sum(cost.seconds[name].values()) for cost in costs]) for name in PASSES)
         weights, tied = (
             {pending: np.broadcast_to(number, count) for pending, number in held.items()}
-            for held in (costs[0].weights, costs[0].tied_weights)
+            for held in (memories[0].weights, memories[0].tied_weights)
         )
         return cls(
             forward_s=forward,
             input_s=inputs,
             weight_s=weight,
-            saved_bytes=stacked([cost.saved_bytes for cost in costs]),
-            moment_bytes=stacked([cost.working_bytes + cost.remade_bytes for cost in costs]),
-            waiting_bytes=stacked([cost.waiting_bytes for cost in costs]),
-            placeholder_bytes=stacked([cost.placeholder_bytes for cost in costs]),
+            saved_bytes=stacked([memory.saved_bytes for memory in memories]),
+            moment_bytes=stacked([memory.working_bytes + memory.remade_bytes for memory in memories]),
+            waiting_bytes=stacked([memory.waiting_bytes for memory in memories]),
+            placeholder_bytes=stacked([memory.placeholder_bytes for memory in memories]),
             weights=weights,
             tied_weights=tied,
         )
@@ -269,29 +270,43 @@ Slot = tuple[Floats, BlockTotals, Ints | int]  # how many of a block each chunk 
 
 def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
     """Price all options of all ranks."""
-    question, schedule, counts = blocks.question, blocks.schedule, counts_of(blocks.schedule)
-    slots = _slots(blocks, options)
-    saved, waiting = _total(slots, "saved_bytes"), _total(slots, "waiting_bytes")
-    weights = _weights(slots)
-    kept = in_flight_of(schedule) if load_kernels(question.kernels).keeps_outputs else ()
-    messages = _messages(counts.ranks, counts.stages, kept)[:, None, None]
-    parts: dict[str, Number] = {
-        "activations": most_kept(schedule, saved, waiting),
-        "working": _working(slots, splits=schedule.splits_backward),
-        "placeholders": _placeholders(blocks, options, slots),
-        "pipeline": messages * blocks.boundary_bytes,
-    }
-    layers = np.broadcast_to(options.num_layers, saved.shape[:2])
-    parts |= _states_and_buffers(question, blocks.setting, weights, _largest_block(slots), blocks.bucket_bytes)
+    schedule, counts = blocks.schedule, counts_of(blocks.schedule)
+    stage = counts.stages[:, None, :, None]
+    shape = (schedule.num_ranks, *options.recomputed.shape[1:])
+    again, plain = (
+        np.broadcast_to(own, shape)[..., None].astype(np.float64) for own in (options.recomputed, options.plain)
+    )
+    slots: tuple[Slot, ...] = (  # in the order of the forward pass of a chunk
+        ((stage == 0).astype(np.float64), blocks.embed, 0),
+        (again, blocks.layer, options.kind),
+        (plain, blocks.layer, options.plain_kind),
+        ((stage == schedule.num_stages - 1).astype(np.float64), blocks.head, 0),
+    )
+    apart = 1.0 - slots[0][0].sum(axis=2) * slots[-1][0].sum(axis=2)  # tied weights that meet on a rank count once
+    weights: dict[tuple[str, ...], Any] = {}
+    for count, block, _ in slots:
+        for held, factor in ((block.weights, 1.0), (block.tied_weights, apart)):
+            for pending, number in held.items():
+                weights[pending] = weights.get(pending, 0.0) + factor * count.sum(axis=2) * number
+
+    def total(name: str) -> Floats:
+        embed, recomputed, kept, head = (count * getattr(block, name)[row] for count, block, row in slots)
+        return recomputed + kept + embed + head
+
+    saved, waiting = total("saved_bytes"), total("waiting_bytes")
     return StagePrices(
-        forward_s=_total(slots, "forward_s"),
-        input_s=_total(slots, "input_s"),
-        weight_s=_total(slots, "weight_s"),
+        forward_s=total("forward_s"),
+        input_s=total("input_s"),
+        weight_s=total("weight_s"),
         saved_bytes=saved,
         waiting_bytes=waiting,
-        memory=parts,
+        memory={
+            "activations": most_kept(schedule, saved, waiting),
+            **_other_memory(blocks, slots, options.plain_kind),
+            **state_bytes(weights, blocks.setting, blocks.question.workload),
+        },
         weights=weights,
-        num_blocks=layers + counts.ends[:, None],
+        num_blocks=np.broadcast_to(options.num_layers, shape[:2]) + counts.ends[:, None],
     )
 
 
@@ -307,84 +322,32 @@ def most_kept(schedule: Schedule, saved: Floats, waiting: Floats) -> Floats:
     return np.stack([np.tensordot(own, sizes[rank], (1, 1)).max(axis=0) for rank, own in enumerate(held)])
 
 
-def _slots(blocks: PipelineBlocks, options: StageOptions) -> tuple[Slot, ...]:
-    """Return the blocks of every chunk in the order of its forward pass."""
-    schedule = blocks.schedule
-    stage = counts_of(schedule).stages[:, None, :, None]
-    shape = (schedule.num_ranks, *options.recomputed.shape[1:])
+def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot], plain_kind: int) -> Mapping[str, Number]:
+    """Return the parts of a rank's memory beside states and activations.
 
-    def count(layers: Ints) -> Floats:
-        return np.broadcast_to(layers, shape)[..., None].astype(np.float64)
-
-    return (
-        ((stage == 0).astype(np.float64), blocks.embed, 0),
-        (count(options.recomputed), blocks.layer, options.kind),
-        (count(options.plain), blocks.layer, options.plain_kind),
-        ((stage == schedule.num_stages - 1).astype(np.float64), blocks.head, 0),
-    )
-
-
-def _total(slots: Sequence[Slot], name: str) -> Floats:
-    """Add up a number over the blocks of each chunk."""
-    (embeds, embed, _), (recomputed, layer, kind), (plain, _, plain_kind), (heads, head, _) = slots
-    of_layer: Floats = getattr(layer, name)
-    found = recomputed * of_layer[kind] + plain * of_layer[plain_kind]
-    return found + embeds * getattr(embed, name)[0] + heads * getattr(head, name)[0]
-
-
-def _working(slots: Sequence[Slot], *, splits: bool) -> Floats:
-    """Return what a rank needs at most beside all that it keeps: [rank, option, candidate].
-
-    Backward runs from a chunk's last block to its first, and what a block kept is free when its turn is over.
+    ZeRO-3 has two whole blocks at a time, one at work and one on its way, and a gradient. Copies in buckets stand ready
+    unless gradients are summed in place, or there is nobody to share them with.
     """
-    working: Any = 0.0
+    question, setting, schedule = blocks.question, blocks.setting, blocks.schedule
+    precision, kernels = question.workload.precision, load_kernels(question.kernels)
+    (embeds, embed, _), (_, layer, _), _, (heads, head, _) = slots
+    has_embed, has_head = embeds.any(axis=2), heads.any(axis=2)
+    working: Any = 0.0  # backward runs from a chunk's last block to its first, and frees what each has kept
     freed: Any = 0.0
     for count, block, row in reversed(slots):
         working = np.maximum(working, np.where(count > 0, block.moment_bytes[row] - freed, 0.0))
-        freed = freed if splits else freed + count * block.saved_bytes[row]
-    return working.max(axis=2)
-
-
-def _placeholders(blocks: PipelineBlocks, options: StageOptions, slots: Sequence[Slot]) -> Floats:
-    """Return the buffers that stay once for every kind of block on a rank, whatever is computed again."""
-    embeds, heads = (slots[number][0].any(axis=2) for number in (0, -1))
-    of_layer = blocks.layer.placeholder_bytes[options.plain_kind]
-    return of_layer + embeds * blocks.embed.placeholder_bytes[0] + heads * blocks.head.placeholder_bytes[0]
-
-
-def _weights(slots: Sequence[Slot]) -> Weights:
-    """Return a rank's weights by the atoms that their gradients await; tied ones that meet there count once."""
-    apart = 1.0 - slots[0][0].sum(axis=2) * slots[-1][0].sum(axis=2)
-    found: dict[tuple[str, ...], Any] = {}
-    for count, block, _ in slots:
-        for held, factor in ((block.weights, 1.0), (block.tied_weights, apart)):
-            for pending, number in held.items():
-                found[pending] = found.get(pending, 0.0) + factor * count.sum(axis=2) * number
-    return found
-
-
-def _largest_block(slots: Sequence[Slot]) -> Floats:
-    """Return the weights of a rank's largest block; every rank has layers."""
-    (embeds, embed, _), (_, layer, _), _, (heads, head, _) = slots
-    ends = np.maximum(embeds.any(axis=2) * embed.num_weights, heads.any(axis=2) * head.num_weights)
-    return np.maximum(layer.num_weights, ends)
-
-
-def _states_and_buffers(
-    question: Question, setting: Setting, weights: Weights, largest_block: Number, bucket_bytes: Number
-) -> Mapping[str, Number]:
-    """Return the parts of a rank's memory that do not depend on micro-batches in flight.
-
-    ``largest_block`` counts weights: ZeRO-3 has two whole blocks at a time, one at work and one on its way, and a
-    gradient. Copies in buckets stand ready unless gradients are summed in place, or there is nobody to share them with.
-    """
-    precision, kernels = question.workload.precision, load_kernels(question.kernels)
+        freed = freed if schedule.splits_backward else freed + count * block.saved_bytes[row]
+    messages = _messages(schedule, keeps_outputs=kernels.keeps_outputs)
+    placeholders = layer.placeholder_bytes[plain_kind] + has_embed * embed.placeholder_bytes[0]
+    largest = np.maximum(layer.num_weights, np.maximum(has_embed * embed.num_weights, has_head * head.num_weights))
+    gathered = 2 * DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients]
     replicas = setting.atoms["edp"] * setting.atoms["ep"] * setting.atoms["cp"]
-    weight, gradient = DTYPE_BYTES[precision.weights], DTYPE_BYTES[precision.gradients]
     return {
-        **state_bytes(weights, setting, question.workload),
-        "gathered": largest_block * (2 * weight + gradient) if setting.zero == 3 else 0,
-        "buckets": bucket_bytes * (replicas > 1) if kernels.copies_buckets and setting.zero else 0,
+        "working": working.max(axis=2),
+        "placeholders": placeholders + has_head * head.placeholder_bytes[0],
+        "pipeline": messages[:, None, None] * blocks.boundary_bytes,
+        "gathered": largest * gathered if setting.zero == 3 else 0,
+        "buckets": blocks.bucket_bytes * (replicas > 1) if kernels.copies_buckets and setting.zero else 0,
         "workspace": kernels.workspace_bytes,
         "runtime": kernels.runtime_bytes,
     }

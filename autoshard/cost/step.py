@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.cost.block import BlockCost, Setting, exposed_s
 from autoshard.cost.collective import Number
-from autoshard.cost.setting import Question
-from autoshard.cost.sharded import per_weight
+from autoshard.cost.setting import BlockCost, Question, Setting
 from autoshard.cost.stages import (
     BlockTotals,
     PerCandidate,
@@ -21,12 +19,13 @@ from autoshard.cost.stages import (
     most_kept,
     price_stages,
 )
-from autoshard.cost.update import Turns, UpdateCost, Weights, exchanged_bytes, update_cost
+from autoshard.cost.update import UpdateCost, Weights, summed_weights, update_cost
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import delays_of, makespan_s
-from autoshard.schedule.waves import KINDS, Floats, Ints
+from autoshard.schedule.waves import KINDS, Floats
 from autoshard.spec.kernels import load_kernels
+from autoshard.spec.workload import DTYPE_BYTES
 
 Price = Callable[[str, Recompute], BlockCost]  # block kind and recompute -> cost
 PARTS = ("compute", "waiting", "tp", "cp", "ep")
@@ -55,8 +54,8 @@ class StepSeconds(PerCandidate):
 def step_seconds(blocks: PipelineBlocks, prices: StagePrices) -> StepSeconds:
     """Time a step, given the prices of the option that each rank of every candidate has."""
     busy = np.broadcast_to(prices.pass_s, (blocks.schedule.num_ranks, blocks.num_candidates))
-    turns = Turns(num_micro_batches=blocks.schedule.num_micro_batches, num_blocks=prices.num_blocks)
-    update = rank_update(blocks.question, blocks.setting, prices.weights, busy, turns)
+    count = blocks.schedule.num_micro_batches
+    update = rank_update(blocks.question, blocks.setting, prices.weights, busy, count, prices.num_blocks)
     seconds = {part: np.broadcast_to(own, busy.shape) for part, own in update.seconds.items()}
     return StepSeconds(
         makespan_s=pipelined_s(blocks, work_by_stage(blocks.schedule, prices)),
@@ -85,17 +84,26 @@ def pipelined_s(blocks: PipelineBlocks, work_s: Floats) -> Floats:
     return makespan_s(schedule, delays_of(schedule, work_s, send, receive, overlap=sends.hidden))
 
 
-def rank_update(question: Question, setting: Setting, weights: Weights, pass_s: Number, turns: Turns) -> UpdateCost:
+def rank_update(
+    question: Question,
+    setting: Setting,
+    weights: Weights,
+    pass_s: Number,
+    num_micro_batches: Number,
+    num_blocks: Number,
+) -> UpdateCost:
     """Price the step phase of a rank that holds these weights and is busy so long with each micro-batch.
 
     A part of data parallelism's traffic may hide behind passes: sums of gradients are whole in the last backward, and
     weights are awaited once; under ZeRO-3 both happen in every micro-batch.
     """
-    found = update_cost(weights, setting, question, per_weight(question.step), turns)
+    found = update_cost(weights, setting, question, num_micro_batches, num_blocks)
     share = load_kernels(question.kernels).hides.get("unit" if setting.zero == 3 else "dp", 0.0)
-    passes = turns.num_micro_batches if setting.zero == 3 else 1
-    hidden = exposed_s(found.seconds["dp"], passes * pass_s, share)
-    return replace(found, seconds={**found.seconds, "dp": hidden})
+    if not share:
+        return found
+    traffic_s, passes = found.seconds["dp"], num_micro_batches if setting.zero == 3 else 1
+    exposed_s = np.maximum((1 - share) * traffic_s, traffic_s - passes * pass_s)
+    return replace(found, seconds={**found.seconds, "dp": exposed_s})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +147,18 @@ class PlanStep:
 
     @classmethod
     def of(cls, question: Question, setting: Setting, pipeline: PlanPipeline, price: Price) -> "PlanStep":
-        """Price a plan's stages."""
+        """Price a plan's stages, as the only option of each rank."""
         kinds = tuple(dict.fromkeys((_PLAIN, *(drop for stage in pipeline.stages for drop, _ in stage.layers))))
+        again = [[(drop, count) for drop, count in stage.layers if drop != _PLAIN] for stage in pipeline.stages]
+        rows = [  # of each stage: kind, layers of this kind, and layers that compute nothing again
+            (kinds.index(own[0][0]) if own else 0, own[0][1] if own else 0, dict(stage.layers).get(_PLAIN, 0))
+            for own, stage in zip(again, pipeline.stages, strict=True)
+        ]
+        kind, recomputed, plain = np.array(rows, dtype=np.int64)[counts_of(pipeline.schedule).stages[:, None]].T
+        options = StageOptions(kind=kind.T, recomputed=recomputed.T, plain=plain.T, plain_kind=0)
         blocks = plan_blocks(question, setting, pipeline, price, kinds)
         only = np.zeros((pipeline.schedule.num_ranks, 1), dtype=np.int64)
-        prices = price_stages(blocks, _options_of(pipeline, kinds)).chosen(only, only[0])
+        prices = price_stages(blocks, options).chosen(only, only[0])
         return cls(blocks=blocks, prices=prices, seconds=step_seconds(blocks, prices))
 
 
@@ -162,23 +177,6 @@ def plan_blocks(
         embed=BlockTotals.of([price("embed", _PLAIN)], 1),
         layer=BlockTotals.of([price("layer", drop) for drop in kinds], 1),
         head=BlockTotals.of([price("head", _PLAIN)], 1),
-    )
-
-
-def _options_of(pipeline: PlanPipeline, kinds: Sequence[Recompute]) -> StageOptions:
-    """Return the stages of a plan as the only option of each rank."""
-    recomputed = [[(drop, count) for drop, count in stage.layers if drop != _PLAIN] for stage in pipeline.stages]
-    plain = [sum(count for drop, count in stage.layers if drop == _PLAIN) for stage in pipeline.stages]
-    stages = counts_of(pipeline.schedule).stages[:, None]
-
-    def by_rank(column: Sequence[int]) -> Ints:
-        return np.array(column, dtype=np.int64)[stages]
-
-    return StageOptions(
-        kind=by_rank([kinds.index(some[0][0]) if some else 0 for some in recomputed]),
-        recomputed=by_rank([some[0][1] if some else 0 for some in recomputed]),
-        plain=by_rank(plain),
-        plain_kind=0,
     )
 
 
@@ -205,27 +203,21 @@ class StepCost:
 def step_cost(question: Question, setting: Setting, pipeline: PlanPipeline, price: Price) -> StepCost:
     """Price a step with named parts."""
     step = PlanStep.of(question, setting, pipeline, price)
-    rank_blocks = _rank_blocks(pipeline)
+    blocks: list[list[tuple[int, BlockCost]]] = [[] for _ in range(pipeline.schedule.num_ranks)]
+    for number, stage in enumerate(pipeline.stages):
+        rank, _ = pipeline.schedule.place_of(number)
+        blocks[rank] += [(count, price(kind, drop)) for kind, drop, count in stage.contents()]
     weights = sum(step.prices.weights.values()) + np.zeros((pipeline.schedule.num_ranks, 1))
     return StepCost(
-        seconds=_seconds(step, rank_blocks, price),
+        seconds=_seconds(step, blocks),
         memory=plan_memory(step),
-        sent_bytes=_sent(step, rank_blocks, price),
+        sent_bytes=_sent(step, blocks),
         weights=tuple(weights[:, 0].tolist()),
     )
 
 
-def _rank_blocks(pipeline: PlanPipeline) -> list[Counter[tuple[str, Recompute]]]:
-    """Count the blocks of every rank, by kind and recompute."""
-    found: list[Counter[tuple[str, Recompute]]] = [Counter() for _ in range(pipeline.schedule.num_ranks)]
-    for number, stage in enumerate(pipeline.stages):
-        for kind, drop, count in stage.contents():
-            found[pipeline.schedule.place_of(number)[0]][kind, drop] += count
-    return found
-
-
-def _seconds(step: PlanStep, rank_blocks: Sequence[Counter[tuple[str, Recompute]]], price: Price) -> dict[str, float]:
-    """Return the parts of a step; those of the pipelined phase together are its makespan.
+def _seconds(step: PlanStep, blocks: Sequence[Sequence[tuple[int, BlockCost]]]) -> dict[str, float]:
+    """Return the parts of a step, given the blocks of every rank; those of the pipelined phase add up to its makespan.
 
     They are those of the rank that computes and sends longest (of the first such one), because that one decides how
     long a long step takes. ``pp`` is what it sends and receives while it does nothing else; ``bubble`` is the makespan
@@ -234,8 +226,7 @@ def _seconds(step: PlanStep, rank_blocks: Sequence[Counter[tuple[str, Recompute]
     sends_s = step.blocks.hop_s[:, 0]
     rank = int((step.prices.pass_s[:, 0] + sends_s).argmax())
     count = step.blocks.schedule.num_micro_batches
-    blocks = [(number, price(kind, drop)) for (kind, drop), number in rank_blocks[rank].items()]
-    seconds = {part: count * sum(float(number * cost.part_s(part)) for number, cost in blocks) for part in PARTS}
+    seconds = {part: count * sum(float(number * cost.part_s(part)) for number, cost in blocks[rank]) for part in PARTS}
     seconds["pp"] = count * float(sends_s[rank])
     seconds["bubble"] = max(0.0, float(step.seconds.makespan_s[0]) - sum(seconds.values()))
     seconds["fixed"] = float(step.seconds.fixed_s[0])
@@ -256,21 +247,21 @@ def plan_memory(step: PlanStep) -> tuple[Mapping[str, float], ...]:
     return tuple(dict(zip(whole, own, strict=True)) for own in zip(*whole.values(), strict=True))
 
 
-def _sent(step: PlanStep, rank_blocks: Sequence[Counter[tuple[str, Recompute]]], price: Price) -> Mapping[str, float]:
-    """Return the bytes that the busiest rank sends along each axis."""
-    blocks, schedule = step.blocks, step.blocks.schedule
+def _sent(step: PlanStep, blocks: Sequence[Sequence[tuple[int, BlockCost]]]) -> Mapping[str, float]:
+    """Return the bytes that the busiest rank sends along each axis, given the blocks of every rank."""
+    schedule, setting = step.blocks.schedule, step.blocks.setting
     sent: dict[str, float] = {axis: float(np.max(size)) for axis, size in step.seconds.update.sent_bytes.items()}
     totals: dict[str, list[float]] = {}
-    for number, own in enumerate(rank_blocks):
-        for (kind, drop), count in own.items():
-            for axis, size in price(kind, drop).sent_bytes.items():
-                totals.setdefault(axis, [0.0] * len(rank_blocks))[number] += float(count * size)
+    for rank, own in enumerate(blocks):
+        for count, cost in own:
+            for axis, size in cost.sent_bytes.items():
+                totals.setdefault(axis, [0.0] * len(blocks))[rank] += float(count * size)
     for axis, sizes in totals.items():
         sent[axis] = sent.get(axis, 0.0) + schedule.num_micro_batches * max(sizes)
     if schedule.num_ranks > 1:
-        precision = blocks.question.workload.precision
-        tied = float(np.max(exchanged_bytes(blocks.head.tied_weights, blocks.setting, precision), initial=0.0))
-        lone = counts_of(schedule).ends == 1
-        hidden = schedule.num_micro_batches * counts_of(schedule).sends * float(blocks.boundary_bytes[0])
-        sent["pp"] = float((hidden + lone * tied).max())
+        # Gradients of tied weights go from one end to the other, unless one rank has both.
+        tied = sum(float(np.max(count)) for count in summed_weights(step.blocks.head.tied_weights, setting).values())
+        tied *= DTYPE_BYTES[step.blocks.question.workload.precision.gradients]
+        hidden = schedule.num_micro_batches * counts_of(schedule).sends * float(step.blocks.boundary_bytes[0])
+        sent["pp"] = float((hidden + (counts_of(schedule).ends == 1) * tied).max())
     return sent

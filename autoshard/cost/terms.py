@@ -1,22 +1,21 @@
-"""Terms of a user's own in the time of a step: functions while a plan is searched."""
+"""Terms of a user's own in the time of a step: functions while a plan is searched, numbers in a plan's provenance."""
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from autoshard.cost.collective import Number
-from autoshard.errors import require
+from autoshard.errors import InputError, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Columns
 
-PREFIX = "cost."  # of its part of the predicted seconds and of its line in a plan's provenance
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_PREFIX = "cost."  # of its part of the predicted seconds and of its line in a plan's provenance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,22 +32,23 @@ class CostTerm:
 
     def __post_init__(self) -> None:
         """Refuse names that are no word, and terms without a source."""
+        is_word = bool(re.fullmatch(r"[a-z][a-z0-9_]*", self.name))
         require(
-            (bool(_NAME.fullmatch(self.name)), "name", f"must be lower case like my_term, not {self.name!r}"),
+            (is_word, "name", f"must be lower case like my_term, not {self.name!r}"),
             (bool(self.source.strip()), "source", "say where this term is from"),
         )
 
     @property
     def part(self) -> str:
         """The name of its part of the predicted seconds."""
-        return PREFIX + self.name
+        return _PREFIX + self.name
 
     def of(self, columns: Columns) -> Number:
         """Evaluate it; a term is an addition to a step, so that less than nothing is refused."""
         found: Any = np.asarray(self.seconds(columns), dtype=np.float64)
         least, most = found.min(initial=0.0), found.max(initial=0.0)
-        said = f"gives {least if least < 0 else most} s; a term gives finite seconds of at least 0"
-        require((bool(least >= 0 and most < math.inf), self.part, said))
+        message = f"gives {least if least < 0 else most} s; a term gives finite seconds of at least 0"
+        require((bool(least >= 0 and most < math.inf), self.part, message))
         return found
 
 
@@ -66,3 +66,28 @@ def outer_point(candidate: Candidate) -> Candidate:
     'tp=2,pp=2,dp=1'
     """
     return replace(candidate, stages=None, recompute=(Recompute(),))
+
+
+def term_entries(terms: Sequence[CostTerm], columns: Columns) -> Mapping[str, str]:
+    """Return the entries of terms in a plan's provenance: the seconds of its outer point, and their source."""
+    return {term.part: f"{float(term.of(columns))!r} s, {term.source}" for term in terms}
+
+
+def term_seconds(provenance: Mapping[str, str]) -> Mapping[str, float]:
+    """Return the seconds of the terms that a plan states.
+
+    >>> term_seconds({"model": "a card", "cost.stall": "0.25 s, my own runs"})
+    {'cost.stall': 0.25}
+    """
+    found: dict[str, float] = {}
+    for key, entry in provenance.items():
+        if key.startswith(_PREFIX):
+            number, unit, _ = entry.partition(" s, ")
+            try:
+                found[key] = float(number)
+            except ValueError:
+                found[key] = math.nan
+            if not unit or not 0 <= found[key] < math.inf:
+                message = f"must be SECONDS s, SOURCE with at least 0 seconds, not {entry!r}"
+                raise InputError.of(f"provenance.{key}", message)
+    return found

@@ -6,23 +6,21 @@ from functools import cache
 
 import numpy as np
 
-from autoshard.cost.block import Setting
+from autoshard.cost.calibration import calibration_of
 from autoshard.cost.predict import priced, question_of
-from autoshard.cost.provenance import calibration_of, term_seconds
-from autoshard.cost.setting import Question
-from autoshard.cost.stages import StagePrices, counts_of
+from autoshard.cost.setting import Question, Setting
+from autoshard.cost.stages import counts_of
 from autoshard.cost.step import PARTS, PlanPipeline, PlanStep, Price, StageLayers, plan_memory, work_by_stage
+from autoshard.cost.terms import term_seconds
 from autoshard.cost.update import gathering_share
 from autoshard.errors import require
 from autoshard.plan.plan import Plan
 from autoshard.plan.trace import Pass, Phase, RankTrace, Trace
-from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import PipelineTimes, RankRun, simulate
 from autoshard.schedule.waves import KINDS, Coded, Floats, coded
 
 MOST_ACTIONS = 2**22  # of all ranks: 20 CPU seconds and 2 GB to simulate and draw
 _HALVES = {"F": ("F",), "I": ("I",), "W": ("W",), "B": ("I", "W")}
-_IN_FLIGHT = ("activations", "logits")  # parts of memory that come and go with micro-batches
 _TOWARDS = {"F": 1, "B": -1, "I": -1, "W": 0}  # from a stage to the one that takes what an action makes
 
 
@@ -36,45 +34,44 @@ def trace(plan: Plan) -> Trace:
 
 def step_trace(question: Question, setting: Setting, pipeline: PlanPipeline, price: Price) -> Trace:
     """Return the step that ``step_cost`` adds up."""
-    schedule = pipeline.schedule
+    schedule, sends = pipeline.schedule, pipeline.sends
     each = schedule.num_stages * schedule.num_micro_batches * (3 if schedule.splits_backward else 2)
     count = sum(map(len, schedule.actions)) if schedule.actions else each
     message = f"its pipeline has {count} actions, more than the {MOST_ACTIONS} that are traced one by one"
     require((count <= MOST_ACTIONS, "", message))
-    step = PlanStep.of(question, setting, pipeline, price)
-    run = simulate(schedule, _times(pipeline, step))
-    changes = _changes(schedule, step.prices)
+    step, counts = PlanStep.of(question, setting, pipeline, price), counts_of(schedule)
+    work_s = dict(zip(KINDS, work_by_stage(schedule, step.prices)[..., 0].tolist(), strict=True))
+    send_s, receive_s, hops = float(sends.time_s), float(sends.receive_s), len(pipeline.stages) - 1
+    times = PipelineTimes(
+        forward_s=tuple(work_s["F"]),
+        input_s=tuple(work_s["I"]),
+        weight_s=tuple(work_s["W"]),
+        send_s=(send_s,) * hops,
+        receive_s=(receive_s,) * hops,
+        overlap=sends.hidden,
+    )
+    run = simulate(schedule, times)
+    kept, waiting = (
+        column[counts.ranks, counts.chunks, 0] for column in (step.prices.saved_bytes, step.prices.waiting_bytes)
+    )
+    # By kind and stage by how much an action changes what its rank keeps of micro-batches.
+    changes = {"F": kept, "B": -kept, "I": waiting - kept, "W": -waiting}
     return Trace(
         passes=_passes(pipeline, price),
         ranks=tuple(
-            _rank_trace(coded(schedule.steps_of(number)), rank, changes, parts)
+            _rank_trace(coded(schedule.steps_of(number)), rank, np.array([changes[kind] for kind in KINDS]), parts)
             for number, (rank, parts) in enumerate(zip(run.ranks, plan_memory(step), strict=True))
         ),
         phases=_in_turn(_updates(step), run.makespan_s),
-        send_s=float(pipeline.sends.time_s),
-        receive_s=float(pipeline.sends.receive_s),
-        hides_sends=pipeline.sends.hidden,
-    )
-
-
-def _times(pipeline: PlanPipeline, step: PlanStep) -> PipelineTimes:
-    """Return what everything in the pipeline takes."""
-    work = work_by_stage(pipeline.schedule, step.prices)[..., 0].tolist()
-    forward, inputs, weight = (tuple(work[KINDS.index(kind)]) for kind in "FIW")
-    hops = len(pipeline.stages) - 1
-    return PipelineTimes(
-        forward_s=forward,
-        input_s=inputs,
-        weight_s=weight,
-        send_s=(float(pipeline.sends.time_s),) * hops,
-        receive_s=(float(pipeline.sends.receive_s),) * hops,
-        overlap=pipeline.sends.hidden,
+        send_s=send_s,
+        receive_s=receive_s,
+        hides_sends=sends.hidden,
     )
 
 
 def _passes(pipeline: PlanPipeline, price: Price) -> Mapping[tuple[str, int], Pass]:
     """Return what each kind of action takes at each stage; stages that hold the same are priced once."""
-    schedule = pipeline.schedule
+    ranks = counts_of(pipeline.schedule).ranks.tolist()
 
     @cache
     def parts_of(stage: StageLayers, kind: str) -> Mapping[str, float]:
@@ -84,10 +81,8 @@ def _passes(pipeline: PlanPipeline, price: Price) -> Mapping[tuple[str, int], Pa
 
     def neighbour(stage: int, towards: int) -> int | None:
         """Return the rank of the next stage, if that is another rank."""
-        if not 0 <= stage + towards < schedule.num_stages:
-            return None
-        own, other = schedule.place_of(stage)[0], schedule.place_of(stage + towards)[0]
-        return other if other != own else None
+        other = ranks[stage + towards] if 0 <= stage + towards < len(ranks) else ranks[stage]
+        return other if other != ranks[stage] else None
 
     return {
         (kind, number): Pass(
@@ -100,18 +95,10 @@ def _passes(pipeline: PlanPipeline, price: Price) -> Mapping[tuple[str, int], Pa
     }
 
 
-def _changes(schedule: Schedule, prices: StagePrices) -> Floats:
-    """Return by kind and stage by how much an action changes what its rank keeps of micro-batches."""
-    counts = counts_of(schedule)
-    kept, waiting = (column[counts.ranks, counts.chunks, 0] for column in (prices.saved_bytes, prices.waiting_bytes))
-    by_kind = {"F": kept, "B": -kept, "I": waiting - kept, "W": -waiting}
-    return np.array([by_kind[kind] for kind in KINDS])
-
-
 def _rank_trace(actions: Coded, run: RankRun, changes: Floats, memory: Mapping[str, float]) -> RankTrace:
     kinds, stages, micro_batches = actions
     parts = {name: round(float(size)) for name, size in memory.items()}
-    in_flight = sum(parts[name] for name in _IN_FLIGHT)
+    in_flight = parts["activations"] + parts["logits"]  # what comes and goes with micro-batches
     change = changes[kinds, stages]
     idle = sum(parts.values()) - in_flight
     return RankTrace(

@@ -1,31 +1,48 @@
-"""The step phase: reducing gradients, updating the optimizer's shards, gathering the new weights."""
+"""The step phase: reducing gradients, updating the optimizer's shards, gathering the new weights; states at rest."""
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
 
-from autoshard.cost.block import Setting
 from autoshard.cost.collective import Number
-from autoshard.cost.setting import Question
-from autoshard.cost.sharded import PerWeight
+from autoshard.cost.setting import Question, Setting
 from autoshard.graph.kinds.optimizer import UPDATES
 from autoshard.layout.collective import Collective, CollectiveKind
-from autoshard.plan.lowering import split_pending
+from autoshard.plan.lowering import StepGraph, split_pending
+from autoshard.plan.plan import Plan
 from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
 
 Weights = Mapping[tuple[str, ...], Number]  # the atoms that a gradient's sum is pending over -> weights on the rank
 
+# Assumed, since no plan says where its checkpoints lie. FSx for Lustre (PERSISTENT-1000) gives 1,000 MB/s of disk
+# throughput for each TiB of a file system: docs.aws.amazon.com/fsx/latest/LustreGuide/ssd-storage.html, 2026-11.
+_STORAGE_TIB = 12
+STORAGE = f"FSx for Lustre of {_STORAGE_TIB} TiB at 1000 MB/s per TiB"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateCost:
-    """One step phase of a rank: seconds by part, bytes sent by axis."""
+class Resuming:
+    """What a run reads of a checkpoint when it goes on under a plan."""
 
-    seconds: Mapping[str, Number]  # dp, tp, update
-    sent_bytes: Mapping[str, Number]
+    state_bytes: int  # weights as they are updated, and moments
+    read_s: float  # from storage, no faster than nodes take it
+
+
+def resuming(plan: Plan) -> Resuming:
+    """Return what it costs to go on with a run under a plan."""
+    precision, cluster = plan.workload.precision, plan.cluster
+    moments_bytes = UPDATES[plan.workload.optimizer].num_moments * DTYPE_BYTES[precision.moments]
+    state = plan.model.num_parameters * (DTYPE_BYTES[precision.masters or precision.weights] + moments_bytes)
+    link = cluster.links[-1]
+    nodes_bytes_per_s = link.bandwidth_bytes_per_s * cluster.num_ranks / link.ranks_per_port
+    storage_bytes_per_s = _STORAGE_TIB * 1000e6
+    read_s = state / min(storage_bytes_per_s, nodes_bytes_per_s if link.domain == "cluster" else math.inf)
+    return Resuming(state_bytes=state, read_s=read_s)
 
 
 def num_shards(shards: tuple[str, ...], setting: Setting) -> Number:
@@ -49,12 +66,7 @@ def state_bytes(weights: Weights, setting: Setting, workload: Workload) -> Mappi
     return parts
 
 
-def exchanged_bytes(tied_apart: Weights, setting: Setting, precision: Precision) -> Number:
-    """Return what a rank sends of the gradients of weights that it shares with another stage: what it holds of them."""
-    return sum(_resting(tied_apart, setting).values()) * DTYPE_BYTES[precision.gradients]
-
-
-def _resting(weights: Weights, setting: Setting) -> Weights:
+def summed_weights(weights: Weights, setting: Setting) -> Weights:
     """Return of how many weights a rank has gradients when all micro-batches are done: pieces of them under ZeRO-3."""
     if setting.zero != 3:
         return weights
@@ -69,33 +81,44 @@ def _grouped(weights: Weights, part: Literal[0, 1]) -> Weights:
     return counts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
-    """How often a step comes by the weights of a rank: micro-batches, and the blocks that each goes through there."""
+@cache
+def per_weight(step: StepGraph) -> tuple[float, float]:
+    """Return the FLOPs and bytes of norm, clip, update and cast for one weight of a layer, read off the graph."""
+    graph = step.graph
+    layer = graph.block("layer")
+    calls = [(op.kind, layer.call(op, graph.sizes)) for op in layer.select("step")]
+    count = sum(tensor.num_elements(graph.sizes) for tensor in layer.parameters)
+    vector_flops = sum(kind.vector_flops(call) for kind, call in calls)
+    return vector_flops / count, sum(kind.traffic_bytes(call) for kind, call in calls) / count
 
-    num_micro_batches: Number
-    num_blocks: Number
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateCost:
+    """One step phase of a rank: seconds by part, bytes sent by axis."""
+
+    seconds: Mapping[str, Number]  # dp, tp, update
+    sent_bytes: Mapping[str, Number]
 
 
 def update_cost(
-    weights: Weights, setting: Setting, question: Question, per_weight: PerWeight, turns: Turns
+    weights: Weights, setting: Setting, question: Question, num_micro_batches: Number, num_blocks: Number
 ) -> UpdateCost:
-    """Price the step phase of a rank that holds these weights.
+    """Price the step phase of a rank that holds these weights, in so many blocks.
 
     ZeRO-0 sums gradients everywhere; ZeRO-1 scatters the sums and gathers new weights; ZeRO-3 does so block by block in
     every micro-batch, and gathers the weights twice (forward and backward). What also awaits tp is summed there once.
     """
     seconds: dict[str, Number] = {"dp": 0.0, "tp": 0.0, "update": 0.0}
     sent: dict[str, Number] = defaultdict(float)
-    rates = question.rates
-    for part, collective, size, times in _collectives(weights, setting, question.workload.precision, turns):
+    rates, (flops, traffic_bytes) = question.rates, per_weight(question.step)
+    messages = _messages(weights, setting, question.workload.precision, num_micro_batches, num_blocks)
+    for part, collective, size, times in messages:
         ring = setting.rings[collective.atoms]
         seconds[part] = seconds[part] + times * ring.time_s(collective, size)
         sent[part] = sent[part] + times * ring.sent_bytes(collective, size)
     for shards, count in _grouped(weights, 0).items():
         share = count / num_shards(shards, setting)
-        compute_s = share * per_weight.vector_flops / rates.vector_flops_per_s
-        memory_s = share * per_weight.traffic_bytes / rates.memory_bytes_per_s
+        compute_s, memory_s = share * flops / rates.vector_flops_per_s, share * traffic_bytes / rates.memory_bytes_per_s
         seconds["update"] = seconds["update"] + np.maximum(compute_s, memory_s)
     return UpdateCost(seconds=seconds, sent_bytes=sent)
 
@@ -103,38 +126,26 @@ def update_cost(
 def gathering_share(weights: Weights, setting: Setting, precision: Precision) -> float:
     """Return how much of dp's seconds of a single candidate gathers weights: what waits for the update."""
     seconds: dict[CollectiveKind, float] = defaultdict(float)
-    once = Turns(num_micro_batches=1, num_blocks=1)
-    for part, collective, size, _ in _collectives(weights, setting, precision, once):
+    for part, collective, size, _ in _messages(weights, setting, precision, 1, 1):
         if part == "dp":
             seconds[collective.kind] += float(setting.rings[collective.atoms].time_s(collective, size))
     return seconds["all_gather"] / (sum(seconds.values()) or 1.0)
 
 
-def _collectives(
-    weights: Weights, setting: Setting, precision: Precision, turns: Turns
+def _messages(
+    weights: Weights, setting: Setting, precision: Precision, num_micro_batches: Number, num_blocks: Number
 ) -> Iterator[tuple[str, Collective, Number, Number]]:
     """Yield what a rank sends in the step phase: part, collective, bytes, how often."""
-    gradient, weight = DTYPE_BYTES[precision.gradients], DTYPE_BYTES[precision.weights]
-    traffic = [
-        ("dp", atoms, _traffic(setting.zero, count * gradient, count * weight, turns))
-        for atoms, count in _grouped(weights, 0).items()
-    ]
-    traffic += [
-        ("tp", atoms, _traffic(0, count * gradient, 0, turns))
-        for atoms, count in _grouped(_resting(weights, setting), 1).items()
-    ]
-    for part, atoms, entries in traffic:
-        for kind, size, times in entries if atoms else ():
-            yield part, Collective(kind=kind, dim=None, atoms=atoms), size, times
-
-
-def _traffic(
-    zero: int, gradient_bytes: Number, weight_bytes: Number, turns: Turns
-) -> Sequence[tuple[CollectiveKind, Number, Number]]:
-    """List what data parallelism sends in a step: kind, bytes, how often."""
-    if zero == 0:
-        return [("all_reduce", gradient_bytes, 1)]
-    if zero == 1:
-        return [("reduce_scatter", gradient_bytes, 1), ("all_gather", weight_bytes, 1)]
-    blocks, times = turns.num_blocks, turns.num_micro_batches * turns.num_blocks
-    return [("reduce_scatter", gradient_bytes / blocks, times), ("all_gather", weight_bytes / blocks, 2 * times)]
+    per_gradient, per_weight = DTYPE_BYTES[precision.gradients], DTYPE_BYTES[precision.weights]
+    for atoms, count in _grouped(weights, 0).items():
+        gradients, whole, times = count * per_gradient, count * per_weight, num_micro_batches * num_blocks
+        entries: Mapping[int, Sequence[tuple[CollectiveKind, Number, Number]]] = {
+            0: [("all_reduce", gradients, 1)],
+            1: [("reduce_scatter", gradients, 1), ("all_gather", whole, 1)],
+            3: [("reduce_scatter", gradients / num_blocks, times), ("all_gather", whole / num_blocks, 2 * times)],
+        }
+        for kind, size, repeats in entries[setting.zero] if atoms else ():
+            yield "dp", Collective(kind=kind, dim=None, atoms=atoms), size, repeats
+    for atoms, count in _grouped(summed_weights(weights, setting), 1).items():
+        if atoms:
+            yield "tp", Collective(kind="all_reduce", dim=None, atoms=atoms), count * per_gradient, 1

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from autoshard.calibration.accuracy import Accuracy
 from autoshard.calibration.validate import Validation
-from autoshard.cost.calibration import SECONDS, Calibration
+from autoshard.cost.calibration import CONSTANTS, SECONDS, Calibration
 from autoshard.report.terminal import make_table
 from autoshard.units import format_seconds
 
@@ -75,10 +75,8 @@ def _cells(errors: Accuracy) -> list[str]:
 
 def calibration_report(calibration: Calibration) -> str:
     """Return the constants, what they rest on, and the error of each way to tell them apart."""
-    constants = {
-        name: format_seconds(value) if name in SECONDS else f"{value:.3f}"
-        for name, value in calibration.constants.items()
-    }
+    values = {name: getattr(calibration, name) for name in CONSTANTS}
+    constants = {name: format_seconds(value) if name in SECONDS else f"{value:.3f}" for name, value in values.items()}
     lines = [f"{calibration.name}: {calibration.basis}", *_aligned(constants)]
     if calibration.fit:
         lines.append(f"Constants told apart, and the error of rows whose {calibration.fit.left_out_by} was left out:")

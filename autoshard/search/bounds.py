@@ -12,7 +12,7 @@ import numpy as np
 
 from autoshard.cost.stages import BlockTotals, PipelineBlocks, counts_of
 from autoshard.cost.step import rank_update
-from autoshard.cost.update import Turns, state_bytes
+from autoshard.cost.update import state_bytes
 from autoshard.plan.candidate import Zero
 from autoshard.schedule.builders import builders
 from autoshard.schedule.schedule import Schedule
@@ -149,7 +149,7 @@ def _update_s(blocks: PipelineBlocks, counts: Ints, layers: Ints) -> Floats:
     weights = {pending: layers * number for pending, number in blocks.layer.weights.items()}
     found: list[Floats] = []
     for ends in range(3) if blocks.setting.zero == 3 else (0,):
-        turns = Turns(num_micro_batches=counts, num_blocks=layers + ends)
-        update = rank_update(blocks.question, blocks.setting, weights, np.full(len(counts), _FOREVER), turns)
+        forever = np.full(len(counts), _FOREVER)
+        update = rank_update(blocks.question, blocks.setting, weights, forever, counts, layers + ends)
         found.append(sum(update.seconds.values()) + np.zeros(len(counts)))
     return np.min(found, axis=0)

@@ -9,11 +9,10 @@ from autoshard.blocks.choices import atom_dims, op_cuts, real_cuts
 from autoshard.blocks.cutting import Terms, operator_problem
 from autoshard.blocks.operators import cost_of, totals
 from autoshard.blocks.problem import OperatorProblem
-from autoshard.cost.block import PASSES, BlockWork, Setting, block_cost
+from autoshard.cost.calibration import calibration_of, interval_and_basis
 from autoshard.cost.compute import kernel_time
 from autoshard.cost.predict import question_of
-from autoshard.cost.provenance import calibration_of, interval_and_basis
-from autoshard.cost.setting import Question, setting_of, work_of
+from autoshard.cost.setting import PASSES, BlockWork, Question, Setting, block_cost, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
 from autoshard.graph.op import Op
 from autoshard.layout.layout import Cuts, show_atoms, whole_axes

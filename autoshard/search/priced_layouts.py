@@ -7,9 +7,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost.block import Setting
 from autoshard.cost.collective import Ring, Route, mesh_ring
-from autoshard.cost.setting import Question, boundary_bytes, price_block
+from autoshard.cost.setting import Question, Setting, boundary_bytes, price_block
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
 from autoshard.cost.stages import BlockTotals, PerCandidate, PipelineBlocks, Rows, Sends, only
 from autoshard.layout.cutting import Cutting

@@ -4,12 +4,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from autoshard.blocks.cutting import Terms, solved_cutting
-from autoshard.cost.calibration import Calibration, built_in
+from autoshard.cost.calibration import Calibration, built_in, calibration_entries
 from autoshard.cost.predict import predicted
-from autoshard.cost.provenance import calibration_entries, term_entries
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
-from autoshard.cost.terms import CostTerm, outer_point, user_terms
+from autoshard.cost.terms import CostTerm, outer_point, term_entries, user_terms
 from autoshard.errors import Fault, InputError, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.layout.cutting import Cutting

@@ -3,10 +3,10 @@
 import functools
 from dataclasses import replace
 
-from autoshard.cost.block import BlockCost, block_cost, block_work
 from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.compute import Rates
-from autoshard.cost.setting import Question, setting_of
+from autoshard.cost.predict import predict
+from autoshard.cost.setting import BlockCost, BlockMemory, Question, block_cost, block_work, setting_of
 from autoshard.cost.sharded import LoweredBlock
 from autoshard.cost.stages import Sends
 from autoshard.cost.step import PlanPipeline, StageLayers, step_cost
@@ -14,7 +14,6 @@ from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS
 from autoshard.plan.recompute import Recompute
-from autoshard.search.request import Request
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Precision, Workload
@@ -68,18 +67,10 @@ def plan_of(question, text):
     return tabled(build_plan(candidate_of(question, text), *facts, engine))
 
 
+@functools.cache
 def predicted_of(question, text):
-    """The plan of a candidate with its prediction, made as the planner makes it."""
-    request = Request(
-        model=question.model,
-        cluster=question.cluster,
-        workload=question.workload,
-        engines=(question.cluster.engine,),
-        calibration=question.calibration,
-    )
-    prediction = request.plan(candidate_of(question, text), question.cluster.engine).prediction
-    assert prediction is not None
-    return prediction
+    """The prediction of a candidate with the constants of the question."""
+    return predict(plan_of(question, text), question.calibration)
 
 
 def priced(question, text, kind="layer", drop="none", rates=None):
@@ -109,21 +100,12 @@ def rates(**changes):
     return Rates(**{**dict.fromkeys(names, ENDLESS), **changes})
 
 
-def block(forward_s=0.0, backward_s=0.0, **changes):
-    """A made-up block."""
-    values = {
-        "seconds": {"F": {"compute": forward_s}, "I": {"compute": backward_s}, "W": {}},
-        "sent_bytes": {},
-        "saved_bytes": 0,
-        "waiting_bytes": 0,
-        "remade_bytes": 0,
-        "working_bytes": 0,
-        "placeholder_bytes": 0,
-        "weights": {},
-        "tied_weights": {},
-        **changes,
-    }
-    return BlockCost(**values)
+def block(forward_s=0.0, backward_s=0.0, seconds=None, **changes):
+    """A made-up block, which takes and holds nothing but what is given."""
+    names = ("saved_bytes", "waiting_bytes", "remade_bytes", "working_bytes", "placeholder_bytes")
+    memory = BlockMemory(**{**dict.fromkeys(names, 0), "weights": {}, "tied_weights": {}, **changes})
+    usual = {"F": {"compute": forward_s}, "I": {"compute": backward_s}, "W": {}}
+    return BlockCost(seconds=seconds or usual, sent_bytes={}, memory=memory)
 
 
 def stages_of(counts):

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.cost.block import PASSES, exposed_s
 from autoshard.cost.block_memory import memory_timeline
 from autoshard.cost.collective import Ring
-from autoshard.cost.setting import setting_of
+from autoshard.cost.setting import PASSES, setting_of
 from autoshard.plan.recompute import Recompute
 from autoshard.search.priced_layouts import ring_column
 from autoshard.spec.kernels import kernels_names, load_kernels
@@ -153,7 +152,7 @@ class TestMemory:
         # The output head on te, while the weights' gradient is made: the input as gathered again, and the input's
         # gradient before it is scattered. The logits became their gradient, and the weights' is added to its sum.
         cost = priced(ask(kernels="te"), "tp=8", kind="head")
-        assert cost.working_bytes == 2 * (2 * 8192 * HIDDEN)
+        assert cost.memory.working_bytes == 2 * (2 * 8192 * HIDDEN)
 
     @pytest.mark.parametrize("tp", [1, 2])
     def test_the_backward_of_the_activation_is_the_fullest_moment_of_a_layer(self, tp):
@@ -162,23 +161,23 @@ class TestMemory:
         cost = priced(ask(kernels="te"), f"tp={tp},dp={128 // tp}")
         piece, inner = 2 * 8192 // tp * HIDDEN, 2 * 8192 * FFN // tp
         ids = 2 * 8 * 8192  # positions of queries and keys
-        assert cost.working_bytes == piece + inner + 2 * inner - inner + ids
+        assert cost.memory.working_bytes == piece + inner + 2 * inner - inner + ids
 
     def test_products_that_add_to_the_sums_leave_a_buffer_for_each_shape_of_weights(self):
         question = ask(kernels="te")
         query, key = HIDDEN * HEADS * HEAD, HIDDEN * KV_HEADS * HEAD
         shapes = (query + 2 * key, query, 2 * HIDDEN * FFN, FFN * HIDDEN)
-        assert priced(question, "tp=8").placeholder_bytes == 2 * sum(shapes) // TP
+        assert priced(question, "tp=8").memory.placeholder_bytes == 2 * sum(shapes) // TP
         vocab = question.model.vocab // TP
-        assert priced(question, "tp=8", kind="head").placeholder_bytes == 2 * HIDDEN * vocab
-        assert priced(ask(kernels="nxd"), "tp=8").placeholder_bytes == 0
+        assert priced(question, "tp=8", kind="head").memory.placeholder_bytes == 2 * HIDDEN * vocab
+        assert priced(ask(kernels="nxd"), "tp=8").memory.placeholder_bytes == 0
 
     def test_all_experts_have_weights_of_one_shape(self):
         question = ask("mixtral-8x7b", "h100-80", 1, kernels="te", seq_len=4096)
         attention = 4096 * (4096 + 2 * 1024) + 4096 * 4096
         one = 3 * 4096 * 14336
         for ep in (1, 8):
-            assert priced(question, f"tp=1,dp=8,ep={ep}").placeholder_bytes == 2 * (attention + one)
+            assert priced(question, f"tp=1,dp=8,ep={ep}").memory.placeholder_bytes == 2 * (attention + one)
 
     def test_what_is_kept_anyway_needs_no_room_again(self):
         # Forward attention finds queries kept, and makes what is kept: beside are positions, and those keys and values
@@ -191,26 +190,26 @@ class TestMemory:
         assert (beside, moment.frees) == (["k_in", "v_in", "positions", "key_positions"], frozenset())
         here = setting(ask(kernels="te"), "tp=8")
         alone = block_price(replace(layer, moments=(moment,)), layer, here, ask(kernels="te").rates)
-        assert alone.working_bytes == 2 * 8192 * 8
+        assert alone.memory.working_bytes == 2 * 8192 * 8
 
     def test_recompute_brings_back_while_a_layer_is_in_backward_what_it_dropped(self):
         plain, full = priced(ask(), "tp=8"), priced(ask(), "tp=8", drop="full")
-        assert full.saved_bytes + full.remade_bytes == plain.saved_bytes
-        assert (plain.remade_bytes, full.saved_bytes) == (0, 8192 // 8 * HIDDEN * 2)
+        assert full.memory.saved_bytes + full.memory.remade_bytes == plain.memory.saved_bytes
+        assert (plain.memory.remade_bytes, full.memory.saved_bytes) == (0, 8192 // 8 * HIDDEN * 2)
 
     @given(st.sampled_from([1, 2, 4, 8, 16, 32]))
     def test_more_tp_never_gives_a_rank_more_weights_or_activations(self, tp):
         wide, narrow = priced(ask(), f"tp={tp}"), priced(ask(), f"tp={min(32, 2 * tp)}")
-        assert sum(narrow.weights.values()) <= sum(wide.weights.values())
-        assert narrow.saved_bytes <= wide.saved_bytes
+        assert sum(narrow.memory.weights.values()) <= sum(wide.memory.weights.values())
+        assert narrow.memory.saved_bytes <= wide.memory.saved_bytes
 
     def test_only_tied_weights_are_counted_apart(self):
         tied, own = ask("gpt2-xl", "h100-80", 1, seq_len=1024, kernels="te"), ask(kernels="te")
         head = priced(tied, "tp=1", kind="head")
-        assert list(head.tied_weights.values()) == [tied.model.vocab * tied.model.hidden]
-        assert list(head.weights.values()) == [2 * tied.model.hidden]
-        assert not priced(own, "tp=1", kind="head").tied_weights
-        assert not priced(tied, "tp=1", kind="embed").tied_weights
+        assert list(head.memory.tied_weights.values()) == [tied.model.vocab * tied.model.hidden]
+        assert list(head.memory.weights.values()) == [2 * tied.model.hidden]
+        assert not priced(own, "tp=1", kind="head").memory.tied_weights
+        assert not priced(tied, "tp=1", kind="embed").memory.tied_weights
 
 
 class TestRecompute:
@@ -223,7 +222,7 @@ class TestRecompute:
         plain = priced(question, "tp=8")
         selective = priced(question, "tp=8", drop=f"selective[{','.join(chosen)}]")
         full = priced(question, "tp=8", drop="full")
-        assert full.saved_bytes <= selective.saved_bytes <= plain.saved_bytes
+        assert full.memory.saved_bytes <= selective.memory.saved_bytes <= plain.memory.saved_bytes
         assert total(plain) <= total(selective) * (1 + 1e-12)
         assert total(selective) <= total(full) * (1 + 1e-12)
 
@@ -269,14 +268,6 @@ class TestRecompute:
 
 
 class TestExposed:
-    seconds = st.floats(0, 1e3)
-
-    @given(seconds, seconds, st.floats(0, 1))
-    def test_a_share_of_traffic_hides_behind_work_and_the_rest_does_not(self, traffic, covering, share):
-        # Of the traffic, share * traffic may go on behind the work, and min of both does.
-        expected = traffic - min(share * traffic, covering)
-        assert exposed_s(traffic, covering, share) == pytest.approx(expected, abs=1e-9)
-
     @pytest.mark.parametrize("kernels", kernels_names())
     def test_tensor_parallel_traffic_hides_behind_the_compute_of_its_own_pass_as_the_table_says(self, kernels):
         question, text = ask(kernels=kernels), "tp=8"
@@ -336,5 +327,5 @@ def test_columns_of_layouts_give_what_single_layouts_give():
     for row, here in enumerate(singles):
         alone = block_price(sharded, sharded, here, question.rates)
         assert np.asarray(total(together))[row] == pytest.approx(total(alone), rel=1e-12)
-        assert together.saved_bytes[row] == alone.saved_bytes
-        assert together.working_bytes[row] == alone.working_bytes
+        assert together.memory.saved_bytes[row] == alone.memory.saved_bytes
+        assert together.memory.working_bytes[row] == alone.memory.working_bytes

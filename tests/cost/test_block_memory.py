@@ -81,7 +81,7 @@ def test_the_fullest_moment_is_that_of_a_walk(model, kernels, kind):
     sharded = here.blocks.block(kind, Recompute())
     products = [name for names in load_kernels(kernels).placeholders for name in names]
     unmade = frozenset(f"{name}.d1" for name in products)
-    assert float(priced(question, "tp=1,dp=8", kind=kind).working_bytes) == walked(sharded, here, unmade)
+    assert float(priced(question, "tp=1,dp=8", kind=kind).memory.working_bytes) == walked(sharded, here, unmade)
 
 
 @settings(max_examples=8)

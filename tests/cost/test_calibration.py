@@ -1,5 +1,8 @@
+"""Constants: what they may be, what those that come with autoshard rest on, and how plans carry them."""
+
 import json
 from dataclasses import replace
+from datetime import date
 from importlib import resources
 from pathlib import Path
 
@@ -13,95 +16,147 @@ from autoshard.cost.calibration import (
     Calibration,
     Reach,
     built_in,
+    calibration_entries,
+    calibration_of,
     calibration_text,
     load_calibration,
     uncalibrated,
 )
+from autoshard.cost.predict import predict
 from autoshard.errors import InputError
+from autoshard.plan.codec import dump, load
+from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import cluster_names
+from tests.cost.cases import ask, plan_of
 
 FOLDER = Path(str(resources.files("autoshard.cost")))
-
-
-def shipped() -> list[Path]:
-    return [FOLDER / "uncalibrated.json", *(FOLDER / "calibrations").glob("*.json")]
-
-
-def test_a_cluster_has_its_own_constants_or_those_of_the_nearest_machine_or_nominal_ones():
-    own, nearest = {path.stem for path in shipped()[1:]}, json.loads((FOLDER / "nearest.json").read_text("utf-8"))
-    assert own <= {*cluster_names()} and not own & nearest.keys()
-    for name in cluster_names():
-        expected = name if name in own else nearest.get(name, {"to": "uncalibrated"})["to"]
-        assert built_in(name).name == expected and expected in {"uncalibrated", *own}
-    assert built_in("my-own") is uncalibrated()
-
-
-def test_impossible_constants_are_refused_all_at_once():
-    with pytest.raises(InputError) as caught:
-        replace(
-            uncalibrated(), matrix_efficiency=1.1, far_link_efficiency=0.0, launch_s=-1e-9, interval=1.0, sources={}
-        )
-    assert [fault.where for fault in caught.value.faults] == [
-        "matrix_efficiency", "far_link_efficiency", "launch_s", "interval",
-        *(f"sources.{name}" for name in (*CONSTANTS, "interval")),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", EFFICIENCIES)
-@pytest.mark.parametrize(("value", "legal"), [(0.0, False), (-0.5, False), (1e-9, True), (1.0, True), (1.01, False)])
-def test_an_efficiency_is_a_share_of_a_peak(name: str, value: float, legal: bool):
-    if legal:
-        assert getattr(replace(uncalibrated(), **{name: value}), name) == value
-    else:
-        with pytest.raises(InputError, match=rf"^{name}: must lie in \(0, 1\]"):
-            replace(uncalibrated(), **{name: value})
-
-
-@pytest.mark.parametrize("name", SECONDS)
-def test_a_time_may_be_nothing_but_not_less(name: str):
-    assert getattr(replace(uncalibrated(), **{name: 0.0}), name) == 0
-    with pytest.raises(InputError, match=rf"^{name}: must not be negative"):
-        replace(uncalibrated(), **{name: -1e-12})
-
-
-def test_more_than_a_rate_is_reached_only_where_it_is_declared():
-    here = Reach(cluster="local", axes=(), kernels=("torch_engine",))
-    assert replace(uncalibrated(), reach=here, matrix_efficiency=4.0).matrix_efficiency == 4
-    for reach in (None, replace(here, cluster="h100-80")):
-        with pytest.raises(InputError, match=r"matrix_efficiency: must lie in \(0, 1\]"):
-            replace(uncalibrated(), reach=reach, matrix_efficiency=4.0)
-
-
+FILES = sorted((FOLDER / "calibrations").glob("*.json"), key=lambda one: one.name)
+OWN = replace(
+    uncalibrated(), name="mine", basis="my runs", matrix_efficiency=0.3, near_link_efficiency=1 / 3, interval=0.1
+)
 efficiencies = st.tuples(*[st.floats(1e-6, 1)] * len(EFFICIENCIES))
 times = st.tuples(*[st.floats(0, 10)] * len(SECONDS))
 
 
-@given(efficiencies, times, st.floats(0, 0.99))
-def test_a_file_round_trips(shares: tuple[float, ...], seconds: tuple[float, ...], interval: float):
-    values = dict(zip(CONSTANTS, (*shares, *seconds), strict=True))
-    made = replace(built_in("trn1.32xlarge"), interval=interval, **values)
-    text = calibration_text(made)
-    assert "bytes" not in text
-    assert json.loads(text)["matrix_efficiency"] == made.matrix_efficiency
-    path = Path("unused")
-    assert _read(text, path) == made
+class TestConstants:
+    def test_impossible_ones_are_refused_all_at_once(self):
+        wrong = {"matrix_efficiency": 1.1, "far_link_efficiency": 0.0, "launch_s": -1e-9, "interval": 1.0}
+        with pytest.raises(InputError) as caught:
+            replace(uncalibrated(), sources={}, **wrong)
+        sources = [f"sources.{name}" for name in (*CONSTANTS, "interval")]
+        assert [fault.where for fault in caught.value.faults] == [*wrong, *sources]
+
+    @pytest.mark.parametrize("value", [0.0, -0.5, 1.01])
+    def test_an_efficiency_is_a_share_of_a_peak_and_a_time_not_negative(self, value: float):
+        for name in EFFICIENCIES:
+            with pytest.raises(InputError, match=rf"^{name}: must lie in \(0, 1\]"):
+                replace(uncalibrated(), **{name: value})
+        for name in SECONDS:
+            with pytest.raises(InputError, match=rf"^{name}: must not be negative"):
+                replace(uncalibrated(), **{name: -1e-12})
+        limits = {**dict.fromkeys(EFFICIENCIES, 1.0), **dict.fromkeys(SECONDS, 0.0)}
+        assert replace(uncalibrated(), **limits).launch_s == 0
+
+    def test_more_than_a_rate_is_reached_only_where_it_is_declared(self):
+        here = Reach(cluster="local", axes=(), kernels=("torch_engine",))
+        assert replace(uncalibrated(), reach=here, matrix_efficiency=4.0).matrix_efficiency == 4
+        for reach in (None, replace(here, cluster="h100-80")):
+            with pytest.raises(InputError, match=r"matrix_efficiency: must lie in \(0, 1\]"):
+                replace(uncalibrated(), reach=reach, matrix_efficiency=4.0)
+
+    @given(efficiencies, times, st.floats(0, 0.99))
+    def test_a_file_round_trips(self, shares: tuple[float, ...], seconds: tuple[float, ...], interval: float):
+        values = dict(zip(CONSTANTS, (*shares, *seconds), strict=True))
+        made = replace(built_in("trn1.32xlarge"), interval=interval, **values)
+        assert record.decode(Calibration, json.loads(calibration_text(made))) == made
+
+    def test_a_wrong_file_is_one_line_that_names_it(self, tmp_path: Path):
+        path = tmp_path / "my.json"
+        path.write_text(calibration_text(replace(built_in("trn1.32xlarge"), name="mine")), "utf-8")
+        assert load_calibration(path).name == "mine"
+        data = json.loads(path.read_text("utf-8"))
+        path.write_text(json.dumps({**data, "runtime_bytes": 1, "far_link_efficiency": 2.0}), "utf-8")
+        with pytest.raises(InputError) as caught:
+            load_calibration(path)
+        assert [fault.where for fault in caught.value.faults] == [str(path)]
+        assert "runtime_bytes: unknown key" in caught.value.faults[0].message
+        with pytest.raises(InputError, match="cannot be read"):
+            load_calibration(tmp_path / "none.json")
 
 
-def _read(text: str, path: Path) -> Calibration:
-    from autoshard.spec import record
+class TestBuiltIn:
+    @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+    def test_it_says_what_it_rests_on_and_tells_few_constants_apart(self, path: Path):
+        found, nominal = load_calibration(path), uncalibrated()
+        assert found == built_in(path.stem) and found.name == path.stem and found is not nominal
+        assert found.fit and found.reach and found.reach.cluster == path.stem
+        assert len(set(found.fit.rows)) == len(found.fit.rows) >= found.fit.num_layouts >= 2
+        year, month, day = (*map(int, found.fit.date.split("-")), 1, 1)[:3]  # publishers may leave out the day
+        assert date(year, month, day).isoformat().startswith(found.fit.date) and year > 2020
+        for words in (f"{len(found.fit.rows)} rows", path.stem, found.fit.date, f"{found.interval:.0%}"):
+            assert words in found.basis, "the sentence of every plan"
+        rates = {getattr(found, name) for name in EFFICIENCIES}
+        starts = {name for name in SECONDS if getattr(found, name) != getattr(nominal, name)}
+        compiled = path.stem.startswith("trn")
+        assert len(rates) + len(starts) <= (4 if compiled else 10)
+        assert not (compiled and starts), "a compiled graph is started once, whatever it does"
+        assert found.fit.left_out_mape <= min(found.fit.tried.values()) + 1e-3, "what was left out decided how many"
 
-    return record.decode(Calibration, json.loads(text), where=str(path))
+    def test_a_cluster_has_its_own_constants_or_those_of_the_nearest_machine_or_nominal_ones(self):
+        own, nearest = {path.stem for path in FILES}, json.loads((FOLDER / "nearest.json").read_text("utf-8"))
+        assert own <= {*cluster_names()} and not own & nearest.keys()
+        for name in cluster_names():
+            expected = name if name in own else nearest.get(name, {"to": "uncalibrated"})["to"]
+            assert built_in(name).name == expected and expected in {"uncalibrated", *own}
+        assert built_in("my-own") is uncalibrated()
 
 
-def test_a_wrong_file_is_one_line_that_names_it(tmp_path: Path):
-    path = tmp_path / "my.json"
-    path.write_text(calibration_text(replace(built_in("trn1.32xlarge"), name="mine")), "utf-8")
-    assert load_calibration(path).name == "mine"
-    data = json.loads(path.read_text("utf-8"))
-    path.write_text(json.dumps({**data, "runtime_bytes": 1, "far_link_efficiency": 2.0}), "utf-8")
-    with pytest.raises(InputError) as caught:
-        load_calibration(path)
-    assert [fault.where for fault in caught.value.faults] == [str(path)]
-    assert "runtime_bytes: unknown key" in caught.value.faults[0].message
-    with pytest.raises(InputError, match="cannot be read"):
-        load_calibration(tmp_path / "none.json")
+def plan(text="tp=8,pp=4,dp=4", calibration=None, **changes):
+    made = plan_of(ask(**changes), text)
+    return replace(made, provenance=calibration_entries(calibration)) if calibration else made
+
+
+class TestProvenance:
+    @pytest.mark.parametrize("calibration", [OWN, built_in("trn1.32xlarge"), uncalibrated()], ids=lambda one: one.name)
+    def test_a_plan_read_back_predicts_with_the_same_constants(self, calibration: Calibration):
+        read = load(dump(plan(calibration=calibration)))
+        same = replace(calibration_of(read), sources=calibration.sources)
+        assert same == replace(calibration, fit=None)
+        assert predict(read) == predict(read, calibration)
+
+    def test_a_plan_that_carries_none_has_those_of_its_cluster(self):
+        assert calibration_of(plan()) is built_in("trn1.32xlarge")
+        nearest = calibration_of(plan("tp=8,pp=4,dp=8", cluster_name="trn2.48xlarge"))
+        assert nearest == built_in("trn1.32xlarge")
+
+    @pytest.mark.parametrize(
+        ("text", "changes", "said"),
+        [
+            ("tp=8,pp=2,cp=4,dp=2", {}, "cp"),
+            ("tp=8,pp=4,vp=2,dp=4,schedule=interleaved", {}, "vp"),
+            ("tp=8,pp=4,dp=4", {"cluster_name": "trn1n.32xlarge"}, "trn1n.32xlarge"),
+        ],
+    )
+    def test_what_no_row_had_widens_the_interval(self, text: str, changes: dict[str, str], said: str):
+        measured, beyond = predict(plan()), predict(plan(text, built_in("trn1.32xlarge"), **changes))
+        assert f"extrapolated to {said}," in beyond.basis and "extrapolated" not in measured.basis
+        width = measured.high_s / measured.step_time_s - 1
+        assert beyond.high_s / beyond.step_time_s - 1 == pytest.approx(2 * width) and beyond.low_s > 0
+        assert predict(plan(text, uncalibrated(), **changes)).basis == uncalibrated().basis, "reaches nowhere anyway"
+
+    @pytest.mark.parametrize(
+        ("change", "fault"),
+        [
+            ({"constants": "far_link_efficiency=1"}, "provenance.calibration.constants: must be NAME=NUMBER"),
+            ({"constants": ",".join(f"{name}=x" for name in (*CONSTANTS, "interval"))}, "found 'x'"),
+            ({"constants": ",".join(f"{name}=2" for name in (*CONSTANTS, "interval"))}, "must lie in"),
+            ({"reach": "trn1"}, "write CLUSTER: AXES"),
+            ({"basis": ""}, "provenance.calibration.basis: say what"),
+        ],
+    )
+    def test_a_wrong_edit_is_refused_with_its_place(self, change: dict[str, str], fault: str):
+        made = plan(calibration=OWN)
+        entries = {f"calibration.{name}": text for name, text in change.items()}
+        with pytest.raises(InputError) as caught:
+            predict(replace(made, provenance={**made.provenance, **entries}))
+        assert fault in str(caught.value)

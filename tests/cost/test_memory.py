@@ -31,11 +31,11 @@ def test_every_layer_that_is_computed_again_keeps_its_input_only(dropped):
     mixed = parts_of(f"{text},recompute=full:{dropped}" if dropped else text)
     question = ask(cluster_name="h100-80", nodes=2, kernels="te")
     plain, full = priced(question, text), priced(question, text, drop="full")
-    kept = dropped * full.saved_bytes + (8 - dropped) * plain.saved_bytes
+    kept = dropped * full.memory.saved_bytes + (8 - dropped) * plain.memory.saved_bytes
     assert mixed["activations"] == 4 * kept
     # while such a layer runs backward, all that it dropped is there
-    assert full.remade_bytes == plain.saved_bytes - full.saved_bytes
-    assert mixed["working"] >= (full.remade_bytes if dropped == 8 else 0)
+    assert full.memory.remade_bytes == plain.memory.saved_bytes - full.memory.saved_bytes
+    assert mixed["working"] >= (full.memory.remade_bytes if dropped == 8 else 0)
 
 
 @given(st.sampled_from([(2, 2), (2, 4), (4, 2), (4, 4), (8, 2)]), st.integers(2, 4))
@@ -56,7 +56,7 @@ def test_logits_count_for_the_micro_batches_of_the_last_chunk_only():
     text = "tp=4,pp=4,dp=1,vp=2,schedule=interleaved"
     last = parts_of(text, rank=3, global_batch=16)
     head = priced(ask(cluster_name="h100-80", nodes=2, kernels="te"), text, kind="head")
-    assert last["logits"] == head.saved_bytes  # the last chunk runs backward as soon as forward is done
+    assert last["logits"] == head.memory.saved_bytes  # the last chunk runs backward as soon as forward is done
 
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from(["none", "full", "selective[core_attn]"]))

@@ -298,8 +298,8 @@ class TestContextParallelism:
     def test_divides_what_is_kept_of_a_block_by_cp(self, kernels, cp, kind):
         question = ask(kernels=kernels)
         alone, cut = (priced(question, f"tp=8,cp={size},dp={16 // size}", kind) for size in (1, cp))
-        assert cut.saved_bytes * cp == alone.saved_bytes
-        assert sum(cut.weights.values()) == sum(alone.weights.values())
+        assert cut.memory.saved_bytes * cp == alone.memory.saved_bytes
+        assert sum(cut.memory.weights.values()) == sum(alone.memory.weights.values())
 
     @pytest.mark.parametrize("cp", [2, 4])
     def test_divides_products_by_cp_and_in_zigzag_order_attention_too(self, cp):

@@ -309,5 +309,8 @@ def test_a_step_is_made_of_its_blocks():
     layer, head = priced(question, text), priced(question, text, kind="head")
     slowest = 8 * layer.part_s("compute") + head.part_s("compute")
     assert cost.seconds["compute"] == pytest.approx(256 // 4 * slowest)
-    assert (cost.memory[3]["activations"], cost.memory[3]["logits"]) == (8 * layer.saved_bytes, head.saved_bytes)
-    assert cost.memory[0]["activations"] == 4 * 8 * layer.saved_bytes
+    assert (cost.memory[3]["activations"], cost.memory[3]["logits"]) == (
+        8 * layer.memory.saved_bytes,
+        head.memory.saved_bytes,
+    )
+    assert cost.memory[0]["activations"] == 4 * 8 * layer.memory.saved_bytes

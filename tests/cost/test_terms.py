@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from autoshard.cost.predict import predict, predicted
-from autoshard.cost.provenance import term_entries, term_seconds
-from autoshard.cost.terms import CostTerm, outer_point
+from autoshard.cost.terms import CostTerm, outer_point, term_entries, term_seconds
 from autoshard.cost.trace import trace
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate

@@ -2,7 +2,7 @@
 
 import re
 
-from autoshard.cost.provenance import calibration_of
+from autoshard.cost.calibration import calibration_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import Alternatives
 from autoshard.report.explanation import explanation_report

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.cli import main
-from autoshard.cost.compiling import MOST_INSTRUCTIONS
-from autoshard.cost.predict import most_instructions
+from autoshard.cost.predict import MOST_INSTRUCTIONS, most_instructions
 from autoshard.errors import InputError, RunFailed
 from autoshard.plan.codec import dump
 from autoshard.runtime.compiling import Compiled, FailedGraph, compiled_of, streamed

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost.block import BlockCost, Setting
 from autoshard.cost.predict import plan_cost, priced
-from autoshard.cost.setting import Question, price_block, setting_of
+from autoshard.cost.setting import BlockCost, Question, Setting, price_block, setting_of
 from autoshard.cost.sharded import CutBlocks
 from autoshard.cost.stages import PipelineBlocks, StageOptions, StagePrices, price_stages
 from autoshard.cost.step import Price, plan_blocks, step_seconds

@@ -9,8 +9,8 @@ import pytest
 from autoshard.blocks.choices import real_cuts
 from autoshard.blocks.cutting import Terms, operator_problem
 from autoshard.blocks.operators import solve
+from autoshard.cost.calibration import calibration_of
 from autoshard.cost.predict import question_of
-from autoshard.cost.provenance import calibration_of
 from autoshard.cost.setting import price_block, setting_of
 from autoshard.cost.sharded import ListedBlocks
 from autoshard.cost.step import PARTS
