@@ -10,6 +10,7 @@ from autoshard.plan.explanation import Alternatives, ExplainedBlock, ExplainedOp
 from autoshard.plan.plan import Plan
 from autoshard.plan.prediction import Prediction
 from autoshard.report.terminal import (
+    TIME_WORDS,
     at_commas,
     dollars_text,
     make_table,
@@ -18,7 +19,6 @@ from autoshard.report.terminal import (
     runners_up_parts,
     time_table,
 )
-from autoshard.report.words import TIME_WORDS
 from autoshard.units import format_bytes, format_seconds
 
 _PASSES = ("F", "I", "W")

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from autoshard.engine.base import DryRank, Measured, RunReport, TimedStep
 from autoshard.plan.plan import Plan
-from autoshard.report.terminal import compiled_words, make_table, prediction_of
+from autoshard.report.terminal import compiled_words, make_table, prediction_of, ranks_text
 from autoshard.units import format_bytes, format_count, format_seconds
 
 _PORT = 6006  # TensorBoard's own
@@ -18,15 +18,11 @@ _WAITED = 0.02  # of a step's time: to wait so long for data is worth a word
 _PHASES = {"compile": "compiled in it", "warm-up": "warm-up", "steady": ""}
 _DISPENSABLE = ("memory", "rate", "norm", "ratio", "mfu", "speed", "waited", "left", "phase")  # where a line is short
 _PARTS = {  # what an engine counts -> the predicted parts that it adds up
-    "weights": ("weights",),
-    "gradients": ("gradients",),
-    "masters": ("masters",),
-    "optimizer": ("optimizer",),
+    **{name: (name,) for name in ("weights", "gradients", "masters", "optimizer")},
     "saved": ("activations", "logits"),
 }
 _MEMORY, _SENT = "Memory of a rank", "Sent by a rank in a step"
 _COUNTED_KERNELS = "torch_engine"  # the table of what the torch engine keeps, which is what a dry run counts
-
 
 Pairs = dict[str, dict[str, int | None]]  # name -> predicted and measured bytes; None where nobody measured
 
@@ -115,34 +111,29 @@ def run_report(plan: Plan, report: RunReport, platform: str) -> Group:
     parts: list[RenderableType] = ["", make_table("Predicted and measured", columns, rows)]
     groups = alike_ranks(plan, report.ranks)
     if any(counted.memory_bytes for counted in report.ranks):
-        memory = [(ranks_text(group.ranks), group.memory) for group in groups]
-        parts += ["", _bytes_table(_MEMORY, memory, "measured")]
+        parts += ["", _bytes_table(_MEMORY, [(group.ranks, group.memory) for group in groups], "measured")]
     if any(counted.sent_bytes for counted in report.ranks):
-        sent = [(ranks_text(group.ranks), group.sent) for group in groups]
-        parts += ["", _bytes_table(_SENT, sent, "measured")]
+        parts += ["", _bytes_table(_SENT, [(group.ranks, group.sent) for group in groups], "measured")]
     return Group(*parts)
 
 
 def run_json(plan: Plan, report: RunReport) -> dict[str, Any]:
-    """Return the same as JSON."""
-    prediction = prediction_of(plan)
+    """Return the same as JSON; a loss or norm that is no number is null, and ``nonfinite`` says what it was."""
+    prediction, steps = prediction_of(plan), list[dict[str, Any]]()
+    for one in report.steps:
+        found = {"number": one.number, "loss": one.loss, "norm": one.norm, "time_s": one.time_s}
+        strange = one.nonfinite
+        steps.append({**found, **dict.fromkeys(strange), "nonfinite": strange} if strange else found)
     step = {"predicted": prediction.step_time_s, "low": prediction.low_s, "high": prediction.high_s}
     return {
         "candidate": str(plan.candidate),
         "step_time_s": {**step, "measured": report.step_time_s},
-        "steps": [_step_json(step) for step in report.steps],
+        "steps": steps,
         "ranks": [
             {"ranks": ranks, "memory_bytes": memory, "sent_bytes": sent}
             for ranks, memory, sent in alike_ranks(plan, report.ranks)
         ],
     }
-
-
-def _step_json(step: TimedStep) -> dict[str, Any]:
-    """Return a step; a loss or norm that is no number is null, and ``nonfinite`` says what it was."""
-    found: dict[str, Any] = {"number": step.number, "loss": step.loss, "norm": step.norm, "time_s": step.time_s}
-    strange = step.nonfinite
-    return {**found, **dict.fromkeys(strange), "nonfinite": strange} if strange else found
 
 
 def run_summary(plan: Plan, report: RunReport, platform: str) -> dict[str, Any]:
@@ -194,7 +185,7 @@ def _sent_pairs(plan: Plan, counted: Measured) -> Pairs:
     return {axis: {"predicted": predicted.get(axis, 0), "measured": counted.sent_bytes.get(axis)} for axis in axes}
 
 
-def _bytes_table(title: str, groups: Sequence[tuple[str, Pairs]], counted: str) -> Table:
+def _bytes_table(title: str, groups: Sequence[tuple[Sequence[int], Pairs]], counted: str) -> Table:
     """Return a table of bytes by ranks, predicted and as they were ``counted``."""
     rows: list[tuple[str, ...]] = []
     for ranks, pairs in groups:
@@ -202,27 +193,15 @@ def _bytes_table(title: str, groups: Sequence[tuple[str, Pairs]], counted: str) 
             predicted, measured = pair["predicted"] or 0, pair["measured"]
             text = "-" if measured is None else format_bytes(measured)
             ratio = "-" if measured is None or not predicted else f"{measured / predicted:.2f}"
-            rows.append(("" if number else ranks, name, format_bytes(predicted), text, ratio))
+            rows.append(("" if number else ranks_text(ranks), name, format_bytes(predicted), text, ratio))
     return make_table(title, ("ranks", "", ">predicted", f">{counted}", f">{counted} / predicted"), rows)
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Write numbers with runs of neighbours folded.
-
-    >>> ranks_text([0, 1, 2, 5, 7, 8])
-    '0-2,5,7-8'
-    """
-    starts = [rank for rank in ranks if rank - 1 not in ranks]
-    ends = [rank for rank in ranks if rank + 1 not in ranks]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def dry_report(plan: Plan, ranks: Sequence[DryRank]) -> Group:
     """Return the bytes of ranks that were tried out without the others, beside what was predicted of them."""
-    memory = [(str(one.rank), _memory_pairs(plan, one.rank, one.measured)) for one in ranks]
-    sent = [(str(one.rank), _sent_pairs(plan, one.measured)) for one in ranks]
-    of_memory, of_sent = _bytes_table(_MEMORY, memory, "counted"), _bytes_table(_SENT, sent, "counted")
-    return Group("", of_memory, "", of_sent)
+    memory = [((one.rank,), _memory_pairs(plan, one.rank, one.measured)) for one in ranks]
+    sent = [((one.rank,), _sent_pairs(plan, one.measured)) for one in ranks]
+    return Group("", _bytes_table(_MEMORY, memory, "counted"), "", _bytes_table(_SENT, sent, "counted"))
 
 
 def dry_notes(plan: Plan, ranks: Sequence[DryRank]) -> list[str]:

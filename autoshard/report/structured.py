@@ -8,7 +8,7 @@ from autoshard.plan.diff import Breakdown, Diff, Term, diff
 from autoshard.plan.explanation import Alternatives, Explanation, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.rule import Rejection
-from autoshard.report.words import misfits, sentences
+from autoshard.report.comparison import misfits, sentences
 from autoshard.spec.record import encode
 
 

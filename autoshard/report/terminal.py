@@ -14,15 +14,24 @@ from autoshard.plan.prediction import Compiling, Dollars, Prediction
 from autoshard.plan.proof import Proof
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.rule import Rejection
-from autoshard.report.words import TIME_WORDS
 from autoshard.schedule.simulate import ideal_bubble
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
 
 WIDTH = 120  # of what is no terminal, so that files do not depend on the machine
 MOST_ROWS = 20  # of pipeline ranks; beyond, neighbours share a row
-_BAR = 16
-_CANDIDATE = 56  # columns for the text of a candidate in a table
+TIME_WORDS = {
+    "compute": "compute",
+    "waiting": "waiting for kernels to start",
+    "tp": "tensor-parallel communication",
+    "cp": "context-parallel communication",
+    "ep": "expert-parallel communication",
+    "pp": "sends between stages",
+    "bubble": "waiting in the pipeline",
+    "dp": "gradients and weights over dp",
+    "update": "optimizer update",
+    "fixed": "fixed time of every step",
+}
 _MOST_CHUNKS = 3  # whose layers a row names
 _SIZES = (("weights",), ("gradients",), ("masters", "optimizer"), ("activations", "logits"))  # columns of memory
 
@@ -123,6 +132,7 @@ def prediction_of(plan: Plan) -> Prediction:
 
 
 def _headline(plan: Plan, prediction: Prediction) -> Group:
+    """Return the model and the cluster, the work, the layout, and what it promises."""
     cluster, workload, precision = plan.cluster, plan.workload, plan.workload.precision
     lnc = f" at lnc {cluster.lnc}" if cluster.lnc else ""
     place = f"{cluster.num_nodes} x {cluster.name}{lnc}" if cluster.name != LOCAL else "this machine"
@@ -142,12 +152,11 @@ def _headline(plan: Plan, prediction: Prediction) -> Group:
         (f"{format_count(prediction.tokens_per_s, 'tokens/s')}", "bold"), f", MFU {prediction.mfu:.1%}, peak ",
         (format_bytes(prediction.peak_bytes), "bold"), f" of {format_bytes(prediction.capacity_bytes)} a rank",
     )  # fmt: skip
-    count = plan.schedule.num_micro_batches
-    padded = "".join(f"; {dim} padded to {size}" for dim, size in plan.padding.items())
     batches = (
-        f"{plan.schedule.builder}: {count} {'micro-batch' if count == 1 else 'micro-batches'} of {plan.micro_batch} "
-        f"per data-parallel rank, {_counted(len(plan.stages), 'stage')}, "
-        f"ideal bubble {ideal_bubble(plan.schedule):.1%}{padded}"
+        f"{plan.schedule.builder}: {_counted(plan.schedule.num_micro_batches, 'micro-batch', 'es')} of "
+        f"{plan.micro_batch} per data-parallel rank, {_counted(len(plan.stages), 'stage')}, "
+        f"ideal bubble {ideal_bubble(plan.schedule):.1%}"
+        + "".join(f"; {dim} padded to {size}" for dim, size in plan.padding.items())
     )
     return Group(
         Text.assemble((plan.model.name, "bold"), f"{size} on {place}: {_counted(cluster.num_ranks, 'rank')}"),
@@ -160,8 +169,8 @@ def _headline(plan: Plan, prediction: Prediction) -> Group:
     )
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def _counted(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else plural}"
 
 
 def dollars_text(dollars: Dollars) -> Text:
@@ -180,7 +189,7 @@ def compiled_words(compiling: Compiling) -> str:
     return f"before the first step, {graphs} to compile: {format_seconds(compiling.compile_s)} by {compiling.basis}"
 
 
-def _bar(share: float, width: int = _BAR) -> str:
+def _bar(share: float, width: int = 16) -> str:
     return "█" * min(width, round(share * width))
 
 
@@ -203,7 +212,7 @@ def memory_table(plan: Plan) -> Table:
         share = fullest.total / capacity
         sizes = [sum(fullest.parts.get(part, 0) for part in parts) for parts in _SIZES]
         cells = [f"{size / GIB:.2f}" for size in (*sizes, fullest.total - sum(sizes), fullest.total)]
-        place = [_span(ranks[0], ranks[-1]), _layers(plan, ranks), nodes_of(plan, ranks)]
+        place = [ranks_text(ranks), _layers(plan, ranks), nodes_of(plan, ranks)]
         rows.append([*place, *cells, f"{share:4.0%} {_bar(share)}"])
     shared = "; of ranks that share a row, the fullest" if len(groups) < len(memories) else ""
     title = f"Memory per pipeline rank in GiB, of {capacity / GIB:.2f}{shared}"
@@ -222,20 +231,26 @@ def _row_groups(num_ranks: int) -> list[range]:
     return [range(1), *middle, *([range(num_ranks - 1, num_ranks)] if num_ranks > 1 else [])]
 
 
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Write numbers with runs of neighbours folded.
+
+    >>> ranks_text([0, 1, 2, 5, 7, 8])
+    '0-2,5,7-8'
+    """
+    starts = [rank for rank in ranks if rank - 1 not in ranks]
+    ends = [rank for rank in ranks if rank + 1 not in ranks]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def _layers(plan: Plan, ranks: range) -> str:
     """Return which layers neighbouring pipeline ranks hold, chunk by chunk, and whether the embedding or the head."""
-    numbers = [number for number, stage in enumerate(plan.stages) if stage.rank in ranks]
-    chunks: dict[int, tuple[int, int]] = {}
-    for stage in (plan.stages[number] for number in numbers):
-        first, _ = chunks.get(stage.chunk, (stage.first_layer, 0))
-        chunks[stage.chunk] = (first, stage.first_layer + stage.num_layers - 1)
-    texts = [_span(*chunk) for chunk in chunks.values()]
-    before = "embed " if 0 in numbers else ""
-    after = " head" if len(plan.stages) - 1 in numbers else ""
+    chunks: dict[int, list[int]] = {}
+    for stage in plan.stages:
+        if stage.rank in ranks:
+            chunks.setdefault(stage.chunk, []).extend(range(stage.first_layer, stage.first_layer + stage.num_layers))
+    texts = [ranks_text(layers) for layers in chunks.values()]
+    before = "embed " if plan.stages[0].rank in ranks else ""
+    after = " head" if plan.stages[-1].rank in ranks else ""
     return f"{before}{','.join(texts[:_MOST_CHUNKS])}{',...' if len(texts) > _MOST_CHUNKS else ''}{after}"
 
 
@@ -243,7 +258,8 @@ def nodes_of(plan: Plan, ranks: range) -> str:
     """Return on which nodes the layers of neighbouring pipeline ranks lie."""
     members = (member for rank in ranks for member in plan.mesh.ranks_of({"pp": rank}))
     nodes = sorted({member // plan.cluster.ranks_per_node for member in members})
-    return _span(nodes[0], nodes[-1]) if nodes[-1] - nodes[0] + 1 == len(nodes) else f"{len(nodes)} nodes"
+    text = ranks_text(nodes)
+    return f"{len(nodes)} nodes" if "," in text else text
 
 
 def runners_up_parts(plan: Plan, others: Sequence[Plan]) -> list[RenderableType]:
@@ -251,32 +267,24 @@ def runners_up_parts(plan: Plan, others: Sequence[Plan]) -> list[RenderableType]
 
     Under it stands which of them, at most two, are so near that only a measurement can tell.
     """
-    best = prediction_of(plan)
-    rows = [
-        (
-            at_commas(str(other.candidate), _CANDIDATE),
-            format_seconds(prediction_of(other).step_time_s),
-            f"{prediction_of(other).step_time_s / best.step_time_s - 1:+.1%}",
-            _mostly_for(best, prediction_of(other)),
-            format_bytes(prediction_of(other).peak_bytes),
-        )
-        for other in others
-    ]
+    best, rows = prediction_of(plan), list[tuple[str, ...]]()
+    for other in others:
+        its = prediction_of(other)
+        sign = 1 if its.step_time_s >= best.step_time_s else -1
+        more = {
+            part: sign * (its.time_parts.get(part, 0.0) - best.time_parts.get(part, 0.0))
+            for part in sorted(best.time_parts.keys() | its.time_parts.keys())
+        }
+        part = max(more, key=more.__getitem__)  # by which it loses most, or gains
+        slower = f"{its.step_time_s / best.step_time_s - 1:+.1%}"
+        figures = format_seconds(its.step_time_s), slower, TIME_WORDS.get(part, part), format_bytes(its.peak_bytes)
+        rows.append((at_commas(str(other.candidate), 56), *figures))
     table = make_table("Runners-up", ("plan", ">step", ">slower", "mostly for", ">peak memory"), rows)
     near = [other for other in others if prediction_of(other).step_time_s <= best.high_s][:2]
     # recompute and stages are long, so that a plan is named by its outer point
     names = [str(replace(one.candidate, recompute=(Recompute(),), stages=None)) for one in (plan, *near)]
     words = f"{len(near)} of these lie within the interval of this prediction, so measure before you rent for long: "
     return [*([table] if others else []), *([Text(words + "; ".join(names), style="yellow")] if near else [])]
-
-
-def _mostly_for(one: Prediction, other: Prediction) -> str:
-    """Return the part of the time that a plan loses most by, or gains."""
-    sign = 1 if other.step_time_s >= one.step_time_s else -1
-    parts = sorted(one.time_parts.keys() | other.time_parts.keys())
-    more = {part: sign * (other.time_parts.get(part, 0.0) - one.time_parts.get(part, 0.0)) for part in parts}
-    part = max(more, key=more.__getitem__)
-    return TIME_WORDS.get(part, part)
 
 
 def frontier_report(plans: Sequence[Plan], gap: float, ended: str) -> Group:

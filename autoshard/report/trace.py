@@ -20,11 +20,10 @@ MOST_BYTES = 20_000_000  # both viewers open that without a pause
 _COMPUTE, _AFTER, _SENDS = 1, 2, 3  # lanes; further ones of sends where several are under way at a time
 _TICKS_PER_US = 1024  # binary fractions: Perfetto cuts times to nanoseconds, and drops slices that overlap after that
 _INSIDE = 4  # ticks from where a slice begins to where an arrow meets it: at its very edge is another slice as well
-_SAMPLE = 16  # actions at each end of each rank, from which the size of all of them is estimated
-_MARGIN = 0.97  # of the room, because later times have more digits
+_MARGIN = 0.98  # of the size that is left: what does not shrink with the actions takes some of it
 
 Event = dict[str, Any]
-Begins = Mapping[tuple[bool, int, int], float]
+Begins = dict[tuple[bool, int, int], float]
 
 
 def trace_text(plan: Plan, trace: Trace, most_bytes: int = MOST_BYTES) -> str:
@@ -33,22 +32,16 @@ def trace_text(plan: Plan, trace: Trace, most_bytes: int = MOST_BYTES) -> str:
     Where that would be too large, the arrows between ranks are left out; where that is not enough, each rank's first
     and last actions are drawn, and one slice with sums between them.
     """
-    whole, begins = -(-max(len(rank.kinds) for rank in trace.ranks) // 2), _begins(trace)
-    if _affordable(plan, trace, most_bytes, begins) >= whole:
+    whole = keep = -(-max(len(rank.kinds) for rank in trace.ranks) // 2)
+    everything, nothing = _begins(trace), Begins(())
+    for begins in (everything, nothing):
         text = _text(plan, trace, whole, begins)
         if len(text) <= most_bytes:
             return text
-    keep = min(whole, _affordable(plan, trace, most_bytes, {}))
-    while len(text := _text(plan, trace, keep, {})) > most_bytes and keep:
-        keep = keep * 9 // 10
+    while len(text) > most_bytes and keep:
+        keep = min(keep - 1, int(_MARGIN * keep * most_bytes / len(text)))
+        text = _text(plan, trace, keep, nothing)
     return text
-
-
-def _affordable(plan: Plan, trace: Trace, most_bytes: int, begins: Begins) -> int:
-    """Estimate how many actions can be drawn at each end of each rank, from the size of a few and of twice as many."""
-    few, more = (len(_text(plan, trace, keep, begins)) for keep in (_SAMPLE, 2 * _SAMPLE))
-    each = (more - few) / _SAMPLE
-    return max(0, int((_MARGIN * most_bytes - few) / each) + _SAMPLE) if each else 2 * _SAMPLE
 
 
 def _text(plan: Plan, trace: Trace, keep: int, begins: Begins) -> str:

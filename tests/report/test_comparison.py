@@ -9,9 +9,8 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.diff import diff
 from autoshard.plan.explanation import Flip, WhyNot
 from autoshard.plan.prediction import StageMemory
-from autoshard.report.comparison import comparison_report, why_not_report
+from autoshard.report.comparison import comparison_report, misfits, sentences, why_not_report
 from autoshard.report.structured import comparison_json, why_not_json
-from autoshard.report.words import misfits, sentences
 from autoshard.search.request import plan_at
 from tests.plan.cases import ask as question, plan_of
 from tests.plan.test_diff import predicted
