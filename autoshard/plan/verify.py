@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from autoshard.errors import Fault, InputError
+from autoshard.errors import InputError
 from autoshard.layout.layout import Layout, whole_axes
 from autoshard.layout.program import Compute, Program
-from autoshard.plan.build import num_kv_replicas, padding_of
+from autoshard.plan.build import build_plan, padding_of
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.nxd.forms import SOURCE, plan_forms
 from autoshard.plan.plan import Plan
@@ -16,9 +16,7 @@ from autoshard.plan.rules.nxd_engine import nxd_schedule
 from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.rules.strategy import AtomCut, engine_rules
 from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting, units_of
-from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.verify import verify_actions
-from autoshard.spec.mesh import Mesh
 from autoshard.units import format_bytes
 
 _STRUCTURE = "autoshard: the parts of a plan must agree with each other"
@@ -30,16 +28,17 @@ def verify(plan: Plan, *, extra_rules: Sequence[Rule] = ()) -> tuple[Rejection, 
 
     That the sharded program computes the same as the whole one is not checked here: see ``notices``.
     """
-    misfits = tuple(_cluster_misfits(plan))
-    if misfits:  # on another cluster every other answer would be about the wrong thing
-        return misfits
+    facts = plan.model, plan.cluster, plan.workload, plan.engine
+    try:
+        right = build_plan(plan.candidate, *facts)
+    except InputError:
+        right = None  # it has no shape, and Rules say why
     return (
-        *_mesh_misfits(plan),
-        *_stage_misfits(plan),
+        *(_misfits(plan, right) if right else ()),
         *_schedule_misfits(plan),
         *_padding_misfits(plan),
-        *_strategy_misfits(plan),
-        *rejections(plan.candidate, plan.model, plan.cluster, plan.workload, plan.engine, extra_rules=extra_rules),
+        *(_strategy_misfits(plan) if plan.strategies else ()),
+        *rejections(plan.candidate, *facts, extra_rules=extra_rules),
         *(_prediction_misfits(plan, plan.prediction) if plan.prediction else ()),
     )
 
@@ -62,102 +61,43 @@ def _reject(rule_id: str, message: str, source: str = _STRUCTURE) -> Rejection:
     return Rejection(rule_id=rule_id, message=message, source=source)
 
 
-def _typed(rule_id: str, where: str, have: object, right: object, why: str) -> Iterator[Rejection]:
-    """Yield that a value is not what it must be, and what to type instead."""
-    if have != right:
-        yield _reject(rule_id, f"{where}: is {have}, but {why}. Type {right}")
-
-
-def _cluster_misfits(plan: Plan) -> Iterator[Rejection]:
-    mesh, cluster = plan.mesh, plan.cluster
-    if mesh.ranks_per_node != cluster.ranks_per_node:
-        yield _reject(
-            "plan-node",
-            f"mesh: places {mesh.ranks_per_node} ranks on a node, but a node of {cluster.name} has "
-            f"{cluster.ranks_per_node}. End it with: on 0-{cluster.ranks_per_node - 1}",
-        )
-    if mesh.num_ranks != cluster.num_ranks:
-        yield _reject(
-            "plan-ranks",
-            f"mesh: has {mesh.num_ranks} ranks, but {cluster.num_nodes} nodes of {cluster.name} have "
-            f"{cluster.num_ranks}. Change a size, or cluster.num_nodes",
-        )
-
-
-def _mesh_misfits(plan: Plan) -> Iterator[Rejection]:
-    mesh, replicas = plan.mesh, num_kv_replicas(plan.model, plan.mesh.size("tp"))
-    if mesh.size("tp") % replicas == 0:  # otherwise the Rule kv-heads says so
-        sizes = {name: mesh.size(name) for name in ("pp", "dp", "ep", "cp", "tp")}
-        right = Mesh.laid_on(plan.cluster, {**sizes, "rep": replicas}, mesh.placement)
-        why = f"engines lay out the axes of {plan.model.name} on {plan.cluster.name} otherwise"
-        yield from _typed("plan-mesh", "mesh", mesh, right, why)
-
-
-def _stage_misfits(plan: Plan) -> Iterator[Rejection]:
-    schedule, pp = plan.schedule, plan.mesh.size("pp")
-    yield from _typed("plan-pipeline", "schedule.num_ranks", schedule.num_ranks, pp, f"pp of the mesh is {pp}")
-    if schedule.num_stages != len(plan.stages):
-        yield _reject(
-            "plan-pipeline",
-            f"stages: lists {len(plan.stages)}, but the schedule has {schedule.num_ranks} ranks with "
-            f"{schedule.num_chunks} stages each. List {schedule.num_stages}",
-        )
-    start = 0
-    for index, stage in enumerate(plan.stages):
-        where, why = f"stages[{index}]", f"the schedule places stage {index} elsewhere"
-        before = f"{start} layers lie before"
-        yield from _typed("plan-layers", f"{where}.first_layer", stage.first_layer, start, before)
-        if index < schedule.num_stages:
-            rank, chunk = schedule.place_of(index)
-            yield from _typed("plan-place", f"{where}.rank", stage.rank, rank, why)
-            yield from _typed("plan-place", f"{where}.chunk", stage.chunk, chunk, why)
-        start += stage.num_layers
-    more = plan.model.num_layers - start
-    if more:
-        yield _reject(
-            "plan-layers",
-            f"stages: hold {start} layers, but {plan.model.name} has {plan.model.num_layers}. "
-            f"{'Add' if more > 0 else 'Remove'} {abs(more)}",
-        )
+def _misfits(plan: Plan, right: Plan) -> Iterator[Rejection]:
+    """Yield where a plan differs from the one that follows from its sizes, with what to type instead."""
+    schedule, facts = plan.schedule, list[tuple[str, object, object]]()
+    facts += [("mesh", plan.mesh, right.mesh), ("number of stages", len(plan.stages), len(right.stages))]
+    for name in ("num_ranks", "num_micro_batches"):
+        facts.append((f"schedule.{name}", getattr(schedule, name), getattr(right.schedule, name)))
+    if schedule.num_stages == len(right.stages):
+        right = replace(right, schedule=schedule)
+    for index, (stage, due) in enumerate(zip(plan.stages, right.stages, strict=False)):
+        rank, chunk = right.schedule.place_of(index)
+        own = {"rank": rank, "chunk": chunk, "first_layer": due.first_layer}
+        facts += [(f"stages[{index}].{name}", getattr(stage, name), value) for name, value in own.items()]
+    for where, have, due in facts:
+        if have != due:
+            yield _reject("plan-parts", f"{where}: is {have}, but {due} follows from the rest of the plan. Type {due}")
 
 
 def _schedule_misfits(plan: Plan) -> Iterator[Rejection]:
-    schedule, batch = plan.schedule, plan.workload.global_batch
-    group = plan.micro_batch * plan.mesh.size("dp")
-    have = schedule.num_micro_batches * group
-    if have != batch:
-        remedy = "Change micro_batch or workload.global_batch" if batch % group else f"Type {batch // group}"
-        yield _reject(
-            "plan-batch",
-            f"schedule.num_micro_batches: {schedule.num_micro_batches} micro-batches of {plan.micro_batch} on "
-            f"{plan.mesh.size('dp')} data-parallel ranks are {have} sequences, not {batch}. {remedy}",
-        )
-    for fault in _action_faults(schedule):
-        yield _reject("plan-actions", f"schedule.{fault}")
-    if plan.engine == "nxd" and schedule.actions is not None and not _is_built(schedule):
-        # Rules know only the name of the schedule's builder.
-        message = (
-            f"schedule.actions: are not those of {schedule.builder}, and NxD follows its own scheduler, no list. "
-            "Type actions: null"
-        )
-        yield _reject("nxd-actions", message, nxd_schedule.source)
-
-
-def _action_faults(schedule: Schedule) -> tuple[Fault, ...]:
-    if schedule.actions is not None:
-        return verify_actions(schedule)
-    if schedule.placement is None:
-        return ()  # the builders' tests prove these for all sizes
-    # A builder's order repeats from round to round, so a few rounds stand for all of them.
-    few = min(schedule.num_micro_batches, 4 * schedule.num_ranks)
-    return verify_actions(replace(schedule, num_micro_batches=few))
-
-
-def _is_built(schedule: Schedule) -> bool:
-    try:
-        return schedule.actions == replace(schedule, actions=None).action_lists()
-    except InputError:  # no builder makes such lists
-        return False
+    """Yield what is wrong with action lists, and where the stages of a builder's lists have been moved."""
+    schedule = plan.schedule
+    if schedule.actions is not None or schedule.placement is not None:  # tests prove what builders make
+        # A builder's order repeats from round to round, so a few rounds stand for all of them.
+        count = schedule.num_micro_batches
+        few = count if schedule.actions is not None else min(count, 4 * schedule.num_ranks)
+        for fault in verify_actions(replace(schedule, num_micro_batches=few)):
+            yield _reject("plan-actions", f"schedule.{fault}")
+    if plan.engine == "nxd" and schedule.actions is not None:
+        try:
+            is_built = schedule.actions == replace(schedule, actions=None).action_lists()
+        except InputError:  # no builder makes such lists
+            is_built = False
+        if not is_built:  # Rules know only the name of the schedule's builder
+            message = (
+                f"schedule.actions: are not those of {schedule.builder}, and NxD follows its own scheduler, no list. "
+                "Type actions: null"
+            )
+            yield _reject("nxd-actions", message, nxd_schedule.source)
 
 
 def _padding_misfits(plan: Plan) -> Iterator[Rejection]:
@@ -174,8 +114,6 @@ def _padding_misfits(plan: Plan) -> Iterator[Rejection]:
 
 def _strategy_misfits(plan: Plan) -> Iterator[Rejection]:
     """Yield which lines of the table cannot be executed as they stand, with the line that would be right."""
-    if not plan.strategies:
-        return
     try:
         programs = plan_programs(plan)
     except InputError as error:

@@ -60,17 +60,7 @@ class Space(PerCandidate):
         """Return the layouts with one kind of recompute as the Rules read them."""
         base = replace(self.base, recompute=self.recomputes[recompute])
         shared = Columns.of(base, model, cluster, workload, self.engine)
-        varied = {**self.rows, "sp": self.sequence_parallel}
-        if any(one.num_layers for one in base.recompute):
-            varied["num_short_stages"] = self._short_stages(base, shared)
-        return replace(shared, **varied)
-
-    def _short_stages(self, base: Candidate, shared: Columns) -> Ints:
-        """Count the stages of every row that have fewer layers than are to be recomputed."""
-        facts = (shared.model, shared.cluster, shared.workload, shared.engine)
-        pipelines, rows = np.unique(np.stack([self.rows["pp"], self.rows["vp"]]), axis=1, return_inverse=True)
-        found = [Columns.of(replace(base, pp=pp, vp=vp), *facts).num_short_stages for pp, vp in pipelines.T.tolist()]
-        return np.array(found, dtype=np.int64)[rows.reshape(-1)]
+        return replace(shared, **self.rows, sp=self.sequence_parallel)
 
 
 def terms_s(question: Question, space: Space) -> Floats:

@@ -108,7 +108,7 @@ def test_a_plan_that_may_not_run_is_refused(typed: Typed):
     assert out.startswith("b.json may not run, so there is nothing to compare:\nrefused ") and "a.json" not in out
     code, out, err = typed("compare b.json a.json --json")
     reasons = json.loads(out)["rejections"]
-    assert (code, err, reasons["b"]) == (1, "", []) and reasons["a"][0]["rule"] == "plan-batch"
+    assert (code, err, reasons["b"]) == (1, "", []) and reasons["a"][0]["rule"] == "batch"
 
 
 def test_a_plan_that_does_not_fit_is_compared_anyway(typed: Typed):

@@ -62,29 +62,25 @@ def test_a_built_plan_is_refused_by_the_rules_alone(case):
 @pytest.mark.parametrize(
     ("edit", "rule_id", "says"),
     [
-        (put("cluster", "num_nodes", 8), "plan-ranks", "512 ranks, but 8 nodes of trn1.32xlarge have 256"),
-        (put("mesh", "pp=8,edp=2,ep=1,cp=1,rep=4,kv=8 on 0-15"), "plan-node", "End it with: on 0-31"),
-        (put("mesh", "pp=8,dp=2,tp=32 on 0-31"), "plan-mesh", "Type pp=8,edp=2,ep=1,cp=1,rep=4,kv=8"),
-        (put("mesh", "pp=8,edp=2,ep=1,cp=1,kv=8,rep=4 on 0-31"), "plan-mesh", "rep=4,kv=8 on 0-31"),
-        (put("mesh", "pp=4,edp=4,ep=1,cp=1,rep=4,kv=8 on 0-31"), "plan-pipeline", "is 8, but pp of the mesh"),
-        (put("stages", 3, "num_layers", 11), "plan-layers", "stages[4].first_layer: is 40, but 41 layers lie"
-         " before. Type 41"),
-        (put("stages", 7, "num_layers", 9), "plan-layers", "hold 79 layers, but llama3-70b has 80. Add 1"),
-        (put("stages", 7, "num_layers", 12), "plan-layers", "Remove 2"),
-        (put("stages", 0, "first_layer", 1), "plan-layers", "is 1, but 0 layers lie before. Type 0"),
-        (put("stages", 2, "rank", 3), "plan-place", "stages[2].rank: is 3, but the schedule places"),
-        (put("stages", 2, "chunk", 1), "plan-place", "stage 2 elsewhere. Type 0"),
-        (lambda data: data["stages"].pop(), "plan-pipeline", "lists 7, but the schedule has 8 ranks with 1"),
-        (put("schedule", "num_ranks", 4), "plan-pipeline", "is 4, but pp of the mesh is 8. Type 8"),
-        (put("schedule", "num_micro_batches", 500), "plan-batch", "are 1000 sequences, not 1024. Type 512"),
-        (put("micro_batch", 3), "plan-batch", "Change micro_batch"),
-        (put("workload", "global_batch", 1000), "plan-batch", "Type 500"),
+        (put("cluster", "num_nodes", 8), "ranks", "uses 512 ranks, but the cluster has 256"),
+        (put("mesh", "pp=8,edp=2,ep=1,cp=1,rep=4,kv=8 on 0-15"), "place", "places 16 ranks, but a node of "),
+        (put("mesh", "pp=8,dp=2,tp=32 on 0-31"), "plan-parts", "Type pp=8,edp=2,ep=1,cp=1,rep=4,kv=8 on 0-31"),
+        (put("mesh", "pp=4,edp=4,ep=1,cp=1,rep=4,kv=8 on 0-31"), "recompute-count", "names 8 stages, but pp*vp is 4"),
+        (put("stages", 3, "num_layers", 11), "stages-sum", "81 layers together, but llama3-70b has 80: remove 1"),
+        (put("stages", 0, "first_layer", 1), "plan-parts", "stages[0].first_layer: is 1, but 0 follows"),
+        (put("stages", 2, "rank", 3), "plan-parts", "stages[2].rank: is 3, but 2 follows from the rest"),
+        (put("stages", 2, "chunk", 1), "plan-parts", "from the rest of the plan. Type 0"),
+        (lambda data: data["stages"].pop(), "stages-count", "lists 7 stages, but pp*vp is 8"),
+        (put("schedule", "num_ranks", 4), "plan-parts", "schedule.num_ranks: is 4, but 8 follows"),
+        (put("schedule", "num_micro_batches", 500), "plan-parts", "is 500, but 512 follows"),
+        (put("micro_batch", 3), "batch", "does not divide by dp*mbs=6"),
+        (put("workload", "global_batch", 1000), "plan-parts", "Type 500"),
         (put("schedule", "actions", [["F0.0", "B0.0"]] * 8), "plan-actions", "actions[0]: 1 chunks x 512"),
         (put("padding", {"vocab": 128257}), "plan-padding", "not hold 128256 entries in 32 equal parts. Rem"),
         (put("padding", {"hidden": 8192}), "plan-padding", "hidden: only vocab can be padded. Remove it"),
         (put("strategies", {"block": {"qkv": "x"}}), "plan-strategies", "no such block"),
         (put("zero", 0), "nxd-zero", "Use zero=1"),
-        (put("stages", 0, "recompute", "full:11"), "recompute-layers", "1 stages have fewer layers"),
+        (put("stages", 0, "recompute", "full:11"), "recompute-layers", "some stages have fewer layers"),
     ],
 )  # fmt: skip
 def test_an_edit_by_hand_is_refused_with_what_to_type(edit, rule_id, says):
@@ -96,7 +92,12 @@ def test_kv_heads_that_cannot_be_repeated_evenly_are_left_to_their_rule():
     plan = good("tp=1,dp=28", model_name="llama3-8b", cluster_name="local", nodes=1, ranks=28, global_batch=28)
     found = after(put("mesh", "pp=1,edp=1,ep=1,cp=1,kv=28,rep=1 on 0-27"), plan)
     assert {"kv-heads", "heads"} <= {rejection.rule_id for rejection in found}
-    assert "plan-mesh" not in {rejection.rule_id for rejection in found}
+    assert "plan-parts" not in {rejection.rule_id for rejection in found}
+
+
+def test_a_plan_with_other_stages_than_its_mesh_has_is_refused():
+    edit = put("mesh", "pp=2,edp=8,ep=1,cp=1,rep=4,kv=8 on 0-31")
+    assert "number of stages: is 1, but 2 follows" in "\n".join(map(str, after(edit, good("tp=32,pp=1"))))
 
 
 def test_missing_padding_is_refused_with_the_size_to_type():

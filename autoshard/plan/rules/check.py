@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.rules import effect, neuron, nxd_engine, shape
-from autoshard.plan.rules.columns import Columns, Engine
+from autoshard.plan.rules.columns import COLUMNS, Columns, Engine
 from autoshard.plan.rules.rule import Rejection, Rule, judge, rules_of
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
@@ -54,7 +54,7 @@ class Legality:
 
 def legality(columns: Columns, rules: Sequence[Rule] | None = None) -> Legality:
     """Judge columns of candidates by the same predicates that judge a single one."""
-    shapes = (np.shape(getattr(columns, name)) for name in Columns.names())
+    shapes = (np.shape(getattr(columns, name)) for name in COLUMNS)
     mask = np.ones(np.broadcast_shapes(*shapes), dtype=bool)
     refused: dict[str, int] = {}
     for rule in all_rules() if rules is None else rules:

@@ -1,8 +1,11 @@
 """Rules against options that would do nothing, and against names that nobody knows."""
 
-from autoshard.plan.rules.columns import Columns, Mask
-from autoshard.plan.rules.rule import Verdict, implies, one_of, rule, schedules
+from autoshard.errors import nearest
+from autoshard.plan.candidate import boundary_fault
+from autoshard.plan.rules.columns import Columns, Mask, kernels_fault
+from autoshard.plan.rules.rule import Verdict, implies, rule
 from autoshard.schedule.builders import builders
+from autoshard.spec.kernels import kernels_names, load_kernels
 
 _NO_EFFECT = "autoshard: an option without effect is refused, because the user meant something by it"
 
@@ -33,37 +36,25 @@ def ep_effect(c: Columns) -> Verdict:
 
 @rule(
     "vp,schedule",
-    source="derived: gpipe, 1f1b and zb_h1 know one stage per rank (Narayanan et al. 2021, arXiv:2104.04473, "
-    "section 2.2; Qi et al. 2023, arXiv:2401.10241, section 2)",
+    source="derived: 1f1b, gpipe and zb_h1 know one stage per rank (Narayanan et al. 2021, arXiv:2104.04473, section "
+    "2.2; Qi et al. 2023, arXiv:2401.10241, section 2), zb_v has two; interleaving one is 1f1b",
 )
 def vp_schedule(c: Columns) -> Verdict:
-    yield implies(c.vp > 1, one_of(c.schedule, schedules(lambda builder: builder.num_chunks != 1)))
-    yield f"vp={c.vp}: schedule={c.schedule} runs one stage per rank. Use schedule=interleaved, or vp=1"
-
-
-@rule("schedule", source=_NO_EFFECT)
-def interleaved_shape(c: Columns) -> Verdict:
-    chunked = schedules(lambda builder: builder.num_chunks is None)
-    yield implies(one_of(c.schedule, chunked), (c.vp > 1) & (c.pp > 1))
-    yield (f"schedule={c.schedule}: needs several ranks and several stages on each, not pp={c.pp},vp={c.vp}. Use vp=2")
+    right: Mask = True
+    for name, builder in builders().items():
+        fits = c.vp > 1 if builder.num_chunks is None else c.vp == builder.num_chunks
+        right = right & implies(c.schedule == name, fits)
+    yield right
+    count = builders()[str(c.schedule)].num_chunks
+    remedy = "schedule=interleaved, or vp=1" if count == 1 else f"vp={count or 2}"
+    per_rank = {1: "one stage", None: "several stages"}.get(count, f"{count} stages")
+    yield f"vp={c.vp}: schedule={c.schedule} runs {per_rank} per rank. Use {remedy}"
 
 
 @rule("schedule", source=_NO_EFFECT)
 def schedule_effect(c: Columns) -> Verdict:
-    others = schedules(lambda builder: builder.num_chunks is not None)  # of which interleaved-shape does not speak
-    yield implies(one_of(c.schedule, others) & (c.schedule != "1f1b"), c.pp > 1)
+    yield (c.schedule == "1f1b") | (c.pp > 1)
     yield f"schedule={c.schedule}: there is no pipeline with pp=1. Leave schedule out"
-
-
-@rule("vp,schedule", source="derived: rank r holds stages r and 2*pp-1-r (ZB-V of Qi et al. 2023, arXiv:2401.10241)")
-def zb_v_chunks(c: Columns) -> Verdict:
-    counts = {name: builder.num_chunks for name, builder in builders().items() if (builder.num_chunks or 1) > 1}
-    right: Mask = True
-    for name, count in counts.items():
-        right = right & implies(c.schedule == name, c.vp == count)
-    yield right
-    count = counts[str(c.schedule)]
-    yield f"vp={c.vp}: schedule={c.schedule} runs {count} stages per rank. Use vp={count}"
 
 
 @rule("zero", source=_NO_EFFECT)
@@ -72,12 +63,11 @@ def zero_effect(c: Columns) -> Verdict:
     yield f"zero={c.zero}: there is nothing to spread over with dp=1 and cp=1. Leave zero out"
 
 
-@rule(
-    "boundary", source="derived: what is handed from block to block is a hidden state that nothing is left to do about"
-)
+@rule("boundary", source="derived: what is handed from block to block is a hidden state with nothing left to do about")
 def boundary(c: Columns) -> Verdict:
-    yield c.boundary_fault == ""
-    yield f"boundary={c.boundary}: {c.boundary_fault}"
+    fault = boundary_fault(c.shared.boundary)
+    yield fault == ""
+    yield f"boundary={c.shared.boundary}: {fault}"
 
 
 @rule(
@@ -86,25 +76,36 @@ def boundary(c: Columns) -> Verdict:
     "set for the whole instance, it changes the number of ranks",
 )
 def lnc(c: Columns) -> Verdict:
-    have = c.cluster.lnc
-    yield (c.lnc == 0) | (c.lnc == (have or 0))
-    remedy = f"is planned with lnc {have}. Use --lnc {c.lnc} to plan for the other"
-    yield f"lnc={c.lnc}: {c.cluster.name} {remedy if have else 'has no logical cores to configure. Leave lnc out'}"
+    have, wanted = c.cluster.lnc, c.shared.lnc
+    yield wanted in (None, have)
+    remedy = f"is planned with lnc {have}. Use --lnc {wanted} to plan for the other"
+    yield f"lnc={wanted}: {c.cluster.name} {remedy if have else 'has no logical cores to configure. Leave lnc out'}"
 
 
 @rule("place", source="derived: a placement is a permutation of the ranks of one node")
 def place(c: Columns) -> Verdict:
-    yield c.place_fault == ""
-    yield f"place={c.place}: {c.place_fault}"
+    have, node = c.shared.place, c.cluster.ranks_per_node
+    yield have is None or len(have.local_ranks) == node
+    placed = len(have.local_ranks) if have else 0
+    yield f"place={have}: places {placed} ranks, but a node of {c.cluster.name} has {node}: 0-{node - 1}"
 
 
 @rule("kernels", source="autoshard/spec/kernel_tables: each table describes the kernels of one engine's platform")
 def kernels(c: Columns) -> Verdict:
-    yield c.kernels_fault == ""
-    yield f"kernels={c.kernels}: {c.kernels_fault}"
+    fault = kernels_fault(c.kernels, c.engine)
+    yield fault == ""
+    yield f"kernels={c.kernels}: {fault}"
 
 
 @rule("recompute", source="autoshard/spec/kernel_tables: what each framework can recompute selectively")
 def recompute_ops(c: Columns) -> Verdict:
-    yield c.recompute_fault == ""
-    yield f"recompute={c.recompute}: {c.recompute_fault}"
+    # A framework's own name is right even where it computes nothing again.
+    names = sorted({name for one in c.shared.recompute for name in one.ops})
+    table = (
+        load_kernels(c.kernels).selective if names and c.kernels in kernels_names() else dict[str, tuple[str, ...]]()
+    )
+    known = tuple(dict.fromkeys((*table, *(op for ops in table.values() for op in ops))))
+    wrong = [name for name in names if table and name not in known]
+    yield not wrong
+    faults = " ".join(f"{name} is not known to {c.kernels}. {nearest(name, known)}" for name in wrong)
+    yield f"recompute={c.recompute}: {faults}"

@@ -7,6 +7,7 @@ from autoshard.graph.decoder import num_slots
 from autoshard.plan.rules.columns import Columns, Ints, Mask
 from autoshard.plan.rules.neuron import on_trn1
 from autoshard.plan.rules.rule import Verdict, one_of, rule
+from autoshard.spec.kernels import load_kernels
 
 _NXD = "aws-neuron/neuronx-distributed src/neuronx_distributed/"
 _SDK = "aws-neuron/aws-neuron-sdk "
@@ -18,6 +19,7 @@ HEAD_TILE = 128  # partitions of the matrix unit's memory
 _MOE = _NXD + "modules/moe/"
 HIDDEN_TILE, MOST_HIDDEN = 512, 8192  # blockwise.py:712 of release 2.29
 FFN_TILE = 16  # blockwise.py:893
+_PRODUCTS = frozenset(("gate", "up", "act", "product", "down"))  # of experts, and what lies between them
 
 
 def _on_nxd(c: Columns) -> bool:
@@ -29,8 +31,8 @@ _rule = partial(rule, applies=_on_nxd)
 
 @_rule("boundary", source=_NXD + "parallel_layers/layers.py: a layer gathers and scatters the sequence, or nothing")
 def nxd_boundary(c: Columns) -> Verdict:
-    yield c.boundary == ""
-    yield f"boundary={c.boundary}: NxD's layers take and give hidden states cut along their tokens. Leave boundary out"
+    yield c.shared.boundary is None
+    yield f"boundary={c.shared.boundary}: NxD's layers hand on hidden states cut along their tokens. Leave it out"
 
 
 @_rule("engine", source=_NXD + "utils/utils.py: reads the Neuron hardware type of the instance")
@@ -276,12 +278,6 @@ def _drops(c: Columns) -> bool:
     return _routes(c) and c.workload.expert_capacity is not None
 
 
-def _drops_some(c: Columns) -> bool:
-    """Say whether tokens may lack a slot with an expert, so that their order matters."""
-    tokens = c.workload.seq_len
-    return _drops(c) and num_slots(c.model, tokens, c.workload.expert_capacity) < tokens
-
-
 @rule(
     "expert_capacity",
     applies=_drops,
@@ -313,11 +309,14 @@ def nxd_expert_slots(c: Columns) -> Verdict:
 
 @rule(
     "mbs,sp",
-    applies=_drops_some,
+    applies=_drops,
     source=_MOE + "model.py: hidden states are [seq, batch, hidden] with sequence parallelism, and queue in that order",
 )
 def nxd_expert_order(c: Columns) -> Verdict:
-    yield (c.mbs == 1) | (c.sp ^ True) | (c.tp == 1)
+    tokens = c.workload.seq_len
+    yield (
+        (c.mbs == 1) | (c.sp ^ True) | (c.tp == 1) | (num_slots(c.model, tokens, c.workload.expert_capacity) >= tokens)
+    )
     yield (
         f"mbs={c.mbs}: which tokens are dropped depends on their order, and with sequence parallelism NxD lines up the "
         "sequences of a micro-batch position by position. Use mbs=1 or sp=false"
@@ -343,9 +342,14 @@ def nxd_dropless(c: Columns) -> Verdict:
 
 @rule(
     "recompute",
-    applies=_routes,
+    applies=lambda c: _routes(c) and c.kernels in ("nxd", "nxd_core"),
     source=_MOE + "experts.py: all products are one module; blockwise.py: one kernel, which is given what it keeps",
 )
 def nxd_expert_recompute(c: Columns) -> Verdict:
-    yield c.experts_fault == ""
-    yield f"recompute={c.recompute}: {c.experts_fault}"
+    again = [_PRODUCTS.intersection(load_kernels(c.kernels).resolve(one.ops)) for one in c.shared.recompute]
+    yield not any(again) if c.workload.expert_capacity is None else all(ops in (set(), _PRODUCTS) for ops in again)
+    if c.workload.expert_capacity is None:
+        yield f"recompute={c.recompute}: the kernel for experts that drop no token keeps all it needs. Use none or full"
+    yield (
+        f"recompute={c.recompute}: of experts NxD computes all again or nothing. Use selective[LlamaMLP], none or full"
+    )

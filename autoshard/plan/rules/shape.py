@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from autoshard.plan.candidate import even_stages
 from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Verdict, implies, listed, one_of, rule, schedules
 from autoshard.spec.cluster import Cluster
@@ -96,39 +97,43 @@ def layers(c: Columns) -> Verdict:
 
 @rule("stages", source=_STAGES)
 def stages_count(c: Columns) -> Verdict:
-    yield (c.num_stage_entries == 0) | (c.num_stage_entries == c.num_stages)
-    yield (
-        f"stages: lists {c.num_stage_entries} stages, but pp*vp is {c.num_stages}. List {c.num_stages}, or "
-        "leave stages out for the even split"
-    )
+    count = len(c.shared.stages or ())
+    yield (count == 0) | (count == c.num_stages)
+    remedy = f"List {c.num_stages}, or leave stages out for the even split"
+    yield f"stages: lists {count} stages, but pp*vp is {c.num_stages}. {remedy}"
 
 
 @rule("stages", source=_DERIVED + "every layer lies on exactly one stage")
 def stages_sum(c: Columns) -> Verdict:
-    more = c.num_stage_layers - c.model.num_layers
-    yield (c.num_stage_entries == 0) | (more == 0)
-    yield (
-        f"stages: the stages hold {c.num_stage_layers} layers together, but {c.model.name} has "
-        f"{c.model.num_layers}: {f'remove {more}' if more > 0 else f'add {-more}'}"
-    )
+    have = c.model.num_layers
+    layers = sum(c.shared.stages) if c.shared.stages else have
+    yield layers == have
+    remedy = f"remove {layers - have}" if layers > have else f"add {have - layers}"
+    yield f"stages: the stages hold {layers} layers together, but {c.model.name} has {have}: {remedy}"
 
 
 @rule("recompute", source=_STAGES)
 def recompute_count(c: Columns) -> Verdict:
-    yield (c.num_recomputes == 1) | (c.num_recomputes == c.num_stages)
+    count = len(c.shared.recompute)
+    yield (count == 1) | (count == c.num_stages)
     yield (
-        f"recompute={c.recompute}: names {c.num_recomputes} stages, but pp*vp is {c.num_stages}. Give one "
+        f"recompute={c.recompute}: names {count} stages, but pp*vp is {c.num_stages}. Give one "
         f"for all stages, or {c.num_stages}"
     )
 
 
 @rule("recompute", source=_DERIVED + "a stage cannot recompute layers that it does not hold")
 def recompute_layers(c: Columns) -> Verdict:
-    yield c.num_short_stages == 0
-    yield (
-        f"recompute={c.recompute}: {c.num_short_stages} stages have fewer layers than their full:K. Use "
-        "full for all layers of a stage, or a smaller K"
-    )
+    wanted = [one.num_layers or 0 for one in c.shared.recompute]
+    stages, count = c.shared.stages, max(len(wanted), len(c.shared.stages or ()))
+    if count == 1 and stages is None:
+        yield (max(wanted) <= c.model.num_layers // c.num_stages) | (c.num_stages > c.model.num_layers)
+    else:  # Rules of their own refuse other numbers of stages, and of layers
+        layers = stages or even_stages(c.model.num_layers, count)
+        wanted = wanted * count if len(wanted) == 1 else wanted
+        fits = all(want <= have for want, have in zip(wanted, layers, strict=False))
+        yield (c.num_stages != count) | fits | (count > c.model.num_layers)
+    yield f"recompute={c.recompute}: some stages have fewer layers than their full:K. Use full, or a smaller K"
 
 
 @rule("dp,mbs", source=_DERIVED + "every data-parallel rank runs the same number of equal micro-batches")
