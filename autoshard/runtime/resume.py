@@ -14,7 +14,7 @@ from autoshard.runtime.checkpoint.index import RunState
 from autoshard.runtime.checkpoint.reader import load
 from autoshard.runtime.checkpoint.shelf import Shelf, newest, refuse_other
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
-from autoshard.runtime.weights import is_foreign, read_weights
+from autoshard.runtime.convert.opening import is_foreign, read_weights
 
 Begun = tuple[RunState, tuple[str, ...]]  # and notes for the user
 Value = TypeVar("Value")

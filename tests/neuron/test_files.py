@@ -13,7 +13,7 @@ from tests.neuron.features import PATIENCE_S
 from tests.neuron.vendor_llama import run_vendor
 from tests.ranks.spawn import on_ranks
 from tests.runtime.convert.cases import converted, cut, read, reduced, same, written
-from tests.runtime.test_weights import module_of
+from tests.runtime.convert.test_opening import module_of
 
 pytestmark = [pytest.mark.nxd, pytest.mark.usefixtures("nxd")]
 

@@ -27,7 +27,7 @@ _CHUNK_BYTES = 2**24  # of a tensor that are put together and written at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A tensor that is to be written, and what it holds of ours."""
+    """A tensor of a target, and its boxes of ours."""
 
     name: str
     dtype: torch.dtype
@@ -42,12 +42,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFile:
-    """A file that is to be written: a safetensors file, or a state dict of torch."""
+    """A file of a target: a safetensors file, or a state dict of torch."""
 
     file: str
     entries: tuple[Entry, ...]
     kind: Literal["safetensors", "state"] = "safetensors"
-    summed: bool = False  # whether an index is to say its checksums, and whether its numbers are finite
+    summed: bool = False  # whether an index needs its checksums, and whether its numbers are finite
     metadata: Mapping[str, str] | None = None
 
     @property
@@ -77,49 +77,49 @@ class CopyProgress:
 
 
 class Copying:
-    """Writes outputs into a folder; files that a journal there knows are kept."""
+    """Writes target files into a folder; files that a journal there knows are kept."""
 
     def __init__(
         self, source: WeightSource, outputs: Sequence[TargetFile], folder: Path, say: Callable[[CopyProgress], None]
     ) -> None:
         self._source, self._outputs, self._folder, self._say = source, outputs, folder, say
-        self._all, self._done, self._kept = sum(one.num_bytes for one in outputs), 0, 0
+        self._all, self._done, self.kept_bytes = sum(one.num_bytes for one in outputs), 0, 0
         self._lock, self._stop, self._memory = threading.Lock(), threading.Event(), threading.local()
 
     def run(self, workers: int) -> list[WrittenFile]:
-        """Write what is not there yet; the first failure ends all."""
+        """Write the files that are not there yet; the first failure ends all."""
         self._folder.mkdir(parents=True, exist_ok=True)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             with (self._folder / JOURNAL).open("a+", encoding="utf-8") as journal:
-                return self._run(journal, workers)
+                written = self._begun(journal)
+                left = [one for one in self._outputs if one.file not in written]
+                self._advance(0)
+                with ThreadPoolExecutor(min(workers, max(1, len(left)))) as pool:
+                    tasks = [pool.submit(self._write, one, journal) for one in left]
+                    try:
+                        done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
+                        written |= {one.file: one for one in (task.result() for task in done)}
+                    except BaseException:
+                        self._stop.set()
+                        pool.shutdown(cancel_futures=True)
+                        raise
+                return [written[one.file] for one in self._outputs]
         finally:
             torch.set_num_threads(threads)
 
-    def _run(self, journal: IO[str], workers: int) -> list[WrittenFile]:
-        written = self._begun(journal)
-        left = [one for one in self._outputs if one.file not in written]
-        self._advance(0)
-        with ThreadPoolExecutor(min(workers, max(1, len(left)))) as pool:
-            tasks = [pool.submit(self._write, one, journal) for one in left]
-            try:
-                done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
-                written |= {one.file: one for one in (task.result() for task in done)}
-            except BaseException:
-                self._stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
-        return [written[one.file] for one in self._outputs]
-
     def _begun(self, journal: IO[str]) -> dict[str, WrittenFile]:
-        """Take up what a journal of just this conversion says; anything else in the folder is removed."""
+        """Take up the journal of this same conversion; anything else in the folder is removed."""
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise InputError.of(str(self._folder), "another process converts into it. Wait for it") from None
+        stats = {file: Path(file).stat() for file in sorted({one.file for one in self._source.stored})}
+        read = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()]
+        sign = hashlib.sha256(repr((read, self._outputs)).encode()).hexdigest()  # differs for any other conversion
         journal.seek(0)
-        written, sign, lines = dict[str, WrittenFile](), self._sign(), journal.read().split("\n")[:-1]
+        written, lines = dict[str, WrittenFile](), journal.read().split("\n")[:-1]
         for line in lines[1:] if lines and json.loads(lines[0]) == sign else []:
             one = json.loads(line)
             one = WrittenFile(**{**one, "starts": tuple(one["starts"]), "crc32s": tuple(one["crc32s"])})
@@ -133,14 +133,8 @@ class Copying:
         journal.truncate()
         journal.writelines(json.dumps(one) + "\n" for one in (sign, *map(asdict, written.values())))
         journal.flush()
-        self._kept = self._done = sum(one.num_bytes for one in self._outputs if one.file in written)
+        self.kept_bytes = self._done = sum(one.num_bytes for one in self._outputs if one.file in written)
         return written
-
-    def _sign(self) -> str:
-        """Tell this conversion from any other: by what it reads and what it writes."""
-        stats = {file: Path(file).stat() for file in sorted({one.file for one in self._source.stored})}
-        read = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()]
-        return hashlib.sha256(repr((read, self._outputs)).encode()).hexdigest()
 
     def _write(self, output: TargetFile, journal: IO[str]) -> WrittenFile:
         path = self._folder / output.file
@@ -158,8 +152,7 @@ class Copying:
                 head, (*starts, _) = header_of(table, output.metadata)
                 stream.write(head)
                 for entry in output.entries:
-                    for chunk in self._raw(entry, stream, sums if output.summed else None):
-                        stream.write(chunk)
+                    stream.writelines(self._raw(entry, stream, sums if output.summed else None))
             stream.flush()
             os.fsync(stream.fileno())
         written = WrittenFile(
@@ -188,6 +181,7 @@ class Copying:
             sums.append((crc32, finite))
 
     def _chunks(self, entry: Entry) -> Iterator[torch.Tensor]:
+        """Yield the numbers of a tensor, some rows at a time; their memory is filled again for the next ones."""
         row = math.prod(entry.shape[1:])
         rows = max(1, _CHUNK_BYTES // (row * entry.dtype.itemsize))
         is_padded = sum(math.prod(patch.box[1]) for patch in entry.patches) < math.prod(entry.shape)
@@ -199,23 +193,19 @@ class Copying:
             if straight is not None:
                 yield straight
                 continue
-            numbers = self._room((high - low) * row, entry.dtype).view(shape)
+            need, mine = (high - low) * row * entry.dtype.itemsize, self._memory  # of this thread
+            if len(getattr(mine, "bytes", ())) < need:
+                mine.bytes = torch.empty(max(need, _CHUNK_BYTES), dtype=torch.uint8)
+            numbers: torch.Tensor = mine.bytes[:need].view(entry.dtype).view(shape)
             if is_padded:
                 numbers.zero_()
             for part in parts:
                 self._source.fill(part.view(numbers), part.tensor, part.box[0])
             yield numbers
 
-    def _room(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for so many numbers: this thread's own, which it fills again and again."""
-        need, mine = size * dtype.itemsize, self._memory
-        if len(getattr(mine, "bytes", ())) < need:
-            mine.bytes = torch.empty(max(need, _CHUNK_BYTES), dtype=torch.uint8)
-        return mine.bytes[:need].view(dtype)
-
     def _advance(self, num_bytes: int) -> None:
         if self._stop.is_set():
             raise InterruptedError("another file failed")
         with self._lock:
             self._done += num_bytes
-            self._say(CopyProgress(done_bytes=self._done, all_bytes=self._all, kept_bytes=self._kept))
+            self._say(CopyProgress(done_bytes=self._done, all_bytes=self._all, kept_bytes=self.kept_bytes))

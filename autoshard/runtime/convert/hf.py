@@ -3,17 +3,17 @@
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from autoshard.engine.hf_names import DERIVED, HEADS, HfNames, shapes_of
-from autoshard.errors import InputError
+from autoshard.errors import InputError, require
 from autoshard.runtime.convert.copying import Entry, TargetFile
 from autoshard.runtime.convert.pickled import read_state
-from autoshard.runtime.convert.stored import Stored, WeightSource, shape_faults
-from autoshard.runtime.convert.tensor_files import read_header
+from autoshard.runtime.convert.stored import Stored, WeightSource, read_header, shape_faults
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import read_config
 
@@ -22,7 +22,7 @@ _INDEX = "model.safetensors.index.json"
 _ONE = "model.safetensors"
 _MOST_BYTES = 5 * 10**9  # of a file, as transformers cuts them
 _ADVICE = "Download it again"
-# What belongs to a tokenizer, and how text is generated.
+# The files of a tokenizer, and those that say how text is generated.
 _COMPANIONS = (
     "tokenizer*.json", "tokenizer.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template.*", "generation_config.json",
@@ -36,9 +36,8 @@ def hf_source(path: Path, family: str, model: ModelSpec) -> WeightSource:
     faults = list(shape_faults(found, names.shapes, (*DERIVED, *HEADS) if names.tied else DERIVED, str(path)))
     if faults:
         raise InputError(sorted(faults, key=lambda fault: fault.where))
-    return WeightSource(
-        (found[name].holding(patches) for name, patches in names.patches().items()), shapes_of(model), str(path)
-    )
+    stored = (replace(found[name], patches=tuple(patches)) for name, patches in names.patches().items())
+    return WeightSource(stored, shapes_of(model), str(path))
 
 
 def is_hf(path: Path) -> bool:
@@ -68,12 +67,12 @@ def state_outputs(family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtyp
 def finish_hf(folder: Path, outputs: Sequence[TargetFile], config: Mapping[str, Any]) -> None:
     """Write the index, where there are several files, and the configuration."""
     if len(outputs) > 1:
-        places = {entry.name: one.file for one in outputs for entry in one.entries}
+        files = {entry.name: one.file for one in outputs for entry in one.entries}
         total = sum(one.num_bytes for one in outputs)
-        write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+        write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": files})
     kinds = {str(entry.dtype).removeprefix("torch.") for one in outputs for entry in one.entries}
-    told = "dtype" if "dtype" in config else "torch_dtype"  # as transformers 5 and 4 write it; both read the latter
-    write_json(folder / CONFIG, {**config, **({told: kinds.pop()} if len(kinds) == 1 else {})})
+    key = "dtype" if "dtype" in config else "torch_dtype"  # as transformers 5 and 4 write it; both read the latter
+    write_json(folder / CONFIG, {**config, **({key: kinds.pop()} if len(kinds) == 1 else {})})
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -81,10 +80,10 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def copy_companions(whence: Path, whither: Path) -> None:
-    """Copy the files of a tokenizer, and of how text is generated."""
-    for path in sorted({path for pattern in _COMPANIONS for path in whence.glob(pattern)}):
-        shutil.copy2(path, whither / path.name)
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy the files of a tokenizer, and those that say how text is generated."""
+    for path in sorted({path for pattern in _COMPANIONS for path in source.glob(pattern)}):
+        shutil.copy2(path, target / path.name)
 
 
 def _entries(family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> Iterable[Entry]:
@@ -97,29 +96,22 @@ def _entries(family: str, model: ModelSpec, dtypes: Mapping[str, torch.dtype]) -
 def _stored(path: Path) -> Mapping[str, Stored]:
     """Return every tensor of a folder; where there is an index, those that it names."""
     index = path / _INDEX
-    listed = _listed(index) if index.exists() else None
-    if listed is not None:
+    listed: dict[str, str] = {}
+    if index.exists():
+        named = read_config(index).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+            raise InputError.of(f"{index}: weight_map", "must say for each tensor the file that it is in")
+        listed = {str(name): str(file) for name, file in named.items()}
         files = sorted({path / file for file in listed.values()})
     else:
         files = [path / _ONE] if (path / _ONE).exists() else sorted(path.glob("*.safetensors"))
-    if not files:
-        raise InputError.of(str(path), "holds no *.safetensors. Write them with transformers: model.save_pretrained")
+    lacking = "holds no *.safetensors. Write them with transformers: model.save_pretrained"
+    require((bool(files), str(path), lacking))
     for file in files:
-        if not file.exists():
-            raise InputError.of(str(file), f"there is no such file, though {_INDEX} names it. {_ADVICE}")
+        require((file.exists(), str(file), f"there is no such file, though {_INDEX} names it. {_ADVICE}"))
     found = {name: stored for file in files for name, stored in read_header(file, _ADVICE).items()}
-    lacking = [
-        name for name, file in (listed or {}).items() if name not in found or found[name].file != str(path / file)
-    ]
-    if lacking and listed:
-        where = f"{path / listed[lacking[0]]}: {lacking[0]}"
-        raise InputError.of(where, f"is not there, though {_INDEX} says so ({len(lacking)} such tensors)")
+    astray = [name for name, file in listed.items() if name not in found or found[name].file != str(path / file)]
+    if astray:
+        where = f"{path / listed[astray[0]]}: {astray[0]}"
+        raise InputError.of(where, f"is not there, though {_INDEX} says so ({len(astray)} such tensors)")
     return found
-
-
-def _listed(index: Path) -> Mapping[str, str]:
-    """Read which file each tensor is in."""
-    names = read_config(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise InputError.of(f"{index}: weight_map", "must say for each tensor the file that it is in")
-    return {str(name): str(file) for name, file in names.items()}

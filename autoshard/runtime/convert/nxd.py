@@ -2,7 +2,9 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -32,24 +34,22 @@ def nxd_folder(path: Path) -> Path | None:
 
 
 def nxd_source(folder: Path, family: str, model: ModelSpec) -> WeightSource:
-    """Open a checkpoint of NxD, or say all that is wrong; how it was cut is told from what is there."""
+    """Open a checkpoint of NxD, or say all that is wrong; its files show how it was cut."""
     ranks = _ranks(folder)
     tp, pp = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
     names = {name for found in ranks.values() for name in found}
     qkv, vocab = qkv_of(names), _vocab(ranks, tp, model)
     tables = _fitting(ranks, NxdNames.of(family, model, qkv, vocab))
     faults: list[Fault] = []
-    for at, stage in ((at, range(pp)) for at in range(tp)):
-        for number in stage:
-            found = ranks[at, number]
-            here = {name for other in range(tp) for name in ranks[other, number]} & tables[at].tensors.keys()
-            wanted = {name: tables[at].shape(name) for name in sorted(here)}
-            faults += shape_faults(found, wanted, DERIVED, str(folder / _name(at, number)))
+    for at, number in product(range(tp), range(pp)):
+        here = {name for other in range(tp) for name in ranks[other, number]} & tables[at].tensors.keys()
+        wanted = {name: tables[at].shape(name) for name in sorted(here)}
+        faults += shape_faults(ranks[at, number], wanted, DERIVED, str(folder / _name(at, number)))
     faults += [Fault(where=f"{folder}: {name}", message="missing") for name in tables[0].tensors.keys() - names]
     if faults:
         raise InputError(sorted(faults, key=lambda fault: fault.where))
     stored = (
-        one.holding(tuple(tables[at].patches(name)))
+        replace(one, patches=tuple(tables[at].patches(name)))
         for (at, _), found in ranks.items()
         for name, one in found.items()
         if name in tables[at].tensors
@@ -73,24 +73,23 @@ def nxd_outputs(
         blocks[stage.rank] |= {f"layer.{stage.first_layer + layer}" for layer in range(stage.num_layers)}
     blocks[plan.stages[0].rank].add("embed.0")
     blocks[plan.stages[-1].rank].add("head.0")
-    return [
-        TargetFile(file=_name(at, number), entries=tuple(_entries(names, blocks[number], dtypes)), kind="state")
-        for number in sorted(blocks)
-        for at, names in enumerate(ranks)
-    ]
+    files: list[TargetFile] = []
+    for number, (at, names) in product(sorted(blocks), enumerate(ranks)):
+        entries = tuple(
+            Entry(
+                name=name, dtype=dtypes[one.rows[0].ours], shape=names.shape(name), patches=tuple(names.patches(name))
+            )
+            for name, one in names.tensors.items()
+            if one.block in blocks[number]
+        )
+        files.append(TargetFile(file=_name(at, number), entries=entries, kind="state"))
+    return files
 
 
 def finish_nxd(folder: Path) -> None:
     """Mark the folder as a whole tag."""
     for mark in _MARKS:
         (folder / mark).write_text("1", encoding="utf-8")
-
-
-def _entries(names: NxdNames, blocks: set[str], dtypes: Mapping[str, torch.dtype]) -> Iterator[Entry]:
-    for name, behind in names.tensors.items():
-        if behind.block in blocks:
-            dtype = dtypes[behind.rows[0].ours]
-            yield Entry(name=name, dtype=dtype, shape=names.shape(name), patches=tuple(names.patches(name)))
 
 
 def _name(tp: int, pp: int) -> str:
@@ -105,10 +104,8 @@ def _ranks(folder: Path) -> Ranks:
         if (found := _FILE.fullmatch(path.name))
     }
     tp, pp = (1 + max(rank[axis] for rank in files) for axis in (0, 1))
-    lacking = [_name(at, number) for at in range(tp) for number in range(pp) if (at, number) not in files]
-    if lacking:
-        message = f"there is no such file, though others are of {tp} tp and {pp} pp ranks. Copy it again"
-        raise InputError(Fault(where=str(folder / name), message=message) for name in lacking)
+    message = f"there is no such file, though others are of {tp} tp and {pp} pp ranks. Copy it again"
+    require(*((rank in files, str(folder / _name(*rank)), message) for rank in product(range(tp), range(pp))))
     return {rank: read_state(path) for rank, path in files.items()}
 
 

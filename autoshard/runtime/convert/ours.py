@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -18,19 +17,18 @@ from autoshard.runtime.checkpoint.index import FILE, CheckpointIndex, RunState, 
 from autoshard.runtime.checkpoint.shelf import Shelf, newest, step_of
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.convert.copying import Entry, TargetFile, WrittenFile
-from autoshard.runtime.convert.stored import WeightSource
-from autoshard.runtime.convert.tensor_files import box_in
+from autoshard.runtime.convert.stored import WeightSource, box_in
 from autoshard.spec.model import ModelSpec
 
-_WEIGHT = "weight/"
+_WEIGHT = "weight/"  # before the names of weights in a checkpoint; moments have the same names everywhere
 _WITHOUT_PLAN_BYTES = 2**32  # of a file
 
 
 def checkpoint_of(path: Path) -> tuple[Path, CheckpointIndex] | None:
     """Return the newest checkpoint of a folder, a run's among them, or the one that the folder is; None without any."""
-    if step_of(path.name) is not None and (path / FILE).is_file():
-        found = Shelf(place=Storage.of(str(path.parent))).open(cast(int, step_of(path.name)))
-        return path, found.index
+    step = step_of(path.name)
+    if step is not None and (path / FILE).is_file():
+        return path, Shelf(place=Storage.of(str(path.parent))).open(step).index
     for folder in (path, path / "checkpoints"):
         found, remarks = newest(Storage.of(str(folder))) if folder.is_dir() else (None, ())
         if found:
@@ -42,8 +40,8 @@ def checkpoint_of(path: Path) -> tuple[Path, CheckpointIndex] | None:
 
 def ours_source(folder: Path, index: CheckpointIndex, model: ModelSpec) -> WeightSource:
     """Open a checkpoint, or say in what it does not fit the model."""
-    shapes, faults = shapes_of(model), list[Fault]()
-    for name, shape in shapes.items():
+    faults: list[Fault] = []
+    for name, shape in shapes_of(model).items():
         there = index.tensors.get(f"{_WEIGHT}{name}")
         if there is None or there.shape != shape:
             what = f"has shape {there.shape}, the model asks for {shape}" if there else "missing"
@@ -51,9 +49,7 @@ def ours_source(folder: Path, index: CheckpointIndex, model: ModelSpec) -> Weigh
     if faults:
         raise InputError(faults)
     stored = (
-        box_in(folder / box.file, box_name(name, box.offsets), tensor.dtype, box.lengths, box.start, box.crc32).holding(
-            [whole(name.removeprefix(_WEIGHT), box.offsets, box.lengths)]
-        )
+        box_in(folder, name, tensor.dtype, box, name.removeprefix(_WEIGHT))
         for name, tensor in index.tensors.items()
         for box in tensor.boxes
     )
@@ -67,7 +63,7 @@ def ours_outputs(plan: Plan | None, source: WeightSource, dtypes: Mapping[str, t
     for file, piece in _placed(plan, source, dtypes):
         for part in cut_piece(piece):
             lengths = tuple(part.memory.shape)
-            patch = whole(_ours(part), part.offsets, lengths)
+            patch = whole(part.name.removeprefix(_WEIGHT), part.offsets, lengths)
             name = box_name(part.name, part.offsets)
             files[file].append(Entry(name=name, dtype=part.memory.dtype, shape=lengths, patches=(patch,)))
     return [TargetFile(file=file, entries=tuple(entries), summed=True) for file, entries in files.items()]
@@ -80,16 +76,18 @@ def finish_ours(
     source: WeightSource,
     made: Sequence[tuple[TargetFile, WrittenFile]],
 ) -> None:
-    """Write the index: with it the checkpoint is complete."""
+    """Write the index, which makes the checkpoint complete."""
     boxes: dict[str, list[StoredBox]] = defaultdict(list)
-    kinds: dict[str, torch.dtype] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for output, done in made:
         for entry, start, crc32 in zip(output.entries, done.starts, done.crc32s, strict=True):
             (patch,) = entry.patches
             boxes[patch.tensor].append(StoredBox(*patch.box, output.file, start, entry.num_bytes, crc32))
-            kinds[patch.tensor] = entry.dtype
+            dtypes[patch.tensor] = entry.dtype
     tensors = {
-        _stored_name(name): StoredTensor(DTYPES[kinds[name]], source.wanted[name], tuple(found))
+        name if _part(name) != "weight" else f"{_WEIGHT}{name}": StoredTensor(
+            DTYPES[dtypes[name]], source.wanted[name], tuple(found)
+        )
         for name, found in boxes.items()
     }
     index = CheckpointIndex(
@@ -100,8 +98,7 @@ def finish_ours(
         files={one.file: one.num_bytes for _, one in made},
         tensors=tensors,
     )
-    with Storage.of(str(folder)).writing(FILE) as file:
-        file.write(dump_index(index))
+    Storage.of(str(folder)).write(FILE, dump_index(index))
 
 
 def fresh() -> RunState:
@@ -112,20 +109,19 @@ def fresh() -> RunState:
 def _placed(
     plan: Plan | None, source: WeightSource, dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[tuple[str, StatePiece]]:
-    """Yield every box that is to be saved, with its file."""
-    parts: dict[str, list[str]] = defaultdict(list)  # of a weight: what there is of it
+    """Yield every box of a checkpoint, with its file."""
+    parts: dict[str, list[str]] = defaultdict(list)  # of a weight: itself and its moments
     for name in source.wanted:
         parts[name if _part(name) == "weight" else name.partition("/")[2]].append(name)
 
     def pieces(weight: str, bounds: Sequence[tuple[int, int]]) -> Iterator[StatePiece]:
-        lengths = tuple(stop - start for start, stop in bounds)
+        offsets, lengths = tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds)
         for name in parts[weight]:
             memory = torch.empty(lengths, dtype=dtypes[name], device="meta")
-            offsets = tuple(start for start, _ in bounds)
             yield StatePiece(weight=weight, part=_part(name), whole=source.wanted[name], offsets=offsets, memory=memory)
 
     if plan:
-        for rank, weight, bounds in _held(plan, parts):
+        for rank, weight, bounds in _first_owners(plan, parts):
             for piece in pieces(weight, bounds):
                 yield f"rank-{rank:05}.safetensors", piece
         return
@@ -136,8 +132,8 @@ def _placed(
             total += piece.memory.nbytes
 
 
-def _held(plan: Plan, weights: Iterable[str]) -> Iterator[tuple[int, str, tuple[tuple[int, int], ...]]]:
-    """Yield which rank holds which part of which weight as the first of all ranks."""
+def _first_owners(plan: Plan, weights: Iterable[str]) -> Iterator[tuple[int, str, tuple[tuple[int, int], ...]]]:
+    """Yield for every block of every weight the first rank that owns it."""
     known, programs = set(weights), programs_of(plan)
     seen: set[tuple[str, tuple[tuple[int, int], ...]]] = set()
     for rank in range(plan.mesh.num_ranks):
@@ -156,11 +152,3 @@ def _held(plan: Plan, weights: Iterable[str]) -> Iterator[tuple[int, str, tuple[
 def _part(name: str) -> StatePart:
     part = name.partition("/")[0]
     return part if part in ("moment1", "moment2") else "weight"
-
-
-def _ours(piece: StatePiece) -> str:
-    return piece.weight if piece.part == "weight" else piece.name
-
-
-def _stored_name(ours: str) -> str:
-    return ours if _part(ours) != "weight" else f"{_WEIGHT}{ours}"

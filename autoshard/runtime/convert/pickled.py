@@ -1,14 +1,11 @@
-"""Files of ``torch.save``: read without running anything that they say, written tensor by tensor."""
+"""Files of ``torch.save``: read without running code in them, written tensor by tensor."""
 
 import io
-import math
-import mmap
 import pickle
 import struct
 import zipfile
-import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,12 +14,11 @@ from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsag
 
 from autoshard.errors import InputError
 from autoshard.runtime.checkpoint.files import DTYPES
-from autoshard.runtime.convert.stored import Once, Stored
+from autoshard.runtime.convert.stored import DAMAGED, Once, Stored
 
 _TENSORS = ".tensors"  # the folder beside a file of torch_xla's own serialisation, which holds references only
 _ALIGNED_BYTES = 64  # as torch aligns what it writes
-# cited: PKWARE APPNOTE.TXT 4.3.7: the header of a file in an archive; in it the lengths of name and extra field.
-_HEADER_BYTES, _LENGTHS_AT = 30, 26
+_HEADER_BYTES = 30  # cited: PKWARE APPNOTE.TXT 4.3.7: of a file in an archive, before its name and extra field
 _STORAGES = {
     torch.bfloat16: torch.BFloat16Storage,
     torch.float16: torch.HalfStorage,
@@ -83,25 +79,19 @@ def _loaded(file: Path) -> Any:
 
 def _check(file: Path) -> None:
     """Compare the checksums of the archive that the file is."""
-    bad = ""
-    with file.open("rb") as stream, zipfile.ZipFile(stream) as archive:
-        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        for one in archive.infolist():
-            lengths = struct.unpack_from("<HH", mapped, one.header_offset + _LENGTHS_AT)
-            start = one.header_offset + _HEADER_BYTES + sum(lengths)
-            with memoryview(mapped) as view, view[start : start + one.file_size] as data:
-                bad = bad or ("" if zlib.crc32(data) == one.CRC else one.filename)
-        mapped.close()
-    if bad:
-        raise InputError.of(f"{file}: {bad}", "its checksum is another than when it was saved. The file is damaged")
+    with zipfile.ZipFile(file) as archive:
+        if bad := archive.testzip():
+            raise InputError.of(f"{file}: {bad}", DAMAGED)
 
 
 class StateFile:
     """A state dict on its way into a file, tensor after tensor; checksums are those of the archive."""
 
     def __init__(self, stream: IO[bytes], tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
-        self._archive = zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED)
-        for name, data in (("data.pkl", _pickled(tensors)), ("byteorder", b"little"), ("version", b"3\n")):
+        self._archive, pickled = zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED), io.BytesIO()
+        state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in tensors}
+        _Pickler(pickled, protocol=2).dump(state)
+        for name, data in (("data.pkl", pickled.getvalue()), ("byteorder", b"little"), ("version", b"3\n")):
             with self._record(name, len(data)) as record:
                 record.write(data)
 
@@ -131,36 +121,17 @@ class StateFile:
         self._archive.close()
 
 
-class _PickledStorage:
-    def __init__(self, key: int, dtype: torch.dtype, size: int) -> None:
-        self.told = ("storage", _STORAGES[dtype], str(key), "cpu", size)
-
-
-class _PickledTensor:
-    """Is pickled as a tensor is."""
-
-    def __init__(self, storage: _PickledStorage, shape: tuple[int, ...]) -> None:
-        self._storage, self._shape = storage, shape
-
-    def __reduce__(self) -> Any:
-        strides = tuple(_strides(self._shape))
-        return _rebuild_tensor_v2, (self._storage, 0, self._shape, strides, False, OrderedDict())
-
-
-def _strides(shape: tuple[int, ...]) -> Iterator[int]:
-    return (math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
 class _Pickler(pickle.Pickler):
+    """Pickles tensors as torch.save does, each with a storage of its own; they need no memory."""
+
+    num_storages = 0
+
     def persistent_id(self, obj: Any) -> Any:
-        return obj.told if isinstance(obj, _PickledStorage) else None
+        return obj if isinstance(obj, tuple) and obj[:1] == ("storage",) else None
 
-
-def _pickled(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    state = {
-        name: _PickledTensor(_PickledStorage(key, dtype, math.prod(shape)), shape)
-        for key, (name, dtype, shape) in enumerate(tensors)
-    }
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(state)
-    return buffer.getvalue()
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        storage = "storage", _STORAGES[obj.dtype], str(self.num_storages), "cpu", obj.numel()
+        self.num_storages += 1
+        return _rebuild_tensor_v2, (storage, 0, tuple(obj.shape), obj.stride(), False, OrderedDict())

@@ -1,17 +1,26 @@
-"""What is read: tensors in files that are mapped into memory, and what they hold of ours."""
+"""Tensors in files that are mapped into memory, and their boxes of ours: the source of a conversion or of a run."""
 
+import json
 import math
+import mmap
 import threading
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from autoshard.engine.patches import Patch
+from autoshard.engine.patches import Patch, whole
 from autoshard.errors import Fault, InputError
 from autoshard.layout.shards import Box
+from autoshard.runtime.checkpoint.files import TYPES, box_name, overlap
+from autoshard.runtime.checkpoint.index import StoredBox
 
+_LENGTH_BYTES = 8  # cited: huggingface/safetensors README, Format: a little-endian length, the header, the data
+DAMAGED = "its checksum is another than when it was saved. The file is damaged"
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -42,13 +51,9 @@ class Stored:
     odd: str = ""  # its format, where that holds no fractions
     patches: tuple[Patch, ...] = ()
 
-    def holding(self, patches: Sequence[Patch]) -> "Stored":
-        """Return the same with what it holds of ours."""
-        return replace(self, patches=tuple(patches))
-
 
 class WeightSource:
-    """All that is stored of a model: every number of ours once, however many files repeat it."""
+    """All stored weights of a model: every number of ours once, however many files repeat it."""
 
     def __init__(self, stored: Iterable[Stored], wanted: Shapes, where: str, state: Any = None) -> None:
         """Refuse a source in which numbers of tensors of these shapes are missing."""
@@ -57,63 +62,41 @@ class WeightSource:
         for one in stored:
             for patch in one.patches:
                 self._boxes[patch.tensor].setdefault(patch.box, (one, patch))
-        faults = [Fault(where=where, message=text) for text in self._missing()]
+        faults: list[Fault] = []
+        for name, shape in wanted.items():
+            missing = math.prod(shape) - sum(math.prod(lengths) for _, lengths in self._boxes[name])
+            if missing:
+                message = f"{name}: {missing} of {math.prod(shape)} numbers are missing"
+                faults.append(Fault(where=where, message=message))
         if faults:
             raise InputError(faults)
         self.dtypes = {name: next(iter(boxes.values()))[0].dtype for name, boxes in self._boxes.items()}
-        self.num_bytes = sum(math.prod(shape) * self.dtypes[name].itemsize for name, shape in wanted.items())
         self.stored = list({id(one): one for boxes in self._boxes.values() for one, _ in boxes.values()}.values())
 
     def fill(self, memory: torch.Tensor, tensor: str, offsets: Sequence[int]) -> None:
         """Copy a box of one of our tensors into memory of its shape, in the format of the memory."""
-        wanted = tuple(offsets), tuple(memory.shape)
-        for box, (stored, patch) in self._boxes[tensor].items():
-            both = _common(box, wanted)
-            if both is None:
-                continue
-            if stored.check:
-                stored.check()
-            theirs, mine = both
-            memory[mine].copy_(patch.view(stored.read())[theirs])
+        for theirs, mine in self._parts(tensor, (tuple(offsets), tuple(memory.shape))):
+            memory[mine].copy_(theirs)
 
     def straight(self, wanted: Patch, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a file's own memory, where it is just what is wanted of a stored tensor of this shape."""
-        for box, (stored, patch) in self._boxes[wanted.tensor].items():
-            both = _common(box, wanted.box)
-            if both is None:
-                continue
-            view = patch.view(stored.read())[both[0]]
-            if view.numel() != math.prod(shape) or view.dtype != dtype or not view.is_contiguous():
-                return None
-            if not wanted.view(torch.empty(shape, device="meta")).is_contiguous():
-                return None
-            if stored.check:
-                stored.check()
-            return view.view(shape)
-        return None
-
-    def _missing(self) -> Iterator[str]:
-        for name, shape in self.wanted.items():
-            found = sum(math.prod(lengths) for _, lengths in self._boxes[name])
-            if found != math.prod(shape):
-                yield f"{name}: {math.prod(shape) - found} of {math.prod(shape)} numbers are missing"
-
-
-def _common(box: Box, wanted: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return where two boxes of a tensor meet, as seen from each."""
-    theirs: list[slice] = []
-    mine: list[slice] = []
-    for at, length, begin, size in zip(*box, *wanted, strict=True):
-        low, high = max(at, begin), min(at + length, begin + size)
-        if low >= high:
+        """Return a file's own memory, if that is the wanted part of a stored tensor of this shape."""
+        view, _ = next(self._parts(wanted.tensor, wanted.box), (None, ()))
+        if view is None or view.numel() != math.prod(shape) or view.dtype != dtype or not view.is_contiguous():
             return None
-        theirs.append(slice(low - at, high - at))
-        mine.append(slice(low - begin, high - begin))
-    return tuple(theirs), tuple(mine)
+        alike = wanted.view(torch.empty(shape, device="meta")).is_contiguous()
+        return view.view(shape) if alike else None
+
+    def _parts(self, tensor: str, wanted: Box) -> Iterator[tuple[torch.Tensor, tuple[slice, ...]]]:
+        """Yield the stored parts of a box of ours, each with its index in the box."""
+        for box, (stored, patch) in self._boxes[tensor].items():
+            if both := overlap(box, wanted):
+                if stored.check:
+                    stored.check()
+                yield patch.view(stored.read())[both[0]], both[1]
 
 
 def shape_faults(found: Mapping[str, Stored], wanted: Shapes, needless: Collection[str], where: str) -> Iterator[Fault]:
-    """Yield what is missing, what has another shape, what holds no fractions, and what nobody knows."""
+    """Yield the tensors that are missing, of another shape, without fractions, or not of the model."""
     for name, shape in wanted.items():
         one = found.get(name)
         if one is None:
@@ -127,3 +110,58 @@ def shape_faults(found: Mapping[str, Stored], wanted: Shapes, needless: Collecti
     for name in found.keys() - wanted.keys():
         if not name.endswith(tuple(needless)):
             yield Fault(where=f"{found[name].file}: {name}", message="is no tensor of this model")
+
+
+def read_header(file: Path, advice: str) -> dict[str, Stored]:
+    """Return the tensors of a safetensors file, or say what is wrong with it, and what to do."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        try:
+            entries = json.loads(stream.read(length if length < size else 0))
+            entries.pop("__metadata__", None)
+            ends = {name: _LENGTH_BYTES + length + one["data_offsets"][1] for name, one in entries.items()}
+            shapes = {name: (tuple(one["shape"]), str(one["dtype"])) for name, one in entries.items()}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise InputError.of(str(file), f"is no whole file of tensors ({error}). {advice}") from None
+    if cut := [name for name, end in ends.items() if end > size]:
+        message = f"has {size} bytes of the {max(ends.values())} in its header: {cut[0]} is cut off"
+        raise InputError.of(str(file), f"{message}{f', {len(cut) - 1} more are' if cut[1:] else ''}. {advice}")
+    found: dict[str, Stored] = {}
+    mapped = _Mapped(file)
+    for name, (shape, label) in shapes.items():
+        dtype = TYPES.get(label, torch.uint8)
+        read = partial(mapped.tensor, dtype, shape, ends[name] - math.prod(shape) * dtype.itemsize)
+        odd = "" if label in TYPES else label
+        found[name] = Stored(name=name, file=str(file), dtype=dtype, shape=shape, read=read, odd=odd)
+    return found
+
+
+def box_in(folder: Path, tensor: str, dtype: str, box: StoredBox, ours: str) -> Stored:
+    """Return a box of a checkpoint, with its checksum and the name of our tensor."""
+    file, name = folder / box.file, box_name(tensor, box.offsets)
+    read = partial(_Mapped(file).tensor, TYPES[dtype], box.lengths, box.start)
+
+    def check() -> None:
+        if zlib.crc32(read().view(torch.uint8).reshape(-1).numpy().data) != box.crc32:
+            raise InputError.of(f"{file}: {name}", DAMAGED)
+
+    return Stored(
+        name=name, file=str(file), dtype=TYPES[dtype], shape=box.lengths, read=read, check=Once(check),
+        patches=(whole(ours, box.offsets, box.lengths),),
+    )  # fmt: skip
+
+
+class _Mapped:
+    """A file that is mapped into memory when it is first read."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._map: mmap.mmap | None = None
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> torch.Tensor:
+        """Return a tensor that lies there."""
+        if self._map is None:
+            with self._file.open("rb") as stream:
+                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants what it could write
+        return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).reshape(shape)
