@@ -12,7 +12,7 @@ from autoshard.cost.calibration import built_in
 from autoshard.cost.predict import plan_cost
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
-from autoshard.layout.cutting import Cutting
+from autoshard.layout.layout import Cutting
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import CpOrder, even_stages
 from autoshard.plan.lowering import ATOMS

@@ -7,8 +7,7 @@ from autoshard.blocks.problem import OperatorProblem
 from autoshard.cost.collective import Ring
 from autoshard.cost.compute import Rates
 from autoshard.graph.decoder import decoder_graph
-from autoshard.layout.collective import Collective
-from autoshard.layout.layout import Cuts
+from autoshard.layout.layout import Collective, Cuts
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload

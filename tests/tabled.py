@@ -7,7 +7,7 @@ from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.predict import question_of
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
-from autoshard.layout.cutting import Cutting
+from autoshard.layout.layout import Cutting
 from autoshard.plan.build import cut_atoms
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan

@@ -12,9 +12,7 @@ from autoshard.blocks.tables import Tables
 from autoshard.cost.collective import Number, Ring, mesh_ring
 from autoshard.cost.setting import Question
 from autoshard.errors import InputError
-from autoshard.layout.collective import Collective
-from autoshard.layout.cutting import Cutting
-from autoshard.layout.layout import Cuts
+from autoshard.layout.layout import Collective, Cuts, Cutting
 from autoshard.layout.legal import cut_operations, together
 from autoshard.layout.pin import Pin
 from autoshard.plan.build import mesh_of

@@ -12,7 +12,7 @@ from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.op import Dims, Op
 from autoshard.layout.layout import Layout
 from autoshard.layout.legal import cut_operations
-from autoshard.layout.states import ChangePrices, Matrix, Pending
+from autoshard.layout.redistribute import ChangePrices, Matrix, Pending
 from autoshard.spec.workload import Dtype
 
 

@@ -12,8 +12,7 @@ from autoshard.blocks.problem import OperatorProblem
 from autoshard.graph.block import Saved
 from autoshard.graph.kinds.attention import SCORES
 from autoshard.graph.op import Call, Op
-from autoshard.layout.collective import Collective
-from autoshard.layout.layout import Cuts
+from autoshard.layout.layout import Collective, Cuts
 from autoshard.layout.sharding import RING_DIM, RINGS
 
 Column = NDArray[np.float64]  # one number per choice

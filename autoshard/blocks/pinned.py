@@ -6,8 +6,7 @@ from functools import cache
 from autoshard.cost.setting import Question
 from autoshard.errors import Fault, InputError
 from autoshard.layout.layout import show_atoms, whole_axes
-from autoshard.layout.pin import Pin
-from autoshard.layout.pin_constraints import BOUNDARY, PinConstraints, pin_constraints
+from autoshard.layout.pin import BOUNDARY, Pin, PinConstraints, pin_constraints
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate, boundary_cuts
 from autoshard.plan.lowering import ATOMS, StepGraph

@@ -11,11 +11,9 @@ from autoshard.blocks.choices import Atoms
 from autoshard.cost.compute import Rates
 from autoshard.errors import nearest, require
 from autoshard.graph.block import Block
-from autoshard.layout.collective import Collective
-from autoshard.layout.layout import Cuts, Layout
+from autoshard.layout.layout import Collective, Cuts, Layout
 from autoshard.layout.legal import cut_operations
-from autoshard.layout.redistribute import Change, Price, Sizes
-from autoshard.layout.states import LayoutGraph, Matrix, MatrixPrice
+from autoshard.layout.redistribute import Change, LayoutGraph, Matrix, MatrixPrice, Price, Sizes
 from autoshard.spec.workload import DTYPE_BYTES, Dtype
 
 Seconds = Callable[[Collective, Any], Any]  # a Collective and a rank's bytes where messages are largest; or columns

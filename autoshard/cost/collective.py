@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.cost.calibration import Calibration
-from autoshard.layout.collective import Collective, CollectiveKind
+from autoshard.layout.layout import Collective, CollectiveKind
 from autoshard.spec.cluster import Cluster, Domain, Hops, Link
 from autoshard.spec.mesh import Mesh, axis_levels_bytes_per_s
 

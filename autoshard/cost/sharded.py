@@ -10,8 +10,7 @@ from autoshard.cost.kernel_run import KernelRun, kernel_runs
 from autoshard.errors import InputError
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.layout.cutting import Cutting
-from autoshard.layout.layout import Cuts
+from autoshard.layout.layout import Cuts, Cutting
 from autoshard.layout.program import Program
 from autoshard.layout.sharding import Sharding
 from autoshard.plan.lowering import KINDS, StepGraph, lowered, split_pending

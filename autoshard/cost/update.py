@@ -12,7 +12,7 @@ import numpy as np
 from autoshard.cost.collective import Number
 from autoshard.cost.setting import Question, Setting
 from autoshard.graph.kinds.optimizer import UPDATES
-from autoshard.layout.collective import Collective, CollectiveKind
+from autoshard.layout.layout import Collective, CollectiveKind
 from autoshard.plan.lowering import StepGraph, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload

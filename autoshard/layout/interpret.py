@@ -9,11 +9,10 @@ from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend
 from autoshard.graph.kinds.experts import Slot, TokenGroup
 from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, places
-from autoshard.graph.op import Array, Call, Dims, OpKind
-from autoshard.layout.collective import Collective
+from autoshard.graph.op import Array, Dims
+from autoshard.layout.layout import Collective
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Program, Sum, Value
-from autoshard.layout.shards import VirtualMesh
-from autoshard.layout.virtual import Executor, Shards
+from autoshard.layout.shards import Executor, Shards, VirtualMesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +80,6 @@ class Interpreter:
         return [tuple(result[index] for result in results) for index in range(len(instruction.writes))]
 
     def _local(self, instruction: Compute, rank: int, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        """Evaluate an operation on one rank's blocks."""
         cuts = instruction.cuts.items()
         bounds = {dim: self.mesh.bounds(rank, self.sizes[dim], atoms) for dim, atoms in cuts if atoms}
         return evaluate_local(self.block, instruction, self.sizes, bounds, arrays)
@@ -140,8 +138,14 @@ def evaluate_local(
     """
     kind = compute.op.kind
     call = block.call(compute.op, {**sizes, **{dim: stop - start for dim, (start, stop) in bounds.items()}})
-    dim = _indexed_dim(kind, call)
-    if dim is None or dim not in bounds:
+    match kind:  # the dim that its indices count along
+        case Pick(over=dim) | Place(over=dim) | ScatterAdd(dims=(dim, *_)):
+            pass
+        case Lookup():
+            dim = call.inputs[0].dims[0]
+        case _:
+            dim = ""
+    if dim not in bounds:
         return kind.evaluate(call, *arrays)
     start, stop = bounds[dim]
     if start == stop:
@@ -155,19 +159,6 @@ def evaluate_local(
         return (found * inside.reshape(*inside.shape, *[1] * (found.ndim - inside.ndim)),)
     kept = inside.reshape(*inside.shape, *[1] * (values.ndim - inside.ndim))
     return (kind.evaluate(call, values * kept, local)[0],)
-
-
-def _indexed_dim(kind: OpKind, call: Call) -> str | None:
-    """Return the dim that an operation's indices count along."""
-    match kind:
-        case Pick(over=over) | Place(over=over):
-            return over
-        case ScatterAdd(dims=dims):
-            return dims[0]
-        case Lookup():
-            return call.inputs[0].dims[0]
-        case _:
-            return None
 
 
 def joined_attention(first: tuple[Array, Array] | None, second: tuple[Array, Array]) -> tuple[Array, Array]:

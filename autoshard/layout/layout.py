@@ -1,12 +1,12 @@
-"""Which part of a tensor a rank holds: each dim cut over atoms, and atoms over which a sum is still pending."""
+"""Which part of a tensor a rank holds (Layout), one communication (Collective), and all cuts of a model (Cutting)."""
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
-from autoshard.errors import Fault, InputError, nearest, require
+from autoshard.errors import Fault, InputError, in_range, nearest, require
 
 Cuts = Mapping[str, tuple[str, ...]]
 _WHOLE: Mapping[str, tuple[str, ...]] = {"dp": ("edp", "ep"), "tp": ("kv", "rep")}
@@ -78,33 +78,24 @@ class Layout:
         an atom both cuts and is pending: ['ep']
         batch: 2 cannot be cut into 4 (dp). Use atoms whose product is at most 2
         """
+        uses = ([atom for _, cut in self.dims for atom in cut], self.sums, self.maxima)
+        named = dict.fromkeys(atom for use in uses for atom in use)
         known = [*atoms, *(axis for axis, parts in _WHOLE.items() if atoms.keys() >= {*parts})]
-        found = [f"unknown atom {name!r}. {nearest(name, known)}" for name in self._atoms() if name not in atoms]
-        twice = self._cutting_and_pending(atoms)
+        found = [f"unknown atom {name!r}. {nearest(name, known)}" for name in named if name not in atoms]
+        twice = [atom for atom in named if atoms.get(atom, 1) > 1 and sum(atom in use for use in uses) > 1]
         if twice:
             found.append(f"an atom both cuts and is pending: {twice}")
-        plain = [Fault(where="", message=message) for message in found]
-        return (*plain, *(fault for dim, cut in self.dims for fault in _dim_faults(dim, cut, atoms, sizes)))
-
-    def local_shape(self, sizes: Mapping[str, int], atoms: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of the largest share, which every rank reserves; what does not divide is rounded up.
-
-        >>> Layout.parse("[seq/cp, hidden]").local_shape({"seq": 10, "hidden": 8}, {"cp": 4})
-        (3, 8)
-        """
-        local = local_sizes({dim: sizes[dim] for dim, _ in self.dims}, dict(self.dims), atoms)
-        return tuple(local[dim] for dim, _ in self.dims)
-
-    def _atoms(self) -> tuple[str, ...]:
-        """Return every atom that it names, once."""
-        cutting = [atom for _, cut in self.dims for atom in cut]
-        return tuple(dict.fromkeys((*cutting, *self.sums, *self.maxima)))
-
-    def _cutting_and_pending(self, atoms: Mapping[str, int]) -> list[str]:
-        """Return the atoms that both cut and are pending; one of size 1 does neither."""
-        cutting = {atom for _, cut in self.dims for atom in cut}
-        uses = (cutting, set(self.sums), set(self.maxima))
-        return [atom for atom in self._atoms() if atoms.get(atom, 1) > 1 and sum(atom in use for use in uses) > 1]
+        faults = [Fault(where="", message=message) for message in found]
+        if sizes is None:
+            return tuple(faults)
+        for dim, cut in self.dims:
+            parts = math.prod(atoms.get(atom, 1) for atom in cut)
+            if dim not in sizes:
+                faults.append(Fault(where=dim, message=f"no such dim. {nearest(dim, list(sizes))}"))
+            elif parts > sizes[dim]:
+                cannot = f"{sizes[dim]} cannot be cut into {parts} ({show_atoms(cut)})"
+                faults.append(Fault(where=dim, message=f"{cannot}. Use atoms whose product is at most {sizes[dim]}"))
+        return tuple(faults)
 
 
 def show_atoms(atoms: Sequence[str]) -> str:
@@ -143,19 +134,112 @@ def local_sizes(sizes: Mapping[str, Any], cuts: Cuts, atoms: Mapping[str, Any]) 
     }
 
 
-def _dim_faults(
-    dim: str, cut: Sequence[str], atoms: Mapping[str, int], sizes: Mapping[str, int] | None
-) -> Iterator[Fault]:
-    """Yield the fault of one dim: it is unknown, or has fewer elements than parts."""
-    if sizes is None:
-        return
-    parts = math.prod(atoms.get(atom, 1) for atom in cut)
-    if dim not in sizes:
-        yield Fault(where=dim, message=f"no such dim. {nearest(dim, list(sizes))}")
-    elif parts > sizes[dim]:
-        cannot = f"{sizes[dim]} cannot be cut into {parts} ({show_atoms(cut)})"
-        yield Fault(where=dim, message=f"{cannot}. Use atoms whose product is at most {sizes[dim]}")
-
-
 def _parse_atoms(text: str) -> tuple[str, ...]:
     return tuple(atom for name in text.split(".") if name for atom in _WHOLE.get(name, (name,)))
+
+
+Frozen = tuple[tuple[str, tuple[str, ...]], ...]  # Cuts in one order, so that equal ones are equal keys
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """The cuts of every forward operation by block kind, and of the hidden state between blocks; made by ``of``.
+
+    It names atoms, never their sizes: one cutting serves every mesh.
+
+    >>> cutting = Cutting.of({"layer": {"up": {"ffn": ("kv", "rep"), "seq": ()}}}, {"seq": ("kv", "rep")})
+    >>> cutting.block("layer"), cutting.only({"kv"}).block("layer")
+    ({'up': {'ffn': ('kv', 'rep')}}, {'up': {'ffn': ('kv',)}})
+    """
+
+    blocks: tuple[tuple[str, tuple[tuple[str, Frozen], ...]], ...]
+    between: Frozen
+
+    @classmethod
+    def of(cls, blocks: Mapping[str, Mapping[str, Cuts]], boundary: Cuts) -> "Cutting":
+        """Make it of cuts in any order."""
+        found = {kind: tuple((name, _frozen(cuts)) for name, cuts in ops.items()) for kind, ops in blocks.items()}
+        return cls(tuple(found.items()), _frozen(boundary))
+
+    @property
+    def boundary(self) -> Cuts:
+        """The cut of the hidden state between blocks."""
+        return dict(self.between)
+
+    def block(self, kind: str) -> Mapping[str, Cuts]:
+        """Return the cuts of one block's operations; dims that are whole are left out."""
+        return {name: dict(cuts) for name, cuts in dict(self.blocks)[kind]}
+
+    def alone(self, kind: str) -> "Cutting":
+        """Return the part about one block."""
+        return Cutting(tuple(ops for ops in self.blocks if ops[0] == kind), self.between)
+
+    def only(self, atoms: frozenset[str] | set[str]) -> "Cutting":
+        """Return the part about some atoms."""
+        blocks = {kind: {name: _only(cuts, atoms) for name, cuts in ops} for kind, ops in self.blocks}
+        return Cutting.of(blocks, _only(self.between, atoms))
+
+
+def _frozen(cuts: Cuts) -> Frozen:
+    return tuple(sorted((dim, tuple(atoms)) for dim, atoms in cuts.items() if atoms))
+
+
+def _only(cuts: Frozen, atoms: frozenset[str] | set[str]) -> Cuts:
+    return {dim: tuple(atom for atom in cut if atom in atoms) for dim, cut in cuts}
+
+
+CollectiveKind = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "all_reduce_max", "all_to_all", "permute", "slice", "send"
+]
+_COLLECTIVE = re.compile(
+    r"(?:(?P<repeat>\d+) x )?(?P<kind>[a-z_]+) (?P<dim>\w+)?(?:>(?P<to_dim>\w+))?/(?P<atoms>[\w.]+)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One communication: its kind, dim and atoms, and how often a ring repeats it.
+
+    An all-to-all takes a cut from one dim to another; a slice is free: each rank keeps its block of what all have.
+
+    >>> str(Collective.parse("3 x permute kv_seq/cp"))
+    '3 x permute kv_seq/cp'
+    >>> Collective.parse("all_reduce /tp").atoms
+    ('kv', 'rep')
+    >>> Collective.parse("all_to_all seq>kv_heads/cp").to_dim
+    'kv_heads'
+    """
+
+    kind: CollectiveKind
+    dim: str | None
+    atoms: tuple[str, ...]
+    repeat: int = 1
+    to_dim: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a collective over nothing, and an all-to-all that goes nowhere."""
+        require(
+            (bool(self.atoms), "atoms", f"{self.kind} needs some to act over"),
+            *in_range(self, "repeat", low=1),
+            (
+                self.to_dim is None or self.kind == "all_to_all",
+                "to_dim",
+                f"is of an all_to_all only, not of {self.kind}",
+            ),
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> "Collective":
+        """Read the text form."""
+        match = _COLLECTIVE.fullmatch(text.strip())
+        if match is None or match["kind"] not in get_args(CollectiveKind):
+            raise InputError.of("", f"{text!r} is not a collective. Write it like 'all_gather seq/tp'")
+        kind, repeat = cast(CollectiveKind, match["kind"]), int(match["repeat"] or 1)
+        atoms = _parse_atoms(match["atoms"])
+        return cls(kind=kind, dim=match["dim"], atoms=atoms, repeat=repeat, to_dim=match["to_dim"])
+
+    def __str__(self) -> str:
+        """Print the text form."""
+        times = f"{self.repeat} x " if self.repeat > 1 else ""
+        to_dim = f">{self.to_dim}" if self.to_dim else ""
+        return f"{times}{self.kind} {self.dim or ''}{to_dim}/{show_atoms(self.atoms)}"

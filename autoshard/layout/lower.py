@@ -16,8 +16,7 @@ from autoshard.graph.kinds.attention import Attend, AttendGradient
 from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.kinds.pointwise import Reduce
 from autoshard.graph.op import Dims, Op, Pass
-from autoshard.layout.collective import Collective
-from autoshard.layout.layout import Cuts, Layout
+from autoshard.layout.layout import Collective, Cuts, Layout
 from autoshard.layout.legal import op_dims
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Program, Sum, Value
 from autoshard.layout.redistribute import Price, Sizes, normal_layout, only_gathers, redistribute
@@ -66,7 +65,8 @@ class _Lowering:
         self._entry = dict.fromkeys((handed_on, f"d.{handed_on}"), f"{handed_on}_out")
         self._seeds = {f"d.{handed_on}": handed_on}  # gradients that arrive, and of which results
         self._count = 0
-        self._at_once = _at_once(block)
+        collects = (op for op in block.select("micro_batch", "I") if isinstance(op.kind, Collect) and op.kind.settles)
+        self._at_once = frozenset(name for op in collects for name in op.outputs)  # gradients summed where they arrive
         self._settled = _settled(block) | self._at_once
         self._maker = {name: op for op in reversed(block.ops) for name in op.outputs}
 
@@ -76,11 +76,20 @@ class _Lowering:
             back = {new: old for old, new in op.kind.rename}
             self._origin[op.outputs[0]] = (op.inputs[0], back)
             self._entry[op.inputs[0]] = op.source
-        elif isinstance(op.kind, Collect):
+            return
+        if isinstance(op.kind, Collect):
             self._parts[op.outputs[0]] = list(op.inputs)
             self._entry[op.outputs[0]] = op.source
-        else:
-            self._compute(op, boundary)
+            return
+        own, ring = _restricted(self.cuts[op.source], op_dims(self.block, op)), tuple[Collective, ...]()
+        around = tuple(atom for atom in own.get("kv_seq", ()) if self.atoms.get(atom, 1) > 1)
+        if around and isinstance(op.kind, Attend | AttendGradient):
+            hops = math.prod(self.atoms[atom] for atom in around) - isinstance(op.kind, Attend)
+            ring = (Collective(kind="permute", dim="kv_seq", atoms=around),) * hops
+        reads = tuple(self._reads(op, own, boundary))
+        writes = tuple(self._output(op, index, own, reads) for index in range(len(op.outputs)))
+        self.made |= {value.tensor: value for value in writes}
+        self.instructions.append(Compute(op=op, cuts=own, reads=reads, writes=writes, ring=ring))
 
     def finish_clones(self, boundary: Cuts) -> None:
         """Bring unread results of clones to the layouts of the forward pass: modules run to their end."""
@@ -109,37 +118,27 @@ class _Lowering:
             self._give(root, wanted)
         return self._change(self.made[root], wanted, when, busy)
 
-    def _compute(self, op: Op, boundary: Cuts) -> None:
-        own = _restricted(self.cuts[op.source], op_dims(self.block, op))
-        reads = tuple(self._reads(op, own, boundary))
-        writes = tuple(self._output(op, index, own, reads) for index in range(len(op.outputs)))
-        self.made |= {value.tensor: value for value in writes}
-        self.instructions.append(Compute(op=op, cuts=own, reads=reads, writes=writes, ring=self._ring(op, own)))
-
     def _reads(self, op: Op, own: Cuts, boundary: Cuts) -> list[Value]:
         """Fetch the inputs of an operation as it is cut; an accumulator last, as it awaits what its addend does."""
         busy = frozenset(atom for atoms in own.values() for atom in atoms)
         linear = op.kind.linear_through()
+        arriving = {self.block.carry_in or "", f"d.{self.block.carry_out or 'loss'}"}
         found: dict[int, Value] = {}
         for index, name in sorted(enumerate(op.inputs), key=lambda read: self.block.tensors[read[1]].role == "state"):
             tensor = self.block.tensors[name]
             if tensor.role == "state":
                 (addend,) = found.values()
                 self._give(name, dict(addend.layout.dims), addend.layout.sums)
-            self._arrive(name, boundary)
-            cuts = _restricted(own, tensor.dims)
+            root = self._origin[name][0] if name in self._origin else name
+            for part in {
+                root,
+                *self._parts.get(root, ()),
+            } & arriving - self.made.keys():  # from the neighbouring blocks
+                self._give(part, _restricted(boundary, self.block.tensors[part].dims))
             when: When = "again" if op.again else op.pass_
             passes = index in linear and name not in self._settled
-            found[index] = self.fetch(name, cuts, when, busy if passes else None)
+            found[index] = self.fetch(name, _restricted(own, tensor.dims), when, busy if passes else None)
         return [found[index] for index in range(len(op.inputs))]
-
-    def _arrive(self, name: str, boundary: Cuts) -> None:
-        """Give the tensors of the neighbouring blocks in the boundary layout."""
-        root = self._origin[name][0] if name in self._origin else name
-        arriving = (self.block.carry_in, f"d.{self.block.carry_out or 'loss'}")
-        for tensor in (root, *self._parts.get(root, ())):
-            if tensor in arriving and tensor not in self.made:
-                self._give(tensor, _restricted(boundary, self.block.tensors[tensor].dims))
 
     def _give(self, tensor: str, cuts: Cuts, sums: tuple[str, ...] = ()) -> None:
         layout = _layout(self.block.tensors[tensor].dims, cuts, sums=sums)
@@ -159,16 +158,9 @@ class _Lowering:
             atom for number, value in enumerate(reads) if index in through.get(number, ()) for atom in value.layout.sums
         ]
         pending = tuple(dict.fromkeys((*lost, *passed)))
-        if isinstance(op.kind, Reduce) and op.kind.function == "max":
-            return Value(name=name, tensor=name, layout=_layout(dims, cuts, maxima=pending))
-        return Value(name=name, tensor=name, layout=_layout(dims, cuts, sums=pending))
-
-    def _ring(self, op: Op, own: Cuts) -> tuple[Collective, ...]:
-        atoms = tuple(atom for atom in own.get("kv_seq", ()) if self.atoms.get(atom, 1) > 1)
-        if not atoms or not isinstance(op.kind, Attend | AttendGradient):
-            return ()
-        hops = math.prod(self.atoms[atom] for atom in atoms) - (1 if isinstance(op.kind, Attend) else 0)
-        return (Collective(kind="permute", dim="kv_seq", atoms=atoms),) * hops
+        maximises = isinstance(op.kind, Reduce) and op.kind.function == "max"
+        layout = _layout(dims, cuts, maxima=pending) if maximises else _layout(dims, cuts, sums=pending)
+        return Value(name=name, tensor=name, layout=layout)
 
     def _change(self, value: Value, cuts: Cuts, when: When, busy: Busy) -> Value:
         now = value.layout
@@ -176,16 +168,12 @@ class _Lowering:
         if kept == now.sums and not now.maxima and all(tuple(cuts.get(dim, ())) == atoms for dim, atoms in now.dims):
             return value
         wanted = _layout(tuple(dim for dim, _ in now.dims), cuts, sums=kept)
-        key = (value.name, wanted, self._kept_from(now, wanted, when))
+        gathers = only_gathers(normal_layout(now, self.atoms), normal_layout(wanted, self.atoms))
+        shared = "F" if self.keeps_gathered or not gathers else when if when in ("F", "again") else "I"
+        key = (value.name, wanted, shared)  # sums and moves are kept for later readers, gathers on some platforms
         if key not in self._changed:
             self._changed[key] = self._communicate(value, wanted, "I" if when == "again" else when)
         return self._changed[key]
-
-    def _kept_from(self, before: Layout, after: Layout, when: When) -> When:
-        """Return whose changed values a reader may use: sums and moves are kept, gathers on some platforms."""
-        if self.keeps_gathered or not only_gathers(normal_layout(before, self.atoms), normal_layout(after, self.atoms)):
-            return "F"
-        return when if when in ("F", "again") else "I"
 
     def _communicate(self, value: Value, wanted: Layout, pass_: Pass) -> Value:
         entry = self._entry.get(value.tensor, value.tensor)
@@ -227,38 +215,31 @@ class _Lowering:
         return Value(name=found.name, tensor=tensor, layout=Layout(dims=dims, sums=found.layout.sums))
 
     def _added(self, tensor: str, values: Sequence[Value]) -> Value:
+        """Add values that are cut alike; where only some are pending over an atom, one rank counts the others."""
         if len(values) == 1:
             return values[0]
         pending = tuple(dict.fromkeys(atom for value in values for atom in value.layout.sums))
-        alike = [self._once(value, pending) for value in values]
+        alike: list[Value] = []
+        for value in values:
+            missing = tuple(atom for atom in pending if atom not in value.layout.sums)
+            layout = Layout(dims=value.layout.dims, sums=pending)
+            if not missing:
+                alike.append(Value(name=value.name, tensor=value.tensor, layout=layout))
+                continue
+            key = (value.name, layout, "F")
+            if key not in self._changed:
+                self._changed[key] = self._new(value.tensor, layout)
+                self.instructions.append(CountOnce(atoms=missing, reads=value, writes=self._changed[key]))
+            alike.append(self._changed[key])
         key = (" + ".join(value.name for value in alike), alike[0].layout, "F")
         if key not in self._changed:
-            total = self._new(tensor, alike[0].layout)
-            self.instructions.append(Sum(reads=tuple(alike), writes=total))
-            self._changed[key] = total
-        return self._changed[key]
-
-    def _once(self, value: Value, pending: tuple[str, ...]) -> Value:
-        missing = tuple(atom for atom in pending if atom not in value.layout.sums)
-        layout = Layout(dims=value.layout.dims, sums=pending)
-        if not missing:
-            return Value(name=value.name, tensor=value.tensor, layout=layout)
-        key = (value.name, layout, "F")
-        if key not in self._changed:
-            made = self._new(value.tensor, layout)
-            self.instructions.append(CountOnce(atoms=missing, reads=value, writes=made))
-            self._changed[key] = made
+            self._changed[key] = self._new(tensor, alike[0].layout)
+            self.instructions.append(Sum(reads=tuple(alike), writes=self._changed[key]))
         return self._changed[key]
 
     def _new(self, tensor: str, layout: Layout) -> Value:
         self._count += 1
         return Value(name=f"{tensor}@{self._count}", tensor=tensor, layout=layout)
-
-
-def _at_once(block: Block) -> frozenset[str]:
-    """Return the gradients that are summed as soon as they are there."""
-    collects = (op for op in block.select("micro_batch", "I") if isinstance(op.kind, Collect) and op.kind.settles)
-    return frozenset(name for op in collects for name in op.outputs)
 
 
 def _settled(block: Block) -> frozenset[str]:

@@ -1,11 +1,10 @@
 """A block as its ranks execute it: local operations on shards, and collectives between them."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.graph.op import Op, Pass
-from autoshard.layout.collective import Collective
-from autoshard.layout.layout import Cuts, Layout
+from autoshard.layout.layout import Collective, Cuts, Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +73,6 @@ class PassInstructions:
     inputs: tuple[Instruction, ...]  # I
     weights: tuple[Instruction, ...]  # W
 
-    @classmethod
-    def of(cls, instructions: Sequence[Instruction], handed_on: Value, results: Iterable[Value]) -> "PassInstructions":
-        """Split instructions: forward has those of pass F and those that they need, backward all others."""
-        forward, backward = _needed(instructions, {handed_on.name}, "F")
-        late = {name for entry in backward if pass_of(entry) == "W" for name in written_by(entry)}
-        wanted = {value.name for value in results} - late
-        inputs, weights = _needed(backward, wanted, "I")
-        needed = {name for entry in inputs for name in read_by(entry)}
-        assert not late & needed, "the gradient of a block's input waits for that of a weight"
-        return cls(forward=forward, inputs=inputs, weights=weights)
-
     @property
     def backward(self) -> tuple[Instruction, ...]:
         """I, then W."""
@@ -103,8 +91,16 @@ class Program:
         return tuple(entry for entry in self.instructions if isinstance(entry, Communicate))
 
     def by_pass(self, handed_on: str) -> PassInstructions:
-        """Split the instructions by pass; ``handed_on`` names the tensor that forward makes for the next block."""
-        return PassInstructions.of(self.instructions, self.results[handed_on], self.results.values())
+        """Split the instructions by pass: forward has those of pass F and those that they need, backward all others.
+
+        ``handed_on`` names the tensor that forward makes for the next block.
+        """
+        forward, backward = _needed(self.instructions, {self.results[handed_on].name}, "F")
+        late = {name for entry in backward if pass_of(entry) == "W" for name in written_by(entry)}
+        inputs, weights = _needed(backward, {value.name for value in self.results.values()} - late, "I")
+        needed = {name for entry in inputs for name in read_by(entry)}
+        assert not late & needed, "the gradient of a block's input waits for that of a weight"
+        return PassInstructions(forward=forward, inputs=inputs, weights=weights)
 
     def waiting(self, handed_on: str) -> tuple[Value, ...]:
         """Return the values that W reads and does not make itself, each once."""

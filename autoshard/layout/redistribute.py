@@ -3,12 +3,17 @@
 import heapq
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
-from autoshard.layout.collective import Collective
-from autoshard.layout.layout import Cuts, Layout
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.graph.op import Dims
+from autoshard.layout.layout import Collective, CollectiveKind, Cuts, Layout
 
 Sizes = Mapping[str, int]
 _FAR = (math.inf, 0, "")
@@ -40,7 +45,12 @@ def redistribute(before: Layout, after: Layout, atoms: Sizes, price: Price) -> t
 def _shortest(start: Layout, goal: Layout, price: Price) -> tuple[Change, ...]:
     new = {*goal.sums, *goal.maxima} - {*start.sums, *start.maxima}
     assert not new, f"{goal} waits for {sorted(new)}, which {start} does not"
-    allowed = frozenset((*_used(start), *_used(goal))) - _settled(start, goal)
+    settled = {*start.sums, *start.maxima} & {*goal.sums, *goal.maxima}  # pending in both, or cutting alike outermost
+    ends = dict(goal.dims)
+    for dim, cut in start.dims:
+        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(cut, ends[dim], strict=False))
+        settled |= {atom for atom, _ in alike}
+    allowed = frozenset((*_used(start), *_used(goal))) - settled
     queue: list[tuple[float, int, str, Layout, tuple[Change, ...]]] = [(0.0, 0, "", start, ())]
     done: set[Layout] = set()
     best: dict[Layout, tuple[float, int, str]] = {}
@@ -72,7 +82,11 @@ def bytes_price(tensor_bytes: float, atoms: Sizes) -> Price:
 
     def price(change: Change) -> float:
         count = math.prod(atoms.get(atom, 1) for atom in change.collective.atoms)
-        largest = tensor_bytes / min(_share(change.before, atoms), _share(change.after, atoms))
+        shares = [
+            math.prod(atoms.get(atom, 1) for _, cut in layout.dims for atom in cut)
+            for layout in (change.before, change.after)
+        ]
+        largest = tensor_bytes / min(shares)
         kind = change.collective.kind
         if kind == "slice":
             return 0.0
@@ -81,20 +95,6 @@ def bytes_price(tensor_bytes: float, atoms: Sizes) -> Price:
         return (2 if kind.startswith("all_reduce") else 1) * largest * (count - 1) / count
 
     return price
-
-
-def _settled(start: Layout, goal: Layout) -> frozenset[str]:
-    """Return the atoms that cut alike in both, with nothing else outside them, or are pending in both."""
-    found = {*start.sums, *start.maxima} & {*goal.sums, *goal.maxima}
-    ends = dict(goal.dims)
-    for dim, cut in start.dims:
-        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(cut, ends[dim], strict=False))
-        found |= {atom for atom, _ in alike}
-    return frozenset(found)
-
-
-def _share(layout: Layout, atoms: Sizes) -> int:
-    return math.prod(atoms.get(atom, 1) for _, cut in layout.dims for atom in cut)
 
 
 def normal_layout(layout: Layout, atoms: Sizes) -> Layout:
@@ -134,7 +134,7 @@ def single_changes(layout: Layout, allowed: Set[str]) -> tuple[Change, ...]:
 @lru_cache(maxsize=1 << 14)
 def _named_changes(layout: Layout, allowed: frozenset[str]) -> tuple[tuple[str, Change], ...]:
     """Return these changes with the text of each; cached, because searches pass the same layouts often."""
-    changes = (*_gathers_and_moves(layout, allowed), *_sums(layout, allowed), *_slices(layout, allowed))
+    changes = (*_gathers_and_moves(layout, allowed), *_sums_and_slices(layout, allowed))
     return tuple((str(change.collective), change) for change in changes)
 
 
@@ -150,42 +150,166 @@ def _gathers_and_moves(layout: Layout, allowed: Set[str]) -> Iterator[Change]:
                     yield _change(layout, Collective(kind="all_to_all", dim=dim, atoms=moved, to_dim=other), changed)
 
 
-def _sums(layout: Layout, allowed: Set[str]) -> Iterator[Change]:
+def _sums_and_slices(layout: Layout, allowed: Set[str]) -> Iterator[Change]:
     for pending in _subsets(tuple(atom for atom in layout.sums if atom in allowed)):
         rest = tuple(atom for atom in layout.sums if atom not in pending)
         yield _change(layout, Collective(kind="all_reduce", dim=None, atoms=pending), {}, sums=rest)
-        for dim, cut in layout.dims:
-            for order in itertools.permutations(pending):
-                yield _change(
-                    layout, Collective(kind="reduce_scatter", dim=dim, atoms=order), {dim: (*cut, *order)}, sums=rest
-                )
+        for (dim, cut), order in itertools.product(layout.dims, itertools.permutations(pending)):
+            scatter = Collective(kind="reduce_scatter", dim=dim, atoms=order)
+            yield _change(layout, scatter, {dim: (*cut, *order)}, sums=rest)
     for pending in _subsets(tuple(atom for atom in layout.maxima if atom in allowed)):
         rest = tuple(atom for atom in layout.maxima if atom not in pending)
         yield _change(layout, Collective(kind="all_reduce_max", dim=None, atoms=pending), {}, maxima=rest)
+    for atom, (dim, cut) in itertools.product(sorted(allowed - set(_used(layout))), layout.dims):
+        yield _change(layout, Collective(kind="slice", dim=dim, atoms=(atom,)), {dim: (*cut, atom)})
 
 
-def _slices(layout: Layout, allowed: Set[str]) -> Iterator[Change]:
-    for atom in sorted(allowed - set(_used(layout))):
-        for dim, cut in layout.dims:
-            yield _change(layout, Collective(kind="slice", dim=dim, atoms=(atom,)), {dim: (*cut, atom)})
-
-
-def _change(
-    layout: Layout,
-    collective: Collective,
-    cuts: Cuts,
-    *,
-    sums: tuple[str, ...] | None = None,
-    maxima: tuple[str, ...] | None = None,
-) -> Change:
-    after = Layout(
-        dims=tuple((name, cuts.get(name, cut)) for name, cut in layout.dims),
-        sums=layout.sums if sums is None else sums,
-        maxima=layout.maxima if maxima is None else maxima,
-    )
-    return Change(collective=collective, before=layout, after=after)
+def _change(layout: Layout, collective: Collective, cuts: Cuts, **pending: tuple[str, ...]) -> Change:
+    """Return a collective with the layout after it: some dims cut otherwise, other ``sums`` or ``maxima`` pending."""
+    dims = tuple((name, cuts.get(name, cut)) for name, cut in layout.dims)
+    return Change(collective=collective, before=layout, after=replace(layout, dims=dims, **pending))
 
 
 def _subsets(atoms: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     for count in range(1, len(atoms) + 1):
         yield from itertools.combinations(atoms, count)
+
+
+Matrix = NDArray[np.float64]
+Pending = Literal["sums", "maxima"]
+_MOST_LAYOUTS = 1000  # beyond, the few ways that are needed are found one by one
+_DimCuts = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayoutGraph:
+    """All layouts of a tensor, and every single collective between two of them.
+
+    ``groups`` holds one Collective for all of its kind over the same atoms, with the numbers of the layouts before and
+    after each.
+    """
+
+    layouts: tuple[Layout, ...]
+    number: Mapping[Layout, int]
+    touched: NDArray[np.intp]  # the atoms that each layout names, a bit each
+    groups: tuple[tuple[Collective, NDArray[np.intp], NDArray[np.intp]], ...]
+
+    @property
+    def size(self) -> int:
+        """How many layouts there are."""
+        return len(self.layouts)
+
+
+MatrixPrice = Callable[[LayoutGraph], Matrix]  # the price of every single collective, infinity where there is none
+
+
+class ChangePrices:
+    """The prices of changes between layouts of a tensor with these dims, those of ``redistribute``.
+
+    Atoms that stay in place cost nothing. Found prices are remembered, because neighbours need the same.
+    """
+
+    def __init__(
+        self, dims: Dims, sizes: Mapping[str, int], price: Price, prices: MatrixPrice, pending: Pending = "sums"
+    ) -> None:
+        self._dims, self._sizes, self._price, self._prices = dims, sizes, price, prices
+        self._pending: Pending = pending
+        self._known: dict[tuple[_DimCuts, tuple[str, ...]], tuple[LayoutGraph, Matrix]] = {}
+
+    def between(self, befores: Sequence[Layout], afters: Sequence[Layout]) -> Matrix:
+        """Return the price of every change from one of the first layouts to one of the others; infinity for no way."""
+        outer, free = _common((*befores, *afters), self._dims, self._sizes)
+        if (len(self._dims) + 2) ** len(free) > _MOST_LAYOUTS:
+            waits = [{*layout.sums, *layout.maxima} for layout in befores]
+            return np.array(
+                [
+                    [
+                        sum(map(self._price, redistribute(before, after, self._sizes, self._price)))
+                        if {*after.sums, *after.maxima} <= waiting
+                        else math.inf
+                        for after in afters
+                    ]
+                    for before, waiting in zip(befores, waits, strict=True)
+                ]
+            )
+        if (outer, free) not in self._known:
+            graph = _graph(self._dims, free, self._pending, outer)
+            self._known[outer, free] = graph, _all_shortest(graph, self._prices(graph), len(free))
+        graph, matrix = self._known[outer, free]
+        return matrix[np.ix_(*([graph.number[layout] for layout in layouts] for layouts in (befores, afters)))]
+
+
+def all_layouts(dims: Dims, atoms: Sequence[str], pending: Pending = "sums") -> Iterator[Layout]:
+    """Yield every layout: each atom cuts one dim, is pending, or does neither; cuts of one dim in every order.
+
+    >>> [str(layout) for layout in all_layouts(("seq",), ("cp",))]
+    ['[seq/cp]', '[seq] +cp', '[seq]']
+    """
+    for uses in itertools.product((*dims, "+", ""), repeat=len(atoms)):
+        using = {use: [atom for atom, at in zip(atoms, uses, strict=True) if at == use] for use in (*dims, "+")}
+        waiting = tuple(sorted(using["+"]))
+        for orders in itertools.product(*(itertools.permutations(using[dim]) for dim in dims)):
+            cuts = tuple(zip(dims, orders, strict=True))
+            yield Layout(dims=cuts, sums=waiting) if pending == "sums" else Layout(dims=cuts, maxima=waiting)
+
+
+def _all_shortest(graph: LayoutGraph, steps: Matrix, num_atoms: int) -> Matrix:
+    """Find all shortest paths (Floyd and Warshall), each over layouts that name only the atoms of its two ends."""
+    used = graph.touched
+    np.fill_diagonal(steps, 0.0)
+    matrix = np.full(steps.shape, np.inf)
+    for touched in range(1 << num_atoms):
+        inside = np.flatnonzero((used & ~touched) == 0)
+        ways = steps[np.ix_(inside, inside)]
+        for middle in range(len(inside)):
+            np.minimum(ways, ways[:, middle, None] + ways[None, middle], out=ways)
+        exact = (used[inside, None] | used[None, inside]) == touched
+        place = np.ix_(inside, inside)
+        matrix[place] = np.where(exact, ways, matrix[place])
+    return matrix
+
+
+def _common(layouts: Sequence[Layout], dims: Dims, sizes: Mapping[str, int]) -> tuple[_DimCuts, tuple[str, ...]]:
+    """Return the atoms that cut every dim outermost in all layouts, and the other atoms that any of them names."""
+    cuts = [dict(layout.dims) for layout in layouts]
+    outer: list[tuple[str, tuple[str, ...]]] = []
+    for dim in dims:
+        columns = zip(*(cut[dim] for cut in cuts), strict=False)
+        alike = itertools.takewhile(lambda column: len(set(column)) == 1, columns)
+        outer.append((dim, tuple(column[0] for column in alike)))
+    settled = {atom for _, cut in outer for atom in cut}
+    named = {atom for layout in layouts for atom in (*layout.sums, *layout.maxima)}
+    named |= {atom for cut in cuts for atoms in cut.values() for atom in atoms}
+    return tuple(outer), tuple(atom for atom in sizes if atom in named - settled)
+
+
+@lru_cache(maxsize=256)  # searches need tensors of the same dims again and again
+def _graph(dims: Dims, atoms: tuple[str, ...], pending: Pending, outer: _DimCuts) -> LayoutGraph:
+    """Return the graph of layouts with some atoms outermost in all; these change no way between the others."""
+    inner, start = _inner_graph(dims, atoms, pending), dict(outer)
+    layouts = tuple(
+        replace(layout, dims=tuple((dim, (*start[dim], *cut)) for dim, cut in layout.dims)) for layout in inner.layouts
+    )
+    return replace(inner, layouts=layouts, number={layout: index for index, layout in enumerate(layouts)})
+
+
+@lru_cache(maxsize=256)
+def _inner_graph(dims: Dims, atoms: tuple[str, ...], pending: Pending) -> LayoutGraph:
+    layouts = tuple(all_layouts(dims, atoms, pending))
+    number = {layout: index for index, layout in enumerate(layouts)}
+    pairs: dict[tuple[CollectiveKind, tuple[str, ...]], list[tuple[int, int]]] = defaultdict(list)
+    for layout, before in number.items():
+        for change in single_changes(layout, set(atoms)):
+            after = replace(
+                change.after, sums=tuple(sorted(change.after.sums)), maxima=tuple(sorted(change.after.maxima))
+            )
+            pairs[change.collective.kind, change.collective.atoms].append((before, number[after]))
+    masks: list[int] = []
+    for layout in layouts:
+        named = {atom for _, cut in layout.dims for atom in cut} | {*layout.sums, *layout.maxima}
+        masks.append(sum(1 << place for place, atom in enumerate(atoms) if atom in named))
+    groups: list[tuple[Collective, NDArray[np.intp], NDArray[np.intp]]] = []
+    for (kind, over), found in pairs.items():
+        befores, afters = np.array(found, np.intp).T
+        groups.append((Collective(kind=kind, dim=None, atoms=over), befores, afters))
+    return LayoutGraph(layouts=layouts, number=number, touched=np.array(masks, np.intp), groups=tuple(groups))

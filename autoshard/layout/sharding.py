@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from autoshard.graph.block import Block, Saved
 from autoshard.graph.kinds.attention import Attend, AttendGradient
 from autoshard.graph.op import Pass, Role
-from autoshard.layout.collective import Collective
-from autoshard.layout.layout import Cuts, Layout
+from autoshard.layout.layout import Collective, Cuts, Layout
 from autoshard.layout.program import Compute, Given, Program, Value
 from autoshard.spec.mesh import ATOMS
 

@@ -2,16 +2,15 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from autoshard.errors import InputError, require
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.linear import Deliver
-from autoshard.graph.op import Op, Pass
-from autoshard.layout.collective import Collective
-from autoshard.layout.layout import Layout, show_atoms
+from autoshard.graph.op import Pass
+from autoshard.layout.layout import Collective, Layout, show_atoms
 from autoshard.layout.program import Communicate, Compute, Given, Program, Value, pass_of, read_by
 
 Chain = tuple[Collective, ...]
@@ -45,15 +44,15 @@ class Strategy:
 
     def __post_init__(self) -> None:
         """Refuse chains without collectives, and a ring of anything but permutes."""
-        chains = (*self.forward, *self.backward, *self.weights)
+        moves = self.ring is None or self.ring.kind == "permute"
         require(
             (bool(self.outputs), "strategy", "an operation makes something"),
-            (all(chains), "strategy", "a list holds a chain without collectives"),
             (
-                self.ring is None or self.ring.kind == "permute",
+                all((*self.forward, *self.backward, *self.weights)),
                 "strategy",
-                f"a ring passes blocks on by permute, not {self.ring}",
+                "a list holds a chain without collectives",
             ),
+            (moves, "strategy", f"a ring passes blocks on by permute, not {self.ring}"),
         )
 
     @classmethod
@@ -67,13 +66,21 @@ class Strategy:
         unknown = sorted(found.keys() - {"ring", "F", "I", "save", "W"})
         if unknown or len(found) < len(parts):
             raise InputError.of("", f"{text!r} has parts {unknown or 'twice'}; known: ring, F, I, save, W, each once")
+        saved = [name for name in found.get("save", "").split(", ") if name]
+        if saved != [kept for kept in get_args(Kept) if kept in saved]:
+            raise InputError.of("", f"'save {found['save']}' is none of 'save in', 'save out', 'save in, out'")
+        atoms, _, hop = found.get("ring", "").partition(", ")
+        ring = Collective.parse(hop) if "ring" in found else None
+        if ring and show_atoms(ring.atoms) != atoms:
+            right = f"write 'ring {show_atoms(ring.atoms)}, {ring}'"
+            raise InputError.of("", f"a ring over {atoms} does not travel by {ring}; {right}")
         return cls(
             inputs=_parse_layouts(taken),
             outputs=_parse_layouts(given),
-            ring=_parse_ring(found["ring"]) if "ring" in found else None,
+            ring=ring,
             forward=_parse_chains(found.get("F", "")),
             backward=_parse_chains(found.get("I", "")),
-            saved=_parse_saved(found.get("save", "")),
+            saved=cast(tuple[Kept, ...], tuple(saved)),
             weights=_parse_chains(found.get("W", "")),
         )
 
@@ -114,16 +121,23 @@ def strategies(program: Program, block: Block) -> Mapping[str, Strategy]:
     """Read one Strategy per forward operation off a lowered program, then those of what enters and leaves the block."""
     changes = collective_chains(program)
     computes = {entry.op.name: entry for entry in program.instructions if isinstance(entry, Compute)}
-    made = _made(program)
+    made: dict[str, Value] = {}  # every tensor as it was given or computed, before any change
+    for entry in program.instructions:
+        values = (entry.value,) if isinstance(entry, Given) else entry.writes if isinstance(entry, Compute) else ()
+        made |= {value.tensor: value for value in values}
+    later = (entry for entry in program.instructions if pass_of(entry) in ("I", "W"))
+    read = {name for entry in later for name in read_by(entry)}
     found: dict[str, Strategy] = {}
     for op in block.select("micro_batch", "F"):
         if isinstance(op.kind, Deliver):
-            found[op.name] = _delivered(op, op.kind, made[op.inputs[0]], changes.get(op.name, {}), program)
+            found[op.name] = _delivered(op.kind, made[op.inputs[0]], changes.get(op.name, {}), read)
         else:
             found[op.name] = _computed(block, computes[op.name], computes.values())
-    for entry, lists in changes.items():
+    for entry, lists in changes.items():  # a change where a block begins or ends: of its result, or of an input
         if entry not in found:
-            found[entry] = _edge(lists)
+            first = next(chain for chains in lists.values() for chain in chains)
+            ends = Strategy(inputs=(first[0].reads.layout,), outputs=(first[-1].writes.layout,))
+            found[entry] = _with_lists(ends, lists)
     return found
 
 
@@ -142,52 +156,26 @@ def collective_chains(program: Program) -> Mapping[str, Lists]:
     return found
 
 
-def _made(program: Program) -> Mapping[str, Value]:
-    """Return every tensor as it was given or computed, before any change."""
-    made: dict[str, Value] = {}
-    for entry in program.instructions:
-        values = (entry.value,) if isinstance(entry, Given) else entry.writes if isinstance(entry, Compute) else ()
-        made |= {value.tensor: value for value in values}
-    return made
-
-
-def _delivered(op: Op, kind: Deliver, made: Value, lists: Lists, program: Program) -> Strategy:
+def _delivered(kind: Deliver, made: Value, lists: Lists, read: Collection[str]) -> Strategy:
+    """Return the Strategy of a deliver; it keeps those of its values that backward reads or changes again."""
     ends = [chain[-1].writes for chain in lists.get("F", ())]
     outputs = [value.layout.named(kind.renamed(tuple(dim for dim, _ in value.layout.dims))) for value in ends or [made]]
-    return _with_lists(
-        Strategy(inputs=(made.layout,), outputs=tuple(outputs), saved=_saved(made, ends, program)), lists
-    )
-
-
-def _saved(made: Value, ends: Sequence[Value], program: Program) -> tuple[Kept, ...]:
-    """Return which of its values a deliver keeps: those that backward reads or changes again."""
-    later = (entry for entry in program.instructions if pass_of(entry) in ("I", "W"))
-    read = {name for entry in later for name in read_by(entry)}
-    kept: list[Kept] = ["in"] if made.name in read else []
-    return (*kept, "out") if any(value.name in read for value in ends) else tuple(kept)
+    saved: tuple[Kept, ...] = ("in",) if made.name in read else ()
+    if any(value.name in read for value in ends):
+        saved = (*saved, "out")
+    return _with_lists(Strategy(inputs=(made.layout,), outputs=tuple(outputs), saved=saved), lists)
 
 
 def _computed(block: Block, compute: Compute, others: Iterable[Compute]) -> Strategy:
     names = [block.tensors[name].dims for name in compute.op.inputs]  # keys are made along seq, and read along kv_seq
     rings = [entry.ring for entry in others if entry.op.source == compute.op.name and entry.op.pass_ == "I"]
+    hops = [replace(ring[0], repeat=len(ring)) for ring in (compute.ring, *rings) if ring]  # all alike
     return Strategy(
         inputs=tuple(value.layout.named(dims) for value, dims in zip(compute.reads, names, strict=True)),
         outputs=tuple(value.layout for value in compute.writes),
-        ring=_counted(compute.ring) if compute.ring else None,
-        backward=tuple((_counted(ring),) for ring in rings if ring),
+        ring=hops[0] if compute.ring else None,
+        backward=tuple((hop,) for hop in hops[1 if compute.ring else 0 :]),
     )
-
-
-def _counted(ring: Chain) -> Collective:
-    assert len(set(ring)) == 1, f"the hops of a ring are all alike, not {ring}"
-    return replace(ring[0], repeat=len(ring))
-
-
-def _edge(lists: Lists) -> Strategy:
-    """Return the Strategy of a change where a block begins or ends: of its result, or of an input."""
-    first = next(chain for chains in lists.values() for chain in chains)
-    layouts = (first[0].reads.layout, first[-1].writes.layout)
-    return _with_lists(Strategy(inputs=layouts[:1], outputs=layouts[1:]), lists)
 
 
 def _with_lists(strategy: Strategy, lists: Lists) -> Strategy:
@@ -214,21 +202,3 @@ def _parse_layouts(text: str) -> tuple[Layout, ...]:
 
 def _parse_chains(text: str) -> tuple[Chain, ...]:
     return tuple(tuple(Collective.parse(part) for part in chain.split(", ")) for chain in text.split("; ") if chain)
-
-
-def _parse_ring(text: str) -> Collective:
-    atoms, _, collective = text.partition(", ")
-    ring = Collective.parse(collective)
-    if show_atoms(ring.atoms) != atoms:
-        raise InputError.of(
-            "", f"a ring over {atoms} does not travel by {ring}; write 'ring {show_atoms(ring.atoms)}, {ring}'"
-        )
-    return ring
-
-
-def _parse_saved(text: str) -> tuple[Kept, ...]:
-    names = [name for name in text.split(", ") if name]
-    known = [kept for kept in get_args(Kept) if kept in names]
-    if names != known:
-        raise InputError.of("", f"'save {text}' is none of 'save in', 'save out', 'save in, out'")
-    return tuple(known)

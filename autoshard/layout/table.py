@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from autoshard.errors import Fault, InputError, nearest
 from autoshard.graph.block import Block
 from autoshard.graph.op import Op
-from autoshard.layout.collective import Collective
-from autoshard.layout.layout import Cuts, Layout, whole_axes
+from autoshard.layout.layout import Collective, Cuts, Layout, whole_axes
 from autoshard.layout.legal import cut_operations, faults as cut_faults
 from autoshard.layout.lower import lower
 from autoshard.layout.program import Communicate, Instruction, Program
@@ -54,12 +53,27 @@ def program_of(block: Block, table: Table, setting: TableSetting) -> Program:
     if illegal:
         raise InputError(illegal)
     program = setting.lowered(block, cuts)
-    derived = strategies(program, block)
-    real = {name: _normal(line, setting.atoms) for name, line in lines.items()}
-    wrong = [*_missing(lines, written(derived, setting.atoms)), *_changed_layouts(real, derived, setting.atoms)]
+    derived, atoms = strategies(program, block), setting.atoms
+    real = {name: _normal(line, atoms) for name, line in lines.items()}
+    absent, known = written(derived, atoms), list(derived)
+    wrong = [
+        *(
+            Fault(where=name, message=f"no operation of this name. {nearest(name, known)}")
+            for name in lines.keys() - derived
+        ),
+        *(Fault(where=name, message=f"has no line; it would be: {absent[name]}") for name in derived.keys() - lines),
+        *_changed_layouts(real, derived, atoms),
+    ]
     if wrong:
         raise InputError(wrong)
-    return _with_lists(program, real, derived, setting)
+    for name in sorted(derived):
+        try:
+            program = _with_line(program, name, real[name], derived[name], atoms)
+        except InputError as error:
+            wrong.append(Fault(where=name, message=f"{error}; write: {absent[name]}"))
+    if wrong:
+        raise InputError(wrong)
+    return program
 
 
 def fitted(table: Table, atoms: Sizes) -> Table:
@@ -105,13 +119,6 @@ def _cuts_of(op: Op, line: Strategy) -> Cuts:
     return {dim: atoms for dim, atoms in cuts.items() if atoms}
 
 
-def _missing(lines: Mapping[str, Strategy], derived: Table) -> Iterator[Fault]:
-    for name in lines.keys() - derived.keys():
-        yield Fault(where=name, message=f"no operation of this name. {nearest(name, list(derived))}")
-    for name in derived.keys() - lines.keys():
-        yield Fault(where=name, message=f"has no line; it would be: {derived[name]}")
-
-
 def _changed_layouts(lines: Mapping[str, Strategy], derived: Mapping[str, Strategy], atoms: Sizes) -> Iterator[Fault]:
     """Yield the lines whose layouts, or counts of chains, do not follow from what their neighbours state."""
     for name in sorted(lines.keys() & derived.keys()):
@@ -121,47 +128,33 @@ def _changed_layouts(lines: Mapping[str, Strategy], derived: Mapping[str, Strate
             yield Fault(where=name, message=f"does not fit its neighbours; write: {_shown(derived[name], atoms)}")
 
 
-def _with_lists(
-    program: Program, lines: Mapping[str, Strategy], derived: Mapping[str, Strategy], setting: TableSetting
-) -> Program:
-    """Execute the listed collectives where they differ from the derived ones."""
-    found: list[Fault] = []
-    for name in sorted(derived):
-        try:
-            program = _with_line(program, name, lines[name], derived[name], setting)
-        except InputError as error:
-            found.append(Fault(where=name, message=f"{error}; write: {_shown(derived[name], setting.atoms)}"))
-    if found:
-        raise InputError(found)
-    return program
-
-
-def _with_line(program: Program, name: str, line: Strategy, right: Strategy, setting: TableSetting) -> Program:
+def _with_line(program: Program, name: str, line: Strategy, right: Strategy, atoms: Sizes) -> Program:
+    """Execute the listed collectives of a line where they differ from the derived ones."""
     for pass_, chains in line.lists.items():
         for number, (chain, old) in enumerate(zip(chains, right.lists[pass_], strict=True)):
-            if _real(chain, setting.atoms) == _real(old, setting.atoms):
+            if _real(chain, atoms) == _real(old, atoms):
                 continue
             if right.ring:
                 raise InputError.of("", "the hops of a ring follow from its cut and cannot be chosen")
-            program = _replaced(program, collective_chains(program)[name][pass_][number], chain, setting)
+            program = _replaced(program, collective_chains(program)[name][pass_][number], chain, atoms)
     return program
 
 
-def _replaced(program: Program, old: Sequence[Communicate], chain: Chain, setting: TableSetting) -> Program:
+def _replaced(program: Program, old: Sequence[Communicate], chain: Chain, atoms: Sizes) -> Program:
     """Put other collectives in the place of a chain; they must lead from the same layout to the same layout."""
     value, goal = old[0].reads, old[-1].writes
     made: list[Instruction] = []
     for number, collective in enumerate(chain):
-        changes = single_changes(normal_layout(value.layout, setting.atoms), set(setting.atoms))
-        wanted = _real((collective,), setting.atoms)
-        change = next((change for change in changes if _real((change.collective,), setting.atoms) == wanted), None)
+        changes = single_changes(normal_layout(value.layout, atoms), set(atoms))
+        wanted = _real((collective,), atoms)
+        change = next((change for change in changes if _real((change.collective,), atoms) == wanted), None)
         if wanted and change is None:
             raise InputError.of("", f"{collective} cannot follow {value.layout}")
         name = goal.name if number == len(chain) - 1 else f"{goal.name}.{number}"
         after = replace(goal, name=name, layout=change.after if change else value.layout)
         made.append(replace(old[0], collective=collective, reads=value, writes=after))
         value = after
-    if normal_layout(value.layout, setting.atoms) != normal_layout(goal.layout, setting.atoms):
+    if normal_layout(value.layout, atoms) != normal_layout(goal.layout, atoms):
         raise InputError.of("", f"{', '.join(map(str, chain))} ends in {value.layout}, not in {goal.layout}")
     first = program.instructions.index(old[0])
     kept = [entry for entry in program.instructions if entry not in old]

@@ -7,9 +7,7 @@ from functools import cache
 
 from autoshard.errors import Fault, InputError
 from autoshard.graph.block import Block
-from autoshard.layout.collective import Collective, CollectiveKind
-from autoshard.layout.cutting import Cutting
-from autoshard.layout.layout import local_sizes, whole_axes
+from autoshard.layout.layout import Collective, CollectiveKind, Cutting, local_sizes, whole_axes
 from autoshard.layout.program import Program, written_by
 from autoshard.layout.strategy import strategies
 from autoshard.layout.table import Table, TableSetting, fitted, program_of, written

@@ -11,7 +11,7 @@ from autoshard.cost.collective import Ring, Route, mesh_ring
 from autoshard.cost.setting import Question, Setting, boundary_bytes, price_block
 from autoshard.cost.sharded import CutBlocks, alike_without, atom_groups
 from autoshard.cost.stages import BlockTotals, PerCandidate, PipelineBlocks, Rows, Sends, only
-from autoshard.layout.cutting import Cutting
+from autoshard.layout.layout import Cutting
 from autoshard.plan.build import buckets_of, mesh_of
 from autoshard.plan.candidate import Candidate, CpOrder, Zero
 from autoshard.plan.lowering import split_pending

@@ -11,7 +11,7 @@ from autoshard.cost.sharded import CutBlocks
 from autoshard.cost.terms import CostTerm, outer_point, term_entries, user_terms
 from autoshard.errors import Fault, InputError, require
 from autoshard.extensions import EXTENSIONS
-from autoshard.layout.cutting import Cutting
+from autoshard.layout.layout import Cutting
 from autoshard.layout.pin import Pin
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import Candidate

@@ -21,8 +21,7 @@ from autoshard.graph.fusing import Flow, fuse, saved_tensors
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.norm import Norm, Softmax
 from autoshard.graph.kinds.pointwise import Add, Multiply, Unary
-from autoshard.layout.collective import Collective
-from autoshard.layout.layout import Cuts
+from autoshard.layout.layout import Collective, Cuts
 from autoshard.layout.legal import cut_operations
 from autoshard.layout.lower import lower
 from autoshard.layout.program import Communicate, Compute, Program

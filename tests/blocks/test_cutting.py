@@ -11,7 +11,7 @@ from autoshard.blocks.op_prices import ring_of_s
 from autoshard.blocks.operators import solve
 from autoshard.cost.setting import price_block, setting_of
 from autoshard.cost.sharded import CutBlocks
-from autoshard.layout.cutting import Cutting
+from autoshard.layout.layout import Cutting
 from autoshard.layout.legal import cut_operations, faults
 from autoshard.plan.build import cut_atoms
 from autoshard.plan.candidate import boundary_cuts

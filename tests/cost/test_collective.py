@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.collective import Ring, efficiency, mesh_ring
-from autoshard.layout.collective import Collective
+from autoshard.layout.layout import Collective
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
 from autoshard.spec.cluster import Link

@@ -19,8 +19,7 @@ from autoshard.layout.layout import Cuts
 from autoshard.layout.lower import lower
 from autoshard.layout.program import Communicate, Compute, Program, Value
 from autoshard.layout.redistribute import Price, bytes_price
-from autoshard.layout.shards import VirtualMesh
-from autoshard.layout.virtual import Executor
+from autoshard.layout.shards import Executor, VirtualMesh
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload

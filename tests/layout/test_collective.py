@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.graph.op import DIMS
-from autoshard.layout.collective import Collective, CollectiveKind
+from autoshard.layout.layout import Collective, CollectiveKind
 from autoshard.spec.mesh import ATOMS
 
 COMMON = {

@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 
-from autoshard.layout.collective import Collective
+from autoshard.layout.layout import Collective
 from autoshard.layout.legal import cut_operations, faults
 from autoshard.layout.program import Compute, CountOnce
 from autoshard.layout.shards import VirtualMesh

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from autoshard.graph.op import Op, OpKind, Output
-from autoshard.layout.collective import Collective
+from autoshard.layout.layout import Collective
 from autoshard.layout.legal import cut_operations
 from autoshard.layout.program import Communicate, Compute, CountOnce, Program, Sum
 from autoshard.layout.shards import VirtualMesh

@@ -3,8 +3,7 @@ import pytest
 from autoshard.errors import InputError
 from autoshard.graph.decoder import decoder_graph
 from autoshard.layout.layout import Layout
-from autoshard.layout.pin import Pin, parse_pin, pins_of
-from autoshard.layout.pin_constraints import pin_constraints
+from autoshard.layout.pin import Pin, parse_pin, pin_constraints, pins_of
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload

@@ -7,8 +7,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 from autoshard.layout.layout import Layout
 from autoshard.layout.redistribute import bytes_price, redistribute, single_changes
-from autoshard.layout.shards import VirtualMesh
-from autoshard.layout.virtual import Executor
+from autoshard.layout.shards import Executor, VirtualMesh
 
 DIMS = ("seq", "hidden", "ffn")
 TENSOR_BYTES = 1e6

@@ -2,8 +2,16 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from autoshard.layout.layout import Layout
-from autoshard.layout.redistribute import Change, bytes_price, redistribute
-from autoshard.layout.states import ChangePrices, LayoutGraph, Matrix, Pending, all_layouts
+from autoshard.layout.redistribute import (
+    Change,
+    ChangePrices,
+    LayoutGraph,
+    Matrix,
+    Pending,
+    all_layouts,
+    bytes_price,
+    redistribute,
+)
 
 ATOMS = {"dp": 2, "tp": 4}
 DIMS = ("batch", "seq", "hidden")

@@ -3,8 +3,7 @@ from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.graph.decoder import decoder_graph
-from autoshard.layout.collective import Collective
-from autoshard.layout.layout import Layout
+from autoshard.layout.layout import Collective, Layout
 from autoshard.layout.legal import cut_operations, faults
 from autoshard.layout.lower import lower
 from autoshard.layout.redistribute import bytes_price

@@ -1,10 +1,8 @@
 import numpy as np
 import pytest
 
-from autoshard.layout.collective import Collective
-from autoshard.layout.layout import Layout
-from autoshard.layout.shards import VirtualMesh
-from autoshard.layout.virtual import Executor
+from autoshard.layout.layout import Collective, Layout
+from autoshard.layout.shards import Executor, VirtualMesh
 
 TWO = VirtualMesh(atoms=(("a", 2),))
 FOUR = VirtualMesh(atoms=(("a", 2), ("b", 2)))

@@ -14,8 +14,7 @@ import pytest
 
 from autoshard.engine.programs import programs_of
 from autoshard.errors import InputError
-from autoshard.layout.collective import Collective
-from autoshard.layout.layout import Layout, whole_axes
+from autoshard.layout.layout import Collective, Layout, whole_axes
 from autoshard.layout.legal import cut_operations
 from autoshard.layout.strategy import Chain, Strategy
 from autoshard.layout.table import Table, program_of

@@ -18,7 +18,7 @@ from autoshard.engine.torch import block
 from autoshard.engine.torch.collectives import Change, communication
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.world import RankGroup, World
-from autoshard.layout.collective import Collective
+from autoshard.layout.layout import Collective
 from autoshard.layout.program import Communicate, Compute, Given
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_programs

@@ -17,7 +17,7 @@ from autoshard.cost.setting import BlockCost, Question, Setting, price_block, se
 from autoshard.cost.sharded import CutBlocks
 from autoshard.cost.stages import PipelineBlocks, StageOptions, StagePrices, price_stages
 from autoshard.cost.step import Price, plan_blocks, step_seconds
-from autoshard.layout.cutting import Cutting
+from autoshard.layout.layout import Cutting
 from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import Candidate, even_stages, parse_pins
 from autoshard.plan.plan import Plan
