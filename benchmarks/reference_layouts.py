@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoshard.plan.plan import Plan
-from autoshard.plan.prediction import Prediction
+from autoshard.plan.plan import Plan, Prediction
 from autoshard.search.planner import search
 from autoshard.search.request import plan_at, rejections_of
 from benchmarks.aws_recipes import AwsRecipe, load_aws_recipes

@@ -7,7 +7,7 @@ from statistics import StatisticsError, correlation, fmean, median
 
 import numpy as np
 
-from autoshard.plan.prediction import rounded
+from autoshard.plan.plan import rounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from autoshard.calibration.validate import outlined_run, predicted_run
 from autoshard.cost.calibration import EFFICIENCIES, Calibration, Fit, Reach, uncalibrated
 from autoshard.cost.predict import step_timer
 from autoshard.errors import Fault, InputError, require
-from autoshard.plan.prediction import rounded
+from autoshard.plan.plan import rounded
 from autoshard.spec.cluster_catalogue import load_node_type
 
 Split = tuple[tuple[str, ...], ...]  # the constants that share a value, group by group

@@ -12,8 +12,7 @@ from autoshard.cost.calibration import Calibration, built_in
 from autoshard.cost.sharded import CutBlocks
 from autoshard.errors import Fault, InputError
 from autoshard.plan.build import cut_atoms
-from autoshard.plan.plan import Plan
-from autoshard.plan.prediction import Prediction, rounded
+from autoshard.plan.plan import Plan, Prediction, rounded
 from autoshard.search.request import Request
 from autoshard.spec.kernels import load_kernels
 from autoshard.units import GIB

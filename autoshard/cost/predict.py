@@ -19,8 +19,7 @@ from autoshard.cost.step import PlanPipeline, PlanStep, Price, StageLayers, Step
 from autoshard.cost.terms import outer_point, term_entries, term_seconds, user_terms
 from autoshard.graph.decoder import num_slots
 from autoshard.plan.codec import fingerprint
-from autoshard.plan.plan import Plan
-from autoshard.plan.prediction import Compiling, Prediction, StageMemory, rounded
+from autoshard.plan.plan import Compiling, Plan, Prediction, StageMemory, rounded
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Rejection

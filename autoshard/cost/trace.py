@@ -14,8 +14,8 @@ from autoshard.cost.step import PARTS, PlanPipeline, PlanStep, Price, StageLayer
 from autoshard.cost.terms import term_seconds
 from autoshard.cost.update import gathering_share
 from autoshard.errors import require
+from autoshard.plan.explanation import Pass, Phase, RankTrace, Trace
 from autoshard.plan.plan import Plan
-from autoshard.plan.trace import Pass, Phase, RankTrace, Trace
 from autoshard.schedule.simulate import PipelineTimes, RankRun, simulate
 from autoshard.schedule.waves import KINDS, Coded, Floats, coded
 

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from autoshard.errors import Fault, InputError, nearest, require
 from autoshard.layout.layout import Cuts, Layout
@@ -202,10 +202,17 @@ def value_text(key: str, value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _matching(pattern: str, meaning: str) -> Callable[[str], str]:
+    def read(raw: str) -> str:
+        if not re.fullmatch(pattern, raw):
+            raise InputError.of("", f"{raw!r} is not {meaning}")
+        return raw
+
+    return read
+
+
 def _count(raw: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", raw) or int(raw) < 1:
-        raise InputError.of("", f"{raw!r} is not a whole number of at least 1")
-    return int(raw)
+    return int(_matching("0*[1-9][0-9]{0,8}", "a whole number of at least 1")(raw))
 
 
 def _choice(*choices: object) -> Callable[[str], object]:
@@ -225,29 +232,17 @@ def _schedule(raw: str) -> str:
     return raw
 
 
-def _word(raw: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", raw):
-        raise InputError.of("", f"{raw!r} is not a name")
-    return raw
-
-
-def _bracketed(raw: str) -> str:
-    if not raw or raw.count("[") != raw.count("]"):
-        raise InputError.of("", f"{raw!r} is empty or has unequal brackets")
-    return re.sub(r"\s+", " ", raw)
-
-
 READERS: Mapping[str, Callable[[str], object]] = {
     **dict.fromkeys(_SIZES, _count),
     "sp": _choice(True, False),
-    "zero": _choice(0, 1, 3),
+    "zero": _choice(*get_args(Zero)),
     "schedule": _schedule,
     "recompute": parse_stages,
     "stages": lambda raw: tuple(_count(item) for item in expand(raw)),
     "place": Placement.parse,
-    "kernels": _word,
-    "cp_kind": _choice("ring", "all_to_all"),
-    "cp_order": _choice("contiguous", "zigzag"),
-    "boundary": _bracketed,
+    "kernels": _matching("[A-Za-z0-9_][A-Za-z0-9_.-]*", "a name"),
+    "cp_kind": _choice(*get_args(CpKind)),
+    "cp_order": _choice(*get_args(CpOrder)),
+    "boundary": lambda raw: str(Layout.parse(raw)),
     "lnc": _count,
 }

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from autoshard.plan.candidate import Candidate, value_text
-from autoshard.plan.plan import Plan
-from autoshard.plan.prediction import Dollars, Prediction
+from autoshard.plan.plan import Dollars, Plan, Prediction
 from autoshard.spec.record import encode
 
 MILLION = 1_000_000

@@ -1,9 +1,94 @@
-"""What is said about a plan: its blocks, operation by operation, runners-up, and why it is not another."""
+"""What is said about plans: what a search has proven, blocks operation by operation, other plans, a step in time."""
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from autoshard.plan.plan import Plan
+from autoshard.schedule.waves import Floats, Ints
+from autoshard.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """How many outer points a Rule refused, and what it says about one of them."""
+
+    rule_id: str
+    num_points: int
+    example: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """A finite space, what became of each outer point of it, and how far the answer may be from the best.
+
+    An outer point is everything but layers and recompute of the stages; it counts for every Rule that refuses it.
+    ``num_tables`` tables of Strategies were solved for meshes of its kind; a plan that is shown has its own.
+    """
+
+    num_points: int = 0
+    refusals: tuple[Refusal, ...] = ()
+    num_legal: int = 0
+    num_too_large: int = 0  # for memory, whatever layers and recompute their stages have, by a bound
+    num_bounded: int = 0  # whose bound was no better than what had been found
+    num_solved: int = 0  # whose best layers and recompute of the stages were found, or that there are none
+    num_fitting: int = 0  # of the solved ones, that fit in memory
+    num_tables: int = 0
+    value: float = math.inf  # of the answer, in units of the objective; infinite where there is none
+    bound: float = math.inf  # nothing that was left open can be less
+    ended: str = "complete"  # or why the search stopped before
+    objective: str = "time"
+
+    @property
+    def stopped(self) -> str:
+        """Why the search stopped before it was complete, if it did."""
+        return "" if self.ended == "complete" else self.ended
+
+    @property
+    def gap(self) -> float:
+        """By which share of it the answer may be worse than the best."""
+        if math.isinf(self.value):
+            return 0.0 if math.isinf(self.bound) else 1.0
+        return max(0.0, 1.0 - self.bound / self.value)
+
+    @property
+    def claim(self) -> str:
+        """Say in words what was proven."""
+        best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[self.objective]
+        within = "" if self.gap < 1e-9 else f", or within {self.gap:.2%} of it"
+        stopped = f" ({self.stopped})" if self.stopped else ""
+        return (
+            f"the {best} by this cost model{within}{stopped}, of {self.num_legal} legal outer points with all layer "
+            "ranges (gpipe, 1f1b; near-even ones of other schedules) and recompute of their stages, among plans with "
+            "one table per block kind and recompute kind"
+        )
+
+    @property
+    def accounting(self) -> str:
+        """Say what became of the legal points."""
+        bound = format_bytes(round(self.bound)) if self.objective == "memory" else f"{self.bound:.6g} s"
+        tables = "1 table" if self.num_tables == 1 else f"{self.num_tables} tables"
+        return (
+            f"{self.num_solved} points solved ({self.num_fitting} fit), {self.num_bounded} pruned by their bound, "
+            f"{self.num_too_large} too large for memory; {tables} solved; bound {bound}, gap {self.gap:.3%}"
+        )
+
+    def plus(self, other: "Certificate") -> "Certificate":
+        """Return the certificate of both spaces together."""
+        both: dict[str, Refusal] = {}
+        for refusal in (*self.refusals, *other.refusals):  # the example of a Rule stays that of the first
+            known = both.get(refusal.rule_id)
+            count = refusal.num_points + (known.num_points if known else 0)
+            both[refusal.rule_id] = replace(known or refusal, num_points=count)
+        names = (name for name in self.__slots__ if name.startswith("num_"))
+        return replace(
+            other,
+            **{name: getattr(self, name) + getattr(other, name) for name in names},
+            refusals=tuple(both.values()),
+            value=min(self.value, other.value),
+            bound=min(self.bound, other.bound),
+            ended=self.stopped or other.ended,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,3 +208,80 @@ class WhyNot:
     against: tuple[str, ...]  # why it cannot be
     flips: tuple[Flip, ...]
     unmoved: tuple[str, ...]  # circumstances that turn nothing within 16 times as much or as little
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """What an action of one kind takes at one stage, and which other ranks it takes its input from and sends to."""
+
+    parts: Mapping[str, float] = field(hash=False)  # seconds
+    takes_from: int | None
+    sends_to: int | None
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of all parts together."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankTrace:
+    """One pipeline rank. The arrays have an entry for each of its actions, in order."""
+
+    kinds: str  # letters: F, B, I, W
+    stages: Ints
+    micro_batches: Ints
+    start_s: Floats
+    end_s: Floats
+    held_from_s: Floats  # when it changes what the rank holds
+    held_bytes: Ints  # what the rank holds from then on
+    idle_bytes: int  # what it holds while no micro-batch is in flight
+    predicted_bytes: int  # its predicted peak
+    busy_s: float  # in actions
+    sending_s: float  # sending and receiving, while it computes nothing
+
+    @property
+    def most_bytes(self) -> int:
+        """What it holds at most.
+
+        That is the predicted peak, but where backwards are split: the prediction adds the most that is kept and the
+        most that waits from I to W, which some schedules do not reach at the same time.
+        """
+        return int(self.held_bytes.max(initial=self.idle_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One part of the step after the pipeline; the next begins when the slowest rank has ended this one."""
+
+    part: str  # of the prediction's seconds
+    name: str
+    start_s: float
+    seconds: tuple[float, ...]  # by pipeline rank
+
+    @property
+    def end_s(self) -> float:
+        """When its slowest rank ends."""
+        return self.start_s + max(self.seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace:
+    """One step: the pipelined part, then the phases after it."""
+
+    passes: Mapping[tuple[str, int], Pass]  # by kind and stage
+    ranks: tuple[RankTrace, ...]
+    phases: tuple[Phase, ...]
+    send_s: float  # of each message between ranks
+    receive_s: float  # for how long it then holds the receiver
+    hides_sends: bool  # otherwise the sender does nothing else meanwhile
+
+    @property
+    def makespan_s(self) -> float:
+        """When the last action of the pipeline ends."""
+        return max(float(rank.end_s[-1]) for rank in self.ranks)
+
+    @property
+    def end_s(self) -> float:
+        """When the step ends."""
+        return self.phases[-1].end_s if self.phases else self.makespan_s

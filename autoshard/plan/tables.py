@@ -1,22 +1,24 @@
 """The Strategy table of a plan: made from cuts, read back into programs; lines that cannot be executed are named."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
 from autoshard.errors import Fault, InputError
 from autoshard.graph.block import Block
+from autoshard.graph.kinds.linear import Collect, Deliver
+from autoshard.graph.op import OpKind
 from autoshard.layout.layout import Collective, CollectiveKind, Cutting, local_sizes, whole_axes
 from autoshard.layout.program import Program, written_by
 from autoshard.layout.strategy import strategies
 from autoshard.layout.table import Table, TableSetting, fitted, program_of, written
 from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.codec import fingerprint
-from autoshard.plan.engine_kinds import check_kernels
 from autoshard.plan.lowering import ATOMS, KINDS, StepGraph, lowered, nominal_price, nominal_sizes, split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
+from autoshard.plan.rules.columns import Engine
 from autoshard.spec.workload import DTYPE_BYTES
 
 
@@ -130,3 +132,46 @@ def step_of(plan: Plan) -> StepGraph:
 def _table(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Table:
     program = lowered(step, kind, drop, cutting, atoms)
     return written(strategies(program, step.block(kind, drop)), nominal_sizes(atoms))
+
+
+KERNELS: Mapping[Engine, frozenset[str]] = {
+    "torch": frozenset((
+        "Accumulate", "AdamW", "Add", "Attend", "AttendGradient", "Cast", "Combine", "CombineGradient", "Dispatch",
+        "DispatchGradient", "Einsum", "Lookup", "Multiply", "Norm", "NormGradient", "NormWeightGradient", "Pick",
+        "Place", "Reduce", "Repeat", "Rotary", "ScatterAdd", "Sgd", "Slot", "Softmax", "SoftmaxGradient", "SquareSum",
+        "TopK", "TopKGradient", "Unary", "UnaryGradient",
+    )),
+    "nxd": frozenset((  # as single operations of torch, or inside a layer of NxD
+        "Add", "Attend", "Cast", "Combine", "Dispatch", "Einsum", "Lookup", "Multiply", "Norm", "Pick", "Reduce",
+        "Rotary", "Slot", "Softmax", "TopK", "Unary",
+    )),
+}  # fmt: skip
+
+
+def check_kernels(blocks: Iterable[Block], engine: Engine) -> None:
+    """Refuse operations of kinds that the engine cannot compute; autograd finds the backward pass of nxd."""
+    faults = [
+        Fault(where=f"{block.kind}.{op.name}", message=missing_kernel(op.kind, engine))
+        for block in blocks
+        for op in (block.ops if engine == "torch" else block.select("micro_batch", "F"))
+        if not (isinstance(op.kind, Deliver | Collect) or has_kernel(op.kind, engine))
+    ]
+    if faults:
+        raise InputError(faults)
+
+
+def has_kernel(kind: OpKind, engine: Engine) -> bool:
+    """Whether an engine computes a kind: it has a kernel itself, or the kind brings one for torch."""
+    own = type(kind).__module__.startswith("autoshard.graph.kinds.") and type(kind).__name__ in KERNELS[engine]
+    return own or (engine == "torch" and type(kind).torch_kernel is not OpKind.torch_kernel)
+
+
+def missing_kernel(kind: OpKind, engine: Engine) -> str:
+    """Say that an engine cannot compute a kind, and what to write."""
+    name = type(kind).__name__
+    if engine == "nxd":
+        return f"the nxd engine has no layer or module for the kind {name}. Use --engine torch"
+    return (
+        f"the torch engine has no kernel for the kind {name}. Give the class a method torch_kernel(self, call) that "
+        "returns a function from tensors of torch to a tuple of them (docs/extending.md)"
+    )

@@ -9,8 +9,7 @@ from autoshard.layout.program import Compute, Program
 from autoshard.plan.build import build_plan, padding_of
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.nxd.forms import SOURCE, plan_forms
-from autoshard.plan.plan import Plan
-from autoshard.plan.prediction import Prediction
+from autoshard.plan.plan import Plan, Prediction
 from autoshard.plan.rules.check import rejections
 from autoshard.plan.rules.nxd_engine import nxd_schedule
 from autoshard.plan.rules.rule import Rejection, Rule

@@ -7,8 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.plan.explanation import Alternatives, ExplainedBlock, ExplainedOp, Explanation
-from autoshard.plan.plan import Plan
-from autoshard.plan.prediction import Prediction
+from autoshard.plan.plan import Plan, Prediction
 from autoshard.report.terminal import (
     TIME_WORDS,
     at_commas,

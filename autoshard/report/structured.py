@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from autoshard.plan.certificate import Certificate
 from autoshard.plan.diff import Breakdown, Diff, Term, diff
-from autoshard.plan.explanation import Alternatives, Explanation, WhyNot
+from autoshard.plan.explanation import Alternatives, Certificate, Explanation, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.comparison import misfits, sentences

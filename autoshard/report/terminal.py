@@ -8,9 +8,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan.certificate import Certificate
-from autoshard.plan.plan import Plan
-from autoshard.plan.prediction import Compiling, Dollars, Prediction
+from autoshard.plan.explanation import Certificate
+from autoshard.plan.plan import Compiling, Dollars, Plan, Prediction
 from autoshard.plan.proof import Proof
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.rule import Rejection

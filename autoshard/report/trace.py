@@ -10,9 +10,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from autoshard.plan.plan import Plan
-from autoshard.plan.prediction import rounded
-from autoshard.plan.trace import Pass, Trace
+from autoshard.plan.explanation import Pass, Trace
+from autoshard.plan.plan import Plan, rounded
 from autoshard.report.terminal import nodes_of
 from autoshard.spec.record import encode
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from autoshard.blocks.cutting import Terms
 from autoshard.cost.stages import PerCandidate
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.certificate import Refusal
+from autoshard.plan.explanation import Refusal
 from autoshard.plan.rules.check import all_rules
 from autoshard.plan.rules.columns import Columns, Engine
 from autoshard.plan.rules.rule import Rule

@@ -7,7 +7,7 @@ from functools import partial
 
 from autoshard.errors import AutoshardError, Fault, InputError, NoPlan
 from autoshard.plan.candidate import Candidate, pins_text
-from autoshard.plan.certificate import Refusal
+from autoshard.plan.explanation import Refusal
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.check import all_rules
 from autoshard.plan.rules.columns import Engine

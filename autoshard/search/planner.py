@@ -10,7 +10,7 @@ import numpy as np
 from autoshard.cost.sharded import CutBlocks
 from autoshard.errors import InputError
 from autoshard.plan.build import cut_atoms
-from autoshard.plan.certificate import NOTHING_LOOKED_AT, Certificate
+from autoshard.plan.explanation import Certificate
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
 from autoshard.search.legal_space import LegalSpace, legal_space
@@ -81,7 +81,7 @@ def search(request: Request, num_plans: int = 1, watch: Watch = never_stop) -> S
     return SearchResult(
         plans=plans,
         nearest_miss=None if plans else min(misses, key=_peak_bytes, default=None),
-        certificate=reduce(Certificate.plus, (one.certificate for one in results), NOTHING_LOOKED_AT),
+        certificate=reduce(Certificate.plus, (one.certificate for one in results), Certificate()),
     )
 
 

@@ -26,7 +26,7 @@ def read_data(path: Path) -> object:
     except UnicodeDecodeError as error:
         raise InputError.of(str(path), "is not text in UTF-8") from error
     try:
-        return _parsed_yaml(text, path) if path.suffix.lower() in YAML_SUFFIXES else _parsed_json(text, str(path))
+        return _parsed_yaml(text, path) if path.suffix.lower() in YAML_SUFFIXES else parsed_json(text, str(path))
     except RecursionError as error:
         raise InputError.of(str(path), "is nested too deeply") from error
 
@@ -40,13 +40,11 @@ def json_lines(path: Path) -> Mapping[str, object]:
     for number, line in enumerate(_bytes(path).split(b"\n"), 1):
         value: object = None
         try:
-            value = _parsed_json(line.decode("utf-8"), "") if line.strip() else None
+            value = parsed_json(line.decode("utf-8"), "") if line.strip() else None
         except UnicodeDecodeError:
             value = InputError.of("", "is not text in UTF-8")
         except InputError as error:
             value = error
-        except RecursionError:
-            value = InputError.of("", "is nested too deeply")
         if line.strip():
             found[f"{path} line {number}"] = value
     return found
@@ -59,7 +57,8 @@ def _bytes(path: Path) -> bytes:
         raise InputError.of(str(path), f"cannot be read: {error.strerror or error}") from error
 
 
-def _parsed_json(text: str, where: str) -> object:
+def parsed_json(text: str, where: str) -> object:
+    """Parse JSON text; no key may stand twice in an object, and no number may be infinite."""
     if not text.strip():
         raise InputError.of(where, "is empty")
     try:
@@ -70,6 +69,8 @@ def _parsed_json(text: str, where: str) -> object:
         raise InputError.of(where, str(error)) from error
     except ValueError as error:  # a whole number of thousands of digits
         raise InputError.of(where, f"is not usable JSON: {error}") from error
+    except RecursionError as error:
+        raise InputError.of(where, "is nested too deeply") from error
 
 
 def _refuse_constant(name: str) -> object:

@@ -24,7 +24,7 @@ from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
 from autoshard.graph.op import Array, Call, Dims, Op, OpKind, Output, Tensor
 from autoshard.layout.interpret import joined_attention
-from autoshard.plan.engine_kinds import KERNELS, check_kernels, has_kernel
+from autoshard.plan.tables import KERNELS, check_kernels, has_kernel
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import fingerprint
-from autoshard.plan.prediction import Prediction, StageMemory, rounded
+from autoshard.plan.plan import Prediction, StageMemory, rounded
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.check import rejections
 from autoshard.plan.rules.columns import Columns, Engine

@@ -102,8 +102,8 @@ def test_equal_meanings_print_equally(one, other):
         ("place=here", "place=here", "here"),
         ("kernels=[x]", "kernels=[x]", "not a name"),
         ("cp_kind=rings", "cp_kind=rings", "ring, all_to_all"),
-        ("boundary=[batch", "boundary=[batch", "unequal brackets"),
-        ("boundary=", "boundary=", "empty"),
+        ("boundary=[batch", "boundary=[batch", "is not a layout"),
+        ("boundary=", "boundary=", "is not a layout"),
         (",", "", "key=value"),
     ],
 )

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from autoshard.plan.build import build_plan
 from autoshard.plan.diff import Breakdown, PlanChange, Term, diff
-from autoshard.plan.prediction import StageMemory
+from autoshard.plan.plan import StageMemory
 from autoshard.spec.cluster import Cluster
 from tests.plan.cases import ask, plan_of, shaped, with_prediction
 

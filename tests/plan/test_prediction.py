@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.plan.codec import dump, load
-from autoshard.plan.prediction import StageMemory, rounded
+from autoshard.plan.plan import StageMemory, rounded
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
 from tests.plan.cases import ask, plan_of, with_prediction
 

@@ -9,7 +9,7 @@ from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.predict import question_of
 from autoshard.plan.build import build_plan
 from autoshard.plan.codec import dump, load
-from autoshard.plan.prediction import StageMemory
+from autoshard.plan.plan import StageMemory
 from autoshard.plan.rules.check import rejections
 from autoshard.plan.rules.rule import rule
 from autoshard.plan.tables import with_tables

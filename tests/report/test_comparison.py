@@ -8,7 +8,7 @@ import pytest
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.diff import diff
 from autoshard.plan.explanation import Flip, WhyNot
-from autoshard.plan.prediction import StageMemory
+from autoshard.plan.plan import StageMemory
 from autoshard.report.comparison import comparison_report, misfits, sentences, why_not_report
 from autoshard.report.structured import comparison_json, why_not_json
 from autoshard.search.request import plan_at

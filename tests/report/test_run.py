@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard.engine.base import Measured, RunReport, TimedStep
-from autoshard.plan.prediction import Compiling
+from autoshard.plan.plan import Compiling
 from autoshard.report.run import alike_ranks, run_json, run_report, run_summary, start_lines, step_line
 from tests.report.printed import printed
 from tests.runtime.cases import tiny_plan

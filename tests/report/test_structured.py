@@ -3,10 +3,9 @@
 import json
 
 from autoshard.cost.predict import predicted
-from autoshard.plan.certificate import NOTHING_LOOKED_AT
 from autoshard.plan.codec import load
-from autoshard.plan.explanation import Alternatives, Explanation
-from autoshard.plan.prediction import Prediction
+from autoshard.plan.explanation import Alternatives, Certificate, Explanation
+from autoshard.plan.plan import Prediction
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.structured import explanation_json, found_json, made_json, rejection_json
 from autoshard.search.planner import search
@@ -37,7 +36,7 @@ def test_dollars_stand_beside_every_plan():
     plan = predicted(tabled(plan_of(question(), "tp=32,pp=8")))
     dollars = encode(plan.dollars)
     assert dollars["price_date"] == "2026-06-25"
-    best = found_json([plan, plan], NOTHING_LOOKED_AT)
+    best = found_json([plan, plan], Certificate())
     assert best["dollars"] == best["runners_up"][0]["dollars"] == made_json(plan, ())["dollars"] == dollars
     assert made_json(None, ()) == {"rejections": [], "plan": None, "dollars": None}
     nothing = Explanation(candidate=str(plan.candidate), blocks=(), rules={}, basis="none")

@@ -11,7 +11,7 @@ from rich.console import Console
 from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.predict import predicted
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.certificate import NOTHING_LOOKED_AT, Certificate, Refusal
+from autoshard.plan.explanation import Certificate, Refusal
 from autoshard.plan.plan import Plan
 from autoshard.plan.proof import BlockProof, Proof
 from autoshard.plan.rules.rule import Rejection
@@ -152,7 +152,7 @@ def test_the_headline_says_formats_padding_lnc_and_counts_of_one():
 
 
 def certificate(**changes: object) -> Certificate:
-    return replace(NOTHING_LOOKED_AT, **{"num_points": 9, "num_legal": 5, "value": 2.0, "bound": 1.99, **changes})  # type: ignore[arg-type]
+    return replace(Certificate(), **{"num_points": 9, "num_legal": 5, "value": 2.0, "bound": 1.99, **changes})  # type: ignore[arg-type]
 
 
 def test_refusals_come_by_number():

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from autoshard.engine.base import TimedStep
-from autoshard.plan.prediction import Prediction
+from autoshard.plan.plan import Prediction
 from autoshard.units import format_seconds
 
 WINDOW = 20  # steps whose median is judged

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from autoshard.engine.base import Phase, TimedStep, phase_of
 from autoshard.engine.programs import graph_of
-from autoshard.plan.prediction import Prediction
+from autoshard.plan.plan import Prediction
 from autoshard.runtime.metrics.pace import WINDOW, Pace
 from tests.runtime.cases import tiny_plan
 

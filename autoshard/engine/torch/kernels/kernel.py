@@ -12,7 +12,7 @@ from autoshard.errors import InputError
 from autoshard.graph.kinds.attention import Rotary
 from autoshard.graph.kinds.indexing import places
 from autoshard.graph.op import Call, Dims, OpKind
-from autoshard.plan.engine_kinds import missing_kernel
+from autoshard.plan.tables import missing_kernel
 
 Kernel = Callable[..., tuple[torch.Tensor, ...]]
 Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
