@@ -1,78 +1,57 @@
 """On a device nothing meets what lies with the host: every feature is run where tensors have shapes only."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import autoshard.engine.torch.fake as fake
-import autoshard.engine.torch.kernels.attention as fused
-from autoshard.engine.base import Batch, Measured
+import autoshard.engine.torch.kernels.attention as attention_kernels
+from autoshard.engine.base import Batch
 from autoshard.engine.torch.fake import counted, fake_world
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.plan.plan import Plan
 from autoshard.spec.workload import Precision
-from tests.engine.test_kernels import attention
-from tests.ranks.cases import gpt, llama, plan_of
+from tests.ranks.cases import MIXTRAL, gpt, llama, plan_of
+from tests.slower import rest_is_slow
 
 fake_batch = fake._batch
-EXPERTS = {"num_experts": 4, "experts_per_token": 2}
-CASES = {
-    "learned positions cut by cp": ("tp=1,pp=1,cp=2,dp=1,cp_order=zigzag", gpt(head_dim=8)),
-    "attention cut by heads": ("tp=1,pp=1,cp=2,dp=1,cp_kind=all_to_all", gpt(head_dim=8)),
-    "a ring with tp and a window": ("tp=2,pp=1,cp=2,dp=1", llama(head_dim=8, window=3)),
-    "ZeRO-3 with tied ends of a V": ("tp=1,pp=2,dp=2,vp=2,schedule=zb_v,zero=3", gpt(head_dim=8, num_layers=4)),
-    "ZeRO-1 after halves of backward": ("tp=2,pp=2,dp=2,schedule=zb_h1,zero=1", llama(head_dim=8)),
-    "experts": ("tp=1,pp=2,dp=2,ep=2,recompute=full", llama(head_dim=8, **EXPERTS)),
-}
+HOST, GPU = attention_kernels.KERNELS, {"meta": attention_kernels.GPU}
+SEPARATE, ROUNDED = {"documents": "separate", "seq_len": 32}, {"precision": Precision.named("bf16-sr")}
+CASES = [
+    ("tp=1,pp=1,cp=2,dp=1,cp_order=zigzag", gpt(head_dim=8), SEPARATE, HOST),
+    ("tp=2,pp=1,cp=2,dp=1", llama(head_dim=8, window=3), SEPARATE, {}),
+    ("tp=1,pp=2,dp=2,ep=2,recompute=full", llama(head_dim=8, **MIXTRAL), {}, GPU),
+    ("tp=2,pp=1,dp=2,zero=3", gpt(head_dim=8), ROUNDED, HOST),
+    ("tp=1,pp=1,cp=2,dp=1,cp_kind=all_to_all", gpt(head_dim=8), SEPARATE, GPU),
+    ("tp=1,pp=2,dp=2,vp=2,schedule=zb_v,zero=3", gpt(head_dim=8, num_layers=4), {}, HOST),
+    ("tp=2,pp=2,dp=2,schedule=zb_h1,zero=1", llama(head_dim=8), {"optimizer": "sgd"}, HOST),
+    ("tp=2,pp=1,cp=2,dp=1", llama(head_dim=8, window=3), {}, GPU),
+    ("tp=2,pp=1,cp=2,dp=1", llama(head_dim=8, window=3), {}, {}),
+    ("tp=2,pp=1,dp=2,zero=1", gpt(head_dim=8), ROUNDED, HOST),
+]  # fmt: skip
 
 
-def steps(name: str) -> None:
-    """Run the first and the last rank of a case where nothing has memory."""
-    plan = plan_of(*CASES[name])
-    found = [counted(plan, rank) for rank in (0, plan.mesh.num_ranks - 1)]
-    assert all(isinstance(one, Measured) and one.memory_bytes["saved"] for one in found)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_step_on_a_device_takes_no_tensor_of_the_host(name: str):
-    steps(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "kernels"),
-    [
-        ("learned positions cut by cp", {"meta": fused.KERNELS["cuda"]}),
-        ("attention cut by heads", {"meta": fused.KERNELS["cuda"]}),
-        ("a ring with tp and a window", {}),
-    ],
-)
-def test_documents_are_told_apart_by_the_host(name: str, kernels, monkeypatch: pytest.MonkeyPatch):
-    """Their kernels see shapes only: which part of which sequence is attended to must not depend on numbers there."""
-    monkeypatch.setattr(fused, "KERNELS", kernels)
+@pytest.mark.parametrize(("text", "model", "changes", "kernels"), rest_is_slow(CASES, 4))
+def test_a_step_on_a_device_takes_no_tensor_of_the_host(
+    text: str, model: Any, changes: Any, kernels: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Which part of which sequence is attended to must not depend on numbers there, whatever kernels there are."""
+    monkeypatch.setattr(attention_kernels, "KERNELS", kernels)
     monkeypatch.setattr(fake, "_batch", with_documents)
-    text, model = CASES[name]
-    plan = plan_of(text, model, documents="separate", seq_len=32)
-    assert all(counted(plan, rank).memory_bytes["saved"] for rank in (0, plan.mesh.num_ranks - 1))
+    plan = plan_of(text, model, **changes)
+    for rank in (0, plan.mesh.num_ranks - 1):
+        memory = counted(plan, rank).memory_bytes
+        assert memory["saved"] and bool(memory["masters"]) == (changes is not ROUNDED)
+        assert bool(memory["optimizer"]) == (plan.workload.optimizer != "sgd")
 
 
 def with_documents(plan: Plan) -> Batch:
     given = fake_batch(plan)
     return {**given, "document_starts": random_document_starts(np.random.default_rng(0), given["tokens"].shape)}
-
-
-@pytest.mark.parametrize("zero", [0, 1, 3])
-def test_rounding_takes_no_tensor_of_the_host(zero: int):
-    plan = plan_of(f"tp=2,pp=1,dp=2,zero={zero}", gpt(head_dim=8), precision=Precision.named("bf16-sr"))
-    assert counted(plan, 0).memory_bytes["masters"] == 0
-
-
-@pytest.mark.parametrize("kernels", [{"meta": fused.KERNELS["cuda"]}, {}], ids=["those of GPUs", "none"])
-def test_attention_takes_the_kernel_of_the_device_if_there_is_one(kernels, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fused, "KERNELS", kernels)
-    steps("a ring with tp and a window")
 
 
 def test_tensors_of_two_devices_are_found_out():
@@ -81,25 +60,16 @@ def test_tensors_of_two_devices_are_found_out():
 
 
 def test_kernels_of_gpus_are_given_denominators_without_gaps(monkeypatch: pytest.MonkeyPatch):
-    given: list[object] = []
-    monkeypatch.setattr(
-        fused, "_aten", SimpleNamespace(_scaled_dot_product_flash_attention_backward=lambda *args: given.extend(args))
-    )
+    given: list[Any] = []
+    noting = SimpleNamespace(_scaled_dot_product_flash_attention_backward=lambda *args: given.extend(args))
+    monkeypatch.setattr(attention_kernels, "_aten", noting)
     numbers = torch.arange(8.0).view(1, 4, 2).transpose(1, 2)
-    fused.GPU.backward((*[torch.empty(1, 2, 4, 8)] * 5, numbers), True)
-    lse = given[5]
-    assert isinstance(lse, torch.Tensor) and lse.is_contiguous() and lse.equal(numbers)
+    attention_kernels.GPU.backward((*[torch.empty(1, 2, 4, 8)] * 5, numbers), True)
+    assert given[5].is_contiguous() and given[5].equal(numbers)
 
 
 @pytest.mark.parametrize(("capability", "fuses"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
 def test_gpus_older_than_their_kernel_attend_without_it(capability, fuses, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert bool(fused.fused(torch.device("cuda"), torch.bfloat16, 64)) == fuses
-    assert fused.fused(torch.device("cuda"), torch.float32, 64) is None
-
-
-@pytest.mark.parametrize("window", [None, pytest.param(150, marks=pytest.mark.slow)])
-def test_attention_on_a_device_without_a_kernel_is_the_same(window: int | None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fused, "KERNELS", {})
-    attention(np.r_[0:70, 210:280], np.arange(280), window)
-    attention(np.arange(300), np.arange(300), window, np.repeat([[0, 7, 150]], [7, 143, 150], axis=1))
+    assert bool(attention_kernels.fused(torch.device("cuda"), torch.bfloat16, 64)) == fuses
+    assert attention_kernels.fused(torch.device("cuda"), torch.float32, 64) is None

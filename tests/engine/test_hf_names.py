@@ -1,8 +1,6 @@
 """Hugging Face weights become ours and back: names, shapes, round trips, and the same loss from the same weights."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from autoshard.spec.model_catalogue import HEADER, model_names
 from tests.engine.hf_whole import from_hf, to_hf
 from tests.engine.small_models import BATCH, SEQ, graph_of, micro_batches, roomy
 from tests.reference_step import evaluate_step
+from tests.slower import rest_is_slow
 from tests.small_configs import SMALL_FAMILIES, small_config
 
 CARDS = Path(autoshard.__file__).parents[1] / "models"
@@ -89,60 +88,25 @@ def test_every_architecture_has_a_table():
     assert HF_NAMES.keys() == MODEL_TYPES.keys()
 
 
-@given(config=configs(), form=st.sampled_from(FORMS))
-def test_there_and_back_changes_nothing(config: Mapping[str, Any], form: Form):
+@given(config=configs(), form=st.sampled_from(FORMS), data=st.data())
+def test_there_and_back_changes_nothing_and_rows_of_theirs_are_boxes_of_ours(
+    config: Mapping[str, Any], form: Form, data: st.DataObject
+):
     family, model = config["model_type"], model_of(config)
     ours = numbered(model)
     theirs = to_hf(family, model, ours, np.empty, form)
     assert sum(tensor.size for tensor in theirs.values()) == model.num_parameters
     assert len(np.unique(np.concatenate([tensor.ravel() for tensor in theirs.values()]))) == model.num_parameters
     same(from_hf(family, model, theirs, np.empty), ours)
-
-
-@given(config=configs(), form=st.sampled_from(FORMS), data=st.data())
-def test_rows_of_a_tensor_of_theirs_are_boxes_of_ours(config: Mapping[str, Any], form: Form, data: st.DataObject):
-    family, model = config["model_type"], model_of(config)
-    names, ours = HfNames.of(family, model, form), numbered(model)
-    theirs = to_hf(family, model, ours, np.empty, form)
     name = data.draw(st.sampled_from(sorted(theirs)))
     low, high = sorted(data.draw(st.tuples(*[st.integers(0, len(theirs[name]))] * 2)))
     rows, num_read = theirs[name][low:high], 0
-    for patch in (part for whole in names.patches()[name] for part in whole.rows(low, high)):
+    for patch in (part for one in HfNames.of(family, model, form).patches()[name] for part in one.rows(low, high)):
         view = patch.view(rows)
         assert np.shares_memory(view, theirs[name])
         np.testing.assert_array_equal(view, ours[patch.tensor][patch.place])
         num_read += view.size
     assert num_read == rows.size
-
-
-@given(config=configs(), form=st.sampled_from(FORMS))
-def test_torch_tensors_are_converted_as_arrays_are(config: Mapping[str, Any], form: Form):
-    torch: Any = pytest.importorskip("torch")
-    family, model = config["model_type"], model_of(config)
-    ours = numbered(model)
-    tensors = {name: torch.tensor(array) for name, array in ours.items()}
-    theirs = to_hf(family, model, tensors, torch.empty, form)
-    same(theirs, to_hf(family, model, ours, np.empty, form))
-    same(from_hf(family, model, theirs, torch.empty), ours)
-
-
-def test_both_forms_hold_the_same_weights():
-    model = model_of(small("mixtral"))
-    ours = numbered(model)
-    apart, stacked = (to_hf("mixtral", model, ours, np.empty, form) for form in FORMS)
-    assert not {name for name in apart if "experts" in name} & stacked.keys()
-    for expert in range(model.num_experts):
-        at = "model.layers.1."
-        both = stacked[f"{at}mlp.experts.gate_up_proj"][expert]
-        gate, up = (apart[f"{at}block_sparse_moe.experts.{expert}.{name}.weight"] for name in ("w1", "w3"))
-        np.testing.assert_array_equal(both, np.concatenate([gate, up]))
-
-
-def test_what_old_files_repeat_is_passed_over():
-    model = model_of(small("gpt2"))
-    theirs = to_hf("gpt2", model, numbered(model), np.empty)
-    more = {"h.0.attn.bias": np.ones((1, 1, 4, 4)), "lm_head.weight": theirs["wte.weight"]}
-    same(from_hf("gpt2", model, {**theirs, **more}, np.empty), numbered(model))
 
 
 def test_a_model_of_another_architecture_and_an_unknown_one_are_refused():
@@ -151,11 +115,6 @@ def test_a_model_of_another_architecture_and_an_unknown_one_are_refused():
         HfNames.of("gpt2", model_of(small("qwen3")))
     with pytest.raises(InputError, match=r"'lama' has no table of names.*llama"):
         HfNames.of("lama", model_of(small("llama")))
-
-
-def test_the_names_are_read_without_torch():
-    code = "import sys, autoshard.engine.hf_names; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # -- against transformers --------------------------------------------------------------------------
@@ -195,7 +154,8 @@ FIRST_OF_FAMILY = {card_of(name)["model_type"]: name for name in reversed(model_
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FIRST_OF_FAMILY else pytest.mark.slow) for name in model_names()]
+    "name",
+    rest_is_slow(sorted(model_names(), key=lambda name: name not in FIRST_OF_FAMILY), len(FIRST_OF_FAMILY)),
 )
 def test_a_card_has_the_tensors_of_the_transformers_module(name: str):
     card = card_of(name)
@@ -226,17 +186,3 @@ def test_the_same_weights_give_the_same_loss(name: str):
         expected = theirs(input_ids=tokens, labels=tokens, use_cache=False).loss.item()
     found = evaluate_step(graph, {name: tensor.numpy() for name, tensor in weights.items()}, [batch]).loss
     assert found == pytest.approx(expected, abs=1e-11)
-
-
-@pytest.mark.parametrize("name", [*SMALL_FAMILIES, "llama with biases, tied"])
-def test_what_transformers_saves_is_read_and_what_is_written_is_what_it_saves(name: str, tmp_path: Path):
-    load_file: Any = pytest.importorskip("safetensors.numpy").load_file
-    torch: Any = pytest.importorskip("torch")
-    config = small(name)
-    family, model, module = config["model_type"], model_of(config), transformers_module(config)
-    module.save_pretrained(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    ours = from_hf(family, model, saved, np.empty)
-    same(ours, from_hf(family, model, module.state_dict(), torch.empty))
-    # A file of the Hub has no prefix for GPT-2, but transformers writes one.
-    same(to_hf(family, model, ours, np.empty, "module" if family == "gpt2" else "published"), saved)

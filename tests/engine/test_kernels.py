@@ -101,12 +101,18 @@ def computed(
 
 
 @pytest.mark.parametrize(("model", "documents"), QUESTIONS.values(), ids=QUESTIONS)
-def test_every_operation_of_a_step_gives_what_the_graph_gives(model: ModelSpec, documents: Documents):
+def test_every_operation_of_a_step_gives_what_the_graph_gives_in_the_formats_of_the_plan(
+    model: ModelSpec, documents: Documents
+):
+    local = KernelContext(formats=Formats())
     for block, op, call, arrays, results in computed(model, documents):
         tensors = [torch.from_numpy(np.array(array)) for array in arrays]
         found = kernel_of(op.kind, call, EXACT)(*tensors)
         for tensor, expected in zip(found, results, strict=True):
             np.testing.assert_allclose(tensor.numpy(), expected, rtol=1e-11, atol=1e-12, err_msg=f"{block.kind} {op}")
+        given = [local.formats.tensor(array, one.dtype) for array, one in zip(arrays, call.inputs, strict=True)]
+        for tensor, output in zip(kernel_of(op.kind, call, local)(*given), call.outputs, strict=True):
+            assert tensor.dtype == local.formats.of(output.dtype), f"{block.kind}.{op.name} gives {tensor.dtype}"
 
 
 @pytest.mark.parametrize("model", [MODELS["llama"], MODELS["experts"]], ids=["matrices", "a matrix for each expert"])
@@ -129,16 +135,6 @@ def test_a_product_whose_dims_come_in_another_order_than_the_sums_does_not_add_i
     result = Tensor(name="z", dims=("b", "a"), dtype="fp32")
     call = Call(sizes={"a": 2, "b": 3, "k": 4}, inputs=(left, right), outputs=(result,))
     assert adding(Einsum(dims=("b", "a")), call) is None
-
-
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_results_have_the_formats_of_the_plan(model: ModelSpec):
-    local = KernelContext(formats=Formats())
-    for block, op, call, arrays, _ in computed(model):
-        pairs = zip(arrays, call.inputs, strict=True)
-        found = kernel_of(op.kind, call, local)(*(local.formats.tensor(array, one.dtype) for array, one in pairs))
-        for tensor, output in zip(found, call.outputs, strict=True):
-            assert tensor.dtype == local.formats.of(output.dtype), f"{block.kind}.{op.name} gives {tensor.dtype}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,30 +206,23 @@ def attention(positions: Array, key_positions: Array, window: int | None, *start
         np.testing.assert_allclose(tensor.numpy(), array, rtol=1e-10, atol=1e-12)
 
 
-@given(st.integers(1, 4), st.integers(1, 5), st.data(), st.booleans(), st.sampled_from([None, 1, 2, 5, 100]))
-def test_attention_between_any_two_parts_of_a_sequence(ranks, part, data, mirrored, window):
-    count = 2 * ranks * part
-    order = zigzag(count, ranks) if mirrored else np.arange(count)
-    blocks = order.reshape(ranks, -1)
-    mine, other = data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, ranks - 1))
-    attention(blocks[mine], data.draw(st.sampled_from([blocks[other], order])), window)
-
-
 @given(
-    st.integers(1, 3), st.integers(1, 5), st.data(), st.booleans(), st.sampled_from([None, 1, 2, 5, 100]),
-    st.sampled_from(["fused", "in rows"]),
+    st.integers(1, 4), st.integers(1, 5), st.booleans(), st.booleans(),
+    st.sampled_from([attention_kernels.KERNELS, {}]), st.data(),
 )  # fmt: skip
-def test_attention_to_documents_between_any_two_parts_of_a_sequence(ranks, part, data, mirrored, window, kernels):
+def test_attention_between_any_two_parts_of_a_sequence(ranks, part, mirrored, separate, kernels, data):
     count = 2 * ranks * part
     order = zigzag(count, ranks) if mirrored else np.arange(count)
     blocks = order.reshape(ranks, -1)
     mine, other = data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, ranks - 1))
-    begins = data.draw(st.lists(st.sets(st.integers(1, count)), min_size=1, max_size=3))
-    starts = np.array([np.maximum.accumulate([at if at in row else 0 for at in range(count)]) for row in begins])
+    window = data.draw(st.sampled_from([None, 1, 2, 5, 100]))
+    begins = data.draw(st.lists(st.sets(st.integers(1, count)), min_size=1, max_size=3)) if separate else []
+    starts = [np.maximum.accumulate([at if at in row else 0 for at in range(count)])[blocks[mine]] for row in begins]
     keys = data.draw(st.sampled_from([blocks[other], order]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_kernels, "KERNELS", attention_kernels.KERNELS if kernels == "fused" else {})
-        attention(blocks[mine], keys, window, starts[:, blocks[mine]])
+        patch.setattr(attention_kernels, "KERNELS", kernels)
+        patch.setattr(attention_kernels, "_ROWS", 3)
+        attention(blocks[mine], keys, window, *([np.array(starts)] if separate else []))
 
 
 def test_sequences_that_are_cut_alike_are_attended_to_together():
@@ -257,10 +246,6 @@ def test_angles_that_start_again_with_every_document_are_made_once_for_all_layer
     torch.testing.assert_close((cos, sin), (expected.cos(), expected.sin()), rtol=0, atol=1e-15)
     assert cached.of(kind, (along, starts), head_dim, like)[0] is cos
     assert cached.of(kind, (along,), head_dim, like)[0].shape == (6, head_dim // 2)
-
-
-def test_attention_within_a_window_of_a_long_sequence():
-    attention(np.arange(300), np.arange(300), 150)
 
 
 def test_parts_of_an_attention_join_as_the_graph_defines():

@@ -1,127 +1,138 @@
+"""What a rank holds and runs, read off a plan: its blocks, their passes, its parts of tensors, its first weights."""
+
 import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
+from autoshard.engine.initial import InitialWeights
+from autoshard.engine.placement import MeshRank, dims_of, placed_boxes
 from autoshard.engine.programs import graph_of, programs_of, read_by, written_by
 from autoshard.errors import InputError
 from autoshard.graph.kinds.optimizer import Accumulate
+from autoshard.layout.layout import Layout
 from autoshard.layout.program import Communicate, Compute, Given
-from autoshard.plan.candidate import Candidate
-from autoshard.search.request import Request, plan_at
-from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.mesh import Mesh
-from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.workload import Precision, Workload
+from tests.engine.small_models import graph_of as small_graph, small_models
+from tests.ranks.cases import llama, plan_of
+from tests.ranks.shares import Held, assemble
 
-
-def plan_of(text, **changes):
-    candidate = Candidate.parse(text)
-    model = replace(load_model("tiny-llama"), **changes)
-    workload = Workload(seq_len=16, global_batch=8, precision=Precision.named("bf16"))
-    cluster = load_cluster("local", ranks=candidate.num_ranks)
-    return plan_at(Request(model=model, cluster=cluster, workload=workload, engines=("torch",)), candidate)
+MODELS = small_models()
+TEXTS = (
+    "tp=2,pp=1,dp=2", "tp=1,pp=1,cp=2,dp=1,recompute=full", "tp=2,pp=1,dp=1,sp=false",
+    "tp=1,pp=2,dp=1,schedule=zb_h1,recompute=full",
+)  # fmt: skip
 
 
 def test_stages_hold_their_blocks_in_order():
-    programs = programs_of(plan_of("tp=1,pp=2,dp=1,stages=1/3"))
-    assert [list(stage) for stage in programs.stages] == [
-        ["embed.0", "layer.0"],
-        ["layer.1", "layer.2", "layer.3", "head.0"],
-    ]
+    programs = programs_of(plan_of("tp=1,pp=2,dp=1,stages=1/3", llama(num_layers=4)))
+    expected = [["embed.0", "layer.0"], ["layer.1", "layer.2", "layer.3", "head.0"]]
+    assert [list(stage) for stage in programs.stages] == expected
 
 
 def test_layers_run_the_table_of_their_recompute():
-    (stage,) = programs_of(plan_of("tp=1,pp=1,dp=1,recompute=full:1")).stages
+    (stage,) = programs_of(plan_of("tp=1,pp=1,dp=1,recompute=full:1", llama(num_layers=4))).stages
     assert [parts.block.recompute for parts in stage.values()] == ["none", "full", "none", "none", "none", "none"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "tp=2,pp=1,dp=2",
-        "tp=1,pp=1,cp=2,dp=1,recompute=full",
-        "tp=2,pp=1,dp=1,sp=false",
-        "tp=1,pp=2,dp=1,schedule=zb_h1,recompute=full",
-    ],
-)
-def test_the_passes_are_the_whole_program_and_the_first_does_not_wait_for_gradients(text):
-    for parts in (parts for stage in programs_of(plan_of(text)).stages for parts in stage.values()):
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_passes_are_the_whole_program_and_none_waits_for_a_later_one(text):
+    for parts in (parts for stage in programs_of(plan_of(text, llama())).stages for parts in stage.values()):
         both = (*parts.forward, *parts.backward)
         assert len(both) == len(parts.program.instructions)
         assert set(map(id, both)) == set(map(id, parts.program.instructions))
-        for entry in parts.forward:
-            assert not isinstance(entry, Compute) or entry.op.pass_ == "F"
-            assert not isinstance(entry, Communicate) or entry.pass_ == "F"
-            assert not isinstance(entry, Given) or not entry.value.tensor.startswith("d.")
-        for entry in parts.backward:
-            assert not isinstance(entry, Compute) or entry.op.pass_ in "IW"
-            assert not isinstance(entry, Communicate) or entry.pass_ in "IW"
+        assert not any(isinstance(one, Given) and one.value.tensor.startswith("d.") for one in parts.forward)
+        inputs, weights = parts.instructions("I"), parts.instructions("W")
+        assert (*inputs, *weights) == parts.backward
+        for kind, entries in (("F", parts.forward), ("I", inputs), ("W", weights)):
+            assert all(one.op.pass_ == kind for one in entries if isinstance(one, Compute))
+            assert all((one.pass_ == "F") == (kind == "F") for one in entries if isinstance(one, Communicate))
         again = {entry.op.name for entry in parts.backward if isinstance(entry, Compute) and entry.op.again}
-        assert again <= {entry.op.name for entry in parts.instructions("I") if isinstance(entry, Compute)}
+        assert again <= {entry.op.name for entry in inputs if isinstance(entry, Compute)}
+        assert parts.handed_back is None or parts.handed_back in parts.made("I")
+        assert all(tensor.endswith(".weight.sum") for tensor in parts.made("W"))
 
 
-@pytest.mark.parametrize("text", ["tp=2,pp=1,dp=2", "tp=1,pp=2,dp=1,schedule=zb_h1"])
+@pytest.mark.parametrize("text", TEXTS[::3])
 def test_a_gradient_is_added_to_its_sum_as_soon_as_it_is_made(text):
-    for stage in programs_of(plan_of(text)).stages:
-        for parts in stage.values():
-            for entries in (parts.instructions("I"), parts.instructions("W")):
-                for number, entry in enumerate(entries):
-                    if isinstance(entry, Compute) and isinstance(entry.op.kind, Accumulate):
-                        total, gradient = read_by(entry)
-                        assert written_by(entries[number - 1]) == (total,)
-                        assert gradient in written_by(entries[number - 2])
-
-
-def test_blocks_know_what_they_hand_on_and_back():
-    (stage,) = programs_of(plan_of("tp=2,pp=1,dp=1")).stages
-    ends = {name: (parts.handed_on, parts.handed_back) for name, parts in stage.items()}
-    assert ends["embed.0"] == ("embed_add" if "embed_add" in ends else "embed", None)
-    assert ends["layer.0"] == ("mlp_add", "block_in.d0")
-    assert ends["head.0"] == ("loss", "head_in.d0")
+    for parts in (parts for stage in programs_of(plan_of(text, llama())).stages for parts in stage.values()):
+        for entries in (parts.instructions("I"), parts.instructions("W")):
+            for number, entry in enumerate(entries):
+                if isinstance(entry, Compute) and isinstance(entry.op.kind, Accumulate):
+                    total, gradient = read_by(entry)
+                    assert written_by(entries[number - 1]) == (total,)
+                    assert gradient in written_by(entries[number - 2])
 
 
 def test_experts_that_drop_nothing_have_a_slot_for_every_token():
-    plan = plan_of("tp=1,pp=1,dp=1", num_experts=8, experts_per_token=2)
-    sizes = graph_of(plan).sizes
+    sizes = graph_of(plan_of("tp=1,pp=1,dp=1", llama(num_experts=8, experts_per_token=2))).sizes
     assert sizes["slots"] == sizes["batch"] * sizes["seq"]
 
 
-def test_a_plan_without_a_table_is_refused():
-    with pytest.raises(InputError, match="strategies: the table is empty"):
-        programs_of(replace(plan_of("tp=1,pp=2,dp=2"), strategies={}))
-
-
-@pytest.mark.parametrize("text", ["tp=2,pp=1,dp=2", "tp=1,pp=1,cp=2,dp=1,recompute=full", "tp=2,pp=1,dp=1,sp=false"])
-def test_i_does_not_wait_for_w_and_makes_what_is_handed_back(text):
-    (stage,) = programs_of(plan_of(text)).stages
-    for parts in stage.values():
-        inputs, weights = parts.instructions("I"), parts.instructions("W")
-        assert (*inputs, *weights) == parts.instructions("B")
-        assert all(entry.op.pass_ != "W" for entry in inputs if isinstance(entry, Compute))
-        assert all(entry.op.pass_ == "W" for entry in weights if isinstance(entry, Compute))
-        assert parts.handed_back is None or parts.handed_back in parts.made("I")
-        assert set(parts.made("I")) | set(parts.made("W")) == set(parts.made("B"))
-        assert all(tensor.endswith(".weight.sum") for tensor in parts.made("W"))
-    assert {"q.weight.sum", "down.weight.sum"} <= set(stage["layer.0"].made("W"))
-    assert "attn_norm.weight.sum" in stage["layer.0"].made("I")
-
-
-def test_an_axis_in_one_piece_is_refused_because_layouts_name_its_parts():
-    plan = replace(plan_of("tp=2,pp=1,dp=1"), mesh=Mesh.parse("pp=1,dp=1,cp=1,tp=2 on 0-1"))
-    with pytest.raises(InputError, match="mesh: dp and tp must be written in parts"):
-        programs_of(plan)
-
-
-def test_a_line_that_cannot_be_executed_is_refused():
-    plan = plan_of("tp=2,pp=1,dp=1")
+def test_a_plan_that_cannot_be_executed_is_refused():
+    plan = plan_of("tp=2,pp=1,dp=1", llama())
     line = plan.strategies["layer"]["attn_out"].replace("F reduce_scatter seq/tp", "F all_reduce /tp")
     tables = {**plan.strategies, "layer": {**plan.strategies["layer"], "attn_out": line}}
-    with pytest.raises(InputError, match="attn_out"):
-        programs_of(replace(plan, strategies=tables))
+    for other, message in (
+        (replace(plan, strategies={}), "strategies: the table is empty"),
+        (replace(plan, mesh=Mesh.parse("pp=1,dp=1,cp=1,tp=2 on 0-1")), "mesh: dp and tp must be written in parts"),
+        (replace(plan, strategies=tables), "attn_out"),
+    ):
+        with pytest.raises(InputError, match=message):
+            programs_of(other)
 
 
-def test_reading_a_plan_needs_no_torch():
-    code = "import sys, autoshard.engine.programs, autoshard.engine.placement; assert 'torch' not in sys.modules"
+def test_reading_plans_and_names_needs_no_torch():
+    modules = "hf_names, nxd.shards, placement, programs".replace(", ", ", autoshard.engine.")
+    code = f"import sys, autoshard.engine.{modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- parts of tensors ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", ["0-11", "11-0"])
+@given(
+    text=st.sampled_from(
+        ["[batch/dp, seq/cp.tp, hidden]", "[batch, seq/tp.cp, hidden/edp]", "[batch/kv, seq, hidden/cp]"]
+    ),
+    sizes=st.tuples(*[st.integers(1, 9)] * 3),
+)
+def test_blocks_of_all_ranks_make_the_whole(ranks, text, sizes):
+    layout, mesh = Layout.parse(text), Mesh.parse(f"pp=1,edp=2,ep=1,cp=3,kv=2,rep=1 on {ranks}")
+    whole = np.arange(float(np.prod(sizes))).reshape(sizes)
+    first = MeshRank(mesh=mesh, rank=0, sizes=dict(zip(dims_of(layout), sizes, strict=True)))
+    places = [first.at(rank) for rank in range(mesh.num_ranks)]
+    held = [Held(bounds=rank.bounds(layout), array=rank.block(whole, layout)) for rank in places]
+    assert all(part.array.shape == rank.shape(layout) for part, rank in zip(held, places, strict=True))
+    np.testing.assert_array_equal(assemble(sizes, held), whole)
+
+
+def test_a_range_of_a_block_lies_where_the_block_does():
+    found = list(placed_boxes(((2, 4), (3, 6)), 1, 5))
+    assert found == [((2, 4), (1, 2), slice(0, 2)), ((3, 3), (1, 2), slice(2, 4))]
+
+
+# -- first weights ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["experts and all else", "tied", "learned positions"])
+def test_norms_and_biases_begin_without_effect_and_all_else_as_it_is_drawn(name):
+    graph = small_graph(MODELS[name])
+    weights, again, other = (InitialWeights(graph=graph, seed=seed) for seed in (0, 0, 1))
+    drawn: list[float] = []
+    for instance, block in graph.instances():
+        for tensor in block.parameters:
+            whole = f"{instance}.{tensor.name}"
+            values = weights(whole)
+            assert values.shape == tuple(graph.sizes[dim] for dim in tensor.dims)
+            if values.ndim == 1 or tensor.name.endswith(".bias"):
+                assert (values == (not tensor.name.endswith(".bias"))).all()
+            else:
+                assert 0.015 < values.std() < 0.025
+                assert np.array_equal(values, again(whole)) and not np.array_equal(values, other(whole))
+                drawn.append(values.flat[0])
+    assert len(drawn) - len(set(drawn)) == MODELS[name].tied_embeddings

@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autoshard.engine.base import Run
+from autoshard.engine.base import Measured, Run
 from autoshard.engine.placement import sequence_order
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.formats import Formats
-from autoshard.engine.torch.world import World
 from autoshard.graph.block import OpGraph
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
@@ -36,13 +35,14 @@ from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import AdamWConstants, Training
 from autoshard.spec.workload import Precision, Workload
 from tests.ranks.shares import Held, assemble, gradients_of, weights_of
+from tests.ranks.spawn import on_ranks
 from tests.reference_step import StepResult, evaluate_step, random_weights
 
 Arrays = Mapping[str, Array]
 CLIP_NORM = 0.05  # far below the norm of every case, so that clipping matters
 LEARNING_RATE = 1e-2
-USUAL = AdamWConstants()
 NOTHING: Mapping[str, str] = MappingProxyType({})
+MIXTRAL = {"num_experts": 4, "experts_per_token": 2}
 # With sizes so small a search would rather leave ranks without keys than hold them twice.
 COPIED = {
     "layer.q.weight": "[kv_heads/kv, q_group/rep, head_dim, hidden]",
@@ -50,7 +50,9 @@ COPIED = {
     "layer.v.weight": "[kv_heads/kv, head_dim, hidden]",
     "layer.attend": "[batch/dp, seq/cp, kv_heads/kv, q_group/rep, head_dim]",
 }
-CALLS = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "isend", "recv")
+STATES = ("weights", "gradients", "masters", "optimizer")
+CALLS = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "isend")
+EXACT, AS_PLANNED = Formats(exact=True), Formats()
 
 
 @functools.cache
@@ -67,13 +69,18 @@ def gpt(**changes: Any) -> ModelSpec:
     return llama(**(options | changes))
 
 
-def request_of(candidate: Candidate, model: ModelSpec, **changes: Any) -> Request:
-    """The question whose answer is this candidate on this machine; ``changes`` are those of the workload."""
+@functools.cache
+def _request(candidate: Candidate, model: ModelSpec, changes: tuple[tuple[str, Any], ...]) -> Request:
     usual: dict[str, Any] = {"seq_len": 8, "global_batch": 4, "precision": Precision.named("bf16")}
     usual["clip_norm"] = CLIP_NORM
-    workload = Workload(**(usual | changes))
+    workload = Workload(**(usual | dict(changes)))
     cluster = load_cluster("local", ranks=candidate.num_ranks)
     return Request(model=model, cluster=cluster, workload=workload, engines=("torch",))
+
+
+def request_of(candidate: Candidate, model: ModelSpec, **changes: Any) -> Request:
+    """The question whose answer is this candidate on this machine; ``changes`` are those of the workload."""
+    return _request(candidate, model, tuple(changes.items()))
 
 
 def plan_of(text: str, model: ModelSpec, pins: Mapping[str, str] = NOTHING, **changes: Any) -> Plan:
@@ -95,8 +102,11 @@ class Task:
 
     @classmethod
     def of(cls, plan: Plan, num_steps: int = 1, *, masked: bool = True) -> "Task":
+        """Draw weights, which BF16 holds, and batches; if masked, a third of the tokens does not count."""
         generator, graph = np.random.default_rng(0), graph_of(plan)
-        weights = random_weights(graph, generator, scale=0.3)
+        drawn = random_weights(graph, generator, scale=0.3)
+        rounded = {id(array): torch.from_numpy(array).bfloat16().double().numpy() for array in drawn.values()}
+        weights = {name: rounded[id(array)] for name, array in drawn.items()}  # tied ones stay the same array
         steps = tuple(_micro_batches(plan, generator, masked=masked) for _ in range(num_steps))
         return cls(plan=plan, weights=weights, steps=steps)
 
@@ -105,11 +115,6 @@ class Task:
         graph, order = reference_graph(self.plan), sequence_order(self.plan)
         batches = [{name: array[..., order] for name, array in batch.items()} for batch in self.steps[step]]
         return evaluate_step(graph, weights or self.weights, batches, learning_rate=self.learning_rate)
-
-    def after(self, step: StepResult) -> Arrays:
-        """The weights after a step of one process; tied ones are as the one that was updated."""
-        updated = {id(self.weights[name]): array for name, array in step.weights.items()}
-        return {name: updated[id(array)] for name, array in self.weights.items()}
 
 
 def reference_graph(plan: Plan) -> OpGraph:
@@ -123,7 +128,7 @@ def reference_graph(plan: Plan) -> OpGraph:
 
 
 def _micro_batches(plan: Plan, generator: np.random.Generator, *, masked: bool) -> tuple[Arrays, ...]:
-    """Random tokens, of which a third does not count if masked; weights add up to one over the whole step."""
+    """Random tokens; weights add up to one over the whole step."""
     sizes = graph_of(plan).sizes
     shape = (sizes["batch"], sizes["seq"])
     counts = [(generator.random(shape) < 2 / 3) | (not masked) for _ in range(plan.schedule.num_micro_batches)]
@@ -142,6 +147,9 @@ def _micro_batches(plan: Plan, generator: np.random.Generator, *, masked: bool) 
     )
 
 
+# -- what ranks run ------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepShare:
     """What one rank knows after a step: loss and norm as all know them, its parts of gradients and weights by name."""
@@ -150,9 +158,6 @@ class StepShare:
     norm: float
     gradients: Mapping[str, Held]
     weights: Mapping[str, Held]
-
-
-EXACT, AS_PLANNED = Formats(exact=True), Formats()
 
 
 def engine_of(task: Task, formats: Formats = EXACT) -> TorchEngine:
@@ -167,28 +172,33 @@ def share_of(engine: TorchEngine, task: Task, step: int = 0) -> StepShare:
 
 
 def run_steps(task: Task, formats: Formats = EXACT) -> list[StepShare]:
-    """What every rank runs."""
+    """Run all steps."""
     engine = engine_of(task, formats)
     return [share_of(engine, task, step) for step in range(len(task.steps))]
 
 
-def run_counted(task: Task) -> Counter[str]:
-    """Run, and count the calls of torch.distributed that this rank made."""
+def run_twice(task: Task) -> tuple[list[StepShare], StepShare, Measured]:
+    """Run all steps in double; and the first as it is planned, with what is held and sent."""
+    exact, engine = run_steps(task), engine_of(task, AS_PLANNED)
+    return exact, share_of(engine, task), engine.measured()
+
+
+def run_counted(task: Task) -> tuple[Counter[str], Counter[str]]:
+    """Run; count the calls of torch.distributed that this rank made by kind, and those that it counted itself."""
     engine = engine_of(task)
     calls: Counter[str] = Counter()
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def wrapped(*args: Any, **options: Any) -> Any:
-            kind = f"{name}_max" if options.get("op") == dist.ReduceOp.MAX else name
-            calls[kind] += 1
+            calls[f"{name}_max" if options.get("op") == dist.ReduceOp.MAX else name] += 1
             return call(*args, **options)
 
         return wrapped
 
     def message(of_torch: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(op: Any, *args: Any) -> Any:
-            calls[op.__name__] += 1
+            calls["isend"] += op.__name__ == "isend"
             return of_torch(getattr(op, "__wrapped__", op), *args)  # torch takes no other function than its own
 
         return wrapped
@@ -196,88 +206,117 @@ def run_counted(task: Task) -> Counter[str]:
     replaced = {name: counted(name, getattr(dist, name)) for name in CALLS}
     with patched({**replaced, "P2POp": message(dist.P2POp)}):
         engine.step(task.steps[0], task.learning_rate)
-    return calls
+    own: Counter[str] = Counter()
+    for (_, kind), count in engine.measured().calls.items():
+        own[{"send": "isend"}.get(kind) or (kind if "all_reduce" in kind else f"{kind}_single")] += count
+    return calls, own
 
 
-def run_most_under_way(task: Task) -> int:
-    """Run, and return how many messages this rank has sent at most that it does not know to be taken."""
-    engine, most = engine_of(task), 0
-    send = World.send
-
-    def sending(world: World, *args: Any) -> None:
-        nonlocal most
-        send(world, *args)
-        most = max(most, len(world.under_way))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(World, "send", sending)
-        engine.step(task.steps[0], task.learning_rate)
-    return most
-
-
-def run_dropping(task: Task, name: str, num_calls: int) -> list[StepShare]:
+def run_dropping(task: Task, name: str) -> list[StepShare]:
     """Run the step once for each call of a collective, which then does nothing to what this rank has."""
-    shares: list[StepShare] = []
-    for dropped in range(num_calls):
+    call, shares = getattr(dist, name), list[StepShare]()
+    while True:
+        calls = 0
+
+        def wrapped(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls != len(shares) + 1:
+                return call(*args, **options)
+            if name == "reduce_scatter_single":  # keep one's own part of what should have been summed
+                mine, given = args
+                mine.copy_(given.chunk(given.numel() // mine.numel())[dist.get_rank(options["group"])])
+            return None
+
         engine = engine_of(task)
-        with patched({name: _without_call(name, dropped)}):
-            shares.append(share_of(engine, task))
-    return shares
-
-
-def _without_call(name: str, dropped: int) -> Callable[..., Any]:
-    call, calls = getattr(dist, name), iter(range(10**6))
-
-    def wrapped(*args: Any, **options: Any) -> Any:
-        if next(calls) != dropped:
-            return call(*args, **options)
-        if name == "reduce_scatter_single":  # keep one's own part of what should have been summed
-            mine, given = args
-            mine.copy_(given.chunk(given.numel() // mine.numel())[dist.get_rank(options["group"])])
-        return None
-
-    return wrapped
+        with patched({name: wrapped}):
+            share = share_of(engine, task)
+        if calls <= len(shares):
+            return shares
+        shares.append(share)
 
 
 @contextmanager
 def patched(calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Replace functions of torch.distributed for a while."""
-    before = {name: getattr(dist, name) for name in calls}
-    try:
+    with pytest.MonkeyPatch.context() as patch:
         for name, call in calls.items():
-            setattr(dist, name, call)
+            patch.setattr(dist, name, call)
         yield
-    finally:
-        for name, call in before.items():
-            setattr(dist, name, call)
+
+
+# -- what they found against one process ---------------------------------------------------------------
 
 
 def compare(expected: StepResult, shares: Sequence[StepShare], *, weights: Arrays | None = None) -> None:
     """Hold what ranks found against one process: loss, norm, every gradient, every new weight.
 
-    Gradients are compared relative to the largest of the model. AdamW divides a gradient by itself, so noise in one
-    that should be zero shows in the weight: up to 1e-16 / eps x learning rate = 1e-10.
+    AdamW divides a gradient by itself, so noise in one that should be zero shows in the weight: up to
+    1e-16 / eps x learning rate = 1e-10.
     """
+    near(expected, shares, 1e-12)
+    for name, weight in (weights or expected.weights).items():
+        np.testing.assert_allclose(whole(name, weight, shares, "weights"), weight, rtol=0, atol=1e-9, err_msg=name)
+
+
+def near(expected: StepResult, shares: Sequence[StepShare], most: float) -> None:
+    """Hold loss and norm, relative to themselves, and every gradient, relative to the largest of the model."""
     for share in shares:
-        np.testing.assert_allclose([share.loss, share.norm], [expected.loss, expected.norm], rtol=1e-12)
+        np.testing.assert_allclose([share.loss, share.norm], [expected.loss, expected.norm], rtol=most)
     largest = max(np.abs(gradient).max() for gradient in expected.gradients.values())
     assert {name for share in shares for name in share.gradients} == set(expected.gradients)
     for name, gradient in expected.gradients.items():
-        found = assemble(gradient.shape, [share.gradients[name] for share in shares if name in share.gradients])
-        np.testing.assert_allclose(found, gradient, rtol=0, atol=1e-12 * largest, err_msg=name)
-    compare_weights(weights or expected.weights, shares, 1e-9)
+        found = whole(name, gradient, shares, "gradients")
+        np.testing.assert_allclose(found, gradient, rtol=0, atol=most * largest, err_msg=name)
 
 
-def compare_weights(expected: Arrays, shares: Sequence[StepShare], most: float) -> None:
-    """Hold the new weights of ranks against those of one process."""
-    for name, weight in expected.items():
-        found = assemble(weight.shape, [share.weights[name] for share in shares if name in share.weights])
-        np.testing.assert_allclose(found, weight, rtol=0, atol=most, err_msg=name)
+def whole(name: str, like: Array, shares: Sequence[StepShare], what: str) -> Array:
+    """Put a gradient or a weight together; replicas that differ by a bit are refused."""
+    return assemble(like.shape, [held[name] for share in shares if name in (held := getattr(share, what))])
 
 
-def torch_adamw(
-    weights: Arrays, constants: AdamWConstants = USUAL
-) -> tuple[Mapping[str, torch.Tensor], torch.optim.Optimizer]:
+def hold(task: Task) -> tuple[StepResult, list[StepShare]]:
+    """Hold the steps of ranks against one process and PyTorch's AdamW, and what they hold and send against the plan.
+
+    Return the first step of one process, and that of the ranks in the formats of the plan.
+    """
+    plan, expected = task.plan, list[StepResult]()
+    answers = on_ranks(plan.mesh.num_ranks, run_twice, task)
+    tensors, optimizer = torch_adamw(task.weights, task.training.adamw)
+    for step in range(len(task.steps)):
+        expected.append(task.reference({name: tensor.numpy() for name, tensor in tensors.items()}, step))
+        for name, gradient in expected[-1].gradients.items():
+            tensors[name].grad = torch.from_numpy(gradient.copy())
+        torch.nn.utils.clip_grad_norm_([tensors[name] for name in expected[-1].gradients], plan.workload.clip_norm)
+        optimizer.step()
+        weights = {name: tensor.numpy() for name, tensor in tensors.items()}
+        compare(expected[-1], [exact[step] for exact, _, _ in answers], weights=weights)
+    hold_promises(plan, [measured for _, _, measured in answers])
+    return expected[0], [planned for _, planned, _ in answers]
+
+
+def hold_promises(plan: Plan, found: Sequence[Measured]) -> None:
+    """Hold what ranks held and sent against the prediction; to the byte where sizes divide.
+
+    A promise is about the fullest rank. A tied table is gathered twice under ZeRO-3, which is not predicted.
+    """
+    prediction, divides = plan.prediction, plan.model.vocab % 2 == 0
+    assert prediction, "a plan that was made has its prediction"
+    for number, memory in enumerate(prediction.stage_memory):
+        promised = {name: memory.parts[name] for name in STATES}
+        promised["saved"] = memory.parts["activations"] + memory.parts["logits"]
+        alike = [one for rank, one in enumerate(found) if plan.mesh.coordinates(rank)["pp"] == number]
+        held = {name: max(one.memory_bytes[name] for one in alike) for name in promised}
+        assert held == (promised if divides else pytest.approx(promised, rel=0.06))
+    axes = {axis for one in found for axis in one.sent_bytes}
+    sent = {axis: max(one.sent_bytes.get(axis, 0) for one in found) for axis in axes}
+    exact = divides and not (plan.zero == 3 and plan.model.tied_embeddings)
+    assert sent == (
+        prediction.communication_bytes if exact else pytest.approx(prediction.communication_bytes, rel=0.06)
+    )
+
+
+def torch_adamw(weights: Arrays, constants: AdamWConstants) -> tuple[Mapping[str, torch.Tensor], torch.optim.Optimizer]:
     """PyTorch's own optimizer with these constants; tied weights are one tensor, norms and biases do not decay."""
     distinct = {id(array): torch.from_numpy(array.copy()) for array in weights.values()}
     tensors = {name: distinct[id(array)] for name, array in weights.items()}

@@ -40,6 +40,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "clip": ("yes", "no"),
     "mask": ("yes", "no"),
     "model": ("llama", "gpt"),
+    "documents": ("joined", "separate"),
 }
 FEATURES: Mapping[str, tuple[str, ...]] = {**STRUCTURE, **OPTIONS}
 IMPOSSIBLE: Mapping[str, Callable[[Row], bool]] = {
@@ -58,40 +59,40 @@ CHUNKS = {"interleaved": 2, "zb_v": 2}
 RECOMPUTE = {"none": "none", "full": "full", "attend": "selective[attend]", "some": "full:1"}
 
 TABLE = """
-tp sp  kv     cp     experts pipe        stages dp zero  micro recompute edge  tied vocab clip mask model
-4  yes copied zigzag dropped none        even   1  3     4     some      own   yes  31    no   no   gpt
-2  yes own    1      spread  zb_v        uneven 2  1     1     attend    usual no   32    no   yes  llama
-1  no  own    a2a    local   zb_h1       uneven 2  0     4     full      own   yes  31    yes  no   llama
-2  no  copied ring   dense   1f1b        even   1  0     1     none      usual no   32    yes  yes  gpt
-4  yes copied 1      local   gpipe       uneven 1  alone 1     full      usual yes  31    yes  yes  gpt
-4  no  own    1      dense   interleaved even   1  alone 4     attend    own   no   32    no   no   llama
-1  no  own    1      dropped 1f1b        uneven 2  3     1     some      usual no   32    yes  yes  llama
-4  no  copied 1      spread  none        even   2  1     4     none      own   yes  31    yes  no   gpt
-2  yes copied 1      dropped zb_h1       uneven 1  alone 4     none      usual yes  32    no   no   llama
-2  yes own    1      dense   gpipe       uneven 2  0     4     some      own   yes  31    no   yes  gpt
-1  no  own    a2a    local   zb_v        even   1  3     1     none      own   no   31    no   no   gpt
-1  no  own    a2a    dense   none        even   1  1     1     full      usual no   32    no   yes  llama
-1  no  own    a2a    dropped interleaved uneven 2  0     4     attend    usual yes  31    yes  yes  gpt
-1  no  own    a2a    spread  gpipe       even   2  3     4     some      own   no   32    no   no   llama
-1  no  own    a2a    local   1f1b        uneven 2  1     4     some      own   yes  31    no   no   gpt
-2  yes copied ring   local   interleaved uneven 1  3     4     attend    own   yes  31    no   no   llama
-1  no  own    ring   dropped zb_v        uneven 2  1     4     full      own   yes  31    yes  no   gpt
-1  no  own    ring   spread  zb_h1       even   2  3     1     some      own   no   31    no   yes  gpt
-2  yes copied ring   dropped gpipe       uneven 1  3     4     full      own   yes  31    no   no   gpt
-4  yes copied ring   local   none        even   1  0     4     attend    own   yes  32    no   no   gpt
-1  no  own    zigzag spread  1f1b        uneven 2  0     1     full      usual no   32    yes  yes  llama
-2  yes copied zigzag dense   zb_h1       uneven 1  1     4     attend    own   yes  31    no   no   gpt
-2  yes copied zigzag local   zb_v        uneven 1  0     4     some      own   yes  31    no   no   gpt
-2  yes copied zigzag dropped gpipe       uneven 1  1     4     none      own   yes  31    no   no   gpt
-1  no  own    zigzag spread  interleaved uneven 2  1     4     some      own   yes  31    no   no   gpt
-4  yes copied 1      dense   zb_v        uneven 1  alone 4     some      own   yes  31    no   no   gpt
-2  yes copied zigzag dense   1f1b        uneven 1  3     4     attend    own   yes  31    no   no   gpt
-4  yes copied 1      dropped 1f1b        uneven 1  alone 4     some      own   yes  31    no   no   gpt
-1  no  own    1      dropped gpipe       uneven 1  alone 4     attend    usual yes  31    no   no   gpt
-4  yes copied 1      dropped interleaved uneven 1  alone 4     full      own   yes  31    no   no   gpt
-4  yes copied 1      dropped interleaved uneven 1  alone 4     none      own   yes  31    no   no   gpt
-2  yes copied 1      dropped none        even   1  alone 4     some      own   yes  31    no   no   gpt
-4  yes copied 1      dropped zb_h1       uneven 1  alone 4     some      own   yes  31    no   no   gpt
+tp sp  kv     cp     experts pipe        stages dp zero  micro recompute edge  tied vocab clip mask model documents
+4  yes copied zigzag dropped none        even   1  3     4     some      own   yes  31    no   no   gpt   separate
+2  yes own    1      spread  zb_v        uneven 2  1     1     attend    usual no   32    no   yes  llama separate
+1  no  own    a2a    local   zb_h1       uneven 2  0     4     full      own   yes  31    yes  no   llama separate
+2  no  copied ring   dense   1f1b        even   1  0     1     none      usual no   32    yes  yes  gpt   joined
+4  yes copied 1      local   gpipe       uneven 1  alone 1     full      usual yes  31    yes  yes  gpt   joined
+4  no  own    1      dense   interleaved even   1  alone 4     attend    own   no   32    no   no   llama joined
+1  no  own    1      dropped 1f1b        uneven 2  3     1     some      usual no   32    yes  yes  llama separate
+4  no  copied 1      spread  none        even   2  1     4     none      own   yes  31    yes  no   gpt   joined
+2  yes copied 1      dropped zb_h1       uneven 1  alone 4     none      usual yes  32    no   no   llama joined
+2  yes own    1      dense   gpipe       uneven 2  0     4     some      own   yes  31    no   yes  gpt   separate
+1  no  own    a2a    local   zb_v        even   1  3     1     none      own   no   31    no   no   gpt   separate
+1  no  own    a2a    dense   none        even   1  1     1     full      usual no   32    no   yes  llama joined
+1  no  own    a2a    dropped interleaved uneven 2  0     4     attend    usual yes  31    yes  yes  gpt   joined
+1  no  own    a2a    spread  gpipe       even   2  3     4     some      own   no   32    no   no   llama joined
+1  no  own    a2a    local   1f1b        uneven 2  1     4     some      own   yes  31    no   no   gpt   separate
+2  yes copied ring   local   interleaved uneven 1  3     4     attend    own   yes  31    no   no   llama joined
+1  no  own    ring   dropped zb_v        uneven 2  1     4     full      own   yes  31    yes  no   gpt   joined
+1  no  own    ring   spread  zb_h1       even   2  3     1     some      own   no   31    no   yes  gpt   separate
+2  yes copied ring   dropped gpipe       uneven 1  3     4     full      own   yes  31    no   no   gpt   joined
+4  yes copied ring   local   none        even   1  0     4     attend    own   yes  32    no   no   gpt   joined
+1  no  own    zigzag spread  1f1b        uneven 2  0     1     full      usual no   32    yes  yes  llama joined
+2  yes copied zigzag dense   zb_h1       uneven 1  1     4     attend    own   yes  31    no   no   gpt   joined
+2  yes copied zigzag local   zb_v        uneven 1  0     4     some      own   yes  31    no   no   gpt   joined
+2  yes copied zigzag dropped gpipe       uneven 1  1     4     none      own   yes  31    no   no   gpt   separate
+1  no  own    zigzag spread  interleaved uneven 2  1     4     some      own   yes  31    no   no   gpt   separate
+4  yes copied 1      dense   zb_v        uneven 1  alone 4     some      own   yes  31    no   no   gpt   joined
+2  yes copied zigzag dense   1f1b        uneven 1  3     4     attend    own   yes  31    no   no   gpt   separate
+4  yes copied 1      dropped 1f1b        uneven 1  alone 4     some      own   yes  31    no   no   gpt   separate
+1  no  own    1      dropped gpipe       uneven 1  alone 4     attend    usual yes  31    no   no   gpt   joined
+4  yes copied 1      dropped interleaved uneven 1  alone 4     full      own   yes  31    no   no   gpt   joined
+4  yes copied 1      dropped interleaved uneven 1  alone 4     none      own   yes  31    no   no   gpt   joined
+2  yes copied 1      dropped none        even   1  alone 4     some      own   yes  31    no   no   gpt   separate
+4  yes copied 1      dropped zb_h1       uneven 1  alone 4     some      own   yes  31    no   no   gpt   separate
 """
 
 
@@ -152,26 +153,23 @@ def model_of(row: Row) -> ModelSpec:
     return {"llama": llama, "gpt": gpt}[row["model"]](**changes)
 
 
-@functools.cache
-def _question(text: str, model: ModelSpec, changes: tuple[tuple[str, Any], ...]) -> Request:
-    return request_of(Candidate.parse(text), model, **dict(changes))
-
-
-def request_for(row: Row, precision: str = "bf16") -> Request:
+def request_for(row: Row, precision: str = "bf16", optimizer: str = "adamw") -> Request:
     """The question that a row answers."""
     changes: dict[str, Any] = {
         "global_batch": int(row["dp"]) * int(row["micro"]),
         "precision": Precision.named(precision),
+        "optimizer": optimizer,
         "clip_norm": CLIP_NORM if row["clip"] == "yes" else NO_CLIP,
         "expert_capacity": 1.0 if row["experts"] == "dropped" else None,
+        "documents": row["documents"],
     }
-    request = _question(f"tp={num_ranks(row)},pp=1,dp=1", model_of(row), tuple(changes.items()))
+    request = request_of(Candidate.parse(f"tp={num_ranks(row)},pp=1,dp=1"), model_of(row), **changes)
     return replace(request, layouts=pins_of(COPIED, row["kv"])) if row["kv"] == "copied" else request
 
 
-def plan_for(row: Row, precision: str = "bf16") -> Plan:
+def plan_for(row: Row, precision: str = "bf16", optimizer: str = "adamw") -> Plan:
     """The plan of a row."""
-    return plan_at(request_for(row, precision), candidate_of(row))
+    return plan_at(request_for(row, precision, optimizer), candidate_of(row))
 
 
 # -- which rows there must be --------------------------------------------------------------------------
@@ -182,58 +180,47 @@ def is_legal(row: Row) -> bool:
     return not rejections_of(request_for(row), candidate_of(row), "torch")
 
 
-def pairs_of(row: Row) -> Iterator[Pair]:
-    """Every two values that meet in a row."""
-    return combinations(((name, row[name]) for name in FEATURES), 2)
-
-
 @functools.cache
 def possible() -> tuple[Row, ...]:
     """Every combination of the structure that may run, with the first value of every option.
 
     What lies between blocks is asked last: no other Rule speaks of it, and Rules take their time.
     """
-    return _edged(row for row in _combined() if is_legal(row))
+    first = {name: values[0] for name, values in FEATURES.items()}
+    names = [name for name in STRUCTURE if name != "edge"]
+    combined = (
+        {**first, **dict(zip(names, values, strict=True))} for values in product(*(STRUCTURE[name] for name in names))
+    )
+    legal = [row for row in combined if is_thinkable(row) and is_legal(row)]
+    edged = ({**row, "edge": edge} for row in legal for edge in STRUCTURE["edge"])
+    return tuple(row for row in edged if is_thinkable(row))
 
 
-def _combined() -> Iterator[Row]:
-    plain = {name: values[0] for name, values in (*STRUCTURE.items(), *OPTIONS.items())}
-    choices = {name: values for name, values in STRUCTURE.items() if name != "edge"}
-    combined = ({**plain, **dict(zip(choices, values, strict=True))} for values in product(*choices.values()))
-    return (row for row in combined if _is_thinkable(row))
-
-
-def _edged(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Rows with every layout between blocks that they can have."""
-    edged = ({**row, "edge": edge} for row in rows for edge in STRUCTURE["edge"])
-    return tuple(row for row in edged if _is_thinkable(row))
-
-
-def _is_thinkable(row: Row) -> bool:
+def is_thinkable(row: Row) -> bool:
+    """Whether the features of a row can meet at all."""
     return not any(excludes(row) for excludes in IMPOSSIBLE.values())
 
 
-@functools.cache
-def possible_pairs() -> frozenset[Pair]:
+def pairs_of(row: Row, names: Iterable[str] = FEATURES) -> Iterator[Pair]:
+    """Every two values that meet in a row."""
+    return combinations(((name, row[name]) for name in names), 2)
+
+
+def possible_pairs() -> set[Pair]:
     """All pairs that some row can have; an option goes with everything."""
-    met = {pair for row in possible() for pair in combinations(((name, row[name]) for name in STRUCTURE), 2)}
-    values = {name: {row[name] for row in possible()} for name in STRUCTURE} | {
-        name: set(values) for name, values in OPTIONS.items()
-    }
-    free = {
-        ((one, left), (other, right))
-        for one, other in combinations(FEATURES, 2)
-        if other in OPTIONS
-        for left, right in product(values[one], values[other])
-    }
-    return frozenset(met | free)
+    found = {pair for row in possible() for pair in pairs_of(row, STRUCTURE)}
+    for one, other in combinations(FEATURES, 2):
+        if other in OPTIONS:
+            met = {row[one] for row in possible()} if one in STRUCTURE else FEATURES[one]
+            found |= {((one, left), (other, right)) for left, right in product(met, OPTIONS[other])}
+    return found
 
 
 def quick(found: Sequence[Row]) -> tuple[Row, ...]:
-    """Rows that hold every single value between them, each with the most that are missing."""
+    """Of some rows those that hold every single value of them, each with the most that are missing for its ranks."""
     missing, chosen = {(name, row[name]) for row in found for name in FEATURES}, list[Row]()
     while missing:
-        row = max(found, key=lambda row: len(missing & set(row.items())))
+        row = max(found, key=lambda row: len(missing & set(row.items())) / num_ranks(row))
         missing -= set(row.items())
         chosen.append(row)
     return tuple(chosen)

@@ -23,14 +23,13 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, table_setting
 from autoshard.plan.verify import verify
 from autoshard.spec.mesh import axis_of_atoms
-from tests.ranks.cases import StepShare, Task, compare, engine_of, llama, plan_of, share_of
+from tests.ranks.cases import MIXTRAL, StepShare, Task, compare, engine_of, llama, plan_of, share_of
 from tests.ranks.spawn import on_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 Calls = Counter[tuple[str, str]]  # by axis and kind, as ranks count them
 
-MIXTRAL = {"num_experts": 4, "experts_per_token": 2}
 CASES = {
     "dense": ("tp=2,pp=1,dp=1,recompute=full:1", llama()),
     "experts": ("tp=1,pp=1,dp=2,ep=2,recompute=full:1", llama(**MIXTRAL)),

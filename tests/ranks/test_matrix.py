@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,35 +24,20 @@ from autoshard.layout.program import Communicate, Compute, Given
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_programs
 from tests.ranks import matrix
-from tests.ranks.cases import (
-    AS_PLANNED,
-    CLIP_NORM,
-    StepShare,
-    Task,
-    compare,
-    compare_weights,
-    run_steps,
-    torch_adamw,
-)
+from tests.ranks.cases import AS_PLANNED, CLIP_NORM, StepShare, Task, compare, hold, near, run_steps, whole
 from tests.ranks.matrix import IMPOSSIBLE, Row
-from tests.ranks.shares import assemble
 from tests.ranks.spawn import on_ranks
-from tests.reference_step import StepResult
+from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.ranks
 
 ROWS = matrix.rows()
-QUICK = matrix.quick(ROWS)
+QUICK = matrix.quick([row for row in ROWS if matrix.num_ranks(row) <= 4])
 BF16 = 2.0**-8  # unit roundoff
 
 
 def named(row: Row) -> str:
     return f"{ROWS.index(row):02}: {matrix.candidate_of(row)}"
-
-
-with_quick_rows = pytest.mark.parametrize(
-    "row", [pytest.param(row, id=named(row), marks=[] if row in QUICK else [pytest.mark.slow]) for row in ROWS]
-)
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +49,8 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def task_of(row: Row, precision: str = "bf16", num_steps: int = 1) -> Task:
-    return Task.of(matrix.plan_for(row, precision), num_steps, masked=row["mask"] == "yes")
+def task_of(row: Row, num_steps: int = 1, **changes: str) -> Task:
+    return Task.of(matrix.plan_for(row, **changes), num_steps, masked=row["mask"] == "yes")
 
 
 # -- the rows themselves -------------------------------------------------------------------------------
@@ -93,92 +79,24 @@ def test_copied_keys_are_on_every_rank_of_a_group():
 # -- the rows run --------------------------------------------------------------------------------------
 
 
-@with_quick_rows
-def test_two_steps_in_double_are_those_of_one_process(row):
-    task = task_of(row, num_steps=2)
-    answers = on_ranks(task.plan.mesh.num_ranks, run_steps, task)
-    tensors, optimizer = torch_adamw(task.weights)
-    for step in range(2):
-        before = {name: tensor.numpy().copy() for name, tensor in tensors.items()}
-        expected = task.reference(before, step)
-        assert (expected.norm > task.plan.workload.clip_norm) == (row["clip"] == "yes")
-        for name, gradient in expected.gradients.items():
-            tensors[name].grad = torch.from_numpy(gradient.copy())
-        torch.nn.utils.clip_grad_norm_([tensors[name] for name in expected.gradients], task.plan.workload.clip_norm)
-        optimizer.step()
-        weights = {name: tensor.numpy() for name, tensor in tensors.items()}
-        shares = [found[step] for found in answers]
-        compare(expected, shares, weights=weights)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=named(row), marks=[] if row in QUICK else [pytest.mark.slow]) for row in ROWS]
+)
+def test_two_steps_are_those_of_one_process_and_hold_and_send_what_was_promised(row):
+    """In double; and in BF16 one step is as near as its roundings let it be.
 
-
-def distances(expected: StepResult, shares: Sequence[StepShare]) -> Mapping[str, float]:
-    """How far loss and norm are, relative to themselves, and every gradient, relative to the largest."""
-    found = {"loss": 0.0, "norm": 0.0}
-    for share in shares:
-        found["loss"] = max(found["loss"], abs(share.loss / expected.loss - 1))
-        found["norm"] = max(found["norm"], abs(share.norm / expected.norm - 1))
-    largest = max(np.abs(gradient).max() for gradient in expected.gradients.values())
-    assert {name for share in shares for name in share.gradients} == set(expected.gradients)
-    for name, gradient in expected.gradients.items():
-        whole = assemble(gradient.shape, [share.gradients[name] for share in shares if name in share.gradients])
-        found[name] = float(np.abs(whole - gradient).max() / largest)
-    return found
-
-
-def near(expected: StepResult, shares: Sequence[StepShare], most: float) -> None:
-    """Hold loss, norm and every gradient within a distance."""
-    assert not {name: distance for name, distance in distances(expected, shares).items() if not distance <= most}
-
-
-def by_sgd(row: Row, precision: str) -> Task:
-    """Two steps that move the weights by about as much as they are, so that what is wrong with them shows."""
-    task = task_of(row, precision, num_steps=2)
-    rate = 0.5 / CLIP_NORM if row["clip"] == "yes" else 0.1
-    workload = replace(task.plan.workload, optimizer="sgd")
-    return replace(task, plan=replace(task.plan, workload=workload), learning_rate=rate)
-
-
-def run_both(exact: Task, single: Task) -> tuple[list[StepShare], list[StepShare]]:
-    """The steps of one task in double, those of another as it is planned."""
-    return run_steps(exact), run_steps(single, AS_PLANNED)
-
-
-@pytest.mark.slow
-@with_quick_rows
-def test_two_steps_of_sgd_are_those_of_one_process_in_double_and_near_them_in_fp32(row):
-    task, single = by_sgd(row, "bf16"), by_sgd(row, "fp32")
-    answers = on_ranks(task.plan.mesh.num_ranks, run_both, task, single)
-    weights = task.weights
-    for step in range(2):
-        expected = task.reference(weights, step)
-        compare(expected, [found[step] for found, _ in answers])
-        shares = [found[step] for _, found in answers]
-        near(expected, shares, 1e-5)
-        compare_weights(expected.weights, shares, 1e-5)
-        weights = task.after(expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", [row for row in ROWS if row["experts"] == "dense"], ids=named)
-def test_a_step_in_bf16_is_as_near_as_its_roundings_let_it_be(row):
-    """Each rounding to BF16 moves a number by up to 2^-8 of itself; n of them, up and down as it comes, sqrt(n) as far.
-
+    Each rounding to BF16 moves a number by up to 2^-8 of itself; n of them, up and down as it comes, sqrt(n) as far.
     n counts what a micro-batch passes: every operation that writes BF16, and in every sum over ranks one addition for
     each rank but the first. So it grows with the depth and with tp. Nothing else is lost: gradients are added up in
-    FP32, and the reference starts from weights that BF16 holds. Routers choose otherwise when rounded, so experts are
-    left out.
+    FP32. Routers choose otherwise when rounded, so experts are left out.
     """
-    task = with_rounded_weights(task_of(row))
-    most = BF16 * roundings(task.plan) ** 0.5
-    assert most < 0.1, "a part that is missing would not be seen"
-    answers = on_ranks(task.plan.mesh.num_ranks, run_steps, task, AS_PLANNED)
-    near(task.reference(), [share for (share,) in answers], most)
-
-
-def with_rounded_weights(task: Task) -> Task:
-    """The same task from weights that BF16 holds; tied ones stay the same array."""
-    rounded = {id(array): torch.from_numpy(array).bfloat16().double().numpy() for array in task.weights.values()}
-    return replace(task, weights={name: rounded[id(array)] for name, array in task.weights.items()})
+    task = task_of(row, num_steps=2)
+    expected, shares = hold(task)
+    assert (expected.norm > task.plan.workload.clip_norm) == (row["clip"] == "yes")
+    if row["experts"] == "dense":
+        most = BF16 * roundings(task.plan) ** 0.5
+        assert most < 0.1, "a part that is missing would not be seen"
+        near(expected, shares, most)
 
 
 def roundings(plan: Plan) -> int:
@@ -196,30 +114,44 @@ def roundings(plan: Plan) -> int:
     return total
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=named)
+def test_two_steps_of_sgd_in_fp32_are_near_those_of_one_process(row):
+    """They move the weights by about as much as they are, so that what is wrong with them shows."""
+    task = replace(
+        task_of(row, 2, precision="fp32", optimizer="sgd"),
+        learning_rate=0.5 / CLIP_NORM if row["clip"] == "yes" else 0.1,
+    )
+    answers = on_ranks(task.plan.mesh.num_ranks, run_steps, task, AS_PLANNED)
+    weights = task.weights
+    for step in range(2):
+        expected, shares = task.reference(weights, step), [found[step] for found in answers]
+        near(expected, shares, 1e-5)
+        for name, weight in expected.weights.items():
+            found = whole(name, weight, shares, "weights")
+            np.testing.assert_allclose(found, weight, rtol=0, atol=1e-5, err_msg=name)
+        updated = {id(weights[name]): array for name, array in expected.weights.items()}
+        weights = {name: updated[id(array)] for name, array in weights.items()}  # tied ones as the one updated
+
+
 # -- seeded faults -------------------------------------------------------------------------------------
 
 
-def per_micro_batch(task: Task) -> Task:
+def per_micro_batch(step: Sequence[Any]) -> Any:
     """Divide by the tokens that count in a micro-batch: a mean of means."""
-    (step,) = task.steps
-    share = len(step)
-    divided = (
-        {**batch, "token_weight": batch["token_weight"] / (share * batch["token_weight"].sum())} for batch in step
-    )
-    return replace(task, steps=(tuple(divided),))
+    totals = [len(step) * batch["token_weight"].sum() for batch in step]
+    return [{**one, "token_weight": one["token_weight"] / total} for one, total in zip(step, totals, strict=True)]
 
 
-def swapped(task: Task) -> Task:
-    """Give micro-batches the labels of each other."""
-    (step,) = task.steps
-    return replace(task, steps=(tuple({**a, "labels": b["labels"]} for a, b in zip(step, step[::-1], strict=True)),))
+def of_another(name: str) -> Any:
+    """Give micro-batches something of each other."""
+    return lambda step: [{**one, name: other[name]} for one, other in zip(step, step[::-1], strict=True)]
 
 
-def labels_in_order(task: Task) -> Task:
-    """Undo the zig-zag beforehand, for labels alone."""
-    back = np.argsort(sequence_order(task.plan))
-    (step,) = task.steps
-    return replace(task, steps=(tuple({**batch, "labels": batch["labels"][:, back]} for batch in step),))
+def in_order(name: str) -> Any:
+    """Undo the zig-zag over two ranks beforehand, for one input alone."""
+    back = np.argsort(sequence_order(matrix.plan_for(first_row({"cp": "zigzag"}))))
+    return lambda step: [{**batch, name: batch[name][:, back]} for batch in step]
 
 
 def own_part(group: RankGroup, whole: torch.Tensor) -> torch.Tensor:
@@ -234,28 +166,24 @@ def without_copies(world: World, place: MeshRank, change: Communicate) -> Change
     return communication(world, place, change)
 
 
-def not_added(one: TorchEngine) -> None:
-    """Leave the gradients of tied weights where they are."""
+def first_row(wanted: Mapping[str, str]) -> Row:
+    return min((row for row in ROWS if wanted.items() <= row.items()), key=matrix.num_ranks)
 
 
 GIVEN = {
     "a mean of means": (per_micro_batch, {"mask": "yes", "micro": "4"}),
-    "labels of another micro-batch": (swapped, {"micro": "4"}),
-    "labels in another order than tokens": (labels_in_order, {"cp": "zigzag"}),
+    "labels of another micro-batch": (of_another("labels"), {"micro": "4"}),
+    "labels in another order than tokens": (in_order("labels"), {"cp": "zigzag"}),
+    "documents of another micro-batch": (of_another("document_starts"), {"micro": "4", "documents": "separate"}),
 }
 REPLACED = {
     "a reduce-scatter that does not sum": ((RankGroup, "reduce_scatter", own_part), {"tp": "1", "zero": "1"}),
-    "reduce-scatters of activations that do not sum": (
-        (RankGroup, "reduce_scatter", own_part),
-        {"sp": "yes", "zero": "0"},
-    ),
+    "reduce-scatters of activations": ((RankGroup, "reduce_scatter", own_part), {"sp": "yes", "zero": "0"}),
     "gradients of copied keys": ((block, "communication", without_copies), {"kv": "copied", "sp": "no"}),
-    "gradients of tied weights": ((TorchEngine, "_tie_gradients", not_added), {"tied": "yes", "pipe": "gpipe"}),
-}
-
-
-def first_row(wanted: Mapping[str, str]) -> Row:
-    return min((row for row in ROWS if wanted.items() <= row.items()), key=matrix.num_ranks)
+    "gradients of tied weights": (
+        (TorchEngine, "_tie_gradients", lambda one: None), {"tied": "yes", "pipe": "gpipe"},
+    ),
+}  # fmt: skip
 
 
 def caught(task: Task, answers: Sequence[Sequence[StepShare]]) -> None:
@@ -264,19 +192,14 @@ def caught(task: Task, answers: Sequence[Sequence[StepShare]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "wanted"), GIVEN.values(), ids=GIVEN)
-def test_a_wrong_batch_is_caught(seed, wanted):
+@pytest.mark.parametrize(("change", "wanted"), GIVEN.values(), ids=GIVEN)
+def test_a_wrong_batch_is_caught(change, wanted):
     task = task_of(first_row(wanted))
-    caught(task, on_ranks(task.plan.mesh.num_ranks, run_steps, seed(task)))
+    wrong = replace(task, steps=(tuple(change(task.steps[0])),))
+    caught(task, on_ranks(task.plan.mesh.num_ranks, run_steps, wrong))
 
 
-@pytest.mark.parametrize(
-    ("replaced", "wanted"),
-    [
-        pytest.param(*case, id=name, marks=() if number < 2 else pytest.mark.slow)
-        for number, (name, case) in enumerate(REPLACED.items())
-    ],
-)
+@pytest.mark.parametrize(("replaced", "wanted"), rest_is_slow(REPLACED.values()))
 def test_a_wrong_rank_is_caught(replaced, wanted, monkeypatch):
     task = task_of(first_row(wanted))
     monkeypatch.setattr(*replaced)  # ranks are forked, so they have it too

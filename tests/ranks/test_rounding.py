@@ -24,18 +24,16 @@ from tests.ranks.cases import (
     plan_of,
     run_steps,
     share_of,
+    whole,
 )
-from tests.ranks.shares import assemble
 from tests.ranks.spawn import on_ranks
-from tests.ranks.test_matrix import with_rounded_weights
+from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.ranks
 
 CASES = {
     "dp, ZeRO-1": ("tp=1,pp=1,dp=2", llama(vocab=31), NOTHING),
     "tied embeddings on two stages": ("tp=1,pp=2,dp=2", gpt(), NOTHING),
-}
-MORE = {
     "dp, ZeRO-0, and norms copied over tp": ("tp=2,pp=1,dp=2,zero=0", llama(), NOTHING),
     "dp, ZeRO-3": ("tp=1,pp=1,dp=2,zero=3", llama(vocab=31), NOTHING),
     "copies of keys": ("tp=4,pp=1,dp=1", llama(num_kv_heads=2, vocab=32), COPIED),
@@ -44,15 +42,11 @@ MORE = {
 
 def rounding_task(text: str, model: Any, pins: Any = NOTHING, num_steps: int = 1, seed: int = 0) -> Task:
     plan = plan_of(text, model, pins, precision=Precision.named("bf16-sr"))
-    return replace(with_rounded_weights(Task.of(plan, num_steps)), training=Training(seed=seed))
+    return replace(Task.of(plan, num_steps), training=Training(seed=seed))
 
 
 def whole_weights(task: Task, shares: list[StepShare]) -> dict[str, Any]:
-    """Put weights together; replicas that differ by a bit are refused."""
-    return {
-        name: assemble(weight.shape, [share.weights[name] for share in shares if name in share.weights])
-        for name, weight in task.weights.items()
-    }
+    return {name: whole(name, weight, shares, "weights") for name, weight in task.weights.items()}
 
 
 def exact_update(task: Task, name: str, share: StepShare, gradient: Any) -> Any:
@@ -65,20 +59,13 @@ def exact_update(task: Task, name: str, share: StepShare, gradient: Any) -> Any:
     return op.kind.evaluate(graph.block(kind).call(op, graph.sizes), *given)[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "model", "pins"),
-    [
-        *(pytest.param(*case, id=name) for name, case in CASES.items()),
-        *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in MORE.items()),
-    ],
-)
+@pytest.mark.parametrize(("text", "model", "pins"), rest_is_slow(CASES.values()))
 def test_replicas_round_alike_and_each_weight_to_a_neighbour(text, model, pins):
     task = rounding_task(text, model, pins)
     shares = [share for (share,) in on_ranks(task.plan.mesh.num_ranks, run_steps, task, AS_PLANNED)]
     found, distances = whole_weights(task, shares), []
     for name in {name for share in shares for name in share.gradients}:
-        parts = [share.gradients[name] for share in shares if name in share.gradients]
-        exact = exact_update(task, name, shares[0], assemble(task.weights[name].shape, parts))
+        exact = exact_update(task, name, shares[0], whole(name, task.weights[name], shares, "gradients"))
         digit = 2.0 ** (np.floor(np.log2(np.abs(exact) + 1e-30)) - 7)
         distances.append(((found[name] - exact) / digit).reshape(-1))
     off = np.concatenate(distances)
@@ -101,7 +88,7 @@ def run_interrupted(task: Task, after: int) -> tuple[list[StepShare], list[StepS
     return straight[after:], [share_of(second, task, step) for step in range(after, len(task.steps))]
 
 
-@pytest.mark.parametrize("text", ["tp=1,pp=1,dp=2", "tp=1,pp=1,dp=2,zero=3"])
+@pytest.mark.parametrize("text", rest_is_slow(["tp=1,pp=1,dp=2,zero=3", "tp=1,pp=1,dp=2"]))
 def test_a_run_that_goes_on_rounds_as_one_that_was_never_stopped(text):
     task = rounding_task(text, llama(), num_steps=4)
     answers = on_ranks(2, run_interrupted, task, 2)

@@ -19,29 +19,19 @@ from tests.plan.nxd.test_match import planned
 DOCUMENTED: Mapping[str, Any] = {
     "llama3-70b-16-trn1": ("llama3-70b", "trn1.32xlarge", "tp=32,pp=8,dp=2,recompute=selective[LlamaMLP]", 8192),
     "llama3-70b-16-trn1-cp2": (
-        "llama3-70b",
-        "trn1.32xlarge",
-        "tp=32,pp=8,cp=2,dp=1,recompute=selective[LlamaMLP]",
-        8192,
+        "llama3-70b", "trn1.32xlarge", "tp=32,pp=8,cp=2,dp=1,recompute=selective[LlamaMLP]", 8192,
     ),
     "llama3-70b-8-trn2": (
-        "llama3-70b",
-        "trn2.48xlarge",
-        "tp=32,pp=4,dp=4,stages=19/21/21/19,recompute=selective[LlamaRMSNorm,ActivationMultiplyMLP]",
-        8192,
+        "llama3-70b", "trn2.48xlarge",
+        "tp=32,pp=4,dp=4,stages=19/21/21/19,recompute=selective[LlamaRMSNorm,ActivationMultiplyMLP]", 8192,
     ),
     "llama2-70b-32-trn1-tp8": ("llama2-70b", "trn1.32xlarge", "tp=8,pp=8,dp=16,kernels=nxd_core,recompute=full", 4096),
     "llama2-70b-32-trn1-tp32": ("llama2-70b", "trn1.32xlarge", "tp=32,pp=4,dp=8,kernels=nxd_core,recompute=full", 4096),
     "mixtral-8x7b-8-trn1": (
-        "mixtral-8x7b",
-        "trn1.32xlarge",
-        "tp=32,pp=4,dp=2,kernels=nxd_core,recompute=full",
-        4096,
-        "bf16",
-        2.0,
+        "mixtral-8x7b", "trn1.32xlarge", "tp=32,pp=4,dp=2,kernels=nxd_core,recompute=full", 4096, "bf16", 2.0,
     ),
     "llama2-13b-32-trn1": ("llama2-13b", "trn1.32xlarge", "tp=8,pp=4,dp=32,kernels=nxd_core,recompute=full", 4096),
-}
+}  # fmt: skip
 
 
 def tp8(text: str = "tp=8,pp=4,dp=2") -> Plan:
@@ -103,12 +93,8 @@ def test_the_environment_says_formats_buckets_and_cores() -> None:
     assert found["ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB"] == "130" and found["FI_PROVIDER"] == "efa"
     assert "NEURON_LOGICAL_NC_CONFIG" not in found
     without = replace(plan.workload.precision, masters=None)
-    assert (
-        environment(replace(plan, workload=replace(plan.workload, precision=without)))[
-            "NEURON_RT_STOCHASTIC_ROUNDING_EN"
-        ]
-        == "1"
-    )
+    rounded = environment(replace(plan, workload=replace(plan.workload, precision=without)))
+    assert rounded["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
     lnc2 = environment(planned(*DOCUMENTED["llama3-70b-8-trn2"]))
     assert lnc2["NEURON_LOGICAL_NC_CONFIG"] == lnc2["NEURON_RT_VIRTUAL_CORE_SIZE"] == "2"
     alone = environment(planned("llama3-8b", "trn1.32xlarge", "tp=8,pp=1,dp=4"))

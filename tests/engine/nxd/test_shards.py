@@ -62,6 +62,8 @@ def test_shards_of_all_ranks_together_hold_the_whole_each_element_as_often_as_it
     for rank in ranks:
         local = local_of(parameter, rank, SIZES, whole)
         assert local.shape == local_shape(parameter, rank, SIZES)
+        held = sum(whole[one.tensor][one.place].size for one in patches_of(parameter, rank, SIZES, own))
+        assert np.count_nonzero(local) == held, "what is padded is zero"
         num_rows = -(-len(local) // num_shards)  # as ZeRO-1 pads and cuts
         padded = np.pad(local, [(0, num_rows * num_shards - len(local)), *[(0, 0)] * (local.ndim - 1)])
         for first in range(0, len(padded), num_rows):
@@ -98,11 +100,3 @@ def test_the_weights_of_experts_are_turned() -> None:
     assert local.shape == (2, 3, 16)
     np.testing.assert_array_equal(local[1, :, :8], gate[1, 8:].T)
     np.testing.assert_array_equal(local[1, :, 8:], up[1, 8:].T)
-
-
-def test_padding_is_zero() -> None:
-    table = piece("embed", (("vocab",), ("hidden",)), {"vocab": ("kv", "rep")})
-    parameter = FormParameter(name="weight", pieces=(table,), split=0)
-    rank = TpRank(atoms=(("kv", 2), ("rep", 1)), index=1)
-    local = local_of(parameter, rank, SIZES, {"embed": np.ones((31, 3))})
-    assert local.shape == (16, 3) and local[:-1].all() and not local[-1].any()
