@@ -118,8 +118,8 @@ class StepDisplay:
 
     def _pass_on(self) -> None:
         """Say what trackers have to say."""
-        for message in self._trackers.said():
-            self.say(message.kind, message.text)
+        for kind, text in self._trackers.notes():
+            self.say(kind, text)
 
     def say(self, kind: str, text: str) -> None:
         """Print a note, or a warning, which is heard in silence as well."""

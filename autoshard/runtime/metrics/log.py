@@ -1,12 +1,15 @@
-"""The file ``metrics.jsonl``: a line for every step, whole up to the last one however the run ends."""
+"""The file ``metrics.jsonl``: a line for every step, whole up to the last one however the run ends.
 
+Its fields are described in docs/training.md; those of unknown value are null.
+"""
+
+import errno
 import json
 import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from autoshard.engine.base import TimedStep
@@ -15,27 +18,6 @@ from autoshard.errors import InputError
 METRICS = "metrics.jsonl"
 _JSON = json.JSONEncoder(allow_nan=False)  # made once: a step must cost next to nothing
 _MODE = 0o666  # less what the umask takes
-
-# The fields of a line. A value that is not known is null; loss or norm is null too where it is not finite.
-FIELDS: Mapping[str, str] = MappingProxyType(
-    {
-        "step": "number of the optimizer step, from 1; a step that is done again after a restart is here once",
-        "loss": "mean over the tokens that count, before the update",
-        "norm": "of the whole gradient, before it was clipped",
-        "learning_rate": "of this step",
-        "updated": "false if the weights did not take the step",
-        "time_s": "seconds of the step, from when all ranks were ready until the last was done",
-        "waited_s": "seconds that the step waited for its data before that",
-        "tokens": "tokens of the step, over all ranks",
-        "tokens_per_s": "tokens over time_s",
-        "mfu": "share of the devices' peak that the model's own FLOPs use; null on another machine than the plan's",
-        "memory_bytes": "the most that a device has held so far",
-        "phase": "compile, warm-up or steady; only steady steps are a measure of the others",
-        "at": "when the step was shown, in seconds since 1970",
-        "nonfinite": "only where loss or norm is no number: what it is instead, nan, inf or -inf",
-        "neuron": "only where neuron-monitor runs: what it said since the last line, of the node of rank 0",
-    }
-)
 
 
 def record_of(step: TimedStep, *, at: float, mfu: float | None = None, neuron: Any = None) -> dict[str, Any]:
@@ -59,7 +41,7 @@ def record_of(step: TimedStep, *, at: float, mfu: float | None = None, neuron: A
 
 
 def line_of(record: Mapping[str, Any]) -> str:
-    """Write a record as a line of JSON; what is not finite becomes null, and ``nonfinite`` says what it was.
+    """Write a record as a line of JSON; numbers that are not finite become null, and ``nonfinite`` names them.
 
     >>> line_of({"step": 3, "loss": math.nan, "norm": 1.5})
     '{"step": 3, "loss": null, "norm": 1.5, "nonfinite": {"loss": "nan"}}'
@@ -88,7 +70,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """The file of a run that goes on: opened at its first step, one write for every line."""
+    """The file of a run under way: opened at its first step, one write for every line."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / METRICS
@@ -98,15 +80,19 @@ class MetricsLog:
         """Add a step; a line of which a full disk took only a part is taken back, and OSError raised."""
         if self._file is None:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, _MODE)
-            _mend(self._file)
+            if size := os.fstat(self._file).st_size:  # the next line must not continue one that a kill has cut
+                with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as text:
+                    end = text.rfind(b"\n") + 1
+                if end < size:
+                    os.ftruncate(self._file, end)
         line = line_of(record).encode() + b"\n"
         written = os.write(self._file, line)
         if written < len(line):
             os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-            raise OSError(28, "No space left on device", str(self.path))
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
 
     def cut_after(self, step: int) -> int:
-        """Drop the lines of steps after this one, which will be done again, and unreadable ones; say how many."""
+        """Drop unreadable lines, and those of later steps, which will be done again; return how many."""
         assert self._file is None, "lines are cut before the first is added"
         if not self.path.exists():
             return 0
@@ -132,7 +118,7 @@ class MetricsLog:
 
 
 def scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a record as trackers want them, nested ones under ``name/``.
+    """Yield the numbers of a record for trackers, nested ones under ``name/``.
 
     >>> dict(scalars({"step": 3, "loss": 2.5, "updated": True, "mfu": None, "neuron": {"core_use": 0.5}}))
     {'loss': 2.5, 'updated': 1.0, 'neuron/core_use': 0.5}
@@ -153,13 +139,3 @@ def _record(line: bytes) -> dict[str, Any] | None:
     except (ValueError, TypeError, AttributeError):  # no JSON, or not what a line is
         return None
     return whole if type(whole.get("step")) is int else None
-
-
-def _mend(file: int) -> None:
-    """Take away what a killed run left of its last line, so that the next does not continue it."""
-    size = os.fstat(file).st_size
-    if size:
-        with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as text:
-            end = text.rfind(b"\n") + 1
-        if end < size:
-            os.ftruncate(file, end)

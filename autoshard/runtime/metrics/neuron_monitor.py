@@ -1,4 +1,4 @@
-"""What ``neuron-monitor`` says of the NeuronCores of a node, beside the steps of a run.
+"""What ``neuron-monitor`` reports of the NeuronCores of a node, beside the steps of a run.
 
 It prints a JSON object a line, every 5 s unless it is configured otherwise; fields as the Neuron Monitor User Guide of
 Neuron 2.29 describes them (awsdocs-neuron.readthedocs-hosted.com, tools/neuron-sys-tools).
@@ -34,29 +34,36 @@ class NeuronSample:
 
 def neuron_sample(line: str) -> NeuronSample | None:
     """Read a line; None if it is no report, or of another form. What a report lacks counts as nothing."""
+
+    def part(value: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+        for name in names:
+            value = value.get(name) or {}
+        return value
+
     try:
-        return _sample(json.loads(line))
+        report = json.loads(line)
+        processes, system = report["neuron_runtime_data"] or (), part(report, "system_data")
+        runtimes = [part(one, "report") for one in processes]
+        cores = [part(one, "neuroncore_counters", "neuroncores_in_use") for one in runtimes]
+        used = [part(one, "memory_used", "neuron_runtime_used_bytes") for one in runtimes]
+        devices = part(system, "neuron_hw_counters").get("neuron_devices") or ()
+        groups = [group or {} for one in (*runtimes, system) for group in one.values()]
+        faulty = (*processes, *groups, part(report, "neuron_hardware_info"))
+        errors: Counter[str] = Counter()
+        for one in runtimes:
+            causes, outcomes = (part(one, "execution_stats", name) for name in ("error_summary", "execution_summary"))
+            errors.update({name: int(causes.get(name) or 0) for name in causes})
+            errors.update({name: int(outcomes.get(name) or 0) for name in _BAD_OUTCOMES})
+        return NeuronSample(
+            core_use=tuple((core.get("neuroncore_utilization") or 0) / 100 for one in cores for core in one.values()),
+            device_bytes=sum(int(one.get("neuron_device") or 0) for one in used),
+            host_bytes=sum(int(one.get("host") or 0) for one in used),
+            errors={name: count for name, count in sorted(errors.items()) if count},
+            ecc_uncorrected=sum(int(one.get(name) or 0) for one in devices for name in _UNCORRECTED),
+            fault=next((one["error"] for one in faulty if one.get("error")), ""),
+        )
     except (ValueError, TypeError, AttributeError, KeyError):
         return None
-
-
-def _sample(report: Mapping[str, Any]) -> NeuronSample:
-    processes = report["neuron_runtime_data"] or ()
-    runtimes = [_part(one, "report") for one in processes]
-    cores = [_part(one, "neuroncore_counters", "neuroncores_in_use") for one in runtimes]
-    used = [_part(one, "memory_used", "neuron_runtime_used_bytes") for one in runtimes]
-    system = _part(report, "system_data")
-    devices = _part(system, "neuron_hw_counters").get("neuron_devices") or ()
-    groups = [group or {} for one in (*runtimes, system) for group in one.values()]
-    faults = [one["error"] for one in (*processes, *groups, _part(report, "neuron_hardware_info")) if one.get("error")]
-    return NeuronSample(
-        core_use=tuple(_number(core, "neuroncore_utilization") / 100 for one in cores for core in one.values()),
-        device_bytes=sum(int(_number(one, "neuron_device")) for one in used),
-        host_bytes=sum(int(_number(one, "host")) for one in used),
-        errors=_errors(runtimes),
-        ecc_uncorrected=sum(int(_number(one, name)) for one in devices for name in _UNCORRECTED),
-        fault=faults[0] if faults else "",
-    )
 
 
 def neuron_record(samples: Sequence[NeuronSample]) -> dict[str, Any] | None:
@@ -90,9 +97,11 @@ class NeuronMonitor:
     def taken(self) -> list[NeuronSample]:
         """Return the reports since the last time; the first time starts the tool."""
         if not self._started:
-            self._start()
-        if not self._samples:
-            return []
+            self._started = True
+            if path := shutil.which(TOOL):
+                nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+                self._process = subprocess.Popen([path], stdin=nothing, stdout=pipe, stderr=nothing, text=True)
+                threading.Thread(target=self._read, args=(self._process,), name=TOOL, daemon=True).start()
         with self._lock:
             samples, self._samples = self._samples, []
         return samples
@@ -109,15 +118,6 @@ class NeuronMonitor:
             self._process.wait()
         self._process = None
 
-    def _start(self) -> None:
-        self._started = True
-        path = shutil.which(TOOL)
-        if path is None:
-            return
-        nothing = subprocess.DEVNULL
-        self._process = subprocess.Popen([path], stdin=nothing, stdout=subprocess.PIPE, stderr=nothing, text=True)
-        threading.Thread(target=self._read, args=(self._process,), name=TOOL, daemon=True).start()
-
     def _read(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout
         with process.stdout as lines:
@@ -125,23 +125,3 @@ class NeuronMonitor:
                 if sample := neuron_sample(line):
                     with self._lock:
                         self._samples.append(sample)
-
-
-def _part(value: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Follow names into nested objects; what is missing, or null, is empty."""
-    for name in names:
-        value = value.get(name) or {}
-    return value
-
-
-def _number(value: Mapping[str, Any], name: str) -> float:
-    return value.get(name) or 0
-
-
-def _errors(runtimes: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for runtime in runtimes:
-        causes, outcomes = (_part(runtime, "execution_stats", name) for name in ("error_summary", "execution_summary"))
-        found.update({name: int(_number(causes, name)) for name in causes})
-        found.update({name: int(_number(outcomes, name)) for name in _BAD_OUTCOMES})
-    return {name: count for name, count in sorted(found.items()) if count}

@@ -8,7 +8,7 @@ from autoshard.engine.base import TimedStep
 from autoshard.plan.plan import Prediction
 from autoshard.units import format_seconds
 
-WINDOW = 20  # steps whose median is judged
+WINDOW = 20  # steps whose median is compared
 SLOWER = 1.2  # times the run's own first median, above which it has become slow
 
 
@@ -23,9 +23,9 @@ class Paced:
 
 
 class Pace:
-    """Judges the steps of a run one by one; ``prediction`` is None where it is about another machine.
+    """Follows the steps of a run one by one; ``prediction`` is None where it is about another machine.
 
-    Two things are warned of, each once in a start of a run, by the median of the last 20 steady steps: that it lies
+    Two warnings are given, each once in a start of a run, by the median of the last 20 steady steps: that it lies
     outside the interval of the prediction, and that it is more than 1.2 times the median of the first 20.
     """
 
@@ -34,45 +34,37 @@ class Pace:
         self._ends_s: deque[float] = deque(maxlen=WINDOW + 1)
         self._steady_s: deque[float] = deque(maxlen=WINDOW)
         self._first_s: float | None = None  # the median of the first steady steps
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def __call__(self, step: TimedStep, now_s: float) -> Paced:
-        """Judge one step more, which has ended now."""
+        """Take one step more, which has ended now."""
         self._ends_s.append(now_s)
         known = self._prediction
-        left = self._num_steps - step.number
-        each_s = self._each_s(step)
+        each_s = None if step.phase == "compile" else step.time_s + step.waited_s
+        if len(self._ends_s) > 1:  # with all that lies between steps
+            each_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
         return Paced(
             mfu=known.mfu * step.tokens_per_s / known.tokens_per_s if known else None,
             ratio=step.time_s / known.step_time_s if known else None,
-            left_s=None if each_s is None else left * each_s,
-            warnings=tuple(self._drifts(step)),
+            left_s=None if each_s is None else (self._num_steps - step.number) * each_s,
+            warnings=tuple(self._drifts(step)) if step.phase == "steady" else (),
         )
 
-    def _each_s(self, step: TimedStep) -> float | None:
-        """Return what a step takes with all that lies between steps."""
-        if len(self._ends_s) > 1:
-            return (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
-        return None if step.phase == "compile" else step.time_s + step.waited_s
-
     def _drifts(self, step: TimedStep) -> list[str]:
-        if step.phase != "steady":
-            return []
         self._steady_s.append(step.time_s)
         if len(self._steady_s) < WINDOW:
             return []
         median_s, known = statistics.median(self._steady_s), self._prediction
         found: dict[str, str] = {}
         if known and not known.low_s <= median_s <= known.high_s:
-            found["prediction"] = (
-                f"outside the predicted {format_seconds(known.low_s)} to {format_seconds(known.high_s)}"
-            )
+            interval = f"{format_seconds(known.low_s)} to {format_seconds(known.high_s)}"
+            found["prediction"] = f"outside the predicted {interval}"
         if self._first_s is None:
             self._first_s = median_s
         elif median_s > SLOWER * self._first_s:
             slower = f"{median_s / self._first_s - 1:.0%} more than the {format_seconds(self._first_s)}"
             found["own"] = f"{slower} that the first {WINDOW} steady steps took"
-        new = found.keys() - self._told
-        self._told |= new
-        said = f"step {step.number}: the last {WINDOW} steps took {format_seconds(median_s)} (median)" if new else ""
-        return [f"{said}, {text}" for name, text in found.items() if name in new]
+        new = found.keys() - self._warned
+        self._warned |= new
+        what = f"step {step.number}: the last {WINDOW} steps took {format_seconds(median_s)} (median)"
+        return [f"{what}, {text}" for name, text in found.items() if name in new]

@@ -3,14 +3,14 @@
 import json
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from autoshard.errors import Fault, InputError
+from autoshard.errors import InputError, require
 from autoshard.runtime.metrics.log import scalars
 from autoshard.spec.training import Tracking
 
@@ -19,12 +19,12 @@ _ID_BYTES = 4
 
 
 class Tracker(Protocol):
-    """One place where a run is shown; one thread calls it all, and what it raises ends the tracker, not the run."""
+    """One place where a run is shown; one thread calls all of it, and an exception ends the tracker, not the run."""
 
     name: str
 
     def start(self, config: Mapping[str, Any]) -> Sequence[str]:
-        """Begin, or continue what an earlier start began; return what the user should know, a sentence each."""
+        """Begin, or continue an earlier start; return notes for the user, a sentence each."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -32,104 +32,61 @@ class Tracker(Protocol):
         ...
 
     def finish(self, summary: Mapping[str, Any], *, failed: bool) -> None:
-        """End, with what is to be said of the whole run."""
+        """End, with the summary of the whole run."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrackerNote:
-    """Something for the user from a tracker."""
-
-    kind: Literal["note", "warning"]
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LoggedStep:
-    """A step for a tracker."""
-
-    number: int
-    record: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Finish:
-    """The last thing that a tracker hears."""
-
-    summary: Mapping[str, Any]
-    failed: bool
-
-
-@dataclass(slots=True)
-class _Feed:
-    """A tracker with the thread that calls it."""
-
-    tracker: Tracker
-    said: "SimpleQueue[TrackerNote]"
-    items: "SimpleQueue[_LoggedStep | _Finish]" = field(default_factory=SimpleQueue)
-    thread: threading.Thread | None = None
-    dropped: bool = False
-
-    def start(self, config: Mapping[str, Any]) -> None:
-        self.thread = threading.Thread(target=self._work, args=(config,), name=self.tracker.name, daemon=True)
-        self.thread.start()
-
-    def _work(self, config: Mapping[str, Any]) -> None:
-        try:
-            for text in self.tracker.start(config):
-                self.said.put(TrackerNote(kind="note", text=text))
-            for item in iter(self.items.get, None):
-                if isinstance(item, _Finish):
-                    self.tracker.finish(item.summary, failed=item.failed)
-                    return
-                self.tracker.log(item.number, dict(scalars(item.record)))
-        except Exception as error:
-            self.dropped = True
-            cause = f"{type(error).__name__}: {error}"
-            text = f"{self.tracker.name} failed, and gets nothing more of this run, which goes on: {cause}"
-            self.said.put(TrackerNote(kind="warning", text=text))
 
 
 class Trackers:
     """All trackers of a run. Their threads start at its first step, because ranks are forked before that."""
 
     def __init__(self, trackers: Sequence[Tracker], config: Mapping[str, Any]) -> None:
-        self._said: SimpleQueue[TrackerNote] = SimpleQueue()
-        self._feeds = [_Feed(tracker, self._said) for tracker in trackers]
-        self._config = config
-        self._started = False
+        self._trackers, self._config = trackers, config
+        self._notes: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        self._feeds: list[tuple[Tracker, threading.Thread, SimpleQueue[Callable[[], None] | None]]] = []
 
     def log(self, step: int, record: dict[str, Any]) -> None:
-        """Hand the fields of a step on; what trackers take of them is found in their threads."""
-        if not self._started:
-            self._started = True
-            for feed in self._feeds:
-                feed.start(self._config)
-        for feed in self._feeds:
-            if not feed.dropped:
-                feed.items.put(_LoggedStep(number=step, record=record))
+        """Hand the fields of a step on; the threads of trackers pick the numbers."""
+        if not self._feeds:
+            for tracker in self._trackers:
+                calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+                thread = threading.Thread(target=self._work, args=(tracker, calls), name=tracker.name, daemon=True)
+                thread.start()
+                self._feeds.append((tracker, thread, calls))
+        for tracker, thread, calls in self._feeds:
+            if thread.is_alive():  # else it has failed
+                calls.put(lambda tracker=tracker: tracker.log(step, dict(scalars(record))))
 
     def finish(self, summary: Mapping[str, Any], *, failed: bool, within_s: float) -> None:
-        """Tell all that the run has ended, and wait so long for each to write what it has."""
-        feeds = [feed for feed in self._feeds if feed.thread]
-        for feed in feeds:
-            feed.items.put(_Finish(summary=summary, failed=failed))
-        for feed in feeds:
-            assert feed.thread
-            feed.thread.join(within_s)
-            if feed.thread.is_alive():
-                text = f"{feed.tracker.name} was not done {within_s:g} s after the run, and is left alone"
-                self._said.put(TrackerNote(kind="warning", text=text))
-        self._feeds = []
+        """Let all trackers end, and wait so long for each to write what it has."""
+        for tracker, _, calls in self._feeds:
+            calls.put(partial(tracker.finish, summary, failed=failed))
+            calls.put(None)
+        for tracker, thread, _ in self._feeds:
+            thread.join(within_s)
+            if thread.is_alive():
+                text = f"{tracker.name} was not done {within_s:g} s after the run, and is left alone"
+                self._notes.put(("warning", text))
+        self._trackers, self._feeds = (), []
 
-    def said(self) -> Iterator[TrackerNote]:
-        """Take what the trackers have to say since the last time."""
-        while not self._said.empty():  # nobody else takes
-            yield self._said.get()
+    def notes(self) -> Iterator[tuple[str, str]]:
+        """Take the notes and warnings of trackers since the last time, each with its kind."""
+        while not self._notes.empty():  # nobody else takes
+            yield self._notes.get()
+
+    def _work(self, tracker: Tracker, calls: "SimpleQueue[Callable[[], None] | None]") -> None:
+        try:
+            for text in tracker.start(self._config):
+                self._notes.put(("note", text))
+            for call in iter(calls.get, None):
+                call()
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            text = f"{tracker.name} failed, and gets nothing more of this run, which goes on: {cause}"
+            self._notes.put(("warning", text))
 
 
 def proposed_ids(folder: Path) -> dict[str, str]:
-    """Return under which ids trackers know the run of a folder, or would know a new one."""
+    """Return the ids by which trackers know the run of a folder, or would know a new one."""
     path = folder / _IDS
     try:
         kept: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
@@ -152,14 +109,14 @@ def tracker_ids(folder: Path, given: Mapping[str, str] | None = None) -> dict[st
 
 def refuse_without_packages(track: Tracking) -> None:
     """Refuse trackers that are not installed, before anything of a run starts."""
-    asked = {"wandb": track.wandb is not None, "tensorboard": track.tensorboard}
-    faults = [
-        Fault(where=f"track.{name}", message=f"{name} is not installed here. Type: pip install 'autoshard[{name}]'")
-        for name, wanted in asked.items()
-        if wanted and find_spec(name) is None
-    ]
-    if faults:
-        raise InputError(faults)
+    wanted = {"wandb": track.wandb is not None, "tensorboard": track.tensorboard}
+    message = "is not installed here. Type: pip install"
+    require(
+        *(
+            (not asked or find_spec(name) is not None, f"track.{name}", f"{name} {message} 'autoshard[{name}]'")
+            for name, asked in wanted.items()
+        )
+    )
 
 
 def trackers_of(

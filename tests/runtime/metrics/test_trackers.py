@@ -52,7 +52,7 @@ def fed(*trackers: Kept, within_s: float = PATIENCE_S) -> list[tuple[str, str]]:
     for step in range(1, 4):
         both.log(step, {"loss": 1 / step})
     both.finish({"b": 2}, failed=False, within_s=within_s)
-    return sorted((said.kind, said.text) for said in both.said())
+    return sorted(both.notes())
 
 
 def test_all_is_told_in_order_from_another_thread() -> None:
@@ -116,7 +116,7 @@ def tensorboard(folder: Path, steps: range, *, num_done: int = 0, offset: float 
     for step in steps:
         trackers.log(step, {"loss": 1 / step + offset, "neuron/core_use": 0.5})
     trackers.finish({"ratio": 1.25}, failed=False, within_s=PATIENCE_S)
-    assert [said.kind for said in trackers.said()] == ["note"]
+    assert [kind for kind, _ in trackers.notes()] == ["note"]
 
 
 def test_tensorboard_reads_every_step_of_a_run_that_was_continued_twice(tmp_path: Path) -> None:
