@@ -19,9 +19,8 @@ from autoshard.engine.base import Allows, Run, SavedStep, StepReport
 from autoshard.engine.torch.engine import TorchEngine, build
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.runtime.checkpoint.index import RunState
-from autoshard.runtime.checkpoint.reader import load
-from autoshard.runtime.checkpoint.saver import Saver
+from autoshard.runtime.checkpoint.files import RunState
+from autoshard.runtime.checkpoint.saver import Saver, load
 from autoshard.runtime.checkpoint.shelf import Shelf, folder_of
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.data.batches import synthetic_step

@@ -10,11 +10,11 @@ from autoshard.engine.base import Engine, Run
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.agreed import from_all_ranks, from_first_rank
-from autoshard.runtime.checkpoint.index import RunState
-from autoshard.runtime.checkpoint.reader import load
+from autoshard.runtime.checkpoint.files import RunState
+from autoshard.runtime.checkpoint.saver import load
 from autoshard.runtime.checkpoint.shelf import Shelf, newest, refuse_other
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
-from autoshard.runtime.convert.opening import is_foreign, read_weights
+from autoshard.runtime.convert.converting import is_foreign, read_weights
 
 Begun = tuple[RunState, tuple[str, ...]]  # and notes for the user
 Value = TypeVar("Value")

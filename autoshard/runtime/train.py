@@ -28,7 +28,7 @@ from autoshard.engine.base import (
 from autoshard.errors import NotFinite
 from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.agreed import from_first_rank
-from autoshard.runtime.checkpoint.index import RunState
+from autoshard.runtime.checkpoint.files import RunState
 from autoshard.runtime.checkpoint.saver import Saver
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.data.batches import PrefetchLoader, StepShape

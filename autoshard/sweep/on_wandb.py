@@ -12,7 +12,7 @@ from typing import Any
 from autoshard.errors import AutoshardError, InputError
 from autoshard.extensions import EXTENSIONS
 from autoshard.runtime.metrics.log import METRICS, scalars
-from autoshard.runtime.metrics.on_wandb import OnWandb
+from autoshard.runtime.metrics.trackers import OnWandb
 from autoshard.sweep.points import Sweep, base_of, points_of_question
 from autoshard.sweep.table import PROGRAM
 from autoshard.sweep.work import Row, SweepJob, rows_of

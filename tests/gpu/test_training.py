@@ -9,7 +9,7 @@ import pytest
 from autoshard.engine.base import Run
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.runtime.checkpoint.index import load_index
+from autoshard.runtime.checkpoint.files import load_index
 from autoshard.runtime.launch import GivenRank, Placing, launch
 from autoshard.runtime.machine import builder
 from autoshard.runtime.train import train

@@ -14,7 +14,7 @@ import pytest
 
 from autoshard.errors import RunFailed, Stopped
 from autoshard.runtime import train as loop, watchdog
-from autoshard.runtime.checkpoint import reader, saver
+from autoshard.runtime.checkpoint import saver
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage
 from tests.runtime.training_cases import Trained, plan_of, trained
@@ -94,7 +94,7 @@ def test_a_hundred_kills(seed: int, curve: dict[int, float], tmp_path: Path) -> 
             (Storage, "rename", 2),  # before a checkpoint gets its name
             (Shelf, "prune", 2),  # after it has it
             (Shelf, "_remove", 1),  # while an old one goes
-            (reader, "_fill", 5),  # while one is loaded
+            (saver, "_fill", 5),  # while one is loaded
             (saver.Saver, "wait_copied", 5),
         ],
         2,
@@ -103,7 +103,7 @@ def test_a_hundred_kills(seed: int, curve: dict[int, float], tmp_path: Path) -> 
 def test_a_kill_inside_a_save_or_load_leaves_a_checkpoint_that_is_whole(
     owner: Any, name: str, calls: int, curve: dict[int, float], tmp_path: Path
 ) -> None:
-    if owner is reader:
+    if name == "_fill":
         one_start(tmp_path, every_steps=3)
         (tmp_path / "checkpoints" / "step-00000012").rename(tmp_path / "gone")
     with pytest.MonkeyPatch.context() as patch:

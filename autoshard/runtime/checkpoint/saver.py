@@ -1,4 +1,4 @@
-"""Saves beside training: a thread copies the state while the next step computes, and the next update waits for it."""
+"""Saving and loading: a thread copies the state while the next step computes, and the next update waits for it."""
 
 import math
 import shutil
@@ -17,9 +17,22 @@ import torch.distributed as dist
 from autoshard.engine.base import SavedStep
 from autoshard.engine.placement import StatePiece
 from autoshard.runtime.checkpoint.agreed import from_all_ranks, from_first_rank
-from autoshard.runtime.checkpoint.files import DTYPES, box_name, cut_piece, header_of, is_finite
-from autoshard.runtime.checkpoint.index import FILE, CheckpointIndex, RunState, StoredBox, StoredTensor, dump_index
-from autoshard.runtime.checkpoint.shelf import Shelf
+from autoshard.runtime.checkpoint.files import (
+    DTYPES,
+    FILE,
+    TYPES,
+    CheckpointIndex,
+    RunState,
+    StoredBox,
+    StoredTensor,
+    box_name,
+    cut_piece,
+    dump_index,
+    header_of,
+    is_finite,
+    overlap,
+)
+from autoshard.runtime.checkpoint.shelf import Checkpoint, Shelf
 from autoshard.runtime.checkpoint.storage import Storage, StorageError, persistent
 from autoshard.spec.training import Checkpointing
 
@@ -226,3 +239,48 @@ class Saver:
             if boxes:
                 spool.remove(own)
         from_first_rank(conclude, self._group)
+
+
+_Targets = list[tuple[torch.Tensor, tuple[slice, ...]]]  # memory, and the part of a box for it
+
+
+def load(shelf: Shelf, checkpoint: Checkpoint, pieces: Sequence[StatePiece], group: Any) -> None:
+    """Fill pieces from a checkpoint; every rank calls this, and it fails on all of them or on none."""
+    from_all_ranks(lambda: _fill_pieces(shelf.place, checkpoint, pieces), group)
+
+
+def _fill_pieces(place: Storage, checkpoint: Checkpoint, pieces: Sequence[StatePiece]) -> None:
+    """Read file by file, in the order of the file, each box once."""
+    files: dict[str, dict[tuple[str, StoredBox], _Targets]] = defaultdict(lambda: defaultdict(list))
+    tensors = checkpoint.index.tensors
+    for piece in pieces:
+        for box in tensors[piece.name].boxes if piece.reads else ():
+            if both := overlap((box.offsets, box.lengths), (piece.offsets, tuple(piece.memory.shape))):
+                files[box.file][piece.name, box].append((piece.memory[both[1]], both[0]))
+    for file, wanted in files.items():
+        path, boxes = f"{checkpoint.folder}/{file}", sorted(wanted.items(), key=lambda item: item[0][1].start)
+
+        def read(path: str = path, boxes: Sequence[tuple[tuple[str, StoredBox], _Targets]] = boxes) -> None:
+            with place.reading(path) as opened:
+                for (name, box), targets in boxes:
+                    _fill(opened, f"{place.path(path)}", name, box, TYPES[tensors[name].dtype], targets)
+
+        persistent(read)
+
+
+def _fill(file: Any, path: str, name: str, box: StoredBox, dtype: torch.dtype, targets: _Targets) -> None:
+    """Read a box, all of it because its checksum is over all of it: straight into memory that is just like it."""
+    first = targets[0][0]
+    alike = len(targets) == 1 and tuple(first.shape) == box.lengths and first.dtype == dtype
+    straight = alike and first.is_contiguous() and first.device.type == "cpu"
+    numbers = first if straight else torch.empty(box.lengths, dtype=dtype)
+    raw = numbers.reshape(-1).view(torch.uint8).numpy().data
+    file.seek(box.start)
+    found = file.readinto(raw)
+    if found != box.num_bytes or raw.nbytes != box.num_bytes:
+        raise StorageError(f"{path}: ends too early, at {box.start + found} bytes")
+    if zlib.crc32(raw) != box.crc32:
+        raise StorageError(f"{path}: the checksum of {name} is another than when it was saved")
+    if not straight:
+        for memory, part in targets:
+            memory.copy_(numbers[part])

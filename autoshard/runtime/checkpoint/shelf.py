@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from autoshard.engine.placement import StatePiece
 from autoshard.errors import InputError
-from autoshard.runtime.checkpoint.index import FILE, CheckpointIndex, load_index
+from autoshard.runtime.checkpoint.files import FILE, CheckpointIndex, load_index
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.spec.training import Checkpointing
 

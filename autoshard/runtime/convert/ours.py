@@ -12,8 +12,17 @@ from autoshard.engine.placement import MeshRank, StatePart, StatePiece
 from autoshard.engine.programs import programs_of
 from autoshard.errors import Fault, InputError
 from autoshard.plan.plan import Plan
-from autoshard.runtime.checkpoint.files import DTYPES, box_name, cut_piece
-from autoshard.runtime.checkpoint.index import FILE, CheckpointIndex, RunState, StoredBox, StoredTensor, dump_index
+from autoshard.runtime.checkpoint.files import (
+    DTYPES,
+    FILE,
+    CheckpointIndex,
+    RunState,
+    StoredBox,
+    StoredTensor,
+    box_name,
+    cut_piece,
+    dump_index,
+)
 from autoshard.runtime.checkpoint.shelf import Shelf, newest, step_of
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.convert.copying import Entry, TargetFile, WrittenFile

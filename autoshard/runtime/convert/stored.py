@@ -16,8 +16,7 @@ import torch
 from autoshard.engine.patches import Patch, whole
 from autoshard.errors import Fault, InputError
 from autoshard.layout.shards import Box
-from autoshard.runtime.checkpoint.files import TYPES, box_name, overlap
-from autoshard.runtime.checkpoint.index import StoredBox
+from autoshard.runtime.checkpoint.files import TYPES, StoredBox, box_name, overlap
 
 _LENGTH_BYTES = 8  # cited: huggingface/safetensors README, Format: a little-endian length, the header, the data
 DAMAGED = "its checksum is another than when it was saved. The file is damaged"

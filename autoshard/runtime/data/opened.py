@@ -16,8 +16,16 @@ from autoshard.runtime.data.indexed import (
     read_index,
 )
 from autoshard.runtime.data.manifest import NAME, FileRecord, altered, missing_or_resized, read_manifest
-from autoshard.runtime.data.mixture import CutStream, DataMixture, WeightTree
-from autoshard.runtime.data.stream import BYTES_EOS, FileStream, TextStream, Windows, packs
+from autoshard.runtime.data.mixture import (
+    BYTES_EOS,
+    CutStream,
+    DataMixture,
+    FileStream,
+    TextStream,
+    WeightTree,
+    Windows,
+    packs,
+)
 from autoshard.spec.training import DataSpec
 
 _LOOKED_AT = 4096  # tokens at the begin of a file without a manifest

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import Fault, InputError, RunFailed, require
-from autoshard.runtime.data.chat import ChatTemplate, Marked, messages_of
 from autoshard.runtime.data.documents import FilePart, TextSource, Where, documents
 from autoshard.runtime.data.indexed import IndexedWriter, beside, dtype_of
 from autoshard.runtime.data.manifest import (
@@ -35,7 +34,7 @@ from autoshard.runtime.data.manifest import (
     read_manifest,
     write_record,
 )
-from autoshard.runtime.data.tokenizers import TokenizerSpec, open_tokenizer
+from autoshard.runtime.data.tokenizers import ChatTemplate, Marked, TokenizerSpec, messages_of, open_tokenizer
 from autoshard.spec import record
 from autoshard.spec.files import read_data
 

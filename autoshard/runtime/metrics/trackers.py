@@ -1,8 +1,10 @@
 """Where a run is shown beside its own folder: trackers, each fed by a thread of its own, so that no step waits."""
 
 import json
+import pkgutil
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -16,6 +18,10 @@ from autoshard.spec.training import Tracking
 
 _IDS = "trackers.json"
 _ID_BYTES = 4
+_VERSION = "brain.Event:2"  # from which on a start of a session makes readers forget the steps that are done again
+_STRING = 7  # DT_STRING of TensorFlow's types.proto
+_FINISH_S = 60.0  # for uploads when a run ends
+_FLUSH, _FLUSH_S = "x_transaction_log_flush_interval", 1.0  # what a kill may take; 15 s by default
 
 
 class Tracker(Protocol):
@@ -123,8 +129,7 @@ def trackers_of(
     track: Tracking, folder: Path, *, num_done: int, run_id: str, files: Mapping[str, Path]
 ) -> list[Tracker]:
     """Return the trackers of a run in this folder, of which so many steps were done before; files go where they can."""
-    from autoshard.runtime.metrics.on_tensorboard import OnTensorBoard
-    from autoshard.runtime.metrics.on_wandb import OnWandb
+    from autoshard.runtime.metrics.trackers import OnTensorBoard, OnWandb
 
     refuse_without_packages(track)
     found: list[Tracker] = []
@@ -134,3 +139,141 @@ def trackers_of(
     if track.tensorboard:
         found.append(OnTensorBoard(folder=folder, num_done=num_done))
     return found
+
+
+class OnTensorBoard:
+    """A run for TensorBoard: event files in its folder, written with the package's own protocol buffers.
+
+    They hold scalars of every step, and the configuration and the summary as text; every start writes a new file.
+    """
+
+    name = "TensorBoard"
+
+    def __init__(self, *, folder: Path, num_done: int) -> None:
+        self._folder, self._last = folder / "tensorboard", num_done
+        self._records: Any = None
+
+    def start(self, config: Mapping[str, Any]) -> Sequence[str]:
+        """Open a file; readers drop the steps of earlier files that this one has again."""
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Readers sort files by name: seconds as everybody has them, then the rest to tell two starts in a second apart.
+        now_ns = time.time_ns()
+        name = f"events.out.tfevents.{now_ns // 10**9:010d}.{now_ns % 10**9:09d}.autoshard"
+        self._records = RecordWriter((self._folder / name).open("wb"))
+        self._write(file_version=_VERSION)
+        session_log = _message("event_pb2:SessionLog")
+        if self._last:
+            self._write(step=self._last + 1, session_log=session_log(status=session_log.START))
+        self._write_text("configuration", config)
+        return [f"TensorBoard: tensorboard --logdir {self._folder}"]
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the numbers of a step, as one record."""
+        self._last = step
+        summary = _message("summary_pb2:Summary")
+        shown = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(step=step, summary=summary(value=shown))
+
+    def finish(self, summary: Mapping[str, Any], *, failed: bool) -> None:
+        """Write the summary, and close."""
+        if summary:
+            self._write_text("summary", {"failed": failed, **summary})
+        self._records.close()
+
+    def _write_text(self, tag: str, value: Mapping[str, Any]) -> None:
+        summary, metadata = _message("summary_pb2:Summary"), _message("summary_pb2:SummaryMetadata")
+        indented = "\n".join(f"    {line}" for line in json.dumps(value, indent=2).splitlines())  # code, to Markdown
+        of_text = metadata(plugin_data=metadata.PluginData(plugin_name="text"))
+        tensor = _message("tensor_pb2:TensorProto")(dtype=_STRING, string_val=[indented.encode()])
+        self._write(step=self._last, summary=summary(value=[summary.Value(tag=tag, tensor=tensor, metadata=of_text)]))
+
+    def _write(self, **fields: Any) -> None:
+        event = _message("event_pb2:Event")(wall_time=time.time(), **fields)
+        self._records.write(event.SerializeToString())
+        self._records.flush()
+
+
+def _message(name: str) -> Any:
+    """Return a class of messages; they are made when their module is imported, so that no type checker knows them."""
+    return pkgutil.resolve_name(f"tensorboard.compat.proto.{name}")
+
+
+class OnWandb:
+    """One W&B run, however often its training is continued.
+
+    Without a key, or where the server cannot be reached, it is kept in files that can be sent later.
+    """
+
+    name = "Weights & Biases"
+
+    def __init__(
+        self, *, labels: Mapping[str, str], run_id: str | None, folder: Path, files: Mapping[str, Path]
+    ) -> None:
+        self._labels, self._run_id = labels, run_id  # project, name, group; without an id an agent has given one
+        self._folder, self._files = folder.resolve(), files
+        self._run: Any = None
+        self.next_step = 0
+
+    def start(self, config: Mapping[str, Any]) -> Sequence[str]:
+        """Begin or continue the run, and attach its files."""
+        import wandb
+        from wandb.errors import AuthenticationError, Error
+        from wandb.sdk.lib.wbauth import authenticate_session
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        settings = wandb.setup(wandb.Settings(silent=True)).settings
+        mode, fault = settings.mode, ""
+        try:
+            if mode == "online":  # without a key it would ask for one
+                host = settings.base_url
+                found = authenticate_session(host=host, source="autoshard", prompt=False, update_session=False)
+                fault = "" if found else "there is no key here. To get one, type: wandb login"
+        except AuthenticationError as error:
+            fault = _first_line(error)
+        mode = "offline" if fault else mode
+        try:
+            self._begin(wandb, config, mode)
+        except Error as error:
+            if mode == "offline":
+                raise
+            fault = _first_line(error)
+            wandb.teardown()  # otherwise its service holds that the run is under way
+            self._begin(wandb, config, "offline")
+        for name, path in self._files.items():
+            artifact = wandb.Artifact(f"{name}-{self._run_id}", type=name)
+            artifact.add_file(str(path), policy="immutable")
+            self._run.log_artifact(artifact)
+        if not self._run.offline:
+            return [f"Weights & Biases: {self._run.url}"]
+        kept = f"kept offline. To send it, type: wandb sync {Path(self._run.settings.sync_dir)}"
+        return [f"Weights & Biases: {text}" for text in (fault, kept) if text]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The configuration of the run, with the choices of a controller."""
+        return dict(self._run.config)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Hand on a step; W&B takes no step back, so that a repeated one is not sent again."""
+        if step >= self.next_step:
+            self._run.log(dict(values), step=step, commit=True)
+            self.next_step = step + 1
+
+    def finish(self, summary: Mapping[str, Any], *, failed: bool) -> None:
+        """Write the summary, and wait a minute for uploads."""
+        self._run.summary.update(dict(summary))
+        self._run.finish(exit_code=int(failed))
+
+    def _begin(self, wandb: Any, config: Mapping[str, Any], mode: str) -> None:
+        settings: dict[str, Any] = {"console": "off", "silent": True, "finish_timeout": _FINISH_S}
+        if _FLUSH in wandb.Settings.model_fields:  # a name with an x may go
+            settings[_FLUSH] = _FLUSH_S
+        settings = {"mode": mode, "dir": str(self._folder), "settings": wandb.Settings(**settings)}
+        self._run = wandb.init(id=self._run_id, resume="allow", config=dict(config), **settings, **self._labels)
+        self.next_step = self._run.starting_step
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autoshard.errors import InputError, NotFinite
-from autoshard.runtime.checkpoint.index import load_index
+from autoshard.runtime.checkpoint.files import load_index
 from tests.runtime.training_cases import Double, plan_of, trained
 from tests.slower import rest_is_slow
 

@@ -21,7 +21,7 @@ from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.runtime import resume
 from autoshard.runtime.checkpoint import files, saver
-from autoshard.runtime.checkpoint.index import FILE, StoredBox, StoredTensor
+from autoshard.runtime.checkpoint.files import FILE, StoredBox, StoredTensor
 from autoshard.runtime.checkpoint.saver import RankFile, SaveProgress, joined_tensors
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage, StorageError

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.runtime.checkpoint import storage
-from autoshard.runtime.checkpoint.index import (
+from autoshard.runtime.checkpoint.files import (
     FILE,
     CheckpointIndex,
     RunState,

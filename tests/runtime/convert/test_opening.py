@@ -15,7 +15,7 @@ from autoshard.engine.placement import StatePiece
 from autoshard.engine.torch.engine import build
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
-from autoshard.runtime.convert.opening import read_weights
+from autoshard.runtime.convert.converting import read_weights
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision

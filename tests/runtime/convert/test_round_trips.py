@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from autoshard.engine.nxd.shards import FAMILIES
-from autoshard.runtime.convert.opening import form_of
+from autoshard.runtime.convert.converting import form_of
 from autoshard.spec.model_catalogue import load_model, model_names
 from tests.ranks.cases import plan_of
 from tests.runtime.convert.cases import converted, cut, read, reduced, same, written

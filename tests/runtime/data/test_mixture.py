@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from autoshard.graph.op import Array
-from autoshard.runtime.data.mixture import DataMixture, WeightTree, permuted
+from autoshard.runtime.data.mixture import DataMixture, WeightTree, packs, permuted
 from autoshard.runtime.data.opened import open_source
-from autoshard.runtime.data.stream import packs
 from autoshard.spec.training import DataSpec
 from tests.runtime.data.cases import counting, write_set
 

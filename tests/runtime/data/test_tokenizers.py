@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
-from autoshard.runtime.data.chat import CHATML, ChatTemplate, messages_of
-from autoshard.runtime.data.tokenizers import ByteTokenizer, LibraryTokenizer, TokenizerSpec, open_tokenizer
+from autoshard.runtime.data.tokenizers import (
+    CHATML,
+    ByteTokenizer,
+    ChatTemplate,
+    LibraryTokenizer,
+    TokenizerSpec,
+    messages_of,
+    open_tokenizer,
+)
 from tests.runtime.data.small_tokenizer import write_tokenizer
 
 LLAMA3 = (  # the shape of Llama 3's own

@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 
 from autoshard.errors import InputError
-from autoshard.runtime.metrics.on_tensorboard import OnTensorBoard
-from autoshard.runtime.metrics.trackers import Trackers, refuse_without_packages, tracker_ids, trackers_of
+from autoshard.runtime.metrics.trackers import (
+    OnTensorBoard,
+    Trackers,
+    refuse_without_packages,
+    tracker_ids,
+    trackers_of,
+)
 from autoshard.spec.training import Tracking
 from tests.runtime.cases import PATIENCE_S, wait_until
 from tests.runtime.metrics.offline import records, wandb_environment
