@@ -50,7 +50,6 @@ class Candidate:
     lnc: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse impossible values, and bring equal meanings into one form."""
         counts = [(name, getattr(self, name)) for name in (*_SIZES, *(("lnc",) if self.lnc is not None else ()))]
         counts += [("stages", size) for size in self.stages or ()]
         require(*((value >= 1, f"{name}={value}", "must be at least 1") for name, value in counts))
@@ -80,7 +79,6 @@ class Candidate:
         return cls(**values, dp=num_ranks // product)
 
     def __str__(self) -> str:
-        """Print the canonical text form: keys at their default are left out, except tp, pp and dp."""
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         always = ("tp", "pp", "dp")
         return pins_text({key: now for key, (now, default) in values.items() if key in always or now != default})

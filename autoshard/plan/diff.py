@@ -1,11 +1,10 @@
 """The difference of two plans: what they state and choose otherwise, and what is predicted of them, term by term."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from autoshard.plan.candidate import Candidate, value_text
+from autoshard.plan.candidate import value_text
 from autoshard.plan.plan import Dollars, Plan, Prediction
 from autoshard.spec.record import encode
 
@@ -150,6 +149,7 @@ def diff(a: Plan, b: Plan) -> Diff:
     time = Term(name="total", a=one.step_time_s * scales[0], b=other.step_time_s * scales[1])
     memory = Term(name="total", a=one.peak_bytes, b=other.peak_bytes)
     stated = list(_stated_changes(a, b))
+    counts = [{name: str(len(table)) for name, table in plan.strategies.items()} for plan in (a, b)]
     return Diff(
         a=one,
         b=other,
@@ -159,7 +159,7 @@ def diff(a: Plan, b: Plan) -> Diff:
         memory=Breakdown(total=memory, parts=_terms(*fullest)),
         sent=_terms(a.prediction.communication_bytes, b.prediction.communication_bytes),
         lines=_line_changes(a, b),
-        blocks=_block_changes(a, b),
+        blocks=tuple(change for change in _changes(*counts) if None in (change.a, change.b)),
     )
 
 
@@ -199,44 +199,38 @@ def _stated_changes(a: Plan, b: Plan) -> Iterator[PlanChange]:
 
 
 def _choices(a: Plan, b: Plan) -> list[PlanChange]:
-    """Return what two plans choose otherwise: keys of the candidate first, then engine, lists, sizes, calibration."""
-    found = _changes(_keys(a), _keys(b))
+    """List what two plans choose otherwise: keys of the candidate first, then engine, lists, sizes, calibration."""
+
+    def keys(plan: Plan) -> dict[str, str]:
+        """Return a plan's choices by name; what has a default elsewhere is given as it is here."""
+        candidate, schedule = plan.candidate, encode(plan.schedule)
+        values = {name: getattr(candidate, name) for name in candidate.__slots__}
+        texts = {key: "default" if value is None else value_text(key, value) for key, value in values.items()}
+        texts |= {"sp": value_text("sp", plan.sp), "kernels": plan.kernels, "engine": plan.engine}
+        for key in ("placement", "actions"):  # of a schedule its builder's name does not say
+            texts |= _leaves(schedule[key], f"schedule.{key}") if schedule[key] is not None else {}
+        return {**texts, **_leaves(encode(plan.buckets), "buckets"), **_leaves(encode(plan.padding), "padding")}
+
     notes = [change for change in _changes(a.provenance, b.provenance) if change.name != "model"]
     # Of another calibration its name says enough.
     swapped = any(change.name == "calibration" for change in notes)
-    return found + [change for change in notes if not (swapped and change.name.startswith("calibration."))]
-
-
-def _keys(plan: Plan) -> dict[str, str]:
-    """Return a plan's choices by name; what has a default elsewhere is given as it is here."""
-    candidate, schedule = plan.candidate, encode(plan.schedule)
-    values = {field.name: getattr(candidate, field.name) for field in dataclasses.fields(Candidate)}
-    keys = {key: "default" if value is None else value_text(key, value) for key, value in values.items()}
-    keys |= {"sp": value_text("sp", plan.sp), "kernels": plan.kernels, "engine": plan.engine}
-    for key in ("placement", "actions"):  # of a schedule its builder's name does not say
-        keys |= _leaves(schedule[key], f"schedule.{key}") if schedule[key] is not None else {}
-    return {**keys, **_leaves(encode(plan.buckets), "buckets"), **_leaves(encode(plan.padding), "padding")}
+    notes = [change for change in notes if not (swapped and change.name.startswith("calibration."))]
+    return _changes(keys(a), keys(b)) + notes
 
 
 def _line_changes(a: Plan, b: Plan) -> tuple[LineChange, ...]:
     """List the lines that differ in blocks that both plans have; what is sent or kept otherwise comes first."""
-    found = [
-        LineChange(block=block, op=change.name, a=change.a, b=change.b)
-        for block in sorted(a.strategies.keys() & b.strategies.keys())
-        for change in _changes(a.strategies[block], b.strategies[block])
-    ]
 
     def order(line: LineChange) -> tuple[bool, str, str]:
         sent = [(text or "").partition(" | ")[2] for text in (line.a, line.b)]
         return sent[0] == sent[1], line.block, line.op
 
+    found = (
+        LineChange(block=block, op=change.name, a=change.a, b=change.b)
+        for block in a.strategies.keys() & b.strategies.keys()
+        for change in _changes(a.strategies[block], b.strategies[block])
+    )
     return tuple(sorted(found, key=order))
-
-
-def _block_changes(a: Plan, b: Plan) -> tuple[PlanChange, ...]:
-    names = sorted(a.strategies.keys() ^ b.strategies.keys())
-    counts = [{name: str(len(plan.strategies[name])) for name in names if name in plan.strategies} for plan in (a, b)]
-    return tuple(PlanChange(name=name, a=counts[0].get(name), b=counts[1].get(name)) for name in names)
 
 
 def _leaves(data: Any, where: str) -> dict[str, str]:

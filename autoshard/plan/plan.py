@@ -34,7 +34,6 @@ class StageMemory:
     parts: Mapping[str, int] = field(hash=False)
 
     def __post_init__(self) -> None:
-        """Refuse negative parts."""
         require(
             (self.num_weights >= 0, "num_weights", "must not be negative"),
             *((size >= 0, f"parts.{name}", "must not be negative") for name, size in self.parts.items()),
@@ -63,7 +62,6 @@ class Compiling:
     basis: str  # what the estimate rests on
 
     def __post_init__(self) -> None:
-        """Refuse nothing to compile, and an estimate without a basis."""
         require(
             (self.num_graphs >= 1, "num_graphs", f"must be at least 1, not {self.num_graphs}"),
             (self.compile_s > 0, "compile_s", f"must be positive, not {self.compile_s}"),
@@ -102,7 +100,6 @@ class Prediction:
     compiling: Compiling | None = None  # None: nothing is compiled ahead
 
     def __post_init__(self) -> None:
-        """Refuse numbers that contradict each other."""
         total, sent = math.fsum(self.time_parts.values()), self.communication_bytes.items()
         interval = f"the interval {self.low_s} to {self.high_s} does not hold step_time_s {self.step_time_s}"
         parts = f"the parts add up to {total}, not to step_time_s {self.step_time_s}"
@@ -138,7 +135,6 @@ class Stage:
     recompute: Recompute
 
     def __post_init__(self) -> None:
-        """Refuse impossible numbers."""
         counts = ("rank", "chunk", "first_layer")
         require(
             *((getattr(self, name) >= 0, name, f"must be at least 0, not {getattr(self, name)}") for name in counts),
@@ -154,7 +150,6 @@ class Buckets:
     all_gather_bytes: int
 
     def __post_init__(self) -> None:
-        """Refuse empty buckets."""
         require(
             (self.reduce_scatter_bytes >= 1, "reduce_scatter_bytes", "must be at least 1"),
             (self.all_gather_bytes >= 1, "all_gather_bytes", "must be at least 1"),
@@ -193,7 +188,6 @@ class Plan:
     provenance: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
-        """Refuse plans that no edit of another field could make right."""
         require(
             (self.schema == SCHEMA, "schema", f"must be {SCHEMA}, not {self.schema}"),
             (self.micro_batch >= 1, "micro_batch", f"must be at least 1, not {self.micro_batch}"),

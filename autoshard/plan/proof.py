@@ -15,13 +15,11 @@ from autoshard.graph.decoder import dim_sizes
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.layout.interpret import Interpreter, queueing_apart
-from autoshard.layout.program import Program
 from autoshard.layout.shards import VirtualMesh
 from autoshard.layout.table import fitted
 from autoshard.plan.build import build_plan
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting, with_strategies
-from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
 
 MAX_RANKS = 16
@@ -71,7 +69,16 @@ def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> Shrunk:
         seq_len=min(4 * small.cp * small.tp, model.max_positions),
         global_batch=small.dp * small.mbs * max(2, 2 * small.pp),
     )
-    cluster = _cluster(plan.cluster, small.num_ranks)
+    ranks, inside = small.num_ranks, [link for link in plan.cluster.links if link.domain in ("chip", "node")]
+    cluster = replace(  # the platform, on one node of just so many ranks; fewer share a port
+        plan.cluster,
+        name=f"{plan.cluster.name} (shrunk)",
+        num_nodes=1,
+        chips_per_node=ranks,
+        ranks_per_chip=1,
+        links=tuple(replace(link, ranks_per_port=math.gcd(link.ranks_per_port, ranks)) for link in inside),
+        placements=(),
+    )
     made = build_plan(small, model, cluster, workload, plan.engine, provenance={"shrunk from": str(plan.candidate)})
     blocks, atoms = plan_blocks(made), dict(made.mesh.axes)
     tables = {name: fitted(table, atoms) for name, table in plan.strategies.items() if name in blocks}
@@ -120,21 +127,6 @@ def _model(model: ModelSpec, sizes: Mapping[str, int], *, layers: int, padded: b
     )
 
 
-def _cluster(cluster: Cluster, num_ranks: int) -> Cluster:
-    """Keep the platform, on one node of just so many ranks; a port that more would share is shared by fewer."""
-    inside = [link for link in cluster.links if link.domain in ("chip", "node")]
-    links = tuple(replace(link, ranks_per_port=math.gcd(link.ranks_per_port, num_ranks)) for link in inside)
-    return replace(
-        cluster,
-        name=f"{cluster.name} (shrunk)",
-        num_nodes=1,
-        chips_per_node=num_ranks,
-        ranks_per_chip=1,
-        links=links,
-        placements=(),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProof:
     """One block: the largest difference, how many results were compared, which collectives were executed."""
@@ -177,26 +169,19 @@ def prove(plan: Plan, seed: int = 0) -> Proof:
     capacity = small.workload.expert_capacity or float(small.model.num_experts) or None
     work = replace(small.workload, expert_capacity=capacity)
     sizes = dim_sizes(small.model, work, step_of(small).platform, small.micro_batch * small.mesh.size("dp"))
-    programs, blocks = plan_programs(small), plan_blocks(small)
-    generator = np.random.default_rng(seed)
-    proofs = tuple(_prove_block(name, blocks[name], programs[name], mesh, sizes, generator) for name in blocks)
-    return Proof(candidate=str(small.candidate), lost=shrunk.lost, blocks=proofs)
-
-
-def _prove_block(
-    name: str, block: Block, program: Program, mesh: VirtualMesh, sizes: Mapping[str, int],
-    generator: np.random.Generator,
-) -> BlockProof:  # fmt: skip
-    given = random_inputs(block, sizes, generator)
-    whole, uncut = dict(given), queueing_apart(block, program, mesh, sizes)
-    uncut.run(uncut.select("micro_batch"), sizes, whole)
-    sharded = Interpreter(block=block, mesh=mesh, sizes=sizes).run(program, given)
-    largest = max(float(np.abs(whole[result]).max()) for result in sharded)
-    error = max(float(np.abs(values - whole[result]).max()) for result, values in sharded.items())
-    kinds = Counter(change.collective.kind for change in program.collectives())
-    return BlockProof(
-        name=name, error=error / largest, num_results=len(sharded), collectives=dict(sorted(kinds.items()))
-    )
+    programs, generator, proofs = plan_programs(small), np.random.default_rng(seed), list[BlockProof]()
+    for name, block in plan_blocks(small).items():
+        given = random_inputs(block, sizes, generator)
+        whole, uncut = dict(given), queueing_apart(block, programs[name], mesh, sizes)
+        uncut.run(uncut.select("micro_batch"), sizes, whole)
+        sharded = Interpreter(block=block, mesh=mesh, sizes=sizes).run(programs[name], given)
+        largest = max(float(np.abs(whole[result]).max()) for result in sharded)
+        error = max(float(np.abs(values - whole[result]).max()) for result, values in sharded.items()) / largest
+        kinds = Counter(change.collective.kind for change in programs[name].collectives())
+        proofs.append(
+            BlockProof(name=name, error=error, num_results=len(sharded), collectives=dict(sorted(kinds.items())))
+        )
+    return Proof(candidate=str(small.candidate), lost=shrunk.lost, blocks=tuple(proofs))
 
 
 def random_inputs(block: Block, sizes: Mapping[str, int], generator: np.random.Generator) -> dict[str, Array]:

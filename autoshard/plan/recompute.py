@@ -73,7 +73,6 @@ class Recompute:
     num_layers: int | None = None  # full only; None means every layer of the stage
 
     def __post_init__(self) -> None:
-        """Refuse mixtures, and bring the ops into their one order."""
         object.__setattr__(self, "ops", tuple(sorted(set(self.ops))))
         bad_names = ", ".join(repr(name) for name in self.ops if not _NAME.fullmatch(name))
         other_ops = "name the ops of selective, and of nothing else: selective[attend]"
@@ -98,7 +97,6 @@ class Recompute:
         return cls(kind="full", num_layers=None if match["layers"] is None else int(match["layers"]))
 
     def __str__(self) -> str:
-        """Print the text form."""
         if self.kind == "selective":
             return f"selective[{','.join(self.ops)}]"
         return self.kind if self.num_layers is None else f"{self.kind}:{self.num_layers}"

@@ -48,7 +48,6 @@ class Action:
         return cls(kind=cast(ActionKind, kind), stage=int(stage), micro_batch=int(micro_batch))
 
     def __str__(self) -> str:
-        """Print the text form."""
         return f"{self.kind}{self.stage}.{self.micro_batch}"
 
 

@@ -30,7 +30,6 @@ class Schedule:
     actions: ActionLists | None = None
 
     def __post_init__(self) -> None:
-        """Refuse schedules that no builder can make."""
         counts = ("num_ranks", "num_chunks", "num_micro_batches")
         unknown = f"{self.builder!r} is not a schedule. {nearest(self.builder, [*builders()])}"
         require(

@@ -30,7 +30,6 @@ class PipelineTimes:
     overlap: bool = True  # False: a rank that sends or receives does nothing else
 
     def __post_init__(self) -> None:
-        """Refuse times that are none, and numbers of stages that differ."""
         count = len(self.forward_s)
         sizes = {"forward_s": (count,), "input_s": (count,), "weight_s": (count,)}
         sizes |= dict.fromkeys(("send_s", "receive_s"), (0, count - 1))

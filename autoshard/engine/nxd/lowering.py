@@ -9,8 +9,8 @@ from itertools import groupby
 from typing import Any
 
 from autoshard.errors import InputError, require
-from autoshard.plan.nxd.form import Form
 from autoshard.plan.nxd.forms import plan_forms
+from autoshard.plan.nxd.match import Form
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.tables import plan_blocks, plan_programs

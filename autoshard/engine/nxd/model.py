@@ -41,8 +41,8 @@ from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend, Rotary
 from autoshard.graph.kinds.indexing import Lookup
 from autoshard.graph.op import Array
-from autoshard.plan.nxd.form import TP, Argument, Form, FormParameter
 from autoshard.plan.nxd.forms import form_sizes
+from autoshard.plan.nxd.match import TP, Argument, Form, FormParameter
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, step_of
 

@@ -16,7 +16,7 @@ from autoshard.engine.hf_names import HEADS, HfNames
 from autoshard.engine.patches import Axes, Patch, Range, Row, stacked
 from autoshard.errors import Fault, InputError
 from autoshard.graph.op import Array
-from autoshard.plan.nxd.form import TP, FormParameter
+from autoshard.plan.nxd.match import TP, FormParameter
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
 

@@ -12,7 +12,7 @@ from autoshard.engine.nxd.model import Built, ParameterContents
 from autoshard.engine.nxd.shards import patches_of
 from autoshard.engine.placement import StatePart, StatePiece, saves_alone
 from autoshard.plan.candidate import Zero
-from autoshard.plan.nxd.form import TP, FormPiece
+from autoshard.plan.nxd.match import TP, FormPiece
 
 _MOMENTS: Mapping[StatePart, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}  # as torch.optim.AdamW names them
 

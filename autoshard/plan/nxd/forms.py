@@ -4,7 +4,7 @@ A form stands for a run of operations only if NxD's layer sends exactly what the
 stands for is a fault, with the entry of the table.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autoshard.errors import Fault
 from autoshard.graph.kinds.experts import TopK
@@ -12,92 +12,13 @@ from autoshard.graph.kinds.indexing import Lookup, Pick
 from autoshard.graph.kinds.linear import Deliver, Einsum
 from autoshard.graph.op import Dims, Op, Tensor
 from autoshard.layout.program import Program
-from autoshard.plan.nxd.form import TP, Argument, Form, FormParameter, FormPiece, Plain
-from autoshard.plan.nxd.match import BlockMatch, Send, lists_text
+from autoshard.plan.nxd.match import TP, Argument, BlockMatch, Form, FormParameter, FormPiece, Plain, Send, lists_text
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, step_of
 
 _RUN = ("einsum", "top_k", "softmax", "slot", "dispatch", "einsum", "einsum", "", "multiply", "einsum", "combine")
 _FUNCTIONS = ("silu", "relu", "gelu")  # that NxD calls the same
 _BLOCKWISE = 0.0  # the capacity_factor that stands for none
-
-
-def starts_experts(found: BlockMatch, op: Op) -> bool:
-    """Whether an operation is the router: the largest of what it makes are taken."""
-    after = found.operations[found.operations.index(op) + 1 :]
-    return bool(after) and isinstance(after[0].kind, TopK)
-
-
-def experts_form(found: BlockMatch, op: Op) -> Form | None:
-    """Return the layer that stands for a router and all that follows from it."""
-    run = found.operations[found.operations.index(op) :][: len(_RUN)]
-    labels = tuple(one.kind.label for one in run)
-    if any(have != need for have, need in zip(labels, _RUN, strict=False) if need) or labels[7] not in _FUNCTIONS:
-        found.fault(op.name, f"no layer of NxD is {', '.join(labels)}")
-        return None
-    sequence = bool(found.cuts(op, found.block.tensors[op.inputs[0]]).get("seq"))
-    # Where tokens may be dropped, the gradient of slots is what is summed.
-    dispatched = found.block.op(found.after(run[4])).kind
-    drops = isinstance(dispatched, Deliver) and dispatched.settles
-    if found.atoms:
-        _match(found, run, sequence=sequence, drops=drops)
-    return Form(
-        layer="MoE",
-        leaves=tuple(one.name for one in run),
-        arguments=_arguments(found, labels[7], sequence=sequence, drops=drops),
-        parameters=_parameters(found, run),
-    )
-
-
-def _match(found: BlockMatch, run: Sequence[Op], *, sequence: bool, drops: bool) -> None:
-    router, share, dispatch, combine = run[0], run[2], run[4], run[10]
-    whole, layer = found.whole, "MoE"
-    gather, cut = ([whole("all_gather", "seq")], [whole("slice", "seq")]) if sequence else ([], [])
-    total: list[Send] = [whole("all_reduce")]
-    found.match(found.before(router), layer, F=gather, I=[*([] if drops else total), *cut])
-    found.match(found.after(router), layer, F=gather, I=cut)
-    found.match(found.after(share), layer, I=total)
-    found.match(found.after(dispatch), layer, I=total if drops else [])
-    found.match(found.after(combine), layer, F=[whole("reduce_scatter", "seq")] if sequence else total, I=gather)
-
-
-def _arguments(found: BlockMatch, function: str, *, sequence: bool, drops: bool) -> Mapping[str, Argument]:
-    """Shares are a softmax over a token's choices, whichever of them are dropped: none is normalised afterwards."""
-    sizes = found.sizes
-    where: dict[str, Plain] = {"sequence_parallel_enabled": sequence, **({"sequence_dimension": 0} if sequence else {})}
-    common: dict[str, Plain] = {"num_experts": sizes["experts"], "top_k": sizes["choices"]}
-    common |= {"hidden_size": sizes["hidden"], "dtype": found.dtype}
-    # In the middle of what NxD rounds up to our slots, so that no rounding of floats makes it one more.
-    share = (sizes["slots"] - 0.5) * sizes["experts"] / (sizes["batch"] * sizes["seq"] * sizes["choices"])
-    experts: dict[str, Plain] = {
-        "intermediate_size": sizes["ffn"],
-        "hidden_act": function,
-        "glu_mlp": True,
-        "capacity_factor": share if drops else _BLOCKWISE,
-        "normalize_top_k_affinities": False,
-        "parallelize_token_to_block_mapping": False,  # else ranks would exchange numbers of tokens
-    }
-    return {
-        "router": {**common, **where, "act_fn": "softmax", "apply_act_fn_over_topk": True},
-        "expert_mlps": {**common, **experts},
-        **where,
-    }
-
-
-def _parameters(found: BlockMatch, run: Sequence[Op]) -> tuple[FormParameter, ...]:
-    """The router's weight is whole on every rank; those of experts are turned: [experts, in, out]."""
-
-    def piece(op: Op, *dims: str) -> FormPiece:
-        return found.piece(op, found.weights(op)[0], tuple((dim,) for dim in dims))
-
-    router, gate, up, down = run[0], run[5], run[6], run[9]
-    halves = (piece(gate, "experts", "hidden", "ffn"), piece(up, "experts", "hidden", "ffn"))
-    outer, summed = (piece(down, "experts", "ffn", "hidden"),), found.is_summed(found.weights(router)[0])
-    return (
-        FormParameter(name="router.linear_router.weight", pieces=(piece(router),), summed=summed),
-        FormParameter(name="expert_mlps.mlp_op.gate_up_proj.weight", pieces=halves, axis=2, split=2),
-        FormParameter(name="expert_mlps.mlp_op.down_proj.weight", pieces=outer, split=1),
-    )
 
 
 SOURCE = (
@@ -122,7 +43,11 @@ def plan_forms(plan: Plan, programs: Mapping[str, Program]) -> tuple[Mapping[str
                 atoms={atom: plan.mesh.size(atom) for atom in TP if plan.mesh.size(atom) > 1},
                 dtype=plan.workload.precision.weights,
             )
-            forms[name] = tuple(_forms(found))
+            made: dict[str, Form] = {}  # by the leaves that they replace
+            for op in found.operations:
+                form = None if op.name in made else _matcher(op, found)(found, op)
+                made |= dict.fromkeys(form.leaves, form) if form else {}
+            forms[name] = tuple(dict.fromkeys(made.values()))
             for entry in sorted(found.sent.keys() - found.matched):
                 found.fault(entry, f"no layer of NxD sends {lists_text(found.sent[entry])} here")
             faults += [fault.under(f"strategies.{name}") for fault in found.faults]
@@ -134,15 +59,6 @@ def form_sizes(plan: Plan) -> Mapping[str, int]:
     return {**step_of(plan).sizes(plan.micro_batch), **plan.padding}
 
 
-def _forms(found: BlockMatch) -> Iterator[Form]:
-    done: set[str] = set()
-    for op in found.operations:
-        form = None if op.name in done else _matcher(op, found)(found, op)
-        if form is not None:
-            done.update(form.leaves)
-            yield form
-
-
 def _matcher(op: Op, found: BlockMatch) -> "Callable[[BlockMatch, Op], Form | None]":
     """Choose by what an operation is and where tp cuts it."""
     weights = found.weights(op)
@@ -150,8 +66,9 @@ def _matcher(op: Op, found: BlockMatch) -> "Callable[[BlockMatch, Op], Form | No
         reads = [found.cuts(op, found.block.tensors[name]) for name in op.inputs]
         # What is sent around others without weights belongs to their neighbours, or to none.
         return _loss if any(cuts.get("vocab") for cuts in reads) else lambda found, op: None
-    if starts_experts(found, op):
-        return experts_form
+    following = found.operations[found.operations.index(op) + 1 :][:1]
+    if following and isinstance(following[0].kind, TopK):
+        return _experts
     cuts = found.cuts(op, weights[0])
     if isinstance(op.kind, Lookup) and cuts:
         return _embedding
@@ -312,3 +229,69 @@ def _collects(found: BlockMatch, op: Op, layer: str) -> bool:
     )
     found.match(entry, layer, F=[found.whole("reduce_scatter", "seq")], I=[] if elsewhere else [gather])
     return True
+
+
+def _experts(found: BlockMatch, op: Op) -> Form | None:
+    """Return the layer that stands for a router and all that follows from it, which sends all that lies between.
+
+    It gathers tokens and logits, sums the gradients of shares and of what experts read as soon as they are there, and
+    slices them. Where tokens may be dropped, that is the gradient of the slots; where none is, of the tokens.
+    """
+    run = found.operations[found.operations.index(op) :][: len(_RUN)]
+    labels = tuple(one.kind.label for one in run)
+    if any(have != need for have, need in zip(labels, _RUN, strict=False) if need) or labels[7] not in _FUNCTIONS:
+        found.fault(op.name, f"no layer of NxD is {', '.join(labels)}")
+        return None
+    router, share, dispatch, gate, up, down, combine = (run[number] for number in (0, 2, 4, 5, 6, 9, 10))
+    sequence = bool(found.cuts(op, found.block.tensors[op.inputs[0]]).get("seq"))
+    dispatched = found.block.op(found.after(dispatch)).kind
+    drops = isinstance(dispatched, Deliver) and dispatched.settles
+    if found.atoms:
+        whole, layer = found.whole, "MoE"
+        gather, cut = ([whole("all_gather", "seq")], [whole("slice", "seq")]) if sequence else ([], [])
+        total: list[Send] = [whole("all_reduce")]
+        found.match(found.before(router), layer, F=gather, I=[*([] if drops else total), *cut])
+        found.match(found.after(router), layer, F=gather, I=cut)
+        found.match(found.after(share), layer, I=total)
+        found.match(found.after(dispatch), layer, I=total if drops else [])
+        found.match(found.after(combine), layer, F=[whole("reduce_scatter", "seq")] if sequence else total, I=gather)
+
+    def piece(op: Op, *dims: str) -> FormPiece:
+        return found.piece(op, found.weights(op)[0], tuple((dim,) for dim in dims))
+
+    # The router's weight is whole on every rank; those of experts are turned: [experts, in, out].
+    halves = (piece(gate, "experts", "hidden", "ffn"), piece(up, "experts", "hidden", "ffn"))
+    outer, summed = (piece(down, "experts", "ffn", "hidden"),), found.is_summed(found.weights(router)[0])
+    return Form(
+        layer="MoE",
+        leaves=tuple(one.name for one in run),
+        arguments=_experts_arguments(found, labels[7], sequence=sequence, drops=drops),
+        parameters=(
+            FormParameter(name="router.linear_router.weight", pieces=(piece(router),), summed=summed),
+            FormParameter(name="expert_mlps.mlp_op.gate_up_proj.weight", pieces=halves, axis=2, split=2),
+            FormParameter(name="expert_mlps.mlp_op.down_proj.weight", pieces=outer, split=1),
+        ),
+    )
+
+
+def _experts_arguments(found: BlockMatch, function: str, *, sequence: bool, drops: bool) -> Mapping[str, Argument]:
+    """Shares are a softmax over a token's choices, whichever of them are dropped: none is normalised afterwards."""
+    sizes = found.sizes
+    where: dict[str, Plain] = {"sequence_parallel_enabled": sequence, **({"sequence_dimension": 0} if sequence else {})}
+    common: dict[str, Plain] = {"num_experts": sizes["experts"], "top_k": sizes["choices"]}
+    common |= {"hidden_size": sizes["hidden"], "dtype": found.dtype}
+    # In the middle of what NxD rounds up to our slots, so that no rounding of floats makes it one more.
+    share = (sizes["slots"] - 0.5) * sizes["experts"] / (sizes["batch"] * sizes["seq"] * sizes["choices"])
+    experts: dict[str, Plain] = {
+        "intermediate_size": sizes["ffn"],
+        "hidden_act": function,
+        "glu_mlp": True,
+        "capacity_factor": share if drops else _BLOCKWISE,
+        "normalize_top_k_affinities": False,
+        "parallelize_token_to_block_mapping": False,  # else ranks would exchange numbers of tokens
+    }
+    return {
+        "router": {**common, **where, "act_fn": "softmax", "apply_act_fn_over_topk": True},
+        "expert_mlps": {**common, **experts},
+        **where,
+    }

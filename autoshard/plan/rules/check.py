@@ -11,7 +11,7 @@ from autoshard.extensions import EXTENSIONS
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.rules import effect, neuron, nxd_engine, shape
 from autoshard.plan.rules.columns import COLUMNS, Columns, Engine
-from autoshard.plan.rules.rule import Rejection, Rule, judge, rules_of
+from autoshard.plan.rules.rule import Rejection, Rule, judge
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
@@ -20,7 +20,8 @@ from autoshard.spec.workload import Workload
 @cache
 def all_rules() -> tuple[Rule, ...]:
     """List every Rule that comes with autoshard."""
-    return rules_of(shape, effect, neuron, nxd_engine)
+    modules = shape, effect, neuron, nxd_engine
+    return tuple(value for module in modules for value in vars(module).values() if isinstance(value, Rule))
 
 
 def user_rules() -> tuple[Rule, ...]:

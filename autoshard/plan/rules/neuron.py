@@ -63,15 +63,6 @@ def trn2_tp(c: Columns) -> Verdict:
     )
 
 
-def _spans_evenly(size: Ints, stride: Ints, node: int) -> Mask:
-    """Say whether groups of ``size`` ranks, ``stride`` apart, meet every node they touch in the same way."""
-    reach = size * stride
-    inside_node = node % reach == 0
-    one_per_node = stride % node == 0
-    whole_steps = (node % stride == 0) & (reach % node == 0)
-    return (size == 1) | inside_node | one_per_node | whole_steps
-
-
 @rule(
     "tp,cp,ep,dp,pp",
     applies=lambda c: platform_of(c.cluster) != "",
@@ -84,8 +75,10 @@ def node_symmetry(c: Columns) -> Verdict:
     stride: Ints = 1
     fits: Mask = True
     for name, size in (("tp", c.tp), ("cp", c.cp), ("ep", c.ep), ("edp", c.edp), ("pp", c.pp)):
-        axes.append((name, size, stride, _spans_evenly(size, stride, node)))
-        stride, fits = stride * size, fits & axes[-1][-1]
+        reach = size * stride  # a group lies inside a node, has one rank on each node, or fills nodes step by step
+        even = (size == 1) | (node % reach == 0) | (stride % node == 0) | ((node % stride == 0) & (reach % node == 0))
+        axes.append((name, size, stride, even))
+        stride, fits = reach, fits & even
     yield fits
     uneven = ", ".join(f"{name} ({size} ranks, {stride} apart)" for name, size, stride, even in axes if not even)
     yield (

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import GeneratorType, ModuleType
+from types import GeneratorType
 from typing import TypeAlias, cast
 
 from autoshard.errors import InputError
 from autoshard.plan.rules.columns import Columns, Ints, Mask, Texts
-from autoshard.schedule.builders import Builder, builders
 
 # What a Rule yields: whom it allows, then the sentence that explains a refusal of a single candidate.
 Verdict: TypeAlias = "Iterator[Mask | str]"
@@ -22,13 +21,7 @@ class Rejection:
     source: str
 
     def __str__(self) -> str:
-        """Print as one line, the name of the rule last."""
         return f"{self.message} [{self.rule_id}]"
-
-
-def everywhere(columns: Columns) -> bool:
-    """Hold on every cluster and engine."""
-    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +32,7 @@ class Rule:
     subject: str  # the keys of the candidate that the rule judges
     source: str
     verdict: Callable[[Columns], Verdict]
-    applies: Callable[[Columns], bool] = everywhere
+    applies: Callable[[Columns], bool]
 
     @property
     def keys(self) -> frozenset[str]:
@@ -76,7 +69,7 @@ class Rule:
 
 
 def rule(
-    subject: str, *, source: str, applies: Callable[[Columns], bool] = everywhere
+    subject: str, *, source: str, applies: Callable[[Columns], bool] = lambda columns: True
 ) -> Callable[[Callable[[Columns], Verdict]], Rule]:
     """Make a Rule of a function that yields whom it allows, and then the sentence for one candidate that it refuses.
 
@@ -95,11 +88,6 @@ def rule(
         return Rule(id=rule_id, subject=subject, source=source, verdict=verdict, applies=applies)
 
     return made
-
-
-def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
-    """List the Rules of modules, in the order in which they are written."""
-    return tuple(value for module in modules for value in vars(module).values() if isinstance(value, Rule))
 
 
 def judge(columns: Columns, rules: Sequence[Rule]) -> tuple[Rejection, ...]:
@@ -127,15 +115,6 @@ def one_of(column: "Ints | Texts", choices: tuple[int, ...] | tuple[str, ...]) -
     for choice in choices:
         found = found | (column == choice)
     return found
-
-
-def schedules(where: Callable[[Builder], bool]) -> tuple[str, ...]:
-    """Name the schedules of a kind.
-
-    >>> schedules(lambda builder: builder.in_rounds)
-    ('interleaved',)
-    """
-    return tuple(name for name, builder in builders().items() if where(builder))
 
 
 def listed(values: tuple[int, ...]) -> str:

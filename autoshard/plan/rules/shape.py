@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from autoshard.plan.candidate import even_stages
 from autoshard.plan.rules.columns import Columns
-from autoshard.plan.rules.rule import Verdict, implies, listed, one_of, rule, schedules
+from autoshard.plan.rules.rule import Verdict, implies, listed, one_of, rule
+from autoshard.schedule.builders import builders
 from autoshard.spec.cluster import Cluster
 
 _DERIVED = "derived: "
@@ -177,7 +178,7 @@ def positions(c: Columns) -> Verdict:
     "get_step_schedule; Megatron-LM asks for the same",
 )
 def interleaved_rounds(c: Columns) -> Verdict:
-    in_rounds = schedules(lambda builder: builder.in_rounds)
+    in_rounds = tuple(name for name, builder in builders().items() if builder.in_rounds)
     yield implies(one_of(c.schedule, in_rounds), c.num_micro_batches % c.pp == 0)
     yield (
         f"schedule={c.schedule}: {c.num_micro_batches} micro-batches do not divide by pp={c.pp}. Use a "

@@ -48,7 +48,6 @@ class AtomCut:
         return any(dim in SHARED for dim in self.matrix)
 
     def __str__(self) -> str:
-        """Say it in words."""
         return f"{self.op} cuts {self.dim} over {self.atom}" if self.dim else f"{self.op} is not cut over {self.atom}"
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from autoshard.engine.nxd.shards import TpRank, local_of, local_shape, patches_of
 from autoshard.graph.op import Dims
 from autoshard.layout.layout import Cuts
-from autoshard.plan.nxd.form import FormParameter, FormPiece
+from autoshard.plan.nxd.match import FormParameter, FormPiece
 
 SIZES = {"kv_heads": 4, "q_group": 4, "head_dim": 2, "hidden": 3, "ffn": 16, "vocab": 32, "experts": 2}
 HEADS, KEYS = ("kv_heads", "q_group", "head_dim"), ("kv_heads", "head_dim")

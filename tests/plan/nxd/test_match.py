@@ -9,8 +9,8 @@ import pytest
 
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.nxd.form import Form, FormParameter, FormPiece
 from autoshard.plan.nxd.forms import plan_forms
+from autoshard.plan.nxd.match import Form, FormParameter, FormPiece
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs
 from autoshard.plan.verify import verify
