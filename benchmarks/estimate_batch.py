@@ -73,7 +73,7 @@ def evaluate(question: Question, space: Space, cutting: Cutting, *, apart: bool 
 def _filled(priced: PricedLayouts, mine: Any, schedule: Schedule) -> StageFilling:
     """Price layouts that share their pipeline with every recompute, one stretch of layouts after the other."""
     space, num_layers = priced.space, priced.question.model.num_layers
-    blocks = priced.pipeline_blocks(mine, schedule, space.base.zero)
+    blocks = priced.pipeline_blocks(mine, schedule, space.base)
     pinned = space.recomputes[0] if len(space.recomputes) == 1 else None
     choices = StageChoices(
         kinds=priced.kinds,

@@ -100,7 +100,7 @@ def outlined_run(run: MeasuredRun, calibration: Calibration) -> tuple[Plan, CutB
     )
     atoms, cutting = cut_atoms(run.candidate, run.model), request.cutting(run.candidate, engine)
     blocks = CutBlocks(step=request.question(run.candidate).step, cutting=cutting, atoms=atoms)
-    return request.outline(run.candidate, engine, blocks), blocks
+    return request.plan(run.candidate, engine, cutting, tables=False), blocks
 
 
 def _predicted_row(row_id: str, run: MeasuredRun, prediction: Prediction) -> PredictedRow:

@@ -17,9 +17,8 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.verify import verify as reasons_against
 from autoshard.report.structured import found_json, frontier_json, made_json
 from autoshard.report.terminal import frontier_report, plan_report, rejections_report
-from autoshard.search.frontier import frontier
 from autoshard.search.no_plan import unanswered
-from autoshard.search.planner import SearchResult, search
+from autoshard.search.planner import SearchResult, frontier, search
 from autoshard.search.request import Request, rejections_of, resolved
 from autoshard.units import format_bytes, format_seconds
 

@@ -1,6 +1,7 @@
 """The planner from Python: one verb that takes small parts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TypeVar
@@ -100,7 +101,10 @@ def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:
 
     model = look_up("model", lambda: load_model(recipe.model))
     pins = look_up("fix", lambda: pins_of(recipe.fix))
-    lnc = recipe.lnc if recipe.lnc is not None or pins is None else _offered(recipe.cluster, pins.get("lnc"))
+    lnc = recipe.lnc
+    if lnc is None and pins and "lnc" in pins:
+        with suppress(InputError):  # a Rule says what is wrong with logical cores that are not offered
+            lnc = load_cluster(recipe.cluster, lnc=pins["lnc"]).lnc
     cluster = look_up("cluster", lambda: load_cluster(recipe.cluster, recipe.nodes, lnc=lnc, ranks=recipe.ranks))
     path = recipe.calibration
     constants = look_up("calibration", lambda: load_calibration(Path(path)) if path else None)
@@ -128,14 +132,6 @@ def _option_faults(error: InputError, option: str) -> Iterator[Fault]:
         own = fault.where in {field.name for field in fields(Recipe)}
         name = (fault.where if own else option).replace("_", "-")
         yield Fault(where="" if own else fault.where, message=fault.message).under(f"--{name}")
-
-
-def _offered(cluster: str, lnc: int | None) -> int | None:
-    """Return the logical cores that are pinned, if there are such; otherwise a Rule says what is wrong with them."""
-    try:
-        return lnc if lnc is None else load_cluster(cluster, lnc=lnc).lnc
-    except InputError:
-        return None
 
 
 def pins_of(text: str | None) -> Pins:

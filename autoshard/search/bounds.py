@@ -13,7 +13,7 @@ import numpy as np
 from autoshard.cost.stages import BlockTotals, PipelineBlocks, counts_of
 from autoshard.cost.step import rank_update
 from autoshard.cost.update import state_bytes
-from autoshard.plan.candidate import Zero
+from autoshard.plan.candidate import Candidate, Zero
 from autoshard.schedule.builders import builders
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
@@ -39,14 +39,14 @@ def least_seconds(priced: PricedLayouts, rows: Ints, space: Space, capacity: flo
         priced, base.zero, _holds_as_1f1b(base.schedule), builders()[base.schedule].turns, capacity
     )
     work_s, rest_s = (column[rows] for column in least_work)
-    blocks = priced.pipeline_blocks(slice(None), _ALONE, base.zero)
+    blocks = priced.pipeline_blocks(slice(None), _ALONE, base)
     kernels = load_kernels(question.kernels)
     hidden = kernels.hides_sends(base.schedule)
     held_s = np.zeros(len(rows)) if hidden else (blocks.sends.time_s * (1 + kernels.receives_apart))[rows]
     passes_s = _passes(base.schedule, counts, pp) * (work_s + 2 * (pp - 1) * held_s)
     if base.schedule not in ALL_RANGES or base.stages:
         passes_s = np.maximum(passes_s, _near_even_s(blocks, rows, space, counts, held_s))
-    fixed_s = priced.fixed_s(rows, base.schedule, space.rows["vp"], base.zero)
+    fixed_s = priced.fixed_s(rows, base, space.rows["vp"])
     return (passes_s + rest_s + fixed_s) * (1 - SURE), rest_s
 
 
@@ -54,7 +54,7 @@ def least_bytes(priced: PricedLayouts, zero: Zero) -> Floats:
     """Return what the rank with the most layers holds at least: states, and what one micro-batch keeps."""
     question = priced.question
     layers, kernels = -(-question.model.num_layers // priced.space.rows["pp"]), load_kernels(question.kernels)
-    blocks = priced.pipeline_blocks(slice(None), _ALONE, zero)
+    blocks = priced.pipeline_blocks(slice(None), _ALONE, Candidate(zero=zero))
     held = layers * (_states_bytes(blocks, priced.layer) + priced.layer.saved_bytes.min(axis=0))
     return (held + kernels.runtime_bytes + kernels.workspace_bytes) * (1 - SURE)
 
@@ -77,7 +77,7 @@ def _least_work(
     """
     question, rows = priced.question, priced.space.rows
     num_layers, counts = question.model.num_layers, question.workload.global_batch // (rows["dp"] * rows["mbs"])
-    blocks, kernels = priced.pipeline_blocks(slice(None), _ALONE, zero), load_kernels(question.kernels)
+    blocks, kernels = priced.pipeline_blocks(slice(None), _ALONE, Candidate(zero=zero)), load_kernels(question.kernels)
     embed, layer, head = blocks.embed, blocks.layer, blocks.head
     gathered = layer.num_weights * (2.0 if zero == 3 else 0.0)
     free = capacity * (1 + 1e-9) - (kernels.workspace_bytes + kernels.runtime_bytes + gathered)

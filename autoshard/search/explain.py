@@ -14,7 +14,6 @@ from autoshard.cost.compute import kernel_time
 from autoshard.cost.predict import question_of
 from autoshard.cost.setting import PASSES, BlockWork, Question, Setting, block_cost, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
-from autoshard.graph.op import Op
 from autoshard.layout.layout import Cuts, show_atoms, whole_axes
 from autoshard.layout.legal import cut_operations
 from autoshard.layout.program import Compute
@@ -63,35 +62,31 @@ def second_best(
     base_s, sizes = cost_of(problem, own), {atom: problem.atoms.get(atom, 1) for atom in ATOMS}
     found: dict[str, OtherCut] = {}
     for name, costs in totals(problem).items():
-        op = problem.block.op(name)
-        free = [atom_dims(problem.block, op, atom, DATA_RULES) for atom in problem.real_atoms]
-        choices = op_cuts(problem.block, op, problem.real_atoms, free)
-        freed = replace(problem, allowed={**problem.allowed, name: choices})
-        other = _cheapest(own[name], costs) or _cheapest(own[name], totals(freed)[name])
-        if other:
-            cuts, cost_s = other
-            refused = _refusal(problem, op, cuts, rules)
-            moved = [dim for dim in {**cuts, **own[name]} if cuts.get(dim, ()) != own[name].get(dim, ())]
-            texts = [
-                f"{dim}/{show_atoms(whole_axes(cuts[dim], sizes))}" if cuts.get(dim) else f"{dim} whole"
-                for dim in moved
-            ]
-            found[name] = OtherCut(cut=", ".join(texts), more_s=cost_s - base_s, refused=refused)
+        op, mine = problem.block.op(name), own[name]
+
+        def others(costs: Sequence[tuple[Cuts, float]], mine: Cuts = mine) -> list[tuple[Cuts, float]]:
+            return [one for one in costs if real_cuts(one[0]) != real_cuts(mine) and math.isfinite(one[1])]
+
+        rest = others(costs)
+        if not rest:
+            free = [atom_dims(problem.block, op, atom, DATA_RULES) for atom in problem.real_atoms]
+            choices = op_cuts(problem.block, op, problem.real_atoms, free)
+            rest = others(totals(replace(problem, allowed={**problem.allowed, name: choices}))[name])
+        if not rest:
+            continue
+        cuts, cost_s = min(rest, key=lambda one: one[1])
+        tied = dict(op.kind.tied_dims())
+        dims = {atom: dim for dim, cut in cuts.items() if dim not in tied for atom in cut}
+        places = [AtomCut.of(problem.block, op, atom, dims.get(atom)) for atom in problem.real_atoms]
+        against = (refusal for rule in rules for place in places if (refusal := rule.rejection(place)))
+        texts = [
+            f"{dim}/{show_atoms(whole_axes(cuts[dim], sizes))}" if cuts.get(dim) else f"{dim} whole"
+            for dim in {**cuts, **mine}
+            if cuts.get(dim, ()) != mine.get(dim, ())
+        ]
+        refused = next((refusal.rule_id for refusal in against), None)
+        found[name] = OtherCut(cut=", ".join(texts), more_s=cost_s - base_s, refused=refused)
     return found
-
-
-def _cheapest(own: Cuts, costs: Sequence[tuple[Cuts, float]]) -> tuple[Cuts, float] | None:
-    rest = [one for one in costs if real_cuts(one[0]) != real_cuts(own) and math.isfinite(one[1])]
-    return min(rest, key=lambda one: one[1], default=None)
-
-
-def _refusal(problem: OperatorProblem, op: Op, cuts: Cuts, rules: Sequence[StrategyRule]) -> str | None:
-    """Return the Rule that refuses a cut of an operation, if one does."""
-    tied = dict(op.kind.tied_dims())
-    dims = {atom: dim for dim, cut in cuts.items() if dim not in tied for atom in cut}
-    places = [AtomCut.of(problem.block, op, atom, dims.get(atom)) for atom in problem.real_atoms]
-    against = (rule.rejection(place) for rule in rules for place in places)
-    return next((found.rule_id for found in against if found), None)
 
 
 def _explained(

@@ -52,7 +52,7 @@ def best_plan(ask: Callable[[], Request]) -> Plan | None:
 
 
 def remedies(request: Request) -> Iterator[str]:
-    """Yield changes of one thing at a time after which a plan exists, each as options to type."""
+    """Yield changes of one thing at a time after which a plan exists, the least of each, as options to type."""
     for changes in _changes(request):
         first = next((words for words, ask in changes if best_plan(ask)), None)
         if first:
@@ -61,48 +61,42 @@ def remedies(request: Request) -> Iterator[str]:
 
 def _changes(request: Request) -> Iterator[Iterable[Change]]:
     """Yield the changes of each thing, the least change first."""
-    pins, workload = request.pins, request.workload
+    pins, workload, cluster = request.pins, request.workload, request.cluster
 
     def with_work(**numbers: int) -> Request:
         return replace(request, workload=replace(workload, **numbers))
 
-    fewer = {key: {name: value for name, value in pins.items() if name != key} for key in pins}
-    without_one: list[Change] = [
-        (f"--fix {pins_text(rest)}, so without {pins_text({key: pins[key]})}", partial(replace, request, pins=rest))
-        for key, rest in fewer.items()
-        if rest
-    ]
+    without_one: list[Change] = []
+    for key in pins if len(pins) > 1 else ():
+        rest = {name: value for name, value in pins.items() if name != key}
+        words = f"--fix {pins_text(rest)}, so without {pins_text({key: pins[key]})}"
+        without_one.append((words, partial(replace, request, pins=rest)))
     yield [*without_one, *([("it without --fix", partial(replace, request, pins={}))] if pins else [])]
-
     # tp, cp and pp rarely take up the odd part of the ranks, so that dp has to
-    odd = request.cluster.num_ranks // (request.cluster.num_ranks & -request.cluster.num_ranks)
+    odd = cluster.num_ranks // (cluster.num_ranks & -cluster.num_ranks)
     batch = math.ceil(workload.global_batch / odd) * odd
     if batch != workload.global_batch:
         yield [(f"--global-batch {batch}", partial(with_work, global_batch=batch))]
     tokens = math.ceil(workload.seq_len / FLASH_TILE) * FLASH_TILE
     if tokens != workload.seq_len and "nxd" in request.engines:
         yield [(f"--seq-len {tokens}", partial(with_work, seq_len=tokens))]
-    yield _larger_clusters(request)
+
+    local = cluster.name == LOCAL
+    option, number = ("--ranks", "chips_per_node") if local else ("--nodes", "num_nodes")
+    now = cluster.num_ranks if local else cluster.num_nodes
+    most = _MOST_LOCAL_RANKS if local else now << _MOST_DOUBLINGS
+
+    def resized(size: int) -> Request:
+        others = tuple(replace(other, **{number: size}) for other in request.other_lnc)
+        return replace(request, cluster=replace(cluster, **{number: size}), other_lnc=others)
+
+    larger = sorted({min(most, now << power) for power in range(1, _MOST_DOUBLINGS + 1)} - {now})
+    yield [(f"{option} {size}", partial(resized, size)) for size in larger]
     halves = [workload.seq_len >> power for power in range(1, workload.seq_len.bit_length())]
     yield [(f"--seq-len {half}", partial(with_work, seq_len=half)) for half in halves if half >= _LEAST_TOKENS]
     engines: tuple[Engine, ...] = ("nxd", "torch")
     others = [engine for engine in engines if engine not in request.engines]
     yield [(f"--engine {engine}", partial(replace, request, engines=(engine,))) for engine in others]
-
-
-def _larger_clusters(request: Request) -> Iterator[Change]:
-    cluster = request.cluster
-    local = cluster.name == LOCAL
-    now = cluster.num_ranks if local else cluster.num_nodes
-    most = _MOST_LOCAL_RANKS if local else now << _MOST_DOUBLINGS
-
-    def resized(size: int) -> Request:
-        number = {"chips_per_node" if local else "num_nodes": size}
-        others = tuple(replace(other, **number) for other in request.other_lnc)
-        return replace(request, cluster=replace(cluster, **number), other_lnc=others)
-
-    for size in sorted({min(most, now << power) for power in range(1, _MOST_DOUBLINGS + 1)} - {now}):
-        yield f"--ranks {size}" if local else f"--nodes {size}", partial(resized, size)
 
 
 def question_faults(request: Request, option: str = "--fix") -> tuple[Fault, ...]:

@@ -1,4 +1,7 @@
-"""From a request to the best plan, with what was looked at, what was refused and why."""
+"""From a request to the best plan, with what was looked at, what was refused and why.
+
+A frontier repeats the search with less memory and other sizes of the cluster.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,9 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from autoshard.cost.sharded import CutBlocks
 from autoshard.errors import InputError
-from autoshard.plan.build import cut_atoms
 from autoshard.plan.explanation import Certificate
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
@@ -18,6 +19,9 @@ from autoshard.search.points import Solution
 from autoshard.search.pool import Pool, SearchProgress, Watch
 from autoshard.search.request import Request
 from autoshard.search.stage_filling import Goal
+
+_MOST = 16  # plans of one cluster on a frontier
+_STEP = 0.1  # of memory: of plans that differ by less only the faster is wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +45,8 @@ class _EngineResult:
 
     def plan(self, solution: Solution, *, tables: bool) -> Plan:
         """Return the plan of a solution."""
-        candidate, priced = solution.candidate, solution.point.priced
-        if tables:
-            return self.request.plan(candidate, self.engine, priced.cutting.cutting)
-        atoms = cut_atoms(candidate, self.request.model)
-        blocks = CutBlocks(step=priced.question.step, cutting=priced.cutting.cutting, atoms=atoms)
-        return self.request.outline(candidate, self.engine, blocks)
+        cutting = solution.point.priced.cutting.cutting
+        return self.request.plan(solution.candidate, self.engine, cutting, tables=tables)
 
 
 def never_stop(progress: SearchProgress) -> str:
@@ -140,3 +140,49 @@ def _certificate(request: Request, legal: LegalSpace, pool: Pool | None, ended: 
 def _peak_bytes(plan: Plan) -> int:
     assert plan.prediction, "a found plan has its prediction"
     return plan.prediction.peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontier:
+    """Plans that no other betters, fastest first; by how much each may be slower than the fastest of its memory."""
+
+    plans: tuple[Plan, ...]
+    gap: float
+    ended: str
+
+
+def frontier(requests: Sequence[Request], watch: Watch = never_stop) -> Frontier:
+    """Return the frontier over several sizes of a cluster.
+
+    For each size, search for the fastest plan, then for the fastest with a tenth less memory, until nothing fits.
+    """
+    found: list[Plan] = []
+    gap, stopped = 0.0, ""
+    for request in requests:
+        limit = request.memory_bytes
+        for _ in range(0 if stopped else _MOST):
+            answer = search(replace(request, objective="time", memory_bytes=limit), 1, watch)
+            found += answer.plans
+            stopped = answer.certificate.stopped
+            if stopped or not answer.plans:
+                break
+            gap = max(gap, answer.certificate.gap)
+            limit = coordinates(found[-1])[1] * (1 - _STEP)
+    return Frontier(plans=undominated(found), gap=gap, ended=stopped or "complete")
+
+
+def undominated(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """Return the plans that no other equals or betters in everything, fastest first."""
+    kept: list[Plan] = []
+    for plan in sorted(plans, key=coordinates):
+        own = coordinates(plan)
+        if not any(all(one <= two for one, two in zip(coordinates(other), own, strict=True)) for other in kept):
+            kept.append(plan)
+    return tuple(kept)
+
+
+def coordinates(plan: Plan) -> tuple[float, float, float]:
+    """Return step time, peak memory, and dollars of a plan; node seconds where no price is known."""
+    assert plan.prediction, "a found plan has its prediction"
+    dollars, step_s = plan.dollars, plan.prediction.step_time_s
+    return step_s, plan.prediction.peak_bytes, dollars.usd_per_step if dollars else plan.cluster.num_nodes * step_s

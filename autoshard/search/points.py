@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -35,11 +35,12 @@ class Points:
     @classmethod
     def of(cls, priced: PricedLayouts, variant: RunVariant, goal: Goal) -> "Points":
         """Return all points of a variant whose layouts are priced, as far as they may fit, each with its bound."""
+        mine = np.flatnonzero(priced.orders == variant.space.base.cp_order)
         number = np.full(int(max(priced.numbers.max(), variant.layouts.max())) + 1, -1)
-        number[priced.numbers] = np.arange(len(priced.numbers))
+        number[priced.numbers[mine]] = mine
         places = np.flatnonzero(number[variant.layouts] >= 0)
         rows, space = number[variant.layouts[places]], variant.space.only(places)
-        bound, rest_s = least_seconds(priced, rows, space, goal.capacity)
+        bound, rest_s = least_seconds(priced, rows, space, cast(float, goal.capacity))
         if goal.effort.exhaustive:
             bound = np.zeros(len(rows))
         elif goal.objective == "memory":
@@ -83,7 +84,7 @@ class Points:
             stages=space.base.stages,
             recompute=pinned,
         )
-        blocks = self.priced.pipeline_blocks(self.rows, self.schedule, space.base.zero)
+        blocks = self.priced.pipeline_blocks(self.rows, self.schedule, space.base)
         return fill_stages(blocks, choices, goal, below, self.rest_s)
 
 

@@ -250,10 +250,9 @@ class Pool:
             served[order] = layouts[fits & self._may_use(each, terms, cutting)]
         for priced in self._pricer.priced(space, cutting, served, apart=bool(self._pins)):
             for variant in variants:
-                if variant.space.base.cp_order == priced.space.base.cp_order:
-                    points = Points.of(priced, variant, self._goal)
-                    self._bounded[self._first[variant] + points.places] = True
-                    self._wait(points)
+                points = Points.of(priced, variant, self._goal)
+                self._bounded[self._first[variant] + points.places] = True
+                self._wait(points)
 
     def _may_use(self, layouts: Sequence[int], terms: Terms, cutting: SolvedCutting) -> NDArray[np.bool_]:
         """Say which layouts may keep to a cutting: to their own, or to any other as long as they have none."""

@@ -63,14 +63,10 @@ class Request:
             (not twice, "terms", f"two of the name {', '.join(twice)}; each needs its own"),
         )
 
-    def on(self, cluster: Cluster) -> "Request":
-        """Ask about one cluster only."""
-        return replace(self, cluster=cluster, other_lnc=())
-
     def with_lnc_of(self, lnc: int | None) -> "Request":
         """Ask about the cluster with these logical cores, if they are named and there is one."""
         clusters = {cluster.lnc: cluster for cluster in (self.cluster, *self.other_lnc)}
-        return self.on(clusters.get(lnc, self.cluster))
+        return replace(self, cluster=clusters.get(lnc, self.cluster), other_lnc=())
 
     @property
     def goal(self) -> Goal:
@@ -84,8 +80,10 @@ class Request:
         """The calibration that is used: one's own, or that of the cluster."""
         return self.calibration or built_in(self.cluster.name)
 
-    def plan(self, candidate: Candidate, engine: Engine, cutting: Cutting | None = None) -> Plan:
-        """Return the plan of a candidate with its prediction and its tables: those of its best cutting, or of another.
+    def plan(
+        self, candidate: Candidate, engine: Engine, cutting: Cutting | None = None, *, tables: bool = True
+    ) -> Plan:
+        """Return the plan of a candidate with its prediction and tables, if wanted: of its best cutting, or of another.
 
         Its provenance names no time and no path.
         """
@@ -93,23 +91,21 @@ class Request:
         if faults:
             raise InputError(faults)
         used = cutting or self.cutting(candidate, engine)
-        real = cut_atoms(candidate, self.model)
-        blocks = CutBlocks(step=self.question(candidate).step, cutting=used, atoms=real)
-        made = with_tables(self.outline(candidate, engine, blocks), used)
+        facts = (self.model, self.cluster, self.workload, engine)
+        own = term_entries(self.terms, Columns.of(outer_point(candidate), *facts))
+        origin = {"autoshard": __version__, **calibration_entries(self.constants), **own, **EXTENSIONS.entries()}
+        origin["model"] = self.model.source
+        atoms = cut_atoms(candidate, self.model)
+        blocks = CutBlocks(step=self.question(candidate).step, cutting=used, atoms=atoms)
+        made = predicted(build_plan(candidate, *facts, provenance=origin), self.constants, blocks)
+        if not tables:
+            return made
+        made = with_tables(made, used)
         if self.layouts and engine == "nxd":
             from autoshard.blocks.pinned import require_forms
 
             require_forms(made)
         return made
-
-    def outline(self, candidate: Candidate, engine: Engine, blocks: CutBlocks) -> Plan:
-        """Return the plan of a candidate whose blocks are these with its prediction, but without tables."""
-        facts = (self.model, self.cluster, self.workload, engine)
-        own = term_entries(self.terms, Columns.of(outer_point(candidate), *facts))
-        origin = {"autoshard": __version__, **calibration_entries(self.constants), **own, **EXTENSIONS.entries()}
-        origin["model"] = self.model.source
-        plan = build_plan(candidate, self.model, self.cluster, self.workload, engine, provenance=origin)
-        return predicted(plan, self.constants, blocks)
 
     def pin_faults(self, candidate: Candidate) -> tuple[Fault, ...]:
         """Say which pinned tensors a candidate cannot keep to."""
@@ -142,19 +138,14 @@ def plan_at(request: Request, candidate: Candidate) -> Plan:
 
 def resolved(request: Request, candidate: Candidate) -> tuple[Candidate, Engine]:
     """Return the first engine that may run a candidate, or else the first, and the candidate with its kernels."""
-    choices: list[tuple[Candidate, Engine]] = [
-        (_with_kernels(request, candidate, engine), engine) for engine in request.engines
-    ]
-    legal = (choice for choice in choices if not rejections_of(request, *choice))
-    return next(legal, choices[0])
+    choices: list[tuple[Candidate, Engine]] = []
+    for engine in request.engines:
+        kernels = candidate.kernels or default_kernels(request.cluster, engine)
+        choices.append((replace(candidate, kernels=None if kernels == request.cluster.kernels else kernels), engine))
+    return next((choice for choice in choices if not rejections_of(request, *choice)), choices[0])
 
 
 def rejections_of(request: Request, candidate: Candidate, engine: Engine) -> tuple[Rejection, ...]:
     """Return every reason of the Rules against a candidate."""
     facts = (request.model, request.cluster, request.workload)
     return rejections(candidate, *facts, engine, extra_rules=request.extra_rules)
-
-
-def _with_kernels(request: Request, candidate: Candidate, engine: Engine) -> Candidate:
-    kernels = candidate.kernels or default_kernels(request.cluster, engine)
-    return replace(candidate, kernels=None if kernels == request.cluster.kernels else kernels)

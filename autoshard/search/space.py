@@ -75,30 +75,18 @@ def whole_space(model: ModelSpec, cluster: Cluster, workload: Workload, engine: 
 
     Sizes that no layout of this model can use (more stages than layers, more tp than heads) are not enumerated.
     """
-    ranks = divisors(cluster.num_ranks)
-    choices = {
-        "tp": [size for size in ranks if size <= model.num_heads],
-        "pp": [size for size in ranks if size <= model.num_layers],
-        "cp": [size for size in ranks if size <= workload.seq_len],
-        "ep": [size for size in ranks if size <= max(1, model.num_experts)],
+    num_ranks, batch = cluster.num_ranks, workload.global_batch
+    most = {"tp": model.num_heads, "pp": model.num_layers, "cp": workload.seq_len, "ep": max(1, model.num_experts)}
+    sizes = {
+        key: [pins[key]] if key in pins else [size for size in divisors(num_ranks) if size <= largest]
+        for key, largest in most.items()
     }
-    sizes = [[pins[key]] if key in pins else choices[key] for key in ("tp", "pp", "cp", "ep")]
-    num_ranks = cluster.num_ranks
-
-    def divides(product: int) -> bool:
-        return "dp" in pins or num_ranks % product == 0
-
-    rows = [
-        (tp, pp, cp, ep, dp, mbs, pins.get("vp", 1))
-        for tp in filter(divides, sizes[0])
-        for pp in sizes[1]
-        if divides(tp * pp)
-        for cp in sizes[2]
-        if divides(tp * pp * cp)
-        for ep in sizes[3]
-        for dp in _dp_sizes(num_ranks, tp * pp * cp, pins)
-        for mbs in _micro_batches(workload.global_batch, dp, pins)
-    ]
+    rows: list[tuple[int, ...]] = []
+    for tp, pp, cp in itertools.product(sizes["tp"], sizes["pp"], sizes["cp"]):
+        if "dp" in pins or num_ranks % (tp * pp * cp) == 0:
+            dp = pins.get("dp", num_ranks // (tp * pp * cp))
+            each = [pins["mbs"]] if "mbs" in pins else divisors(batch // dp) if batch % dp == 0 else ()
+            rows += [(tp, pp, cp, ep, dp, mbs, pins.get("vp", 1)) for ep in sizes["ep"] for mbs in each]
     table = np.array(rows, dtype=np.int64).reshape(-1, len(KEYS))
     kernels = pins.get("kernels") or default_kernels(cluster, engine)
     others = {key: value for key, value in pins.items() if key not in (*KEYS, "sp", "recompute")}
@@ -115,9 +103,9 @@ def whole_space(model: ModelSpec, cluster: Cluster, workload: Workload, engine: 
 
 def default_kernels(cluster: Cluster, engine: Engine) -> str:
     """Return the Kernels that an engine runs on a cluster when nobody says otherwise."""
-    return (
-        cluster.kernels if not kernels_fault(cluster.kernels, engine) else {"nxd": "nxd", "torch": "torch_cuda"}[engine]
-    )
+    if not kernels_fault(cluster.kernels, engine):
+        return cluster.kernels
+    return {"nxd": "nxd", "torch": "torch_cuda"}[engine]
 
 
 def recompute_choices(kernels: str) -> tuple[tuple[Recompute, ...], ...]:
@@ -126,16 +114,14 @@ def recompute_choices(kernels: str) -> tuple[tuple[Recompute, ...], ...]:
     >>> [str(entry) for (entry,) in recompute_choices("te")][:3]
     ['none', 'selective[core_attn]', 'selective[layernorm]']
     """
-    table = load_kernels(kernels)
-    names = effective_names(kernels)
-    sets = [
-        subset
-        for count in range(1, len(names) + 1)
-        for subset in itertools.combinations(names, count)
-        if _without_overlap(table.selective, subset)
-    ]
-    selective = [Recompute(kind="selective", ops=subset) for subset in sets]
-    return tuple((entry,) for entry in (Recompute(), *selective, Recompute(kind="full")))
+    table, names = load_kernels(kernels), effective_names(kernels)
+    found = [Recompute()]
+    for count in range(1, len(names) + 1):
+        for subset in itertools.combinations(names, count):
+            ops = [op for name in subset for op in table.selective[name]]
+            if len(ops) == len(set(ops)):
+                found.append(Recompute(kind="selective", ops=subset))
+    return tuple((entry,) for entry in (*found, Recompute(kind="full")))
 
 
 @functools.cache
@@ -147,21 +133,3 @@ def divisors(number: int) -> tuple[int, ...]:
     """
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return tuple(sorted({*small, *(number // size for size in small)}))
-
-
-def _dp_sizes(num_ranks: int, product: int, pins: Pins) -> tuple[int, ...]:
-    if "dp" in pins:
-        return (pins["dp"],)
-    exact = num_ranks % product == 0
-    return (num_ranks // product,) if exact else ()
-
-
-def _micro_batches(global_batch: int, dp: int, pins: Pins) -> tuple[int, ...]:
-    if "mbs" in pins:
-        return (pins["mbs"],)
-    return divisors(global_batch // dp) if global_batch % dp == 0 else ()
-
-
-def _without_overlap(sets: Mapping[str, tuple[str, ...]], subset: tuple[str, ...]) -> bool:
-    ops = [op for name in subset for op in sets[name]]
-    return len(ops) == len(set(ops))

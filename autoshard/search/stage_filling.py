@@ -95,15 +95,12 @@ def path_weights(schedule: Schedule) -> list[tuple[Floats, Floats]]:
     return [(every, 0 * once), (np.where(steady, count - later, (count + 1) / 2), np.where(steady, 2.0, 1.0))]
 
 
-Limits = tuple[Floats | float, Effort]  # memory of a rank, for all candidates or for each, and effort
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
     """What is minimised, in how much memory of a rank, and how far the search for it goes."""
 
     objective: Literal["time", "memory"] = "time"
-    capacity: float  # bytes
+    capacity: Floats | float  # bytes, of all candidates or of each
     effort: Effort = field(default_factory=Effort)
 
     def value(self, filling: StageFilling) -> Floats:
@@ -119,37 +116,23 @@ def fill_stages(
     ``rest_s`` is what a step takes at least beside its micro-batches. Of the fillings that hold least, the fastest one
     is returned.
     """
-    if goal.objective == "time":
-        return _fastest(blocks, choices, (goal.capacity, goal.effort), below, rest_s + blocks.fixed_s)
-    peak = _least_peak(blocks, choices, goal.capacity)
-    least = np.minimum(peak * (1 + SURE), goal.capacity)
-    found = _fastest(blocks, choices, (least, Effort(gap=1.0)), np.inf, rest_s + blocks.fixed_s)
-    return replace(found, bound=peak)
-
-
-def _fastest(
-    blocks: PipelineBlocks, choices: StageChoices, limits: Limits, below_s: float, rest_s: Floats
-) -> StageFilling:
-    """Return the fastest filling within limits of memory and effort."""
-    fill = _fastest_ranges if choices.all_ranges(blocks.schedule) else _fastest_near_even
-    return fill(blocks, choices, limits, below_s, rest_s)
-
-
-def _fastest_near_even(
-    blocks: PipelineBlocks, choices: StageChoices, limits: Limits, below_s: float, rest_s: Floats
-) -> StageFilling:
-    """Time every near-even split that may take less.
-
-    A rank begins when the stages before its first one have passed a micro-batch, and ends before these have passed the
-    last one back, unless its weight gradients come later.
-    """
     schedule = blocks.schedule
-    options = RankOptions.of(blocks, choices, near_even_layers(schedule, choices.num_layers, choices.stages), limits[0])
+    if goal.objective == "memory":
+        peak = _least_peak(blocks, choices, goal.capacity)
+        least = Goal(capacity=np.minimum(peak * (1 + SURE), goal.capacity), effort=Effort(gap=1.0))
+        return replace(fill_stages(blocks, choices, least, np.inf, rest_s), bound=peak)
+    rest_s = rest_s + blocks.fixed_s
+    if choices.all_ranges(schedule):
+        return _fastest_ranges(blocks, choices, goal, below, rest_s)
+    # A rank begins when the stages before its first one have passed a micro-batch, and ends before these have passed
+    # the last one back, unless its weight gradients come later.
+    layers = near_even_layers(schedule, choices.num_layers, choices.stages)
+    options = RankOptions.of(blocks, choices, layers, goal.capacity)
     ahead = (blocks.layer.forward_s if schedule.splits_backward else blocks.layer.pass_s).min(axis=0)
     before, _ = layers_by_rank(schedule, choices.num_layers, choices.stages)
     least = (before[..., None] * ahead + schedule.num_micro_batches * options.least_s).max(axis=0) + rest_s
     bound = np.where(options.least_s.max(axis=0) < NEVER, least * (1 - SURE), np.inf)  # [split, candidate]
-    split, number = np.nonzero(bound < below_s)
+    split, number = np.nonzero(bound < below)
     if not len(number):
         return StageFilling.nothing(schedule.num_stages, bound.min(axis=0))
     found = options.timed(options.best[:, split, number], number)
@@ -167,23 +150,13 @@ def _best_of(found: StageFilling, candidates: Ints, bound: Floats) -> StageFilli
     return replace(best, bound=np.minimum(bound, best.time_s))
 
 
-def _range_options(
-    blocks: PipelineBlocks, choices: StageChoices, sizes: Sequence[int], capacity: Floats | float
-) -> RankOptions:
-    """Price stages of these sizes on every rank."""
-    layers = np.broadcast_to(np.array(sizes)[None, :, None], (blocks.schedule.num_ranks, len(sizes), 1))
-    return RankOptions.of(blocks, choices, layers, capacity)
-
-
-def _least_peak(blocks: PipelineBlocks, choices: StageChoices, capacity: float) -> Floats:
+def _least_peak(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats | float) -> Floats:
     """Return what the fullest rank of each candidate holds at least; infinite where nothing fits."""
     if not choices.all_ranges(blocks.schedule):
         layers = near_even_layers(blocks.schedule, choices.num_layers, choices.stages)
-        held = RankOptions.of(blocks, choices, layers, capacity).least_bytes
-        return held.max(axis=0).min(axis=0)
-    ranks = blocks.schedule.num_ranks
-    sizes = range(1, choices.num_layers - ranks + 2)
-    held = _range_options(blocks, choices, sizes, capacity).least_bytes
+        return RankOptions.of(blocks, choices, layers, capacity).least_bytes().max(axis=0).min(axis=0)
+    sizes = range(1, choices.num_layers - blocks.schedule.num_ranks + 2)
+    held = _range_options(blocks, choices, sizes, capacity).least_bytes()
     least = np.full((choices.num_layers + 1, held.shape[2]), np.inf)
     least[0] = 0.0
     for own in held:
@@ -194,8 +167,16 @@ def _least_peak(blocks: PipelineBlocks, choices: StageChoices, capacity: float) 
     return least[choices.num_layers]
 
 
+def _range_options(
+    blocks: PipelineBlocks, choices: StageChoices, sizes: Sequence[int], capacity: Floats | float
+) -> RankOptions:
+    """Price stages of these sizes on every rank."""
+    layers = np.broadcast_to(np.array(sizes)[None, :, None], (blocks.schedule.num_ranks, len(sizes), 1))
+    return RankOptions.of(blocks, choices, layers, capacity)
+
+
 def _fastest_ranges(
-    blocks: PipelineBlocks, choices: StageChoices, limits: Limits, below_s: float, rest_s: Floats
+    blocks: PipelineBlocks, choices: StageChoices, goal: Goal, below_s: float, rest_s: Floats
 ) -> StageFilling:
     """Search all ranges of layers: time the filling of least bound, and others where that leaves too wide a gap."""
     schedule, num_layers = blocks.schedule, choices.num_layers
@@ -203,7 +184,7 @@ def _fastest_ranges(
     high = min(widest, -(-num_layers // schedule.num_ranks) + _MORE)
     while True:
         sizes = range(max(1, num_layers - (schedule.num_ranks - 1) * high), high + 1)
-        options = _range_options(blocks, choices, sizes, limits[0])
+        options = _range_options(blocks, choices, sizes, goal.capacity)
         paths = PathTables.of(options.least_s, sizes, num_layers, path_weights(schedule))
         least = paths.longest[0][num_layers]
         bound = np.where(least < NEVER, (least + rest_s) * (1 - SURE), np.inf)
@@ -214,7 +195,7 @@ def _fastest_ranges(
             break
         high = min(widest, 2 * high)
     columns = range(blocks.num_candidates)
-    parts = [_improved(options, paths, limits[1], found.only(np.array([one])), one, rest_s) for one in columns]
+    parts = [_improved(options, paths, goal.effort, found.only(np.array([one])), one, rest_s) for one in columns]
     return StageFilling.side_by_side(parts)
 
 

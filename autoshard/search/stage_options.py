@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,16 +29,6 @@ class StageChoices(PerCandidate):
     stages: tuple[int, ...] | None  # pinned
     recompute: tuple[Recompute, ...] | None  # pinned, one entry for all stages or one for each
     partly: bool = True  # whether a stage may recompute some of its layers in full
-
-    @property
-    def plain_kind(self) -> int:
-        """The row of no recompute."""
-        return self.kinds.index(Recompute())
-
-    @property
-    def partly_full(self) -> bool:
-        """Whether some of a stage's layers may recompute in full, the others nothing."""
-        return self.partly and Recompute(kind="full") in self.kinds
 
     def all_ranges(self, schedule: Schedule) -> bool:
         """Say whether all ranges of layers are searched."""
@@ -92,14 +81,13 @@ def near_even_splits(num_layers: int, num_stages: int) -> tuple[tuple[int, ...],
     """
     even = even_stages(num_layers, num_stages)
     found = {even: None}
-    for first, last in _RELIEVED:
-        split = (even[0] - first, *even[1:-1], even[-1] - last)
-        if num_stages == 2:
-            split = (even[0] - first + last, even[1] - last + first)
-        elif num_stages > 2:
-            split = (split[0], *even_stages(num_layers - split[0] - split[-1], num_stages - 2), split[-1])
-        if num_stages > 1 and min(split[0], split[-1]) >= 1:
-            found[split] = None
+    for first, last in _RELIEVED if num_stages > 1 else ():
+        ends = (even[0] - first, even[-1] - last)
+        if num_stages == 2:  # each gets what the other gives
+            ends = (ends[0] + last, ends[1] + first)
+        if min(ends) >= 1:
+            between = even_stages(num_layers - sum(ends), num_stages - 2) if num_stages > 2 else ()
+            found[ends[0], *between, ends[1]] = None
     return tuple(found)
 
 
@@ -126,47 +114,30 @@ def stage_options(
     ``layers``, [rank, division, chunk], are the layers of a rank's chunks; all of these recompute alike, unless that is
     pinned. Options stand in order of division.
     """
+    kinds, plain_kind = choices.kinds, choices.kinds.index(Recompute())
     if choices.recompute is not None:
-        return _pinned_options(schedule, choices, layers)
-    full = Recompute(kind="full")
-    most: list[int] = layers.max(axis=(0, 2)).tolist()
-    rows = [
-        (kind, number, most[number] if again is None else again)
-        for number in range(layers.shape[1])
-        for kind, again in (
-            *((kind, None) for kind in range(len(choices.kinds))),
-            *((choices.kinds.index(full), count) for count in range(1, most[number]) if choices.partly_full),
-        )
-    ]
-    kind, divisions, again = np.array(rows).T
-    recomputed = np.minimum(again[:, None], layers[:, divisions])
-    partly = (again < np.array(most)[divisions])[:, None]
-    options = StageOptions(
-        kind=kind[None, :, None],
-        recomputed=recomputed,
-        plain=layers[:, divisions] - recomputed,
-        plain_kind=choices.plain_kind,
-    )
-    return options, divisions, (choices.allowed[kind] & (~partly | choices.allowed[choices.plain_kind]))[None]
-
-
-def _pinned_options(
-    schedule: Schedule, choices: StageChoices, layers: Ints
-) -> tuple[StageOptions, Ints, NDArray[np.bool_]]:
-    """Return the only option of every division that pinned recompute leaves."""
-    assert choices.recompute is not None
-    entries = choices.recompute * (schedule.num_stages if len(choices.recompute) == 1 else 1)
-    stages = counts_of(schedule).stages[:, None]
-    wanted = np.array([one.num_layers or 0 for one in entries], dtype=np.int64)[stages]
-    recomputed: Ints = np.where(wanted > 0, np.minimum(wanted, layers), layers)
-    options = StageOptions(
-        kind=np.array([choices.kinds.index(one.kinds[0]) for one in entries])[stages],
-        recomputed=recomputed,
-        plain=layers - recomputed,
-        plain_kind=choices.plain_kind,
-    )
-    enough = cast(NDArray[np.bool_], (layers >= wanted).all(axis=2))
-    return options, np.arange(layers.shape[1], dtype=np.int64), enough[:, :, None] & choices.allowed.all(axis=0)
+        entries = choices.recompute * (schedule.num_stages if len(choices.recompute) == 1 else 1)
+        stages = counts_of(schedule).stages[:, None]
+        kind = np.array([kinds.index(one.kinds[0]) for one in entries])[stages]
+        wanted = np.array([one.num_layers or 0 for one in entries], dtype=np.int64)[stages]
+        recomputed: Ints = np.where(wanted > 0, np.minimum(wanted, layers), layers)
+        divisions = np.arange(layers.shape[1], dtype=np.int64)
+        allowed = np.all(layers >= wanted, axis=2, keepdims=True) & np.all(choices.allowed, axis=0)
+    else:
+        full = Recompute(kind="full")
+        partly_full = choices.partly and full in kinds  # some of a stage's layers in full, the others nothing
+        most: list[int] = layers.max(axis=(0, 2)).tolist()
+        rows: list[tuple[int, int, int]] = []  # kind, division, layers of a chunk that recompute at most
+        for number, some in enumerate(most):
+            rows += [(own, number, some) for own in range(len(kinds))]
+            rows += [(kinds.index(full), number, count) for count in range(1, some if partly_full else 1)]
+        rows_kind, divisions, again = np.array(rows).T
+        recomputed = np.minimum(again[:, None], layers[:, divisions])
+        some_plain = (again < np.array(most)[divisions])[:, None]
+        allowed = (choices.allowed[rows_kind] & (~some_plain | choices.allowed[plain_kind]))[None]
+        kind, layers = rows_kind[None, :, None], layers[:, divisions]
+    options = StageOptions(kind=kind, recomputed=recomputed, plain=layers - recomputed, plain_kind=plain_kind)
+    return options, divisions, allowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -201,7 +172,6 @@ class RankOptions:
             least_s=np.take_along_axis(both_s, best, axis=1),
         )
 
-    @property
     def least_bytes(self) -> Floats:
         """Return what a rank holds at least: [rank, division, candidate]."""
         held = np.where(self.fits, self.prices.peak_bytes, np.inf)

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.search import frontier as module
-from autoshard.search.frontier import coordinates, frontier, undominated
-from autoshard.search.planner import search
+from autoshard.search import planner as module
+from autoshard.search.planner import coordinates, frontier, search, undominated
 from tests.search.brute_force import ask
 
 SIZES = [ask("llama3-8b", "trn1.32xlarge", nodes, pins="tp=8,pp=1,cp=1,mbs=1") for nodes in (1, 2)]

@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 
 from autoshard.cost.stages import BlockTotals, PipelineBlocks, Sends, StageOptions, price_stages
 from autoshard.cost.step import pipelined_s, step_seconds, work_by_stage
+from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.legal_space import legal_space
@@ -95,7 +96,7 @@ def cases(draw: Any, builders: tuple[str, ...] = ("1f1b", "gpipe"), *, most_rank
         receives_apart=draw(st.booleans()),
     )
     blocks = replace(
-        real.pipeline_blocks(np.zeros(count, dtype=int), schedule, zero),
+        real.pipeline_blocks(np.zeros(count, dtype=int), schedule, Candidate(zero=zero)),
         question=replace(real.question, model=model),
         sends=sends,
         embed=totals(random, count, 1, weights, scale * float(random.choice([0.0, 0.1, 1.0]))),
@@ -253,7 +254,7 @@ def test_a_pipeline_takes_at_least_each_of_its_paths(builder: str, ranks: int, c
     ways = 50
     forward, backward = np.random.default_rng(seed).random((2, ranks, ways)) ** power
     schedule = Schedule(builder=builder, num_ranks=ranks, num_micro_batches=count)
-    some = priced("te", 1).pipeline_blocks(np.zeros(ways, dtype=int), schedule, 1)
+    some = priced("te", 1).pipeline_blocks(np.zeros(ways, dtype=int), schedule, Candidate())
     blocks = replace(some, sends=Sends(time_s=np.zeros(ways), hidden=False, receives_apart=False))
     true_s = pipelined_s(blocks, np.array([backward, forward, backward / 2, backward / 2]))
     both = forward + backward
