@@ -1,5 +1,6 @@
 """The vendor's layouts beside ours: the table is what the command writes, and a layout that was overlooked shows."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +16,6 @@ EMPTY = "before\n<!-- reference_layouts -->\n<!-- /reference_layouts -->\nafter\
 COMMAND = "python -m benchmarks reference_layouts --write"
 
 
-@pytest.fixture(scope="module")
-def found() -> tuple[Comparison, ...]:
-    return compared(load_aws_recipes())
-
-
-def named(found: tuple[Comparison, ...], name: str) -> Comparison:
-    return next(entry for entry in found if entry.recipe.name == f"{name}_config.yaml")
-
-
 def slower(plan: Plan, factor: float, part: str) -> Plan:
     """The plan with a step that takes so many times as long, all of it in one part."""
     said = plan.prediction
@@ -33,65 +25,44 @@ def slower(plan: Plan, factor: float, part: str) -> Plan:
     return replace(plan, prediction=replace(said, step_time_s=time_s, low_s=0.0, high_s=2 * time_s, time_parts=parts))
 
 
-@pytest.mark.slow
-def test_the_page_is_what_the_command_writes(found: tuple[Comparison, ...]) -> None:
+@pytest.mark.slow  # one test, because the searches of all recipes take a minute
+def test_the_page_is_what_the_command_writes_and_no_layout_that_can_be_chosen_is_better(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = compared(load_aws_recipes())
+    by_name = {entry.recipe.name.removesuffix("_config.yaml"): entry for entry in found}
     text = PAGE.read_text(encoding="utf-8")
     assert text == page_text(text, found), f"{PAGE}: run {COMMAND}"
-
-
-@pytest.mark.slow
-def test_no_layout_that_can_be_chosen_is_better(found: tuple[Comparison, ...]) -> None:
     result = judge(found, 0.0)
     assert result.holds and result.value >= LEAST_GAIN
+    assert result.extras["hf_llama3_70B.layout"] == "tp=32,pp=8,dp=2,recompute=selective[CoreAttention,LlamaMLP]"
     assert {entry.recipe.work for entry in found} == {"pretraining"}
-
-
-@pytest.mark.slow
-def test_what_is_refused_is_shown_and_does_not_count(found: tuple[Comparison, ...]) -> None:
-    refused = named(found, "megatron_llama_70b")
+    refused, fine = by_name["megatron_llama_70b"], by_name["hf_llama3_8B"]
     assert refused.against == ("trn1-dp",)
     better = replace(refused, ours=slower(refused.theirs, 2.0, "compute"))
-    fine = named(found, "hf_llama3_8B")
-    assert judge([better, fine], 0.0).holds and better.gain < 0
+    assert judge([better, fine], 0.0).holds and better.gain < 0, "what is refused is shown and does not count"
     assert not judge([replace(better, against=()), fine], 0.0).holds
+    the_term_is_the_part_that_differs_most(fine)
+    the_table_is_written_when_asked_for(found, monkeypatch, tmp_path / "page.md")
 
 
-@pytest.mark.slow
-def test_the_term_is_the_part_that_differs_most(found: tuple[Comparison, ...]) -> None:
-    entry = named(found, "hf_llama3_8B")
+def the_term_is_the_part_that_differs_most(entry: Comparison) -> None:
     gained = replace(entry, theirs=slower(entry.ours, 2.0, "tp"))
     assert gained.gain == pytest.approx(0.5) and gained.term[0] == "tp" and gained.term[1] > 0
     lost = replace(entry, ours=slower(entry.theirs, 1.25, "compute"))
-    assert lost.gain == pytest.approx(-0.25) and lost.term[0] == "compute" and lost.term[1] < 0
-    assert "| -25.0% | compute, -" in page_text(EMPTY, [lost])
-    same = replace(entry, ours=entry.theirs)
-    assert "| +0.0% | - | - |" in page_text(EMPTY, [same])
+    assert lost.gain == pytest.approx(-0.25) and "| -25.0% | compute, -" in page_text(EMPTY, [lost])
+    assert "| +0.0% | - | - |" in page_text(EMPTY, [replace(entry, ours=entry.theirs)])
 
 
-@pytest.mark.slow
-def test_the_json_names_both_layouts(found: tuple[Comparison, ...]) -> None:
-    extras = judge(found, 0.0).extras
-    assert extras["hf_llama3_70B.layout"] == "tp=32,pp=8,dp=2,recompute=selective[CoreAttention,LlamaMLP]"
-    assert extras["megatron_llama_70b.against"] == "trn1-dp" and extras["hf_llama3_70B.against"] is None
-    assert {"hf_llama3_70B.gain", "hf_llama3_70B.our_layout", "hf_llama3_70B.term"} <= extras.keys()
-
-
-@pytest.mark.slow
-def test_a_page_is_written_when_asked_for(monkeypatch: pytest.MonkeyPatch, found: tuple[Comparison, ...]) -> None:
-    written: list[object] = []
-    monkeypatch.setattr(reference_layouts, "compared", lambda recipes: found)
-    monkeypatch.setattr(reference_layouts, "write_page", written.append)
-    run()
-    assert not written
-    run(write=True)
-    assert written == [found]
-
-
-@pytest.mark.slow
-def test_only_the_table_changes(tmp_path: Path, found: tuple[Comparison, ...]) -> None:
-    page = tmp_path / "page.md"
+def the_table_is_written_when_asked_for(
+    found: Sequence[Comparison], monkeypatch: pytest.MonkeyPatch, page: Path
+) -> None:
     page.write_text(EMPTY, encoding="utf-8")
-    write_page(found[:1], page)
+    monkeypatch.setattr(reference_layouts, "compared", lambda recipes: found[:1])
+    monkeypatch.setattr(reference_layouts, "write_page", lambda made: write_page(made, page))
+    run()
+    assert page.read_text(encoding="utf-8") == EMPTY
+    run(write=True)
     text = page.read_text(encoding="utf-8")
     assert text.startswith("before\n") and text.endswith("\nafter\n") and text.count("\n| hf_") == 1
 

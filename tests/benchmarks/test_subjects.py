@@ -1,0 +1,150 @@
+"""Benchmarks measure what they say: their subjects on small sizes, and the processes that they start."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from autoshard.cost.predict import predict
+from autoshard.engine.base import WARM_UP
+from autoshard.engine.programs import graph_of
+from autoshard.errors import RunFailed
+from autoshard.runtime.data.indexed import OpenFiles, faults_inside, read_index
+from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.training import Tracking
+from benchmarks import (
+    checkpoint_bandwidth,
+    estimate_batch,
+    loading,
+    local_prediction,
+    metrics_cost,
+    planning,
+    runtime_vs_plain,
+    tokenize_speed,
+)
+from benchmarks.on_gpu import layers_of, speeds
+from benchmarks.plain_llama import PlainLlama
+
+TOO_LARGE = ["--model", "llama3-8b", "--fix", "tp=8,pp=1,cp=1,mbs=1,sp=true,zero=1,schedule=1f1b,recompute=none"]
+
+
+def test_a_batch_that_is_off_is_found() -> None:
+    question, space, cutting = estimate_batch.case("llama3-8b", "h100-80", 1, 16)
+    found = estimate_batch.evaluate(question, space, cutting)
+    assert estimate_batch.furthest(question, space, cutting, found, 4) <= estimate_batch.SAME
+    wrong = replace(found, time_s=found.time_s * (1 + 1e-6))
+    assert estimate_batch.furthest(question, space, cutting, wrong, 4) == pytest.approx(1e-6, rel=1e-3)
+
+
+def test_a_machine_may_be_faster_than_declared() -> None:
+    cases = [local_prediction.SEEN[number] for number in (1, 5, 10)]
+    plans = {local_prediction.name_of(case): case[1].plan(case[0]) for case in cases}
+    times = {name: 0.4 * predict(plan).step_time_s for name, plan in plans.items()}
+    calibration = local_prediction.fitted(plans, times)
+    for name, time_s in times.items():
+        assert abs(local_prediction.predicted_run(name, plans[name], calibration, time_s).error) < 0.05
+    assert calibration.matrix_efficiency > 1 and calibration.fit and len(calibration.fit.rows) == 3
+    assert {shape for _, shape in local_prediction.SEEN}.isdisjoint(shape for _, shape in local_prediction.NEW)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_plan_is_run_as_by_the_command() -> None:
+    text, shape = local_prediction.SEEN[10]
+    report = local_prediction.run_plan(shape.plan(text), 3)
+    assert len(report.steps) == 3 and len(report.ranks) == 2
+    assert local_prediction.fastest_s([report]) == report.steps[WARM_UP].time_s > 0
+
+
+def test_every_step_after_the_first_is_timed() -> None:
+    found = metrics_cost.step_times(Tracking(tensorboard=True), metrics_cost.WARM_UP + 5)
+    assert len(found.passed_ms) == 5 and found.cpu_ms > 0
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_what_two_ranks_hold_is_saved_and_loaded() -> None:
+    model = load_model("tiny-llama")
+    found = checkpoint_bandwidth.measured(checkpoint_bandwidth.plan_of(model, 16), 1)
+    assert found.state_bytes == pytest.approx(12 * model.num_parameters, rel=0.01)
+    assert all(second > 0 for one in found.rounds for second in (one.copy_s, one.save_s, one.load_s, one.beside_s))
+
+
+def test_sparse_files_are_a_whole_set_that_takes_no_room(tmp_path: Path) -> None:
+    loading.write_sparse(tmp_path, 3, 60_000, 100)
+    for number in range(3):
+        index = read_index(tmp_path / str(number))
+        assert index.num_tokens == 60_000 and not list(faults_inside(index, OpenFiles(), 10))
+    assert (tmp_path / "1.bin").stat().st_blocks == 0
+    open_s, start_s = loading.start_s(tmp_path, 1000)
+    assert 0 < open_s < start_s
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_step_waits_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "STEPS", 3)
+    found = loading.loader_wait()
+    assert 0 <= found.value < 0.5 and found.extras["steps"] == 3
+
+
+def test_both_tokenize_the_same_text(tmp_path: Path) -> None:
+    texts = tokenize_speed.write_text(tmp_path / "text.jsonl", 50_000)
+    tokenize_speed.write_tokenizer(tmp_path / "tokenizer.json", texts)
+    assert sum(map(len, texts)) >= 50_000 and np.mean([len(text) for text in texts]) > 1000
+    assert tokenize_speed._library_s(tmp_path, texts) > 0 and tokenize_speed._ours_s(tmp_path) > 0
+
+
+def test_the_plain_model_has_our_weights_and_its_stages_make_the_whole() -> None:
+    torch.manual_seed(0)
+    shape = runtime_vs_plain.shape()
+    whole, parts = PlainLlama(shape, 8), [PlainLlama(shape, 8, layers) for layers in (range(2), range(2, 4))]
+    count = sum(one.numel() for one in whole.parameters())
+    assert count == graph_of(runtime_vs_plain.plan_of("tp=1,pp=1,dp=1")).num_parameters() == shape.num_parameters
+    state = whole.state_dict()
+    parts[0].load_state_dict({name: state[name] for name in parts[0].state_dict()})
+    later = {name: name.replace("layers.1", "layers.3").replace("layers.0", "layers.2") for name in
+             parts[1].state_dict()}  # fmt: skip
+    parts[1].load_state_dict({name: state[other] for name, other in later.items()})
+    tokens = torch.arange(8)[None]
+    torch.testing.assert_close(parts[1](parts[0](tokens)), whole(tokens))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", runtime_vs_plain.CASES)
+def test_every_case_of_the_runtime_runs(name: str) -> None:
+    found = runtime_vs_plain.compared(*runtime_vs_plain.CASES[name], pairs=2)
+    assert len(found.ratios) == 2 and found.interval[0] <= found.median <= found.interval[1]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_both_layers_run_where_there_is_no_gpu() -> None:
+    small = {"hidden": 32, "ffn": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    found = speeds(layers_of(small, seq_len=16), device="cpu", backend="eager", pairs=2)
+    ours, plain = found["gpu_ours_tflops"], found["gpu_plain_tflops"]
+    assert isinstance(ours, float) and isinstance(plain, float) and ours > 0 and plain > 0
+    assert found["gpu_speed"] == pytest.approx(ours / plain, abs=1e-3) and found["gpu_ours_mfu"] is None
+
+
+@pytest.mark.slow
+def test_a_search_is_a_process_whose_certificate_is_read() -> None:
+    questions = {"small": [*TOO_LARGE, "--seq-len", "2048"], "none": TOO_LARGE}
+    rounds = planning.rounds_of(questions, 1)
+    summary = planning.Summary.of(rounds, "small")
+    assert summary.last.certificate and summary.last.counts["num_points"] == 1
+    assert summary.last.gap <= 0.001 and summary.cpu_s > 0
+    nothing_fits = rounds[0].planned["none"]
+    assert nothing_fits.certificate is None and nothing_fits.gap == 0.0 and not nothing_fits.counts
+    with pytest.raises(RunFailed, match="exit code 2"):
+        planning.rounds_of({"wrong": ["--model", "no-such-model"]}, 1)
+
+
+def test_a_crash_is_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "autoshard").write_text("raise ValueError('broken')", encoding="utf-8")
+    with pytest.raises(RunFailed, match=r"exit code 1:[\s\S]*broken"):
+        planning.planned_with([], tmp_path, {"PYTHONPATH": ":".join(sys.path)})
