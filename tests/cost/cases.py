@@ -7,7 +7,6 @@ from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.compute import Rates
 from autoshard.cost.predict import predict
 from autoshard.cost.setting import BlockCost, BlockMemory, Question, block_cost, block_work, setting_of
-from autoshard.cost.sharded import LoweredBlock
 from autoshard.cost.stages import Sends
 from autoshard.cost.step import PlanPipeline, StageLayers, step_cost
 from autoshard.plan.build import build_plan
@@ -21,8 +20,10 @@ from tests.tabled import blocks_of, tabled
 
 model = functools.cache(load_model)
 cluster = functools.cache(load_cluster)
+HIDDEN, FFN, HEADS, KV_HEADS, HEAD = 4096, 14336, 32, 8, 128  # of llama3-8b
 ENDLESS = 1e30
 NO_WORK = Recompute()
+EVERYONE = ("edp", "ep", "cp")  # over whom sums of most gradients are pending
 
 
 def distinct_models():
@@ -61,6 +62,10 @@ def setting(question, text):
     return setting_of(question, candidate, replace(blocks, atoms=frozenset(ATOMS)))
 
 
+def lowered(question, text, kind="layer", drop="none"):
+    return setting(question, text).blocks.block(kind, Recompute.parse(drop))
+
+
 def plan_of(question, text):
     engine = question.cluster.engine
     facts = (question.model, question.cluster, question.workload)
@@ -76,9 +81,7 @@ def predicted_of(question, text):
 def priced(question, text, kind="layer", drop="none", rates=None):
     """The cost of one block of a candidate."""
     here = setting(question, text)
-    recompute = Recompute.parse(drop)
-    sharded = here.blocks.block(kind, recompute)
-    whole = here.blocks.block(kind, Recompute())
+    sharded, whole = (here.blocks.block(kind, Recompute.parse(one)) for one in (drop, "none"))
     return block_price(sharded, whole, here, rates or question.rates)
 
 
@@ -87,7 +90,7 @@ def block_price(sharded, whole, here, rates):
     return block_cost(block_work(sharded, whole, here, rates.matrix_tile), here.rings, rates)
 
 
-def only(sharded: LoweredBlock, pass_: str, *ops: str) -> LoweredBlock:
+def only(sharded, pass_, *ops):
     """The same block with no kernels but those of one pass that run these operations, and without messages."""
     runs = tuple(run for run in sharded.runs if run.pass_ == pass_ and {op.source for op in run.ops} & {*ops})
     assert runs, f"no kernel of pass {pass_} runs {ops}"
@@ -100,6 +103,21 @@ def rates(**changes):
     return Rates(**{**dict.fromkeys(names, ENDLESS), **changes})
 
 
+def seconds_of(question, text, pass_, *ops, kind="layer", **changes):
+    """Seconds of single kernels, with endless rates but for those given."""
+    here = setting(question, text)
+    sharded = only(here.blocks.block(kind, NO_WORK), pass_, *ops)
+    return float(block_price(sharded, sharded, here, rates(**changes)).part_s("compute"))
+
+
+def flops(question, text, pass_, *ops, **changes):
+    return seconds_of(question, text, pass_, *ops, matrix_flops_per_s=1.0, **changes)
+
+
+def moved_bytes(question, text, pass_, *ops, **changes):
+    return seconds_of(question, text, pass_, *ops, memory_bytes_per_s=1.0, **changes)
+
+
 def block(forward_s=0.0, backward_s=0.0, seconds=None, **changes):
     """A made-up block, which takes and holds nothing but what is given."""
     names = ("saved_bytes", "waiting_bytes", "remade_bytes", "working_bytes", "placeholder_bytes")
@@ -108,25 +126,24 @@ def block(forward_s=0.0, backward_s=0.0, seconds=None, **changes):
     return BlockCost(seconds=seconds or usual, sent_bytes={}, memory=memory)
 
 
-def stages_of(counts):
+def pipeline(schedule, counts, *, send_s=0.0, hides=False, apart=False, boundary_bytes=0):
     last = len(counts) - 1
-    return tuple(
+    stages = (
         StageLayers.of(count, NO_WORK, is_first=number == 0, is_last=number == last)
         for number, count in enumerate(counts)
     )
-
-
-def pipeline(schedule, counts, **changes):
-    sends = Sends(
-        time_s=changes.pop("send_s", 0.0),
-        hidden=changes.pop("hides", False),
-        receives_apart=changes.pop("apart", False),
+    return PlanPipeline(
+        schedule=schedule,
+        stages=tuple(stages),
+        boundary_bytes=boundary_bytes,
+        sends=Sends(time_s=send_s, hidden=hides, receives_apart=apart),
+        bucket_bytes=0,
     )
-    values = {"boundary_bytes": 0, "sends": sends, "bucket_bytes": 0, **changes}
-    return PlanPipeline(schedule=schedule, stages=stages_of(counts), **values)
 
 
-def cost_of(run, layer, ends=None, zero=1):
-    price = {"layer": layer, "embed": ends or block(), "head": ends or block()}
-    here = replace(setting(ask(), "tp=8,dp=16"), zero=zero)
-    return step_cost(ask(), here, run, lambda kind, drop: price[kind])
+def cost_of(run, layer=None, ends=None, *, zero=1, kernels=None, price=None):
+    """The cost of a pipeline of made-up blocks."""
+    question = ask(kernels=kernels)
+    found = {"layer": layer or block(), "embed": ends or block(), "head": ends or block(), **(price or {})}
+    here = replace(setting(question, "tp=8,dp=16"), zero=zero)
+    return step_cost(question, here, run, lambda kind, drop: found[kind])

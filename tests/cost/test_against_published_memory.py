@@ -33,41 +33,36 @@ PEAKS = {  # GiB by pipeline rank
 }
 
 
-@pytest.fixture(params=ROWS)
-def row(request):
+def stage_memory(text):
     question = ask("llama3-70b", "b200", 1, seq_len=SEQ, global_batch=32)
     assert question.kernels == "te"
-    question = replace(question, model=replace(question.model, num_layers=12))
+    return predicted_of(replace(question, model=replace(question.model, num_layers=12)), text).stage_memory
+
+
+@pytest.fixture(params=ROWS)
+def row(request):
     text, rank, *numbers = ROWS[request.param]
-    return text, rank, predicted_of(question, text).stage_memory[rank], numbers
+    return text, rank, stage_memory(text)[rank], numbers
 
 
-def padding(text, vocab):
-    """Weights that Megatron adds: it pads the vocabulary to a multiple of 128 * tp, autoshard to one of tp."""
-    tp = int(text.partition(",")[0].removeprefix("tp="))
-    return 2 * (vocab - VOCAB) // tp * HIDDEN
+def tp_of(text):
+    return int(text.partition(",")[0].removeprefix("tp="))
 
 
-def test_parameters_on_the_rank_equal_megatrons_but_for_padding_of_the_vocabulary(row):
-    text, _, memory, (parameters, *_, vocab) = row
-    assert memory.num_weights == parameters - padding(text, vocab)
-    assert (padding(text, vocab) == 0) == (vocab == VOCAB)
-
-
-def test_states_equal_megatrons(row):
-    text, _, memory, (_, weights, gradients, optimizer, _, _, _, vocab) = row
-    dp = int(text.rpartition("dp=")[2])
-    added = padding(text, vocab)
+def test_parameters_and_states_equal_megatrons_but_for_padding_of_the_vocabulary(row):
+    text, _, memory, (parameters, weights, gradients, optimizer, _, _, _, vocab) = row
+    # Megatron pads the vocabulary to a multiple of 128 * tp, autoshard to one of tp.
+    added = 2 * (vocab - VOCAB) // tp_of(text) * HIDDEN
+    assert memory.num_weights == parameters - added
     assert (memory.parts["weights"] + 2 * added) / MIB == pytest.approx(weights, abs=0.0051)
     assert (memory.parts["gradients"] + 4 * added) / MIB == pytest.approx(gradients, abs=0.0051)
     states = memory.parts["masters"] + memory.parts["optimizer"]
-    assert (states + 12 * added / dp) / MIB == pytest.approx(optimizer, abs=0.0051)
+    assert (states + 12 * added / int(text.rpartition("dp=")[2])) / MIB == pytest.approx(optimizer, abs=0.0051)
 
 
 def test_kept_activations_equal_transformer_engines(row):
     text, rank, memory, (*_, per_layer, layers, in_flight, _) = row
-    tp = int(text.partition(",")[0].removeprefix("tp="))
-    is_last = "pp" not in text or rank == 1
+    tp, is_last = tp_of(text), "pp" not in text or rank == 1
     # The last norm keeps input, output and a statistic; the loss keeps the logits' gradient in bf16.
     head = 2 * SEQ // tp * HIDDEN * 2 + SEQ // tp * 4 + SEQ * (VOCAB // tp) * 2 if is_last else 0
     assert memory.parts["logits"] == head
@@ -96,8 +91,6 @@ def test_the_first_of_two_stages_is_what_a_hand_calculation_says():
     received = 2 * SEQ * HIDDEN
     total = states + kept + moment + placeholders + workspace + received
     assert total / 2**30 == pytest.approx(66.552, rel=0.001)  # published
-    question = ask("llama3-70b", "b200", 1, seq_len=SEQ, global_batch=32)
-    question = replace(question, model=replace(question.model, num_layers=12))
-    first = predicted_of(question, "tp=1,pp=2,dp=4").stage_memory[0]
+    first = stage_memory("tp=1,pp=2,dp=4")[0]
     positions = 2 * 8 * SEQ  # which the graph counts, and the calculation above leaves out
     assert first.without(("runtime",)) == total + positions

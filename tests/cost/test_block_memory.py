@@ -4,14 +4,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from autoshard.cost.block_memory import rank_sizes, saved_bytes
 from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.plan.recompute import Recompute
 from autoshard.spec.kernels import load_kernels
-from tests.cost.cases import ask, priced, setting
+from tests.cost.cases import ask, lowered, priced, setting
 
 TABLES = ("nxd", "te", "torch_cuda")
 MODELS = ("llama3-8b", "mixtral-8x7b")
@@ -38,7 +36,7 @@ def in_order(sharded):
             yield from (sums[name] for op in run.ops for name in op.outputs if name in sums)
 
 
-def walked(sharded, here, unmade=frozenset()):
+def walked(sharded, here, unmade):
     """Make what each kernel makes, free what nobody reads later, and write down the most that was there at a time."""
     block, names = sharded.block, memory_of(sharded.block)
     sizes_of = rank_sizes(here.sizes, here.atoms)
@@ -76,33 +74,28 @@ def walked(sharded, here, unmade=frozenset()):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kind", ["embed", "layer", "head"])
 def test_the_fullest_moment_is_that_of_a_walk(model, kernels, kind):
-    question = ask(model, "h100-80", 1, kernels=kernels, seq_len=1024)
-    here = setting(question, "tp=1,dp=8")
-    sharded = here.blocks.block(kind, Recompute())
-    products = [name for names in load_kernels(kernels).placeholders for name in names]
-    unmade = frozenset(f"{name}.d1" for name in products)
-    assert float(priced(question, "tp=1,dp=8", kind=kind).memory.working_bytes) == walked(sharded, here, unmade)
+    question, text = ask(model, "h100-80", 1, kernels=kernels, seq_len=1024), "tp=1,dp=8"
+    unmade = {f"{name}.d1" for names in load_kernels(kernels).placeholders for name in names}
+    expected = walked(lowered(question, text, kind), setting(question, text), unmade)
+    assert float(priced(question, text, kind=kind).memory.working_bytes) == expected
 
 
-@settings(max_examples=8)
-@given(st.sampled_from(TABLES), st.sampled_from(MODELS), st.sampled_from(["none", "full"]))
-def test_a_moment_frees_what_is_kept_and_holds_nothing_twice(kernels, model, drop):
+@pytest.mark.parametrize("kernels", TABLES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_moment_frees_what_is_kept_and_holds_nothing_twice(kernels, model):
     question = ask(model, "h100-80", 1, kernels=kernels, seq_len=1024)
-    blocks = setting(question, "tp=2,dp=4").blocks
-    sharded, whole = blocks.block("layer", Recompute.parse(drop)), blocks.block("layer", Recompute())
-    assert sharded.moments
-    for moment in sharded.moments:
+    whole = lowered(question, "tp=2,dp=4")
+    for moment in (*whole.moments, *lowered(question, "tp=2,dp=4", drop="full").moments):
         assert moment.frees <= set(whole.sharding.kept_cuts)
         taken = [tensor.name for _, tensor, _ in moment.takes]
         assert len(taken) == len(set(taken))
 
 
-def test_a_gradient_of_weights_that_is_never_a_tensor_takes_no_room():
+def test_a_gradient_of_weights_that_is_never_a_tensor_takes_no_memory():
     # the router's product of a mixture adds its gradient as others do; te names the rest
-    made = ask(kernels="torch_cuda"), ask(kernels="te")
-    names = [
-        {tensor.name for moment in setting(question, "tp=8").blocks.block("layer", Recompute()).moments
-         for _, tensor, _ in moment.takes}
-        for question in made
-    ]  # fmt: skip
-    assert "down.d1" in names[0] and not {"q.d1", "k.d1", "v.d1", "o.d1", "up.d1", "gate.d1", "down.d1"} & names[1]
+    made, added = (
+        {tensor.name for moment in lowered(ask(kernels=kernels), "tp=8").moments for _, tensor, _ in moment.takes}
+        for kernels in ("torch_cuda", "te")
+    )
+    products = {f"{name}.d1" for name in ("q", "k", "v", "o", "up", "gate", "down")}
+    assert "down.d1" in made and not products & added

@@ -9,41 +9,36 @@ from hypothesis import given, strategies as st
 from autoshard.cost.kernel_run import kernel_runs
 from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import effective_names
 from autoshard.spec.kernels import kernels_names
-from tests.cost.cases import ask, setting
+from tests.cost.cases import ask, lowered
 
 MODELS = ("llama3-8b", "mixtral-8x7b", "gpt-neox-20b")
-KINDS = ("embed", "layer", "head")
+PRODUCTS = ("q", "k", "v", "o", "up", "gate", "down")
 
 
 @functools.cache
-def sharded(model, kernels, kind="layer", drop="none", text="tp=2,dp=4"):
-    question = ask(model, "h100-80", 1, kernels=kernels, seq_len=1024)
-    return setting(question, text).blocks.block(kind, Recompute.parse(drop))
+def sharded(kernels, model="llama3-8b", kind="layer", drop="none"):
+    return lowered(ask(model, "h100-80", 1, kernels=kernels, seq_len=1024), "tp=2,dp=4", kind, drop)
 
 
 @st.composite
 def blocks(draw):
     """Any block of any model on any table, with a kind of recompute that has an effect."""
-    model, kernels, kind = (draw(st.sampled_from(names)) for names in (MODELS, kernels_names(), KINDS))
+    kinds = ("embed", "layer", "head")
+    model, kernels, kind = (draw(st.sampled_from(names)) for names in (MODELS, kernels_names(), kinds))
     drops = ["none", "full", *(f"selective[{name}]" for name in effective_names(kernels))]
-    return sharded(model, kernels, kind, draw(st.sampled_from(drops)) if kind == "layer" else "none")
+    return sharded(kernels, model, kind, draw(st.sampled_from(drops)) if kind == "layer" else "none")
 
 
-def llama(kernels, drop="none"):
-    return sharded("llama3-8b", kernels, drop=drop)
-
-
-def run_of(block, pass_, source, *, again=False):
-    """The only kernel of a pass that runs an operation made from this one, sums apart."""
+def run_of(block, pass_, source):
+    """The only kernel of a pass that runs an operation made from this one, clones and sums apart."""
     (found,) = (
         run
         for run in block.runs
         if run.pass_ == pass_
         and source in {op.source for op in run.ops}
-        and run.ops[0].again == again
+        and not run.ops[0].again
         and not all(isinstance(op.kind, Accumulate) for op in run.ops)
     )
     return found
@@ -90,65 +85,56 @@ def test_what_a_kernel_makes_for_itself_only_is_never_written(block):
     [
         ("te", [{"q", "k", "v"}, {"o"}, {"up", "gate"}, {"down"}]),
         ("nxd", [{"q", "k", "v"}, {"o"}, {"up", "gate"}, {"down"}]),
-        ("torch_cuda", [{name} for name in ("q", "k", "v", "o", "up", "gate", "down")]),
+        ("torch_cuda", [{name} for name in PRODUCTS]),
     ],
 )
 def test_weights_that_are_one_tensor_have_one_kernel_in_every_pass(kernels, together):
-    block = llama(kernels)
     for names in together:
         for pass_ in "FIW":
-            run = run_of(block, pass_, min(names))
+            run = run_of(sharded(kernels), pass_, min(names))
             assert {op.source for op in run.ops if isinstance(op.kind, Einsum)} == names
-            assert Counter(names_of(run)).keys() >= {f"{name}.weight" for name in names} or pass_ == "W"
+            assert {*names_of(run)} >= {f"{name}.weight" for name in names} or pass_ == "W"
 
 
-class TestSums:
-    def test_placeholders_add_to_their_sums_without_a_kernel_or_a_gradient_between(self):
-        block = llama("te")
-        for product in ("q", "k", "v", "o", "up", "gate", "down"):
-            run = run_of(block, "W", product)
-            assert f"{product}.weight.sum" in {op.name for op in run.ops}
-            assert {f"{product}.weight.grad", f"{product}.weight.sum"} <= set(names_of(run)), "read and written"
-            assert f"{product}.d1" not in {name for one in block.runs for name in names_of(one)}
-        summed = {op.source for run in block.runs for op in run.ops if isinstance(run.ops[0].kind, Accumulate)}
-        assert summed == {"attn_norm", "mlp_norm"}, "no placeholder is there for the weights of norms"
+def test_placeholders_add_to_their_sums_without_a_kernel_or_a_gradient_between():
+    block = sharded("te")
+    for product in PRODUCTS:
+        run = run_of(block, "W", product)
+        assert f"{product}.weight.sum" in {op.name for op in run.ops}
+        assert {f"{product}.weight.grad", f"{product}.weight.sum"} <= set(names_of(run)), "read and written"
+        assert f"{product}.d1" not in {name for one in block.runs for name in names_of(one)}
+    summed = {op.source for run in block.runs for op in run.ops if isinstance(run.ops[0].kind, Accumulate)}
+    assert summed == {"attn_norm", "mlp_norm"}, "no placeholder is there for the weights of norms"
 
-    @pytest.mark.parametrize("kernels", ["nxd", "torch_cuda", "megatron"])
-    def test_others_make_a_gradient_and_then_add_it(self, kernels):
-        block = llama(kernels)
-        for product in ("o", "down"):
-            (add,) = (run for run in block.runs if f"{product}.weight.sum" in {op.name for op in run.ops})
-            assert names_of(add) == [f"{product}.weight.grad", f"{product}.d1", f"{product}.weight.sum"]
-            assert f"{product}.d1" in names_of(run_of(block, "W", product))
 
-    def test_sums_are_states_and_no_fresh_tensors(self):
-        for kernels in ("te", "nxd"):
-            fresh = {tensor.name for run in llama(kernels).runs for _, tensor, _ in run.fresh}
-            assert not {name for name in fresh if name.endswith((".weight", ".weight.sum", ".weight.grad"))}
+@pytest.mark.parametrize("kernels", ["nxd", "torch_cuda", "megatron"])
+def test_others_make_a_gradient_and_then_add_it_to_a_sum_which_is_a_state(kernels):
+    block = sharded(kernels)
+    for product in ("o", "down"):
+        (add,) = (run for run in block.runs if f"{product}.weight.sum" in {op.name for op in run.ops})
+        assert names_of(add) == [f"{product}.weight.grad", f"{product}.d1", f"{product}.weight.sum"]
+        assert f"{product}.d1" in names_of(run_of(block, "W", product))
+    fresh = {tensor.name for run in block.runs for _, tensor, _ in run.fresh}
+    assert not {name for name in fresh if name.endswith((".weight", ".weight.sum", ".weight.grad"))}
 
 
 class TestCopies:
-    def test_a_compiled_graph_moves_copies_of_a_clone_but_not_its_scores(self):
-        for drop, copies in (("full", True), ("selective[CoreAttention]", False)):
-            block = llama("nxd_core", drop)
-            eager = tuple(kernel_runs(block.block, llama("nxd_core").sharding.kept_cuts))
-            for runs, all_of_them in ((block.runs, False), (eager, True)):
-                for run in runs:
-                    if run.ops[0].source == "attend" and run.pass_ == "I":
-                        assert {"attend.copy1", "attend.copy2"} <= set(names_of(run)), "keys and values"
-                        assert ({"attend.copy3", "attend.copy4"} <= set(names_of(run))) == all_of_them
-                    if run.ops[0].source == "attend" and run.pass_ == "F":
-                        assert not {"attend.copy1", "attend.copy3"} & set(names_of(run)), "forward keeps nothing"
-            norms = [run for run in block.runs if run.ops[0].source == "attn_norm" and "copy0" in str(names_of(run))]
-            assert [run.pass_ for run in norms] == (["I", "I"] if copies else ["F", "I"])
+    @pytest.mark.parametrize(("drop", "norm_passes"), [("full", ["I", "I"]), ("selective[CoreAttention]", ["F", "I"])])
+    def test_a_compiled_graph_moves_copies_of_a_clone_but_not_its_scores(self, drop, norm_passes):
+        block = sharded("nxd_core", drop=drop)
+        eager = kernel_runs(block.block, sharded("nxd_core").sharding.kept_cuts)
+        for runs, has_scores in ((block.runs, False), (eager, True)):
+            for run in (run for run in runs if run.ops[0].source == "attend"):
+                copies = {name for name in names_of(run) if name.startswith("attend.copy")}
+                keys_and_values, scores = {"attend.copy1", "attend.copy2"}, {"attend.copy3", "attend.copy4"}
+                assert (keys_and_values <= copies) == (run.pass_ == "I"), "forward keeps nothing"
+                assert (scores <= copies) == (run.pass_ == "I" and has_scores)
+        norms = [run for run in block.runs if run.ops[0].source == "attn_norm" and "copy0" in str(names_of(run))]
+        assert [run.pass_ for run in norms] == norm_passes
 
     def test_what_is_kept_beside_the_graph_is_written_forward_and_read_backward(self):
-        block = llama("nxd")
+        block, head = sharded("nxd"), sharded("te", kind="head")
         for pass_ in "FI":
             assert {"attend.copy1", "attend.copy2"} <= set(names_of(run_of(block, pass_, "attend")))
             assert {"mlp_norm.copy0", "mlp_norm.copy2"} <= set(names_of(run_of(block, pass_, "mlp_norm")))
-
-    def test_a_logit_that_is_overwritten_moves_as_its_copy(self):
-        head = sharded("llama3-8b", "te", "head")
-        for pass_ in "FI":
-            assert "logits_fp32.copy0" in names_of(run_of(head, pass_, "loss"))
+            assert "logits_fp32.copy0" in names_of(run_of(head, pass_, "loss")), "what is overwritten moves as its copy"

@@ -11,12 +11,10 @@ from autoshard.plan.lowering import ATOMS
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.kernels import kernels_names
 from autoshard.spec.model_catalogue import load_model
-from tests.cost.cases import ask, candidate_of, distinct_models
+from tests.cost.cases import EVERYONE, ask, candidate_of, distinct_models
 from tests.tabled import blocks_of
 
 DENSE = ("llama3-8b", "gpt2-xl", "gpt-neox-20b")
-EXPERTS = ("edp", "cp")
-EVERYONE = ("edp", "ep", "cp")
 TP = ("kv", "rep")
 
 
@@ -46,43 +44,32 @@ def tp_of(model):
     return "tp" if load_model(model).queries_per_kv_head > 1 else "kv"
 
 
-def gathers(model):
-    """Where attention and MLP stand side by side, they get the same gradient, and gather it once."""
-    return 3 if load_model(model).parallel_residual else 4
-
-
 @pytest.mark.parametrize("model", DENSE)
 class TestAMegatronBlockComesOut:
-    def test_with_gathered_inputs_kept_there_are_4_gathers_and_4_scatters(self, model):
-        _, sharding = sharded(model, kernels="torch_cuda")
+    def test_gathers_and_scatters_with_gathered_inputs_kept_or_gathered_again_for_weight_gradients(self, model):
+        _, keeps = sharded(model, kernels="torch_cuda")
+        _, again = sharded(model)
         tp = tp_of(model)
-        assert over(counted(sharding), tp) == {f"all_gather seq/{tp}": gathers(model), f"reduce_scatter seq/{tp}": 4}
-        assert over(counted(sharding, "F"), tp) == {f"all_gather seq/{tp}": 2, f"reduce_scatter seq/{tp}": 2}
-        assert not counted(sharding, "W")
-
-    def test_without_keeping_them_weight_gradients_gather_the_inputs_again(self, model):
-        _, sharding = sharded(model)
-        tp = tp_of(model)
-        again = gathers(model) + 2
-        assert over(counted(sharding), tp) == {f"all_gather seq/{tp}": again, f"reduce_scatter seq/{tp}": 4}
-        assert counted(sharding, "W") == {f"all_gather seq/{tp}": 2}
+        gather, scatter = f"all_gather seq/{tp}", f"reduce_scatter seq/{tp}"
+        # where attention and MLP stand side by side, they get the same gradient, and gather it once
+        gathers = 3 if load_model(model).parallel_residual else 4
+        assert over(counted(keeps), tp) == {gather: gathers, scatter: 4}
+        assert over(counted(keeps, "F"), tp) == {gather: 2, scatter: 2} and not counted(keeps, "W")
+        assert over(counted(again), tp) == {gather: gathers + 2, scatter: 4} and counted(again, "W") == {gather: 2}
 
     def test_without_sequence_parallelism_there_are_2_sums_forward_and_2_backward(self, model):
         for kernels in ("te", "torch_cuda"):
             _, sharding = sharded(model, sp=False, kernels=kernels)
-            assert over(counted(sharding, "F"), tp_of(model)) == {f"all_reduce /{tp_of(model)}": 2}
-            assert over(counted(sharding, "I"), tp_of(model)) == {f"all_reduce /{tp_of(model)}": 2}
+            for pass_ in "FI":
+                assert over(counted(sharding, pass_), tp_of(model)) == {f"all_reduce /{tp_of(model)}": 2}
             assert not counted(sharding, "W")
 
-    def test_gradients_of_keys_and_values_are_summed_over_their_replicas(self, model):
+    def test_keys_and_values_go_around_the_ring_and_their_gradients_are_summed_over_their_replicas(self, model):
         _, sharding = sharded(model)
         copies = load_model(model).queries_per_kv_head > 1
         assert over(counted(sharding), "rep") == ({"all_reduce /rep": 2} if copies else {})
         summed = {message.tensor[0] for message in sharding.messages if message.collective.atoms == ("rep",)}
         assert summed == ({"k", "v"} if copies else set())
-
-    def test_keys_and_values_go_around_the_ring_and_their_gradients_with_them(self, model):
-        _, sharding = sharded(model)
         assert over(counted(sharding, "F"), "cp") == {"permute kv_seq/cp": 2}
         assert over(counted(sharding, "I"), "cp") == {"permute kv_seq/cp": 4}
 
@@ -104,11 +91,10 @@ def test_messages_and_weights_speak_of_tensors_and_atoms_that_there_are(model, s
         few = load_model(model).vocab < 1000  # for whom two messages cost more than all logits in one
         assert few or not [name for name in counted(sharding) if name.startswith("all_gather vocab")]
         assert {tensor.name for tensor in block.parameters} == set(sharding.parameter_cuts)
-        for tensor in block.parameters:
-            cut = {atom for atoms in sharding.parameter_cuts[tensor.name].values() for atom in atoms}
-            pending = sharding.parameter_pending[tensor.name]
-            assert not cut & set(pending), tensor.name
-            assert cut | set(pending) >= set(EVERYONE), f"each rank saw other tokens than {tensor.name} needs"
+        for name, cuts in sharding.parameter_cuts.items():
+            cut, pending = {atom for atoms in cuts.values() for atom in atoms}, set(sharding.parameter_pending[name])
+            assert not cut & pending, name
+            assert cut | pending >= set(EVERYONE), f"each rank saw other tokens than {name} needs"
 
 
 @pytest.mark.parametrize("kernels", kernels_names())
@@ -126,17 +112,13 @@ def test_what_is_kept_as_gathered_is_whole_over_tp_and_else_a_piece():
         assert [cuts["seq"] for cuts in sharding.kept_cuts["attn_norm"]] == [cut]
 
 
-def test_norms_await_tp_where_each_rank_saw_its_own_piece_of_the_sequence():
-    for model, parts in (("llama3-8b", ("weight",)), ("gpt2-xl", ("weight", "bias"))):
-        for sp, pending in ((True, (*EVERYONE, *TP)), (False, EVERYONE)):
-            _, layer = sharded(model, sp=sp)
-            _, head = sharded(model, sp=sp, kind="head")
-            wanted = tuple(atom for atom in pending if atom != "rep" or model == "llama3-8b")
-            for part in parts:
-                assert layer.parameter_pending[f"attn_norm.{part}"] == wanted
-                assert layer.parameter_pending[f"mlp_norm.{part}"] == wanted
-                assert head.parameter_pending[f"final_norm.{part}"] == wanted
-            assert layer.parameter_pending["q.weight"] == EVERYONE
+@pytest.mark.parametrize(("model", "part", "atoms"), [("llama3-8b", "weight", TP), ("gpt2-xl", "bias", ("kv",))])
+def test_norms_await_tp_where_each_rank_saw_its_own_piece_of_the_sequence(model, part, atoms):
+    for sp, pending in ((True, (*EVERYONE, *atoms)), (False, EVERYONE)):
+        (_, layer), (_, head) = sharded(model, sp=sp), sharded(model, sp=sp, kind="head")
+        assert layer.parameter_pending[f"attn_norm.{part}"] == layer.parameter_pending[f"mlp_norm.{part}"] == pending
+        assert head.parameter_pending[f"final_norm.{part}"] == pending
+        assert layer.parameter_pending["q.weight"] == EVERYONE
 
 
 def test_norms_of_heads_await_the_atoms_that_cut_the_heads():
@@ -156,14 +138,14 @@ class TestExperts:
     def test_tokens_go_to_their_experts_and_back_in_both_directions(self):
         for sp in (False, True):
             _, sharding = sharded("mixtral-8x7b", sp=sp, without=("cp",))
-            there, back = "all_to_all slots>experts/ep", "all_to_all experts>slots/ep"
-            assert over(counted(sharding, "F"), "ep") == {there: 1, back: 1}
-            assert over(counted(sharding, "I"), "ep") == {there: 1, back: 1}
+            for pass_ in "FI":
+                both = {"all_to_all slots>experts/ep": 1, "all_to_all experts>slots/ep": 1}
+                assert over(counted(sharding, pass_), "ep") == both
 
     def test_weights_of_experts_await_only_the_ranks_that_hold_the_same_experts(self):
         _, sharding = sharded("mixtral-8x7b")
         for name in ("gate", "up", "down"):
-            assert sharding.parameter_pending[f"{name}.weight"] == EXPERTS
+            assert sharding.parameter_pending[f"{name}.weight"] == ("edp", "cp")
             assert sharding.parameter_cuts[f"{name}.weight"]["experts"] == ("ep",)
         assert sharding.parameter_pending["q.weight"] == EVERYONE
 
@@ -176,29 +158,23 @@ class TestExperts:
         assert cuts == [("kv",), None]
 
 
-class TestRecompute:
-    def test_full_recompute_repeats_the_messages_of_the_forward(self):
-        for sp in (False, True):
-            _, plain = sharded("llama3-8b", sp=sp)
-            _, full = sharded("llama3-8b", sp=sp, drop="full")
-            assert counted(full, "I") == counted(plain, "I") + counted(plain, "F")
-            assert counted(full, "F") == counted(plain, "F")
-            assert counted(full, "W") == counted(plain, "W")
+@pytest.mark.parametrize(
+    ("kernels", "drop", "repeated"),
+    [
+        # clones end at the last kept tensor, so that the last sum is not repeated
+        ("torch_cuda", "full", {"all_gather seq/tp": 2, "reduce_scatter seq/tp": 1, "permute kv_seq/cp": 2}),
+        # a clone that reads a gathered tensor gathers it again; the module runs to its end: its sum is scattered again
+        ("te", "selective[mlp]", {"all_gather seq/tp": 1, "reduce_scatter seq/tp": 1}),
+        ("te", "selective[core_attn]", {"permute kv_seq/cp": 2}),
+    ],
+)
+def test_recompute_repeats_the_messages_of_what_it_runs_again(kernels, drop, repeated):
+    (_, plain), (_, again) = sharded("llama3-8b", kernels=kernels), sharded("llama3-8b", kernels=kernels, drop=drop)
+    assert counted(again, "I") - counted(plain, "I") == repeated
 
-    def test_where_clones_end_at_the_last_kept_tensor_the_last_sum_is_not_repeated(self):
-        _, plain = sharded("llama3-8b", kernels="torch_cuda")
-        _, full = sharded("llama3-8b", kernels="torch_cuda", drop="full")
-        repeated = counted(full, "I") - counted(plain, "I")
-        assert over(repeated, "tp") == {"all_gather seq/tp": 2, "reduce_scatter seq/tp": 1}
 
-    def test_a_clone_that_reads_a_gathered_tensor_gathers_it_again(self):
-        _, plain = sharded("llama3-8b")
-        _, selective = sharded("llama3-8b", drop="selective[mlp]")
-        more = over(counted(selective, "I") - counted(plain, "I"), "tp")
-        # the module runs to its end, so its sum is scattered again too
-        assert more == {"all_gather seq/tp": 1, "reduce_scatter seq/tp": 1}
-
-    def test_attention_alone_repeats_its_ring_and_nothing_over_tp(self):
-        _, plain = sharded("llama3-8b")
-        _, selective = sharded("llama3-8b", drop="selective[core_attn]")
-        assert counted(selective, "I") - counted(plain, "I") == {"permute kv_seq/cp": 2}
+@pytest.mark.parametrize("sp", [False, True])
+def test_full_recompute_repeats_the_messages_of_the_forward(sp):
+    (_, plain), (_, full) = sharded("llama3-8b", sp=sp), sharded("llama3-8b", sp=sp, drop="full")
+    assert counted(full, "I") == counted(plain, "I") + counted(plain, "F")
+    assert (counted(full, "F"), counted(full, "W")) == (counted(plain, "F"), counted(plain, "W"))

@@ -1,6 +1,5 @@
 """The step moment by moment: it adds up to what the prediction says, and keeps the order that data needs."""
 
-import math
 from collections import defaultdict
 from dataclasses import replace
 
@@ -8,21 +7,19 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.cost import trace as module
+from autoshard.cost.predict import predicted
 from autoshard.cost.step import PARTS, step_cost
 from autoshard.cost.trace import step_trace, trace
 from autoshard.errors import InputError
-from autoshard.plan.candidate import Candidate
 from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.schedule import Schedule
-from autoshard.search.request import plan_at
-from tests.cost.cases import ask, block, pipeline, setting
+from tests.cost.cases import EVERYONE, ask, block, pipeline, plan_of, setting
 from tests.schedule.cases import schedules
-from tests.search.brute_force import ask as request_of
 
 SECONDS = st.integers(0, 8).map(float)
 SIZES = st.integers(0, 1000)
 EXACT = 1e-9
-PRODUCTS, NORMS = ("edp", "ep", "cp"), ("edp", "ep", "cp", "kv", "rep")  # what sums of gradients await
+NORMS = (*EVERYONE, "kv", "rep")  # what sums of their gradients await
 
 
 @st.composite
@@ -33,7 +30,7 @@ def blocks(draw):
         "I": {"compute": draw(SECONDS), "waiting": draw(SECONDS)},
         "W": {"compute": draw(SECONDS), "ep": draw(SECONDS)},
     }
-    weights = {PRODUCTS: draw(SIZES), NORMS: draw(SIZES)}
+    weights = {EVERYONE: draw(SIZES), NORMS: draw(SIZES)}
     sizes = {name: draw(SIZES) for name in ("saved_bytes", "waiting_bytes", "working_bytes")}
     return block(seconds=seconds, weights=weights, **sizes)
 
@@ -51,15 +48,21 @@ def steps(draw):
     return ask(), here, pipeline(schedule, counts, **sends), lambda kind, drop: price[kind]
 
 
+def traced(schedule, counts, one, **price):
+    found = {"layer": one, "embed": one, "head": one, **price}
+    return step_trace(ask(), setting(ask(), "tp=8,dp=16"), pipeline(schedule, counts), lambda kind, drop: found[kind])
+
+
 @given(steps())
-def test_it_ends_when_the_prediction_says_and_its_parts_are_the_predictions(case):
+def test_it_ends_when_the_prediction_says_and_its_parts_and_peaks_are_the_predictions(case):
     found, cost = step_trace(*case), step_cost(*case)
     assert found.end_s == pytest.approx(float(cost.time_s), rel=EXACT)
+    rank = max(found.ranks, key=lambda one: one.busy_s + one.sending_s)
+    work = sorted(set(zip(rank.kinds, rank.stages.tolist(), strict=True)))  # once for each micro-batch
     count = case[2].schedule.num_micro_batches
-    busiest = max(range(len(found.ranks)), key=lambda rank: found.ranks[rank].busy_s + found.ranks[rank].sending_s)
-    rank = found.ranks[busiest]
-    seconds = {part: count * sum(found.passes[key].parts[part] for key in work_of(rank)) for part in PARTS}
+    seconds = {part: count * sum(found.passes[key].parts[part] for key in work) for part in PARTS}
     assert rank.busy_s == pytest.approx(sum(seconds.values()), rel=EXACT)
+    assert rank.sending_s == pytest.approx(float(cost.seconds["pp"]), rel=EXACT)
     assert rank.busy_s + rank.sending_s + float(cost.seconds["bubble"]) == pytest.approx(found.makespan_s, rel=EXACT)
     after: dict[str, float] = defaultdict(float)
     for phase in found.phases:
@@ -69,12 +72,9 @@ def test_it_ends_when_the_prediction_says_and_its_parts_are_the_predictions(case
     for part in PARTS:
         pipelined = float(cost.seconds[part]) - (after["tp"] if part == "tp" else 0.0)
         assert seconds[part] == pytest.approx(pipelined, rel=EXACT, abs=1e-12)
-    assert rank.sending_s == pytest.approx(float(cost.seconds["pp"]), rel=EXACT)
-
-
-def work_of(rank):
-    """Kind and stage of every action that a rank runs once for each micro-batch."""
-    return sorted(set(zip(rank.kinds, rank.stages.tolist(), strict=True)))
+    for rank, parts in zip(found.ranks, cost.memory, strict=True):
+        assert rank.most_bytes == rank.predicted_bytes == round(float(sum(parts.values())))
+        assert rank.held_bytes[-1] == rank.idle_bytes
 
 
 @given(steps())
@@ -95,26 +95,13 @@ def test_a_rank_does_one_thing_at_a_time_and_nothing_before_its_input_is_there(c
             assert ends.get((*entry, micro_batch), -sends_s) + sends_s <= start + 1e-9
 
 
-@given(steps())
-def test_what_ranks_hold_at_most_is_their_predicted_peak(case):
-    found, cost = step_trace(*case), step_cost(*case)
-    for rank, parts in zip(found.ranks, cost.memory, strict=True):
-        assert rank.predicted_bytes == round(float(sum(parts.values())))
-        assert rank.held_bytes[-1] == rank.idle_bytes
-        assert rank.most_bytes == rank.predicted_bytes
-
-
 def test_phases_follow_each_other_and_wait_for_the_slowest_rank():
-    layer, ends = block(1.0, 2.0, weights={NORMS: 10**6}), block(weights={PRODUCTS: 10**8})
-    price = {"layer": layer, "embed": ends, "head": block()}
-    run = pipeline(Schedule(builder="1f1b", num_ranks=2, num_micro_batches=4), [1, 1])
-    found = step_trace(ask(), setting(ask(), "tp=8,dp=16"), run, lambda kind, drop: price[kind])
+    schedule = Schedule(builder="1f1b", num_ranks=2, num_micro_batches=4)
+    ends = block(weights={EVERYONE: 10**8})
+    found = traced(schedule, [1, 1], block(1.0, 2.0, weights={NORMS: 10**6}), embed=ends, head=block())
     assert [phase.part for phase in found.phases][:4] == ["dp", "tp", "update", "dp"]
-    assert found.phases[0].start_s == found.makespan_s
-    for one, after in zip(found.phases, found.phases[1:], strict=False):
-        assert after.start_s == one.end_s
-    first = found.phases[0]
-    assert first.seconds[0] > first.seconds[1] > 0
+    assert [phase.start_s for phase in found.phases] == [found.makespan_s, *(one.end_s for one in found.phases[:-1])]
+    assert found.phases[0].seconds[0] > found.phases[0].seconds[1] > 0
 
 
 def test_more_actions_than_anybody_could_draw_are_refused(monkeypatch):
@@ -122,26 +109,24 @@ def test_more_actions_than_anybody_could_draw_are_refused(monkeypatch):
     monkeypatch.setattr(module, "MOST_ACTIONS", 23)
     for same in (schedule, replace(schedule, actions=schedule.action_lists())):
         with pytest.raises(InputError, match="has 24 actions, more than the 23"):
-            step_trace(ask(), setting(ask(), "tp=8,dp=16"), pipeline(same, [1, 1]), lambda kind, drop: block())
+            traced(same, [1, 1], block())
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_plans_of_every_schedule_add_up_to_what_they_carry(name):
     text = f"tp=2,pp=2,dp=2,vp={BUILDERS[name].num_chunks or 2},schedule={name}"
-    plan = plan_at(request_of("llama3-8b", "h100-80", global_batch=16), Candidate.parse(text, 8))
+    plan = predicted(plan_of(ask("llama3-8b", "h100-80", 1, global_batch=16), text))
     assert plan.prediction
-    found = trace(plan)
+    found, memory = trace(plan), [memory.total for memory in plan.prediction.stage_memory]
     assert found.end_s == pytest.approx(plan.prediction.step_time_s, rel=1e-6)
-    assert [rank.predicted_bytes for rank in found.ranks] == [memory.total for memory in plan.prediction.stage_memory]
-    if not plan.schedule.splits_backward:
-        assert [rank.most_bytes for rank in found.ranks] == [memory.total for memory in plan.prediction.stage_memory]
+    assert [rank.predicted_bytes for rank in found.ranks] == memory
+    assert plan.schedule.splits_backward or [rank.most_bytes for rank in found.ranks] == memory
     lists = replace(plan.schedule, actions=plan.schedule.action_lists())
-    assert math.isclose(trace(replace(plan, schedule=lists)).end_s, found.end_s, rel_tol=EXACT)
+    assert trace(replace(plan, schedule=lists)).end_s == pytest.approx(found.end_s, rel=EXACT)
 
 
 def test_the_passes_of_a_stage_take_the_seconds_of_its_blocks_and_meet_the_ranks_beside_it():
-    run = pipeline(Schedule(builder="1f1b", num_ranks=2, num_micro_batches=2), [2, 3])
     one = block(seconds={"F": {"compute": 1.0, "cp": 0.5}, "I": {"tp": 2.0}, "W": {"compute": 4.0}})
-    passes = step_trace(ask(), setting(ask(), "tp=8,dp=16"), run, lambda kind, drop: one).passes
+    passes = traced(Schedule(builder="1f1b", num_ranks=2, num_micro_batches=2), [2, 3], one).passes
     assert passes["B", 0].parts == {"compute": 12.0, "waiting": 0.0, "tp": 6.0, "cp": 0.0, "ep": 0.0}
     assert (passes["F", 0].sends_to, passes["F", 1].takes_from, passes["W", 0].sends_to) == (1, 0, None)
