@@ -10,7 +10,7 @@ from autoshard.graph.kinds.linear import Deliver, Einsum
 from autoshard.graph.kinds.norm import Norm
 from autoshard.graph.kinds.optimizer import UPDATES, Accumulate, SquareSum
 from autoshard.graph.kinds.pointwise import Add, Cast
-from autoshard.graph.op import Differentiable, Dims, GradientStep, Op, OpKind, Pass, Phase, Role, Tensor
+from autoshard.graph.op import Differentiable, Dims, Op, OpKind, Pass, Phase, Role, Tensor
 from autoshard.spec.kernels import Kernels
 from autoshard.spec.workload import Dtype, Optimizer, Precision
 
@@ -134,40 +134,28 @@ def add_backward(b: BlockBuilder, carry_in: str | None, seeds: Mapping[str, str]
     return gradient
 
 
-def _differentiate(b: BlockBuilder, op: Op, needing: set[str], arriving: dict[str, list[str]]) -> None:
+def _differentiate(b: BlockBuilder, op: Op, needing: set[str], arriving: Mapping[str, list[str]]) -> None:
     """Append the steps of an operation's gradient rule; note whose gradient each result is."""
     assert isinstance(op.kind, Differentiable), f"{op.name}: {op.kind.label} stands in a forward pass"
     needed = [index for index, name in enumerate(op.inputs) if name in needing]
-    made: list[str] = []
-    for step in op.kind.gradient([b.tensors[name] for name in op.inputs], needed):
-        reads = [name for read in step.reads for name in _resolve(read, op, arriving, made)]
+    named = {f"in{number}": [name] for number, name in enumerate(op.inputs)}  # what GradientStep.reads may name
+    for number, name in enumerate(op.outputs):
+        named |= {f"out{number}": [name], f"d{number}": arriving[name]}
+    for number, step in enumerate(op.kind.gradient([b.tensors[name] for name in op.inputs], needed)):
+        many = [read for read in step.reads if len(named[read]) != 1]
+        assert isinstance(op.kind, Deliver) or not many, f"{op.name} got several {many} without a deliver"
+        reads = [name for read in step.reads for name in named[read]]
         given: tuple[str, ...] = (reads[0],)
         if step.kind is not None:
-            targets = "".join(str(index) for index in step.gives if index is not None) or "part"
-            given = b.append(f"{op.name}.d{targets}", step.kind, reads, source=op.name, pass_=_pass_of(b, op, step))
-        made.append(given[0])
+            targets = [index for index in step.gives if index is not None]
+            weight = any(b.tensors[op.inputs[index]].role == "parameter" for index in targets)
+            name = f"{op.name}.d{''.join(map(str, targets)) or 'part'}"
+            waits: Pass = "W" if weight and isinstance(step.kind, Einsum) else "I"
+            given = b.append(name, step.kind, reads, source=op.name, pass_=waits)
+        named[f"step{number}"] = [given[0]]
         for target, gradient in zip(step.gives, given, strict=False):
             if target is not None and op.inputs[target] in needing:
                 arriving[op.inputs[target]].append(gradient)
-
-
-def _pass_of(b: BlockBuilder, op: Op, step: GradientStep) -> Pass:
-    weight = any(b.tensors[op.inputs[index]].role == "parameter" for index in step.gives if index is not None)
-    return "W" if weight and isinstance(step.kind, Einsum) else "I"
-
-
-def _resolve(read: str, op: Op, arriving: Mapping[str, list[str]], made: Sequence[str]) -> list[str]:
-    """Return the tensors that an entry of ``GradientStep.reads`` names."""
-    number = int(read.lstrip("dinoutsep"))
-    if read.startswith("in"):
-        return [op.inputs[number]]
-    if read.startswith("out"):
-        return [op.outputs[number]]
-    if read.startswith("step"):
-        return [made[number]]
-    gradients = arriving[op.outputs[number]]
-    assert isinstance(op.kind, Deliver) or len(gradients) == 1, f"{op.name} got {gradients} without a deliver"
-    return gradients
 
 
 def _add_update(b: BlockBuilder, name: str, tie: str | None) -> None:

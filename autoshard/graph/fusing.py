@@ -1,11 +1,12 @@
-"""Which forward operations run as one kernel, and which tensors stay alive for backward."""
+"""Which forward operations run as one kernel, which tensors stay alive for backward, and what is computed again."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import cast
 
-from autoshard.graph.block import FusedOps, Saved
+from autoshard.errors import Fault, InputError, nearest
+from autoshard.graph.block import Block, FusedOps, Saved
 from autoshard.graph.kinds.attention import SCORES
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Op, Tensor
@@ -80,9 +81,8 @@ def fuse(flow: Flow, kernels: Kernels) -> tuple[FusedOps, ...]:
         others = [] if kernel.apart else [one for one in kernel.ops if one != name and owner.get(one) is entry]
         run = (name, *others)
         taken.update(run)
-        if kernel.saves is None:
-            saves = [_saved(flow, tensor) for tensor in flow.read_by_backward(run)]
-        else:
+        saves = [_saved(flow, tensor) for tensor in flow.read_by_backward(run)]
+        if kernel.saves is not None:
             saves = [save for number, text in enumerate(kernel.saves) for save in _named_saves(flow, run, text, number)]
         kernel = kernel if kernels.eager else replace(kernel, launches=NEVER)
         groups.append(FusedOps(ops=run, kernel=kernel, saves=tuple(saves)))
@@ -127,3 +127,77 @@ def _named_saves(flow: Flow, run: tuple[str, ...], text: str, number: int) -> It
             storage = own if index == 0 else f"{own}_{index}"
             over = flow.root(name) if apart == "over" else None
             yield Saved(storage=storage, tensor=replace(tensor, name=storage, dtype=wanted), op=run[0], over=over)
+
+
+def recompute(block: Block, kernels: Kernels, names: tuple[str, ...] | None) -> Block:
+    """Return the block with some operations computed again in backward; ``None`` means all of them (full).
+
+    A kernel is computed again as a whole. What these operations make and the backward of others reads, stays.
+    """
+    assert block.recompute == "none", f"{block.kind} is recomputed already"
+    known = sorted({*(name for group in block.fused for name in group.ops), *kernels.selective})
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise InputError(
+            Fault(where="recompute", message=f"{block.kind} has no operation {name!r}. {nearest(name, known)}")
+            for name in unknown
+        )
+    wanted = set(known) if names is None else set(kernels.resolve(names))
+    chosen = frozenset(name for group in block.fused if wanted.intersection(group.ops) for name in group.ops)
+    if not chosen:
+        return block
+    flow = Flow(dict(block.tensors), block.ops)
+    saved = saved_tensors(flow, block.fused, chosen)
+    kept = {entry.storage for entry in saved}
+    clones = _clones(flow, kernels, chosen, kept)
+    again = {name.removesuffix(".again"): name for op in clones for name in op.outputs}
+    ops: list[Op] = [op for op in block.ops if op.pass_ == "F" and op.phase == "micro_batch"]
+    ops += clones  # before the first backward operation; backward reads them for what was dropped
+    for op in block.ops[len(ops) - len(clones) :]:
+        lost = {name for name in op.inputs if op.phase != "step" and name in again and flow.root(name) not in kept}
+        ops.append(replace(op, inputs=tuple(again[name] if name in lost else name for name in op.inputs)))
+    tensors = {name: replace(block.tensors[old], name=name) for old, name in again.items()}
+    return replace(
+        block, tensors={**block.tensors, **tensors}, ops=tuple(ops), saved=saved, recompute=recompute_label(names)
+    )
+
+
+def recompute_label(names: tuple[str, ...] | None) -> str:
+    """Return how a kind of recompute is written in a Candidate.
+
+    >>> recompute_label(("attend", "act")), recompute_label(None), recompute_label(())
+    ('selective[attend,act]', 'full', 'none')
+    """
+    if names is None:
+        return "full"
+    return f"selective[{','.join(names)}]" if names else "none"
+
+
+def _clones(flow: Flow, kernels: Kernels, chosen: frozenset[str], kept: set[str]) -> tuple[Op, ...]:
+    """Return the clones in forward order: up to the last that backward needs or all, as the table says."""
+    inside = [
+        op
+        for op in flow.forward
+        if op.name in chosen or (isinstance(op.kind, Deliver) and flow.maker(op.inputs[0]) in chosen)
+    ]
+    if kernels.clones_end == "last_saved":
+        wanted = {name for name in flow.read_by_backward(sorted(chosen)) if flow.root(name) not in kept}
+        needed: list[Op] = []
+        for op in reversed(inside):
+            if wanted.intersection(op.outputs):
+                needed.insert(0, op)
+                wanted |= {name for name in op.inputs if flow.root(name) not in kept}
+        inside = needed
+    made = {output for op in inside for output in op.outputs if flow.root(output) not in kept}
+    return tuple(
+        replace(
+            op,
+            name=f"{op.name}.again",
+            inputs=tuple(f"{name}.again" if name in made else name for name in op.inputs),
+            outputs=tuple(f"{name}.again" for name in op.outputs),
+            pass_="I",
+            again=True,
+        )
+        for op in inside
+        if made.intersection(op.outputs)
+    )

@@ -6,7 +6,7 @@ from functools import cache
 
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.decoder import decoder_graph, dim_sizes
-from autoshard.graph.recompute import recompute
+from autoshard.graph.fusing import recompute
 from autoshard.layout.layout import Cutting
 from autoshard.layout.lower import lower
 from autoshard.layout.program import Program

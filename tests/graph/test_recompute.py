@@ -12,8 +12,7 @@ from hypothesis import given, strategies as st
 from autoshard.errors import InputError
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.fusing import Flow
-from autoshard.graph.recompute import recompute, recompute_label
+from autoshard.graph.fusing import Flow, recompute, recompute_label
 from autoshard.spec.kernels import Kernels, kernels_names, load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model

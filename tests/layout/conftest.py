@@ -10,10 +10,10 @@ import pytest
 
 from autoshard.graph.block import Block
 from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.fusing import recompute
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.kinds.linear import Collect
 from autoshard.graph.op import Array
-from autoshard.graph.recompute import recompute
 from autoshard.layout.interpret import Interpreter, queueing_apart
 from autoshard.layout.layout import Cuts
 from autoshard.layout.lower import lower
