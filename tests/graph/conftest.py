@@ -1,6 +1,6 @@
 """Small models with every option, every kernel table, and graphs of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,45 +11,19 @@ from autoshard.graph.op import Array
 from autoshard.spec.kernels import Kernels, kernels_names, load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
-
-LLAMA: Mapping[str, Any] = {
-    "name": "tiny",
-    "source": "made for this test",
-    "num_layers": 2,
-    "hidden": 16,
-    "ffn": 24,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 4,
-    "vocab": 32,
-    "max_positions": 64,
-    "norm": "rms",
-    "norm_eps": 1e-5,
-    "activation": "silu",
-    "gated_mlp": True,
-    "positions": "rotary",
-}
-BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
-PLAIN_MLP = {"norm": "layer", "gated_mlp": False, "activation": "gelu"}
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {},
-    "mixtral": {"num_experts": 4, "experts_per_token": 2},
-    "gpt": {**BIASES, **PLAIN_MLP, "positions": "learned", "tied_embeddings": True, "num_kv_heads": 4},
-    "neox": {**BIASES, **PLAIN_MLP, "parallel_residual": True, "rotary_fraction": 0.5, "num_kv_heads": 1},
-    "qwen": {"qk_norm": True, "qkv_bias": True, "window": 3},
-}
+from tests.tiny_models import TINY, tiny
 
 
-@pytest.fixture(params=OPTIONS)
+@pytest.fixture(params=TINY)
 def model(request: pytest.FixtureRequest) -> ModelSpec:
     """A small model; all of them together have every option."""
-    return ModelSpec(**{**LLAMA, **OPTIONS[request.param]})
+    return tiny(request.param)
 
 
 @pytest.fixture
 def llama() -> ModelSpec:
     """A small Llama."""
-    return ModelSpec(**LLAMA)
+    return tiny()
 
 
 @pytest.fixture(params=kernels_names())
@@ -76,15 +50,9 @@ def micro_batches() -> Callable[..., Any]:
     def draw(graph: Any, rng: np.random.Generator, count: int = 2) -> list[dict[str, Array]]:
         sizes = graph.sizes
         shape, where = (sizes["batch"], sizes["seq"]), np.arange(sizes["seq"])
-        return [
-            {
-                "tokens": rng.integers(0, sizes["vocab"], shape),
-                "labels": rng.integers(0, sizes["vocab"], shape),
-                "positions": where,
-                "key_positions": where,
-                "token_weight": np.full(shape, 1 / (count * shape[0] * shape[1])),
-            }
-            for _ in range(count)
-        ]
+        weight = np.full(shape, 1 / (count * shape[0] * shape[1]))
+        fixed = {"positions": where, "key_positions": where, "token_weight": weight}
+        tokens = [[rng.integers(0, sizes["vocab"], shape) for _ in range(2)] for _ in range(count)]
+        return [{"tokens": first, "labels": second, **fixed} for first, second in tokens]
 
     return draw

@@ -13,6 +13,7 @@ from autoshard.spec.kernels import Kernel, Kernels, load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
+from tests.tiny_models import tiny
 
 GraphOf = Callable[..., OpGraph]
 MIB = 2**20
@@ -32,7 +33,6 @@ def by_storage(graph: OpGraph, kind: str) -> dict[str, int]:
 
 
 def table_of(*kernels: Kernel) -> Kernels:
-    """A table of these kernels alone."""
     return replace(load_kernels("te"), kernels=kernels, selective={})
 
 
@@ -132,23 +132,7 @@ def measured_bytes(run: Callable[[], Any], constants: list[Any]) -> list[int]:
     return sorted(storage.nbytes() for storage in kept.values())
 
 
-SHAPE = ModelSpec(
-    name="m",
-    source="made for this test",
-    num_layers=1,
-    hidden=64,
-    ffn=160,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab=96,
-    max_positions=64,
-    norm="rms",
-    norm_eps=1e-5,
-    activation="silu",
-    gated_mlp=True,
-    positions="rotary",
-)
+SHAPE = tiny(num_layers=1, hidden=64, ffn=160, head_dim=16, vocab=96)
 
 
 def torch_layer(dtype: Any) -> tuple[Callable[[], Any], list[Any]]:
@@ -160,21 +144,8 @@ def torch_layer(dtype: Any) -> tuple[Callable[[], Any], list[Any]]:
         return torch.randn(*shape, dtype=dtype).requires_grad_()
 
     hidden, ffn, kv = 64, 160, 2 * 16
-    norms, products = (
-        [weight(hidden), weight(hidden)],
-        [
-            weight(n, m)
-            for n, m in (
-                (hidden, hidden),
-                (kv, hidden),
-                (kv, hidden),
-                (hidden, hidden),
-                (ffn, hidden),
-                (ffn, hidden),
-                (hidden, ffn),
-            )
-        ],
-    )
+    norms = [weight(hidden), weight(hidden)]
+    products = [weight(size, hidden) for size in (hidden, kv, kv, hidden, ffn, ffn)] + [weight(hidden, ffn)]
     cos, sin = torch.randn(8, 16, dtype=dtype), torch.randn(8, 16, dtype=dtype)
     x = torch.randn(2, 8, hidden, dtype=dtype).requires_grad_()
 
@@ -293,52 +264,33 @@ def test_nxd_keeps_keys_and_values_repeated_for_all_query_heads(llama: ModelSpec
     assert not {"k_rotary", "v"} & set(kept)
 
 
+def fused_by(layer: Block, *kernels: Kernel) -> dict[str, FusedOps]:
+    """Return the kernels of a layer by their first operations, under a table of these alone."""
+    return {group.ops[0]: group for group in fuse(Flow(dict(layer.tensors), layer.ops), table_of(*kernels))}
+
+
 def test_an_operation_without_an_entry_keeps_what_its_gradient_reads(llama: ModelSpec, graph_of: GraphOf):
-    built = graph_of(llama, "torch_cpu")
-    layer = built.block("layer")
-    unfused = table_of()
-    flow = Flow(dict(layer.tensors), layer.ops)
-    fused = fuse(flow, unfused)
+    layer = graph_of(llama, "torch_cpu").block("layer")
+    flow, fused = Flow(dict(layer.tensors), layer.ops), tuple(fused_by(layer).values())
     assert [group.ops for group in fused] == [(op,) for group in layer.fused for op in group.ops]
-    kept = {save.storage for save in saved_tensors(flow, fused)}
-    reads = {flow.root(n) for op in layer.select("micro_batch", "IW") for n in op.inputs if n in flow_names(flow)}
-    assert kept == {name for name in reads if flow.is_kept(name)}
+    forward = {name for op in flow.forward for name in (*op.inputs, *op.outputs)}
+    reads = {flow.root(n) for op in layer.select("micro_batch", "IW") for n in op.inputs if n in forward}
+    assert {save.storage for save in saved_tensors(flow, fused)} == {name for name in reads if flow.is_kept(name)}
 
 
-def flow_names(flow: Flow) -> set[str]:
-    return {name for op in flow.forward for name in (*op.inputs, *op.outputs)}
-
-
-def test_operations_apart_are_kernels_of_their_own(llama: ModelSpec, graph_of: GraphOf):
+def test_entries_of_a_table_decide_in_order(llama: ModelSpec, graph_of: GraphOf):
     layer = graph_of(llama, "torch_engine").block("layer")
-    table = load_kernels("torch_engine")
-    (products,) = (entry for entry in table.kernels if "q" in entry.ops)
-    together = replace(table, kernels=(replace(products, apart=False),))
-    alone = {group.ops for group in fuse(Flow(dict(layer.tensors), layer.ops), table)}
-    assert {("q",), ("k",), ("down",)} <= alone
-    joined = {group.ops for group in fuse(Flow(dict(layer.tensors), layer.ops), together)}
-    assert ("q", "k", "v", "o", "up", "gate", "down") in joined
-
-
-def test_the_first_entry_that_names_an_operation_decides(llama: ModelSpec, graph_of: GraphOf):
-    layer = graph_of(llama, "te").block("layer")
+    (products,) = (entry for entry in load_kernels("torch_engine").kernels if "q" in entry.ops)
+    assert {("q",), ("k",), ("down",)} <= {group.ops for group in fused_by(layer, products).values()}
+    assert fused_by(layer, replace(products, apart=False))["q"].ops == ("q", "k", "v", "o", "up", "gate", "down")
     special = Kernel(ops=("mlp_norm",), saves=("out1",), source="this test")
     general = Kernel(ops=("*_norm",), saves=("in0",), source="this test")
-    mixed = table_of(special, general)
-    saves = {
-        group.ops[0]: [s.storage for s in group.saves] for group in fuse(Flow(dict(layer.tensors), layer.ops), mixed)
-    }
-    assert saves["mlp_norm"] == ["mlp_norm.stat"]
-    assert saves["attn_norm"] == ["x"]
-
-
-def test_a_copy_of_every_input_is_memory_of_its_own_each(llama: ModelSpec, graph_of: GraphOf):
-    layer = graph_of(llama, "te").block("layer")
-    kernel = Kernel(ops=("act", "product"), saves=("copy:in*", "in*@fp32", "in0"), source="this test")
-    table = table_of(kernel)
-    (group,) = [g for g in fuse(Flow(dict(layer.tensors), layer.ops), table) if "act" in g.ops]
-    assert [(save.storage, save.tensor.dtype) for save in group.saves] == [
-        ("act.copy0", "bf16"),
+    found = fused_by(layer, special, general)
+    assert [save.storage for save in found["mlp_norm"].saves] == ["mlp_norm.stat"]
+    assert [save.storage for save in found["attn_norm"].saves] == ["x"]
+    copies = Kernel(ops=("act", "product"), saves=("copy:in*", "in*@fp32", "in0"), source="this test")
+    assert [(save.storage, save.tensor.dtype) for save in fused_by(layer, copies)["act"].saves] == [
+        ("act.copy0", "bf16"),  # a copy of every input is memory of its own each
         ("act.copy0_1", "bf16"),
         ("act.copy1", "fp32"),
         ("act.copy1_1", "fp32"),
@@ -349,12 +301,6 @@ def test_a_copy_of_every_input_is_memory_of_its_own_each(llama: ModelSpec, graph
 def test_what_single_operations_start_and_move_comes_from_the_table(llama: ModelSpec, graph_of: GraphOf):
     eager, compiled = (graph_of(llama, name).block("layer") for name in ("torch_cuda", "torch_compiled"))
     for op, table in (("attn_norm", (7, 12, 5.6)), ("q_rotary", (4, 4, 5.0)), ("attend", (1, 1, 1.0))):
-        found = group_of(eager, op)
-        assert (found.kernel.launches.forward, found.kernel.launches.backward, found.kernel.traffic_ratio) == table
-        found = group_of(compiled, op)
-        assert (found.kernel.launches.forward, found.kernel.launches.backward, found.kernel.traffic_ratio) == (
-            1,
-            1,
-            1.0,
-        )
+        for kernel, counts in ((group_of(eager, op).kernel, table), (group_of(compiled, op).kernel, (1, 1, 1.0))):
+            assert (kernel.launches.forward, kernel.launches.backward, kernel.traffic_ratio) == counts
     assert group_of(compiled, "q_rotary").ops == ("q_rotary", "k_rotary")

@@ -484,91 +484,67 @@ def all_calls(sizes: Sizes) -> Iterator[tuple[OpKind, Call]]:
 PRIMES: Sizes = dict(zip(DIMS, (2, 3, 5, 7, 11, 4, 13, 17, 19, 23, 29, 31, 37), strict=True))
 T, H, E, K = 2 * 3, 13, 19, 29  # tokens, hidden, experts, choices
 TH, Q, QK = T * H, T * 7 * 11, 2 * 7 * 11 * 3 * 5  # elements of X, query heads, (query, key) pairs of all heads
-EXPECTED: Mapping[str, tuple[int, int, int]] = {  # matrix FLOPs, vector FLOPs, bytes moved (float64 and int64)
-    "a product with heads": (2 * TH * 7 * 11 * 4, 0, 8 * (TH + 7 * 11 * 4 * H + Q * 4)),
-    "a product back from heads": (2 * TH * 7 * 11 * 4, 0, 8 * (TH + 7 * 11 * 4 * H + Q * 4)),
-    "a product per expert": (2 * E * 23 * 17 * H, 0, 8 * E * (23 * 17 + 23 * H + 17 * H)),
-    **dict.fromkeys(UNARY, (0, TH, 8 * 2 * TH)),
-    "multiply": (0, TH, 8 * 3 * TH),
-    "add": (0, TH, 8 * 3 * TH),
-    "add a bias": (0, TH, 8 * (2 * TH + H)),
-    "add a table": (0, TH, 8 * (2 * TH + 3 * H)),
-    "subtract": (0, TH, 8 * 3 * TH),
-    "subtract a row": (0, TH, 8 * (2 * TH + T)),
-    "sum": (0, TH, 8 * (TH + H)),
-    "maximum": (0, T * 37, 8 * (T * 37 + T)),
-    "cast": (0, TH, 8 * 2 * TH),
-    "softmax": (0, 4 * T * K, 8 * 2 * T * K),
-    "softmax inside": (0, 4 * TH, 8 * 2 * TH),
-    "rms norm": (0, 4 * TH, 8 * (2 * TH + H) + 4 * T),  # the statistic is FP32
-    "rms norm of heads": (0, 4 * Q * 4, 8 * (2 * Q * 4 + 4) + 4 * Q),
-    "layer norm": (0, 4 * TH, 8 * (2 * TH + 2 * H) + 4 * T),
-    "layer norm without bias": (0, 4 * TH, 8 * (2 * TH + H) + 4 * T),
-    "lookup": (0, 0, 8 * (2 * TH + T)),  # rows read, rows written, indices: never the table
-    "lookup from where a document starts": (0, 0, 8 * (2 * TH + 3 + T)),
-    "pick": (0, 0, 8 * 3 * T),
-    "rotary": (0, 3 * Q * 4, 8 * (2 * Q * 4 + 3)),
-    "rotary of keys, part of the head": (0, 3 * T * 7 * 2, 8 * (2 * T * 7 * 4 + 3)),
-    "rotary, linear scaling": (0, 3 * Q * 4, 8 * (2 * Q * 4 + 3)),
-    "rotary, llama3 scaling": (0, 3 * Q * 4, 8 * (2 * Q * 4 + 3)),
-    "attend": (2 * 2 * QK * 4, 5 * QK, 8 * (2 * Q * 4 + 2 * 2 * 5 * 7 * 4 + 3 + 5) + 4 * Q),
-    "attend in a window": (2 * 2 * QK * 4, 5 * QK, 8 * (2 * Q * 4 + 2 * 2 * 5 * 7 * 4 + 3 + 5) + 4 * Q),
-    "rotary of keys from where a document starts": (0, 3 * T * 7 * 2, 8 * (2 * T * 7 * 4 + 3 + T)),
+HEADS_PRODUCT = (2 * TH * 7 * 11 * 4, 0)
+EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
+    **dict.fromkeys(("a product with heads", "a product back from heads"), HEADS_PRODUCT),
+    "a product per expert": (2 * E * 23 * 17 * H, 0),
+    **dict.fromkeys((*UNARY, "multiply", "sum", "cast"), (0, TH)),
+    **dict.fromkeys(("add", "add a bias", "add a table", "subtract", "subtract a row"), (0, TH)),
+    "maximum": (0, T * 37),
+    "softmax": (0, 4 * T * K),
+    "softmax inside": (0, 4 * TH),
+    **dict.fromkeys(("rms norm", "layer norm", "layer norm without bias"), (0, 4 * TH)),
+    "rms norm of heads": (0, 4 * Q * 4),
+    **dict.fromkeys(("rotary", "rotary, linear scaling", "rotary, llama3 scaling"), (0, 3 * Q * 4)),
+    "rotary of keys, part of the head": (0, 3 * T * 7 * 2),
+    "rotary of keys from where a document starts": (0, 3 * T * 7 * 2),
     # As many pairs as if documents saw each other: what is counted is no less than what is done.
-    "attend to a document": (2 * 2 * QK * 4, 5 * QK, 8 * (2 * Q * 4 + 2 * 2 * 5 * 7 * 4 + 3 + 5 + T) + 4 * Q),
-    "attend to a document in a window": (
-        2 * 2 * QK * 4,
-        5 * QK,
-        8 * (2 * Q * 4 + 2 * 2 * 5 * 7 * 4 + 3 + 5 + T) + 4 * Q,
-    ),
-    "top k": (0, T * E, 8 * (T * E + 2 * T * K)),
-    "slot": (0, T * K, 8 * 2 * T * K),
-    "dispatch": (0, 0, 8 * (TH + 2 * T * K + E * 23 * H)),
-    "combine": (0, 2 * T * K * H, 8 * (E * 23 * H + 3 * T * K + TH)),
-    "deliver": (0, 0, 0),
-    "deliver along another dim": (0, 0, 0),
-    "square sum": (0, 2 * 17 * H, 8 * 17 * H + 4),
-    "clip": (0, 1, 2 * 8 + 2 * 4),
-    "adamw": (0, 15 * 17 * H, 8 * 7 * 17 * H + 3 * 8),
-    "sgd": (0, 2 * 17 * H, 8 * 3 * 17 * H + 2 * 8),
+    **dict.fromkeys((name for name in CASES if name.startswith("attend")), (2 * 2 * QK * 4, 5 * QK)),
+    "top k": (0, T * E),
+    "slot": (0, T * K),
+    "combine": (0, 2 * T * K * H),
+    "square sum": (0, 2 * 17 * H),
+    "clip": (0, 1),
+    "adamw": (0, 15 * 17 * H),
+    "sgd": (0, 2 * 17 * H),
 }
-EXPECTED_BACKWARD: Mapping[str, tuple[int, int, int]] = {  # by label: the first operation that has it
-    "accumulate": (0, TH, 8 * 3 * TH),
-    "attend_gradient": (
-        # Of every pair: scale, mask, subtract the log, exponentiate; subtract the row's sum, multiply, scale back.
-        4 * 2 * QK * 4, (4 + 3) * QK, 8 * (4 * Q * 4 + 4 * 2 * 5 * 7 * 4 + 3 + 5) + 4 * Q,
-    ),
-    "collect": (0, 0, 0),  # with one reader there is nothing to add
-    "combine_gradient": (0, 3 * T * K * H, 8 * (TH + 2 * E * 23 * H + 4 * T * K)),
-    "dispatch_gradient": (0, T * K * H, 8 * (E * 23 * H + 2 * T * K + TH)),
-    "place": (0, 0, 8 * (2 * T + T * 37)),
-    "repeat": (0, 0, 8 * (H + TH)),
-    "rms_norm_gradient": (0, 8 * TH, 8 * (3 * TH + H) + 4 * T),
-    "rms_norm_weight_gradient": (0, 3 * TH, 8 * (2 * TH + H) + 4 * T),
-    "rotary_back": (0, 3 * Q * 4, 8 * (2 * Q * 4 + 3)),
-    "scatter_add": (0, TH, 8 * (TH + T + 37 * H)),
-    "silu_gradient": (0, TH, 8 * 3 * TH),
-    "softmax_gradient": (0, 4 * T * K, 8 * 3 * T * K),
-    "top_k_gradient": (0, 0, 8 * (2 * T * K + T * E)),
-}  # fmt: skip
+EXPECTED_BACKWARD: Mapping[str, tuple[int, int]] = {  # by label: the first operation that has it
+    # Of every pair: scale, mask, subtract the log, exponentiate; subtract the row's sum, multiply, scale back.
+    "attend_gradient": (4 * 2 * QK * 4, (4 + 3) * QK),
+    "combine_gradient": (0, 3 * T * K * H),
+    "dispatch_gradient": (0, T * K * H),
+    "rms_norm_gradient": (0, 8 * TH),
+    "rms_norm_weight_gradient": (0, 3 * TH),
+    "rotary_back": (0, 3 * Q * 4),
+    "scatter_add": (0, TH),
+    "silu_gradient": (0, TH),
+    "softmax_gradient": (0, 4 * T * K),
+}
+MOVED: Mapping[str, int] = {  # bytes of float64 and int64, where it is not all that is read and written
+    "lookup": 8 * (2 * TH + T),  # rows read, rows written, indices: never the table
+    "lookup from where a document starts": 8 * (2 * TH + 3 + T),
+    "pick": 8 * 3 * T,
+    **dict.fromkeys(("deliver", "deliver along another dim", "collect"), 0),  # one reader: nothing to add
+}
 
 
-def counts(kind: OpKind, call: Call) -> tuple[int, int, int]:
-    return kind.matrix_flops(call), kind.vector_flops(call), kind.traffic_bytes(call)
+def assert_counts(name: str, kind: OpKind, call: Call, flops: tuple[int, int]) -> None:
+    assert (kind.matrix_flops(call), kind.vector_flops(call)) == flops
+    tensors = {tensor.name: tensor for tensor in (*call.inputs, *call.outputs)}
+    whole = sum(math.prod(PRIMES[dim] for dim in t.dims) * (4 if t.dtype == "fp32" else 8) for t in tensors.values())
+    assert kind.traffic_bytes(call) == MOVED.get(name, whole)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_kind_counts_its_flops_and_bytes_as_counted_by_hand(name: str):
     builder, forward = block_of(CASES[name])
-    assert counts(forward.kind, call_of(builder, forward, PRIMES)) == EXPECTED[name]
+    assert_counts(name, forward.kind, call_of(builder, forward, PRIMES), EXPECTED.get(name, (0, 0)))
 
 
-@pytest.mark.parametrize("label", EXPECTED_BACKWARD)
+@pytest.mark.parametrize("label", [*EXPECTED_BACKWARD, "collect", "place", "repeat", "top_k_gradient"])
 def test_a_derived_operation_counts_its_flops_and_bytes_as_counted_by_hand(label: str):
     kind, call = next((kind, call) for kind, call in all_calls(PRIMES) if kind.label == label)
-    if label == "accumulate":
-        kind, call = next((k, c) for k, c in all_calls(PRIMES) if k.label == label and len(c.inputs[0].dims) == 3)
-    assert counts(kind, call) == EXPECTED_BACKWARD[label]
+    assert_counts(label, kind, call, EXPECTED_BACKWARD.get(label, (0, 0)))
 
 
 def test_the_products_of_a_gradient_cost_twice_the_forward():
@@ -578,13 +554,10 @@ def test_the_products_of_a_gradient_cost_twice_the_forward():
         assert sum(flops.values()) == 3 * flops[forward.name]
 
 
-def test_every_kind_of_the_package_is_compared_with_torch_and_counted_by_hand():
-    by_hand = {type(case.kind) for case in CASES.values()}
-    by_hand |= {type(kind) for kind, _ in all_calls(PRIMES) if kind.label in EXPECTED_BACKWARD}
+def test_every_kind_of_the_package_is_compared_with_torch():
     executed = {type(kind) for kind, _ in all_calls(PRIMES)}
     assert len(kinds_of_the_package()) > 25
-    assert kinds_of_the_package() == executed == by_hand
-    assert set(EXPECTED) == set(CASES)
+    assert kinds_of_the_package() == executed
 
 
 def test_labels_are_readable_and_name_one_kind_each():
