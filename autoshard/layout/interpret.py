@@ -12,7 +12,8 @@ from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, plac
 from autoshard.graph.op import Array, Dims
 from autoshard.layout.layout import Collective
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Program, Sum, Value
-from autoshard.layout.shards import Executor, Shards, VirtualMesh
+from autoshard.layout.shards import Executor, Shards, rank_bounds
+from autoshard.spec.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,7 @@ class Interpreter:
     """Executes programs of one block on a virtual mesh."""
 
     block: Block
-    mesh: VirtualMesh
+    mesh: Mesh
     sizes: Mapping[str, int]
 
     def run(self, program: Program, given: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -81,7 +82,7 @@ class Interpreter:
 
     def _local(self, instruction: Compute, rank: int, arrays: Sequence[Array]) -> tuple[Array, ...]:
         cuts = instruction.cuts.items()
-        bounds = {dim: self.mesh.bounds(rank, self.sizes[dim], atoms) for dim, atoms in cuts if atoms}
+        bounds = {dim: rank_bounds(self.mesh, self.sizes[dim], tuple(atoms))[rank] for dim, atoms in cuts if atoms}
         return evaluate_local(self.block, instruction, self.sizes, bounds, arrays)
 
     def _ring_forward(self, instruction: Compute, arrays: list[list[Array]]) -> list[Shards]:
@@ -175,7 +176,7 @@ def joined_attention(first: tuple[Array, Array] | None, second: tuple[Array, Arr
     return joined, np.where(total > 0, np.log(seen) + reference, -np.inf)
 
 
-def queueing_apart(block: Block, program: Program, mesh: VirtualMesh, sizes: Mapping[str, int]) -> Block:
+def queueing_apart(block: Block, program: Program, mesh: Mesh, sizes: Mapping[str, int]) -> Block:
     """Return what a program of a block must equal on a mesh: the block, with tokens in the program's groups.
 
     An expert's slots are cut as the tokens are, so every group of ranks has its share of them, and a token that finds
@@ -185,7 +186,7 @@ def queueing_apart(block: Block, program: Program, mesh: VirtualMesh, sizes: Map
     for entry in program.instructions:
         if isinstance(entry, Compute) and isinstance(entry.op.kind, Slot):
             dims = ("batch", "seq", "slots")
-            bounds = (mesh.all_bounds(sizes[dim], tuple(entry.cuts.get(dim, ()))) for dim in dims)
+            bounds = (rank_bounds(mesh, sizes[dim], tuple(entry.cuts.get(dim, ()))) for dim in dims)
             found = (TokenGroup(batch=one, seq=two, slots=own) for one, two, own in zip(*bounds, strict=True))
             groups[entry.op.name] = tuple(dict.fromkeys(found))
     ops = (replace(op, kind=Slot(groups=groups[op.name])) if op.name in groups else op for op in block.ops)

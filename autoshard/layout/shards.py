@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.errors import require
 from autoshard.graph.op import Array, Dims
 from autoshard.layout.layout import Collective, Layout
+from autoshard.spec.mesh import Mesh
 
-Coordinates = Mapping[str, int]
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and lengths along every dim
 
 
@@ -56,65 +55,17 @@ def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
     return (((row, *offsets), (1, *lengths)) for offsets, lengths in boxes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VirtualMesh:
-    """Ranks that exist only as coordinates along atoms; numbered with the last atom fastest.
-
-    >>> mesh = VirtualMesh(atoms=(("dp", 2), ("tp", 2)))
-    >>> [list(group) for group in mesh.groups(("dp",))]
-    [[0, 2], [1, 3]]
-    """
-
-    atoms: tuple[tuple[str, int], ...]
-
-    def __post_init__(self) -> None:
-        """Refuse atoms that stand twice and sizes below 1."""
-        names = [name for name, _ in self.atoms]
-        require(
-            (len(set(names)) == len(names), "atoms", f"an atom stands twice in {names}"),
-            *((size >= 1, f"atoms.{name}", f"must be at least 1, not {size}") for name, size in self.atoms),
-        )
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks there are."""
-        return math.prod(size for _, size in self.atoms)
-
-    def size(self, atoms: Sequence[str]) -> int:
-        """Return how many ranks a group over these atoms has; an atom that is not there has size 1."""
-        sizes = dict(self.atoms)
-        return math.prod(sizes.get(atom, 1) for atom in atoms)
-
-    def coordinates(self, rank: int) -> Coordinates:
-        """Return where a rank stands."""
-        found: dict[str, int] = {}
-        for name, size in reversed(self.atoms):
-            rank, found[name] = divmod(rank, size)
-        return found
-
-    def groups(self, atoms: Sequence[str]) -> Iterator[tuple[int, ...]]:
-        """Yield the groups of ranks that differ only along these atoms, members in the order of the atoms given."""
-        names = [name for name, _ in self.atoms]
-        along = [names.index(atom) for atom in atoms if atom in names]
-        others = [axis for axis in range(len(names)) if axis not in along]
-        ranks = np.arange(self.num_ranks).reshape([size for _, size in self.atoms]).transpose((*others, *along))
-        yield from map(tuple, ranks.reshape(-1, self.size(atoms)).tolist())
-
-    def bounds(self, rank: int, size: int, atoms: Sequence[str]) -> tuple[int, int]:
-        """Return which part of a dim of this size a rank holds when the dim is cut over atoms."""
-        return self.all_bounds(size, tuple(atoms))[rank]
-
-    def all_bounds(self, size: int, atoms: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-        """Return for every rank which part of a dim of this size it holds."""
-        return _all_bounds(self, size, atoms)
-
-
 @functools.lru_cache(maxsize=1 << 14)
-def _all_bounds(mesh: VirtualMesh, size: int, atoms: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    sizes = dict(mesh.atoms)
+def rank_bounds(mesh: Mesh, size: int, atoms: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """Return which part of a dim of this size each rank holds when the dim is cut over atoms.
+
+    >>> rank_bounds(Mesh.virtual(cp=2, kv=2), 7, ("cp",))
+    ((0, 4), (0, 4), (4, 7), (4, 7))
+    """
+    sizes = dict(mesh.axes)
     parts = [atom for atom in atoms if atom in sizes]
-    places = (mesh.coordinates(rank) for rank in range(mesh.num_ranks))
-    return tuple(block_bounds(size, [(sizes[atom], place[atom]) for atom in parts]) for place in places)
+    where = (mesh.coordinates(rank) for rank in range(mesh.num_ranks))
+    return tuple(block_bounds(size, [(sizes[atom], place[atom]) for atom in parts]) for place in where)
 
 
 Shards = tuple[Array, ...]  # one array per rank
@@ -124,7 +75,7 @@ Shards = tuple[Array, ...]  # one array per rank
 class Executor:
     """Runs collectives among virtual ranks; a dim's block sizes follow from its full size."""
 
-    mesh: VirtualMesh
+    mesh: Mesh
     sizes: Mapping[str, int]
 
     def scatter(self, array: Array, dims: Dims, layout: Layout) -> Shards:
@@ -132,7 +83,7 @@ class Executor:
         cuts = dict(layout.dims)
         shards: list[Array] = []
         for rank in range(self.mesh.num_ranks):
-            block = tuple(slice(*self.mesh.bounds(rank, self.sizes[dim], cuts[dim])) for dim in dims)
+            block = tuple(slice(*rank_bounds(self.mesh, self.sizes[dim], cuts[dim])[rank]) for dim in dims)
             here = self.mesh.coordinates(rank)
             first = all(here.get(atom, 0) == 0 for atom in layout.sums)
             shards.append(array[block] if first else np.zeros_like(array[block]))
@@ -148,7 +99,7 @@ class Executor:
         if layout.maxima:
             shards = self.run(Collective(kind="all_reduce_max", dim=None, atoms=layout.maxima), shards, ())
         for rank, shard in enumerate(shards):
-            block = tuple(slice(*self.mesh.bounds(rank, self.sizes[dim], cuts[dim])) for dim in dims)
+            block = tuple(slice(*rank_bounds(self.mesh, self.sizes[dim], cuts[dim])[rank]) for dim in dims)
             held, known = whole[block], seen[block]
             assert held.shape == shard.shape, f"rank {rank} holds {shard.shape}, its block is {held.shape}"
             assert np.allclose(held[known], shard[known], rtol=1e-9, atol=1e-12), f"rank {rank} differs"
@@ -158,7 +109,7 @@ class Executor:
 
     def check(self, shards: Shards, layout: Layout) -> None:
         """Verify that every rank holds as much as the layout says."""
-        held = [self.mesh.all_bounds(self.sizes[dim], cut) for dim, cut in layout.dims]
+        held = [rank_bounds(self.mesh, self.sizes[dim], cut) for dim, cut in layout.dims]
         for rank, shard in enumerate(shards):
             expected = tuple(stop - start for start, stop in (bounds[rank] for bounds in held))
             assert shard.shape == expected, f"rank {rank} holds {shard.shape}, {layout} says {expected}"
@@ -195,7 +146,7 @@ class Executor:
 
     def _split(self, array: Array, axis: int, atoms: Sequence[str]) -> list[Array]:
         """Cut an array into one block per member of a group over atoms, in the group's order."""
-        counts = [self.mesh.size((atom,)) for atom in atoms]
+        counts = [self.mesh.size(atom) for atom in atoms]
         blocks: list[Array] = []
         for index in np.ndindex(*counts):
             start, stop = block_bounds(array.shape[axis], list(zip(counts, index, strict=True)))

@@ -15,11 +15,11 @@ from autoshard.graph.decoder import dim_sizes
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.layout.interpret import Interpreter, queueing_apart
-from autoshard.layout.shards import VirtualMesh
 from autoshard.layout.table import fitted
 from autoshard.plan.build import build_plan
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting, with_strategies
+from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
 
 MAX_RANKS = 16
@@ -164,7 +164,7 @@ def prove(plan: Plan, seed: int = 0) -> Proof:
     shrunk = shrink(plan)
     small = shrunk.plan
     atoms = table_setting(small).atoms
-    mesh = VirtualMesh(atoms=tuple((atom, size) for atom, size in atoms.items() if size > 1))
+    mesh = Mesh.virtual(**{atom: size for atom, size in atoms.items() if size > 1})
     # Every expert gets slots for all tokens, if none is to be dropped.
     capacity = small.workload.expert_capacity or float(small.model.num_experts) or None
     work = replace(small.workload, expert_capacity=capacity)

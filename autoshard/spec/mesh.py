@@ -92,6 +92,12 @@ class Mesh:
         )
 
     @classmethod
+    def virtual(cls, **sizes: int) -> "Mesh":
+        """Return ranks that stand nowhere: numbered through these atoms with the last one fastest."""
+        num_ranks = math.prod(sizes.values())
+        return cls(axes=tuple(sizes.items()), ranks_per_node=num_ranks, placement=Placement.linear(num_ranks))
+
+    @classmethod
     def parse(cls, text: str) -> "Mesh":
         """Read the text form, e.g. ``pp=2,dp=4,tp=4 on 0-31``."""
         axes_text, on, placement_text = text.partition(" on ")

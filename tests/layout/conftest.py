@@ -19,30 +19,18 @@ from autoshard.layout.layout import Cuts
 from autoshard.layout.lower import lower
 from autoshard.layout.program import Communicate, Compute, Program, Value
 from autoshard.layout.redistribute import Price, bytes_price
-from autoshard.layout.shards import Executor, VirtualMesh
+from autoshard.layout.shards import Executor
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.model import ModelSpec
+from autoshard.spec.mesh import Mesh
 from autoshard.spec.workload import Precision, Workload
 from tests.layout.meaning import cuts_by_meaning
+from tests.tiny_models import tiny
 
 # Nothing divides by everything: some ranks hold less than others, or nothing.
-LLAMA: Mapping[str, Any] = {
-    "name": "tiny", "source": "made for this test", "num_layers": 1, "hidden": 6, "ffn": 10, "num_heads": 6,
-    "num_kv_heads": 3, "head_dim": 4, "vocab": 14, "max_positions": 9, "norm": "rms", "norm_eps": 1e-5,
-    "activation": "silu", "gated_mlp": True, "positions": "rotary",
-}  # fmt: skip
-BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
-PLAIN_MLP = {"norm": "layer", "gated_mlp": False, "activation": "gelu_tanh"}
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {},
-    "mixtral": {"num_experts": 4, "experts_per_token": 2},
-    "gpt": {**BIASES, **PLAIN_MLP, "positions": "learned", "tied_embeddings": True, "num_kv_heads": 6},
-    "neox": {**BIASES, **PLAIN_MLP, "parallel_residual": True, "rotary_fraction": 0.5, "num_kv_heads": 1},
-    "qwen": {"qk_norm": True, "qkv_bias": True, "window": 3},
-}
-_ROOM = 64.0  # an expert has slots for all tokens on each of up to 16 ranks, however they are cut
+ODD = {"hidden": 6, "ffn": 10, "num_heads": 6, "num_kv_heads": 3, "head_dim": 4, "vocab": 14, "max_positions": 9}
 # Every size divides by 8: each rank holds something, so that no collective is without effect.
 EVEN = {"hidden": 16, "ffn": 16, "num_heads": 64, "num_kv_heads": 8, "head_dim": 8, "vocab": 16, "max_positions": 8}
+_ALL_TOKENS = 64.0  # the capacity at which an expert has slots for all tokens on each of up to 16 ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +42,17 @@ class Uncut:
     given: Mapping[str, Array]
     tensors: Mapping[str, Array]
 
-    def lower(self, cuts: Mapping[str, Cuts], mesh: VirtualMesh, boundary: Cuts, *, keeps_gathered: bool) -> Program:
+    def lower(self, cuts: Mapping[str, Cuts], mesh: Mesh, boundary: Cuts, *, keeps_gathered: bool) -> Program:
         """Lower the block, pricing by bytes."""
-        return lower(self.block, cuts, dict(mesh.atoms), _price(mesh), boundary=boundary, keeps_gathered=keeps_gathered)
+        return lower(self.block, cuts, dict(mesh.axes), _price(mesh), boundary=boundary, keeps_gathered=keeps_gathered)
 
-    def error(self, program: Program, mesh: VirtualMesh) -> float:
+    def error(self, program: Program, mesh: Mesh) -> float:
         """Return how far the results are from those of the uncut block, relative to its largest gradient."""
         results = Interpreter(block=self.block, mesh=mesh, sizes=self.sizes).run(program, self.given)
         largest = max(float(np.abs(self.tensors[name]).max()) for name in results)
         return max(float(np.abs(found - self.tensors[name]).max()) for name, found in results.items()) / largest
 
-    def tensors_agree(self, program: Program, mesh: VirtualMesh) -> bool:
+    def tensors_agree(self, program: Program, mesh: Mesh) -> bool:
         """Whether every tensor that operations make and delivers hand on is that of the uncut block."""
         held = Interpreter(block=self.block, mesh=mesh, sizes=self.sizes).execute(program, self.given)
         executor = Executor(mesh=mesh, sizes=self.sizes)
@@ -74,7 +62,7 @@ class Uncut:
                 return False
         return True
 
-    def queueing_as(self, program: Program, mesh: VirtualMesh) -> "Uncut":
+    def queueing_as(self, program: Program, mesh: Mesh) -> "Uncut":
         """The same block from the same arrays, with its tokens queueing in the groups of a program."""
         return _evaluated(queueing_apart(self.block, program, mesh, self.sizes), self.sizes, self.given)
 
@@ -97,9 +85,9 @@ def _evaluated(block: Block, sizes: Mapping[str, int], given: Mapping[str, Array
 
 
 @functools.cache
-def _price(mesh: VirtualMesh) -> Price:
+def _price(mesh: Mesh) -> Price:
     """Return the same price for the same mesh, so that what was found for one case serves the next."""
-    return bytes_price(1e6, dict(mesh.atoms))
+    return bytes_price(1e6, dict(mesh.axes))
 
 
 @functools.cache
@@ -107,7 +95,8 @@ def _block(  # noqa: PLR0913
     options: str, even: bool, batch: int, seq: int, kind: str, again: Any, capacity: float | None, platform: str
 ) -> tuple[Block, Mapping[str, int]]:
     name, _, apart = options.partition(" of ")
-    model = ModelSpec(**{**LLAMA, **OPTIONS[name], **(EVEN if even else {})})
+    own = {"activation": "gelu_tanh"} if name == "neox" else {}
+    model = tiny(name, num_layers=1, **(EVEN if even else ODD), **own)
     workload = Workload(
         seq_len=seq, global_batch=8, precision=Precision.named("fp32"), expert_capacity=capacity,
         documents="separate" if apart else "joined",
@@ -142,7 +131,7 @@ def uncut() -> Callable[..., Uncut]:
 
     def build(  # noqa: PLR0913
         options: str, kind: str = "layer", *, batch: int = 2, seq: int = 4, again: Any = (), seed: int = 0,
-        even: bool = False, capacity: float | None = _ROOM, platform: str = "torch_cpu",
+        even: bool = False, capacity: float | None = _ALL_TOKENS, platform: str = "torch_cpu",
     ) -> Uncut:  # fmt: skip
         block, sizes = _block(options, even, batch, seq, kind, again, capacity, platform)
         return _evaluated(block, sizes, _given(block, sizes, np.random.default_rng(seed)))

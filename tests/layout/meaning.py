@@ -1,11 +1,13 @@
-"""Legal cuts of operations: those that people would think of, and every one there is."""
+"""Legal cuts of operations: those that people would think of, and every one there is; and meshes at random."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from random import Random
 
 from autoshard.graph.block import Block
 from autoshard.graph.op import Op
 from autoshard.layout.layout import Cuts
 from autoshard.layout.legal import cut_operations, op_dims, queue_tokens, queues, together
+from autoshard.spec.mesh import Mesh
 
 MEANING: Mapping[str, tuple[str, ...]] = {
     "batch": ("edp", "ep"), "seq": ("cp",), "kv_heads": ("kv",), "q_group": ("rep",), "ffn": ("kv", "rep"),
@@ -64,3 +66,11 @@ def _placements(places: int, atoms: tuple[str, ...]) -> Iterator[tuple[tuple[str
         for place, cut in enumerate(held):
             for at in range(len(cut) + 1):
                 yield (*held[:place], (*cut[:at], last, *cut[at:]), *held[place + 1 :])
+
+
+def random_mesh(rng: Random) -> Mesh:
+    """Up to three atoms, some of size one, over 2 to 16 ranks."""
+    while True:
+        mesh = Mesh.virtual(**{name: rng.choice([1, 2, 2, 3, 4]) for name in ("edp", "cp", "kv")[: rng.randint(1, 3)]})
+        if 1 < mesh.num_ranks <= 16:
+            return mesh

@@ -7,12 +7,11 @@ from hypothesis import settings
 from autoshard.layout.layout import Collective
 from autoshard.layout.legal import cut_operations, faults
 from autoshard.layout.program import Compute, CountOnce
-from autoshard.layout.shards import VirtualMesh
-from tests.layout.meaning import legal_cuts
-from tests.layout.meshes import random_mesh
+from autoshard.spec.mesh import Mesh
+from tests.layout.meaning import legal_cuts, random_mesh
 
 BOUNDARY = ("batch", "seq", "hidden")
-NUM_CASES = 600 if settings().max_examples >= 200 else 60
+NUM_CASES = 600 if settings().max_examples >= 200 else 32
 WORST_ERROR = 1e-9
 MEGATRON = (("edp", 2), ("ep", 1), ("kv", 2), ("rep", 1))
 
@@ -53,12 +52,12 @@ def _compare_random_case(uncut, random_cuts, seed, models=("llama", "mixtral", "
     again = rng.choice([(), None, ("attend",)]) if kind == "layer" else ()
     case = uncut(options, kind, batch=rng.randint(1, 4), seq=rng.choice([2, 3, 5, 6]), again=again, seed=seed)
     mesh = random_mesh(rng)
-    names = tuple(name for name, _ in mesh.atoms)
+    names = tuple(name for name, _ in mesh.axes)
     cuts, boundary = random_cuts(case.block, options, names, rng), _random_boundary(names, rng)
     assert not faults(case.block, cuts, names)
     program = case.lower(cuts, mesh, boundary, keeps_gathered=rng.random() < 0.5)
     error = case.error(program, mesh)
-    assert error <= WORST_ERROR, f"seed {seed}: {options} {kind} on {mesh.atoms}, again {again}: off by {error}"
+    assert error <= WORST_ERROR, f"seed {seed}: {options} {kind} on {mesh.axes}, again {again}: off by {error}"
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -68,14 +67,14 @@ def test_whatever_is_legal_gives_the_results_and_every_gradient_of_the_uncut_blo
 
 
 def test_whatever_is_legal_keeps_documents_apart(uncut, random_cuts):
-    for seed in range(NUM_CASES // 10 + 2):
+    for seed in range(NUM_CASES // 10 + 1):
         _compare_random_case(uncut, random_cuts, seed, ("llama of documents", "gpt of documents", "qwen of documents"))
 
 
 def _lowered_at_random(case, random_cuts, rng, *, keeps_gathered):
     """Cut a layer of experts at random for a random mesh."""
     mesh = random_mesh(rng)
-    names = tuple(name for name, _ in mesh.atoms)
+    names = tuple(name for name, _ in mesh.axes)
     cuts = random_cuts(case.block, "mixtral", names, rng)
     return case.lower(cuts, mesh, _random_boundary(names, rng), keeps_gathered=keeps_gathered), mesh
 
@@ -89,7 +88,7 @@ def test_full_experts_drop_what_their_own_group_of_tokens_has_too_much(uncut, ra
         case = uncut("mixtral", batch=4, seq=rng.choice([3, 4]), again=again, seed=seed, capacity=capacity)
         program, mesh = _lowered_at_random(case, random_cuts, rng, keeps_gathered=True)
         error = case.queueing_as(program, mesh).error(program, mesh)
-        assert error <= WORST_ERROR, f"seed {seed}: capacity {capacity} on {mesh.atoms}: off by {error}"
+        assert error <= WORST_ERROR, f"seed {seed}: capacity {capacity} on {mesh.axes}: off by {error}"
         differ += case.error(program, mesh) > WORST_ERROR
     assert differ
 
@@ -101,7 +100,7 @@ def test_what_experts_read_has_its_gradient_summed_where_a_platform_does_so(uncu
         case = uncut("mixtral", batch=4, seq=3, again=again, seed=seed, capacity=capacity, platform="nxd")
         program, mesh = _lowered_at_random(case, random_cuts, rng, keeps_gathered=False)
         error = case.queueing_as(program, mesh).error(program, mesh)
-        assert error <= WORST_ERROR, f"seed {seed}: capacity {capacity} on {mesh.atoms}: off by {error}"
+        assert error <= WORST_ERROR, f"seed {seed}: capacity {capacity} on {mesh.axes}: off by {error}"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_what_experts_read_has_its_gradient_summed_where_a_platform_does_so(uncu
 )
 def test_nxd_sums_slots_or_tokens_on_every_rank_before_it_slices_them(uncut, natural_cuts, capacity, sent):
     case = uncut("mixtral", even=True, capacity=capacity, platform="nxd")
-    mesh, boundary = VirtualMesh(atoms=(("kv", 2),)), {"seq": ("kv",)}
+    mesh, boundary = Mesh.virtual(kv=2), {"seq": ("kv",)}
     cuts = natural_cuts(case.block, {"kv": 2}, sequence_parallel=True)
     lines = _listed(case.lower(cuts, mesh, boundary, keeps_gathered=False))
     assert {line for line in lines if line.startswith(("I expert_in", "I mlp_in"))} == sent
@@ -123,7 +122,7 @@ def _natural(  # noqa: PLR0913
     uncut, natural_cuts, options, kind, atoms, *, sequence_parallel=True, keeps_gathered=True, **more
 ):  # fmt: skip
     case = uncut(options, kind, even=True, **more)
-    mesh = VirtualMesh(atoms=atoms)
+    mesh = Mesh.virtual(**dict(atoms))
     cuts = natural_cuts(case.block, dict(atoms), sequence_parallel=sequence_parallel)
     names = dict(atoms)
     assert not faults(case.block, cuts, names)
@@ -140,6 +139,10 @@ def _listed(program):
 
 
 def test_the_collectives_of_megatron_come_out_by_themselves(uncut, natural_cuts):
+    plain = _natural(uncut, natural_cuts, "llama", "layer", MEGATRON, sequence_parallel=False)
+    assert _listed(plain) == [
+        f"{entry} all_reduce /kv" for entry in ("F attn_out", "F mlp_out", "I mlp_in", "I attn_in")
+    ]
     program = _natural(uncut, natural_cuts, "llama", "layer", MEGATRON)
     assert _listed(program) == [
         "F attn_in all_gather seq/kv",
@@ -160,16 +163,6 @@ def test_what_is_kept_cut_is_gathered_again_for_the_weights(uncut, natural_cuts)
     assert sorted(more) == ["W attn_in all_gather seq/kv", "W mlp_in all_gather seq/kv"]
     kinds = Counter(entry.collective.kind for entry in repeated.collectives())
     assert kinds == {"all_gather": 6, "reduce_scatter": 4}
-
-
-def test_without_sequence_parallelism_each_pair_of_products_has_one_all_reduce_per_pass(uncut, natural_cuts):
-    program = _natural(uncut, natural_cuts, "llama", "layer", MEGATRON, sequence_parallel=False)
-    assert _listed(program) == [
-        "F attn_out all_reduce /kv",
-        "F mlp_out all_reduce /kv",
-        "I mlp_in all_reduce /kv",
-        "I attn_in all_reduce /kv",
-    ]
 
 
 @pytest.mark.parametrize("options", ["llama", "mixtral", "gpt", "neox", "qwen"])
@@ -222,8 +215,3 @@ def test_one_rank_sends_nothing(uncut, natural_cuts):
     for kind in ("embed", "layer", "head"):
         program = _natural(uncut, natural_cuts, "mixtral", kind, (("edp", 1), ("kv", 1)))
         assert not program.collectives()
-
-
-def test_lowering_is_deterministic(uncut, natural_cuts):
-    lines = [_listed(_natural(uncut, natural_cuts, "mixtral", "layer", (("ep", 2), ("kv", 2)))) for _ in range(2)]
-    assert lines[0] == lines[1]

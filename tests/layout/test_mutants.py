@@ -1,23 +1,23 @@
 """The teeth of the interpreter: whatever is changed in a lowered program must show."""
 
 import itertools
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pytest
 from hypothesis import settings
 
 from autoshard.graph.op import Op, OpKind, Output
 from autoshard.layout.layout import Collective
 from autoshard.layout.legal import cut_operations
 from autoshard.layout.program import Communicate, Compute, CountOnce, Program, Sum
-from autoshard.layout.shards import VirtualMesh
+from autoshard.spec.mesh import Mesh
 from tests.layout.meaning import legal_cuts
 
-NUM_MUTANTS = 600 if settings().max_examples >= 200 else 75
+NUM_MUTANTS = 600 if settings().max_examples >= 200 else 48
 WORST_ERROR = 1e-9
 ORDERED = ("all_gather", "reduce_scatter", "slice", "all_to_all")
 OTHER_KINDS = {
@@ -67,18 +67,22 @@ def _aside(value):
     return replace(value, name=f"{value.name}!")
 
 
+def _size(mesh, atoms):
+    return math.prod(mesh.size(atom) for atom in atoms)
+
+
 def _same_size(mesh, atoms):
     """Yield other atoms over which a group is as large."""
-    real = [name for name, size in mesh.atoms if size > 1]
+    real = [name for name, size in mesh.axes if size > 1]
     for count in range(1, len(real) + 1):
         for other in itertools.permutations(real, count):
-            if mesh.size(other) == mesh.size(atoms) and set(other) != set(atoms):
+            if _size(mesh, other) == _size(mesh, atoms) and set(other) != set(atoms):
                 yield other
 
 
 def _is_no_op(entry, mesh, how):
     """Groups of one rank; and the maximum of equal values, whose layout is the same before and after."""
-    alone = mesh.size(entry.collective.atoms) == 1
+    alone = _size(mesh, entry.collective.atoms) == 1
     return alone or (how == "doubled" and entry.collective.kind == "all_reduce_max")
 
 
@@ -129,7 +133,7 @@ def _ring_mutants(number, entry, mesh):
 
 
 def _once_mutants(number, entry, mesh):
-    if mesh.size(entry.atoms) == 1:
+    if _size(mesh, entry.atoms) == 1:
         return
     found = [
         ("counted by all", _spoil(entry.reads, entry.writes, lambda array: array)),
@@ -167,11 +171,9 @@ def _shows(mutant, program, mesh, case):
     changed = mutant.of(program)
     with np.errstate(all="ignore"):
         try:
-            if not case.error(changed, mesh) <= WORST_ERROR:
-                return "results"
-            return "tensors" if not case.tensors_agree(changed, mesh) else ""
-        except (AssertionError, ValueError, IndexError) as refused:
-            return type(refused).__name__
+            return not (case.error(changed, mesh) <= WORST_ERROR and case.tensors_agree(changed, mesh))
+        except (AssertionError, ValueError, IndexError):
+            return True
 
 
 SETTINGS = (
@@ -192,17 +194,17 @@ def _programs(uncut, natural_cuts):
     """Yield natural shardings of every block, then random ones."""
     for options, kind, atoms, sequence_parallel in SETTINGS:
         case = uncut(options, kind, batch=8, seq=8, even=True)
-        mesh = VirtualMesh(atoms=atoms)
+        mesh = Mesh.virtual(**dict(atoms))
         cuts = natural_cuts(case.block, dict(atoms), sequence_parallel=sequence_parallel)
         for keeps in (True, False):
             yield case, mesh, case.lower(cuts, mesh, {"batch": ("edp",), "seq": ("cp",)}, keeps_gathered=keeps)
     for seed in itertools.count():
         rng = random.Random(seed)
         case = uncut(rng.choice(["llama", "neox"]), "layer", batch=8, seq=8, even=True, seed=seed)
-        mesh = VirtualMesh(atoms=(("a", 2), ("b", 2), ("c", 2))[: rng.choice([2, 3])])
-        names = [name for name, _ in mesh.atoms]
+        mesh = Mesh.virtual(**dict.fromkeys(("edp", "cp", "kv")[: rng.choice([2, 3])], 2))
+        names = [name for name, _ in mesh.axes]
         cuts = {op.name: rng.choice(list(legal_cuts(case.block, op, names))) for op in cut_operations(case.block)}
-        yield case, mesh, case.lower(cuts, mesh, {"batch": ("a",)}, keeps_gathered=rng.random() < 0.5)
+        yield case, mesh, case.lower(cuts, mesh, {"batch": ("edp",)}, keeps_gathered=rng.random() < 0.5)
 
 
 def _some_of_each(found, count):
@@ -213,37 +215,14 @@ def _some_of_each(found, count):
     return [mutant for each in by_sort.values() for mutant in rng.sample(each, min(count, len(each)))]
 
 
-def test_every_mutant_of_a_lowered_program_is_caught(uncut, natural_cuts, capsys):
-    sorts, caught, survivors = Counter(), Counter(), []
+def test_every_mutant_of_a_lowered_program_is_caught(uncut, natural_cuts):
+    sorts, survivors = Counter(), []
     for case, mesh, program in _programs(uncut, natural_cuts):
         assert case.error(program, mesh) <= WORST_ERROR
-        for mutant in _some_of_each(list(_mutants(program, mesh)), max(1, NUM_MUTANTS // 150)):
-            how = _shows(mutant, program, mesh, case)
+        for mutant in _some_of_each(list(_mutants(program, mesh)), max(1, NUM_MUTANTS // 100)):
             sorts[mutant.sort] += 1
-            caught[how or "nothing"] += 1
-            if not how:
-                survivors.append(f"{mutant} on {mesh.atoms}, {case.block.kind}")
+            if not _shows(mutant, program, mesh, case):
+                survivors.append(f"{mutant} on {mesh.axes}, {case.block.kind}")
         if sorts.total() >= NUM_MUTANTS:
             break
-    with capsys.disabled():
-        print(f"\n{sorts.total()} mutants: {dict(sorts)}; shown by {dict(caught)}")  # noqa: T201
     assert not survivors, "\n".join(survivors)
-
-
-@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
-def test_a_collective_over_one_rank_changes_nothing(kind, uncut):
-    case = uncut("llama")
-    mesh = VirtualMesh(atoms=(("a", 1), ("b", 2)))
-    cuts = {op.name: {} for op in cut_operations(case.block)}
-    program = case.lower(cuts, mesh, {}, keeps_gathered=True)
-    value = next(entry.writes[0] for entry in program.instructions if isinstance(entry, Compute))
-    collective = Collective(
-        kind=kind, dim=None if kind == "all_reduce" else "seq", atoms=("a",),
-        to_dim="hidden" if kind == "all_to_all" else None,
-    )  # fmt: skip
-    number = next(i for i, e in enumerate(program.instructions) if isinstance(e, Compute) and value in e.writes)
-    maker = program.instructions[number]
-    writes = tuple(_aside(each) if each == value else each for each in maker.writes)
-    alone = Communicate(entry="x", pass_="F", collective=collective, reads=_aside(value), writes=value)
-    mutant = Mutant(sort="alone", how="", number=number, instructions=(replace(maker, writes=writes), alone))
-    assert case.error(mutant.of(program), mesh) <= WORST_ERROR

@@ -7,7 +7,8 @@ from hypothesis import assume, given, settings, strategies as st
 
 from autoshard.layout.layout import Layout
 from autoshard.layout.redistribute import bytes_price, redistribute, single_changes
-from autoshard.layout.shards import Executor, VirtualMesh
+from autoshard.layout.shards import Executor
+from autoshard.spec.mesh import Mesh
 
 DIMS = ("seq", "hidden", "ffn")
 TENSOR_BYTES = 1e6
@@ -27,8 +28,8 @@ def journeys(draw):
     """A mesh, sizes of the dims, and a layout before and after."""
     sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3))
     assume(math.prod(sizes) <= 16)
-    mesh = VirtualMesh(atoms=tuple(zip("abc", sizes, strict=False)))
-    names = [name for name, _ in mesh.atoms]
+    mesh = Mesh.virtual(**dict(zip(("edp", "cp", "kv"), sizes, strict=False)))
+    names = [name for name, _ in mesh.axes]
     shape = {dim: draw(st.sampled_from([1, 2, 5, 6, 7, 12, 24])) for dim in DIMS}
     return mesh, shape, draw(layouts(names, pending=True)), draw(layouts(names, pending=False))
 
@@ -79,7 +80,7 @@ def _without_ones(layout, atoms):
 @given(journeys(), st.integers(0, 2**32))
 def test_on_virtual_ranks_the_result_is_the_same_tensor(journey, seed):
     mesh, shape, before, after = journey
-    atoms = dict(mesh.atoms)
+    atoms = dict(mesh.axes)
     price = _random_price(seed) if seed % 2 else bytes_price(TENSOR_BYTES, atoms)
     executor = Executor(mesh=mesh, sizes=shape)
     array = np.random.default_rng(seed).normal(size=[shape[dim] for dim in DIMS])
@@ -94,7 +95,7 @@ def test_on_virtual_ranks_the_result_is_the_same_tensor(journey, seed):
 @given(journeys(), st.none() | st.integers(0, 2**32))
 def test_it_is_never_dearer_than_to_gather_all_and_slice(journey, seed):
     mesh, _, before, after = journey
-    atoms = dict(mesh.atoms)
+    atoms = dict(mesh.axes)
     price = bytes_price(TENSOR_BYTES, atoms) if seed is None else _random_price(seed)
     plain = _gather_all_then_slice(_without_ones(before, atoms), _without_ones(after, atoms), atoms)
     path = redistribute(before, after, atoms, price)
@@ -104,13 +105,13 @@ def test_it_is_never_dearer_than_to_gather_all_and_slice(journey, seed):
 @given(journeys())
 def test_to_stay_is_free_and_empty(journey):
     mesh, _, _, layout = journey
-    assert redistribute(layout, layout, dict(mesh.atoms), bytes_price(TENSOR_BYTES, dict(mesh.atoms))) == ()
+    assert redistribute(layout, layout, dict(mesh.axes), bytes_price(TENSOR_BYTES, dict(mesh.axes))) == ()
 
 
 @given(journeys(), st.integers(0, 2**32))
 def test_the_same_question_has_the_same_answer(journey, seed):
     mesh, _, before, after = journey
-    atoms = dict(mesh.atoms)
+    atoms = dict(mesh.axes)
     forwards = redistribute(before, after, atoms, _random_price(seed))
     backwards = redistribute(before, after, dict(reversed(atoms.items())), _random_price(seed))
     assert forwards == backwards

@@ -7,9 +7,9 @@ from autoshard.layout.layout import Collective, Layout
 from autoshard.layout.legal import cut_operations, faults
 from autoshard.layout.lower import lower
 from autoshard.layout.redistribute import bytes_price
-from autoshard.layout.shards import VirtualMesh
 from autoshard.layout.strategy import Strategy, strategies
 from autoshard.spec.kernels import load_kernels
+from autoshard.spec.mesh import Mesh
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
 
@@ -78,7 +78,7 @@ def test_impossible_strategies_are_refused_all_at_once():
 def _lowered(uncut, natural_cuts, options, kind, atoms, **more):
     case = uncut(options, kind, even=True, batch=4, seq=8, **more)
     cuts = natural_cuts(case.block, dict(atoms), sequence_parallel=True)
-    return case.block, case.lower(cuts, VirtualMesh(atoms=atoms), {"batch": ("edp",)}, keeps_gathered=False)
+    return case.block, case.lower(cuts, Mesh.virtual(**dict(atoms)), {"batch": ("edp",)}, keeps_gathered=False)
 
 
 @pytest.mark.parametrize("options", ["llama", "mixtral", "gpt", "neox", "qwen", "gpt of documents"])
@@ -118,7 +118,7 @@ def test_a_deliver_tells_one_chain_per_layout_that_it_hands_on(uncut):
     case = uncut("llama", even=True)
     cuts = {op.name: {} for op in cut_operations(case.block)}
     cuts |= {"attn_norm": {"seq": ("kv",)}, "q": {"head_dim": ("kv",)}, "k": {"batch": ("kv",)}, "v": {"seq": ("kv",)}}
-    program = case.lower(cuts, VirtualMesh(atoms=(("kv", 2),)), {}, keeps_gathered=True)
+    program = case.lower(cuts, Mesh.virtual(kv=2), {}, keeps_gathered=True)
     assert str(strategies(program, case.block)["attn_in"]).startswith(
         "[batch, seq/kv, hidden] -> [batch, seq, hidden], [batch/kv, seq, hidden]"
         " | F all_gather seq/kv; all_to_all seq>batch/kv"

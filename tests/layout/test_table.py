@@ -9,12 +9,12 @@ from autoshard.errors import InputError
 from autoshard.graph.decoder import decoder_graph
 from autoshard.layout.interpret import Interpreter
 from autoshard.layout.redistribute import bytes_price
-from autoshard.layout.shards import VirtualMesh
 from autoshard.layout.strategy import Strategy, strategies
 from autoshard.layout.table import TableSetting, fitted, program_of, written
 from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.proof import random_inputs
 from autoshard.spec.kernels import load_kernels
+from autoshard.spec.mesh import Mesh
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Precision, Workload
 from tests.layout.meaning import cuts_by_meaning
@@ -50,7 +50,7 @@ def results(program, kind="layer"):
     given = random_inputs(block, GRAPH.sizes, np.random.default_rng(0))
     whole = dict(given)
     block.run(block.select("micro_batch"), GRAPH.sizes, whole)
-    mesh = VirtualMesh(atoms=tuple((atom, size) for atom, size in ATOMS.items() if size > 1))
+    mesh = Mesh.virtual(**{atom: size for atom, size in ATOMS.items() if size > 1})
     made = Interpreter(block=block, mesh=mesh, sizes=GRAPH.sizes).run(program, given)
     largest = max(np.abs(whole[name]).max() for name in made)
     return max(np.abs(made[name] - whole[name]).max() / largest for name in made)

@@ -24,12 +24,12 @@ from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.layout.interpret import queueing_apart
 from autoshard.layout.pin import pins_of
-from autoshard.layout.shards import VirtualMesh
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_programs, table_setting
 from autoshard.search.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import AdamWConstants, Training
@@ -122,7 +122,7 @@ def reference_graph(plan: Plan) -> OpGraph:
     graph = graph_of(plan)
     if plan.workload.expert_capacity is None:
         return graph
-    mesh = VirtualMesh(atoms=tuple(table_setting(plan).atoms.items()))
+    mesh = Mesh.virtual(**table_setting(plan).atoms)
     layer = queueing_apart(graph.block("layer"), plan_programs(plan)["layer"], mesh, graph.sizes)
     return replace(graph, blocks=tuple(layer if one.kind == "layer" else one for one in graph.blocks))
 
