@@ -6,50 +6,35 @@ import subprocess
 import sys
 from pathlib import Path
 
+CONFTEST = Path(__file__).parents[1] / "conftest.py"
+TESTS = """
 import pytest
-
-TESTS = Path(__file__).parents[1]
-
-COMPARES = "def test_text(golden):\n    golden('deep/text.txt', 'hello')\n"
-COUNTS = """
 from hypothesis import settings
 
-def test_profile():
-    assert (settings().max_examples, settings().derandomize, settings().deadline) == {!r}
+@pytest.mark.parametrize("name", ["new", "other"])
+def test_text(name, golden):
+    golden(f"deep/{name}.txt", "hello")
+
+def test_profile(pytestconfig):
+    count = 200 if pytestconfig.getoption("--hypothesis-profile") == "thorough" else 25
+    assert (settings().max_examples, settings().derandomize, settings().deadline) == (count, True, None)
 """
 
 
-def pytest_in(folder: Path, *arguments: str, ci: str = "") -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", *arguments]
-    env = os.environ | {"CI": ci}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+def test_golden_files_are_demanded_and_written_on_request_and_profiles_have_their_examples(tmp_path: Path) -> None:
+    shutil.copy(CONFTEST, tmp_path)
+    (tmp_path / "test_it.py").write_text(TESTS, encoding="utf-8")
+    new, other = (tmp_path / "golden" / "deep" / f"{name}.txt" for name in ("new", "other"))
+    other.parent.mkdir(parents=True)
+    other.write_text("good bye", encoding="utf-8")
 
+    def pytest_in(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=os.environ | {"CI": "true"}, capture_output=True, text=True)
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    shutil.copy(TESTS / "conftest.py", tmp_path)
-    return tmp_path
-
-
-def test_a_golden_file_is_demanded_written_on_request_and_then_compared(project: Path) -> None:
-    (project / "test_it.py").write_text(COMPARES, encoding="utf-8")
-    file = project / "golden" / "deep" / "text.txt"
-
-    missing = pytest_in(project)
-    assert missing.returncode == 1 and "--update-golden" in missing.stdout and not file.exists()
-
-    assert pytest_in(project, "--update-golden").returncode == 0
-    assert file.read_text(encoding="utf-8") == "hello"
-
-    file.write_text("good bye", encoding="utf-8")
-    assert pytest_in(project).returncode == 1
-    assert file.read_text(encoding="utf-8") == "good bye"
-
-
-def test_ci_repeats_its_examples_and_the_thorough_profile_tries_more(project: Path) -> None:
-    (project / "test_it.py").write_text(COUNTS.format((200, True, None)), encoding="utf-8")
-    done = pytest_in(project, "--hypothesis-profile", "thorough")
+    done = pytest_in()
+    assert done.returncode == 1 and "2 failed, 1 passed" in done.stdout and "--update-golden" in done.stdout
+    assert not new.exists() and other.read_text(encoding="utf-8") == "good bye"
+    done = pytest_in("--update-golden", "--hypothesis-profile", "thorough")
     assert done.returncode == 0, done.stdout
-    (project / "test_it.py").write_text(COUNTS.format((25, True, None)), encoding="utf-8")
-    done = pytest_in(project, ci="true")
-    assert done.returncode == 0, done.stdout
+    assert new.read_text(encoding="utf-8") == other.read_text(encoding="utf-8") == "hello"

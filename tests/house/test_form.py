@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PYTHON_FOLDERS = ("autoshard", "benchmarks", "tests")
 SOURCES = sorted(path for folder in PYTHON_FOLDERS for path in (ROOT / folder).rglob("*.py"))
@@ -46,8 +44,9 @@ def short(path: Path) -> str:
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def nodes() -> tuple[tuple[Path, ast.AST], ...]:
+    """Every node of every source; parsed once for all tests."""
+    return tuple((path, node) for path in SOURCES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def text_files() -> Iterator[Path]:
@@ -59,15 +58,15 @@ def text_files() -> Iterator[Path]:
             yield path
 
 
-def defined_names(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name
-            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
-                yield name
-            case _:
-                pass
+def name_of(node: ast.AST) -> str | None:
+    """The name that a node defines, if it defines one."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return name
+        case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
+            return name
+        case _:
+            return None
 
 
 def words(name: str) -> set[str]:
@@ -88,72 +87,47 @@ def elsewhere(line: str) -> bool:
     return any(pattern.search(line) for pattern in ELSEWHERE) or any(True for _ in indexes)
 
 
-def test_functions_fit_in_the_eye() -> None:
-    long = [
+def test_functions_fit_in_the_eye_and_files_have_one_subject() -> None:
+    functions = [
         f"{short(path)}:{node.lineno} {node.name}"
-        for path in SOURCES
-        for node in ast.walk(parsed(path))
+        for path, node in nodes()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (node.end_lineno or node.lineno) - node.lineno >= MAX_FUNCTION_LINES
     ]
-    assert not long
-
-
-def test_files_have_one_subject() -> None:
-    long = [
+    files = [
         f"{short(path)}: {lines} lines"
         for path in SOURCES
         if (lines := len(path.read_text(encoding="utf-8").splitlines()))
         > (MAX_TEST_FILE_LINES if short(path).startswith("tests/") else MAX_FILE_LINES)
     ]
-    assert not long
+    assert not functions and not files
 
 
-@pytest.mark.parametrize(
-    ("name", "banned"),
-    [
-        *((name, True) for name in ("MeshManager", "_do_step", "process_rows", "model_info", "StageUtils")),
-        *((name, False) for name in ("information", "dot", "process", "redo_step")),
-    ],
-)
-def test_the_rule_of_names_knows_its_words(name: str, banned: bool) -> None:
-    assert is_banned(name) is banned
+def test_the_rule_of_names_knows_its_words() -> None:
+    assert all(map(is_banned, ("MeshManager", "_do_step", "process_rows", "model_info", "StageUtils")))
+    assert not any(map(is_banned, ("information", "dot", "process", "redo_step")))
 
 
 def test_names_say_what_they_stand_for() -> None:
-    named = [(path, name) for path in SOURCES for name in (path.stem, *defined_names(parsed(path)))]
+    named = [(path, path.stem) for path in SOURCES]
+    named += [(path, name) for path, node in nodes() if (name := name_of(node))]
     assert not [f"{short(path)}: {name}" for path, name in named if is_banned(name)]
 
 
-def test_there_is_no_global_state() -> None:
-    stateful = [
-        f"{short(path)}:{node.lineno}"
-        for path in SOURCES
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Global)
-    ]
-    assert not stateful
-
-
-def test_the_environment_is_read_at_the_door() -> None:
+def test_there_is_no_global_state_and_the_environment_is_read_at_the_door() -> None:
+    assert not [f"{short(path)}:{node.lineno}" for path, node in nodes() if isinstance(node, ast.Global)]
     readers = [
         f"{short(path)}:{node.lineno}"
-        for path in SOURCES
-        if path.is_relative_to(ROOT / "autoshard") and path not in READS_ENVIRONMENT
-        for node in ast.walk(parsed(path))
+        for path, node in nodes()
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "environb"}
+        if path.is_relative_to(ROOT / "autoshard") and path not in READS_ENVIRONMENT
     ]
     assert not readers
 
 
-@pytest.mark.parametrize("place", ["/ho" + "me/me/x", "in .." + "/x", "https:" + "//pypi.example.org/simple"])
-def test_the_rule_of_places_knows_its_words(place: str) -> None:
-    assert elsewhere(place)
-
-
-@pytest.mark.parametrize("place", [*PUBLIC_INDEXES, "stages=9/10*6/11", "models/x.json", ".../x"])
-def test_the_rule_of_places_leaves_the_rest_alone(place: str) -> None:
-    assert not elsewhere(place)
+def test_the_rule_of_places_knows_its_words() -> None:
+    assert all(map(elsewhere, ("/ho" + "me/me/x", "in .." + "/x", "https:" + "//pypi.example.org/simple")))
+    assert not any(map(elsewhere, (*PUBLIC_INDEXES, "stages=9/10*6/11", "models/x.json", ".../x")))
 
 
 def test_the_repository_names_no_place_outside_itself() -> None:

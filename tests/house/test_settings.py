@@ -97,13 +97,10 @@ def test_ci_is_the_local_check_and_then_the_rest() -> None:
     assert "--cov" in makefile("coverage")
 
 
-def test_every_install_of_make_obeys_the_constraints() -> None:
+def test_every_install_of_make_obeys_the_constraints_and_make_plan_installs_only_what_plans() -> None:
     installs = [line for line in makefile("plan", "check").splitlines() if "pip install" in line]
     assert any("[dev]" in line for line in installs) and any("-e ." in line for line in installs)
     assert all("-c constraints.txt" in line for line in installs)
-
-
-def test_make_plan_installs_only_what_plans() -> None:
     assert "dev" not in makefile("plan")
 
 

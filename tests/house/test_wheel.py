@@ -53,14 +53,13 @@ def test_the_wheel_holds_the_package_and_its_data_and_nothing_else(wheel: Path) 
     assert {"autoshard-0.1.0.dist-info/licenses/LICENSE", "autoshard/py.typed"} <= names
 
 
-def test_the_installed_wheel_is_what_is_imported(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_is_imported_and_plans_by_card_name_outside_the_checkout(
+    installed: Path, tmp_path: Path
+) -> None:
     code = "import autoshard; print(autoshard.__file__)"
     found = run(sys.executable, "-P", "-c", code, cwd=tmp_path, path=installed)
     assert Path(found.strip()).is_relative_to(installed)
-
-
-def test_the_installed_wheel_plans_by_card_name_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     program = (sys.executable, "-P", installed / "bin" / "autoshard")
     assert "llama3-70b" in run(*program, "list", "models", cwd=tmp_path, path=installed)
-    run(*program, "plan", "--model", "llama3-70b", "--nodes", "16", cwd=tmp_path, path=installed)
-    assert "llama3-70b" in (tmp_path / "plan.json").read_text(encoding="utf-8")
+    run(*program, "plan", "--model", "llama3-8b", "--fix", "tp=8,pp=4,mbs=1", cwd=tmp_path, path=installed)
+    assert "llama3-8b" in (tmp_path / "plan.json").read_text(encoding="utf-8")

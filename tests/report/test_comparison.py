@@ -1,23 +1,27 @@
-"""What compare and explain --why-not print: golden, no wider than a terminal, and said as a person would."""
+"""What compare and explain print: golden, no wider than a terminal, and said as a person would."""
 
 import dataclasses
 import json
+import re
 
 import pytest
 
+from autoshard.cost.calibration import calibration_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.diff import diff
-from autoshard.plan.explanation import Flip, WhyNot
+from autoshard.plan.explanation import Alternatives, Flip, WhyNot
 from autoshard.plan.plan import StageMemory
 from autoshard.report.comparison import comparison_report, misfits, sentences, why_not_report
+from autoshard.report.explanation import explanation_report
 from autoshard.report.structured import comparison_json, why_not_json
+from autoshard.search.explain import explain
 from autoshard.search.request import plan_at
+from autoshard.search.what_if import alternatives
 from tests.plan.cases import ask as question, plan_of
 from tests.plan.test_diff import predicted
 from tests.report.printed import printed
 from tests.search.brute_force import ask
 
-LONG = plan_of(question(seq_len=16384), "tp=32,pp=8")
 FEW = plan_of(question(nodes=8), "tp=32,pp=8")
 
 
@@ -25,15 +29,25 @@ def compared(found, remarks=()):
     return printed(comparison_report(found, ("old.json", "[red]new.json"), remarks))
 
 
-def test_the_whole_comparison(golden):
+def test_the_whole_comparison_and_explanation(golden):
     request = ask("llama3-70b", "trn1.32xlarge", 16)
     a, b = (plan_at(request, Candidate.parse(text)) for text in ("tp=32,pp=8,dp=2", "tp=8,pp=8,dp=8,recompute=full"))
     golden("report/compare-llama3-70b-trn1-16.txt", compared(diff(a, b), ["new.json: was edited"]))
+    report = explanation_report(a, explain(a), alternatives(a, calibration_of(a)))
+    golden("report/explain-llama3-70b-trn1-16.txt", printed(report))
 
 
-def first(a, b, **changes):
-    """The first sentence about two plans of one question, or of two."""
-    return sentences(diff(predicted(parts=a), predicted(parts=b, **changes)))[0]
+@pytest.mark.parametrize(
+    ("cluster", "text", "sums"),
+    [
+        ("h100-80", "tp=8,dp=1,kernels=mcore", r"compute .*, waiting .*, sending .*, .* of it hidden"),
+        ("trn1.32xlarge", "tp=32,dp=1", r"compute [0-9.]+ ms, sending [0-9.]+ ms"),
+    ],
+)
+def test_what_waits_and_what_hides_is_said_only_where_it_is(cluster, text, sums):
+    plan = plan_at(ask("llama3-8b", cluster), Candidate.parse(text))
+    found = printed(explanation_report(plan, explain(plan), Alternatives(others=(), unlimited_s=1e-3)))
+    assert re.search(rf"^layer, 32 times: .* \({sums}\)$", found, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -57,20 +71,16 @@ def first(a, b, **changes):
     ],
 )
 def test_the_first_sentence_says_which_is_faster_and_why(a, b, words):
-    assert first(a, b).startswith(words)
+    assert sentences(diff(predicted(parts=a), predicted(parts=b)))[0].startswith(words)
 
 
-def test_the_same_plan_is_the_same_and_nothing_more_is_said():
-    plan = predicted()
+def test_equal_plans_and_equal_seconds_are_said_to_be_equal():
+    plan, other = predicted(), predicted(plan_of(question(), "tp=32,pp=8,zero=0"))
     assert sentences(diff(plan, plan)) == ["nothing differs: the plans are the same, 10.00 s a step"]
     text = compared(diff(plan, plan))
     assert "What" not in text and text.count("\n") == 6
-
-
-def test_equal_seconds_of_other_plans_are_said_to_be_equal():
-    other = predicted(plan_of(question(), "tp=32,pp=8,zero=0"))
-    assert sentences(diff(predicted(), other)) == ["b takes as long as a, 10.00 s a step"]
-    text = compared(diff(predicted(), other))
+    assert sentences(diff(plan, other)) == ["b takes as long as a, 10.00 s a step"]
+    text = compared(diff(plan, other))
     assert "zero" in text and "Time of a step" not in text and "Sent in" not in text
 
 
@@ -83,7 +93,8 @@ def test_a_difference_inside_the_intervals_is_not_known_to_be_real():
 
 
 def test_other_questions_are_compared_by_token_rank_and_dollar():
-    longer = predicted(LONG, {"compute": 15.0}, tokens_per_s=LONG.workload.tokens_per_step / 15)
+    plan = plan_of(question(seq_len=16384), "tp=32,pp=8")
+    longer = predicted(plan, {"compute": 15.0}, tokens_per_s=plan.workload.tokens_per_step / 15)
     said = sentences(diff(predicted(), longer))
     assert said[0] == "the plans answer different questions: workload differs"
     assert said[1].startswith("b has 33.3% more tokens/s (1.12 M against 838.86 k); 33.3% more tokens per dollar (")
@@ -105,35 +116,33 @@ def test_what_does_not_fit_and_what_rests_on_other_grounds_is_said():
     assert "prediction of b measured by me" in text and "note: new.json: prediction: was edited" in text
 
 
+def with_tables(*tables):
+    return diff(*(predicted(dataclasses.replace(FEW, strategies=table)) for table in tables))
+
+
 def test_long_lists_and_texts_are_cut_and_counted():
-    tables = ({f"op{number}": f"[{side}]" for number in range(9)} for side in ("x", "y"))
-    plans = [predicted(dataclasses.replace(FEW, strategies={"layer": table})) for table in tables]
-    assert "How operations are cut: 9 lines differ, of which 6 are shown" in " ".join(compared(diff(*plans)).split())
-    many = [
-        predicted(dataclasses.replace(FEW, provenance={f"key{number}": side * 300 for number in range(20)}))
-        for side in "xy"
-    ]
-    text = compared(diff(*many))
+    many = ({"layer": {f"op{number}": f"[{side}]" for number in range(9)}} for side in ("x", "y"))
+    assert "How operations are cut: 9 lines differ, of which 6 are shown" in " ".join(
+        compared(with_tables(*many)).split()
+    )
+    one = ({"layer": {"op": side}} for side in "xy")
+    assert "How operations are cut: 1 line differs block" in " ".join(compared(with_tables(*one)).split())
+    lone = {"layer full": {"op": "x"}}
+    assert "only a has this block" in compared(with_tables(lone, {}))
+    assert "only b has this block" in compared(with_tables({}, lone))
+    provenances = ({f"key{number}": side * 300 for number in range(20)} for side in "xy")
+    text = compared(diff(*(predicted(dataclasses.replace(FEW, provenance=one)) for one in provenances)))
     assert "and 4 more" in text and "x" * 300 not in "".join(text.split())
-    one = [predicted(dataclasses.replace(FEW, strategies={"layer": {"op": side}})) for side in "xy"]
-    assert "How operations are cut: 1 line differs block" in " ".join(compared(diff(*one)).split())
-
-
-def test_a_block_of_one_plan_alone_is_counted():
-    with_block = predicted(dataclasses.replace(FEW, strategies={"layer full": {"op": "x"}}))
-    assert "only a has this block" in compared(diff(with_block, predicted(FEW)))
-    assert "only b has this block" in compared(diff(predicted(FEW), with_block))
 
 
 def test_as_data_there_are_the_sentences_and_every_term():
     found = diff(predicted(parts={"compute": 8.0, "tp": 2.0}), predicted(parts={"compute": 9.0, "tp": 3.0}))
     data = json.loads(json.dumps(comparison_json(found, ["remark"])))
-    assert data["summary"] == sentences(found)
+    assert data["summary"] == sentences(found) and isinstance(data["memory"]["total"]["a"], int)
     assert (data["slower_by"], data["within_intervals"], data["seconds_of"]) == (0.2, False, "a step")
     assert data["time"]["total"] == {"name": "total", "a": 10.0, "b": 12.0, "difference": 2.0}
     assert data["time"]["parts"][0] == {"name": "compute", "a": 8.0, "b": 9.0, "difference": 1.0, "share": 0.5}
     assert data["a"]["dollars"]["price_date"] == "2026-06-25" and data["remarks"] == ["remark"]
-    assert isinstance(data["memory"]["total"]["a"], int)
 
 
 FLIPS = (
@@ -159,12 +168,8 @@ def test_another_layout_is_compared_and_what_would_turn_the_order_follows():
     assert data["other"]["candidate"] == str(other.candidate) and data["asked"] == "tp=32"
     assert [flip["factor"] for flip in data["flips"]] == [0.125, 0.5, 2.5]
     assert "this is the plan" in printed(why_not_report(own, found_of(own)))
-
-
-def test_what_is_refused_says_why():
-    text = printed(why_not_report(predicted(), found_of(None, fits=False, against=("--why-not tp=3: no",))))
-    assert text.strip() == "refused --why-not tp=3: no"
-    assert why_not_json(predicted(), found_of(None, fits=False))["other"] is None
-    other = predicted(plan_of(question(), "tp=8,pp=8"))
-    text = printed(why_not_report(predicted(), found_of(other, fits=False, against=("too large",))))
+    refused = found_of(None, fits=False, against=("--why-not tp=3: no",))
+    assert printed(why_not_report(own, refused)).strip() == "refused --why-not tp=3: no"
+    assert why_not_json(own, refused)["other"] is None
+    text = printed(why_not_report(own, found_of(other, fits=False, against=("too large",))))
     assert "refused too large" in text and "the smallest with tp=32" in text

@@ -71,16 +71,13 @@ FULL = TimedStep(
 KNOWN: dict[str, Any] = {"mfu": 0.385, "ratio": 1.0625, "left_s": 7200.0}
 
 
-def test_a_line_says_all_that_is_known() -> None:
+def test_a_line_says_all_that_is_known_and_keeps_what_matters_where_it_is_short() -> None:
     assert step_line(FULL, 1000, **KNOWN) == (
         "step    7/1000   loss 2.5000   norm 1.250   lr 3.00e-04   1.50 s   1.06 x predicted   4.00 ktokens/s   "
         "MFU 38.5%   2.00 GiB   waited 250.0 ms for data   2.00 h left"
     )
     skipped = replace(FULL, loss=math.nan, updated=False, phase="compile", waited_s=0.0)
     assert step_line(skipped, 10, ratio=2.0).endswith("2.00 GiB   compiled in it   no update")
-
-
-def test_a_line_fits_and_keeps_what_matters() -> None:
     lines = {width: step_line(FULL, 1000, **KNOWN, width=width) for width in range(20, 200, 7)}
     for width, line in lines.items():
         assert "step    7/1000   loss 2.5000" in line and "1.50 s" in line

@@ -1,14 +1,25 @@
-"""Plans and reasons for programs: what is encoded can be decoded again."""
+"""Plans and reasons for programs, and lists of names: what is encoded can be decoded, and lists are complete."""
 
 import json
+from pathlib import Path
+
+import pytest
 
 from autoshard.cost.predict import predicted
 from autoshard.plan.codec import load
 from autoshard.plan.explanation import Alternatives, Certificate, Explanation
 from autoshard.plan.plan import Prediction
+from autoshard.plan.rules.check import all_rules
 from autoshard.plan.rules.rule import Rejection
+from autoshard.report.listing import entries, listing_text
 from autoshard.report.structured import explanation_json, found_json, made_json, rejection_json
+from autoshard.schedule.builders import builders
 from autoshard.search.planner import search
+from autoshard.spec.cluster_catalogue import cluster_names
+from autoshard.spec.files import shipped
+from autoshard.spec.kernels import kernels_names
+from autoshard.spec.model_catalogue import model_names
+from autoshard.spec.recipe import recipe_files
 from autoshard.spec.record import decode, encode
 from tests.plan.cases import ask as question, plan_of
 from tests.search.brute_force import ask
@@ -25,9 +36,6 @@ def test_a_search_as_data_holds_the_plan_the_runners_up_and_what_was_looked_at()
     assert data["dollars"] is None and all(row["dollars"] is None for row in data["runners_up"])  # no price is known
     assert [decode(Prediction, row["prediction"]) for row in data["runners_up"]] == [one.prediction for one in others]
     assert data["certificate"]["num_legal"] == found.certificate.num_legal
-
-
-def test_a_rejection_keeps_its_rule_and_source():
     rejection = Rejection(rule_id="r", message="m", source="s")
     assert rejection_json(rejection) == {"rule": "r", "message": "m", "source": "s"}
 
@@ -40,7 +48,44 @@ def test_dollars_stand_beside_every_plan():
     assert best["dollars"] == best["runners_up"][0]["dollars"] == made_json(plan, ())["dollars"] == dollars
     assert made_json(None, ()) == {"rejections": [], "plan": None, "dollars": None}
     nothing = Explanation(candidate=str(plan.candidate), blocks=(), rules={}, basis="none")
-    beside = Alternatives(others=(plan,), unlimited_s=1.0)
-    data = explanation_json(plan, nothing, beside)
+    data = explanation_json(plan, nothing, Alternatives(others=(plan,), unlimited_s=1.0))
     assert data.items() >= {**encode(nothing), "dollars": dollars, "unlimited_s": 1.0}.items()
     assert [row["candidate"] for row in data["runners_up"]] == [str(plan.candidate)]
+
+
+NAMES = {
+    "models": model_names(),
+    "recipes": tuple(str(path) for path in recipe_files()),
+    "sweeps": tuple(map(str, sorted(shipped("recipes").glob("sweeps/*.yaml")))),
+    "clusters": cluster_names(),
+    "engines": ("nxd", "torch"),
+    "schedules": tuple(builders()),
+    "kernels": kernels_names(),
+    "rules": tuple(rule.id for rule in all_rules()),
+}
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_a_list_is_complete_and_a_rectangle(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    rows = entries(what)
+    assert [row["name"] for row in rows] == list(NAMES[what])
+    assert len({tuple(row) for row in rows}) == 1 and all(value for row in rows for value in row.values())
+    lines = listing_text(rows).splitlines()
+    for key in list(rows[0])[1:]:
+        column = lines[0].index(key)
+        assert len(lines) == len(rows) + 1 and all(line[column - 2 : column] == "  " for line in lines)
+
+
+def test_lists_show_numbers_prices_with_their_date_and_recipes_as_one_types_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(recipe_files()[0].parents[1])
+    models, clusters, recipes = (
+        {row["name"]: row for row in entries(one)} for one in ("models", "clusters", "recipes")
+    )
+    mixtral = models["mixtral-8x7b"]
+    assert (mixtral["parameters"], mixtral["heads"], mixtral["experts"]) == ("46.70 G", "32/8", "8")
+    assert models["gpt2-xl"]["experts"] == "-"
+    assert clusters["trn2.48xlarge"]["ranks a node"] == "64 (lnc 2)"
+    assert list(clusters["trn1.32xlarge"].values())[-2:] == ["21.50", "2026-06-25"]
+    recipe = recipes["recipes/llama3-70b-trn1-16.yaml"]
+    assert (recipe["model"], recipe["cluster"], recipe["nodes"]) == ("llama3-70b", "trn1.32xlarge", "16")

@@ -163,12 +163,9 @@ def test_hidden_sends_that_meet_get_lanes_of_their_own():
 
 
 def test_a_process_says_which_ranks_it_stands_for_and_the_file_what_it_rests_on():
-    names = [e["args"]["name"] for e in read("1f1b")["traceEvents"] if e["name"] == "process_name"]
-    assert names == [f"pipeline rank {number} (32 ranks alike: node {number})" for number in range(4)]
-    alone = [e["args"]["name"] for e in read("alone")["traceEvents"] if e["name"] == "process_name"]
-    assert alone == ["pipeline rank 0 (1 rank: node 0)"]
-    two = [e["args"]["name"] for e in read("experts")["traceEvents"] if e["name"] == "process_name"]
-    assert two == [f"pipeline rank {number} (8 ranks alike: node {number})" for number in range(2)]
+    for name, count, words in (("1f1b", 4, "32 ranks alike"), ("alone", 1, "1 rank"), ("experts", 2, "8 ranks alike")):
+        names = [e["args"]["name"] for e in read(name)["traceEvents"] if e["name"] == "process_name"]
+        assert names == [f"pipeline rank {number} ({words}: node {number})" for number in range(count)]
     plan, about = case("1f1b")[0], read("1f1b")["otherData"]
     assert about["basis"] == predicted(plan).basis and "nothing in it was measured" in about["title"]
     assert (about["candidate"], about["cluster"]) == (str(plan.candidate), "4 x trn1.32xlarge")

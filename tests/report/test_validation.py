@@ -35,12 +35,8 @@ def test_constants_are_shown_as_times_or_shares_and_names_stand_in_one_column():
     assert (shown["launch_s"], shown["collective_s"], shown["step_s"]) == ("7.2 us", "0 s", "500.0 ms")
     assert shown["memory_efficiency"] == "0.812"
     assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in lines}) == 1
-
-
-def test_what_was_tried_is_told_with_its_error():
     found = built_in("trn1.32xlarge")
-    assert found.fit
     text = calibration_report(found)
-    assert "rows whose model was left out:" in text
+    assert found.fit and "rows whose model was left out:" in text
     for split, error in found.fit.tried.items():
         assert re.search(rf"^  {re.escape(split)} +{error:.1%}$", text, re.MULTILINE)
