@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import re
 
 import numpy as np
@@ -9,6 +10,16 @@ from autoshard.errors import InputError
 from autoshard.plan.rules.check import all_rules, legality
 from autoshard.plan.rules.columns import Columns, effective_names
 from autoshard.plan.rules.rule import judge, rule
+from autoshard.plan.rules.strategy import (
+    DATA_RULES,
+    NXD_RULES,
+    TP_RULES,
+    AtomCut,
+    nxd_router,
+    strategy_rules,
+    with_sp,
+    without_sp,
+)
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.mesh import Mesh
 from tests.plan.cases import any_candidates, ask, questions, reasons
@@ -124,15 +135,6 @@ def test_every_rule_is_broken_by_a_case_of_this_file():
     assert all(rule.source.strip() and rule.subject.strip() for rule in rules)
 
 
-@pytest.mark.parametrize("name", kernels_names())
-@pytest.mark.parametrize("engine", ["nxd", "torch"])
-def test_each_engine_runs_the_kernels_of_its_own_platforms(name, engine):
-    found = reasons(ask(engine=engine), f"tp=8,kernels={name}")
-    assert ("kernels" in found) == (name.startswith("nxd") != (engine == "nxd"))
-    if "kernels" in found:
-        assert "nxd" in found["kernels"].message and name not in found["kernels"].message.rpartition("Use")[2]
-
-
 @pytest.mark.parametrize("case", BREAKS)
 def test_the_rule_refuses_its_case_and_accepts_the_remedy(case):
     rule_id, (facts, text, says, remedy) = case.partition(",")[0], BREAKS[case]
@@ -182,27 +184,6 @@ def test_columns_and_single_candidates_get_the_same_answers(question, shared, ca
     assert together.refused == counted
 
 
-def test_columns_may_stay_single_values_where_all_candidates_agree():
-    question = ask(nodes=1, global_batch=64)
-    columns = question.columns(
-        tp=np.array([1, 4, 8, 32]), dp=np.array([32, 8, 4, 1]), sp=np.array([False, True, True, True])
-    )
-    assert legality(columns).mask.tolist() == [True, False, True, True]
-    assert legality(columns).refused == {"trn1-tp": 1}
-
-
-def test_users_add_rules_of_their_own():
-    @rule("pp", source="house style")
-    def no_pipelines(c):
-        yield c.pp == 1
-        yield f"pp={c.pp}: we do not like pipelines. Use pp=1"
-
-    found = reasons(ask(), "tp=32,pp=8", extra_rules=[no_pipelines])
-    assert [str(rejection) for rejection in found.values()] == [
-        "pp=8: we do not like pipelines. Use pp=1 [no-pipelines]"
-    ]
-
-
 @rule("dp", source="a test")
 def with_if(c):
     yield not (c.dp > 2)
@@ -233,14 +214,84 @@ def test_a_users_rule_that_cannot_judge_columns_is_told_how(mine, says):
         legality(columns, [mine])
 
 
-@pytest.mark.parametrize("name", kernels_names())
-def test_only_sets_that_hold_operations_have_an_effect(name):
-    table = load_kernels(name)
-    assert all(table.resolve((one,)) for one in effective_names(name))
-    idle = set(table.selective) - set(effective_names(name))
-    assert idle == ({"CoreAttention"} if name == "nxd" else set())
+def test_only_sets_that_hold_operations_have_an_effect_and_engines_run_their_own_kernels():
+    for name in kernels_names():
+        table = load_kernels(name)
+        assert all(table.resolve((one,)) for one in effective_names(name))
+        assert set(table.selective) - set(effective_names(name)) == ({"CoreAttention"} if name == "nxd" else set())
+        for engine in ("nxd", "torch"):
+            found = reasons(ask(engine=engine), f"tp=8,kernels={name}")
+            assert ("kernels" in found) == (name.startswith("nxd") != (engine == "nxd"))
+    # A framework's own names are right even where they compute nothing again, as in AWS's recipes.
+    assert "recompute-ops" not in reasons(ask(), "tp=32,pp=2,recompute=full/selective[CoreAttention,LlamaMLP]")
 
 
-@pytest.mark.parametrize("text", ["selective[CoreAttention,LlamaMLP]", "full/selective[CoreAttention]"])
-def test_a_frameworks_own_names_are_right_even_where_they_compute_nothing_again(text):
-    assert "recompute-ops" not in reasons(ask(), f"tp=32,pp=2,recompute={text}")  # as AWS's recipes say
+AXES = (*DATA_RULES, *TP_RULES)
+ULYSSES = strategy_rules("torch", sequence_parallel=False, cp_kind="all_to_all")
+RING = strategy_rules("torch", sequence_parallel=False)
+
+QUERY = ("batch", "seq", "hidden", "kv_heads", "q_group", "head_dim")
+PRODUCT = {"dims": QUERY, "matrix": ("kv_heads", "q_group", "head_dim", "hidden")}
+KEYS = {"dims": QUERY, "matrix": ("kv_heads", "head_dim", "hidden")}
+NORM = {"dims": ("batch", "seq", "hidden"), "matrix": ()}
+EXPERT = {"dims": ("experts", "slots", "ffn", "hidden"), "matrix": ("experts", "ffn", "hidden")}
+ROUTER = {"dims": ("batch", "seq", "hidden", "experts"), "matrix": ("hidden", "experts")}
+DISPATCH = {"dims": ("batch", "seq", "hidden", "experts", "slots", "choices"), "matrix": ()}
+OWN_KEYS = {"dims": ("batch", "seq", "hidden", "kv_heads", "head_dim"), "matrix": ("kv_heads", "head_dim", "hidden")}
+POSITIONS = {"dims": ("positions", "hidden", "seq"), "matrix": ("positions", "hidden")}
+LOGITS = {"dims": ("batch", "seq", "vocab"), "matrix": ()}
+TOKENS = {"dims": ("batch", "seq"), "matrix": ()}
+TABLE = {"dims": ("vocab", "hidden", "batch", "seq"), "matrix": ("vocab", "hidden")}
+ATTENTION = {"dims": ("batch", "seq", "kv_seq", "kv_heads", "q_group", "head_dim"), "matrix": ()}
+
+# Rules, atom, dim, operation, the ids of those that refuse it
+CASES = [
+    (AXES, "edp", "batch", NORM, ""), (AXES, "edp", None, NORM, "dp-batch"),
+    (AXES, "edp", "hidden", PRODUCT, "dp-batch"), (AXES, "edp", "slots", EXPERT, ""),
+    (AXES, "ep", "experts", EXPERT, ""), (AXES, "ep", "slots", EXPERT, "dp-batch"), (AXES, "ep", "batch", ROUTER, ""),
+    (AXES, "cp", "seq", PRODUCT, ""), (AXES, "cp", None, PRODUCT, "cp-sequence"), (AXES, "cp", "slots", EXPERT, ""),
+    (AXES, "kv", "kv_heads", PRODUCT, ""), (AXES, "kv", "hidden", PRODUCT, ""),
+    (AXES, "kv", "seq", PRODUCT, "tp-tokens"), (AXES, "kv", "batch", NORM, "tp-tokens"),
+    (AXES, "kv", "experts", EXPERT, "tp-tokens"), (AXES, "kv", None, PRODUCT, "tp-weights"),
+    (AXES, "kv", None, KEYS, "tp-weights"), (AXES, "rep", None, KEYS, ""), (AXES, "rep", None, PRODUCT, "tp-weights"),
+    (AXES, "kv", "seq", ROUTER, ""), (AXES, "kv", None, ROUTER, ""), (AXES, "kv", "hidden", NORM, "tp-hidden"),
+    (AXES, "kv", "vocab", TABLE, ""), (AXES, "kv", "hidden", TABLE, "tp-vocabulary"),
+    (NXD_RULES, "kv", "seq", NORM, ""), (NXD_RULES, "kv", "seq", ROUTER, ""),
+    (NXD_RULES, "kv", "seq", DISPATCH, "nxd-sequence"), (NXD_RULES, "kv", "hidden", PRODUCT, "nxd-weights nxd-heads"),
+    (NXD_RULES, "kv", "head_dim", KEYS, "nxd-weights nxd-heads"), (NXD_RULES, "kv", "ffn", EXPERT, ""),
+    (NXD_RULES, "edp", "hidden", PRODUCT, ""), (NXD_RULES, "kv", "positions", POSITIONS, "nxd-weights"),
+    (NXD_RULES, "kv", "seq", POSITIONS, ""), (NXD_RULES, "kv", "kv_heads", OWN_KEYS, ""),
+    (NXD_RULES, "kv", None, OWN_KEYS, "nxd-heads"), (NXD_RULES, "rep", None, OWN_KEYS, ""),
+    (NXD_RULES, "rep", "kv_heads", OWN_KEYS, "nxd-heads"), (NXD_RULES, "rep", "q_group", PRODUCT, ""),
+    (NXD_RULES, "rep", "kv_heads", PRODUCT, "nxd-heads"), (NXD_RULES, "kv", "vocab", LOGITS, ""),
+    (NXD_RULES, "kv", None, LOGITS, "nxd-loss"), (NXD_RULES, "kv", None, TOKENS, ""),
+    (NXD_RULES, "kv", "seq", TOKENS, "nxd-loss"),
+    # Sequence parallelism is a promise about what lies between products; losses are no hidden state.
+    ((with_sp,), "kv", None, NORM, "sp"), ((with_sp,), "kv", "seq", NORM, ""), ((with_sp,), "kv", None, TOKENS, ""),
+    ((without_sp,), "kv", "seq", NORM, "sp"), ((without_sp,), "kv", None, NORM, ""),
+    ((with_sp, without_sp), "cp", "seq", NORM, ""),
+    # With it NxD routes tokens where they lie.
+    ((nxd_router,), "kv", None, ROUTER, "nxd-router"), ((nxd_router,), "kv", "seq", ROUTER, ""),
+    ((nxd_router,), "cp", None, ROUTER, ""), *(((nxd_router,), "kv", None, op, "") for op in (EXPERT, DISPATCH, NORM)),
+    # An all-to-all over cp cuts heads in attention, and tokens elsewhere.
+    (ULYSSES, "cp", "kv_heads", ATTENTION, ""), (ULYSSES, "cp", "seq", ATTENTION, "cp-heads"),
+    (ULYSSES, "cp", "seq", NORM, ""), (ULYSSES, "cp", None, NORM, "cp-heads"),
+    (RING, "cp", "kv_heads", ATTENTION, "cp-sequence"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rules", "atom", "dim", "op", "why"), CASES)
+def test_an_axis_is_for_one_thing_and_an_engine_runs_what_it_has_layers_for(rules, atom, dim, op, why):
+    cut = AtomCut(op="some", atom=atom, dim=dim, **op)
+    assert [found.rule_id for rule in rules if (found := rule.rejection(cut))] == why.split()
+
+
+def test_a_refusal_says_what_where_and_what_instead():
+    (found,) = [found for rule in AXES if (found := rule.rejection(AtomCut(op="q", **PRODUCT, atom="kv", dim=None)))]
+    assert str(found).startswith("q is not cut over kv: tp cuts every matrix") and found.source
+    for engine, sp in itertools.product(("nxd", "torch"), (True, False)):
+        rules = strategy_rules(engine, sequence_parallel=sp)
+        assert (nxd_router in rules) == (engine == "nxd" and sp) and (with_sp in rules, without_sp in rules) == (
+            sp,
+            not sp,
+        )

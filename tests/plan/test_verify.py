@@ -88,31 +88,16 @@ def test_an_edit_by_hand_is_refused_with_what_to_type(edit, rule_id, says):
     assert any(says in message for message in messages), [str(rejection) for rejection in after(edit)]
 
 
-def test_kv_heads_that_cannot_be_repeated_evenly_are_left_to_their_rule():
+def test_sizes_that_cannot_be_are_left_to_their_rules():
     plan = good("tp=1,dp=28", model_name="llama3-8b", cluster_name="local", nodes=1, ranks=28, global_batch=28)
-    found = after(put("mesh", "pp=1,edp=1,ep=1,cp=1,kv=28,rep=1 on 0-27"), plan)
-    assert {"kv-heads", "heads"} <= {rejection.rule_id for rejection in found}
-    assert "plan-parts" not in {rejection.rule_id for rejection in found}
-
-
-def test_a_plan_with_other_stages_than_its_mesh_has_is_refused():
+    found = {rejection.rule_id for rejection in after(put("mesh", "pp=1,edp=1,ep=1,cp=1,kv=28,rep=1 on 0-27"), plan)}
+    assert {"kv-heads", "heads"} <= found and "plan-parts" not in found
     edit = put("mesh", "pp=2,edp=8,ep=1,cp=1,rep=4,kv=8 on 0-31")
     assert "number of stages: is 1, but 2 follows" in "\n".join(map(str, after(edit, good("tp=32,pp=1"))))
-
-
-def test_missing_padding_is_refused_with_the_size_to_type():
     plan = good("tp=5,sp=false", model_name="gpt2-xl", cluster_name="local", nodes=1, seq_len=1024, ranks=5)
     assert plan.padding == {"vocab": 50260}
     messages = [rejection.message for rejection in after(put("padding", {}), plan)]
     assert "padding.vocab: 50257 does not hold 50257 entries in 5 equal parts. Type 50260" in messages
-
-
-def test_explicit_actions_that_cannot_run_are_refused():
-    plan = plan_of(ask(nodes=2, global_batch=2), "tp=32,pp=2")
-    lists = plan.schedule.action_lists()
-    assert verify(ordered(plan, lists)) == ()
-    stuck = ordered(plan, (lists[0], lists[1][::-1]))
-    assert "schedule.actions[1]: B1.1 waits for F1.1" in "\n".join(r.message for r in verify(stuck))
 
 
 def ordered(plan, lists):
@@ -125,18 +110,18 @@ def split(plan):
     def parts(action):
         return [dataclasses.replace(action, kind=kind) for kind in ("IW" if action.kind == "B" else action.kind)]
 
-    made = ordered(plan, ([one for action in own for one in parts(action)] for own in plan.schedule.action_lists()))
-    assert made.schedule.splits_backward and made.schedule.builder == plan.schedule.builder
-    return made
+    return ordered(plan, ([one for action in own for one in parts(action)] for own in plan.schedule.action_lists()))
 
 
-def test_a_backward_split_by_hand_is_refused_on_an_engine_that_has_but_its_own_order():
+def test_lists_of_ones_own_are_refused_where_they_cannot_run_or_nobody_follows_them():
     plan = plan_of(ask(nodes=2, global_batch=4), "tp=32,pp=2")
+    first, second = plan.schedule.action_lists()
+    assert verify(ordered(plan, (first, second))) == verify(plan) == ()
+    stuck = ordered(plan, (first, second[::-1]))
+    assert "schedule.actions[1]: B1.3 waits for F1.3" in "\n".join(r.message for r in verify(stuck))
     (refused,) = verify(split(plan))
     assert refused.rule_id == "nxd-actions" and "Type actions: null" in refused.message
     assert "scheduler.py" in refused.source
-    first, second = plan.schedule.action_lists()
-    assert not verify(plan)
     other = ordered(plan, (first, (*second[2:4], *second[:2], *second[4:])))  # another order that could run
     assert "nxd-actions" in {rejection.rule_id for rejection in verify(other)}
 
@@ -183,18 +168,14 @@ def test_a_builder_that_cannot_run_on_its_placement_is_refused():
     assert after(swap) == []
 
 
-def test_a_stale_prediction_is_a_reason_of_its_own():
+def test_a_stale_prediction_and_too_little_memory_are_reasons_of_their_own():
     stale = dataclasses.replace(good(), zero=0)
     message = {r.rule_id: r.message for r in verify(stale)}["prediction-stale"]
     assert "autoshard plan --at tp=32,pp=8,dp=2,zero=0,recompute=selective[LlamaMLP]" in message
     assert verify(dataclasses.replace(good(), prediction=None)) == ()
-
-
-def test_predicted_memory_above_capacity_is_refused_for_each_rank():
     full = StageMemory(num_weights=1, parts={"weights": 15 * 2**30, "activations": 2**30 + 2**29})
     half = StageMemory(num_weights=1, parts={"weights": 8 * 2**30})
-    plan = with_prediction(plan_of(ask(), "tp=32,pp=8"), stage_memory=(full, *[half] * 7))
-    (rejection,) = verify(plan)
+    (rejection,) = verify(with_prediction(plan_of(ask(), "tp=32,pp=8"), stage_memory=(full, *[half] * 7)))
     assert rejection.rule_id == "memory"
     assert "pipeline rank 0 is predicted to need 16.50 GiB of 16.00 GiB, 512.00 MiB too much" in rejection.message
     none = with_prediction(plan_of(ask(), "tp=32,pp=8"), stage_memory=())

@@ -19,23 +19,22 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Precision, Workload
+from tests.slower import rest_is_slow
 
 
 def planned(
     model: str | ModelSpec, cluster: str, text: str, seq_len: int = 8192, precision: str = "bf16",
     expert_capacity: float | None = None,
 ) -> Plan:  # fmt: skip
-    candidate, node = Candidate.parse(text), load_cluster(cluster)
-    place = load_cluster(cluster, num_nodes=candidate.num_ranks // node.num_ranks)
-    card = load_model(model) if isinstance(model, str) else model
+    candidate, card = Candidate.parse(text), load_model(model) if isinstance(model, str) else model
+    place = load_cluster(cluster, num_nodes=candidate.num_ranks // load_cluster(cluster).num_ranks)
     workload = Workload(
         seq_len=min(seq_len, card.max_positions),
         global_batch=1024,
         precision=Precision.named(precision),
         expert_capacity=expert_capacity,
     )
-    request = Request(model=card, cluster=place, workload=workload, engines=("nxd",))
-    return plan_at(request, candidate)
+    return plan_at(Request(model=card, cluster=place, workload=workload, engines=("nxd",)), candidate)
 
 
 LLAMA = ("llama3-70b", "trn1.32xlarge", "tp=32,pp=8,dp=2")
@@ -48,7 +47,17 @@ ODD = [  # cp, one rank of tp, keys on fewer ranks than tp has, recompute
 ]
 
 
-def holds_every_weight_once(plan: Plan) -> None:
+CARDS = [
+    [name, cluster, f"tp={tp},pp=1,dp={load_cluster(cluster).num_ranks // tp},sp={sp}", 2048, capacity]
+    for name in model_names()
+    for cluster, tp, sp, capacity in (("trn1.32xlarge", 32, "true", None), ("trn2.48xlarge", 4, "false", 1.25))
+]
+
+
+@pytest.mark.parametrize("case", rest_is_slow(CARDS, fast=4) + ODD, ids=lambda case: " ".join(map(str, case)))
+def test_forms_hold_every_weight_once_however_a_card_is_cut(case: Any) -> None:
+    question, capacity = (case[:4], case[4]) if len(case) == 5 else (case, None)
+    plan = planned(*question, expert_capacity=capacity if load_model(case[0]).num_experts else None)
     forms, faults = plan_forms(plan, plan_programs(plan))
     assert not faults, plan.candidate
     for kind, block in plan_blocks(plan).items():
@@ -57,19 +66,6 @@ def holds_every_weight_once(plan: Plan) -> None:
             assert held == Counter(tensor.name for tensor in block.parameters)
             replaced = [leaf for form in forms[kind] for leaf in form.leaves]
             assert len(replaced) == len(set(replaced))
-
-
-@pytest.mark.parametrize("case", ODD, ids=lambda case: " ".join(case))
-def test_what_the_planner_chooses_has_forms_that_hold_every_weight_once(case: Any) -> None:
-    holds_every_weight_once(planned(*case))
-
-
-@pytest.mark.parametrize("name", model_names())
-def test_every_card_has_forms_however_it_is_cut(name: str) -> None:
-    for cluster, tp, sp, capacity in (("trn1.32xlarge", 32, "true", None), ("trn2.48xlarge", 4, "false", 1.25)):
-        text = f"tp={tp},pp=1,dp={load_cluster(cluster).num_ranks // tp},sp={sp}"
-        experts = load_model(name).num_experts > 0
-        holds_every_weight_once(planned(name, cluster, text, 2048, "bf16", capacity if experts else None))
 
 
 def experts_of(plan: Plan) -> Form:
@@ -101,26 +97,6 @@ def test_nxd_counts_as_many_slots_as_the_plan(capacity: float, text: str) -> Non
     tokens = 4096 // plan.mesh.size("cp")
     assert math.ceil(tokens * 2 * experts["capacity_factor"] / 8) == tokens * 2 * capacity / 8
     assert 0 < experts["capacity_factor"] < 8 / 2  # from there on NxD sends all tokens through all experts
-
-
-@pytest.mark.parametrize(
-    ("capacity", "entry", "old", "new"),
-    [
-        (None, "mlp_in", "I all_reduce /tp, slice seq/tp", "I reduce_scatter seq/tp"),
-        (2.0, "expert_in", "I all_reduce /tp", "I reduce_scatter slots/tp, all_gather slots/tp"),
-        (None, "router_out", "F all_gather seq/tp", "F all_to_all seq>experts/tp, all_gather experts/tp"),
-        (2.0, "mlp_out", "F reduce_scatter seq/tp", "F all_reduce /tp, slice seq/tp"),
-        (2.0, "share_out", "I all_reduce /tp", "I reduce_scatter seq/tp, all_gather seq/tp"),
-    ],
-)
-def test_experts_send_just_this(capacity: float | None, entry: str, old: str, new: str) -> None:
-    plan = replace(planned("mixtral-8x7b", "trn1.32xlarge", "tp=8,pp=4,dp=4", 4096, "bf16", capacity), prediction=None)
-    assert verify(plan) == ()
-    table = plan.strategies["layer"]
-    assert old in table[entry]
-    edited = {**plan.strategies, "layer": {**table, entry: table[entry].replace(old, new)}}
-    (rejection,) = verify(replace(plan, strategies=edited))
-    assert rejection.rule_id == "nxd-form" and rejection.message.startswith(f"strategies.layer.{entry}: MoE sends")
 
 
 def test_experts_with_a_function_that_nxd_computes_otherwise_have_no_form() -> None:
@@ -163,27 +139,61 @@ def test_sequence_parallelism_and_sums_are_read_off_the_table() -> None:
         assert all(form.arguments["reduce_dtype"] == form.arguments["dtype"] for form in linear)
 
 
+MIXTRAL = ("mixtral-8x7b", "trn1.32xlarge", "tp=8,pp=4,dp=4", 4096)
+HALVES = "F all_reduce /tp, slice seq/kv, slice seq/rep"
+
+
 @pytest.mark.parametrize(
-    ("block", "entry", "old", "new", "layer"),
+    ("case", "entry", "old", "new", "layer"),
     [
-        ("layer", "attn_out", "F reduce_scatter seq/tp", "F all_reduce /tp, slice seq/kv, slice seq/rep", "RowPar"),
-        ("layer", "mlp_in", "I reduce_scatter seq/tp", "I all_reduce /tp, slice seq/kv, slice seq/rep", "ColumnPar"),
-        ("layer", "k_in", "I all_reduce /rep", "I reduce_scatter seq/rep, all_gather seq/rep", "GQAQKV"),
-        ("head", "picked_out", "F all_reduce /tp", "F reduce_scatter seq/tp, all_gather seq/tp", "parallel_cross"),
-        ("embed", "embed_out", "F reduce_scatter seq/tp", "F all_reduce /tp, slice seq/kv, slice seq/rep", "Parallel"),
+        (LLAMA, "layer.attn_out", "F reduce_scatter seq/tp", HALVES, "RowPar"),
+        (LLAMA, "layer.mlp_in", "I reduce_scatter seq/tp", HALVES.replace("F", "I"), "ColumnPar"),
+        (LLAMA, "layer.k_in", "I all_reduce /rep", "I reduce_scatter seq/rep, all_gather seq/rep", "GQAQKV"),
+        (LLAMA, "head.picked_out", "F all_reduce /tp", "F reduce_scatter seq/tp, all_gather seq/tp", "parallel_cross"),
+        (LLAMA, "embed.embed_out", "F reduce_scatter seq/tp", HALVES, "Parallel"),
+        (MIXTRAL, "layer.mlp_in", "I all_reduce /tp, slice seq/tp", "I reduce_scatter seq/tp", "MoE sends"),
+        (
+            (*MIXTRAL, "bf16", 2.0),
+            "layer.expert_in",
+            "I all_reduce /tp",
+            "I reduce_scatter slots/tp, all_gather slots/tp",
+            "MoE",
+        ),
+        (
+            MIXTRAL,
+            "layer.router_out",
+            "F all_gather seq/tp",
+            "F all_to_all seq>experts/tp, all_gather experts/tp",
+            "MoE",
+        ),
+        (
+            (*MIXTRAL, "bf16", 2.0),
+            "layer.mlp_out",
+            "F reduce_scatter seq/tp",
+            "F all_reduce /tp, slice seq/tp",
+            "MoE sends",
+        ),
+        (
+            (*MIXTRAL, "bf16", 2.0),
+            "layer.share_out",
+            "I all_reduce /tp",
+            "I reduce_scatter seq/tp, all_gather seq/tp",
+            "MoE",
+        ),
     ],
 )
 def test_other_collectives_with_the_same_result_are_refused(
-    block: str, entry: str, old: str, new: str, layer: str
+    case: Any, entry: str, old: str, new: str, layer: str
 ) -> None:
-    plan = replace(planned(*LLAMA), prediction=None)
+    plan = replace(planned(*case), prediction=None)
     assert verify(plan) == ()
-    line = plan.strategies[block][entry]
+    block, _, name = entry.partition(".")
+    line = plan.strategies[block][name]
     assert old in line
-    table = {**plan.strategies[block], entry: line.replace(old, new)}
+    table = {**plan.strategies[block], name: line.replace(old, new)}
     edited = replace(plan, strategies={**plan.strategies, block: table})
     (rejection,) = verify(edited)
-    assert rejection.rule_id == "nxd-form" and rejection.message.startswith(f"strategies.{block}.{entry}: {layer}")
+    assert rejection.rule_id == "nxd-form" and rejection.message.startswith(f"strategies.{entry}: {layer}")
     assert verify(replace(edited, engine="torch"))[0].rule_id != "nxd-form"
 
 
