@@ -1,5 +1,6 @@
 import itertools
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
 from autoshard.graph.op import DIMS
-from autoshard.layout.layout import Layout, local_sizes, show_atoms
+from autoshard.layout.layout import Collective, CollectiveKind, Layout, local_sizes, show_atoms
 from autoshard.spec.mesh import ATOMS
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8, 16])
@@ -26,9 +27,25 @@ def layouts(draw):
     return Layout(dims=tuple(dims), sums=tuple(sums), maxima=tuple(maxima))
 
 
-@given(layouts())
-def test_a_layout_reads_back_what_it_prints(layout):
-    assert Layout.parse(str(layout)) == layout
+COMMON = {
+    "dim": st.none() | st.sampled_from(DIMS),
+    "atoms": st.lists(st.sampled_from(ATOMS), unique=True, min_size=1).map(tuple),
+    "repeat": st.integers(1, 64),
+}
+collectives = st.builds(Collective, kind=st.sampled_from(get_args(CollectiveKind)), **COMMON) | st.builds(
+    Collective, kind=st.just("all_to_all"), to_dim=st.sampled_from(DIMS), **COMMON
+)
+
+
+@given(layouts() | collectives)
+def test_a_value_reads_back_what_it_prints(value):
+    assert type(value).parse(str(value)) == value
+
+
+def test_values_read_as_the_design_writes_them():
+    assert str(Collective(kind="all_gather", dim="seq", atoms=("kv", "rep"))) == "all_gather seq/tp"
+    assert str(Collective(kind="all_reduce", dim=None, atoms=("rep",))) == "all_reduce /rep"
+    assert show_atoms(("rep", "kv")) == "rep.kv", "an atom out of order keeps its own name"
 
 
 @given(st.lists(st.sampled_from(ATOMS), unique=True, min_size=1))
@@ -38,23 +55,25 @@ def test_whole_axes_are_printed_whole_and_read_back(atoms):
     assert ("edp.ep" not in text) and ("kv.rep" not in text)
 
 
-def test_an_atom_out_of_order_keeps_its_own_name():
-    assert show_atoms(("rep", "kv")) == "rep.kv"
+@pytest.mark.parametrize(
+    ("kind", "texts"),
+    [
+        (Layout, ["", "batch/dp", "[batch/dp", "[batch] + ep", "[batch] ep"]),
+        (Collective, ["", "gather seq/tp", "all_gather seq", "x permute seq/cp", "all_gather seq/"]),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_an_example(kind, texts):
+    for text in texts:
+        with pytest.raises(InputError, match=rf"is not a {kind.__name__.lower()}\. Write it like"):
+            kind.parse(text)
 
 
-@pytest.mark.parametrize("text", ["", "batch/dp", "[batch/dp", "[batch] + ep", "[batch] ep"])
-def test_what_is_no_layout_is_refused_with_an_example(text):
-    with pytest.raises(InputError, match=r"is not a layout\. Write it like"):
-        Layout.parse(text)
-
-
-def test_a_dim_or_a_cutting_atom_that_stands_twice_is_refused_all_at_once():
-    with pytest.raises(InputError) as caught:
+def test_what_cannot_be_is_refused_all_at_once():
+    with pytest.raises(InputError, match=r"a dim stands twice .*\n.*an atom cuts twice"):
         Layout(dims=(("seq", ("cp",)), ("seq", ("cp",))))
-    assert [fault.message.split(" in ")[0] for fault in caught.value.faults] == [
-        "a dim stands twice",
-        "an atom cuts twice",
-    ]
+    with pytest.raises(InputError) as caught:
+        Collective(kind="permute", dim="seq", atoms=(), repeat=0, to_dim="hidden")
+    assert [fault.where for fault in caught.value.faults] == ["atoms", "repeat", "to_dim"]
 
 
 @given(st.dictionaries(st.sampled_from(DIMS), st.integers(1, 10_000)), layouts(), st.fixed_dictionaries(
@@ -98,18 +117,10 @@ def test_all_faults_are_told_at_once():
     ]
 
 
-def test_an_atom_of_size_one_may_cut_and_be_pending_because_it_does_neither():
-    assert (
-        Layout.parse("[batch/dp, seq/cp.tp, hidden] +ep").faults(
-            {"edp": 4, "ep": 1, "cp": 2, "kv": 2, "rep": 1}, {"batch": 4, "seq": 8, "hidden": 8}
-        )
-        == ()
-    )
-
-
 @pytest.mark.parametrize(("one", "two"), list(itertools.combinations(["cuts", "+", "^"], 2)))
 def test_an_atom_has_one_use(one, two):
     uses = {one, two}
     dims = (("seq", ("cp",) if "cuts" in uses else ()),)
     layout = Layout(dims=dims, sums=("cp",) if "+" in uses else (), maxima=("cp",) if "^" in uses else ())
     assert [fault.message for fault in layout.faults({"cp": 2})] == ["an atom both cuts and is pending: ['cp']"]
+    assert layout.faults({"cp": 1}) == (), "an atom of size one does neither"

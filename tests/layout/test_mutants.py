@@ -80,22 +80,19 @@ def _same_size(mesh, atoms):
                 yield other
 
 
-def _is_no_op(entry, mesh, how):
-    """Groups of one rank; and the maximum of equal values, whose layout is the same before and after."""
-    alone = _size(mesh, entry.collective.atoms) == 1
-    return alone or (how == "doubled" and entry.collective.kind == "all_reduce_max")
-
-
 def _collective_mutants(number, entry, mesh):
     made = entry.collective
+    if _size(mesh, made.atoms) == 1:
+        return
+    twice = _spoil(_aside(entry.writes), entry.writes, lambda array: array * 2)
     found = [
         ("dropped", (_spoil(entry.reads, entry.writes, lambda array: array),)),
         ("doubled", (replace(entry, writes=_aside(entry.writes)), replace(entry, reads=_aside(entry.writes)))),
-        ("twice as large", _doubled_values(entry)),
+        ("twice as large", (replace(entry, writes=_aside(entry.writes)), twice)),
         *((sort, (replace(entry, collective=other),)) for sort, other in _others(made, entry.reads.layout, mesh)),
     ]
     for sort, instructions in found:
-        if not _is_no_op(entry, mesh, sort):
+        if sort != "doubled" or made.kind != "all_reduce_max":  # the maximum of equal values is no other
             how = f"{entry.pass_} {entry.entry} {made}, now {instructions[-1]}"
             yield Mutant(sort=sort, how=how, number=number, instructions=instructions)
 
@@ -117,17 +114,10 @@ def _others(made, layout, mesh):
         yield from (("other dim", replace(made, to_dim=dim)) for dim in rest)
 
 
-def _doubled_values(entry):
-    aside = _aside(entry.writes)
-    return (replace(entry, writes=aside), _spoil(aside, entry.writes, lambda array: array * 2))
-
-
-def _ring_mutants(number, entry, mesh):
+def _ring_mutants(number, entry):
     hops = entry.ring
     for at, hop in enumerate(hops):
-        rings = [("dropped", (*hops[:at], *hops[at + 1 :])), ("doubled", (*hops[:at], hop, *hops[at:]))]
-        wrong = [(*hops[:at], replace(hop, atoms=atoms), *hops[at + 1 :]) for atoms in _same_size(mesh, hop.atoms)]
-        for sort, ring in (*rings, *(("other atoms", ring) for ring in wrong)):
+        for sort, ring in (("dropped", (*hops[:at], *hops[at + 1 :])), ("doubled", (*hops[:at], hop, *hops[at:]))):
             instructions = (replace(entry, ring=ring),)
             yield Mutant(sort=f"hop {sort}", how=f"{entry.op.name} {at}", number=number, instructions=instructions)
 
@@ -163,7 +153,7 @@ def _mutants(program, mesh):
             case Sum():
                 yield from _sum_mutants(number, entry)
             case Compute(ring=ring) if ring:
-                yield from _ring_mutants(number, entry, mesh)
+                yield from _ring_mutants(number, entry)
 
 
 def _shows(mutant, program, mesh, case):
