@@ -136,7 +136,7 @@ def _divisor(draw, number, most=64):
 @st.composite
 def shaped(draw):
     """A question and a candidate that has a shape there; it may still break Rules."""
-    question = draw(questions(batches=(1024,)))
+    question, any_other = draw(questions(batches=(1024,))), draw(any_candidates())
     ranks = question.cluster.num_ranks
     tp = _divisor(draw, ranks, question.cluster.ranks_per_node)
     vp = draw(st.sampled_from([1, 1, 2]))
@@ -144,23 +144,11 @@ def shaped(draw):
     cp = _divisor(draw, ranks // tp // pp)
     dp = ranks // (tp * pp * cp)
     mbs = _divisor(draw, 1024 // dp)
-    interleaved = vp > 1 and 1024 // (dp * mbs) % pp == 0
-    vp = vp if interleaved else 1
+    vp = vp if 1024 // (dp * mbs) % pp == 0 else 1
     kinds = draw(st.lists(st.sampled_from(RECOMPUTES[:5]), min_size=pp * vp, max_size=pp * vp))
-    candidate = Candidate(
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        ep=_divisor(draw, dp),
-        dp=dp,
-        vp=vp,
-        mbs=mbs,
-        sp=draw(st.booleans()),
-        zero=draw(st.sampled_from([0, 1, 3])),
-        schedule="interleaved" if interleaved else draw(st.sampled_from(["gpipe", "1f1b"])),
-        recompute=tuple(map(Recompute.parse, kinds)),
-        cp_kind=draw(st.sampled_from(["ring", "all_to_all"])),
-        cp_order=draw(st.sampled_from(["contiguous", "zigzag"])),
-        boundary=draw(st.sampled_from([None, "[batch/dp, seq/cp.tp, hidden]"])),
-    )
-    return question, candidate
+    sizes = {"tp": tp, "pp": pp, "cp": cp, "ep": _divisor(draw, dp), "dp": dp, "vp": vp, "mbs": mbs}
+    schedule = "interleaved" if vp > 1 else draw(st.sampled_from(["gpipe", "1f1b"]))
+    recompute = tuple(map(Recompute.parse, kinds))
+    boundary = draw(st.sampled_from([None, "[batch/dp, seq/cp.tp, hidden]"]))
+    fixed = {"stages": None, "kernels": None, "lnc": None, "boundary": boundary, "recompute": recompute}
+    return question, dataclasses.replace(any_other, **sizes, **fixed, schedule=schedule)

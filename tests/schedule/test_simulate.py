@@ -1,14 +1,18 @@
+"""One candidate is simulated as by a queue of events, and columns take as long as each of them simulated."""
+
 import heapq
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
+from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.schedule import Schedule
-from autoshard.schedule.simulate import simulate
+from autoshard.schedule.simulate import PipelineTimes, delays_of, makespan_s, simulate
+from autoshard.schedule.waves import KINDS, Delays
 from tests.schedule.cases import equal, lists_of, schedules, times_of
 
 
@@ -108,30 +112,21 @@ def test_what_a_rank_keeps_is_what_began_forward_and_did_not_end_backward(case):
 POSITIVE = st.integers(1, 50)
 
 
-@given(schedules(builders=("gpipe", "1f1b"), most_ranks=8), POSITIVE, POSITIVE, POSITIVE)
-def test_gpipe_and_1f1b_wait_for_one_micro_batch_of_each_other_rank(schedule, forward, inputs, weights):
+@given(st.data(), st.integers(1, 8), st.integers(1, 4), POSITIVE, POSITIVE, POSITIVE)
+def test_ranks_wait_as_the_papers_say(data, pp, rounds, forward, inputs, weights):
+    """Narayanan et al. 2021; Qi et al. 2023, section 2, whose closed form asks that W takes no longer than F and I."""
+    builder, vp, whole = (
+        data.draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb_h1"])),
+        1,
+        forward + inputs + weights,
+    )
+    if builder == "interleaved":
+        pp, vp = max(pp, 2), data.draw(st.integers(2, 4))
+    if builder == "zb_h1":
+        whole = forward + inputs - (weights := min(forward, inputs, weights))
+    schedule = Schedule(builder=builder, num_ranks=pp, num_chunks=vp, num_micro_batches=rounds * pp)
     run = simulate(schedule, equal(schedule, forward, inputs, weights))
-    waited = (schedule.num_ranks - 1) * (forward + inputs + weights)
-    assert [rank.idle_s for rank in run.ranks] == [waited] * schedule.num_ranks
-    share = (schedule.num_ranks - 1) / schedule.num_micro_batches
-    assert [rank.idle_s / rank.busy_s for rank in run.ranks] == pytest.approx([share] * schedule.num_ranks)
-
-
-@given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 4), POSITIVE, POSITIVE, POSITIVE)
-def test_interleaving_divides_the_bubble_by_the_chunks(pp, vp, rounds, forward, inputs, weights):
-    schedule = Schedule(builder="interleaved", num_ranks=pp, num_chunks=vp, num_micro_batches=rounds * pp)
-    run = simulate(schedule, equal(schedule, forward, inputs, weights))
-    share = (pp - 1) / (rounds * pp * vp)
-    assert [rank.idle_s / rank.busy_s for rank in run.ranks] == pytest.approx([share] * pp)
-
-
-@given(st.integers(1, 8), st.integers(0, 12), POSITIVE, POSITIVE, POSITIVE)
-def test_zb_h1_waits_for_f_plus_i_less_w_of_each_other_rank(pp, extra, forward, inputs, weights):
-    """Qi et al. 2023, section 2; the closed form asks that W takes no longer than F and I."""
-    weights = min(forward, inputs, weights)
-    schedule = Schedule(builder="zb_h1", num_ranks=pp, num_micro_batches=pp + extra)
-    run = simulate(schedule, equal(schedule, forward, inputs, weights))
-    assert [rank.idle_s for rank in run.ranks] == [(pp - 1) * (forward + inputs - weights)] * pp
+    assert [rank.idle_s for rank in run.ranks] == pytest.approx([(pp - 1) * whole] * pp)
 
 
 @given(st.integers(1, 8), st.integers(0, 12), POSITIVE)
@@ -180,3 +175,76 @@ def test_lists_that_cannot_run_are_refused_with_the_words_of_verify():
     schedule = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1, actions=lists_of("B0.0 F0.0"))
     with pytest.raises(InputError, match=r"B0.0 waits for F0.0"):
         simulate(schedule, equal(schedule))
+
+
+SECONDS = st.one_of(
+    st.integers(0, 9).map(float),  # many ties
+    st.floats(0, 1),
+    st.sampled_from([0.0, 1.0, 1.0 + 1e-9, 1e3]),  # near ties, and stages that dwarf the others
+)
+
+
+def delays_of_times(schedule, several):
+    """What ``simulate`` is given for several candidates, as columns."""
+
+    def columns(name, size):
+        return np.array([getattr(times, name) or (0.0,) * size for times in several]).T.reshape(size, len(several))
+
+    stages = schedule.num_stages
+    forward, inputs, weight = (columns(name, stages) for name in ("forward_s", "input_s", "weight_s"))
+    work = {"F": forward, "I": inputs, "W": weight, "B": inputs + weight}
+    hops = (columns(name, stages - 1) for name in ("send_s", "receive_s"))
+    return delays_of(schedule, np.array([work[kind] for kind in KINDS]), *hops, overlap=several[0].overlap)
+
+
+@st.composite
+def several_timed(draw, builders=tuple(BUILDERS), most_micro_batches=40):
+    schedule = draw(schedules(builders, 6, most_micro_batches))
+    times = times_of(schedule, SECONDS, st.just(draw(st.booleans())))
+    return schedule, draw(st.lists(times, min_size=1, max_size=3))
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@given(st.data())
+def test_columns_take_as_long_as_each_of_them_simulated(builder, data):
+    schedule, several = data.draw(several_timed((builder,)))
+    expected = [simulate(schedule, times).makespan_s for times in several]
+    found = makespan_s(schedule, delays_of_times(schedule, several))
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@given(several_timed(most_micro_batches=14), st.data())
+def test_no_pass_that_takes_longer_makes_the_step_shorter(case, data):
+    schedule, several = case
+    delays = delays_of_times(schedule, several)
+    before = makespan_s(schedule, delays)
+    stage = data.draw(st.integers(0, schedule.num_stages - 1))
+    kind = data.draw(st.sampled_from(range(len(KINDS))))
+    work = delays.work_s.copy()
+    work[kind, stage] += data.draw(SECONDS)
+    assert np.all(makespan_s(schedule, replace(delays, work_s=work)) >= before * (1 - 1e-12))
+    slower = Delays(**{field.name: 1.5 * getattr(delays, field.name) for field in fields(delays)})
+    np.testing.assert_allclose(makespan_s(schedule, slower), 1.5 * before, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("builder", "chunks"), [("zb_h1", 1), ("zb_v", 2), ("interleaved", 2)])
+def test_what_is_left_out_of_a_steady_state_is_linear(builder, chunks):
+    stages = 4 * chunks
+    even = PipelineTimes(forward_s=(1.0,) * stages, input_s=(1.25,) * stages, weight_s=(0.75,) * stages)
+    several = [even, replace(even, forward_s=(*even.forward_s[:-1], 1.5))]
+    few, many = (
+        makespan_s(one, delays_of_times(one, several))
+        for count in (400, 4_000_000)
+        for one in [Schedule(builder=builder, num_ranks=4, num_chunks=chunks, num_micro_batches=count)]
+    )
+    slowest = np.array([chunks * 3.0, chunks * 3.0 + 0.5])  # of a micro-batch on the busiest rank
+    np.testing.assert_allclose(many - few, (4_000_000 - 400) * slowest, rtol=1e-10)
+
+
+def test_lists_of_ones_own_are_run_as_they_stand():
+    schedule = Schedule(builder="1f1b", num_ranks=2, num_micro_batches=2)
+    split = replace(schedule, actions=lists_of("F0.0 F0.1 I0.0 I0.1 W0.0 W0.1", "F1.0 I1.0 F1.1 I1.1 W1.0 W1.1"))
+    times = PipelineTimes(forward_s=(2, 2), input_s=(3, 3), weight_s=(4, 4), send_s=(0.5,), overlap=False)
+    expected = simulate(split, times).makespan_s
+    assert makespan_s(split, delays_of_times(split, [times])) == pytest.approx([expected])
+    assert makespan_s(schedule, delays_of_times(schedule, [times])) != pytest.approx([expected])
