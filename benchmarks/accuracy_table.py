@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoshard.calibration.accuracy import noise_floor
 from autoshard.calibration.rows import MeasuredRow, measured_rows
-from autoshard.calibration.validate import SetAccuracy
+from autoshard.calibration.validate import SetAccuracy, noise_floor
 from autoshard.cost.calibration import Calibration, Fit, built_in
 from autoshard.spec.cluster_catalogue import cluster_names
 from benchmarks.pages import ROOT, head, line, table_in, with_table
@@ -107,7 +106,8 @@ def _calibrations() -> list[Calibration]:
 def _calibration_cells(calibration: Calibration, fit: Fit, known: Mapping[str, MeasuredRow]) -> list[str]:
     again: dict[object, list[float]] = defaultdict(list)
     for row in (known[name] for name in fit.rows if name in known):
-        again[row.measured_again].extend([row.step_time_s] if row.step_time_s else [])
+        work = (row.global_batch_seqs, row.seq_len, row.optimizer, row.documents)
+        again[row.group or row.id, *row.layout, *work].extend([row.step_time_s] if row.step_time_s else [])
     noise = noise_floor(again.values()) if known.keys() >= set(fit.rows) else None
     errors = [_share(noise), _share(fit.in_sample_mape), _share(fit.left_out_mape)]
     return [calibration.name, str(len(fit.rows)), str(fit.num_layouts), *errors, fit.left_out_by,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.calibration.calibrate import calibrate
+from autoshard.calibration.calibrate import fit, samples_in
 from autoshard.calibration.rows import Occasion, row_of
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.predict import predict
@@ -150,7 +150,7 @@ def fitted(plans: Mapping[str, Plan], times_s: Mapping[str, float]) -> Calibrati
             for name, plan in plans.items()
         )
         path.write_text("\n".join(json.dumps(encode(row)) for row in rows), encoding="utf-8")
-        return calibrate(path, "local", "this machine")
+        return fit(samples_in(path, "local"), "this machine")
 
 
 def run() -> Result:

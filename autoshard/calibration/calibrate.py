@@ -1,4 +1,15 @@
-"""Constants of a cluster from measured runs: as many as the rows can tell apart, and the error on what was left out."""
+"""Constants of a cluster from measured runs: as many as the rows can tell apart, and the error on what was left out.
+
+The fit is robust non-negative least squares on relative error. The unknowns are slownesses, inverse efficiencies, of at
+least 1, and times of at least 0: a step's time is close to linear in them, because each part is its work over a rate.
+So a few Gauss-Newton steps on the model itself arrive: with ``r = log(predicted / measured)`` and its derivatives J at
+x, the next x minimises ``|W (r + J (x' - x))|`` over x' at or above their least. A weak pull keeps near the start what
+the rows hardly decide. Where it is small r is the relative error; unlike that, it is as large for twice as for half,
+and J does not grow where a row is wrong: a time that was published ten times too short would else have ten times the
+lever of the others. The weights W are Huber's (P. J. Huber, Robust Estimation of a Location Parameter, 1964): what lies
+further out than 1.345 standard deviations, estimated from the median residual, counts by its distance and not by its
+square.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,8 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autoshard.calibration.least_squares import Array, least_squares
 from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.rows import MeasuredRow, measured_rows
 from autoshard.calibration.validate import outlined_run, predicted_run
@@ -19,14 +30,22 @@ from autoshard.errors import Fault, InputError, require
 from autoshard.plan.plan import rounded
 from autoshard.spec.cluster_catalogue import load_node_type
 
+Array = NDArray[np.float64]
+Predict = Callable[[Array], Array]  # unknowns -> predicted over measured, row by row
 Split = tuple[tuple[str, ...], ...]  # the constants that share a value, group by group
 
-LEAST_ROWS = 3
-_AXES = ("tp", "pp", "cp", "ep", "dp", "vp")
+_LEAST_ROWS = 3
 _DIGITS = 6  # of a constant: far beyond what rows decide, and a file that people can read
 _INTERVAL = 0.8  # share of the measurements that lie inside
 _WIDEST = 2.0  # an interval, over the mean error of what was left out
 _NO_WORSE = 1e-3  # two left-out errors nearer than this are equal
+_HUBER = 1.345  # 95% as efficient as least squares where residuals are normal
+_SCALE = 1.4826  # from the median absolute residual of a normal distribution to its standard deviation
+_LEAST_SCALE = 1e-3  # measurements are not published more exactly
+_STEP = 1e-2  # of a finite difference: kernels change what they are bound by at kinks, not smoothly
+_STEPS, _SWEEPS = 8, 500
+_PULL = 2e-2  # one unit away from where it started counts as much as a row that is 2% off
+_CLOSE = 1e-3  # rows are far from deciding that much
 
 # From one constant for all that is slower than its data sheet to as many as a platform may have. Constants that rows of
 # a few layouts cannot tell apart fit them better and predict others worse, so that the left-out error decides how many
@@ -76,11 +95,6 @@ class FitSamples:
     left_out: tuple[Fault, ...]
 
 
-def calibrate(path: Path, cluster: str, name: str, date: str | None = None) -> Calibration:
-    """Fit the constants of a cluster to rows that were run on it; ``date`` is that of the newest row."""
-    return fit(samples_in(path, cluster, date), name)
-
-
 def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
     """Return the rows of a path that a fit can use, or say why they are too few.
 
@@ -92,18 +106,23 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
     runs: list[tuple[MeasuredRow, MeasuredRun]] = []
     for where, row in rows.rows.items():
         try:
-            runs.append((row, _run(row, node_type)))
+            require(
+                (not row.unfit, "", row.unfit), (bool(row.step_time_s), "step_time_s", "is not there to be fitted to")
+            )
+            run = run_of(row)
+            found = run.cluster.name
+            require((found == node_type, "platform", f"was run on {found}, not on {node_type}"))
+            _timer(run)
         except InputError as error:
             faults[where] = error
+        else:
+            runs.append((row, run))
     rows = rows.without(faults)
     layouts = list(dict.fromkeys(run for _, run in runs))
+    few = f"{len(runs)} rows of {node_type} with a step_time_s are too few; a fit needs {_LEAST_ROWS}"
+    alone = "all rows are of one layout; a fit needs two, to predict one from the other"
     try:
-        require(
-            (len(runs) >= LEAST_ROWS, str(path),
-             f"{len(runs)} rows of {node_type} with a step_time_s are too few; a fit needs {LEAST_ROWS}"),
-            (len(layouts) > 1 or not runs, str(path),
-             "all rows are of one layout; a fit needs two, to predict one from the other"),
-        )  # fmt: skip
+        require((len(runs) >= _LEAST_ROWS, str(path), few), (len(layouts) > 1 or not runs, str(path), alone))
     except InputError as error:
         raise InputError([*error.faults, *rows.left_out_lines]) from None
     newest = date or max(row.first_seen or "" for row, _ in runs)
@@ -118,18 +137,12 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
         )
         for row, run in runs
     )
-    left_out_by = "model" if by_model else "layout"
-    return FitSamples(samples=tuple(samples), left_out_by=left_out_by, newest=newest, left_out=rows.left_out_lines)
-
-
-def _run(row: MeasuredRow, cluster: str) -> MeasuredRun:
-    """Return what was run, or say why a fit cannot use it."""
-    require((not row.unfit, "", row.unfit), (bool(row.step_time_s), "step_time_s", "is not there to be fitted to"))
-    run = run_of(row)
-    found = run.cluster.name
-    require((found == cluster, "platform", f"was run on {found}, not on {cluster}"))
-    _timer(run)
-    return run
+    return FitSamples(
+        samples=tuple(samples),
+        left_out_by="model" if by_model else "layout",
+        newest=newest,
+        left_out=rows.left_out_lines,
+    )
 
 
 def fit(found: FitSamples, name: str) -> Calibration:
@@ -139,17 +152,26 @@ def fit(found: FitSamples, name: str) -> Calibration:
     far out would widen it for all.
     """
     samples = found.samples
-    layouts = {sample.run for sample in samples}
-    cluster = samples[0].run.cluster.name
+    num_layouts, cluster = len({sample.run for sample in samples}), samples[0].run.cluster.name
+
+    def left_out_ratios(split: Split) -> Array:
+        """Return predicted over measured of each row, under constants fitted to all rows but those of its model."""
+        ratios = np.ones(len(samples))
+        for apart in sorted({sample.apart for sample in samples}):
+            out = [number for number, sample in enumerate(samples) if sample.apart == apart]
+            rest = [sample for sample in samples if sample.apart != apart]
+            ratios[out] = _ratios([samples[number] for number in out], fit_constants(split, rest))
+        return ratios
+
     splits = _COMPILED if load_node_type(cluster).engine == "nxd" else _EAGER
-    ratios = {name: _left_out_ratios(split, samples) for name, split in splits.items() if len(split) < len(layouts)}
+    ratios = {name: left_out_ratios(split) for name, split in splits.items() if len(split) < num_layouts}
     tried = {name: float(np.abs(own - 1).mean()) for name, own in ratios.items()}
     best = next(name for name, error in tried.items() if error <= min(tried.values()) + _NO_WORSE)
     constants = fit_constants(splits[best], samples)
     rests_on = Fit(
         date=found.newest,
         rows=tuple(sample.id for sample in samples),
-        num_layouts=len(layouts),
+        num_layouts=num_layouts,
         left_out_by=found.left_out_by,
         in_sample_mape=rounded(float(np.abs(_ratios(samples, constants) - 1).mean())),
         left_out_mape=rounded(tried[best]),
@@ -169,7 +191,7 @@ def fit(found: FitSamples, name: str) -> Calibration:
         constants,
         name=name,
         interval=interval,
-        basis=f"calibrated on {len(samples)} rows of {cluster} ({len(layouts)} layouts, newest {found.newest}): "
+        basis=f"calibrated on {len(samples)} rows of {cluster} ({num_layouts} layouts, newest {found.newest}): "
         f"mean error {rests_on.in_sample_mape:.1%}, {rests_on.left_out_mape:.1%} where the {found.left_out_by} is left "
         f"out; nominal 80% interval of {interval:.0%} either way, which holds {inside:.0%} of those",
         fit=rests_on,
@@ -177,38 +199,29 @@ def fit(found: FitSamples, name: str) -> Calibration:
     )
 
 
-def _left_out_ratios(split: Split, samples: Sequence[Sample]) -> Array:
-    """Return predicted over measured of each row, under constants fitted to all rows but those of its model."""
-    ratios = np.ones(len(samples))
-    for apart in sorted({sample.apart for sample in samples}):
-        out = [number for number, sample in enumerate(samples) if sample.apart == apart]
-        rest = [sample for sample in samples if sample.apart != apart]
-        ratios[out] = _ratios([samples[number] for number in out], fit_constants(split, rest))
-    return ratios
+def _ratios(samples: Sequence[Sample], calibration: Calibration) -> Array:
+    """Predict rows as ``validate`` does, each with the cutting that is best under these constants."""
+    known = {run: predicted_run(run, calibration).step_time_s for run in {sample.run for sample in samples}}
+    return np.array([known[sample.run] / sample.step_time_s for sample in samples])
 
 
 def fit_constants(split: Split, samples: Sequence[Sample]) -> Calibration:
     """Return the constants under which the predictions come closest to what was measured."""
-    predict_all = _predictor(samples)
     nominal = _nominal(tuple(samples))
-
-    def ratios(unknowns: Array) -> Array:
-        return predict_all(_with(nominal, split, unknowns))
-
+    ratios = _predictor(samples, nominal, split)
     names = [group[0] for group in split]
-    values = [getattr(nominal, name) for name in names]
-    start = np.array(
-        [one / _UNITS[name] if name in _UNITS else 1 / one for name, one in zip(names, values, strict=True)]
-    )
+    values = np.array([getattr(nominal, name) for name in names])
+    units = np.array([_UNITS.get(name, 0.0) for name in names])
+    is_time = units > 0
+    start = np.where(is_time, values, 1.0) / np.where(is_time, units, values)
     declared = nominal.most_efficient > 1
     fastest = np.maximum(start / _UNEVEN, 1 / nominal.most_efficient) if declared else np.ones(len(split))
-    least = np.where([name in _UNITS for name in names], 0.0, fastest)
     current = start
     if _LAUNCH in split:  # from those that fit best: where kernels are longer than launches, nothing says in which way
         starts = np.tile(start, (len(_LAUNCHES), 1))
         starts[:, split.index(_LAUNCH)] = _LAUNCHES
         current = min(starts, key=lambda one: float(np.abs(np.log(ratios(one))).mean()))
-    return _with(nominal, split, least_squares(ratios, start, least, current))
+    return _with(nominal, split, least_squares(ratios, start, np.where(is_time, 0.0, fastest), current))
 
 
 @cache  # by all splits
@@ -218,18 +231,18 @@ def _nominal(samples: tuple[Sample, ...]) -> Calibration:
     Single rates that are declared would leave the reach of a fit.
     """
     found = [sample.run.candidate for sample in samples]
-    kernels = {sample.run.candidate.kernels or sample.run.cluster.kernels for sample in samples}
+    axes = ("tp", "pp", "cp", "ep", "dp", "vp")
     reach = Reach(
         cluster=samples[0].run.cluster.name,
-        axes=tuple(axis for axis in _AXES if any(getattr(candidate, axis) > 1 for candidate in found)),
-        kernels=tuple(sorted(kernels)),
+        axes=tuple(axis for axis in axes if any(getattr(candidate, axis) > 1 for candidate in found)),
+        kernels=tuple(sorted({sample.run.candidate.kernels or sample.run.cluster.kernels for sample in samples})),
     )
     nominal = replace(uncalibrated(), reach=reach)
     if nominal.most_efficient == 1:
         return nominal
-    predict_all, one = _predictor(samples), (EFFICIENCIES,)
     start, least = np.array([1 / nominal.matrix_efficiency]), np.array([1 / nominal.most_efficient])
-    return _with(nominal, one, least_squares(lambda now: predict_all(_with(nominal, one, now)), start, least, start))
+    one = (EFFICIENCIES,)
+    return _with(nominal, one, least_squares(_predictor(samples, nominal, one), start, least, start))
 
 
 def _with(calibration: Calibration, split: Split, unknowns: Array) -> Calibration:
@@ -241,22 +254,71 @@ def _with(calibration: Calibration, split: Split, unknowns: Array) -> Calibratio
     return replace(calibration, **values)
 
 
-def _predictor(samples: Sequence[Sample]) -> Callable[[Calibration], Array]:
-    """Return how to predict all rows over what they took, each layout once."""
+def _predictor(samples: Sequence[Sample], nominal: Calibration, split: Split) -> Predict:
+    """Return how to predict all rows over what they took under some unknowns, each layout once."""
     runs = list(dict.fromkeys(sample.run for sample in samples))
     timers = [_timer(run) for run in runs]
     positions = [runs.index(sample.run) for sample in samples]
     measured = np.array([sample.step_time_s for sample in samples])
-    return lambda calibration: np.array([time_s(calibration) for time_s in timers])[positions] / measured
 
+    def ratios(unknowns: Array) -> Array:
+        calibration = _with(nominal, split, unknowns)
+        return np.array([time_s(calibration) for time_s in timers])[positions] / measured
 
-def _ratios(samples: Sequence[Sample], calibration: Calibration) -> Array:
-    """Predict rows as ``validate`` does, each with the cutting that is best under these constants."""
-    known = {run: predicted_run(run, calibration).step_time_s for run in {sample.run for sample in samples}}
-    return np.array([known[sample.run] / sample.step_time_s for sample in samples])
+    return ratios
 
 
 @cache
 def _timer(run: MeasuredRun) -> Callable[[Calibration], float]:
     """Return how to time a run, its blocks cut as is best at nominal rates: a fit moves rates, not what was run."""
     return step_timer(*outlined_run(run, uncalibrated()))
+
+
+def least_squares(predict: Predict, start: Array, least: Array, current: Array) -> Array:
+    """Return the unknowns, each at or above its least, under which the predictions come closest to 1.
+
+    Unknowns are pulled to ``start``. The search begins at ``current`` and ends where they do not move any more, or
+    after some steps at the best of them.
+
+    >>> one = np.ones(2)
+    >>> measured = np.array([3.5, 5.0])
+    >>> least_squares(lambda x: np.array([x[0] + x[1], 2 * x[0] + x[1]]) / measured, one, one, one).round(1).tolist()
+    [1.5, 2.0]
+    """
+
+    def loss_at(unknowns: Array, residuals: Array) -> float:
+        return float(np.abs(residuals).sum()) + _PULL * float(np.abs(unknowns - start).sum())
+
+    here, best, best_loss = current.astype(np.float64), current, np.inf
+    for _ in range(_STEPS):
+        residuals = np.log(predict(here))
+        loss = loss_at(here, residuals)
+        if loss < best_loss:
+            best, best_loss = here, loss
+        sizes = np.abs(residuals)
+        reach = _HUBER * max(_LEAST_SCALE, _SCALE * float(np.median(sizes)))
+        root = np.sqrt(reach / np.maximum(sizes, reach))  # of the weights
+        # Differences towards larger unknowns, which are always allowed; what may be nothing changes by its unit.
+        steps = _STEP * np.maximum(here, np.where(least > 0, least, 1.0))
+        slopes = np.stack([np.log(predict(one)) - residuals for one in here + np.diag(steps)], axis=1) / steps
+        matrix = np.vstack([root[:, None] * slopes, _PULL * np.eye(len(here))])
+        target = np.concatenate([root * (slopes @ here - residuals), _PULL * start])
+        following = _bounded(matrix, target, here, least)
+        if np.max(np.abs(following - here)) < _CLOSE:
+            return following
+        here = following
+    return here if loss_at(here, np.log(predict(here))) < best_loss else best
+
+
+def _bounded(matrix: Array, target: Array, current: Array, least: Array) -> Array:
+    """Minimise ``|matrix x - target|`` over x >= least one coordinate after the other, which ends at its minimum."""
+    gram, wanted = matrix.T @ matrix, matrix.T @ target
+    found = current.copy()
+    for _ in range(_SWEEPS):
+        before = found.copy()
+        for number in range(len(found)):
+            rest = wanted[number] - gram[number] @ found + gram[number, number] * found[number]
+            found[number] = max(least[number], rest / gram[number, number])
+        if np.max(np.abs(found - before)) < _CLOSE * 1e-3:
+            break
+    return found

@@ -24,8 +24,7 @@ from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Precision, Workload
 
 T = TypeVar("T")
-_FLAGS = ("gated_mlp", "tied_embed")  # the columns of an architecture that are no counts
-_TOPK = 2  # experts per token of the first published mixtures, where a row does not say
+_AXES = ("tp", "pp", "vp", "cp", "ep")
 _FFN_STEP = 256  # gated models round 8/3 of the hidden size up to a multiple of this: meta-llama/llama model.py
 # aws-neuron/neuronx-distributed examples/training/llama: scripts for 4096 tokens do not ask for flash attention
 # (--use_flash_attention is 0 unless given), those for 8192 do; before it came (Neuron 2.19) 4096 were the most.
@@ -129,21 +128,16 @@ class _Reader:
         return replace(cluster, chips_per_node=chips // nodes, placements=())
 
     def candidate(self, cluster: Cluster) -> Candidate | None:
-        """Read the layout: the one that is stated as a whole, or that of the columns."""
-        if self.row.candidate is not None:
-            return self._stated(self.row.candidate, cluster)
-        return self._from_columns(cluster)
-
-    def _stated(self, text: str, cluster: Cluster) -> Candidate:
-        """Read a layout that is stated as a whole; columns may say the same, and nothing else."""
+        """Read the layout: that of the columns, or one that is stated as a whole; columns may say the same as that."""
+        row, has = self.row, f"{cluster.num_nodes} x {cluster.name} has {cluster.num_ranks}"
+        if row.candidate is None:
+            return self._from_columns(cluster, has)
         try:
-            stated = Candidate.parse(text, cluster.num_ranks)
+            stated = Candidate.parse(row.candidate, cluster.num_ranks)
         except InputError as error:
             raise error.under("candidate") from None
-        sizes = {name: getattr(stated, name) for name in ("tp", "pp", "vp", "cp", "ep", "dp")}
-        columns = {name: (getattr(self.row, name), size) for name, size in sizes.items()}
-        columns["micro_batch"] = (self.row.micro_batch, stated.mbs)
-        has = f"{cluster.num_nodes} x {cluster.name} has {cluster.num_ranks}"
+        columns = {name: (getattr(row, name), getattr(stated, name)) for name in (*_AXES, "dp")}
+        columns["micro_batch"] = (row.micro_batch, stated.mbs)
         require(
             *((says in (None, size), name, f"is {says}, but candidate says {size}")
               for name, (says, size) in columns.items()),
@@ -151,32 +145,33 @@ class _Reader:
         )  # fmt: skip
         return stated
 
-    def _from_columns(self, cluster: Cluster) -> Candidate | None:
+    def _from_columns(self, cluster: Cluster, has: str) -> Candidate | None:
         row = self.row
-        sizes: dict[str, Any] = {axis: self._count(axis, getattr(row, axis)) for axis in ("tp", "pp", "cp", "ep", "vp")}
+        counts = {name: getattr(row, name) for name in (*_AXES, "micro_batch")}
+        self.assumed |= {name: "1" for name, count in counts.items() if count is None}
+        sizes: dict[str, Any] = {name: counts[name] or 1 for name in _AXES}
         kernels = self._kernels(cluster.kernels)
-        recompute = self.tried(self._recompute)
+        recompute = self.tried(lambda: self._recompute(row.recompute or ""))
         zero = self.tried(lambda: self._meaning("sharding", row.sharding))
-        schedule = self.tried(lambda: self._schedule(sizes["vp"]))
+        schedule = self.tried(lambda: self._meaning("pipeline_schedule", row.pipeline_schedule))
+        schedule = "interleaved" if schedule == "1f1b" and sizes["vp"] > 1 else schedule
+        if schedule and "pipeline_schedule" in self.assumed:
+            self.assumed["pipeline_schedule"] = schedule
         inner = sizes["tp"] * sizes["pp"] * sizes["cp"]
         dp = row.dp or max(1, cluster.num_ranks // inner)
-        has = f"{cluster.num_nodes} x {cluster.name} has {cluster.num_ranks} ranks"
-        require((inner * dp == cluster.num_ranks, "dp", f"tp*pp*cp*dp is {inner * dp}, but {has}"))
-        if row.dp is None:
-            self.assumed["dp"] = str(dp)
+        require((inner * dp == cluster.num_ranks, "dp", f"tp*pp*cp*dp is {inner * dp}, but {has} ranks"))
+        self.assumed |= {"dp": str(dp)} if row.dp is None else {}
         if sizes["pp"] == 1:  # there is no order to choose
             self.assumed.pop("vp", None)
             self.assumed.pop("pipeline_schedule", None)
-        if sizes["tp"] > 1 and row.sp is None:
-            self.assumed["sp"] = "true"
-        if sizes["cp"] > 1:
-            self.assumed["cp_kind"] = "ring"
+        self.assumed |= {"sp": "true"} if sizes["tp"] > 1 and row.sp is None else {}
+        self.assumed |= {"cp_kind": "ring"} if sizes["cp"] > 1 else {}
         if recompute is None or zero is None or schedule is None:
             return None
         return Candidate(
             **sizes,
             dp=dp,
-            mbs=self._count("micro_batch", row.micro_batch),
+            mbs=counts["micro_batch"] or 1,
             sp=row.sp if sizes["tp"] > 1 else None,
             zero=cast(Any, int(zero)),
             schedule=schedule,
@@ -186,11 +181,12 @@ class _Reader:
             cp_order="contiguous" if kernels.startswith("nxd") or sizes["cp"] == 1 else "zigzag",
         )
 
-    def _count(self, column: str, stated: int | None) -> int:
-        """Return a count that is 1 unless stated."""
-        if stated is None:
-            self.assumed[column] = "1"
-        return stated or 1
+    def _recompute(self, text: str) -> Recompute:
+        """Read what is computed again, in the framework's own sense, or in the words of ``Recompute``."""
+        try:
+            return Recompute.parse(self._meaning("recompute", text) if _is_word("recompute", text) else text)
+        except InputError as error:
+            raise error.under("recompute") from None
 
     def _meaning(self, column: str, text: str | None, others: tuple[str, ...] = ()) -> str:
         """Return what a word of a column means, and note what is assumed."""
@@ -202,22 +198,6 @@ class _Reader:
         known = [one for word in words(column) for one in word.says if one not in ("", "unknown")]
         raise InputError.of(column, f"cannot read {text!r}. {nearest(_key(text), [*known, *others])}")
 
-    def _recompute(self) -> Recompute:
-        """Read what is computed again, in the framework's own sense, or in the words of ``Recompute``."""
-        text = self.row.recompute or ""
-        try:
-            return Recompute.parse(self._meaning("recompute", text) if _is_word("recompute", text) else text)
-        except InputError as error:
-            raise error.under("recompute") from None
-
-    def _schedule(self, num_chunks: int) -> str:
-        """Read the order of a pipeline; 1f1b of several chunks is interleaved."""
-        named = self._meaning("pipeline_schedule", self.row.pipeline_schedule)
-        schedule = "interleaved" if named == "1f1b" and num_chunks > 1 else named
-        if "pipeline_schedule" in self.assumed:
-            self.assumed["pipeline_schedule"] = schedule
-        return schedule
-
     def _kernels(self, usual: str) -> str:
         """Return which kernels the framework runs, by the longest name that its own begins with."""
         begins = [(name, word) for word in words("framework") for name in word.says if self.framework.startswith(name)]
@@ -225,17 +205,16 @@ class _Reader:
             self.assumed["framework"] = f"{usual}: the usual kernels of the platform"
             return usual
         _, word = max(begins, key=lambda one: len(one[0]))
-        if word.means == "nxd" and self.row.seq_len < _FLASH_FROM:
-            flash = f"nxd_core: no flash attention below {_FLASH_FROM} tokens"
-            self.assumed["framework"] = "; ".join(filter(None, (word.assumed, flash)))
-            return "nxd_core"
+        means, notes = word.means, [word.assumed]
+        if means == "nxd" and self.row.seq_len < _FLASH_FROM:
+            means, notes = "nxd_core", [*notes, f"nxd_core: no flash attention below {_FLASH_FROM} tokens"]
         for said in reversed(_key(self.row.precision).split()):  # the format of a run may say which kernels it ran
             for other in words("kernels"):
-                if said in other.says and other.of == word.means:
+                if said in other.says and other.of == means:
                     return other.means
-        if word.assumed:
-            self.assumed["framework"] = word.assumed
-        return word.means
+        if any(notes):
+            self.assumed["framework"] = "; ".join(filter(None, notes))
+        return means
 
     def model(self) -> ModelSpec:
         """Read the model: of the architecture that is stated, or the card of that name."""
@@ -244,40 +223,39 @@ class _Reader:
             self.assumed["arch"] = f"the model card {self.row.model}"
             return load_model(self.row.model or "")
         foreign = ", ".join(sorted(stated.keys() - ARCH.keys()))
-        kinds = {column: (bool, "true or false") if column in _FLAGS else (int, "a whole number") for column in stated}
+        kinds = {True: (bool, "true or false"), False: (int, "a whole number")}
+        types = {column: kinds[column in ("gated_mlp", "tied_embed")] for column in stated}
         require(
             (not foreign, "arch", f"its architecture has {foreign}, which autoshard does not model"),
             ({"layers", "hidden"} <= stated.keys(), "arch",
              "its architecture is not known: layers and hidden are not stated, and no model card has its name"),
             *((type(stated[column]) is kind, f"arch.{column}", f"expected {what}, found {stated[column]!r}")
-              for column, (kind, what) in kinds.items() if column in ARCH),
+              for column, (kind, what) in types.items() if column in ARCH),
         )  # fmt: skip
         try:
-            return self._spec(self._completed(stated))
+            return self._spec(stated)
         except InputError as error:  # about a field of ModelSpec, which counts with num_ where rows do not
             faults = (Fault(where=fault.where.removeprefix("num_"), message=fault.message) for fault in error.faults)
             raise InputError(faults).under("arch") from None
 
-    def _completed(self, stated: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an architecture with what a row leaves out."""
-        whole, hidden = dict(stated), stated["hidden"]
-        gated = whole.setdefault("gated_mlp", True)
-        whole.setdefault("heads", max(1, hidden // 128))
-        whole.setdefault("kv_heads", whole["heads"])
-        whole.setdefault("head_dim", max(1, hidden // max(1, whole["heads"])))
-        whole.setdefault("ffn", -(-8 * hidden // 3 // _FFN_STEP) * _FFN_STEP if gated else 4 * hidden)
-        whole.setdefault("vocab", 32000 if gated else 50304)
-        whole.setdefault("tied_embed", not gated)
-        whole.setdefault("experts", 0)
-        whole.setdefault("experts_per_token", min(_TOPK, whole["experts"]))
-        derived = {"head_dim", "experts", *(() if whole["experts"] else ("experts_per_token",))}  # say nothing new
-        for name in sorted(whole.keys() - stated.keys() - derived):
-            self.assumed[f"arch.{name}"] = str(whole[name]).lower()
-        return whole
+    def _spec(self, stated: Mapping[str, Any]) -> ModelSpec:
+        """Return a model of an architecture, completed where a row leaves something out.
 
-    def _spec(self, arch: Mapping[str, Any]) -> ModelSpec:
-        """Return a model: gated ones are made as Llama, others as GPT; rows do not say more."""
-        gated = arch["gated_mlp"]
+        Gated models are made as Llama, others as GPT; rows do not say more.
+        """
+        arch, hidden = dict(stated), stated["hidden"]
+        gated = arch.setdefault("gated_mlp", True)
+        arch.setdefault("heads", max(1, hidden // 128))
+        arch.setdefault("kv_heads", arch["heads"])
+        arch.setdefault("head_dim", max(1, hidden // max(1, arch["heads"])))
+        arch.setdefault("ffn", -(-8 * hidden // 3 // _FFN_STEP) * _FFN_STEP if gated else 4 * hidden)
+        arch.setdefault("vocab", 32000 if gated else 50304)
+        arch.setdefault("tied_embed", not gated)
+        arch.setdefault("experts", 0)
+        arch.setdefault("experts_per_token", min(2, arch["experts"]))  # as in the first published mixtures
+        derived = {"head_dim", "experts", *(() if arch["experts"] else ("experts_per_token",))}  # say nothing new
+        for name in sorted(arch.keys() - stated.keys() - derived):
+            self.assumed[f"arch.{name}"] = str(arch[name]).lower()
         llama, gpt = "RMS norms, rotary positions, SiLU, no biases", "layer norms, learned positions, GELU, biases"
         self.assumed["arch"] = f"as Llama: {llama}" if gated else f"as GPT: {gpt}"
         return ModelSpec(

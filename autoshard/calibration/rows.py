@@ -1,13 +1,12 @@
 """Measured rows: one run per line of JSON, with what was run, what it took, and where that is written."""
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from autoshard.errors import Fault, InputError, require
-from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.cluster import LOCAL
@@ -26,8 +25,6 @@ ARCH = {
 }  # fmt: skip
 
 _COUNTS = ("seq_len", "global_batch_seqs", "micro_batch", "nodes", "chips", "lnc", "tp", "pp", "vp", "cp", "ep", "dp")
-_MEASURED = ("step_time_s", "peak_memory_gib")
-_SHARDINGS = {0: "none", 1: "ZeRO-1", 3: "ZeRO-3"}
 _MOST_FAULTS = 3  # of a row that is left out
 _UNFIT: Mapping[Kind | None, str] = {
     "rehearsal": "is of a rehearsal, which runs a small model in the place of the plan's",
@@ -80,7 +77,7 @@ class MeasuredRow:
     def __post_init__(self) -> None:
         """Refuse numbers that no run can have."""
         counts = [(name, getattr(self, name)) for name in _COUNTS]
-        measured = [(name, getattr(self, name)) for name in _MEASURED]
+        measured = [(name, getattr(self, name)) for name in ("step_time_s", "peak_memory_gib")]
         require(
             (bool(self.id.strip()), "id", "must not be empty"),
             (self.nodes is not None or self.chips is not None, "nodes", "missing; say nodes, chips or both"),
@@ -123,12 +120,6 @@ class MeasuredRow:
         axes = (self.tp, self.pp, self.vp, self.cp, self.ep, self.dp, self.sp)
         texts = (self.recompute, self.sharding, self.precision, self.pipeline_schedule, self.candidate, self.framework)
         return (*axes, self.micro_batch, *texts)
-
-    @property
-    def measured_again(self) -> Hashable:
-        """What rows of one layout agree in that were measured at different times; nobody's rows if it has no group."""
-        work = (self.global_batch_seqs, self.seq_len, self.optimizer, self.documents)
-        return (self.group or self.id, *self.layout, *work)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,18 +166,26 @@ def measured_rows(path: Path) -> MeasuredRows:
     rows: dict[str, MeasuredRow] = {}
     sets: dict[str, str] = {}
     left_out: dict[str, InputError] = {}
-    files, known = _row_files(path), dict[tuple[str, str], str]()
+    known: dict[tuple[str, str], str] = {}
+    unended: Mapping[str, InputError] = _unended_runs(path) if path.is_dir() else {}
+    files = [path]  # a file, that of a run, all of a folder, those of its runs
+    if (path / OF_A_RUN).is_file():
+        files = [path / OF_A_RUN]
+    elif path.is_dir():
+        require((not _is_run(path), str(path), f"{_UNENDED}. {_REMEDY}"))
+        files = sorted(path.glob(f"*{SUFFIX}")) or sorted(path.glob(f"*/{OF_A_RUN}"))
+        require((bool(files or unended), str(path), f"holds no files of rows: their names end in {SUFFIX}"))
     for file in files:
         name = file.stem if path in (file, file.parent) else path.resolve().name
-        for where, row in _rows_in(file, is_named=path == file):
-            if isinstance(row, MeasuredRow) and (name, row.id) in known:
-                left_out[where] = InputError.of("id", f"{row.id} stands in {known[name, row.id]} already")
-            elif isinstance(row, MeasuredRow):
-                rows[where], sets[where], known[name, row.id] = row, name, where
-            else:
+        for where, row in _rows_in(file).items():
+            if isinstance(row, InputError):
                 left_out[where] = row
-    if path.is_dir() and all(file.parent.parent == path for file in files):
-        left_out |= _unended_runs(path)
+            elif (name, row.id) in known:
+                left_out[where] = InputError.of("id", f"{row.id} stands in {known[name, row.id]} already")
+            else:
+                rows[where], sets[where], known[name, row.id] = row, name, where
+    if all(file.parent.parent == path for file in files):
+        left_out |= unended
     unfit = {where: InputError.of("", row.unfit) for where, row in rows.items() if row.unfit}
     keeps_unfit = files in ([path], [path / OF_A_RUN]) and len(unfit) == len(rows)
     found = MeasuredRows(rows=rows, sets=sets, left_out=left_out).without({} if keeps_unfit else unfit)
@@ -194,35 +193,15 @@ def measured_rows(path: Path) -> MeasuredRows:
     return found
 
 
-def _rows_in(file: Path, *, is_named: bool) -> Iterator[tuple[str, MeasuredRow | InputError]]:
-    """Yield the rows of a file, or what is wrong with them: a run that is killed leaves half a line."""
-    try:
-        lines = json_lines(file)
-    except InputError as error:
-        if is_named:
-            raise
-        yield from ((fault.where, InputError.of("", fault.message)) for fault in error.faults)
-        return
-    if not lines:
-        yield str(file), InputError.of("", "holds no rows; write one JSON object per line")
-    for where, data in lines.items():
+def _rows_in(file: Path) -> Mapping[str, MeasuredRow | InputError]:
+    """Return the rows of a file, or what is wrong with them: a run that is killed leaves half a line."""
+    lines: dict[str, MeasuredRow | InputError] = {}
+    for where, data in json_lines(file).items():
         try:
-            yield where, MeasuredRow.read(data)
+            lines[where] = MeasuredRow.read(data)
         except InputError as error:
-            yield where, error
-
-
-def _row_files(path: Path) -> list[Path]:
-    """Return the files of rows that are meant by a path: a file, all of a folder, that of a run, those of its runs."""
-    if not path.is_dir():
-        return [path]
-    if (path / OF_A_RUN).is_file():
-        return [path / OF_A_RUN]
-    require((not _is_run(path), str(path), f"{_UNENDED}. {_REMEDY}"))
-    files = sorted(path.glob(f"*{SUFFIX}")) or sorted(path.glob(f"*/{OF_A_RUN}"))
-    if not files and not _unended_runs(path):
-        raise InputError.of(str(path), f"holds no files of rows: their names end in {SUFFIX}")
-    return files
+            lines[where] = error
+    return lines or {str(file): InputError.of("", "holds no rows; write one JSON object per line")}
 
 
 def _unended_runs(path: Path) -> Mapping[str, InputError]:
@@ -248,11 +227,21 @@ class Occasion:
 
 
 def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
-    """Return the row of a run: ``calibrate`` and ``validate`` read it as the same question."""
-    model, workload, cluster = plan.model, plan.workload, plan.cluster
+    """Return the row of a run: ``calibrate`` and ``validate`` read it as the same question.
+
+    On another platform than the plan's, its layout is written without what belongs to that platform; recompute names
+    the operations themselves, because other kernels have other names for sets of them.
+    """
+    model, workload, cluster, layout = plan.model, plan.workload, plan.cluster, plan.candidate
     at_home = ran.platform == cluster.name
-    layout = plan.candidate if at_home else _portable_layout(plan)
-    axes: dict[str, Any] = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vp", "cp", "ep", "dp")}
+    if not at_home:
+        resolve, known = load_kernels(plan.kernels).resolve, {op for own in plan.strategies.values() for op in own}
+        recompute = tuple(
+            replace(one, ops=tuple(op for op in resolve(one.ops) if op in known)) if one.ops else one
+            for one in layout.recompute
+        )
+        layout = replace(layout, kernels=None, place=None, lnc=None, recompute=recompute)
+    axes: dict[str, Any] = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vp", "cp", "ep", "dp", "lnc")}
     has_card = model.name in model_names() and load_model(model.name) == model
     return MeasuredRow(
         id=ran.name,
@@ -266,10 +255,9 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
         micro_batch=layout.mbs,
         nodes=cluster.num_nodes if at_home else 1,
         chips=cluster.num_nodes * cluster.chips_per_node if at_home else layout.num_ranks,
-        lnc=layout.lnc,
         **axes,
         sp=layout.sequence_parallel,
-        sharding=_SHARDINGS[layout.zero],
+        sharding={0: "none", 1: "ZeRO-1", 3: "ZeRO-3"}[layout.zero],
         precision=workload.precision.name,
         optimizer=workload.optimizer,
         documents=None if workload.documents == "joined" else workload.documents,
@@ -280,16 +268,3 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
         source={"plan": str(plan.candidate), "cluster": plan.cluster.name},
         first_seen=ran.date,
     )
-
-
-def _portable_layout(plan: Plan) -> Candidate:
-    """Return the plan's layout without what belongs to the platform that it was made for.
-
-    Recompute names the operations themselves, because other kernels have other names for sets of them.
-    """
-    resolve, known = load_kernels(plan.kernels).resolve, {op for table in plan.strategies.values() for op in table}
-    recompute = tuple(
-        replace(one, ops=tuple(op for op in resolve(one.ops) if op in known)) if one.ops else one
-        for one in plan.candidate.recompute
-    )
-    return replace(plan.candidate, kernels=None, place=None, lnc=None, recompute=recompute)

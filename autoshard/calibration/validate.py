@@ -1,11 +1,14 @@
 """Measured rows against the cost model: every row predicted from its own layout, and the errors of every data set."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import StatisticsError, correlation, fmean, median
 from typing import Any
 
-from autoshard.calibration.accuracy import Accuracy, Compared, accuracy
+import numpy as np
+
 from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.rows import MeasuredRow, measured_rows
 from autoshard.cost.calibration import Calibration, built_in
@@ -16,6 +19,149 @@ from autoshard.plan.plan import Plan, Prediction, rounded
 from autoshard.search.request import Request
 from autoshard.spec.kernels import load_kernels
 from autoshard.units import GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A prediction beside its measurement.
+
+    Rows of one ``group`` are choices for the same question, each a ``layout``; ``work`` is what makes their values
+    comparable (tokens of a step, because groups are published in which the batch follows the layout; 1 for memory).
+    """
+
+    id: str
+    group: str
+    layout: Hashable
+    predicted: float
+    measured: float
+    low: float | None = None
+    high: float | None = None
+    work: float = 1.0
+
+    @property
+    def error(self) -> float:
+        """Relative error: positive where too much was predicted."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOrder:
+    """Whether the predictions order the layouts of one group as the measurements do, and what a wrong choice costs."""
+
+    group: str
+    num_layouts: int
+    spearman: float | None  # None where all predictions, or all measurements, are equal
+    regret: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """Relative errors of one quantity over a data set; all but ``bias`` and ``worst`` without their sign."""
+
+    count: int
+    num_layouts: int  # distinct ones: rows of one group and layout measured the same thing again
+    noise_floor: float | None  # what no prediction from layouts explains; None where none was measured twice
+    mape: float
+    median: float
+    p90: float
+    worst: float
+    worst_id: str
+    bias: float
+    coverage: float | None  # share of measurements inside the stated interval; None where none is stated
+    spearman: float | None  # mean over the groups that have one
+    regret: float | None  # mean over groups of two or more layouts
+    worst_regret: float | None
+    groups: tuple[GroupOrder, ...] = field(repr=False)
+
+
+def accuracy(rows: Sequence[Compared]) -> Accuracy | None:
+    """Sum up predictions and measurements; None where nothing was measured.
+
+    >>> one = Compared(id="a", group="g", layout="tp=1", predicted=1.5, measured=1.0, low=0.5, high=2.0)
+    >>> two = Compared(id="b", group="g", layout="tp=2", predicted=1.0, measured=2.0, low=0.5, high=1.5)
+    >>> found = accuracy([one, two])
+    >>> found.mape, found.bias, found.coverage, found.worst_id, found.spearman, found.regret
+    (0.5, 0.0, 0.5, 'a', -1.0, 1.0)
+    """
+    if not rows:
+        return None
+    sizes = [abs(row.error) for row in rows]
+    worst = max(rows, key=lambda row: abs(row.error))
+    members: dict[str, dict[Hashable, list[Compared]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        members[row.group][row.layout].append(row)
+    groups: list[GroupOrder] = []
+    for group, layouts in members.items():  # a layout that was measured several times counts once, at its median
+        predicted = [rounded(median(row.predicted / row.work for row in same)) for same in layouts.values()]
+        measured = [median(row.measured / row.work for row in same) for same in layouts.values()]
+        if len(layouts) > 1:
+            rank, cost = spearman(predicted, measured), regret(predicted, measured)
+            groups.append(GroupOrder(group=group, num_layouts=len(layouts), spearman=rank, regret=cost))
+    again = [[row.measured for row in same] for layouts in members.values() for same in layouts.values()]
+    ranks = [group.spearman for group in groups if group.spearman is not None]
+    regrets = [group.regret for group in groups]
+    inside = [row.low <= row.measured <= row.high for row in rows if row.low is not None and row.high is not None]
+    return Accuracy(
+        count=len(rows),
+        num_layouts=len(again),
+        noise_floor=noise_floor(again),
+        mape=rounded(fmean(sizes)),
+        median=rounded(median(sizes)),
+        p90=rounded(float(np.percentile(sizes, 90))),
+        worst=rounded(worst.error),
+        worst_id=worst.id,
+        bias=rounded(fmean(row.error for row in rows)),
+        coverage=rounded(fmean(inside)) if inside else None,
+        spearman=rounded(fmean(ranks)) if ranks else None,
+        regret=rounded(fmean(regrets)) if regrets else None,
+        worst_regret=max(regrets, default=None),
+        groups=tuple(groups),
+    )
+
+
+def noise_floor(measured: Iterable[Sequence[float]]) -> float | None:
+    """Return the mean error that the median of each layout has as its prediction, over layouts measured again.
+
+    Predictions from layouts alone say the same of all measurements of one layout, so hardly any has a smaller error
+    on these; None where no layout was measured twice.
+
+    >>> noise_floor([[8.0, 10.0, 12.5], [7.0]])
+    0.15
+    """
+    sizes = [abs(median(same) / value - 1) for same in measured if len(same) > 1 for value in same]
+    return rounded(fmean(sizes)) if sizes else None
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Return the correlation of ranks, equal values sharing the mean of theirs; None where one side is all equal.
+
+    >>> spearman([1.0, 2.0, 3.0, 4.0], [10.0, 30.0, 20.0, 40.0])
+    0.8
+    >>> spearman([1.0, 1.0], [1.0, 2.0]) is None
+    True
+    """
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        ordered = sorted(values)
+        return [ordered.index(value) + ordered.count(value) / 2 for value in values]
+
+    try:
+        return rounded(correlation(ranks(first), ranks(second)))
+    except StatisticsError:
+        return None
+
+
+def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Return how much more the choice with the smallest prediction measured than the best; equal ones by their mean.
+
+    >>> regret([1.0, 2.0, 3.0], [12.0, 10.0, 20.0])
+    0.2
+    >>> regret([1.0, 1.0, 3.0], [12.0, 10.0, 20.0])
+    0.1
+    """
+    least = min(predicted)
+    picked = [value for guess, value in zip(predicted, measured, strict=True) if guess == least]
+    return rounded(fmean(picked) / min(measured) - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +216,23 @@ def validate(path: Path, calibration: Calibration | None = None) -> Validation:
         try:
             run = run_of(row)
             constants = calibration or built_in(run.cluster.name)
-            if run not in known:
-                known[run] = predicted_run(run, constants)
+            found = known[run] = known.get(run) or predicted_run(run, constants)
         except InputError as error:
             faults[where] = error
-        else:
-            predicted[where] = _predicted_row(row.id, run, known[run])
-            bases.setdefault(rows.sets[where], {})[constants.basis] = None
+            continue
+        bases.setdefault(rows.sets[where], {})[constants.basis] = None
+        uncounted = load_kernels(run.candidate.kernels or run.cluster.kernels).uncounted
+        by_stage = tuple(rounded(memory.without(uncounted) / GIB) for memory in found.stage_memory)
+        predicted[where] = PredictedRow(
+            id=row.id,
+            predicted_step_time_s=found.step_time_s,
+            low_s=found.low_s,
+            high_s=found.high_s,
+            predicted_peak_memory_gib=max(by_stage),
+            assumed=run.assumed,
+            parts=found.time_parts,
+            predicted_peak_memory_gib_by_stage=by_stage,
+        )
     rows = rows.without(faults)
     rows.refuse_none(path)
     pairs = {name: [(row, predicted[where]) for where, row in rows.rows.items() if rows.sets[where] == name]
@@ -101,21 +257,6 @@ def outlined_run(run: MeasuredRun, calibration: Calibration) -> tuple[Plan, CutB
     atoms, cutting = cut_atoms(run.candidate, run.model), request.cutting(run.candidate, engine)
     blocks = CutBlocks(step=request.question(run.candidate).step, cutting=cutting, atoms=atoms)
     return request.plan(run.candidate, engine, cutting, tables=False), blocks
-
-
-def _predicted_row(row_id: str, run: MeasuredRun, prediction: Prediction) -> PredictedRow:
-    uncounted = load_kernels(run.candidate.kernels or run.cluster.kernels).uncounted
-    by_stage = tuple(rounded(memory.without(uncounted) / GIB) for memory in prediction.stage_memory)
-    return PredictedRow(
-        id=row_id,
-        predicted_step_time_s=prediction.step_time_s,
-        low_s=prediction.low_s,
-        high_s=prediction.high_s,
-        predicted_peak_memory_gib=max(by_stage),
-        assumed=run.assumed,
-        parts=prediction.time_parts,
-        predicted_peak_memory_gib_by_stage=by_stage,
-    )
 
 
 def _set_accuracy(name: str, rows: list[tuple[MeasuredRow, PredictedRow]], basis: str) -> SetAccuracy:

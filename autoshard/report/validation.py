@@ -7,8 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.calibration.accuracy import Accuracy
-from autoshard.calibration.validate import Validation
+from autoshard.calibration.validate import Accuracy, Validation
 from autoshard.cost.calibration import CONSTANTS, SECONDS, Calibration
 from autoshard.report.terminal import make_table
 from autoshard.units import format_seconds

@@ -1,6 +1,7 @@
 """Measured rows for tests: where those of the repository lie, what is predicted of them, and a small one."""
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ SMALL: dict[str, Any] = {
     "dp": 2, "sp": True, "recompute": "none", "sharding": "ZeRO-1", "precision": "BF16", "pipeline_schedule": "1F1B",
     "framework": "Megatron-Core", "step_time_s": 1.0, "peak_memory_gib": 10.0,
 }  # fmt: skip
+
+
+def written(folder: Path, *rows: object) -> Path:
+    """A file of rows; texts are lines as they are."""
+    path = folder / "runs.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return path
 
 
 @functools.cache  # several folders of tests look at it

@@ -20,10 +20,6 @@ def made(**change: Any) -> MeasuredRun:
     return run_of(MeasuredRow.read({**SMALL, **change}))
 
 
-def without(*names: str, **change: Any) -> MeasuredRun:
-    return made(**dict.fromkeys(names), **change)
-
-
 def test_every_column_has_its_place():
     run = made(recompute="full", sharding="none", precision="mixed FP16", sp=False, micro_batch=2)
     assert str(run.candidate) == "tp=2,pp=2,dp=2,mbs=2,sp=false,zero=0,recompute=full,kernels=mcore"
@@ -89,10 +85,9 @@ def test_recomputes(text: str, framework: str | None, meant: str):
 
 
 def test_torchtitan_keeps_every_second_product():
-    policies = {
+    ((policy,),) = {
         made(recompute=text, framework="torchtitan").candidate.recompute for text in ("selective", "per-op selective")
     }
-    ((policy,),) = policies
     assert {"k", "o", "up"} <= set(policy.ops)
     assert not {"q", "v", "attend", "gate", "down"} & set(policy.ops)
 
@@ -140,7 +135,7 @@ def test_runs_of_one_publisher_are_placed_on_its_machine():
 
 def test_what_is_left_open_is_assumed_and_told():
     open_ = ("micro_batch", "pp", "cp", "ep", "vp", "dp", "sp", "recompute", "sharding", "precision", "framework")
-    run = without(*open_, "pipeline_schedule", "nodes")
+    run = made(**dict.fromkeys([*open_, "pipeline_schedule", "nodes"]))
     assert str(run.candidate) == "tp=2,pp=1,dp=4"
     assert run.cluster.num_nodes == 1
     told = {"dp": "4", "sp": "true", "micro_batch": "1", "recompute": "none", "sharding": "zero=1"}
@@ -159,27 +154,26 @@ def test_an_architecture_is_completed():
     assert (llama.ffn, llama.gated_mlp, llama.tied_embeddings) == (11008, True, False)
 
 
-def test_experts():
+def test_experts_and_cards():
     run = made(arch={**ARCH, "experts": 4}, ep=2, dp=2)
     assert (run.model.num_experts, run.model.experts_per_token, run.candidate.ep) == (4, 2, 2)
     assert run.assumed["arch.experts_per_token"] == "2"
-
-
-def test_a_model_without_numbers_is_looked_up():
     run = made(arch=None, model="llama3-8b")
     assert (run.model.hidden, run.assumed["arch"]) == (4096, "the model card llama3-8b")
 
 
-def test_part_of_a_node_has_only_its_chips():
-    run = made(chips=2, tp=2, pp=1, dp=1)
-    assert (run.cluster.chips_per_node, run.cluster.num_ranks) == (2, 2)
-    assert made(platform="trn1", chips=2, nodes=1, tp=4, pp=1, dp=1).cluster.num_ranks == 4
-    assert made(nodes=2, chips=None, dp=4).cluster.num_ranks == 16
-
-
-def test_logical_cores():
-    assert made(platform="trn2", lnc=1, chips=16, tp=128, pp=1, dp=1).cluster.num_ranks == 128
-    assert made(platform="trn2", chips=16, tp=64, pp=1, dp=1).cluster.num_ranks == 64
+@pytest.mark.parametrize(
+    ("change", "num_ranks"),
+    [
+        ({"chips": 2, "tp": 2, "pp": 1, "dp": 1}, 2),  # a part of a node has only its chips
+        ({"platform": "trn1", "chips": 2, "nodes": 1, "tp": 4, "pp": 1, "dp": 1}, 4),
+        ({"nodes": 2, "chips": None, "dp": 4}, 16),
+        ({"platform": "trn2", "lnc": 1, "chips": 16, "tp": 128, "pp": 1, "dp": 1}, 128),
+        ({"platform": "trn2", "chips": 16, "tp": 64, "pp": 1, "dp": 1}, 64),
+    ],
+)
+def test_chips_nodes_and_logical_cores(change: dict[str, Any], num_ranks: int):
+    assert made(**change).cluster.num_ranks == num_ranks
 
 
 def test_a_run_that_our_schedules_cannot_do_gets_the_nearest_shape():
@@ -211,16 +205,11 @@ def test_a_run_that_our_schedules_cannot_do_gets_the_nearest_shape():
 )
 def test_wrong_columns_are_faults(change: dict[str, Any], says: str):
     with pytest.raises(InputError) as caught:
-        run_of(MeasuredRow.read({**SMALL, **change}))
+        made(**change)
     assert str(caught.value.faults[0]).startswith(says)
 
 
 def test_all_faults_of_a_row_come_at_once():
     with pytest.raises(InputError) as caught:
-        run_of(
-            MeasuredRow.read(
-                {**SMALL, "recompute": "x", "sharding": "x", "precision": "x", "arch": {**ARCH, "layers": 0}}
-            )
-        )
-    wheres = [fault.where for fault in caught.value.faults]
-    assert wheres == ["arch.layers", "precision", "recompute", "sharding"]
+        made(recompute="x", sharding="x", precision="x", arch={**ARCH, "layers": 0})
+    assert [fault.where for fault in caught.value.faults] == ["arch.layers", "precision", "recompute", "sharding"]
