@@ -325,11 +325,19 @@ class Truth:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.points = points(request)
         self._cuttings: dict[Candidate, Cutting] = {}
         self._priced: dict[Candidate, tuple[CutBlocks, Setting, Price]] = {}
-        kinds = [(point, allowed_kinds(request, point)) for point in self.points]
-        self.legal = [self._point(point, own) for point, own in kinds if own]
+
+    @cached_property
+    def points(self) -> list[Candidate]:
+        """All outer points, legal or not."""
+        return points(self.request)
+
+    @cached_property
+    def legal(self) -> list[Point]:
+        """The points that no Rule refuses."""
+        kinds = [(point, allowed_kinds(self.request, point)) for point in self.points]
+        return [self._point(point, own) for point, own in kinds if own]
 
     def fastest(self, capacity: float) -> Way | None:
         """The fastest of everything that fits."""
@@ -344,9 +352,9 @@ class Truth:
         return min(found, key=lambda way: way.peak_bytes, default=None)
 
     def point_of(self, candidate: Candidate) -> Point:
-        """The point that a candidate belongs to."""
-        (found,) = (one for one in self.legal if bare(one.candidate) == bare(candidate))
-        return found
+        """The point that a legal candidate belongs to."""
+        alone = replace(candidate, recompute=self.request.pins.get("recompute", (PLAIN,)))
+        return self._point(alone, allowed_kinds(self.request, alone))
 
     def _point(self, candidate: Candidate, kinds: list[tuple[Recompute, ...]]) -> Point:
         request, (engine,) = self.request, self.request.engines

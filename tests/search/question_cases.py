@@ -1,12 +1,11 @@
 """Random small questions, and Rules that leave few kinds of recompute, so that everything can be tried."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from hypothesis import strategies as st
+from hypothesis import note, strategies as st
 
 from autoshard.cost.calibration import built_in
-from autoshard.plan.candidate import pins_text
 from autoshard.plan.recompute import Recompute, parse_stages
 from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Rule, Verdict, rule
@@ -15,28 +14,8 @@ from tests.search.brute_force import FULL, PLAIN, ask, kinds_of_recompute
 
 MODELS = ("tiny-llama", "tiny-llama", "tiny-mixtral")
 KERNELS = (None, "torch_cuda", "te", "mcore")  # None: those of the cluster
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v")
 PINNED_RECOMPUTE = ((PLAIN,), (FULL,), (Recompute(kind="full", num_layers=1),))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A request that prints what is special about it."""
-
-    request: Request
-    text: str  # what was drawn
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(self.text)
-
-    @classmethod
-    def of(cls, request: Request, kinds: tuple[Recompute, ...]) -> "Asked":
-        """Say what was drawn; ``kinds`` are those that a Rule leaves, if any does."""
-        fixed = request.constants
-        size = f"{request.model.name}, {request.model.num_layers} layers, {request.cluster.num_ranks} ranks"
-        work = f"batch {request.workload.global_batch}, seq {request.workload.seq_len}"
-        costs = f"step {fixed.step_s} s, collective {fixed.collective_s} s"
-        left = "/".join(map(str, kinds)) or "all"
-        return cls(request=request, text=f"{size}, {work}, {costs}, {pins_text(request.pins)!r}, kinds {left}")
 
 
 def only_kinds(kinds: tuple[Recompute, ...]) -> Rule:
@@ -51,7 +30,7 @@ def only_kinds(kinds: tuple[Recompute, ...]) -> Rule:
 
 
 @st.composite
-def requests(draw: Any, *, schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v")) -> Asked:
+def requests(draw: Any) -> Request:
     """A small model on up to eight ranks with something pinned; it has few points and few ways for each."""
     ranks = draw(st.sampled_from([1, 2, 3, 4, 4, 6, 8, 8]))
     layers = draw(st.integers(2, 5))
@@ -59,12 +38,12 @@ def requests(draw: Any, *, schedules: tuple[str, ...] = ("1f1b", "gpipe", "inter
     pins: dict[str, Any] = {"pp": pp}
     for key, values in {
         "mbs": (1, 1, 2), "tp": (1, 2), "zero": (0, 1, 3), "sp": (False,), "cp": (1, 1, 2), "vp": (1, 2),
-        "schedule": schedules,
+        "schedule": SCHEDULES,
     }.items():  # fmt: skip
         if draw(st.sampled_from([True, key != "vp" and key != "sp", False])):
             pins[key] = draw(st.sampled_from(values))
     if draw(st.booleans()) and pp > 1:
-        pins["schedule"] = draw(st.sampled_from(schedules))
+        pins["schedule"] = draw(st.sampled_from(SCHEDULES))
     kernels = draw(st.sampled_from(KERNELS))
     if kernels:
         pins["kernels"] = kernels
@@ -86,5 +65,5 @@ def requests(draw: Any, *, schedules: tuple[str, ...] = ("1f1b", "gpipe", "inter
     )
     model = replace(request.model, num_layers=layers)
     rules = (only_kinds(kinds),) if kinds else ()
-    request = replace(request, model=model, pins=pins, extra_rules=rules, calibration=constants)
-    return Asked.of(request, kinds)
+    note(f"{model.name}, {layers} layers, {ranks} ranks, batch {batch}, {pins}, kinds {kinds or 'all'}, {constants}")
+    return replace(request, model=model, pins=pins, extra_rules=rules, calibration=constants)

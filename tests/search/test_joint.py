@@ -11,7 +11,7 @@ from autoshard.plan.verify import verify
 from autoshard.search.planner import SearchResult, search
 from autoshard.search.request import Request, plan_at
 from tests.search.brute_force import EXACT, Truth, Way, peak, refused, time_s
-from tests.search.question_cases import Asked, requests
+from tests.search.question_cases import requests
 
 
 def limit(truth: Truth, share: float) -> float:
@@ -45,10 +45,10 @@ def holds_itself(request: Request, found: SearchResult) -> None:
 
 @settings(max_examples=min(settings().max_examples, 60))  # each is searched and enumerated
 @given(requests(), st.sampled_from([-0.01, 0.0, 0.003, 0.03, 0.1, 0.3, 0.6, 1.1, 1.1]))
-def test_the_search_finds_the_best_of_everything(asked: Asked, share: float):
-    truth = Truth(asked.request)
+def test_the_search_finds_the_best_of_everything(asked: Request, share: float):
+    truth = Truth(asked)
     capacity = limit(truth, share)
-    request = replace(asked.request, memory_bytes=capacity)
+    request = replace(asked, memory_bytes=capacity)
     best = truth.fastest(capacity)
     event("something fits" if best else "legal" if truth.legal else "nothing is legal")
     found = search(replace(request, effort=EXACT))
@@ -60,10 +60,10 @@ def test_the_search_finds_the_best_of_everything(asked: Asked, share: float):
 @pytest.mark.slow
 @settings(max_examples=40, derandomize=True)
 @given(requests(), st.sampled_from([0.0, 0.03, 0.3, 1.1]))
-def test_with_the_usual_effort_the_certificate_covers_the_truth_of_fixed_questions(asked: Asked, share: float):
-    truth = Truth(asked.request)
+def test_with_the_usual_effort_the_certificate_covers_the_truth_of_fixed_questions(asked: Request, share: float):
+    truth = Truth(asked)
     capacity = limit(truth, share)
-    request = replace(asked.request, memory_bytes=capacity)
+    request = replace(asked, memory_bytes=capacity)
     best, found = truth.fastest(capacity), search(request)
     assert bool(found.plans) == (best is not None)
     if best:
@@ -76,12 +76,12 @@ def test_with_the_usual_effort_the_certificate_covers_the_truth_of_fixed_questio
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(requests())
-def test_the_search_finds_what_takes_least_memory(asked: Asked):
-    best = Truth(asked.request).smallest()
-    found = search(replace(asked.request, objective="memory"))
+def test_the_search_finds_what_takes_least_memory(asked: Request):
+    best = Truth(asked).smallest()
+    found = search(replace(asked, objective="memory"))
     assert bool(found.plans) == (best is not None)
     if best:
         assert found.certificate.value == pytest.approx(best.peak_bytes, rel=1e-9)
         assert found.certificate.bound <= found.certificate.value
         assert peak(found.plans[0]) == pytest.approx(best.peak_bytes, abs=20)
-        holds_itself(asked.request, found)
+        holds_itself(asked, found)

@@ -26,7 +26,7 @@ from tests.search.brute_force import (
     refused,
     says_something,
 )
-from tests.search.question_cases import Asked, requests
+from tests.search.question_cases import requests
 
 PINS = (
     *("", "tp=2", "sp=false", "sp=true", "tp=2,sp=false", "tp=1,sp=false", "zero=0", "zero=3", "pp=2,schedule=gpipe"),
@@ -96,8 +96,8 @@ def agrees(request: Request) -> None:
 
 
 @given(requests())
-def test_random_questions_are_filtered_as_their_points_are(asked: Asked):
-    agrees(asked.request)
+def test_random_questions_are_filtered_as_their_points_are(request: Request):
+    agrees(request)
 
 
 @pytest.mark.parametrize("pins", PINS)

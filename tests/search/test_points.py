@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -16,10 +17,10 @@ from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedC
 from autoshard.search.request import Request
 from autoshard.search.stage_filling import Goal
 from tests.search.brute_force import FULL, PLAIN, Point, Truth, ask, compositions, near_even
-from tests.search.question_cases import Asked, requests
+from tests.search.question_cases import requests
 from tests.search.test_priced_layouts import ACTIVE, NO_MASTERS, SLOW_VECTORS
 
-SEVERAL = 3  # random fillings of each point
+SEVERAL = 2  # random fillings of each point
 SURE = 1 + 1e-9
 
 
@@ -38,7 +39,7 @@ def single_points(truth: Truth) -> Iterator[tuple[Point, RunVariant, PricedLayou
 
 def is_bounded(request: Request, share: float) -> None:
     """Compare every point's bound with the best way to fill its stages, in as much memory as it needs or some more."""
-    for point, variant, priced in single_points(Truth(request)):
+    for point, variant, priced in islice(single_points(Truth(request)), 12):
         fastest, small = point.fastest(), point.smallest()
         if fastest is None or small is None:
             continue
@@ -52,8 +53,8 @@ def is_bounded(request: Request, share: float) -> None:
 
 
 @given(requests(), st.sampled_from([0.0, 0.02, 0.2, 1.1]))
-def test_no_filling_of_a_point_is_below_its_bound(asked: Asked, share: float):
-    is_bounded(asked.request, share)
+def test_no_filling_of_a_point_is_below_its_bound(request: Request, share: float):
+    is_bounded(request, share)
 
 
 @pytest.mark.parametrize("layers", [4, 5])
@@ -103,7 +104,7 @@ def cost_in_columns(point: Point, variant: RunVariant, priced: PricedLayouts, fi
 def agrees(request: Request, seed: int, most: int) -> None:
     """Compare some points of a question."""
     random = np.random.default_rng(seed)
-    for count, (point, variant, priced) in enumerate(single_points(Truth(request))):
+    for point, variant, priced in islice(single_points(Truth(request)), most):
         for _ in range(SEVERAL):
             split, entries = drawn(point, random)
             if any((one.num_layers or 1) > size for one, size in zip(entries, split, strict=True)):
@@ -111,13 +112,11 @@ def agrees(request: Request, seed: int, most: int) -> None:
             candidate = replace(point.candidate, stages=split, recompute=entries)
             found = cost_in_columns(point, variant, priced, (split, entries))
             assert found == pytest.approx(point.cost_of(candidate), rel=1e-9), str(candidate)
-        if count >= most:
-            break
 
 
 @given(requests(), st.integers(0, 10**6))
-def test_small_questions_cost_what_their_plans_do(asked: Asked, seed: int):
-    agrees(asked.request, seed, 20)
+def test_small_questions_cost_what_their_plans_do(request: Request, seed: int):
+    agrees(request, seed, 6)
 
 
 # model, cluster, nodes, pins

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, note, strategies as st
 
 from autoshard.cost.stages import BlockTotals, PipelineBlocks, Sends, StageOptions, price_stages
 from autoshard.cost.step import pipelined_s, step_seconds, work_by_stage
@@ -45,10 +45,6 @@ class Case:
     choices: StageChoices
     capacity: float
     rest_share: float  # of the least step phase that the search is told
-    text: str  # what was drawn
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(self.text)
 
 
 def totals(
@@ -106,10 +102,9 @@ def cases(draw: Any, builders: tuple[str, ...] = ("1f1b", "gpipe"), *, most_rank
     allowed = random.random((len(kinds), count)) < draw(st.sampled_from([0.7, 1.0, 1.0]))
     choices = StageChoices(kinds=kinds, allowed=allowed, num_layers=layers, stages=None, recompute=None)
     capacity = GIB * draw(st.sampled_from([1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0, 9.0, 1e3]))
-    text = f"{builder} {ranks} ranks {chunks} chunks {number} micro-batches {layers} layers {count} candidates "
-    text += f"{len(kinds)} kinds, seed {seed}, {kernels} zero {zero} {sends} {capacity / GIB} GiB, {allowed.tolist()}"
+    note(f"{schedule}, {layers} layers, {count} candidates, {kinds}, seed {seed}, {kernels} zero {zero}, {capacity}")
     share = draw(st.sampled_from([0.0, 1.0]))
-    return Case(blocks=blocks, choices=choices, capacity=capacity, rest_share=share, text=text)
+    return Case(blocks=blocks, choices=choices, capacity=capacity, rest_share=share)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

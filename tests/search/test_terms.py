@@ -8,12 +8,9 @@ import pytest
 
 from autoshard.cost.terms import CostTerm
 from autoshard.errors import InputError
-from autoshard.plan.rules.check import legality
 from autoshard.search.planner import search
 from autoshard.search.request import Request, plan_at
-from autoshard.search.space import whole_space
 from autoshard.search.stage_filling import Effort
-from benchmarks.estimate_batch import evaluate
 from tests.search.brute_force import ask
 from tests.slower import rest_is_slow
 
@@ -51,18 +48,6 @@ def test_a_term_that_is_the_same_everywhere_changes_no_choice_and_no_effort():
     one, other = search(usual), search(with_terms(usual, term("stall", lambda c: 1000.0)))
     assert one.plans[0].candidate == other.plans[0].candidate
     assert one.certificate.num_bounded == other.certificate.num_bounded
-
-
-def test_columns_of_estimates_have_it_as_well():
-    asked = ask("llama3-8b", "trn1.32xlarge", pins="tp=8,cp=1,schedule=1f1b,recompute=none")
-    engine, facts = asked.engines[0], (asked.model, asked.cluster, asked.workload)
-    whole = whole_space(*facts, engine, asked.pins)
-    space = whole.only(legality(whole.columns(*facts, 0)).mask)
-    cutting = asked.cutting(space.candidate(0, 0), engine)
-    mine = with_terms(asked, term("sizes", TERMS["sizes"]))
-    added = [evaluate(one.question(space.base), space, cutting).time_s[:, 0] for one in (mine, asked)]
-    assert space.num_layouts > 5
-    assert added[0] - added[1] == pytest.approx(0.2 * np.log2(space.rows["dp"]), abs=1e-6)
 
 
 def test_two_terms_of_one_name_are_refused():
