@@ -33,28 +33,6 @@ def test_a_folder_is_one_process_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_a_second_run_is_refused_while_the_first_goes_on_and_a_kill_frees_the_folder(tmp_path: Path) -> None:
-    write_tiny(tmp_path, "tp=1,pp=1,dp=1")
-    words = ["run", "tiny.json", "--steps", "100000", "--checkpoint.every-steps", "2"]
-    with started(tmp_path, *words) as first:
-        metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
-        wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 4, "there are steps")
-        with started(tmp_path, *words) as second:
-            assert second.wait(60) == 2 and "is running in it" in second.communicate()[1]
-        os.kill(first.pid, signal.SIGKILL)
-        first.wait(30)
-    lines = metrics.read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1)), "whole up to the last step"
-    with started(tmp_path, "run", "tiny.json", "--steps", str(len(lines) + 2)) as third:
-        out, err = third.communicate(timeout=60)
-        assert third.returncode == 0, err
-        assert "note: continues after step" in out
-    again = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert again == list(range(1, len(lines) + 3)), "none is done twice, none is lost"
-
-
 def test_another_model_and_other_files_are_refused(tmp_path: Path) -> None:
     plan = tiny_plan("tp=1,pp=1,dp=1")
     (tmp_path / "notes.txt").write_text("mine")
@@ -68,21 +46,22 @@ def test_another_model_and_other_files_are_refused(tmp_path: Path) -> None:
 
 def test_what_a_start_does_otherwise_is_named(tmp_path: Path) -> None:
     first = Training(steps=10)
-    assert changes_since(tmp_path, first) == []
-    assert changes_since(tmp_path, first) == []
+    assert changes_since(tmp_path, first) == changes_since(tmp_path, first) == []
     other = replace(first, schedule=RateSchedule(warm_up_steps=3), data=DataSpec(sets={"a": 2.0}))
     assert changes_since(tmp_path, other) == ["data.sets.a was None, now 2.0", "schedule.warm_up_steps was 0, now 3"]
 
 
 def test_starts_that_come_no_further_are_counted(tmp_path: Path) -> None:
-    for _ in range(3):
-        count_attempt(tmp_path, 40, most=3)
-    with pytest.raises(RunFailed, match=r"3 starts after step 40 came to no checkpoint beyond it.*type --resume 40"):
-        count_attempt(tmp_path, 40, most=3)
+    def three_times() -> None:
+        for _ in range(3):
+            count_attempt(tmp_path, 40, most=3)
+        with pytest.raises(RunFailed, match=r"3 starts after step 40 came to no checkpoint.*type --resume 40"):
+            count_attempt(tmp_path, 40, most=3)
+
+    three_times()
     count_attempt(tmp_path, 50, most=3)
     allow_attempts(tmp_path)
-    for _ in range(3):
-        count_attempt(tmp_path, 40, most=3)
+    three_times()
     with (tmp_path / "attempts.jsonl").open("a") as file:
         file.write('{"from": 4')  # a kill while it was written
     with pytest.raises(RunFailed):
@@ -90,14 +69,15 @@ def test_starts_that_come_no_further_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_full_disks_name_the_file_after_the_tables(
+def test_full_disks_name_the_file_after_the_tables_and_notes_say_what_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_tiny(tmp_path, "tp=1,pp=1,dp=1")
+    plan = tiny_plan("tp=1,pp=1,dp=1")
     folder = tmp_path / "runs" / "tiny"
     folder.mkdir(parents=True)
-    (folder / "plan.json").write_text((tmp_path / "tiny.json").read_text())
+    for path in (tmp_path / "tiny.json", folder / "plan.json"):
+        path.write_text(dump(replace(plan, workload=replace(plan.workload, optimizer="sgd"))))
     append = MetricsLog.append
 
     def append_to_full(self: MetricsLog, record: Any) -> None:
@@ -106,11 +86,38 @@ def test_full_disks_name_the_file_after_the_tables(
 
     monkeypatch.setattr(MetricsLog, "append", append_to_full)
     (folder / "measured.jsonl").symlink_to("/dev/full")
-    assert main(["run", "tiny.json", "--steps", "3"]) == 3
+    assert main(["run", "tiny.json", "--steps", "3", "--schedule.warm-up-steps", "9", "--adamw.beta1", "0.8"]) == 3
     said = capsys.readouterr()
     assert "Predicted and measured" in said.out and "saved step 3" in said.out
+    assert "note: the warm-up of 9 steps does not end within 3 steps\n" in said.out
+    assert "note: the constants of adamw are not used: the plan's optimizer is sgd\n" in said.out
     assert "runs/tiny/metrics.jsonl: step 1 was not written: No space left on device" in said.err
     assert "runs/tiny/measured.jsonl: No space left on device" in said.err
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_second_run_is_refused_while_the_first_goes_on_and_a_kill_frees_the_folder(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "tp=1,pp=1,dp=1")
+    words = ["run", "tiny.json", "--steps", "100000", "--checkpoint.every-steps", "2"]
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+
+    def numbers() -> list[int]:
+        return [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+
+    with started(tmp_path, *words) as first:
+        wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 4, "there are steps")
+        with started(tmp_path, *words) as second:
+            assert second.wait(60) == 2 and "is running in it" in second.communicate()[1]
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait(30)
+    last = len(numbers())
+    assert numbers() == list(range(1, last + 1)), "whole up to the last step"
+    with started(tmp_path, "run", "tiny.json", "--steps", str(last + 2)) as third:
+        out, err = third.communicate(timeout=60)
+        assert third.returncode == 0, err
+        assert "note: continues after step" in out
+    assert numbers() == list(range(1, last + 3)), "none is done twice, none is lost"
 
 
 @pytest.mark.slow
@@ -136,17 +143,3 @@ def test_ranks_are_started_again_from_the_newest_checkpoint_even_if_another_step
     assert "SIGKILL" in out and "the ranks are started again; 0 restarts are left" in out
     begun = [int(line.split()[4]) for line in out.splitlines() if line.startswith("note: continues after step")]
     assert len(begun) == 2 and begun[0] == 2 and begun[1] >= 10, "not at step 2 again"
-
-
-@pytest.mark.ranks
-def test_what_a_run_does_not_use_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    plan = tiny_plan("tp=1,pp=1,dp=1")
-    plan = replace(plan, workload=replace(plan.workload, optimizer="sgd"))
-    (tmp_path / "tiny.json").write_text(dump(plan))
-    assert main(["run", "tiny.json", "--steps", "1", "--schedule.warm-up-steps", "9", "--adamw.beta1", "0.8"]) == 0
-    out = capsys.readouterr().out
-    assert "note: the warm-up of 9 steps does not end within 1 steps\n" in out
-    assert "note: the constants of adamw are not used: the plan's optimizer is sgd\n" in out

@@ -36,9 +36,7 @@ def test_any_range_of_a_set_is_read_as_it_was_laid_out(tmp_path_factory, documen
     begins = {sum(lengths[:number]) for number in range(len(lengths)) if lengths[number]}
     found = {int(place) + first for place in starts_within(index, files, first, count)}
     assert found & begins == {begin for begin in begins if first <= begin < first + count}
-    assert found <= {sum(lengths[:number]) for number in range(len(lengths))}, (
-        "an empty document begins where the next does"
-    )
+    assert found <= {sum(lengths[:number]) for number in range(len(lengths))}, "an empty one begins where the next does"
     assert [length for length in document_lengths(index, files) if length] == [length for length in lengths if length]
     assert not list(faults_inside(index, files, 256))
     files.close()
@@ -47,13 +45,20 @@ def test_any_range_of_a_set_is_read_as_it_was_laid_out(tmp_path_factory, documen
 @given(documents=st.lists(SEQUENCES, min_size=1, max_size=8), vocab=st.sampled_from([256, 70_000]))
 def test_what_we_write_has_the_bytes_of_the_format(tmp_path_factory, documents, vocab) -> None:
     folder = tmp_path_factory.mktemp("set")
-    writer = IndexedWriter(folder / "ours", vocab)
+    writer = IndexedWriter(folder / "ours", vocab, masked=True)
     for document in documents:
-        writer.add(document)
-    assert [path.suffix for path in writer.close()] == [".bin", ".idx"]
+        writer.add(document, [token > 9 for token in document])
+    assert [path.suffixes for path in writer.close()] == [[".bin"], [".idx"], [".mask", ".bin"]]
     write_set(folder / "theirs", [[document] for document in documents], "uint16" if vocab == 256 else "int32")
     for suffix in (".bin", ".idx"):
         assert (folder / f"ours{suffix}").read_bytes() == (folder / f"theirs{suffix}").read_bytes()
+    mask = [token > 9 for document in documents for token in document]
+    assert (folder / "ours.mask.bin").read_bytes() == bytes(mask), "one byte for each token"
+
+
+def test_nothing_is_left_of_a_set_without_documents(tmp_path: Path) -> None:
+    assert IndexedWriter(tmp_path / "none", 300).close() == ()
+    assert not list(tmp_path.iterdir())
 
 
 @given(
@@ -63,11 +68,10 @@ def test_what_we_write_has_the_bytes_of_the_format(tmp_path_factory, documents, 
     data=st.data(),
 )
 def test_documents_of_a_large_index_are_found(tmp_path_factory, lengths, repeats: int, joined: int, data) -> None:
-    folder = tmp_path_factory.mktemp("set")
     lengths = (sorted(lengths) * repeats)[: len(lengths) * repeats // joined * joined or joined]
     lengths += [1] * (-len(lengths) % joined)
     documents = [[[1] * length for length in lengths[at : at + joined]] for at in range(0, len(lengths), joined)]
-    index, files = read_index(write_set(folder / "s", documents, "uint8")), OpenFiles()
+    index, files = read_index(write_set(tmp_path_factory.mktemp("set") / "s", documents, "uint8")), OpenFiles()
     begins = np.cumsum([0, *(sum(map(len, document)) for document in documents)])[:-1]
     for _ in range(5):
         first = data.draw(st.integers(0, max(0, index.num_tokens - 1)))
@@ -77,25 +81,12 @@ def test_documents_of_a_large_index_are_found(tmp_path_factory, lengths, repeats
     files.close()
 
 
-def test_a_mask_is_one_byte_for_each_token(tmp_path: Path) -> None:
-    writer = IndexedWriter(tmp_path / "chat", 300, masked=True)
-    writer.add([1, 2, 3], [False, True, True])
-    writer.add([4], [False])
-    writer.close()
-    assert (tmp_path / "chat.mask.bin").read_bytes() == bytes([0, 1, 1, 0])
-
-
-def test_nothing_is_left_of_a_set_without_documents(tmp_path: Path) -> None:
-    assert IndexedWriter(tmp_path / "none", 300).close() == ()
-    assert not list(tmp_path.iterdir())
-
-
 def truncated(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
-def grown(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"x")
+def grown(num_bytes: int):
+    return lambda path: path.write_bytes(path.read_bytes() + bytes(num_bytes))
 
 
 def edited(offset: int, data: bytes):
@@ -107,30 +98,22 @@ def edited(offset: int, data: bytes):
     return edit
 
 
-def with_modes(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + bytes(3))
-
-
-LAST_PLACE = 34 + 3 * 4 + 2 * 8
-
-
 @pytest.mark.parametrize(
     ("suffix", "change", "said"),
     [
         (".bin", truncated, r"s\.bin: is truncated: copy it again .* 13 bytes and should have 14 by its index"),
-        (".bin", grown, r"s\.bin: is altered"),
+        (".bin", grown(1), r"s\.bin: is altered"),
         (".bin", Path.unlink, r"s\.bin: cannot be read: No such file"),
         (".idx", Path.unlink, r"s\.idx: cannot be read: No such file"),
         (".idx", truncated, r"s\.idx: is truncated: .* by its header"),
-        (".idx", grown, r"s\.idx: is altered"),
-        (".idx", with_modes, r"s\.idx: holds the modes of a multimodal set"),
+        (".idx", grown(3), r"s\.idx: holds the modes of a multimodal set"),
         (".idx", edited(0, b"TNTIDX\0\0"), "older form"),
         (".idx", edited(0, b"PK"), "is not an index of Megatron's form"),
         (".idx", lambda path: path.write_bytes(b"MMID"), "is not an index"),
         (".idx", edited(9, b"\x02"), "version 2"),
         (".idx", edited(17, b"\x07"), "float32"),
         (".idx", edited(17, b"\x63"), "unknown format 99"),
-        (".idx", edited(LAST_PLACE, struct.pack("<q", 2)), r"s\.bin: is altered"),
+        (".idx", edited(34 + 3 * 4 + 2 * 8, struct.pack("<q", 2)), r"s\.bin: is altered"),
         (".idx", edited(34 + 3 * 4, b"\x01"), "first or last sequence cannot be"),
         (".idx", edited(34 + 3 * 4 + 3 * 8, b"\x01"), "do not begin with sequence 0"),
     ],
@@ -164,14 +147,12 @@ def test_a_file_that_shrinks_under_a_run_is_named(tmp_path: Path) -> None:
         files.read(index.bin, index.dtype, 0, 3)
 
 
-def num_open() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_few_descriptors_serve_many_files(tmp_path: Path) -> None:
-    before = num_open()
-    files = OpenFiles()
-    indices = [read_index(write_set(tmp_path / str(number), [[[number]]])) for number in range(200)]
+    def num_open() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before, files = num_open(), OpenFiles()
+    indices = [read_index(write_set(tmp_path / str(number), [[[number]]])) for number in range(100)]
     for index in [*indices, *indices]:
         assert files.read(index.bin, index.dtype, 0, 1) == int(index.prefix.name)
     assert num_open() - before <= 64

@@ -8,26 +8,16 @@ from hypothesis import given, settings, strategies as st
 
 from autoshard.graph.op import Array
 from autoshard.runtime.data.mixture import DataMixture, WeightTree, packs, permuted
-from autoshard.runtime.data.opened import open_source
-from autoshard.spec.training import DataSpec
 from tests.runtime.data.cases import counting, write_set
+from tests.runtime.data.test_opened import opened
 
 WEIGHTS = st.lists(st.floats(1e-3, 1), min_size=1, max_size=9)
-
-
-def opened(
-    sets, *, seq_len: int = 8, seed: int = 0, separate: bool = False, vocab: int = 60_000, **more
-) -> DataMixture:
-    spec = DataSpec(sets={str(path): weight for path, weight in sets.items()}, **more)
-    source = open_source(spec, seq_len=seq_len, vocab=vocab, seed=seed, separate=separate)
-    assert isinstance(source, DataMixture)
-    return source
+VOCAB = 60_000
 
 
 @given(size=st.integers(1, 400), key=st.tuples(st.integers(0, 2**40), st.integers(0, 99)))
 def test_a_permutation_shows_everything_once(size: int, key) -> None:
-    found = permuted(np.arange(size), size, key)
-    assert sorted(found.tolist()) == list(range(size))
+    assert sorted(permuted(np.arange(size), size, key).tolist()) == list(range(size))
 
 
 @given(size=st.integers(1, 2**50), places=st.lists(st.integers(0, 2**50), min_size=1), key=st.integers(0, 2**40))
@@ -40,7 +30,7 @@ def test_a_place_of_a_permutation_does_not_depend_on_what_else_is_asked(size: in
 
 
 def test_permutations_look_random() -> None:
-    size, tries = 10, 4000
+    size, tries = 10, 2000
     seen = np.zeros((size, size))
     for key in range(tries):
         seen[np.arange(size), permuted(np.arange(size), size, (key,))] += 1
@@ -49,20 +39,15 @@ def test_permutations_look_random() -> None:
     assert chi_square < 130, "81 degrees of freedom: more than 130 comes by chance once in 2,000 times"
 
 
-@given(weights=WEIGHTS, count=st.integers(1, 2000))
-def test_every_beginning_of_a_mixture_keeps_its_weights(weights: list[float], count: int) -> None:
+@given(weights=WEIGHTS, count=st.integers(1, 2000), first=st.integers(0, 10**15))
+def test_every_beginning_of_a_mixture_keeps_its_weights(weights: list[float], count: int, first: int) -> None:
     which, before = WeightTree.of(weights).chosen(np.arange(count))
     counts = (which[:, None] == np.arange(len(weights))).cumsum(axis=0)
     assert (before == counts[np.arange(count), which] - 1).all(), "each set's samples come in order, none twice"
-    wanted = np.arange(1, count + 1)[:, None] * np.array(weights) / sum(weights)
-    assert np.abs(counts - wanted).max() < 2
-
-
-@given(weights=WEIGHTS, first=st.integers(0, 10**15))
-def test_a_far_beginning_of_a_mixture_keeps_its_weights(weights: list[float], first: int) -> None:
-    numbers = np.arange(first, first + 50)
-    which, before = WeightTree.of(weights).chosen(numbers)
     share = np.array(weights) / sum(weights)
+    assert np.abs(counts - np.arange(1, count + 1)[:, None] * share).max() < 2
+    numbers = np.arange(first, first + 50)  # far from the beginning
+    which, before = WeightTree.of(weights).chosen(numbers)
     assert (np.abs(before - share[which] * numbers) < 2 + 1e-8 * numbers).all()
 
 
@@ -94,47 +79,34 @@ def two_sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "large", folder / "small"
 
 
-def labels_of(source: DataMixture, numbers: range) -> list[int]:
-    samples = source.samples(numbers.start, len(numbers))
-    return samples.tokens[:, 1:][samples.counted].tolist()
-
-
 @given(seq_len=st.integers(1, 40), seed=st.integers(0, 99), epoch=st.integers(0, 3))
 def test_an_epoch_of_one_set_shows_every_label_once(two_sets, seq_len: int, seed: int, epoch: int) -> None:
-    source = opened({two_sets[0]: 1.0}, seq_len=seq_len, seed=seed)
+    spec = opened({two_sets[0]: 1.0}, seq_len=seq_len, vocab=VOCAB)
+    source = DataMixture(
+        sets=spec.sets, shares=spec.shares, seq_len=seq_len, seed=seed, separate=False, answers_only=False
+    )
     size = len(source.sets[0].cut)
-    found = labels_of(source, range(epoch * size, (epoch + 1) * size))
-    assert sorted(found) == list(range(1, 1000))
+    samples = source.samples(epoch * size, size)
+    assert sorted(samples.tokens[:, 1:][samples.counted].tolist()) == list(range(1, 1000))
 
 
 @given(seed=st.integers(0, 99), first=st.integers(0, 10**12), number=st.integers(0, 15))
-def test_a_sample_depends_on_the_seed_and_its_number_alone(two_sets, seed: int, first: int, number: int) -> None:
-    def ask(first: int, count: int):
-        return opened(dict(zip(two_sets, (0.7, 0.3), strict=True)), seed=seed, separate=True).samples(first, count)
-
-    many, one = ask(first, 16), ask(first + number, 1)
+def test_a_sample_depends_on_its_number_alone(two_sets, seed: int, first: int, number: int) -> None:
+    one = opened(dict(zip(two_sets, (0.7, 0.3), strict=True)), separate=True, vocab=VOCAB)
+    other = opened(dict(zip(reversed(two_sets), (0.3, 0.7), strict=True)), separate=True, vocab=VOCAB)  # in any order
+    many, alone = one.samples(first, 16), other.samples(first + number, 1)
     for name in ("tokens", "counted", "document_starts"):
-        np.testing.assert_array_equal(getattr(many, name)[number], getattr(one, name)[0])
-
-
-def test_the_order_of_sets_in_a_file_does_not_matter(two_sets) -> None:
-    one = opened(dict(zip(two_sets, (0.7, 0.3), strict=True)))
-    other = opened(dict(zip(reversed(two_sets), (0.3, 0.7), strict=True)))
-    np.testing.assert_array_equal(one.samples(5, 64).tokens, other.samples(5, 64).tokens)
+        np.testing.assert_array_equal(getattr(many, name)[number], getattr(alone, name)[0])
 
 
 def test_epochs_seeds_and_sets_are_shuffled_differently(two_sets) -> None:
-    size = len(opened({two_sets[0]: 1.0}).sets[0].cut)
-
-    def order(seed: int, epoch: int) -> bytes:
-        return opened({two_sets[0]: 1.0}, seed=seed).samples(epoch * size, size).tokens.tobytes()
-
-    assert len({order(0, 0), order(0, 1), order(1, 0)}) == 3
-
-
-def test_tokens_come_in_the_shares_that_weights_say(two_sets) -> None:
-    tokens = opened(dict(zip(two_sets, (3, 1), strict=True))).samples(0, 400).tokens
-    assert (tokens[:, 0] >= 2000).sum() == pytest.approx(100, abs=1)
+    source = opened({two_sets[0]: 1.0}, vocab=VOCAB)
+    size = len(source.sets[0].cut)
+    found = {tuple(source.members(epoch * size, size)[1]) for epoch in (0, 1)}
+    both = opened(dict.fromkeys(two_sets, 1.0), vocab=VOCAB).members(0, 2 * size)
+    assert len({*found, tuple(both[1])}) == 3
+    tokens = opened(dict(zip(two_sets, (3, 1), strict=True)), vocab=VOCAB).samples(0, 400).tokens
+    assert (tokens[:, 0] >= 2000).sum() == pytest.approx(100, abs=1), "in the shares of their weights"
 
 
 def expected_starts(tokens: Array, begins: set[int]) -> list[int]:
@@ -151,12 +123,11 @@ def test_documents_are_found_in_every_window(tmp_path_factory, lengths: list[int
     documents = counting(200, lengths)
     prefix = write_set(tmp_path_factory.mktemp("set") / "s", documents)
     begins = {document[0][0] for document in documents}
-    joined, separate = (opened({prefix: 1.0}, seq_len=seq_len, separate=flag) for flag in (False, True))
-    size = len(joined.sets[0].cut)
-    for source in (joined, separate):
-        samples = source.samples(0, size)
+    for separate in (False, True):
+        source = opened({prefix: 1.0}, seq_len=seq_len, separate=separate, vocab=VOCAB)
+        samples = source.samples(0, len(source.sets[0].cut))
         for tokens, counted, starts in zip(samples.tokens, samples.counted, samples.document_starts, strict=True):
             real = 1 + (tokens[1:] > tokens[:-1]).cumprod().sum()  # padding is zeros
             assert starts[:real].tolist() == expected_starts(tokens[:real], begins)[: len(starts[:real])]
-            crosses = np.isin(tokens[1:], list(begins)) & source.separate
+            crosses = np.isin(tokens[1:], list(begins)) & separate
             assert counted.tolist() == [place + 1 < real and not crosses[place] for place in range(seq_len)]

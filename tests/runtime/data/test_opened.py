@@ -4,13 +4,12 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from autoshard.errors import InputError, RunFailed
 from autoshard.runtime.data.batches import SyntheticTokens
 from autoshard.runtime.data.indexed import IndexedWriter
-from autoshard.runtime.data.manifest import NAME, FileRecord, Manifest, TokenizerRecord, described, write_record
+from autoshard.runtime.data.manifest import NAME, Manifest, TokenizerRecord, described, write_record
 from autoshard.runtime.data.mixture import DataMixture
 from autoshard.runtime.data.opened import open_source
 from autoshard.spec import record
@@ -34,25 +33,17 @@ def faults_of(*args, **kwargs) -> list[str]:
 def write_folder(folder: Path, kind: str = "text", documents=((1, 2, 3, 4), (5, 6, 7)), vocab: int = 257) -> Path:
     """A folder as `autoshard tokenize` leaves it; of a conversation all but the first token is an answer."""
     folder.mkdir()
-    files: list[FileRecord] = []
+    files = []
     for part in range(2):
         writer = IndexedWriter(folder / f"part-0000{part}", vocab, masked=kind == "chat")
         for document in documents:
             writer.add(document, [place > 0 for place in range(len(document))])
         files += map(described, writer.close())
-    manifest = {
-        "schema": 1,
-        "source": "x",
-        "revision": None,
-        "kind": kind,
-        "tokenizer": record.encode(TokenizerRecord(name="small", vocab=vocab, eos=0)),
-        "dtype": "uint16",
-        "num_tokens": 2 * sum(map(len, documents)),
-        "num_documents": 2 * len(documents),
-        "num_empty": 0,
-        "files": [record.encode(file) for file in files],
-    }
-    write_record(record.decode(Manifest, manifest), folder / NAME)
+    tokenizer = TokenizerRecord(name="small", vocab=vocab, eos=0)
+    numbers = {"num_tokens": 2 * sum(map(len, documents)), "num_documents": 2 * len(documents), "num_empty": 0}
+    manifest = {"schema": 1, "source": "x", "revision": None, "kind": kind, "dtype": "uint16", **numbers}
+    encoded = {"tokenizer": record.encode(tokenizer), "files": [record.encode(file) for file in files]}
+    write_record(record.decode(Manifest, manifest | encoded), folder / NAME)
     return folder
 
 
@@ -67,14 +58,11 @@ def test_a_set_of_others_is_given_by_its_prefix(tmp_path: Path, given: str) -> N
     assert sorted(opened({tmp_path / given: 1}).samples(0, 17).tokens[:, 1].tolist())[:2] == [1, 7]
 
 
-def test_a_folder_without_a_manifest_is_all_its_pairs(tmp_path: Path) -> None:
+def test_a_folder_is_what_its_manifest_lists_or_all_its_pairs(tmp_path: Path) -> None:
     for number in range(3):
-        write_set(tmp_path / f"{number}", counting(10, [10]))
-    (one,) = opened({tmp_path: 1}).sets
+        write_set(tmp_path / "pairs" / f"{number}", counting(10, [10]))
+    (one,) = opened({tmp_path / "pairs": 1}).sets
     assert one.stream.num_tokens == 30 and "30 tokens, 5 samples an epoch" in str(one)
-
-
-def test_a_folder_with_a_manifest_is_what_it_lists(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "web")
     write_set(folder / "another", counting(10, [10]))
     assert opened({folder: 1}).sets[0].stream.num_tokens == 14
@@ -85,6 +73,8 @@ def test_a_small_text_is_read_as_bytes(tmp_path: Path) -> None:
     samples = opened({tmp_path / "a.txt": 1}).samples(0, 1)
     assert samples.tokens[0].tolist() == [*b"hello\n", 256] and samples.counted.all()
     assert "takes a model of 257 tokens" in faults_of({tmp_path / "a.txt": 1}, vocab=256)[0]
+    poems = Path(__file__).parents[3] / "recipes" / "data" / "poems.txt"
+    assert opened({poems: 1}, seq_len=256, vocab=257).samples(0, 8).tokens.max() < 128, "plain ASCII"
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
@@ -94,36 +84,36 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     (gone / "part-00001.bin").unlink()
     write_set(tmp_path / "others", [[[1, 999]]])
     (tmp_path / "empty").mkdir()
-    names = [broken, gone, foreign, tmp_path / "others", tmp_path / "nothing", tmp_path / "empty"]
+    write_set(tmp_path / "masked", [[[1, 2, 3]]])
+    (tmp_path / "masked.mask.bin").write_bytes(bytes(2))
+    write_set(tmp_path / "short", [[[1]]])
+    names = [broken, gone, foreign, *(tmp_path / name for name in ("others", "nothing", "empty", "masked", "short"))]
     said = "\n".join(faults_of(dict.fromkeys(names, 1), vocab=200))
-    assert "broken/part-00000.bin: is truncated: copy it again" in said and "3 bytes and should have 14" in said
-    assert "broken/part-00001.idx: is altered" in said
-    assert "gone/part-00001.bin: cannot be read: No such file or directory. The manifest lists it" in said
-    assert (
-        "foreign/manifest.json: tokens of small go to 256, those of the model to 199. Tokenize with the model's" in said
-    )
-    assert "others.bin: holds the token 999, and the model knows 0 to 199" in said
-    assert "nothing: is neither a folder nor the prefix" in said
-    assert (
-        "empty: is a folder without manifest.json and without .idx files. Make a set with `autoshard tokenize" in said
-    )
+    for text in (
+        "broken/part-00000.bin: is truncated: copy it again",
+        "3 bytes and should have 14",
+        "broken/part-00001.idx: is altered",
+        "gone/part-00001.bin: cannot be read: No such file or directory. The manifest lists it",
+        "foreign/manifest.json: tokens of small go to 256, those of the model to 199. Tokenize with the model's",
+        "others.bin: holds the token 999, and the model knows 0 to 199",
+        "nothing: is neither a folder nor the prefix",
+        "empty: is a folder without manifest.json and without .idx files. Make a set with `autoshard tokenize",
+        "masked.mask.bin: is truncated",
+        "short: holds no sample",
+    ):
+        assert text in said
 
 
-def test_a_changed_byte_is_found_by_a_full_check(tmp_path: Path) -> None:
+def test_a_full_check_reads_everything(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "web")
     data = bytearray((folder / "part-00001.bin").read_bytes())
     data[0] ^= 1
     (folder / "part-00001.bin").write_bytes(data)
-    opened({folder: 1})
-    (fault,) = faults_of({folder: 1}, check="full")
-    assert "part-00001.bin: is altered" in fault and "checksum" in fault
-
-
-def test_without_a_manifest_a_full_check_reads_everything(tmp_path: Path) -> None:
     write_set(tmp_path / "s", [[[1] * 5000, [999]]])
-    opened({tmp_path / "s": 1})
-    (fault,) = faults_of({tmp_path / "s": 1}, check="full")
-    assert "s.bin: holds the token 999" in fault
+    opened({folder: 1, tmp_path / "s": 1})
+    other, changed = sorted(faults_of({folder: 1, tmp_path / "s": 1}, check="full"))
+    assert "s.bin: holds the token 999" in other
+    assert "part-00001.bin: is altered" in changed and "checksum" in changed
 
 
 def test_a_foreign_token_is_refused_when_it_is_read(tmp_path: Path) -> None:
@@ -160,6 +150,8 @@ def test_conversations_are_packed_whole_and_only_answers_count(tmp_path: Path) -
     assert samples.counted.tolist() == [[True, True, True, False, True, True, False]] * 2
     joined = opened({folder: 1}, seq_len=7).samples(0, 1)
     assert joined.counted.tolist() == [[True] * 6 + [False]], "all tokens count, padding does not"
+    (fault,) = faults_of({write_folder(tmp_path / "web"): 1}, loss_on="answers")
+    assert "does not know which tokens are answers. Tokenize conversations with --chat" in fault
 
 
 def test_a_conversation_that_is_too_long_is_cut_and_said_to_be(tmp_path: Path) -> None:
@@ -171,36 +163,13 @@ def test_a_conversation_that_is_too_long_is_cut_and_said_to_be(tmp_path: Path) -
     assert sorted(labels.tolist()) == sorted([*range(1, 20), 2] * 2)
 
 
-def test_answers_need_a_set_that_knows_them(tmp_path: Path) -> None:
-    (fault,) = faults_of({write_folder(tmp_path / "web"): 1}, loss_on="answers")
-    assert "does not know which tokens are answers. Tokenize conversations with --chat" in fault
-
-
-def test_a_mask_of_the_wrong_size_is_named(tmp_path: Path) -> None:
-    prefix = write_set(tmp_path / "s", [[[1, 2, 3]]])
-    (tmp_path / "s.mask.bin").write_bytes(bytes(2))
-    (fault,) = faults_of({prefix: 1})
-    assert "s.mask.bin: is truncated" in fault
-
-
-def test_a_set_without_a_label_is_refused(tmp_path: Path) -> None:
-    assert "holds no sample" in faults_of({write_set(tmp_path / "s", [[[1]]]): 1})[0]
-
-
-@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
-def test_weights_are_positive(weight: float) -> None:
+@pytest.mark.parametrize("weight", [0, float("nan"), float("inf")])
+def test_a_recipe_states_sets_with_weights(weight: float) -> None:
+    assert record.decode(DataSpec, {"sets": {"a": 7, "b": 0.3}}).sets == {"a": 7.0, "b": 0.3}
     with pytest.raises(InputError, match=r"sets\.a: must weigh more than 0"):
         DataSpec(sets={"a": weight})
-
-
-def test_answers_of_synthetic_tokens_are_refused() -> None:
     with pytest.raises(InputError, match="loss_on: answers need a set"):
         DataSpec(loss_on="answers")
-
-
-def test_a_recipe_states_sets() -> None:
-    spec = record.decode(DataSpec, {"sets": {"data/web": 7, "data/code": 0.3}})
-    assert spec.sets == {"data/web": 7.0, "data/code": 0.3} and np.isclose(sum(spec.sets.values()), 7.3)
 
 
 def test_a_recipe_names_sets_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,9 +178,3 @@ def test_a_recipe_names_sets_from_its_own_folder(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     spec = DataSpec(sets={"data/set": 1, "here": 2, "nowhere": 3}).seen_from(Path("recipes"))
     assert spec.sets == {"recipes/data/set": 1, "here": 2, "nowhere": 3}
-
-
-def test_the_text_that_comes_with_recipes_is_a_set() -> None:
-    text = Path(__file__).parents[3] / "recipes" / "data" / "poems.txt"
-    tokens = opened({text: 1}, seq_len=256, vocab=257).samples(0, 8).tokens
-    assert tokens.max() < 128 and text.stat().st_size > 10_000, "plain ASCII"

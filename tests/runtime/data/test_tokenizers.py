@@ -38,21 +38,16 @@ TALK = [
 ]
 
 
-def answers(template: str, messages=TALK, **special: str) -> list[str]:
-    marked = ChatTemplate(source=template, special=special).marked(messages)
+def answers(template: str, **special: str) -> list[str]:
+    marked = ChatTemplate(source=template, special=special).marked(TALK)
     return [marked.text[begin:end] for begin, end in marked.ranges]
 
 
-def test_answers_are_what_the_assistant_adds_to_its_prompt() -> None:
+def test_answers_are_what_the_assistant_adds_to_its_prompt_or_a_template_marks() -> None:
     assert answers(CHATML) == ["Größe 🙂<|im_end|>\n", "ja<|im_end|>\n"]
     assert answers(LLAMA3, bos_token="<s>") == ["Größe 🙂<|eot|>", "ja<|eot|>"]
-
-
-def test_a_template_may_mark_answers_itself() -> None:
     assert answers(MARKED) == ["Größe 🙂.", "ja."]
-    assert (
-        ChatTemplate(source=MARKED, special={}).marked(TALK).text == "Q: Be brief.\nQ: Häh?\nA: Größe 🙂.Q: Ah\nA: ja."
-    )
+    assert ChatTemplate(source=MARKED).marked(TALK).text == "Q: Be brief.\nQ: Häh?\nA: Größe 🙂.Q: Ah\nA: ja."
 
 
 @pytest.mark.parametrize(
@@ -73,7 +68,6 @@ def test_a_template_that_cannot_serve_is_refused(template: str, said: str) -> No
     ("messages", "said"),
     [
         ([], "messages: expected a list"),
-        ("hello", "messages: expected a list"),
         ([{"content": "x"}], r"messages\[0\]: expected"),
         ([{"role": "user", "content": [{"type": "image"}]}], r"messages\[0\].content: expected text"),
         ([{"role": "user", "content": "\ue0f0"}], "private characters"),
@@ -91,16 +85,19 @@ def test_bytes_are_the_text_and_an_end(text: str) -> None:
 
 
 def test_the_bytes_of_answers_are_marked() -> None:
-    marked = ChatTemplate(source=CHATML, special={}).marked(TALK)
-    ((tokens, mask),) = ByteTokenizer().conversations([marked])
-    assert len(tokens) == len(mask)
+    ((tokens, mask),) = ByteTokenizer().conversations([ChatTemplate(source=CHATML).marked(TALK)])
     said = bytes(token for token, counts in zip(tokens, mask, strict=True) if counts)
     assert said.decode() == "Größe 🙂<|im_end|>\nja<|im_end|>\n"
 
 
+def library(folder: Path, **options) -> LibraryTokenizer:
+    found = open_tokenizer(TokenizerSpec(name="small", folder=folder, **options))
+    assert isinstance(found, LibraryTokenizer)
+    return found
+
+
 def test_a_tokenizer_of_the_library_closes_documents(tmp_path: Path) -> None:
-    tokenizer = open_tokenizer(TokenizerSpec(name="small", folder=write_tokenizer(tmp_path), bos="<s>"))
-    assert isinstance(tokenizer, LibraryTokenizer)
+    tokenizer = library(write_tokenizer(tmp_path), bos="<s>")
     first, second = tokenizer.documents(["Größe 🙂", "half \ud800 a character"])
     assert first[0] == second[0] == 1 and first[-1] == second[-1] == 0
     assert tokenizer.library.decode(list(first[1:-1])) == "Größe 🙂"
@@ -108,25 +105,22 @@ def test_a_tokenizer_of_the_library_closes_documents(tmp_path: Path) -> None:
 
 
 def test_the_tokens_of_answers_are_marked(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path, chat_template=LLAMA3, bos_token={"content": "<s>"})
-    tokenizer = open_tokenizer(TokenizerSpec(name="small", folder=folder))
-    assert isinstance(tokenizer, LibraryTokenizer)
+    tokenizer = library(write_tokenizer(tmp_path, chat_template=LLAMA3, bos_token={"content": "<s>"}))
     marked = ChatTemplate(source=tokenizer.template or "", special=tokenizer.special).marked(TALK)
     ((tokens, mask),) = tokenizer.conversations([marked])
     assert tokens[0] == 1, "the template names the tokens of the tokenizer"
-    said = [token for token, counts in zip(tokens, mask, strict=True) if counts]
+    said, rest = ([token for token, counts in zip(tokens, mask, strict=True) if counts == one] for one in (True, False))
     assert tokenizer.library.decode(said) == "Größe 🙂<|eot|>ja<|eot|>"
-    rest = [token for token, counts in zip(tokens, mask, strict=True) if not counts]
     assert "assistant" in tokenizer.library.decode(rest) and "ja" not in tokenizer.library.decode(rest)
 
 
 def test_a_template_may_be_a_file_of_its_own_or_one_of_several(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "1", chat_template=[{"name": "default", "template": MARKED}])
-    assert open_tokenizer(TokenizerSpec(name="x", folder=folder)).template == MARKED
+    assert library(folder).template == MARKED
     (folder / "chat_template.jinja").write_text(LLAMA3)
-    assert open_tokenizer(TokenizerSpec(name="x", folder=folder)).template == LLAMA3
+    assert library(folder).template == LLAMA3
     (tmp_path / "mine").write_text(CHATML)
-    assert open_tokenizer(TokenizerSpec(name="x", folder=folder, template=tmp_path / "mine")).template == CHATML
+    assert library(folder, template=tmp_path / "mine").template == CHATML
 
 
 @pytest.mark.parametrize(
@@ -143,4 +137,4 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path, change, spec, said: str) ->
     for name, text in change.items():
         (folder / name).write_text(text)
     with pytest.raises(InputError, match=said):
-        open_tokenizer(TokenizerSpec(name="x", folder=folder, **spec))
+        library(folder, **spec)
