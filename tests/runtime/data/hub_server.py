@@ -5,7 +5,7 @@ import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
@@ -19,10 +19,8 @@ class Hub:
     files: Mapping[str, bytes]  # "datasets/owner/name/path" or "owner/name/path" of a model
     refuse: tuple[int, str] | None = None  # the status and error code of every answer
     refuse_files: tuple[int, str] | None = None
-    needs_token: bool = False
     breaks_after: int | None = None  # bytes of a large file that are sent before the line goes dead
     url: str = ""
-    asked: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -48,101 +46,71 @@ class _Answers(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
-        self.served.asked.append(f"{self.command} {self.path} {self.headers.get('Range', '')}".strip())
-
-    def _post(self) -> None:
-        length = int(self.headers.get("Content-Length", 0))
-        asked = json.loads(self.rfile.read(length) or "{}")
-        if self._refused(self.served.refuse):
-            return None
-        _, kind, owner, name, *_ = self._path()[1:].split("/")
-        paths = asked.get("paths", [])
-        return self._json([one for one in self._tree(_repository(kind, owner, name)) if one["path"] in paths])
-
-    def _path(self) -> str:
-        return unquote(urlsplit(self.path).path)
+        """Be silent."""
 
     def _answer(self) -> None:
-        path = self._path()
-        if self._refused(self.served.refuse):
-            return None
-        if path.startswith("/api/"):
-            return self._api(*path[5:].split("/"))
-        if "/resolve/" in path:
-            return self._file(path)
-        return self._error(404, "EntryNotFound")
+        path, body = unquote(urlsplit(self.path).path), self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.served.refuse:
+            self._send(self.served.refuse[0], {"X-Error-Code": self.served.refuse[1]})
+        elif path.startswith("/api/"):
+            self._api(json.loads(body or "{}").get("paths"), *path[5:].split("/"))
+        elif "/resolve/" in path:
+            self._file(path)
+        else:
+            self._send(404, {"X-Error-Code": "EntryNotFound"})
 
-    def _refused(self, how: tuple[int, str] | None) -> bool:
-        if how is None or (self.served.needs_token and self.headers.get("Authorization")):
-            return False
-        self._error(*how)
-        return True
-
-    def _api(self, kind: str, owner: str = "", name: str = "", what: str = "", *rest: str) -> None:
-        repository = _repository(kind, owner, name)
-        if not any(path.startswith(repository) for path in self.served.files):
-            return self._error(404, "RepoNotFound")
-        if what == "auth-check":
-            refused = self._refused(self.served.refuse_files)
-            return None if refused else self._json({})
-        if what == "tree":
-            return self._json(_inside(self._tree(repository), "".join(f"{part}/" for part in rest[1:])))
-        siblings = [{"rfilename": one["path"]} for one in self._tree(repository)]
-        return self._json(
-            {"_id": "1", "id": f"{owner}/{name}", "sha": REVISION, "siblings": siblings, "private": False}
-        )
-
-    def _tree(self, repository: str) -> list[dict[str, object]]:
-        return [
+    def _api(self, paths: list[str] | None, kind: str, owner: str = "", name: str = "", what: str = "", *rest: str):
+        repository = f"{'datasets/' if kind == 'datasets' else ''}{owner}/{name}/"
+        tree = [
             {"type": "file", "path": path.removeprefix(repository), "size": len(data), "oid": _etag(data)}
             for path, data in self.served.files.items()
             if path.startswith(repository)
         ]
+        refused = self.served.refuse_files if what == "auth-check" else None if tree else (404, "RepoNotFound")
+        if refused:
+            return self._send(refused[0], {"X-Error-Code": refused[1]})
+        if paths is not None:
+            return self._json([one for one in tree if one["path"] in paths])
+        if what == "tree":
+            return self._json(_inside(tree, "".join(f"{part}/" for part in rest[1:])))
+        siblings = [{"rfilename": one["path"]} for one in tree]
+        described = {"_id": "1", "id": f"{owner}/{name}", "sha": REVISION, "siblings": siblings, "private": False}
+        return self._json({} if what == "auth-check" else described)
 
     def _file(self, path: str) -> None:
-        if self._refused(self.served.refuse_files):
-            return None
         repository, _, rest = path[1:].partition("/resolve/")
         data = self.served.files.get(f"{repository}/{rest.partition('/')[2]}")
-        if data is None:
-            return self._error(404, "EntryNotFound")
+        refused = self.served.refuse_files or (None if data is not None else (404, "EntryNotFound"))
+        if refused or data is None:
+            assert refused
+            return self._send(refused[0], {"X-Error-Code": refused[1]})
         begin = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        self.send_response(206 if begin else 200)
         headers = {"ETag": f'"{_etag(data)}"', "X-Repo-Commit": REVISION, "Accept-Ranges": "bytes"}
         if begin:
             headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-        self._headers(headers, len(data) - begin)
-        if self.command == "HEAD":
-            return None
         most = self.served.breaks_after
-        if most is None or len(data) <= most:
-            self.wfile.write(data[begin:])
-            return None
-        self.wfile.write(data[begin:most])
-        self.wfile.flush()
-        self.close_connection = True
-        self.connection.close()
-        return None
+        broken = most if most and len(data) > most else None
+        return self._send(206 if begin else 200, headers, data[begin:], broken)
 
     def _json(self, value: object) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(200)
-        self._headers({"Content-Type": "application/json", "X-Repo-Commit": REVISION}, len(data))
-        if self.command != "HEAD":
-            self.wfile.write(data)
+        self._send(200, {"Content-Type": "application/json", "X-Repo-Commit": REVISION}, json.dumps(value).encode())
 
-    def _error(self, status: int, code: str) -> None:
+    def _send(self, status: int, headers: Mapping[str, str], data: bytes = b"", most: int | None = None) -> None:
         self.send_response(status)
-        self._headers({"X-Error-Code": code, "X-Error-Message": code}, 0)
-
-    def _headers(self, headers: Mapping[str, str], length: int) -> None:
-        for name, value in {**headers, "Content-Length": str(length)}.items():
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
+        if self.command == "HEAD":
+            return
+        self.wfile.write(data[:most])
+        if most is not None:
+            self.wfile.flush()
+            self.close_connection = True
+            self.connection.close()
 
 
-for _method, _act in (("GET", _Answers._answer), ("HEAD", _Answers._answer), ("POST", _Answers._post)):
-    setattr(_Answers, f"do_{_method}", _act)  # the names that http.server looks for
+for _method in ("GET", "HEAD", "POST"):
+    setattr(_Answers, f"do_{_method}", _Answers._answer)  # the names that http.server looks for
 
 
 def _inside(entries: list[dict[str, object]], folder: str) -> list[dict[str, object]]:
@@ -151,10 +119,6 @@ def _inside(entries: list[dict[str, object]], folder: str) -> list[dict[str, obj
     files = [one for one in inside if "/" not in str(one["path"])[len(folder) :]]
     folders = {str(one["path"])[len(folder) :].partition("/")[0] for one in inside if one not in files}
     return [*files, *({"type": "directory", "path": folder + name, "oid": "0"} for name in sorted(folders))]
-
-
-def _repository(kind: str, owner: str, name: str) -> str:
-    return f"{'datasets/' if kind == 'datasets' else ''}{owner}/{name}/"
 
 
 def _etag(data: bytes) -> str:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,10 +55,9 @@ def write_texts(folder: Path) -> Path:
     return folder
 
 
-def tokens_of(folder: Path, seq_len: int = 10_000) -> list[int]:
-    samples = open_source(DataSpec(sets={str(folder): 1}), seq_len=seq_len, vocab=512, seed=0, separate=False).samples(
-        0, 1
-    )
+def tokens_of(folder: Path) -> list[int]:
+    spec = DataSpec(sets={str(folder): 1})
+    samples = open_source(spec, seq_len=10_000, vocab=512, seed=0, separate=False).samples(0, 1)
     return samples.tokens[0, : 1 + samples.counted[0].sum()].tolist()
 
 
@@ -72,9 +70,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     [(write_jsonl, "a.jsonl"), (write_parquet, "a.parquet"), (write_gz, "a.jsonl.gz"), (write_texts, "texts")],
 )
 def test_every_form_of_text_gives_the_same_tokens(tmp_path: Path, write, name: str, capsys) -> None:
-    source = write(tmp_path / name)
-    assert main(["tokenize", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]) == 0
-    assert tokens_of(tmp_path / "out") == EXPECTED
+    assert tokens_of(tokenized(write(tmp_path / name), tmp_path / "out")) == EXPECTED
     assert "3 documents, 50 tokens" in (said := capsys.readouterr().out) and "without text were left out" in said
     manifest = read_manifest(tmp_path / "out" / NAME)
     assert (manifest.tokenizer.name, manifest.tokenizer.vocab, manifest.tokenizer.eos) == ("bytes", 257, 256)
@@ -82,29 +78,23 @@ def test_every_form_of_text_gives_the_same_tokens(tmp_path: Path, write, name: s
     assert {file.name for file in manifest.files} | {NAME} == set(contents(tmp_path / "out")), "nothing else is left"
 
 
+def tokenized(source: Path | str, out: Path, *words: str, tokenizer: str = "bytes") -> Path:
+    assert main(["tokenize", str(source), "--tokenizer", tokenizer, "--out", str(out), *words]) == 0
+    return out
+
+
 def test_a_pattern_and_a_field_choose_what_is_read(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         write_jsonl(tmp_path / name, ["x"], field="body")
-    command = [
-        "tokenize",
-        f"{tmp_path}/*.jsonl",
-        "--tokenizer",
-        "bytes",
-        "--out",
-        str(tmp_path / "out"),
-        "--field",
-        "body",
-    ]
-    assert main(command) == 0
-    assert tokens_of(tmp_path / "out") == [*b"x", 256, *b"x", 256]
+    out = tokenized(f"{tmp_path}/*.jsonl", tmp_path / "out", "--field", "body")
+    assert tokens_of(out) == [*b"x", 256, *b"x", 256]
 
 
 def test_conversations_get_a_mask(tmp_path: Path, capsys) -> None:
     source = write_jsonl(tmp_path / "chat.jsonl", TALKS, field="messages")
-    out = str(tmp_path / "out")
-    assert main(["tokenize", str(source), "--tokenizer", "bytes", "--out", out, "--chat", "--json"]) == 0
+    out = tokenized(source, tmp_path / "out", "--chat", "--json")
     assert json.loads(capsys.readouterr().out)["kind"] == "chat"
-    spec = DataSpec(sets={out: 1}, loss_on="answers")
+    spec = DataSpec(sets={str(out): 1}, loss_on="answers")
     samples = open_source(spec, seq_len=80, vocab=512, seed=0, separate=True).samples(0, 9)
     counted = bytes(samples.tokens[:, 1:][samples.counted].tolist()).decode()
     assert sorted(counted.split("<|im_end|>\n")) == ["", *(f"{n}!" for n in range(9))]
@@ -113,12 +103,10 @@ def test_conversations_get_a_mask(tmp_path: Path, capsys) -> None:
 def test_a_tokenizer_of_the_library_gives_the_tokens_of_its_own_batches(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
-    folder = write_tokenizer(tmp_path / "tokenizer")
-    source = write_jsonl(tmp_path / "a.jsonl")
+    folder, source = write_tokenizer(tmp_path / "tokenizer"), write_jsonl(tmp_path / "a.jsonl")
+    batch = Tokenizer.from_file(str(folder / "tokenizer.json")).encode_batch([text for text in TEXTS if text])
     for given in (folder, folder / "tokenizer.json"):
-        out = tmp_path / f"out-{given.name}"
-        assert main(["tokenize", str(source), "--tokenizer", str(given), "--out", str(out)]) == 0
-        batch = Tokenizer.from_file(str(folder / "tokenizer.json")).encode_batch([text for text in TEXTS if text])
+        out = tokenized(source, tmp_path / f"out-{given.name}", tokenizer=str(given))
         assert tokens_of(out) == [token for one in batch for token in (*one.ids, 0)]
 
 
@@ -128,23 +116,14 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_line_belongs_to_one_piece(tmp_path: Path) -> None:
+def test_any_number_of_workers_writes_the_same_bytes_and_a_line_belongs_to_one_piece(tmp_path: Path) -> None:
     texts = ["x" * length for length in (1, 300, 7, 199, 200, 201, 0, 1000, 3)]
+    texts += [f"document {n} " * (n % 7) for n in range(60)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    assert (
-        main(["tokenize", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
-    )
-    assert tokens_of(tmp_path / "out") == [token for text in texts if text for token in (*text.encode(), 256)]
-    assert len(list((tmp_path / "out").glob("*.idx"))) > 3
-
-
-@pytest.mark.usefixtures("small_pieces")
-def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [f"document {n} " * (n % 7) for n in range(200)])
-    for workers in ("1", "3"):
-        out = str(tmp_path / workers)
-        assert main(["tokenize", str(source), "--tokenizer", "bytes", "--out", out, "--workers", workers]) == 0
-    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+    one, three = (tokenized(source, tmp_path / workers, "--workers", workers) for workers in ("1", "3"))
+    assert contents(one) == contents(three)
+    assert tokens_of(one) == [token for text in texts if text for token in (*text.encode(), 256)]
+    assert len(list(one.glob("*.idx"))) > 3
 
 
 @contextmanager
@@ -155,21 +134,13 @@ def started(source: Path, out: Path) -> Iterator["subprocess.Popen[str]"]:
         "from autoshard.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     command = ["tokenize", str(source), "--tokenizer", "bytes", "--out", str(out), "--workers", "2"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *command],
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
+    options = {"env": environment(), "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen([sys.executable, "-c", code, *command], **options) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_work_that_is_killed_twice_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
@@ -201,11 +172,8 @@ def say(*arguments: str | Path, capsys) -> str:
 
 def test_a_finished_folder_is_left_alone_and_other_work_in_it_refused(tmp_path: Path, capsys) -> None:
     source, out = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "out"
-    command = ("tokenize", str(source), "--tokenizer", "bytes", "--out", str(out))
-    assert main(command) == 0
-    before = contents(out)
-    time.sleep(0.01)
-    assert main(command) == 0 and contents(out) == before
+    before = contents(tokenized(source, out))
+    assert contents(tokenized(source, out)) == before
     other = write_jsonl(tmp_path / "b.jsonl")
     assert "holds another set. Give another --out" in say(other, "--tokenizer", "bytes", "--out", out, capsys=capsys)
     os.truncate(out / "part-00000.bin", 3)
@@ -227,12 +195,7 @@ def test_what_is_wrong_with_text_is_said_with_its_place(tmp_path: Path, capsys) 
     assert "the source has changed since. Give another --out, or remove the folder" in changed
     second = say(source, "--tokenizer", "bytes", "--out", tmp_path / "2", capsys=capsys)
     assert "'text' is no text. Name another field with --field, or give --chat" in second
-
-
-def test_two_processes_do_not_write_one_folder(tmp_path: Path, capsys) -> None:
-    source, out = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "out"
-    out.mkdir()
-    with (out / "work.lock").open("w") as file:
+    with (out / "work.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert "another process tokenizes into it" in say(source, "--tokenizer", "bytes", "--out", out, capsys=capsys)
 

@@ -32,15 +32,6 @@ for step in range(1, 41):
         refused.append(step)
 print(refused)
 """
-KILLED = """
-import sys
-from pathlib import Path
-from autoshard.runtime.metrics.log import MetricsLog
-log = MetricsLog(Path(sys.argv[1]))
-for step in range(1, 10**9):
-    log.append({"step": step, "loss": 1 / step})
-    print(step, flush=True)
-"""
 
 
 def step(number: int = 1, **fields: Any) -> TimedStep:
@@ -116,16 +107,13 @@ def test_steps_that_are_done_again_are_dropped(last: int, torn: bytes) -> None:
         assert [one.name for one in Path(name).iterdir()] == [METRICS]
 
 
-def test_nothing_is_cut_from_no_file(tmp_path: Path) -> None:
-    assert MetricsLog(tmp_path).cut_after(3) == 0 and not list(tmp_path.iterdir())
-
-
 def test_a_line_that_is_no_step_is_named(tmp_path: Path) -> None:
     path = written(tmp_path, range(1, 3))
     path.write_text(path.read_text() + "[]\n" + path.read_text())
     with pytest.raises(InputError, match=r"metrics.jsonl: line 3: is no step of a run. Remove this line"):
         read_metrics(path)
     assert MetricsLog(tmp_path).cut_after(9) == 1 and numbers_in(path) == [1, 2, 1, 2]
+    assert MetricsLog(tmp_path / "none").cut_after(3) == 0
     with pytest.raises(InputError, match="cannot be read: No such file"):
         read_metrics(tmp_path / "none")
 
@@ -136,14 +124,3 @@ def test_a_full_disk_leaves_whole_lines_and_later_steps_are_kept_again(tmp_path:
     refused, path = json.loads(done.stdout), tmp_path / METRICS
     assert refused and refused[-1] == 39
     assert numbers_in(path) == [number for number in range(1, 41) if number not in refused]
-
-
-def test_a_killed_run_has_kept_every_step(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        heard = [int(process.stdout.readline()) for _ in range(500)]
-        process.kill()
-        heard += [int(line) for line in process.stdout.read().splitlines()]
-    found = numbers_in(tmp_path / METRICS)
-    assert found == list(range(1, len(found) + 1)) and len(found) >= heard[-1]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import stat
 from pathlib import Path
 
 import pytest
@@ -69,21 +68,21 @@ def test_a_report_may_lack_anything(data: st.DataObject) -> None:
     assert found is None or neuron_record([found])
 
 
-def stand_in(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put something on PATH that prints the recording as the tool would."""
-    path = folder / TOOL
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-
-
 @pytest.mark.parametrize("ignores", ["", "trap '' TERM; "])
 def test_the_tool_is_read_while_it_runs_and_ended(
     ignores: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autoshard.runtime.metrics.neuron_monitor._GRACE_S", 0.2)
     script = f"{ignores}echo $$ > {tmp_path}/pid; cat {RECORDING}; while true; do sleep 0.05; done"
-    stand_in(tmp_path, script, monkeypatch)
+    monkeypatch.setenv("PATH", "/nowhere")
+    missing = NeuronMonitor()
+    assert missing.taken() == []
+    missing.close()
+    monkeypatch.undo()
+    monkeypatch.setattr("autoshard.runtime.metrics.neuron_monitor._GRACE_S", 0.2)
+    path = tmp_path / TOOL
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monitor, found = NeuronMonitor(), list[NeuronSample]()
 
     def heard() -> bool:
@@ -96,11 +95,4 @@ def test_the_tool_is_read_while_it_runs_and_ended(
     assert is_alive(pid)
     monitor.close()
     assert not is_alive(pid)
-    monitor.close()
-
-
-def test_where_the_tool_is_not_nothing_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monitor = NeuronMonitor()
-    assert monitor.taken() == [] and neuron_record(monitor.taken()) is None
     monitor.close()

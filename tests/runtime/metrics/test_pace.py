@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.engine.base import Phase, TimedStep, phase_of
+from autoshard.engine.base import Phase, TimedStep
 from autoshard.engine.programs import graph_of
 from autoshard.plan.plan import Prediction
 from autoshard.runtime.metrics.pace import WINDOW, Pace
@@ -33,10 +33,7 @@ def test_utilisation_is_counted_from_the_model_and_the_peak() -> None:
     paced = Pace(10, PLAN.prediction)(step(1, 0.25), 0.0)
     assert paced.mfu == pytest.approx(flops / 0.25 / peak, rel=1e-5)
     assert PLAN.prediction and paced.ratio == pytest.approx(0.25 / PLAN.prediction.step_time_s)
-
-
-def test_nothing_is_divided_by_what_is_predicted_of_another_machine() -> None:
-    paced = Pace(10, None)(step(1, 0.25), 0.0)
+    paced = Pace(10, None)(step(1, 0.25), 0.0)  # predicted of another machine
     assert paced.mfu is None and paced.ratio is None and paced.left_s == 9 * 0.25
 
 
@@ -68,10 +65,5 @@ def test_a_run_that_becomes_slower_is_told_once_beside_that() -> None:
 @given(st.lists(st.floats(0.91, 1.08), min_size=60, max_size=60), st.sets(st.integers(21, 59), max_size=3))
 def test_single_slow_steps_are_no_drift(times: list[float], slow: set[int]) -> None:
     assert not warned([9.0 if number in slow else time_s for number, time_s in enumerate(times)])
-
-
-def test_steps_that_warm_up_are_not_judged() -> None:
     pace = Pace(100, PREDICTION)
-    for number in range(1, 60):
-        assert not pace(step(number, 50.0, "warm-up"), float(number)).warnings
-    assert [phase_of(taken, compiles=False) for taken in range(4)] == ["warm-up", "warm-up", "steady", "steady"]
+    assert not any(pace(step(number, 50.0, "warm-up"), float(number)).warnings for number in range(1, 60))
