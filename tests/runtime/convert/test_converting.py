@@ -108,8 +108,7 @@ def test_what_is_wrong_with_files_of_nxd_is_named(
     spoil(nxd / "model" / RANK)
     with pytest.raises(InputError) as caught:
         converted(nxd, tmp_path / "last")
-    for word in words:
-        assert word in str(caught.value)
+    assert not [word for word in words if word not in str(caught.value)]
     assert not (tmp_path / "last").exists() and not (tmp_path / "was-run").exists()
 
 
@@ -124,14 +123,14 @@ def test_keys_whose_copies_differ_are_refused(first: Path, tmp_path: Path) -> No
         converted(tmp_path / "nxd", tmp_path / "last")
 
 
-OURS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a file is missing": (lambda f: f.unlink(), "is damaged: rank-00001.safetensors is missing"),
-    "a file is cut off": (shortened, "is damaged: rank-00001.safetensors has "),
-    "a bit is another": (flipped, "rank-00001.safetensors: weight/layer."),
-}
-
-
-@pytest.mark.parametrize(("spoil", "word"), OURS.values(), ids=OURS)
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [
+        (lambda f: f.unlink(), "is damaged: rank-00001.safetensors is missing"),
+        (shortened, "is damaged: rank-00001.safetensors has "),
+        (flipped, "rank-00001.safetensors: weight/layer."),
+    ],
+)
 def test_what_is_wrong_with_a_checkpoint_is_named(
     spoil: Callable[[Path], object], word: str, ours: Path, tmp_path: Path
 ) -> None:
@@ -156,12 +155,9 @@ def test_another_model_and_what_is_no_model_are_refused(first: Path, ours: Path,
         assert word in str(caught.value), source
     with pytest.raises(InputError, match="exists already"):
         converted(first, first)
-
-
-def test_gpt2_has_no_layout_of_nxd(tmp_path: Path) -> None:
-    first = written(tmp_path / "first", reduced("gpt2-xl"))
+    gpt2 = written(tmp_path / "gpt2", reduced("gpt2-xl"))
     with pytest.raises(InputError, match="NxD has no layout for gpt2"):
-        converted(first, tmp_path / "nxd", form="nxd", plan=cut("tp=2,pp=1,dp=1", load_model(first)))
+        converted(gpt2, tmp_path / "last", form="nxd", plan=cut("tp=2,pp=1,dp=1", load_model(gpt2)))
 
 
 def test_what_is_tied_padded_or_kept_elsewhere(tmp_path: Path) -> None:
@@ -201,19 +197,16 @@ def test_what_was_written_before_a_failure_is_kept(
     same(read(first), read(tmp_path / "last"))
 
 
-def test_two_processes_do_not_write_into_each_other(first: Path, tmp_path: Path) -> None:
+def test_what_was_begun_from_another_source_is_not_kept_and_another_process_refused(
+    first: Path, tmp_path: Path
+) -> None:
     aside = tmp_path / "last.partial"
     aside.mkdir()
-    with (aside / JOURNAL).open("a") as journal:
+    with (aside / JOURNAL).open("w") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
         with pytest.raises(InputError, match="another process converts into it"):
             converted(first, tmp_path / "last")
-
-
-def test_what_was_begun_from_another_source_is_not_kept(first: Path, tmp_path: Path) -> None:
-    aside = tmp_path / "last.partial"
-    aside.mkdir()
-    (aside / JOURNAL).write_text(json.dumps("of another") + "\n")
+        journal.write(json.dumps("of another") + "\n")
     (aside / "model.safetensors").write_text("of another")
     assert converted(first, tmp_path / "last").kept_bytes == 0
     same(read(first), read(tmp_path / "last"))

@@ -52,10 +52,10 @@ def test_through_all_forms_and_back(card: str, data: st.DataObject, tmp_path_fac
     assert (folder / "last" / "tokenizer.json").read_text() == "{}"
 
 
-CASES = [*((family, {}) for family in SMALL_FAMILIES), ("llama", {"tie_word_embeddings": True, "attention_bias": True})]
+CASES = [("llama", {"tie_word_embeddings": True, "attention_bias": True}), *((family, {}) for family in SMALL_FAMILIES)]
 
 
-@pytest.mark.parametrize(("family", "changes"), CASES)
+@pytest.mark.parametrize(("family", "changes"), rest_is_slow(CASES, 4))
 def test_logits_of_what_is_exported_are_those_of_transformers(family: str, changes: Any, tmp_path: Path):
     module = module_of(family, **changes)
     module.save_pretrained(tmp_path / "first", max_shard_size="6KB")

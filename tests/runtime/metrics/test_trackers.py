@@ -169,7 +169,7 @@ UNREACHED = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", 
     ("settings", "says"),
     [({"WANDB_API_KEY": "short"}, "note: Weights & Biases: WANDB_API_KEY invalid"), (UNREACHED, "")],
 )
-def test_wandb_with_a_wrong_key_or_server_keeps_the_run_offline(settings: dict[str, str], says: str, tmp_path: Path):
+def test_wandb_with_a_wrong_key_or_server_keeps_the_run_offline(settings: dict[str, Any], says: str, tmp_path: Path):
     said, (found,) = on_wandb(tmp_path, "1-3", **settings)
     assert says in said and "short" not in said
     assert history(found)[3] == 1 / 3
