@@ -21,8 +21,8 @@ from autoshard.spec.workload import Precision, Workload
 
 
 def test_three_lines_give_a_plan():
-    plan = autoshard.plan("llama3-8b", "trn1.32xlarge")
-    assert isinstance(plan, Plan)
+    plan = autoshard.plan("llama3-8b", "trn1.32xlarge", nodes=2)
+    assert isinstance(plan, Plan) and plan.cluster.num_nodes == 2
     assert plan.prediction and plan.prediction.peak_bytes <= plan.cluster.rank_memory_bytes
 
 
@@ -36,7 +36,7 @@ def test_the_package_of_the_same_name_still_works():
 def test_parts_may_be_values_paths_or_names():
     model, cluster = load_model("tiny-llama"), load_cluster("local")
     workload = default_workload(model, cluster)
-    assert autoshard.plan(model, cluster, workload) == autoshard.plan("tiny-llama", "local")
+    assert autoshard.plan(model, cluster, workload, nodes=1) == autoshard.plan("tiny-llama", "local")
     card = Path(__file__).parents[1] / "models" / "tiny-llama.json"
     assert autoshard.plan(card, "local").model.num_layers == model.num_layers
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,16 +56,20 @@ def plan(
     cluster: Cluster | str | Path,
     workload: Workload | None = None,
     *,
+    nodes: int | None = None,
     cost: Cost | Calibration | None = None,
     search: Search | None = None,
 ) -> Plan:
-    """Return the best plan, or raise NoPlan; names are looked up in the catalogue.
+    """Return the best plan, or raise NoPlan; names are looked up in the catalogue, for one node if not told otherwise.
 
     >>> plan("tiny-llama", "local", search=Search(pins="tp=2")).mesh.size("tp")
     2
     """
     the_model = model if isinstance(model, ModelSpec) else load_model(model)
-    the_cluster = cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster))
+    if isinstance(cluster, Cluster):
+        the_cluster = cluster if nodes is None else replace(cluster, num_nodes=nodes)
+    else:
+        the_cluster = load_cluster(str(cluster), nodes or 1)
     how = search or Search()
     prices = cost if isinstance(cost, Cost) else Cost(calibration=cost)
     request = Request(
