@@ -83,35 +83,7 @@ def test_te_keeps_of_a_llama3_70b_head_the_norm_and_one_copy_of_the_logits():
     assert ours["logits_fp32.copy0"] / MIB == 1002
 
 
-def test_te_keeps_no_output_of_a_norm_that_stands_alone(graph_of: GraphOf):
-    tokens = 2 * 8
-    kept = by_storage(graph_of(replace(SHAPE, qk_norm=True), "te"), "layer")
-    assert {name: size for name, size in kept.items() if name.startswith(("q", "k"))} == {
-        "q": 2 * tokens * 64,
-        "q_norm.stat": 4 * tokens * 4,
-        "q_rotary": 2 * tokens * 64,
-        "k": 2 * tokens * 32,
-        "k_norm.stat": 4 * tokens * 2,
-        "k_rotary": 2 * tokens * 32,
-    }
-
-
 # -- plain PyTorch ---------------------------------------------------------------------------------
-
-
-def test_torch_keeps_of_a_llama3_8b_layer_49_bytes_per_token_and_hidden_number():
-    """The block of pytorch/torchtitan 9dec370 keeps 52.03: it copies keys and values for all query heads.
-
-    Our engine lets attention take 8 key/value heads as they are, 2 x (1 - 8/32) = 1.5 bytes less for each.
-    """
-    tokens, hidden = 8192, 4096
-    norms = 2 * (4 + 2 + 2 + 4 / hidden)  # FP32 input, normalised, output, statistic
-    attention = 2 + 2 * 2 * 8 / 32 + 2 + 4 * 32 / hidden  # q, k, v, output (shared with o's input), log-sum-exp
-    mlp = 4 * 2 * 14336 / hidden  # gate, its activation, up, product
-    kept = kept_bytes(graph("llama3-8b", "torch_cuda", tokens), "layer") / (tokens * hidden)
-    assert kept == norms + attention + mlp
-    assert round(kept, 2) == 49.03
-    assert round(kept + 2 * 2 * (1 - 8 / 32), 2) == 52.03
 
 
 def measured_bytes(run: Callable[[], Any], constants: list[Any]) -> list[int]:
@@ -218,13 +190,6 @@ def test_a_kernel_passes_over_operations_that_the_model_lacks(model: ModelSpec, 
         assert ("logits_fp32" in loss.ops) == (precision == "bf16") and loss.ops[-1] == "loss"
 
 
-def test_in_fp32_a_norm_keeps_its_input_without_a_copy(llama: ModelSpec, graph_of: GraphOf):
-    for table in ("nxd", "torch_cpu", "torch_cuda"):
-        wide, narrow = (by_storage(graph_of(llama, table, precision=p), "layer") for p in ("fp32", "bf16"))
-        assert "x" in wide and "attn_norm.copy0" not in wide
-        assert "attn_norm.copy0" in narrow and "x" not in narrow
-
-
 # Bytes kept of each (query, key) pair of a head. Megatron-LM of 2021: softmax, mask and result of dropout, 5 a s^2 b of
 # Korthikanti et al. 2022 (arXiv:2205.05198, section 4). NxD without flash attention: the softmax in FP32 and in bf16.
 PAIR_BYTES: Mapping[str, int] = {"megatron": 2 + 1 + 2, "nxd_core": 4 + 2}
@@ -296,11 +261,3 @@ def test_entries_of_a_table_decide_in_order(llama: ModelSpec, graph_of: GraphOf)
         ("act.copy1_1", "fp32"),
         ("gate", "bf16"),
     ]
-
-
-def test_what_single_operations_start_and_move_comes_from_the_table(llama: ModelSpec, graph_of: GraphOf):
-    eager, compiled = (graph_of(llama, name).block("layer") for name in ("torch_cuda", "torch_compiled"))
-    for op, table in (("attn_norm", (7, 12, 5.6)), ("q_rotary", (4, 4, 5.0)), ("attend", (1, 1, 1.0))):
-        for kernel, counts in ((group_of(eager, op).kernel, table), (group_of(compiled, op).kernel, (1, 1, 1.0))):
-            assert (kernel.launches.forward, kernel.launches.backward, kernel.traffic_ratio) == counts
-    assert group_of(compiled, "q_rotary").ops == ("q_rotary", "k_rotary")

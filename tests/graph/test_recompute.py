@@ -184,15 +184,6 @@ def test_selective_mlp_keeps_its_input_and_computes_the_products_again(llama: Mo
     assert "down" not in clones(by_torch)
 
 
-def test_all_names_of_sets_stand_for_operations_of_some_layer(kernels: Kernels):
-    layers = [graph.block("layer") for (_, table), graph in GRAPHS.items() if table == kernels.name]
-    known = {name for layer in layers for name in kernel_ops(layer)} | {"gate_shift"}  # no gated card has biases
-    for name, operations in kernels.selective.items():
-        assert kernels.resolve((name,)) == operations
-        assert set(operations) <= known
-        assert name not in known
-
-
 def test_unknown_names_are_refused_all_at_once_with_the_nearest_known(llama: ModelSpec, graph_of: GraphOf):
     with pytest.raises(InputError) as caught:
         recompute(graph_of(llama, "te").block("layer"), load_kernels("te"), ("core_atn", "gat", "attend"))

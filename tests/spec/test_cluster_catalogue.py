@@ -80,25 +80,6 @@ def test_trainium_is_as_documented():
         assert cluster.chip.matrix_tile == 128
 
 
-def test_the_dma_engines_of_trn1_move_less_than_its_memory_and_each_byte_of_a_hop_twice():
-    cluster = load_cluster("trn1.32xlarge")
-    engines = 16 * 17e9  # of a core: AWS Neuron docs, nki-dma-bandwidth-guide.rst
-    assert cluster.rank_memory_bandwidth_bytes_per_s == engines < 820e9 / 2
-    assert cluster.links[0].bandwidth_bytes_per_s == engines / 2
-
-
-def test_lnc_2_is_the_default_on_trn2_and_changes_no_total():
-    one, two = load_cluster("trn2.48xlarge", lnc=1), load_cluster("trn2.48xlarge")
-    assert two.lnc == 2
-    assert one.num_ranks * one.rank_memory_bytes == two.num_ranks * two.rank_memory_bytes
-    for links in zip(one.links, two.links, strict=True):
-        first, second = (
-            link.bandwidth_bytes_per_s * ranks / link.ranks_per_port
-            for link, ranks in zip(links, (128, 64), strict=True)
-        )
-        assert first == second
-
-
 def test_trainium_lays_some_tensor_parallel_groups_out_of_order():
     trn1, trn2 = load_cluster("trn1.32xlarge"), load_cluster("trn2.48xlarge")
     assert str(trn1.default_placement(4)).startswith("0-24:8/1-25:8/2-26:8")

@@ -62,15 +62,6 @@ def test_a_table_that_is_like_another_differs_from_it_in_what_it_states_only(nam
         assert source == own.get("sources", {}).get(key, other["sources"].get(key))
 
 
-def test_attention_that_keeps_its_scores_is_not_the_fused_one():
-    for name in kernels_names():
-        attend = next(kernel for kernel in load_kernels(name).kernels if "attend" in kernel.ops)
-        keeps = any(text.startswith("scores") for text in attend.saves or ())
-        assert keeps == (name in ("megatron", "nxd_core"))
-        assert keeps != attend.skips_masked
-        assert keeps == (attend.backward_flops_ratio == 1.0), "only fused attention makes its scores again"
-
-
 @pytest.mark.parametrize("name", kernels_names())
 def test_no_operation_is_named_by_two_kernels_of_a_table(name: str):
     named = [op for kernel in stated(name).get("kernels", ()) for op in kernel["ops"]]  # another file's come after
@@ -149,30 +140,26 @@ def test_a_wrong_table_is_refused_with_all_faults_and_their_places(changes: dict
         assert str(fault).startswith(f"mine.{words}")
 
 
-@pytest.mark.parametrize("text", ["", "in", "in0@", "in0@fp64", "copy:", "out*", "x", "in0 ", "copy:copy:in0", "in-1",
-                                  "scores@", "scores@bf16", "copy:scores", "in0@fp8"])  # fmt: skip
-def test_an_entry_of_saves_that_cannot_be_read_is_refused(text: str):
-    with pytest.raises(
-        InputError, match=r"^saves: cannot read .*write in0, in\*, out0, scores, copy:in0, over:in0 or in0@fp32"
+def test_only_the_forms_of_saves_are_read():
+    for text in ("in0", "in12", "in*", "out1", "copy:in*", "over:in0", "copy:out0@bf16", "in*@fp16", "scores@fp8"):
+        assert Kernel(ops=("act",), saves=(text,), source="this test").saves == (text,)
+    for text in (
+        "",
+        "in",
+        "in0@",
+        "in0@fp64",
+        "copy:",
+        "out*",
+        "in0 ",
+        "copy:copy:in0",
+        "in-1",
+        "scores@bf16",
+        "in0@fp8",
     ):
-        Kernel(ops=("act",), saves=("in0", text), source="this test")
-
-
-@pytest.mark.parametrize("text", ["in0", "in12", "in*", "out1", "copy:in*", "over:in0", "copy:out0@bf16", "in*@fp16",
-                                  "scores", "scores@fp8", "scores@fp32"])  # fmt: skip
-def test_every_form_of_saves_is_read(text: str):
-    assert Kernel(ops=("act",), saves=(text,), source="this test").saves == (text,)
+        with pytest.raises(InputError, match=r"^saves: cannot read .*write in0, in\*, out0, scores, copy:in0"):
+            Kernel(ops=("act",), saves=("in0", text), source="this test")
 
 
 def test_sets_of_operations_resolve_in_order_without_repetition():
     table = record.decode(Kernels, {**TABLE, "selective": {"a": ["x", "y"], "b": ["y", "z"]}})
     assert table.resolve(("b", "a", "w")) == ("y", "z", "x", "w")
-
-
-def test_a_schedule_that_no_table_names_hides_its_sends_where_the_platform_can():
-    assert {name: load_kernels(name).hides_sends("one of your own") for name in ("nxd", "te", "torch_cuda")} == {
-        "nxd": False,
-        "te": True,
-        "torch_cuda": True,
-    }
-    assert not load_kernels("te").hides_sends("1f1b")

@@ -80,28 +80,6 @@ def test_a_card_whose_source_is_no_reference_is_refused(tmp_path: Path, monkeypa
     assert said in faults_of("tiny-llama")
 
 
-def test_a_llama_is_read_field_by_field():
-    sizes: dict[str, Any] = {
-        "num_layers": 80,
-        "hidden": 8192,
-        "ffn": 28672,
-        "num_heads": 64,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-    }
-    scaling = RotaryScaling(
-        kind="llama3", factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_positions=8192
-    )
-    others: dict[str, Any] = {
-        "name": "llama3.1-70b",
-        "vocab": 128256,
-        "max_positions": 131072,
-        "source": load_model("llama3.1-70b").source,
-    }
-    expected = ModelSpec(**(SIZES | sizes | others), rotary_theta=500000.0, rotary_scaling=scaling)
-    assert load_model("llama3.1-70b") == expected
-
-
 def test_a_file_is_named_after_its_stem_and_a_config_after_its_folder(tmp_path: Path):
     plain = {key: value for key, value in card("llama3-8b").items() if key != HEADER}
     assert load_model(write(tmp_path / "mine.json", plain)).name == "mine"
