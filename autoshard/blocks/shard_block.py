@@ -14,8 +14,7 @@ from autoshard.errors import nearest, require
 from autoshard.graph.kinds.optimizer import UPDATES
 from autoshard.layout.layout import show_atoms, whole_axes
 from autoshard.layout.lower import lower
-from autoshard.layout.strategy import strategies
-from autoshard.layout.table import written
+from autoshard.layout.table import strategies, written
 from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.lowering import KINDS
 from autoshard.plan.rules.columns import Engine

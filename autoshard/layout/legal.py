@@ -17,21 +17,26 @@ from autoshard.layout.layout import Cuts, show_atoms
 
 def faults(block: Block, cuts: Mapping[str, Cuts], atoms: Collection[str]) -> tuple[Fault, ...]:
     """Return all faults in the cuts of a block's forward operations on a mesh with these atoms."""
-    ops = {op.name: op for op in cut_operations(block)}
+    ops, numbering = {op.name: op for op in cut_operations(block)}, queues(block)
     found = [
         Fault(where=name, message=f"{block.kind} has no operation of this name to cut. {nearest(name, list(ops))}")
         for name in cuts
         if name not in ops
     ]
-    numbering = queues(block)
     for name, op in ops.items():
         if name not in cuts:
             found.append(Fault(where=name, message="nothing says how it is cut; write {} to leave it whole"))
             continue
-        messages = [*_unknown(block, op, cuts[name], atoms), *_doubled(op, cuts[name]), *_bound(op, cuts[name])]
+        messages = [*_misused(block, op, cuts[name], atoms), *_bound(op, cuts[name])]
         queue = numbering.get(name)
         if queue and queue.name in cuts:
-            messages += _numbering(queue, cuts[queue.name], cuts[name])
+            counted = f"its numbers of slots count within each part of the tokens of {queue.name}"
+            right = {dim: cuts[queue.name].get(dim, ()) for dim in queue_tokens(queue)}
+            messages += [
+                f"{counted}; write {_written(dim, cut)} as there"
+                for dim, cut in right.items()
+                if cuts[name].get(dim, ()) != cut
+            ]
         found += [Fault(where=name, message=message) for message in messages]
     return tuple(found)
 
@@ -52,44 +57,36 @@ def together(cuts: Cuts, dims: Dims) -> tuple[str, ...]:
     return tuple(atom for dim in dims for atom in cuts.get(dim, ()))
 
 
-def _unknown(block: Block, op: Op, cuts: Cuts, atoms: Collection[str]) -> Iterator[str]:
-    dims = op_dims(block, op)
+def _misused(block: Block, op: Op, cuts: Cuts, atoms: Collection[str]) -> Iterator[str]:
+    """Yield dims and atoms that are not there, and atoms that cut more than one dim."""
+    dims, tied = op_dims(block, op), dict(op.kind.tied_dims())
+    where: dict[str, list[str]] = defaultdict(list)
     for dim, cut in cuts.items():
         if dim not in dims:
             yield f"has no dim {dim!r}. {nearest(dim, dims)}"
         for atom in cut:
             if atom not in atoms:
                 yield f"{dim} is cut over {atom!r}, which the mesh does not have. {nearest(atom, list(atoms))}"
-
-
-def _doubled(op: Op, cuts: Cuts) -> Iterator[str]:
-    tied = dict(op.kind.tied_dims())
-    where: dict[str, list[str]] = defaultdict(list)
-    for dim, cut in cuts.items():
-        for atom in cut if dim not in tied else ():
-            where[atom].append(dim)
-    for atom, dims in where.items():
-        if len(dims) > 1:
-            yield f"{atom} cuts {' and '.join(dims)}; an atom cuts once in an operation. Take it from one of them"
+            if dim not in tied:
+                where[atom].append(dim)
+    for atom, several in where.items():
+        if len(several) > 1:
+            yield f"{atom} cuts {' and '.join(several)}; an atom cuts once in an operation. Take it from one of them"
 
 
 def _bound(op: Op, cuts: Cuts) -> Iterator[str]:
+    """Yield dims that must be whole but are cut, and tied dims that are cut otherwise than those they are tied to."""
     for dim in op.kind.whole_dims():
         if cuts.get(dim):
             yield f"{op.kind.label} needs all of {dim} on every rank; take {show_atoms(cuts[dim])} from it"
     for dim, others in op.kind.tied_dims():
         wanted = together(cuts, others)
         if cuts.get(dim, ()) != wanted:
-            right = f"{dim}/{show_atoms(wanted)}" if wanted else f"{dim} whole"
-            yield f"{dim} is cut as {' and '.join(others)} together; write {right}"
+            yield f"{dim} is cut as {' and '.join(others)} together; write {_written(dim, wanted)}"
 
 
-def _numbering(queue: Op, given: Cuts, cuts: Cuts) -> Iterator[str]:
-    for dim in queue_tokens(queue):
-        right = given.get(dim, ())
-        if cuts.get(dim, ()) != right:
-            cut = f"{dim}/{show_atoms(right)}" if right else f"{dim} whole"
-            yield f"its numbers of slots count within each part of the tokens of {queue.name}; write {cut} as there"
+def _written(dim: str, cut: tuple[str, ...]) -> str:
+    return f"{dim}/{show_atoms(cut)}" if cut else f"{dim} whole"
 
 
 def queue_tokens(queue: Op) -> Dims:

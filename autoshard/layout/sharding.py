@@ -59,12 +59,21 @@ class Sharding:
         waiting = program.waiting(block.carry_out or "loss")
         given = {entry.value.name for entry in program.instructions if isinstance(entry, Given)}
         changed = [value for value in program.kept() if value.name not in given]
+        sent: list[Message] = []
+        for change in program.collectives():  # a message is largest where fewest atoms cut it
+            largest = change.writes if change.collective.kind == "all_gather" else change.reads
+            sent.append(
+                Message(
+                    entry=change.entry, pass_=change.pass_, tensor=change.reads.tensor, cuts=largest.layout.cuts,
+                    collective=change.collective,
+                )
+            )  # fmt: skip
         return cls(
             op_cuts=op_cuts,
             kept_cuts={entry.storage: _kept(entry, read[entry.storage], op_cuts) for entry in block.saved},
             input_cuts=_by_tensor(block, changed, ("input",)),
             waiting_cuts=_by_tensor(block, waiting, ("activation", "gradient")),
-            messages=(*_delivered(program), *_rings(block, computes)),
+            messages=(*sent, *_rings(block, computes)),
             parameter_cuts={name: layout.cuts for name, layout in sums.items()},
             parameter_pending={name: tuple(sorted(layout.sums, key=ATOMS.index)) for name, layout in sums.items()},
             boundary=program.results[block.carry_out or "loss"].layout.cuts,
@@ -90,19 +99,6 @@ def _by_tensor(block: Block, values: Sequence[Value], roles: tuple[Role, ...]) -
         if tensor.role in roles:
             found[tensor.name] = (*found.get(tensor.name, ()), value.layout.named(tensor.dims).cuts)
     return found
-
-
-def _delivered(program: Program) -> Iterator[Message]:
-    """Yield the collectives between operations; a message is largest where fewest atoms cut it."""
-    for change in program.collectives():
-        largest = change.writes if change.collective.kind == "all_gather" else change.reads
-        yield Message(
-            entry=change.entry,
-            pass_=change.pass_,
-            tensor=change.reads.tensor,
-            cuts=largest.layout.cuts,
-            collective=change.collective,
-        )
 
 
 def _rings(block: Block, computes: Mapping[str, Compute]) -> Iterator[Message]:

@@ -11,8 +11,7 @@ from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.op import OpKind
 from autoshard.layout.layout import Collective, CollectiveKind, Cutting, local_sizes, whole_axes
 from autoshard.layout.program import Program, written_by
-from autoshard.layout.strategy import strategies
-from autoshard.layout.table import Table, TableSetting, fitted, program_of, written
+from autoshard.layout.table import Table, TableSetting, fitted, program_of, strategies, written
 from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.lowering import ATOMS, KINDS, StepGraph, lowered, nominal_price, nominal_sizes, split_pending

@@ -17,7 +17,7 @@ from autoshard.cost.sharded import ListedBlocks
 from autoshard.layout.layout import Cuts, show_atoms, whole_axes
 from autoshard.layout.legal import cut_operations
 from autoshard.layout.program import Compute
-from autoshard.layout.strategy import Strategy
+from autoshard.layout.table import Strategy
 from autoshard.plan.explanation import ExplainedBlock, ExplainedOp, Explanation, OtherCut, SentCollective
 from autoshard.plan.lowering import ATOMS
 from autoshard.plan.plan import Plan

@@ -149,7 +149,7 @@ class Mesh:
         found: dict[str, int] = {}
         for name, size in reversed(self.axes):
             position, found[name] = divmod(position, size)
-        return {name: found[name] for name, _ in self.axes}
+        return dict(reversed(found.items()))
 
     def ranks_of(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
         """Return the ranks that stand at these coordinates of atoms or axes, in order of the remaining ones."""
@@ -158,7 +158,8 @@ class Mesh:
             assert 0 <= coordinate < self.size(name), f"{name} has no coordinate {coordinate}"
             for atom in reversed(self.atoms_of(name)):
                 coordinate, fixed[atom] = divmod(coordinate, self.size(atom))
-        return _flat(_grid(self)[tuple(fixed.get(atom, slice(None)) for atom, _ in self.axes)])
+        found = _grid(self)[tuple(fixed.get(atom, slice(None)) for atom, _ in self.axes)]
+        return tuple(found.reshape(-1).tolist())
 
     def groups(self, names: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks that differ only along these atoms or axes.
@@ -172,7 +173,8 @@ class Mesh:
         """Return the one group along these atoms or axes that a rank belongs to."""
         others, picked = self._order(names)
         at = list(self.coordinates(rank).values())
-        return _flat(_grid(self).transpose((*others, *picked))[tuple(at[axis] for axis in others)])
+        found = _grid(self).transpose((*others, *picked))[tuple(at[axis] for axis in others)]
+        return tuple(found.reshape(-1).tolist())
 
     def repeats_every(self, num_ranks: int) -> bool:
         """Return whether each further stretch of so many ranks, whole nodes, looks like the first for any groups."""
@@ -216,10 +218,6 @@ def _grid(mesh: Mesh) -> Ints:
     """Return the rank at each combination of coordinates."""
     nodes = np.arange(0, mesh.num_ranks, mesh.ranks_per_node)
     return (nodes[:, None] + mesh.placement.local_ranks).reshape([size for _, size in mesh.axes])
-
-
-def _flat(ranks: Ints) -> tuple[int, ...]:
-    return tuple(ranks.reshape(-1).tolist())
 
 
 def _rows(ranks: Ints) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,7 @@ import pytest
 import autoshard
 from autoshard.errors import InputError
 from autoshard.layout.pin import pins_of
-from autoshard.layout.strategy import Strategy
+from autoshard.layout.table import Strategy
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.proof import prove
 from autoshard.plan.verify import verify

@@ -6,7 +6,7 @@ import pytest
 
 import autoshard
 from autoshard.errors import InputError
-from autoshard.layout.strategy import Strategy
+from autoshard.layout.table import Strategy
 
 
 def test_less_memory_costs_time_and_lets_weights_rest_in_pieces():

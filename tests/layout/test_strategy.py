@@ -7,7 +7,7 @@ from autoshard.layout.layout import Collective, Layout
 from autoshard.layout.legal import cut_operations, faults
 from autoshard.layout.lower import lower
 from autoshard.layout.redistribute import bytes_price
-from autoshard.layout.strategy import Strategy, strategies
+from autoshard.layout.table import Strategy, strategies
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model_catalogue import load_model

@@ -9,8 +9,7 @@ from autoshard.errors import InputError
 from autoshard.graph.decoder import decoder_graph
 from autoshard.layout.interpret import Interpreter
 from autoshard.layout.redistribute import bytes_price
-from autoshard.layout.strategy import Strategy, strategies
-from autoshard.layout.table import TableSetting, fitted, program_of, written
+from autoshard.layout.table import Strategy, TableSetting, fitted, program_of, strategies, written
 from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.proof import random_inputs
 from autoshard.spec.kernels import load_kernels

@@ -16,8 +16,7 @@ from autoshard.engine.programs import programs_of
 from autoshard.errors import InputError
 from autoshard.layout.layout import Collective, Layout, whole_axes
 from autoshard.layout.legal import cut_operations
-from autoshard.layout.strategy import Chain, Strategy
-from autoshard.layout.table import Table, program_of
+from autoshard.layout.table import Chain, Strategy, Table, program_of
 from autoshard.plan.lowering import split_pending
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, table_setting
