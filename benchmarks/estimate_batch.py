@@ -116,7 +116,7 @@ def case(model: str, cluster: str, nodes: int, global_batch: int) -> tuple[Quest
     )
     facts = (spec, machine, workload)
     whole = whole_space(*facts, machine.engine, {})
-    space = whole.only(legality(whole.columns(*facts, 0)).mask)
+    space = whole.only(legality(whole.columns(*facts, 0)))
     widest = space.candidate(int(np.argmax(space.rows["tp"])), 0)
     terms = Terms(engine=machine.engine, sequence_parallel=widest.sequence_parallel)
     return question, space, solved_cutting(question, widest, terms)

@@ -69,7 +69,7 @@ def test_a_batch_is_priced_as_the_tables_of_its_members(case):
     facts = (question.model, question.cluster, question.workload)
     space = whole_space(*facts, question.cluster.engine, parse_pins(pins) if pins else {})
     question = replace(question, kernels=space.base.kernels or question.cluster.kernels)
-    legal = np.flatnonzero(legality(space.columns(*facts, 0)).mask)
+    legal = np.flatnonzero(legality(space.columns(*facts, 0)))
     random = np.random.default_rng(7)
     space = space.only(np.sort(random.permutation(legal)[:SAMPLE]))
     # That of the layout with the largest tp serves all.

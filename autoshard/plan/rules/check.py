@@ -1,7 +1,6 @@
-"""Ask all Rules at once: about one candidate, with reasons; or about columns of candidates, with counts."""
+"""Ask all Rules at once: about one candidate, with reasons, or about columns of candidates."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -45,21 +44,10 @@ def rejections(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Legality:
-    """Which of many candidates may run, and how many each Rule refuses; several may refuse the same one."""
-
-    mask: NDArray[np.bool_]
-    refused: Mapping[str, int]  # rule id -> candidates; Rules that refuse none are left out
-
-
-def legality(columns: Columns, rules: Sequence[Rule] | None = None) -> Legality:
-    """Judge columns of candidates by the same predicates that judge a single one."""
+def legality(columns: Columns, rules: Sequence[Rule] | None = None) -> NDArray[np.bool_]:
+    """Say which of many candidates all Rules allow, by the same predicates that judge a single one."""
     shapes = (np.shape(getattr(columns, name)) for name in COLUMNS)
-    mask = np.ones(np.broadcast_shapes(*shapes), dtype=bool)
-    refused: dict[str, int] = {}
+    legal = np.ones(np.broadcast_shapes(*shapes), dtype=bool)
     for rule in all_rules() if rules is None else rules:
-        allowed = np.broadcast_to(rule.allows(columns), mask.shape)
-        mask = mask & allowed
-        refused[rule.id] = int(mask.size - np.count_nonzero(allowed))
-    return Legality(mask=mask, refused={rule_id: count for rule_id, count in refused.items() if count})
+        legal = legal & rule.allows(columns)
+    return legal

@@ -70,11 +70,7 @@ def boundary(c: Columns) -> Verdict:
     yield f"boundary={c.shared.boundary}: {fault}"
 
 
-@rule(
-    "lnc",
-    source="aws-neuron/aws-neuron-sdk about-neuron/arch/neuron-features/logical-neuroncore-config.rst: "
-    "set for the whole instance, it changes the number of ranks",
-)
+@rule("lnc", source="aws-neuron/aws-neuron-sdk about-neuron/arch/neuron-features/logical-neuroncore-config.rst")
 def lnc(c: Columns) -> Verdict:
     have, wanted = c.cluster.lnc, c.shared.lnc
     yield wanted in (None, have)

@@ -1,49 +1,47 @@
 """Rules of the nxd engine: what neuronx-distributed (release 2.29) executes, and what it gets wrong."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import cast
 
 from autoshard.graph.decoder import num_slots
 from autoshard.plan.rules.columns import Columns, Ints, Mask
 from autoshard.plan.rules.neuron import on_trn1
-from autoshard.plan.rules.rule import Verdict, one_of, rule
+from autoshard.plan.rules.rule import Rule, Verdict, one_of, rule
 from autoshard.spec.kernels import load_kernels
 
 _NXD = "aws-neuron/neuronx-distributed src/neuronx_distributed/"
+_MOE = _NXD + "modules/moe/"
 _SDK = "aws-neuron/aws-neuron-sdk "
 _NKI = "aws-neuron/nki-samples "  # the last published source of the kernels that come with the compiler
 FLASH_TILE = 2048  # tokens: kernels/flash_attn.py:199
 RING_TILE = 1024  # tokens: kernels/ring_attention_kernel.py:148
 LONG_RING, LONG_RING_TILE = 4096, 2048  # tokens: get_seq_tile_size of the same file
 HEAD_TILE = 128  # partitions of the matrix unit's memory
-_MOE = _NXD + "modules/moe/"
 HIDDEN_TILE, MOST_HIDDEN = 512, 8192  # blockwise.py:712 of release 2.29
 FFN_TILE = 16  # blockwise.py:893
 _PRODUCTS = frozenset(("gate", "up", "act", "product", "down"))  # of experts, and what lies between them
 
 
-def _on_nxd(c: Columns) -> bool:
-    return c.engine == "nxd"
+def _rule(
+    subject: str, source: str, only: Callable[[Columns], bool] = lambda c: True
+) -> Callable[[Callable[[Columns], Verdict]], Rule]:
+    """Make a Rule that holds on this engine only, and there only for some questions."""
+    return rule(subject, source=source, applies=lambda c: c.engine == "nxd" and only(c))
 
 
-_rule = partial(rule, applies=_on_nxd)
-
-
-@_rule("boundary", source=_NXD + "parallel_layers/layers.py: a layer gathers and scatters the sequence, or nothing")
+@_rule("boundary", _NXD + "parallel_layers/layers.py: a layer gathers and scatters the sequence, or nothing")
 def nxd_boundary(c: Columns) -> Verdict:
     yield c.shared.boundary is None
     yield f"boundary={c.shared.boundary}: NxD's layers hand on hidden states cut along their tokens. Leave it out"
 
 
-@_rule("engine", source=_NXD + "utils/utils.py: reads the Neuron hardware type of the instance")
+@_rule("engine", _NXD + "utils/utils.py: reads the Neuron hardware type of the instance")
 def nxd_cluster(c: Columns) -> Verdict:
     yield c.cluster.engine == "nxd"
     yield f"engine=nxd: runs on Trainium only, not on {c.cluster.name}. Use --engine torch"
 
 
-@_rule(
-    "schedule", source=_NXD + "pipeline/scheduler.py: Train1F1BSchedule and TrainInterleavedSchedule are all there are"
-)
+@_rule("schedule", _NXD + "pipeline/scheduler.py: Train1F1BSchedule and TrainInterleavedSchedule are all there are")
 def nxd_schedule(c: Columns) -> Verdict:
     yield one_of(c.schedule, ("1f1b", "interleaved"))
     yield f"schedule={c.schedule}: NxD builds only 1f1b and interleaved. Use schedule=1f1b"
@@ -51,8 +49,8 @@ def nxd_schedule(c: Columns) -> Verdict:
 
 @_rule(
     "zero",
-    source=_NXD + "trainer/trainer.py: use_master_weights without zero_one_enabled raises; "
-    "there is no sharding of parameters. torch_xla zero_redundancy_optimizer.py: shards are fp32",
+    _NXD + "trainer/trainer.py: use_master_weights without zero_one_enabled raises; parameters are never sharded. "
+    "torch_xla zero_redundancy_optimizer.py: shards are fp32",
 )
 def nxd_zero(c: Columns) -> Verdict:
     weights, masters = c.workload.precision.weights, c.workload.precision.masters
@@ -67,21 +65,20 @@ def nxd_zero(c: Columns) -> Verdict:
 
 @_rule(
     "precision",
-    source=_NXD + "trainer/trainer.py initialize_optimizer_from_class: use_fp32_grad_acc without zero_one_enabled "
-    "raises; moments of torch.optim.AdamW have the format of the parameter",
+    _NXD + "trainer/trainer.py initialize_optimizer_from_class: use_fp32_grad_acc without zero_one_enabled raises; "
+    "moments of torch.optim.AdamW have the format of the parameter",
 )
 def nxd_states(c: Columns) -> Verdict:
     have = c.workload.precision
     yield have.masters is not None or {have.gradients, have.moments} == {have.weights}
-    yield (
-        f"precision={have.name or have.weights}: has no masters, but {have.gradients} gradients and "
-        f"{have.moments} moments; without ZeRO-1 NxD keeps both in {have.weights}. Use bf16"
-    )
+    states = f"no masters, but {have.gradients} gradients and {have.moments} moments"
+    rest = f"without ZeRO-1 NxD keeps both in {have.weights}. Use bf16"
+    yield f"precision={have.name or have.weights}: has {states}; {rest}"
 
 
 @_rule(
     "zero,tp",
-    source=_NXD + "parallel_layers/grads.py bucket_allreduce_gradients: over expert-data-parallel groups, which "
+    _NXD + "parallel_layers/grads.py bucket_allreduce_gradients: over expert-data-parallel groups, which "
     "parallel_state.py builds without cp, and does not permute as it does tp and dp",
 )
 def nxd_zero_groups(c: Columns) -> Verdict:
@@ -94,9 +91,7 @@ def nxd_zero_groups(c: Columns) -> Verdict:
 
 
 @_rule(
-    "pp",
-    source=_NXD + "parallel_layers/parallel_state.py get_pipeline_model_parallel_sr_group: of three stages [0,1] and "
-    "[2,0] are groups of one all-gather",
+    "pp", _NXD + "parallel_layers/parallel_state.py get_pipeline_model_parallel_sr_group: 3 stages give [0,1], [2,0]"
 )
 def nxd_odd_pp(c: Columns) -> Verdict:
     yield (c.pp == 1) | (c.pp % 2 == 0)
@@ -106,52 +101,37 @@ def nxd_odd_pp(c: Columns) -> Verdict:
     )
 
 
-@_rule(
-    "ep",
-    source=_NXD + "modules/moe/model.py:227-240 reduces over the world group under expert parallelism; "
-    "router gradients are wrong too (model.py:206)",
-)
+@_rule("ep", _MOE + "model.py:227-240 reduces over the world group; router gradients are wrong too (model.py:206)")
 def nxd_ep(c: Columns) -> Verdict:
     yield c.ep == 1
-    yield (
-        f"ep={c.ep}: NxD reduces the expert layer's output over all ranks instead of tp, which mixes the "
-        "tokens of different data-parallel ranks. Use ep=1"
-    )
+    why = "NxD sums what experts make over all ranks instead of tp, which mixes tokens of data-parallel ranks"
+    yield f"ep={c.ep}: {why}. Use ep=1"
 
 
-@rule(
+@_rule(
     "pp",
-    applies=lambda c: _on_nxd(c) and c.model.tied_embeddings,
-    source=_SDK + "archive/nxd-training/known_issues.rst: weight sharing between embedding and head under a "
-    "pipeline. NxD's own pipeline code can share weights (pipeline/partition.py); the stated limit is "
-    "followed",
+    _SDK + "archive/nxd-training/known_issues.rst: weight sharing between embedding and head under a pipeline. "
+    "NxD's own pipeline code can share weights (pipeline/partition.py); the stated limit is followed",
+    only=lambda c: c.model.tied_embeddings,
 )
 def nxd_tied(c: Columns) -> Verdict:
     yield c.pp == 1
-    yield (
-        f"pp={c.pp}: {c.model.name} ties its output head to its embedding, and NxD pipelines do not support "
-        "that. Use pp=1, or a card with untied embeddings"
-    )
+    why = f"{c.model.name} ties its output head to its embedding, and NxD pipelines do not support that"
+    yield f"pp={c.pp}: {why}. Use pp=1, or a card with untied embeddings"
+
+
+@_rule("cp_kind,cp_order", _NXD + "utils/batch_utils.py cuts contiguous pieces; kernels/ring_attention_kernel.py")
+def nxd_cp_form(c: Columns) -> Verdict:
+    yield (c.cp == 1) | ((c.cp_kind == "ring") & (c.cp_order == "contiguous"))
+    have = f"cp_kind={c.cp_kind},cp_order={c.cp_order}"
+    yield f"{have}: NxD runs cp as a ring over contiguous pieces. Use cp_kind=ring,cp_order=contiguous"
 
 
 @_rule(
-    "cp_kind,cp_order",
-    source=_NXD + "utils/batch_utils.py cuts contiguous pieces; kernels/ring_attention_kernel.py is the only "
-    "context-parallel attention",
-)
-def nxd_cp_form(c: Columns) -> Verdict:
-    yield (c.cp == 1) | ((c.cp_kind == "ring") & (c.cp_order == "contiguous"))
-    yield (
-        f"cp_kind={c.cp_kind},cp_order={c.cp_order}: NxD runs context parallelism as a ring over contiguous "
-        "pieces. Use cp_kind=ring,cp_order=contiguous"
-    )
-
-
-@rule(
     "cp",
-    applies=lambda c: _on_nxd(c) and not on_trn1(c),
-    source=_SDK + "release-notes/components/nxd-core.rst and nxd-training.rst, 2.23: context parallelism up to 32k "
-    "tokens on trn1, beta; nothing is said about trn2",
+    _SDK + "release-notes/components/nxd-core.rst and nxd-training.rst, 2.23: context parallelism up to 32k tokens on "
+    "trn1, beta; nothing is said about trn2",
+    only=lambda c: not on_trn1(c),
 )
 def nxd_cp_trn1(c: Columns) -> Verdict:
     yield c.cp == 1
@@ -163,11 +143,7 @@ def ring_length_allows(length: Ints) -> Mask:
     return (length % RING_TILE == 0) & ((length < LONG_RING) | (length % LONG_RING_TILE == 0))
 
 
-@_rule(
-    "cp",
-    source=_NXD + "kernels/ring_attention_kernel.py:148, and get_seq_tile_size, of whose tiles the kernel wants "
-    "whole ones",
-)
+@_rule("cp", _NXD + "kernels/ring_attention_kernel.py:148 wants whole tiles of get_seq_tile_size")
 def nxd_ring_seq(c: Columns) -> Verdict:
     length = c.workload.seq_len // c.cp
     yield (c.cp == 1) | ring_length_allows(length)
@@ -180,21 +156,19 @@ def nxd_ring_seq(c: Columns) -> Verdict:
 
 @_rule(
     "kernels",
-    source=_NKI + "8370e11 src/nki_samples/reference/attention.py:369 (flash_fwd) and 7af4e4d contributed/"
+    _NKI + "8370e11 src/nki_samples/reference/attention.py:369 (flash_fwd) and 7af4e4d contributed/"
     "neuron-team-kernels/attention.py (ring_attention_fwd): we do not support head_dim > 128",
 )
 def nxd_head_dim(c: Columns) -> Verdict:
     yield (c.kernels == "nxd_core") | (c.model.head_dim <= HEAD_TILE)
-    yield (
-        f"kernels={c.kernels}: {c.model.name} has heads of {c.model.head_dim}, and NxD's attention kernels take "
-        f"up to {HEAD_TILE}. Use kernels=nxd_core with cp=1"
-    )
+    why = f"{c.model.name} has heads of {c.model.head_dim}, and NxD's attention kernels take up to {HEAD_TILE}"
+    yield f"kernels={c.kernels}: {why}. Use kernels=nxd_core with cp=1"
 
 
 @_rule(
     "cp",
-    source=_NKI + "7af4e4d contributed/neuron-team-kernels/attention.py:805 (ring_attention_bwd): from the second "
-    "step on it reads the log-sum-exp of head_dim queries in each tile of 128",
+    _NKI + "7af4e4d contributed/neuron-team-kernels/attention.py:805 (ring_attention_bwd): from the second step on it "
+    "reads the log-sum-exp of head_dim queries in each tile of 128",
 )
 def nxd_ring_head_dim(c: Columns) -> Verdict:
     # Of heads that are larger nxd-head-dim speaks.
@@ -205,98 +179,74 @@ def nxd_ring_head_dim(c: Columns) -> Verdict:
     )
 
 
-@_rule("seq_len", source=_NXD + "kernels/flash_attn.py:199 raises for other lengths")
+@_rule("seq_len", _NXD + "kernels/flash_attn.py:199 raises for other lengths")
 def nxd_flash_seq(c: Columns) -> Verdict:
     length = c.workload.seq_len
     yield (c.cp > 1) | (c.kernels == "nxd_core") | (length % FLASH_TILE == 0)
-    yield (
-        f"seq_len={length}: NxD's flash attention takes multiples of {FLASH_TILE} tokens. Use --seq-len "
-        f"{max(1, round(length / FLASH_TILE)) * FLASH_TILE}, or kernels=nxd_core"
-    )
+    near = max(1, round(length / FLASH_TILE)) * FLASH_TILE
+    why = f"NxD's flash attention takes multiples of {FLASH_TILE} tokens"
+    yield f"seq_len={length}: {why}. Use --seq-len {near}, or kernels=nxd_core"
 
 
-@_rule(
-    "cp,kernels",
-    source="aws-neuron/neuronx-distributed examples/training/llama/modeling_llama_nxd.py CoreAttention: a "
-    "product of a rank's own queries and keys",
-)
+@_rule("cp,kernels", "aws-neuron/neuronx-distributed examples/training/llama/modeling_llama_nxd.py CoreAttention")
 def nxd_core_cp(c: Columns) -> Verdict:
     yield (c.cp == 1) | (c.kernels != "nxd_core")
     yield f"cp={c.cp},kernels=nxd_core: NxD's CoreAttention knows whole sequences only. Use cp=1 or kernels=nxd"
 
 
-@rule(
+@_rule(
     "tp",
-    applies=lambda c: _on_nxd(c) and c.model.qkv_bias,
-    source=_NXD + "modules/qkv_linear.py:607-631: GQAQKVColumnParallelLinear raises when a bias is made",
+    _NXD + "modules/qkv_linear.py:607-631: GQAQKVColumnParallelLinear raises when a bias is made",
+    only=lambda c: c.model.qkv_bias,
 )
 def nxd_qkv_bias(c: Columns) -> Verdict:
     have = c.model.num_kv_heads
     yield have % c.tp == 0
-    yield (
-        f"tp={c.tp}: {c.model.name} has biases on q, k and v, and NxD's layer that replicates the "
-        f"{have} KV heads cannot hold them. Use a tp that divides {have}"
-    )
+    why = f"{c.model.name} has biases on q, k and v, and NxD's layer that copies the {have} KV heads has none"
+    yield f"tp={c.tp}: {why}. Use a tp that divides {have}"
 
 
-@_rule("seq_len", source=_NXD + "kernels/flash_attn.py and ring_attention_kernel.py: causal is the only mask")
+@_rule("seq_len", _NXD + "kernels/flash_attn.py and ring_attention_kernel.py: causal is the only mask")
 def nxd_window(c: Columns) -> Verdict:
     window, length = c.model.window, c.workload.seq_len
     yield window is None or length <= window
-    yield (
-        f"seq_len={length}: {c.model.name} attends to a window of {window} tokens, and NxD's kernels have no window. "
-        f"Use --seq-len {window} or less, where the window hides nothing"
-    )
+    why = f"{c.model.name} attends to a window of {window} tokens, and NxD's kernels have no window"
+    yield f"seq_len={length}: {why}. Use --seq-len {window} or less, where the window hides nothing"
 
 
-@_rule("documents", source=_NXD + "kernels/flash_attn.py:162 and ring_attention_kernel.py:118: causal is the only mask")
+@_rule("documents", _NXD + "kernels/flash_attn.py:162 and ring_attention_kernel.py:118: causal is the only mask")
 def nxd_documents(c: Columns) -> Verdict:
     yield c.workload.documents == "joined"
+    other = "" if on_trn1(c) else ", or --engine torch"
     yield (
         "documents=separate: NxD's attention knows no mask but the causal one, and counts positions from the start of "
-        "the sequence, so that documents in one sequence see each other. Use documents=joined"
-        f"{'' if on_trn1(c) else ', or --engine torch'}"
+        f"the sequence, so that documents in one sequence see each other. Use documents=joined{other}"
     )
 
 
-@_rule(
-    "precision,tp", source=_NXD + "parallel_layers/layers.py:363: ParallelEmbedding forces bfloat16 when tp is above 1"
-)
+@_rule("precision,tp", _NXD + "parallel_layers/layers.py:363: ParallelEmbedding forces bfloat16 when tp is above 1")
 def nxd_fp16(c: Columns) -> Verdict:
     yield (c.tp == 1) | (c.workload.precision.weights != "fp16")
-    yield (
-        f"precision: fp16 with tp={c.tp}, but NxD's cut embedding returns bf16 for every type but fp32. "
-        "Use bf16, or tp=1"
-    )
-
-
-def _routes(c: Columns) -> bool:
-    return c.engine == "nxd" and c.model.num_experts > 0
+    why = f"fp16 with tp={c.tp}, but NxD's cut embedding returns bf16 for every type but fp32"
+    yield f"precision: {why}. Use bf16, or tp=1"
 
 
 def _drops(c: Columns) -> bool:
-    return _routes(c) and c.workload.expert_capacity is not None
+    return c.model.num_experts > 0 and c.workload.expert_capacity is not None
 
 
-@rule(
-    "expert_capacity",
-    applies=_drops,
-    source=_MOE + "expert_mlps_v2.py validate_routed_experts_configs: no capacity_factor from num_experts / top_k on",
-)
+@_rule("expert_capacity", _MOE + "expert_mlps_v2.py validate_routed_experts_configs: up to num_experts / top_k", _drops)
 def nxd_expert_capacity(c: Columns) -> Verdict:
     capacity, model = c.workload.expert_capacity or 0, c.model
     yield capacity * model.experts_per_token <= model.num_experts
+    most = f"{model.num_experts / model.experts_per_token:g}"
     yield (
-        f"expert_capacity={capacity:g}: from {model.num_experts / model.experts_per_token:g} on no token is dropped, "
+        f"expert_capacity={capacity:g}: from {most} on no token is dropped, "
         f"and NxD sends every token through all {model.num_experts} experts. Leave expert_capacity out"
     )
 
 
-@rule(
-    "dp,cp,mbs",
-    applies=_drops,
-    source=_MOE + "expert_mlps_v2.py forward_capacity_factor: slots are counted for the tokens of one rank",
-)
+@_rule("dp,cp,mbs", _MOE + "expert_mlps_v2.py forward_capacity_factor: slots for the tokens of one rank", _drops)
 def nxd_expert_slots(c: Columns) -> Verdict:
     capacity, ranks = c.workload.expert_capacity or 0, c.dp * c.cp
     slots = num_slots(c.model, cast(int, c.mbs * c.dp) * c.workload.seq_len, capacity)
@@ -307,27 +257,22 @@ def nxd_expert_slots(c: Columns) -> Verdict:
     )
 
 
-@rule(
-    "mbs,sp",
-    applies=_drops,
-    source=_MOE + "model.py: hidden states are [seq, batch, hidden] with sequence parallelism, and queue in that order",
-)
+@_rule("mbs,sp", _MOE + "model.py: with sequence parallelism tokens queue in the order [seq, batch, hidden]", _drops)
 def nxd_expert_order(c: Columns) -> Verdict:
     tokens = c.workload.seq_len
-    yield (
-        (c.mbs == 1) | (c.sp ^ True) | (c.tp == 1) | (num_slots(c.model, tokens, c.workload.expert_capacity) >= tokens)
-    )
+    drops_none = num_slots(c.model, tokens, c.workload.expert_capacity) >= tokens
+    yield (c.mbs == 1) | (c.sp ^ True) | (c.tp == 1) | drops_none
     yield (
         f"mbs={c.mbs}: which tokens are dropped depends on their order, and with sequence parallelism NxD lines up the "
         "sequences of a micro-batch position by position. Use mbs=1 or sp=false"
     )
 
 
-@rule(
+@_rule(
     "tp",
-    applies=lambda c: _routes(c) and c.workload.expert_capacity is None,
-    source=_MOE + "blockwise.py can_use_blockwise_matmul_nki, check_blockwise_mm_kernel_compatibility: otherwise every "
-    "token goes through all experts, with no more than a warning",
+    _MOE + "blockwise.py can_use_blockwise_matmul_nki, check_blockwise_mm_kernel_compatibility: otherwise every token "
+    "goes through all experts, with no more than a warning",
+    only=lambda c: c.model.num_experts > 0 and not _drops(c),
 )
 def nxd_dropless(c: Columns) -> Verdict:
     model = c.model
@@ -340,15 +285,15 @@ def nxd_dropless(c: Columns) -> Verdict:
     )
 
 
-@rule(
+@_rule(
     "recompute",
-    applies=lambda c: _routes(c) and c.kernels in ("nxd", "nxd_core"),
-    source=_MOE + "experts.py: all products are one module; blockwise.py: one kernel, which is given what it keeps",
+    _MOE + "experts.py: all products are one module; blockwise.py: one kernel, which is given what it keeps",
+    only=lambda c: c.model.num_experts > 0 and c.kernels in ("nxd", "nxd_core"),
 )
 def nxd_expert_recompute(c: Columns) -> Verdict:
     again = [_PRODUCTS.intersection(load_kernels(c.kernels).resolve(one.ops)) for one in c.shared.recompute]
-    yield not any(again) if c.workload.expert_capacity is None else all(ops in (set(), _PRODUCTS) for ops in again)
-    if c.workload.expert_capacity is None:
+    yield all(ops == _PRODUCTS and _drops(c) for ops in again if ops)
+    if not _drops(c):
         yield f"recompute={c.recompute}: the kernel for experts that drop no token keeps all it needs. Use none or full"
     yield (
         f"recompute={c.recompute}: of experts NxD computes all again or nothing. Use selective[LlamaMLP], none or full"

@@ -9,6 +9,7 @@ from autoshard.schedule.builders import builders
 from autoshard.spec.cluster import Cluster
 
 _DERIVED = "derived: "
+_NXD = "aws-neuron/neuronx-distributed src/neuronx_distributed/"
 _STAGES = _DERIVED + "there are pp*vp stages"
 
 # (platform, lnc) -> tp
@@ -45,10 +46,7 @@ def use_tp(c: Columns) -> str:
     return f"Use tp {listed(sizes)} on {c.cluster.name}{copies if most > model.num_kv_heads else ''}"
 
 
-@rule(
-    "tp,pp,cp,dp",
-    source=_DERIVED + "every rank of the cluster stands at exactly one place of the mesh; ep is a part of dp",
-)
+@rule("tp,pp,cp,dp", source=_DERIVED + "every rank stands at exactly one place of the mesh; ep is a part of dp")
 def ranks(c: Columns) -> Verdict:
     have, inner = c.cluster.num_ranks, c.tp * c.pp * c.cp
     yield inner * c.dp == have
@@ -58,26 +56,18 @@ def ranks(c: Columns) -> Verdict:
     yield f"{head}. tp*pp*cp is {inner} and must divide {have}"
 
 
-@rule(
-    "tp", source=_DERIVED + "attention is cut by whole query heads (Shoeybi et al. 2019, arXiv:1909.08053, section 3)"
-)
+@rule("tp", source=_DERIVED + "attention is cut by whole query heads (Shoeybi et al. 2019, arXiv:1909.08053)")
 def heads(c: Columns) -> Verdict:
     yield c.model.num_heads % c.tp == 0
     yield f"tp={c.tp}: {c.model.num_heads} query heads of {c.model.name} do not divide by {c.tp}. {use_tp(c)}"
 
 
-@rule(
-    "tp",
-    source="aws-neuron/neuronx-distributed src/neuronx_distributed/modules/qkv_linear.py: "
-    "kv_size_multiplier replicates whole KV heads; the torch engine cuts tp = kv * rep the same way",
-)
+@rule("tp", source=_NXD + "modules/qkv_linear.py: kv_size_multiplier repeats whole KV heads; torch does the same")
 def kv_heads(c: Columns) -> Verdict:
     have = c.model.num_kv_heads
     yield (have % c.tp == 0) | (c.tp % have == 0)
-    yield (
-        f"tp={c.tp}: {have} KV heads of {c.model.name} neither divide by {c.tp} nor divide it, so they can "
-        f"be neither cut nor replicated evenly. {use_tp(c)}"
-    )
+    why = f"{have} KV heads of {c.model.name} neither divide by {c.tp} nor divide it: no even cut, and no even copies"
+    yield f"tp={c.tp}: {why}. {use_tp(c)}"
 
 
 @rule("tp", source=_DERIVED + "column and row parallel linears hold equal shares of the MLP width")
@@ -88,12 +78,10 @@ def ffn(c: Columns) -> Verdict:
 
 @rule("pp,vp", source=_DERIVED + "every stage holds at least one layer (NxD's create_partitions asks for the same)")
 def layers(c: Columns) -> Verdict:
-    have = c.model.num_layers
-    yield c.num_stages <= have
-    yield (
-        f"pp={c.pp},vp={c.vp}: {have} layers of {c.model.name} cannot fill {c.num_stages} stages. Use pp*vp of at "
-        f"most {have}"
-    )
+    have, stages = c.model.num_layers, c.num_stages
+    yield stages <= have
+    why = f"{have} layers of {c.model.name} cannot fill {stages} stages"
+    yield f"pp={c.pp},vp={c.vp}: {why}. Use pp*vp of at most {have}"
 
 
 @rule("stages", source=_STAGES)
@@ -117,10 +105,8 @@ def stages_sum(c: Columns) -> Verdict:
 def recompute_count(c: Columns) -> Verdict:
     count = len(c.shared.recompute)
     yield (count == 1) | (count == c.num_stages)
-    yield (
-        f"recompute={c.recompute}: names {count} stages, but pp*vp is {c.num_stages}. Give one "
-        f"for all stages, or {c.num_stages}"
-    )
+    remedy = f"Give one for all stages, or {c.num_stages}"
+    yield f"recompute={c.recompute}: names {count} stages, but pp*vp is {c.num_stages}. {remedy}"
 
 
 @rule("recompute", source=_DERIVED + "a stage cannot recompute layers that it does not hold")
@@ -142,10 +128,8 @@ def batch(c: Columns) -> Verdict:
     size, group = c.workload.global_batch, c.dp * c.mbs
     yield size % group == 0
     near = tuple(int(multiple) for multiple in (size // group * group, (size // group + 1) * group) if multiple)
-    yield (
-        f"dp={c.dp},mbs={c.mbs}: a step of {size} sequences does not divide by dp*mbs={group}. Use a "
-        f"global batch of {listed(near)}, or another mbs"
-    )
+    remedy = f"Use a global batch of {listed(near)}, or another mbs"
+    yield f"dp={c.dp},mbs={c.mbs}: a step of {size} sequences does not divide by dp*mbs={group}. {remedy}"
 
 
 @rule("ep", source=_DERIVED + "every expert-parallel rank holds the same number of whole experts")
@@ -155,11 +139,7 @@ def experts(c: Columns) -> Verdict:
     yield f"ep={c.ep}: {have} experts of {c.model.name} do not divide by {c.ep}"
 
 
-@rule(
-    "ep",
-    source="aws-neuron/neuronx-distributed src/neuronx_distributed/parallel_layers/parallel_state.py: "
-    "the size of expert data parallelism is world / (tp * pp * ep)",
-)
+@rule("ep", source=_NXD + "parallel_layers/parallel_state.py: expert data parallelism is world / (tp * pp * ep)")
 def ep_in_dp(c: Columns) -> Verdict:
     yield c.dp % c.ep == 0
     yield f"ep={c.ep},dp={c.dp}: ep is cut out of dp and must divide it. Use an ep that divides {c.dp}"
@@ -172,18 +152,12 @@ def positions(c: Columns) -> Verdict:
     yield f"seq_len={length}: {c.model.name} has learned positions for {have} tokens only. Use --seq-len {have} or less"
 
 
-@rule(
-    "schedule",
-    source="aws-neuron/neuronx-distributed src/neuronx_distributed/pipeline/scheduler.py "
-    "get_step_schedule; Megatron-LM asks for the same",
-)
+@rule("schedule", source=_NXD + "pipeline/scheduler.py get_step_schedule; Megatron-LM asks for the same")
 def interleaved_rounds(c: Columns) -> Verdict:
     in_rounds = tuple(name for name, builder in builders().items() if builder.in_rounds)
     yield implies(one_of(c.schedule, in_rounds), c.num_micro_batches % c.pp == 0)
-    yield (
-        f"schedule={c.schedule}: {c.num_micro_batches} micro-batches do not divide by pp={c.pp}. Use a "
-        f"global batch that is a multiple of dp*mbs*pp={c.dp * c.mbs * c.pp}"
-    )
+    remedy = f"Use a global batch that is a multiple of dp*mbs*pp={c.dp * c.mbs * c.pp}"
+    yield f"schedule={c.schedule}: {c.num_micro_batches} micro-batches do not divide by pp={c.pp}. {remedy}"
 
 
 @rule("cp", source=_DERIVED + "every context-parallel rank holds an equal piece of each sequence")
@@ -193,55 +167,36 @@ def cp_seq(c: Columns) -> Verdict:
     yield f"cp={c.cp}: a sequence of {length} does not divide by {c.cp}. Use a cp that divides it"
 
 
-@rule(
-    "cp_order",
-    source=_DERIVED + "zig-zag gives rank i the pieces i and 2*cp-1-i (Llama 3, arXiv:2407.21783, section 3.3.2)",
-)
+@rule("cp_order", source=_DERIVED + "rank i gets the pieces i and 2*cp-1-i (Llama 3, arXiv:2407.21783, 3.3.2)")
 def zigzag_seq(c: Columns) -> Verdict:
     length = c.workload.seq_len
     yield implies(c.cp_order == "zigzag", length % (2 * c.cp) == 0)
-    yield (
-        f"cp_order=zigzag: gives each rank two pieces, and a sequence of {length} does not "
-        f"divide by 2*cp={2 * c.cp}. Use cp_order=contiguous or another --seq-len"
-    )
+    why = f"gives each rank two pieces, and a sequence of {length} does not divide by 2*cp={2 * c.cp}"
+    yield f"cp_order=zigzag: {why}. Use cp_order=contiguous or another --seq-len"
 
 
-@rule(
-    "sp",
-    source="aws-neuron/neuronx-distributed src/neuronx_distributed/parallel_layers/mappings.py: a "
-    "reduce-scatter needs the dim to divide by tp; derived for the torch engine",
-)
+@rule("sp", source=_NXD + "parallel_layers/mappings.py: a reduce-scatter needs the dim to divide by tp; torch as well")
 def sp_seq(c: Columns) -> Verdict:
     # Under zig-zag a rank holds two pieces, but tp cuts them as one sequence, so the same number must divide.
     length = c.workload.seq_len // c.cp
     yield implies(c.sp, length % c.tp == 0)
-    yield (
-        f"sp=true: the {length} tokens of a sequence on each rank do not divide by tp={c.tp}. Use sp=false, "
-        f"or a --seq-len that is a multiple of cp*tp={c.cp * c.tp}"
-    )
+    why = f"the {length} tokens of a sequence on each rank do not divide by tp={c.tp}"
+    yield f"sp=true: {why}. Use sp=false, or a --seq-len that is a multiple of cp*tp={c.cp * c.tp}"
 
 
-@rule(
-    "cp_kind",
-    source=_DERIVED + "the all-to-all changes a cut of the sequence into a cut of the heads (Jacobs et "
-    "al. 2023, arXiv:2309.14509)",
-)
+@rule("cp_kind", source="Jacobs et al. 2023, arXiv:2309.14509: a cut of the sequence becomes a cut of the heads")
 def cp_heads(c: Columns) -> Verdict:
     have = c.model.num_kv_heads
     yield implies(c.cp_kind == "all_to_all", have % c.cp == 0)
-    yield (
-        f"cp_kind=all_to_all: {have} KV heads of {c.model.name} do not divide by cp={c.cp}. Use "
-        "cp_kind=ring, or a smaller cp"
-    )
+    why = f"{have} KV heads of {c.model.name} do not divide by cp={c.cp}"
+    yield f"cp_kind=all_to_all: {why}. Use cp_kind=ring, or a smaller cp"
 
 
 @rule(
     "cp_kind,tp",
-    source="autoshard: tables cut a dim over several atoms in the order of the mesh; heads that come back from an "
-    "all-to-all over cp would be cut over tp first",
+    source="autoshard: in the order of the mesh, heads from an all-to-all over cp would be cut over tp first",
 )
 def cp_heads_tp(c: Columns) -> Verdict:
     yield implies(c.cp_kind == "all_to_all", c.tp == 1)
-    yield (
-        f"cp_kind=all_to_all: heads are cut over cp, so they cannot be cut over tp={c.tp} too. Use cp_kind=ring or tp=1"
-    )
+    why = f"heads are cut over cp, so they cannot be cut over tp={c.tp} too"
+    yield f"cp_kind=all_to_all: {why}. Use cp_kind=ring or tp=1"
