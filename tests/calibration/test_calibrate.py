@@ -24,7 +24,6 @@ from autoshard.cost.calibration import (
 )
 from autoshard.cost.predict import step_timer
 from autoshard.errors import InputError
-from autoshard.plan.codec import load
 from autoshard.spec import record
 from tests.calibration.measured_cases import ARCH, DATA, SMALL, written
 
@@ -210,23 +209,6 @@ def test_rows_that_no_constants_describe_are_refused(tmp_path: Path):
     rows = [{**row, "step_time_s": 10.0**number} for number, row in enumerate(OWN[:3])]
     with pytest.raises(InputError, match="the cost model does not describe them"):
         fit(samples_in(written(tmp_path, *rows), "h100-80"), "mine")
-
-
-def test_the_command_names_what_it_leaves_out_and_a_recipe_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.chdir(tmp_path)
-    rows = own_rows(tmp_path, **dict.fromkeys(EFFICIENCIES, 0.25))
-    rows.write_text("\n".join([*rows.read_text("utf-8").splitlines()[:3], '{"id": "cut of']), "utf-8")
-    assert main(["calibrate", str(rows), "--cluster", "h100-80", "--out", "my.json"]) == 0
-    said, noted = capsys.readouterr()
-    assert noted.startswith(f"left out {rows} line 4: is not JSON") and len(noted.splitlines()) == 1
-    assert "my: calibrated on 3 rows of h100-80" in said and "wrote my.json" in said
-    (tmp_path / "recipe.yaml").write_text("model: llama3-8b\ncluster: h100-80\ncalibration: my.json\n", "utf-8")
-    assert main(["plan", "--config", "recipe.yaml", "--at", "tp=8,pp=1,dp=1"]) == 0
-    plan = load(tmp_path / "plan.json")
-    assert plan.provenance["calibration"] == "my" and plan.prediction
-    assert "calibrated on 3 rows of h100-80" in plan.prediction.basis
 
 
 def test_a_missing_calibration_file_is_named_with_the_other_faults(capsys: pytest.CaptureFixture[str]):

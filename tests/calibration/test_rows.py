@@ -53,12 +53,6 @@ def test_a_row_needs_little_and_null_is_absent():
     assert MeasuredRow.read({**SMALL, **nothing}) == MeasuredRow.read(without)
 
 
-def test_unmeasured_rows_keep_all_but_the_measurements():
-    row = MeasuredRow.read({**SMALL, "peak_memory_gib_by_stage": [1.0, 2.0]})
-    rest = {name: value for name, value in SMALL.items() if name not in ("step_time_s", "peak_memory_gib")}
-    assert row.unmeasured == MeasuredRow.read(rest) and row.unmeasured.arch == row.arch
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -99,12 +93,6 @@ def test_every_fault_of_every_line_comes_at_once_and_that_of_neighbours_only_onc
 )
 def test_what_is_no_row_is_one_line(text: str, says: str, tmp_path: Path):
     assert faults(written(tmp_path, text))[0].startswith(says)
-
-
-def test_files_that_cannot_be_read(tmp_path: Path):
-    assert faults(tmp_path / "none.jsonl") == [": cannot be read: No such file or directory"]
-    (tmp_path / "raw.jsonl").write_bytes(b"\xff\xfe")
-    assert faults(tmp_path / "raw.jsonl") == [" line 1: is not text in UTF-8"]
 
 
 def row(plan: Plan, **changes: Any) -> MeasuredRow:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.cost.block_memory import memory_timeline
 from autoshard.cost.collective import Ring
 from autoshard.cost.setting import PASSES, setting_of
 from autoshard.search.priced_layouts import ring_column
@@ -98,24 +97,6 @@ class TestMemory:
         for ep in (1, 8):
             found = priced(ask(*SMALL_MIXTRAL, seq_len=4096), f"tp=1,dp=8,ep={ep}")
             assert found.memory.placeholder_bytes == 2 * experts
-
-    def test_what_is_kept_anyway_takes_no_memory_again(self):
-        # Forward attention finds queries kept, and makes what is kept: beside are positions, and those keys and values
-        # that a ring of cp brings; there is none here.
-        question = ask(kernels="te")
-        here, layer = setting(question, "tp=8"), lowered(question, "tp=8")
-        runs, kept = only(layer, "F", "attend").runs, frozenset(layer.sharding.kept_cuts)
-        (moment,) = memory_timeline(layer.block, runs, layer.sharding, kept, frozenset())
-        beside = [tensor.name for _, tensor, _ in moment.takes]
-        assert (beside, moment.frees) == (["k_in", "v_in", "positions", "key_positions"], frozenset())
-        alone = block_price(replace(layer, moments=(moment,)), layer, here, question.rates)
-        assert alone.memory.working_bytes == 2 * 8192 * 8
-
-    @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
-    def test_more_tp_never_gives_a_rank_more_weights_or_activations(self, tp):
-        wide, narrow = (priced(ask(), f"tp={size}").memory for size in (tp, 2 * tp))
-        assert sum(narrow.weights.values()) <= sum(wide.weights.values())
-        assert narrow.saved_bytes <= wide.saved_bytes
 
     def test_only_tied_weights_are_counted_apart(self):
         tied, own = ask("gpt2-xl", "h100-80", 1, seq_len=1024, kernels="te"), ask(kernels="te")

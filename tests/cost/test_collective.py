@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.cost.calibration import uncalibrated
-from autoshard.cost.collective import Ring, efficiency, mesh_ring
+from autoshard.cost.collective import Ring, mesh_ring
 from autoshard.layout.layout import Collective
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
@@ -86,18 +85,6 @@ def test_who_is_alone_sends_nothing_and_starts_nothing():
     assert ring_of("tp=8,pp=1,dp=8", PP, place, slow).send_s(1e6) == 0
 
 
-@given(st.lists(st.tuples(SIZES, EVERYTHING, st.floats(1e6, 1e12), st.floats(0, 1e-3)), min_size=1, max_size=5))
-def test_columns_of_rings_give_what_single_rings_give(rows):
-    sizes, messages, bandwidths, latencies = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
-    many = Ring(size=sizes, bandwidth_bytes_per_s=bandwidths, latency_s=latencies, start_s=1e-4)
-    for kind in (*KINDS, "slice"):
-        times, sent = many.time_s(collective(kind), messages), many.sent_bytes(collective(kind), messages)
-        for row, (size, message, bandwidth, latency) in enumerate(rows):
-            one = Ring(size=size, bandwidth_bytes_per_s=bandwidth, latency_s=latency, start_s=1e-4)
-            assert np.broadcast_to(times, sizes.shape)[row] == pytest.approx(one.time_s(collective(kind), message))
-            assert np.broadcast_to(sent, sizes.shape)[row] == pytest.approx(one.sent_bytes(collective(kind), message))
-
-
 @pytest.mark.parametrize(
     ("text", "atoms", "size", "bandwidth", "latency_s"),
     [
@@ -145,12 +132,6 @@ def test_a_ring_over_a_part_of_the_torus_uses_one_of_its_two_cycles(name, tp, qu
     }[quick]
     ring = ring_of(f"tp={tp},pp=1", TP, replace(place, links=links))
     assert ring.bandwidth_bytes_per_s == pytest.approx(bandwidth * NEAR)
-
-
-@pytest.mark.parametrize("name", ["trn1.32xlarge", "trn2u.48xlarge", "h100-80", "p4d.24xlarge"])
-def test_an_efficiency_is_that_of_links_inside_a_node_or_between_nodes(name):
-    links = {link.domain: efficiency(link, REACHED) for link in cluster(name, 2).links}
-    assert links.pop("cluster") == FAR and set(links.values()) == {NEAR}
 
 
 class TestHops:

@@ -66,13 +66,6 @@ class TestRates:
         assert found.memory_bytes_per_s == pytest.approx(0.6 * 2.9e12 / 4)
         assert (found.matrix_tile, found.launch_s, found.host_computes) == (128, 1e-6, False)
 
-    def test_without_a_format_of_their_own_products_run_in_that_of_activations(self):
-        question = ask(cluster_name="h100-80", nodes=1)
-        found = Rates.of(question.cluster, Precision.named("fp16"), question.calibration)
-        assert (found.products_ratio, found.matrix_tile) == (1.0, 1)
-        assert found.matrix_flops_per_s == pytest.approx(0.7 * 989.5e12)
-        assert ask("tiny-llama", "local", 1).rates.host_computes and not question.rates.host_computes
-
 
 class TestRoofline:
     text, tokens = "tp=8,dp=16,mbs=2", 2 * 8192
@@ -128,11 +121,6 @@ class TestTiles:
 
             expected = count * 2 * 128 * 128 * min(cycles(rows, columns), cycles(columns, rows))
             assert flops(question, text, pass_, op, matrix_tile=128) == pytest.approx(expected), pass_
-
-    def test_attention_is_not_padded(self):
-        for tile in (1, 128):
-            found = flops(ask(kernels="te"), "tp=8", "F", "attend", matrix_tile=tile)
-            assert found == pytest.approx(4 * 8192 * 8193 / 2 * HEADS // 8 * HEAD)
 
 
 class TestMasks:

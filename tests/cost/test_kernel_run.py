@@ -68,18 +68,6 @@ def test_every_operation_runs_in_one_kernel_of_its_entry_which_touches_each_tens
         assert passes.count(("W", False)) <= 1, "the weight gradients of an entry are one kernel"
 
 
-@given(blocks())
-def test_what_a_kernel_makes_for_itself_only_is_never_written(block):
-    source = {op.name: op.source for op in block.block.ops}
-    kept = {entry.storage for entry in block.block.saved}
-    for run in (run for run in block.runs if run.pass_ == "F"):
-        inside = {op.name for op in run.ops}
-        for name in (name for op in run.ops for name in op.outputs):
-            readers = {other.name for other in block.block.ops if name in other.inputs}
-            if readers and {source[reader] for reader in readers} <= inside and name not in kept:
-                assert name not in names_of(run)
-
-
 @pytest.mark.parametrize(
     ("kernels", "together"),
     [

@@ -9,7 +9,6 @@ import pytest
 from autoshard.layout.layout import Layout
 from autoshard.plan.lowering import ATOMS
 from autoshard.plan.recompute import Recompute
-from autoshard.spec.kernels import kernels_names
 from autoshard.spec.model_catalogue import load_model
 from tests.cost.cases import EVERYONE, ask, candidate_of, distinct_models
 from tests.tabled import blocks_of
@@ -97,15 +96,6 @@ def test_messages_and_weights_speak_of_tensors_and_atoms_that_there_are(model, s
             assert cut | pending >= set(EVERYONE), f"each rank saw other tokens than {name} needs"
 
 
-@pytest.mark.parametrize("kernels", kernels_names())
-def test_whatever_is_kept_has_a_cut(kernels):
-    for model, drop in (("llama3-8b", "none"), ("gpt-neox-20b", "full"), ("mixtral-8x7b", "none")):
-        block, sharding = sharded(model, kernels=kernels, drop=drop)
-        for entry in block.saved:
-            assert sharding.kept_cuts[entry.storage]
-            assert all(set(cuts) <= set(entry.tensor.dims) for cuts in sharding.kept_cuts[entry.storage])
-
-
 def test_what_is_kept_as_gathered_is_whole_over_tp_and_else_a_piece():
     for kernels, cut in (("torch_cuda", ("cp",)), ("te", ("cp", *TP))):
         _, sharding = sharded("llama3-8b", kernels=kernels)
@@ -119,12 +109,6 @@ def test_norms_await_tp_where_each_rank_saw_its_own_piece_of_the_sequence(model,
         assert layer.parameter_pending[f"attn_norm.{part}"] == layer.parameter_pending[f"mlp_norm.{part}"] == pending
         assert head.parameter_pending[f"final_norm.{part}"] == pending
         assert layer.parameter_pending["q.weight"] == EVERYONE
-
-
-def test_norms_of_heads_await_the_atoms_that_cut_the_heads():
-    _, sharding = sharded("qwen3-8b", sp=False)
-    assert sharding.parameter_pending["q_norm.weight"] == (*EVERYONE, *TP)
-    assert sharding.parameter_pending["k_norm.weight"] == (*EVERYONE, "kv")
 
 
 def test_the_loss_sums_one_number_a_token():

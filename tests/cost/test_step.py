@@ -55,23 +55,6 @@ class TestTime:
         assert cost.time_s == pytest.approx(simulated(schedule, counts, [backward * size for size in counts]))
         assert cost.seconds["compute"] == pytest.approx(count * max(counts) * (1 + backward))
 
-    @given(st.integers(2, 6), st.integers(0, 12), st.integers(0, 20), st.integers(0, 20), st.integers(1, 20))
-    def test_of_zb_h1_waits_for_f_and_i_without_w(self, pp, extra, more_forward, more_input, weight):
-        # Qi et al. 2023, arXiv:2401.10241, section 2.2: (pp - 1)(F + I - W), as long as W is the shortest
-        forward, inputs = weight + more_forward, weight + more_input
-        seconds = {"F": {"compute": forward}, "I": {"compute": inputs}, "W": {"compute": weight}}
-        cost = cost_of(pipeline(made("zb_h1", pp, pp + extra), [1] * pp), block(seconds=seconds))
-        assert cost.seconds["bubble"] == pytest.approx((pp - 1) * (forward + inputs - weight))
-        assert cost.seconds["compute"] == pytest.approx((pp + extra) * (forward + inputs + weight))
-
-    @pytest.mark.parametrize("builder", ["1f1b", "zb_h1"])
-    def test_of_more_actions_than_are_simulated_goes_on_as_with_fewer(self, builder):
-        few, more, most = (
-            cost_of(pipeline(made(builder, 4, count), [1, 2, 2, 1], send_s=0.25), block(1.0, 2.0)).time_s
-            for count in (2000, 4000, 1_000_000)
-        )
-        assert most - more == pytest.approx((1_000_000 - 4000) / 2000 * (more - few), rel=1e-9)
-
     @pytest.mark.parametrize("hides", [True, False])
     def test_hidden_sends_are_waited_for_only_where_nothing_else_is_to_do(self, hides):
         run = pipeline(made("gpipe", 2, 4), [1, 1], send_s=0.5, hides=hides)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autoshard.cost.predict import predict, predicted
-from autoshard.cost.terms import CostTerm, outer_point, term_entries, term_seconds
+from autoshard.cost.terms import CostTerm, term_entries, term_seconds
 from autoshard.cost.trace import trace
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
@@ -23,14 +23,18 @@ def columns(text):
     return Columns.of(Candidate.parse(text), question.model, question.cluster, question.workload, "nxd")
 
 
-def plan_with(**said):
+def plan_with(**terms):
     plan = plan_of(ask(), TEXT)
-    return replace(plan, provenance={**plan.provenance, **{f"cost.{name}": text for name, text in said.items()}})
+    return replace(plan, provenance={**plan.provenance, **{f"cost.{name}": text for name, text in terms.items()}})
 
 
-def test_columns_give_what_single_candidates_give():
+def test_columns_give_what_single_candidates_give_and_a_plan_states_it():
     rows = [columns("tp=8,pp=4,dp=4"), columns("tp=32,pp=2,dp=2"), columns("tp=8,pp=1,dp=16")]
     assert PER_RANK.of(Columns.stack(rows)).tolist() == [float(PER_RANK.of(row)) for row in rows]
+    stall = CostTerm(name="stall", seconds=lambda c: 0.1 + 0.2, source="1 s, then less")
+    entries = term_entries((PER_RANK, stall), columns(TEXT))
+    assert entries["cost.stall"] == f"{0.1 + 0.2!r} s, 1 s, then less"
+    assert term_seconds({"model": "x", **entries}) == {"cost.per_rank": 0.32, "cost.stall": 0.1 + 0.2}
 
 
 def test_a_term_that_is_no_addition_or_has_no_name_or_source_is_refused():
@@ -40,18 +44,6 @@ def test_a_term_that_is_no_addition_or_has_no_name_or_source_is_refused():
     for name, source, where in (("Per rank", "x", "name"), ("", "x", "name"), ("a", " ", "source")):
         with pytest.raises(InputError, match=f"^{where}: "):
             CostTerm(name=name, source=source, seconds=lambda c: 0.0)
-
-
-def test_a_term_does_not_see_what_is_chosen_after_its_point():
-    point = Candidate.parse("tp=8,pp=2,dp=8,zero=0,mbs=2,stages=20/12,recompute=full:3")
-    assert str(outer_point(point)) == "tp=8,pp=2,dp=8,mbs=2,zero=0"
-
-
-def test_what_a_plan_states_is_read_again():
-    terms = (PER_RANK, CostTerm(name="stall", seconds=lambda c: 0.1 + 0.2, source="1 s, then less"))
-    said = term_entries(terms, columns(TEXT))
-    assert said["cost.stall"] == f"{0.1 + 0.2!r} s, 1 s, then less"
-    assert term_seconds({"model": "x", **said}) == {"cost.per_rank": 0.32, "cost.stall": 0.1 + 0.2}
 
 
 @pytest.mark.parametrize("text", ["", "fast", "1", "1 s", "-1 s, x", "nan s, x", "inf s, x", "x s, 1 s, y"])
