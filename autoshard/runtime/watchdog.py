@@ -48,23 +48,27 @@ class Watch:
 
     def hung(self) -> str:
         """Say who hangs and where; nothing while some rank moves."""
-        paths = ((rank, self._folder / str(rank)) for rank in range(self._mesh.num_ranks))
-        found = {
-            rank: one for rank, path in paths if (one := read_status(path)) and one.step and _is_alive(one.process)
-        }
-        if not found:
-            return ""
-        still_s = time.monotonic() - max(one.since_s for one in found.values())
+        found: dict[int, RankStatus] = {}
+        for rank in range(self._mesh.num_ranks):
+            one = read_status(self._folder / str(rank))
+            if one and one.step and _is_alive(one.process):  # else it is left of an earlier start
+                found[rank] = one
+        still_s = time.monotonic() - max((one.since_s for one in found.values()), default=math.inf)
         if still_s < self.limit_s:
             return ""
-        # First ranks that cannot run, then those that wait for nobody, then those furthest behind.
-        culprit = min(found, key=lambda rank: _suspicion(found[rank]))
-        lines = [f"no rank has moved for {still_s:.0f} s (limit {self.limit_s:.0f} s). {self._line(culprit, found)}"]
-        lines += [f"  {self._line(rank, found)}" for rank in sorted(found) if rank != culprit]
-        return "\n".join(lines)
 
-    def _line(self, rank: int, found: dict[int, RankStatus]) -> str:
-        one = found[rank]
+        def suspicion(rank: int) -> tuple[bool, bool, int, float]:
+            """Order ranks: those that cannot run first, then those that wait for nobody, then those furthest behind."""
+            one = found[rank]
+            return _state(one.process) not in _STATES, bool(one.waits_for), one.step, one.since_s
+
+        first, *others = sorted(found, key=suspicion)
+        lines = [
+            f"no rank has moved for {still_s:.0f} s (limit {self.limit_s:.0f} s). {self._line(first, found[first])}"
+        ]
+        return "\n".join([*lines, *(f"  {self._line(rank, found[rank])}" for rank in sorted(others))])
+
+    def _line(self, rank: int, one: RankStatus) -> str:
         stage = self._mesh.coordinates(rank).get("pp", 0)
         state = _STATES.get(_state(one.process), "")
         doing = f"waits for {one.waits_for}" if one.waits_for else "computes"
@@ -72,13 +76,7 @@ class Watch:
         return f"{where} in step {one.step}, {one.action or 'before its first action'}: {doing}"
 
 
-def _suspicion(one: RankStatus) -> tuple[bool, bool, int, float]:
-    """Order ranks: those that cannot run first, then those that wait for nobody, then those furthest behind."""
-    return _state(one.process) not in _STATES, bool(one.waits_for), one.step, one.since_s
-
-
 def _is_alive(process: int) -> bool:
-    """Say whether a record is of a process that there is, not of one that an earlier start has left."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -6,8 +6,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from autoshard.runtime import train as loop, watchdog
 from autoshard.runtime.checkpoint import saver
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage
-from tests.runtime.cases import wait_until
-from tests.runtime.training_cases import Trained, plan_of, trained
+from tests.runtime.training_cases import Trained, after_steps, plan_of, trained
 from tests.slower import rest_is_slow
 
 STEPS = 12
@@ -127,20 +125,6 @@ def dies_at(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
         return function(*args, **options)
 
     return dying
-
-
-@contextmanager
-def after_steps(found: Trained, number: int, act: Callable[[], None]) -> Iterator[None]:
-    """Act when a run has taken so many steps."""
-
-    def watch() -> None:
-        wait_until(lambda: len(found.steps) >= number, f"step {number}")
-        act()
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    yield
-    thread.join()
 
 
 def terminate() -> None:

@@ -1,6 +1,8 @@
 """Short runs of small plans: what they said, and what their curves are."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from autoshard.runtime.train import train
 from autoshard.runtime.watchdog import Watch
 from autoshard.spec.training import Checkpointing, Training
 from tests.reference_step import random_weights
-from tests.runtime.cases import tiny_plan
+from tests.runtime.cases import tiny_plan, wait_until
 
 
 @cache
@@ -113,3 +115,17 @@ def trained(
         None, plan.mesh.num_ranks, lambda say: train(plan, run, made, say), show=found.said.append, placing=placing
     )
     return found
+
+
+@contextmanager
+def after_steps(found: Trained, number: int, act: Callable[[], None]) -> Iterator[None]:
+    """Act when a run has taken so many steps."""
+
+    def watch() -> None:
+        wait_until(lambda: len(found.steps) >= number, f"step {number}")
+        act()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield
+    thread.join()

@@ -1,7 +1,7 @@
 """Weights of any form, opened for a run, or converted from beginning to end into another form."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -155,7 +155,12 @@ def convert(asked: Conversion, say: Callable[[CopyProgress], None]) -> Done:
     require((not taken, str(final), "exists already. Name another place, or remove it"))
     outputs = ours_outputs(asked.plan, source, dtypes) if asked.form == "autoshard" else _outputs(asked, known, dtypes)
     aside = final.with_name(f"{final.name}{_ASIDE}")
-    _refuse_small_disk(asked.target, aside, sum(one.num_bytes for one in outputs))
+    need_bytes, target = sum(one.num_bytes for one in outputs), asked.target.resolve()
+    there = next(one for one in (target, *target.parents) if one.exists())
+    begun = sum(one.stat().st_size for one in aside.rglob("*") if one.is_file())
+    free = shutil.disk_usage(there).free + begun
+    message = f"{format_bytes(need_bytes)} are to be written, and the disk has {format_bytes(free)} left"
+    require((need_bytes <= free, str(asked.target), message))
     copying = Copying(source, outputs, aside, say)
     written = copying.run(asked.workers)
     if asked.form == "autoshard":
@@ -176,7 +181,9 @@ def convert(asked: Conversion, say: Callable[[CopyProgress], None]) -> Done:
 def _source_model(asked: Conversion, form: Form) -> _SourceModel:
     """Find out which model it is: from --model, from a file beside the weights, or from a plan."""
     needs_config = {"hf", "pt", "nxd"} & {form, asked.form}
-    folders = list(_folders(asked.source, form))
+    source, upwards = asked.source, asked.source.resolve().parents
+    folders = [source.parent if source.is_file() else source]  # where a configuration, or the plan of a run, may lie
+    folders += list(upwards)[:2] if form == "autoshard" else [source / "model"] if form == "nxd" else []
     for where in (asked.model, *(str(one) for one in folders if (one / CONFIG).is_file())):
         if where is None:
             continue
@@ -194,15 +201,6 @@ def _source_model(asked: Conversion, form: Form) -> _SourceModel:
     cardless = f"its model, {model.name}, has no card. Type --model with the config.json of its plan"
     require((bool(card) or not needs_config, str(asked.source), cardless))
     return _SourceModel(model=model, config=load_config(card) if card else None)
-
-
-def _folders(source: Path, form: Form) -> Iterator[Path]:
-    """Yield the folders where a configuration, or the plan of a run, may lie."""
-    yield source.parent if source.is_file() else source
-    if form == "autoshard":
-        yield from list(source.resolve().parents)[:2]
-    if form == "nxd":
-        yield source / "model"
 
 
 def _outputs(asked: Conversion, known: _SourceModel, dtypes: Mapping[str, torch.dtype]) -> list[TargetFile]:
@@ -230,11 +228,3 @@ def _finish(asked: Conversion, known: _SourceModel, outputs: list[TargetFile], a
     for folder in (known.folder, asked.tokenizer):
         if folder:
             copy_companions(folder, beside)
-
-
-def _refuse_small_disk(target: Path, aside: Path, num_bytes: int) -> None:
-    there = next(one for one in (target.resolve(), *target.resolve().parents) if one.exists())
-    begun = sum(one.stat().st_size for one in aside.rglob("*") if one.is_file()) if aside.exists() else 0
-    free = shutil.disk_usage(there).free + begun
-    message = f"{format_bytes(num_bytes)} are to be written, and the disk has {format_bytes(free)} left"
-    require((num_bytes <= free, str(target), message))

@@ -1,10 +1,9 @@
-"""Samples of a run by their number, and the micro-batches of a step, cut from consecutive samples."""
+"""Samples of a run by their number, the micro-batches of a step, cut from consecutive samples, and steps made ahead."""
 
-import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import Empty, Full, Queue
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +13,10 @@ from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
 
+_CHANCE = 0.1  # of the synthetic tokens follow no rule, so that the loss has a floor as in real text
+_UNCOUNTED = 0.1  # of their labels do not count, as the padding of real data
+_AHEAD = 2  # steps: one slow read is hidden behind a whole step
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
@@ -22,11 +25,6 @@ class Samples:
     tokens: Array  # [count, seq_len + 1] int64: labels are the next tokens
     counted: Array  # [count, seq_len] bool: which labels count in the loss
     document_starts: Array  # [count, seq_len] int64: index of the first token of each token's document
-
-    def __post_init__(self) -> None:
-        """Hold the shapes together."""
-        count, length = self.tokens.shape
-        assert self.counted.shape == self.document_starts.shape == (count, length - 1)
 
 
 class SampleSource(Protocol):
@@ -47,7 +45,7 @@ class StepShape:
 
     @classmethod
     def of(cls, plan: Plan) -> "StepShape":
-        """Return what a plan eats in a step."""
+        """Return the shape of a plan's step."""
         return cls(
             num_micro_batches=plan.schedule.num_micro_batches,
             micro_batch=plan.micro_batch * plan.mesh.size("dp"),
@@ -66,12 +64,10 @@ def batches(source: SampleSource, first_sample: int, shape: StepShape) -> tuple[
     All counted tokens of the step weigh the same, and together one: a mean of the means of micro-batches would favour
     those that count few. A step without any counted label weighs nothing, so its loss is zero.
     """
-    return tuple(_micro_batches(source.samples(first_sample, shape.num_samples), shape))
-
-
-def _micro_batches(samples: Samples, shape: StepShape) -> Iterator[Batch]:
+    samples = source.samples(first_sample, shape.num_samples)
     along = np.arange(samples.counted.shape[1])
     weights = samples.counted / max(1, int(samples.counted.sum()))
+    found: list[Batch] = []
     for start in range(0, shape.num_samples, shape.micro_batch):
         rows = slice(start, start + shape.micro_batch)
         batch = {
@@ -81,11 +77,8 @@ def _micro_batches(samples: Samples, shape: StepShape) -> Iterator[Batch]:
             "key_positions": along,
             "token_weight": weights[rows],
         }
-        yield batch | ({"document_starts": samples.document_starts[rows]} if shape.separate else {})
-
-
-_CHANCE = 0.1  # of the tokens follow no rule, so that the loss has a floor as in real text
-_UNCOUNTED = 0.1  # of the labels do not count, as the padding of real data
+        found.append(batch | ({"document_starts": samples.document_starts[rows]} if shape.separate else {}))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +89,6 @@ class SyntheticTokens:
     vocab: int
     seed: int = 0
 
-    @classmethod
-    def of(cls, plan: Plan, seed: int = 0) -> "SyntheticTokens":
-        """Return what a plan can eat."""
-        return cls(seq_len=plan.workload.seq_len, vocab=plan.model.vocab, seed=seed)
-
     def samples(self, first: int, count: int) -> Samples:
         """Draw each sample from a generator of its own; at least one of its labels counts."""
         generators = [np.random.default_rng((self.seed, 1, number)) for number in range(first, first + count)]
@@ -110,26 +98,18 @@ class SyntheticTokens:
             random_document_starts(np.random.default_rng((self.seed, 2, number)), (1, self.seq_len))
             for number in range(first, first + count)
         ]
-        return Samples(tokens=self._sequences(generators), counted=counted, document_starts=np.concatenate(starts))
-
-    def _sequences(self, generators: list[np.random.Generator]) -> Array:
-        """Draw one token more than a sequence is long, because labels are the next tokens."""
         successor = np.random.default_rng((self.seed, 0)).permutation(self.vocab)
-        length = self.seq_len + 1
+        length = self.seq_len + 1  # one token more than a sequence is long, because labels are the next tokens
         drawn = np.stack([generator.integers(0, self.vocab, length) for generator in generators], axis=1)
         by_chance = np.stack([generator.random(length) for generator in generators], axis=1) < _CHANCE
         for place in range(1, length):
             drawn[place] = np.where(by_chance[place], drawn[place], successor[drawn[place - 1]])
-        return drawn.T
+        return Samples(tokens=drawn.T, counted=counted, document_starts=np.concatenate(starts))
 
 
 def synthetic_step(plan: Plan) -> tuple[Batch, ...]:
-    """Return the first step of a plan, for a measurement or a rehearsal."""
-    return batches(SyntheticTokens.of(plan), 0, StepShape.of(plan))
-
-
-_AHEAD = 2  # steps: one slow read is hidden behind a whole step
-_LOOK_S = 0.1  # how often a thread that waits for room looks whether it is still wanted
+    """Return the first step of a plan on synthetic tokens, for a measurement."""
+    return batches(SyntheticTokens(seq_len=plan.workload.seq_len, vocab=plan.model.vocab), 0, StepShape.of(plan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,17 +123,17 @@ class Prepared:
 
 
 class PrefetchLoader:
-    """Reads ahead in a thread of its own; a step is asked for by ``next``. Leave it by ``close``, or as a context.
+    """Prepares the next steps in a thread of its own while one runs. Leave it by ``close``, or as a context.
 
-    What goes wrong in the thread is raised by the ``next`` that asks for the step which could not be made.
+    An error in the thread is raised by the ``next`` that asks for its step, and by every later one.
     """
 
     def __init__(self, source: SampleSource, shape: StepShape, first_sample: int = 0, ahead: int = _AHEAD) -> None:
-        self._source, self._shape, self._next_sample = source, shape, first_sample
-        self._made: Queue[tuple[Batch, ...] | BaseException] = Queue(maxsize=ahead)
-        self._left = threading.Event()
-        self._thread = threading.Thread(target=self._prepare, args=(first_sample,), name="loader", daemon=True)
-        self._thread.start()
+        self._source, self._shape = source, shape
+        self._pool = ThreadPoolExecutor(1, "loader")
+        self._steps: deque[tuple[int, Future[tuple[Batch, ...]]]] = deque()
+        for number in range(ahead):
+            self._prepare(first_sample + number * shape.num_samples)
 
     def __enter__(self) -> "PrefetchLoader":
         return self
@@ -162,41 +142,18 @@ class PrefetchLoader:
         self.close()
 
     def next(self) -> Prepared:
-        """Return the next step; a failed loader fails again whenever it is asked."""
+        """Return the next step."""
         start_s = time.perf_counter()
-        while True:
-            try:
-                made = self._made.get(timeout=_LOOK_S)
-                break
-            except Empty:
-                assert not self._left.is_set(), "the loader was closed"
-        waited_s = time.perf_counter() - start_s
-        if isinstance(made, BaseException):
-            self._made.put(made)
-            raise made
-        first, self._next_sample = self._next_sample, self._next_sample + self._shape.num_samples
-        return Prepared(batches=made, first_sample=first, next_sample=self._next_sample, waited_s=waited_s)
+        first, made = self._steps[0]
+        found = made.result()
+        waited_s, size = time.perf_counter() - start_s, self._shape.num_samples
+        self._prepare(self._steps[-1][0] + size)
+        self._steps.popleft()
+        return Prepared(batches=found, first_sample=first, next_sample=first + size, waited_s=waited_s)
 
     def close(self) -> None:
         """End the thread."""
-        self._left.set()
-        self._thread.join()
+        self._pool.shutdown(cancel_futures=True)
 
     def _prepare(self, first_sample: int) -> None:
-        while not self._left.is_set():
-            try:
-                made: tuple[Batch, ...] | BaseException = batches(self._source, first_sample, self._shape)
-            except BaseException as error:  # to be raised where the step is asked for
-                made = error
-            self._hand_over(made)
-            if isinstance(made, BaseException):
-                return
-            first_sample += self._shape.num_samples
-
-    def _hand_over(self, made: tuple[Batch, ...] | BaseException) -> None:
-        while not self._left.is_set():
-            try:
-                self._made.put(made, timeout=_LOOK_S)
-                return
-            except Full:
-                continue
+        self._steps.append((first_sample, self._pool.submit(batches, self._source, first_sample, self._shape)))

@@ -11,6 +11,7 @@ a slow disk does not hold Python's lock, and thousands of files need no descript
 import os
 import struct
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,6 @@ _FLOATS = {6: "float64", 7: "float32"}
 _LENGTH, _PLACE = np.dtype("<i4"), np.dtype("<i8")
 _MOST_OPEN = 64  # descriptors
 _CHUNK = 1 << 24  # bytes that a check reads at a time
-_BLOCK = 512  # entries of an index: a page
 
 AGAIN = "copy it again from where it was made, or tokenize again"
 
@@ -175,64 +175,26 @@ class OpenFiles:
         self.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Column:
-    """A rising column of an index, left on the disk."""
-
-    files: OpenFiles
-    path: Path
-    start: int  # its first byte
-    length: int
-    largest: int  # no entry is larger
-
-    def read(self, first: int, count: int) -> Array:
-        """Read some entries; fewer where the column ends."""
-        return self.files.read(self.path, _PLACE, first, min(count, self.length - first), self.start)
-
-    def first_from(self, value: int) -> int:
-        """Return the first entry that is at least a value, or how many there are.
-
-        Documents have about one length, so a guess in proportion is close: two reads or three, where halving alone
-        would take twenty. Every other guess halves, for columns that are not so.
-        """
-        low, high, below, above, halve = 0, self.length, 0, self.largest + 1, False
-        while high - low > _BLOCK:
-            middle = (high - low) // 2 if halve else (high - low) * (value - below) // max(1, above - below)
-            first = min(max(low, low + middle - _BLOCK // 2), high - _BLOCK)
-            block = self.read(first, _BLOCK)
-            if block[0] >= value:
-                high, above = first, int(block[0])
-            elif block[-1] < value:
-                low, below = first + _BLOCK, int(block[-1])
-            else:
-                return first + int(np.searchsorted(block, value))
-            halve = not halve
-        return low + int(np.searchsorted(self.read(low, high - low), value))
-
-    def between(self, first: int, value: int) -> Array:
-        """Return the entries from this one on that are less than a value."""
-        found = [np.empty(0, _PLACE)]
-        while first < self.length:
-            block = self.read(first, _BLOCK)
-            found.append(block[: np.searchsorted(block, value)])
-            if len(found[-1]) < len(block):
-                break
-            first += _BLOCK
-        return np.concatenate(found)
-
-
 def starts_within(index: TokenIndex, files: OpenFiles, first: int, count: int) -> Array:
     """Return which of the tokens ``first`` to ``first + count - 1`` begin a document, counted from ``first``."""
+
+    def span(start: int, length: int, low: int, high: int) -> tuple[int, Array]:
+        """Return the entries of a rising column that are at least ``low`` and below ``high``, and where they begin."""
+
+        def entry(number: int) -> int:
+            return int(files.read(index.idx, _PLACE, number, 1, start)[0])
+
+        begin = bisect_left(range(length), low, key=entry)
+        end = bisect_left(range(length), high, lo=begin, key=entry)
+        return begin, files.read(index.idx, _PLACE, begin, end - begin, start)
+
     item, sequences = index.dtype.itemsize, index.num_sequences
-    largest = index.num_tokens * item
-    places = _Column(files=files, path=index.idx, start=index.places_at, length=sequences, largest=largest)
-    begin = places.first_from(first * item)
-    found = places.between(begin, (first + count) * item) // item - first
+    begin, places = span(index.places_at, sequences, first * item, (first + count) * item)
+    found = places // item - first
     if index.num_entries == sequences + 1:  # every sequence is a document, as in all sets of text
         return found
-    start, length = index.documents_at, index.num_entries
-    entries = _Column(files=files, path=index.idx, start=start, length=length, largest=sequences)
-    return found[entries.between(entries.first_from(begin), begin + len(found)) - begin]
+    _, entries = span(index.documents_at, index.num_entries, begin, begin + len(found))
+    return found[entries - begin]
 
 
 def document_lengths(index: TokenIndex, files: OpenFiles) -> Array:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +17,6 @@ from autoshard.spec.files import read_data
 NAME = "manifest.json"
 SCHEMA = 1
 Kind = Literal["text", "chat"]  # chat: whole conversations, with a mask of the answers
-_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +55,8 @@ class Manifest:
 
     def __post_init__(self) -> None:
         """Refuse manifests of another time."""
-        require(
-            (
-                self.schema == SCHEMA,
-                "schema",
-                f"must be {SCHEMA}, not {self.schema}. Update autoshard, or tokenize again",
-            ),
-            (bool(self.files), "files", "must name at least one"),
-        )
+        other = f"must be {SCHEMA}, not {self.schema}. Update autoshard, or tokenize again"
+        require((self.schema == SCHEMA, "schema", other), (bool(self.files), "files", "must name at least one"))
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -87,11 +79,8 @@ def write_record(value: object, path: Path) -> None:
 
 def sha256(path: Path) -> str:
     """Read a whole file for its checksum."""
-    found = hashlib.sha256()
     with path.open("rb") as file:
-        for chunk in iter(partial(file.read, _CHUNK), b""):
-            found.update(chunk)
-    return found.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def described(path: Path) -> FileRecord:

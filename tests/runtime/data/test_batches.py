@@ -96,7 +96,7 @@ def test_the_next_steps_are_made_while_one_runs_but_not_without_end() -> None:
     assert waited_s < 0.04, "less than the 0.05 s that it takes to make"
     assert len(source.asked) <= 6
     loader.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
 def test_errors_are_raised_where_the_step_is_asked_for_and_again() -> None:
