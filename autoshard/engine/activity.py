@@ -44,17 +44,20 @@ class RankActivity:
 
     def begin(self, step: int) -> None:
         """Enter a step, or leave the last one (0): what follows may take as long as it likes."""
-        self._step, self._action = step, b""
-        self._write(b"")
+        self._step = step
+        self.act("")
 
     def act(self, action: str) -> None:
         """Begin an action."""
         self._action = action.encode()[: _SIZE // 4]
-        self._write(b"")
+        self.wait("")
 
     def wait(self, what: str) -> None:
         """Begin to wait for other ranks; with no text, go on."""
-        self._write(what.encode()[: _SIZE // 4])
+        waits_for = what.encode()[: _SIZE // 4]
+        head = _HEAD.pack(self._process, self._step, time.monotonic(), len(self._action), len(waits_for))
+        record = head + self._action + waits_for
+        self._memory[: len(record)] = record
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -63,20 +66,12 @@ class RankActivity:
         yield
         self.wait("")
 
-    def _write(self, waits_for: bytes) -> None:
-        head = _HEAD.pack(self._process, self._step, time.monotonic(), len(self._action), len(waits_for))
-        text = self._action + waits_for
-        self._memory[: len(head) + len(text)] = head + text
-
 
 def read_status(path: Path) -> RankStatus | None:
     """Read a record; None before its rank has begun."""
     data = path.read_bytes() if path.is_file() else b""
-    if len(data) < _HEAD.size:
-        return None
-    process, step, since_s, one, two = _HEAD.unpack_from(data)
-    text = data[_HEAD.size :]
-    action, waits_for = (part.decode(errors="replace") for part in (text[:one], text[one : one + two]))
-    return (
-        RankStatus(process=process, step=step, since_s=since_s, action=action, waits_for=waits_for) if process else None
-    )
+    process, step, since_s, one, two = _HEAD.unpack_from(data.ljust(_HEAD.size, b"\0"))
+    texts = data[_HEAD.size :][:one], data[_HEAD.size + one :][:two]
+    action, waits_for = (text.decode(errors="replace") for text in texts)
+    found = RankStatus(process=process, step=step, since_s=since_s, action=action, waits_for=waits_for)
+    return found if process else None

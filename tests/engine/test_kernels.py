@@ -27,12 +27,10 @@ from autoshard.layout.interpret import joined_attention
 from autoshard.plan.tables import KERNELS, check_kernels, has_kernel
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.workload import Documents, Precision, Workload
-from tests.engine.small_models import graph_of, small_models
+from tests.engine.small_models import BIASES, graph_of, small_models
 from tests.reference_step import random_weights
 
-SMALL = {"num_layers": 1, "hidden": 8, "ffn": 12, "head_dim": 4, "vocab": 11, "num_heads": 4, "num_kv_heads": 2}
 EXACT = KernelContext(formats=Formats(exact=True))
 QUERY: Dims = ("batch", "seq", "kv_heads", "q_group", "head_dim")
 KEY: Dims = ("batch", "kv_seq", "kv_heads", "head_dim")
@@ -40,26 +38,18 @@ TAKEN = tuple(Tensor(name=name, dims=dims, dtype="fp32") for name, dims in (("q"
 MADE = tuple(Tensor(name=name, dims=dims, dtype="fp32") for name, dims in (("o", QUERY), ("l", QUERY[:-1])))
 
 
-def small(**changes: object) -> ModelSpec:
-    return replace(load_model("tiny-llama"), **(SMALL | changes))  # pyright: ignore[reportArgumentType]
-
-
 MODELS = {
-    "llama": small(),
-    "window": small(window=3),
-    "norms of queries and keys": small(qk_norm=True, rotary_fraction=0.5),
-    "experts": small(num_experts=4, experts_per_token=2),
-    **{
-        name: small(norm="layer", positions="learned", gated_mlp=False, activation=name, qkv_bias=True, out_bias=True)
-        for name in ("gelu", "gelu_tanh", "relu", "silu")
-    },
+    name: model
+    for name, model in small_models().items()
+    if name in ("no option", "window", "query and key norm", "part of a head turned", "experts", "learned positions")
+} | {
+    name: replace(small_models()["layer norm"], positions="learned", gated_mlp=False, activation=name, **BIASES)
+    for name in ("gelu", "gelu_tanh", "relu", "silu")
 }
-
-
-SEPARATE = {name: MODELS[name] for name in ("llama", "window", "norms of queries and keys", "gelu")}
 QUESTIONS = {
-    **{name: (model, "joined") for name, model in MODELS.items()},
-    **{f"{name}, separate documents": (model, "separate") for name, model in SEPARATE.items()},
+    f"{name}, {documents} documents": (model, documents)
+    for name, model in MODELS.items()
+    for documents in (("joined",) if "experts" in name else ("joined", "separate"))
 }
 
 
@@ -115,7 +105,9 @@ def test_every_operation_of_a_step_gives_what_the_graph_gives_in_the_formats_of_
             assert tensor.dtype == local.formats.of(output.dtype), f"{block.kind}.{op.name} gives {tensor.dtype}"
 
 
-@pytest.mark.parametrize("model", [MODELS["llama"], MODELS["experts"]], ids=["matrices", "a matrix for each expert"])
+@pytest.mark.parametrize(
+    "model", [MODELS["no option"], MODELS["experts"]], ids=["matrices", "a matrix for each expert"]
+)
 def test_a_product_that_adds_itself_to_a_sum_gives_both_added(model: ModelSpec):
     weights = [each for each in computed(model) if each[1].pass_ == "W" and isinstance(each[1].kind, Einsum)]
     assert weights

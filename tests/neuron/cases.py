@@ -3,14 +3,13 @@
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from autoshard.engine.base import Run, StepReport, whenever_finite
 from autoshard.graph.op import Array
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
@@ -18,13 +17,21 @@ from autoshard.plan.plan import Plan
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.training import AdamWConstants, Checkpointing, Training
+from autoshard.spec.training import AdamWConstants, Training
 from autoshard.spec.workload import Precision, Workload
-from tests.neuron import blocks, standins
-from tests.neuron.ring import ring_attention
-from tests.ranks.cases import CLIP_NORM, Arrays, Task
+from tests.neuron import kernels, standins
+from tests.ranks.cases import CLIP_NORM, MIXTRAL, Arrays, Task, gpt, llama, run_steps
 from tests.ranks.shares import Held, assemble
+from tests.ranks.spawn import on_ranks
+from tests.reference_step import StepResult
 from tests.tabled import tabled
+
+PATIENCE_S = 300.0
+NOISE = 1e-12  # gradients below it are zero but for rounding: those of key biases
+KERNELS = {"nki_ring_attn_func": kernels.ring_attention}
+USUAL = AdamWConstants()
+COPIED = {"num_heads": 4, "num_kv_heads": 2}
+DROPPING = {"expert_capacity": 0.75}
 
 
 def few_ranks(platform: str, num_ranks: int) -> Cluster:
@@ -43,13 +50,104 @@ def nxd_plan(text: str, model: ModelSpec, platform: str = "trn1", **changes: Any
 
 
 @dataclass(frozen=True, kw_only=True)
+class Case:
+    """A plan to run, and on which platform's order of ranks."""
+
+    text: str
+    platform: str = "trn1"
+    model: Callable[..., Any] = llama
+    options: dict[str, Any] = field(default_factory=dict)
+    workload: dict[str, Any] = field(default_factory=dict)
+    padded: bool = False  # the second half of every sequence counts for nothing
+
+    def plan(self) -> Plan:
+        options = {"vocab": 32, **self.options} if self.model is llama else self.options
+        return nxd_plan(self.text, self.model(**options), self.platform, **self.workload)
+
+    def task(self) -> Task:
+        """Two steps; SGD makes as large ones as AdamW does."""
+        task = Task.of(self.plan(), 2)
+        for batch in (batch for step in task.steps for batch in step if self.padded):
+            batch["token_weight"][:, batch["token_weight"].shape[1] // 2 :] = 0
+        return replace(task, learning_rate=5.0) if self.workload.get("optimizer") == "sgd" else task
+
+
+CASES = {
+    "tp": Case(text="tp=2,pp=1,dp=1,sp=false"),
+    "tp + sp": Case(text="tp=2,pp=1,dp=1"),
+    "tp + sp, several sequences": Case(text="tp=2,pp=1,dp=2,mbs=2"),
+    "odd vocabulary": Case(text="tp=2,pp=1,dp=1", options={"vocab": 31}),
+    "learned positions, biases, tied embeddings": Case(text="tp=2,pp=1,dp=2", model=gpt),
+    "parallel residual": Case(text="tp=2,pp=1,dp=1", options={"parallel_residual": True}),
+    "queries and keys normed": Case(text="tp=4,pp=1,dp=1", options={**COPIED, "qk_norm": True}),
+    "copies of keys, trn1": Case(text="tp=4,pp=1,dp=1", options=COPIED),
+    "copies of keys, trn2": Case(text="tp=4,pp=1,dp=1", options=COPIED, platform="trn2"),
+    "copies of keys without sp": Case(text="tp=4,pp=1,dp=2,sp=false", options=COPIED, platform="trn2"),
+    "one KV head": Case(text="tp=2,pp=1,dp=2", options={"num_heads": 4, "num_kv_heads": 1}),
+    "zero=0": Case(text="tp=2,pp=1,dp=2,zero=0"),
+    "SGD": Case(text="tp=2,pp=1,dp=2", workload={"optimizer": "sgd"}),
+    "SGD, copies of keys, pp": Case(
+        text="tp=4,pp=2,dp=1", options=COPIED, platform="trn2", workload={"optimizer": "sgd"}
+    ),
+    "dp, ZeRO-1": Case(text="tp=1,pp=1,dp=4"),
+    "1f1b": Case(text="tp=1,pp=4,dp=1,mbs=1", options={"num_layers": 4}),
+    "1f1b, as many micro-batches as stages": Case(text="tp=1,pp=4,dp=1,mbs=2", options={"num_layers": 4}),
+    "interleaved": Case(text="tp=2,pp=2,dp=1,vp=2,schedule=interleaved,mbs=1", options={"num_layers": 4}),
+    "uneven cuts": Case(text="tp=1,pp=4,dp=1,stages=1/2/3/2", options={"num_layers": 8}),
+    "tp x pp x dp, ZeRO-1": Case(text="tp=2,pp=2,dp=2"),
+    "full recompute": Case(text="tp=2,pp=1,dp=1,recompute=full"),
+    "full recompute of some layers, pp": Case(text="tp=2,pp=2,dp=1,recompute=full:1", options={"num_layers": 4}),
+    "selective recompute": Case(text="tp=2,pp=1,dp=1,recompute=selective[LlamaRMSNorm,ActivationMultiplyMLP]"),
+    "selective recompute of MLPs": Case(text="tp=2,pp=1,dp=1,recompute=selective[LlamaMLP]"),
+    "context parallelism": Case(text="tp=1,pp=1,cp=2,dp=1"),
+    "context parallelism, one rank with padding only": Case(text="tp=1,pp=1,cp=2,dp=1", padded=True),
+    "context parallelism, dp, ZeRO-1, SGD": Case(text="tp=1,pp=1,cp=2,dp=2", workload={"optimizer": "sgd"}),
+    "context parallelism, tp, shared KV heads": Case(
+        text="tp=2,pp=1,cp=2,dp=1", options={"num_heads": 8, "num_kv_heads": 2}
+    ),
+    "context parallelism, learned positions": Case(text="tp=2,pp=1,cp=2,dp=1", model=gpt),
+    "context parallelism, pp, all computed again": Case(text="tp=1,pp=2,cp=2,dp=1,mbs=2,recompute=full"),
+    "experts": Case(text="tp=2,pp=1,dp=1,mbs=2", options=MIXTRAL),
+    "experts without sp": Case(text="tp=2,pp=1,dp=1,sp=false,mbs=2", options=MIXTRAL),
+    "experts, tp x pp": Case(text="tp=2,pp=2,dp=1,recompute=full:1", options={**MIXTRAL, "num_layers": 4}),
+    "experts, copies of keys": Case(text="tp=4,pp=1,dp=1", options={**MIXTRAL, **COPIED}),
+    "experts without tp": Case(text="tp=1,pp=1,dp=2", options=MIXTRAL),
+    "experts that drop tokens": Case(text="tp=2,pp=1,dp=1", options=MIXTRAL, workload=DROPPING),
+    "experts that drop tokens, tp x dp, ZeRO-1": Case(text="tp=2,pp=1,dp=2", options=MIXTRAL, workload=DROPPING),
+    "experts that drop tokens, without sp": Case(
+        text="tp=2,pp=1,dp=2,sp=false,mbs=2", options=MIXTRAL, workload=DROPPING
+    ),
+    "experts that drop tokens, context parallelism": Case(
+        text="tp=2,pp=1,cp=2,dp=1", options=MIXTRAL, workload=DROPPING | {"seq_len": 16}
+    ),
+    "experts that drop tokens, computed again": Case(
+        text="tp=2,pp=1,dp=1,recompute=selective[LlamaMLP]", options=MIXTRAL, workload=DROPPING
+    ),
+    "core attention, computed again": Case(text="tp=2,pp=1,dp=1,kernels=nxd_core,recompute=selective[CoreAttention]"),
+}
+
+
+# -- what ranks run ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def as_started(num_local: int, platform: str = "trn1") -> Iterator[None]:
+    """Be a rank as this platform starts it; of a whole node's ranks, else tp 4 on trn1 takes every second one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.environ |= {standins.PLATFORM: platform, "LOCAL_WORLD_SIZE": str(num_local)}
+        kernels.put_in_place()
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankFound:
     """What one rank has of every step: loss, norm, its parts of the gradients, and of the weights in the end."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     gradients: tuple[tuple[tuple[str, Held], ...], ...]
-    weights: tuple[tuple[str, Held], ...]
+    weights: tuple[tuple[str, Held], ...]  # that the model computes with, which are not those that are updated
     num_wrapped: int  # modules that are computed again
     memory_bytes: Mapping[str, int]
 
@@ -70,26 +168,25 @@ class NotingSgd(Noting, torch.optim.SGD):
     """The same without moments."""
 
 
-KERNELS = {"nki_ring_attn_func": ring_attention}
-NOTING = {"AdamW": NotingAdamW, "SGD": NotingSgd}
-
-
-def run_nxd(task: Task, platform: str, changes: Mapping[str, str]) -> RankFound:
+def run_nxd(task: Task, platform: str, without: str) -> RankFound:
     """What every rank runs: the steps of a task with the real NxD, perhaps without a measure against its defects."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.environ[standins.PLATFORM] = platform
-        os.environ["LOCAL_WORLD_SIZE"] = str(task.plan.mesh.size("tp"))  # else tp 4 on trn1 takes every second rank
+    with as_started(task.plan.mesh.size("tp"), platform):
         from autoshard.engine.nxd.engine import NxdEngine
 
-        blocks.put_in_place()
-        _leave_out(changes.get("without", ""))
-        engine = NxdEngine(task.plan, task.weights.__getitem__, updates=NOTING, kernels=KERNELS)
+        _leave_out(without)
+        noting = {"AdamW": NotingAdamW, "SGD": NotingSgd}
+        engine: Any = NxdEngine(task.plan, task.weights.__getitem__, task.training.adamw, noting, KERNELS)
         reports, gradients = [], []
         for batches in task.steps:
             reports.append(engine.step(batches, task.learning_rate, lambda _: True))
-            gradients.append(tuple(_gradients(engine, reports[-1].norm)))
-        weights = tuple(_weights(engine))
+            clip = min(1.0, task.plan.workload.clip_norm / (reports[-1].norm + 1e-6))
+            noted = zip(engine.state.optimized, engine.state.stepping.noted, strict=True)
+            gradients.append(tuple(held for one, made in noted for held in _ours(engine, one, made / clip, one.rows)))
+        weights = tuple(
+            held
+            for one in engine.state.optimized
+            for held in _ours(engine, one, one.parameter.detach().float(), (0, len(one.parameter)))
+        )
     return RankFound(
         losses=tuple(one.loss for one in reports),
         norms=tuple(one.norm for one in reports),
@@ -100,239 +197,85 @@ def run_nxd(task: Task, platform: str, changes: Mapping[str, str]) -> RankFound:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A piece as a rank hands it to the test."""
-
-    name: str
-    whole: tuple[int, ...]
-    offsets: tuple[int, ...]
-    array: Array
-    saves: bool
-    reads: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resumed:
-    """What a rank has: its pieces before the last step, and after it these, its weights, loss and norm."""
-
-    before: tuple[Saved, ...]
-    after: tuple[Saved, ...]
-    weights: tuple[tuple[str, bytes], ...]
-    loss: float
-    norm: float
-
-
-def run_going_on(task: Task, state: Arrays | None, how: Mapping[str, Any]) -> Resumed:
-    """What every rank runs: all steps of a task, or only the last, from a state after the others.
-
-    ``how`` names the platform and the engine; ``apart`` lets that of NxD believe that views share no memory.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.environ[standins.PLATFORM] = how["platform"]
-        os.environ["LOCAL_WORLD_SIZE"] = str(task.plan.mesh.size("tp"))
-        engine = how.get("engine", "nxd")
-        made = _engine(engine, task, (lambda name: task.weights[name] + 1) if state else task.weights.__getitem__)
-        if how.get("apart"):
-            made.state.apart = True
-        if state:
-            for piece in made.pieces():
-                box = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.memory.shape, strict=True))
-                assert piece.whole == state[piece.name].shape
-                if piece.reads:
-                    piece.memory.copy_(torch.from_numpy(state[piece.name][box]))
-            made.restored(len(task.steps) - 1)
-        else:
-            for step in task.steps[:-1]:
-                made.step(step, task.learning_rate)
-        before = saved(made)
-        report = made.step(task.steps[-1], task.learning_rate)
-        weights = [(name, _bytes(one.detach())) for name, one in made.parameters] if engine == "nxd" else []
-        return Resumed(before=before, after=saved(made), weights=tuple(weights), loss=report.loss, norm=report.norm)
-
-
-def run_groups(task: Task, constants: AdamWConstants) -> tuple[tuple[str, float, tuple[float, float], float], ...]:
-    """What every rank runs: of each tensor its decay and the other constants, as torch's optimizer has them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.environ["LOCAL_WORLD_SIZE"] = str(task.plan.mesh.size("tp"))
-        from autoshard.engine.nxd.engine import NxdEngine
-
-        engine = NxdEngine(task.plan, task.weights.__getitem__, constants)
-        groups = {part: group for group in engine.state.stepping.param_groups for part in group["params"]}
-        return tuple(
-            (f"{one.contents.instance}.{piece.tensor}", group["weight_decay"], group["betas"], group["eps"])
-            for one in engine.state.optimized
-            for piece in one.contents.holds.pieces
-            for group in [groups[one.updated]]
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Declined:
-    """What a rank has of a step that was not to be taken, and of the next, which was."""
-
-    asked: tuple[StepReport, ...]
-    report: StepReport
-    same: bool  # what it held when it was asked, and after, as before the step
-    learning_rates: frozenset[float]
-    after: tuple[bytes, ...]
-
-
-def run_declined(task: Task, how: Mapping[str, str]) -> Declined:
-    """What every rank runs: a step, one that is declined (unless ``how`` says not to try), and another."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.environ["LOCAL_WORLD_SIZE"] = str(task.plan.mesh.size("tp"))
-        engine = _engine("nxd", task, task.weights.__getitem__)
-        first, wrong, last = task.steps
-        engine.step(first, task.learning_rate)
-        for piece in engine.pieces() if "poison" in how else ():
-            if piece.name == how["poison"]:
-                piece.memory.fill_(torch.nan)
-        if "poison" in how:
-            engine.restored(1)
-        asked: list[StepReport] = []
-        seen = [_held(engine)]
-
-        def refuses(report: StepReport) -> bool:
-            asked.append(report)
-            seen.append(_held(engine))
-            return False
-
-        report = StepReport(loss=0.0, norm=0.0)
-        if "only" not in how:
-            allows = whenever_finite if "poison" in how else refuses
-            report = engine.step(wrong, 1.0, allows)
-            seen.append(_held(engine))
-        rates = frozenset(float(group["lr"]) for group in engine.state.stepping.param_groups)
-        if "poison" not in how:
-            assert engine.step(last, task.learning_rate).updated
-        same = all(one == seen[0] for one in seen)
-        return Declined(asked=tuple(asked), report=report, same=same, learning_rates=rates, after=_held(engine))
-
-
-def _held(engine: Any) -> tuple[bytes, ...]:
-    steps = [_bytes(one["step"]) for one in engine.state.stepping.state.values() if "step" in one]
-    pieces = [one.array.tobytes() for one in saved(engine)]
-    return (*pieces, *steps, *(_bytes(one.detach()) for _, one in engine.parameters))
-
-
-def _engine(name: str, task: Task, weights: Callable[[str], Array]) -> Any:
-    if name == "nxd":
-        from autoshard.engine.nxd.engine import NxdEngine
-
-        blocks.put_in_place()
-        return NxdEngine(task.plan, weights, kernels=KERNELS)
-    from autoshard.engine.torch.engine import TorchEngine
-
-    return TorchEngine(task.plan, weights)
-
-
-def saved(engine: Any) -> tuple[Saved, ...]:
-    """The pieces of an engine as they are now."""
-    return tuple(
-        Saved(
-            name=piece.name, whole=piece.whole, offsets=piece.offsets, array=piece.memory.float().numpy().copy(),
-            saves=piece.saves, reads=piece.reads,
-        )
-        for piece in engine.pieces()
-    )  # fmt: skip
-
-
-def together(parts: Sequence[Sequence[Saved]]) -> Arrays:
-    """Put the tensors of a state together from what ranks save: every element exactly once."""
-    found: dict[str, Array] = {}
-    counts: dict[str, Array] = {}
-    for one in (one for rank in parts for one in rank if one.saves):
-        box = tuple(slice(at, at + size) for at, size in zip(one.offsets, one.array.shape, strict=True))
-        found.setdefault(one.name, np.zeros(one.whole, dtype=np.float32))[box] = one.array
-        counts.setdefault(one.name, np.zeros(one.whole, dtype=int))[box] += 1
-    wrong = [name for name, count in counts.items() if not (count == 1).all()]
-    assert not wrong, f"not saved exactly once: {wrong}"
-    return found
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.float().numpy().tobytes()
-
-
-def run_train(plan: Plan, folder: Path) -> Any:
-    """What every rank runs: the loop of ``autoshard run``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.environ["LOCAL_WORLD_SIZE"] = str(plan.mesh.size("tp"))
-        from autoshard.runtime.machine import builder
-        from autoshard.runtime.train import train
-
-        training = Training(steps=4, learning_rate=3e-3, checkpoint=Checkpointing(to="none"))
-        run = Run(folder=folder, training=training)
-        return train(plan, run, builder("nxd"), lambda _: None)
-
-
 def _leave_out(measure: str) -> None:
     """Forget, in this process, what the engine does about a defect of NxD."""
-    from autoshard.engine.nxd import engine, lowering, model
+    from autoshard.engine.nxd import engine, model
 
-    def nothing(*_: Any) -> None:
-        """Do not."""
-
-    if measure == "marks":
-        model.Built.mark = nothing  # pyright: ignore[reportAttributeAccessIssue]
-    elif measure == "weights":
-        model.Built.fill = nothing  # pyright: ignore[reportAttributeAccessIssue]
+    if measure in ("mark", "fill"):
+        setattr(model.NxdModel, measure, lambda *_: None)
     elif measure == "shares":
         made = model.named
         usual = {"RouterTopK": {"apply_act_fn_over_topk": False}, "ExpertMLPs": {"normalize_top_k_affinities": True}}
-
-        def as_usual(name: str) -> Any:
-            real = made(name)
-            return (lambda **given: real(**(given | usual[name]))) if name in usual else real
-
-        model.named = as_usual
+        model.named = lambda name: (
+            (lambda **given: made(name)(**(given | usual[name]))) if name in usual else made(name)
+        )
     elif measure == "max_norm":
-        real = lowering.lowering_of
-
-        def without(plan: Plan) -> Any:
-            found = real(plan)
-            return replace(found, optimizer={name: one for name, one in found.optimizer.items() if name != "max_norm"})
-
-        engine.lowering_of = without
+        lowering_of = engine.lowering_of
+        engine.lowering_of = lambda plan: replace(lowering_of(plan), optimizer={})
 
 
-def _gradients(engine: Any, norm: float) -> list[tuple[str, Held]]:
-    """The whole gradients of this rank's parameters, as they were before they were clipped."""
-    clip = min(1.0, engine.plan.workload.clip_norm / (norm + 1e-6))
-    noted, found = engine.state.stepping.noted, list[tuple[str, Held]]()
-    for one, gradient in zip(engine.state.optimized, noted, strict=True):
-        found += _ours(engine, one.contents, gradient / clip, one.rows)
-    return found
-
-
-def _weights(engine: Any) -> list[tuple[str, Held]]:
-    """The weights that the model computes with, which are not those that the optimizer updates."""
-    found: list[tuple[str, Held]] = []
-    for one in engine.state.optimized:
-        found += _ours(engine, one.contents, one.parameter.detach().float(), (0, len(one.parameter)))
-    return found
-
-
-def _ours(engine: Any, contents: Any, rows: torch.Tensor, which: tuple[int, int]) -> Iterator[tuple[str, Held]]:
+def _ours(engine: Any, one: Any, rows: torch.Tensor, which: tuple[int, int]) -> Iterator[tuple[str, Held]]:
+    """Yield what rows of a parameter hold of our tensors."""
     from autoshard.engine.nxd.shards import patches_of
 
     built = engine.built
-    for whole in patches_of(contents.holds, built.rank, built.sizes, built.whole):
+    for whole in patches_of(one.contents.holds, built.rank, built.sizes, built.whole):
         for patch in whole.rows(*which):
             bounds = tuple((part.start, part.stop) for part in patch.place)
-            yield f"{contents.instance}.{patch.tensor}", Held(bounds=bounds, array=patch.view(rows).numpy())
+            yield f"{one.contents.instance}.{patch.tensor}", Held(bounds=bounds, array=patch.view(rows).numpy())
+
+
+# -- what they found against one process and the torch engine ------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """The largest distances in two steps, relative; gradients to the largest, weights to the largest change of any."""
+
+    loss: float
+    gradients: float
+    norm: float
+    weights: float
+
+
+def ran(task: Task, platform: str = "trn1", without: str = "") -> list[RankFound]:
+    """Run a task with the real NxD on as many processes as it has ranks."""
+    return on_ranks(task.plan.mesh.num_ranks, run_nxd, task, platform, without, timeout_s=PATIENCE_S)
+
+
+def errors_of(case: Case, constants: AdamWConstants = USUAL) -> Errors:
+    """Run a case twice over: with NxD, and with the torch engine in double, which is held against one process here."""
+    task = replace(case.task(), training=Training(adamw=constants))
+    found = ran(task, case.platform)
+    shares = on_ranks(task.plan.mesh.num_ranks, run_steps, task, timeout_s=PATIENCE_S)
+    one, first = task.reference(), shares[0]
+    np.testing.assert_allclose([first[0].loss, first[0].norm], [one.loss, one.norm], rtol=1e-12)
+    steps = [(rank, step) for rank in found for step in range(2)]
+    weights, moves, errors = whole(task.weights, [rank.weights for rank in found]), list[float](), list[float]()
+    assert set(weights) | {name for name in task.weights if name not in one.gradients} == set(task.weights)
+    for name in (name for name, gradient in one.gradients.items() if np.abs(gradient).max() > NOISE):
+        held = [rank[-1].weights[name] for rank in shares if name in rank[-1].weights]
+        expected = assemble(weights[name].shape, held)
+        errors.append(float(np.abs(weights[name] - expected).max()))
+        moves.append(float(np.abs(expected - task.weights[name]).max()))
+    assert min(moves) > 0, "nothing would be compared"
+    return Errors(
+        loss=max(abs(rank.losses[step] / first[step].loss - 1) for rank, step in steps),
+        gradients=gradient_error(one, found),
+        norm=max(abs(rank.norms[step] / first[step].norm - 1) for rank, step in steps),
+        weights=max(errors) / max(moves),
+    )
+
+
+def gradient_error(expected: StepResult, found: Sequence[RankFound]) -> float:
+    """Every gradient of the first step, relative to the largest of the model."""
+    gradients = whole(expected.gradients, [rank.gradients[0] for rank in found])
+    assert set(gradients) == set(expected.gradients)
+    largest = max(np.abs(gradient).max() for gradient in expected.gradients.values())
+    return max(np.abs(gradients[name] - gradient).max() / largest for name, gradient in expected.gradients.items())
 
 
 def whole(like: Mapping[str, Array], parts: Sequence[Sequence[tuple[str, Held]]]) -> Arrays:
-    """Put tensors together from what all ranks have; copies must be equal."""
-    found: dict[str, Array] = {}
-    for name, array in like.items():
-        held = [one for rank in parts for other, one in rank if other == name]
-        if held:  # else it is tied to another
-            found[name] = assemble(array.shape, held)
-    return found
+    """Put tensors together from what all ranks have, but those that are tied to others; copies must be equal."""
+    held = {name: [one for rank in parts for other, one in rank if other == name] for name in like}
+    return {name: assemble(like[name].shape, found) for name, found in held.items() if found}

@@ -16,7 +16,7 @@ import torch
 
 from autoshard.engine.nxd.lowering import lowering_of
 from tests.neuron import standins
-from tests.neuron.features import CASES, Case
+from tests.neuron.cases import CASES, Case, errors_of
 
 RECORD = Path(__file__).with_name("record.json")
 PAGE = Path(__file__).parents[2] / "docs" / "trainium.md"
@@ -43,12 +43,8 @@ def layers_of(case: Case) -> list[str]:
     ]
 
 
-def table(record: Mapping[str, Any]) -> str:
+def lines(record: Mapping[str, Any]) -> Iterator[str]:
     """The table of the docs."""
-    return "\n".join(_lines(record)) + "\n"
-
-
-def _lines(record: Mapping[str, Any]) -> Iterator[str]:
     yield f"NxD {record['nxd']}, PyTorch {record['torch']}, {record['date']}: CPU and gloo, FP32, two steps."
     yield "Distances are relative, of gradients to the model's largest, of weights to their largest change: AdamW"
     yield "divides gradients by themselves, so that small ones show noise. Ring kernel: a stand-in on CPU."
@@ -62,15 +58,10 @@ def _lines(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {name} | | | not verified | {why} | | |"
 
 
-def with_table(page: str, text: str) -> str:
+def with_table(page: str, record: Mapping[str, Any]) -> str:
     """Put the table between its marks."""
     before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{text}\n{END}{rest.partition(END)[2]}"
-
-
-def stale(before: Mapping[str, Any]) -> list[str]:
-    """The cases that are not recorded, or with other layers."""
-    return [name for name, case in CASES.items() if before.get(name, {}).get("layers") != layers_of(case)]
+    return "\n".join((f"{before}{BEGIN}", "", *lines(record), "", f"{END}{rest.partition(END)[2]}"))
 
 
 def main(version: str, only: Sequence[str] | None = None) -> None:
@@ -80,14 +71,13 @@ def main(version: str, only: Sequence[str] | None = None) -> None:
         raise SystemExit(missing)
     standins.install()
     importlib.import_module("autoshard.engine.nxd.engine")
-    from tests.neuron.features import errors_of
-
     with_torch = torch.__version__.partition("+")[0]
     before: dict[str, Any] = {} if only is None else json.loads(RECORD.read_text(encoding="utf-8"))
     if before and (before["nxd"], before["torch"]) != (version, with_torch):
         raise SystemExit(f"recorded with NxD {before['nxd']} and PyTorch {before['torch']}: leave --only out")
     cases: dict[str, Any] = before.get("cases", {})
-    for name in CASES if only is None else only or stale(cases):
+    stale = (name for name, case in CASES.items() if cases.get(name, {}).get("layers") != layers_of(case))
+    for name in CASES if only is None else only or stale:
         errors = errors_of(CASES[name])
         parts = {part: float(f"{getattr(errors, part):.0e}") for part in ("loss", "gradients", "norm", "weights")}
         cases[name] = {**parts, "layers": layers_of(CASES[name])}
@@ -96,7 +86,7 @@ def main(version: str, only: Sequence[str] | None = None) -> None:
     ordered = {name: cases[name] for name in CASES}
     record = {"nxd": version, "torch": with_torch, "date": today, "cases": ordered}
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table(record)), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
 """Rank groups and task lists of a plan are those that the real NxD makes, for clusters of up to 512 ranks."""
 
-import os
-import warnings
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard.schedule.schedule import Schedule
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.mesh import Mesh
-from tests.neuron import standins
+from tests.neuron.cases import as_started
 from tests.ranks.spawn import on_ranks
 
 pytestmark = [pytest.mark.nxd, pytest.mark.usefixtures("nxd")]
@@ -27,30 +27,29 @@ MEASURES = ("tp", "dp", "cp", "pp")
 
 def groups_of_nxd(cluster: Cluster, sizes: dict[str, int]) -> dict[str, Groups]:
     """What the real functions give, in a process that pretends to be the first of all ranks."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.environ[standins.PLATFORM] = cluster.name[:4]
-        os.environ["LOCAL_WORLD_SIZE"] = str(cluster.ranks_per_node)
+    with as_started(cluster.ranks_per_node, cluster.name[:4]):
         dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cluster.num_ranks)
-        from neuronx_distributed.parallel_layers import parallel_state  # pyright: ignore[reportMissingImports]
-        from neuronx_distributed.utils.utils import hardware  # pyright: ignore[reportMissingImports]
-
-        found: Any = parallel_state.initialize_model_parallel(
+        state = importlib.import_module("neuronx_distributed.parallel_layers.parallel_state")
+        hardware = importlib.import_module("neuronx_distributed.utils.utils").hardware(cluster.name[:4])
+        found: Any = state.initialize_model_parallel(
             tensor_model_parallel_size=sizes["tp"],
             pipeline_model_parallel_size=sizes["pp"],
             context_parallel_size=sizes["cp"],
             lnc_size=cluster.lnc or 1,
             mesh_only=True,
         )
-        copies = parallel_state.arrange_kv_groups(
-            cluster.num_ranks // sizes["tp"], sizes["tp"], sizes["rep"], False, hardware(cluster.name[:4])
-        )
+        copies = state.arrange_kv_groups(cluster.num_ranks // sizes["tp"], sizes["tp"], sizes["rep"], False, hardware)
     named = {name: [list(map(int, group)) for group in getattr(found, f"{name}_groups")] for name in MEASURES}
-    replicas = [list(map(int, group)) for group in found.ep_data_groups]
-    return {**named, "rep": copies, "edp": replicas}
+    return {**named, "rep": copies, "edp": [list(map(int, group)) for group in found.ep_data_groups]}
+
+
+def as_sets(groups: Groups) -> set[frozenset[int]]:
+    return {frozenset(group) for group in groups}
+
+
+def in_order(groups: Groups) -> set[tuple[int, ...]]:
+    return {tuple(group) for group in groups}
 
 
 @pytest.mark.parametrize(("name", "lnc", "tp", "rep"), LAYOUTS)
@@ -71,13 +70,13 @@ def test_groups_are_those_of_nxd(name: str, lnc: int | None, tp: int, rep: int) 
             (found,) = on_ranks(1, groups_of_nxd, cluster, sizes)
             compared += 1
             for axis in MEASURES:
-                assert _as_sets(found[axis]) == _as_sets(mesh.groups(axis)), (sizes, axis)
-            assert _in_order(found["tp"]) == _in_order(mesh.groups("tp")), sizes  # a rank's place in its group counts
-            assert _in_order(found["pp"]) == _in_order(mesh.groups("pp")), sizes
+                assert as_sets(found[axis]) == as_sets(mesh.groups(axis)), (sizes, axis)
+            assert in_order(found["tp"]) == in_order(mesh.groups("tp")), sizes  # a rank's place in its group counts
+            assert in_order(found["pp"]) == in_order(mesh.groups("pp")), sizes
             if rep > 1:
-                assert _as_sets(found["rep"]) == _as_sets(mesh.groups("rep")), sizes
+                assert as_sets(found["rep"]) == as_sets(mesh.groups("rep")), sizes
             paired = dp > 1 and tp in [rule.tp for rule in cluster.placements if rule.name == "paired"]
-            differs = _as_sets(found["edp"]) != _as_sets(found["dp"])
+            differs = as_sets(found["edp"]) != as_sets(found["dp"])
             assert differs == (cp > 1 or paired), sizes  # Rule nxd-zero-groups
     assert compared >= 4
 
@@ -87,21 +86,12 @@ def test_tp_4_on_trn1_cannot_copy_keys() -> None:
     cluster = load_cluster("trn1.32xlarge", num_nodes=2)
     sizes = {"tp": 4, "pp": 1, "cp": 1, "dp": 16, "rep": 2}
     (found,) = on_ranks(1, groups_of_nxd, cluster, sizes)
-    assert _as_sets(found["rep"]) != _as_sets(Mesh.laid_on(cluster, sizes).groups("rep"))
-
-
-def _as_sets(groups: Groups) -> set[frozenset[int]]:
-    return {frozenset(group) for group in groups}
-
-
-def _in_order(groups: Groups) -> set[tuple[int, ...]]:
-    return {tuple(group) for group in groups}
+    assert as_sets(found["rep"]) != as_sets(Mesh.laid_on(cluster, sizes).groups("rep"))
 
 
 def tasks_of_nxd(schedule: Schedule, rank: int) -> list[str]:
     """The passes of a rank in the order of NxD's scheduler, written as ours."""
-    from neuronx_distributed.pipeline import scheduler  # pyright: ignore[reportMissingImports]
-
+    scheduler = importlib.import_module("neuronx_distributed.pipeline.scheduler")
     count, ranks = schedule.num_micro_batches, schedule.num_ranks
     made: Any
     if schedule.builder == "1f1b":

@@ -1,7 +1,5 @@
 """What NxD's layer of experts sends on a CPU is what the plan's table lists: kinds, passes and sizes, in no order."""
 
-import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +13,8 @@ import torch.distributed as dist
 from autoshard.layout.layout import local_sizes
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs, step_of, table_setting
-from tests.neuron import blocks
-from tests.neuron.cases import nxd_plan
-from tests.neuron.features import EXPERTS, PATIENCE_S
-from tests.ranks.cases import Task, llama
+from tests.neuron.cases import PATIENCE_S, as_started, nxd_plan
+from tests.ranks.cases import MIXTRAL, Task, llama
 from tests.ranks.spawn import on_ranks
 
 pytestmark = [pytest.mark.nxd, pytest.mark.usefixtures("nxd")]
@@ -43,13 +39,10 @@ def listed(plan: Plan) -> Sent:
 
 def run_sends(task: Task) -> Sent:
     """What every rank runs: forward and backward of the first layer's experts alone."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.environ["LOCAL_WORLD_SIZE"] = str(task.plan.mesh.size("tp"))
+    with as_started(task.plan.mesh.size("tp")):
         from autoshard.engine.nxd.engine import NxdEngine
-        from autoshard.engine.nxd.layers import ExpertsLayer
+        from autoshard.engine.nxd.model import ExpertsLayer
 
-        blocks.put_in_place()
         engine = NxdEngine(task.plan, task.weights.__getitem__)
         mixture = next(one for one in engine.model.modules() if isinstance(one, ExpertsLayer))
         plan, seq = task.plan, task.plan.workload.seq_len
@@ -66,8 +59,7 @@ def run_sends(task: Task) -> Sent:
 @contextmanager
 def counting(note: Callable[[str, int], None]) -> Iterator[None]:
     """Note the collectives of NxD's mappings, and those that its layers call themselves, with their larger sizes."""
-    mappings, real = import_module("neuronx_distributed.parallel_layers.mappings"), dict[str, Any]()
-    depth = [0]
+    mappings, depth = import_module("neuronx_distributed.parallel_layers.mappings"), [0]
 
     def noted(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*given: Any, **named: Any) -> Any:
@@ -83,22 +75,16 @@ def counting(note: Callable[[str, int], None]) -> Iterator[None]:
 
         return wrapped
 
-    for name in ("all_gather", "reduce_scatter", "all_reduce"):
-        real[name] = getattr(mappings, name)
-        setattr(mappings, name, noted(name, real[name]))
-    direct = dist.all_reduce
-    dist.all_reduce = noted("all_reduce", direct)  # pyright: ignore[reportPrivateImportUsage]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+            patch.setattr(mappings, name, noted(name, getattr(mappings, name)))
+        patch.setattr(dist, "all_reduce", noted("all_reduce", dist.all_reduce))
         yield
-    finally:
-        dist.all_reduce = direct  # pyright: ignore[reportPrivateImportUsage]
-        for name, call in real.items():
-            setattr(mappings, name, call)
 
 
 @pytest.mark.parametrize("sp", ["true", "false"])
 @pytest.mark.parametrize("capacity", [0.5, 1.0, 2.0, None])
 def test_experts_send_what_the_table_lists(sp: str, capacity: float | None) -> None:
-    plan = nxd_plan(f"tp=2,pp=1,dp=1,sp={sp}", llama(vocab=32, **EXPERTS), expert_capacity=capacity)
+    plan = nxd_plan(f"tp=2,pp=1,dp=1,sp={sp}", llama(vocab=32, **MIXTRAL), expert_capacity=capacity)
     for sent in on_ranks(2, run_sends, Task.of(plan, 1), timeout_s=PATIENCE_S):
         assert sent == listed(plan)

@@ -1,18 +1,19 @@
 """The state of the real NxD as boxes of our tensors: saved once, taken up bit by bit, and by the other engine."""
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from autoshard.engine.programs import graph_of
-from autoshard.graph.kinds.optimizer import AdamW
-from autoshard.spec.training import AdamWConstants
+from autoshard.engine.base import StepReport, whenever_finite
+from autoshard.engine.placement import StatePiece
+from autoshard.graph.op import Array
 from autoshard.spec.workload import Precision
-from tests.neuron.cases import Declined, Resumed, run_declined, run_going_on, run_groups, together
-from tests.neuron.features import COPIED, DROPPING, EXPERTS, PATIENCE_S, Case
-from tests.ranks.cases import Arrays, Task, gpt
+from tests.neuron.cases import COPIED, DROPPING, KERNELS, PATIENCE_S, Case, as_started
+from tests.ranks.cases import MIXTRAL, Arrays, Task, gpt
 from tests.ranks.spawn import on_ranks
 
 pytestmark = [pytest.mark.nxd, pytest.mark.usefixtures("nxd")]
@@ -28,8 +29,8 @@ PLANS = {
     "learned positions, biases, tied embeddings": Case(text="tp=2,pp=1,dp=2", model=gpt),
     "tied embeddings": Case(text="tp=2,pp=1,dp=2", options={"tied_embeddings": True}),
     "SGD": Case(text="tp=2,pp=1,dp=2", workload={"optimizer": "sgd"}),
-    "experts": Case(text="tp=2,pp=1,dp=2", options=EXPERTS),
-    "experts that drop tokens": Case(text="tp=2,pp=1,dp=2", options=EXPERTS, workload=DROPPING),
+    "experts": Case(text="tp=2,pp=1,dp=2", options=MIXTRAL),
+    "experts that drop tokens": Case(text="tp=2,pp=1,dp=2", options=MIXTRAL, workload=DROPPING),
 }
 ONLY_FP32 = {
     "without ZeRO-1": "BF16 weights have FP32 masters, which NxD keeps in ZeRO-1",
@@ -37,13 +38,137 @@ ONLY_FP32 = {
 }
 
 
+# -- what ranks run ------------------------------------------------------------------------------------
+
+
+def engine_of(name: str, task: Task, weights: Callable[[str], Array]) -> Any:
+    if name == "nxd":
+        from autoshard.engine.nxd.engine import NxdEngine
+
+        return NxdEngine(task.plan, weights, kernels=KERNELS)
+    from autoshard.engine.torch.engine import TorchEngine
+
+    return TorchEngine(task.plan, weights)
+
+
+def saved(engine: Any) -> tuple[StatePiece, ...]:
+    """The pieces of an engine as they are now."""
+    return tuple(replace(piece, memory=piece.memory.float().numpy().copy()) for piece in engine.pieces())
+
+
+def box(piece: StatePiece) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.memory.shape, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """What a rank has: its pieces before the last step, and after it these, its weights, loss and norm."""
+
+    before: tuple[StatePiece, ...]
+    after: tuple[StatePiece, ...]
+    weights: tuple[bytes, ...]
+    loss: float
+    norm: float
+
+
+def run_going_on(task: Task, state: Arrays | None, platform: str, engine: str, apart: bool) -> Resumed:
+    """Run all steps of a task, or only the last, from a state after the others.
+
+    ``apart`` lets the engine of NxD believe that views share no memory.
+    """
+    with as_started(task.plan.mesh.size("tp"), platform):
+        made = engine_of(engine, task, (lambda name: task.weights[name] + 1) if state else task.weights.__getitem__)
+        if apart:
+            made.state.apart = True
+        if state:
+            for piece in made.pieces():
+                assert piece.whole == state[piece.name].shape
+                if piece.reads:
+                    piece.memory.copy_(torch.from_numpy(state[piece.name][box(piece)]))
+            made.restored(len(task.steps) - 1)
+        else:
+            for step in task.steps[:-1]:
+                made.step(step, task.learning_rate)
+        before = saved(made)
+        report = made.step(task.steps[-1], task.learning_rate)
+        weights = [_bytes(one.detach()) for _, one in made.parameters] if engine == "nxd" else []
+        return Resumed(before=before, after=saved(made), weights=tuple(weights), loss=report.loss, norm=report.norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declined:
+    """What a rank has of a step that was not to be taken, and of the next, which was."""
+
+    asked: tuple[StepReport, ...]
+    report: StepReport
+    same: bool  # what it held when it was asked, and after, as before the step
+    learning_rates: frozenset[float]
+    after: tuple[bytes, ...]
+
+
+def run_declined(task: Task, poison: str, tries: bool) -> Declined:
+    """Run a step, one that is declined (if it ``tries``), and another; or fill a weight with numbers that are none."""
+    with as_started(task.plan.mesh.size("tp")):
+        engine = engine_of("nxd", task, task.weights.__getitem__)
+        first, wrong, last = task.steps
+        engine.step(first, task.learning_rate)
+        for piece in engine.pieces() if poison else ():
+            if piece.name == poison:
+                piece.memory.fill_(torch.nan)
+        if poison:
+            engine.restored(1)
+        asked: list[StepReport] = []
+        seen = [_held(engine)]
+
+        def refuses(report: StepReport) -> bool:
+            asked.append(report)
+            seen.append(_held(engine))
+            return False
+
+        report = StepReport(loss=0.0, norm=0.0)
+        if tries:
+            report = engine.step(wrong, 1.0, whenever_finite if poison else refuses)
+            seen.append(_held(engine))
+        rates = frozenset(float(group["lr"]) for group in engine.state.stepping.param_groups)
+        assert poison or engine.step(last, task.learning_rate).updated
+        same = all(one == seen[0] for one in seen)
+        return Declined(asked=tuple(asked), report=report, same=same, learning_rates=rates, after=_held(engine))
+
+
+def _held(engine: Any) -> tuple[bytes, ...]:
+    steps = [_bytes(one["step"]) for one in engine.state.stepping.state.values() if "step" in one]
+    pieces = [one.memory.tobytes() for one in saved(engine)]
+    return (*pieces, *steps, *(_bytes(one.detach()) for _, one in engine.parameters))
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.float().numpy().tobytes()
+
+
+# -- going on ------------------------------------------------------------------------------------------
+
+
 def task_of(case: Case, precision: str = "fp32", num_steps: int = 3) -> Task:
     return Task.of(replace(case, workload={**case.workload, "precision": Precision.named(precision)}).plan(), num_steps)
 
 
-def ran(case: Case, task: Task, state: Arrays | None = None, **how: Any) -> list[Resumed]:
-    given = {"platform": case.platform, **how}
-    return on_ranks(task.plan.mesh.num_ranks, run_going_on, task, state, given, timeout_s=PATIENCE_S)
+def ran(
+    case: Case, task: Task, state: Arrays | None = None, engine: str = "nxd", *, apart: bool = False
+) -> list[Resumed]:
+    given = (task, state, case.platform, engine, apart)
+    return on_ranks(task.plan.mesh.num_ranks, run_going_on, *given, timeout_s=PATIENCE_S)
+
+
+def together(parts: Sequence[Sequence[StatePiece]]) -> Arrays:
+    """Put the tensors of a state together from what ranks save: every element exactly once."""
+    found: dict[str, Array] = {}
+    counts: dict[str, Array] = {}
+    for one in (one for rank in parts for one in rank if one.saves):
+        found.setdefault(one.name, np.zeros(one.whole, dtype=np.float32))[box(one)] = one.memory
+        counts.setdefault(one.name, np.zeros(one.whole, dtype=int))[box(one)] += 1
+    wrong = [name for name, count in counts.items() if not (count == 1).all()]
+    assert not wrong, f"not saved exactly once: {wrong}"
+    return found
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -55,18 +180,13 @@ def test_a_run_goes_on_from_its_pieces_bit_by_bit(name: str, precision: str) -> 
     task = task_of(case, precision)
     went_on = ran(case, task)
     state = together([rank.before for rank in went_on])
-    resumed = ran(case, task, state, apart=name == "tp x dp")
-    assert_alike(went_on, resumed)
-    after = together([rank.after for rank in went_on])
-    assert all((array != after[name]).any() for name, array in state.items() if "bias" not in name)
-
-
-def assert_alike(first: list[Resumed], second: list[Resumed]) -> None:
-    for one, other in zip(first, second, strict=True):
+    for one, other in zip(went_on, ran(case, task, state, apart=name == "tp x dp"), strict=True):
         assert (one.loss, one.norm, one.weights) == (other.loss, other.norm, other.weights)
         for mine, its in ((one.before, other.before), (one.after, other.after)):
             assert [piece.name for piece in mine] == [piece.name for piece in its]
-            assert all(np.array_equal(a.array, b.array) for a, b in zip(mine, its, strict=True))
+            assert all(np.array_equal(a.memory, b.memory) for a, b in zip(mine, its, strict=True))
+    after = together([rank.after for rank in went_on])
+    assert all((array != after[name]).any() for name, array in state.items() if "bias" not in name)
 
 
 @pytest.mark.parametrize("name", list(PLANS))
@@ -75,37 +195,21 @@ def test_both_engines_hold_the_same_state_and_take_up_that_of_the_other(name: st
     task = task_of(case)
     by_nxd, by_torch = ran(case, task), ran(case, task, engine="torch")
     states = [together([rank.before for rank in found]) for found in (by_nxd, by_torch)]
-    assert shapes(states[0]) == shapes(states[1])
+    one, other = ({name: array.shape for name, array in state.items()} for state in states)
+    assert one == other
     for taken, state, expected in (("torch", states[0], by_nxd), ("nxd", states[1], by_torch)):
         found = ran(case, task, state, engine=taken)
         for rank in found:
             np.testing.assert_allclose([rank.loss, rank.norm], [expected[0].loss, expected[0].norm], rtol=2e-6)
-        after = [together([rank.after for rank in ranks]) for ranks in (found, expected)]
-        assert distance(*after) < 0.02
+        one, other = (together([rank.after for rank in ranks]) for ranks in (found, expected))
+        largest = dict[str, float]()  # of the same part: gradients that should be zero leave noise in their moments
+        for kind, array in ((name.partition("/")[0], array) for name, array in other.items()):
+            largest[kind] = max(largest.get(kind, 0.0), float(np.abs(array).max()))
+        for name in other:
+            assert np.abs(one[name] - other[name]).max() < 0.02 * largest[name.partition("/")[0]], name
 
 
-def shapes(state: Arrays) -> dict[str, tuple[int, ...]]:
-    return {name: array.shape for name, array in state.items()}
-
-
-def distance(found: Arrays, expected: Arrays) -> float:
-    """Relative to the largest of the same part: gradients that should be zero leave noise in their moments."""
-    parts = {name: name.partition("/")[0] for name in expected}
-    largest = {
-        part: max(np.abs(expected[name]).max() for name in parts if parts[name] == part) for part in parts.values()
-    }
-    return max(float(np.abs(found[name] - expected[name]).max() / largest[parts[name]]) for name in parts)
-
-
-def test_pieces_of_first_weights_are_those_of_the_torch_engine() -> None:
-    for name in ("copies of keys, trn1", "copies of keys, trn2", "tp x dp, rows that do not divide"):
-        task = task_of(PLANS[name], num_steps=1)
-        found = [together([rank.before for rank in ran(PLANS[name], task, engine=one)]) for one in ("nxd", "torch")]
-        assert shapes(found[0]) == shapes(found[1])
-        assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
-        for name, weight in task.weights.items():
-            np.testing.assert_array_equal(found[0][f"weight/{name}"], weight.astype(np.float32))
-
+# -- steps that are not taken --------------------------------------------------------------------------
 
 STOPPED = {
     "ZeRO-1": Case(text="tp=2,pp=1,dp=2"),
@@ -116,14 +220,18 @@ STOPPED = {
 }
 
 
-def declined(task: Task, **how: str) -> list[Declined]:
-    return on_ranks(task.plan.mesh.num_ranks, run_declined, task, how, timeout_s=PATIENCE_S)
+def declined(task: Task, poison: str = "", *, tries: bool = True) -> list[Declined]:
+    return on_ranks(task.plan.mesh.num_ranks, run_declined, task, poison, tries, timeout_s=PATIENCE_S)
+
+
+def suspects(rank: Declined) -> list[str]:
+    return [one.partition(":")[0] for one in rank.report.suspects]
 
 
 @pytest.mark.parametrize("name", list(STOPPED))
 def test_a_step_that_is_not_allowed_leaves_no_trace(name: str) -> None:
     task = Task.of(STOPPED[name].plan(), 3)
-    found, without = declined(task), declined(task, only="the others")
+    found, without = declined(task), declined(task, tries=False)
     assert {rank.asked for rank in found} == {found[0].asked}
     assert len(found[0].asked) == 1 and found[0].asked[0].finite and found[0].asked[0].updated
     for rank, other in zip(found, without, strict=True):
@@ -134,39 +242,20 @@ def test_a_step_that_is_not_allowed_leaves_no_trace(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(STOPPED))
 def test_a_weight_that_is_no_number_stops_all_ranks_before_the_update(name: str) -> None:
-    case = STOPPED[name]
-    task = Task.of(case.plan(), 3)
-    found = declined(task, poison="weight/layer.1.down.weight")
+    found = declined(Task.of(STOPPED[name].plan(), 3), "weight/layer.1.down.weight")
     assert len({rank.report.suspects for rank in found}) == 1
     for rank in found:
         assert rank.same and not rank.report.updated and not rank.report.finite
-        assert [one.partition(":")[0] for one in rank.report.suspects] == [f"rank {at}" for at in range(len(found))]
+        assert suspects(rank) == [f"rank {at}" for at in range(len(found))]
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("ZeRO-1", [2, 3]), ("pipeline", [1, 3])])
 def test_only_the_ranks_with_bad_samples_are_suspects(name: str, ranks: list[int]) -> None:
     task = Task.of(STOPPED[name].plan(), 3)
-    batches = [dict(batch) for batch in task.steps[1]]
-    batches[-1]["token_weight"] = batches[-1]["token_weight"].copy()
-    batches[-1]["token_weight"][-1, -1] = np.nan  # of the last sequence, which is the last replica's
-    task = replace(task, steps=(task.steps[0], tuple(batches), task.steps[2]))
+    task.steps[1][-1]["token_weight"][-1, -1] = np.nan  # of the last sequence, which is the last replica's
     found = declined(task)
     for rank in found:
-        assert [one.partition(":")[0] for one in rank.report.suspects] == [f"rank {at}" for at in ranks]
-        assert rank.same and not rank.report.finite
+        assert suspects(rank) == [f"rank {at}" for at in ranks] and rank.same and not rank.report.finite
     if name == "ZeRO-1":
-        assert f"loss of micro-batch {len(batches) - 1}, gradient of" in found[0].report.suspects[0]
-
-
-def test_constants_reach_the_optimizer_and_weights_decay_as_the_graph_says() -> None:
-    constants = AdamWConstants(beta1=0.7, beta2=0.8, eps=1e-5, weight_decay=0.3)
-    case = Case(text="tp=2,pp=1,dp=1", model=gpt)
-    task = Task.of(case.plan(), 1)
-    graph = graph_of(task.plan)
-    for found in on_ranks(2, run_groups, task, constants, timeout_s=PATIENCE_S):
-        assert {name for name, *_ in found} == {name for name in task.weights if "unembed" not in name}
-        for name, decay, betas, eps in found:
-            kind, _, parameter = name.split(".", 2)
-            update = graph.block(kind).op(f"{parameter}.update").kind
-            assert isinstance(update, AdamW)
-            assert (decay, betas, eps) == (0.3 if update.decay else 0.0, (0.7, 0.8), 1e-5)
+        where = f"loss of micro-batch {len(task.steps[1]) - 1}, gradient of"
+        assert where in found[0].report.suspects[0]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.engine.base import Measured, Run
 from autoshard.engine.placement import sequence_order
@@ -51,7 +52,10 @@ COPIED = {
     "layer.attend": "[batch/dp, seq/cp, kv_heads/kv, q_group/rep, head_dim]",
 }
 STATES = ("weights", "gradients", "masters", "optimizer")
-CALLS = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "isend")
+CALLS = {
+    "all_reduce": "allreduce_", "all_reduce_max": "allreduce_", "all_gather": "_allgather_base_",
+    "reduce_scatter": "_reduce_scatter_base_", "all_to_all": "alltoall_base_", "send": "send",
+}  # fmt: skip
 EXACT, AS_PLANNED = Formats(exact=True), Formats()
 
 
@@ -183,33 +187,27 @@ def run_twice(task: Task) -> tuple[list[StepShare], StepShare, Measured]:
     return exact, share_of(engine, task), engine.measured()
 
 
+class Calls(TorchDispatchMode):
+    """Counts what torch is asked to send, by the names of its operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "recv" not in func.__name__:
+            self.counted[func.__name__.removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def run_counted(task: Task) -> tuple[Counter[str], Counter[str]]:
-    """Run; count the calls of torch.distributed that this rank made by kind, and those that it counted itself."""
-    engine = engine_of(task)
-    calls: Counter[str] = Counter()
-
-    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def wrapped(*args: Any, **options: Any) -> Any:
-            calls[f"{name}_max" if options.get("op") == dist.ReduceOp.MAX else name] += 1
-            return call(*args, **options)
-
-        return wrapped
-
-    def message(of_torch: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(op: Any, *args: Any) -> Any:
-            calls["isend"] += op.__name__ == "isend"
-            return of_torch(getattr(op, "__wrapped__", op), *args)  # torch takes no other function than its own
-
-        return wrapped
-
-    replaced = {name: counted(name, getattr(dist, name)) for name in CALLS}
-    with patched({**replaced, "P2POp": message(dist.P2POp)}):
+    """Run; count the calls of torch.distributed that this rank made, and those that it counted itself."""
+    engine, own = engine_of(task), Counter[str]()
+    with Calls() as calls:
         engine.step(task.steps[0], task.learning_rate)
-    own: Counter[str] = Counter()
     for (_, kind), count in engine.measured().calls.items():
-        own[{"send": "isend"}.get(kind) or (kind if "all_reduce" in kind else f"{kind}_single")] += count
-    return calls, own
+        own[CALLS[kind]] += count
+    return calls.counted, own
 
 
 def run_dropping(task: Task, name: str) -> list[StepShare]:

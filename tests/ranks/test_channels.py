@@ -14,6 +14,7 @@ from autoshard.errors import InputError
 from autoshard.schedule.schedule import Schedule
 from tests.ranks.cases import Task, compare, gpt, llama, patched, plan_of, run_steps
 from tests.ranks.spawn import on_ranks
+from tests.slower import rest_is_slow
 
 TAGGED = ("isend", "recv")
 CONNECTS = timedelta(seconds=20)
@@ -49,12 +50,13 @@ def run_without_tags(task: Task) -> Any:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("text", "model"),
-    [
-        ("tp=1,pp=2,dp=1,vp=2,schedule=zb_v", gpt(num_layers=4)),
-        pytest.param("tp=1,pp=2,dp=2", gpt(), marks=pytest.mark.slow),
-        pytest.param("tp=2,pp=2,dp=1,vp=2,schedule=interleaved", llama(num_layers=4), marks=pytest.mark.slow),
-        pytest.param("tp=1,pp=4,dp=1,schedule=zb_h1", gpt(num_layers=4), marks=pytest.mark.slow),
-    ],
+    rest_is_slow(
+        [
+            ("tp=1,pp=2,dp=1,vp=2,schedule=zb_v", gpt(num_layers=4)),
+            ("tp=2,pp=2,dp=1,vp=2,schedule=interleaved", llama(num_layers=4)),
+            ("tp=1,pp=4,dp=1,schedule=zb_h1", gpt(num_layers=4)),
+        ]
+    ),
 )
 def test_what_comes_first_on_a_channel_is_what_is_wanted(text, model):
     task = Task.of(plan_of(text, model))

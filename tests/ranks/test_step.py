@@ -99,7 +99,7 @@ def test_sizes_that_nothing_divides_travel_padded(text):
 def test_every_rank_counts_the_calls_that_it_makes(text, model):
     plan = plan_of(text, model)
     for calls, own in on_ranks(plan.mesh.num_ranks, run_counted, Task.of(plan)):
-        own["all_reduce"] += 1  # of loss and norm, over all ranks
+        own["allreduce_"] += 1  # of loss and norm, over all ranks
         assert calls == own
 
 

@@ -1,6 +1,10 @@
-"""The model of one rank: the blocks of the plan's graph with NxD's layers in them, and its part of the weights."""
+"""The model of one rank: the blocks of the plan's graph with NxD's layers in them, and its part of the weights.
 
-from collections.abc import Callable, Iterable, Mapping
+Between its layers NxD keeps [seq, batch, hidden] where the sequence is cut over tp, else [batch, seq, hidden]. Inside
+attention, MLP and loss the graph's order holds: batch, seq, then the dims of the operation.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,31 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from autoshard.engine.nxd.blocks import (
-    BlockModule,
-    Compute,
-    FirstStage,
-    LastStage,
-    Leaf,
-    MiddleStage,
-    ModuleStep,
-    NxdDecoder,
-    attend,
-    compute_of,
-    module_steps,
-)
-from autoshard.engine.nxd.layers import (
-    ColumnProducts,
-    ExpertsLayer,
-    Recomputed,
-    RowProduct,
-    TokenLosses,
-    flash_attend,
-    ring_attend,
-)
+from autoshard.engine.nxd import blocks
+from autoshard.engine.nxd.blocks import BlockModule, ModuleStep, NxdDecoder
 from autoshard.engine.nxd.library import groups, named
 from autoshard.engine.nxd.lowering import NxdLowering
 from autoshard.engine.nxd.shards import TpRank, local_of, local_shape
@@ -48,9 +32,120 @@ from autoshard.plan.tables import plan_blocks, step_of
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Kernels = Mapping[str, Any]  # functions by the names of those of NxD
-_RING = "nki_ring_attn_func"
 # Where the whole model lies until NxD has taken this rank's stages: on a host, layers would draw whole weights first.
 _NOWHERE = torch.device("meta")
+
+
+class ColumnProducts(nn.Module):
+    """Products of one input, cut along what they make: one layer for all of them.
+
+    ``made`` are the shapes of what each weight makes, without batch and seq.
+    """
+
+    def __init__(self, layer: nn.Module, made: Sequence[tuple[int, ...]], *, sequence_first: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self._made, self._sequence_first = made, sequence_first
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Multiply; return one tensor for each weight."""
+        product = self.layer(x)
+        products: Sequence[Tensor] = product if isinstance(product, tuple) else (product,)
+        for one in products:
+            if one.requires_grad:
+                one.register_hook(torch.Tensor.contiguous)  # NxD's products ask that of gradients on a CPU
+        parts = products if isinstance(product, tuple) else product.chunk(len(self._made), dim=-1)
+        ordered = [part.transpose(0, 1) if self._sequence_first else part for part in parts]
+        shaped = tuple(part.unflatten(-1, shape) for part, shape in zip(ordered, self._made, strict=True))
+        first, *others = shaped
+        return shaped if others else first
+
+
+class RowProduct(nn.Module):
+    """A product cut along what it sums over, whose sums the layer completes."""
+
+    def __init__(self, layer: nn.Module, num_read: int, *, sequence_first: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self._num_read, self._sequence_first = num_read, sequence_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        flat = x.flatten(-self._num_read) if self._num_read > 1 else x
+        return self.layer(flat.transpose(0, 1).contiguous() if self._sequence_first else flat)
+
+
+class ExpertsLayer(nn.Module):
+    """A router, its experts and what they send; takes and gives hidden states as they lie between layers."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what comes back from the experts; NxD gives a tuple."""
+        return self.layer(x)[0]
+
+
+class TokenLosses(nn.Module):
+    """The loss of every token of a cut vocabulary; entries of its padding never win anything."""
+
+    def __init__(self, loss: Any, first: int, vocab: int) -> None:
+        super().__init__()
+        self._loss, self._first, self._vocab = loss, first, vocab
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return [batch, seq]; NxD works in place, on logits in FP32 without gaps in memory."""
+        wide = blocks.at_least_fp32(logits).contiguous()
+        entries = torch.arange(logits.shape[-1], device=logits.device) + self._first
+        if self._first + logits.shape[-1] > self._vocab:
+            wide = wide.masked_fill(entries >= self._vocab, torch.finfo(wide.dtype).min / 2)
+        elif wide is logits:
+            wide = logits.clone()
+        return self._loss(wide, labels)
+
+
+class Recomputed(nn.Module):
+    """Marks a module whose result is computed again for backward: NxD wraps every module of this class."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Compute."""
+        return self.module(*inputs)
+
+
+def flash_attend(kernel: Any, lnc: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend in NxD's kernel, which takes as many keys as queries: [batch, seq, kv_heads, q_group, head_dim].
+
+    Over the cores of a logical one it shares whole heads, ``heads // lnc`` for each, and what is left over is never
+    computed. Without sharing (``lnc`` 1) its grid has all heads.
+    """
+    cores = 1 if query.shape[2] * query.shape[3] % lnc else lnc
+    return _attend_in(partial(kernel, transpose_nki_inputs=False), query, key, value, cores)
+
+
+def ring_attend(
+    kernel: Any, rank: int, ring: Sequence[Sequence[int]], query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Attend with a part of every sequence in NxD's kernel, which passes keys and values around a ring of ranks.
+
+    It finds from the number of this rank which part is its own.
+    """
+    return _attend_in(kernel, query, key, value, rank, ring)
+
+
+def _attend_in(kernel: Any, query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Tensor:
+    """Give a kernel a key and a value for every query head: [batch, head, seq, head_dim].
+
+    It multiplies in BF16 by default, FP32 included.
+    """
+    keys, values = (x.repeat_interleave(query.shape[3], dim=2).transpose(1, 2) for x in (key, value))
+    queries, in_bf16 = query.flatten(2, 3).transpose(1, 2), query.dtype != torch.float32
+    mixed = kernel(queries, keys, values, *given, mixed_precision=in_bf16)
+    return mixed.transpose(1, 2).unflatten(2, query.shape[2:4])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +156,44 @@ class ParameterContents:
     holds: FormParameter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
-    """The model of one rank, and what each of its parameters holds, by name."""
+class NxdModel:
+    """The model of one rank, and what each of its parameters holds, by name; NxD's groups must stand.
 
-    model: NxdDecoder
-    contents: Mapping[str, ParameterContents]
-    rank: TpRank
-    sizes: Mapping[str, int]
-    whole: Mapping[str, int]  # the same without padding
+    ``kernels`` take the place of NxD's where those cannot run, by their names. ``whole`` are sizes without padding;
+    ``positions`` are those of every sequence that are this rank's: over cp, NxD cuts it into pieces in a row.
+    """
+
+    def __init__(self, plan: Plan, lowering: NxdLowering, kernels: Kernels) -> None:
+        """Make every layer with this rank's share."""
+        self.rank = TpRank.of(plan.mesh, groups().get_tensor_model_parallel_rank())
+        self.sizes, self.whole = form_sizes(plan), step_of(plan).sizes(plan.micro_batch)
+        length = plan.workload.seq_len // plan.mesh.size("cp")
+        first = length * groups().get_context_model_parallel_rank()
+        self.positions = range(first, first + length)
+        self._plan, self._lowering, self._kernels = plan, lowering, kernels
+        self._holds: dict[int, ParameterContents] = {}  # by identity
+        parts = plan_blocks(plan)
+        rotary = next((op.kind for op in parts["layer"].ops if isinstance(op.kind, Rotary)), None)
+        runs = [again.runs for again in lowering.recompute for _ in range(again.num_layers)]
+        made = [_recomputing(self._block(parts["layer"], f"layer.{at}"), again) for at, again in enumerate(runs)]
+        self.module = NxdDecoder(
+            blocks.FirstStage(self._block(parts["embed"], "embed.0"), self.positions),
+            [blocks.MiddleStage(layer, rotary, plan.model.head_dim, self.positions) for layer in made],
+            blocks.LastStage(self._block(parts["head"], "head.0"), lowering.loss_scale),
+        )
+        self.tie()
+        self.contents = {name: self._holds[id(parameter)] for name, parameter in self.module.named_parameters()}
+
+    def tie(self) -> None:
+        """Let the head of a tied model use the weights of the embedding.
+
+        NxD forgets that when it gives modules their memory.
+        """
+        if self._plan.model.tied_embeddings:
+            owner = self.module.embed.block.get_submodule("embed")
+            other = self.module.head.block.get_submodule("unembed")
+            owner, other = (getattr(module, "layer", module) for module in (owner, other))  # of NxD, or the leaf
+            other.weight = owner.weight
 
     def fill(self, parameters: Iterable[tuple[str, nn.Parameter]], whole: Callable[[str], Array]) -> None:
         """Give parameters this rank's part of whole weights: what NxD draws differs between copies of keys."""
@@ -93,72 +217,27 @@ class Built:
             for mark, value in marks.items():
                 setattr(parameter, mark, value)
 
-
-def build_model(plan: Plan, lowering: NxdLowering, kernels: Kernels) -> Built:
-    """Build the model with this rank's share of every layer; NxD's groups must stand.
-
-    ``kernels`` take the place of NxD's where those cannot run, by their names.
-    """
-    building = _Building(plan, lowering, kernels)
-    blocks, positions = plan_blocks(plan), positions_of(plan)
-    rotary = next((op.kind for op in blocks["layer"].ops if isinstance(op.kind, Rotary)), None)
-    runs = [again.runs for again in lowering.recompute for _ in range(again.num_layers)]
-    layers = [
-        MiddleStage(
-            _recomputing(building.block(blocks["layer"], f"layer.{number}"), again),
-            rotary, plan.model.head_dim, positions,
-        )
-        for number, again in enumerate(runs)
-    ]  # fmt: skip
-    head = LastStage(building.block(blocks["head"], "head.0"), lowering.loss_scale)
-    model = NxdDecoder(FirstStage(building.block(blocks["embed"], "embed.0"), positions), layers, head)
-    if plan.model.tied_embeddings:
-        tie(model)
-    contents = {name: building.contents[id(parameter)] for name, parameter in model.named_parameters()}
-    whole = step_of(plan).sizes(plan.micro_batch)
-    return Built(model=model, contents=contents, rank=building.rank, sizes=building.sizes, whole=whole)
-
-
-def positions_of(plan: Plan) -> range:
-    """Return which positions of every sequence are this rank's: over cp, NxD cuts it into pieces in a row."""
-    length = plan.workload.seq_len // plan.mesh.size("cp")
-    first = length * groups().get_context_model_parallel_rank()
-    return range(first, first + length)
-
-
-def tie(model: NxdDecoder) -> None:
-    """Let the head use the weights of the embedding; NxD forgets that when it gives modules their memory."""
-    tables = [
-        block.get_submodule(name) for block, name in ((model.embed.block, "embed"), (model.head.block, "unembed"))
-    ]
-    owner, other = (getattr(module, "layer", module) for module in tables)  # the layer of NxD, or the leaf
-    other.weight = owner.weight
-
-
-class _Building:
-    """The modules of a model while they are made, and what their parameters hold, by identity."""
-
-    def __init__(self, plan: Plan, lowering: NxdLowering, kernels: Kernels) -> None:
-        self.rank = TpRank.of(plan.mesh, groups().get_tensor_model_parallel_rank())
-        self.sizes, self._kernels = form_sizes(plan), kernels
-        self.contents: dict[int, ParameterContents] = {}
-        self._plan, self._lowering = plan, lowering
-
-    def block(self, block: Block, instance: str) -> BlockModule:
+    def _block(self, block: Block, instance: str) -> BlockModule:
         """Make the module of a block: layers of NxD for the runs of forms, leaves for all other operations."""
         forms = {form.leaves: form for form in self._lowering.forms[block.kind]}
-        steps = module_steps(block, tuple(forms))
-        return BlockModule(
-            [(step, self._module(block, step, forms.get(step.ops), instance)) for step in steps],
-            (block.carry_out or "loss",),
-        )
+        steps: list[tuple[ModuleStep, nn.Module]] = []
+        for step in blocks.module_steps(block, tuple(forms)):
+            form = forms.get(step.ops)
+            if form is None or form.layer == "leaf":
+                module = inner = self._leaf(block, step, form)
+            else:
+                module, inner = self._layer(form)
+            for parameter in form.parameters if form else ():
+                self._holds[id(inner.get_parameter(parameter.name))] = ParameterContents(instance, parameter)
+            steps.append((step, module))
+        return BlockModule(steps, (block.carry_out or "loss",))
 
-    def _module(self, block: Block, step: ModuleStep, form: Form | None, instance: str) -> nn.Module:
-        if form is None or form.layer == "leaf":
-            return self._leaf(block, step, form, instance)
+    def _layer(self, form: Form) -> tuple[nn.Module, nn.Module]:
+        """Return a module that stands for a form, and the layer of NxD in it."""
         if form.layer == "parallel_cross_entropy":
             size = self.sizes["vocab"] // self.rank.size(TP)
-            return TokenLosses(named(form.layer), self.rank.index * size, self._plan.model.vocab)
+            losses = TokenLosses(named(form.layer), self.rank.index * size, self._plan.model.vocab)
+            return losses, losses
         given = _given(form.arguments)
         if form.layer == "MoE":
             parts = {"router": "RouterTopK", "expert_mlps": "ExpertMLPs"}
@@ -166,67 +245,61 @@ class _Building:
         else:
             given["device"] = _NOWHERE
         layer = named(form.layer)(**given)
-        self._place(layer, form, instance)
-        if form.layer == "MoE":
-            return ExpertsLayer(layer)
-        if form.layer == "ParallelEmbedding":
-            return layer
         first = self._lowering.sequence_first
         pieces = [piece for parameter in form.parameters for piece in parameter.pieces]
-        if form.layer == "RowParallelLinear":
-            return RowProduct(layer, len(pieces[0].axes[-1]), sequence_first=first)
-        made = [
-            tuple(self.sizes[dim] // self.rank.size(piece.cuts.get(dim, ())) for dim in piece.axes[0])
-            for piece in pieces
-        ]
-        return ColumnProducts(layer, made, sequence_first=first)
+        match form.layer:
+            case "MoE":
+                return ExpertsLayer(layer), layer
+            case "ParallelEmbedding":
+                return layer, layer
+            case "RowParallelLinear":
+                return RowProduct(layer, len(pieces[0].axes[-1]), sequence_first=first), layer
+            case _:
+                made = [
+                    tuple(self.sizes[dim] // self.rank.size(piece.cuts.get(dim, ())) for dim in piece.axes[0])
+                    for piece in pieces
+                ]
+                return ColumnProducts(layer, made, sequence_first=first), layer
 
-    def _leaf(self, block: Block, step: ModuleStep, form: Form | None, instance: str) -> nn.Module:
+    def _leaf(self, block: Block, step: ModuleStep, form: Form | None) -> nn.Module:
         op = block.op(step.ops[0])
         dtype, parameters = DTYPES[self._plan.workload.precision.weights], form.parameters if form else ()
         weights = {
             one.name: nn.Parameter(torch.empty(local_shape(one, self.rank, self.sizes), dtype=dtype, device=_NOWHERE))
             for one in parameters
         }
-        compute = self._attention() if isinstance(op.kind, Attend) else compute_of(block, op)
+        compute = self._attention() if isinstance(op.kind, Attend) else blocks.compute_of(block, op)
         if isinstance(op.kind, Lookup) and self._lowering.sequence_first and any(one.summed for one in parameters):
             compute = partial(_rows_of_part, self.rank.index, self.rank.size(TP))
-        leaf = Leaf(compute, weights)
-        if form:
-            self._place(leaf, form, instance)
-        return leaf
+        return blocks.Leaf(compute, weights)
 
-    def _attention(self) -> Compute:
+    def _attention(self) -> blocks.Compute:
         """Return the plan's attention; on a CPU, which has no kernels, single operations that compute the same."""
-        kind, on_cpu = self._lowering.attention, named("cpu_mode")()
+        kind, on_cpu, name = self._lowering.attention, named("cpu_mode")(), "nki_ring_attn_func"
         if kind == "ring":
-            kernel = self._kernels.get(_RING) or named(_RING)
+            kernel = self._kernels.get(name) or named(name)
             message = "NxD's ring attention is a kernel for NeuronCores, and there are none here. Use cp=1"
-            require((not on_cpu or _RING in self._kernels, "cp", message))
+            require((not on_cpu or name in self._kernels, "cp", message))
             pairs = groups().get_context_model_parallel_src_tgt_pairs()
             return partial(ring_attend, kernel, dist.get_rank(), pairs)
         if kind == "core" or on_cpu:
-            return attend
+            return blocks.attend
         return partial(flash_attend, named("nki_flash_attn_func"), self._plan.cluster.lnc or 1)
 
-    def _place(self, module: nn.Module, form: Form, instance: str) -> None:
-        for parameter in form.parameters:
-            self.contents[id(module.get_parameter(parameter.name))] = ParameterContents(instance, parameter)
 
-
-def _rows_of_part(part: int, num_parts: int, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _rows_of_part(part: int, num_parts: int, positions: Tensor, table: Tensor) -> Tensor:
     """Take the rows of one part of the positions, for a hidden state that begins with the sequence."""
     return functional.embedding(positions.chunk(num_parts)[part], table).unsqueeze(1)
 
 
 def _recomputing(layer: BlockModule, again: tuple[tuple[str, ...], ...]) -> nn.Module:
-    """Mark what a layer computes again for backward."""
+    """Mark what a layer computes again for backward; of a mixture, the products of experts and what lies between."""
     if again == (("",),):
         return Recomputed(layer)
-    mixture = next((one for one in layer.children() if isinstance(one, ExpertsLayer)), None)
+    mixture = next((one.layer for one in layer.children() if isinstance(one, ExpertsLayer)), None)
     for run in again:
         if mixture and len(run) > 1:
-            mixture.recompute()
+            mixture.expert_mlps.mlp_op = Recomputed(mixture.expert_mlps.mlp_op)
         else:
             layer = layer.grouped(run, Recomputed)
     return layer

@@ -3,7 +3,7 @@
 One process stands for one rank of many, in a world that is not there; its device holds shapes but no numbers.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,20 +44,13 @@ class _NoNumbers(TorchDispatchMode):
             sent = _changed(args, lambda _: torch.empty(0))
             counts = [isinstance(one, list) and all(isinstance(size, int) for size in one) for one in sent]
             return func(*([] if is_counts else one for one, is_counts in zip(sent, counts, strict=True)), **given)
-        tensors = list(_tensors((args, *given.values())))
+        tensors: list[torch.Tensor] = []
+        _changed((*args, *given.values()), lambda one: tensors.append(one) or one)
         if func is _READ and tensors[0].is_meta:  # a loss or a norm: any number, but one that may be divided by
             return 1.0 if tensors[0].is_floating_point() else 1
         if func not in _COPIES and len({one.device for one in tensors if one.dim()}) > 1:
             raise RuntimeError(f"{func} takes tensors of the host and of a device")
         return func(*args, **given)
-
-
-def _tensors(given: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for one in given:
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif isinstance(one, list | tuple):
-            yield from _tensors(one)
 
 
 def _changed(given: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:

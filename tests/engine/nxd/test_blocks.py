@@ -21,7 +21,7 @@ from autoshard.engine.nxd.blocks import (
     compute_of,
     module_steps,
 )
-from autoshard.engine.nxd.layers import flash_attend, ring_attend
+from autoshard.engine.nxd.model import flash_attend, ring_attend
 from autoshard.errors import InputError
 from autoshard.graph.block import OpGraph
 from autoshard.graph.kinds.attention import Rotary

@@ -44,17 +44,6 @@ def test_the_documented_cases(name: str, golden: Callable[[str, str], None]) -> 
     golden(f"nxd/{name}.yaml", yaml.safe_dump(encode(lowering), default_flow_style=None, sort_keys=False, width=120))
 
 
-def test_cuts_name_the_last_layer_of_each_stage() -> None:
-    # examples/conf/hf_llama3_70B_trn2_config.yaml: pipeline_cuts 18, 39, 60
-    pipeline = lowering_of(planned(*DOCUMENTED["llama3-70b-8-trn2"])).config["pipeline_config"]
-    assert pipeline["pipeline_cuts"] == ("layers.18", "layers.39", "layers.60")
-
-
-def test_a_sum_becomes_the_mean_of_micro_batches_and_replicas() -> None:
-    assert lowering_of(tp8("tp=8,pp=4,dp=2")).loss_scale == 2 * 512
-    assert lowering_of(tp8("tp=8,pp=1,dp=4")).loss_scale == 4
-
-
 def test_the_limit_of_the_norm_reaches_zero_1() -> None:
     # NxD's trainer passes grad_clipping on to ZeRO-1, but not max_grad_norm.
     plan = tp8()
