@@ -24,17 +24,13 @@ transformers: Any = pytest.importorskip("transformers")
 overrides: Any = pytest.importorskip("torch.overrides")
 
 BATCH, SEQ, ACCUMULATED, RATE = 2, 7, 2, 1e-2
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8,
-}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE |= {"original_max_position_embeddings": 8}
 OF_3_1 = {"head_dim": 8, "rope_theta": 50.0, "rope_scaling": LLAMA3_ROPE, "tie_word_embeddings": True}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     **{family: small_config(family) for family in SMALL_FAMILIES},
     "llama, tied, scaled as in 3.1": small_config("llama", **OF_3_1),
+    "llama, linear scaling": small_config("llama", rope_scaling={"rope_type": "linear", "factor": 4.0}),
 }
 
 

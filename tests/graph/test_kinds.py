@@ -23,7 +23,6 @@ from autoshard.graph.kinds.norm import Norm, Softmax
 from autoshard.graph.kinds.optimizer import AdamW, ClipScale, Sgd, SquareSum
 from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Unary
 from autoshard.graph.op import DIMS, Array, Call, Differentiable, Dims, Op, OpKind
-from autoshard.spec.model import RotaryScaling
 from autoshard.spec.workload import Dtype, Precision
 
 torch: Any = pytest.importorskip("torch")
@@ -51,22 +50,18 @@ class Case:
 
 
 MAXIMUM = Reduce(function="max", over=("vocab",))  # passes no gradient on purpose
-CLOSE, FAR = (RotaryScaling(kind="linear", factor=4.0), RotaryScaling(
-    kind="llama3", factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_positions=64
-))  # fmt: skip
-
 
 # -- what torch says -------------------------------------------------------------------------------
 
 
-def reference_rotary(fraction: float, scaling: RotaryScaling | None = None, theta: float = 10000.0) -> Reference:
+def reference_rotary(fraction: float, theta: float) -> Reference:
     """Turn complex numbers: the first half of the rotated part is real, the second imaginary."""
 
     def rotate(x: Any, positions: Any, *rest: Any) -> Any:
         *starts, sizes = rest
         rotated = int(sizes["head_dim"] * fraction)
         half = rotated // 2
-        speeds = [reference_speed(theta ** (-2 * pair / rotated), scaling) for pair in range(half)]
+        speeds = [theta ** (-2 * pair / rotated) for pair in range(half)]
         where = torch.stack([positions - row for row in starts[0]] if starts else [positions])
         angles = where.double()[..., None] * torch.tensor(speeds, dtype=torch.float64)
         angles = angles.reshape(len(where), sizes["seq"], *[1] * (x.ndim - 3), half)
@@ -74,23 +69,6 @@ def reference_rotary(fraction: float, scaling: RotaryScaling | None = None, thet
         return torch.cat([turned.real, turned.imag, x[..., rotated:]], dim=-1)
 
     return rotate
-
-
-def reference_speed(speed: float, scaling: RotaryScaling | None) -> float:
-    """Llama 3.1's rule written with wavelengths, as in Meta's code."""
-    if scaling is None:
-        return speed
-    if scaling.kind == "linear":
-        return speed / scaling.factor
-    wavelength = 2 * math.pi / speed
-    if wavelength < scaling.original_positions / scaling.high_frequency_factor:
-        return speed
-    if wavelength > scaling.original_positions / scaling.low_frequency_factor:
-        return speed / scaling.factor
-    turns = scaling.original_positions / wavelength
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    smooth = (turns - low) / (high - low)
-    return (1 - smooth) * speed / scaling.factor + smooth * speed
 
 
 def reference_attention(window: int | None) -> Reference:
@@ -282,12 +260,10 @@ def norm(name: Any, over: str, *inputs: str, eps: float = 1e-3) -> Case:
     return Case(Norm(function=name, over=over, eps=eps), inputs, reference_norm(name, eps))
 
 
-def rotary(
-    x: str, fraction: float = 1.0, scaling: RotaryScaling | None = None, theta: float = 10000.0, *, apart: bool = False
-) -> Case:
-    kind = Rotary(fraction=fraction, theta=theta, scaling=scaling)
+def rotary(x: str, fraction: float = 1.0, theta: float = 10000.0, *, apart: bool = False) -> Case:
+    kind = Rotary(fraction=fraction, theta=theta)
     where = ("seq <", *(("batch seq <",) if apart else ()))
-    return Case(kind, (x, *where), reference_rotary(fraction, scaling, theta), draw_rotary(*dims(x), apart=apart))
+    return Case(kind, (x, *where), reference_rotary(fraction, theta), draw_rotary(*dims(x), apart=apart))
 
 
 def attention(window: int | None = None, *, apart: bool = False) -> Case:
@@ -330,8 +306,6 @@ CASES: Mapping[str, Case] = {
     ),
     "rotary": rotary(HEADS),
     "rotary of keys, part of the head": rotary("batch seq kv_heads head_dim", fraction=0.5, theta=500.0),
-    "rotary, linear scaling": rotary(HEADS, scaling=CLOSE),
-    "rotary, llama3 scaling": rotary(HEADS, scaling=FAR),
     "rotary of keys from where a document starts": rotary("batch seq kv_heads head_dim", fraction=0.5, apart=True),
     "attend": attention(),
     "attend to a document": attention(apart=True),
@@ -475,7 +449,7 @@ EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
     "softmax inside": (0, 4 * TH),
     **dict.fromkeys(("rms norm", "layer norm", "layer norm without bias"), (0, 4 * TH)),
     "rms norm of heads": (0, 4 * Q * 4),
-    **dict.fromkeys(("rotary", "rotary, linear scaling", "rotary, llama3 scaling"), (0, 3 * Q * 4)),
+    "rotary": (0, 3 * Q * 4),
     "rotary of keys, part of the head": (0, 3 * T * 7 * 2),
     "rotary of keys from where a document starts": (0, 3 * T * 7 * 2),
     # As many pairs as if documents saw each other: what is counted is no less than what is done.
