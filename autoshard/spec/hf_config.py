@@ -7,7 +7,7 @@ workload decides), pretraining_tp and reorder_and_upcast_attn (the same mathemat
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
 from autoshard.errors import Fault, InputError, nearest
@@ -19,102 +19,74 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelType:
-    """What one ``model_type`` leaves to a default, and what is fixed by its code.
+    """What the code of one ``model_type`` fixes in ModelSpec, and the defaults of the fields that may be left out.
 
-    Where ``positions_default`` is None they must be stated; where ``theta_default`` is, they are learned.
+    Fields that all have alike are in SHARED_DEFAULTS; one that is in neither must be stated, or is not read.
     """
 
     architecture: str
-    ffn_is_4_hidden: bool = False
-    positions_default: int | None
-    norm: Literal["rms", "layer"] = "rms"
-    norm_eps_default: float = 1e-6
-    activation_default: str = "silu"
-    gated_mlp: bool = True
-    theta_default: float | None = 10000.0
-    fraction_default: float = 1.0
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    defaults: Mapping[str, Any]
     grouped_heads: bool = True
-    kv_heads_default: int | None = None
-    head_dim_default: int | None = None
-    attention_bias: bool | None = None
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    mlp_bias_is_read: bool = False
-    qk_norm: bool = False
-    parallel_residual: bool = False
-    tied: bool = False
-    experts: bool = False
     window: Literal["none", "all layers", "some layers"] = "none"
-    window_default: int | None = None
 
 
-_MISTRAL = ModelType(
-    architecture="MistralForCausalLM",
-    positions_default=131072,
-    kv_heads_default=8,
-    window="all layers",
-    window_default=4096,
-)
-_QWEN2 = ModelType(
-    architecture="Qwen2ForCausalLM",
-    positions_default=32768,
-    kv_heads_default=32,
-    qkv_bias=True,
-    window="some layers",
-    window_default=4096,
-)
+SHARED_DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": None,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+_MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
+_QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
+_PLAIN_MLP = {"norm": "layer", "gated_mlp": False, "mlp_bias": True}
 MODEL_TYPES: Mapping[str, ModelType] = {
     "llama": ModelType(
-        architecture="LlamaForCausalLM", positions_default=2048, attention_bias=False, mlp_bias_is_read=True
+        architecture="LlamaForCausalLM",
+        defaults={"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
     ),
-    "mistral": _MISTRAL,
-    "mixtral": replace(
-        _MISTRAL,
+    "mistral": ModelType(
+        architecture="MistralForCausalLM", defaults={**_MISTRAL, "sliding_window": 4096}, window="all layers"
+    ),
+    "mixtral": ModelType(
         architecture="MixtralForCausalLM",
-        norm_eps_default=1e-5,
-        theta_default=1e6,
-        experts=True,
-        window_default=None,
+        defaults={**_MISTRAL, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2},
+        window="all layers",
     ),
     "gpt2": ModelType(
         architecture="GPT2LMHeadModel",
-        ffn_is_4_hidden=True,
-        positions_default=None,
-        norm="layer",
-        norm_eps_default=1e-5,
-        activation_default="gelu_new",
-        gated_mlp=False,
-        theta_default=None,
+        fixed={**_PLAIN_MLP, "positions": "learned", "qkv_bias": True, "out_bias": True},
+        defaults={
+            "intermediate_size": None, "rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "tie_word_embeddings": True
+        },
         grouped_heads=False,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        tied=True,
     ),
     "gpt_neox": ModelType(
         architecture="GPTNeoXForCausalLM",
-        positions_default=2048,
-        norm="layer",
-        norm_eps_default=1e-5,
-        activation_default="gelu",
-        gated_mlp=False,
-        fraction_default=0.25,
+        fixed=_PLAIN_MLP,
+        defaults={
+            "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "gelu", "partial_rotary_factor": 0.25,
+            "attention_bias": True, "use_parallel_residual": True,
+        },
         grouped_heads=False,
-        attention_bias=True,
-        mlp_bias=True,
-        parallel_residual=True,
     ),
-    "qwen2": _QWEN2,
-    "qwen3": replace(
-        _QWEN2,
+    "qwen2": ModelType(
+        architecture="Qwen2ForCausalLM", fixed={"qkv_bias": True}, defaults=_QWEN, window="some layers"
+    ),
+    "qwen3": ModelType(
         architecture="Qwen3ForCausalLM",
-        head_dim_default=128,
-        qkv_bias=False,
-        attention_bias=False,
-        qk_norm=True,
+        fixed={"qk_norm": True},
+        defaults={**_QWEN, "head_dim": 128, "attention_bias": False},
+        window="some layers",
     ),
-}
+}  # fmt: skip
 # How GPT-2, GPT-NeoX and older Mixtral cards spell fields that all others call alike.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_hidden_layers": ("n_layer",),
@@ -175,6 +147,13 @@ UNMODELLED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size"), (0, None)),
     "num_nextn_predict_layers": (0, None),
 }
+# What a true or false decides in ModelSpec.
+_FLAGS: Mapping[str, tuple[str, ...]] = {
+    "attention_bias": ("qkv_bias", "out_bias"),
+    "mlp_bias": ("mlp_bias",),
+    "use_parallel_residual": ("parallel_residual",),
+    "tie_word_embeddings": ("tied_embeddings",),
+}
 _ROTARY_KEYS = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
     *("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -193,34 +172,27 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
         found = f"{shown(name_of_type)} is not a known architecture" if "model_type" in config else "missing"
         raise InputError.of("model_type", f"{found}. Known: {', '.join(MODEL_TYPES)}.")
     kind = MODEL_TYPES[name_of_type]
-    reader, attention = _ConfigReader(config), kind.attention_bias
-    for field, off in UNMODELLED.items():
-        reader.only(field, off, "what it asks for is not modelled")
+    reader = _ConfigReader(config, {**SHARED_DEFAULTS, **kind.defaults})
+    for name_of_field, off in UNMODELLED.items():
+        reader.only(name_of_field, off, "what it asks for is not modelled")
     reader.only("architectures", ([kind.architecture], [], None), "what model_type stands for")
-    if attention is None:
-        reader.only("attention_bias", (kind.qkv_bias, None), f"{kind.architecture} leaves no choice")
-    else:
-        attention = reader.read(bool, "attention_bias", attention)
-    if not kind.mlp_bias_is_read:
-        reader.only("mlp_bias", (kind.mlp_bias, None), f"{kind.architecture} leaves no choice")
-    sizes = _sizes(reader, kind)
-    traits: dict[str, Any] = {
-        "norm": kind.norm,
-        "norm_eps": reader.read(float, "rms_norm_eps", kind.norm_eps_default),
-        "activation": reader.choice("hidden_act", kind.activation_default, ACTIVATIONS),
-        "gated_mlp": kind.gated_mlp,
-        "qk_norm": kind.qk_norm,
-        "parallel_residual": kind.parallel_residual and reader.read(bool, "use_parallel_residual", True),
-        "tied_embeddings": reader.read(bool, "tie_word_embeddings", kind.tied),
-        "qkv_bias": kind.qkv_bias if attention is None else attention,
-        "out_bias": kind.out_bias if attention is None else attention,
-        "mlp_bias": reader.read(bool, "mlp_bias", False) if kind.mlp_bias_is_read else kind.mlp_bias,
+    traits: dict[str, Any] = {"norm": "rms", "gated_mlp": True, "positions": "rotary", "mlp_bias": False, **kind.fixed}
+    for option, fields in _FLAGS.items():
+        if option in reader.defaults:
+            traits |= dict.fromkeys(fields, reader.read(bool, option))
+        else:
+            reader.only(option, (kind.fixed.get(fields[0], False), None), f"{kind.architecture} leaves no choice")
+    traits |= {
+        "norm_eps": reader.read(float, "rms_norm_eps"),
+        "activation": reader.choice("hidden_act", ACTIVATIONS),
+        **_sizes(reader, kind),
         **_experts(reader, kind),
-        "window": _window(reader, kind, sizes["num_layers"]),
     }
-    rotary = _rotary(reader, kind, sizes["max_positions"])
+    if traits["positions"] == "rotary":
+        traits |= _rotary(reader, kind, traits["max_positions"])
+    traits["window"] = _window(reader, kind, traits["num_layers"])
     # Where a field could not be read a harmless value stands, so that all that is wrong is named at once.
-    found = reader.made(lambda: ModelSpec(name=name, source=source, **sizes, **traits, **rotary))
+    found = reader.made(lambda: ModelSpec(name=name, source=source, **traits))
     if reader.faults or found is None:
         raise InputError(reader.faults)
     return found
@@ -232,8 +204,8 @@ class _ConfigReader:
     A field is read under any of its ALIASES; messages name the one that is in the data.
     """
 
-    def __init__(self, data: Mapping[str, object]) -> None:
-        self.data = data
+    def __init__(self, data: Mapping[str, object], defaults: Mapping[str, Any]) -> None:
+        self.data, self.defaults = data, defaults
         self.faults: list[Fault] = []
 
     def refuse(self, field: str, message: str) -> None:
@@ -260,13 +232,13 @@ class _ConfigReader:
             known = " or ".join(shown(value) for value in allowed)
             self.refuse(field, f"must be {known}, not {shown(self.data[field])}: {reason}")
 
-    def read(self, kind: type[T], name: str, default: T | None = None) -> T:
+    def read(self, kind: type[T], name: str) -> T:
         """Read a value of a type; without a default it must be there."""
-        field, harmless = self._spelled(name), cast(T, 1) if default is None else default
+        field, harmless = self._spelled(name), cast(T, self.defaults.get(name) or 1)
         if field not in self.data:
-            if default is None:
+            if name not in self.defaults:
                 self.refuse(field, "missing, and it has no default")
-            return harmless
+            return self.defaults.get(name, harmless)
         for other in ALIASES.get(name, ()):
             if other in self.data and self.data[other] != self.data[field]:
                 self.refuse(other, f"{shown(self.data[other])} contradicts {field}, {shown(self.data[field])}")
@@ -276,26 +248,24 @@ class _ConfigReader:
             self.faults.extend(error.faults)
             return harmless
 
-    def whole(self, name: str, default: int | None = None, low: int = 1) -> int:
-        """Read a whole number; without a default it must be there."""
-        found = self.read(int, name, default)
+    def whole(self, name: str, low: int = 1) -> int:
+        """Read a whole number."""
+        found = self.read(int, name)
         if found < low:
             self.refuse(self._spelled(name), f"must be at least {low}, not {found}")
         return max(found, low)
 
-    def whole_or_null(self, name: str, default: int | None = None) -> int | None:
+    def whole_or_null(self, name: str) -> int | None:
         """Read a whole number of at least 1 that may also be null."""
-        field = self._spelled(name)
-        if field not in self.data:
-            return default
-        return None if self.data[field] is None else self.whole(name)
+        is_null = self.data.get(self._spelled(name), self.defaults[name]) is None
+        return None if is_null else self.whole(name)
 
-    def choice(self, name: str, default: str, known: Mapping[str, T]) -> T:
+    def choice(self, name: str, known: Mapping[str, T]) -> T:
         """Read one of the words that are known, and return what it stands for."""
-        found = self.read(str, name, default)
+        found = self.read(str, name)
         if found not in known:
             self.refuse(self._spelled(name), f"{shown(found)} is not known. {nearest(found, sorted(known))}")
-        return known.get(found, known[default])
+        return known.get(found, known[self.defaults[name]])
 
     def _spelled(self, name: str) -> str:
         return next((field for field in (name, *ALIASES.get(name, ())) if field in self.data), name)
@@ -303,10 +273,10 @@ class _ConfigReader:
 
 def _sizes(reader: _ConfigReader, kind: ModelType) -> dict[str, int]:
     hidden, heads = reader.whole("hidden_size"), reader.whole("num_attention_heads")
-    stated = reader.whole_or_null("head_dim", kind.head_dim_default)
+    ffn = (reader.whole_or_null if "intermediate_size" in reader.defaults else reader.whole)("intermediate_size")
+    stated = reader.whole_or_null("head_dim")
     head_dim = max(1, hidden // heads) if stated is None else stated
-    kv_heads = reader.whole_or_null("num_key_value_heads", kind.kv_heads_default) or heads
-    ffn = (reader.whole_or_null if kind.ffn_is_4_hidden else reader.whole)("intermediate_size")
+    kv_heads = reader.whole_or_null("num_key_value_heads") or heads
     if stated is None or not kind.grouped_heads:
         message = f"{heads} heads cannot share a hidden size of {hidden} evenly"
         reader.check(lambda: hidden % heads == 0, ("num_attention_heads", "hidden_size"), message)
@@ -322,56 +292,53 @@ def _sizes(reader: _ConfigReader, kind: ModelType) -> dict[str, int]:
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "vocab": reader.whole("vocab_size"),
-        "max_positions": reader.whole("max_position_embeddings", kind.positions_default),
+        "max_positions": reader.whole("max_position_embeddings"),
     }
 
 
 def _rotary(reader: _ConfigReader, kind: ModelType, max_positions: int) -> dict[str, Any]:
     """Read positions: the older flat fields, then ``rope_scaling`` or ``rope_parameters``, which win."""
-    if kind.theta_default is None:
-        return {"positions": "learned"}
-    theta = reader.read(float, "rope_theta", kind.theta_default)
-    fraction = reader.read(float, "partial_rotary_factor", kind.fraction_default)
+    # transformers prefers the flat field, and where neither is stated the context of the model.
+    flat = reader.whole_or_null("original_max_position_embeddings")
+    older = {name: reader.read(float, name) for name in ("rope_theta", "partial_rotary_factor")}
     field = "rope_scaling" if reader.data.get("rope_scaling") else "rope_parameters"
     data: object = reader.data.get(field) or {}
     if not isinstance(data, Mapping):
         reader.refuse(field, f"expected an object, found {shown(data)}")
-    group = _ConfigReader(cast(Mapping[str, object], data) if isinstance(data, Mapping) else {})
-    theta = group.read(float, "rope_theta", theta)
-    fraction = group.read(float, "partial_rotary_factor", fraction)
-    # transformers prefers the flat field, and where neither is stated the context of the model.
-    flat = reader.whole_or_null("original_max_position_embeddings")
-    scaling = _scaling(group, flat, max_positions)
+    defaults = {**older, "rope_type": "default", "original_max_position_embeddings": max_positions}
+    group = _ConfigReader(cast(Mapping[str, object], data) if isinstance(data, Mapping) else {}, defaults)
+    theta, fraction = group.read(float, "rope_theta"), group.read(float, "partial_rotary_factor")
+    scaling = _scaling(group, flat)
     reader.faults.extend(fault.under(field) for fault in group.faults)
-    if kind.fraction_default == 1:
+    if reader.defaults["partial_rotary_factor"] == 1:
         message = f"must be 1, not {fraction}: {kind.architecture} rotates whole heads"
         reader.check(lambda: fraction == 1, ("partial_rotary_factor", f"{field}.partial_rotary_factor"), message)
-    return {"positions": "rotary", "rotary_theta": theta, "rotary_fraction": fraction, "rotary_scaling": scaling}
+    return {"rotary_theta": theta, "rotary_fraction": fraction, "rotary_scaling": scaling}
 
 
-def _scaling(group: _ConfigReader, original: int | None, max_positions: int) -> RotaryScaling | None:
+def _scaling(group: _ConfigReader, original: int | None) -> RotaryScaling | None:
     for key in group.data:
         if key not in _ROTARY_KEYS:
             group.refuse(key, f"unknown key. {nearest(key, _ROTARY_KEYS)}")
     kinds: Mapping[str, Literal["linear", "llama3"] | None] = {"default": None, "linear": "linear", "llama3": "llama3"}
-    kind = group.choice("rope_type", "default", kinds)
+    kind = group.choice("rope_type", kinds)
     if kind is None:
         return None
     stated: dict[str, Any] = {"factor": group.read(float, "factor")}
     if kind == "llama3":
         stated["low_frequency_factor"] = group.read(float, "low_freq_factor")
         stated["high_frequency_factor"] = group.read(float, "high_freq_factor")
-        positions = group.whole("original_max_position_embeddings", max_positions)
+        positions = group.whole("original_max_position_embeddings")
         stated["original_positions"] = original or positions
     return group.made(lambda: RotaryScaling(kind=kind, **stated))
 
 
 def _experts(reader: _ConfigReader, kind: ModelType) -> dict[str, int]:
-    if not kind.experts:
+    if "num_experts_per_tok" not in reader.defaults:
         for field in ("num_local_experts", "num_experts", "num_experts_per_tok"):
             reader.only(field, (0, 1, None), f"{kind.architecture} has no experts")
         return {}
-    chosen = reader.whole("num_experts_per_tok", 2)
+    chosen = reader.whole("num_experts_per_tok")
     return {"num_experts": reader.whole("num_local_experts"), "experts_per_token": chosen}
 
 
@@ -381,13 +348,13 @@ def _window(reader: _ConfigReader, kind: ModelType, num_layers: int) -> int | No
         if reader.data.get("use_sliding_window") is not False:
             reader.only("sliding_window", (None,), f"{kind.architecture} looks at the whole sequence")
         window = None
-    elif kind.window == "all layers" or reader.read(bool, "use_sliding_window", False):
-        window = reader.whole_or_null("sliding_window", kind.window_default)
+    elif kind.window == "all layers" or reader.read(bool, "use_sliding_window"):
+        window = reader.whole_or_null("sliding_window")
     else:
         window = None
     layers = reader.data.get("layer_types")
     if kind.window == "some layers" and window is not None:
-        first = reader.whole("max_window_layers", 28, low=0)
+        first = reader.whole("max_window_layers", low=0)
         if layers is not None:
             first = 0 if "sliding_attention" in str(layers) else num_layers
         message = f"layers from {first} on have a window, those before do not; layers that differ are not modelled"
