@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from autoshard.errors import Fault, InputError
-from autoshard.plan.candidate import Candidate
+from autoshard.plan.candidate import Candidate, even_stages
 from autoshard.plan.plan import SCHEMA, Buckets, Plan, Stage
 from autoshard.plan.rules import shape
 from autoshard.plan.rules.columns import Columns, Engine
@@ -47,8 +47,12 @@ def build_plan(
         num_chunks=candidate.vp,
         num_micro_batches=workload.global_batch // (candidate.dp * candidate.mbs),
     )
-    layers = candidate.layers_of_stages(model.num_layers)
-    places = [schedule.place_of(stage) for stage in range(candidate.num_stages)]
+    layers = candidate.stages or even_stages(model.num_layers, candidate.num_stages)
+    stages: list[Stage] = []
+    for number, size in enumerate(layers):
+        (rank, chunk), recompute = schedule.place_of(number), candidate.recompute_of(number)
+        before = sum(layers[:number])
+        stages.append(Stage(rank=rank, chunk=chunk, first_layer=before, num_layers=size, recompute=recompute))
     return Plan(
         schema=SCHEMA,
         model=model,
@@ -62,16 +66,7 @@ def build_plan(
         zero=candidate.zero,
         cp_kind=candidate.cp_kind,
         cp_order=candidate.cp_order,
-        stages=tuple(
-            Stage(
-                rank=rank,
-                chunk=chunk,
-                first_layer=sum(layers[:stage]),
-                num_layers=layers[stage],
-                recompute=candidate.recompute_of(stage),
-            )
-            for stage, (rank, chunk) in enumerate(places)
-        ),
+        stages=tuple(stages),
         schedule=schedule,
         strategies={},
         boundary=candidate.boundary,

@@ -102,10 +102,6 @@ class Candidate:
         """Return the Recompute of one stage."""
         return self.recompute[0] if len(self.recompute) == 1 else self.recompute[stage]
 
-    def layers_of_stages(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers of each stage, for a model of ``num_layers``."""
-        return self.stages or even_stages(num_layers, self.num_stages)
-
 
 def even_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Return the layers of each stage: as even as can be, what is left over goes to the middle.
@@ -200,17 +196,14 @@ def value_text(key: str, value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _matching(pattern: str, meaning: str) -> Callable[[str], str]:
-    def read(raw: str) -> str:
-        if not re.fullmatch(pattern, raw):
-            raise InputError.of("", f"{raw!r} is not {meaning}")
-        return raw
-
-    return read
+def _matching(raw: str, pattern: str, meaning: str) -> str:
+    if not re.fullmatch(pattern, raw):
+        raise InputError.of("", f"{raw!r} is not {meaning}")
+    return raw
 
 
 def _count(raw: str) -> int:
-    return int(_matching("0*[1-9][0-9]{0,8}", "a whole number of at least 1")(raw))
+    return int(_matching(raw, "0*[1-9][0-9]{0,8}", "a whole number of at least 1"))
 
 
 def _choice(*choices: object) -> Callable[[str], object]:
@@ -224,21 +217,15 @@ def _choice(*choices: object) -> Callable[[str], object]:
     return read
 
 
-def _schedule(raw: str) -> str:
-    if raw not in builders():
-        raise InputError.of("", f"{raw!r} is not a schedule. {nearest(raw, [*builders()])}")
-    return raw
-
-
 READERS: Mapping[str, Callable[[str], object]] = {
     **dict.fromkeys(_SIZES, _count),
     "sp": _choice(True, False),
     "zero": _choice(*get_args(Zero)),
-    "schedule": _schedule,
+    "schedule": lambda raw: _choice(*builders())(raw),
     "recompute": parse_stages,
     "stages": lambda raw: tuple(_count(item) for item in expand(raw)),
     "place": Placement.parse,
-    "kernels": _matching("[A-Za-z0-9_][A-Za-z0-9_.-]*", "a name"),
+    "kernels": lambda raw: _matching(raw, "[A-Za-z0-9_][A-Za-z0-9_.-]*", "a name"),
     "cp_kind": _choice(*get_args(CpKind)),
     "cp_order": _choice(*get_args(CpOrder)),
     "boundary": lambda raw: str(Layout.parse(raw)),

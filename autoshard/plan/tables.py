@@ -9,7 +9,7 @@ from autoshard.errors import Fault, InputError
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.op import OpKind
-from autoshard.layout.layout import Collective, CollectiveKind, Cutting, local_sizes, whole_axes
+from autoshard.layout.layout import Collective, Cutting, local_sizes, whole_axes
 from autoshard.layout.program import Program, written_by
 from autoshard.layout.table import Table, TableSetting, fitted, program_of, strategies, written
 from autoshard.plan.candidate import boundary_cuts
@@ -50,29 +50,28 @@ def units_of(plan: Plan) -> Mapping[str, str]:
     """
     if plan.zero != 3:
         return {}
-    programs = plan_programs(plan)
-    lines = {name: _unit(plan, block, programs[name]) for name, block in plan_blocks(plan).items() if name in KINDS}
-    return {name: line for name, line in lines.items() if line}
-
-
-def _unit(plan: Plan, block: Block, program: Program) -> str:
-    atoms, dtypes = table_setting(plan).atoms, plan.workload.precision
-    late = {name for entry in program.by_pass(block.carry_out or "loss").weights for name in written_by(entry)}
-    sent: Counter[tuple[str, CollectiveKind, tuple[str, ...]]] = Counter()
-    for tensor in block.parameters:
-        total = program.results[f"{tensor.name}.sum"]
-        shards = tuple(atom for atom in split_pending(total.layout.sums)[0] if atoms[atom] > 1)
-        count = tensor.num_elements(local_sizes(step_of(plan).graph.sizes, dict(total.layout.dims), atoms))
-        if shards:
-            over = whole_axes(shards, atoms)
-            sent["F", "all_gather", over] += count * DTYPE_BYTES[dtypes.weights]
-            sent["I", "all_gather", over] += count * DTYPE_BYTES[dtypes.weights]
-            apart = plan.schedule.splits_backward and total.name not in late
-            sent["I" if apart else "W", "reduce_scatter", over] += count * DTYPE_BYTES[dtypes.gradients]
-    entries = sorted(sent.items(), key=lambda entry: ("FIW".index(entry[0][0]), entry[0][1:]))
-    return " | ".join(
-        f"{pass_} {Collective(kind=kind, dim='flat', atoms=over)} {size} B" for (pass_, kind, over), size in entries
-    )
+    atoms, dtypes, programs = table_setting(plan).atoms, plan.workload.precision, plan_programs(plan)
+    units: dict[str, str] = {}
+    for name, block in plan_blocks(plan).items():
+        sent: Counter[tuple[str, str]] = Counter()
+        late = {
+            name for entry in programs[name].by_pass(block.carry_out or "loss").weights for name in written_by(entry)
+        }
+        for tensor in block.parameters if name in KINDS else ():
+            total = programs[name].results[f"{tensor.name}.sum"]
+            shards = tuple(atom for atom in split_pending(total.layout.sums)[0] if atoms[atom] > 1)
+            count = tensor.num_elements(local_sizes(step_of(plan).graph.sizes, dict(total.layout.dims), atoms))
+            if shards:
+                over = whole_axes(shards, atoms)
+                gather = Collective(kind="all_gather", dim="flat", atoms=over)
+                scatter = Collective(kind="reduce_scatter", dim="flat", atoms=over)
+                sent["F", str(gather)] += count * DTYPE_BYTES[dtypes.weights]
+                sent["I", str(gather)] += count * DTYPE_BYTES[dtypes.weights]
+                apart = plan.schedule.splits_backward and total.name not in late
+                sent["I" if apart else "W", str(scatter)] += count * DTYPE_BYTES[dtypes.gradients]
+        if sent:
+            units[name] = " | ".join(f"{pass_} {line} {size} B" for (pass_, line), size in sorted(sent.items()))
+    return units
 
 
 def plan_programs(plan: Plan) -> Mapping[str, Program]:

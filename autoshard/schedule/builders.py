@@ -138,9 +138,6 @@ def _zb_h1(shape: PipelineShape, position: int) -> list[Step]:
     return steps + [("W", 0, number) for number in range(max(0, count - position), count)]
 
 
-_V_PASSES: tuple[tuple[ActionKind, int], ...] = (("F", 0), ("I", 0), ("W", 0), ("F", 1), ("I", 1), ("W", 1))
-
-
 def _zb_v(shape: PipelineShape, position: int) -> list[Step]:
     """Return the order of ZB-V for the rank whose two chunks are the stages ``position`` and its mirror image.
 
@@ -150,8 +147,8 @@ def _zb_v(shape: PipelineShape, position: int) -> list[Step]:
     """
     count = max(shape.num_micro_batches, 2 * shape.num_ranks - 1)  # fewer do not fill the V: leave some out below
     steps: list[Step] = []
-    done = dict.fromkeys(_V_PASSES, 0)
-    f0, i0, w0, f1, i1, w1 = _V_PASSES
+    every: list[tuple[ActionKind, int]] = [("F", 0), ("I", 0), ("W", 0), ("F", 1), ("I", 1), ("W", 1)]
+    done, (f0, i0, w0, f1, i1, w1) = dict.fromkeys(every, 0), every
 
     def run(passes: list[tuple[ActionKind, int]], times: int) -> None:
         """Append the next micro-batch of each of these passes in turn, so many times over."""

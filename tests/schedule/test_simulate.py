@@ -139,19 +139,6 @@ def test_zb_v_waits_only_before_its_first_and_after_its_last_pass(pp, extra, sec
     assert run.makespan_s == run.ranks[0].busy_s + (pp - 1) * seconds
 
 
-def test_sends_take_time_of_both_ranks_or_of_neither():
-    schedule = Schedule(builder="1f1b", num_ranks=2, num_micro_batches=1)
-    for overlap, exposed in ((True, [0, 0]), (False, [10 + 5, 5 + 10])):
-        run = simulate(schedule, equal(schedule, send_s=(10,), receive_s=(5,), overlap=overlap))
-        assert run.makespan_s == 6 + 2 * 15
-        assert [rank.exposed_s for rank in run.ranks] == exposed
-
-
-def test_the_turn_of_a_v_is_no_message():
-    schedule = Schedule(builder="zb_v", num_ranks=1, num_chunks=2, num_micro_batches=1)
-    assert simulate(schedule, equal(schedule, send_s=(10,), receive_s=(5,), overlap=False)).makespan_s == 6
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
