@@ -1,14 +1,14 @@
 """The best cuts of a whole model at one point of the outer search, under the Rules of its axes and engine."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
 from autoshard.blocks.choices import Atoms, atom_dims, op_cuts
 from autoshard.blocks.operators import solve
-from autoshard.blocks.problem import OperatorProblem, Seconds
-from autoshard.blocks.tables import Tables
+from autoshard.blocks.problem import OperatorProblem
 from autoshard.cost.collective import Number, Ring, mesh_ring
 from autoshard.cost.setting import Question
 from autoshard.errors import InputError
@@ -21,7 +21,6 @@ from autoshard.plan.lowering import ATOMS, KINDS, StepGraph
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.strategy import CpKind, StrategyRule, strategy_rules
-from autoshard.spec.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,65 +51,49 @@ class Terms:
 
 
 def solved_cutting(question: Question, candidate: Candidate, terms: Terms) -> Cutting:
-    """Return the cheapest cutting of a candidate's blocks."""
-    return Cutter(question).solved(candidate, terms)
+    """Return the cheapest cutting of a candidate's blocks: one table per kind, whatever is computed again.
 
-
-class Cutter:
-    """Solves the blocks of candidate after candidate of a question; what no size changes is computed once."""
-
-    def __init__(self, question: Question) -> None:
-        self._question = question
-        self._tables: dict[tuple[Terms, str, Atoms], Tables] = {}
-
-    def solved(self, candidate: Candidate, terms: Terms) -> Cutting:
-        """Return the cheapest cutting of a candidate's blocks: one table per kind, whatever is computed again.
-
-        It also says how dp, cp and ep would cut if they were larger than 1, so that it serves other meshes. With tp 1
-        either way of ``sequence_parallel`` may be given.
-        """
-        found: dict[str, Mapping[str, Cuts]] = {}
-        for kind in KINDS:
-            problem = operator_problem(self._question, candidate, terms, kind)
-            key = (terms, kind, problem.real_atoms)
-            tables = self._tables[key] = Tables(problem, like=self._tables.get(key))
-            cuts = solve(problem, tables).cuts
-            found[kind] = _with_idle_atoms(self._question.step, terms, kind, problem.real_atoms, cuts)
-        return Cutting.of(found, terms.boundary)
-
-
-def _with_idle_atoms(
-    step: StepGraph, terms: Terms, kind: str, real: Atoms, cuts: Mapping[str, Cuts]
-) -> Mapping[str, Cuts]:
-    """Add the atoms that are of size 1 here where the Rules leave them just one dim, in the order of the mesh."""
-    found: dict[str, Cuts] = {}
-    for op in cut_operations(step.block(kind, Recompute())):
-        mine = {dim: list(cut) for dim, cut in cuts[op.name].items()}
-        for atom in (atom for atom in ATOMS if atom not in real):
-            try:
-                dims = _allowed_dims(step, terms, kind, op.name, atom)
-            except InputError:  # pins leave it none; that is an error where it cuts something
-                continue
-            if len(dims) == 1 and dims[0]:
-                mine.setdefault(dims[0], []).append(atom)
-        ordered = {dim: tuple(sorted(atoms, key=ATOMS.index)) for dim, atoms in mine.items()}
-        tied = {dim: together(ordered, others) for dim, others in op.kind.tied_dims()}
-        found[op.name] = {**ordered, **tied}
-    return found
+    It also says how dp, cp and ep would cut if they were larger than 1, so that it serves other meshes: the atoms that
+    are of size 1 here are added where the Rules leave them just one dim, in the order of the mesh. With tp 1 either way
+    of ``sequence_parallel`` may be given.
+    """
+    found: dict[str, Mapping[str, Cuts]] = {}
+    for kind in KINDS:
+        problem = operator_problem(question, candidate, terms, kind)
+        cuts, whole = solve(problem).cuts, dict[str, Cuts]()
+        for op in cut_operations(problem.block):
+            mine = {dim: list(cut) for dim, cut in cuts[op.name].items()}
+            for atom in (atom for atom in ATOMS if atom not in problem.real_atoms):
+                with suppress(InputError):  # pins leave it none; that is an error where it cuts something
+                    dims = _allowed_dims(question.step, terms, kind, op.name, atom)
+                    if len(dims) == 1 and dims[0]:
+                        mine.setdefault(dims[0], []).append(atom)
+            ordered = {dim: tuple(sorted(atoms, key=ATOMS.index)) for dim, atoms in mine.items()}
+            whole[op.name] = {**ordered, **{dim: together(ordered, others) for dim, others in op.kind.tied_dims()}}
+        found[kind] = whole
+    return Cutting.of(found, terms.boundary)
 
 
 def operator_problem(question: Question, candidate: Candidate, terms: Terms, kind: str) -> OperatorProblem:
-    """Return the problem of one block of a candidate."""
+    """Return the problem of one block of a candidate, with collectives priced on the links of its mesh."""
     mesh = mesh_of(candidate, question.model, question.cluster)
     atoms = {atom: mesh.size(atom) for atom in ATOMS}
     real = tuple(atom for atom, size in atoms.items() if size > 1)
+
+    @cache
+    def ring(over: frozenset[str]) -> Ring:
+        return mesh_ring(question.cluster, mesh, tuple(sorted(over, key=ATOMS.index)), question.calibration)
+
+    def seconds(collective: Collective, message_bytes: float) -> Number:
+        return ring(frozenset(collective.atoms)).time_s(collective, message_bytes)
+
     return OperatorProblem(
         block=question.step.block(kind, Recompute()),
         sizes=question.step.sizes(candidate.mbs * candidate.dp),
         atoms=atoms,
         boundary={dim: tuple(atom for atom in cut if atom in real) for dim, cut in terms.boundary.items()},
         rates=question.rates,
-        seconds=_seconds(question, mesh),
+        seconds=seconds,
         num_micro_batches=max(1, question.workload.global_batch // (candidate.dp * candidate.mbs)),
         keeps_gathered=question.step.platform.keeps_gathered,
         allowed=allowed_cuts(question.step, terms, kind, real),
@@ -133,16 +116,3 @@ def _allowed_dims(step: StepGraph, terms: Terms, kind: str, op: str, atom: str) 
 
         pins = constraints(step, terms.pins).of_block(kind).get(op)
     return atom_dims(block, block.op(op), atom, terms.rules, pins)
-
-
-def _seconds(question: Question, mesh: Mesh) -> Seconds:
-    """Price collectives on the links of a mesh."""
-    rings: dict[tuple[str, ...], Ring] = {}
-
-    def seconds(collective: Collective, message_bytes: float) -> Number:
-        atoms = tuple(sorted(collective.atoms, key=ATOMS.index))
-        if atoms not in rings:
-            rings[atoms] = mesh_ring(question.cluster, mesh, atoms, question.calibration)
-        return rings[atoms].time_s(collective, message_bytes)
-
-    return seconds

@@ -1,6 +1,5 @@
 """Who makes and who reads every tensor of a block, and in which layouts each choice does so."""
 
-import copy
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -40,21 +39,14 @@ class Dataflow:
         self.has_gradient = {deliver.outputs[0]: deliver.name in back for deliver in self.delivers}
         self._changes: dict[tuple[Dims, Dtype, Pending], ChangePrices] = {}
 
-    def priced(self, problem: OperatorProblem) -> "Dataflow":
-        """Return the same for a problem of other sizes and prices; it must have the same block and choices."""
-        again = copy.copy(self)
-        again.problem, again._changes = problem, {}
-        return again
-
     def change_s(
         self, dims: Dims, dtype: Dtype, befores: Sequence[Layout], afters: Sequence[Layout], pending: Pending = "sums"
     ) -> Matrix:
         """Return the seconds from each of some layouts of a tensor (a row) to each of others (a column)."""
         key = (dims, dtype, pending)
         if key not in self._changes:
-            problem = self.problem
-            prices = problem.price(dtype), problem.prices(dtype)
-            self._changes[key] = ChangePrices(dims, problem.atoms, *prices, pending)
+            prices = self.problem.price(dtype), self.problem.prices(dtype)
+            self._changes[key] = ChangePrices(dims, self.problem.atoms, *prices, pending)
         return self._changes[key].between(befores, afters)
 
     def made(self, maker: Op | None, tensor: str) -> list[Layout]:

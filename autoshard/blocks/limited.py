@@ -8,7 +8,7 @@ split in two, and each half is reduced and bounded in the same way, the lowest b
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,11 +48,6 @@ class _Point:
     weight: float
     choices: Mapping[str, int]
 
-    @property
-    def worst(self) -> float:
-        """The cost below which other choices are better."""
-        return self.cost * (1 - _TOLERANCE)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bound:
@@ -72,23 +67,23 @@ class _Subproblem:
     """Factors over some values of each variable, and the numbers of these among all values."""
 
     numbers: Mapping[str, NDArray[np.intp]]
-    factors: tuple[CostFactor, ...]
+    factors: Sequence[CostFactor]
 
-    def priced(self, price: float) -> Elimination:
-        """Minimise cost and priced weight."""
-        return self._eliminated(
-            [one.table if one.weight is None or not price else one.table + price * one.weight for one in self.factors]
-        )
+    def minimised(self, price: float | None) -> Elimination:
+        """Minimise cost and priced weight; without a price weight alone, where what is forbidden stays forbidden."""
+        priced: list[CostFactor] = []
+        for one in self.factors:
+            table, weight = one.table, one.weight
+            if price is None:
+                table = np.where(np.isfinite(table), 0.0 if weight is None else weight, np.inf)
+            elif price and weight is not None:
+                table = table + price * weight
+            priced.append(CostFactor(variables=one.variables, table=table))
+        return eliminate({name: len(values) for name, values in self.numbers.items()}, priced)
 
-    def weighed(self) -> Elimination:
-        """Minimise weight; what is forbidden stays forbidden."""
-        weights = [np.zeros(one.table.shape) if one.weight is None else one.weight for one in self.factors]
-        allowed = [np.isfinite(one.table) for one in self.factors]
-        return self._eliminated([np.where(*each, np.inf) for each in zip(allowed, weights, strict=True)])
-
-    def point(self, found: Elimination) -> _Point:
-        """Return the best choices of an elimination with their cost and weight."""
-        values, cost, weight = found.choices(), 0.0, 0.0
+    def point(self, price: float | None) -> _Point:
+        """Return the choices that minimise with a price, with their cost and weight."""
+        values, cost, weight = self.minimised(price).choices(), 0.0, 0.0
         for factor in self.factors:
             place = tuple(values[name] for name in factor.variables)
             cost += float(factor.table[place])
@@ -98,37 +93,43 @@ class _Subproblem:
 
     def where(self, kept: Mapping[str, NDArray[np.bool_]]) -> "_Subproblem":
         """Return the same with fewer values of some variables, those that ``kept`` marks."""
-        numbers = {name: values[kept[name]] if name in kept else values for name, values in self.numbers.items()}
-        return _Subproblem(numbers=numbers, factors=tuple(_where(factor, kept) for factor in self.factors))
 
-    def weights(self, name: str, at: _Point) -> Table:
-        """Return how the weight depends on one variable where all others are chosen as here."""
-        place = {other: int(np.searchsorted(self.numbers[other], at.choices[other])) for other in self.numbers}
-        total = np.zeros(len(self.numbers[name]))
-        for factor in self.factors:
-            if name in factor.variables and factor.weight is not None:
-                total += factor.weight[tuple(slice(None) if one == name else place[one] for one in factor.variables)]
-        return total
+        def left(table: Table, variables: Sequence[str]) -> Table:
+            for axis, name in enumerate(variables):
+                table = table.compress(kept[name], axis=axis) if name in kept else table
+            return table
+
+        factors = [
+            CostFactor(
+                variables=one.variables,
+                table=left(one.table, one.variables),
+                weight=None if one.weight is None else left(one.weight, one.variables),
+            )
+            for one in self.factors
+        ]
+        numbers = {name: values[kept[name]] if name in kept else values for name, values in self.numbers.items()}
+        return _Subproblem(numbers=numbers, factors=factors)
 
     def halves(self, heavy: _Point, light: _Point) -> Iterator["_Subproblem"]:
         """Yield both parts of a split between two points: of the variable whose values differ most in weight."""
+        place = {name: int(np.searchsorted(own, light.choices[name])) for name, own in self.numbers.items()}
         swings: list[tuple[float, str]] = []
+        masks: dict[str, NDArray[np.bool_]] = {}
         for name, numbers in self.numbers.items():
             if heavy.choices[name] != light.choices[name]:
-                weights = self.weights(name, light)
-                ends = (weights[numbers == point.choices[name]].item() for point in (heavy, light))
-                swings.append((abs(next(ends) - next(ends)), name))
+                weights = np.zeros(len(numbers))  # by value of this variable, all others as at the light point
+                for one in self.factors:
+                    if name in one.variables and one.weight is not None:
+                        weights += one.weight[
+                            tuple(slice(None) if own == name else place[own] for own in one.variables)
+                        ]
+                first = numbers == heavy.choices[name]
+                ends = weights[first].item(), weights[place[name]].item()
+                upper = weights > sum(ends) / 2
+                masks[name] = upper if upper.any() and not upper.all() else first
+                swings.append((abs(ends[0] - ends[1]), name))
         _, name = max(swings)
-        weights, own = self.weights(name, light), self.numbers[name] == heavy.choices[name]
-        middle = (weights[own] + weights[self.numbers[name] == light.choices[name]]) / 2
-        upper = weights > middle
-        mask = upper if upper.any() and not upper.all() else own
-        yield from (self.where({name: mask}), self.where({name: ~mask}))
-
-    def _eliminated(self, tables: Sequence[Table]) -> Elimination:
-        sizes = {name: len(numbers) for name, numbers in self.numbers.items()}
-        pairs = zip(self.factors, tables, strict=True)
-        return eliminate(sizes, [CostFactor(variables=one.variables, table=table) for one, table in pairs])
+        yield from (self.where({name: masks[name]}), self.where({name: ~masks[name]}))
 
 
 def minimise_within(
@@ -141,31 +142,36 @@ def minimise_within(
     LimitedMinimum(cost=2.0, weight=4.0, choices={'a': 1}, bound=2.0, fits=True)
     """
     limit += _TOLERANCE * abs(limit)  # rounding of a sum is no overrun
-    whole = _Subproblem(numbers={name: np.arange(size) for name, size in sizes.items()}, factors=tuple(factors))
+    whole = _Subproblem(numbers={name: np.arange(size) for name, size in sizes.items()}, factors=factors)
     first = _bounded(whole, limit)
     best, bound = first.best, first.bound
-    if first.edge is not None and bound < best.worst:
+    if first.edge is not None and bound < _worst(best):
         best, bound = _branched(whole, first, limit, most_splits)
     fits = best.weight <= limit
-    bound = best.cost if fits and bound >= best.worst else bound
+    bound = best.cost if fits and bound >= _worst(best) else bound
     return LimitedMinimum(cost=best.cost, weight=best.weight, choices=best.choices, bound=float(bound), fits=fits)
+
+
+def _worst(best: _Point) -> float:
+    """Return the cost below which other choices are better."""
+    return best.cost * (1 - _TOLERANCE)
 
 
 def _branched(whole: _Subproblem, first: _Bound, limit: float, most_splits: int) -> tuple[_Point, float]:
     """Return the best point within the limit and a bound of all others, by branch and bound."""
     best, price, floor = first.best, first.price, first.bound
-    parts: Iterator[_Subproblem] = iter([whole])
+    parts: Iterable[_Subproblem] = [whole]
     queue: list[tuple[float, int, _Subproblem, _Bound]] = []  # by bound, then by age
     numbers = itertools.count()
     for split in itertools.count():
         for part in parts:
-            left = _narrowed(part, limit, price, best.worst)
+            left = _narrowed(part, limit, price, _worst(best))
             if left is not None:
                 found = _bounded(left, limit)
                 best = found.best if found.best.weight <= limit and found.best.cost < best.cost else best
                 if found.edge is not None:
                     heapq.heappush(queue, (max(floor, found.bound), next(numbers), left, found))
-        if not queue or queue[0][0] >= best.worst:
+        if not queue or queue[0][0] >= _worst(best):
             return best, best.cost
         if split == most_splits:
             return best, queue[0][0]
@@ -177,17 +183,16 @@ def _branched(whole: _Subproblem, first: _Bound, limit: float, most_splits: int)
 
 def _bounded(part: _Subproblem, limit: float) -> _Bound:
     """Walk along the hull to its edge over the limit."""
-    heavy = part.point(part.priced(0.0))
+    heavy = part.point(0.0)
     if heavy.weight <= limit or not np.isfinite(heavy.cost):
         return _Bound(best=heavy, bound=heavy.cost)
-    light = part.point(part.weighed())
+    light = best = part.point(None)
     if light.weight > limit:
         return _Bound(best=light, bound=np.inf)
-    best = light
     while True:
         price = (light.cost - heavy.cost) / (heavy.weight - light.weight)
         line = heavy.cost + price * heavy.weight
-        point = part.point(part.priced(price))
+        point = part.point(price)
         here = point.cost + price * point.weight
         if point.weight <= limit and point.cost < best.cost:
             best = point
@@ -199,18 +204,9 @@ def _bounded(part: _Subproblem, limit: float) -> _Bound:
 def _narrowed(part: _Subproblem, limit: float, price: float, worst: float) -> _Subproblem | None:
     """Leave out the values that no choices within the limit that cost less can have; None if no choices are left."""
     for share in (None, *_SHARES):  # None: by weight alone
-        found = part.weighed() if share is None else part.priced(share * price)
         most = limit if share is None else worst + share * price * limit
-        part = part.where({name: total <= most for name, total in found.least_totals().items()})
+        found = part.minimised(None if share is None else share * price).least_totals()
+        part = part.where({name: total <= most for name, total in found.items()})
         if not all(map(len, part.numbers.values())):
             return None
     return part
-
-
-def _where(factor: CostFactor, kept: Mapping[str, NDArray[np.bool_]]) -> CostFactor:
-    table, weight = factor.table, factor.weight
-    for axis, name in enumerate(factor.variables):
-        if name in kept:
-            table = table.compress(kept[name], axis=axis)
-            weight = None if weight is None else weight.compress(kept[name], axis=axis)
-    return CostFactor(variables=factor.variables, table=table, weight=weight)

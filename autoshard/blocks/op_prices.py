@@ -33,19 +33,6 @@ def roofline_s(problem: OperatorProblem, part: Op, choices: Sequence[Cuts]) -> C
     return np.maximum(np.maximum(matrix_s, vector_s), memory_s)  # a number where no choice cuts its dims
 
 
-def compute_s(problem: OperatorProblem, op: Op, choices: Sequence[OpChoice]) -> Column:
-    """Return the time of an operation and all its gradients."""
-    cuts = [choice.cuts for choice in choices]
-    parts = [part for part in problem.block.select("micro_batch") if part.source == op.name]
-    return sum((roofline_s(problem, part, cuts) for part in parts), np.zeros(len(choices)))
-
-
-def ring_s(problem: OperatorProblem, op: Op, choices: Sequence[OpChoice]) -> Column:
-    """Return the time of the rings of an attention and of its gradient."""
-    parts = [part for part in problem.block.select("micro_batch") if part.source == op.name]
-    return np.array([sum(ring_of_s(problem, part, choice.cuts) for part in parts) for choice in choices])
-
-
 def ring_of_s(problem: OperatorProblem, part: Op, cuts: Cuts) -> float:
     """Return the time of one ring: all keys, values and gradients of them that the operation reads or makes go around.
 

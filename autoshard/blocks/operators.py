@@ -1,9 +1,11 @@
 """The best cut of every operation of a block: exact, by elimination over tables of prices.
 
-Backward is tied to the forward operation's cuts. Both ends of the block are clamped to the boundary layout. A reader
-takes a tensor as it was made, if nothing is pending in it, or as it is delivered, in one layout for all that do not
-take it as made. Stated restrictions: several atoms cut a dim in the mesh's order; a sum passes on pending only to the
-one reader of a tensor; where readers have very many choices, all of them take the tensor alike.
+There is one variable per forward operation; one per tensor that is delivered (how it is taken, and how what readers
+send back is pending), or one for each of its readers; one per operation whose weights may rest in pieces. Backward is
+tied to the forward operation's cuts. Both ends of the block are clamped to the boundary layout. A reader takes a tensor
+as it was made, if nothing is pending in it, or as it is delivered, in one layout for all that do not take it as made.
+Stated restrictions: several atoms cut a dim in the mesh's order; a sum passes on pending only to the one reader of a
+tensor; where readers have very many choices, all of them take the tensor alike.
 """
 
 import math
@@ -12,14 +14,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.blocks.choices import Atoms, real_cuts
+from autoshard.blocks.choices import Atoms, real_cuts, subsets
+from autoshard.blocks.dataflow import Dataflow
 from autoshard.blocks.elimination import CostFactor, eliminate
 from autoshard.blocks.limited import minimise_within
+from autoshard.blocks.op_prices import (
+    gathered_s,
+    kept_bytes,
+    reduction_s,
+    ring_of_s,
+    roofline_s,
+    state_bytes,
+    weights_of,
+)
 from autoshard.blocks.problem import OperatorProblem
-from autoshard.blocks.tables import Tables
+from autoshard.blocks.tensor_edge import TensorEdge
+from autoshard.graph.op import Op
 from autoshard.layout.layout import Cuts
-
-__all__ = ["OperatorProblem", "OperatorSolution", "cost_of", "solve", "totals"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,20 +49,15 @@ class OperatorSolution:
     fits: bool = True
     rests: Mapping[str, Atoms] = field(default_factory=dict[str, Atoms])
 
-    def __str__(self) -> str:
-        """Print the cost with its certificate."""
-        fits = "" if self.fits else ", does not fit"
-        return f"{self.cost_s * 1e3:.4g} ms, {self.kept_bytes / 2**20:.4g} MiB kept, gap {self.gap:.2%}{fits}"
 
-
-def solve(problem: OperatorProblem, tables: Tables | None = None) -> OperatorSolution:
-    """Find the cheapest cuts of a block within its memory limit; its tables may be there already."""
-    tables = tables or Tables(problem)
-    found = minimise_within(tables.sizes, tables.factors(), problem.memory_limit_bytes)
+def solve(problem: OperatorProblem) -> OperatorSolution:
+    """Find the cheapest cuts of a block within its memory limit."""
+    tables = _Tables(problem)
+    found = minimise_within(tables.sizes, tables.factors, problem.memory_limit_bytes)
     assert math.isfinite(found.cost), "any layout can be changed into any other, so that some way must be left"
-    rests = {op.name: tables.rests[found.choices.get(tables.rest_name(op), 0)] for op in tables.ops}
+    rests = {op.name: tables.rests[found.choices.get(_rest_name(op), 0)] for op in tables.flow.ops}
     return OperatorSolution(
-        cuts={name: choices[found.choices[name]].cuts for name, choices in tables.choices.items()},
+        cuts={name: choices[found.choices[name]].cuts for name, choices in tables.flow.choices.items()},
         cost_s=found.cost,
         kept_bytes=found.weight,
         gap=found.gap,
@@ -62,12 +68,12 @@ def solve(problem: OperatorProblem, tables: Tables | None = None) -> OperatorSol
 
 def cost_of(problem: OperatorProblem, cuts: Mapping[str, Cuts]) -> float:
     """Return what a block costs with these cuts."""
-    tables = Tables(problem)
+    tables = _Tables(problem)
     fixed: list[CostFactor] = []
-    for name, choices in tables.choices.items():
+    for name, choices in tables.flow.choices.items():
         same = [real_cuts(choice.cuts) == real_cuts(cuts[name]) for choice in choices]
         fixed.append(CostFactor(variables=(name,), table=np.where(same, 0.0, np.inf)))
-    return eliminate(tables.sizes, [*tables.factors(), *fixed]).cost
+    return eliminate(tables.sizes, [*tables.factors, *fixed]).cost
 
 
 def totals(problem: OperatorProblem) -> Mapping[str, tuple[tuple[Cuts, float], ...]]:
@@ -75,9 +81,89 @@ def totals(problem: OperatorProblem) -> Mapping[str, tuple[tuple[Cuts, float], .
 
     Memory is not limited here.
     """
-    tables = Tables(problem)
-    least = eliminate(tables.sizes, tables.factors()).least_totals()
+    tables = _Tables(problem)
+    least = eliminate(tables.sizes, tables.factors).least_totals()
     return {
         name: tuple((choice.cuts, float(cost_s)) for choice, cost_s in zip(choices, least[name], strict=True))
-        for name, choices in tables.choices.items()
+        for name, choices in tables.flow.choices.items()
     }
+
+
+class _Tables:
+    """The variables of a problem with how many values each has, and the factors between them."""
+
+    def __init__(self, problem: OperatorProblem) -> None:
+        self.problem, self.flow = problem, Dataflow(problem)
+        self.rests: tuple[Atoms, ...] = tuple(subsets(problem.real_atoms)) if problem.cuts_rest else ((),)
+        self.sizes = {name: len(values) for name, values in self.flow.choices.items()}
+        self.factors: list[CostFactor] = []
+        delivered = {deliver.inputs[0] for deliver in self.flow.delivers}
+        for op in self.flow.ops:
+            self._add_operation(op, delivered)
+        for deliver in self.flow.delivers:
+            edge = TensorEdge(self.flow, deliver)
+            self.sizes |= {name: len(values) for name, values in edge.variables.items()}
+            self.factors += edge.factors()
+        self._add_end()
+
+    def _add_operation(self, op: Op, delivered: set[str]) -> None:
+        """Price an operation with its gradients, and its weights.
+
+        It keeps, as it is cut, copies of its kernel and results that are not delivered.
+        """
+        problem, choices = self.problem, self.flow.choices[op.name]
+        cuts = [choice.cuts for choice in choices]
+        time_s, kept = np.zeros((2, len(choices)))
+        for part in problem.block.select("micro_batch"):
+            if part.source == op.name:
+                time_s += roofline_s(problem, part, cuts)
+                time_s += [ring_of_s(problem, part, each) for each in cuts]
+        for entry in problem.block.saved:
+            if entry.op == op.name and entry.storage not in delivered:
+                kept += kept_bytes(problem, entry, choices)
+        self.factors.append(CostFactor(variables=(op.name,), table=time_s, weight=kept))
+        if weights_of(problem, op):
+            self._add_weights(op)
+
+    def _add_weights(self, op: Op) -> None:
+        """Price how an operation's weights rest, and the reduction of their gradients."""
+        problem, choices = self.problem, self.flow.choices[op.name]
+        time_s, states = np.zeros((2, len(choices), len(self.rests)))
+        for weight in weights_of(problem, op):
+            dims = problem.block.tensors[weight].dims
+            for row, choice in enumerate(choices):
+                pending = choice.awaited(dims)
+                for column, rest in enumerate(self.rests):
+                    if problem.state_bytes_per_weight:
+                        states[row, column] += state_bytes(problem, weight, choice, rest)
+                    if not rest:
+                        time_s[row, column] += reduction_s(problem, weight, choice.cuts, sorted(pending))
+                    elif pending.issuperset(rest):
+                        time_s[row, column] += gathered_s(problem, weight, choice, rest)
+                    else:
+                        time_s[row, column] = np.inf
+        variables = (op.name, _rest_name(op))
+        if problem.cuts_rest:
+            self.sizes[_rest_name(op)] = len(self.rests)
+        else:
+            variables, time_s, states = variables[:1], time_s[:, 0], states[:, 0]
+        self.factors.append(CostFactor(variables=variables, table=time_s, weight=states))
+
+    def _add_end(self) -> None:
+        """Price the way of the block's result to the boundary, and of the gradient that comes for it; a loss stays."""
+        block, flow = self.problem.block, self.flow
+        result = block.carry_out or "loss"
+        tensor, maker = block.tensors[result], flow.maker[result]
+        choices = flow.choices[maker.name]
+        time_s = np.zeros(len(choices))
+        if block.carry_out:
+            boundary = flow.made(None, result)
+            made, taken = flow.made(maker, result), [choice.layout(tensor.dims) for choice in choices]
+            time_s += flow.change_s(tensor.dims, tensor.dtype, made, boundary)[:, 0]
+            time_s += flow.change_s(tensor.dims, tensor.dtype, boundary, taken)[0]
+        time_s[[bool(choice.passed_back) for choice in choices]] = np.inf
+        self.factors.append(CostFactor(variables=(maker.name,), table=time_s))
+
+
+def _rest_name(op: Op) -> str:
+    return f"rest of {op.name}"

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -73,12 +74,7 @@ class OperatorProblem:
 
     def price(self, dtype: Dtype) -> Price:
         """Return the price in seconds of single changes of the layout of a tensor of this format; slices are free."""
-        sizes: dict[Layout, int] = {}
-
-        def local_bytes(layout: Layout) -> int:
-            if layout not in sizes:
-                sizes[layout] = self.local_bytes(layout, dtype)
-            return sizes[layout]
+        local_bytes = cache(partial(self.local_bytes, dtype=dtype))
 
         def seconds(change: Change) -> float:
             if change.collective.kind == "slice":

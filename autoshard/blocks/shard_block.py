@@ -7,7 +7,8 @@ from pathlib import Path
 
 from autoshard.blocks.cutting import Terms, operator_problem
 from autoshard.blocks.op_prices import weights_of
-from autoshard.blocks.operators import OperatorProblem, OperatorSolution, solve
+from autoshard.blocks.operators import OperatorSolution, solve
+from autoshard.blocks.problem import OperatorProblem
 from autoshard.cost.calibration import built_in
 from autoshard.cost.setting import Question
 from autoshard.errors import nearest, require

@@ -4,12 +4,10 @@ A reader takes the tensor as it was made, or as it is delivered, in one layout f
 Where few combinations exist, each reader has a variable of its own; else all readers take the tensor alike.
 """
 
-import copy
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,14 +35,15 @@ class Delivery:
 
 
 class TensorEdge:
-    """A deliver between its maker (None: the block before) and its readers, each with its choices."""
+    """A deliver between its maker (None: the block before) and its readers, each with its choices.
+
+    ``variables`` are those of what readers take, each with its values.
+    """
 
     def __init__(self, flow: Dataflow, deliver: Op) -> None:
         block = flow.problem.block
-        self.flow, self.deliver = flow, deliver
         assert isinstance(deliver.kind, Deliver), f"{deliver.name} delivers nothing"
-        self.kind = deliver.kind
-        self.tensor = deliver.outputs[0]
+        self.flow, self.kind, self.tensor = flow, deliver.kind, deliver.outputs[0]
         self.source = block.tensors[deliver.inputs[0]]
         self.maker = flow.maker.get(self.source.name)
         self.readers = flow.readers[self.tensor]
@@ -52,8 +51,9 @@ class TensorEdge:
         self.pending = np.array([bool(layout.sums or layout.maxima) for layout in self.made])
         boundary = (OpChoice(cuts=flow.problem.boundary),)
         self._choices = flow.choices[self.maker.name] if self.maker else boundary
+        self._names = tuple(reader.name for reader in self.readers)
         later = block.select("micro_batch", "IW")
-        self._late = {op.source for op in later if self.tensor in op.inputs} & {one.name for one in self.readers}
+        self._late = {op.source for op in later if self.tensor in op.inputs} & {*self._names}
         self._maker_reads = any(
             op.source == self.maker.name for op in later if self.maker is not None and self.source.name in op.inputs
         )
@@ -61,26 +61,14 @@ class TensorEdge:
         self._deliveries: dict[Readers, tuple[Delivery, ...]] = {}
         self._joint: dict[Readers, NDArray[np.intp]] = {}
         self._renamed: dict[Layout, Layout] = {}
-        self._layouts = {reader.name: self._layouts_of(reader) for reader in self.readers}
-        counts = [len(self.deliveries((reader.name,))) for reader in self.readers]
+        counts = [len(self.deliveries((name,))) for name in self._names]
         self._groups = self._as_made_groups() if math.prod(counts) <= _MOST_COMBINATIONS else ()
-
-    def priced(self, flow: Dataflow) -> "TensorEdge":
-        """Return the same with the sizes and prices of this dataflow."""
-        again = copy.copy(self)
-        again.flow = flow
-        return again
-
-    @property
-    def variables(self) -> Mapping[str, tuple[Delivery, ...]]:
-        """The variables of what readers take, each with its values."""
+        self.variables = {f"{deliver.name} to {name}": self.deliveries((name,)) for name in self._names}
         if not self._groups:
-            return {self.deliver.name: self.deliveries(self._names)}
-        return {f"{self.deliver.name} to {name}": self.deliveries((name,)) for name in self._names}
+            self.variables = {deliver.name: self.deliveries(self._names)}
 
     def factors(self) -> Iterator[CostFactor]:
         """Yield the prices of the edge, and infinity where reader and delivery do not fit."""
-        variables = self.variables
         table, weight = self._separate() if self._groups else (self._price(())[:, 0], self._weight(()))
         if self.maker is None:
             table, weight = table[0], None if weight is None else weight[0]
@@ -89,28 +77,38 @@ class TensorEdge:
             message = f"{readers} read {self.tensor} in different layouts; pin them to one, or fewer of them"
             raise InputError.of("pins", message)
         maker = () if self.maker is None else (self.maker.name,)
-        yield CostFactor(variables=(*maker, *variables), table=table, weight=weight)
-        for reader, name in zip(self.readers, variables if self._groups else itertools.cycle(variables), strict=False):
-            fits = self._fitting(reader, variables[name])
+        yield CostFactor(variables=(*maker, *self.variables), table=table, weight=weight)
+        for reader, name in zip(self.readers, itertools.cycle(self.variables), strict=False):
+            fits = self._fitting(reader, self.variables[name])
             yield CostFactor(variables=(name, reader.name), table=np.where(fits, 0.0, np.inf))
-        yield from self._passes()
+            if self.maker and reader.inputs[0] == self.tensor and self.flow.rules[reader.name].forward:
+                # A sum that may pass through a reader is passed: the lowered program always does.
+                takes = self.flow.choices[reader.name]
+                passes = [[set(layout.sums) - one.busy == set(one.passed) for one in takes] for layout in self.made]
+                yield CostFactor(variables=(self.maker.name, reader.name), table=np.where(passes, 0.0, np.inf))
 
     def deliveries(self, readers: Readers) -> tuple[Delivery, ...]:
         """Return the layouts that these readers can all take, with all that may be pending in what they send back."""
         if readers not in self._deliveries:
-            layouts = reduce(_both, (self._layouts[reader] for reader in readers))
+            # What may be pending in what they send back together, by layout.
+            layouts: dict[Layout, set[frozenset[str]]] | None = None
+            for reader in (one for one in self.readers if one.name in readers):
+                own: dict[Layout, set[frozenset[str]]] = {}
+                for choice in self.flow.choices[reader.name]:
+                    wanted = self.flow.wanted(reader, choice, self.tensor)
+                    own.setdefault(wanted, set()).add(self.flow.sends(reader, choice, self.tensor))
+                if layouts is not None:
+                    both = [layout for layout in layouts if layout in own]
+                    own = {layout: {mine | its for mine in layouts[layout] for its in own[layout]} for layout in both}
+                layouts = own
             found = [
                 Delivery(taken=layout, sent=Layout(dims=layout.dims, sums=tuple(sorted(sent))))
-                for layout, all_sent in layouts.items()
+                for layout, all_sent in (layouts or {}).items()
                 for sent in all_sent
             ]
             found.sort(key=lambda one: (one.taken.dims, one.taken.sums, one.sent.sums))
             self._deliveries[readers] = tuple(found)
         return self._deliveries[readers]
-
-    @property
-    def _names(self) -> Readers:
-        return tuple(reader.name for reader in self.readers)
 
     def _others(self, group: Readers) -> Readers:
         return tuple(name for name in self._names if name not in group)
@@ -127,14 +125,6 @@ class TensorEdge:
         counts = range(1, len(self.readers))
         groups = itertools.chain.from_iterable(itertools.combinations(self._names, count) for count in counts)
         return tuple(group for group in groups if all(len(pair & set(group)) != 1 for pair in agree))
-
-    def _layouts_of(self, reader: Op) -> Mapping[Layout, set[frozenset[str]]]:
-        """Return the layouts in which an operation can read the tensor, and what may be pending in what it sends."""
-        found: dict[Layout, set[frozenset[str]]] = {}
-        for choice in self.flow.choices[reader.name]:
-            wanted = self.flow.wanted(reader, choice, self.tensor)
-            found.setdefault(wanted, set()).add(self.flow.sends(reader, choice, self.tensor))
-        return found
 
     # prices and memory, where a group of readers takes what was made and the others what is delivered
 
@@ -245,14 +235,6 @@ class TensorEdge:
         sends = np.array([self.flow.mask(self.flow.sends(reader, choice, self.tensor)) for choice in choices])
         return (taken[:, None] == wanted) & ((sends & ~self._sums(deliveries)[:, None]) == 0)
 
-    def _passes(self) -> Iterator[CostFactor]:
-        """Yield infinity where a sum that may pass through a reader is not passed: the lowered program always does."""
-        for reader in self.readers:
-            if self.maker is not None and reader.inputs[0] == self.tensor and self.flow.rules[reader.name].forward:
-                takes = self.flow.choices[reader.name]
-                passes = [[set(layout.sums) - one.busy == set(one.passed) for one in takes] for layout in self.made]
-                yield CostFactor(variables=(self.maker.name, reader.name), table=np.where(passes, 0.0, np.inf))
-
     def _due(self, ones: NDArray[np.intp], others: NDArray[np.intp]) -> Mask:
         """Return where the maker lets the same sums pass back as a lowered program: those that both await."""
         shape = (-1, *(1 for _ in np.broadcast_shapes(ones.shape, others.shape)))
@@ -278,14 +260,3 @@ class TensorEdge:
         if layout not in self._renamed:
             self._renamed[layout] = layout.named(self.source.dims)
         return self._renamed[layout]
-
-
-def _both(
-    ones: Mapping[Layout, set[frozenset[str]]], others: Mapping[Layout, set[frozenset[str]]]
-) -> Mapping[Layout, set[frozenset[str]]]:
-    """Return the layouts that two readers can take, with what may be pending in what they send back together."""
-    return {
-        layout: {mine | its for mine in sent for its in others[layout]}
-        for layout, sent in ones.items()
-        if layout in others
-    }

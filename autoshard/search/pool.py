@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.blocks.cutting import Cutter, Terms
+from autoshard.blocks.cutting import Terms, solved_cutting
 from autoshard.cost.setting import Question
 from autoshard.errors import InputError
 from autoshard.layout.pin import Pin
@@ -52,7 +52,7 @@ class Pool:
 
     def __init__(self, question: Question, legal: LegalSpace, goal: Goal, pins: tuple[Pin, ...] = ()) -> None:
         self._question, self._legal, self._goal, self._pins = question, legal, goal, pins
-        self._pricer, self._cutter = LayoutPricer(question), Cutter(question)
+        self._pricer = LayoutPricer(question)
         self._variants: dict[Terms, list[RunVariant]] = defaultdict(list)
         self._first: dict[RunVariant, int] = {}  # the number of a variant's first point
         for variant in legal.variants:
@@ -207,7 +207,8 @@ class Pool:
         """Solve for the first layout that can keep to what is pinned; price what a new cutting serves with it."""
         for layout in layouts:
             try:
-                solved = self._cutter.solved(self._legal.space.candidate(layout, 0), replace(terms, pins=self._pins))
+                candidate = self._legal.space.candidate(layout, 0)
+                solved = solved_cutting(self._question, candidate, replace(terms, pins=self._pins))
             except InputError as fault:
                 if not self._pins:
                     raise

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from autoshard.blocks.choices import OpChoice, made_layout
-from autoshard.blocks.operators import OperatorProblem, solve
+from autoshard.blocks.operators import solve
+from autoshard.blocks.problem import OperatorProblem
 from autoshard.blocks.tensor_edge import TensorEdge
 from autoshard.errors import InputError
 from autoshard.graph.block import Block

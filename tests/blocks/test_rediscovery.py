@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.blocks.operators import OperatorProblem, OperatorSolution, solve
+from autoshard.blocks.operators import OperatorSolution, solve
+from autoshard.blocks.problem import OperatorProblem
 from autoshard.layout.layout import Cuts
 from autoshard.layout.program import Compute
 from autoshard.spec.model_catalogue import load_model
