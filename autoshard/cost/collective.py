@@ -60,20 +60,15 @@ class Ring:
 
         Hosts start a send for each hop of a permutation, nothing for a slice, otherwise one collective.
         """
-        num_starts = {"permute": self.size - 1, "slice": 0}.get(collective.kind, 1)
-        return num_starts * self.start_s + self._sending_s(collective, message_bytes)
-
-    def _sending_s(self, collective: Collective, message_bytes: Number) -> Number:
         kind, rounds = collective.kind, _ROUNDS.get(collective.kind, 1)
+        starts_s = {"permute": self.size - 1, "slice": 0}.get(kind, 1) * self.start_s
         if kind == "permute" and self.hop:
-            return (self.size - 1) * self.hop.time_s(message_bytes)
+            return starts_s + (self.size - 1) * self.hop.time_s(message_bytes)
         if kind == "all_to_all" and self.exchange:
-            return self.exchange.time_s(message_bytes)
+            return starts_s + self.exchange.time_s(message_bytes)
         best_s: Number = self.sent_bytes(collective, message_bytes) / self.bandwidth_bytes_per_s
         best_s = best_s + rounds * self.latency_s
-        if kind not in _ROUTED:
-            return best_s
-        for number, route in enumerate(self.routes):
+        for number, route in enumerate(self.routes if kind in _ROUTED else ()):
             route_s = rounds * route.time_s(message_bytes)
             if number == 0 and not self.is_flat:
                 best_s = route_s
@@ -82,7 +77,7 @@ class Ring:
             else:
                 fits = message_bytes <= route.up_to_bytes
                 best_s = route_s * fits + best_s * (1 - fits)
-        return best_s
+        return starts_s + best_s
 
     def sent_bytes(self, collective: Collective, message_bytes: Number) -> Number:
         """Return the bytes that one rank sends.
@@ -105,7 +100,12 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
     """Return the group of ranks along some atoms of a mesh, as the first rank sees it."""
     cut = tuple(atom for atom in atoms if mesh.atoms_of(atom))
     group = mesh.group_of(0, cut)
-    wires = _share_of_wires(cluster, group)
+    # Over all chips of a node of a torus run two edge-disjoint Hamiltonian cycles in parallel (AWS Neuron docs,
+    # neuron-runtime/explore/intranode-collective-comm.rst); a ring over fewer chips is one cycle, half of its wires:
+    # derived.
+    on_torus = len(group) > 1 and cluster.link_of(group).kind == "torus"
+    num_chips = len({rank // cluster.ranks_per_chip for rank in group}) if on_torus else 0
+    wires = 0.5 if num_chips % cluster.chips_per_node else 1.0
     speeds: dict[Domain, float] = {
         link.domain: speed * efficiency(link, calibration) * (wires if link.kind == "torus" else 1.0)
         for link, speed in zip(cluster.links, axis_levels_bytes_per_s(cluster, mesh, cut), strict=True)
@@ -130,18 +130,6 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
 def efficiency(link: Link, calibration: Calibration) -> float:
     """Return which share of its bandwidth a link reaches."""
     return calibration.far_link_efficiency if link.domain == "cluster" else calibration.near_link_efficiency
-
-
-def _share_of_wires(cluster: Cluster, group: tuple[int, ...]) -> float:
-    """Return which part of a torus' wires a ring uses: all on the whole torus, half on a part of it.
-
-    A chip has four neighbours. Over all chips of a node run two edge-disjoint Hamiltonian cycles in parallel (AWS
-    Neuron docs, neuron-runtime/explore/intranode-collective-comm.rst); a ring over fewer chips is one cycle: derived.
-    """
-    if len(group) == 1 or cluster.link_of(group).kind != "torus":
-        return 1.0
-    size = cluster.ranks_per_chip  # not asked rank by rank: searches ask for many large groups
-    return 0.5 if len({rank // size for rank in group}) % cluster.chips_per_node else 1.0
 
 
 def _hierarchical_routes(

@@ -12,7 +12,16 @@ from autoshard.cost.calibration import (
     uncalibrated,
 )
 from autoshard.cost.collective import Number, mesh_ring
-from autoshard.cost.setting import BlockCost, Question, Setting, block_cost, boundary_bytes, setting_of, work_of
+from autoshard.cost.setting import (
+    BlockCost,
+    Question,
+    Setting,
+    block_cost,
+    boundary_bytes,
+    price_block,
+    setting_of,
+    work_of,
+)
 from autoshard.cost.sharded import Blocks, ListedBlocks
 from autoshard.cost.stages import Sends
 from autoshard.cost.step import PlanPipeline, PlanStep, Price, StageLayers, StepCost, step_cost
@@ -110,12 +119,7 @@ def priced(plan: Plan, question: Question, blocks: Blocks | None = None) -> tupl
         sends=Sends.of(send_s, plan.schedule.builder, load_kernels(plan.kernels)),
         bucket_bytes=plan.buckets.total_bytes,
     )
-
-    @cache
-    def price(kind: str, drop: Recompute) -> BlockCost:
-        return block_cost(work_of(question, setting, kind, drop), setting.rings, question.rates)
-
-    return setting, pipeline, price
+    return setting, pipeline, cache(partial(price_block, question, setting))
 
 
 def _stages(plan: Plan) -> tuple[StageLayers, ...]:

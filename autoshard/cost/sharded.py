@@ -1,8 +1,8 @@
 """Blocks with their sharding, made once per model, Kernels, cutting and kind of recompute, whatever the sizes."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from autoshard.cost.block_memory import Moment, memory_timeline
@@ -47,8 +47,8 @@ class CutBlocks:
 
     def block(self, kind: str, drop: Recompute) -> LoweredBlock:
         """Return a block, recomputed and sharded."""
-        used = drop if kind == "layer" else Recompute()
-        return _cut_block(self.step, kind, used, self.cutting.alone(kind).only(self.atoms), self.atoms)
+        used, cutting = drop if kind == "layer" else Recompute(), self.cutting.alone(kind).only(self.atoms)
+        return _cut_block(self.step, kind, used, cutting, self.atoms)
 
     def every(self) -> tuple[LoweredBlock, ...]:
         """Return blocks that hold every kind of collective; recompute repeats them, and adds no others."""
@@ -60,27 +60,24 @@ def alike_without(blocks: CutBlocks, atom: str) -> bool:
 
     It does not where what is gathered with the atom is only moved without it, and so is kept or sent otherwise.
     """
-    fewer = CutBlocks(step=blocks.step, cutting=blocks.cutting, atoms=blocks.atoms - {atom})
-    pairs = zip(blocks.every(), fewer.every(), strict=True)
-    return all(
-        _messages_and_cuts(one.sharding, atom) == _messages_and_cuts(other.sharding, atom) for one, other in pairs
-    )
-
-
-def _messages_and_cuts(sharding: Sharding, atom: str) -> tuple[object, ...]:
-    """Return what is sent and kept, but for what an atom does."""
 
     def left(cuts: Cuts) -> object:
         found = {dim: tuple(one for one in cut if one != atom) for dim, cut in cuts.items()}
         return frozenset((dim, cut) for dim, cut in found.items() if cut)
 
-    sent: Counter[object] = Counter()
-    for message in sharding.messages:
-        over = tuple(one for one in message.collective.atoms if one != atom)
-        if over and message.collective.kind != "slice":
-            sent[message.pass_, message.collective.kind, message.tensor, over, left(message.cuts)] += 1
-    stored = (sharding.kept_cuts, sharding.input_cuts, sharding.waiting_cuts)
-    return sent, *({name: frozenset(map(left, layouts)) for name, layouts in cuts.items()} for cuts in stored)
+    def sent_and_kept(blocks: CutBlocks) -> Iterator[object]:
+        for sharding in (block.sharding for block in blocks.every()):
+            sent: Counter[object] = Counter()
+            for message in sharding.messages:
+                over = tuple(one for one in message.collective.atoms if one != atom)
+                if over and message.collective.kind != "slice":
+                    sent[message.pass_, message.collective.kind, message.tensor, over, left(message.cuts)] += 1
+            yield sent
+            for cuts in (sharding.kept_cuts, sharding.input_cuts, sharding.waiting_cuts):
+                yield {name: frozenset(map(left, layouts)) for name, layouts in cuts.items()}
+
+    fewer = replace(blocks, atoms=blocks.atoms - {atom})
+    return all(one == other for one, other in zip(sent_and_kept(blocks), sent_and_kept(fewer), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost.collective import Number, Ring, Route
-from autoshard.cost.setting import PASSES, BlockCost, Question, Setting
+from autoshard.cost.setting import BlockCost, Question, Setting
 from autoshard.cost.update import Weights, state_bytes
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
@@ -145,27 +145,25 @@ class BlockTotals(PerCandidate):
     @classmethod
     def of(cls, costs: Sequence[BlockCost], count: int) -> "BlockTotals":
         """Add up the parts of a block under several kinds of recompute, for so many candidates."""
-
-        def stacked(columns: Sequence[Number]) -> Floats:
-            return np.array([np.broadcast_to(column, count) for column in columns], dtype=np.float64)
-
-        memories = [cost.memory for cost in costs]
-        forward, inputs, weight = (stacked([sum(cost.seconds[name].values()) for cost in costs]) for name in PASSES)
+        first = costs[0].memory
         weights, tied = (
             {pending: np.broadcast_to(number, count) for pending, number in held.items()}
-            for held in (memories[0].weights, memories[0].tied_weights)
+            for held in (first.weights, first.tied_weights)
         )
-        return cls(
-            forward_s=forward,
-            input_s=inputs,
-            weight_s=weight,
-            saved_bytes=stacked([memory.saved_bytes for memory in memories]),
-            moment_bytes=stacked([memory.working_bytes + memory.remade_bytes for memory in memories]),
-            waiting_bytes=stacked([memory.waiting_bytes for memory in memories]),
-            placeholder_bytes=stacked([memory.placeholder_bytes for memory in memories]),
-            weights=weights,
-            tied_weights=tied,
-        )
+        columns: dict[str, list[Number]] = {
+            "forward_s": [sum(cost.seconds["F"].values()) for cost in costs],
+            "input_s": [sum(cost.seconds["I"].values()) for cost in costs],
+            "weight_s": [sum(cost.seconds["W"].values()) for cost in costs],
+            "saved_bytes": [cost.memory.saved_bytes for cost in costs],
+            "moment_bytes": [cost.memory.working_bytes + cost.memory.remade_bytes for cost in costs],
+            "waiting_bytes": [cost.memory.waiting_bytes for cost in costs],
+            "placeholder_bytes": [cost.memory.placeholder_bytes for cost in costs],
+        }
+        rows: dict[str, Any] = {
+            name: np.array([np.broadcast_to(one, count) for one in own], dtype=np.float64)
+            for name, own in columns.items()
+        }
+        return cls(**rows, weights=weights, tied_weights=tied)
 
     @property
     def pass_s(self) -> Floats:

@@ -19,12 +19,11 @@ from autoshard.cost.stages import (
     most_kept,
     price_stages,
 )
-from autoshard.cost.update import UpdateCost, Weights, summed_weights, update_cost
+from autoshard.cost.update import UpdateCost, summed_weights, update_cost
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import delays_of, makespan_s
 from autoshard.schedule.waves import KINDS, Floats
-from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import DTYPE_BYTES
 
 Price = Callable[[str, Recompute], BlockCost]  # block kind and recompute -> cost
@@ -55,7 +54,7 @@ def step_seconds(blocks: PipelineBlocks, prices: StagePrices) -> StepSeconds:
     """Time a step, given the prices of the option that each rank of every candidate has."""
     busy = np.broadcast_to(prices.pass_s, (blocks.schedule.num_ranks, blocks.num_candidates))
     count = blocks.schedule.num_micro_batches
-    update = rank_update(blocks.question, blocks.setting, prices.weights, busy, count, prices.num_blocks)
+    update = update_cost(prices.weights, blocks.setting, blocks.question, busy, count, prices.num_blocks)
     seconds = {part: np.broadcast_to(own, busy.shape) for part, own in update.seconds.items()}
     return StepSeconds(
         makespan_s=pipelined_s(blocks, work_by_stage(blocks.schedule, prices)),
@@ -82,28 +81,6 @@ def pipelined_s(blocks: PipelineBlocks, work_s: Floats) -> Floats:
     hops = (schedule.num_stages - 1, work_s.shape[2])
     send, receive = (np.broadcast_to(one, hops) for one in (sends.time_s, sends.receive_s))
     return makespan_s(schedule, delays_of(schedule, work_s, send, receive, overlap=sends.hidden))
-
-
-def rank_update(
-    question: Question,
-    setting: Setting,
-    weights: Weights,
-    pass_s: Number,
-    num_micro_batches: Number,
-    num_blocks: Number,
-) -> UpdateCost:
-    """Price the step phase of a rank that holds these weights and is busy so long with each micro-batch.
-
-    A part of data parallelism's traffic may hide behind passes: sums of gradients are whole in the last backward, and
-    weights are awaited once; under ZeRO-3 both happen in every micro-batch.
-    """
-    found = update_cost(weights, setting, question, num_micro_batches, num_blocks)
-    share = load_kernels(question.kernels).hides.get("unit" if setting.zero == 3 else "dp", 0.0)
-    if not share:
-        return found
-    traffic_s, passes = found.seconds["dp"], num_micro_batches if setting.zero == 3 else 1
-    exposed_s = np.maximum((1 - share) * traffic_s, traffic_s - passes * pass_s)
-    return replace(found, seconds={**found.seconds, "dp": exposed_s})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from autoshard.graph.kinds.optimizer import UPDATES
 from autoshard.layout.layout import Collective, CollectiveKind
 from autoshard.plan.lowering import StepGraph, split_pending
 from autoshard.plan.plan import Plan
+from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
 
 Weights = Mapping[tuple[str, ...], Number]  # the atoms that a gradient's sum is pending over -> weights on the rank
@@ -101,12 +102,21 @@ class UpdateCost:
 
 
 def update_cost(
-    weights: Weights, setting: Setting, question: Question, num_micro_batches: Number, num_blocks: Number
+    weights: Weights,
+    setting: Setting,
+    question: Question,
+    pass_s: Number,
+    num_micro_batches: Number,
+    num_blocks: Number,
 ) -> UpdateCost:
     """Price the step phase of a rank that holds these weights, in so many blocks.
 
     ZeRO-0 sums gradients everywhere; ZeRO-1 scatters the sums and gathers new weights; ZeRO-3 does so block by block in
     every micro-batch, and gathers the weights twice (forward and backward). What also awaits tp is summed there once.
+
+    A part of data parallelism's traffic may hide behind passes, with which the rank is busy so long for each
+    micro-batch: sums of gradients are whole in the last backward, and weights are awaited once; under ZeRO-3 both
+    happen in every micro-batch.
     """
     seconds: dict[str, Number] = {"dp": 0.0, "tp": 0.0, "update": 0.0}
     sent: dict[str, Number] = defaultdict(float)
@@ -116,9 +126,13 @@ def update_cost(
         ring = setting.rings[collective.atoms]
         seconds[part] = seconds[part] + times * ring.time_s(collective, size)
         sent[part] = sent[part] + times * ring.sent_bytes(collective, size)
+    share = load_kernels(question.kernels).hides.get("unit" if setting.zero == 3 else "dp", 0.0)
+    if share:
+        covering_s = (num_micro_batches if setting.zero == 3 else 1) * pass_s
+        seconds["dp"] = np.maximum((1 - share) * seconds["dp"], seconds["dp"] - covering_s)
     for shards, count in _grouped(weights, 0).items():
-        share = count / num_shards(shards, setting)
-        compute_s, memory_s = share * flops / rates.vector_flops_per_s, share * traffic_bytes / rates.memory_bytes_per_s
+        own = count / num_shards(shards, setting)
+        compute_s, memory_s = own * flops / rates.vector_flops_per_s, own * traffic_bytes / rates.memory_bytes_per_s
         seconds["update"] = seconds["update"] + np.maximum(compute_s, memory_s)
     return UpdateCost(seconds=seconds, sent_bytes=sent)
 

@@ -11,8 +11,7 @@ from functools import cache, lru_cache
 import numpy as np
 
 from autoshard.cost.stages import BlockTotals, PipelineBlocks, counts_of
-from autoshard.cost.step import rank_update
-from autoshard.cost.update import state_bytes
+from autoshard.cost.update import state_bytes, update_cost
 from autoshard.plan.candidate import Candidate, Zero
 from autoshard.schedule.builders import builders
 from autoshard.schedule.schedule import Schedule
@@ -150,6 +149,6 @@ def _update_s(blocks: PipelineBlocks, counts: Ints, layers: Ints) -> Floats:
     found: list[Floats] = []
     for ends in range(3) if blocks.setting.zero == 3 else (0,):
         forever = np.full(len(counts), _FOREVER)
-        update = rank_update(blocks.question, blocks.setting, weights, forever, counts, layers + ends)
+        update = update_cost(weights, blocks.setting, blocks.question, forever, counts, layers + ends)
         found.append(sum(update.seconds.values()) + np.zeros(len(counts)))
     return np.min(found, axis=0)

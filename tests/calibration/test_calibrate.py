@@ -98,12 +98,6 @@ class TestLeastSquares:
         moved = PULL**2 * (3.0 - 1.4) / (len(WORK) / 9)
         assert found == pytest.approx([3.0 - moved, 1.4, 1.4], rel=1e-5)
 
-    @pytest.mark.parametrize(("rate", "extra", "expected"), [(0.9, 0.0, [1.0, 0.0]), (2.0, 0.3, [2.0, 0.3])])
-    def test_a_time_may_come_out_as_nothing_and_a_slowness_as_one(self, rate, extra, expected):
-        start, least, work = np.array([1.4, 0.5]), np.array([1.0, 0.0]), np.array([1.0, 2.0, 4.0])
-        found = least_squares(lambda x: (work * x[0] + x[1]) / (rate * work + extra), start, least, start)
-        assert found == pytest.approx(expected, abs=5e-3)
-
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Sample]:

@@ -20,7 +20,6 @@ from tests.tabled import blocks_of, tabled
 
 model = functools.cache(load_model)
 cluster = functools.cache(load_cluster)
-HIDDEN, FFN, HEADS, KV_HEADS, HEAD = 4096, 14336, 32, 8, 128  # of llama3-8b
 ENDLESS = 1e30
 NO_WORK = Recompute()
 EVERYONE = ("edp", "ep", "cp")  # over whom sums of most gradients are pending

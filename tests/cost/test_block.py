@@ -11,11 +11,6 @@ from autoshard.cost.setting import PASSES, setting_of
 from autoshard.search.priced_layouts import ring_column
 from autoshard.spec.kernels import kernels_names, load_kernels
 from tests.cost.cases import (
-    FFN,
-    HEAD,
-    HEADS,
-    HIDDEN,
-    KV_HEADS,
     NO_WORK,
     ask,
     block_price,
@@ -28,6 +23,7 @@ from tests.cost.cases import (
     setting,
 )
 
+FFN, HEAD, HEADS, HIDDEN, KV_HEADS = 14336, 128, 32, 4096, 8  # of llama3-8b
 TP = 8
 COMMUNICATION = ("tp", "cp", "ep", "dp")
 SMALL_MIXTRAL = ("mixtral-8x7b", "h100-80", 1, "te")

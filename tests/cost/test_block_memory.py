@@ -78,24 +78,3 @@ def test_the_fullest_moment_is_that_of_a_walk(model, kernels, kind):
     unmade = {f"{name}.d1" for names in load_kernels(kernels).placeholders for name in names}
     expected = walked(lowered(question, text, kind), setting(question, text), unmade)
     assert float(priced(question, text, kind=kind).memory.working_bytes) == expected
-
-
-@pytest.mark.parametrize("kernels", TABLES)
-@pytest.mark.parametrize("model", MODELS)
-def test_a_moment_frees_what_is_kept_and_holds_nothing_twice(kernels, model):
-    question = ask(model, "h100-80", 1, kernels=kernels, seq_len=1024)
-    whole = lowered(question, "tp=2,dp=4")
-    for moment in (*whole.moments, *lowered(question, "tp=2,dp=4", drop="full").moments):
-        assert moment.frees <= set(whole.sharding.kept_cuts)
-        taken = [tensor.name for _, tensor, _ in moment.takes]
-        assert len(taken) == len(set(taken))
-
-
-def test_a_gradient_of_weights_that_is_never_a_tensor_takes_no_memory():
-    # the router's product of a mixture adds its gradient as others do; te names the rest
-    made, added = (
-        {tensor.name for moment in lowered(ask(kernels=kernels), "tp=8").moments for _, tensor, _ in moment.takes}
-        for kernels in ("torch_cuda", "te")
-    )
-    products = {f"{name}.d1" for name in ("q", "k", "v", "o", "up", "gate", "down")}
-    assert "down.d1" in made and not products & added

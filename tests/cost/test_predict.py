@@ -81,14 +81,6 @@ def test_more_tokens_take_longer_a_larger_batch_at_most_in_proportion(text):
     assert short.step_time_s < whole.step_time_s and short.peak_bytes < whole.peak_bytes
 
 
-def test_fp32_keeps_twice_as_much_and_sequence_parallelism_keeps_less():
-    def kept(text, **work):
-        return predicted_of(ask(kernels="te", **work), text).stage_memory[0].parts["activations"]
-
-    assert kept(TEXT, precision=Precision.named("fp32")) / kept(TEXT) == pytest.approx(2, rel=0.01)
-    assert kept(TEXT) < kept(f"{TEXT},sp=false")
-
-
 def test_products_in_a_format_of_their_own_are_faster_and_travel_with_the_plan():
     quick = ask(cluster_name="h100-80", nodes=1, precision=replace(Precision.named("bf16"), products="fp8"))
     plan, plain = (predicted(plan_of(one, "tp=2,pp=2,dp=2")) for one in (quick, ask(cluster_name="h100-80", nodes=1)))
@@ -122,10 +114,6 @@ def test_stages_that_hold_the_same_share_their_graphs(text, num_graphs):
     facts = (question.model, question.cluster, question.workload)
     found = compiling(build_plan(candidate_of(question, text), *facts, "nxd"))
     assert found and found.num_graphs == num_graphs and found.compile_s > 0
-
-
-def test_only_neuron_compiles_ahead():
-    assert compiling(plan_of(ask(cluster_name="h100-80", nodes=1), "tp=8")) is None
 
 
 class TestChecked:

@@ -55,7 +55,7 @@ class TestTraffic:
     def cost(self, zero, pending=EVERYONE, question=None):
         question = question or ask()
         found = here(zero=zero, question=question)
-        return update_cost({pending: self.count}, found, question, self.micro_batches, self.blocks)
+        return update_cost({pending: self.count}, found, question, 0.0, self.micro_batches, self.blocks)
 
     @pytest.mark.parametrize(
         ("zero", "per_weight", "starts"),
@@ -78,8 +78,8 @@ class TestTraffic:
 
     def test_weights_that_await_the_same_ranks_travel_as_one_and_take_what_the_rings_say(self):
         now, half = here(), self.count // 2
-        together = update_cost({EVERYONE: half, NORMS: half}, now, ask(), 1, 1)
-        cost = update_cost({EVERYONE: self.count}, now, ask(), 1, 1)
+        together = update_cost({EVERYONE: half, NORMS: half}, now, ask(), 0.0, 1, 1)
+        cost = update_cost({EVERYONE: self.count}, now, ask(), 0.0, 1, 1)
         assert together.seconds["dp"] == pytest.approx(cost.seconds["dp"])
         ring = now.rings[EVERYONE]
         by_ring = cost.sent_bytes["dp"] / ring.bandwidth_bytes_per_s + 2 * ring.latency_s
@@ -104,5 +104,5 @@ class TestUpdate:
             flops / question.rates.vector_flops_per_s, traffic_bytes / question.rates.memory_bytes_per_s
         )
         for zero, shards in ((0, 1), (1, 16), (3, 16)):
-            found = update_cost({EVERYONE: 1600}, here(zero=zero), question, 1, 1).seconds["update"]
+            found = update_cost({EVERYONE: 1600}, here(zero=zero), question, 0.0, 1, 1).seconds["update"]
             assert found == pytest.approx(whole_s / shards)
