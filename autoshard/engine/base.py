@@ -62,7 +62,6 @@ class Measured:
 
     # Weights, gradients, masters, optimizer; saved: the most kept for backward at a time; only what was counted.
     memory_bytes: Mapping[str, int]
-    calls: Mapping[tuple[str, str], int]  # of one step, by axis and kind of collective
     sent_bytes: Mapping[str, int]  # of one step, by axis, counted as the prediction does
 
 

@@ -1,13 +1,10 @@
 """Ranks of a plan tried out one after the other in this process, on as few micro-batches as show everything."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 from autoshard.engine.base import DryRank, Measured
 from autoshard.plan.plan import Plan
-
-_Key = TypeVar("_Key")
 
 
 def dry_rank(plan: Plan, rank: int, counts: Callable[[Plan, int], Measured]) -> DryRank:
@@ -23,18 +20,12 @@ def dry_rank(plan: Plan, rank: int, counts: Callable[[Plan, int], Measured]) -> 
     measured = counted(num_run)
     if num_run < whole:
         few = counted(fewest)
-
-        def extended(few: Mapping[_Key, int], more: Mapping[_Key, int]) -> dict[_Key, int]:
-            """Return what the whole step sends: each further micro-batch sends its share of the difference."""
-            found: dict[_Key, int] = {}
-            for name, size in more.items():
-                each, rest = divmod(size - few.get(name, 0), num_run - fewest)
-                assert not rest, f"{name}: micro-batches send different amounts"
-                found[name] = size + each * (whole - num_run)
-            return found
-
-        calls, sent = extended(few.calls, measured.calls), extended(few.sent_bytes, measured.sent_bytes)
-        measured = replace(measured, calls=calls, sent_bytes=sent)
+        sent: dict[str, int] = {}  # by the whole step: each further micro-batch sends its share of the difference
+        for axis, size in measured.sent_bytes.items():
+            each, rest = divmod(size - few.sent_bytes.get(axis, 0), num_run - fewest)
+            assert not rest, f"{axis}: micro-batches send different amounts"
+            sent[axis] = size + each * (whole - num_run)
+        measured = replace(measured, sent_bytes=sent)
     return DryRank(rank=rank, alike=alike_ranks(plan, rank), num_run=num_run, measured=measured)
 
 

@@ -1,5 +1,6 @@
 """Plans of the nxd engine for small models and few ranks, and what ranks of the real NxD find."""
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,6 @@ from tests.tabled import tabled
 
 PATIENCE_S = 300.0
 NOISE = 1e-12  # gradients below it are zero but for rounding: those of key biases
-KERNELS = {"nki_ring_attn_func": kernels.ring_attention}
 USUAL = AdamWConstants()
 COPIED = {"num_heads": 4, "num_kv_heads": 2}
 DROPPING = {"expert_capacity": 0.75}
@@ -137,6 +137,8 @@ def as_started(num_local: int, platform: str = "trn1") -> Iterator[None]:
         warnings.simplefilter("ignore")
         os.environ |= {standins.PLATFORM: platform, "LOCAL_WORLD_SIZE": str(num_local)}
         kernels.put_in_place()
+        model: Any = importlib.import_module("autoshard.engine.nxd.model")
+        model.ring_kernel = lambda: kernels.ring_attention
         yield
 
 
@@ -174,8 +176,8 @@ def run_nxd(task: Task, platform: str, without: str) -> RankFound:
         from autoshard.engine.nxd.engine import NxdEngine
 
         _leave_out(without)
-        noting = {"AdamW": NotingAdamW, "SGD": NotingSgd}
-        engine: Any = NxdEngine(task.plan, task.weights.__getitem__, task.training.adamw, noting, KERNELS)
+        torch.optim.AdamW, torch.optim.SGD = NotingAdamW, NotingSgd  # pyright: ignore
+        engine: Any = NxdEngine(task.plan, task.weights.__getitem__, task.training.adamw)
         reports, gradients = [], []
         for batches in task.steps:
             reports.append(engine.step(batches, task.learning_rate, lambda _: True))

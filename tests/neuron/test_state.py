@@ -12,7 +12,7 @@ from autoshard.engine.base import StepReport, whenever_finite
 from autoshard.engine.placement import StatePiece
 from autoshard.graph.op import Array
 from autoshard.spec.workload import Precision
-from tests.neuron.cases import COPIED, DROPPING, KERNELS, PATIENCE_S, Case, as_started
+from tests.neuron.cases import COPIED, DROPPING, PATIENCE_S, Case, as_started
 from tests.ranks.cases import MIXTRAL, Arrays, Task, gpt
 from tests.ranks.spawn import on_ranks
 
@@ -45,7 +45,7 @@ def engine_of(name: str, task: Task, weights: Callable[[str], Array]) -> Any:
     if name == "nxd":
         from autoshard.engine.nxd.engine import NxdEngine
 
-        return NxdEngine(task.plan, weights, kernels=KERNELS)
+        return NxdEngine(task.plan, weights)
     from autoshard.engine.torch.engine import TorchEngine
 
     return TorchEngine(task.plan, weights)

@@ -52,10 +52,6 @@ COPIED = {
     "layer.attend": "[batch/dp, seq/cp, kv_heads/kv, q_group/rep, head_dim]",
 }
 STATES = ("weights", "gradients", "masters", "optimizer")
-CALLS = {
-    "all_reduce": "allreduce_", "all_reduce_max": "allreduce_", "all_gather": "_allgather_base_",
-    "reduce_scatter": "_reduce_scatter_base_", "all_to_all": "alltoall_base_", "send": "send",
-}  # fmt: skip
 EXACT, AS_PLANNED = Formats(exact=True), Formats()
 
 
@@ -198,16 +194,6 @@ class Calls(TorchDispatchMode):
         if func.namespace == "c10d" and "recv" not in func.__name__:
             self.counted[func.__name__.removesuffix(".default")] += 1
         return func(*args, **(kwargs or {}))
-
-
-def run_counted(task: Task) -> tuple[Counter[str], Counter[str]]:
-    """Run; count the calls of torch.distributed that this rank made, and those that it counted itself."""
-    engine, own = engine_of(task), Counter[str]()
-    with Calls() as calls:
-        engine.step(task.steps[0], task.learning_rate)
-    for (_, kind), count in engine.measured().calls.items():
-        own[CALLS[kind]] += count
-    return calls.counted, own
 
 
 def run_dropping(task: Task, name: str) -> list[StepShare]:

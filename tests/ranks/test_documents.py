@@ -15,7 +15,7 @@ from autoshard.graph.decoder import decoder_graph
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from tests.ranks.cases import COPIED, StepShare, Task, compare, gpt, llama, plan_of, run_steps
-from tests.ranks.spawn import RankFailed, on_ranks
+from tests.ranks.spawn import on_ranks
 from tests.reference_step import StepResult, evaluate_step
 from tests.slower import rest_is_slow
 
@@ -95,11 +95,3 @@ def test_a_fault_of_the_kernels_is_caught(fault: Any, monkeypatch: pytest.Monkey
     answers = on_ranks(1, run_steps, task)
     with pytest.raises(AssertionError):
         hold(task, answers)
-
-
-def test_a_batch_that_does_not_say_where_documents_start_is_refused():
-    task = task_of("tp=1,pp=1,dp=1", llama(), {})
-    (step,) = task.steps
-    silent = tuple({name: array for name, array in batch.items() if name != "document_starts"} for batch in step)
-    with pytest.raises(RankFailed, match="document_starts: the plan keeps documents separate"):
-        on_ranks(1, run_steps, replace(task, steps=(silent,)))

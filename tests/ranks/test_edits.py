@@ -19,7 +19,7 @@ from autoshard.layout.table import Chain, Strategy, Table, program_of
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, table_setting
 from autoshard.plan.verify import verify
-from tests.ranks.cases import MIXTRAL, StepShare, Task, compare, engine_of, llama, plan_of, share_of
+from tests.ranks.cases import MIXTRAL, Calls, StepShare, Task, compare, engine_of, llama, plan_of, share_of
 from tests.ranks.spawn import on_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -143,12 +143,13 @@ def sent_by(table: Table) -> Counter[str]:
 # -- the edits run -------------------------------------------------------------------------------------
 
 
-def run_all(task: Task, plans: Sequence[Plan]) -> list[tuple[StepShare, Mapping[tuple[str, str], int]]]:
+def run_all(task: Task, plans: Sequence[Plan]) -> list[tuple[StepShare, Counter[str]]]:
     """What every rank runs: the same step as each of the plans says; and the calls that it makes."""
-    found: list[tuple[StepShare, Mapping[tuple[str, str], int]]] = []
+    found: list[tuple[StepShare, Counter[str]]] = []
     for plan in plans:
         engine = engine_of(replace(task, plan=plan))
-        found.append((share_of(engine, task), engine.measured().calls))
+        with Calls() as calls:
+            found.append((share_of(engine, task), calls.counted))
     return found
 
 

@@ -19,11 +19,10 @@ from tests.ranks.cases import (
     hold,
     llama,
     plan_of,
-    run_counted,
     run_dropping,
     run_steps,
 )
-from tests.ranks.spawn import RankFailed, on_ranks
+from tests.ranks.spawn import on_ranks
 from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.ranks
@@ -90,19 +89,6 @@ def test_sizes_that_nothing_divides_travel_padded(text):
     compare(task.reference(), [share for (share,) in answers])
 
 
-@pytest.mark.parametrize(
-    ("text", "model"),
-    rest_is_slow(
-        [("tp=2,pp=2,dp=1", llama()), ("tp=1,pp=1,cp=2,dp=1", llama()), ("tp=1,pp=1,dp=2,ep=2", llama(**MIXTRAL))]
-    ),
-)
-def test_every_rank_counts_the_calls_that_it_makes(text, model):
-    plan = plan_of(text, model)
-    for calls, own in on_ranks(plan.mesh.num_ranks, run_counted, Task.of(plan)):
-        own["allreduce_"] += 1  # of loss and norm, over all ranks
-        assert calls == own
-
-
 @pytest.mark.parametrize(("schedule", "most"), [("1f1b", 2), ("zb_h1", 2), ("gpipe", 8)])
 def test_messages_that_were_taken_are_kept_no_longer(schedule, most, monkeypatch: pytest.MonkeyPatch):
     kept, send = list[int](), World.send
@@ -116,12 +102,6 @@ def test_messages_that_were_taken_are_kept_no_longer(schedule, most, monkeypatch
     for rank in (0, 1):
         kept.clear()
         assert counted(plan, rank) and max(kept) == most
-
-
-def test_a_step_with_another_number_of_micro_batches_is_refused():
-    task = Task.of(plan_of("tp=1,pp=1,dp=1", llama()))
-    with pytest.raises(RankFailed, match="micro_batches: the plan takes 4 a step, not 3"):
-        on_ranks(1, run_steps, replace(task, steps=(task.steps[0][:3],)))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ PLAN = tiny_plan("tp=2,pp=2,dp=1")
 
 
 def counted(weights: int) -> Measured:
-    return Measured(memory_bytes={"weights": weights}, calls={}, sent_bytes={"tp": 4096, "dp": 0, "cp": 7})
+    return Measured(memory_bytes={"weights": weights}, sent_bytes={"tp": 4096, "dp": 0, "cp": 7})
 
 
 def report(*weights: int) -> RunReport:
@@ -41,7 +41,7 @@ def test_the_report_puts_numbers_side_by_side_and_seconds_of_another_machine_are
     assert "250.0 ms" in text and "Memory of a rank" in text and "Sent by a rank in a step" in text
     assert "0-1" in text and "2-3" in text and "4.00 KiB" in text and "another machine" not in text
     assert "another machine" in printed(run_report(PLAN, report(5), "h100-80"))
-    nothing = Measured(memory_bytes={}, calls={}, sent_bytes={})
+    nothing = Measured(memory_bytes={}, sent_bytes={})
     text = printed(run_report(PLAN, RunReport(steps=report(1).steps, ranks=(nothing,) * 4), PLAN.cluster.name))
     assert "Predicted and measured" in text and "Memory" not in text and "Sent" not in text
 

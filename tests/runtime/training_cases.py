@@ -50,7 +50,7 @@ class Double:
         return self.engine.step(micro_batches, learning_rate, allows)
 
     def measured(self):
-        return Measured(memory_bytes={"weights": 4}, calls={}, sent_bytes={})
+        return Measured(memory_bytes={"weights": 4}, sent_bytes={})
 
 
 def before_steps(act: Callable[[int], object]) -> Builds:

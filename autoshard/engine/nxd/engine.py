@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from autoshard.engine.initial import InitialWeights
 from autoshard.engine.nxd.blocks import MiddleStage
 from autoshard.engine.nxd.library import groups, named, trainer
 from autoshard.engine.nxd.lowering import INPUTS, NxdLowering, lowering_of
-from autoshard.engine.nxd.model import Kernels, NxdModel, ParameterContents, Recomputed
+from autoshard.engine.nxd.model import NxdModel, ParameterContents, Recomputed
 from autoshard.engine.nxd.shards import patches_of
 from autoshard.engine.placement import StatePart, StatePiece, saves_alone
 from autoshard.engine.programs import graph_of
@@ -29,8 +28,6 @@ from autoshard.spec.training import AdamWConstants
 Whole = Callable[[str], Array]  # a whole weight by its name, as in ``OpGraph.instances``
 # The loss of a step over all ranks, and those of micro-batches on this rank where NxD returns them.
 _StepLosses = tuple[Tensor, Sequence[Tensor]]
-_UPDATES: Mapping[str, Any] = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
-_NONE: Kernels = MappingProxyType({})
 _USUAL = AdamWConstants()
 _MOST_SUSPECTS = 3  # that a rank names of what it found
 
@@ -38,25 +35,18 @@ _MOST_SUSPECTS = 3  # that a rank names of what it found
 class NxdEngine:
     """One rank of a run in a running world of ``torch.distributed``."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        whole: Whole,
-        constants: AdamWConstants = _USUAL,
-        updates: Mapping[str, Any] = _UPDATES,
-        kernels: Kernels = _NONE,
-    ) -> None:
-        """Build this rank's share; ``updates`` are classes by the name of the one of ``torch.optim`` that they are."""
+    def __init__(self, plan: Plan, whole: Whole, constants: AdamWConstants = _USUAL) -> None:
+        """Build this rank's share."""
         self.plan, self.lowering = plan, lowering_of(plan)
         config = trainer().neuronx_distributed_config(**_with_classes(self.lowering))
-        self.built = NxdModel(plan, self.lowering, kernels)
+        self.built = NxdModel(plan, self.lowering)
         self.model: Any = trainer().initialize_parallel_model(config, lambda: self.built.module)
         self.built.tie()
         self.parameters: list[tuple[str, nn.Parameter]] = list(self.model.named_parameters())
         self.built.fill(self.parameters, whole)
         self.built.mark(self.parameters)
         self.optimizer: Any = trainer().initialize_parallel_optimizer(
-            config, updates[self.lowering.update], self._groups(constants), **self.lowering.optimizer
+            config, getattr(torch.optim, self.lowering.update), self._groups(constants), **self.lowering.optimizer
         )
         self.state = State(self.built, self.optimizer, dict(self.parameters), plan.zero)
         # Devices take no Python objects.
@@ -101,7 +91,6 @@ class NxdEngine:
                 "masters": sum(one.nbytes for one in masters),
                 "optimizer": sum(one.nbytes for one in states if one.ndim),
             },
-            calls={},
             sent_bytes={},
         )
 

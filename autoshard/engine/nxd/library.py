@@ -6,6 +6,8 @@ Type checkers and machines without Trainium do not have it, so everything from t
 import importlib
 from typing import Any
 
+from autoshard.errors import require
+
 _MODULES = {
     "ColumnParallelLinear": "parallel_layers.layers",
     "RowParallelLinear": "parallel_layers.layers",
@@ -25,6 +27,13 @@ _MODULES = {
 def named(name: str) -> Any:
     """Return a layer or function of NxD by its name."""
     return getattr(importlib.import_module(f"neuronx_distributed.{_MODULES[name]}"), name)
+
+
+def ring_kernel() -> Any:
+    """Return NxD's ring attention."""
+    message = "NxD's ring attention is a kernel for NeuronCores, and there are none here. Use cp=1"
+    require((not named("cpu_mode")(), "cp", message))
+    return named("nki_ring_attn_func")
 
 
 def trainer() -> Any:

@@ -17,10 +17,9 @@ from torch.nn import functional
 
 from autoshard.engine.nxd import blocks
 from autoshard.engine.nxd.blocks import BlockModule, ModuleStep, NxdDecoder
-from autoshard.engine.nxd.library import groups, named
+from autoshard.engine.nxd.library import groups, named, ring_kernel
 from autoshard.engine.nxd.lowering import NxdLowering
 from autoshard.engine.nxd.shards import TpRank, local_of, local_shape
-from autoshard.errors import require
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend, Rotary
 from autoshard.graph.kinds.indexing import Lookup
@@ -31,7 +30,6 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, step_of
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-Kernels = Mapping[str, Any]  # functions by the names of those of NxD
 # Where the whole model lies until NxD has taken this rank's stages: on a host, layers would draw whole weights first.
 _NOWHERE = torch.device("meta")
 
@@ -159,18 +157,18 @@ class ParameterContents:
 class NxdModel:
     """The model of one rank, and what each of its parameters holds, by name; NxD's groups must stand.
 
-    ``kernels`` take the place of NxD's where those cannot run, by their names. ``whole`` are sizes without padding;
-    ``positions`` are those of every sequence that are this rank's: over cp, NxD cuts it into pieces in a row.
+    ``whole`` are sizes without padding; ``positions`` are those of every sequence that are this rank's: over cp, NxD
+    cuts it into pieces in a row.
     """
 
-    def __init__(self, plan: Plan, lowering: NxdLowering, kernels: Kernels) -> None:
+    def __init__(self, plan: Plan, lowering: NxdLowering) -> None:
         """Make every layer with this rank's share."""
         self.rank = TpRank.of(plan.mesh, groups().get_tensor_model_parallel_rank())
         self.sizes, self.whole = form_sizes(plan), step_of(plan).sizes(plan.micro_batch)
         length = plan.workload.seq_len // plan.mesh.size("cp")
         first = length * groups().get_context_model_parallel_rank()
         self.positions = range(first, first + length)
-        self._plan, self._lowering, self._kernels = plan, lowering, kernels
+        self._plan, self._lowering = plan, lowering
         self._holds: dict[int, ParameterContents] = {}  # by identity
         parts = plan_blocks(plan)
         rotary = next((op.kind for op in parts["layer"].ops if isinstance(op.kind, Rotary)), None)
@@ -275,14 +273,11 @@ class NxdModel:
 
     def _attention(self) -> blocks.Compute:
         """Return the plan's attention; on a CPU, which has no kernels, single operations that compute the same."""
-        kind, on_cpu, name = self._lowering.attention, named("cpu_mode")(), "nki_ring_attn_func"
+        kind = self._lowering.attention
         if kind == "ring":
-            kernel = self._kernels.get(name) or named(name)
-            message = "NxD's ring attention is a kernel for NeuronCores, and there are none here. Use cp=1"
-            require((not on_cpu or name in self._kernels, "cp", message))
             pairs = groups().get_context_model_parallel_src_tgt_pairs()
-            return partial(ring_attend, kernel, dist.get_rank(), pairs)
-        if kind == "core" or on_cpu:
+            return partial(ring_attend, ring_kernel(), dist.get_rank(), pairs)
+        if kind == "core" or named("cpu_mode")():
             return blocks.attend
         return partial(flash_attend, named("nki_flash_attn_func"), self._plan.cluster.lnc or 1)
 

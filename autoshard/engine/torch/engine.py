@@ -21,7 +21,6 @@ from autoshard.engine.torch.formats import Formats, memory_of, own
 from autoshard.engine.torch.kernels import Rotations
 from autoshard.engine.torch.update import OpenedWeights, Store, Tied, Weight, flats
 from autoshard.engine.torch.world import World, channel_backend, refuse_crossing
-from autoshard.errors import require
 from autoshard.graph.op import Array
 from autoshard.layout.layout import Layout
 from autoshard.plan.lowering import split_pending
@@ -237,9 +236,8 @@ class TorchEngine:
 
         Weights are updated if ``allows`` says so of loss and norm, which are the same on every rank.
         """
-        self._check(micro_batches)
         world, flats = self._world, self.store.flats
-        world.traffic.clear()
+        world.sent_bytes.clear()
         self.store.clear()
         counts = not self._saved_bytes  # every step keeps as much as the first
         losses, saved_bytes = self._pipeline.run(self.store, micro_batches, counts=counts)
@@ -270,16 +268,6 @@ class TorchEngine:
             torch.accelerator.synchronize()  # a step ends when its update does
         return report
 
-    def _check(self, micro_batches: Sequence[Batch]) -> None:
-        """Refuse other micro-batches than the plan's."""
-        plan, count = self._pipeline.plan, len(micro_batches)
-        wanted = plan.schedule.num_micro_batches
-        known = plan.workload.documents == "joined" or all("document_starts" in batch for batch in micro_batches)
-        require(
-            (count == wanted, "micro_batches", f"the plan takes {wanted} a step, not {count}"),
-            (known, "document_starts", "the plan keeps documents separate, and a batch does not say where they start"),
-        )
-
     def _suspects(self, losses: Mapping[int, float], squares: Sequence[float]) -> tuple[str, ...]:
         """Return by rank what is not finite, the first few of each: losses of micro-batches, gradients of weights."""
         mine = [f"loss of micro-batch {number}" for number, loss in losses.items() if not math.isfinite(loss)]
@@ -303,7 +291,7 @@ class TorchEngine:
 
     def measured(self) -> Measured:
         """Return what this rank holds, and what it sent in the last step."""
-        flats, traffic = self.store.flats, self._world.traffic
+        flats = self.store.flats
         return Measured(
             memory_bytes={
                 "weights": _bytes(flat.values for flat in flats),
@@ -312,8 +300,7 @@ class TorchEngine:
                 "optimizer": _bytes(state for flat in flats for state in flat.moments),
                 "saved": self._saved_bytes,
             },
-            calls=dict(traffic.calls),
-            sent_bytes=dict(traffic.sent_bytes),
+            sent_bytes=dict(self._world.sent_bytes),
         )
 
     def _weights_here(self, ties: Mapping[str, str], training: Training) -> Iterator[Weight]:

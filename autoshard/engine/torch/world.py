@@ -21,24 +21,6 @@ from autoshard.spec.mesh import Mesh, axis_of_atoms
 _AT_THE_END = sys.maxsize  # of a step: nothing that a rank receives before shows that a message was taken
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What a rank has sent: calls by axis and kind, and bytes by axis, as the cost model counts them."""
-
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    sent_bytes: Counter[str] = field(default_factory=Counter)
-
-    def add(self, axis: str, kind: str, sent_bytes: float) -> None:
-        """Count a call."""
-        self.calls[axis, kind] += 1
-        self.sent_bytes[axis] += round(sent_bytes)
-
-    def clear(self) -> None:
-        """Begin anew."""
-        self.calls.clear()
-        self.sent_bytes.clear()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SentMessage:
     """A message under way, its memory, and which action of the receiver takes it."""
@@ -57,7 +39,7 @@ class RankGroup:
     rank: int  # this process
     axis: str  # whose traffic this is
     handle: dist.ProcessGroup
-    traffic: Traffic
+    sent_bytes: Counter[str]  # by axis, as the cost model counts them
     activity: RankActivity
 
     @property
@@ -74,7 +56,7 @@ class RankGroup:
         """Sum the tensors of all members, or take the maximum, in place."""
         with self._waiting("all_reduce"):
             dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.handle)
-        self._count("all_reduce_max" if largest else "all_reduce", 2 * total.nbytes)
+        self._count(2 * total.nbytes)
         return total
 
     def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
@@ -82,7 +64,7 @@ class RankGroup:
         joined = piece.new_empty((len(self.ranks) * len(piece), *piece.shape[1:]))
         with self._waiting("all_gather"):
             dist.all_gather_single(joined, piece.contiguous(), group=self.handle)
-        self._count("all_gather", joined.nbytes)
+        self._count(joined.nbytes)
         return _ordered(joined, self.torch_order, self.ranks)
 
     def reduce_scatter(self, whole: torch.Tensor) -> torch.Tensor:
@@ -91,7 +73,7 @@ class RankGroup:
         mine = given.new_empty((len(given) // len(self.ranks), *given.shape[1:]))
         with self._waiting("reduce_scatter"):
             dist.reduce_scatter_single(mine, given, group=self.handle)
-        self._count("reduce_scatter", given.nbytes)
+        self._count(given.nbytes)
         return mine
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -103,7 +85,7 @@ class RankGroup:
         received = given.new_empty(sum(counts))
         with self._waiting("all_to_all"):
             dist.all_to_all_single(received, given, list(counts), list(sent), group=self.handle)
-        self._count("all_to_all", given.nbytes)
+        self._count(given.nbytes)
         return received
 
     def pass_on(
@@ -117,8 +99,7 @@ class RankGroup:
         messages = [dist.P2POp(dist.isend, tensor.contiguous(), following, self.handle) for tensor in tensors]
         messages += [dist.P2POp(dist.irecv, one, before, self.handle) for one in arriving]
         works = dist.batch_isend_irecv(messages)
-        for tensor in tensors:
-            self.traffic.add(self.axis, "send", tensor.nbytes)
+        self.sent_bytes[self.axis] += sum(tensor.nbytes for tensor in tensors)
 
         def wait() -> Sequence[torch.Tensor]:
             with self._waiting("permute"):
@@ -133,8 +114,8 @@ class RankGroup:
         """Record while it lasts which collective this rank is in."""
         return self.activity.waiting(f"{kind} over {self.axis} of ranks {self.torch_order}")
 
-    def _count(self, kind: str, whole_bytes: int) -> None:
-        self.traffic.add(self.axis, kind, whole_bytes * (len(self.ranks) - 1) / len(self.ranks))
+    def _count(self, whole_bytes: int) -> None:
+        self.sent_bytes[self.axis] += round(whole_bytes * (len(self.ranks) - 1) / len(self.ranks))
 
 
 def _ordered(joined: torch.Tensor, now: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
@@ -157,7 +138,7 @@ class World:
     mesh: Mesh
     rank: int
     groups: Mapping[tuple[str, ...], RankGroup]
-    traffic: Traffic
+    sent_bytes: Counter[str]
     activity: RankActivity
     channels: Mapping[tuple[bool, bool], dist.ProcessGroup]
     under_way: list[SentMessage] = field(default_factory=list)
@@ -171,7 +152,7 @@ class World:
         Every rank of the running torch world calls this with the same arguments.
         """
         assert dist.get_world_size() == mesh.num_ranks, f"{dist.get_world_size()} processes for {mesh}"
-        rank, traffic = dist.get_rank(), Traffic()
+        rank, sent_bytes = dist.get_rank(), Counter[str]()
         handles: dict[tuple[int, ...], object] = {}  # torch gives a number to who is no member
         groups: dict[tuple[str, ...], RankGroup] = {}
         for names, ranks in ((one, ranks) for one in sorted(set(atoms) - {()}) for ranks in mesh.groups(one)):
@@ -181,14 +162,15 @@ class World:
             handle = handles.get(members)
             if rank in members and isinstance(handle, dist.ProcessGroup):
                 groups[names] = RankGroup(
-                    ranks=ranks, rank=rank, axis=axis_of_atoms(names), handle=handle, traffic=traffic, activity=activity
-                )
+                    ranks=ranks, rank=rank, axis=axis_of_atoms(names), handle=handle, sent_bytes=sent_bytes,
+                    activity=activity,
+                )  # fmt: skip
         channels: dict[tuple[bool, bool], dist.ProcessGroup] = {}
         for ranks, back, up in product(mesh.groups(("pp",)) if backend else (), (False, True), (False, True)):
             channel: object = dist.new_group(sorted(ranks), backend=backend) if len(ranks) > 1 else None
             if isinstance(channel, dist.ProcessGroup) and rank in ranks:
                 channels[back, up] = channel
-        return cls(mesh=mesh, rank=rank, groups=groups, traffic=traffic, activity=activity, channels=channels)
+        return cls(mesh=mesh, rank=rank, groups=groups, sent_bytes=sent_bytes, activity=activity, channels=channels)
 
     def group(self, atoms: Sequence[str], axis: str | None = None) -> RankGroup | None:
         """Return this rank's group along atoms; None where it would be alone. ``axis`` names its traffic otherwise."""
@@ -207,7 +189,7 @@ class World:
         work = dist.isend(memory, to_rank, tag=tag, group=self._channel(tag, self.rank, to_rank))
         assert work is not None, "a message to another rank is under way"
         self.under_way.append(SentMessage(work=work, memory=memory, to_rank=to_rank, taken_at=taken_at))
-        self.traffic.add("pp", "send", memory.nbytes)
+        self.sent_bytes["pp"] += memory.nbytes
 
     def receive(self, into: torch.Tensor, from_rank: int, tag: int, made_at: int = -1) -> torch.Tensor:
         """Wait for what an action of the sender made: by then it had taken whatever came for it so far."""

@@ -34,7 +34,7 @@ def main(folder: Path, starts: str, killed_after_s: float | None) -> None:
                 wait_until(lambda: any(folder.glob("wandb/offline-run-*/run-*.wandb")), "W&B has a file")
                 time.sleep(killed_after_s)
                 os.kill(os.getpid(), signal.SIGKILL)
-            measured = Measured(memory_bytes={"weights": 5}, calls={}, sent_bytes={"tp": 7})
+            measured = Measured(memory_bytes={"weights": 5}, sent_bytes={"tp": 7})
             show.conclude(plan, RunReport(steps=tuple(steps), ranks=(measured,)), "local")
 
 
