@@ -179,17 +179,6 @@ def test_every_forward_operation_runs_in_exactly_one_kernel(model: ModelSpec, ke
             assert (group.kernel.launches.forward > 0 and group.kernel.launches.backward > 0) == kernels.eager
 
 
-def test_a_kernel_passes_over_operations_that_the_model_lacks(model: ModelSpec, graph_of: GraphOf):
-    layer = graph_of(model, "te").block("layer")
-    there = {op.name for op in layer.select("micro_batch", "F")}
-    assert set(group_of(layer, "q").ops) == {"q", "q_shift", "k", "k_shift", "v", "v_shift"} & there
-    assert set(group_of(layer, "up").ops) == {"gate", "gate_shift", "up", "up_shift"} & there
-    assert set(group_of(layer, "act").ops) == {"act", "product"} & there
-    for precision in ("bf16", "fp32"):
-        loss = group_of(graph_of(model, "te", precision=precision).block("head"), "loss")
-        assert ("logits_fp32" in loss.ops) == (precision == "bf16") and loss.ops[-1] == "loss"
-
-
 # Bytes kept of each (query, key) pair of a head. Megatron-LM of 2021: softmax, mask and result of dropout, 5 a s^2 b of
 # Korthikanti et al. 2022 (arXiv:2205.05198, section 4). NxD without flash attention: the softmax in FP32 and in bf16.
 PAIR_BYTES: Mapping[str, int] = {"megatron": 2 + 1 + 2, "nxd_core": 4 + 2}
@@ -220,13 +209,6 @@ def test_megatron_of_2021_keeps_of_a_gpt_layer_what_was_counted_for_it(graph_of:
     counted = sum(size for name, size in kept.items() if name not in statistics)
     assert len(statistics) == 2
     assert counted == seq * batch * hidden * (34 - 2 + 5 * heads * seq / hidden)
-
-
-def test_nxd_keeps_keys_and_values_repeated_for_all_query_heads(llama: ModelSpec, graph_of: GraphOf):
-    built = graph_of(llama, "nxd")
-    kept = by_storage(built, "layer")
-    assert kept["attend.copy1"] == kept["attend.copy2"] == kept["q_rotary"]
-    assert not {"k_rotary", "v"} & set(kept)
 
 
 def fused_by(layer: Block, *kernels: Kernel) -> dict[str, FusedOps]:

@@ -513,6 +513,3 @@ def test_labels_are_readable_and_name_one_kind_each():
         owners.setdefault(kind.label, set()).add(type(kind))
     assert {label: kinds for label, kinds in owners.items() if len(kinds) > 1} == {}
     assert [label for label in owners if not re.fullmatch(r"[a-z]+\d*(_[a-z0-9]+)*", label)] == []
-    names = {type(kind).__name__: kind.label for kind, _ in all_calls(PRIMES)}
-    glued = {n for n, label in names.items() if len(re.findall("[A-Z]", n)) > 1 and label == n.lower()}
-    assert glued == {"AdamW"}  # written so by everybody

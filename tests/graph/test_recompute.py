@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from autoshard.errors import InputError
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.fusing import Flow, recompute, recompute_label
+from autoshard.graph.fusing import Flow, recompute
 from autoshard.spec.kernels import Kernels, kernels_names, load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
@@ -175,25 +175,9 @@ def test_with_flash_attention_nxd_never_calls_the_module_core_attention(llama: M
     assert "attend" not in clones(both)
 
 
-def test_selective_mlp_keeps_its_input_and_computes_the_products_again(llama: ModelSpec, graph_of: GraphOf):
-    before = graph_of(llama, "te").block("layer")
-    after = recompute(before, load_kernels("te"), ("mlp",))
-    assert storages(before) - storages(after) == {"gate", "up", "product"}
-    assert [name for name in clones(after) if name in kernel_ops(before)] == ["up", "gate", "act", "product", "down"]
-    by_torch = recompute(graph_of(llama, "torch_cpu").block("layer"), load_kernels("torch_cpu"), ("mlp",))
-    assert "down" not in clones(by_torch)
-
-
 def test_unknown_names_are_refused_all_at_once_with_the_nearest_known(llama: ModelSpec, graph_of: GraphOf):
     with pytest.raises(InputError) as caught:
         recompute(graph_of(llama, "te").block("layer"), load_kernels("te"), ("core_atn", "gat", "attend"))
     first, second = (str(fault) for fault in caught.value.faults)
     assert first == "recompute: layer has no operation 'core_atn'. Did you mean core_attn?"
     assert second == "recompute: layer has no operation 'gat'. Did you mean gate or act?"
-
-
-def test_a_block_is_transformed_once(llama: ModelSpec, graph_of: GraphOf):
-    layer = recompute(graph_of(llama, "te").block("layer"), load_kernels("te"), None)
-    assert layer.recompute == recompute_label(None) == "full"
-    with pytest.raises(AssertionError, match="recomputed already"):
-        recompute(layer, load_kernels("te"), None)

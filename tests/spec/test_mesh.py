@@ -140,14 +140,6 @@ def test_kv_blocks_repeat_outside_on_trn1_and_inside_elsewhere(name: str, rep: i
         assert [mesh.coordinates(rank)["kv"] for rank in group] == [holds(place) for place in range(tp)]
 
 
-def test_a_mesh_may_hold_axes_whole_and_leave_some_out():
-    mesh = Mesh.parse("dp=2,tp=4 on 0-7")
-    assert [mesh.size(name) for name in ("dp", "tp", "pp", "kv", "ep")] == [2, 4, 1, 1, 1]
-    assert mesh.groups(["cp"]) == tuple((rank,) for rank in range(8))
-    assert mesh.groups(["tp", "dp"]) == ((0, 4, 1, 5, 2, 6, 3, 7),)
-    assert mesh.groups(()) == mesh.groups("pp")
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -55,17 +55,10 @@ class Cart:
 
 
 DATA = {
-    "name": "red one",
-    "wheels": [{"radius": 1.5, "spokes": 8}, {"radius": 2.0}],
-    "size": [3, 4.5],
-    "colour": "red",
-    "kind": 3,
-    "loads": {"b": 1.0, "a": 2.5},
-    "parts": {"x": {"y": "z"}},
-    "shut": True,
-    "spare": {"radius": 1.0, "spokes": 6},
-    "gears": [["low", 1], ["high", 2]],
-}
+    "name": "red one", "wheels": [{"radius": 1.5, "spokes": 8}, {"radius": 2.0}], "size": [3, 4.5], "colour": "red",
+    "kind": 3, "loads": {"b": 1.0, "a": 2.5}, "parts": {"x": {"y": "z"}}, "shut": True,
+    "spare": {"radius": 1.0, "spokes": 6}, "gears": [["low", 1], ["high", 2]],
+}  # fmt: skip
 
 
 def faults(data):
