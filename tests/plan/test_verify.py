@@ -182,16 +182,12 @@ def test_a_stale_prediction_and_too_little_memory_are_reasons_of_their_own():
     assert [rejection.rule_id for rejection in verify(none)] == ["prediction-ranks"]
 
 
-def test_what_a_plan_does_not_promise_is_said():
+def test_what_a_plan_does_not_promise_is_said_and_users_rules_count_too():
     empty, uncalibrated = notices(good())
     assert "the table is empty" in empty and "uncalibrated" in uncalibrated
     assert "there is none" in notices(dataclasses.replace(good(), prediction=None))[1]
-    with_table = dataclasses.replace(good(), strategies={"block": {"qkv": "x"}})
-    assert [notice.partition(":")[0] for notice in notices(with_table)] == ["prediction"]
     assert len(notices(with_prediction(plan_of(ask(), "tp=32,pp=8"), basis="calibration of 2027"))) == 1
 
-
-def test_users_rules_count_too():
     @rule("tp", source="me")
     def mine(c):
         yield c.tp < 32

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
 
-from autoshard.errors import Fault, require
+from autoshard.errors import Fault
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.linear import Deliver
 from autoshard.graph.op import Dims, Op, Tensor
@@ -40,9 +40,6 @@ class FormPiece:
     axes: tuple[Dims, ...]
     cuts: Cuts = field(hash=False)  # by atoms of tp
 
-    def __post_init__(self) -> None:
-        require((sorted(self.moved) == sorted(self.dims), "axes", f"must hold {', '.join(self.dims)}, each once"))
-
     @property
     def moved(self) -> Dims:
         """The dims in the order of the axes."""
@@ -63,13 +60,6 @@ class FormParameter:
     split: int | None = None
     summed: bool = False
     copies: int = 1
-
-    def __post_init__(self) -> None:
-        require(
-            (bool(self.pieces), "pieces", "must hold at least one"),
-            (self.split is None or not self.summed, "summed", f"{self.name} is cut over tp, so each rank has its own"),
-            (self.split is not None or self.copies == 1, "copies", f"{self.name} is whole on every rank"),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

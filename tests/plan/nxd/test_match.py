@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.nxd.forms import plan_forms
-from autoshard.plan.nxd.match import Form, FormParameter, FormPiece
+from autoshard.plan.nxd.match import Form
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs
 from autoshard.plan.verify import verify
@@ -21,6 +20,10 @@ from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Precision, Workload
 from tests.slower import rest_is_slow
 
+LLAMA = ("llama3-70b", "trn1.32xlarge", "tp=32,pp=8,dp=2")
+MIXTRAL = ("mixtral-8x7b", "trn1.32xlarge", "tp=8,pp=4,dp=4", 4096, "bf16")
+DROPS = (*MIXTRAL, 2.0)
+
 
 def planned(
     model: str | ModelSpec, cluster: str, text: str, seq_len: int = 8192, precision: str = "bf16",
@@ -29,15 +32,23 @@ def planned(
     candidate, card = Candidate.parse(text), load_model(model) if isinstance(model, str) else model
     place = load_cluster(cluster, num_nodes=candidate.num_ranks // load_cluster(cluster).num_ranks)
     workload = Workload(
-        seq_len=min(seq_len, card.max_positions),
-        global_batch=1024,
-        precision=Precision.named(precision),
+        seq_len=min(seq_len, card.max_positions), global_batch=1024, precision=Precision.named(precision),
         expert_capacity=expert_capacity,
-    )
+    )  # fmt: skip
     return plan_at(Request(model=card, cluster=place, workload=workload, engines=("nxd",)), candidate)
 
 
-LLAMA = ("llama3-70b", "trn1.32xlarge", "tp=32,pp=8,dp=2")
+def forms_of(plan: Plan) -> dict[str, tuple[Form, ...]]:
+    forms, faults = plan_forms(plan, plan_programs(plan))
+    assert not faults, plan.candidate
+    return dict(forms)
+
+
+CARDS = [
+    [name, cluster, f"tp={tp},pp=1,dp={load_cluster(cluster).num_ranks // tp},sp={sp}", 2048, "bf16", capacity]
+    for name in model_names()
+    for cluster, tp, sp, capacity in (("trn1.32xlarge", 32, "true", None), ("trn2.48xlarge", 4, "false", 1.25))
+]
 ODD = [  # cp, one rank of tp, keys on fewer ranks than tp has, recompute
     ("llama3-70b", "trn1.32xlarge", "tp=32,pp=4,cp=2,dp=2"),
     ("llama3-8b", "trn1.32xlarge", "tp=1,pp=1,dp=32"),
@@ -47,31 +58,20 @@ ODD = [  # cp, one rank of tp, keys on fewer ranks than tp has, recompute
 ]
 
 
-CARDS = [
-    [name, cluster, f"tp={tp},pp=1,dp={load_cluster(cluster).num_ranks // tp},sp={sp}", 2048, capacity]
-    for name in model_names()
-    for cluster, tp, sp, capacity in (("trn1.32xlarge", 32, "true", None), ("trn2.48xlarge", 4, "false", 1.25))
-]
-
-
 @pytest.mark.parametrize("case", rest_is_slow(CARDS, fast=4) + ODD, ids=lambda case: " ".join(map(str, case)))
 def test_forms_hold_every_weight_once_however_a_card_is_cut(case: Any) -> None:
-    question, capacity = (case[:4], case[4]) if len(case) == 5 else (case, None)
-    plan = planned(*question, expert_capacity=capacity if load_model(case[0]).num_experts else None)
-    forms, faults = plan_forms(plan, plan_programs(plan))
-    assert not faults, plan.candidate
+    plan = planned(*(case if load_model(case[0]).num_experts else case[:4]))
+    forms = forms_of(plan)
     for kind, block in plan_blocks(plan).items():
         if kind == block.kind:
-            held = Counter(piece.tensor for form in forms[kind] for one in form.parameters for piece in one.pieces)
-            assert held == Counter(tensor.name for tensor in block.parameters)
+            pieces = Counter(piece.tensor for form in forms[kind] for one in form.parameters for piece in one.pieces)
+            assert pieces == Counter(tensor.name for tensor in block.parameters)
             replaced = [leaf for form in forms[kind] for leaf in form.leaves]
             assert len(replaced) == len(set(replaced))
 
 
 def experts_of(plan: Plan) -> Form:
-    forms, faults = plan_forms(plan, plan_programs(plan))
-    assert not faults
-    return next(form for form in forms["layer"] if form.layer == "MoE")
+    return next(form for form in forms_of(plan)["layer"] if form.layer == "MoE")
 
 
 @pytest.mark.parametrize(("sp", "summed"), [("true", True), ("false", False)])
@@ -107,11 +107,9 @@ def test_experts_with_a_function_that_nxd_computes_otherwise_have_no_form() -> N
 
 
 def test_layers_follow_from_layouts() -> None:
-    plan = planned(*LLAMA)
-    forms, _ = plan_forms(plan, plan_programs(plan))
-    shown = [(form.layer, form.leaves) for block in forms.values() for form in block if form.layer != "leaf"]
+    forms = forms_of(planned(*LLAMA))
     loss = ("logits_fp32", "top", "shifted", "power", "total", "log_total", "picked", "token_loss")
-    assert shown == [
+    assert [(form.layer, form.leaves) for block in forms.values() for form in block if form.layer != "leaf"] == [
         ("ParallelEmbedding", ("embed",)),
         ("GQAQKVColumnParallelLinear", ("q", "k", "v")),
         ("RowParallelLinear", ("o",)),
@@ -125,63 +123,33 @@ def test_layers_follow_from_layouts() -> None:
     assert [(one.name, one.copies) for one in heads.parameters] == [("weight_q", 1), ("weight_k", 4), ("weight_v", 4)]
 
 
-def test_sequence_parallelism_and_sums_are_read_off_the_table() -> None:
-    for text, sequence in (("tp=8,pp=4,dp=2", True), ("tp=8,pp=4,dp=2,sp=false", False)):
-        plan = planned("llama2-13b", "trn1.32xlarge", text)
-        forms, _ = plan_forms(plan, plan_programs(plan))
-        (weight,) = forms["layer"][1].parameters  # without copies of keys one weight holds queries, keys and values
-        assert [piece.tensor for piece in weight.pieces] == ["q.weight", "k.weight", "v.weight"]
-        linear = [form for form in forms["layer"] if form.layer.endswith("Linear")]
-        assert linear and all(form.arguments["sequence_parallel_enabled"] == sequence for form in linear)
-        norms = [one for form in forms["layer"] if form.layer == "leaf" for one in form.parameters]
-        assert norms and {one.summed for one in norms} == {sequence}
-        # NxD drops the reduced copy of a column layer's gradient when the formats differ.
-        assert all(form.arguments["reduce_dtype"] == form.arguments["dtype"] for form in linear)
-
-
-MIXTRAL = ("mixtral-8x7b", "trn1.32xlarge", "tp=8,pp=4,dp=4", 4096)
-HALVES = "F all_reduce /tp, slice seq/kv, slice seq/rep"
+@pytest.mark.parametrize(("sp", "sequence"), [("true", True), ("false", False)])
+def test_sequence_parallelism_and_sums_are_read_off_the_table(sp: str, sequence: bool) -> None:
+    layer = forms_of(planned("llama2-13b", "trn1.32xlarge", f"tp=8,pp=4,dp=2,sp={sp}"))["layer"]
+    (weight,) = layer[1].parameters  # without copies of keys one weight holds queries, keys and values
+    assert [piece.tensor for piece in weight.pieces] == ["q.weight", "k.weight", "v.weight"]
+    linear = [form for form in layer if form.layer.endswith("Linear")]
+    assert linear and all(form.arguments["sequence_parallel_enabled"] == sequence for form in linear)
+    assert {one.summed for form in layer if form.layer == "leaf" for one in form.parameters} == {sequence}
+    # NxD drops the reduced copy of a column layer's gradient when the formats differ.
+    assert all(form.arguments["reduce_dtype"] == form.arguments["dtype"] for form in linear)
 
 
 @pytest.mark.parametrize(
     ("case", "entry", "old", "new", "layer"),
     [
-        (LLAMA, "layer.attn_out", "F reduce_scatter seq/tp", HALVES, "RowPar"),
-        (LLAMA, "layer.mlp_in", "I reduce_scatter seq/tp", HALVES.replace("F", "I"), "ColumnPar"),
+        (LLAMA, "layer.attn_out", "F reduce_scatter seq/tp", "F all_reduce /tp, slice seq/kv, slice seq/rep", "RowPar"),
+        (LLAMA, "layer.mlp_in", "I reduce_scatter seq/tp", "I all_reduce /tp, slice seq/kv, slice seq/rep", "Column"),
         (LLAMA, "layer.k_in", "I all_reduce /rep", "I reduce_scatter seq/rep, all_gather seq/rep", "GQAQKV"),
         (LLAMA, "head.picked_out", "F all_reduce /tp", "F reduce_scatter seq/tp, all_gather seq/tp", "parallel_cross"),
-        (LLAMA, "embed.embed_out", "F reduce_scatter seq/tp", HALVES, "Parallel"),
-        (MIXTRAL, "layer.mlp_in", "I all_reduce /tp, slice seq/tp", "I reduce_scatter seq/tp", "MoE sends"),
-        (
-            (*MIXTRAL, "bf16", 2.0),
-            "layer.expert_in",
-            "I all_reduce /tp",
-            "I reduce_scatter slots/tp, all_gather slots/tp",
-            "MoE",
-        ),
-        (
-            MIXTRAL,
-            "layer.router_out",
-            "F all_gather seq/tp",
-            "F all_to_all seq>experts/tp, all_gather experts/tp",
-            "MoE",
-        ),
-        (
-            (*MIXTRAL, "bf16", 2.0),
-            "layer.mlp_out",
-            "F reduce_scatter seq/tp",
-            "F all_reduce /tp, slice seq/tp",
-            "MoE sends",
-        ),
-        (
-            (*MIXTRAL, "bf16", 2.0),
-            "layer.share_out",
-            "I all_reduce /tp",
-            "I reduce_scatter seq/tp, all_gather seq/tp",
-            "MoE",
-        ),
+        (LLAMA, "embed.embed_out", "F reduce_scatter seq/tp", "F all_reduce /tp, slice seq/kv, slice seq/rep", "Par"),
+        (MIXTRAL, "layer.mlp_in", "I all_reduce /tp, slice seq/tp", "I reduce_scatter seq/tp", "MoE"),
+        (DROPS, "layer.expert_in", "I all_reduce /tp", "I reduce_scatter slots/tp, all_gather slots/tp", "MoE"),
+        (MIXTRAL, "layer.router_out", "F all_gather seq/tp", "F all_to_all seq>experts/tp, all_gather experts/tp", "M"),
+        (DROPS, "layer.mlp_out", "F reduce_scatter seq/tp", "F all_reduce /tp, slice seq/tp", "MoE"),
+        (DROPS, "layer.share_out", "I all_reduce /tp", "I reduce_scatter seq/tp, all_gather seq/tp", "MoE"),
     ],
-)
+)  # fmt: skip
 def test_other_collectives_with_the_same_result_are_refused(
     case: Any, entry: str, old: str, new: str, layer: str
 ) -> None:
@@ -195,12 +163,3 @@ def test_other_collectives_with_the_same_result_are_refused(
     (rejection,) = verify(edited)
     assert rejection.rule_id == "nxd-form" and rejection.message.startswith(f"strategies.{entry}: {layer}")
     assert verify(replace(edited, engine="torch"))[0].rule_id != "nxd-form"
-
-
-def test_a_weight_is_not_both_cut_and_summed() -> None:
-    piece = FormPiece(tensor="a", dims=("hidden",), axes=(("hidden",),), cuts={})
-    for wrong in ({"split": 0, "summed": True}, {"copies": 2}, {"pieces": ()}):
-        with pytest.raises(InputError):
-            FormParameter(**{"name": "weight", "pieces": (piece,), **wrong})
-    with pytest.raises(InputError, match="axes: must hold hidden, ffn, each once"):
-        FormPiece(tensor="a", dims=("hidden", "ffn"), axes=(("hidden",),), cuts={})
