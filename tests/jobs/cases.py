@@ -50,7 +50,7 @@ def plan_of(case: str, way: Way = "vendor") -> Plan:
 def gpu_plan() -> Plan:
     """A plan for two nodes of GPUs that EFA joins."""
     options = SearchOptions()
-    question = QuestionOptions(model="llama3-8b", cluster="p5.48xlarge", nodes=(2,), global_batch=64)
+    question = QuestionOptions(model="llama3-8b", cluster="p5.48xlarge", nodes=(2,), global_batch=64, fix="tp=8,mbs=1")
     return searched(question.requests(options)[0], 1, options).plans[0]
 
 

