@@ -14,8 +14,7 @@ from autoshard.runtime.folder import locked
 from autoshard.sweep.on_wandb import agent_point, controller_text, log_sweep
 from autoshard.sweep.points import Sweep, load_sweep, points_of, sweep_path
 from autoshard.sweep.table import ROWS, RowFile, array_script, stored_rows, task_file, write_parquet, write_task
-from autoshard.sweep.work import Row, SweepJob, jobs_of, rows_of
-from autoshard.sweep.workers import work_through
+from autoshard.sweep.work import Row, SweepJob, jobs_of, rows_of, work_through
 from autoshard.units import format_seconds
 
 _MOST_NAMES = 4  # of points that are under way

@@ -1,5 +1,6 @@
 """What ``autoshard list`` prints: the names that commands take, each with what one would ask first."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from autoshard.units import format_bytes, format_count
@@ -9,16 +10,10 @@ Entry = dict[str, str]
 
 def entries(what: str) -> list[Entry]:
     """Return one entry per name; only the catalogue that is asked for is read."""
-    sources = {
-        "models": _models,
-        "recipes": _recipes,
-        "sweeps": _sweeps,
-        "clusters": _clusters,
-        "engines": _engines,
-        "schedules": _schedules,
-        "kernels": _kernels,
-        "rules": _rules,
-    }
+    sources: dict[str, Callable[[], list[Entry]]] = {
+        "models": _models, "recipes": _recipes, "sweeps": _sweeps, "clusters": _clusters, "engines": _engines,
+        "schedules": _schedules, "kernels": _kernels, "rules": _rules,
+    }  # fmt: skip
     return sources[what]()
 
 
@@ -55,7 +50,6 @@ def _models() -> list[Entry]:
 def _recipes() -> list[Entry]:
     from autoshard.spec.recipe import about, load_recipe, recipe_files
 
-    recipes = {path: load_recipe(path) for path in recipe_files()}
     return [
         {
             "name": _as_typed(path),
@@ -64,7 +58,7 @@ def _recipes() -> list[Entry]:
             "nodes": str(one.nodes),
             "about": about(path),
         }
-        for path, one in recipes.items()
+        for path, one in ((path, load_recipe(path)) for path in recipe_files())
     ]
 
 

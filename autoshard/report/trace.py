@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from autoshard.plan.explanation import Pass, Trace
+from autoshard.plan.explanation import Trace
 from autoshard.plan.plan import Plan, rounded
 from autoshard.report.terminal import nodes_of
 from autoshard.spec.record import encode
@@ -149,39 +149,33 @@ class _RankDrawing:
     def _slice(self, lane: int, begin: int, end: int, name: str, args: Event) -> Event:
         return self._event("X", lane, begin, dur=(end - begin) / _TICKS_PER_US, name=name, args=args)
 
-    def _pass(self, position: int) -> tuple[Pass, str, Event]:
-        """Return what an action takes, its name, and its stage and micro-batch."""
-        kind, stage = self.rank.kinds[position], int(self.rank.stages[position])
-        micro_batch = int(self.rank.micro_batches[position])
-        numbers = {"stage": stage, "micro_batch": micro_batch}
-        return self.trace.passes[kind, stage], f"{kind}{stage}.{micro_batch}", numbers
+    def _place(self, position: int) -> tuple[str, int, int]:
+        """Return the kind, the stage and the micro-batch of an action."""
+        return self.rank.kinds[position], int(self.rank.stages[position]), int(self.rank.micro_batches[position])
 
     def actions(self) -> Iterator[Event]:
         """Yield a slice for each drawn action, and one for all that are left out, whose arguments are their sums."""
-        rank = self.rank
+        rank, trace = self.rank, self.trace
         for position in self.drawn:
-            one, name, numbers = self._pass(position)
+            kind, stage, micro_batch = self._place(position)
             begin, end = _ticks(rank.start_s[position]), _ticks(rank.end_s[position])
-            yield self._slice(_COMPUTE, begin, end, name, {**numbers, **_seconds(one.parts)})
+            args = {"stage": stage, "micro_batch": micro_batch, **_seconds(trace.passes[kind, stage].parts)}
+            yield self._slice(_COMPUTE, begin, end, f"{kind}{stage}.{micro_batch}", args)
         if not self.left_out:
             return
         first, last = self.left_out[0], self.left_out[-1]
-        counts = Counter(zip(rank.kinds[first : last + 1], rank.stages[first : last + 1].tolist(), strict=True))
-        passes = [(self.trace.passes[key], times) for key, times in counts.items()]
-        parts = {part: sum(times * one.parts[part] for one, times in passes) for part in passes[0][0].parts}
-        send_s = 0.0 if self.trace.hides_sends else self.trace.send_s
-        sending_s = sum(
-            times * (send_s * (one.sends_to is not None) + self.trace.receive_s * (one.takes_from is not None))
-            for one, times in passes
-        )
-        args: Event = {
-            **{f"{kind}{stage}": times for (kind, stage), times in sorted(counts.items())},
-            "busy_s": rounded(sum(times * one.time_s for one, times in passes)),
-            "sending_s": rounded(sending_s),
-            **_seconds(parts),
-        }
+        counts = Counter(self._place(position)[:2] for position in self.left_out)
+        sums: Counter[str] = Counter()
+        send_s = 0.0 if trace.hides_sends else trace.send_s
+        for key, times in counts.items():
+            one = trace.passes[key]
+            sends_s = send_s * (one.sends_to is not None) + trace.receive_s * (one.takes_from is not None)
+            values = {"busy": one.time_s, "sending": sends_s, **one.parts}
+            sums.update({part: times * time_s for part, time_s in values.items()})
+        args = {f"{kind}{stage}": times for (kind, stage), times in sorted(counts.items())}
         name = f"{max(counts.values())} micro-batches, not drawn one by one"
-        yield self._slice(_COMPUTE, _ticks(rank.start_s[first]), _ticks(rank.end_s[last]), name, args)
+        begin, end = _ticks(rank.start_s[first]), _ticks(rank.end_s[last])
+        yield self._slice(_COMPUTE, begin, end, name, {**args, **_seconds(sums)})
 
     def messages(self, begins: Begins, numbers: Iterator[int]) -> tuple[list[Event], list[Event]]:
         """Return what the drawn actions receive and send as slices, and the ends of arrows to what takes it.
@@ -204,16 +198,16 @@ class _RankDrawing:
 
     def _messages(self) -> Iterator[tuple[int, int, str, Event, tuple[bool, int, int] | None]]:
         """Yield begin, end, name, arguments, and which action takes a message that is sent."""
-        rank, trace = self.rank, self.trace
         for position in self.drawn:
-            one, name, numbers = self._pass(position)
-            start_s, end_s, forward = rank.start_s[position], rank.end_s[position], rank.kinds[position] == "F"
-            if one.takes_from is not None and trace.receive_s:
-                begin = _ticks(start_s - trace.receive_s)
+            kind, stage, micro_batch = self._place(position)
+            one, name = self.trace.passes[kind, stage], f"{kind}{stage}.{micro_batch}"
+            start_s, end_s = self.rank.start_s[position], self.rank.end_s[position]
+            if one.takes_from is not None and self.trace.receive_s:
+                begin = _ticks(start_s - self.trace.receive_s)
                 yield begin, _ticks(start_s), f"receive {name}", {"from": one.takes_from}, None
-            if one.sends_to is not None and trace.send_s:
-                taken = forward, numbers["stage"] + (1 if forward else -1), numbers["micro_batch"]
-                yield _ticks(end_s), _ticks(end_s + trace.send_s), f"send {name}", {"to": one.sends_to}, taken
+            if one.sends_to is not None and self.trace.send_s:
+                taken = kind == "F", stage + (1 if kind == "F" else -1), micro_batch
+                yield _ticks(end_s), _ticks(end_s + self.trace.send_s), f"send {name}", {"to": one.sends_to}, taken
 
     def phases(self) -> Iterator[Event]:
         """Yield what the rank does after the pipeline."""

@@ -1,19 +1,27 @@
-"""What a process of a sweep does: the points of one question, planned or run, each a row whatever happens."""
+"""The jobs of a sweep: the points of one question, planned or run in processes, each a row whatever happens."""
 
 import json
+import multiprocessing
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal
 
 from autoshard.errors import AutoshardError, InputError, NoPlan
-from autoshard.extensions import EXTENSIONS
+from autoshard.extensions import EXTENSIONS, load_extension
 from autoshard.plan.codec import dump, fingerprint
 from autoshard.plan.plan import Plan
 from autoshard.search.api import request_of
@@ -155,16 +163,13 @@ def _ran(job: SweepJob, point: SweepPoint, plan: Plan, started: Start | None) ->
         lines = [line.removeprefix("autoshard: ") for line in (complaints or out).strip().splitlines()]
         message = "\n".join(lines) or f"the run ended with exit code {process.returncode}"
         return {"status": "failed", "message": message}
-    return {"status": "ran", "run": str(folder), **_measured(json.loads(out), folder, plan)}
-
-
-def _measured(report: Row, folder: Path, plan: Plan) -> Row:
-    """Return the measurements of a run: seconds of a step beside the predicted, bytes, the last loss."""
+    report = json.loads(out)
     row = json.loads((folder / "measured.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-    step, steps = report["step_time_s"], report["steps"]
-    at_home = row["platform"] == plan.cluster.name
+    step, steps, at_home = report["step_time_s"], report["steps"], row["platform"] == plan.cluster.name
     state_bytes = [sum(part["measured"] or 0 for part in group["memory_bytes"].values()) for group in report["ranks"]]
     return {
+        "status": "ran",
+        "run": str(folder),
         "ran_candidate": report["candidate"],
         "ran_on": row["platform"],
         "kind": row["kind"],
@@ -176,3 +181,83 @@ def _measured(report: Row, folder: Path, plan: Plan) -> Row:
         "num_steps": len(steps),
         "last_loss": steps[-1]["loss"],
     }
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A process with our end of its pipe: jobs go in, rows come out, and nothing comes any more when it is gone."""
+
+    process: BaseProcess
+    pipe: Connection
+    job: SweepJob
+
+    def begin(self, job: SweepJob) -> None:
+        """Give the process a job."""
+        self.job = job
+        with suppress(OSError):  # the process is gone, as we shall hear
+            self.pipe.send(job)
+
+    def end(self) -> int:
+        """Let the process end, and return its exit code; it ends when the pipe is closed."""
+        self.pipe.close()
+        self.process.join()
+        return self.process.exitcode or 0
+
+
+def work_through(jobs: Sequence[SweepJob], num_workers: int, begin: Callable[[SweepJob], None]) -> Iterator[list[Row]]:
+    """Yield the rows of each job as it is done, by processes side by side; one that dies takes only its own job along.
+
+    ``begin`` hears of every job before its process. When we end, however that happens, so do the processes.
+    """
+    context: Any = multiprocessing.get_context("spawn")  # a fork would take along what draws the progress
+    waiting, workers = list(reversed(jobs)), list[_Worker]()
+    try:
+        while waiting or workers:
+            while waiting and len(workers) < num_workers:
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(theirs, tuple(EXTENSIONS.files)), daemon=False)
+                process.start()
+                theirs.close()
+                workers.append(_Worker(process=process, pipe=ours, job=waiting.pop()))
+                begin(workers[-1].job)
+                workers[-1].begin(workers[-1].job)
+            for pipe in wait([one.pipe for one in workers]):
+                worker = next(one for one in workers if one.pipe is pipe)
+                done, rows = worker.job, None
+                with suppress(EOFError, OSError):
+                    rows = worker.pipe.recv()
+                if rows is not None and waiting:
+                    begin(waiting[-1])
+                    worker.begin(waiting.pop())
+                else:
+                    workers.remove(worker)
+                    code = worker.end()
+                    killed = f"was killed by {signal.Signals(-code).name}, perhaps for its memory" if code < 0 else ""
+                    rows = rows or failed_rows(done, f"the process of this point {killed or f'ended with {code}'}")
+                yield rows
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def _work(pipe: Connection, extensions: Sequence[Path]) -> None:
+    """Do jobs until the other end of the pipe is closed."""
+    for path in extensions:
+        load_extension(path)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all; the parent decides
+    running: list[subprocess.Popen[str]] = []
+    jobs: SimpleQueue[SweepJob] = SimpleQueue()
+
+    def listen() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                jobs.put(pipe.recv())
+        for process in running:
+            process.terminate()  # it saves what it has to save, and takes its ranks with it
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        rows = rows_of(jobs.get(), running.append)
+        running.clear()
+        pipe.send(rows)

@@ -18,8 +18,7 @@ from autoshard.errors import InputError
 from autoshard.plan.codec import fingerprint, load
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.sweep.table import RowFile, write_parquet, write_task
-from autoshard.sweep.work import SweepJob, rows_of
-from autoshard.sweep.workers import work_through
+from autoshard.sweep.work import SweepJob, rows_of, work_through
 from tests.runtime.cases import environment
 from tests.sweep.sweep_cases import TINY, jobs, points, rows_in, tiny, written
 
