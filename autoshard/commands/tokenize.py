@@ -6,7 +6,7 @@ from pathlib import Path
 from autoshard.commands.output import print_answer
 from autoshard.commands.progress import byte_progress
 from autoshard.errors import InputError, require
-from autoshard.runtime.data.documents import CONVERT, TextSource, hub_source, hub_tokenizer, is_hub_id, local_source
+from autoshard.runtime.data.documents import CONVERT, hub_source, hub_tokenizer, is_hub_id, local_source
 from autoshard.runtime.data.manifest import Manifest
 from autoshard.runtime.data.tokenizers import BYTES, TOKENIZER_FILES, TokenizerSpec
 from autoshard.runtime.data.tokenizing import Work, tokenize as made
@@ -55,9 +55,11 @@ def tokenize(
         (chat or chat_template is None, "--chat-template", "is for conversations. Type --chat as well"),
         (chat_template is None or chat_template.is_file(), "--chat-template", f"there is no file {chat_template}"),
     )
+    local = local_source(source)
+    require((local is not None or is_hub_id(source), source, "there is no such file or folder"))
     try:
         work = Work(
-            source=_source(source, subset, split),
+            source=local or hub_source(source, subset, split),
             tokenizer=_tokenizer(tokenizer, eos, bos, chat_template),
             kind="chat" if chat else "text",
             field=field or ("messages" if chat else "text"),
@@ -75,12 +77,6 @@ def _summary(manifest: Manifest, out: Path) -> str:
     counts = f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {size}"
     empty = f"\n{manifest.num_empty:,} without text were left out" if manifest.num_empty else ""
     return f"{out}: {counts}, tokens of {manifest.tokenizer.name} (vocabulary {manifest.tokenizer.vocab:,}){empty}"
-
-
-def _source(text: str, subset: str | None, split: str) -> TextSource:
-    local = local_source(text)
-    require((local is not None or is_hub_id(text), text, "there is no such file or folder"))
-    return local or hub_source(text, subset, split)
 
 
 def _tokenizer(text: str, eos: str | None, bos: str | None, template: Path | None) -> TokenizerSpec:

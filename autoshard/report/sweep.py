@@ -65,7 +65,7 @@ def _table(rows: Sequence[Row]) -> Table:
     varied = list(dict.fromkeys(name for row in rows for name in row if name.startswith("at.")))
     columns: dict[str, Callable[[Row], str]] = {
         **{name.removeprefix("at."): lambda row, name=name: _text(row.get(name), str) for name in varied},
-        "plan": lambda row: _short(row),
+        "plan": _short,
         ">step": lambda row: format_seconds(row["step_time_s"]),
         ">tokens/s": lambda row: format_count(row["tokens_per_s"]),
         ">MFU": lambda row: f"{row['mfu']:.1%}",

@@ -49,27 +49,22 @@ def validation_report(validation: Validation) -> Group:
 
 
 def _accuracies(title: str, found: Sequence[tuple[str, Accuracy | None]]) -> Table:
-    nothing = ["0", "0", *["-"] * (len(_COLUMNS) - 3)]
-    table = make_table(title, _COLUMNS, ((name, *(_cells(errors) if errors else nothing)) for name, errors in found))
-    table.padding = (0, 1, 0, 0)  # all columns on a terminal of 120
-    return table
-
-
-def _cells(errors: Accuracy) -> list[str]:
     def share(value: float | None) -> str:
         return "-" if value is None else f"{value:.1%}"
 
-    return [
-        str(errors.count),
-        str(errors.num_layouts),
-        *map(share, (errors.noise_floor, errors.mape, errors.median, errors.p90)),
-        f"{errors.worst:+.1%}",
-        f"{errors.bias:+.1%}",
-        share(errors.coverage),
-        "-" if errors.spearman is None else f"{errors.spearman:.2f}",
-        share(errors.regret),
-        str(len(errors.groups)),
-    ]
+    table = make_table(title, _COLUMNS)
+    table.padding = (0, 1, 0, 0)  # all columns on a terminal of 120
+    for name, errors in found:
+        if errors is None:
+            table.add_row(name, "0", "0", *["-"] * (len(_COLUMNS) - 3))
+            continue
+        counts = str(errors.count), str(errors.num_layouts)
+        shares = map(share, (errors.noise_floor, errors.mape, errors.median, errors.p90))
+        signed = f"{errors.worst:+.1%}", f"{errors.bias:+.1%}"
+        spearman = "-" if errors.spearman is None else f"{errors.spearman:.2f}"
+        last = share(errors.coverage), spearman, share(errors.regret), str(len(errors.groups))
+        table.add_row(name, *counts, *shares, *signed, *last)
+    return table
 
 
 def calibration_report(calibration: Calibration) -> str:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import secrets
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,46 +53,46 @@ class WandbGroup:
 
     def show(self, results: Iterable[ShownRun], rows: Callable[[], Sequence[Row]]) -> list[str]:
         """Show results as they come, then the table of all rows; return what the user should know, once."""
-        notes: dict[str, None] = {}
+        notes: list[str] = []
         try:
-            notes.update(dict.fromkeys(self._notes(results, rows)))
+            token, done = self._state()
+            for one in results:
+                known = f"{one.key}{' failed' * one.failed}"
+                if known not in done:
+                    _send(self._begun(token + one.key, one.name, self.kind, one.config, notes), one)
+                    done.append(known)
+                    text = json.dumps({"group": token, "shown": done}) + "\n"
+                    (self.folder / _STATE).write_text(text, encoding="utf-8")
+            self._show_table(token, rows(), notes)
         except AutoshardError:  # of what makes the results
             raise
         except Exception as error:
             return [f"Weights & Biases failed; to go on with it, type the same again: {type(error).__name__}: {error}"]
-        others = [note for note in notes if "wandb sync" not in note]
+        others = [note for note in dict.fromkeys(notes) if "wandb sync" not in note]
         send = f"kept offline. To send all, type: wandb sync {self.folder.resolve()}/wandb/offline-*"
-        return others if len(others) == len(notes) else [*others, f"Weights & Biases: {send}"]
+        return [*others, *([f"Weights & Biases: {send}"] if any("wandb sync" in note for note in notes) else [])]
 
-    def _notes(self, results: Iterable[ShownRun], rows: Callable[[], Sequence[Row]]) -> Iterator[str]:
+    def _state(self) -> tuple[str, list[str]]:
+        """Return what tells this group from others, and which results it has."""
         path = self.folder / _STATE
         try:
             state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            token, done = state.get("group", secrets.token_hex(4)), list(state.get("shown", ()))
+            return state.get("group", secrets.token_hex(4)), list(state.get("shown", ()))
         except (ValueError, AttributeError, TypeError):
             raise InputError.of(str(path), "is damaged. Remove it, and all points are shown again") from None
-        for one in results:
-            known = f"{one.key}{' failed' * one.failed}"
-            if known in done:
-                continue
-            tracker, notes = self._begun(token + one.key, one.name, self.kind, one.config)
-            yield from notes
-            _send(tracker, one)
-            done.append(known)
-            path.write_text(json.dumps({"group": token, "shown": done}) + "\n", encoding="utf-8")
-        yield from self._summary(token, rows())
 
-    def _begun(self, key: str, name: str, kind: str, config: Mapping[str, Any]) -> tuple[OnWandb, Sequence[str]]:
+    def _begun(self, key: str, name: str, kind: str, config: Mapping[str, Any], notes: list[str]) -> OnWandb:
         labels = {"project": self.project, "group": self.name, "job_type": kind, "name": name}
         run_id = hashlib.sha256(key.encode()).hexdigest()[:_ID_LENGTH]
         tracker = OnWandb(labels=labels, run_id=run_id, folder=self.folder, files={})
-        return tracker, tracker.start(config)
+        notes += tracker.start(config)
+        return tracker
 
-    def _summary(self, token: str, rows: Sequence[Row]) -> Sequence[str]:
+    def _show_table(self, token: str, rows: Sequence[Row], notes: list[str]) -> None:
         """Show the table of all results on a run of the group's own."""
         import wandb
 
-        tracker, notes = self._begun(token, self.name, "summary", {"kind": self.kind, "points": len(rows)})
+        tracker = self._begun(token, self.name, "summary", {"kind": self.kind, "points": len(rows)}, notes)
         columns: Any = list(dict.fromkeys(name for row in rows for name in row))
         cells: Any = [[row.get(name) for name in columns] for row in rows]
         media: dict[str, Any] = {"table": wandb.Table(columns=columns, data=cells, allow_mixed_types=True)}
@@ -104,7 +104,6 @@ class WandbGroup:
         tracker.log(tracker.next_step, media)
         states = [row.get("status", "done") for row in rows]
         tracker.finish({f"points/{state}": states.count(state) for state in set(states)}, failed="failed" in states)
-        return notes
 
 
 def log_sweep(rows: Sequence[Row], project: str, folder: Path) -> list[str]:

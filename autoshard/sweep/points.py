@@ -17,7 +17,6 @@ from autoshard.spec.files import read_data, shipped
 from autoshard.spec.recipe import TRAINING_KEYS, Recipe, recipe_files, recipe_of
 
 MOST_POINTS = 100_000
-_ID_LENGTH = 12
 _FILES = ("model", "cluster", "calibration")  # keys that may name a file, whose contents belong to the question
 _COMMA = re.compile(r",(?![^\[]*\])")  # between pinned keys, not inside brackets
 
@@ -140,14 +139,15 @@ def points_of_question(sweep: Sweep, base: Entries, override: Entries, folder: P
     if sweep.mode == "run" and "data" in entries:
         entries = {**entries, "data": {**entries["data"], "sets": dict(recipe.training.data.seen_from(folder).sets)}}
     content: dict[str, Any] = {key: value for key, value in entries.items() if key not in TRAINING_KEYS}
-    content["files"] = {key: _file_digest(content[key]) for key in _FILES if key in content} | EXTENSIONS.entries()
+    files = {key: Path(str(content[key])) for key in _FILES if key in content}
+    digests = {key: _digest(path.read_bytes(), 64) if path.is_file() else None for key, path in files.items()}
+    content["files"] = digests | EXTENSIONS.entries()
     if sweep.mode == "run":
         content |= {"run": {key: entries[key] for key in TRAINING_KEYS if key in entries}, "rehearse": sweep.rehearse}
     points: list[SweepPoint] = []
     for number in range(1, sweep.frontier + 1):
         text = json.dumps({**content, "choice": number}, sort_keys=True, default=str)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:_ID_LENGTH]
-        points.append(SweepPoint(id=digest, varied=override, entries=entries, choice=number))
+        points.append(SweepPoint(id=_digest(text.encode(), 12), varied=override, entries=entries, choice=number))
     return points
 
 
@@ -184,10 +184,9 @@ def _merged(base: Entries, override: Entries) -> dict[str, Any]:
     return merged
 
 
-def _file_digest(name: object) -> str | None:
-    path = Path(str(name))
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-
-
 def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _digest(content: bytes, length: int) -> str:
+    return hashlib.sha256(content).hexdigest()[:length]

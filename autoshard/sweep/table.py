@@ -69,9 +69,8 @@ def task_file(folder: Path, name: str) -> Path:
 
 def write_task(rows: Sequence[Row], folder: Path, name: str) -> None:
     """Write the rows of one task of a job array, whole or not at all."""
-    path = task_file(folder, name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, json.dumps(rows, allow_nan=False))
+    task_file(folder, name).parent.mkdir(parents=True, exist_ok=True)
+    _replace(task_file(folder, name), json.dumps(rows, allow_nan=False))
 
 
 def write_parquet(rows: Sequence[Row], folder: Path) -> Path:

@@ -9,7 +9,7 @@ from autoshard.cli import main
 from autoshard.plan.codec import load
 from tests.cli.conftest import Typed
 
-ASKED = "plan --model llama3-8b --global-batch 256 --seq-len 4096 --optimizer sgd"
+ASKED = "plan --model llama3-8b --global-batch 256 --seq-len 4096 --optimizer sgd --fix tp=8,mbs=1"
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +20,12 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_fewer_nodes_answer_the_same_question(old: Path, typed: Typed):
-    code, out, _ = typed(f"plan --like {old} --nodes 2")
+    code, out, _ = typed(f"plan --like {old} --nodes 2 --fix tp=8,mbs=1")
     assert code == 0 and "after 4 x trn1.32xlarge: 2 x trn1.32xlarge, the same 256 sequences a step" in out
     assert "of state from a checkpoint" in out and "assumed: FSx for Lustre" in out
     left = Path("plan.json").read_bytes()
     assert typed(f"{ASKED} --nodes 2")[0] == 0 and Path("plan.json").read_bytes() == left
-    found = json.loads(typed(f"plan --like {old} --nodes 3 --json")[1])
+    found = json.loads(typed(f"plan --like {old} --nodes 3 --json --fix tp=8,mbs=1")[1])
     like = found["like"]
     assert like["nodes"] == {"before": 4, "after": 3}
     assert like["step"]["after_s"] == found["plan"]["prediction"]["step_time_s"] > like["step"]["before_s"]

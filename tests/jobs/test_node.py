@@ -54,7 +54,7 @@ def told(place: Path, stage: str, given: Mapping[str, str]) -> tuple[list[str], 
 @pytest.mark.parametrize("mine", [{}, {"NEURON_CC_FLAGS": "--auto-cast all", "NEURON_RT_EXEC_TIMEOUT": "600"}])
 def test_a_node_has_the_environment_that_the_engine_sets(case: str, mine: Mapping[str, str], tmp_path: Path) -> None:
     plan, wanted = plan_of(case), dict(mine)
-    _, found = told(write(job_of(plan), tmp_path), "train", START | mine)
+    _, found = told(write(job_of(plan), tmp_path), "train", {**START, **mine})
     put_environment(environment(plan), wanted)
     assert {name: " ".join(found[name].split()) for name in wanted} == wanted
     after = dict(found)
