@@ -55,21 +55,16 @@ def picked(draw, kinds="FBIW"):
     return schedule, rank, list(actions), draw(st.sampled_from(positions))
 
 
-@given(picked())
-def test_a_dropped_action_is_missed(case):
-    schedule, rank, actions, position = case
-    dropped = actions.pop(position)
-    assert f"actions[{rank}]" in said(with_list(schedule, rank, actions))
-    actions.append(replace(dropped, micro_batch=schedule.num_micro_batches))
-    assert "missing" in said(with_list(schedule, rank, actions))
-
-
 @given(picked(), st.data())
-def test_a_doubled_action_is_named(case, data):
+def test_dropped_and_doubled_actions_are_named(case, data):
     schedule, rank, actions, position = case
-    doubled = actions[position]
-    actions.insert(data.draw(st.integers(0, len(actions))), doubled)
-    assert f"{doubled} stands 2 times; keep one" in said(with_list(schedule, rank, actions))
+    one = actions[position]
+    others = actions[:position] + actions[position + 1 :]
+    assert f"actions[{rank}]" in said(with_list(schedule, rank, others))
+    others.append(replace(one, micro_batch=schedule.num_micro_batches))
+    assert "missing" in said(with_list(schedule, rank, others))
+    actions.insert(data.draw(st.integers(0, len(actions))), one)
+    assert f"{one} stands 2 times; keep one" in said(with_list(schedule, rank, actions))
 
 
 @given(picked("BIW"))
