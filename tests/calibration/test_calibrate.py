@@ -186,19 +186,6 @@ def test_every_fault_is_a_clear_line(rows: list[dict[str, Any]], cluster: str, s
     assert all("\n" not in str(fault) for fault in caught.value.faults)
 
 
-def test_what_a_fit_cannot_use_is_left_out(tmp_path: Path):
-    alone = samples_in(written(tmp_path, *OWN), "h100-80", date="2027-03-04")
-    more = [{"kind": "rehearsal"}, {"kind": "short"}, {"platform": "a100"}, {"step_time_s": None}, {"arch": None}]
-    rows = [*OWN, *({**OWN[0], **change, "id": f"more {number}"} for number, change in enumerate(more))]
-    found = samples_in(written(tmp_path, *rows), "h100-80")
-    assert not alone.left_out and found.samples == alone.samples
-    assert (alone.newest, found.newest) == ("2027-03-04", "2026-01-02")
-    assert [str(fault).partition("runs.jsonl ")[2][:24] for fault in found.left_out] == [
-        "line 5: is of a rehearsa", "line 6: is of a run that", "line 7: platform: was ru",
-        "line 8: step_time_s: is ", "line 9: arch: its archit",
-    ]  # fmt: skip
-
-
 def test_rows_that_no_constants_describe_are_refused(tmp_path: Path):
     rows = [{**row, "step_time_s": 10.0**number} for number, row in enumerate(OWN[:3])]
     with pytest.raises(InputError, match="the cost model does not describe them"):

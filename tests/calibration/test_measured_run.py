@@ -160,9 +160,3 @@ def test_wrong_columns_are_faults(change: dict[str, Any], says: str):
     with pytest.raises(InputError) as caught:
         made(**change)
     assert str(caught.value.faults[0]).startswith(says)
-
-
-def test_all_faults_of_a_row_come_at_once():
-    with pytest.raises(InputError) as caught:
-        made(recompute="x", sharding="x", precision="x", arch={**ARCH, "layers": 0})
-    assert [fault.where for fault in caught.value.faults] == ["arch.layers", "precision", "recompute", "sharding"]

@@ -124,11 +124,6 @@ class TestProvenance:
         assert same == replace(calibration, fit=None)
         assert predict(read) == predict(read, calibration)
 
-    def test_a_plan_that_carries_none_has_those_of_its_cluster(self):
-        assert calibration_of(plan()) is built_in("trn1.32xlarge")
-        nearest = calibration_of(plan("tp=8,pp=4,dp=8", cluster_name="trn2.48xlarge"))
-        assert nearest == built_in("trn1.32xlarge")
-
     @pytest.mark.parametrize(
         ("text", "changes", "said"),
         [

@@ -1,11 +1,17 @@
-"""Llama-3 70B at tp 32, pp 8, dp 2 on 16 trn1 nodes, calculated by hand.
+"""Memory of Llama-3 70B on a rank, by hand and as published.
 
-The calculation takes nothing from the package: only the published numbers of the architecture, the operations that
-neuronx-distributed keeps tensors for, and arithmetic.
+First tp 32, pp 8, dp 2 on 16 trn1 nodes: the calculation takes nothing from the package, only the published numbers of
+the architecture, the operations that neuronx-distributed keeps tensors for, and arithmetic. Then 12 layers on 8 B200
+under Megatron-LM and TransformerEngine, runs whose measured peaks are published: MooreThreads/SimuMax
+docs/b200/b200_release_v1.2_summary.json (sequence 4096, one sequence a micro-batch; the peaks do not change with the
+number of micro-batches). The parts below are read off the sources of Megatron-LM 23e00ed and TransformerEngine v2.11.
 """
+
+from dataclasses import replace
 
 import pytest
 
+from autoshard.spec.kernels import load_kernels
 from tests.cost.cases import ask, predicted_of
 
 HIDDEN, FFN, VOCAB, LAYERS = 8192, 28672, 128256, 80
@@ -117,3 +123,40 @@ def test_communication_matches_a_hand_calculation():
     assert sent["dp"] == WEIGHTS[7] * FP32 // 2 + WEIGHTS[7] * BF16 // 2
     # a piece of the hidden state forward and one backward
     assert sent["pp"] == micro_batches * 2 * PIECE * HIDDEN * BF16
+
+
+MIB = 2**20
+SHORT = 4096
+PUBLISHED = [
+    # candidate, pipeline rank, padded vocabulary of the measured run; peak GiB, parameters, MiB of weights, gradients,
+    # optimizer, and kept per layer; layers times micro-batches in flight
+    ("tp=2,dp=4", 0, 128256, (60.680, 6_184_706_048, 11796.39, 23592.78, 17694.59, 536.516), 12),
+    ("tp=1,pp=2,dp=4", 0, 128256, (66.552, 6_184_599_552, 11796.19, 23592.38, 17694.28, 1073.031), 6 * 2),
+    ("tp=1,pp=2,dp=4", 1, 128256, (62.968, 6_184_607_744, 11796.20, 23592.41, 17694.30, 1073.031), 6),
+    ("tp=4,dp=2", 0, 128512, (39.072, 3_093_504_000, 5900.39, 11800.78, 17701.17, 268.258), 12),
+    ("tp=8,dp=1", 0, 129024, (28.286, 1_547_902_976, 2952.39, 5904.78, 17714.34, 134.129), 12),
+]
+
+
+@pytest.mark.parametrize(("text", "rank", "vocab", "expected", "layers"), PUBLISHED)
+def test_a_rank_holds_what_megatron_s_and_transformer_engine_s_sources_say_and_near_its_published_peak(
+    text, rank, vocab, expected, layers
+):
+    question = ask("llama3-70b", "b200", 1, seq_len=SHORT, global_batch=32)
+    question = replace(question, model=replace(question.model, num_layers=12))
+    assert question.kernels == "te"
+    memory = predicted_of(question, text).stage_memory[rank]
+    peak, parameters, weights, gradients, optimizer, per_layer = expected
+    tp, dp = int(text.partition(",")[0].removeprefix("tp=")), int(text.rpartition("dp=")[2])
+    # Megatron pads the vocabulary to a multiple of 128 * tp, autoshard to one of tp.
+    added = 2 * (vocab - VOCAB) // tp * HIDDEN
+    assert memory.num_weights == parameters - added
+    assert (memory.parts["weights"] + 2 * added) / MIB == pytest.approx(weights, abs=0.0051)
+    assert (memory.parts["gradients"] + 4 * added) / MIB == pytest.approx(gradients, abs=0.0051)
+    states = memory.parts["masters"] + memory.parts["optimizer"]
+    assert (states + 12 * added / dp) / MIB == pytest.approx(optimizer, abs=0.0051)
+    # The last norm keeps input, output and a statistic; the loss keeps the logits' gradient in bf16.
+    head = 2 * SHORT // tp * HIDDEN * 2 + SHORT // tp * 4 + SHORT * (VOCAB // tp) * 2
+    assert memory.parts["logits"] == (head if "pp" not in text or rank == 1 else 0)
+    assert memory.parts["activations"] / layers / MIB == pytest.approx(per_layer, abs=0.0005)
+    assert memory.without(load_kernels("te").uncounted) / 2**30 == pytest.approx(peak, rel=0.01)

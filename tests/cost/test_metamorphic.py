@@ -18,7 +18,7 @@ from autoshard.plan.rules.columns import effective_names
 from autoshard.schedule.schedule import Schedule
 from autoshard.spec.kernels import kernels_names
 from autoshard.spec.workload import Precision
-from tests.cost.cases import ask, block, candidate_of, cost_of, pipeline, priced
+from tests.cost.cases import ask, block, candidate_of, cost_of, pipeline
 from tests.tabled import blocks_of
 
 FEWER = settings(max_examples=15)  # each prices a plan or more, which takes a while in all
@@ -222,16 +222,3 @@ class TestZero:
         ]
         whole = 2 * 15 / 16 * question.model.num_parameters * 4
         assert sent == pytest.approx([whole, whole, 1.5 * whole], rel=1e-6)
-
-
-class TestContextParallelism:
-    @pytest.mark.parametrize("cp", [2, 4])
-    def test_divides_products_by_cp_and_in_zigzag_order_attention_too(self, cp):
-        question = ask(kernels="te")
-        quick = replace(question.rates, memory_bytes_per_s=1e30, vector_flops_per_s=1e30, launch_s=0.0)
-        alone, contiguous, zigzag = (
-            priced(question, text, rates=quick).part_s("compute")
-            for text in ("tp=8", f"tp=8,cp={cp},dp={16 // cp}", f"tp=8,cp={cp},dp={16 // cp},cp_order=zigzag")
-        )
-        assert zigzag * cp == pytest.approx(alone)
-        assert contiguous * cp > alone
