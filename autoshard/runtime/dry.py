@@ -26,7 +26,8 @@ def dry_rank(plan: Plan, rank: int, counts: Callable[[Plan, int], Measured]) -> 
             assert not rest, f"{axis}: micro-batches send different amounts"
             sent[axis] = size + each * (whole - num_run)
         measured = replace(measured, sent_bytes=sent)
-    return DryRank(rank=rank, alike=alike_ranks(plan, rank), num_run=num_run, measured=measured)
+    alike = next(ranks for ranks in _kinds(plan) if rank in ranks)
+    return DryRank(rank=rank, alike=alike, num_run=num_run, measured=measured)
 
 
 def enough(plan: Plan, rank: int) -> int:
@@ -44,19 +45,18 @@ def enough(plan: Plan, rank: int) -> int:
 
 def telling_ranks(plan: Plan) -> tuple[int, ...]:
     """Return the first rank of each kind: those of a kind are predicted to hold the same."""
-    found: list[int] = []
-    for place in range(plan.mesh.size("pp")):
-        rank = plan.mesh.ranks_of({"pp": place})[0]
-        if not any(rank in alike_ranks(plan, other) for other in found):
-            found.append(rank)
-    return tuple(found)
+    return tuple(ranks[0] for ranks in _kinds(plan))
 
 
-def alike_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
-    """Return all ranks that should hold the same as a rank; the first stage and the last are kinds of their own."""
+def _kinds(plan: Plan) -> list[tuple[int, ...]]:
+    """Gather ranks that should hold the same; the first stage and the last are kinds of their own."""
     assert plan.prediction, "a plan is predicted before it runs"
-    ends = {0: "first", plan.mesh.size("pp") - 1: "last"}
-    kinds = [(dict(one.parts), ends.get(place)) for place, one in enumerate(plan.prediction.stage_memory)]
-    mine = kinds[plan.mesh.coordinates(rank).get("pp", 0)]
-    alike = (place for place, kind in enumerate(kinds) if kind == mine)
-    return tuple(sorted(one for place in alike for one in plan.mesh.ranks_of({"pp": place})))
+    ends, kinds = {0: "first", plan.mesh.size("pp") - 1: "last"}, list[tuple[object, list[int]]]()
+    for place, memory in enumerate(plan.prediction.stage_memory):
+        kind, ranks = (dict(memory.parts), ends.get(place)), plan.mesh.ranks_of({"pp": place})
+        known = next((members for other, members in kinds if other == kind), None)
+        if known is None:
+            kinds.append((kind, list(ranks)))
+        else:
+            known += ranks
+    return [tuple(sorted(ranks)) for _, ranks in kinds]

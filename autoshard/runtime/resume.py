@@ -12,7 +12,7 @@ from autoshard.plan.plan import Plan
 from autoshard.runtime.checkpoint.agreed import from_all_ranks, from_first_rank
 from autoshard.runtime.checkpoint.files import RunState
 from autoshard.runtime.checkpoint.saver import load
-from autoshard.runtime.checkpoint.shelf import Shelf, newest, refuse_other
+from autoshard.runtime.checkpoint.shelf import Shelf, folder_of, newest, refuse_other
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.converting import is_foreign, read_weights
 
@@ -66,7 +66,7 @@ def begin(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun:
         begun = _continued(plan, run, engine, group)
         if begun is not None:
             return begun
-    fresh = RunState(step=0, num_updates=0, next_sample=0, seed=run.training.seed)
+    fresh = RunState(seed=run.training.seed)
     path = run.training.init_weights
     if path is None:
         return fresh, ()
@@ -79,11 +79,10 @@ def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None
     """Go on from the newest checkpoint that can be read, or from the named one; None if there is none."""
     shelf, pieces, remarks = Shelf(place=place_of(run)), engine.pieces(), list[str]()
     candidates = shelf.usable() if isinstance(run.resume, str) else (shelf.open(step) for step in (run.resume,))
-    while checkpoint := from_first_rank(lambda: usable(lambda: next(candidates, None)), group):
-        index = checkpoint.index
-        refuse_other(index, pieces, shelf.place.path(checkpoint.folder))
+    while index := from_first_rank(lambda: usable(lambda: next(candidates, None)), group):
+        refuse_other(index, pieces, shelf.place.path(folder_of(index.state.step)))
         try:
-            load(shelf, checkpoint, pieces, group)
+            load(shelf, index, pieces, group)
         except StorageError as error:
             remarks.append(f"the checkpoint of step {index.state.step} is passed over: {error}")
             continue
@@ -107,10 +106,10 @@ def _initialised(path: str, plan: Plan, engine: Engine, group: Any) -> str:
         read_weights(Path(path), plan, pieces)
         return f"weights from {path}"
     place = Storage.of(path, "init_weights")
-    checkpoint, remarks = from_first_rank(lambda: newest(place), group)
-    if checkpoint is None:
+    index, remarks = from_first_rank(lambda: newest(place), group)
+    if index is None:
         message = f"{path} holds neither a checkpoint of autoshard nor a config.json with safetensors or files of NxD"
         raise InputError.of("init_weights", "; ".join([message, *remarks]))
-    refuse_other(checkpoint.index, pieces, place.path(checkpoint.folder))
-    load(Shelf(place=place), checkpoint, pieces, group)
-    return f"weights from step {checkpoint.index.state.step} of {path}"
+    refuse_other(index, pieces, place.path(folder_of(index.state.step)))
+    load(Shelf(place=place), index, pieces, group)
+    return f"weights from step {index.state.step} of {path}"

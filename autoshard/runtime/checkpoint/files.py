@@ -27,9 +27,9 @@ FORMAT = 1
 class RunState:
     """How far a run is: all of its state beside tensors."""
 
-    step: int  # the last step that was taken, counted from 1
-    num_updates: int  # steps whose update was not skipped
-    next_sample: int  # the number of the first sample that no step has seen
+    step: int = 0  # the last step that was taken, counted from 1
+    num_updates: int = 0  # steps whose update was not skipped
+    next_sample: int = 0  # the number of the first sample that no step has seen
     num_tokens: int = 0  # that all steps have seen
     seed: int = 0  # of the order of the data
     trackers: tuple[tuple[str, str], ...] = ()  # the name of each tracker, and the run's id there

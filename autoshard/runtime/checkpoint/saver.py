@@ -32,7 +32,7 @@ from autoshard.runtime.checkpoint.files import (
     is_finite,
     overlap,
 )
-from autoshard.runtime.checkpoint.shelf import Checkpoint, Shelf
+from autoshard.runtime.checkpoint.shelf import Shelf, folder_of
 from autoshard.runtime.checkpoint.storage import Storage, StorageError, persistent
 from autoshard.spec.training import Checkpointing
 
@@ -244,21 +244,21 @@ class Saver:
 _Targets = list[tuple[torch.Tensor, tuple[slice, ...]]]  # memory, and the part of a box for it
 
 
-def load(shelf: Shelf, checkpoint: Checkpoint, pieces: Sequence[StatePiece], group: Any) -> None:
+def load(shelf: Shelf, index: CheckpointIndex, pieces: Sequence[StatePiece], group: Any) -> None:
     """Fill pieces from a checkpoint; every rank calls this, and it fails on all of them or on none."""
-    from_all_ranks(lambda: _fill_pieces(shelf.place, checkpoint, pieces), group)
+    from_all_ranks(lambda: _fill_pieces(shelf.place, index, pieces), group)
 
 
-def _fill_pieces(place: Storage, checkpoint: Checkpoint, pieces: Sequence[StatePiece]) -> None:
+def _fill_pieces(place: Storage, index: CheckpointIndex, pieces: Sequence[StatePiece]) -> None:
     """Read file by file, in the order of the file, each box once."""
     files: dict[str, dict[tuple[str, StoredBox], _Targets]] = defaultdict(lambda: defaultdict(list))
-    tensors = checkpoint.index.tensors
+    tensors = index.tensors
     for piece in pieces:
         for box in tensors[piece.name].boxes if piece.reads else ():
             if both := overlap((box.offsets, box.lengths), (piece.offsets, tuple(piece.memory.shape))):
                 files[box.file][piece.name, box].append((piece.memory[both[1]], both[0]))
     for file, wanted in files.items():
-        path, boxes = f"{checkpoint.folder}/{file}", sorted(wanted.items(), key=lambda item: item[0][1].start)
+        path, boxes = f"{folder_of(index.state.step)}/{file}", sorted(wanted.items(), key=lambda item: item[0][1].start)
 
         def read(path: str = path, boxes: Sequence[tuple[tuple[str, StoredBox], _Targets]] = boxes) -> None:
             with place.reading(path) as opened:

@@ -30,14 +30,6 @@ def step_of(folder: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A complete checkpoint: every file is there, as long as the index says."""
-
-    folder: str
-    index: CheckpointIndex
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Shelf:
     """A place of checkpoints, one folder each."""
 
@@ -49,23 +41,23 @@ class Shelf:
         found = (step_of(name) for name in self.place.folders())
         return sorted((step for step in found if step is not None), reverse=True)
 
-    def usable(self, most: int | None = None) -> Iterator[Checkpoint]:
+    def usable(self, most: int | None = None) -> Iterator[CheckpointIndex]:
         """Yield those that are complete and finite, newest first; the faults of others become remarks."""
         for step in self.steps():
             if most is not None and step > most:
                 continue
             try:
                 one = self.open(step)
-                if one.index.finite:
+                if one.finite:
                     yield one
                     continue
-                faults = [f"{self.place.path(one.folder)}: holds numbers that are not finite"]
+                faults = [f"{self.place.path(folder_of(step))}: holds numbers that are not finite"]
             except InputError as error:
                 faults = [str(fault) for fault in error.faults]
             self.remarks.extend(fault for fault in faults if fault not in self.remarks)
 
-    def open(self, step: int) -> Checkpoint:
-        """Read the index of a checkpoint, and check that its files are there."""
+    def open(self, step: int) -> CheckpointIndex:
+        """Read the index of a checkpoint, and check that its files are there, as long as it says."""
         folder = folder_of(step)
         path = self.place.path(folder)
         data = self.place.read(f"{folder}/{FILE}")
@@ -81,7 +73,7 @@ class Shelf:
                 raise InputError.of(path, f"is damaged: {name} is missing")
             if sizes[name] != size:
                 raise InputError.of(path, f"is damaged: {name} has {sizes[name]} bytes instead of {size}")
-        return Checkpoint(folder=folder, index=index)
+        return index
 
     def folder(self, step: int) -> str:
         """Return the folder in which a checkpoint is written."""
@@ -113,7 +105,7 @@ class Shelf:
 
         Later steps go as well: the run has gone back behind them, or they could not be used.
         """
-        kept = [one.index.state.step for one in islice(self.usable(step), keeping.keep_last)]
+        kept = [one.state.step for one in islice(self.usable(step), keeping.keep_last)]
         if not kept:
             return
         for_good = set(self._firsts(keeping.keep_every)) if keeping.keep_every else set[int]()
@@ -157,7 +149,7 @@ def refuse_other(index: CheckpointIndex, pieces: Sequence[StatePiece], where: st
         raise InputError.of(where, f"does not fit: {'; '.join(faults[:3])}{more}. {remedy}")
 
 
-def newest(place: Storage) -> tuple[Checkpoint | None, tuple[str, ...]]:
+def newest(place: Storage) -> tuple[CheckpointIndex | None, tuple[str, ...]]:
     """Return the newest checkpoint that is complete and finite, and remarks on those passed over."""
     shelf = Shelf(place=place)
     try:

@@ -27,7 +27,7 @@ from autoshard.runtime.convert.hf import (
     write_json,
 )
 from autoshard.runtime.convert.nxd import finish_nxd, nxd_folder, nxd_outputs, nxd_source
-from autoshard.runtime.convert.ours import checkpoint_of, finish_ours, fresh, ours_outputs, ours_source
+from autoshard.runtime.convert.ours import checkpoint_of, finish_ours, ours_outputs, ours_source
 from autoshard.runtime.convert.stored import WeightSource
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_config, load_model, model_names, read_config
@@ -150,7 +150,7 @@ def convert(asked: Conversion, say: Callable[[CopyProgress], None]) -> Done:
     }
     final = asked.target
     if asked.form == "autoshard":
-        final = asked.target / folder_of((source.state or fresh()).step)
+        final = asked.target / folder_of(source.state.step if source.state else 0)
     taken = final.exists() and (final.is_file() or any(final.iterdir()))
     require((not taken, str(final), "exists already. Name another place, or remove it"))
     outputs = ours_outputs(asked.plan, source, dtypes) if asked.form == "autoshard" else _outputs(asked, known, dtypes)

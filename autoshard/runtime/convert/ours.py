@@ -23,7 +23,7 @@ from autoshard.runtime.checkpoint.files import (
     cut_piece,
     dump_index,
 )
-from autoshard.runtime.checkpoint.shelf import Shelf, newest, step_of
+from autoshard.runtime.checkpoint.shelf import Shelf, folder_of, newest, step_of
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.convert.copying import Entry, TargetFile, WrittenFile
 from autoshard.runtime.convert.stored import WeightSource, box_in
@@ -37,11 +37,11 @@ def checkpoint_of(path: Path) -> tuple[Path, CheckpointIndex] | None:
     """Return the newest checkpoint of a folder, a run's among them, or the one that the folder is; None without any."""
     step = step_of(path.name)
     if step is not None and (path / FILE).is_file():
-        return path, Shelf(place=Storage.of(str(path.parent))).open(step).index
+        return path, Shelf(place=Storage.of(str(path.parent))).open(step)
     for folder in (path, path / "checkpoints"):
         found, remarks = newest(Storage.of(str(folder))) if folder.is_dir() else (None, ())
         if found:
-            return folder / found.folder, found.index
+            return folder / folder_of(found.state.step), found
         if remarks:
             raise InputError.of(str(folder), "; ".join(remarks))
     return None
@@ -100,7 +100,7 @@ def finish_ours(
         for name, found in boxes.items()
     }
     index = CheckpointIndex(
-        state=source.state or fresh(),
+        state=source.state or RunState(),
         model=model.name,
         candidate=str(plan.candidate) if plan else "",
         finite=all(one.finite for _, one in made),
@@ -108,11 +108,6 @@ def finish_ours(
         tensors=tensors,
     )
     Storage.of(str(folder)).write(FILE, dump_index(index))
-
-
-def fresh() -> RunState:
-    """Return the state of a run that has not begun."""
-    return RunState(step=0, num_updates=0, next_sample=0)
 
 
 def _placed(

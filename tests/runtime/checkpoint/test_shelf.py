@@ -55,7 +55,7 @@ def begun(shelf: Shelf, step: int) -> str:
 
 
 def usable(shelf: Shelf) -> list[int]:
-    return [one.index.state.step for one in shelf.usable()]
+    return [one.state.step for one in shelf.usable()]
 
 
 def test_what_is_damaged_unfinished_or_not_finite_is_passed_over_with_a_remark(shelf: Shelf) -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -25,25 +26,21 @@ from benchmarks.convert_stream import measured
 from tests.ranks.cases import plan_of
 from tests.runtime.convert.cases import converted, cut, read, reduced, same, written
 
-RANK = "dp_rank_00_tp_rank_01_pp_rank_00.pt"
-UP = "model.layers.1.mlp.gate_up_proj.weight"
-
 
 @pytest.fixture
 def first(tmp_path: Path) -> Path:
     return written(tmp_path / "first", reduced("llama3-8b"))
 
 
-@pytest.fixture
-def nxd(first: Path, tmp_path: Path) -> Path:
-    converted(first, tmp_path / "nxd", form="nxd", plan=cut("tp=2,pp=2,dp=1", load_model(first)))
-    return tmp_path / "nxd"
-
-
-@pytest.fixture
-def ours(first: Path, tmp_path: Path) -> Path:
-    converted(first, tmp_path / "ours", form="autoshard", plan=plan_of("tp=2,pp=2,dp=1", load_model(first)))
-    return tmp_path / "ours"
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model in every form; who spoils one copies it first."""
+    folder = tmp_path_factory.mktemp("forms")
+    first = written(folder / "first", reduced("llama3-8b"))
+    model, text = load_model(first), "tp=2,pp=2,dp=1"
+    converted(first, folder / "nxd", form="nxd", plan=cut(text, model))
+    converted(first, folder / "ours", form="autoshard", plan=plan_of(text, model))
+    return {name: folder / name for name in ("first", "nxd", "ours")}
 
 
 def flipped(file: Path) -> None:
@@ -57,14 +54,13 @@ def shortened(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def changed(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    state = torch.load(file, weights_only=True)
-    change(state)
-    torch.save(state, file)
+def changing(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def spoil(file: Path) -> None:
+        state = torch.load(file, weights_only=True)
+        change(state)
+        torch.save(state, file)
 
-
-def num_lines(file: Path) -> int:
-    return len(file.read_bytes().splitlines()) if file.exists() else 0
+    return spoil
 
 
 class Command:
@@ -74,80 +70,64 @@ class Command:
         return os.mkdir, ("was-run",)
 
 
-NXD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
-    "a file is missing": (lambda f: f.unlink(), (f"{RANK}: there is no such file", "of 2 tp and 2 pp ranks")),
-    "a file is cut off": (shortened, (f"{RANK}: is no whole file of torch.save",)),
-    "a bit is another": (flipped, (f"{RANK}: archive/data/", "its checksum is another")),
-    "a tensor is missing": (lambda f: changed(f, lambda s: s.pop(UP)), (f"{RANK}: {UP}: missing",)),
-    "a tensor of another shape": (
-        lambda f: changed(f, lambda s: s.update({UP: s[UP][1:]})),
-        (f"{RANK}: {UP}: has shape (47, 64), the model asks for (48, 64)",),
-    ),
-    "a tensor of another model": (
-        lambda f: changed(f, lambda s: s.update(sth=s[UP])),
-        (f"{RANK}: sth: is no tensor of this model",),
-    ),
-    "a tensor without fractions": (
-        lambda f: changed(f, lambda s: s.update({UP: s[UP].to(torch.int8)})),
-        (f"{RANK}: {UP}: holds int8, and only",),
-    ),
-    "a program": (lambda f: torch.save({"x": Command()}, f), (f"{RANK}: holds more than tensors", "not unpickled")),
-    "something else": (lambda f: torch.save([1], f), (f"{RANK}: holds no state dict",)),
-    "a file of the old format": (
-        lambda f: torch.save({"x": torch.ones(2)}, f, _use_new_zipfile_serialization=False),
-        (f"{RANK}: is no whole file of torch.save",),
-    ),
-}  # fmt: skip
+def old_format(file: Path) -> None:
+    torch.save({"x": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
 
 
-@pytest.mark.parametrize(("spoil", "words"), NXD.values(), ids=NXD)
-def test_what_is_wrong_with_files_of_nxd_is_named(
-    spoil: Callable[[Path], object], words: tuple[str, ...], nxd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+NXD, OURS = "model/dp_rank_00_tp_rank_01_pp_rank_00.pt", "step-00000000/rank-00001.safetensors"
+UP = "model.layers.1.mlp.gate_up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("file", "spoil", "says"),
+    [
+        (NXD, Path.unlink, f"{NXD}: there is no such file, though others are of 2 tp and 2 pp ranks"),
+        (NXD, shortened, f"{NXD}: is no whole file of torch.save"),
+        (NXD, flipped, f"{NXD}: archive/data/"),
+        (NXD, changing(lambda s: s.pop(UP)), f"{NXD}: {UP}: missing"),
+        (NXD, changing(lambda s: s.update({UP: s[UP][1:]})), f"{UP}: has shape (47, 64), the model asks for (48, 64)"),
+        (NXD, changing(lambda s: s.update(sth=s[UP])), f"{NXD}: sth: is no tensor of this model"),
+        (NXD, changing(lambda s: s.update({UP: s[UP].to(torch.int8)})), f"{NXD}: {UP}: holds int8, and only"),
+        (NXD, lambda f: torch.save({"x": Command()}, f), f"{NXD}: holds more than tensors"),
+        (NXD, lambda f: torch.save([1], f), f"{NXD}: holds no state dict"),
+        (NXD, old_format, f"{NXD}: is no whole file of torch.save"),
+        (OURS, Path.unlink, "is damaged: rank-00001.safetensors is missing"),
+        (OURS, shortened, "is damaged: rank-00001.safetensors has "),
+        (OURS, flipped, "rank-00001.safetensors: weight/layer."),
+    ],
+)
+def test_what_is_wrong_with_files_is_named(
+    file: str, spoil: Callable[[Path], object], says: str, forms: dict[str, Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    spoil(nxd / "model" / RANK)
+    folder = shutil.copytree(forms["nxd" if file == NXD else "ours"], tmp_path / "copy")
+    spoil(folder / file)
     with pytest.raises(InputError) as caught:
-        converted(nxd, tmp_path / "last")
-    assert not [word for word in words if word not in str(caught.value)]
+        converted(folder, tmp_path / "last")
+    assert says in str(caught.value)
     assert not (tmp_path / "last").exists() and not (tmp_path / "was-run").exists()
 
 
-def test_keys_whose_copies_differ_are_refused(first: Path, tmp_path: Path) -> None:
-    converted(first, tmp_path / "nxd", form="nxd", plan=cut("tp=8,pp=1,dp=1", load_model(first)), qkv="split")
-    for number in range(8):
-        file = tmp_path / "nxd" / "model" / f"dp_rank_00_tp_rank_{number:02d}_pp_rank_00.pt"
-        changed(
-            file, lambda state, number=number: [one.add_(number) for name, one in state.items() if "weight_k" in name]
-        )
+def test_keys_whose_copies_differ_are_refused(forms: dict[str, Path], tmp_path: Path) -> None:
+    plan = cut("tp=8,pp=1,dp=1", load_model(forms["first"]))
+    converted(forms["first"], tmp_path / "nxd", form="nxd", plan=plan, qkv="split")
+    for number, file in enumerate(sorted((tmp_path / "nxd" / "model").iterdir())):
+        changing(lambda state, n=number: [one.add_(n) for name, one in state.items() if "weight_k" in name])(file)
     with pytest.raises(InputError, match=r"weight_k: keys are copied 4 times, but no other rank's are like these"):
         converted(tmp_path / "nxd", tmp_path / "last")
 
 
-@pytest.mark.parametrize(
-    ("spoil", "word"),
-    [
-        (lambda f: f.unlink(), "is damaged: rank-00001.safetensors is missing"),
-        (shortened, "is damaged: rank-00001.safetensors has "),
-        (flipped, "rank-00001.safetensors: weight/layer."),
-    ],
-)
-def test_what_is_wrong_with_a_checkpoint_is_named(
-    spoil: Callable[[Path], object], word: str, ours: Path, tmp_path: Path
-) -> None:
-    spoil(ours / "step-00000000" / "rank-00001.safetensors")
-    with pytest.raises(InputError) as caught:
-        converted(ours, tmp_path / "last")
-    assert word in str(caught.value) and not (tmp_path / "last").exists()
-
-
-def test_another_model_and_what_is_no_model_are_refused(first: Path, ours: Path, nxd: Path, tmp_path: Path) -> None:
-    other = plan_of("tp=1,pp=1,dp=1", load_model("tiny-llama"))
+def test_another_model_and_what_is_no_model_are_refused(forms: dict[str, Path], tmp_path: Path) -> None:
+    first, other, gpt2 = forms["first"], plan_of("tp=1,pp=1,dp=1", load_model("tiny-llama")), tmp_path / "gpt2"
+    nxd_plan = cut("tp=2,pp=1,dp=1", load_model(written(gpt2, reduced("gpt2-xl"))))
     cases: list[tuple[Path, dict[str, Any], str]] = [
         (first, {"plan": other, "form": "autoshard"}, "hidden: is 64 there and 128 in the plan's tiny-llama"),
         (first, {"form": "nxd"}, "--to nxd: needs --plan"),
-        (ours, {"model": "tiny-llama"}, "has shape"),
-        (nxd / "model", {"form": "hf"}, "holds no weights that are known"),
+        (forms["ours"], {"model": "tiny-llama"}, "has shape"),
+        (forms["nxd"] / "model", {"form": "hf"}, "holds no weights that are known"),
         (tmp_path / "nowhere", {}, "there is no such file or folder"),
+        (gpt2, {"form": "nxd", "plan": nxd_plan}, "NxD has no layout for gpt2"),
     ]
     for source, options, word in cases:
         with pytest.raises(InputError) as caught:
@@ -155,9 +135,6 @@ def test_another_model_and_what_is_no_model_are_refused(first: Path, ours: Path,
         assert word in str(caught.value), source
     with pytest.raises(InputError, match="exists already"):
         converted(first, first)
-    gpt2 = written(tmp_path / "gpt2", reduced("gpt2-xl"))
-    with pytest.raises(InputError, match="NxD has no layout for gpt2"):
-        converted(gpt2, tmp_path / "last", form="nxd", plan=cut("tp=2,pp=1,dp=1", load_model(gpt2)))
 
 
 def test_what_is_tied_padded_or_kept_elsewhere(tmp_path: Path) -> None:
@@ -213,6 +190,10 @@ def test_what_was_begun_from_another_source_is_not_kept_and_another_process_refu
     assert not (tmp_path / "last" / JOURNAL).exists() and not aside.exists()
 
 
+def num_lines(file: Path) -> int:
+    return len(file.read_bytes().splitlines()) if file.exists() else 0
+
+
 @pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     config = {**reduced("llama3-8b"), "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 20000}
@@ -244,7 +225,6 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """A model of 630 MB, a table of 205 MB in it, in files of 39 to 316 MB, in both directions."""
     small = {"hidden": 2048, "ffn": 5632, "num_heads": 16, "num_kv_heads": 4, "num_layers": 2, "vocab": 50_000}
     small["head_dim"] = 128
-
     found = measured(replace(load_model("llama3-8b"), **small), 1, "tp=4,pp=2,dp=1")
     assert max(one.peak_bytes for one in found) < 400 * 2**20, found
 
