@@ -17,9 +17,8 @@ from autoshard.plan.plan import Plan
 from autoshard.report.run import run_summary, step_line
 from autoshard.report.terminal import make_console
 from autoshard.report.trace import trace_text
-from autoshard.runtime.metrics.log import MetricsLog, record_of
+from autoshard.runtime.metrics.log import MetricsLog, Pace, Paced, record_of
 from autoshard.runtime.metrics.neuron_monitor import NeuronMonitor, neuron_record
-from autoshard.runtime.metrics.pace import Pace, Paced
 from autoshard.runtime.metrics.trackers import Trackers, refuse_without_packages, tracker_ids, trackers_of
 from autoshard.spec.record import encode
 from autoshard.spec.training import Training

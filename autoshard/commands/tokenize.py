@@ -7,7 +7,7 @@ from autoshard.commands.output import print_answer
 from autoshard.commands.progress import byte_progress
 from autoshard.errors import InputError, require
 from autoshard.runtime.data.documents import CONVERT, hub_source, hub_tokenizer, is_hub_id, local_source
-from autoshard.runtime.data.manifest import Manifest
+from autoshard.runtime.data.opened import Manifest
 from autoshard.runtime.data.tokenizers import BYTES, TOKENIZER_FILES, TokenizerSpec
 from autoshard.runtime.data.tokenizing import Work, tokenize as made
 from autoshard.spec.record import encode

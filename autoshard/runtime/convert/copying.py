@@ -18,8 +18,7 @@ import torch
 from autoshard.engine.patches import Patch
 from autoshard.errors import InputError
 from autoshard.runtime.checkpoint.files import header_of, is_finite
-from autoshard.runtime.convert.pickled import StateFile
-from autoshard.runtime.convert.stored import WeightSource
+from autoshard.runtime.convert.stored import StateFile, WeightSource
 
 JOURNAL = "converted.jsonl"
 _CHUNK_BYTES = 2**24  # of a tensor that are put together and written at a time

@@ -12,8 +12,7 @@ import torch
 from autoshard.engine.hf_names import DERIVED, HEADS, HfNames, shapes_of
 from autoshard.errors import InputError, require
 from autoshard.runtime.convert.copying import Entry, TargetFile
-from autoshard.runtime.convert.pickled import read_state
-from autoshard.runtime.convert.stored import Stored, WeightSource, read_header, shape_faults
+from autoshard.runtime.convert.stored import Stored, WeightSource, read_header, read_state, shape_faults
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import read_config
 

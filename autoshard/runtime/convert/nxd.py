@@ -14,8 +14,7 @@ from autoshard.engine.nxd.shards import NxdNames, Qkv, TpRank, qkv_of
 from autoshard.errors import Fault, InputError, require
 from autoshard.plan.plan import Plan
 from autoshard.runtime.convert.copying import Entry, TargetFile
-from autoshard.runtime.convert.pickled import read_state
-from autoshard.runtime.convert.stored import Stored, WeightSource, shape_faults
+from autoshard.runtime.convert.stored import Stored, WeightSource, read_state, shape_faults
 from autoshard.spec.model import ModelSpec
 
 _FILE = re.compile(r"dp_rank_00(?:_ep_rank_00)?_tp_rank_(\d+)_pp_rank_(\d+)\.pt")

@@ -14,8 +14,8 @@ import numpy as np
 
 from autoshard.errors import InputError, require
 from autoshard.graph.op import Array
-from autoshard.runtime.data.manifest import TokenizerRecord, sha256
 from autoshard.runtime.data.mixture import BYTES_EOS
+from autoshard.runtime.data.opened import TokenizerRecord, sha256
 
 Message = Mapping[str, Any]
 

@@ -22,7 +22,7 @@ from typing import Any
 from autoshard.errors import Fault, InputError, RunFailed, require
 from autoshard.runtime.data.documents import FilePart, TextSource, Where, documents
 from autoshard.runtime.data.indexed import IndexedWriter, beside, dtype_of
-from autoshard.runtime.data.manifest import (
+from autoshard.runtime.data.opened import (
     NAME,
     SCHEMA,
     FileRecord,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.runtime.data.documents import is_hub_id
-from autoshard.runtime.data.manifest import NAME, read_manifest
+from autoshard.runtime.data.opened import NAME, read_manifest
 from tests.runtime.cases import environment
 from tests.runtime.data.hub_server import REVISION, Hub, serving
 from tests.runtime.data.small_tokenizer import write_tokenizer

@@ -9,9 +9,8 @@ import pytest
 from autoshard.errors import InputError, RunFailed
 from autoshard.runtime.data.batches import SyntheticTokens
 from autoshard.runtime.data.indexed import IndexedWriter
-from autoshard.runtime.data.manifest import NAME, Manifest, TokenizerRecord, described, write_record
 from autoshard.runtime.data.mixture import DataMixture
-from autoshard.runtime.data.opened import open_source
+from autoshard.runtime.data.opened import NAME, Manifest, TokenizerRecord, described, open_source, write_record
 from autoshard.spec import record
 from autoshard.spec.training import DataSpec
 from tests.runtime.data.cases import counting, write_set

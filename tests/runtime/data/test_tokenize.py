@@ -15,8 +15,7 @@ import pytest
 
 from autoshard.cli import main
 from autoshard.runtime.data import documents
-from autoshard.runtime.data.manifest import NAME, read_manifest
-from autoshard.runtime.data.opened import open_source
+from autoshard.runtime.data.opened import NAME, open_source, read_manifest
 from autoshard.spec.training import DataSpec
 from tests.runtime.cases import children_of, environment, is_alive, wait_until
 from tests.runtime.data.small_tokenizer import write_tokenizer

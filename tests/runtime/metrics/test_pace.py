@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from autoshard.engine.base import Phase, TimedStep
 from autoshard.engine.programs import graph_of
 from autoshard.plan.plan import Prediction
-from autoshard.runtime.metrics.pace import WINDOW, Pace
+from autoshard.runtime.metrics.log import WINDOW, Pace
 from tests.runtime.cases import tiny_plan
 
 PLAN = tiny_plan("tp=2,pp=1,dp=1")
