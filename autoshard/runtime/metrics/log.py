@@ -1,4 +1,4 @@
-"""What is kept of every step: a line of ``metrics.jsonl``, whole however the run ends, and the pace beside the prediction.
+"""What is kept of every step: a line of ``metrics.jsonl``, whole however the run ends, and its pace.
 
 The fields of a line are described in docs/training.md; those of unknown value are null.
 """
