@@ -80,14 +80,17 @@ def search(request: Request, num_plans: int = 1, watch: Watch = never_stop) -> S
     misses = [one.plan(one.nearest_miss, tables=False) for one in results if one.nearest_miss]
     return SearchResult(
         plans=plans,
-        nearest_miss=None if plans else min(misses, key=_peak_bytes, default=None),
+        nearest_miss=None if plans else min(misses, key=lambda plan: coordinates(plan)[1], default=None),
         certificate=reduce(Certificate.plus, (one.certificate for one in results), Certificate()),
     )
 
 
 def _search_engine(request: Request, engine: Engine, num_plans: int, watch: Watch) -> _EngineResult:
     legal = _keeping_pins(request, legal_space(request, engine))
-    pool, ended, miss = None, "", None
+    certificate = Certificate(
+        num_points=legal.num_points, refusals=legal.refusals, num_legal=legal.num_legal, objective=request.objective
+    )
+    pool, miss = None, None
     if legal.variants:
 
         def explored(goal: Goal, count: int, seen: Watch) -> tuple[Pool, str]:
@@ -95,16 +98,14 @@ def _search_engine(request: Request, engine: Engine, num_plans: int, watch: Watc
             return found, found.settle(count, seen)
 
         pool, ended = explored(request.goal, num_plans, watch)
+        certificate = replace(pool.certificate(certificate), ended=ended or "complete")
         if not pool.solutions and not ended:
             goal = Goal(objective="memory", capacity=np.inf)
             smallest, _ = explored(goal, 1, lambda progress: watch(replace(progress, best=np.inf, bound=np.inf)))
             miss = next(iter(smallest.solutions), None)
+    solutions = pool.solutions[:num_plans] if pool else ()
     return _EngineResult(
-        request=request,
-        engine=engine,
-        solutions=pool.solutions[:num_plans] if pool else (),
-        nearest_miss=miss,
-        certificate=_certificate(request, legal, pool, ended),
+        request=request, engine=engine, solutions=solutions, nearest_miss=miss, certificate=certificate
     )
 
 
@@ -117,29 +118,6 @@ def _keeping_pins(request: Request, legal: LegalSpace) -> LegalSpace:
     if all(reasons.values()):
         raise InputError(next(iter(reasons.values())))
     return legal.with_layouts(np.array([not reasons.get(row, True) for row in range(legal.space.num_layouts)]))
-
-
-def _certificate(request: Request, legal: LegalSpace, pool: Pool | None, ended: str) -> Certificate:
-    value = min((one.value for one in pool.solutions), default=np.inf) if pool else np.inf
-    return Certificate(
-        num_points=legal.num_points,
-        refusals=legal.refusals,
-        num_legal=legal.num_legal,
-        num_too_large=pool.num_too_large if pool else 0,
-        num_bounded=max(0, legal.num_legal - pool.num_too_large - pool.num_solved) if pool else 0,
-        num_solved=pool.num_solved if pool else 0,
-        num_fitting=pool.num_fitting if pool else 0,
-        num_tables=pool.num_tables if pool else 0,
-        value=float(value),
-        bound=float(min(value, pool.bound)) if pool else np.inf,
-        ended=ended or "complete",
-        objective=request.objective,
-    )
-
-
-def _peak_bytes(plan: Plan) -> int:
-    assert plan.prediction, "a found plan has its prediction"
-    return plan.prediction.peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

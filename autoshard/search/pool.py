@@ -19,6 +19,7 @@ from autoshard.cost.setting import Question
 from autoshard.errors import InputError
 from autoshard.layout.pin import Pin
 from autoshard.plan.candidate import CpOrder
+from autoshard.plan.explanation import Certificate
 from autoshard.plan.lowering import ATOMS
 from autoshard.schedule.waves import Ints
 from autoshard.search.legal_space import LegalSpace, RunVariant
@@ -106,25 +107,20 @@ class Pool:
         opened = self._open[0][0] if self._open else np.inf
         return min([opened, *self._least.values(), *(least for least, _ in self._waiting)])
 
-    @property
-    def num_tables(self) -> int:
-        """How many answers of the block solver differ."""
-        return sum(map(len, self._cuttings.values()))
-
-    @property
-    def num_too_large(self) -> int:
-        """Points that no filling fits, by their bound."""
-        return int((~self._bounded).sum())
-
-    @property
-    def num_solved(self) -> int:
-        """Points that were solved."""
-        return int(self._solved.sum())
-
-    @property
-    def num_fitting(self) -> int:
-        """Solved points of which a filling fits."""
-        return int(self._fits.sum())
+    def certificate(self, legal: Certificate) -> Certificate:
+        """Complete what is known of the legal points with what became of them."""
+        value = min((one.value for one in self._best.values()), default=np.inf)
+        num_too_large, num_solved = int((~self._bounded).sum()), int(self._solved.sum())
+        return replace(
+            legal,
+            num_too_large=num_too_large,
+            num_bounded=max(0, legal.num_legal - num_too_large - num_solved),
+            num_solved=num_solved,
+            num_fitting=int(self._fits.sum()),
+            num_tables=sum(map(len, self._cuttings.values())),
+            value=float(value),
+            bound=float(min(value, self.bound)),
+        )
 
     def _open_next(self, limit: float) -> bool:
         """Open the points below a limit of the variant that promises most; say whether there was one."""
@@ -165,8 +161,8 @@ class Pool:
     def _progress(self) -> SearchProgress:
         best = min((one.value for one in self._best.values()), default=np.inf)
         left, total = self._num_open + sum(len(points.rows) for _, points in self._waiting), self._legal.num_legal
-        bound = min(best, self.bound)
-        return SearchProgress(num_done=max(0, total - left), num_points=total, best=best, bound=bound)
+        done = max(0, total - left)
+        return SearchProgress(num_done=done, num_points=total, best=best, bound=min(best, self.bound))
 
     def _limit(self, count: int) -> float:
         """Return what a point must stay below to matter."""

@@ -116,17 +116,18 @@ def circumstances(request: Request, own: Candidate, other: Candidate) -> Iterato
         if not rest:
             yield Circumstance(name=name, unit=unit, now=now, changed=partial(with_work, key, unit))
     capacity = request.memory_bytes or cluster.rank_memory_bytes
-
-    def with_memory(count: int) -> Request:
-        return replace(request, memory_bytes=capacity * count / _FINE)
-
-    yield Circumstance(name="memory of a rank", unit=capacity / _FINE, now=_FINE, changed=with_memory)
+    yield Circumstance(
+        name="memory of a rank",
+        unit=capacity / _FINE,
+        now=_FINE,
+        changed=lambda count: replace(request, memory_bytes=capacity * count / _FINE),
+    )
 
     def with_bandwidth(count: int) -> Request:
-        links = [
-            replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * count / _FINE) for link in cluster.links
-        ]
-        return replace(request, cluster=replace(cluster, links=tuple(links)))
+        speeds = [link.bandwidth_bytes_per_s * count / _FINE for link in cluster.links]
+        pairs = zip(cluster.links, speeds, strict=True)
+        links = tuple(replace(link, bandwidth_bytes_per_s=speed) for link, speed in pairs)
+        return replace(request, cluster=replace(cluster, links=links))
 
     yield Circumstance(name="bandwidth of all links", unit=1 / _FINE, now=_FINE, changed=with_bandwidth)
 

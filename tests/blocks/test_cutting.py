@@ -8,7 +8,6 @@ import pytest
 from autoshard.blocks.choices import atom_dims
 from autoshard.blocks.cutting import Terms, operator_problem, solved_cutting
 from autoshard.blocks.op_prices import ring_of_s
-from autoshard.blocks.operators import solve
 from autoshard.cost.setting import price_block, setting_of
 from autoshard.cost.sharded import CutBlocks
 from autoshard.layout.layout import Cutting
@@ -91,15 +90,3 @@ def test_every_card_can_be_cut_on_both_engines(model):
             terms = Terms(engine=engine, sequence_parallel=candidate.sequence_parallel)
             cutting = solved_cutting(question, candidate, terms)
             assert cutting.boundary == boundary_cuts(None, sequence_parallel=candidate.sequence_parallel)
-
-
-def test_names_of_operations_do_not_matter():
-    question, candidate, _ = solved("experts")
-    problem = operator_problem(question, candidate, Terms(engine="torch", sequence_parallel=True), "layer")
-    names = {op.name: f"op{number:03}" for number, op in enumerate(problem.block.ops)}
-    ops = tuple(replace(op, name=names[op.name], source=names.get(op.source, op.source)) for op in problem.block.ops)
-    fused = tuple(replace(group, ops=tuple(names[name] for name in group.ops)) for group in problem.block.fused)
-    saved = tuple(replace(entry, op=entry.op and names[entry.op]) for entry in problem.block.saved)
-    allowed = {names[name]: cuts for name, cuts in problem.allowed.items()}
-    other = replace(problem, block=replace(problem.block, ops=ops, fused=fused, saved=saved), allowed=allowed)
-    assert solve(other).cost_s == pytest.approx(solve(problem).cost_s, rel=1e-12)

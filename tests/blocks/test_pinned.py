@@ -124,12 +124,6 @@ def test_from_python():
         autoshard.plan("tiny-llama", "local", search=Search(layouts={"gat": "[batch, seq, ffn]"}))
 
 
-def test_what_is_shown_of_a_pinned_search_is_what_its_tables_cost():
-    request = pinned({"up": "[batch/dp, seq, ffn/tp]"}, ranks=4, pins="cp=1")
-    for plan in search(request, num_plans=3).plans:
-        assert time_s(plan_at(request, plan.candidate)) == time_s(plan)
-
-
 def test_a_pin_of_a_tied_weight_holds_for_both_of_its_places():
     tied = replace(load_model("tiny-llama"), tied_embeddings=True)
     candidate = Candidate.parse("tp=2,dp=2,sp=false")
@@ -168,9 +162,3 @@ def test_a_pin_that_no_layer_of_nxd_can_keep_to_is_refused():
 def test_atoms_and_dims_stand_in_the_order_that_tables_have(name, layout, message):
     with pytest.raises(InputError, match=message):
         planned({name: layout}, "tp=2,cp=2,dp=1")
-
-
-def test_the_best_plan_with_pins_does_not_depend_on_who_else_was_looked_at():
-    layouts = {"layer.up": "[batch, seq, ffn/tp]"}
-    free, fixed = (search(pinned(layouts, pins=pins)).plans[0] for pins in ("pp=1,cp=1", "tp=1,dp=4,pp=1,cp=1"))
-    assert time_s(free) <= time_s(fixed)

@@ -19,7 +19,7 @@ from autoshard.cost.stages import PipelineBlocks, StageOptions, StagePrices, pri
 from autoshard.cost.step import Price, plan_blocks, step_seconds
 from autoshard.layout.layout import Cutting
 from autoshard.plan.build import build_plan, cut_atoms
-from autoshard.plan.candidate import Candidate, even_stages, parse_pins
+from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.check import rejections
@@ -27,6 +27,7 @@ from autoshard.schedule.builders import BUILDERS
 from autoshard.search.api import default_workload
 from autoshard.search.request import Request
 from autoshard.search.stage_filling import Effort
+from autoshard.search.stage_options import near_even_splits
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model
@@ -148,25 +149,6 @@ def compositions(number: int, parts: int) -> Iterator[Stages]:
         yield tuple(np.diff((0, *cuts, number)).tolist())
 
 
-def near_even(num_layers: int, num_stages: int) -> Iterator[Stages]:
-    """The even split, then those whose first stage gives none or one layer away, and the last none, one or two.
-
-    What ends give away, the stages between share evenly; of two stages, each gets what the other gives.
-    """
-    even = even_stages(num_layers, num_stages)
-    yield even
-    for last, first in sorted({(0, 1), (1, 0), (1, 1), (2, 0), (2, 1)}, key=lambda ends: (ends[0] == 2, ends[::-1])):
-        if num_stages == 2:
-            found: Stages = (even[0] - first + last, even[1] - last + first)
-        elif num_stages > 2:
-            between = num_layers - (even[0] - first) - (even[-1] - last)
-            found = (even[0] - first, *even_stages(between, num_stages - 2), even[-1] - last)
-        else:
-            continue
-        if min(found) >= 1:
-            yield found
-
-
 Option = tuple[Stages, tuple[Recompute, ...]]  # of a pipeline rank: layers and recompute of its chunks
 
 
@@ -203,7 +185,7 @@ class Point:
         """The layers that stages may have."""
         if self.candidate.stages is not None:
             return [self.candidate.stages]
-        listed = compositions if self.all_ranges and self.candidate.pp > 1 else near_even
+        listed = compositions if self.all_ranges and self.candidate.pp > 1 else near_even_splits
         return list(listed(self.question.model.num_layers, self.candidate.num_stages))
 
     def recomputes(self, rank: int, layers: Stages) -> list[tuple[Recompute, ...]]:

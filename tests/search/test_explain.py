@@ -113,12 +113,6 @@ def cost_with(problem, name, cuts):
         return math.inf
 
 
-def test_links_are_those_that_the_groups_really_cross():
-    layer = next(block for block in explained("ring").blocks if block.name == "layer")
-    over = {one.collective.rpartition("/")[2]: (one.link, one.num_ranks) for one in layer.sent()}
-    assert over == {"tp": ("nvlink-4", 4), "cp": ("nvlink-4", 2)}
-
-
 def test_one_rank_sends_nothing_and_has_no_choice():
     for block in explained("alone").blocks:
         assert not list(block.sent()) and not [step for step in block.steps if step.other]

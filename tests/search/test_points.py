@@ -16,7 +16,8 @@ from autoshard.search.points import Points
 from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedCutting
 from autoshard.search.request import Request
 from autoshard.search.stage_filling import Goal
-from tests.search.brute_force import FULL, PLAIN, Point, Truth, ask, compositions, near_even
+from autoshard.search.stage_options import near_even_splits
+from tests.search.brute_force import FULL, PLAIN, Point, Truth, ask, compositions
 from tests.search.question_cases import requests
 from tests.search.test_priced_layouts import ACTIVE, NO_MASTERS, SLOW_VECTORS
 
@@ -69,7 +70,7 @@ def test_what_just_fits_is_not_said_to_be_too_large(schedule: str, kind: str, la
 def drawn(point: Point, random: np.random.Generator) -> tuple[tuple[int, ...], tuple[Recompute, ...]]:
     """Draw layers and recompute for every stage."""
     layers, stages = point.question.model.num_layers, point.candidate.num_stages
-    listed = list(compositions(layers, stages)) if layers < 8 else list(near_even(layers, stages))
+    listed = list(compositions(layers, stages)) if layers < 8 else list(near_even_splits(layers, stages))
     split = point.candidate.stages or listed[int(random.integers(len(listed)))]
     kinds = [kind for pinned in point.kinds for entry in pinned for kind in entry.kinds]
     chosen = [kinds[int(random.integers(len(kinds)))] for _ in split]

@@ -19,7 +19,7 @@ from autoshard.search.legal_space import legal_space
 from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedCutting
 from autoshard.search.stage_filling import Effort, Goal, fill_stages, path_weights
 from autoshard.search.stage_options import StageChoices, StageFilling, near_even_splits
-from tests.search.brute_force import EXACT, FULL, PLAIN, ask, compositions, near_even
+from tests.search.brute_force import EXACT, FULL, PLAIN, ask, compositions
 
 GIB = 2.0**30
 SURE = 1 + 1e-9
@@ -230,15 +230,6 @@ def test_of_near_even_splits_none_is_faster_or_smaller(case: Case):
         time_s = float(whole.time_s[number])
         assert filled(case, below_s=time_s * (1 + 1e-11)).time_s[number] == time_s
         assert filled(case, below_s=0.9 * time_s).bound[number] <= time_s * SURE
-
-
-@pytest.mark.parametrize("stages", range(1, 9))
-def test_near_even_splits_are_those_that_were_promised(stages: int):
-    for layers in range(stages, 30):
-        listed = near_even_splits(layers, stages)
-        assert len(set(listed)) == len(listed)
-        assert set(listed) == set(near_even(layers, stages))
-        assert all(sum(split) == layers and min(split) >= 1 for split in listed)
 
 
 @given(

@@ -114,11 +114,3 @@ def test_runners_up_are_others_and_more_memory_never_slows(plan: Plan):
     assert beside.others and plan.candidate not in {other.candidate for other in beside.others}
     times = [time_s(other) for other in beside.others]
     assert times == sorted(times)
-
-
-def test_other_kernels_stay_pinned(plan: Plan):
-    assert request_of_plan(replace(plan, kernels="te"), calibration_of(plan)).pins == {"kernels": "te"}
-
-
-def test_nothing_is_infinitely_slow():
-    assert best_time_s(ask("tiny-llama"), {"tp": 3}) == float("inf")
