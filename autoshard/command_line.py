@@ -88,9 +88,9 @@ def read_options(name: str, command: Callable[..., int], arguments: Sequence[str
     values = {key: _value(option, given.get(key), faults) for key, option in options.items()}
     if faults:
         raise InputError(faults)
-    places = {key: given[key][0] if key in given else option.label for key, option in options.items()}
+    origins = {key: given[key][0] if key in given else option.label for key, option in options.items()}
     kinds = ((name, one.annotation) for name, one in inspect.signature(command).parameters.items())
-    return {name: _built(kind, "", values, places) if _is_group(kind) else values[name] for name, kind in kinds}
+    return {name: _built(kind, "", values, origins) if _is_group(kind) else values[name] for name, kind in kinds}
 
 
 def _load_extensions(typed: Sequence[str], file: str, listed: object) -> None:
@@ -271,19 +271,19 @@ def _mismatch(option: Option, raw: object) -> str:
     return f"expected {_EXPECTED.get(option.kind, ('', 'text'))[1]}, found {str(raw)!r}"
 
 
-def _built(group: Any, before: str, values: Mapping[str, object], places: Mapping[str, str]) -> object:
+def _built(group: Any, before: str, values: Mapping[str, object], origins: Mapping[str, str]) -> object:
     """Return the dataclass that the values of its fields make; its faults name the option or the key of a file."""
     fields: dict[str, object] = {}
     for key, kind in get_type_hints(group).items():
         name = before + key
-        fields[key] = _built(kind, f"{name}.", values, places) if _is_group(kind) else values[name]
+        fields[key] = _built(kind, f"{name}.", values, origins) if _is_group(kind) else values[name]
     try:
         return group(**fields)
     except InputError as error:
         faults: list[Fault] = []
         for fault in error.faults:
             key = before + fault.where
-            name = next((one for one in places if key == one or key.startswith((f"{one}.", f"{one}["))), None)
+            name = next((one for one in origins if key == one or key.startswith((f"{one}.", f"{one}["))), None)
             rest = Fault(where=key.removeprefix(name or "").removeprefix("."), message=fault.message)
-            faults.append(rest.under(places[name]) if name else fault)
+            faults.append(rest.under(origins[name]) if name else fault)
         raise InputError(faults) from None

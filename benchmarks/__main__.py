@@ -59,9 +59,9 @@ def _selected(name: str, rows: Path | None, write: bool) -> dict[str, Callable[[
     if name not in ("all", *BENCHMARKS):
         raise InputError.of("name", f"there is no benchmark {name!r}. {nearest(name, ['all', *BENCHMARKS])}")
     runs = {one: pkgutil.resolve_name(BENCHMARKS[one]) for one in (BENCHMARKS if name == "all" else [name])}
-    asked = {"rows": rows} if rows else {}
-    asked |= {"write": True} if write else {}
-    for option, value in asked.items():
+    options = {"rows": rows} if rows else {}
+    options |= {"write": True} if write else {}
+    for option, value in options.items():
         takes = [one for one, run in runs.items() if option in inspect.signature(run).parameters]
         if not takes:
             raise InputError.of(f"--{option}", f"{name} has no use for {_USES[option]}; leave it out")
@@ -97,8 +97,8 @@ def _logged(printed: Iterable[Result], results: Sequence[Result]) -> list[str]:
     group = WandbGroup(
         project="autoshard", name=name, folder=folder, kind="benchmark", charts={"values": ("name", "value")}
     )
-    shown = (ShownRun(key=one.name, name=one.name, config=config, summary=one.row()) for one in printed)
-    return group.show(shown, lambda: [one.row() for one in results])
+    runs = (ShownRun(key=one.name, name=one.name, config=config, summary=one.row()) for one in printed)
+    return group.show(runs, lambda: [one.row() for one in results])
 
 
 def _table(results: Sequence[Result]) -> Table:

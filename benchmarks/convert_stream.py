@@ -44,7 +44,7 @@ _SHARE = 4  # of the disk's room: source, copy, conversion, and as much again fo
 class Round:
     """A conversion, and a copy of what it reads just before, both until all is on the disk."""
 
-    way: str
+    direction: str
     num_bytes: int
     copy_s: float
     convert_s: float
@@ -60,8 +60,8 @@ class Round:
 def run() -> Result:
     """Measure the whole model where the disk has room for it, or one of few layers."""
     whole = load_model(CARD)
-    room = shutil.disk_usage(Path.cwd()).free
-    model = whole if room > _SHARE * 2 * whole.num_parameters else replace(whole, num_layers=FEW_LAYERS)
+    free_bytes = shutil.disk_usage(Path.cwd()).free
+    model = whole if free_bytes > _SHARE * 2 * whole.num_parameters else replace(whole, num_layers=FEW_LAYERS)
     return judge(measured(model, ROUNDS))
 
 
@@ -96,8 +96,8 @@ def write_source(folder: Path, model: ModelSpec) -> Path:
                 _write_repeated(file, raw, 2 * (hash_of(entry.name) % (_BLOCK_BYTES // 2)), entry.num_bytes)
             os.fsync(file.fileno())
     if len(outputs) > 1:
-        places = {entry.name: one.file for one in outputs for entry in one.entries}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}), encoding="utf-8")
+        weight_map = {entry.name: one.file for one in outputs for entry in one.entries}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
     return folder
 
 
@@ -130,14 +130,16 @@ def _there_and_back(source: Path, plan: Path, form: str) -> Iterator[Round]:
     shutil.rmtree(back)
 
 
-def _pair(source: Path, target: Path, way: str, *options: str) -> Round:
+def _pair(source: Path, target: Path, direction: str, *options: str) -> Round:
     files = [one for one in source.rglob("*") if one.is_file()]
     copy_s = _copied_s(files, target.with_name("copy"))
     for file in files:
         forget_pages(file)
     convert_s, cpu_s, peak_bytes = _converted(source, target, options)
     num_bytes = sum(file.stat().st_size for file in files)
-    return Round(way=way, num_bytes=num_bytes, copy_s=copy_s, convert_s=convert_s, cpu_s=cpu_s, peak_bytes=peak_bytes)
+    return Round(
+        direction=direction, num_bytes=num_bytes, copy_s=copy_s, convert_s=convert_s, cpu_s=cpu_s, peak_bytes=peak_bytes
+    )
 
 
 def _copied_s(files: Sequence[Path], target: Path) -> float:
@@ -157,8 +159,8 @@ def _converted(source: Path, target: Path, options: Sequence[str]) -> tuple[floa
     """Run the command; look at its own memory while it runs."""
     command = [sys.executable, "-m", "autoshard.cli", "convert", str(source), str(target), *options, "--json"]
     start_s, peak = time.perf_counter(), 0
-    with tempfile.TemporaryFile("w+") as told:
-        process = subprocess.Popen(command, stdout=told, stderr=told)
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
         while True:
             done, status, usage = os.wait4(process.pid, os.WNOHANG)
             if done:
@@ -168,8 +170,8 @@ def _converted(source: Path, target: Path, options: Sequence[str]) -> tuple[floa
         time_s = time.perf_counter() - start_s
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            told.seek(0)
-            raise RunFailed(f"{' '.join(command)}: {told.read()}")
+            output.seek(0)
+            raise RunFailed(f"{' '.join(command)}: {output.read()}")
     return time_s, usage.ru_utime + usage.ru_stime, peak
 
 
@@ -189,22 +191,22 @@ def _refuse_difference(first: Path, last: Path) -> None:
 
 
 def judge(found: Sequence[Round]) -> Result:
-    """No way takes more than twice the time of a copy, nor much memory."""
+    """No conversion takes more than twice the time of a copy, nor much memory."""
     slowest = max(one.ratio for one in found)
     peak_mib = max(one.peak_bytes for one in found) / 2**20
     extras: dict[str, float | int | str | bool | None] = {}
     for one in found:
-        way = one.way.replace(" ", "_")
+        direction = one.direction.replace(" ", "_")
         extras |= {
-            f"{way}_ratio": round(one.ratio, 3),
-            f"{way}_s": round(one.convert_s, 2),
-            f"{way}_cpu_s": round(one.cpu_s, 2),
+            f"{direction}_ratio": round(one.ratio, 3),
+            f"{direction}_s": round(one.convert_s, 2),
+            f"{direction}_cpu_s": round(one.cpu_s, 2),
         }
-        extras |= {f"{way}_copy_s": round(one.copy_s, 2), f"{way}_peak_mib": round(one.peak_bytes / 2**20)}
+        extras |= {f"{direction}_copy_s": round(one.copy_s, 2), f"{direction}_peak_mib": round(one.peak_bytes / 2**20)}
     return Result(
         name="convert_stream",
         value=round(slowest, 3),
-        unit="times as long as a plain copy, the slowest way",
+        unit="times as long as a plain copy, the slowest conversion",
         bar=BAR,
         holds=slowest <= BAR and peak_mib <= MEMORY_BAR_MIB and not math.isnan(slowest),
         extras={

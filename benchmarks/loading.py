@@ -69,9 +69,9 @@ def write_sparse(folder: Path, num_files: int, num_tokens: int, num_documents: i
         writer.close()
     index = np.memmap(folder / "0.idx", np.uint8, "r+")  # lengths and places of the documents that are not written
     lengths = np.full(num_documents, len(empty), np.int32)
-    places = (np.cumsum(lengths, dtype=np.int64) - lengths) * 2
+    offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * 2
     index[34 : 34 + 4 * num_documents] = lengths.view(np.uint8)
-    index[34 + 4 * num_documents : 34 + 12 * num_documents] = places.view(np.uint8)
+    index[34 + 4 * num_documents : 34 + 12 * num_documents] = offsets.view(np.uint8)
     index.flush()
     for number in range(num_files):
         if number:

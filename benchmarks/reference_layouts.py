@@ -125,8 +125,8 @@ def _layout(plan: Plan) -> str:
 
 
 def _time_and_memory(plan: Plan) -> tuple[str, str]:
-    said = _predicted(plan)
-    return f"{said.step_time_s:.3g} s", f"{said.peak_bytes / said.capacity_bytes:.0%}"
+    prediction = _predicted(plan)
+    return f"{prediction.step_time_s:.3g} s", f"{prediction.peak_bytes / prediction.capacity_bytes:.0%}"
 
 
 def _brought_by(entry: Comparison) -> str:

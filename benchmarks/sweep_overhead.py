@@ -104,8 +104,8 @@ def _killed(command: Sequence[str], folder: Path, env: Mapping[str, str], num_po
     """Start a sweep and kill it at random, three times; return how many rows there were each time."""
     chance, found = random.Random(SEED), list[int]()
     for target in sorted(chance.sample(range(1, num_points - JOBS), KILLS)):
-        with (folder / "said.txt").open("w", encoding="utf-8") as said:
-            process = subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=said)
+        with (folder / "output.txt").open("w", encoding="utf-8") as output:
+            process = subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=output)
         while process.poll() is None and len(_rows(folder / "killed")) < target:
             time.sleep(0.05)
         time.sleep(chance.uniform(0, 0.2))

@@ -22,7 +22,7 @@ from autoshard.search.planner import SearchResult, frontier, search
 from autoshard.search.request import Request, rejections_of, resolved
 from autoshard.units import format_bytes, format_seconds
 
-MOST_SHOWN = 100  # every plan that is shown is predicted in full, a few milliseconds each
+_MOST_PLANS = 100  # every plan that is shown is predicted in full, a few milliseconds each
 
 
 def plan(
@@ -52,7 +52,7 @@ def plan(
         (at is None or not pareto, "--pareto", "searches; leave out --at"),
         (like is None or not (pareto or at), "--like", "searches for one plan; leave out --pareto and --at"),
         (pareto or len(question.nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
-        (1 <= top <= MOST_SHOWN, "--top", f"must be 1 to {MOST_SHOWN}, not {top}"),
+        (1 <= top <= _MOST_PLANS, "--top", f"must be 1 to {_MOST_PLANS}, not {top}"),
         *place_checks(out),
     )
     if pareto:

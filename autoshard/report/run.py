@@ -158,31 +158,26 @@ def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> list[AlikeRanks]:
     """Return the prediction of every rank beside what it counted; ranks of which all is the same are one."""
     found: list[AlikeRanks] = []
     for rank, counted in enumerate(measured):
-        pairs = _memory_pairs(plan, rank, counted), _sent_pairs(plan, counted)
-        alike = next((group for group in found if (group.memory, group.sent) == pairs), None)
+        one = _compared(plan, rank, counted)
+        alike = next((group for group in found if group[1:] == one[1:]), None)
         if alike:
             alike.ranks.append(rank)
         else:
-            found.append(AlikeRanks([rank], *pairs))
+            found.append(one)
     return found
 
 
-def _memory_pairs(plan: Plan, rank: int, counted: Measured) -> Pairs:
-    """Return what a rank held beside what its pipeline rank was predicted to hold."""
+def _compared(plan: Plan, rank: int, counted: Measured) -> AlikeRanks:
+    """Return what a rank held beside the prediction for its pipeline rank, and what it sent beside the most of any."""
     parts = prediction_of(plan).stage_memory[plan.mesh.coordinates(rank).get("pp", 0)].parts
-    return {
+    memory: Pairs = {
         name: {"predicted": sum(parts.get(part, 0) for part in its), "measured": counted.memory_bytes.get(name)}
         for name, its in _PARTS.items()
     }
-
-
-def _sent_pairs(plan: Plan, counted: Measured) -> Pairs:
-    """Return what a rank sent beside the most that any was predicted to send."""
-    predicted = prediction_of(plan).communication_bytes
-    axes = sorted(
-        axis for axis in {*predicted, *counted.sent_bytes} if predicted.get(axis) or counted.sent_bytes.get(axis)
-    )
-    return {axis: {"predicted": predicted.get(axis, 0), "measured": counted.sent_bytes.get(axis)} for axis in axes}
+    predicted, sent = prediction_of(plan).communication_bytes, counted.sent_bytes
+    axes = sorted(axis for axis in {*predicted, *sent} if predicted.get(axis) or sent.get(axis))
+    pairs: Pairs = {axis: {"predicted": predicted.get(axis, 0), "measured": sent.get(axis)} for axis in axes}
+    return AlikeRanks([rank], memory, pairs)
 
 
 def _bytes_table(title: str, groups: Sequence[tuple[Sequence[int], Pairs]], counted: str) -> Table:
@@ -199,8 +194,8 @@ def _bytes_table(title: str, groups: Sequence[tuple[Sequence[int], Pairs]], coun
 
 def dry_report(plan: Plan, ranks: Sequence[DryRank]) -> Group:
     """Return the bytes of ranks that were tried out without the others, beside what was predicted of them."""
-    memory = [((one.rank,), _memory_pairs(plan, one.rank, one.measured)) for one in ranks]
-    sent = [((one.rank,), _sent_pairs(plan, one.measured)) for one in ranks]
+    groups = [_compared(plan, one.rank, one.measured) for one in ranks]
+    memory, sent = [(one.ranks, one.memory) for one in groups], [(one.ranks, one.sent) for one in groups]
     return Group("", _bytes_table(_MEMORY, memory, "counted"), "", _bytes_table(_SENT, sent, "counted"))
 
 
@@ -231,14 +226,9 @@ def dry_notes(plan: Plan, ranks: Sequence[DryRank]) -> list[str]:
 
 def dry_json(plan: Plan, ranks: Sequence[DryRank]) -> dict[str, Any]:
     """Return the same as JSON."""
-    rows = [
-        {
-            "rank": one.rank,
-            "stands_for": list(one.alike),
-            "micro_batches_run": one.num_run,
-            "memory_bytes": _memory_pairs(plan, one.rank, one.measured),
-            "sent_bytes": _sent_pairs(plan, one.measured),
-        }
-        for one in ranks
-    ]
+    rows: list[dict[str, Any]] = []
+    for one in ranks:
+        _, memory, sent = _compared(plan, one.rank, one.measured)
+        about = {"rank": one.rank, "stands_for": list(one.alike), "micro_batches_run": one.num_run}
+        rows.append({**about, "memory_bytes": memory, "sent_bytes": sent})
     return {"candidate": str(plan.candidate), "ranks": rows}

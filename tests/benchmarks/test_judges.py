@@ -61,8 +61,10 @@ def test_a_checkpoint_is_judged_both_ways_by_its_waiting_and_by_its_memory() -> 
 
 
 def test_the_slowest_conversion_and_the_largest_memory_are_judged() -> None:
-    one = convert_stream.Round(way="to nxd", num_bytes=10**9, copy_s=2.0, convert_s=3.0, cpu_s=1.0, peak_bytes=2**29)
-    back = replace(one, way="from nxd", convert_s=3.5)
+    one = convert_stream.Round(
+        direction="to nxd", num_bytes=10**9, copy_s=2.0, convert_s=3.0, cpu_s=1.0, peak_bytes=2**29
+    )
+    back = replace(one, direction="from nxd", convert_s=3.5)
     good = convert_stream.judge([one, back])
     assert good.holds and good.value == 1.75 and good.extras["peak_mib"] == 512
     assert not convert_stream.judge([one, replace(back, convert_s=4.1)]).holds
