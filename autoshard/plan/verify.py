@@ -118,7 +118,12 @@ def _strategy_misfits(plan: Plan) -> Iterator[Rejection]:
     except InputError as error:
         yield from (_reject("plan-strategies", str(fault)) for fault in error.faults)
         return
-    found = [*_tied_misfits(plan, programs), *_unit_misfits(plan)]
+    found, right = [*_tied_misfits(plan, programs)], units_of(plan)
+    for name in sorted({*right, *plan.units}):
+        if right.get(name) != plan.units.get(name):
+            why = f"what a whole block gathers and reduces follows from zero={plan.zero} and the table"
+            remedy = f"Type {right[name]}" if name in right else "Remove it"
+            found.append(_reject("plan-units", f"units.{name}: {why}, and cannot be edited. {remedy}"))
     for name, block in plan_blocks(plan).items():
         computes = (entry for entry in programs[name].instructions if isinstance(entry, Compute))
         cuts = (
@@ -134,18 +139,6 @@ def _strategy_misfits(plan: Plan) -> Iterator[Rejection]:
         _, faults = plan_forms(plan, programs)
         found += [_reject("nxd-form", str(fault), SOURCE) for fault in faults]
     yield from found
-
-
-def _unit_misfits(plan: Plan) -> Iterator[Rejection]:
-    """Yield where a plan lists other collectives for a block's weights together than ZeRO-3 runs."""
-    right = units_of(plan)
-    for name in sorted({*right, *plan.units}):
-        if right.get(name) != plan.units.get(name):
-            yield _reject(
-                "plan-units",
-                f"units.{name}: what is gathered and reduced for a whole block follows from zero={plan.zero} and the "
-                f"table, and cannot be edited. {f'Type {right[name]}' if name in right else 'Remove it'}",
-            )
 
 
 def _tied_misfits(plan: Plan, programs: Mapping[str, Program]) -> Iterator[Rejection]:

@@ -42,25 +42,21 @@ def trn1_dp(c: Columns) -> Verdict:
     together = (groups == 1) | (groups * c.tp >= 32)
     yield implies(c.pp > 1, implies(c.tp == 1, alone) & implies(c.tp > 1, together))
     need = "1, 8 or at least 32" if c.tp == 1 else f"1 or at least {32 // c.tp}"
-    yield (
-        f"tp={c.tp},pp={c.pp},dp={c.dp}: with a pipeline and tp={c.tp} on trn1, dp*cp must be {need}, not "
-        f"{groups}. Change pp, so that dp*cp does"
-    )
+    why = f"with a pipeline and tp={c.tp} on trn1, dp*cp must be {need}, not {groups}"
+    yield f"tp={c.tp},pp={c.pp},dp={c.dp}: {why}. Change pp, so that dp*cp does"
 
 
 @rule(
     "tp",
     applies=lambda c: platform_of(c.cluster) == "trn2",
-    source="aws-neuron/neuronx-distributed "
-    "src/neuronx_distributed/parallel_layers/parallel_state.py:341-390 get_logic_chosen: which replica "
-    "groups work per logical core size (by its comment the others do not; its code does not stop them)",
+    source="aws-neuron/neuronx-distributed src/neuronx_distributed/parallel_layers/parallel_state.py:341-390 "
+    "get_logic_chosen: which groups work per logical core size, by its comment; its code does not stop the others",
 )
 def trn2_tp(c: Columns) -> Verdict:
     sizes = platform_tp(c.cluster)
     yield one_of(c.tp, sizes)
-    yield (
-        f"tp={c.tp}: trn2 with lnc {c.cluster.lnc} runs tp {listed(sizes)}, whose groups lie on its torus. {use_tp(c)}"
-    )
+    why = f"trn2 with lnc {c.cluster.lnc} runs tp {listed(sizes)}, whose groups lie on its torus"
+    yield f"tp={c.tp}: {why}. {use_tp(c)}"
 
 
 @rule(

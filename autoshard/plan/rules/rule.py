@@ -82,12 +82,9 @@ def rule(
     >>> no_pipelines.id
     'no-pipelines'
     """
-
-    def made(verdict: Callable[[Columns], Verdict]) -> Rule:
-        rule_id = verdict.__name__.replace("_", "-")
-        return Rule(id=rule_id, subject=subject, source=source, verdict=verdict, applies=applies)
-
-    return made
+    return lambda verdict: Rule(
+        id=verdict.__name__.replace("_", "-"), subject=subject, source=source, verdict=verdict, applies=applies
+    )
 
 
 def judge(columns: Columns, rules: Sequence[Rule]) -> tuple[Rejection, ...]:

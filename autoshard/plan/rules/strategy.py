@@ -75,17 +75,13 @@ def strategy_rule(
     *, remedy: str, source: str, atoms: tuple[str, ...] = TP, rule_id: str = "", yields_to_pins: bool = True
 ) -> Callable[[Callable[[AtomCut], bool]], StrategyRule]:
     """Make a Rule of a predicate about the cuts of some atoms; cuts of others it allows. Its name is the Rule's id."""
-
-    def made(allows: Callable[[AtomCut], bool]) -> StrategyRule:
-        return StrategyRule(
-            id=rule_id or allows.__name__.replace("_", "-"),
-            allows=lambda cut: cut.atom not in atoms or allows(cut),
-            remedy=remedy,
-            source=source,
-            yields_to_pins=yields_to_pins,
-        )
-
-    return made
+    return lambda allows: StrategyRule(
+        id=rule_id or allows.__name__.replace("_", "-"),
+        allows=lambda cut: cut.atom not in atoms or allows(cut),
+        remedy=remedy,
+        source=source,
+        yields_to_pins=yields_to_pins,
+    )
 
 
 _nxd_rule = partial(strategy_rule, yields_to_pins=False)
@@ -181,8 +177,7 @@ def without_sp(cut: AtomCut) -> bool:
 
 @_nxd_rule(
     remedy="with sp=true each rank of tp routes its own tokens, and gathers the logits",
-    source="aws-neuron/neuronx-distributed modules/moe/routing.py: one that routes gathered tokens keeps them so, "
-    "where every other layer gathers again",
+    source="aws-neuron/neuronx-distributed modules/moe/routing.py: gathered tokens stay so, where others gather again",
 )
 def nxd_router(cut: AtomCut) -> bool:
     routes = "experts" in cut.matrix and "seq" in cut.dims
@@ -199,8 +194,7 @@ def nxd_sequence(cut: AtomCut) -> bool:
 
 @_nxd_rule(
     remedy="NxD's layers cut weights over tp along heads, ffn or vocabulary",
-    source=f"{_LAYERS}, modules/qkv_linear.py: ColumnParallelLinear gathers its output along the dim that it cuts, "
-    "RowParallelLinear sums into the hidden state",
+    source=f"{_LAYERS}, modules/qkv_linear.py: ColumnParallelLinear, RowParallelLinear",
 )
 def nxd_weights(cut: AtomCut) -> bool:
     return cut.dim != "positions" and (cut.dim not in ("hidden", "head_dim") or not cut.shares_weights)
@@ -208,8 +202,7 @@ def nxd_weights(cut: AtomCut) -> bool:
 
 @_nxd_rule(
     remedy="NxD's attention has whole KV heads: kv cuts their number, rep the queries of each, and no keys",
-    source="aws-neuron/neuronx-distributed modules/qkv_linear.py: kv_size_multiplier repeats heads until tp "
-    "divides them",
+    source="aws-neuron/neuronx-distributed modules/qkv_linear.py: kv_size_multiplier repeats heads until tp divides",
 )
 def nxd_heads(cut: AtomCut) -> bool:
     by_rep = "q_group" if "q_group" in cut.dims else None
@@ -218,8 +211,7 @@ def nxd_heads(cut: AtomCut) -> bool:
 
 @_nxd_rule(
     remedy="NxD's loss leaves logits cut along the vocabulary, and gives every rank of tp the loss of all tokens",
-    source="aws-neuron/neuronx-distributed parallel_layers/loss_functions.py: parallel_cross_entropy all-reduces "
-    "the largest logit, the label's logit and the sum of exponentials of all tokens",
+    source="aws-neuron/neuronx-distributed parallel_layers/loss_functions.py: what parallel_cross_entropy all-reduces",
 )
 def nxd_loss(cut: AtomCut) -> bool:
     if "vocab" in cut.dims:
