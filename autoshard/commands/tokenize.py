@@ -55,9 +55,9 @@ def tokenize(
         (chat or chat_template is None, "--chat-template", "is for conversations. Type --chat as well"),
         (chat_template is None or chat_template.is_file(), "--chat-template", f"there is no file {chat_template}"),
     )
-    local = local_source(source)
-    require((local is not None or is_hub_id(source), source, "there is no such file or folder"))
     try:
+        local = local_source(source)
+        require((local is not None or is_hub_id(source), source, "there is no such file or folder"))
         work = Work(
             source=local or hub_source(source, subset, split),
             tokenizer=_tokenizer(tokenizer, eos, bos, chat_template),
