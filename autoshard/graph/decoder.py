@@ -184,8 +184,8 @@ def mlp(b: BlockBuilder, model: ModelSpec, x: str) -> str:
 
 def _experts(b: BlockBuilder, model: ModelSpec, x: str, *, settles: bool) -> str:
     logits = _linear(b, "router", x, ("experts",), ("hidden",), bias=False)
-    chosen = b.emit("choose", TopK(), logits)
-    share = b.emit("share", Softmax(over="choices"), chosen)
+    picked = b.emit("choose", TopK(), logits)
+    share = b.emit("share", Softmax(over="choices"), picked)
     expert = "choose.expert"
     place = b.emit("queue", Slot(), expert)
     slots = b.deliver_as(b.emit("dispatch", Dispatch(), x, expert, place), "expert_in", settles=settles)

@@ -104,7 +104,7 @@ def _saved(flow: Flow, name: str) -> Saved:
 
 
 def _named_saves(flow: Flow, run: tuple[str, ...], text: str, number: int) -> Iterator[Saved]:
-    """Read one entry of a kernel's ``saves``; an entry of its own memory is told apart by its number."""
+    """Read one entry of a kernel's ``saves``; memory of its own is named by the number of the entry."""
     reference, _, dtype = text.partition("@")
     apart, _, which = reference.rpartition(":")
     own = f"{run[0]}.copy{number}"
@@ -143,13 +143,13 @@ def recompute(block: Block, kernels: Kernels, names: tuple[str, ...] | None) -> 
             for name in unknown
         )
     wanted = set(known) if names is None else set(kernels.resolve(names))
-    chosen = frozenset(name for group in block.fused if wanted.intersection(group.ops) for name in group.ops)
-    if not chosen:
+    recomputed = frozenset(name for group in block.fused if wanted.intersection(group.ops) for name in group.ops)
+    if not recomputed:
         return block
     flow = Flow(dict(block.tensors), block.ops)
-    saved = saved_tensors(flow, block.fused, chosen)
+    saved = saved_tensors(flow, block.fused, recomputed)
     kept = {entry.storage for entry in saved}
-    clones = _clones(flow, kernels, chosen, kept)
+    clones = _clones(flow, kernels, recomputed, kept)
     again = {name.removesuffix(".again"): name for op in clones for name in op.outputs}
     ops: list[Op] = [op for op in block.ops if op.pass_ == "F" and op.phase == "micro_batch"]
     ops += clones  # before the first backward operation; backward reads them for what was dropped
@@ -173,15 +173,15 @@ def recompute_label(names: tuple[str, ...] | None) -> str:
     return f"selective[{','.join(names)}]" if names else "none"
 
 
-def _clones(flow: Flow, kernels: Kernels, chosen: frozenset[str], kept: set[str]) -> tuple[Op, ...]:
+def _clones(flow: Flow, kernels: Kernels, recomputed: frozenset[str], kept: set[str]) -> tuple[Op, ...]:
     """Return the clones in forward order: up to the last that backward needs or all, as the table says."""
     inside = [
         op
         for op in flow.forward
-        if op.name in chosen or (isinstance(op.kind, Deliver) and flow.maker(op.inputs[0]) in chosen)
+        if op.name in recomputed or (isinstance(op.kind, Deliver) and flow.maker(op.inputs[0]) in recomputed)
     ]
     if kernels.clones_end == "last_saved":
-        wanted = {name for name in flow.read_by_backward(sorted(chosen)) if flow.root(name) not in kept}
+        wanted = {name for name in flow.read_by_backward(sorted(recomputed)) if flow.root(name) not in kept}
         needed: list[Op] = []
         for op in reversed(inside):
             if wanted.intersection(op.outputs):

@@ -8,7 +8,7 @@ import numpy as np
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import Attend
 from autoshard.graph.kinds.experts import Slot, TokenGroup
-from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, places
+from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, document_positions
 from autoshard.graph.op import Array, Dims
 from autoshard.layout.layout import Collective
 from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Program, Sum, Value
@@ -26,41 +26,41 @@ class Interpreter:
 
     def run(self, program: Program, given: Mapping[str, Array]) -> Mapping[str, Array]:
         """Execute a program from whole arrays; return its results, whole again."""
-        held = self.execute(program, given)
+        values = self.execute(program, given)
         return {
-            tensor: self._executor.gather(held[value.name], _dims(value), value.layout)
+            tensor: self._executor.gather(values[value.name], _dims(value), value.layout)
             for tensor, value in program.results.items()
         }
 
     def execute(self, program: Program, given: Mapping[str, Array]) -> Mapping[str, Shards]:
         """Execute a program from whole arrays; return every value as the ranks hold it, by name."""
-        held: dict[str, Shards] = {}
+        values: dict[str, Shards] = {}
         for instruction in program.instructions:
-            for value, shards in self._executed(instruction, given, held):
+            for value, shards in self._executed(instruction, given, values):
                 self._executor.check(shards, value.layout)
-                held[value.name] = shards
-        return held
+                values[value.name] = shards
+        return values
 
     def _executed(
-        self, instruction: Instruction, given: Mapping[str, Array], held: Mapping[str, Shards]
+        self, instruction: Instruction, given: Mapping[str, Array], values: Mapping[str, Shards]
     ) -> Iterable[tuple[Value, Shards]]:
         match instruction:
             case Given(value=value):
                 return [(value, self._executor.scatter(given[value.tensor], _dims(value), value.layout))]
             case Compute(reads=reads, writes=writes):
-                arrays = [held[value.name] for value in reads]
+                arrays = [values[value.name] for value in reads]
                 return zip(writes, self._computed(instruction, arrays), strict=True)
             case Communicate(collective=collective, reads=reads, writes=writes):
-                return [(writes, self._executor.run(collective, held[reads.name], _dims(reads)))]
+                return [(writes, self._executor.run(collective, values[reads.name], _dims(reads)))]
             case CountOnce(atoms=atoms, reads=reads, writes=writes):
                 ranks = (self.mesh.coordinates(rank) for rank in range(self.mesh.num_ranks))
                 first = [all(rank.get(atom, 0) == 0 for atom in atoms) for rank in ranks]
-                shards = zip(held[reads.name], first, strict=True)
+                shards = zip(values[reads.name], first, strict=True)
                 return [(writes, tuple(shard if keep else np.zeros_like(shard) for shard, keep in shards))]
             case Sum(reads=reads, writes=writes):
                 orders = [[_dims(value).index(dim) for dim in _dims(writes)] for value in reads]
                 parts = [
-                    [shard.transpose(order) for shard in held[value.name]]
+                    [shard.transpose(order) for shard in values[value.name]]
                     for value, order in zip(reads, orders, strict=True)
                 ]
                 return [(writes, tuple(np.sum(np.stack(shards), axis=0) for shards in zip(*parts, strict=True)))]
@@ -152,7 +152,7 @@ def evaluate_local(
     if start == stop:
         return (np.zeros([call.sizes[dim] for dim in call.outputs[0].dims]),)
     values, *where = arrays
-    index = places(*where)
+    index = document_positions(*where)
     inside = (index >= start) & (index < stop)
     local = np.where(inside, index - start, 0)
     if isinstance(kind, Lookup | Pick):

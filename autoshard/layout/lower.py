@@ -1,9 +1,9 @@
 """From the cuts of a block's forward operations to a program: backward tied to them, collectives derived.
 
-A tensor passes from its maker to its readers through a deliver. A reader takes it as it was made if that is how it
-needs it; otherwise the deliver changes it, once for all readers that need it so. A gradient takes the same way back:
-what readers send is added where it is cut alike, then changed to what the maker's own gradient needs. An addition
-hands it on to both its inputs, cut as the addition is.
+A tensor passes from its maker to its readers through a deliver. A reader that needs the maker's layout takes it as it
+is; to every other layout the deliver changes it once. Gradients take the same way back: contributions with equal cuts
+are added, and the sum is changed to the layout that the maker's own gradient needs. An addition passes its gradient on
+to both inputs, with its own cuts.
 """
 
 import math
@@ -34,7 +34,7 @@ def lower(
     if block.carry_out:
         results[block.carry_out] = lowering.fetch(block.carry_out, boundary, "F")
     else:
-        results["loss"] = lowering.made["loss"]  # a number that is only told: its parts are added once per step
+        results["loss"] = lowering.made["loss"]  # a number that is only reported: its parts are added once per step
     if block.carry_in:
         gradient = next(f"{op.name}.d0" for op in block.ops if op.inputs == (block.carry_in,))
         results[gradient] = lowering.fetch(gradient, boundary, "I")
@@ -92,7 +92,7 @@ class _Lowering:
         self.instructions.append(Compute(op=op, cuts=own, reads=reads, writes=writes, ring=ring))
 
     def finish_clones(self, boundary: Cuts) -> None:
-        """Bring unread results of clones to the layouts of the forward pass: modules run to their end."""
+        """Give unread results of clones the layouts of the forward pass, because modules run to their end."""
         ops = self.block.select("micro_batch")
         read = {name for op in ops for name in op.inputs}
         for op in ops:
@@ -119,7 +119,7 @@ class _Lowering:
         return self._change(self.made[root], wanted, when, busy)
 
     def _reads(self, op: Op, own: Cuts, boundary: Cuts) -> list[Value]:
-        """Fetch the inputs of an operation as it is cut; an accumulator last, as it awaits what its addend does."""
+        """Fetch the inputs of an operation in its cuts; an accumulator last: its sums wait like its addend's."""
         busy = frozenset(atom for atoms in own.values() for atom in atoms)
         linear = op.kind.linear_through()
         arriving = {self.block.carry_in or "", f"d.{self.block.carry_out or 'loss'}"}
@@ -187,7 +187,7 @@ class _Lowering:
         return Value(name=value.name, tensor=value.tensor, layout=wanted)
 
     def _collected(self, tensor: str, cuts: Cuts, when: When, busy: Busy) -> Value:
-        """Add the gradients of all readers: first those that are cut alike, then the rest, changed."""
+        """Add the gradients of all readers: first those with equal cuts; these sums are changed, and added."""
         alike: dict[Layout, list[Value]] = defaultdict(list)
         dims = self.block.tensors[tensor].dims
         for part in self._parts[tensor]:
@@ -202,7 +202,7 @@ class _Lowering:
         return self._added(tensor, changed)
 
     def _part(self, part: str, tensor: str) -> Value:
-        """Return one contribution in the maker's names of the dims; one that an addition hands on is cut as that is."""
+        """Return one contribution under the maker's names of the dims; an addition passes it on with its own cuts."""
         found = self.made.get(part)
         if part in self._parts or part in self._seeds:
             result = self._seeds.get(part) or self.block.op(self._entry[part]).inputs[0]

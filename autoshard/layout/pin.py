@@ -349,7 +349,7 @@ def _runs(target: _PinTarget, dim: str, atoms: tuple[str, ...], pinned: Mapping[
 
 
 def _path(*names: str) -> tuple[str, ...]:
-    """Return names in a row, neighbours of one name once: a tensor is called as the operation that makes it."""
+    """Return names in a row, neighbours of one name once: a tensor has the name of the operation that makes it."""
     return tuple(name for name, _ in itertools.groupby(names))
 
 

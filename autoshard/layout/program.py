@@ -67,7 +67,7 @@ Instruction = Given | Compute | Communicate | CountOnce | Sum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassInstructions:
-    """The instructions of each pass, in order; a whole backward runs both of its halves."""
+    """The instructions of each pass, in order; a whole backward runs I, then W."""
 
     forward: tuple[Instruction, ...]
     inputs: tuple[Instruction, ...]  # I
@@ -157,7 +157,7 @@ def values_read(entry: Instruction) -> tuple[Value, ...]:
 def _needed(
     instructions: Sequence[Instruction], wanted: Collection[str], pass_: Pass
 ) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
-    """Split instructions: those of a pass with those of no pass that they or ``wanted`` need; and all others."""
+    """Split instructions into those of a pass, with those of no pass that they or ``wanted`` need, and all others."""
     needed = set(wanted)
     mine: list[Instruction] = []
     others: list[Instruction] = []

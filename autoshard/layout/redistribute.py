@@ -34,8 +34,8 @@ Price = Callable[[Change], float]
 def redistribute(before: Layout, after: Layout, atoms: Sizes, price: Price) -> tuple[Change, ...]:
     """Return the cheapest changes from one layout to the other; of equals the fewest, then the first in text.
 
-    ``atoms`` gives the sizes of all atoms of the mesh; only atoms that one of the layouts names are touched, and not
-    those that cut alike before and after, outermost: what other ranks hold there nobody needs.
+    ``atoms`` gives the sizes of all atoms of the mesh. Only atoms that one of the layouts names are touched. Atoms that
+    cut a dim outermost both before and after stay, because no rank needs what other ranks hold there.
     """
     start, goal = normal_layout(before, atoms), normal_layout(after, atoms)
     return _shortest(start, goal, price)
@@ -285,7 +285,7 @@ def _common(layouts: Sequence[Layout], dims: Dims, sizes: Mapping[str, int]) -> 
 
 @lru_cache(maxsize=256)  # searches need tensors of the same dims again and again
 def _graph(dims: Dims, atoms: tuple[str, ...], pending: Pending, outer: _DimCuts) -> LayoutGraph:
-    """Return the graph of layouts with some atoms outermost in all; these change no way between the others."""
+    """Return the graph of layouts with some atoms outermost in all; they do not affect changes between the others."""
     inner, start = _inner_graph(dims, atoms, pending), dict(outer)
     layouts = tuple(
         replace(layout, dims=tuple((dim, (*start[dim], *cut)) for dim, cut in layout.dims)) for layout in inner.layouts

@@ -236,7 +236,7 @@ class TableSetting:
 
 def written(found: Mapping[str, Strategy], atoms: Sizes) -> Table:
     """Write Strategies as lines; an axis of which one atom is of size 1 is named whole."""
-    return {name: str(_shown(entry, atoms)) for name, entry in found.items()}
+    return {name: str(_with_whole_axes(entry, atoms)) for name, entry in found.items()}
 
 
 def program_of(block: Block, table: Table, setting: TableSetting) -> Program:
@@ -319,7 +319,9 @@ def _changed_layouts(lines: Mapping[str, Strategy], derived: Mapping[str, Strate
         line, right = lines[name], _normal(derived[name], atoms)
         same = all(getattr(line, part) == getattr(right, part) for part in ("inputs", "outputs", "ring", "saved"))
         if not same or [*map(len, line.lists.values())] != [*map(len, right.lists.values())]:
-            yield Fault(where=name, message=f"does not fit its neighbours; write: {_shown(derived[name], atoms)}")
+            yield Fault(
+                where=name, message=f"does not fit its neighbours; write: {_with_whole_axes(derived[name], atoms)}"
+            )
 
 
 def _with_line(program: Program, name: str, line: Strategy, right: Strategy, atoms: Sizes) -> Program:
@@ -371,8 +373,8 @@ def _normal(line: Strategy, atoms: Sizes) -> Strategy:
     return line.mapped(lambda layout: normal_layout(layout, atoms), lambda chain: _real(chain, atoms))
 
 
-def _shown(line: Strategy, atoms: Sizes) -> Strategy:
-    """Name axes whole."""
+def _with_whole_axes(line: Strategy, atoms: Sizes) -> Strategy:
+    """Name an axis whole where its other atom is of size 1."""
 
     def layout(one: Layout) -> Layout:
         dims = tuple((dim, whole_axes(cut, atoms)) for dim, cut in one.dims)

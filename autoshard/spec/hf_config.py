@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from autoshard.errors import Fault, InputError, nearest
 from autoshard.spec.model import Activation, ModelSpec, RotaryScaling
-from autoshard.spec.record import decode, shown
+from autoshard.spec.record import decode, show_value
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
     """
     name_of_type = config.get("model_type")
     if not isinstance(name_of_type, str) or name_of_type not in MODEL_TYPES:
-        found = f"{shown(name_of_type)} is not a known architecture" if "model_type" in config else "missing"
+        found = f"{show_value(name_of_type)} is not a known architecture" if "model_type" in config else "missing"
         raise InputError.of("model_type", f"{found}. Known: {', '.join(MODEL_TYPES)}.")
     kind = MODEL_TYPES[name_of_type]
     reader = _ConfigReader(config, {**SHARED_DEFAULTS, **kind.defaults})
@@ -229,8 +229,8 @@ class _ConfigReader:
     def only(self, field: str, allowed: tuple[object, ...], reason: str) -> None:
         """Refuse a field that is there and has another value than those allowed."""
         if field in self.data and self.data[field] not in allowed:
-            known = " or ".join(shown(value) for value in allowed)
-            self.refuse(field, f"must be {known}, not {shown(self.data[field])}: {reason}")
+            known = " or ".join(show_value(value) for value in allowed)
+            self.refuse(field, f"must be {known}, not {show_value(self.data[field])}: {reason}")
 
     def read(self, kind: type[T], name: str) -> T:
         """Read a value of a type; without a default it must be there."""
@@ -241,7 +241,9 @@ class _ConfigReader:
             return self.defaults.get(name, harmless)
         for other in ALIASES.get(name, ()):
             if other in self.data and self.data[other] != self.data[field]:
-                self.refuse(other, f"{shown(self.data[other])} contradicts {field}, {shown(self.data[field])}")
+                self.refuse(
+                    other, f"{show_value(self.data[other])} contradicts {field}, {show_value(self.data[field])}"
+                )
         try:
             return decode(kind, self.data[field], field)
         except InputError as error:
@@ -264,7 +266,7 @@ class _ConfigReader:
         """Read one of the words that are known, and return what it stands for."""
         found = self.read(str, name)
         if found not in known:
-            self.refuse(self._spelled(name), f"{shown(found)} is not known. {nearest(found, sorted(known))}")
+            self.refuse(self._spelled(name), f"{show_value(found)} is not known. {nearest(found, sorted(known))}")
         return known.get(found, known[self.defaults[name]])
 
     def _spelled(self, name: str) -> str:
@@ -304,7 +306,7 @@ def _rotary(reader: _ConfigReader, kind: ModelType, max_positions: int) -> dict[
     field = "rope_scaling" if reader.data.get("rope_scaling") else "rope_parameters"
     data: object = reader.data.get(field) or {}
     if not isinstance(data, Mapping):
-        reader.refuse(field, f"expected an object, found {shown(data)}")
+        reader.refuse(field, f"expected an object, found {show_value(data)}")
     defaults = {**older, "rope_type": "default", "original_max_position_embeddings": max_positions}
     group = _ConfigReader(cast(Mapping[str, object], data) if isinstance(data, Mapping) else {}, defaults)
     theta, fraction = group.read(float, "rope_theta"), group.read(float, "partial_rotary_factor")

@@ -9,7 +9,7 @@ from autoshard.errors import Fault, InputError, nearest, require
 from autoshard.spec.files import read_data, shipped
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.record import shown
+from autoshard.spec.record import show_value
 
 # The key under which a card says what it is and where its numbers are from; the rest is plain Hugging Face.
 HEADER = "autoshard"
@@ -70,7 +70,9 @@ def read_config(path: Path) -> Mapping[str, object]:
         raise InputError.of(str(path), f"cannot be read: {error}") from error
     data = read_data(path)
     if not isinstance(data, dict):
-        raise InputError.of(str(path), f"must be a JSON object, as a Hugging Face config.json is, not {shown(data)}")
+        raise InputError.of(
+            str(path), f"must be a JSON object, as a Hugging Face config.json is, not {show_value(data)}"
+        )
     return cast(dict[str, object], data)
 
 

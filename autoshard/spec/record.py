@@ -183,13 +183,15 @@ def _computed(build: Callable[[], object]) -> object:
 
 
 def _found(data: object) -> str:
-    return "an object" if isinstance(data, Mapping) else "a list" if isinstance(data, list | tuple) else shown(data)
+    return (
+        "an object" if isinstance(data, Mapping) else "a list" if isinstance(data, list | tuple) else show_value(data)
+    )
 
 
-def shown(value: object) -> str:
+def show_value(value: object) -> str:
     """Print a JSON value in a message, cut where it would fill the screen.
 
-    >>> shown(None), shown(True), shown("x"), shown([1, 2])
+    >>> show_value(None), show_value(True), show_value("x"), show_value([1, 2])
     ('null', 'true', "'x'", '[1, 2]')
     """
     if value is None or isinstance(value, bool):

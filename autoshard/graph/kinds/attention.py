@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.graph.kinds.indexing import places
+from autoshard.graph.kinds.indexing import document_positions
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor, aligned
 from autoshard.spec.model import RotaryScaling
 
@@ -65,7 +65,7 @@ class Rotary(Differentiable):
         x, *where = arrays
         tensor = call.inputs[0]
         frequencies = self.frequencies(call.sizes["head_dim"])
-        angles = aligned(places(*where), call.inputs[-1].dims, tensor.dims) * frequencies
+        angles = aligned(document_positions(*where), call.inputs[-1].dims, tensor.dims) * frequencies
         half = len(frequencies)
         cos, sin = np.cos(angles), np.sin(angles) * (-1 if self.backward else 1)
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -86,8 +86,8 @@ class Attend(Differentiable):
     """Causal attention; query heads are key/value heads times group, so shared heads need no copies.
 
     Inputs: queries, keys, values, positions of the queries and of the keys, and, if documents that share a sequence do
-    not see each other, where the document of each query starts. ``window`` limits how far it looks. What it computes is
-    counted as if documents saw each other: more than it is where they do not.
+    not see each other, where the document of each query starts. ``window`` limits how far it looks. FLOPs are
+    counted as if documents saw each other, which overstates them where they do not.
     """
 
     window: int | None = None

@@ -59,13 +59,13 @@ class TopK(_Routed, Differentiable):
         return np.take_along_axis(arrays[0], expert, axis=-1), expert
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
-        """Only the chosen logits get a gradient."""
+        """Only the selected logits get a gradient."""
         return (GradientStep(kind=TopKGradient(), reads=("d0", "out1"), gives=(0,)),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopKGradient(_Routed, OpKind):
-    """The gradient of the router logits: zero but for the chosen."""
+    """The gradient of the router logits: zero except at the selected experts."""
 
     flops_per_element: ClassVar[int] = 0
 
@@ -80,7 +80,7 @@ class TopKGradient(_Routed, OpKind):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenGroup:
-    """Tokens that queue together, and the slots of every expert that are theirs; each from a start to a stop."""
+    """Tokens that form one queue, and the slots of every expert that belong to them; each as (start, stop)."""
 
     batch: tuple[int, int]
     seq: tuple[int, int]
@@ -91,8 +91,8 @@ class TokenGroup:
 class Slot(_Slotted, Differentiable):
     """The place of each (token, choice) in its expert's queue, in token order; -1 where the queue is full.
 
-    Ranks that cut the tokens are groups by themselves; ``groups`` says so of tokens that nobody has cut. Without any,
-    all tokens queue together.
+    Where tokens are cut, those of each rank form one queue. ``groups`` states the queues of tokens that are not cut;
+    without any, all of them form one.
     """
 
     groups: tuple[TokenGroup, ...] = ()
@@ -138,10 +138,10 @@ class Dispatch(_Slotted, Differentiable):
 
 
 def _queued(expert: Array, num_experts: int, start: int, stop: int) -> Array:
-    """Return the slots that tokens get when they queue together for these of every expert."""
-    chosen = expert.reshape(-1)
-    mine = np.arange(num_experts) == chosen[:, None]
-    place = start + (np.cumsum(mine, axis=0) - 1)[np.arange(chosen.size), chosen]
+    """Return the slots of tokens that form one queue for the slots from start to stop of every expert."""
+    picked = expert.reshape(-1)
+    mine = np.arange(num_experts) == picked[:, None]
+    place = start + (np.cumsum(mine, axis=0) - 1)[np.arange(picked.size), picked]
     return np.where(place < stop, place, -1).reshape(expert.shape)
 
 

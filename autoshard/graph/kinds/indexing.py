@@ -11,10 +11,10 @@ from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, 
 _DOCUMENTS = 4  # drawn for a sequence, on average
 
 
-def places(positions: Any, *document_starts: Any) -> Any:
-    """Return where tokens stand: in the sequence, or, if it is known where each one's document starts, in that.
+def document_positions(positions: Any, *document_starts: Any) -> Any:
+    """Return the positions of tokens in the sequence, or in their document where its start is given.
 
-    >>> places(np.arange(4), np.array([[0, 0, 2, 2]])).tolist()
+    >>> document_positions(np.arange(4), np.array([[0, 0, 2, 2]])).tolist()
     [[0, 1, 0, 1]]
     """
     return positions - document_starts[0] if document_starts else positions
@@ -37,7 +37,7 @@ class Lookup(Differentiable):
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         table, *index = arrays
-        return (table[places(*index)],)
+        return (table[document_positions(*index)],)
 
     def traffic_bytes(self, call: Call) -> int:
         """Only the rows that are read move, not the table."""
@@ -65,7 +65,7 @@ class ScatterAdd(OpKind):
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         rows, *index = arrays
         table = np.zeros([call.sizes[dim] for dim in self.dims], dtype=rows.dtype)
-        np.add.at(table, places(*index), rows)
+        np.add.at(table, document_positions(*index), rows)
         return (table,)
 
 

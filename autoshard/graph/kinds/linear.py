@@ -46,7 +46,7 @@ class Deliver(Differentiable):
     """The identity through which a tensor reaches its readers; it alone may change a layout.
 
     ``rename`` names a dim differently on the other side: keys are made along ``seq`` and read along
-    ``kv_seq``. One that ``settles`` sums what its readers send back where it arrives, before it goes on in any layout.
+    ``kv_seq``. With ``settles`` the gradients of its readers are summed before their layout changes.
     """
 
     flops_per_element: ClassVar[int] = 0

@@ -7,7 +7,7 @@ import torch
 
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register, shape_of
 from autoshard.graph.kinds.experts import Combine, CombineGradient, Dispatch, DispatchGradient, Slot, TopK, TopKGradient
-from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, places
+from autoshard.graph.kinds.indexing import Lookup, Pick, Place, ScatterAdd, document_positions
 from autoshard.graph.op import Call
 
 Made = tuple[torch.Tensor, ...]
@@ -28,7 +28,7 @@ def _lookup(kind: Lookup, call: Call, context: KernelContext) -> Kernel:
     bounds, shape = context.bounds.get(call.inputs[0].dims[0]), shape_of(call, call.outputs[0].dims)
 
     def run(table: torch.Tensor, *where: torch.Tensor) -> Made:
-        index = places(*where).to(table.device)  # positions lie with the host
+        index = document_positions(*where).to(table.device)  # positions lie with the host
         if bounds is None:
             return (table[index],)
         if not len(table):
@@ -44,7 +44,7 @@ def _scatter_add(kind: ScatterAdd, call: Call, context: KernelContext) -> Kernel
     bounds, shape = context.bounds.get(kind.dims[0]), shape_of(call, kind.dims)
 
     def run(rows: torch.Tensor, *where: torch.Tensor) -> Made:
-        table, index = rows.new_zeros(shape), places(*where).to(rows.device)
+        table, index = rows.new_zeros(shape), document_positions(*where).to(rows.device)
         if bounds is not None:
             held, index = _inside(index, bounds)
             rows = rows * _along(held, rows)

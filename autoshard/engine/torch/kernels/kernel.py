@@ -10,7 +10,7 @@ import torch
 from autoshard.engine.torch.formats import Formats
 from autoshard.errors import InputError
 from autoshard.graph.kinds.attention import Rotary
-from autoshard.graph.kinds.indexing import places
+from autoshard.graph.kinds.indexing import document_positions
 from autoshard.graph.op import Call, Dims, OpKind
 from autoshard.plan.tables import missing_kernel
 
@@ -37,7 +37,7 @@ class Rotations:
         if key not in self.known:
             if len(self.known) >= _MOST_ANGLES:
                 self.known.pop(next(iter(self.known)))
-            index: torch.Tensor = places(*where)
+            index: torch.Tensor = document_positions(*where)
             count = 1 << int(index.max()).bit_length() if index.numel() else 1  # few tables serve all documents
             if (turning, count) not in self.tables:
                 angles = torch.arange(count).double()[:, None] * torch.from_numpy(kind.frequencies(head_dim))
