@@ -1,4 +1,4 @@
-"""From a measured row to the question that a planner would be asked about just this run; nothing measured is read.
+"""From a measured row to the model, cluster, workload and layout that were run; nothing measured is read.
 
 What publishers call things is data, ``words.json``: by column, what a word means here, and what has to be assumed where
 it leaves that open. An entry that is ``of`` one framework (or table of kernels) stands before the general one.
@@ -208,9 +208,9 @@ class _Reader:
         means, notes = word.means, [word.assumed]
         if means == "nxd" and self.row.seq_len < _FLASH_FROM:
             means, notes = "nxd_core", [*notes, f"nxd_core: no flash attention below {_FLASH_FROM} tokens"]
-        for said in reversed(_key(self.row.precision).split()):  # the format of a run may say which kernels it ran
+        for name in reversed(_key(self.row.precision).split()):  # the format of a run may say which kernels it ran
             for other in words("kernels"):
-                if said in other.says and other.of == means:
+                if name in other.says and other.of == means:
                     return other.means
         if any(notes):
             self.assumed["framework"] = "; ".join(filter(None, notes))

@@ -36,8 +36,8 @@ class Reach:
 
     def __post_init__(self) -> None:
         """Refuse a fit to no cluster, or to no kernels."""
-        said = bool(self.cluster.strip()) and bool(self.kernels)
-        require((said, "", "write CLUSTER: AXES with KERNELS, for example trn1.32xlarge: dp,tp with nxd"))
+        stated = bool(self.cluster.strip()) and bool(self.kernels)
+        require((stated, "", "write CLUSTER: AXES with KERNELS, for example trn1.32xlarge: dp,tp with nxd"))
 
     def __str__(self) -> str:
         """Write as ``trn1.32xlarge: dp,tp with nxd``."""
@@ -66,7 +66,7 @@ class Fit:
     left_out_by: Literal["model", "layout"]
     in_sample_mape: float
     left_out_mape: float  # each model, or layout, predicted with constants fitted to the others
-    tried: Mapping[str, float] = field(hash=False)  # which constants were told apart -> left-out error
+    tried: Mapping[str, float] = field(hash=False)  # which constants have values of their own -> left-out error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,7 +123,7 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
         hop=_neighbour_route(cluster, mesh, cut, calibration) if to_neighbours else None,
         exchange=_exchange_route(cluster, group, calibration),
         routes=_hierarchical_routes(cluster, group, speeds, near_s, far_s),
-        is_flat=not cluster.algorithms or any(way.kind == "ring" for way in cluster.algorithms),
+        is_flat=not cluster.algorithms or any(one.kind == "ring" for one in cluster.algorithms),
     )
 
 
@@ -135,25 +135,25 @@ def efficiency(link: Link, calibration: Calibration) -> float:
 def _hierarchical_routes(
     cluster: Cluster, group: tuple[int, ...], speeds: Mapping[Domain, float], near_s: float, far_s: float
 ) -> tuple[Route, ...]:
-    """Return the ways of a group that go inside its nodes and between them, one after the other.
+    """Return the routes of a group inside its nodes and then between them.
 
     ``speeds`` is what the group gets of every link of the cluster, ``near_s`` the latency of a hop inside a node, and
     ``far_s`` that of all hops between nodes.
     """
-    ways = [way for way in cluster.algorithms if way.kind == "hierarchical"]
+    routed = [one for one in cluster.algorithms if one.kind == "hierarchical"]
     num_inside = len(cluster.inside(group))
     near = [speed for domain, speed in speeds.items() if domain in _INSIDE]
     far = [speed for domain, speed in speeds.items() if domain not in _INSIDE]
     parts = [(count, part) for count, part in ((num_inside, near), (len(group) // num_inside, far)) if count > 1]
     per_byte = sum((count - 1) / count / min(part) for count, part in parts)
-    ways.sort(key=lambda way: math.inf if way.up_to_bytes is None else way.up_to_bytes, reverse=True)
+    routed.sort(key=lambda one: math.inf if one.up_to_bytes is None else one.up_to_bytes, reverse=True)
     return tuple(
         Route(
             seconds_per_byte=per_byte,
-            latency_s=_STEPS[way.hops](num_inside) * near_s + far_s,
-            up_to_bytes=way.up_to_bytes,
+            latency_s=_STEPS[one.hops](num_inside) * near_s + far_s,
+            up_to_bytes=one.up_to_bytes,
         )
-        for way in ways
+        for one in routed
     )
 
 

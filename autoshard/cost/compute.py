@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.cost.block_memory import RankSizes
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number
-from autoshard.cost.kernel_run import KernelRun
+from autoshard.cost.kernel_run import KernelRun, RankSizes
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import SCORES, Attend, AttendGradient
 from autoshard.graph.kinds.linear import Einsum

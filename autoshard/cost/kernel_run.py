@@ -1,15 +1,27 @@
-"""Which operations of a block run as one kernel, and what it reads from and writes to memory."""
+"""The kernels of a block: their operations, what they read and write, and what lies in memory while each runs.
+
+Kernels run in the order in which autograd runs them: a sum of gradients is made as soon as its weight gradient is. A
+tensor that is handed on in another layout counts in the larger one while a kernel reads it. W is taken to run right
+after I.
+"""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
+import numpy as np
+
+from autoshard.cost.collective import Number
 from autoshard.graph.block import Block, FusedOps
 from autoshard.graph.kinds.attention import SCORES
 from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.graph.op import Op, Tensor
-from autoshard.layout.layout import Cuts
+from autoshard.graph.op import Dims, Op, Tensor
+from autoshard.layout.layout import Cuts, local_sizes
+from autoshard.layout.sharding import Sharding
+from autoshard.spec.workload import DTYPE_BYTES
 
 Moved = tuple[str, Tensor]  # an operation, and a tensor that it reads or writes
 Fresh = tuple[str, Tensor, tuple[Cuts, ...]]  # operation, tensor, and how it is cut where it is kept anyway
@@ -148,3 +160,168 @@ class _MemoryTraffic:
             again = dropped and (self.eager or save.tensor.dims != SCORES)
             if save.tensor.name not in self.block.tensors and (save.storage in self.saved or again):
                 yield group.ops[0], save.tensor
+
+
+SizesOf = Callable[[Cuts], "RankSizes"]  # cuts -> a rank's sizes of all dims
+
+
+class RankSizes(dict[str, Any]):  # Number, where the graph takes whole ones
+    """A rank's sizes of all dims; the number of elements of tensors with the same dims is worked out once."""
+
+    def __init__(self, sizes: Mapping[str, Number]) -> None:
+        super().__init__(sizes)
+        self._elements: dict[Dims, Number] = {}
+
+    def num_bytes(self, tensor: Tensor) -> Number:
+        """Return the bytes of a rank's share of a tensor."""
+        if tensor.dims not in self._elements:
+            self._elements[tensor.dims] = tensor.num_elements(self)
+        return self._elements[tensor.dims] * DTYPE_BYTES[tensor.dtype]
+
+
+def rank_sizes(sizes: Mapping[str, Number], atoms: Mapping[str, Number]) -> SizesOf:
+    """Return how to look up a rank's sizes of all dims by their cuts; each distinct cut is worked out once."""
+    known: dict[tuple[object, ...], RankSizes] = {}
+
+    def sizes_of(cuts: Cuts) -> RankSizes:
+        key = tuple(cuts.items())
+        if key not in known:
+            known[key] = RankSizes(local_sizes(sizes, cuts, atoms))
+        return known[key]
+
+    return sizes_of
+
+
+def saved_bytes(
+    block: Block, sharding: Sharding, sizes_of: SizesOf, atoms: Mapping[str, Number]
+) -> Mapping[str, Number]:
+    """Return what a rank keeps of a block from forward to backward, for one micro-batch, by storage."""
+    tensors = {entry.storage: entry.tensor for entry in block.saved}
+    tensors |= {name: block.tensors[name] for name in sharding.input_cuts}
+    cuts = {**sharding.kept_cuts, **sharding.input_cuts}
+    return {name: bytes_in(tensor, cuts[name], sizes_of, atoms) for name, tensor in tensors.items()}
+
+
+def bytes_in(tensor: Tensor, layouts: Sequence[Cuts], sizes_of: SizesOf, atoms: Mapping[str, Number]) -> Number:
+    """Return the bytes of a tensor in all of these layouts; those that differ in atoms of size 1 alone are one."""
+    total: Number = 0
+    for number, cuts in enumerate(layouts):
+        size = sizes_of(cuts).num_bytes(tensor)
+        for other in layouts[:number]:
+            moved = {atom for dim in {*cuts, *other} for atom in {*cuts.get(dim, ())} ^ {*other.get(dim, ())}}
+            size = size * reduce(np.logical_or, (atoms[atom] > 1 for atom in sorted(moved)), False)
+        total = total + size
+    return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What lies in memory beside all that is kept while one kernel runs, and what of that is needed no more."""
+
+    takes: tuple[Fresh, ...]
+    frees: frozenset[str]  # storages
+
+
+def working_bytes(
+    moments: Sequence[Moment], kept: Mapping[str, Number], op_sizes: Mapping[str, RankSizes], sizes_of: SizesOf
+) -> Number:
+    """Return how much more than what is kept lies in memory at the fullest moment; ``kept`` by storage."""
+    working: Number = 0
+    for moment in moments:
+        taken: Number = 0
+        for op, tensor, layouts in moment.takes:
+            size = op_sizes[op].num_bytes(tensor)
+            for cuts in layouts:  # a tensor that is kept takes no more memory, unless the kernel reads more of it
+                size = np.where(size > sizes_of(cuts).num_bytes(tensor), size, 0)
+            taken = taken + size
+        working = np.maximum(working, taken - sum(kept[storage] for storage in sorted(moment.frees)))
+    return working
+
+
+def memory_timeline(
+    block: Block, kernels: Iterable[KernelRun], sharding: Sharding, kept: frozenset[str], unmade: frozenset[str]
+) -> tuple[Moment, ...]:
+    """Return a moment for each kernel, in the order in which they run.
+
+    ``kept`` names the storages that are kept, or made again before backward reads them; ``unmade`` the gradients that
+    are never tensors.
+    """
+    storages = _Storages(block, kept)
+    position = {op.name: number for number, op in enumerate(block.ops)}
+    maker = {name: position[op.name] for op in block.ops for name in op.outputs}
+
+    def turn(kernel: KernelRun) -> tuple[int, int]:
+        first = kernel.ops[0]
+        is_sum = isinstance(first.kind, Accumulate)
+        return (maker[storages.root(first.inputs[1])], 1) if is_sum else (position[first.name], 0)
+
+    def takes_memory(entry: Fresh) -> bool:
+        name = entry[1].name
+        return storages.root(name) not in unmade and storages.of(name) not in storages.over.values()
+
+    def is_as_saved(entry: Fresh) -> bool:
+        """Say whether an operation finds a tensor as it is kept, whatever the sizes of atoms."""
+        op, tensor, layouts = entry
+        return {dim: cut for dim, cut in sharding.op_cuts[op].items() if dim in tensor.dims} in layouts
+
+    ordered = sorted(kernels, key=turn)
+    backward = (number for number, run in enumerate(ordered) if run.ops[0].pass_ != "F" or run.ops[0].again)
+    first_backward = next(backward, len(ordered))
+    uses: dict[str, list[tuple[int, Fresh]]] = defaultdict(list)
+    for number, run in enumerate(ordered):
+        for entry in run.fresh:
+            uses[storages.of(entry[1].name)].append((number, entry))
+    carried = storages.of(f"d.{block.carry_out}")  # arrives when backward starts, and the block hands it back
+    dead = {storage: len(ordered) if storage == carried else used[-1][0] for storage, used in uses.items()}
+    born: dict[str, tuple[int, Fresh]] = {}  # of what is made to be read later: when it is made, and how
+    for storage, used in uses.items():
+        made = (entry for number, entry in used if any(entry[1].name in op.outputs for op in ordered[number].ops))
+        entry = next(made, used[0][1])
+        if takes_memory(entry) and storage not in kept and not entry[2]:
+            born[storage] = first_backward - 1 if storage == carried else used[0][0], entry
+    moments: list[Moment] = []
+    for number, run in enumerate(ordered):
+        own = [entry for entry in run.fresh if takes_memory(entry) and not is_as_saved(entry)]
+        touched = {storages.of(tensor.name) for _, tensor, _ in run.fresh}
+        waiting = (
+            entry
+            for storage, (since, entry) in born.items()
+            if storage not in touched and since < number < dead[storage]
+        )
+        frees = (storage for storage in kept if number >= first_backward and dead.get(storage, number) < number)
+        moments.append(Moment(takes=(*own, *waiting), frees=frozenset(frees)))
+    return tuple(moments)
+
+
+class _Storages:
+    """Under which name the memory of each tensor of a block is known."""
+
+    def __init__(self, block: Block, kept: frozenset[str]) -> None:
+        self._kept = kept
+        # What is handed on or added up -> the first tensor that it is made of, into which others are added.
+        self._roots: dict[str, str] = {}
+        for op in block.ops:
+            if isinstance(op.kind, Deliver | Collect):
+                first, *others = map(self.root, op.inputs)
+                for other in others:
+                    self._roots |= {name: first for name, root in self._roots.items() if root == other}
+                    self._roots[other] = first
+                self._roots[op.outputs[0]] = first
+        # What is overwritten, and the gradients that lie in its memory -> the storage that takes its place.
+        self.over: dict[str, str] = {}
+        for over, entry in ((entry.over, entry) for entry in block.saved):
+            readers = [op.name for op in block.ops if over and over in map(self.root, op.inputs)]
+            inputs = (op for op in block.ops if op.source in readers and op.pass_ == "I")
+            outputs = (name for op in inputs if not isinstance(op.kind, Collect) for name in op.outputs)
+            gradients = [name for name in outputs if block.tensors[name].dims == entry.tensor.dims]
+            self.over |= dict.fromkeys([over, *gradients] if over else [], entry.storage)
+
+    def root(self, name: str) -> str:
+        """Return the tensor into whose memory this one is written."""
+        return self._roots.get(name, name)
+
+    def of(self, name: str) -> str:
+        """Return the storage of a tensor; a clone's result takes the place of what was dropped."""
+        root = self.root(name)
+        first = root.removesuffix(".again")
+        return self.over.get(first, first if first in self._kept else root)

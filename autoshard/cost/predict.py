@@ -131,10 +131,10 @@ def _stages(plan: Plan) -> tuple[StageLayers, ...]:
 
 
 def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
-    """Count once what a plan does, and return how to time its step under any constants: what a fit asks often."""
-    asked = question_of(plan, uncalibrated())
-    setting, whole, _ = priced(plan, asked, blocks)
-    work = cache(partial(work_of, asked, setting))
+    """Count once what a plan does, and return a function that times its step under any constants."""
+    nominal = question_of(plan, uncalibrated())
+    setting, whole, _ = priced(plan, nominal, blocks)
+    work = cache(partial(work_of, nominal, setting))
 
     @lru_cache(maxsize=2)  # a fit moves one constant at a time
     def linked(links: Calibration) -> tuple[Setting, PlanPipeline]:
@@ -143,7 +143,7 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
         return replace(setting, rings=rings), replace(whole, sends=sends)
 
     def time_s(calibration: Calibration) -> float:
-        question = replace(asked, calibration=calibration)
+        question = replace(nominal, calibration=calibration)
         here, pipeline = linked(replace(uncalibrated(), **{name: getattr(calibration, name) for name in _LINKS}))
 
         @cache

@@ -12,11 +12,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost.block_memory import bytes_in, rank_sizes, saved_bytes, working_bytes
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number, Ring, mesh_ring
 from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work
-from autoshard.cost.kernel_run import KernelRun
+from autoshard.cost.kernel_run import KernelRun, bytes_in, rank_sizes, saved_bytes, working_bytes
 from autoshard.cost.sharded import Blocks, LoweredBlock, atom_groups
 from autoshard.cost.terms import CostTerm
 from autoshard.layout.layout import local_sizes
@@ -37,7 +36,7 @@ _IN_PIECES = ("all_gather", "reduce_scatter")  # one for each rank, of which a p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked: which model on which cluster for which work, with which kernels, constants and further terms."""
+    """What is priced: which model on which cluster for which work, with which kernels, constants and further terms."""
 
     model: ModelSpec
     cluster: Cluster

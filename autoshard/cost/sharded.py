@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from autoshard.cost.block_memory import Moment, memory_timeline
-from autoshard.cost.kernel_run import KernelRun, kernel_runs
+from autoshard.cost.kernel_run import KernelRun, Moment, kernel_runs, memory_timeline
 from autoshard.errors import InputError
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.optimizer import Accumulate

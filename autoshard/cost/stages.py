@@ -67,11 +67,11 @@ class Sends(PerCandidate):
 
     @property
     def receive_s(self) -> Number:
-        """What the receiver is held for after the message has come; a lone all-gather of two holds either of them."""
+        """For how long a message that has come blocks its receiver; an all-gather of two ranks blocks both."""
         return self.time_s if self.receives_apart and not self.hidden else 0.0 * self.time_s
 
     @property
-    def held_s(self) -> Number:
+    def blocked_s(self) -> Number:
         """For how long a rank does nothing else for each message that it sends, and the one the other way."""
         return 0.0 * self.time_s if self.hidden else self.time_s + self.receive_s
 
@@ -106,7 +106,7 @@ def counts_of(schedule: Schedule) -> ScheduleCounts:
 def in_flight_of(schedule: Schedule) -> tuple[Floats, ...]:
     """Return ``Schedule.in_flight_by_chunk`` of every rank, [time, chunk], because counting takes long."""
     each = (schedule.in_flight_by_chunk(rank) for rank in range(schedule.num_ranks))
-    return tuple(np.array(held, dtype=np.float64) for held in each)
+    return tuple(np.array(own, dtype=np.float64) for own in each)
 
 
 def _messages(schedule: Schedule, *, keeps_outputs: bool) -> Floats:
@@ -120,8 +120,8 @@ def _messages(schedule: Schedule, *, keeps_outputs: bool) -> Floats:
     ranks, stages = counts_of(schedule).ranks, counts_of(schedule).stages
     sent = np.append(ranks[1:] != ranks[:-1], False)
     after, before = sent[stages], np.roll(sent, 1)[stages]  # [rank, chunk]
-    held = in_flight_of(schedule) if keeps_outputs else ()
-    kept = [(own[:, : stages.shape[1]] @ after[rank]).max() for rank, own in enumerate(held)]
+    in_flight = in_flight_of(schedule) if keeps_outputs else ()
+    kept = [(own[:, : stages.shape[1]] @ after[rank]).max() for rank, own in enumerate(in_flight)]
     found = np.array(kept or [0.0] * len(stages), dtype=np.float64)
     for beside in (before, after):
         found += np.any(beside, axis=1)
@@ -147,8 +147,8 @@ class BlockTotals(PerCandidate):
         """Add up the parts of a block under several kinds of recompute, for so many candidates."""
         first = costs[0].memory
         weights, tied = (
-            {pending: np.broadcast_to(number, count) for pending, number in held.items()}
-            for held in (first.weights, first.tied_weights)
+            {pending: np.broadcast_to(number, count) for pending, number in own.items()}
+            for own in (first.weights, first.tied_weights)
         )
         columns: dict[str, list[Number]] = {
             "forward_s": [sum(cost.seconds["F"].values()) for cost in costs],
@@ -198,8 +198,8 @@ class PipelineBlocks(PerCandidate):
 
     @property
     def hop_s(self) -> Floats:
-        """For how long each rank is held by sends of one micro-batch: [rank, candidate]."""
-        return counts_of(self.schedule).sends[:, None] * self.sends.held_s
+        """For how long the sends of one micro-batch block each rank: [rank, candidate]."""
+        return counts_of(self.schedule).sends[:, None] * self.sends.blocked_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -240,7 +240,7 @@ class StagePrices(PerCandidate):
         """All parts of memory."""
         return sum(self.memory.values()) + np.zeros(1)
 
-    def chosen(self, option: Ints, candidates: Rows) -> "StagePrices":
+    def of_options(self, option: Ints, candidates: Rows) -> "StagePrices":
         """Return the prices of one option per rank and column, [rank, column], each of its own candidate."""
         ranks = np.arange(len(option))[:, None]
 
@@ -283,8 +283,8 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
     apart = 1.0 - slots[0][0].sum(axis=2) * slots[-1][0].sum(axis=2)  # tied weights that meet on a rank count once
     weights: dict[tuple[str, ...], Any] = {}
     for count, block, _ in slots:
-        for held, factor in ((block.weights, 1.0), (block.tied_weights, apart)):
-            for pending, number in held.items():
+        for own, factor in ((block.weights, 1.0), (block.tied_weights, apart)):
+            for pending, number in own.items():
                 weights[pending] = weights.get(pending, 0.0) + factor * count.sum(axis=2) * number
 
     def total(name: str) -> Floats:
@@ -313,11 +313,11 @@ def most_kept(schedule: Schedule, saved: Floats, waiting: Floats) -> Floats:
 
     Both arguments, of one micro-batch, have the axes rank, option, chunk, candidate.
     """
-    held = in_flight_of(schedule)
+    in_flight = in_flight_of(schedule)
     sizes = np.concatenate([saved, waiting], axis=2) if schedule.splits_backward else saved
-    if all(len(own) == 1 for own in held):
-        return (np.concatenate(held)[:, None, :, None] * sizes).sum(axis=2)
-    return np.stack([np.tensordot(own, sizes[rank], (1, 1)).max(axis=0) for rank, own in enumerate(held)])
+    if all(len(own) == 1 for own in in_flight):
+        return (np.concatenate(in_flight)[:, None, :, None] * sizes).sum(axis=2)
+    return np.stack([np.tensordot(own, sizes[rank], (1, 1)).max(axis=0) for rank, own in enumerate(in_flight)])
 
 
 def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot], plain_kind: int) -> Mapping[str, Number]:

@@ -135,7 +135,7 @@ class PlanStep:
         options = StageOptions(kind=kind.T, recomputed=recomputed.T, plain=plain.T, plain_kind=0)
         blocks = plan_blocks(question, setting, pipeline, price, kinds)
         only = np.zeros((pipeline.schedule.num_ranks, 1), dtype=np.int64)
-        prices = price_stages(blocks, options).chosen(only, only[0])
+        prices = price_stages(blocks, options).of_options(only, only[0])
         return cls(blocks=blocks, prices=prices, seconds=step_seconds(blocks, prices))
 
 

@@ -1,4 +1,4 @@
-"""The predicted step before it is added up: when every action of every pipeline rank runs, and what is held then."""
+"""The predicted step before it is added up: when every action of every pipeline rank runs, and what ranks hold then."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

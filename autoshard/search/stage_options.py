@@ -181,7 +181,7 @@ class RankOptions:
         """Time one option per rank, [rank, column], of a candidate for each column."""
         counts, ranks = counts_of(self.blocks.schedule), np.arange(self.blocks.schedule.num_ranks)[:, None]
         shape = (len(ranks), *self.options.recomputed.shape[1:])
-        prices = self.prices.chosen(option, candidates)
+        prices = self.prices.of_options(option, candidates)
         time_s = step_seconds(self.blocks.only(candidates), prices).total_s
 
         def by_stage(column: Ints) -> Ints:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.cost.block_memory import rank_sizes, saved_bytes
 from autoshard.cost.collective import Ring
+from autoshard.cost.kernel_run import rank_sizes, saved_bytes
 from autoshard.cost.setting import PASSES, setting_of
 from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.kinds.optimizer import Accumulate

@@ -256,7 +256,7 @@ class Point:
         """Time all ways to choose one option for every rank: an axis per rank."""
         ways = np.stack(np.meshgrid(*choices, indexing="ij")).reshape(len(choices), -1)
         nobody = np.zeros(ways.shape[1], dtype=np.int64)
-        found = step_seconds(self.columns.only(nobody), self.prices.chosen(ways, nobody))
+        found = step_seconds(self.columns.only(nobody), self.prices.of_options(ways, nobody))
         return found.total_s.reshape(tuple(map(len, choices)))
 
     def fastest(self, capacity: float = np.inf) -> Way | None:

@@ -98,7 +98,7 @@ def cost_in_columns(point: Point, variant: RunVariant, priced: PricedLayouts, fi
     )
     first = np.zeros(1, dtype=int)
     blocks = priced.pipeline_blocks(first, schedule, variant.space.base)
-    prices = price_stages(blocks, options).chosen(np.zeros((schedule.num_ranks, 1), dtype=int), first)
+    prices = price_stages(blocks, options).of_options(np.zeros((schedule.num_ranks, 1), dtype=int), first)
     return float(step_seconds(blocks, prices).total_s[0]), float(prices.peak_bytes.max())
 
 

@@ -139,7 +139,7 @@ def every_filling(case: Case) -> Everything:
     fits = legal[None] & (prices.peak_bytes <= case.capacity)
     columns: list[tuple[Any, ...]] = []
     for number in range(blocks.num_candidates):
-        same, chosen = np.full(len(ways), number), prices.chosen(option, np.full(len(ways), number))
+        same, chosen = np.full(len(ways), number), prices.of_options(option, np.full(len(ways), number))
         ok = fits[np.arange(ranks)[:, None], option, number].all(axis=0)
         some = blocks.only(same)
         time_s = step_seconds(some, chosen).total_s
