@@ -35,13 +35,9 @@ class OpChoice:
         cuts = tuple((dim, tuple(self.cuts.get(dim, ()))) for dim in dims)
         return Layout(dims=cuts, sums=tuple(sorted(sums)))
 
-    def lost(self, dims: Dims) -> frozenset[str]:
-        """Return the atoms that cut only dims that a tensor of these dims lacks: a sum is pending over them."""
-        return self.busy - {atom for dim in dims for atom in self.cuts.get(dim, ())}
-
     def awaited(self, dims: Dims) -> frozenset[str]:
-        """Return the atoms over which the gradient of an input of these dims awaits a sum."""
-        return self.lost(dims) | set(self.passed_back)
+        """Return the atoms over which the gradient of an input awaits a sum: they cut only dims that it lacks."""
+        return (self.busy - {atom for dim in dims for atom in self.cuts.get(dim, ())}) | set(self.passed_back)
 
 
 def atom_dims(
@@ -87,27 +83,14 @@ def op_cuts(
     return tuple(found)
 
 
-def with_passed_sums(
-    cuts: Sequence[Cuts], atoms: Sequence[str], *, forward: bool, backward: bool
-) -> tuple[OpChoice, ...]:
-    """Return these cuts, each with every set of sums over its idle atoms that may pass through."""
-    found: list[OpChoice] = []
-    for each in cuts:
-        idle = [atom for atom in atoms if atom not in {atom for cut in each.values() for atom in cut}]
-        ahead = subsets(idle) if forward else ((),)
-        back = tuple(subsets(idle)) if backward else ((),)
-        found += [OpChoice(cuts=each, passed=one, passed_back=two) for one in ahead for two in back]
-    return tuple(found)
-
-
 def made_layout(op: Op, tensors: Mapping[str, Tensor], tensor: str, choice: OpChoice) -> Layout:
     """Return how an operation leaves a result: what cuts a dim that it has lost is pending, and what passes through."""
     dims = tensors[tensor].dims
     read = {dim for name in op.inputs for dim in tensors[name].dims}
-    lost = {atom for dim in read for atom in choice.cuts.get(dim, ())} & choice.lost(dims)
+    cut, kept = ({atom for dim in some for atom in choice.cuts.get(dim, ())} for some in (read, dims))
     index = op.outputs.index(tensor)
     passes = any(index in outputs for outputs in op.kind.linear_through().values())
-    plain = choice.layout(dims, sorted({*lost, *(choice.passed if passes else ())}))
+    plain = choice.layout(dims, sorted({*(cut - kept), *(choice.passed if passes else ())}))
     if isinstance(op.kind, Reduce) and op.kind.function == "max":
         return Layout(dims=plain.dims, maxima=plain.sums)
     return plain

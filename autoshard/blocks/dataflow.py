@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.blocks.choices import OpChoice, PassRule, made_layout, op_cuts, with_passed_sums
+from autoshard.blocks.choices import OpChoice, PassRule, made_layout, op_cuts, subsets
 from autoshard.blocks.problem import OperatorProblem
 from autoshard.graph.kinds.linear import Collect, Deliver
 from autoshard.graph.op import Dims, Op
@@ -34,7 +34,12 @@ class Dataflow:
             rule, listed = self.rules[op.name], problem.allowed.get(op.name)
             cuts = op_cuts(block, op, atoms) if listed is None else listed
             forward = rule.forward and op.inputs[0] in alone
-            self.choices[op.name] = with_passed_sums(cuts, atoms, forward=forward, backward=rule.backward)
+            choices: list[OpChoice] = []
+            for each in cuts:  # with every set of sums over its idle atoms that may pass through
+                idle = tuple(atom for atom in atoms if atom not in OpChoice(cuts=each).busy)
+                ahead, back = (tuple(subsets(idle)) if passes else ((),) for passes in (forward, rule.backward))
+                choices += [OpChoice(cuts=each, passed=one, passed_back=two) for one in ahead for two in back]
+            self.choices[op.name] = tuple(choices)
         back = {op.source for op in block.ops if isinstance(op.kind, Collect)}
         self.has_gradient = {deliver.outputs[0]: deliver.name in back for deliver in self.delivers}
         self._changes: dict[tuple[Dims, Dtype, Pending], ChangePrices] = {}

@@ -18,7 +18,8 @@ from autoshard.blocks.choices import Atoms, real_cuts, subsets
 from autoshard.blocks.dataflow import Dataflow
 from autoshard.blocks.elimination import CostFactor, eliminate
 from autoshard.blocks.limited import minimise_within
-from autoshard.blocks.op_prices import (
+from autoshard.blocks.problem import (
+    OperatorProblem,
     gathered_s,
     kept_bytes,
     reduction_s,
@@ -27,7 +28,6 @@ from autoshard.blocks.op_prices import (
     state_bytes,
     weights_of,
 )
-from autoshard.blocks.problem import OperatorProblem
 from autoshard.blocks.tensor_edge import TensorEdge
 from autoshard.graph.op import Op
 from autoshard.layout.layout import Cuts

@@ -1,6 +1,5 @@
 """Pinned layouts in a search: which candidates can keep to them, and what they fix of the operations."""
 
-from collections.abc import Iterator, Mapping
 from functools import cache
 
 from autoshard.cost.setting import Question
@@ -16,43 +15,30 @@ from autoshard.plan.tables import plan_programs
 
 
 def pin_faults(question: Question, candidate: Candidate, pins: tuple[Pin, ...]) -> tuple[Fault, ...]:
-    """Return the pins that a candidate cannot keep: dims smaller than their parts, another layout between blocks."""
-    if not pins:
-        return ()
+    """Return the pins that a candidate cannot keep: dims smaller than their parts, another layout between blocks.
+
+    Tables have the atoms of a dim in the mesh's order.
+    """
     mesh = mesh_of(candidate, question.model, question.cluster)
     atoms = {atom: mesh.size(atom) for atom in ATOMS}
     sizes = question.step.sizes(candidate.mbs * candidate.dp)
     found = [fault.under(str(pin)) for pin in pins for fault in pin.layout.faults(atoms, sizes)]
-    found += [fault for pin in pins for fault in _order_faults(pin, atoms)]
-    return tuple(dict.fromkeys((*found, *_boundary_faults(question.step, candidate, atoms, pins))))
-
-
-def _order_faults(pin: Pin, atoms: Mapping[str, int]) -> Iterator[Fault]:
-    """Yield the dims whose atoms stand in another order than tables can have."""
-    for dim, cut in pin.layout.dims:
+    for pin, (dim, cut) in ((one, place) for one in pins for place in one.layout.dims):
         real = [atom for atom in cut if atoms.get(atom, 1) > 1]  # unknown ones are another fault
         right = sorted(real, key=ATOMS.index)
         if real != right:
             message = f"several atoms cut a dim in the mesh's order. Write {dim}/{show_atoms(whole_axes(right, atoms))}"
-            yield Fault(where=str(pin), message=message)
-
-
-def _boundary_faults(
-    step: StepGraph, candidate: Candidate, atoms: Mapping[str, int], pins: tuple[Pin, ...]
-) -> list[Fault]:
-    """Return the pins of another layout between blocks."""
+            found.append(Fault(where=str(pin), message=message))
     sp = candidate.sequence_parallel
     between = boundary_cuts(candidate.boundary, sequence_parallel=sp)
-    found: list[Fault] = []
-    for dim, cut in constraints(step, pins).cuts.get(BOUNDARY, {}).items():
-        mine = [atom for atom in cut.atoms if atoms[atom] > 1]
+    for dim, cut in constraints(question.step, pins).cuts.get(BOUNDARY, {}).items() if pins else ():
         fixed = [atom for atom in between.get(dim, ()) if atoms[atom] > 1]
-        if mine != fixed:
+        if fixed != [atom for atom in cut.atoms if atoms[atom] > 1]:
             how = f"{dim}/{show_atoms(whole_axes(fixed, atoms))}" if fixed else f"{dim} whole"
             other = "another boundary" if candidate.boundary else f"--fix sp={str(not sp).lower()}"
             message = f"between blocks lies {how}. Pin it so, leave the pin out, or try {other}"
             found.append(Fault(where=str(cut.pin), message=message))
-    return found
+    return tuple(dict.fromkeys(found))
 
 
 @cache

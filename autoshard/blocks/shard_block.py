@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autoshard.blocks.cutting import Terms, operator_problem
-from autoshard.blocks.op_prices import weights_of
 from autoshard.blocks.operators import OperatorSolution, solve
-from autoshard.blocks.problem import OperatorProblem
+from autoshard.blocks.problem import OperatorProblem, weights_of
 from autoshard.cost.calibration import built_in
 from autoshard.cost.setting import Question
 from autoshard.errors import nearest, require
@@ -109,19 +108,14 @@ def shard_block(  # noqa: PLR0913
         kernels=candidate.kernels or the_cluster.kernels,
         calibration=built_in(the_cluster.name),
     )
+    precision, num_moments = work.precision, UPDATES[work.optimizer].num_moments
+    masters = DTYPE_BYTES[precision.masters] if precision.masters else 0
+    states_bytes = DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients] + masters
     problem = replace(
         operator_problem(question, candidate, Terms.of(candidate, engine or the_cluster.engine), kind),
         memory_limit_bytes=memory_bytes,
-        state_bytes_per_weight=_state_bytes(work),
+        state_bytes_per_weight=states_bytes + num_moments * DTYPE_BYTES[precision.moments],
         cuts_rest=True,
     )
     problem = problem if engine else replace(problem, allowed={})
     return BlockSharding.of(problem, solve(problem))
-
-
-def _state_bytes(workload: Workload) -> float:
-    """Return the bytes of a weight with its gradient, master and moments."""
-    precision, num_moments = workload.precision, UPDATES[workload.optimizer].num_moments
-    masters = DTYPE_BYTES[precision.masters] if precision.masters else 0
-    moments = num_moments * DTYPE_BYTES[precision.moments]
-    return DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients] + masters + moments

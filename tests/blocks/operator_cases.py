@@ -10,9 +10,8 @@ import pytest
 from hypothesis import strategies as st
 
 from autoshard.blocks.choices import op_cuts
-from autoshard.blocks.op_prices import reduction_s, ring_of_s, roofline_s
 from autoshard.blocks.operators import solve
-from autoshard.blocks.problem import OperatorProblem
+from autoshard.blocks.problem import OperatorProblem, reduction_s, ring_of_s, roofline_s
 from autoshard.cost.collective import Ring
 from autoshard.cost.compute import Rates
 from autoshard.graph.block import Block

@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.blocks.choices import atom_dims
 from autoshard.blocks.cutting import Terms, operator_problem, solved_cutting
-from autoshard.blocks.op_prices import ring_of_s
+from autoshard.blocks.problem import ring_of_s
 from autoshard.cost.setting import price_block, setting_of
 from autoshard.cost.sharded import CutBlocks
 from autoshard.layout.layout import Cutting
