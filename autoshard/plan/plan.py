@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autoshard.errors import require
+from autoshard.errors import in_range, require
 from autoshard.plan.candidate import Candidate, CpKind, CpOrder, Zero, even_stages
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
@@ -34,10 +34,8 @@ class StageMemory:
     parts: Mapping[str, int] = field(hash=False)
 
     def __post_init__(self) -> None:
-        require(
-            (self.num_weights >= 0, "num_weights", "must not be negative"),
-            *((size >= 0, f"parts.{name}", "must not be negative") for name, size in self.parts.items()),
-        )
+        sizes = ((size >= 0, f"parts.{name}", "must not be negative") for name, size in self.parts.items())
+        require(*in_range(self, "num_weights"), *sizes)
 
     @property
     def total(self) -> int:
@@ -62,11 +60,8 @@ class Compiling:
     basis: str  # what the estimate rests on
 
     def __post_init__(self) -> None:
-        require(
-            (self.num_graphs >= 1, "num_graphs", f"must be at least 1, not {self.num_graphs}"),
-            (self.compile_s > 0, "compile_s", f"must be positive, not {self.compile_s}"),
-            (bool(self.basis), "basis", "say what the estimate rests on"),
-        )
+        positive = in_range(self, "num_graphs", "compile_s", positive=True)
+        require(*positive, (bool(self.basis), "basis", "say what the estimate rests on"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +99,10 @@ class Prediction:
         interval = f"the interval {self.low_s} to {self.high_s} does not hold step_time_s {self.step_time_s}"
         parts = f"the parts add up to {total}, not to step_time_s {self.step_time_s}"
         require(
-            (self.step_time_s > 0, "step_time_s", f"must be positive, not {self.step_time_s}"),
+            *in_range(self, "step_time_s", "tokens_per_s", "capacity_bytes", positive=True),
+            *in_range(self, "mfu"),
             (self.low_s <= self.step_time_s <= self.high_s, "low_s", interval),
             (math.isclose(total, self.step_time_s, rel_tol=SUM_TOLERANCE), "time_parts", parts),
-            (self.capacity_bytes >= 1, "capacity_bytes", f"must be at least 1, not {self.capacity_bytes}"),
-            (self.tokens_per_s > 0, "tokens_per_s", f"must be positive, not {self.tokens_per_s}"),
-            (self.mfu >= 0, "mfu", f"must not be negative, not {self.mfu}"),
             (bool(self.basis), "basis", "say what the numbers are worth"),
             *((size >= 0, f"communication_bytes.{axis}", "must not be negative") for axis, size in sent),
         )
@@ -135,11 +128,7 @@ class Stage:
     recompute: Recompute
 
     def __post_init__(self) -> None:
-        counts = ("rank", "chunk", "first_layer")
-        require(
-            *((getattr(self, name) >= 0, name, f"must be at least 0, not {getattr(self, name)}") for name in counts),
-            (self.num_layers >= 1, "num_layers", f"must be at least 1, not {self.num_layers}"),
-        )
+        require(*in_range(self, "rank", "chunk", "first_layer"), *in_range(self, "num_layers", low=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,10 +139,7 @@ class Buckets:
     all_gather_bytes: int
 
     def __post_init__(self) -> None:
-        require(
-            (self.reduce_scatter_bytes >= 1, "reduce_scatter_bytes", "must be at least 1"),
-            (self.all_gather_bytes >= 1, "all_gather_bytes", "must be at least 1"),
-        )
+        require(*in_range(self, "reduce_scatter_bytes", "all_gather_bytes", low=1))
 
     @property
     def total_bytes(self) -> int:
@@ -190,7 +176,7 @@ class Plan:
     def __post_init__(self) -> None:
         require(
             (self.schema == SCHEMA, "schema", f"must be {SCHEMA}, not {self.schema}"),
-            (self.micro_batch >= 1, "micro_batch", f"must be at least 1, not {self.micro_batch}"),
+            *in_range(self, "micro_batch", low=1),
             (bool(self.stages), "stages", "must hold at least one stage"),
             *((size >= 1, f"padding.{dim}", f"must be at least 1, not {size}") for dim, size in self.padding.items()),
         )

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from itertools import chain
 from typing import Literal, cast
 
-from autoshard.errors import InputError, require
+from autoshard.errors import InputError, in_range, require
 from autoshard.extensions import EXTENSIONS
 
 ActionKind = Literal["F", "B", "I", "W"]
@@ -32,11 +32,8 @@ class Action:
     micro_batch: int
 
     def __post_init__(self) -> None:
-        require(
-            (self.kind in ("F", "B", "I", "W"), "kind", f"must be F, B, I or W, not {self.kind}"),
-            (self.stage >= 0, "stage", f"must be at least 0, not {self.stage}"),
-            (self.micro_batch >= 0, "micro_batch", f"must be at least 0, not {self.micro_batch}"),
-        )
+        known = self.kind in ("F", "B", "I", "W")
+        require((known, "kind", f"must be F, B, I or W, not {self.kind}"), *in_range(self, "stage", "micro_batch"))
 
     @classmethod
     def parse(cls, text: str) -> "Action":

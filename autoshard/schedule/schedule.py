@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autoshard.errors import nearest, require
+from autoshard.errors import in_range, nearest, require
 from autoshard.schedule.builders import Action, ActionLists, Order, PipelineShape, Step, builders
 
 Counts = tuple[tuple[int, ...], ...]  # of micro-batches by chunk, at several times
@@ -30,37 +30,24 @@ class Schedule:
     actions: ActionLists | None = None
 
     def __post_init__(self) -> None:
-        counts = ("num_ranks", "num_chunks", "num_micro_batches")
         unknown = f"{self.builder!r} is not a schedule. {nearest(self.builder, [*builders()])}"
-        require(
-            (self.builder in builders(), "builder", unknown),
-            *((getattr(self, name) >= 1, name, f"must be at least 1, not {getattr(self, name)}") for name in counts),
-        )
+        counts = in_range(self, "num_ranks", "num_chunks", "num_micro_batches", low=1)
+        require((self.builder in builders(), "builder", unknown), *counts)
         builder, built = builders()[self.builder], self.actions is None
         per_rank = "one stage" if builder.num_chunks == 1 else f"{builder.num_chunks} stages"
         advice = ". Use interleaved" if builder.num_chunks == 1 else ""
-        places = {(rank, chunk) for rank in range(self.num_ranks) for chunk in range(self.num_chunks)}
+        wrong_chunks = f"{self.builder} runs {per_rank} per rank, not {self.num_chunks}{advice}"
+        is_broken = builder.in_rounds and self.num_chunks > 1 and self.num_micro_batches % self.num_ranks
+        rounds = f"{self.builder} needs a multiple of {self.num_ranks} ranks, not {self.num_micro_batches}"
+        places = [(rank, chunk) for rank in range(self.num_ranks) for chunk in range(self.num_chunks)]
+        is_placed = self.placement is None or sorted(self.placement) == places
+        each = f"must name each (rank, chunk) of {self.num_ranks} ranks x {self.num_chunks} chunks once"
+        is_listed = self.actions is None or len(self.actions) == self.num_ranks
         require(
-            (
-                not built or builder.num_chunks in (None, self.num_chunks),
-                "num_chunks",
-                f"{self.builder} runs {per_rank} per rank, not {self.num_chunks}{advice}",
-            ),
-            (
-                not (built and builder.in_rounds and self.num_chunks > 1 and self.num_micro_batches % self.num_ranks),
-                "num_micro_batches",
-                f"{self.builder} needs a multiple of {self.num_ranks} ranks, not {self.num_micro_batches}",
-            ),
-            (
-                self.placement is None or (len(self.placement) == len(places) and set(self.placement) == places),
-                "placement",
-                f"must name each (rank, chunk) of {self.num_ranks} ranks x {self.num_chunks} chunks once",
-            ),
-            (
-                self.actions is None or len(self.actions) == self.num_ranks,
-                "actions",
-                f"must be {self.num_ranks} lists, one per pipeline rank",
-            ),
+            (not built or builder.num_chunks in (None, self.num_chunks), "num_chunks", wrong_chunks),
+            (not (built and is_broken), "num_micro_batches", rounds),
+            (is_placed, "placement", each),
+            (is_listed, "actions", f"must be {self.num_ranks} lists, one per pipeline rank"),
         )
 
     @property

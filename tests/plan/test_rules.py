@@ -172,6 +172,8 @@ def meets_nodes_alike(group):
 def test_columns_and_single_candidates_get_the_same_answers(question, shared, candidates):
     alike = {name: getattr(shared, name) for name in ("stages", "recompute", "place", "kernels", "boundary", "lnc")}
     candidates = [dataclasses.replace(one, **alike) for one in candidates]
+    # Where as many stages as there are items have one kind of recompute, it is named once.
+    candidates = [one for one in candidates if one.recompute == candidates[0].recompute]
     rows = [Columns.of(candidate, *question.facts) for candidate in candidates]
     one_by_one = [judge(row, all_rules()) for row in rows]
     assert all(isinstance(one.allows(row), bool) for one in all_rules() for row in rows)
