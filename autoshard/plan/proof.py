@@ -184,7 +184,7 @@ def prove(plan: Plan, seed: int = 0) -> Proof:
     return Proof(candidate=str(small.candidate), lost=shrunk.lost, blocks=tuple(proofs))
 
 
-def random_inputs(block: Block, sizes: Mapping[str, int], generator: np.random.Generator) -> dict[str, Array]:
+def random_inputs(block: Block, sizes: Mapping[str, int], generator: "np.random.Generator") -> dict[str, Array]:
     """Return random values for everything that a block is given; positions count up, sums start at zero.
 
     Documents are cut anywhere.

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -10,12 +11,14 @@ from rich.text import Text
 
 from autoshard.plan.explanation import Certificate
 from autoshard.plan.plan import Compiling, Dollars, Plan, Prediction
-from autoshard.plan.proof import Proof
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.rule import Rejection
 from autoshard.schedule.simulate import ideal_bubble
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
+
+if TYPE_CHECKING:  # plans are shown without what proves them
+    from autoshard.plan.proof import Proof
 
 WIDTH = 120  # of what is no terminal, so that files do not depend on the machine
 MOST_ROWS = 20  # of pipeline ranks; beyond, neighbours share a row
@@ -95,7 +98,7 @@ def rejections_report(rejections: Sequence[Rejection]) -> Group:
     return Group(*([table, ""] if rejections else []))
 
 
-def proof_report(proof: Proof) -> Group:
+def proof_report(proof: "Proof") -> Group:
     """Return per block what was executed and how far it is from the unsharded program."""
     lines = [Text(f"proof on virtual ranks, shrunk to {proof.candidate}:")]
     for block in proof.blocks:

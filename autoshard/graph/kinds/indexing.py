@@ -20,7 +20,7 @@ def document_positions(positions: Any, *document_starts: Any) -> Any:
     return positions - document_starts[0] if document_starts else positions
 
 
-def random_document_starts(generator: np.random.Generator, shape: tuple[int, int]) -> Array:
+def random_document_starts(generator: "np.random.Generator", shape: tuple[int, int]) -> Array:
     """Return where the document of each token starts, [sequences, positions], for a few random documents each."""
     begins = generator.random(shape) < min(0.5, _DOCUMENTS / shape[1])
     return np.maximum.accumulate(np.where(begins, np.arange(shape[1]), 0), axis=1)
