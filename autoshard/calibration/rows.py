@@ -130,16 +130,14 @@ class MeasuredRows:
     sets: Mapping[str, str]  # place of a row -> name of its data set
     left_out: Mapping[str, InputError]
 
-    def without(self, faults: Mapping[str, InputError]) -> "MeasuredRows":
-        """Leave more rows out."""
+    def without(self, faults: Mapping[str, InputError], path: Path | None = None) -> "MeasuredRows":
+        """Leave more rows out; given the path that all are of, raise an InputError if none is left."""
         rows = {where: row for where, row in self.rows.items() if where not in faults}
-        return replace(self, rows=rows, left_out={**self.left_out, **faults})
-
-    def refuse_none(self, path: Path) -> None:
-        """Raise an InputError that says what to do if no row is left."""
-        if not self.rows:
+        found = replace(self, rows=rows, left_out={**self.left_out, **faults})
+        if path and not rows:
             nothing = Fault(where=str(path), message=f"holds no measured row that can be used. {_REMEDY}")
-            raise InputError([nothing, *self.left_out_lines])
+            raise InputError([nothing, *found.left_out_lines])
+        return found
 
     @property
     def left_out_lines(self) -> tuple[Fault, ...]:
@@ -188,9 +186,7 @@ def measured_rows(path: Path) -> MeasuredRows:
         left_out |= unended
     unfit = {where: InputError.of("", row.unfit) for where, row in rows.items() if row.unfit}
     keeps_unfit = files in ([path], [path / OF_A_RUN]) and len(unfit) == len(rows)
-    found = MeasuredRows(rows=rows, sets=sets, left_out=left_out).without({} if keeps_unfit else unfit)
-    found.refuse_none(path)
-    return found
+    return MeasuredRows(rows=rows, sets=sets, left_out=left_out).without({} if keeps_unfit else unfit, path)
 
 
 def _rows_in(file: Path) -> Mapping[str, MeasuredRow | InputError]:

@@ -1,5 +1,6 @@
 """Measured rows against the cost model: every row predicted from its own layout, and the errors of every data set."""
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -233,8 +234,7 @@ def validate(path: Path, calibration: Calibration | None = None) -> Validation:
             parts=found.time_parts,
             predicted_peak_memory_gib_by_stage=by_stage,
         )
-    rows = rows.without(faults)
-    rows.refuse_none(path)
+    rows = rows.without(faults, path)
     pairs = {name: [(row, predicted[where]) for where, row in rows.rows.items() if rows.sets[where] == name]
              for name in bases}  # fmt: skip
     sets = tuple(_set_accuracy(name, own, " | ".join(bases[name])) for name, own in pairs.items())
@@ -260,27 +260,27 @@ def outlined_run(run: MeasuredRun, calibration: Calibration) -> tuple[Plan, CutB
 
 
 def _set_accuracy(name: str, rows: list[tuple[MeasuredRow, PredictedRow]], basis: str) -> SetAccuracy:
+    def compared(row: MeasuredRow, predicted: float, measured: float, stage: str = "", **other: Any) -> Compared:
+        names: dict[str, Any] = {"id": row.id + stage, "group": (row.group or row.id) + stage, "layout": row.layout}
+        return Compared(**{**names, **other}, predicted=predicted, measured=measured)
+
     times, sizes, stages = list[Compared](), list[Compared](), list[Compared]()
-    for row, prediction in rows:
-        names: dict[str, Any] = {"id": row.id, "group": row.group or row.id, "layout": row.layout}
+    for row, found in rows:
         if row.step_time_s:
-            entry = Compared(
-                **dict(names, layout=(*row.layout, row.global_batch_seqs, row.seq_len)),
-                predicted=prediction.predicted_step_time_s,
-                measured=row.step_time_s,
-                low=prediction.low_s,
-                high=prediction.high_s,
-                work=row.global_batch_seqs * row.seq_len,
-            )
-            times.append(entry)
+            work = (row.global_batch_seqs, row.seq_len)
+            interval: dict[str, Any] = {
+                "low": found.low_s,
+                "high": found.high_s,
+                "layout": (*row.layout, *work),
+                "work": math.prod(work),
+            }
+            times.append(compared(row, found.predicted_step_time_s, row.step_time_s, **interval))
         if row.peak_memory_gib:
-            predicted = prediction.predicted_peak_memory_gib
-            sizes.append(Compared(**names, predicted=predicted, measured=row.peak_memory_gib))
-        measured, by_stage = row.peak_memory_gib_by_stage or (), prediction.predicted_peak_memory_gib_by_stage
+            sizes.append(compared(row, found.predicted_peak_memory_gib, row.peak_memory_gib))
+        measured, by_stage = row.peak_memory_gib_by_stage or (), found.predicted_peak_memory_gib_by_stage
         if len(measured) == len(by_stage):  # each with the same rank of other layouts; other counts are no stages here
-            for number, (size, predicted) in enumerate(zip(measured, by_stage, strict=True)):
-                own: dict[str, Any] = {key: f"{names[key]}, stage {number}" for key in ("id", "group")}
-                stages.append(Compared(**{**names, **own}, predicted=predicted, measured=size))
+            pairs = enumerate(zip(by_stage, measured, strict=True))
+            stages += [compared(row, one, size, f", stage {number}") for number, (one, size) in pairs]
     return SetAccuracy(
         name=name,
         num_rows=len(rows),

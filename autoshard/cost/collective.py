@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -115,13 +115,22 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
     num_inside = len(group) - num_nodes
     near_s = cluster.link_of(inner).latency_s if num_inside else 0.0
     far_s = (num_nodes - 1) * cluster.link_of(group).latency_s if num_nodes > 1 else 0.0
+    # Sending a part to each other rank takes as long as the slower of what stays inside nodes and what leaves them. All
+    # ranks of a node leave it at once, so that each has its share of the port next to it.
+    peers = [(cluster.link_of(inner), len(inner) - 1)] if len(inner) > 1 else []
+    peers += [(cluster.link_of(group), len(group) - len(inner))] if len(group) > len(inner) else []
+    latencies = [link.latency_s for link, _ in peers]
+    per_byte = [
+        count / len(group) * link.ranks_per_port / (link.bandwidth_bytes_per_s * efficiency(link, calibration))
+        for link, count in peers
+    ]
     return Ring(
         size=len(group),
         bandwidth_bytes_per_s=min(speeds.values()),
         latency_s=num_inside * near_s + far_s,  # a node's members are visited before the next node
         start_s=calibration.collective_s if len(group) > 1 else 0.0,
         hop=_neighbour_route(cluster, mesh, cut, calibration) if to_neighbours else None,
-        exchange=_exchange_route(cluster, group, calibration),
+        exchange=Route(seconds_per_byte=max(per_byte, default=0.0), latency_s=max(latencies, default=0.0)),
         routes=_hierarchical_routes(cluster, group, speeds, near_s, far_s),
         is_flat=not cluster.algorithms or any(one.kind == "ring" for one in cluster.algorithms),
     )
@@ -177,19 +186,3 @@ def _neighbour_route(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calib
         slowest = max(slowest, max(ports.values()) / (wire * efficiency(link, calibration)))
         latency_s = max(latency_s, link.latency_s)
     return Route(seconds_per_byte=slowest, latency_s=latency_s)
-
-
-def _exchange_route(cluster: Cluster, group: Sequence[int], calibration: Calibration) -> Route:
-    """Return what sending a part to each other rank costs: the slower of what stays inside nodes and what leaves them.
-
-    All ranks of a node leave it at once, so that each has its share of the port next to it.
-    """
-    inner = cluster.inside(group)
-    counts = {cluster.link_of(inner): len(inner) - 1} if len(inner) > 1 else {}
-    counts |= {cluster.link_of(group): len(group) - len(inner)} if len(group) > len(inner) else {}
-    per_byte = [
-        count / len(group) * link.ranks_per_port / (link.bandwidth_bytes_per_s * efficiency(link, calibration))
-        for link, count in counts.items()
-    ]
-    latency_s = max((link.latency_s for link in counts), default=0.0)
-    return Route(seconds_per_byte=max(per_byte, default=0.0), latency_s=latency_s)
