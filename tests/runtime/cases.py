@@ -1,5 +1,6 @@
 """Small plans to run, and a run of the command line in a process of its own."""
 
+import json
 import os
 import signal
 import subprocess
@@ -92,3 +93,8 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < deadline_s, f"waited {PATIENCE_S} s until {what}"
         time.sleep(0.02)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a file of steps."""
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]

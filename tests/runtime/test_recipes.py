@@ -8,8 +8,8 @@ import pytest
 
 from autoshard.cli import main
 from autoshard.plan.codec import load
-from autoshard.runtime.metrics.log import read_metrics
 from autoshard.spec.recipe import load_recipe, recipe_files
+from tests.runtime.cases import read_metrics
 
 SMALL = {path.stem: path for path in recipe_files() if path.stem.startswith("tiny-")}
 FEW = ("--steps", "3")

@@ -140,7 +140,6 @@ class Packs:
 
     firsts: Array
     counts: Array
-    num_cut: int  # conversations that were cut
 
     def __len__(self) -> int:
         """Samples of an epoch."""
@@ -155,23 +154,23 @@ def packs(lengths: Array, seq_len: int) -> Packs:
     """Fill samples with documents of these lengths, each with the next ones that fit.
 
     >>> found = packs(np.array([3, 2, 4, 9, 1]), seq_len=4)
-    >>> list(zip(found.firsts.tolist(), found.counts.tolist())), found.num_cut
-    ([(0, 5), (5, 4), (9, 5), (13, 5), (18, 1)], 1)
+    >>> list(zip(found.firsts.tolist(), found.counts.tolist()))
+    [(0, 5), (5, 4), (9, 5), (13, 5), (18, 1)]
     """
     ends = np.cumsum(lengths)
     places: list[tuple[int, int]] = []
-    document, begin, num_cut = 0, 0, 0
+    document, begin = 0, 0
     while document < len(lengths):
         after = int(np.searchsorted(ends, begin + seq_len + 1, side="right"))
         if after == document:  # it does not fit alone
             windows = Windows(num_tokens=int(lengths[document]), seq_len=seq_len)
             places += [(begin + first, count) for first, count in map(windows.place, range(len(windows)))]
-            after, num_cut = document + 1, num_cut + 1
+            after = document + 1
         else:
             places.append((begin, int(ends[after - 1]) - begin))
         document, begin = after, int(ends[after - 1])
     firsts, counts = np.array(places, np.int64).reshape(-1, 2).T
-    return Packs(firsts=firsts, counts=counts, num_cut=num_cut)
+    return Packs(firsts=firsts, counts=counts)
 
 
 _ROUNDS = 8  # four would be enough to look random (Luby and Rackoff, 1988); more cost a microsecond each
@@ -271,14 +270,6 @@ class CutStream:
     stream: FileStream | TextStream
     cut: Windows | Packs
     weight: float
-
-    def __str__(self) -> str:
-        """Say what it is, for the banner of a run."""
-        tokens = f"{self.stream.num_tokens:,} tokens, {len(self.cut):,} samples an epoch"
-        if not isinstance(self.cut, Packs):
-            return f"{self.stream.name}: {tokens}"
-        cut = f", {self.cut.num_cut} longer than a sample and cut" if self.cut.num_cut else ""
-        return f"{self.stream.name}: {tokens} of whole conversations{cut}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.engine.base import TimedStep
-from autoshard.errors import InputError
 from autoshard.plan.plan import Prediction
 from autoshard.units import format_seconds
 
 METRICS = "metrics.jsonl"
 _JSON = json.JSONEncoder(allow_nan=False)  # made once: a step must cost next to nothing
 _MODE = 0o666  # less what the umask takes
+WINDOW = 20  # steps whose median is compared
+SLOWER = 1.2  # times the run's own first median, above which it has become slow
 
 
 def record_of(step: TimedStep, *, at: float, mfu: float | None = None, neuron: Any = None) -> dict[str, Any]:
@@ -59,21 +60,6 @@ def line_of(record: Mapping[str, Any]) -> str:
         return _JSON.encode({**record, **dict.fromkeys(strange), "nonfinite": strange})
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read all steps of a file; a last line that a killed run did not finish is left out."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise InputError.of(str(path), f"cannot be read: {error.strerror or error}") from None
-    found: list[dict[str, Any]] = []
-    for number, line in enumerate(lines[:-1], 1):
-        record = _record(line)
-        if record is None:
-            raise InputError.of(f"{path}: line {number}", "is no step of a run. Remove this line")
-        found.append(record)
-    return found
-
-
 class MetricsLog:
     """The file of a run under way: opened at its first step, one write for every line."""
 
@@ -105,8 +91,8 @@ class MetricsLog:
         num_dropped = 0
         with self.path.open("rb") as old, aside.open("wb") as new:
             for line in old:
-                record = _record(line) if line.endswith(b"\n") else None
-                if record is None or record["step"] > step:
+                number = _number(line) if line.endswith(b"\n") else None
+                if number is None or number > step:
                     num_dropped += 1
                 else:
                     new.write(line)
@@ -135,19 +121,13 @@ def scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
             yield f"{prefix}{name}", float(value)
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """Read a line; None if it is no step."""
+def _number(line: bytes) -> int | None:
+    """Return the number of a line's step; None if it is no step."""
     try:
-        record = json.loads(line)
-        strange = record.pop("nonfinite", {})
-        whole = {**record, **{name: float(value) for name, value in strange.items()}}
-    except (ValueError, TypeError, AttributeError):  # no JSON, or not what a line is
+        number = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):  # no JSON, or not what a line is
         return None
-    return whole if type(whole.get("step")) is int else None
-
-
-WINDOW = 20  # steps whose median is compared
-SLOWER = 1.2  # times the run's own first median, above which it has become slow
+    return number if type(number) is int else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

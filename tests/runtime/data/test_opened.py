@@ -61,7 +61,7 @@ def test_a_folder_is_what_its_manifest_lists_or_all_its_pairs(tmp_path: Path) ->
     for number in range(3):
         write_set(tmp_path / "pairs" / f"{number}", counting(10, [10]))
     (one,) = opened({tmp_path / "pairs": 1}).sets
-    assert one.stream.num_tokens == 30 and "30 tokens, 5 samples an epoch" in str(one)
+    assert one.stream.num_tokens == 30 and len(one.cut) == 5
     folder = write_folder(tmp_path / "web")
     write_set(folder / "another", counting(10, [10]))
     assert opened({folder: 1}).sets[0].stream.num_tokens == 14
@@ -142,7 +142,6 @@ def test_a_broken_manifest_is_named(tmp_path: Path, change, said: str) -> None:
 def test_conversations_are_packed_whole_and_only_answers_count(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "sft", "chat")
     source = opened({folder: 1}, seq_len=7, loss_on="answers", separate=True)
-    assert "of whole conversations" in str(source.sets[0])
     samples = source.samples(0, 2)
     assert samples.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 0]] * 2
     assert samples.document_starts.tolist() == [[0, 0, 0, 0, 4, 4, 4]] * 2
@@ -153,10 +152,9 @@ def test_conversations_are_packed_whole_and_only_answers_count(tmp_path: Path) -
     assert "does not know which tokens are answers. Tokenize conversations with --chat" in fault
 
 
-def test_a_conversation_that_is_too_long_is_cut_and_said_to_be(tmp_path: Path) -> None:
+def test_a_conversation_that_is_too_long_is_cut(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "sft", "chat", documents=(tuple(range(20)), (1, 2)))
     source = opened({folder: 1}, loss_on="answers")
-    assert "2 longer than a sample and cut" in str(source.sets[0])
     samples = source.samples(0, len(source.sets[0].cut))
     labels = samples.tokens[:, 1:][samples.counted]
     assert sorted(labels.tolist()) == sorted([*range(1, 20), 2] * 2)

@@ -8,13 +8,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given, strategies as st
 
 from autoshard.engine.base import TimedStep
-from autoshard.errors import InputError
-from autoshard.runtime.metrics.log import METRICS, MetricsLog, line_of, read_metrics, record_of, scalars
-from tests.runtime.cases import ROOT, environment
+from autoshard.runtime.metrics.log import METRICS, MetricsLog, line_of, record_of, scalars
+from tests.runtime.cases import ROOT, environment, read_metrics
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 FULL = """
@@ -60,16 +58,12 @@ def numbers_in(path: Path) -> list[int]:
 
 
 @given(NUMBERS, NUMBERS)
-def test_any_loss_and_norm_make_json_and_are_read_back(loss: float, norm: float) -> None:
-    record = record_of(step(loss=loss, norm=norm), at=1.5)
-    line = strict(line_of(record))
-    assert all(line[name] is None for name, value in (("loss", loss), ("norm", norm)) if not math.isfinite(value))
-    with tempfile.TemporaryDirectory() as folder:
-        log = MetricsLog(Path(folder))
-        log.append(record)
-        log.close()
-        (found,) = read_metrics(log.path)
-    assert str(found) == str(record), "NaN differs from itself"
+def test_any_loss_and_norm_make_json(loss: float, norm: float) -> None:
+    line = strict(line_of(record_of(step(loss=loss, norm=norm), at=1.5)))
+    strange = line.pop("nonfinite", {})
+    for name, value in (("loss", loss), ("norm", norm)):
+        assert line[name] == (value if math.isfinite(value) else None)
+        assert strange.get(name, str(line[name])) == str(value)
 
 
 def test_the_fields_of_a_line_are_documented() -> None:
@@ -107,15 +101,11 @@ def test_steps_that_are_done_again_are_dropped(last: int, torn: bytes) -> None:
         assert [one.name for one in Path(name).iterdir()] == [METRICS]
 
 
-def test_a_line_that_is_no_step_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_no_step_is_dropped(tmp_path: Path) -> None:
     path = written(tmp_path, range(1, 3))
     path.write_text(path.read_text() + "[]\n" + path.read_text())
-    with pytest.raises(InputError, match=r"metrics.jsonl: line 3: is no step of a run. Remove this line"):
-        read_metrics(path)
     assert MetricsLog(tmp_path).cut_after(9) == 1 and numbers_in(path) == [1, 2, 1, 2]
     assert MetricsLog(tmp_path / "none").cut_after(3) == 0
-    with pytest.raises(InputError, match="cannot be read: No such file"):
-        read_metrics(tmp_path / "none")
 
 
 def test_a_full_disk_leaves_whole_lines_and_later_steps_are_kept_again(tmp_path: Path) -> None:

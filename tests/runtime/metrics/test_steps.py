@@ -14,9 +14,9 @@ from autoshard.commands.steps import StepDisplay
 from autoshard.engine.base import TimedStep
 from autoshard.errors import InputError
 from autoshard.runtime.launch import Placing, launch
-from autoshard.runtime.metrics.log import METRICS, read_metrics
+from autoshard.runtime.metrics.log import METRICS
 from autoshard.spec.training import Tracking, Training
-from tests.runtime.cases import tiny_plan
+from tests.runtime.cases import read_metrics, tiny_plan
 
 PLAN = tiny_plan("tp=1,pp=1,dp=1")
 
