@@ -92,7 +92,7 @@ def test_a_hundred_kills(seed: int, curve: dict[int, float], tmp_path: Path) -> 
             (Storage, "writing", 2),  # a file of a rank
             (Storage, "rename", 2),  # before a checkpoint gets its name
             (Shelf, "prune", 2),  # after it has it
-            (Shelf, "_remove", 1),  # while an old one goes
+            (Shelf, "_remove_index", 1),  # while an old one goes
             (saver, "_fill", 5),  # while one is loaded
             (saver.Saver, "wait_copied", 5),
         ],

@@ -113,7 +113,10 @@ class Shelf:
             old = one < kept[0] and one not in kept and one not in for_good
             left = one > step == kept[0]
             if old or left:
-                self._remove(folder_of(one))
+                folder = folder_of(one)
+                self._remove_index(folder)
+                if self.place.is_local or self.place.sizes(folder):
+                    self.place.remove(folder)
 
     def _firsts(self, every: int) -> Iterator[int]:
         """Yield the first complete checkpoint at or after each multiple of so many steps, before the next multiple."""
@@ -122,11 +125,6 @@ class Shelf:
             complete = steps if len(steps) == 1 else (one for one in steps if FILE in self.place.sizes(folder_of(one)))
             if multiple > 0:
                 yield from islice(complete, 1)
-
-    def _remove(self, folder: str) -> None:
-        self._remove_index(folder)
-        if self.place.is_local or self.place.sizes(folder):
-            self.place.remove(folder)
 
     def _remove_index(self, folder: str) -> None:
         """Make a folder no checkpoint, before anything else in it changes: a crash may follow."""

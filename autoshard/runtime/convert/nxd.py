@@ -37,8 +37,11 @@ def nxd_source(folder: Path, family: str, model: ModelSpec) -> WeightSource:
     ranks = _ranks(folder)
     tp, pp = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
     names = {name for found in ranks.values() for name in found}
-    qkv, vocab = qkv_of(names), _vocab(ranks, tp, model)
-    tables = _fitting(ranks, NxdNames.of(family, model, qkv, vocab))
+    rows = [
+        tp * found[name].shape[0] for found in ranks.values() for name in _TABLE if name in found and found[name].shape
+    ]
+    vocab = next((one for one in rows if one >= model.vocab), -(-model.vocab // tp) * tp)  # with padding
+    tables = _fitting(ranks, NxdNames.of(family, model, qkv_of(names), vocab))
     faults: list[Fault] = []
     for at, number in product(range(tp), range(pp)):
         here = {name for other in range(tp) for name in ranks[other, number]} & tables[at].tensors.keys()
@@ -106,15 +109,6 @@ def _ranks(folder: Path) -> Ranks:
     message = f"there is no such file, though others are of {tp} tp and {pp} pp ranks. Copy it again"
     require(*((rank in files, str(folder / _name(*rank)), message) for rank in product(range(tp), range(pp))))
     return {rank: read_state(path) for rank, path in files.items()}
-
-
-def _vocab(ranks: Ranks, tp: int, model: ModelSpec) -> int:
-    """Return the rows of the embedding, those of padding among them."""
-    for found in ranks.values():
-        for name in _TABLE:
-            if name in found and found[name].shape and found[name].shape[0] * tp >= model.vocab:
-                return found[name].shape[0] * tp
-    return -(-model.vocab // tp) * tp
 
 
 def _fitting(ranks: Ranks, names: NxdNames) -> Sequence[NxdNames]:

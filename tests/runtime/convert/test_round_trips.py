@@ -1,5 +1,6 @@
-"""Every form is left as it was entered, bit by bit; what is exported gives transformers the same logits."""
+"""Every form is left as it was entered, bit by bit; transformers, NxD and runs find in it what they expect."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,23 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from autoshard.engine.hf_names import shapes_of
 from autoshard.engine.nxd.shards import FAMILIES
+from autoshard.errors import InputError
+from autoshard.plan.build import build_plan
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.codec import dump
+from autoshard.plan.plan import Plan
 from autoshard.runtime.convert.converting import form_of
+from autoshard.runtime.convert.nxd import nxd_outputs
+from autoshard.spec.cluster_catalogue import load_cluster
+from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
+from autoshard.spec.workload import Precision, Workload
 from tests.ranks.cases import plan_of
 from tests.runtime.convert.cases import converted, cut, read, reduced, same, written
 from tests.runtime.convert.test_opening import module_of
+from tests.runtime.training_cases import plan_of as run_plan, trained
 from tests.slower import rest_is_slow
 from tests.small_configs import SMALL_FAMILIES
 
@@ -74,3 +86,102 @@ def test_logits_of_what_is_exported_are_those_of_transformers(family: str, chang
     tied = changes.get("tie_word_embeddings", False)
     assert found.config.tie_word_embeddings == module.config.tie_word_embeddings
     assert not tied or found.lm_head.weight is found.model.embed_tokens.weight
+
+
+MODEL = "tiny-llama"
+
+
+@pytest.mark.ranks
+def test_a_state_that_was_cut_for_another_plan_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    plan, other = run_plan("tp=1,pp=1,dp=2"), run_plan("tp=2,pp=2,dp=1")
+    whole = trained(plan, tmp_path / "whole", 4)
+    trained(plan, tmp_path / "first", 2)
+    converted(tmp_path / "first" / "checkpoints", tmp_path / "second" / "checkpoints", form="autoshard", plan=other)
+    files = list((tmp_path / "second" / "checkpoints" / "step-00000002").glob("rank-*.safetensors"))
+    assert len(files) == 4
+    assert trained(plan, tmp_path / "second", 4).curve == {number: whole.curve[number] for number in (3, 4)}
+
+
+@pytest.mark.ranks
+def test_weights_of_every_form_begin_a_run_alike(tmp_path: Path) -> None:
+    plan = run_plan("tp=1,pp=2,dp=1", precision="fp32")
+    trained(plan, tmp_path / "first", 2)
+    at = tmp_path / "first" / "checkpoints"
+    model = tmp_path / "config.json"
+    model.write_text((Path(__file__).parents[3] / "models" / f"{MODEL}.json").read_text())
+    converted(at, tmp_path / "hf", model=str(model))
+    converted(tmp_path / "hf", tmp_path / "ours", form="autoshard", plan=plan)
+    converted(tmp_path / "hf", tmp_path / "nxd", form="nxd", plan=cut("tp=2,pp=2,dp=1", plan.model))
+    losses = {
+        where: trained(plan, tmp_path / f"from {where}", 1, init_weights=str(path)).steps[0].loss
+        for where, path in {"run": at, **{name: tmp_path / name for name in ("hf", "ours", "nxd")}}.items()
+    }
+    assert len(set(losses.values())) == 1, losses
+
+
+@pytest.mark.ranks
+def test_a_run_of_a_model_without_a_card_says_that_its_configuration_is_needed(tmp_path: Path) -> None:
+    plan = run_plan("tp=1,pp=1,dp=1")
+    mine = replace(plan, model=replace(plan.model, name="mine"))
+    trained(mine, tmp_path, 1)
+    (tmp_path / "plan.json").write_text(dump(mine))
+    with pytest.raises(InputError, match=r"its model, mine, has no card\. Type --model with the config\.json"):
+        converted(tmp_path, tmp_path / "out")
+
+
+# cited: aws-neuron/neuronx-distributed fbac349: names, what is cut along which axis, and fused QKV are those of
+# scripts/checkpoint_converter.py, and tp 32, pp 8, KV multiplier 4 those of its examples for Llama-3 70B.
+LAYER = {
+    "input_layernorm.weight": (8192,),
+    "self_attn.qkv_proj.weight_qkv": (2 * 128 + 2 * 128, 8192),  # 2 of 64 query heads, 1 of 8 * 4 of keys and of values
+    "self_attn.o_proj.weight": (8192, 256),
+    "post_attention_layernorm.weight": (8192,),
+    "mlp.gate_up_proj.weight": (2 * 28672 // 32, 8192),
+    "mlp.down_proj.weight": (8192, 28672 // 32),
+}
+FIRST = {"model.embed_tokens.weight": (128256 // 32, 8192)}
+LAST = {"model.norm.weight": (8192,), "lm_head.weight": (128256 // 32, 8192)}
+
+
+def plan_for(model: ModelSpec, platform: str = "trn1.32xlarge", nodes: int = 16, text: str = "tp=32,pp=8,dp=2") -> Plan:
+    workload = Workload(seq_len=8192, global_batch=1024, precision=Precision.named("bf16"))
+    return build_plan(Candidate.parse(text), model, replace(load_cluster(platform), num_nodes=nodes), workload, "nxd")
+
+
+def test_the_files_of_llama_3_70b_by_names_and_shapes() -> None:
+    model = load_model("llama3-70b")
+    dtypes = dict.fromkeys(shapes_of(model), torch.bfloat16)
+    outputs = nxd_outputs(plan_for(model), "llama", model, dtypes, None)
+    stages = [(rank, stage) for stage in range(8) for rank in range(32)]
+    assert [one.file for one in outputs] == [
+        f"model/dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt" for rank, stage in stages
+    ]
+    for output, (_, stage) in zip(outputs, stages, strict=True):
+        expected = {
+            f"model.layers.{layer}.{name}": shape
+            for layer in range(10 * stage, 10 * stage + 10)
+            for name, shape in LAYER.items()
+        }
+        expected |= FIRST if stage == 0 else LAST if stage == 7 else {}
+        assert {one.name: one.shape for one in output.entries} == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["trn1", "trn2"])
+def test_the_70b_shape_at_reduced_width_is_256_files_and_comes_back(platform: str, tmp_path: Path) -> None:
+    config = {
+        **reduced("llama3-70b"), "num_hidden_layers": 80, "hidden_size": 16, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 2, "intermediate_size": 64, "vocab_size": 128,
+    }  # fmt: skip
+    written(tmp_path / "first", config, torch.bfloat16)
+    model = load_model(tmp_path / "first")
+    plan = plan_for(model) if platform == "trn1" else plan_for(model, "trn2.48xlarge", 8, "tp=32,pp=8,dp=2,lnc=2")
+    done = converted(tmp_path / "first", tmp_path / "nxd", form="nxd", plan=plan)
+    assert done.num_files == 256 == len(list((tmp_path / "nxd" / "model").iterdir()))
+    keys = read(tmp_path / "first")["model.layers.70.self_attn.k_proj.weight"].view(8, 2, 16)
+    for at in range(32):
+        file = tmp_path / "nxd" / "model" / f"dp_rank_00_tp_rank_{at:02d}_pp_rank_07.pt"
+        fused = torch.load(file, weights_only=True)["model.layers.70.self_attn.qkv_proj.weight_qkv"]
+        assert torch.equal(fused[4:6], keys[at % 8 if platform == "trn1" else at // 4])
+    converted(tmp_path / "nxd", tmp_path / "last")
+    same(read(tmp_path / "first"), read(tmp_path / "last"))
