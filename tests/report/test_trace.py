@@ -184,17 +184,14 @@ def test_it_is_no_larger_than_allowed_and_leaves_nothing_out_without_need(name, 
 
 
 def test_what_is_left_out_is_one_slice_per_rank():
-    events = read("1f1b", 60_000)["traceEvents"]
+    events, count = read("1f1b", 60_000)["traceEvents"], case("1f1b")[0].schedule.num_micro_batches
     sums = [event for event in events if "not drawn one by one" in event["name"]]
-    plan, _ = case("1f1b")
     assert [event["pid"] for event in sums] == [0, 1, 2, 3]
     for event in sums:
         own = [one for one in lanes_of(events)[event["pid"], 1] if one is not event]
-        counts = {name: count for name, count in event["args"].items() if not name.endswith("_s")}
-        assert len(own) + sum(counts.values()) == 2 * plan.schedule.num_micro_batches
-        assert event["name"].startswith(f"{max(counts.values())} micro-batches")
-        assert own[0]["name"] == f"F{event['pid']}.0"
-        assert own[-1]["name"] == f"B{event['pid']}.{plan.schedule.num_micro_batches - 1}"
+        counts = [times for name, times in event["args"].items() if not name.endswith("_s")]
+        assert len(own) + sum(counts) == 2 * count and event["name"].startswith(f"{max(counts)} micro-batches")
+        assert (own[0]["name"], own[-1]["name"]) == (f"F{event['pid']}.0", f"B{event['pid']}.{count - 1}")
 
 
 @pytest.mark.slow
