@@ -10,8 +10,7 @@ from autoshard.plan.codec import dump
 from autoshard.plan.verify import verify
 from autoshard.search.planner import SearchResult, search
 from autoshard.search.request import Request, plan_at
-from tests.search.brute_force import EXACT, Truth, Way, peak, refused, time_s
-from tests.search.question_cases import requests
+from tests.search.brute_force import EXACT, Truth, Way, peak, refused, requests, time_s
 
 
 def limit(truth: Truth, share: float) -> float:

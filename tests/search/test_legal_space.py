@@ -24,9 +24,9 @@ from tests.search.brute_force import (
     layouts,
     points,
     refused,
+    requests,
     says_something,
 )
-from tests.search.question_cases import requests
 
 PINS = (
     *("", "tp=2", "sp=false", "sp=true", "tp=2,sp=false", "tp=1,sp=false", "zero=0", "zero=3", "pp=2,schedule=gpipe"),

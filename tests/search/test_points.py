@@ -17,8 +17,7 @@ from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedC
 from autoshard.search.request import Request
 from autoshard.search.stage_filling import Goal
 from autoshard.search.stage_options import near_even_splits
-from tests.search.brute_force import FULL, PLAIN, Point, Truth, ask, compositions
-from tests.search.question_cases import requests
+from tests.search.brute_force import FULL, PLAIN, Point, Truth, ask, compositions, requests
 from tests.search.test_priced_layouts import ACTIVE, NO_MASTERS, SLOW_VECTORS
 
 SEVERAL = 2  # random fillings of each point

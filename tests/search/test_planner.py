@@ -1,18 +1,23 @@
-"""The search returns the true optimum, and says the truth about what it looked at."""
+"""The search returns the true optimum, with terms of the user's own and on frontiers, and says what it looked at."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
 from autoshard.cost.predict import predicted
+from autoshard.cost.terms import CostTerm
+from autoshard.errors import InputError
 from autoshard.plan.codec import dump
 from autoshard.plan.rules.rule import rule
 from autoshard.plan.verify import verify
-from autoshard.search.planner import search
+from autoshard.search import planner as module
+from autoshard.search.planner import coordinates, frontier, search, undominated
 from autoshard.search.request import Request, plan_at
-from autoshard.search.stage_filling import EVERYTHING
+from autoshard.search.stage_filling import EVERYTHING, Effort
 from tests.search.brute_force import EXACT, Truth, ask, peak, refused, time_s
+from tests.slower import rest_is_slow
 from tests.tabled import tabled
 
 QUESTIONS = {
@@ -150,3 +155,71 @@ def test_the_best_plan_does_not_depend_on_how_many_are_shown_and_costs_what_its_
     for plan in several:
         again = plan_at(request_, plan.candidate)
         assert time_s(again) == time_s(plan) and peak(again) == peak(plan)
+
+
+TERMS = {
+    "the same everywhere": lambda c: 100.0,
+    "sizes": lambda c: 0.2 * np.log2(c.dp * c.cp),
+    "schedule and ZeRO": lambda c: 0.3 * (c.schedule != "gpipe") + 0.1 * (c.zero != 0) + 0.05 * (c.pp < 2),
+    "chunks and counts": lambda c: 1.0 / c.vp + 0.01 * c.num_micro_batches + 0.2 * (c.pp == 1),
+    "order and sequence": lambda c: 0.5 * (c.cp_order != "zigzag") + 0.2 * c.sp + 0.2 * (c.tp < 2),
+}
+
+
+def with_terms(request: Request, *terms: CostTerm) -> Request:
+    return replace(request, terms=terms)
+
+
+def term(name: str, seconds: object) -> CostTerm:
+    return CostTerm(name=name, seconds=seconds, source="this test")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "pins"), rest_is_slow(product(reversed(TERMS), ("pp=2,mbs=1", ""))))
+def test_pruning_loses_nothing_and_plans_predict_what_the_search_found(kind: str, pins: str):
+    asked = with_terms(ask("tiny-llama", global_batch=8, pins=pins), term("mine", TERMS[kind]))
+    found = search(asked, num_plans=3)
+    every = search(replace(asked, effort=Effort(exhaustive=True)), num_plans=3)
+    times = [plan.prediction.step_time_s for plan in found.plans if plan.prediction]
+    assert times == pytest.approx([plan.prediction.step_time_s for plan in every.plans if plan.prediction], rel=1e-8)
+    assert found.certificate.value == pytest.approx(times[0], rel=1e-8)
+    assert found.certificate.gap < 1e-8
+    assert plan_at(asked, found.plans[0].candidate).prediction == found.plans[0].prediction
+
+
+def test_a_term_that_is_the_same_everywhere_changes_no_choice_and_no_effort():
+    usual = ask("llama3-8b", "trn1.32xlarge", pins="tp=8,mbs=1")
+    one, other = search(usual), search(with_terms(usual, term("stall", lambda c: 1000.0)))
+    assert one.plans[0].candidate == other.plans[0].candidate
+    assert one.certificate.num_bounded == other.certificate.num_bounded
+
+
+def test_two_terms_of_one_name_are_refused():
+    stall = term("stall", lambda c: 1.0)
+    with pytest.raises(InputError, match="terms: two of the name stall; each needs its own"):
+        with_terms(ask("tiny-llama"), stall, term("other", lambda c: 0.0), stall)
+
+
+SIZES = [ask("llama3-8b", "trn1.32xlarge", nodes, pins="tp=8,pp=1,cp=1,mbs=1") for nodes in (1, 2)]
+
+
+def test_no_plan_betters_another_and_each_is_the_fastest_of_its_size_and_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_STEP", 0.3)
+    found = frontier(SIZES)
+    assert found.ended == "complete" and found.gap <= 5e-3
+    points = [coordinates(plan) for plan in found.plans]
+    assert len(set(points)) == len(points) >= 2 and points == sorted(points)
+    for one in points:
+        assert not any(other != one and all(a <= b for a, b in zip(other, one, strict=True)) for other in points)
+    fastest = min(coordinates(search(request).plans[0])[0] for request in SIZES)
+    assert undominated([*found.plans, *found.plans]) == found.plans
+    assert points[0][0] == pytest.approx(fastest, rel=5e-3)
+    for plan in found.plans[::2]:
+        (request,) = (one for one in SIZES if one.cluster == plan.cluster)
+        limited = search(replace(request, memory_bytes=coordinates(plan)[1])).plans[0]
+        assert coordinates(limited)[0] == pytest.approx(coordinates(plan)[0], rel=5e-3)
+
+
+def test_a_stopped_search_says_so_and_a_size_without_a_plan_is_left_out():
+    assert frontier(SIZES, lambda progress: "stopped").ended == "stopped"
+    none = frontier([ask("llama2-7b", pins="tp=1,dp=4")])
+    assert none.plans == () and none.ended == "complete"
