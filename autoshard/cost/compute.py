@@ -6,15 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number
 from autoshard.cost.kernel_run import KernelRun, RankSizes
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import SCORES, Attend, AttendGradient
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.op import Call, Op
-from autoshard.spec.cluster import Cluster
-from autoshard.spec.workload import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,24 +26,6 @@ class Rates:
     matrix_tile: int = 1  # a matrix unit works on so many rows and columns at once, full or not
     launch_s: float = 0.0
     host_computes: bool = False  # it starts nothing while a kernel runs
-
-    @classmethod
-    def of(
-        cls, cluster: Cluster, precision: Precision, calibration: Calibration, *, host_computes: bool = False
-    ) -> "Rates":
-        """Take the peaks of a cluster's chip down by what the calibration says."""
-        peak = cluster.rank_matrix_flops_per_s(precision.activations)
-        products = cluster.rank_matrix_flops_per_s(precision.products or precision.activations)
-        return cls(
-            matrix_flops_per_s=peak * calibration.matrix_efficiency,
-            vector_flops_per_s=cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
-            memory_bytes_per_s=cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency,
-            products_ratio=products / peak,
-            attention_ratio=calibration.attention_efficiency / calibration.matrix_efficiency,
-            matrix_tile=cluster.chip.matrix_tile,
-            launch_s=calibration.launch_s,
-            host_computes=host_computes,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,12 +25,11 @@ from autoshard.cost.setting import (
 from autoshard.cost.sharded import Blocks, ListedBlocks
 from autoshard.cost.stages import Sends
 from autoshard.cost.step import PlanPipeline, PlanStep, Price, StageLayers, StepCost, step_cost
-from autoshard.cost.terms import outer_point, term_entries, term_seconds, user_terms
+from autoshard.cost.terms import term_entries, term_seconds, user_terms
 from autoshard.graph.decoder import num_slots
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Compiling, Plan, Prediction, StageMemory, rounded
 from autoshard.plan.recompute import Recompute
-from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.rule import Rejection
 from autoshard.plan.verify import verify
 from autoshard.spec.kernels import load_kernels
@@ -218,8 +217,7 @@ def check_plan(read: Plan, calibration: Calibration | None = None) -> CheckedPla
         read = replace(read, provenance={**others, **calibration_entries(calibration)}, prediction=None)
     known = [term for term in user_terms() if term.part in read.provenance]
     if known and read.prediction and read.prediction.of != fingerprint(read):  # edited: so are the seconds of its terms
-        facts = read.model, read.cluster, read.workload, read.engine
-        own = term_entries(known, Columns.of(outer_point(read.candidate), *facts))
+        own = term_entries(known, read.candidate, read.model, read.cluster, read.workload, read.engine)
         read = replace(read, provenance={**read.provenance, **own})
     bare, stored = replace(read, prediction=None), read.prediction
     reasons = verify(bare)

@@ -52,9 +52,20 @@ class Question:
 
     @property
     def rates(self) -> Rates:
-        """What a rank reaches in the workload's number format."""
-        kernels = load_kernels(self.kernels)
-        return Rates.of(self.cluster, self.workload.precision, self.calibration, host_computes=kernels.host_computes)
+        """What a rank reaches in the workload's number format: the share of the chip's peaks that is calibrated."""
+        cluster, precision, calibration = self.cluster, self.workload.precision, self.calibration
+        peak = cluster.rank_matrix_flops_per_s(precision.activations)
+        products = cluster.rank_matrix_flops_per_s(precision.products or precision.activations)
+        return Rates(
+            matrix_flops_per_s=peak * calibration.matrix_efficiency,
+            vector_flops_per_s=cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
+            memory_bytes_per_s=cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency,
+            products_ratio=products / peak,
+            attention_ratio=calibration.attention_efficiency / calibration.matrix_efficiency,
+            matrix_tile=cluster.chip.matrix_tile,
+            launch_s=calibration.launch_s,
+            host_computes=load_kernels(self.kernels).host_computes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,10 @@ from autoshard.errors import InputError, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
-from autoshard.plan.rules.columns import Columns
+from autoshard.plan.rules.columns import Columns, Engine
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.workload import Workload
 
 _PREFIX = "cost."  # of its part of the predicted seconds and of its line in a plan's provenance
 
@@ -59,17 +62,17 @@ def user_terms() -> tuple[CostTerm, ...]:
     return terms
 
 
-def outer_point(candidate: Candidate) -> Candidate:
-    """Return what a term sees of a candidate.
-
-    >>> str(outer_point(Candidate.parse("tp=2,pp=2,dp=1,stages=3/1,recompute=full")))
-    'tp=2,pp=2,dp=1'
-    """
-    return replace(candidate, stages=None, recompute=(Recompute(),))
-
-
-def term_entries(terms: Sequence[CostTerm], columns: Columns) -> Mapping[str, str]:
+def term_entries(
+    terms: Sequence[CostTerm],
+    candidate: Candidate,
+    model: ModelSpec,
+    cluster: Cluster,
+    workload: Workload,
+    engine: Engine,
+) -> Mapping[str, str]:
     """Return the entries of terms in a plan's provenance: the seconds of its outer point, and their source."""
+    point = replace(candidate, stages=None, recompute=(Recompute(),))
+    columns = Columns.of(point, model, cluster, workload, engine)
     return {term.part: f"{float(term.of(columns))!r} s, {term.source}" for term in terms}
 
 

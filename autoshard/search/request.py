@@ -8,7 +8,7 @@ from autoshard.cost.calibration import Calibration, built_in, calibration_entrie
 from autoshard.cost.predict import predicted
 from autoshard.cost.setting import Question
 from autoshard.cost.sharded import CutBlocks
-from autoshard.cost.terms import CostTerm, outer_point, term_entries, user_terms
+from autoshard.cost.terms import CostTerm, term_entries, user_terms
 from autoshard.errors import Fault, InputError, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.layout.layout import Cutting
@@ -17,7 +17,7 @@ from autoshard.plan.build import build_plan, cut_atoms
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.check import rejections, user_rules
-from autoshard.plan.rules.columns import Columns, Engine
+from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.tables import with_tables
 from autoshard.search.space import Pins, default_kernels
@@ -92,7 +92,7 @@ class Request:
             raise InputError(faults)
         used = cutting or self.cutting(candidate, engine)
         facts = (self.model, self.cluster, self.workload, engine)
-        own = term_entries(self.terms, Columns.of(outer_point(candidate), *facts))
+        own = term_entries(self.terms, candidate, *facts)
         origin = {"autoshard": __version__, **calibration_entries(self.constants), **own, **EXTENSIONS.entries()}
         origin["model"] = self.model.source
         atoms = cut_atoms(candidate, self.model)

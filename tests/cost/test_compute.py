@@ -42,11 +42,11 @@ def test_a_kernel_takes_as_long_as_the_slowest_unit_and_no_less_than_its_launche
 
 class TestRates:
     def test_every_efficiency_acts_on_its_own_unit(self):
-        question = ask(cluster_name="trn2.48xlarge")
+        precision = replace(Precision.named("bf16"), products="fp8")
+        question = ask(cluster_name="trn2.48xlarge", precision=precision)
         shares = {"matrix_efficiency": 0.9, "attention_efficiency": 0.3, "vector_efficiency": 0.5,
                   "memory_efficiency": 0.6, "launch_s": 1e-6}  # fmt: skip
-        precision = replace(Precision.named("bf16"), products="fp8")
-        found = Rates.of(question.cluster, precision, replace(question.calibration, **shares))
+        found = replace(question, calibration=replace(question.calibration, **shares)).rates
         # a quarter of a chip: 667 TFLOP/s in bf16, 1299 in fp8, 2.21 elementwise, 2.9 TB/s; 128 x 128 tiles
         assert found.matrix_flops_per_s == pytest.approx(0.9 * 667e12 / 4)
         assert found.products_ratio == pytest.approx(1299 / 667)

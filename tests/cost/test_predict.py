@@ -149,7 +149,8 @@ def test_columns_give_what_single_candidates_give_and_a_plan_states_it():
     rows = [columns("tp=8,pp=4,dp=4"), columns("tp=32,pp=2,dp=2"), columns("tp=8,pp=1,dp=16")]
     assert PER_RANK.of(Columns.stack(rows)).tolist() == [float(PER_RANK.of(row)) for row in rows]
     stall = CostTerm(name="stall", seconds=lambda c: 0.1 + 0.2, source="1 s, then less")
-    entries = term_entries((PER_RANK, stall), columns(TEXT))
+    question, candidate = ask(), Candidate.parse(f"{TEXT},stages=9/7/8*2,recompute=full")
+    entries = term_entries((PER_RANK, stall), candidate, question.model, question.cluster, question.workload, "nxd")
     assert entries["cost.stall"] == f"{0.1 + 0.2!r} s, 1 s, then less"
     assert term_seconds({"model": "x", **entries}) == {"cost.per_rank": 0.32, "cost.stall": 0.1 + 0.2}
 
