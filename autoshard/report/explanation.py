@@ -1,12 +1,10 @@
 """The annotated blocks of a plan, for a terminal."""
 
-from collections.abc import Iterator
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan.explanation import Alternatives, ExplainedBlock, ExplainedOp, Explanation
+from autoshard.plan.explanation import Alternatives, ExplainedBlock, Explanation
 from autoshard.plan.plan import Plan, Prediction
 from autoshard.report.terminal import (
     TIME_WORDS,
@@ -51,13 +49,13 @@ def _limits(prediction: Prediction, alternatives: Alternatives) -> list[str]:
     part, time_s = max(prediction.time_parts.items(), key=lambda entry: entry[1])
     most = f"most of a step is {TIME_WORDS.get(part, part)}: {time_s / step_s:.0%} of {format_seconds(step_s)}"
     fullest = max(memory.total for memory in prediction.stage_memory) / prediction.capacity_bytes
-    if 1 - unlimited_s / step_s > _NOTHING:
-        return [
-            most,
-            f"memory limits it ({fullest:.0%} of a rank is full): with room for everything the same layout would take "
-            f"{format_seconds(unlimited_s)}, {1 - unlimited_s / step_s:.1%} less",
-        ]
-    return [most, f"memory does not limit it: {fullest:.0%} of the fullest rank is used, and more would gain nothing"]
+    less = 1 - unlimited_s / step_s
+    if less <= _NOTHING:
+        memory = f"does not limit it: {fullest:.0%} of the fullest rank is used, and more would gain nothing"
+    else:
+        gain = f"with room for everything the same layout would take {format_seconds(unlimited_s)}, {less:.1%} less"
+        memory = f"limits it ({fullest:.0%} of a rank is full): {gain}"
+    return [most, f"memory {memory}"]
 
 
 def _block(block: ExplainedBlock) -> Table:
@@ -69,20 +67,17 @@ def _block(block: ExplainedBlock) -> Table:
     title = f"{block.name}, {times}: {format_seconds(block.time_s)} ({sums})"
     second = "second best; what is sent"
     columns = ("operation", "gives, or sends", *(f">{name}" for name in _PASSES), second)
-    # a deliver that changes nothing gives what its maker gives
-    steps = (step for step in block.steps if step.seconds or step.sent or step.other)
-    rows = (row for step in steps for row in _rows(step, block))
-    return make_table(title, columns, rows, whole=("operation",), widths={second: 31})
-
-
-def _rows(step: ExplainedOp, block: ExplainedBlock) -> Iterator[tuple[Text, ...]]:
-    otherwise = ""
-    if step.other:
-        refused = f", but {step.other.refused}" if step.other.refused else ""
-        otherwise = f"{step.other.cut}: {step.other.more_s / block.time_s:+.1%}{refused}"
-    cells = [Text(format_seconds(step.seconds[name]) if name in step.seconds else "") for name in _PASSES]
-    yield (Text(step.name, "bold"), Text(step.gives), *cells, Text(otherwise, "dim"))
-    for one in step.sent:
-        cells = [Text(format_seconds(one.time_s) if name == one.pass_ else "", "cyan") for name in _PASSES]
-        where = f"{format_bytes(one.sent_bytes)}, {one.link} x {one.num_ranks}"
-        yield (Text(), Text(f"  {one.collective}", "cyan"), *cells, Text(where, "cyan"))
+    table = make_table(title, columns, whole=("operation",), widths={second: 31})
+    for step in block.steps:
+        otherwise = ""
+        if step.other:
+            refused = f", but {step.other.refused}" if step.other.refused else ""
+            otherwise = f"{step.other.cut}: {step.other.more_s / block.time_s:+.1%}{refused}"
+        if step.seconds or step.sent or step.other:  # a deliver that changes nothing gives what its maker gives
+            cells = [Text(format_seconds(step.seconds[name]) if name in step.seconds else "") for name in _PASSES]
+            table.add_row(Text(step.name, "bold"), Text(step.gives), *cells, Text(otherwise, "dim"))
+        for one in step.sent:
+            cells = [Text(format_seconds(one.time_s) if name == one.pass_ else "", "cyan") for name in _PASSES]
+            where = f"{format_bytes(one.sent_bytes)}, {one.link} x {one.num_ranks}"
+            table.add_row(Text(), Text(f"  {one.collective}", "cyan"), *cells, Text(where, "cyan"))
+    return table
