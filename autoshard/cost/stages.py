@@ -93,12 +93,13 @@ def counts_of(schedule: Schedule) -> ScheduleCounts:
     ranks, chunks = np.array([schedule.place_of(stage) for stage in range(schedule.num_stages)]).T
     stages = np.zeros((schedule.num_ranks, schedule.num_chunks), dtype=np.int64)
     stages[ranks, chunks] = np.arange(schedule.num_stages)
+    sent = np.flatnonzero(np.diff(ranks))  # the stages whose message goes to another rank, forward and back
     return ScheduleCounts(
         ranks=ranks,
         chunks=chunks,
         stages=stages,
         ends=(stages == 0).sum(axis=1) + (stages == schedule.num_stages - 1).sum(axis=1),
-        sends=np.array(schedule.num_sends(), dtype=np.float64),
+        sends=np.bincount(ranks[[*sent, *(sent + 1)]], minlength=schedule.num_ranks).astype(np.float64),
     )
 
 

@@ -1,9 +1,7 @@
 """A pipeline schedule as data: a builder's name with its parameters, or the action lists themselves."""
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 
@@ -82,12 +80,6 @@ class Schedule:
 
     def _turned(self, rank: int, chunk: int) -> int:
         return self.num_ranks - 1 - rank if builders()[self.builder].turns and chunk % 2 else rank
-
-    def num_sends(self) -> tuple[int, ...]:
-        """Return how many messages each rank sends for one micro-batch, forward and back."""
-        ranks = [self.place_of(stage)[0] for stage in range(self.num_stages)]
-        counts = Counter(rank for pair in pairwise(ranks) if len(set(pair)) > 1 for rank in pair)
-        return tuple(counts[rank] for rank in range(self.num_ranks))
 
     def steps_of(self, rank: int) -> list[Step]:
         """Return ``(kind, stage, micro-batch)`` of every action of one rank: its list in short."""

@@ -9,7 +9,7 @@ import numpy as np
 from autoshard.errors import InputError, require
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.verify import verify_actions
-from autoshard.schedule.waves import KINDS, ROUNDING, Delays, Floats, Ints, Waves, coded
+from autoshard.schedule.waves import KINDS, ROUNDING, Delays, Floats, Waves, coded
 
 _FIRST_TRY = 3  # micro-batches per rank: enough for nearly all to settle; the others are run for twice as many
 _MOST_NUMBERS = 2**23  # times that are held at once: 64 MiB
@@ -97,10 +97,27 @@ def simulate(schedule: Schedule, times: PipelineTimes, kept: Sequence[float] = (
     finished = waves.run(delays)
     total = float(waves.ends_s(finished, delays)[0])
     ready = np.maximum(finished[0, waves.before], finished[1, waves.sender])
-    starts = (ready + delays.before_s[waves.places])[:, 0]
-    amounts = np.array(kept or (1.0,) * stages)
-    ranks = tuple(_rank_run(waves, own, starts[own], delays, total, amounts) for own in waves.numbers)
-    return Simulation(makespan_s=total, ranks=ranks)
+    starts: Floats = (ready + delays.before_s[waves.places])[:, 0]
+    amounts: Floats = np.array(kept or (1.0,) * stages, dtype=np.float64)
+    ranks: list[RankRun] = []
+    for own in waves.numbers:
+        kinds, of, at = waves.kinds[own], waves.stages[own], waves.places[own]
+        change: Floats = np.array([-1.0, 1.0, 0.0, -1.0])[kinds] * amounts[of]  # by KINDS
+        spent_s: Floats = delays.work_s[kinds, of, 0]
+        start_s, end_s = starts[own], starts[own] + spent_s
+        busy, exposed = float(spent_s.sum()), float((delays.before_s[at] + delays.after_s[at]).sum())
+        ranks.append(
+            RankRun(
+                start_s=start_s,
+                end_s=end_s,
+                busy_s=busy,
+                exposed_s=exposed,
+                idle_s=total - busy - exposed,
+                kept_from_s=np.where(kinds == KINDS.index("F"), start_s, end_s),
+                kept=np.cumsum(change),
+            )
+        )
+    return Simulation(makespan_s=total, ranks=tuple(ranks))
 
 
 def ideal_bubble(schedule: Schedule) -> float:
@@ -176,20 +193,4 @@ def delays_of(schedule: Schedule, work_s: Floats, send_s: Floats, receive_s: Flo
         before_s=nothing if overlap else np.roll(receive, 1, axis=0),
         after_s=nothing if overlap else send,
         travel_s=send + receive if overlap else send,
-    )
-
-
-def _rank_run(waves: Waves, own: Ints, start_s: Floats, delays: Delays, total_s: float, kept: Floats) -> RankRun:
-    kinds, stages, at = waves.kinds[own], waves.stages[own], waves.places[own]
-    work_s = delays.work_s[kinds, stages, 0]
-    busy, exposed = float(work_s.sum()), float((delays.before_s[at] + delays.after_s[at]).sum())
-    change = np.array([-1.0, 1.0, 0.0, -1.0])[kinds]  # by KINDS
-    return RankRun(
-        start_s=start_s,
-        end_s=start_s + work_s,
-        busy_s=busy,
-        exposed_s=exposed,
-        idle_s=total_s - busy - exposed,
-        kept_from_s=np.where(change > 0, start_s, start_s + work_s),
-        kept=np.cumsum(change * kept[stages]),
     )
