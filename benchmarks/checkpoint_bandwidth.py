@@ -98,7 +98,7 @@ class _Rank:
         torch.set_num_threads(1)
         self.folder, self.batches = folder, synthetic_step(plan)
         self.engine: TorchEngine = build(plan, Run(folder=folder, training=Training(steps=1)))
-        self.shelf = Shelf(place=Storage.of(str(folder / "checkpoints")))
+        self.shelf = Shelf(storage=Storage.of(str(folder / "checkpoints")))
         keeping = Checkpointing(keep_last=1)
         group, label = dist.new_group(backend="gloo"), {"model": "", "candidate": ""}
         self.saver = Saver(self.shelf, folder / "spool", (), keeping=keeping, group=group, label=label)

@@ -40,7 +40,7 @@ class GivenRank:
     num_ranks: int
     meeting: str  # an address as torch writes it
     alone: bool = False  # all ranks are on this machine
-    place: int = 0  # which of the ranks on its machine
+    local_rank: int = 0  # which of the ranks on its machine
 
     def refuse_other_size(self, num_ranks: int, name: str) -> None:
         """Refuse too few or too many ranks for a plan."""
@@ -57,7 +57,7 @@ def given_rank(environment: Mapping[str, str] = os.environ) -> GivenRank | None:
     >>> given_rank({}) is None
     True
     >>> given_rank({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2"})
-    GivenRank(by='torchrun', rank=1, num_ranks=4, meeting='env://', alone=False, place=1)
+    GivenRank(by='torchrun', rank=1, num_ranks=4, meeting='env://', alone=False, local_rank=1)
     """
     if {"RANK", "WORLD_SIZE"} & environment.keys():
         return _given_by_torchrun(environment)
@@ -109,7 +109,7 @@ def launch(given: GivenRank | None, num_ranks: int, body: Body, *, show: Say, pl
 
         def child(rank: int, say: Say) -> Any:
             store = f"file://{meeting}/store"
-            alone = GivenRank(by="torchrun", rank=rank, num_ranks=num_ranks, meeting=store, alone=True, place=rank)
+            alone = GivenRank(by="torchrun", rank=rank, num_ranks=num_ranks, meeting=store, alone=True, local_rank=rank)
             with _world(alone, device):
                 return body(say)
 
@@ -167,7 +167,11 @@ def _world(given: GivenRank, device: str) -> Iterator[None]:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
     torch.set_num_threads(1)
     dist.init_process_group(
-        joined_device(device, given.place), given.meeting, rank=given.rank, world_size=given.num_ranks, timeout=_SILENCE
+        joined_device(device, given.local_rank),
+        given.meeting,
+        rank=given.rank,
+        world_size=given.num_ranks,
+        timeout=_SILENCE,
     )
     yield
     with suppress(Exception):  # the other end of a connection may be gone already
@@ -180,9 +184,11 @@ def _given_by_torchrun(environment: Mapping[str, str]) -> GivenRank:
     message = f"missing, though {there} is set. Start the ranks with torchrun, or unset {there} to have them forked"
     require(*((name in environment, name, message) for name in needed))
     environment = {"LOCAL_RANK": environment["RANK"], **environment}
-    rank, num_ranks, place, _ = _numbers(environment, "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    rank, num_ranks, local_rank, _ = _numbers(environment, "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     alone = environment.get("LOCAL_WORLD_SIZE") == str(num_ranks)
-    return GivenRank(by="torchrun", rank=rank, num_ranks=num_ranks, meeting="env://", alone=alone, place=place)
+    return GivenRank(
+        by="torchrun", rank=rank, num_ranks=num_ranks, meeting="env://", alone=alone, local_rank=local_rank
+    )
 
 
 def _given_by_slurm(environment: Mapping[str, str]) -> GivenRank | None:
@@ -194,14 +200,14 @@ def _given_by_slurm(environment: Mapping[str, str]) -> GivenRank | None:
         message = f"this job has {number} tasks, but this process is none that srun started. Type srun autoshard run"
         require((number == "1", "SLURM_NTASKS", message))
         return None
-    rank, num_ranks, place = _numbers(environment, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+    rank, num_ranks, local_rank = _numbers(environment, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
     job = environment.get("SLURM_JOB_ID", "0")
     port = environment.get("MASTER_PORT", str(_FIRST_PORT + (int(job) if job.isdecimal() else 0) % _NUM_PORTS))
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     alone = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1"
     address = "127.0.0.1" if alone else environment.get("MASTER_ADDR") or first_node(nodes)
     meeting = f"tcp://{address}:{port}"
-    return GivenRank(by="Slurm", rank=rank, num_ranks=num_ranks, meeting=meeting, alone=alone, place=place)
+    return GivenRank(by="Slurm", rank=rank, num_ranks=num_ranks, meeting=meeting, alone=alone, local_rank=local_rank)
 
 
 def first_node(nodes: str) -> str:

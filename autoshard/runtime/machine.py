@@ -89,8 +89,8 @@ def device_backend(device: str) -> str:
         return "gloo"
 
 
-def joined_device(device: str, place: int) -> str:
-    """Take the device of the rank at this place of its machine; return the backend of torch's world then."""
+def joined_device(device: str, local_rank: int) -> str:
+    """Take the device of the rank of this number on its machine; return the backend of torch's world then."""
     if device == HOST:
         return "gloo"
     if device == XLA:
@@ -101,10 +101,10 @@ def joined_device(device: str, place: int) -> str:
     import torch
 
     there = torch.accelerator.device_count()
-    message = f"this is number {place} of the ranks on its machine, counted from 0, and sees {there} of {device}"
+    message = f"this is number {local_rank} of the ranks on its machine, counted from 0, and sees {there} of {device}"
     remedy = "Start one rank for each device, and let all see all of them (Slurm: --gpus-per-node, not --gpus-per-task)"
-    require((place < there, "ranks", f"{message}. {remedy}"))
-    torch.accelerator.set_device_index(place)
+    require((local_rank < there, "ranks", f"{message}. {remedy}"))
+    torch.accelerator.set_device_index(local_rank)
     return f"{HOST}:gloo,{device}:{device_backend(device)}"  # tensors of the host go between hosts
 
 

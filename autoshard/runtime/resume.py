@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 _TOKEN = ".token"
 
 
-def place_of(run: Run) -> Storage:
+def storage_of(run: Run) -> Storage:
     """Return where a run's checkpoints lie."""
     to = run.training.checkpoint.to
     return Storage.of(str((run.folder / "checkpoints").absolute()) if to in (None, "none") else to)
@@ -36,28 +36,28 @@ def usable(operation: Callable[[], Value]) -> Value:
         raise InputError.of("checkpoint.to", f"cannot be used: {error}. {error.remedy}") from None
 
 
-def require_place(run: Run, group: Any) -> None:
+def require_storage(run: Run, group: Any) -> None:
     """Refuse a place that ranks do not share, or in which no files can be written and removed."""
-    place = place_of(run)
+    storage = storage_of(run)
 
     def write() -> bytes:
         token = uuid.uuid4().bytes
-        place.write(_TOKEN, token)
+        storage.write(_TOKEN, token)
         return token
 
     token = from_first_rank(lambda: usable(write), group)
 
     def look() -> None:
-        if usable(lambda: place.read(_TOKEN)) != token:
+        if usable(lambda: storage.read(_TOKEN)) != token:
             raise StorageError(f"{socket.gethostname()} does not see what rank 0 writes there")
 
     try:
         from_all_ranks(look, group)
     except StorageError as error:
         remedy = "Checkpoints need a folder that all nodes share, or a URL such as s3://bucket/run"
-        raise InputError.of("checkpoint.to", f"{place.path()}: {error}. {remedy}") from None
+        raise InputError.of("checkpoint.to", f"{storage.path()}: {error}. {remedy}") from None
     finally:
-        from_first_rank(lambda: usable(lambda: place.remove(_TOKEN)), group)
+        from_first_rank(lambda: usable(lambda: storage.remove(_TOKEN)), group)
 
 
 def begin(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun:
@@ -77,10 +77,10 @@ def begin(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun:
 
 def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None:
     """Go on from the newest checkpoint that can be read, or from the named one; None if there is none."""
-    shelf, pieces, remarks = Shelf(place=place_of(run)), engine.pieces(), list[str]()
+    shelf, pieces, remarks = Shelf(storage=storage_of(run)), engine.pieces(), list[str]()
     candidates = shelf.usable() if isinstance(run.resume, str) else (shelf.open(step) for step in (run.resume,))
     while index := from_first_rank(lambda: usable(lambda: next(candidates, None)), group):
-        refuse_other(index, pieces, shelf.place.path(folder_of(index.state.step)))
+        refuse_other(index, pieces, shelf.storage.path(folder_of(index.state.step)))
         try:
             load(shelf, index, pieces, group)
         except StorageError as error:
@@ -105,11 +105,11 @@ def _initialised(path: str, plan: Plan, engine: Engine, group: Any) -> str:
     if is_foreign(Path(path)):
         read_weights(Path(path), plan, pieces)
         return f"weights from {path}"
-    place = Storage.of(path, "init_weights")
-    index, remarks = from_first_rank(lambda: newest(place), group)
+    storage = Storage.of(path, "init_weights")
+    index, remarks = from_first_rank(lambda: newest(storage), group)
     if index is None:
         message = f"{path} holds neither a checkpoint of autoshard nor a config.json with safetensors or files of NxD"
         raise InputError.of("init_weights", "; ".join([message, *remarks]))
-    refuse_other(index, pieces, place.path(folder_of(index.state.step)))
-    load(Shelf(place=place), index, pieces, group)
+    refuse_other(index, pieces, storage.path(folder_of(index.state.step)))
+    load(Shelf(storage=storage), index, pieces, group)
     return f"weights from step {index.state.step} of {path}"

@@ -35,7 +35,7 @@ from autoshard.runtime.data.batches import PrefetchLoader, StepShape
 from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.forked import handling
 from autoshard.runtime.launch import only_extracts
-from autoshard.runtime.resume import begin, place_of, require_place, usable
+from autoshard.runtime.resume import begin, require_storage, storage_of, usable
 
 Say = Callable[[Started | TimedStep | SavedStep | str], None]
 
@@ -67,14 +67,14 @@ class _Loop:
         self._saves, keeping = run.training.checkpoint.saves, run.training.checkpoint
         saving = dist.new_group(backend="gloo", timeout=_LONGEST) if self._saves else None
         if self._saves:
-            require_place(run, self._hosts)
+            require_storage(run, self._hosts)
         self._engine: Engine = build(plan, run)
         self._state, notes = begin(plan, run, self._engine, self._hosts)
         if not self._state.trackers:
             self._state = replace(self._state, trackers=run.trackers)
         say(Started(step=self._state.step, notes=notes, trackers=self._state.trackers))
         label = {"model": plan.model.name, "candidate": str(plan.candidate)}
-        shelf = Shelf(place=place_of(run))
+        shelf = Shelf(storage=storage_of(run))
         known = from_first_rank(lambda: usable(shelf.steps), self._hosts) if self._saves else []
         self._saver = Saver(shelf, run.folder / "spool", known, keeping=keeping, group=saving, label=label)
         self._saved_step, self._saved_at_s, self._retry_s = self._state.step, time.monotonic(), 0.0

@@ -161,7 +161,7 @@ def test_nobody_has_started_ranks(given: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "rank", "num_ranks", "meeting", "alone", "place"),
+    ("given", "rank", "num_ranks", "meeting", "alone", "local_rank"),
     [
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, 1, 2, "env://", True, 1),
         (TORCHRUN | {"LOCAL_RANK": "0"}, 1, 2, "env://", False, 0),
@@ -170,11 +170,11 @@ def test_nobody_has_started_ranks(given: dict[str, str]) -> None:
         (SLURM | {"SLURM_NNODES": "1", "MASTER_PORT": "5"}, 3, 8, "tcp://127.0.0.1:5", True, 3),
     ],
 )
-def test_torchrun_and_slurm_say_which_rank_this_is(given, rank, num_ranks, meeting, alone, place) -> None:
+def test_torchrun_and_slurm_say_which_rank_this_is(given, rank, num_ranks, meeting, alone, local_rank) -> None:
     found = given_rank(given)
     assert found and found.by == ("Slurm" if "SLURM_PROCID" in given else "torchrun")
     assert (found.rank, found.num_ranks, found.meeting) == (rank, num_ranks, meeting)
-    assert (found.alone, found.place) == (alone, place)
+    assert (found.alone, found.local_rank) == (alone, local_rank)
 
 
 @pytest.mark.parametrize(

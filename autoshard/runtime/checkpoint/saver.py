@@ -78,14 +78,14 @@ class RankFile:
     tensors: Mapping[str, StoredTensor]
 
 
-def write_boxes(place: Storage, path: str, pieces: Sequence[StatePiece], progress: SaveProgress) -> RankFile:
+def write_boxes(storage: Storage, path: str, pieces: Sequence[StatePiece], progress: SaveProgress) -> RankFile:
     """Write pieces into a safetensors file, one after the other, with no more than one of them in memory."""
-    file_name, whole, finite = path.rpartition("/")[2], place.path(path), True
+    file_name, whole, finite = path.rpartition("/")[2], storage.path(path), True
     header, (*starts, num_bytes) = header_of(
         (box_name(one.name, one.offsets), one.memory.dtype, one.memory.shape) for one in pieces
     )
     tensors: dict[str, StoredTensor] = {}
-    with place.writing(path) as file:
+    with storage.writing(path) as file:
         file.write(header)
         for piece, start in zip(pieces, starts, strict=True):
             numbers, crc32 = piece.memory.detach().to("cpu").contiguous(), 0
@@ -196,7 +196,7 @@ class Saver:
 
     def _write(self, state: RunState, pieces: Sequence[StatePiece], progress: SaveProgress) -> None:
         """Save; this fails on all ranks or on none."""
-        shelf, place, spool, folder = self._shelf, self._shelf.place, self._spool, self._shelf.folder(state.step)
+        shelf, storage, spool, folder = self._shelf, self._shelf.storage, self._spool, self._shelf.folder(state.step)
         own = f"rank-{dist.get_rank():05}.safetensors"
         boxes = [part for piece in pieces if piece.saves for part in cut_piece(piece)]
 
@@ -208,11 +208,11 @@ class Saver:
             """Write the file of this rank; try a disk that fails again, as long as the state is what it was."""
             if not boxes:
                 return progress.end_copy(own)
-            where = (place, f"{folder}/{own}") if place.is_local else (spool, own)
+            where = (storage, f"{folder}/{own}") if storage.is_local else (spool, own)
             return persistent(lambda: write_boxes(*where, boxes, progress), progress.settled)
 
         def upload() -> None:
-            with spool.reading(own) as source, place.writing(f"{folder}/{own}") as file:
+            with spool.reading(own) as source, storage.writing(f"{folder}/{own}") as file:
                 shutil.copyfileobj(source, file, _SLICE_BYTES)
 
         def conclude() -> None:
@@ -227,13 +227,13 @@ class Saver:
                     **self._label,
                 )
             )
-            persistent(lambda: place.write(f"{folder}/{FILE}", data))
+            persistent(lambda: storage.write(f"{folder}/{FILE}", data))
             shelf.publish(folder)
 
-        if place.is_local:
+        if storage.is_local:
             from_first_rank(lambda: persistent(make_ready, progress.settled), self._group)
         written = from_all_ranks(copy, self._group)
-        if not place.is_local:  # no update waits for a store
+        if not storage.is_local:  # no update waits for a store
             from_first_rank(lambda: persistent(make_ready), self._group)
             from_all_ranks(lambda: boxes and persistent(upload), self._group)
             if boxes:
@@ -246,10 +246,10 @@ _Targets = list[tuple[torch.Tensor, tuple[slice, ...]]]  # memory, and the part 
 
 def load(shelf: Shelf, index: CheckpointIndex, pieces: Sequence[StatePiece], group: Any) -> None:
     """Fill pieces from a checkpoint; every rank calls this, and it fails on all of them or on none."""
-    from_all_ranks(lambda: _fill_pieces(shelf.place, index, pieces), group)
+    from_all_ranks(lambda: _fill_pieces(shelf.storage, index, pieces), group)
 
 
-def _fill_pieces(place: Storage, index: CheckpointIndex, pieces: Sequence[StatePiece]) -> None:
+def _fill_pieces(storage: Storage, index: CheckpointIndex, pieces: Sequence[StatePiece]) -> None:
     """Read file by file, in the order of the file, each box once."""
     files: dict[str, dict[tuple[str, StoredBox], _Targets]] = defaultdict(lambda: defaultdict(list))
     tensors = index.tensors
@@ -261,9 +261,9 @@ def _fill_pieces(place: Storage, index: CheckpointIndex, pieces: Sequence[StateP
         path, boxes = f"{folder_of(index.state.step)}/{file}", sorted(wanted.items(), key=lambda item: item[0][1].start)
 
         def read(path: str = path, boxes: Sequence[tuple[tuple[str, StoredBox], _Targets]] = boxes) -> None:
-            with place.reading(path) as opened:
+            with storage.reading(path) as opened:
                 for (name, box), targets in boxes:
-                    _fill(opened, f"{place.path(path)}", name, box, TYPES[tensors[name].dtype], targets)
+                    _fill(opened, f"{storage.path(path)}", name, box, TYPES[tensors[name].dtype], targets)
 
         persistent(read)
 

@@ -33,12 +33,12 @@ def step_of(folder: str) -> int | None:
 class Shelf:
     """A place of checkpoints, one folder each."""
 
-    place: Storage
+    storage: Storage
     remarks: list[str] = field(default_factory=list[str])  # on folders that were passed over, each once
 
     def steps(self) -> list[int]:
         """Return the steps of all folders that have their final name, newest first."""
-        found = (step_of(name) for name in self.place.folders())
+        found = (step_of(name) for name in self.storage.folders())
         return sorted((step for step in found if step is not None), reverse=True)
 
     def usable(self, most: int | None = None) -> Iterator[CheckpointIndex]:
@@ -51,7 +51,7 @@ class Shelf:
                 if one.finite:
                     yield one
                     continue
-                faults = [f"{self.place.path(folder_of(step))}: holds numbers that are not finite"]
+                faults = [f"{self.storage.path(folder_of(step))}: holds numbers that are not finite"]
             except InputError as error:
                 faults = [str(fault) for fault in error.faults]
             self.remarks.extend(fault for fault in faults if fault not in self.remarks)
@@ -59,15 +59,15 @@ class Shelf:
     def open(self, step: int) -> CheckpointIndex:
         """Read the index of a checkpoint, and check that its files are there, as long as it says."""
         folder = folder_of(step)
-        path = self.place.path(folder)
-        data = self.place.read(f"{folder}/{FILE}")
+        path = self.storage.path(folder)
+        data = self.storage.read(f"{folder}/{FILE}")
         if data is None and step not in (steps := self.steps()):
             there = f"there are {', '.join(map(str, sorted(steps)))}" if steps else "there is none"
             raise InputError.of(path, f"there is no checkpoint of step {step}; {there}")
         if data is None:
             raise InputError.of(path, "was not finished: it has no index")
         index = load_index(data, f"{path}/{FILE}")
-        sizes = self.place.sizes(folder)
+        sizes = self.storage.sizes(folder)
         for name, size in index.files.items():
             if name not in sizes:
                 raise InputError.of(path, f"is damaged: {name} is missing")
@@ -77,28 +77,28 @@ class Shelf:
 
     def folder(self, step: int) -> str:
         """Return the folder in which a checkpoint is written."""
-        return folder_of(step) + (_ASIDE if self.place.is_local else "")
+        return folder_of(step) + (_ASIDE if self.storage.is_local else "")
 
     def make_ready(self, step: int, known: Collection[int]) -> None:
         """Remove the remains of crashes; refuse a place that holds steps which this run does not know."""
         if strange := sorted(set(self.steps()) - set(known)):
-            where = self.place.path(folder_of(strange[0]))
+            where = self.storage.path(folder_of(strange[0]))
             raise StorageError(f"{where}: was saved by another run meanwhile. Give each run a checkpoint.to of its own")
-        if not self.place.is_local:
+        if not self.storage.is_local:
             self._remove_index(folder_of(step))  # of the same step, before the run went back
             return
-        for name in self.place.folders():
+        for name in self.storage.folders():
             if name.endswith(_ASIDE):
-                self.place.remove(name)
+                self.storage.remove(name)
 
     def publish(self, folder: str) -> None:
         """Give a written checkpoint its final name; in a store it has that name already."""
         name = folder.removesuffix(_ASIDE)
         if name == folder:
             return
-        if name in self.place.folders():  # of the same step, before the run went back
-            self.place.remove(name)
-        self.place.rename(folder, name)
+        if name in self.storage.folders():  # of the same step, before the run went back
+            self.storage.remove(name)
+        self.storage.rename(folder, name)
 
     def prune(self, keeping: Checkpointing, step: int) -> None:
         """Remove what need not be kept when a step is saved; the newest of those that are finite always stay.
@@ -115,21 +115,23 @@ class Shelf:
             if old or left:
                 folder = folder_of(one)
                 self._remove_index(folder)
-                if self.place.is_local or self.place.sizes(folder):
-                    self.place.remove(folder)
+                if self.storage.is_local or self.storage.sizes(folder):
+                    self.storage.remove(folder)
 
     def _firsts(self, every: int) -> Iterator[int]:
         """Yield the first complete checkpoint at or after each multiple of so many steps, before the next multiple."""
         for multiple, found in groupby(sorted(self.steps()), key=lambda step: step // every):
             steps = list(found)
-            complete = steps if len(steps) == 1 else (one for one in steps if FILE in self.place.sizes(folder_of(one)))
+            complete = (
+                steps if len(steps) == 1 else (one for one in steps if FILE in self.storage.sizes(folder_of(one)))
+            )
             if multiple > 0:
                 yield from islice(complete, 1)
 
     def _remove_index(self, folder: str) -> None:
         """Make a folder no checkpoint, before anything else in it changes: a crash may follow."""
-        if FILE in self.place.sizes(folder):
-            self.place.remove(f"{folder}/{FILE}")
+        if FILE in self.storage.sizes(folder):
+            self.storage.remove(f"{folder}/{FILE}")
 
 
 def refuse_other(index: CheckpointIndex, pieces: Sequence[StatePiece], where: str) -> None:
@@ -147,9 +149,9 @@ def refuse_other(index: CheckpointIndex, pieces: Sequence[StatePiece], where: st
         raise InputError.of(where, f"does not fit: {'; '.join(faults[:3])}{more}. {remedy}")
 
 
-def newest(place: Storage) -> tuple[CheckpointIndex | None, tuple[str, ...]]:
+def newest(storage: Storage) -> tuple[CheckpointIndex | None, tuple[str, ...]]:
     """Return the newest checkpoint that is complete and finite, and remarks on those passed over."""
-    shelf = Shelf(place=place)
+    shelf = Shelf(storage=storage)
     try:
         found = next(shelf.usable(), None)
     except StorageError as error:

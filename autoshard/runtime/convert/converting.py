@@ -140,34 +140,39 @@ class _SourceModel:
         return str(self.config["model_type"]) if self.config else None
 
 
-def convert(asked: Conversion, say: Callable[[CopyProgress], None]) -> Done:
+def convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Done:
     """Convert; a killed conversion is taken up, and nothing has its name before it is complete."""
-    form = form_of(asked.source)
-    known = _source_model(asked, form)
-    source = open_weights(asked.source, form, known.family, known.model)
+    form = form_of(conversion.source)
+    known = _source_model(conversion, form)
+    source = open_weights(conversion.source, form, known.family, known.model)
     dtypes = {
-        name: DTYPES[asked.dtype] if asked.dtype and "/" not in name else dtype for name, dtype in source.dtypes.items()
+        name: DTYPES[conversion.dtype] if conversion.dtype and "/" not in name else dtype
+        for name, dtype in source.dtypes.items()
     }
-    final = asked.target
-    if asked.form == "autoshard":
-        final = asked.target / folder_of(source.state.step if source.state else 0)
+    final = conversion.target
+    if conversion.form == "autoshard":
+        final = conversion.target / folder_of(source.state.step if source.state else 0)
     taken = final.exists() and (final.is_file() or any(final.iterdir()))
     require((not taken, str(final), "exists already. Name another place, or remove it"))
-    outputs = ours_outputs(asked.plan, source, dtypes) if asked.form == "autoshard" else _outputs(asked, known, dtypes)
+    outputs = (
+        ours_outputs(conversion.plan, source, dtypes)
+        if conversion.form == "autoshard"
+        else _outputs(conversion, known, dtypes)
+    )
     aside = final.with_name(f"{final.name}{_ASIDE}")
-    need_bytes, target = sum(one.num_bytes for one in outputs), asked.target.resolve()
+    need_bytes, target = sum(one.num_bytes for one in outputs), conversion.target.resolve()
     there = next(one for one in (target, *target.parents) if one.exists())
     begun = sum(one.stat().st_size for one in aside.rglob("*") if one.is_file())
     free = shutil.disk_usage(there).free + begun
     message = f"{format_bytes(need_bytes)} are to be written, and the disk has {format_bytes(free)} left"
-    require((need_bytes <= free, str(asked.target), message))
+    require((need_bytes <= free, str(conversion.target), message))
     copying = Copying(source, outputs, aside, say)
-    written = copying.run(asked.workers)
-    if asked.form == "autoshard":
-        finish_ours(aside, known.model, asked.plan, source, list(zip(outputs, written, strict=True)))
-    _finish(asked, known, outputs, aside)
+    written = copying.run(conversion.workers)
+    if conversion.form == "autoshard":
+        finish_ours(aside, known.model, conversion.plan, source, list(zip(outputs, written, strict=True)))
+    _finish(conversion, known, outputs, aside)
     (aside / JOURNAL).unlink()
-    if asked.form == "pt":
+    if conversion.form == "pt":
         (aside / final.name).rename(final)
         aside.rmdir()
     else:
@@ -175,56 +180,58 @@ def convert(asked: Conversion, say: Callable[[CopyProgress], None]) -> Done:
             final.rmdir()  # an empty folder
         Storage.of(str(final.resolve().parent)).rename(aside.name, final.name)
     num_bytes, kept = sum(one.num_bytes for one in written), copying.kept_bytes
-    return Done(folder=asked.target, form=asked.form, num_files=len(written), num_bytes=num_bytes, kept_bytes=kept)
+    return Done(
+        folder=conversion.target, form=conversion.form, num_files=len(written), num_bytes=num_bytes, kept_bytes=kept
+    )
 
 
-def _source_model(asked: Conversion, form: Form) -> _SourceModel:
+def _source_model(conversion: Conversion, form: Form) -> _SourceModel:
     """Find out which model it is: from --model, from a file beside the weights, or from a plan."""
-    needs_config = {"hf", "pt", "nxd"} & {form, asked.form}
-    source, upwards = asked.source, asked.source.resolve().parents
+    needs_config = {"hf", "pt", "nxd"} & {form, conversion.form}
+    source, upwards = conversion.source, conversion.source.resolve().parents
     folders = [source.parent if source.is_file() else source]  # where a configuration, or the plan of a run, may lie
     folders += list(upwards)[:2] if form == "autoshard" else [source / "model"] if form == "nxd" else []
-    for where in (asked.model, *(str(one) for one in folders if (one / CONFIG).is_file())):
+    for where in (conversion.model, *(str(one) for one in folders if (one / CONFIG).is_file())):
         if where is None:
             continue
         model, path = load_model(where), Path(where)
         folder = path if path.is_dir() else path.parent if path.is_file() else None
-        if asked.plan:
-            refuse_other_model((folder or path) / CONFIG, model, asked.plan.model)
+        if conversion.plan:
+            refuse_other_model((folder or path) / CONFIG, model, conversion.plan.model)
         return _SourceModel(model=model, config=load_config(where), folder=folder)
     plans = [load(path) for one in folders if (path := one / "plan.json").is_file()]
-    model = next((plan.model for plan in (*plans, asked.plan) if plan), None)
+    model = next((plan.model for plan in (*plans, conversion.plan) if plan), None)
     nothing = "nothing beside it says which model it is. Type --model with a card's name or a config.json"
     if model is None:
-        raise InputError.of(str(asked.source), nothing)
+        raise InputError.of(str(conversion.source), nothing)
     card = model.name if model.name in model_names() and load_model(model.name) == model else None
     cardless = f"its model, {model.name}, has no card. Type --model with the config.json of its plan"
-    require((bool(card) or not needs_config, str(asked.source), cardless))
+    require((bool(card) or not needs_config, str(conversion.source), cardless))
     return _SourceModel(model=model, config=load_config(card) if card else None)
 
 
-def _outputs(asked: Conversion, known: _SourceModel, dtypes: Mapping[str, torch.dtype]) -> list[TargetFile]:
+def _outputs(conversion: Conversion, known: _SourceModel, dtypes: Mapping[str, torch.dtype]) -> list[TargetFile]:
     assert known.family, "its configuration was needed"
-    if asked.form == "nxd":
-        if asked.plan is None:
+    if conversion.form == "nxd":
+        if conversion.plan is None:
             raise InputError.of("--to nxd", "needs --plan: it says how many ranks tp and pp have, and who holds what")
-        return nxd_outputs(asked.plan, known.family, known.model, dtypes, asked.qkv)
-    if asked.form == "pt":
-        return state_outputs(known.family, known.model, dtypes, asked.target.name)
+        return nxd_outputs(conversion.plan, known.family, known.model, dtypes, conversion.qkv)
+    if conversion.form == "pt":
+        return state_outputs(known.family, known.model, dtypes, conversion.target.name)
     return hf_outputs(known.family, known.model, dtypes)
 
 
-def _finish(asked: Conversion, known: _SourceModel, outputs: list[TargetFile], aside: Path) -> None:
+def _finish(conversion: Conversion, known: _SourceModel, outputs: list[TargetFile], aside: Path) -> None:
     """Write the files beside weights: indexes, configurations, tokenizers."""
-    if asked.form == "pt":
+    if conversion.form == "pt":
         return
-    beside = asked.target if asked.form == "autoshard" else aside
-    if asked.form == "nxd":
+    beside = conversion.target if conversion.form == "autoshard" else aside
+    if conversion.form == "nxd":
         finish_nxd(aside)
-    if known.config and asked.form == "hf":
+    if known.config and conversion.form == "hf":
         finish_hf(aside, outputs, known.config)
     elif known.config:
         write_json(beside / CONFIG, known.config)
-    for folder in (known.folder, asked.tokenizer):
+    for folder in (known.folder, conversion.tokenizer):
         if folder:
             copy_companions(folder, beside)

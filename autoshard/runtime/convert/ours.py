@@ -37,7 +37,7 @@ def checkpoint_of(path: Path) -> tuple[Path, CheckpointIndex] | None:
     """Return the newest checkpoint of a folder, a run's among them, or the one that the folder is; None without any."""
     step = step_of(path.name)
     if step is not None and (path / FILE).is_file():
-        return path, Shelf(place=Storage.of(str(path.parent))).open(step)
+        return path, Shelf(storage=Storage.of(str(path.parent))).open(step)
     for folder in (path, path / "checkpoints"):
         found, remarks = newest(Storage.of(str(folder))) if folder.is_dir() else (None, ())
         if found:

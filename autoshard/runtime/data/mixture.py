@@ -125,7 +125,7 @@ class Windows:
         """Samples of an epoch."""
         return max(0, -(-(self.num_tokens - 1) // self.seq_len))
 
-    def place(self, number: int) -> tuple[int, int]:
+    def span(self, number: int) -> tuple[int, int]:
         """Return the first token of a sample and how many it has, at most one more than a sequence is long."""
         first = number * self.seq_len
         return first, min(self.seq_len + 1, self.num_tokens - first)
@@ -145,7 +145,7 @@ class Packs:
         """Samples of an epoch."""
         return len(self.firsts)
 
-    def place(self, number: int) -> tuple[int, int]:
+    def span(self, number: int) -> tuple[int, int]:
         """Return the first token of a sample and how many it has."""
         return int(self.firsts[number]), int(self.counts[number])
 
@@ -164,7 +164,7 @@ def packs(lengths: Array, seq_len: int) -> Packs:
         after = int(np.searchsorted(ends, begin + seq_len + 1, side="right"))
         if after == document:  # it does not fit alone
             windows = Windows(num_tokens=int(lengths[document]), seq_len=seq_len)
-            places += [(begin + first, count) for first, count in map(windows.place, range(len(windows)))]
+            places += [(begin + first, count) for first, count in map(windows.span, range(len(windows)))]
             after = document + 1
         else:
             places.append((begin, int(ends[after - 1]) - begin))
@@ -232,7 +232,7 @@ class WeightTree:
     def of(cls, weights: Sequence[float]) -> "WeightTree":
         """Build the tree of some positive weights.
 
-        >>> WeightTree.of([3, 1]).chosen(np.arange(8))[0].tolist()
+        >>> WeightTree.of([3, 1]).assigned(np.arange(8))[0].tolist()
         [0, 0, 1, 0, 0, 0, 1, 0]
         """
         nodes: list[tuple[float, int, WeightTree | int]] = [
@@ -246,14 +246,14 @@ class WeightTree:
         node = nodes[0][2]
         return node if isinstance(node, WeightTree) else cls(node)
 
-    def chosen(self, numbers: Array) -> tuple[Array, Array]:
+    def assigned(self, numbers: Array) -> tuple[Array, Array]:
         """Return the set of each sample, and how many samples of that set come before it."""
         before = self._left_of_first(numbers)
         goes_left = self._left_of_first(numbers + 1) > before
         sets, counts = np.empty_like(numbers), np.empty_like(numbers)
         for side, mine, local in ((self.left, goes_left, before), (self.right, ~goes_left, numbers - before)):
             if isinstance(side, WeightTree):
-                sets[mine], counts[mine] = side.chosen(local[mine])
+                sets[mine], counts[mine] = side.assigned(local[mine])
             elif side is not None:
                 sets[mine], counts[mine] = side, local[mine]
         return sets, counts
@@ -289,15 +289,15 @@ class DataMixture:
         counted = np.zeros((count, self.seq_len), np.bool_)
         starts = np.zeros((count, self.seq_len), np.int64)
         for row, (number, sample) in enumerate(zip(*self.members(first, count), strict=True)):
-            chosen = self.sets[number]
-            span = chosen.stream.read(*chosen.cut.place(sample))
+            one = self.sets[number]
+            span = one.stream.read(*one.cut.span(sample))
             tokens[row, : len(span.tokens)] = span.tokens
             counted[row], starts[row] = self._labels(span)
         return Samples(tokens=tokens, counted=counted, document_starts=starts)
 
     def members(self, first: int, count: int) -> tuple[list[int], list[int]]:
         """Return the set of each sample, and its number in that set."""
-        which, before = self.shares.chosen(np.arange(first, first + count))
+        which, before = self.shares.assigned(np.arange(first, first + count))
         numbers = np.empty_like(before)
         for number, one in enumerate(self.sets):
             epochs, places = np.divmod(before, len(one.cut))

@@ -222,13 +222,13 @@ def test_a_place_that_ranks_do_not_share_is_found_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As with two nodes that have a folder of the same name each."""
-    real = resume.place_of
+    real = resume.storage_of
 
     def own(run: Any) -> Storage:
-        place = real(run)
-        return Storage(place.system, f"{place.root}-{torch.distributed.get_rank()}")
+        storage = real(run)
+        return Storage(storage.system, f"{storage.root}-{torch.distributed.get_rank()}")
 
-    monkeypatch.setattr(resume, "place_of", own)
+    monkeypatch.setattr(resume, "storage_of", own)
     with pytest.raises(InputError, match=r"rank 1: .* does not see what rank 0 writes there.*that all nodes share"):
         two_ranks(tmp_path)
     assert not list((tmp_path / "checkpoints-0").iterdir()), "nothing is left"

@@ -30,7 +30,7 @@ _stores = itertools.count()
 
 @pytest.fixture(params=["folder", "store"])
 def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> Shelf:
-    return Shelf(place=Storage.of(str(tmp_path) if request.param == "folder" else in_memory()))
+    return Shelf(storage=Storage.of(str(tmp_path) if request.param == "folder" else in_memory()))
 
 
 def in_memory() -> str:
@@ -43,14 +43,14 @@ def put(shelf: Shelf, step: int, *, finite: bool = True) -> None:
     state = RunState(step=step, num_updates=step, next_sample=step)
     sizes = {"rank-00000.safetensors": 8}
     index = CheckpointIndex(state=state, model="tiny", candidate="tp=1", finite=finite, files=sizes, tensors={})
-    shelf.place.write(f"{folder}/{FILE}", dump_index(index))
+    shelf.storage.write(f"{folder}/{FILE}", dump_index(index))
     shelf.publish(folder)
 
 
 def begun(shelf: Shelf, step: int) -> str:
     shelf.make_ready(step, shelf.steps())
     folder = shelf.folder(step)
-    shelf.place.write(f"{folder}/rank-00000.safetensors", b"12345678")
+    shelf.storage.write(f"{folder}/rank-00000.safetensors", b"12345678")
     return folder
 
 
@@ -61,8 +61,8 @@ def usable(shelf: Shelf) -> list[int]:
 def test_what_is_damaged_unfinished_or_not_finite_is_passed_over_with_a_remark(shelf: Shelf) -> None:
     for step in (2, 4, 6, 8, 10):
         put(shelf, step, finite=step != 6)
-    shelf.place.remove(f"step-00000010/{FILE}")
-    shelf.place.remove("step-00000008/rank-00000.safetensors")
+    shelf.storage.remove(f"step-00000010/{FILE}")
+    shelf.storage.remove("step-00000008/rank-00000.safetensors")
     assert usable(shelf) == [4, 2]
     unfinished, damaged, infinite = shelf.remarks
     assert "step-00000010: was not finished: it has no index" in unfinished
@@ -79,7 +79,7 @@ def test_a_step_that_is_saved_again_is_no_checkpoint_while_it_is_written(shelf: 
     put(shelf, 2)
     put(shelf, 4)
     begun(shelf, 4)
-    whole = [4, 2] if shelf.place.is_local else [2]  # files of a store have their names at once
+    whole = [4, 2] if shelf.storage.is_local else [2]  # files of a store have their names at once
     assert usable(shelf) == whole
     put(shelf, 4)
     assert usable(shelf) == [4, 2]
@@ -101,7 +101,7 @@ def test_what_a_run_saves_after_it_went_back_stays_and_what_it_left_goes(shelf: 
 def test_pruning_keeps_the_newest_finite_and_every_nth(
     saves: Sequence[tuple[int, bool]], keep_last: int, keep_every: int | None
 ) -> None:
-    shelf = Shelf(place=Storage.of(in_memory()))
+    shelf = Shelf(storage=Storage.of(in_memory()))
     there: dict[int, bool] = {}
     for step, finite in saves:
         put(shelf, step, finite=finite)
@@ -123,7 +123,7 @@ def test_pruning_keeps_the_newest_finite_and_every_nth(
 
 
 def test_a_save_that_failed_is_not_what_is_kept_for_good() -> None:
-    shelf = Shelf(place=Storage.of(in_memory()))
+    shelf = Shelf(storage=Storage.of(in_memory()))
     begun(shelf, 4)
     for step in (5, 6, 7):
         put(shelf, step)
@@ -143,15 +143,15 @@ def test_a_file_of_a_store_is_not_seen_before_it_is_whole() -> None:
         def discard(self) -> None:
             sent.clear()
 
-    place = Storage.of(in_memory())
+    memory = Storage.of(in_memory())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place.system, "open", lambda path, mode, **options: Upload(place.system, path, mode, **options))
-        with pytest.raises(StorageError, match="given up"), place.writing("a") as file:
+        patch.setattr(memory.system, "open", lambda path, mode, **options: Upload(memory.system, path, mode, **options))
+        with pytest.raises(StorageError, match="given up"), memory.writing("a") as file:
             file.write(b"12")
             raise StorageError("given up")
         del file
         assert sent == []
-        place.write("a", b"12")
+        memory.write("a", b"12")
         assert sent == [b"12"]
 
 

@@ -41,13 +41,13 @@ def test_permutations_look_random() -> None:
 
 @given(weights=WEIGHTS, count=st.integers(1, 2000), first=st.integers(0, 10**15))
 def test_every_beginning_of_a_mixture_keeps_its_weights(weights: list[float], count: int, first: int) -> None:
-    which, before = WeightTree.of(weights).chosen(np.arange(count))
+    which, before = WeightTree.of(weights).assigned(np.arange(count))
     counts = (which[:, None] == np.arange(len(weights))).cumsum(axis=0)
     assert (before == counts[np.arange(count), which] - 1).all(), "each set's samples come in order, none twice"
     share = np.array(weights) / sum(weights)
     assert np.abs(counts - np.arange(1, count + 1)[:, None] * share).max() < 2
     numbers = np.arange(first, first + 50)  # far from the beginning
-    which, before = WeightTree.of(weights).chosen(numbers)
+    which, before = WeightTree.of(weights).assigned(numbers)
     assert (np.abs(before - share[which] * numbers) < 2 + 1e-8 * numbers).all()
 
 
@@ -57,7 +57,7 @@ def test_packs_hold_whole_documents_and_every_label_once(lengths: list[int], seq
     ends = np.cumsum(lengths)
     begins = dict(zip((ends - lengths).tolist(), lengths, strict=True))
     labels: list[int] = []
-    for first, count in map(found.place, range(len(found))):
+    for first, count in map(found.span, range(len(found))):
         assert 1 <= count <= seq_len + 1
         if first in begins and begins[first] <= seq_len + 1:
             assert first + count in ends, "a document that fits is not cut"
