@@ -172,7 +172,10 @@ class TensorEdge:
         """Price the edge: axes for the maker's choices, for what the group takes (1 if it is empty), and the others."""
         delivered = self.deliveries(self._others(group))
         again = self._again(delivered) if self._late - set(group) else np.False_
-        price = (self._forward(delivered) * (1.0 + again) + self._back(delivered))[:, None]
+        goals = [self._in_maker_dims(one.taken) for one in delivered]
+        pending = "maxima" if any(layout.maxima for layout in self.made) else "sums"
+        forward_s = self.flow.change_s(self.source.dims, self.source.dtype, self.made, goals, pending)
+        price = (forward_s * (1.0 + again) + self._back(delivered))[:, None]
         sums, as_made = self._sums(delivered), self._as_made(delivered)[:, None]
         if not group:
             allowed = self._due(sums, sums)[:, None] & (as_made if self._counts_slots else np.True_)
@@ -195,12 +198,6 @@ class TensorEdge:
         read_as_made = self._maker_reads or bool(self._late & set(group))
         both = there + np.where(stays & read_as_made & ~self._as_made(delivered), here, 0.0)
         return np.where(self._again(delivered), here, both)
-
-    def _forward(self, deliveries: Sequence[Delivery]) -> Table:
-        """Price the way from each of the maker's choices to each delivery."""
-        goals = [self._in_maker_dims(one.taken) for one in deliveries]
-        pending = "maxima" if any(layout.maxima for layout in self.made) else "sums"
-        return self.flow.change_s(self.source.dims, self.source.dtype, self.made, goals, pending)
 
     def _again(self, deliveries: Sequence[Delivery]) -> Mask:
         """Return where a gathered tensor is not kept, so that backward gathers it again."""

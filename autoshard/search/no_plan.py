@@ -102,14 +102,20 @@ def _changes(request: Request) -> Iterator[Iterable[Change]]:
 def question_faults(request: Request, option: str = "--fix") -> tuple[Fault, ...]:
     """Return what is wrong with the question itself: what the Rules say against every layout that it leaves.
 
-    ``option`` is the option with which the pins were given. Reasons with the same remedy are one fault.
+    ``option`` is the option with which the pins were given: ``tp=3: ...`` becomes a fault of the option that says so,
+    ``--fix tp=3: ...``. Reasons with the same remedy are one fault.
     """
     found = [_against_all(request, engine) for engine in request.engines]
-    if not all(found):
-        return ()
     distinct: dict[tuple[str, str], Fault] = {}
-    for message in (message for messages in found for message in messages):
-        fault = _fault(message, request, option)
+    for message in (message for messages in found if all(found) for message in messages):
+        head, colon, rest = message.partition(": ")
+        key, _, value = head.partition("=")
+        if colon and key in _OPTIONS:
+            fault = Fault(where=f"{_OPTIONS[key]} {value}", message=rest)
+        elif colon and request.pins.keys() & {pair.partition("=")[0] for pair in head.split(",")}:
+            fault = Fault(where=f"{option} {head}", message=rest)
+        else:
+            fault = Fault(where="", message=message)
         distinct.setdefault((fault.where, fault.message.rpartition(". ")[2]), fault)
     return tuple(distinct.values())
 
@@ -145,8 +151,7 @@ def _against_all(request: Request, engine: Engine) -> list[str]:
 
     Where the pinned sizes leave no layout at all, return what the Rules say about a candidate with these sizes.
     """
-    rules = (*all_rules(), *request.extra_rules)
-    keys = {rule.id: rule.keys for rule in rules}
+    keys = {rule.id: rule.keys for rule in (*all_rules(), *request.extra_rules)}
     given = {*_OPTIONS, *request.pins}
     ruled = legal_space(request, engine)
     if ruled.num_points:
@@ -157,13 +162,3 @@ def _against_all(request: Request, engine: Engine) -> list[str]:
     reasons = rejections_of(request, replace(Candidate(), **{**usual, **request.pins}), engine)
     about_pins = [reason for reason in reasons if keys[reason.rule_id] <= given]
     return [reason.message for reason in about_pins or reasons]
-
-
-def _fault(message: str, request: Request, option: str) -> Fault:
-    """Turn ``tp=3: ...`` into a fault of the option that says so: ``--fix tp=3: ...``."""
-    head, colon, rest = message.partition(": ")
-    key, _, value = head.partition("=")
-    if colon and key in _OPTIONS:
-        return Fault(where=f"{_OPTIONS[key]} {value}", message=rest)
-    pinned = colon and request.pins.keys() & {pair.partition("=")[0] for pair in head.split(",")}
-    return Fault(where=f"{option} {head}" if pinned else "", message=rest if pinned else message)

@@ -18,7 +18,7 @@ from autoshard.plan.lowering import split_pending
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.space import Space, terms_s
+from autoshard.search.space import Space
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
@@ -76,9 +76,11 @@ class PricedLayouts(PerCandidate):
         fixed = np.full(len(self.numbers[rows]), self.question.calibration.step_s)
         if not self.question.terms:
             return fixed
-        space = self.space.only(rows)
+        question, space = self.question, self.space.only(rows)
         sizes = {**space.rows, "vp": np.broadcast_to(chunks, len(fixed))}
-        return fixed + terms_s(self.question, replace(space, base=base, rows=sizes))
+        plain = replace(space, base=replace(base, stages=None), rows=sizes, recomputes=((Recompute(),),))
+        columns = plain.columns(question.model, question.cluster, question.workload, 0)
+        return fixed + sum(term.of(columns) for term in question.terms)
 
 
 class LayoutPricer:

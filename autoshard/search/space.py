@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autoshard.cost.setting import Question
 from autoshard.cost.stages import PerCandidate
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Columns, Engine, effective_names, kernels_fault
-from autoshard.schedule.waves import Floats, Ints
+from autoshard.schedule.waves import Ints
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
@@ -46,11 +44,6 @@ class Space(PerCandidate):
         """Layouts times kinds of recompute."""
         return self.num_layouts * len(self.recomputes)
 
-    @property
-    def sequence_parallel(self) -> NDArray[np.bool_]:
-        """Whether each layout cuts the sequence over tp between the products."""
-        return self.rows["tp"] > 1 if self.sp is None else np.full(self.num_layouts, self.sp)
-
     def candidate(self, index: int, recompute: int) -> Candidate:
         """Return one candidate."""
         sizes = {key: int(self.rows[key][index]) for key in KEYS}
@@ -60,14 +53,9 @@ class Space(PerCandidate):
         """Return the layouts with one kind of recompute as the Rules read them."""
         base = replace(self.base, recompute=self.recomputes[recompute])
         shared = Columns.of(base, model, cluster, workload, self.engine)
-        return replace(shared, **self.rows, sp=self.sequence_parallel)
-
-
-def terms_s(question: Question, space: Space) -> Floats:
-    """Return what the user's own terms add to every layout of a space."""
-    plain = replace(space, base=replace(space.base, stages=None), recomputes=((Recompute(),),))
-    columns = plain.columns(question.model, question.cluster, question.workload, 0)
-    return sum((term.of(columns) for term in question.terms), np.zeros(space.num_layouts))
+        # whether each layout cuts the sequence over tp between the products
+        sp = self.rows["tp"] > 1 if self.sp is None else np.full(self.num_layouts, self.sp)
+        return replace(shared, **self.rows, sp=sp)
 
 
 def whole_space(model: ModelSpec, cluster: Cluster, workload: Workload, engine: Engine, pins: Pins) -> Space:
