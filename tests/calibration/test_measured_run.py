@@ -58,7 +58,6 @@ def test_precisions(text: str | None, formats: str):
         ({"cp": 2, "dp": 1}, "cp=2,dp=1,cp_order=zigzag,kernels=mcore", "cp_kind"),
         ({"recompute": "full (uniform, 1 layer)"}, "recompute=full,kernels=mcore", ""),
         ({"recompute": "selective (core attention)"}, "recompute=selective[attend],kernels=mcore", ""),
-        ({"recompute": "selective"}, "recompute=selective[attend],kernels=mcore", ""),
         ({"recompute": "full:3", "framework": None}, "recompute=full:3", "framework"),
         ({"recompute": " Unknown "}, "kernels=mcore", "recompute"),
         ({"framework": "Megatron-LM + TransformerEngine 2.11"}, "", ""),  # what h100-80 usually runs

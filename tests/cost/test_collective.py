@@ -118,7 +118,6 @@ def faster(link, factor):
         ("trn1.32xlarge", 8, "memory", 192e9 / 2),
         ("trn1.32xlarge", 32, "memory", 192e9),
         # The memory of a chip is no torus, so that all of it serves a ring of part of the node.
-        ("trn1.32xlarge", 2, "wires", 136e9),
         ("trn1.32xlarge", 8, "wires", 136e9),
     ],
 )

@@ -9,13 +9,12 @@ from hypothesis import given, strategies as st
 
 from autoshard.cost.predict import plan_cost
 from autoshard.cost.stages import counts_of, most_kept
-from autoshard.cost.step import StageLayers, step_cost
+from autoshard.cost.step import step_cost
 from autoshard.cost.update import num_shards, per_weight, state_bytes, update_cost
-from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import PipelineTimes, ideal_bubble, simulate
 from autoshard.spec.workload import Precision
-from tests.cost.cases import EVERYONE, NO_WORK, ask, block, cost_of, pipeline, plan_of, priced, setting, workload
+from tests.cost.cases import EVERYONE, ask, block, cost_of, pipeline, plan_of, priced, setting, workload
 
 
 def made(builder, num_ranks, num_micro_batches, num_chunks=1):
@@ -216,12 +215,6 @@ def test_ranks_hold_tied_tables_once_untied_ones_twice_and_experts_spread_over_e
     assert weights(own, "tp=1,pp=1,dp=8") == weights(own, "tp=1,pp=4,dp=2") == own.model.num_parameters
     experts = 32 * 8 * 3 * 4096 * 14336
     assert weights(moe, "tp=1,dp=8,ep=8") == moe.model.num_parameters - experts * 7 // 8
-
-
-def test_a_stage_splits_its_layers_by_kind_of_recompute():
-    stage = StageLayers.of(5, Recompute.parse("full:2"), is_first=True, is_last=True)
-    layers = [("layer", Recompute.parse("full"), 2), ("layer", NO_WORK, 3)]
-    assert stage.contents() == [("embed", NO_WORK, 1), *layers, ("head", NO_WORK, 1)]
 
 
 def test_a_step_is_made_of_its_blocks():
