@@ -46,6 +46,11 @@ class StoredBox:
     num_bytes: int
     crc32: int
 
+    @property
+    def place(self) -> Box:
+        """Where it lies in the tensor, and how long it is along each axis."""
+        return self.offsets, self.lengths
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:

@@ -111,10 +111,26 @@ def joined_tensors(files: Iterable[RankFile]) -> dict[str, StoredTensor]:
         for name, tensor in file.tensors.items():
             boxes[name] += tensor.boxes
     for name, tensor in found.items():
-        missing = math.prod(tensor.shape) - sum(math.prod(box.lengths) for box in boxes[name])
-        if missing or len({box.offsets for box in boxes[name]}) < len(boxes[name]):
+        if not _fill_once(tensor.shape, boxes[name]):
             raise StorageError(f"{name}: the boxes of all ranks do not fill it exactly once")
     return {name: replace(tensor, boxes=tuple(boxes[name])) for name, tensor in found.items()}
+
+
+def _fill_once(shape: tuple[int, ...], boxes: Sequence[StoredBox]) -> bool:
+    """Say whether boxes fill a tensor without overlap, by a sweep along the axis that they cut most often."""
+    inside = all(0 <= low <= low + n <= size for b in boxes for low, n, size in zip(*b.place, shape, strict=True))
+    if not inside or sum(math.prod(box.lengths) for box in boxes) != math.prod(shape):
+        return False
+    axis = max(range(len(shape)), key=lambda axis: len({box.offsets[axis] for box in boxes}), default=0)
+    open_boxes = list[StoredBox]()
+    for box in sorted(boxes, key=lambda one: one.offsets[axis:]):
+        open_boxes = [
+            one for one in open_boxes if not shape or one.offsets[axis] + one.lengths[axis] > box.offsets[axis]
+        ]
+        if any(overlap(box.place, one.place) for one in open_boxes):
+            return False
+        open_boxes.append(box)
+    return True
 
 
 class Saver:

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from autoshard.engine.base import Engine, Run
 from autoshard.engine.placement import StatePiece
 from autoshard.errors import InputError
+from autoshard.layout.shards import Box
 from autoshard.plan.plan import Plan
 from autoshard.runtime import resume
 from autoshard.runtime.checkpoint import files, saver
@@ -67,15 +68,32 @@ def test_one_number_that_is_not_finite_is_found(dtype: torch.dtype, bad: float |
     assert files.is_finite(numbers) == (bad is None)
 
 
-@pytest.mark.parametrize("second", [(5, 3), (4, 5), (0, 4)])
-def test_boxes_that_leave_a_gap_or_overlap_are_refused(second: tuple[int, int]) -> None:
-    def file(offset: int, length: int) -> RankFile:
-        box = StoredBox((offset,), (length,), "a", 0, 4 * length, 0)
-        return RankFile(file="a", num_bytes=0, finite=True, tensors={"weight/w": StoredTensor("F32", (9,), (box,))})
+def _file(boxes: list[Box], shape: tuple[int, ...]) -> RankFile:
+    stored = tuple(StoredBox(offsets, lengths, "a", 0, 0, 0) for offsets, lengths in boxes)
+    return RankFile(file="a", num_bytes=0, finite=True, tensors={"weight/w": StoredTensor("F32", shape, stored)})
 
-    assert len(joined_tensors([file(0, 5), file(5, 4)])["weight/w"].boxes) == 2
-    with pytest.raises(StorageError, match="weight/w: the boxes of all ranks do not fill it exactly once"):
-        joined_tensors([file(0, 5), file(*second)])
+
+@given(shape=st.lists(st.integers(1, 5), max_size=3).map(tuple), data=st.data())
+def test_boxes_fill_a_tensor_where_every_element_lies_in_one(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """Boxes of random cuts, of which one may be moved or put in twice, against a count of every element."""
+    boxes: list[Box] = [((0,) * len(shape), shape)]
+    for axis in data.draw(st.lists(st.sampled_from(range(len(shape))), max_size=6)) if shape else ():
+        low, n = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        cut = data.draw(st.integers(0, n[axis]))
+        boxes.append((low, (*n[:axis], cut, *n[axis + 1 :])))
+        boxes.append(((*low[:axis], low[axis] + cut, *low[axis + 1 :]), (*n[:axis], n[axis] - cut, *n[axis + 1 :])))
+    if data.draw(st.booleans()):
+        low, n = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        moved = tuple(data.draw(st.integers(0, size - own)) for size, own in zip(shape, n, strict=True))
+        boxes += [(moved, n)] * data.draw(st.integers(0, 2))
+    count = np.zeros(shape, dtype=int)
+    for low, n in boxes:
+        count[tuple(slice(one, one + own) for one, own in zip(low, n, strict=True))] += 1
+    if boxes and (count == 1).all():
+        assert set(joined_tensors([_file(boxes, shape)])) == {"weight/w"}
+    else:
+        with pytest.raises(StorageError, match="exactly once"):
+            joined_tensors([_file(boxes, shape)])
 
 
 @pytest.mark.ranks
