@@ -84,7 +84,7 @@ def from_the_sequence(positions: Any, *document_starts: Any) -> Any:
 # attention does not see; the tests of kernels do.
 FAULTS = {
     "attention does not stop": (attention_kernels, "visible_pairs", without_documents),
-    "learned positions do not start again": (indexing_kernels, "places", from_the_sequence),
+    "learned positions do not start again": (indexing_kernels, "document_positions", from_the_sequence),
 }
 
 
