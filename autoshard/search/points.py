@@ -34,7 +34,7 @@ class Points:
 
     @classmethod
     def of(cls, priced: PricedLayouts, variant: RunVariant, goal: Goal) -> "Points":
-        """Return all points of a variant whose layouts are priced, as far as they may fit, each with its bound."""
+        """Return all points of a variant whose layouts are priced and may fit in memory, each with its bound."""
         mine = np.flatnonzero(priced.orders == variant.space.base.cp_order)
         number = np.full(int(max(priced.numbers.max(), variant.layouts.max())) + 1, -1)
         number[priced.numbers[mine]] = mine
@@ -70,7 +70,7 @@ class Points:
             yield replace(self.only(shape.reshape(-1) == index), schedule=schedule)
 
     def solved(self, goal: Goal, below: float) -> StageFilling:
-        """Return the best way to fill the stages of each, as far as it may come to less."""
+        """Return the best filling of the stages of each point; only fillings below ``below`` are searched."""
         assert self.schedule, "points that are solved share a schedule"
         space, kinds, allowed = self.variant.space, self.priced.kinds, self.variant.allowed[:, self.places]
         pinned = space.recomputes[0] if len(space.recomputes) == 1 and space.recomputes[0] != (Recompute(),) else None
@@ -90,7 +90,7 @@ class Points:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Solution:
-    """An outer point with the best filling of its stages, and what that comes to."""
+    """An outer point with the best filling of its stages, and its value."""
 
     layout: int
     point: Points  # this one alone

@@ -1,9 +1,8 @@
-"""Best first: outer points by their bounds, each solved in full, until none that is left can be better.
+"""Best-first search: solve outer points in the order of their bounds, until no open bound is better.
 
-The block solver is asked about a layout of every kind of mesh, then about those that come out best, until it has been
-asked about all that stay there. A cutting names atoms, not sizes, so that one serves many layouts: the others are
-priced with the best of the answers. A layout that was solved for keeps to its own. Tables are solved for time alone:
-memory is saved by the outer search.
+The block solver solves one layout of every kind of mesh, and then the best layouts, until each of the best layouts has
+its own cutting. A cutting names atoms, not sizes, so that one cutting serves many layouts: layouts without their own
+are priced with the best cutting of others. The block solver minimises time alone; the outer search saves memory.
 """
 
 import heapq
@@ -28,15 +27,15 @@ from autoshard.search.priced_layouts import LayoutPricer, SolvedCutting, atom_co
 from autoshard.search.stage_filling import Goal
 from autoshard.spec.workload import DTYPE_BYTES
 
-_ALWAYS = 3  # of the best layouts are solved for, however few are shown, so that the best one does not depend on that
+_ALWAYS = 3  # best layouts get their own cutting, even if fewer are shown, so that the best one does not depend on it
 _FIRST = 4  # groups of points that are solved before points of the next variant are opened
 _AT_ONCE = 8  # points of a group that are solved together, those with the best bounds
-_TIE = 1e-8  # by how much times that count as equal differ at most
+_TIE = 1e-8  # relative: times that differ by less count as equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchProgress:
-    """How far a search has come."""
+    """The progress of a search."""
 
     num_done: int  # points that need no more work
     num_points: int
@@ -44,12 +43,12 @@ class SearchProgress:
     bound: float
 
 
-Watch = Callable[[SearchProgress], str]  # asked between any two steps: why to stop, or nothing
+Watch = Callable[[SearchProgress], str]  # called between two steps: returns the reason to stop, or nothing
 Row = tuple[Terms, int]  # a layout, cut under some terms
 
 
 class Pool:
-    """The points of a space, and what is known of them so far."""
+    """The points of a space: waiting, open or solved, and the best solution of each layout."""
 
     def __init__(self, question: Question, legal: LegalSpace, goal: Goal, pins: tuple[Pin, ...] = ()) -> None:
         self._question, self._legal, self._goal, self._pins = question, legal, goal, pins
@@ -60,12 +59,12 @@ class Pool:
             self._first[variant] = sum(len(one.layouts) for one in self._first)
             self._variants[variant.terms].append(variant)
         self._bounded, self._solved, self._fits = np.zeros((3, legal.num_legal), dtype=bool)  # points
-        self._waiting: list[tuple[float, Points]] = []  # all points of a variant, or those that are left of them
+        self._waiting: list[tuple[float, Points]] = []  # not opened yet, with the least bound
         self._open: list[tuple[float, int, Points]] = []
-        self._passed: list[Points] = []  # no better than what is known: opened again if that is forgotten
+        self._passed: list[Points] = []  # not better than a known solution: opened again if that solution is dropped
         self._number = self._num_open = 0
         self._best: dict[int, Solution] = {}
-        # What a layout's solved points come to at least with a cutting.
+        # The least bound of the solved points of a layout under a cutting.
         self._least: dict[tuple[Terms, SolvedCutting, int], float] = {}
         self._exact = frozenset(ATOMS if pins else ("ep", "cp") if question.model.num_experts else ())
         sizes = atom_columns(question.model, legal.space)
@@ -73,10 +72,10 @@ class Pool:
         self._atoms = [frozenset(atom for atom, cuts in zip(sizes, row, strict=True) if cuts) for row in cut]
         self._cuttings: dict[Terms, list[SolvedCutting]] = defaultdict(list)
         self._own: dict[Row, SolvedCutting] = {}
-        self._refused: dict[Row, InputError] = {}  # layouts that cannot keep to what is pinned
+        self._refused: dict[Row, InputError] = {}  # layouts that cannot satisfy the pins
 
     def settle(self, count: int, watch: Watch) -> str:
-        """Solve points until so many of the best layouts are known, each with its own cutting; say why it ended."""
+        """Solve points until the ``count`` best layouts are known, each with its own cutting; return why it ended."""
         wanted = max(count, _ALWAYS)
         for terms in self._variants:
             for layouts in self._kinds(terms):
@@ -84,7 +83,7 @@ class Pool:
         if self._refused and not self._waiting:
             raise next(iter(self._refused.values()))
         while True:
-            # A few points of a variant give a limit that leaves out most of the next.
+            # The first points of a variant give a limit that excludes most points of the next variant.
             while self._open_next(self._limit(wanted)):
                 ended = self._explore(wanted, watch, most=_FIRST)
                 if ended:
@@ -98,17 +97,17 @@ class Pool:
 
     @property
     def solutions(self) -> list[Solution]:
-        """The best of every layout so far, best first."""
+        """The best solution of every layout so far, best first."""
         return sorted(self._best.values(), key=lambda one: one.order)
 
     @property
     def bound(self) -> float:
-        """What any point comes to at least, those solved and those left open."""
+        """A lower bound of all points: solved, open and waiting."""
         opened = self._open[0][0] if self._open else np.inf
         return min([opened, *self._least.values(), *(least for least, _ in self._waiting)])
 
     def certificate(self, legal: Certificate) -> Certificate:
-        """Complete what is known of the legal points with what became of them."""
+        """Add to a certificate how many points were solved, left out by their bounds, and too large."""
         value = min((one.value for one in self._best.values()), default=np.inf)
         num_too_large, num_solved = int((~self._bounded).sum()), int(self._solved.sum())
         return replace(
@@ -123,7 +122,7 @@ class Pool:
         )
 
     def _open_next(self, limit: float) -> bool:
-        """Open the points below a limit of the variant that promises most; say whether there was one."""
+        """Open the points below a limit of the variant with the least bound; return whether there was one."""
         least, points = min(self._waiting, key=lambda one: one[0], default=(np.inf, None))
         if points is None or least >= limit:
             return False
@@ -134,7 +133,7 @@ class Pool:
         return True
 
     def _explore(self, count: int, watch: Watch, most: float = np.inf) -> str:
-        """Solve what may be among so many best layouts, group by group, or at most so many groups of it."""
+        """Solve the points that may be among the ``count`` best layouts, at most ``most`` groups of them."""
         while self._open and most > 0:
             limit = self._limit(count)
             if self._open[0][0] >= limit:
@@ -165,7 +164,7 @@ class Pool:
         return SearchProgress(num_done=done, num_points=total, best=best, bound=min(best, self.bound))
 
     def _limit(self, count: int) -> float:
-        """Return what a point must stay below to matter."""
+        """Return the value of the layout at place ``count``; a point above it does not matter."""
         if self._goal.effort.exhaustive or len(self._best) < count:
             return np.inf
         return sorted(one.value for one in self._best.values())[count - 1] * (1 + _TIE)
@@ -187,12 +186,12 @@ class Pool:
             if fits[number]:
                 one, value = np.array([number]), float(values[number])
                 self._keep(Solution(layout=layout, point=points.only(one), filling=found.only(one), value=value))
-        # What is left is no better than the limit, but may be once that has risen.
+        # The other points are not better than this limit, but the limit may rise.
         left = ~fits & np.isfinite(found.bound)
         self._pass(replace(points, bound=np.maximum(found.bound, limit)).only(left))
 
     def _keep(self, one: Solution) -> None:
-        """Keep the best of a layout; one with another cutting may become that, if this one is forgotten."""
+        """Keep the best solution of a layout; keep the point of the other one, if its cutting differs, for later."""
         known = self._best.get(one.layout)
         first, second = (one, known) if known is None or one.order < known.order else (known, one)
         self._best[one.layout] = first
@@ -200,7 +199,7 @@ class Pool:
             self._pass(replace(second.point, bound=np.array([second.value])))
 
     def _learn(self, layouts: Sequence[int], terms: Terms) -> None:
-        """Solve for the first layout that can keep to what is pinned; price what a new cutting serves with it."""
+        """Solve the blocks of the first layout that satisfies the pins; price all layouts that a new cutting serves."""
         for layout in layouts:
             try:
                 candidate = self._legal.space.candidate(layout, 0)
@@ -222,7 +221,7 @@ class Pool:
             return
 
     def _forget(self, layout: int, terms: Terms, cutting: SolvedCutting) -> None:
-        """Drop what a layout came to with another cutting than its own, and open again what was passed over for it."""
+        """Drop the solution of a layout under another cutting than its own, and open again the points passed for it."""
         for other in self._cuttings[terms]:
             if other is not cutting:
                 self._least.pop((terms, other, layout), None)
@@ -252,16 +251,16 @@ class Pool:
                 self._wait(points)
 
     def _may_use(self, layouts: Sequence[int], terms: Terms, cutting: SolvedCutting) -> NDArray[np.bool_]:
-        """Say which layouts may keep to a cutting: to their own, or to any other as long as they have none."""
+        """Say which layouts may use a cutting: their own, or any as long as they have none of their own."""
         rows = [(terms, layout) for layout in layouts]
         allowed = (row not in self._refused and self._own.get(row, cutting) is cutting for row in rows)
         return np.fromiter(allowed, dtype=bool, count=len(rows))
 
     def _kinds(self, terms: Terms) -> Iterator[list[int]]:
-        """Yield the layouts of each kind that no cutting of another kind serves, those with the largest tp first.
+        """Yield the layouts of each kind of mesh, since no cutting serves two kinds; the largest tp comes first.
 
-        Of these first one that may well come out best, because that one is solved for anyway: with as few stages as
-        leave memory for other things than weights and gradients, and small micro-batches.
+        The first layout of a kind should be a likely winner, because a winner needs its own cutting anyway: few stages,
+        as long as weights and gradients fill at most half of the memory, and small micro-batches.
         """
         layouts = self._layouts(terms)
         rows, precision = self._legal.space.only(layouts).rows, self._question.workload.precision

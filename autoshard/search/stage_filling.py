@@ -81,9 +81,9 @@ class PathTables:
 
 
 def path_weights(schedule: Schedule) -> list[tuple[Floats, Floats]]:
-    """Return what lies on paths through GPipe and 1F1B: passes of each rank, and how often it waits for all later ones.
+    """Return how often paths through GPipe and 1F1B pass each rank, and how often they wait for all later ones.
 
-    GPipe's ranks do all F in a row, then all B. A rank of 1F1B comes to its steady state once all later ranks have
+    GPipe's ranks do all F in a row, then all B. A rank of 1F1B reaches its steady state once all later ranks have
     passed a micro-batch, and leaves it likewise; where there are too few micro-batches for a steady state it does all F
     in a row, then all B, the slower of which are at least half.
     """
@@ -97,24 +97,24 @@ def path_weights(schedule: Schedule) -> list[tuple[Floats, Floats]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What is minimised, in how much memory of a rank, and how far the search for it goes."""
+    """The objective, the memory of a rank, and the effort of the search."""
 
     objective: Literal["time", "memory"] = "time"
     capacity: Floats | float  # bytes, of all candidates or of each
     effort: Effort = field(default_factory=Effort)
 
     def value(self, filling: StageFilling) -> Floats:
-        """Return what fillings come to: seconds of a step, or bytes of the fullest rank."""
+        """Return the objective of fillings: seconds of a step, or bytes of the fullest rank."""
         return filling.time_s if self.objective == "time" else filling.peak_bytes
 
 
 def fill_stages(
     blocks: PipelineBlocks, choices: StageChoices, goal: Goal, below: float, rest_s: Floats
 ) -> StageFilling:
-    """Return the best filling of each candidate, as far as it may come to less than ``below``; its bound is of that.
+    """Return the best filling of each candidate, with a lower bound; only fillings below ``below`` are searched.
 
-    ``rest_s`` is what a step takes at least beside its micro-batches. Of the fillings that hold least, the fastest one
-    is returned.
+    ``rest_s`` is the least time of a step beside its micro-batches. If memory is the objective, the fastest of the
+    fillings with the least memory is returned.
     """
     schedule = blocks.schedule
     if goal.objective == "memory":
