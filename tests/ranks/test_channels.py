@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d
 import autoshard.engine.torch.engine as engine_module
 from autoshard.engine.torch.world import refuse_crossing
 from autoshard.errors import InputError
+from autoshard.schedule.builders import BUILDERS
 from autoshard.schedule.schedule import Schedule
 from tests.ranks.cases import Task, compare, gpt, llama, patched, plan_of, run_steps
 from tests.ranks.spawn import on_ranks
@@ -63,9 +64,10 @@ def test_what_comes_first_on_a_channel_is_what_is_wanted(text, model):
     compare(task.reference(), [steps[0] for steps in on_ranks(task.plan.mesh.num_ranks, run_without_tags, task)])
 
 
-@pytest.mark.parametrize("builder", ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"])
+@pytest.mark.parametrize("builder", BUILDERS)
 def test_no_built_in_schedule_crosses_messages(builder):
-    chunks = {"interleaved": (1, 2, 3), "zb_v": (2,)}.get(builder, (1,))
+    own = BUILDERS[builder].num_chunks
+    chunks = (own,) if own else (1, 2, 3)
     for num_ranks in (2, 3, 4):
         for num_chunks in chunks:
             schedule = Schedule(builder=builder, num_ranks=num_ranks, num_chunks=num_chunks, num_micro_batches=12)
