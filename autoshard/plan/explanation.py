@@ -92,6 +92,34 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NearestRun:
+    """Published runs of one layout, those nearest to a question, and what the cost model says of the same layout."""
+
+    run: str  # the model, nodes, sequence, batch and layout that were measured
+    num_runs: int
+    low_s: float  # the fastest of them
+    high_s: float
+    predicted_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One of the plans with which a question is answered, by the name under which it can be written.
+
+    Names are ``fastest``, ``simple``, ``vendor``, and ``2``, ``3``, ... of the next best layouts.
+    """
+
+    name: str
+    plan: Plan
+    why: str  # what is promised of it, or where it comes from
+    slower: float  # than the fastest, as a share of its time; negative where the fastest must leave it out
+    against: tuple[str, ...] = ()  # why it may not run: a vendor's layout that Rules refuse, or that does not fit
+    source: str = ""  # of a vendor's layout
+    nearest_run: NearestRun | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SentCollective:
     """One Collective: in which pass, what a rank sends, over which link, in a group of how many, for how long."""
 
