@@ -1,4 +1,4 @@
-"""Hardware as data: chips, links, clusters, and the order of ranks in a node. No number stands without its source.
+"""Hardware as data: chips, links, clusters, and the order of ranks in a node. Every number has a source.
 
 A rank is one logical NeuronCore or one GPU. Ranks are numbered node by node, chip by chip.
 """
@@ -19,16 +19,16 @@ DOMAINS: tuple[Domain, ...] = ("chip", "node", "ultraserver", "cluster")  # inne
 Hops = Literal["all", "half", "log", "one"]
 EngineName = Literal["nxd", "torch"]
 KvOrder = Literal["strided", "adjacent"]
-LOCAL = "local"  # the cluster that is the processors of this machine: its rates are declared, not a data sheet's
+LOCAL = "local"  # the cluster that is the processors of this machine: its rates are set here, not by a data sheet
 MAX_RANKS_PER_NODE = 4096  # keeps a mistyped placement from filling the memory
 _RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
 def source_checks(numbers: Iterable[str], sources: Mapping[str, str]) -> list[Check]:
-    """Make the checks (for ``errors.require``) that each number is covered by a source.
+    """Return the checks for ``errors.require`` that each number has a source.
 
-    The number ``matrix_flops_per_s.bf16`` is covered by a source of that name, of the whole field
-    ``matrix_flops_per_s``, or by ``default``, which covers everything.
+    The source of ``matrix_flops_per_s.bf16`` has that key, the key of the whole field ``matrix_flops_per_s``, or
+    ``default``, which covers all numbers.
 
     >>> source_checks(["latency_s"], {"latency_s": "data sheet"})
     [(True, 'sources', "no source for latency_s: add the key 'latency_s' or 'default'")]
@@ -75,7 +75,7 @@ class Chip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What ranks talk over within one domain; domains nest (chip, node, ultraserver, cluster)."""
+    """The connection between the ranks of one domain; domains are nested (chip, node, ultraserver, cluster)."""
 
     name: str
     kind: LinkKind
@@ -97,7 +97,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A permutation of the ranks of one node, applied alike on every node, e.g. ``0-15/48-63/16-47``.
+    """A permutation of the ranks of one node, the same on every node, e.g. ``0-15/48-63/16-47``.
 
     Position ``i`` of the mesh inside a node is rank ``local_ranks[i]`` of that node. In text, ``a-b`` runs
     from a to b, up or down, ``a-b:s`` in steps of s, and ``/`` separates runs.
@@ -115,7 +115,7 @@ class Placement:
         twice = f"not a permutation: the {size} ranks listed must be 0 to {size - 1}, each once"
         require(
             (size > 0, "", "a placement needs at least one rank"),
-            (size <= MAX_RANKS_PER_NODE, "", f"{size} ranks a node are more than {MAX_RANKS_PER_NODE}"),
+            (size <= MAX_RANKS_PER_NODE, "", f"a node has at most {MAX_RANKS_PER_NODE} ranks, not {size}"),
             (sorted(self.local_ranks) == list(range(size)), "", twice),
         )
 
@@ -137,12 +137,12 @@ class Placement:
                 raise InputError.of("", f"steps of {step} from {first} never reach {last} in {run!r}")
             expanded = range(first, last + 1, step) if last >= first else range(first, last - 1, -step)
             if len(ranks) + len(expanded) > MAX_RANKS_PER_NODE:
-                raise InputError.of("", f"a placement of more than {MAX_RANKS_PER_NODE} ranks a node")
+                raise InputError.of("", f"a node has at most {MAX_RANKS_PER_NODE} ranks; this placement has more")
             ranks.extend(expanded)
         return cls(local_ranks=tuple(ranks))
 
     def __str__(self) -> str:
-        """Print the canonical text: the longest runs from left to right."""
+        """Return the canonical text: from left to right, each run as long as possible."""
         return _runs(self.local_ranks)
 
 
@@ -181,11 +181,12 @@ def _runs(ranks: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """One way in which a platform's library gathers and sums over ranks.
+    """One algorithm of a platform's library for collectives.
 
-    ``ring`` visits all ranks one after the other, over all nodes. ``hierarchical`` works inside the nodes and between
-    them one after the other; ``hops`` says in how many steps inside a node of n ranks: n - 1, half of that, the
-    logarithm, or one. The way with the smallest limit that a message keeps is taken; without any, the fastest.
+    ``ring`` goes through all ranks of all nodes, one after the other. ``hierarchical`` works first inside the nodes and
+    then between them; ``hops`` says how many steps it takes inside a node of n ranks: n - 1 (``all``), half of that,
+    the logarithm of n, or one. ``up_to_bytes`` limits the messages that an algorithm is for. A message uses the
+    algorithm with the smallest limit that is not below its size; where none has such a limit, the fastest.
     """
 
     kind: Literal["ring", "hierarchical"]
@@ -195,7 +196,7 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         require(
-            (self.kind == "hierarchical" or self.hops == "all", "hops", "a ring takes all"),
+            (self.kind == "hierarchical" or self.hops == "all", "hops", "a ring takes n - 1 steps; leave hops out"),
             *in_range(self, "up_to_bytes", low=1),
             (bool(self.source.strip()), "source", "say where this is documented"),
         )
@@ -203,7 +204,7 @@ class Algorithm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A number of equal nodes, and how ranks reach each other on them."""
+    """A number of equal nodes, and the links between their ranks."""
 
     name: str
     chip: Chip
@@ -283,13 +284,13 @@ class Cluster:
         return self.ranks_per_node if domain == "node" else self.ranks_per_chip
 
     def joined_ranks(self, level: int) -> int:
-        """Return the number of ranks of each unit (rank, chip, node ...) that the link of this level joins."""
+        """Return how many ranks each of the units has that the link of this level connects: ranks, chips, nodes ..."""
         if level > 0:
             return self.domain_ranks(self.links[level - 1].domain)
         return 1 if self.links[0].domain == "chip" else self.ranks_per_chip
 
     def link_of(self, ranks: Sequence[int]) -> Link:
-        """Return the link of the smallest domain that contains all of these ranks."""
+        """Return the link of the smallest domain that all of these ranks are in."""
         first, last = min(ranks), max(ranks)
         for link in self.links:
             size = self.domain_ranks(link.domain)
@@ -298,7 +299,7 @@ class Cluster:
         raise AssertionError("the links of a cluster join all of its ranks")
 
     def inside(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks of a group that lie in the node of its first."""
+        """Return the ranks of a group that are on the same node as its first rank."""
         size = self.ranks_per_node
         return [rank for rank in ranks if rank // size == ranks[0] // size]
 
@@ -309,11 +310,11 @@ class Cluster:
 
     @property
     def repeat_ranks(self) -> int:
-        """Ranks after which the hardware repeats: of an ultraserver where there is one, else of a node."""
+        """Ranks of the unit that the cluster repeats: an ultraserver if the platform has them, else a node."""
         return min(self.num_ranks, self.ranks_per_node * self.nodes_per_ultraserver)
 
     def _layout_checks(self) -> Iterator[Check]:
-        """Make the checks that links join all ranks, that ports serve whole units, and that placements fit a node."""
+        """Return the checks that links connect all ranks, ports serve whole units, and placements fit a node."""
         total = self.ranks_per_node
         order = [DOMAINS.index(link.domain) for link in self.links]
         if not order or order != sorted(set(order)):
@@ -331,7 +332,7 @@ class Cluster:
             unit, port = self.joined_ranks(level), link.ranks_per_port
             inner = total if link.domain == "cluster" else self.domain_ranks(link.domain)
             even = inner % port == 0 and (unit % port == 0 or port % unit == 0)
-            uneven = f"{port} ranks a port do not divide the {inner} ranks that {link.name} serves evenly"
+            uneven = f"the {inner} ranks that {link.name} connects cannot share ports of {port} ranks evenly"
             yield even, f"links[{level}].ranks_per_port", uneven
         sizes = [rule.tp for rule in self.placements]
         yield len(set(sizes)) == len(sizes), "placements", "two placements for the same tp"

@@ -1,4 +1,4 @@
-"""Clusters by name or from a user's own file: a node type from JSON or YAML, laid out as so many nodes."""
+"""Load clusters by name or from a user's file, in JSON or YAML, that describes one node."""
 
 import functools
 import math
@@ -29,7 +29,7 @@ _CATALOGUE = Path(__file__).parent / "clusters"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLink:
-    """A link as a node type states it: per chip, because the ranks of a chip depend on the LNC."""
+    """A link as a cluster file states it: in chips, because the number of ranks on a chip depends on the LNC."""
 
     name: str
     kind: LinkKind
@@ -53,7 +53,7 @@ class NodeLink:
         )
 
     def with_ranks(self, ranks_per_chip: int) -> Link:
-        """Return the link as the ranks of chips divided in this way see it."""
+        """Return the same link with its ports counted in ranks."""
         chips = self.chips_per_port
         ports = "one port a rank" if chips is None else f"{chips} chips a port"
         source = self.sources.get("chips_per_port") or self.sources.get("default") or "an equal share of the chip"
@@ -70,7 +70,7 @@ class NodeLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChipDivision:
-    """One way in which software may divide the chips of a node type into ranks."""
+    """One way to divide the chips of a node type into ranks."""
 
     ranks_per_chip: int
     lnc: int | None = None
@@ -82,7 +82,7 @@ class ChipDivision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeType:
-    """What a cluster file states: one kind of node, from which clusters of any size are made."""
+    """The content of a cluster file: one type of node. A cluster is a number of such nodes."""
 
     name: str
     chip: Chip
@@ -116,7 +116,7 @@ class NodeType:
             try:
                 self.cluster(variant, num_nodes=1)
             except InputError as error:
-                for fault in error.faults:  # point at where the file states what the cluster complains about
+                for fault in error.faults:  # name the key of the file that caused the fault
                     where = fault.where.replace("ranks_per_port", "chips_per_port")
                     varies = where.startswith(("placements", "ranks_per_chip", "lnc"))
                     where = f"variants[{index}].{where}" if varies else where
@@ -126,12 +126,12 @@ class NodeType:
 
     @property
     def max_nodes(self) -> float:
-        """The most nodes that the links can join."""
+        """The largest number of nodes that the links connect."""
         reach = {"cluster": math.inf, "ultraserver": self.nodes_per_ultraserver}
         return reach.get(self.links[-1].domain, 1)
 
     def cluster(self, variant: ChipDivision, num_nodes: int, chips_per_node: int | None = None) -> Cluster:
-        """Return a cluster of so many nodes whose chips are divided as this variant says."""
+        """Return a cluster of ``num_nodes`` nodes; the variant says how their chips are divided into ranks."""
         same = ("name", "chip", "engine", "kernels", "nodes_per_ultraserver", "kv_order", "algorithms", "sources")
         return Cluster(
             num_nodes=num_nodes,
@@ -148,12 +148,12 @@ class NodeType:
 
 @functools.cache
 def cluster_names() -> tuple[str, ...]:
-    """Return the names that ``load_cluster`` knows."""
+    """Return the names of the clusters that come with autoshard."""
     return _names(_CATALOGUE)
 
 
 def load_node_type(name_or_path: str) -> NodeType:
-    """Return the node type of this name, or the one that a JSON or YAML file describes.
+    """Return a node type by name, or from the path of a JSON or YAML file.
 
     EC2 names may carry the prefix ``ml.``, as SageMaker writes them.
     """
@@ -168,9 +168,9 @@ def load_node_type(name_or_path: str) -> NodeType:
 
 
 def load_cluster(name_or_path: str, num_nodes: int = 1, lnc: int | None = None, ranks: int | None = None) -> Cluster:
-    """Return a cluster of so many nodes of the type that is named, or described in a file.
+    """Return a cluster of ``num_nodes`` nodes, by the name of their type or the path of a cluster file.
 
-    ``lnc`` picks the logical NeuronCore configuration where there is one; ``ranks`` the size of ``local``.
+    ``lnc`` selects the logical NeuronCore configuration on platforms that have one, ``ranks`` the size of ``local``.
 
     >>> cluster = load_cluster("ml.trn2.48xlarge", num_nodes=2, lnc=1)
     >>> cluster.name, cluster.num_ranks, cluster.rank_memory_bytes // 2**30
@@ -188,7 +188,7 @@ def load_cluster(name_or_path: str, num_nodes: int = 1, lnc: int | None = None, 
     fixed = f"always has {per_chip * node_type.chips_per_node} a node. Leave ranks out"
     sizes = range(per_chip, per_chip * (most or 0) + 1, per_chip)
     odd_ranks = f"takes {sizes[0]} to {sizes[-1]}, not {ranks}" if sizes else fixed
-    far = f"{name} has no network that joins {num_nodes} nodes. Use at most {node_type.max_nodes}"
+    far = f"{name} has no network that connects {num_nodes} nodes. Use at most {node_type.max_nodes}"
     require(
         (num_nodes >= 1, "nodes", few),
         (num_nodes <= node_type.max_nodes, "nodes", far),
@@ -200,7 +200,7 @@ def load_cluster(name_or_path: str, num_nodes: int = 1, lnc: int | None = None, 
 
 
 def other_lnc(name_or_path: str, cluster: Cluster) -> tuple[Cluster, ...]:
-    """Return the same nodes under their other logical NeuronCore configurations.
+    """Return the same nodes with each of their other logical NeuronCore configurations.
 
     >>> [other.num_ranks for other in other_lnc("trn2.48xlarge", load_cluster("trn2.48xlarge"))]
     [128]

@@ -1,4 +1,4 @@
-"""Reading what a user wrote: JSON or YAML by suffix, into plain data."""
+"""Read files of users, JSON or YAML by suffix, into plain Python data."""
 
 import json
 import re
@@ -13,14 +13,14 @@ _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
 
 
 def shipped(name: str) -> Path:
-    """Return a folder of data that comes along: inside the package if it was installed, beside it in a checkout."""
+    """Return a data folder of autoshard: inside the package if that was installed, beside the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "_data" / name
     return installed if installed.is_dir() else package.parent / name
 
 
 def read_data(path: Path) -> object:
-    """Parse a JSON file, or a YAML file if its suffix says so; whatever is wrong becomes an InputError."""
+    """Parse a JSON file, or a YAML file if its suffix says so; every fault is an InputError."""
     try:
         text = _bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -32,9 +32,9 @@ def read_data(path: Path) -> object:
 
 
 def json_lines(path: Path) -> Mapping[str, object]:
-    """Parse a file with one JSON value per line, each under its place, as in ``runs.jsonl line 3``.
+    """Parse a file with one JSON value per line, and return each value under its place, as in ``runs.jsonl line 3``.
 
-    Each line stands for itself: what is no JSON is an InputError, as a value.
+    A line that is not JSON has an InputError as its value; the other lines are still read.
     """
     found: dict[str, object] = {}
     for number, line in enumerate(_bytes(path).split(b"\n"), 1):
@@ -58,7 +58,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def parsed_json(text: str, where: str) -> object:
-    """Parse JSON text; no key may stand twice in an object, and no number may be infinite."""
+    """Parse JSON text; a key may appear only once in an object, and numbers must be finite."""
     if not text.strip():
         raise InputError.of(where, "is empty")
     try:
@@ -74,7 +74,7 @@ def parsed_json(text: str, where: str) -> object:
 
 
 def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -85,14 +85,14 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _refuse_repeats(keys: list[Any], where: str) -> None:
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise InputError.of(where, f"the key {twice!r} stands twice in one object")
+        raise InputError.of(where, f"the key {twice!r} appears twice in one object")
 
 
 def _parsed_yaml(text: str, path: Path) -> object:
     import yaml  # here, because planning from JSON must not pay for it
 
     class YamlLoader(yaml.SafeLoader):
-        """YAML 1.1 takes 3e11 for text, where everybody means the number, and the last of two equal keys."""
+        """Reads 3e11 as a number, which is text in YAML 1.1, and refuses equal keys, of which YAML keeps the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             _refuse_repeats([key.value for key, _ in node.value], str(path))

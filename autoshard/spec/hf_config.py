@@ -1,9 +1,9 @@
-"""Hugging Face ``config.json`` data -> ModelSpec, one row of MODEL_TYPES per ``model_type``.
+"""Make a ModelSpec from a Hugging Face ``config.json``; MODEL_TYPES has one row for each ``model_type``.
 
-Defaults are those of the configuration classes of transformers 5.23; only the sizes must be stated. A field
-without a name in this module is ignored, as transformers does. Ignored on purpose: dropouts (training here is
-free of them, and many GPT-2 configs carry 0.1), initializer_range, token ids, use_cache, torch_dtype (the
-workload decides), pretraining_tp and reorder_and_upcast_attn (the same mathematics in another order).
+Defaults are those of the configuration classes of transformers 5.23; sizes have none. A field that this module
+does not name is ignored, as transformers does. Ignored on purpose: dropouts (training here uses none, though many
+GPT-2 configs state 0.1), initializer_range, token ids, use_cache, torch_dtype (the workload states it),
+pretraining_tp and reorder_and_upcast_attn (the same mathematics in another order).
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class ModelType:
     """What the code of one ``model_type`` fixes in ModelSpec, and the defaults of the fields that may be left out.
 
-    Fields that all have alike are in SHARED_DEFAULTS; one that is in neither must be stated, or is not read.
+    Defaults that all types share are in SHARED_DEFAULTS. A field without a default must be stated, or is not read.
     """
 
     architecture: str
@@ -87,7 +87,7 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         window="some layers",
     ),
 }  # fmt: skip
-# How GPT-2, GPT-NeoX and older Mixtral cards spell fields that all others call alike.
+# Other names of fields in GPT-2, GPT-NeoX and older Mixtral cards.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_hidden_layers": ("n_layer",),
     "hidden_size": ("n_embd",),
@@ -101,7 +101,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_local_experts": ("num_experts",),
     "rope_type": ("type",),
 }
-# The fields that a check of ModelSpec or RotaryScaling depends on, the one to blame first.
+# By field of ModelSpec or RotaryScaling: the config fields that its check depends on, the most likely cause first.
 _BLAMED: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers",),
     "hidden": ("hidden_size",),
@@ -133,8 +133,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_python_tanh": "gelu_tanh",
     "relu": "relu",
 }
-# Fields that ask for mathematics which ModelSpec cannot state, with the values that leave them off. Some are
-# of relatives of the models above: transformers would ignore them, and compute something not meant.
+# Fields of options that ModelSpec does not have, with the values that switch them off. Some belong to related models:
+# transformers would ignore them, and compute another model than the one that was meant.
 UNMODELLED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "output_router_logits"), (False, None)),
     "scale_attn_weights": (True, None),
@@ -147,7 +147,7 @@ UNMODELLED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size"), (0, None)),
     "num_nextn_predict_layers": (0, None),
 }
-# What a true or false decides in ModelSpec.
+# Config fields that are true or false, and the fields of ModelSpec that they set.
 _FLAGS: Mapping[str, tuple[str, ...]] = {
     "attention_bias": ("qkv_bias", "out_bias"),
     "mlp_bias": ("mlp_bias",),
@@ -161,7 +161,7 @@ _ROTARY_KEYS = (
 
 
 def spec_from_config(config: Mapping[str, object], *, name: str, source: str) -> ModelSpec:
-    """Read the data of a ``config.json``, or raise one InputError that names every field that cannot be used.
+    """Read the data of a ``config.json``, or raise one InputError that names every faulty field.
 
     >>> sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 128, "vocab_size": 256}
     >>> spec_from_config({"model_type": "gpt2", **sizes}, name="mine", source="me").ffn
@@ -174,14 +174,14 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
     kind = MODEL_TYPES[name_of_type]
     reader = _ConfigReader(config, {**SHARED_DEFAULTS, **kind.defaults})
     for name_of_field, off in UNMODELLED.items():
-        reader.only(name_of_field, off, "what it asks for is not modelled")
-    reader.only("architectures", ([kind.architecture], [], None), "what model_type stands for")
+        reader.only(name_of_field, off, "autoshard does not model this option")
+    reader.only("architectures", ([kind.architecture], [], None), "the architecture of this model_type")
     traits: dict[str, Any] = {"norm": "rms", "gated_mlp": True, "positions": "rotary", "mlp_bias": False, **kind.fixed}
     for option, fields in _FLAGS.items():
         if option in reader.defaults:
             traits |= dict.fromkeys(fields, reader.read(bool, option))
         else:
-            reader.only(option, (kind.fixed.get(fields[0], False), None), f"{kind.architecture} leaves no choice")
+            reader.only(option, (kind.fixed.get(fields[0], False), None), f"{kind.architecture} has no other value")
     traits |= {
         "norm_eps": reader.read(float, "rms_norm_eps"),
         "activation": reader.choice("hidden_act", ACTIVATIONS),
@@ -191,7 +191,7 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
     if traits["positions"] == "rotary":
         traits |= _rotary(reader, kind, traits["max_positions"])
     traits["window"] = _window(reader, kind, traits["num_layers"])
-    # Where a field could not be read a harmless value stands, so that all that is wrong is named at once.
+    # A valid value stands in for each field that could not be read, so that all faults are found at once.
     found = reader.made(lambda: ModelSpec(name=name, source=source, **traits))
     if reader.faults or found is None:
         raise InputError(reader.faults)
@@ -199,9 +199,9 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
 
 
 class _ConfigReader:
-    """Reads fields one by one; after a fault it goes on with a harmless value, so that all faults are found at once.
+    """Reads fields one by one; after a fault it continues with a valid value, so that all faults are found at once.
 
-    A field is read under any of its ALIASES; messages name the one that is in the data.
+    A field may have any of the names in its ALIASES; messages use the name in the data.
     """
 
     def __init__(self, data: Mapping[str, object], defaults: Mapping[str, Any]) -> None:
@@ -212,13 +212,13 @@ class _ConfigReader:
         self.faults.append(Fault(where=field, message=message))
 
     def check(self, holds: Callable[[], bool], fields: tuple[str, ...], message: str) -> None:
-        """Refuse the first field that is there unless the rule holds; not asked where one is faulty."""
+        """Refuse the first of these fields that is present unless the rule holds; skip it if one is faulty already."""
         spelled = [self._spelled(field) for field in fields]
         if not {fault.where for fault in self.faults}.intersection(spelled) and not holds():
             self.refuse(next((field for field in spelled if field in self.data), spelled[0]), message)
 
     def made(self, build: Callable[[], T]) -> T | None:
-        """Build a value of what was read, and refuse the fields that its class blames."""
+        """Build a value; report each fault that its class finds at the config fields that cause it."""
         try:
             return build()
         except InputError as error:
@@ -227,13 +227,13 @@ class _ConfigReader:
         return None
 
     def only(self, field: str, allowed: tuple[object, ...], reason: str) -> None:
-        """Refuse a field that is there and has another value than those allowed."""
+        """Refuse a field that is present with a value that is not allowed."""
         if field in self.data and self.data[field] not in allowed:
             known = " or ".join(show_value(value) for value in allowed)
             self.refuse(field, f"must be {known}, not {show_value(self.data[field])}: {reason}")
 
     def read(self, kind: type[T], name: str) -> T:
-        """Read a value of a type; without a default it must be there."""
+        """Read a field of a type; a field without a default must be present."""
         field, harmless = self._spelled(name), cast(T, self.defaults.get(name) or 1)
         if field not in self.data:
             if name not in self.defaults:
@@ -263,7 +263,7 @@ class _ConfigReader:
         return None if is_null else self.whole(name)
 
     def choice(self, name: str, known: Mapping[str, T]) -> T:
-        """Read one of the words that are known, and return what it stands for."""
+        """Read a word, and return what it means; refuse unknown words."""
         found = self.read(str, name)
         if found not in known:
             self.refuse(self._spelled(name), f"{show_value(found)} is not known. {nearest(found, sorted(known))}")
@@ -280,10 +280,10 @@ def _sizes(reader: _ConfigReader, kind: ModelType) -> dict[str, int]:
     head_dim = max(1, hidden // heads) if stated is None else stated
     kv_heads = reader.whole_or_null("num_key_value_heads") or heads
     if stated is None or not kind.grouped_heads:
-        message = f"{heads} heads cannot share a hidden size of {hidden} evenly"
+        message = f"the hidden size {hidden} is not a multiple of {heads} heads"
         reader.check(lambda: hidden % heads == 0, ("num_attention_heads", "hidden_size"), message)
     if not kind.grouped_heads:
-        message = f"{kind.architecture} has one key/value head per query head, of hidden size / heads numbers"
+        message = f"{kind.architecture} has one key/value head per query head, and head_dim is hidden size / heads"
         fields = ("head_dim", "num_key_value_heads", "num_attention_heads", "hidden_size")
         reader.check(lambda: (kv_heads, head_dim) == (heads, hidden // heads), fields, message)
     return {
@@ -299,7 +299,7 @@ def _sizes(reader: _ConfigReader, kind: ModelType) -> dict[str, int]:
 
 
 def _rotary(reader: _ConfigReader, kind: ModelType, max_positions: int) -> dict[str, Any]:
-    """Read positions: the older flat fields, then ``rope_scaling`` or ``rope_parameters``, which win."""
+    """Read rotary positions: older flat fields, then ``rope_scaling`` or ``rope_parameters``, which override them."""
     # transformers prefers the flat field, and where neither is stated the context of the model.
     flat = reader.whole_or_null("original_max_position_embeddings")
     older = {name: reader.read(float, name) for name in ("rope_theta", "partial_rotary_factor")}
@@ -345,10 +345,10 @@ def _experts(reader: _ConfigReader, kind: ModelType) -> dict[str, int]:
 
 
 def _window(reader: _ConfigReader, kind: ModelType, num_layers: int) -> int | None:
-    """Return how many positions back every layer looks; layers that differ are refused."""
+    """Return the attention window that all layers have, None without one; refuse layers that differ."""
     if kind.window == "none":
         if reader.data.get("use_sliding_window") is not False:
-            reader.only("sliding_window", (None,), f"{kind.architecture} looks at the whole sequence")
+            reader.only("sliding_window", (None,), f"{kind.architecture} attends to the whole sequence")
         window = None
     elif kind.window == "all layers" or reader.read(bool, "use_sliding_window"):
         window = reader.whole_or_null("sliding_window")

@@ -23,7 +23,7 @@ _HIDDEN = ("tp", "dp", "unit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BothWays:
-    """A count for the forward and one for the backward run of a kernel, and for what waits for pass W, if stated."""
+    """Counts for the forward and the backward run of a kernel, and for its share of pass W where that is stated."""
 
     forward: int
     backward: int
@@ -40,15 +40,15 @@ ONCE, NEVER = BothWays(forward=1, backward=1), BothWays(forward=0, backward=0)
 class Kernel:
     """A run of forward operations executed as one, named by patterns such as ``*_norm``.
 
-    Of operations that are ``apart`` each is a kernel by itself. What the graph has as one operation may be several
-    kernels one after the other: ``launches`` counts them (one for pass W, unless it says how many),
-    ``traffic_ratio`` says how often more they move what a single kernel would, and ``score_bytes`` what attention moves
-    of every (query, key) pair of a head, beside what it keeps of them (0 for fused attention, which writes no scores).
+    If ``apart``, each of the operations is a kernel by itself. One operation of the graph may be several kernels:
+    ``launches`` counts them (one for pass W, unless stated), ``traffic_ratio`` is their memory traffic relative to
+    that of a single kernel, and ``score_bytes`` is the traffic of attention for each (query, key) pair of a head,
+    without what it saves of them (0 for fused attention, which writes no scores).
 
-    ``saves`` replaces what the gradients would keep: ``in0`` (an input of the run, in order), ``in*`` (all of
-    them), ``out0`` (an output of its last operation), ``scores`` (one number for each pair), each with ``@dtype`` if
-    it is kept in another format, which costs memory of its own if it differs from the tensor's. ``copy:in0`` is
-    memory of its own in any case; ``over:in0`` overwrites the input, and backward hands it on as the input's gradient.
+    ``saves`` replaces what the gradients would keep: ``in0`` (an input of the run, in order), ``in*`` (all of them),
+    ``out0`` (an output of its last operation), ``scores`` (one number for each pair). With ``@dtype`` it is saved in
+    that format, and needs memory of its own if the tensor has another. ``copy:in0`` always needs memory of its own.
+    ``over:in0`` overwrites the input; backward passes it on as the gradient of the input.
     """
 
     ops: tuple[str, ...]
@@ -76,30 +76,31 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """One platform's kernels; the first that names an operation decides.
+    """One platform's kernels, and how its framework runs a step; the first kernel that names an operation applies.
 
-    ``selective`` gives the framework's own names for sets of operations that it can recompute; ``clones_end``
-    says whether a run of recomputed operations stops at the last tensor that backward needs or at the run's
-    output; ``keeps_gathered`` whether a gathered input is kept as gathered (no second gather in backward);
-    ``waits_for_sends`` names the pipeline schedules (``*``: all) in which a rank that sends does nothing else: in all
-    others, your own among them, it computes meanwhile; ``receives_apart`` whether it receives at another time than it
-    sends to the same neighbour, so that both hold it.
+    Recompute: ``selective`` maps the framework's names to sets of operations that it can recompute. ``clones_end``
+    says where a run of recomputed operations ends: at the last tensor that backward needs, or at the output of the
+    run. ``keeps_gathered``: a gathered input is kept gathered, so that backward does not gather it again.
 
-    ``placeholders`` lists the products that add their weight gradients to the sums themselves, those together whose
-    weights are one tensor; of each such tensor's shape, a buffer in the weights' format stays for the whole run.
-    ``copies_buckets`` says whether data parallelism sends from buffers of its own; ``keeps_outputs`` whether a stage
-    keeps what it handed on until the backward of that micro-batch; ``uncounted`` which parts of memory the peak that
-    the framework reports leaves out; ``seconds_per_graph`` what a compiler takes for each distinct graph, 0 where
-    nothing is compiled ahead.
+    Pipelines: ``waits_for_sends`` names the schedules (``*``: all) in which a rank waits while it sends; in all
+    others, those of users included, it computes meanwhile. ``receives_apart``: a rank does not receive from a
+    neighbour while it sends to it, so that it spends the time of both. ``keeps_outputs``: a stage keeps what it sent
+    until the backward of that micro-batch.
 
-    ``settles_experts`` says whether the gradient of what experts read is summed over the ranks that share an expert as
-    soon as it is there: that of the slots; or, where no token is dropped, that of the tokens.
+    Memory: ``placeholders`` lists the products whose kernels add their weight gradients to the sums themselves;
+    products that share a weight tensor form one entry. For each shape of these tensors, one buffer in the format of
+    the weights stays allocated. ``copies_buckets``: data parallelism sends from buffers of its own. ``uncounted``
+    names the parts of memory that are not in the peak which the framework reports.
 
-    ``eager`` says whether a host starts every kernel, or a compiled graph runs as a whole; ``host_computes`` whether
-    that host is the device, so that it starts nothing while it computes; ``pads_experts`` whether every expert that
-    drops nothing has a slot for every token, rather than for those alone that chose it; ``hides`` which share of some
-    traffic may go on behind compute: of tp behind the kernels of the same pass, of dp (ZeRO 0 and 1) behind the
-    passes of a micro-batch, of unit (ZeRO-3) behind those of a step.
+    Experts: ``settles_experts``: the gradient of the experts' inputs is summed over the ranks that share an expert as
+    soon as it is computed, in slots, or in tokens where none is dropped. ``pads_experts``: an expert that drops no
+    token has a slot for every token, not only for those routed to it.
+
+    Time: ``eager``: a host starts every kernel (else a compiled graph runs as a whole). ``host_computes``: this host
+    is also the device, so it starts no kernel while it computes. ``seconds_per_graph`` is the time to compile one
+    distinct graph ahead of the run. ``hides`` is the share of some traffic that can overlap with compute: of tp with
+    the kernels of the same pass, of dp (ZeRO 0 and 1) with the passes of a micro-batch, of unit (ZeRO-3) with the
+    passes of a step.
     """
 
     name: str
@@ -109,11 +110,11 @@ class Kernels:
     keeps_gathered: bool
     waits_for_sends: tuple[str, ...]
     receives_apart: bool
-    runtime_bytes: int  # a rank's memory that the platform's runtime keeps for itself
+    runtime_bytes: int  # memory of a rank that the platform's runtime uses itself
     eager: bool
     sources: Mapping[str, str]
     placeholders: tuple[tuple[str, ...], ...] = ()
-    workspace_bytes: int = 0  # that matrix products may use
+    workspace_bytes: int = 0  # for matrix products
     copies_buckets: bool = False
     keeps_outputs: bool = False
     uncounted: tuple[str, ...] = ()
@@ -136,11 +137,11 @@ class Kernels:
         )
 
     def hides_sends(self, schedule: str) -> bool:
-        """Return whether ranks compute while they send in a pipeline schedule."""
+        """Return whether ranks compute while they send in this pipeline schedule."""
         return not any(fnmatchcase(schedule, pattern) for pattern in self.waits_for_sends)
 
     def resolve(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Replace framework names by the operations they stand for; other names are operations already."""
+        """Replace the framework's names of sets by their operations; other names are operations already."""
         return tuple(dict.fromkeys(op for name in names for op in self.selective.get(name, (name,))))
 
 
@@ -163,7 +164,7 @@ def load_kernels(name: str) -> Kernels:
 
 
 def _read(name: str) -> Mapping[str, Any]:
-    """Read a table; one that is ``like`` another states what differs, and its kernels come before the other's."""
+    """Read a table. One with the key ``like`` states only what differs from another; its own kernels come first."""
     own = json.loads((_FOLDER / f"{name}.json").read_text("utf-8"))
     if "like" not in own:
         return own

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from autoshard.errors import Fault, InputError, nearest, require
 from autoshard.spec.cluster import Cluster, Placement
 
-# An axis is the product of these atoms wherever the mesh does not hold it whole.
+# A mesh has an axis as a whole, or as these atoms, whose product it is.
 AXIS_ATOMS: Mapping[str, tuple[str, ...]] = {"dp": ("edp", "ep"), "tp": ("kv", "rep")}
 ATOMS: tuple[str, ...] = ("pp", "edp", "ep", "cp", "kv", "rep")
 Ints = NDArray[np.int64]
@@ -25,8 +25,7 @@ _ATOM_TEXT = re.compile(r"([a-z]+)=([0-9]{1,12})")
 class Mesh:
     """Named atoms, outermost first, over the ranks of whole nodes.
 
-    Counting through the atoms with the last one fastest gives a rank's position; the placement says which
-    rank of the node stands there.
+    A position is a count through the atoms, the last one fastest; the placement says which rank of the node has it.
 
     >>> mesh = Mesh.parse("pp=2,edp=1,ep=1,cp=1,kv=2,rep=2 on 0-6:2/1-7:2")
     >>> mesh.groups("tp")
@@ -46,9 +45,13 @@ class Mesh:
         placed = len(self.placement.local_ranks)
         require(
             *((name in _NAMES, "axes", f"{name!r} is not an axis. {nearest(name, _NAMES)}") for name in names),
-            (len(set(names)) == len(names), "axes", "the same axis stands twice"),
+            (len(set(names)) == len(names), "axes", "the same axis appears twice"),
             *(
-                (axis not in names or not set(atoms) & set(names), "axes", f"{axis} stands whole and in parts")
+                (
+                    axis not in names or not set(atoms) & set(names),
+                    "axes",
+                    f"{axis} appears both as a whole and as atoms",
+                )
                 for axis, atoms in AXIS_ATOMS.items()
             ),
             *((size >= 1, f"axes.{name}", f"must be at least 1, not {size}") for name, size in self.axes),
@@ -65,8 +68,8 @@ class Mesh:
     def laid_on(cls, cluster: Cluster, sizes: Mapping[str, int], placement: Placement | None = None) -> "Mesh":
         """Lay axes on a cluster in its rank order: pp, dp, cp, tp, with ep inside dp and rep inside tp.
 
-        ``sizes`` gives any of pp, dp, ep, cp, tp and rep; what is left out is 1. Unless a placement is given,
-        it is the platform's own for this tp.
+        ``sizes`` gives any of pp, dp, ep, cp, tp and rep; the default is 1. The default placement is the platform's
+        for this tp.
         """
         known = ("pp", "dp", "ep", "cp", "tp", "rep")
         size = {name: sizes.get(name, 1) for name in known}
@@ -93,7 +96,7 @@ class Mesh:
 
     @classmethod
     def virtual(cls, **sizes: int) -> "Mesh":
-        """Return ranks that stand nowhere: numbered through these atoms with the last one fastest."""
+        """Return a mesh on no cluster: ranks numbered through these atoms with the last one fastest."""
         num_ranks = math.prod(sizes.values())
         return cls(axes=tuple(sizes.items()), ranks_per_node=num_ranks, placement=Placement.linear(num_ranks))
 
@@ -121,7 +124,7 @@ class Mesh:
         return math.prod(size for _, size in self.axes)
 
     def atoms_of(self, name: str) -> tuple[str, ...]:
-        """Return the atoms that an atom or axis name stands for; none where the mesh leaves it out."""
+        """Return the atoms of this mesh that the name of an atom or axis means; none if the mesh does not have it."""
         if name not in _NAMES:
             raise InputError.of("axis", f"{name!r} is not an axis. {nearest(name, _NAMES)}")
         wanted = (name, *AXIS_ATOMS.get(name, ()))
@@ -142,7 +145,7 @@ class Mesh:
         return tuple((math.prod(sizes[axis + 1 :]), sizes[axis]) for axis in picked if sizes[axis] > 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where a rank stands along each atom."""
+        """Return the coordinate of a rank along each atom."""
         assert 0 <= rank < self.num_ranks, f"rank {rank} is not one of the {self.num_ranks} of the mesh"
         node, local_rank = divmod(rank, self.ranks_per_node)
         position = node * self.ranks_per_node + self.placement.local_ranks.index(local_rank)
@@ -152,7 +155,7 @@ class Mesh:
         return dict(reversed(found.items()))
 
     def ranks_of(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the ranks that stand at these coordinates of atoms or axes, in order of the remaining ones."""
+        """Return the ranks with these coordinates of atoms or axes, ordered by their other coordinates."""
         fixed: dict[str, int] = {}
         for name, coordinate in coordinates.items():
             assert 0 <= coordinate < self.size(name), f"{name} has no coordinate {coordinate}"
@@ -164,20 +167,20 @@ class Mesh:
     def groups(self, names: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks that differ only along these atoms or axes.
 
-        Members are ordered by their coordinates along the names as listed, outermost first; the groups by the
-        coordinates along the other atoms.
+        Members are in order of their coordinates along the names, outermost first as listed; groups are in order of
+        their coordinates along the other atoms.
         """
         return _rows(self._grouped(names, _grid(self)))
 
     def group_of(self, rank: int, names: str | Sequence[str]) -> tuple[int, ...]:
-        """Return the one group along these atoms or axes that a rank belongs to."""
+        """Return the group along these atoms or axes that has this rank."""
         others, picked = self._order(names)
         at = list(self.coordinates(rank).values())
         found = _grid(self).transpose((*others, *picked))[tuple(at[axis] for axis in others)]
         return tuple(found.reshape(-1).tolist())
 
     def repeats_every(self, num_ranks: int) -> bool:
-        """Return whether each further stretch of so many ranks, whole nodes, looks like the first for any groups."""
+        """Return whether every block of ``num_ranks`` ranks (whole nodes) is grouped like the first, for any axes."""
         block, fits = 1, num_ranks % self.ranks_per_node == 0
         for _, size in reversed(self.axes):
             block *= size
@@ -185,10 +188,9 @@ class Mesh:
         return fits
 
     def local_groups(self, names: str | Sequence[str], num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Return the groups that meet the first ``num_ranks`` ranks, cut to these and one member beyond them.
+        """Return the groups with members in the first ``num_ranks`` ranks: these members, and one beyond them.
 
-        Where the mesh repeats every ``num_ranks`` ranks this says all that there is to know about how groups
-        share links.
+        Where the mesh repeats every ``num_ranks`` ranks, these show how all groups share links.
         """
         assert self.repeats_every(num_ranks), f"{self} does not repeat every {num_ranks} ranks"
         positions = self._grouped(names, np.arange(self.num_ranks).reshape([size for _, size in self.axes]))
@@ -197,7 +199,7 @@ class Mesh:
         return _rows(self._grouped(names, _grid(self))[positions[:, 0] < num_ranks][:, near])
 
     def _order(self, names: str | Sequence[str]) -> tuple[list[int], list[int]]:
-        """Return the numbers of the atoms that are not named, and of those that are, in the order named."""
+        """Return the indices of the atoms that are not named, and of those that are, in the order of the names."""
         listed = (names,) if isinstance(names, str) else names
         order = [atom for atom, _ in self.axes]
         picked = [order.index(atom) for name in listed for atom in self.atoms_of(name)]
@@ -225,7 +227,7 @@ def _rows(ranks: Ints) -> tuple[tuple[int, ...], ...]:
 
 
 def axis_of_atoms(atoms: tuple[str, ...]) -> str:
-    """Return the axis whose traffic a Collective over these atoms is counted as.
+    """Return the axis whose traffic includes a Collective over these atoms.
 
     >>> axis_of_atoms(("rep",)), axis_of_atoms(("edp", "ep", "cp"))
     ('tp', 'dp')
@@ -235,9 +237,9 @@ def axis_of_atoms(atoms: tuple[str, ...]) -> str:
 
 
 def axis_levels_bytes_per_s(cluster: Cluster, mesh: Mesh, names: str | Sequence[str]) -> tuple[float, ...]:
-    """Return what each group along these axes gets of every link when all run a ring at once, innermost first.
+    """Return each group's bandwidth on every link, innermost first, while all groups along these axes run a ring.
 
-    The same as ``level_bandwidths_bytes_per_s(cluster, mesh.groups(names))``, at a cost that does not grow.
+    Equal to ``level_bandwidths_bytes_per_s(cluster, mesh.groups(names))``, at a cost that does not grow with ranks.
     """
     assert mesh.num_ranks == cluster.num_ranks, f"{mesh} is not a mesh of {cluster.num_ranks} ranks"
     repeat = cluster.repeat_ranks
@@ -249,19 +251,18 @@ def axis_levels_bytes_per_s(cluster: Cluster, mesh: Mesh, names: str | Sequence[
 def level_bandwidths_bytes_per_s(
     cluster: Cluster, groups: Sequence[Sequence[int]], counted: int | None = None
 ) -> tuple[float, ...]:
-    """Return what each group gets of every link in one direction when all run a ring at once, innermost first.
+    """Return each group's bandwidth on every link in one direction, innermost first, while all groups run a ring.
 
-    Let a link join units (the ranks of a chip, the chips of a node, the nodes of a cluster). A ring
-    that visits one unit after the other enters and leaves each unit once, cut into as many parallel
-    rings as the group has ports there. A port is shared by all groups that leave a unit through it, so
-    a group leaves a unit with the sum, over the ports of its ranks there, of the port's bandwidth
-    divided by the number of groups that use it. The ring is as fast as the slowest unit of the slowest
-    level; the innermost level is each rank's own reach. With equal groups this is the unit's ports
-    times their bandwidth, divided by the groups that cross its border.
+    A link connects units: the ranks of a chip, the chips of a node, the nodes of a cluster. A ring visits one unit
+    after the other, so it enters and leaves each unit once, as parallel rings over all ports of the group there. All
+    groups that leave a unit through a port share it. A group therefore leaves a unit with the sum, over the ports of
+    its ranks there, of the port's bandwidth divided by the number of groups that use the port. The slowest unit limits
+    the ring. At the innermost level, the units are single ranks. With equal groups, the result is the bandwidth of all
+    ports of a unit, divided by the number of groups that leave it.
 
-    On a torus all wires of a chip count as usable, which only the ring over the whole torus achieves.
-    Of a link that no group needs each gets infinity. With ``counted`` only the first so many ranks count;
-    of groups that reach further, one member beyond them is enough.
+    On a torus all wires of a chip count, which only a ring over the whole torus can use. A link that no group needs
+    has infinite bandwidth. With ``counted``, only the first ``counted`` ranks count; a group that goes on beyond them
+    needs only one member there.
     """
     limit = cluster.num_ranks if counted is None else counted
     return tuple(
@@ -271,11 +272,11 @@ def level_bandwidths_bytes_per_s(
 
 
 def _whole_ports(cluster: Cluster, level: int, groups: Sequence[Sequence[int]], limit: int) -> float:
-    """Return how many whole ports the worst-served group has for itself in its worst unit."""
+    """Return the smallest share that a group has of the ports of a unit, as a number of whole ports."""
     unit, port = cluster.joined_ranks(level), cluster.links[level].ranks_per_port
     crossings: list[set[tuple[int, int]]] = []  # for each group that uses this level: (unit, port) of its ranks
     for group in groups:
-        # Below level 0 there is no other link, so there also a group inside one unit uses it.
+        # There is no link below level 0, so a group inside one unit uses it as well.
         if len(group) > 1 and (level == 0 or len({rank // unit for rank in group}) > 1):
             crossings.append({(rank // unit, rank // port) for rank in group if rank < limit})
     users = Counter(port for pairs in crossings for _, port in pairs)

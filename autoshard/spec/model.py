@@ -7,8 +7,8 @@ from autoshard.errors import in_range, require
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
-# Far above every published model, and low enough that a slip of the keyboard cannot make a plan take days.
-# Dims stop where the 32-bit indices of the accelerators' libraries do.
+# Far above every published model, and low enough that a typing error cannot make planning take days. The limit of dims
+# is the largest 32-bit index, which the accelerators' libraries use.
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 10_000
 MAX_DIM = 2**31 - 1
@@ -16,11 +16,11 @@ MAX_DIM = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryScaling:
-    """How rotary frequencies are stretched for contexts longer than the one first trained on.
+    """How rotary frequencies are scaled for contexts longer than that of the first training.
 
-    ``linear`` divides all of them by ``factor``. ``llama3`` divides those that turn fewer than
-    ``low_frequency_factor`` times in ``original_positions``, keeps those that turn more than
-    ``high_frequency_factor`` times, and blends in between.
+    ``linear`` divides all frequencies by ``factor``. ``llama3`` divides those with fewer than
+    ``low_frequency_factor`` turns in ``original_positions``, keeps those with more than
+    ``high_frequency_factor`` turns, and interpolates between the two.
     """
 
     kind: Literal["linear", "llama3"]
@@ -41,7 +41,7 @@ class RotaryScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What a model card states: everything that decides parameters, FLOPs and how the model can be cut."""
+    """The architecture of a model: all that its parameters, its FLOPs and its legal cuts depend on."""
 
     name: str
     num_layers: int
@@ -76,7 +76,7 @@ class ModelSpec:
         experts, turned = self.num_experts, self.rotary_dims
         pairs = self.positions == "learned" or (turned >= 2 and turned % 2 == 0)
         uneven = f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly"
-        odd = f"rotary positions turn pairs of numbers; {turned} of the {self.head_dim} of a head cannot be paired"
+        odd = f"rotary positions rotate pairs: {turned} of the {self.head_dim} numbers of a head are not pairs"
         few = f"must be 0 (dense) or between 2 and {MAX_EXPERTS}, not {experts}"
         chosen = f"must lie between 1 and num_experts ({experts}); 0 for a dense model"
         require(
@@ -103,12 +103,12 @@ class ModelSpec:
 
     @property
     def rotary_dims(self) -> int:
-        """How many numbers of each head are rotated (rounded down, as Hugging Face does); 0 if learned."""
+        """How many numbers of each head are rotated (rounded down, as in Hugging Face); 0 for learned positions."""
         return int(self.head_dim * self.rotary_fraction) if self.positions == "rotary" else 0
 
     @property
     def num_parameters(self) -> int:
-        """Every trained number once: a tied output head adds nothing to the embedding that it shares."""
+        """Number of trained parameters; those of a tied output head are counted once, in the embedding."""
         heads = self.num_heads + 2 * self.num_kv_heads
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden
         attention += heads * self.head_dim * self.qkv_bias + self.hidden * self.out_bias

@@ -1,4 +1,4 @@
-"""Finds model cards by name, and reads any Hugging Face ``config.json`` by path."""
+"""Find model cards by name, and read any Hugging Face ``config.json`` by path."""
 
 import os
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.record import show_value
 
-# The key under which a card says what it is and where its numbers are from; the rest is plain Hugging Face.
+# The key of a card for its description and the source of its numbers; all other keys are plain Hugging Face.
 HEADER = "autoshard"
 _MAX_CONFIG_BYTES = 16 * 2**20
 _CITATIONS = ("https://", "arXiv:", "Designed for this project")
 
 
 def model_names() -> tuple[str, ...]:
-    """Return the names of all cards, without reading them.
+    """Return the names of all model cards.
 
     >>> "llama3-70b" in model_names()
     True
@@ -27,7 +27,7 @@ def model_names() -> tuple[str, ...]:
 
 
 def load_model(name_or_path: str | Path) -> ModelSpec:
-    """Return the model of a card's name, or of the path of a ``config.json`` or of a folder that holds one.
+    """Return a model by the name of its card, or by the path of a ``config.json`` or of its folder.
 
     >>> load_model("llama3-8b").num_parameters
     8030261248
@@ -50,7 +50,7 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
 
 
 def load_config(name_or_path: str | Path) -> Mapping[str, object]:
-    """Return what ``load_model`` reads as transformers reads it: without the header of a card."""
+    """Return the config of a model as transformers reads it: without the header of a card."""
     path = Path(name_or_path)
     if str(name_or_path) in model_names() and isinstance(name_or_path, str):
         path = shipped("models") / f"{name_or_path}.json"
@@ -59,7 +59,7 @@ def load_config(name_or_path: str | Path) -> Mapping[str, object]:
 
 
 def read_config(path: Path) -> Mapping[str, object]:
-    """Return the data of a config.json, or say why there is none."""
+    """Return the data of a config.json."""
     try:
         known = "Give a config.json, a folder that holds one, or a name that `autoshard list models` shows."
         require((path.exists(), str(path), f"there is no such file. {known}"))
@@ -87,6 +87,6 @@ def _load(path: Path, name: str, *, is_card: bool = False) -> ModelSpec:
         require((cited, f"{HEADER}.source", advice))
         return spec_from_config(config, name=name, source=source)
     except InputError as error:
-        # The path in front says which file; the dots after it lead to the field.
+        # The file first, then the path of the field in it.
         faults = [Fault(where=f"{path}: {fault.where}", message=fault.message) for fault in error.faults]
         raise InputError(faults) from error

@@ -16,7 +16,7 @@ EngineChoice = Literal["nxd", "torch", "any"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Which model, where, for which work; None leaves the default to the model and the cluster."""
+    """Model, cluster, workload and training of one question; None is the default of the model or the cluster."""
 
     model: str
     nodes: int = 1
@@ -29,10 +29,10 @@ class Recipe:
     optimizer: Optimizer = "adamw"
     documents: Documents = "joined"
     engine: EngineChoice | None = None
-    calibration: str | None = None  # a calibration file; None takes what is known of the cluster
+    calibration: str | None = None  # a calibration file; None is the built-in one of the cluster
     fix: str | None = None
     pins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # tensor -> layout
-    training: Training = field(default_factory=Training)  # whose keys stand beside the others in a file
+    training: Training = field(default_factory=Training)  # in a file, its keys stand at the top level
 
     def __post_init__(self) -> None:
         require(
@@ -47,7 +47,7 @@ RECIPE_KEYS = (*_QUESTION, *TRAINING_KEYS)
 
 
 def recipe_files() -> tuple[Path, ...]:
-    """Return the recipes that come along, by name.
+    """Return the files of the recipes that come with autoshard, in order of their names.
 
     >>> "llama3-70b-trn1-16" in [path.stem for path in recipe_files()]
     True
@@ -56,13 +56,13 @@ def recipe_files() -> tuple[Path, ...]:
 
 
 def about(path: Path) -> str:
-    """Return what a recipe says of itself: the comment in its first line."""
+    """Return the description of a recipe: the comment in its first line."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 def training_faults(entries: Mapping[str, object]) -> tuple[Fault, ...]:
-    """Return what is wrong with the keys of a recipe that are about training; the others are left alone."""
+    """Return the faults of the training keys of a recipe; other keys are not checked."""
     try:
         record.decode(Training, {key: entries[key] for key in TRAINING_KEYS if entries.get(key) is not None})
     except InputError as error:
@@ -80,7 +80,7 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def recipe_of(data: object) -> Recipe:
-    """Return the recipe that the entries of a file make, with all that is wrong with them."""
+    """Return the recipe of a file's entries, or raise one InputError with all faults."""
     faults = list[Fault]()
     if isinstance(data, dict):
         given = cast(dict[str, object], data)

@@ -1,4 +1,4 @@
-"""One way between JSON and frozen dataclasses: decode (strict, all faults at once) and encode.
+"""Convert between JSON and frozen dataclasses: decode (strict, all faults at once) and encode.
 
 A field's annotation is its format. Supported: ``str``, ``int``, ``float``, ``bool``, ``None``, ``Literal``,
 unions with None, ``tuple[T, ...]``, ``tuple[A, B]``, ``Mapping[str, T]``, other dataclasses, classes with a text
@@ -21,7 +21,7 @@ _NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true
 
 
 def decode(kind: type[T], data: object, where: str = "") -> T:
-    """Build a value of ``kind`` from parsed JSON, or raise one InputError with the path of every fault."""
+    """Build a value of type ``kind`` from parsed JSON, or raise one InputError with the path of every fault."""
     try:
         return typing.cast(T, _decode(kind, data))
     except InputError as error:
@@ -43,7 +43,7 @@ def encode(value: object) -> Any:
 
 
 def _encode_field(kind: Any, value: object) -> Any:
-    """Encode; a whole number in a field of floats becomes a float, as decoding makes it one."""
+    """Encode a field; an int in a float field becomes a float, as in decoding."""
     encoded, members = encode(value), typing.get_args(kind)
     if type(value) is int and (kind is float or float in members):
         return float(value)
@@ -112,7 +112,7 @@ def _decode_dataclass(kind: Any, data: object) -> object:
             faulty.add(name)
     if not faults:
         return _computed(lambda: kind(**values))
-    # What else is wrong: stand-ins take the place of faulty fields; what two of them cause alike is not theirs.
+    # More faults, with stand-ins in the faulty fields: one that two different stand-ins give is not caused by them.
     stand_ins = ({name: _stand_in(fields[name].type, number) for name in faulty} for number in (1, 2))
     first, second = (_faults_of(kind, {**values, **others}) for others in stand_ins)
     both = [fault for fault in first if fault in second]
@@ -120,7 +120,7 @@ def _decode_dataclass(kind: Any, data: object) -> object:
 
 
 def _decode_each(parts: Mapping[str, tuple[Any, object]]) -> dict[str, object]:
-    """Decode the parts of a list or an object, each from its format and data, with the faults of all of them."""
+    """Decode the parts of a list or an object, each with its type and data; raise the faults of all parts together."""
     values: dict[str, object] = {}
     faults: list[Fault] = []
     for where, (kind, data) in parts.items():
@@ -148,7 +148,7 @@ def _expected(data: object, kind: Any, name: str) -> Any:
 
 
 def _faults_of(kind: Any, values: Mapping[str, object]) -> tuple[Fault, ...]:
-    """Return what a class refuses in these values, some of which are stand-ins."""
+    """Return the faults that a class finds in these values, some of which are stand-ins."""
     try:
         kind(**values)
     except InputError as error:
@@ -159,7 +159,7 @@ def _faults_of(kind: Any, values: Mapping[str, object]) -> tuple[Fault, ...]:
 
 
 def _stand_in(kind: Any, number: int) -> object:
-    """Return some value of a type, another one for each of the numbers 1 and 2 where there are two."""
+    """Return a value of a type to stand in; numbers 1 and 2 give different values where the type has two."""
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return _stand_in(next(member for member in members if member is not type(None)), number)
@@ -175,11 +175,11 @@ def _fields(kind: Any) -> "Mapping[str, dataclasses.Field[Any]]":
 
 
 def _computed(build: Callable[[], object]) -> object:
-    """Build a value whose checks may meet numbers so extreme that they leave the range of floats."""
+    """Build a value; refuse numbers so large or small that its checks overflow."""
     try:
         return build()
     except ArithmeticError as error:
-        raise InputError.of("", f"holds a number that cannot be computed with: {error}") from None
+        raise InputError.of("", f"has a number that is too large or too small to compute with: {error}") from None
 
 
 def _found(data: object) -> str:
@@ -189,7 +189,7 @@ def _found(data: object) -> str:
 
 
 def show_value(value: object) -> str:
-    """Print a JSON value in a message, cut where it would fill the screen.
+    """Return a JSON value as text for a message, cut after 60 characters.
 
     >>> show_value(None), show_value(True), show_value("x"), show_value([1, 2])
     ('null', 'true', "'x'", '[1, 2]')

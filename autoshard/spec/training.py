@@ -1,4 +1,4 @@
-"""What a training run does beside its plan: data, steps, learning rate, optimizer constants, checkpoints, trackers."""
+"""Settings of a training run that its plan does not hold: data, steps, learning rate, checkpoints, trackers."""
 
 import math
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ _WSD_SHARE = 5  # wsd: the last fifth of the steps decays (Hagele et al. 2024, a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """Sets of tokens by folder, and how they are read; without a set the tokens are synthetic.
+    """Sets of tokens, and how they are read; without a set the tokens are synthetic.
 
     Args:
-        sets: A folder of `autoshard tokenize`, a prefix of .bin and .idx, or a small .txt file, each with its weight.
+        sets: Each a folder of `autoshard tokenize`, a prefix of .bin and .idx, or a small .txt file, with its weight.
         loss_on: Which tokens count in the loss: all, or only the answers of conversations.
-        check: What is looked at before the run: sizes of all files, or in full every byte.
+        check: What is checked before the run: the sizes of all files, or (full) every byte of them.
     """
 
     sets: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
@@ -32,14 +32,14 @@ class DataSpec:
         no_set = "answers need a set of conversations. Make one with autoshard tokenize --chat"
         require(
             *(
-                (math.isfinite(weight) and weight > 0, f"sets.{name}", f"must weigh more than 0, not {weight}")
+                (math.isfinite(weight) and weight > 0, f"sets.{name}", f"the weight must be above 0, not {weight}")
                 for name, weight in self.sets.items()
             ),
             (self.loss_on == "all" or bool(self.sets), "loss_on", no_set),
         )
 
     def seen_from(self, folder: Path) -> "DataSpec":
-        """Return the same sets for a recipe in this folder: a path that is not here may stand beside the recipe."""
+        """Return the same sets for a recipe in this folder: a path that exists only relative to it becomes so."""
 
         def is_there(path: Path) -> bool:
             return path.exists() or path.with_name(f"{path.name}.idx").exists()
@@ -50,13 +50,13 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateSchedule:
-    """How the learning rate goes: up from zero, then along a shape down to a share of its peak.
+    """The learning rate over the steps: it rises from zero to its peak, then falls in some shape to a share of it.
 
     Args:
         shape: After the warm-up: constant, linear, cosine, or wsd (constant, then linear over the last decay_steps).
         warm_up_steps: Steps in which the rate rises linearly from 0 to its peak.
-        final: Share of the peak that is left in the last step; constant has none.
-        decay_steps: How many of the last steps wsd decays. Default: a fifth of all.
+        final: The learning rate of the last step as a share of the peak; not for shape constant.
+        decay_steps: For wsd: how many steps at the end decay. Default: a fifth of all.
     """
 
     shape: Shape = "constant"
@@ -72,7 +72,7 @@ class RateSchedule:
             (
                 self.decay_steps is None or self.shape == "wsd",
                 "decay_steps",
-                f"is of shape wsd only, not of {self.shape}",
+                f"is an option of shape wsd, not of {self.shape}",
             ),
             (
                 self.final == 0 or self.shape != "constant",
@@ -104,10 +104,10 @@ class AdamWConstants:
     """The constants of AdamW; weights of norms and biases do not decay.
 
     Args:
-        beta1: Share of the first moment that stays from step to step.
-        beta2: Share of the second moment that stays.
+        beta1: Share of the first moment that each step keeps.
+        beta2: Share of the second moment that each step keeps.
         eps: Added to the root of the second moment.
-        weight_decay: Share of a weight, times the learning rate, that each step takes off.
+        weight_decay: Each step subtracts this times the learning rate times the weight.
     """
 
     beta1: float = 0.9
@@ -126,14 +126,14 @@ class AdamWConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointing:
-    """When the state of a run is saved, where, and what is kept.
+    """When and where the state of a run is saved, and which checkpoints are kept.
 
     Args:
         to: A folder or a URL such as s3://bucket/run; none saves nothing. Default: checkpoints, in the run's folder.
-        every_steps: Save after every so many steps.
-        every_minutes: Save when so many minutes have passed since the last time.
+        every_steps: Save after every this many steps.
+        every_minutes: Save when this many minutes have passed since the last checkpoint.
         keep_last: How many of the newest checkpoints are kept.
-        keep_every: The first checkpoint at or after each multiple of so many steps is kept for good.
+        keep_every: The first checkpoint at or after each multiple of this many steps is never deleted.
         grace_seconds: How long after SIGTERM or Ctrl-C the ranks may take to end their step and save it.
     """
 
@@ -153,18 +153,18 @@ class Checkpointing:
 
     @property
     def saves(self) -> bool:
-        """Whether anything is saved at all."""
+        """Whether checkpoints are saved."""
         return self.to != "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracking:
-    """Where a run is shown beside its own folder.
+    """Where the metrics of a run go besides its own folder.
 
     Args:
         wandb: The Weights & Biases project that gets plan, metrics and summary; offline where there is no key.
         tensorboard: Write the metrics for TensorBoard too, in the folder of the run.
-        name: What the run is called there. Default: the name of its folder.
+        name: The name of the run there. Default: the name of its folder.
     """
 
     wandb: str | None = None
@@ -174,20 +174,20 @@ class Tracking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """All that a run needs beside its plan.
+    """All settings of a run that its plan does not hold.
 
     Args:
-        steps: How many optimizer steps the whole run takes.
-        seed: Of the first weights and of the order of the data.
+        steps: Number of optimizer steps of the whole run.
+        seed: Seed of the first weights and of the order of the data.
         learning_rate: The peak of the learning rate.
         on_nonfinite: What to do if loss or gradient norm is not finite: stop before the update, or skip the update.
         skip_budget: With on_nonfinite skip: how many steps of the run may be skipped before it stops.
-        data: What is trained on.
+        data: The tokens to train on.
         init_weights: Where weights come from: a checkpoint or a Hugging Face folder. Default: drawn at random.
-        schedule: How the learning rate goes.
+        schedule: The learning rate over the steps.
         adamw: The constants of AdamW.
         checkpoint: When the state is saved, and where.
-        track: Where the run is shown beside its own folder.
+        track: Where the metrics go besides the folder of the run.
     """
 
     steps: int = 20

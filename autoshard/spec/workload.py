@@ -1,4 +1,4 @@
-"""What is trained on: batch, sequence, precision, optimizer."""
+"""The workload of a step: batch, sequence, precision, optimizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,16 +11,16 @@ DTYPE_BYTES: dict[Dtype, int] = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp6
 
 PrecisionName = Literal["bf16", "bf16-sr", "fp16", "fp32"]
 Optimizer = Literal["adamw", "sgd"]  # sgd: weight - rate * gradient, no momentum, no decay
-Documents = Literal["joined", "separate"]  # whether those packed into one sequence see each other
+Documents = Literal["joined", "separate"]  # whether documents in one sequence attend to each other
 
-MOST = 2**31 - 1  # sequences or tokens: keeps every product of sizes inside 64 bits, where numpy counts
+MOST = 2**31 - 1  # sequences or tokens: products of sizes stay inside the 64 bits of numpy's integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Which number format each part of the training state lives in; no ``masters`` means the weights are updated.
+    """The number format of each part of the training state; without ``masters`` the weights themselves are updated.
 
-    ``products`` is the format in which the layers multiply activations with weights, where it is another one.
+    ``products`` is the format of activations and weights in matrix products, where that is another one.
     """
 
     weights: Dtype
@@ -32,7 +32,7 @@ class Precision:
 
     @classmethod
     def named(cls, name: str) -> "Precision":
-        """Return the precision that users call by this name.
+        """Return the precision of this name.
 
         >>> Precision.named("bf16").masters
         'fp32'
@@ -44,7 +44,7 @@ class Precision:
 
     @property
     def name(self) -> str | None:
-        """What users call it; None for a mixture that has no name."""
+        """Its name in recipes and options; None if it has none."""
         return next((name for name, one in PRECISIONS.items() if one == self), None)
 
     @property
@@ -70,7 +70,7 @@ PRECISIONS: Mapping[PrecisionName, Precision] = {
 class Workload:
     """One optimizer step: sequences, their length, number formats, optimizer.
 
-    ``documents`` packed into one sequence are ``joined``, one text for attention and positions, or ``separate``.
+    Documents that share a sequence are ``joined`` (one text for attention and positions) or ``separate``.
     """
 
     seq_len: int

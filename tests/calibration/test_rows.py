@@ -83,9 +83,9 @@ def test_every_fault_of_every_line_comes_at_once_and_that_of_neighbours_only_onc
     ("text", "says"),
     [
         ("{", " line 1: is not JSON: Expecting property name"),
-        ('{"id": NaN}', " line 1: is not usable JSON: NaN is no number"),
+        ('{"id": NaN}', " line 1: is not usable JSON: NaN is not a number"),
         ('{"id": "a", "kind": "walk"}', " line 1: kind: "),
-        ('{"id": "a", "id": "b"}', " line 1: the key 'id' stands twice"),
+        ('{"id": "a", "id": "b"}', " line 1: the key 'id' appears twice"),
         ("[" * 100_000, " line 1: is nested too deeply"),
         ("", ": holds no rows; write one JSON object per line"),
         ('{"tp": ' + "9" * 5000 + "}", " line 1: is not usable JSON"),

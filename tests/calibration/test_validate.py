@@ -174,7 +174,7 @@ LEFT: dict[str, tuple[str | bytes | None, str]] = {
     "empty": ("", ": holds no rows; write one JSON object per line"),
     "garbage": (b"\x00\xff\xfe" * 9, "line 1: is not text in UTF-8"),
     "killed": (None, ": holds a run without a measured row, which is written when it ends"),
-    "nan": (json.dumps({**SMALL, "step_time_s": float("nan")}), "line 1: is not usable JSON: NaN is no number"),
+    "nan": (json.dumps({**SMALL, "step_time_s": float("nan")}), "line 1: is not usable JSON: NaN is not a number"),
     "of_before": (json.dumps({**SMALL, "widgets": 3}), "line 1: widgets: unknown key"),
     "rehearsed": (json.dumps({**SMALL, "id": "b", "kind": "rehearsal"}), "line 1: is of a rehearsal, which runs a"),
     "short": (json.dumps({**SMALL, "id": "c", "kind": "short"}), "line 1: is of a run that ended before its"),

@@ -117,10 +117,10 @@ CONFIGS: list[tuple[object, list[str]]] = [
     ({"model": 3, "cluster": "local"}, ["--model: '3' is not a known model"]),
     (
         {"model": "tiny-llama", "schedule": {"shap": "cosine"}, "steps": 0, "data": {"sets": {"a": 0}}},
-        ["schedule.shap: unknown key. Did you mean shape?", "data.sets.a: must weigh more than 0", "steps: must be"],
+        ["schedule.shap: unknown key. Did you mean shape?", "data.sets.a: the weight must be", "steps: must be"],
     ),
     ({"model": "tiny-llama", "pins": ["q"]}, ["c.yaml: pins: must map names to text in quotes"]),
-    ("model: tiny-llama\nsteps: 5\nsteps: 6\n", ["the key 'steps' stands twice in one object"]),
+    ("model: tiny-llama\nsteps: 5\nsteps: 6\n", ["the key 'steps' appears twice in one object"]),
     ("- 1\n- 2\n", ["must hold options"]),
     ("a: [1\n", ["is not YAML"]),
 ]

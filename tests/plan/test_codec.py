@@ -103,7 +103,7 @@ def test_all_faults_are_reported_at_once():
         ('{"schema": 0}', "schema", "0 cannot be read; this version reads schemas 1 to 2"),
         ('{"schema": 3}', "schema", "Use an autoshard that knows schema 3 or later"),
         ('{"schema": 3, "provenance": {"autoshard": "9.1"}}', "schema", "Use autoshard 9.1 or later"),
-        ('{"schema": 2, "stages": [{"rank": 0, "rank": 1}]}', "plan", "the key 'rank' stands twice"),
+        ('{"schema": 2, "stages": [{"rank": 0, "rank": 1}]}', "plan", "the key 'rank' appears twice"),
     ],
 )
 def test_files_that_are_no_plan_are_refused_where_they_go_wrong(text, where, says):

@@ -209,7 +209,7 @@ def test_text_is_the_longest_runs_from_left_to_right(ranks: list[int], text: str
         ("not a run", ["", "0-3/", "a", "0 - 3", "-1", "٣"]),
         ("never reach", ["0-3:0", "0-3:2"]),
         ("not a permutation", ["0-3/3", "1-3"]),
-        ("more than 4096", ["0-99999999", "0-4095/4096"]),
+        ("at most 4096", ["0-99999999", "0-4095/4096"]),
     ],
 )
 def test_wrong_text_is_refused(says: str, texts: list[str]):

@@ -130,7 +130,7 @@ def test_every_fault_is_reported_at_once_with_its_path():
         ("wheels", [{"radius": float("nan")}], "must be finite"),
         ("wheels", [{"radius": float("inf")}], "must be finite"),
         ("wheels", [{"radius": 10**400}], "too large"),
-        ("wheels", [{"radius": 1e308}], "cannot be computed with"),
+        ("wheels", [{"radius": 1e308}], "too large or too small to compute with"),
         ("wheels", [{"radius": 1, "spokes": 2**63}], "too large"),
         ("size", [10**4000, 1], "too large"),
         ("colour", 10**400, "found a huge number"),

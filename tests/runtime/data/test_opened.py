@@ -163,7 +163,7 @@ def test_a_conversation_that_is_too_long_is_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weight", [0, float("nan"), float("inf")])
 def test_a_recipe_states_sets_with_weights(weight: float) -> None:
     assert record.decode(DataSpec, {"sets": {"a": 7, "b": 0.3}}).sets == {"a": 7.0, "b": 0.3}
-    with pytest.raises(InputError, match=r"sets\.a: must weigh more than 0"):
+    with pytest.raises(InputError, match=r"sets\.a: the weight must be above 0"):
         DataSpec(sets={"a": weight})
     with pytest.raises(InputError, match="loss_on: answers need a set"):
         DataSpec(loss_on="answers")
