@@ -14,6 +14,7 @@ BENCHMARKS: Mapping[str, str] = {
     "plan_405b_512": "benchmarks.plan_speed:llama_405b",
     "plan_gpt3_512": "benchmarks.plan_speed:gpt3",
     "plan_scaling": "benchmarks.plan_scaling:run",
+    "certificate": "benchmarks.certificate:run",
     "solve_block": "benchmarks.solve_block:run",
     "local_prediction": "benchmarks.local_prediction:run",
     "checkpoint_bandwidth": "benchmarks.checkpoint_bandwidth:run",

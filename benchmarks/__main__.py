@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME] [--json] [--wandb] [--rows FOLDER] [--write]``: run one benchmark, or all."""
+"""``python -m benchmarks [NAME] [--json] [--wandb]`` and the options of some: run one benchmark, or all."""
 
 import argparse
 import datetime
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -19,7 +20,7 @@ from autoshard.errors import AutoshardError, InputError, nearest
 from benchmarks import BENCHMARKS
 from benchmarks.result import Result
 
-_USES = {"rows": "measured rows", "write": "tables on pages"}
+_USES = {"rows": "measured rows", "count": "a number of questions", "write": "tables on pages"}
 _FIELDS = ("name", "value", "unit", "bar", "holds")
 
 
@@ -27,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; a bar that does not hold is a finding, not a failure."""
     options = _parser().parse_args(arguments)
     try:
-        runs = _selected(options.name, options.rows, options.write)
+        given = {name: getattr(options, name) for name in _USES if getattr(options, name)}
+        runs = _selected(options.name, given)
         results, notes = list[Result](), list[str]()
         printed = _printed(_measured(runs), results, json=options.json)
         if options.wandb:
@@ -50,17 +52,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object per benchmark and line")
     parser.add_argument("--wandb", action="store_true", help="log every result to Weights & Biases as well")
     parser.add_argument("--rows", type=Path, metavar="FOLDER", help="more measured rows, for accuracy")
+    parser.add_argument("--count", type=int, metavar="N", help="how many questions, for certificate")
     parser.add_argument("--write", action="store_true", help="write the tables that it has on pages")
     return parser
 
 
-def _selected(name: str, rows: Path | None, write: bool) -> dict[str, Callable[[], Result]]:
+def _selected(name: str, options: Mapping[str, Any]) -> dict[str, Callable[[], Result]]:
     """Return what runs each benchmark that was asked for."""
     if name not in ("all", *BENCHMARKS):
         raise InputError.of("name", f"there is no benchmark {name!r}. {nearest(name, ['all', *BENCHMARKS])}")
     runs = {one: pkgutil.resolve_name(BENCHMARKS[one]) for one in (BENCHMARKS if name == "all" else [name])}
-    options = {"rows": rows} if rows else {}
-    options |= {"write": True} if write else {}
     for option, value in options.items():
         takes = [one for one, run in runs.items() if option in inspect.signature(run).parameters]
         if not takes:
