@@ -183,7 +183,8 @@ class Adversary:
         chunks = builders()[builder].num_chunks or self.draw.choice((2, 2, 3, 4))
         choices: dict[str, Any] = {
             "ep": self.draw.choice(expert or [1]),
-            "mbs": self.draw.choice((1, 1, 1, 2, 4)),
+            "mbs": self.draw.choice((1, 1, 1, 2, 3, 4, 8)),
+            "sp": self.draw.choice((None, None, False)) if sizes["tp"] > 1 else None,
             "vp": chunks if sizes["pp"] > 1 else 1,
             "schedule": builder if sizes["pp"] > 1 else "1f1b",
             "zero": self.draw.choice((1, 1, *get_args(Zero))),
@@ -236,7 +237,7 @@ class Adversary:
 
     def _other_outer(self, candidate: Candidate) -> Candidate:
         other = self.drawn()
-        name = self.draw.choice(("mbs", "zero", "recompute", "cp_kind", "cp_order"))
+        name = self.draw.choice(("mbs", "sp", "zero", "recompute", "cp_kind", "cp_order"))
         return replace(candidate, **{name: getattr(other, name)}) if self.draw.random() < 0.5 else other
 
 
