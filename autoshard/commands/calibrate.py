@@ -1,4 +1,4 @@
-"""``autoshard calibrate``: the constants that predict measured runs best."""
+"""``autoshard calibrate``: fit the constants of the cost model to measured runs."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ def calibrate(rows: Path, cluster: str, out: Path, date: str | None = None, json
     Rows that cannot be used are left out, each with a line that says why.
 
     Args:
-        rows: A file with one measured run per line of JSON (see benchmarks/data), or a folder of such files or of runs;
-            of other clusters, rehearsals and runs that did not end none is used.
+        rows: A file with one measured run per line of JSON (see benchmarks/data), or a folder of such files or of runs.
+            Rows of other clusters, rehearsals and runs that did not finish are not used.
         cluster: The cluster that the rows were run on, by name or as the path of a cluster file.
         out: The calibration file to write, for the option --calibration of the other commands.
-        date: From when the rows are, if not from the newest date in them.
+        date: The date of the calibration. Default: the newest date in the rows.
         json: Print one JSON object instead of text.
     """
     require(*place_checks(out))

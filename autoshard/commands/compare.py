@@ -1,4 +1,4 @@
-"""``autoshard compare``: in what two plans differ, and which is faster."""
+"""``autoshard compare``: which of two plans is faster, and where they differ."""
 
 import re
 from pathlib import Path
@@ -14,16 +14,16 @@ from autoshard.report.terminal import rejections_report
 
 
 def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = False) -> int:
-    """Say which of two plans is predicted to be faster and why: in a sentence, then part by part.
+    """Say which of two plans is predicted to be faster and why: first in a sentence, then part by part.
 
     Args:
-        a: The plan file to compare with.
-        b: The plan file that is called faster or slower.
-        fail_if_slower: Exit with code 1 if b takes longer for a token than a by more than this, e.g. 2%.
+        a: The plan file that is the reference.
+        b: The plan file that is called faster or slower than a.
+        fail_if_slower: Exit with code 1 if b needs this much more time per token than a, or more, e.g. 2%.
         json: Print one JSON object instead of tables.
     """
     allowed, read = _read((a, b), fail_if_slower)
-    # too little memory is no reason not to compare
+    # plans that do not fit in memory are compared as well
     refused = [tuple(reason for reason in one.rejections if reason.rule_id != "memory") for one in read]
     if any(refused):
         if json:
@@ -32,7 +32,7 @@ def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = Fa
             return 1
         for path, against in zip((a, b), refused, strict=True):
             if against:
-                print(f"{path} may not run, so there is nothing to compare:")
+                print(f"{path} cannot run, so it is not compared:")
                 print_answer(rejections_report(against))
         return 1
     difference = diff(*(one.plan for one in read))
@@ -47,7 +47,7 @@ def compare(a: Path, b: Path, fail_if_slower: str | None = None, json: bool = Fa
 
 
 def _read(paths: tuple[Path, Path], fail_if_slower: str | None) -> tuple[float | None, list[CheckedPlan]]:
-    """Return the share that is allowed and the plans; all faults of all of them are one error."""
+    """Return the allowed share and both plans; the faults of all three are reported together."""
     faults: dict[Fault, None] = {}
     allowed: float | None = None
     read: list[CheckedPlan] = []
@@ -56,7 +56,7 @@ def _read(paths: tuple[Path, Path], fail_if_slower: str | None) -> tuple[float |
     except InputError as error:
         faults |= dict.fromkeys(error.faults)
     for path in paths:
-        prefix = ""  # the faults of reading name the file, those of checking do not
+        prefix = ""  # faults found while reading name the file already, those found while checking do not
         try:
             plan = load(path)
             prefix = f"{path}: "
@@ -69,7 +69,7 @@ def _read(paths: tuple[Path, Path], fail_if_slower: str | None) -> tuple[float |
 
 
 def _share(text: str) -> float:
-    """Read a percentage; a bare number might be either, so it is refused.
+    """Read a percentage. A number without % is refused, because 2 could mean 2% or 200%.
 
     >>> _share("2%"), _share("0.5 %")
     (0.02, 0.005)

@@ -1,4 +1,4 @@
-"""``autoshard run --compile-only``: compile a plan's graphs before the run that needs them."""
+"""``autoshard run --compile-only``: compile the graphs of a plan ahead of its run."""
 
 import sys
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ from autoshard.units import format_count
 
 _LEAST_STEPS, _USUAL_STEPS = 5, 10  # cited: "limited to a few steps (eg.10-15)", of which the first few differ
 _CACHE_PLACE = "NEURON_COMPILE_CACHE_URL"
-_NEAR = 0.5  # of the compiler's limit, by the matrix unit's instructions alone: others come on top
-_SMALLER = "Graphs get smaller with more pp or tp, or a smaller micro-batch"
+_NEAR = 0.5  # share of the compiler's limit, counting the matrix unit's instructions only
+_SMALLER = "More pp or tp, or a smaller micro-batch, makes graphs smaller"
 
 
 def compile_ahead(plan: Plan, run: Run, given: GivenRank | None, name: str, *, json: bool) -> int:
-    """Let a short run extract the graphs of this node, compile them, and print what became of them.
+    """Extract the graphs of this node in a short run, compile them, and print which succeeded.
 
-    Refuse plans of which nothing is compiled, machines without the compiler, and one process for every rank.
+    Plans without graphs, machines without the compiler, and jobs with one process per rank are refused.
     """
     training, nodes, num_steps = run.training, plan.cluster.num_nodes, min(run.training.steps, _USUAL_STEPS)
-    message = "the torch engine runs this plan as it is, and compiles nothing ahead. Leave it out"
+    message = "the torch engine runs this plan without compiling ahead. Leave the option out"
     require((plan.engine == "nxd", "--compile-only", message))
-    steps = f"must be at least {_LEAST_STEPS} to meet every graph, not {num_steps}"
+    steps = f"must be at least {_LEAST_STEPS}, so that every graph occurs, not {num_steps}"
     require((num_steps >= _LEAST_STEPS, "--steps", steps))
     refuse_without_compiler(plan, name, given.num_ranks if given else 1)
     place = run.folder / f"node-{given.rank}" if given and nodes > 1 else run.folder  # nodes may share a folder
@@ -42,11 +42,15 @@ def compile_ahead(plan: Plan, run: Run, given: GivenRank | None, name: str, *, j
             print(f"warning: {warning}")
         print(f"compiling the graphs of {plan.model.name}, {plan.candidate}, as {COMPILER} finds them in a short run")
     put_environment({_CACHE_PLACE: str(cache)})
-    # The short run is like the run that it is for in all but its steps and its folder.
+    # The short run differs from the real one only in its number of steps and its folder.
     constants = ["--seed", str(training.seed), "--learning-rate", str(training.learning_rate)]
     short = ["--steps", str(num_steps), "--out", str(run.folder / "short"), *constants, "--checkpoint.to", "none"]
     words = [
-        *(COMPILER, "--parallel_compile_workdir", str((place / "work").absolute())),  # else one of all who compile here
+        *(
+            COMPILER,
+            "--parallel_compile_workdir",
+            str((place / "work").absolute()),
+        ),  # the default is shared by all compilations on the machine
         *(sys.executable, "-m", "torch.distributed.run", *node_words(given, nodes, plan.mesh.num_ranks // nodes)),
         *("-m", "autoshard.cli", "run", name, *short, *EXTENSIONS.options()),
     ]
@@ -55,13 +59,13 @@ def compile_ahead(plan: Plan, run: Run, given: GivenRank | None, name: str, *, j
     compiled = compiled_of(output)
     if compiled is None or (code and not compiled.num_failed):
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        first = f"{COMPILER} {how} before it had compiled all graphs"
+        first = f"{COMPILER} {how} before all graphs were compiled"
         raise RunFailed("\n".join([first, *output.strip().splitlines()[-20:], f"its output: {log}"]))
     return _conclude(compiled, compiled.cache or str(cache), log, warnings, json=json)
 
 
 def _conclude(compiled: Compiled, cache: str, log: Path, warnings: Sequence[str], *, json: bool) -> int:
-    """Print what became of the graphs; return the exit code."""
+    """Print how many graphs were compiled and which failed; return the exit code."""
     num_failed = compiled.num_failed
     if json:
         failures = [{"graph": one.graph, "cause": one.cause, "logs": list(one.logs)} for one in compiled.failures]
@@ -74,7 +78,7 @@ def _conclude(compiled: Compiled, cache: str, log: Path, warnings: Sequence[str]
         smaller = [f"  {_SMALLER}"] if "instructions" in failure.cause else []
         print(*smaller, *(f"  log: {path}" for path in failure.logs or (str(log),)), sep="\n")
     if num_failed:
-        print(f"{num_failed} of {max(compiled.num_graphs, num_failed)} graphs failed. All that was said: {log}")
+        print(f"{num_failed} of {max(compiled.num_graphs, num_failed)} graphs failed. Full output: {log}")
         return 1
     what = f"{compiled.num_graphs} graphs compiled" if compiled.num_graphs else ""
     print(f"{what or 'nothing to compile: the cache has every graph'}, cache: {cache}")
@@ -84,8 +88,8 @@ def _conclude(compiled: Compiled, cache: str, log: Path, warnings: Sequence[str]
 
 def _make(place: Path) -> None:
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        what = "holds files already" if place.is_dir() else "is a file"
-        raise InputError.of(f"--out {place}", f"{what}, and nothing is overwritten. Type --out {free_name(place)}")
+        what = "already holds files" if place.is_dir() else "is a file"
+        raise InputError.of(f"--out {place}", f"{what}, which are never overwritten. Type --out {free_name(place)}")
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -93,7 +97,7 @@ def _make(place: Path) -> None:
 
 
 def _warnings(plan: Plan) -> list[str]:
-    """Say what is known of the compiler's limits before it runs."""
+    """Warn before compiling where a plan comes near the compiler's limits."""
     stage, count = most_instructions(plan)
     if count < _NEAR * MOST_INSTRUCTIONS:
         return []

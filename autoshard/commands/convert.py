@@ -1,4 +1,4 @@
-"""``autoshard convert``: weights of one form become those of another."""
+"""``autoshard convert``: convert weights from one file format to another."""
 
 import os
 import time
@@ -29,23 +29,23 @@ def convert(
     workers: int | None = None,
     json: bool = False,
 ) -> int:
-    """Convert weights between Hugging Face, checkpoints of autoshard under any plan, NxD's and state dicts of torch.
+    """Convert weights between Hugging Face, autoshard checkpoints of any plan, NxD checkpoints and torch state dicts.
 
-    Little memory is used, whatever the model. The same command goes on where it was killed.
+    It needs little memory for any model. After an interruption, the same command continues.
 
     Args:
-        source: A Hugging Face folder, a checkpoint of autoshard or a folder of them, a folder of NxD, or a .pt file.
-        target: What to write; it must not exist.
-        plan: A plan file: how the target is cut.
-        to: What the target is: hf, autoshard, nxd, or pt (one state dict). Default: with a plan, nxd or autoshard, as
-            its engine is; pt for a name that ends so; else hf.
-        model: A card's name or a config.json, where neither lies beside the source.
-        dtype: The format of all weights. Default: as they are.
-        tokenizer: A folder whose tokenizer files are copied too. Default: those beside the source.
-        qkv: How queries, keys and values lie in NxD's files: one tensor (fused) or three (split) of the layer that may
-            copy keys, one of a plain column layer, or three layers (apart). Default: fused, or plain without groups.
-        workers: How many files are written at a time. Default: one for each core.
-        json: Print what was written as JSON.
+        source: A Hugging Face folder, an autoshard checkpoint or a folder of them, an NxD folder, or a .pt file.
+        target: The file or folder to write; it must not exist.
+        plan: A plan file that says how the target is sharded.
+        to: The format of the target: hf, autoshard, nxd, or pt (one state dict). Default: pt for a name that ends so;
+            with a plan nxd or autoshard, as its engine needs; otherwise hf.
+        model: A model card's name or a config.json. Needed where the source has no config.json beside it.
+        dtype: The number format of all weights. Default: that of the source.
+        tokenizer: A folder whose tokenizer files are copied into the target. Default: the folder of the source.
+        qkv: NxD's layers for queries, keys and values: the GQA layer with one weight (fused) or three (split), one
+            column layer (plain), or three (apart). Default: fused with GQA, otherwise plain.
+        workers: How many files are written in parallel. Default: one per core, at most 16.
+        json: Print one JSON object instead of text.
     """
     num_workers = min(_MOST_WORKERS, os.cpu_count() or 1) if workers is None else workers
     require(
@@ -59,7 +59,7 @@ def convert(
     cut = load(plan) if plan else None
     by_plan: Form | None = None if cut is None else "nxd" if cut.engine == "nxd" else "autoshard"
     form = to or ("pt" if target.suffix == ".pt" else by_plan or "hf")
-    require((qkv is None or form == "nxd", "--qkv", f"is for NxD's files, and {target} is to be {form}"))
+    require((qkv is None or form == "nxd", "--qkv", f"is for NxD files only, and {target} will be {form}"))
     conversion = Conversion(
         source=source, target=target, plan=cut, form=form, model=model, dtype=dtype, tokenizer=tokenizer, qkv=qkv,
         workers=num_workers,

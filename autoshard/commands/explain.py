@@ -1,4 +1,4 @@
-"""``autoshard explain``: where a plan's time goes."""
+"""``autoshard explain``: where the time and memory of a plan go."""
 
 from pathlib import Path
 
@@ -23,13 +23,13 @@ def explain(
     trace: Path | None = None,
     json: bool = False,
 ) -> int:
-    """Show where each second and byte of a plan goes, what limits it, every operation, and the next best plans.
+    """Show where the time and memory of a plan go, what limits it, every operation, and the next best plans.
 
     Args:
         plan: The plan file.
-        why_not: Hold it against another layout instead, e.g. tp=8,pp=16, and say what would turn the order.
-        calibration: A calibration file, made by `autoshard calibrate`. Default: the constants that the plan carries.
-        trace: Also write the predicted step as a timeline for https://ui.perfetto.dev to this file, at most 20 MB.
+        why_not: Compare with the best plan of another layout, e.g. tp=8,pp=16, and say what would make it better.
+        calibration: A calibration file, made by `autoshard calibrate`. Default: the constants in the plan.
+        trace: Also write the predicted step to this file, as a timeline for https://ui.perfetto.dev (at most 20 MB).
         json: Print one JSON object instead of tables.
     """
     if trace:

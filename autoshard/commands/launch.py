@@ -1,4 +1,4 @@
-"""``autoshard launch``: a plan becomes the files that start it on a cluster, and starts if asked."""
+"""``autoshard launch``: write the job files of a plan for a cluster, and submit them with --submit."""
 
 import shlex
 import subprocess
@@ -38,19 +38,19 @@ def launch(
     training: Training,
     question: QuestionOptions,
 ) -> int:
-    """Write the files that start a plan on a cluster: a job that compiles, where that is needed, and one that trains.
+    """Write the job files that run a plan on a cluster: one job to compile, where that is needed, and one to train.
 
     Args:
-        plan: A plan file, or a recipe (.yaml), which is planned first; any key of a recipe is an option too.
+        plan: A plan file, or a recipe (.yaml), which is planned first. Every key of a recipe is an option too.
         place: Where the job runs.
         out: The folder of the job.
-        name: What the job is called. Default: the model, and the first digits of the plan's hash.
-        run_folder: Where the run writes, as nodes see it. Default: run, in the folder of the job; k8s: in the volume.
-        setup: A line of shell that makes torchrun and autoshard known on a node, e.g. 'source /fsx/venv/bin/activate'.
-        submit: Submit the job as well, and say how to watch it.
+        name: The name of the job. Default: the model and the first digits of the plan's hash.
+        run_folder: The folder of the run, as nodes see it. Default: run, in the folder of the job; k8s: in the volume.
+        setup: A shell command that puts torchrun and autoshard on a node's PATH, e.g. 'source /fsx/venv/bin/activate'.
+        submit: Also submit the job, and print how to watch it.
         json: Print one JSON object instead of a summary.
-        training: What the run does beside its plan.
-        question: What a recipe asks.
+        training: Steps, data, checkpoints and other options of training.
+        question: The question of a recipe.
     """
     checked = check_plan(plan_of(plan, question))
     if checked.rejections:
@@ -69,7 +69,7 @@ def launch(
         there = f"Type the same where the cluster's jobs are submitted, or leave --submit out, take {out} there, and"
         program = files.submitter or ""
         require(
-            (bool(program), "--submit", "torchrun is started by hand on every node. Leave it out"),
+            (bool(program), "--submit", "torchrun is started by hand on every node. Leave --submit out"),
             (not program or which(program) is not None, "--submit",
              f"there is no {program} here. {there} type bash {out}/submit.sh"),
         )  # fmt: skip
@@ -77,7 +77,7 @@ def launch(
     if submit:  # the job's own script prints job ids, the line to watch and the log
         done = subprocess.run(["bash", str(out / SUBMIT)], check=False, stdout=sys.stderr if json else None)
         if done.returncode:
-            raise RunFailed(f"bash {out / SUBMIT} ended with exit code {done.returncode}; nothing more was submitted")
+            raise RunFailed(f"bash {out / SUBMIT} ended with exit code {done.returncode}; no further job was submitted")
     if json:
         print_answer({"folder": str(out), "files": list(files.texts), "name": job.name, "plan": job.hash})
     elif not submit:
@@ -86,7 +86,7 @@ def launch(
 
 
 def _from_anywhere(training: Training, path: Path, volume: str | None) -> Training:
-    """Let paths lead where they lead from here, in a job that runs in its own folder; from a volume, in a container."""
+    """Make relative paths absolute, because a job runs in its own folder: from here, or from the container's volume."""
     here = Path(volume) if volume else Path.cwd()
 
     def absolute(name: str) -> str:
@@ -103,11 +103,11 @@ def _from_anywhere(training: Training, path: Path, volume: str | None) -> Traini
 
 
 def _write(files: Files, out: Path, plan: Plan) -> None:
-    """Write a job into a new folder, or over one of the same plan."""
+    """Write a job into a new folder, or over the job of the same plan."""
     if out.is_dir() and any(out.iterdir()):
         node, read = out / NODE, out / PLAN
         made = node.is_file() and read.is_file() and _MADE in node.read_text(encoding="utf-8", errors="replace")
-        require((made, f"--out {out}", "holds files that are no job, and none is overwritten. Name another folder"))
+        require((made, f"--out {out}", "holds files that are not a job and are not overwritten. Name another folder"))
         same = fingerprint(load(read)) == fingerprint(plan)
         require((same, f"--out {out}", "holds the job of another plan. Name another folder"))
         for old in (*out.glob("*.sbatch"), *out.glob("*.yaml"), *out.glob("*.sh")):
@@ -121,7 +121,7 @@ def _write(files: Files, out: Path, plan: Plan) -> None:
 
 
 def _summary(job: Job, files: Files, out: Path) -> str:
-    """Return what was made and what to type next."""
+    """Return the list of files and the next command."""
     prediction = job.plan.prediction
     assert prediction, "a checked plan has one"
     steps, folder = job.training.steps, shlex.quote(str(out))

@@ -1,4 +1,4 @@
-"""``autoshard list``: what can be named."""
+"""``autoshard list``: print the names that options take."""
 
 import json as json_text
 from typing import Literal
@@ -9,7 +9,7 @@ Listable = Literal["models", "recipes", "clusters", "engines", "schedules", "ker
 
 
 def list(what: Listable, json: bool = False) -> int:
-    """List what can be named: models, recipes, clusters, engines, schedules, kernels, rules or sweeps.
+    """List the names that options take: models, recipes, clusters, engines, schedules, kernels, rules or sweeps.
 
     Args:
         what: What to list.

@@ -1,4 +1,4 @@
-"""The options of a question, and of how it is searched, which commands share; a plan file has answered its question."""
+"""Options that commands share: those of a question (model, cluster, work), and those of the search."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -19,26 +19,26 @@ _LONGEST_S = 10**6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionOptions:
-    """Which model, where, for which work, and what is fixed; nothing is asked that is not given.
+    """Which model, on which cluster, for which work, and which keys are pinned; None where an option is not given.
 
     Args:
         model: A model card by name (see `autoshard list models`), or the path of a Hugging Face config.json.
         nodes: How many nodes the cluster has; several with plan --pareto, e.g. 4,8,16. Default: 1.
         cluster: A cluster by name (see `autoshard list clusters`), or the path of a cluster file.
             Default: trn1.32xlarge.
-        lnc: Logical NeuronCore configuration of trn2: 1 or 2. Default: both are tried.
+        lnc: Logical NeuronCore configuration of trn2: 1 or 2. Default: search both.
         ranks: Processes on this machine, 1 to 64; only for the cluster `local`. Default: 4.
         seq_len: Tokens in a sequence. Default: the card's context, at most 8192.
         global_batch: Sequences in an optimizer step. Default: 1024, on `local` 32.
         precision: Number format of weights and activations; bf16 and fp16 keep FP32 masters,
             bf16-sr keeps none and rounds its weights stochastically. Default: bf16.
-        optimizer: What updates the weights: adamw, or sgd without momentum and decay. Default: adamw.
-        documents: Whether documents packed into one sequence see each other (joined), or attention and positions
-            stop where one ends (separate). Default: joined.
-        engine: Only what this engine runs; any lifts the restriction. Default: the cluster's own.
-        calibration: A calibration file, made by `autoshard calibrate`. Default: what is known of the cluster.
+        optimizer: adamw, or sgd without momentum and weight decay. Default: adamw.
+        documents: How documents packed into one sequence are treated: attention crosses their borders (joined), or
+            attention and positions begin anew with each document (separate). Default: joined.
+        engine: Search only plans that this engine runs; `any` searches all engines. Default: the cluster's own.
+        calibration: A calibration file, made by `autoshard calibrate`. Default: the one that comes with the cluster.
         fix: Pin some keys of the layout, e.g. tp=32,pp=8.
-        pins: Pin the layout of a tensor, e.g. 'up=[batch/dp, seq, ffn/tp]'; may be given several times.
+        pins: Pin the layout of a tensor, e.g. 'up=[batch/dp, seq, ffn/tp]'; can be given several times.
     """
 
     model: str | None = None
@@ -58,16 +58,16 @@ class QuestionOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is asked, by the names of the options."""
+        """The options that are given, by name."""
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) not in (None, (), {})}
 
     def refuse(self, why: str, *but: str) -> None:
-        """Refuse all options that are given, but for some."""
+        """Refuse every given option, except those named in ``but``."""
         given = [name for name in self.given if name not in but]
         require(*((False, f"--{name.replace('_', '-')}", why) for name in given))
 
     def requests(self, options: "SearchOptions") -> list[Request]:
-        """Look everything up, once for every number of nodes."""
+        """Return one request per number of nodes, with model, cluster and calibration looked up."""
         message = "missing. Type a name of autoshard list models, or the path of a config.json"
         require((self.model is not None, "--model", message))
         entries = {name: value for name, value in self.given.items() if name not in ("nodes", "pins")}
@@ -86,13 +86,13 @@ class QuestionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """What the search minimises, and how far it goes.
+    """What the search minimises, and when it ends.
 
     Args:
-        objective: What is minimised; on one cluster dollars are time.
-        prove: Search on until nothing better can be left, instead of within 0.5%.
-        exhaustive: Leave out no layout because of a bound; slow, and only to check that bounds are right.
-        time_limit: Stop after so many seconds with the best so far, and say how far it may be from the best there is.
+        objective: What is minimised. On one cluster dollars are proportional to time.
+        prove: Search until the plan is proven to be the best, instead of within 0.5% of the best.
+        exhaustive: Solve every layout, without bounds. Slow; it serves to check that the bounds are right.
+        time_limit: Stop after so many seconds with the best plan found, and print how far it may be from the best.
     """
 
     objective: Literal["time", "dollars", "memory"] = "time"
@@ -101,7 +101,7 @@ class SearchOptions:
     time_limit: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a limit that nobody could wait for, or that leaves no time."""
+        """Refuse a time limit that is too long or not positive."""
         limit = self.time_limit
         require((limit is None or 1 <= limit <= _LONGEST_S, "time_limit", f"must be 1 to {_LONGEST_S}, not {limit}"))
 

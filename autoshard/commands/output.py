@@ -1,4 +1,4 @@
-"""What commands share: where files may go, how they are written, how answers and refusals are printed."""
+"""Output that commands share: checks of file paths, writing of files, printing of answers and refusals."""
 
 import json as json_text
 import sys
@@ -14,7 +14,7 @@ from autoshard.report.terminal import make_console, rejections_report
 
 
 def place_checks(out: Path, option: str = "--out") -> list[tuple[bool, str, str]]:
-    """Check that a file can stand where an option says."""
+    """Check that a file can be written at the path of an option."""
     return [
         (not out.is_dir(), f"{option} {out}", "is a folder. Name a file in it"),
         (out.parent.is_dir(), f"{option} {out}", f"there is no folder {out.parent}. Make it first"),
@@ -22,7 +22,7 @@ def place_checks(out: Path, option: str = "--out") -> list[tuple[bool, str, str]
 
 
 def write_text(text: str, out: Path, option: str = "--out") -> None:
-    """Write a file; where that fails, say which option named it."""
+    """Write a file; an error names the option that gave the path."""
     try:
         out.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:  # the latter: a path that no file can have
@@ -31,13 +31,13 @@ def write_text(text: str, out: Path, option: str = "--out") -> None:
 
 
 def print_left_out(faults: Iterable[Fault]) -> None:
-    """Print on stderr, in a line each, what was left out of the answer and why."""
+    """Print on stderr, one per line, which rows were left out and why."""
     for fault in faults:
         print(f"left out {' '.join(str(fault).split())}", file=sys.stderr)
 
 
 def print_answer(answer: Mapping[str, object] | RenderableType) -> None:
-    """Print an answer: data as one JSON object, text as it is, so that it can be pasted, and reports as rich does."""
+    """Print an answer: data as one JSON object, text unchanged, and reports as rich lays them out."""
     if isinstance(answer, Mapping):
         print(json_text.dumps(answer, indent=2))
     elif isinstance(answer, str):
@@ -47,6 +47,6 @@ def print_answer(answer: Mapping[str, object] | RenderableType) -> None:
 
 
 def print_refused(rejections: Sequence[Rejection], *, json: bool) -> int:
-    """Print why a plan may not run; return the exit code."""
+    """Print why a plan cannot run; return the exit code."""
     print_answer({"rejections": list(map(rejection_json, rejections))} if json else rejections_report(rejections))
     return 1

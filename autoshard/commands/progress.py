@@ -1,4 +1,4 @@
-"""What somebody who waits sees: a line on stderr that moves on a terminal. For searches and bytes."""
+"""Progress on stderr, in one line that is redrawn on a terminal: of searches, and of bytes."""
 
 import math
 import os
@@ -18,7 +18,7 @@ _LINE_S = 10.0  # between two lines of a log
 
 
 class StatusLine:
-    """One line that is drawn over itself on a terminal; elsewhere nothing, or a line now and then."""
+    """One line that is redrawn on a terminal; elsewhere nothing, or a new line every 10 s."""
 
     def __init__(self, *, silent: bool = False, logs: bool = False) -> None:
         self._on_terminal = sys.stderr.isatty() and not silent
@@ -26,7 +26,7 @@ class StatusLine:
         self._drawn_s = -math.inf if self._on_terminal else time.monotonic()
 
     def show(self, text: str, *, at_once: bool = False) -> None:
-        """Draw a text, unless another was drawn a moment ago."""
+        """Draw a text, unless the last one was drawn less than a frame ago."""
         if self._pause_s == math.inf or (time.monotonic() - self._drawn_s < self._pause_s and not at_once):
             return
         self._drawn_s = time.monotonic()
@@ -37,13 +37,13 @@ class StatusLine:
         print(f"\r{text[: width - 1]}\x1b[K", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Take the line away, so that other lines can be printed."""
+        """Erase the line, so that other lines can be printed."""
         if self._on_terminal and self._drawn_s > -math.inf:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 class Watcher:
-    """Shows how far a search is, and stops it when its time is over or somebody has had enough."""
+    """Shows the progress of a search, and stops it at its time limit or on Ctrl-C."""
 
     def __init__(self, time_limit_s: float | None, show: Callable[[float], str]) -> None:
         self._start_s = time.monotonic()
@@ -52,13 +52,13 @@ class Watcher:
         self.interrupted = False
 
     def interrupt(self, *_: object) -> None:
-        """Stop the search at its next step; called again, stop at once."""
+        """Stop the search at its next step; a second call stops at once."""
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
 
     def __call__(self, progress: SearchProgress) -> str:
-        """Draw what is known, and return why to stop, if there is a reason."""
+        """Draw the progress; return why the search should stop, or an empty string."""
         waited_s = time.monotonic() - self._start_s
         if waited_s > _PATIENCE_S:
             best = self._show(progress.best) if math.isfinite(progress.best) else "none yet"
@@ -71,7 +71,7 @@ class Watcher:
 
 @contextmanager
 def watching(time_limit_s: float | None, show: Callable[[float], str]) -> Iterator[Watcher]:
-    """Watch a search; Ctrl-C takes the best so far. ``show`` prints what is minimised."""
+    """Watch a search: Ctrl-C ends it with the best plan so far. ``show`` formats the objective."""
     watcher = Watcher(time_limit_s, show)
     before = signal.signal(signal.SIGINT, watcher.interrupt)
     try:
@@ -85,7 +85,7 @@ def watching(time_limit_s: float | None, show: Callable[[float], str]) -> Iterat
 def byte_progress(
     what: str, more: Callable[[Any], str] = lambda _: "", *, quiet: bool
 ) -> Iterator[Callable[[Any], None]]:
-    """Show what has ``done_bytes`` of ``all_bytes``, of which ``kept_bytes`` were done before; and ``more`` of it."""
+    """Show ``done_bytes`` of ``all_bytes``, of which an earlier start did ``kept_bytes``, and ``more``."""
     line, start_s = StatusLine(silent=quiet, logs=True), time.monotonic()
 
     def report(now: Any) -> None:

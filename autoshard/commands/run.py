@@ -1,4 +1,4 @@
-"""``autoshard run``: execute a plan, or plan a recipe and execute that, and say how its prediction holds."""
+"""``autoshard run``: execute a plan, or plan a recipe and execute it, and compare prediction and measurement."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -45,21 +45,21 @@ def run(
     compile_only: bool = False,
     json: bool = False,
 ) -> int:
-    """Train as a plan or a recipe says, and put what was predicted beside what is measured.
+    """Train by a plan or a recipe, and compare the prediction with the measurement.
 
-    The ranks are forked here, unless torchrun or srun has started this process as one of them.
+    All ranks are started here, unless torchrun or srun has started this process as one of them.
 
     Args:
-        plan: A plan file, or a recipe (.yaml), which is planned first; any key of a recipe is an option too.
-        training: What the run does beside its plan.
-        question: What a recipe asks.
+        plan: A plan file, or a recipe (.yaml), which is planned first. Every key of a recipe is an option too.
+        training: Steps, data, checkpoints and other options of training.
+        question: The question of a recipe.
         out: The folder of the run: plan, metrics, checkpoints, logs. Default: runs/ and the name of the file.
-        resume: Where to go on in a folder that holds a run: auto (the newest checkpoint), never, or a step.
+        resume: Where to continue in a folder that holds a run: auto (the newest checkpoint), never, or a step.
         restarts: How often in a row failed ranks are started again without a newer checkpoint.
-        rehearse: Run a plan of the same shape on at most so many ranks, with a model to match, e.g. 8.
-        dry_run: Start nothing: try ranks of the whole plan out here one by one, without numbers, and count bytes.
-        dry_ranks: Which ranks --dry-run tries, e.g. 0,37. Default: one of each that differ.
-        compile_only: On Trainium, once on every node: compile all graphs into a cache in the folder of the run.
+        rehearse: Run a small plan of the same shape, with a small model, on at most so many ranks, e.g. 8.
+        dry_run: Start no ranks: execute ranks of the plan here one by one, with shapes only, and count bytes.
+        dry_ranks: Which ranks --dry-run executes, e.g. 0,37. Default: one of each kind.
+        compile_only: On Trainium, on every node once: compile all graphs into a cache in the folder of the run.
         json: Print one JSON object at the end instead of steps and tables.
     """
     tried = dry_run or rehearse is not None
@@ -97,27 +97,31 @@ def run(
 def _refuse(
     plan: Path, rehearse: int | None, restarts: int, *, dry: bool, dry_ranks: Counts, compile_only: bool
 ) -> None:
-    """Refuse options that cannot be meant together, before any work."""
+    """Refuse options that contradict each other, before any work."""
     tried = dry or rehearse is not None
     first = f"takes a plan file. Type first: autoshard plan --config {plan}"
     require(
         (not (compile_only and is_recipe(plan)), "--compile-only", first),
         (rehearse is None or rehearse >= 1, "--rehearse", f"must be at least 1, not {rehearse}"),
         (restarts >= 0, "--restarts", f"must be at least 0, not {restarts}"),
-        (dry or not dry_ranks, "--dry-ranks", "says which ranks --dry-run tries. Type --dry-run as well"),
-        (not (compile_only and tried), "--compile-only", "what is only tried is not compiled. Leave one of them out"),
+        (dry or not dry_ranks, "--dry-ranks", "names the ranks of --dry-run. Type --dry-run as well"),
+        (
+            not (compile_only and tried),
+            "--compile-only",
+            "cannot be combined with --rehearse or --dry-run. Leave one of them out",
+        ),
     )
 
 
 def _only_tried(training: Training) -> Training:
-    """Return the training of a small model, which fits neither real tokens nor real weights."""
+    """Return the training options of a small model, which cannot use real tokens or weights."""
     usual = Training()
     checkpoint = replace(usual.checkpoint, to="none")
     return replace(training, checkpoint=checkpoint, data=usual.data, init_weights=None)
 
 
 def _with_paths(training: Training, path: Path) -> Training:
-    """Return the training with the sets of a recipe, which may lie beside it; refuse weights that are nowhere."""
+    """Resolve the paths of data sets beside a recipe; refuse initial weights that do not exist."""
     weights = training.init_weights
     message = f"there is no folder {weights}. Name a folder of checkpoints, or one with a config.json and safetensors"
     require((weights is None or "://" in weights or Path(weights).is_dir(), "init_weights", message))
@@ -125,18 +129,20 @@ def _with_paths(training: Training, path: Path) -> Training:
 
 
 def _rehearsed(plan: Plan, rehearse: int) -> tuple[Plan, list[str]]:
-    """Return the plan shrunk to a few ranks and predicted again, and what it does not keep."""
+    """Return the plan shrunk to a few ranks and predicted again, and the features that it lost."""
     small = shrink(plan, rehearse)
     cut, least = plan.mesh.size("tp"), 4 if plan.mesh.size("rep") > 1 else 2
-    message = f"{rehearse} is no room for tp={cut}, which the table needs. Type {least} or more"
-    require((cut == 1 or small.plan.mesh.size("tp") > 1, "--rehearse", message))  # else nothing of it would be left
+    message = f"a plan with tp={cut} needs at least {least} ranks, not {rehearse}. Type --rehearse {least}"
+    require(
+        (cut == 1 or small.plan.mesh.size("tp") > 1, "--rehearse", message)
+    )  # without tp nothing of the table would be left
     tried_out = f"{small.plan.candidate} of a small model on synthetic tokens, predicted again"
     lost = [f"not kept: {feature}" for feature in small.lost]
     return predicted(small.plan), [f"rehearsal: {tried_out}, for {plan.candidate}", *lost]
 
 
 def _card_notes(plan: Plan) -> list[str]:
-    """Say in what the card of the model's name differs today from the model that the plan carries."""
+    """Say where the model in the plan differs from the model card of the same name."""
     name = plan.model.name
     if name not in model_names():
         return []
@@ -144,22 +150,25 @@ def _card_notes(plan: Plan) -> list[str]:
     names = [entry.name for entry in fields(card) if entry.name != "source"]
     pairs = {name: (getattr(plan.model, name), getattr(card, name)) for name in names}
     changed = "; ".join(f"{name} {mine}, on the card {its}" for name, (mine, its) in pairs.items() if mine != its)
-    remark = f"model: the plan's {name} is run, not the card of this name: {changed}. For it, plan again"
+    remark = (
+        f"model: the run uses {name} as the plan has it, which differs from the card: {changed}. "
+        "To use the card, plan again"
+    )
     return [remark] if changed else []
 
 
 def _elsewhere_notes(plan: Plan) -> list[str]:
-    """Say what follows from running a plan on another machine than it was made for."""
+    """Say what running a plan on another machine than its own means."""
     notes: list[str] = []
     if plan.engine == "nxd":
-        notes.append("engine: nxd needs Neuron devices, so the torch engine executes the plan's table here, on the CPU")
+        notes.append("engine: nxd needs Neuron devices, so here the torch engine executes the plan's table on the CPU")
     if plan.cluster.name != LOCAL:
         notes.append(f"prediction: its seconds are about {plan.cluster.name}, not about this machine")
     return notes
 
 
 def _on_device(execution: Execution, given: GivenRank | None) -> Execution:
-    """Decide where tensors lie, and say so where that is a question; what is only tried lies with the host."""
+    """Choose the device of the run and add notes about it; rehearsals run on the host's processors."""
     if execution.tried:
         return execution
     plan, notes = execution.plan, list[str]()
@@ -167,13 +176,13 @@ def _on_device(execution: Execution, given: GivenRank | None) -> Execution:
     if device not in (XLA, HOST):
         notes = [f"devices: {device}, one for each rank"]
     elif device == HOST and (elsewhere := _elsewhere_notes(plan)):
-        none = f"devices: none here for {plan.mesh.num_ranks} ranks, which take this machine's processors"
+        none = f"devices: none here for {plan.mesh.num_ranks} ranks, so the run uses this machine's processors"
         notes = [none, *elsewhere]
     return replace(execution, notes=(*execution.notes, *notes), run=replace(execution.run, device=device))
 
 
 def _refuse_machine(execution: Execution, path: Path, given: GivenRank | None) -> None:
-    """Refuse what this machine cannot run, and ranks of another number."""
+    """Refuse plans that this machine cannot run, and a wrong number of ranks."""
     if execution.engine == "nxd":
         refuse_without_neuron(execution.plan, str(path), started=given is not None)
     if given is not None:
@@ -183,7 +192,7 @@ def _refuse_machine(execution: Execution, path: Path, given: GivenRank | None) -
 
 
 def _dry(plan: Plan, notes: Sequence[str], ranks: Sequence[int], *, json: bool) -> int:
-    """Try ranks out one by one, with shapes only, and put what they counted beside the prediction."""
+    """Execute ranks one by one, with shapes only, and compare the counted bytes with the prediction."""
     last = plan.mesh.num_ranks - 1
     message = f"the plan has the ranks 0 to {last}"
     require(*((0 <= rank <= last, "--dry-ranks", f"{message}, not {rank}. Type 0,{last}") for rank in ranks))

@@ -1,4 +1,4 @@
-"""A run from its folder to its tables: who may write there, what is shown, what becomes of failures."""
+"""One run: its folder, its start and restarts, its printed steps, and its tables at the end."""
 
 import datetime
 import itertools
@@ -37,12 +37,12 @@ from autoshard.spec.cluster import LOCAL
 from autoshard.spec.record import encode
 from autoshard.version import __version__
 
-_MOST_STARTS = 5  # after one step, by whoever starts jobs again, before somebody must look
+_MOST_STARTS = 5  # without progress, by a scheduler that restarts jobs; then the run refuses to start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """A plan that is about to run, how, and what the user should know of it."""
+    """A plan to run, the options of the run, and notes for the user."""
 
     plan: Plan
     notes: tuple[str, ...]
@@ -53,23 +53,23 @@ class Execution:
 
     @property
     def engine(self) -> Literal["nxd", "torch"]:
-        """What executes it here."""
+        """The engine that executes it here."""
         return "torch" if self.tried else self.plan.engine
 
     @property
     def platform(self) -> str:
-        """Name what runs it: its own cluster, or the processors of this machine."""
+        """Name the hardware: the plan's cluster, or the processors of this machine."""
         return LOCAL if self.run.device == HOST else self.plan.cluster.name
 
 
 def execute(execution: Execution, given: GivenRank | None) -> int:
-    """Run to the end, starting failed ranks again where that is wanted; every rank's process calls this."""
+    """Run to the end, with restarts where allowed; the process of every rank calls this."""
     leads = given is None or given.rank == 0
     if execution.engine == "nxd":
         put_environment(environment(execution.plan))
     build, training = builder(execution.engine), execution.run.training
     refuse_without_packages(training.track)
-    # Trackers know the run as its folder does, or anew; a checkpoint that it goes on from knows better.
+    # Trackers take the run's id from its folder, or a new one; the id in a checkpoint takes precedence.
     ids = tuple(sorted(proposed_ids(execution.run.folder).items())) if training.track.wandb is not None else ()
     execution = replace(execution, run=replace(execution.run, trackers=ids))
     if not leads:
@@ -86,7 +86,7 @@ def execute(execution: Execution, given: GivenRank | None) -> int:
 def _with_restarts(
     execution: Execution, given: GivenRank | None, build: Builds, display: "RunDisplay"
 ) -> RunReport | None:
-    """Run; failed ranks are started again while that is allowed and makes progress."""
+    """Run; start failed ranks again while restarts are left or newer checkpoints appear."""
     left, last = execution.restarts, -1
     while True:
         try:
@@ -94,7 +94,7 @@ def _with_restarts(
         except RunFailed as error:
             if given is not None or isinstance(error, NotFinite):
                 raise
-            if display.has_saved:  # whatever step the user named to begin with, the newest checkpoint is of this run
+            if display.has_saved:  # the newest checkpoint is of this run, whatever step the user named
                 execution = replace(execution, run=replace(execution.run, resume="auto"))
             if display.begun_after > last:  # a newer checkpoint than at the last failure
                 left, last = execution.restarts, display.begun_after
@@ -107,7 +107,7 @@ def _with_restarts(
 def _start(
     execution: Execution, given: GivenRank | None, build: Builds, display: "RunDisplay | None"
 ) -> RunReport | None:
-    """Run the plan once; None in the process of another rank than the first, which has nothing to tell."""
+    """Run the plan once; return None in the processes of all ranks but the first, which have no report."""
     from autoshard.runtime.train import train
 
     plan, run = execution.plan, execution.run
@@ -125,7 +125,7 @@ def _start(
 
 
 class RunDisplay:
-    """Shows what a run reports, and keeps its steps; every start of its ranks is a new context."""
+    """Prints the messages of a run; used as a context, once for each start of the ranks."""
 
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
@@ -136,7 +136,7 @@ class RunDisplay:
         self.notes: list[str] = list(execution.notes)
 
     def __call__(self, message: Any) -> None:
-        """Show one message of a rank."""
+        """Print one message of a rank."""
         if isinstance(message, Started):
             run, platform = self._execution.run, self._execution.platform
             self.begun_after = message.step
@@ -155,11 +155,11 @@ class RunDisplay:
             self.steps(message)
 
     def __enter__(self) -> "RunDisplay":
-        """Begin a start of the ranks."""
+        """Return itself."""
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """End what was shown of it."""
+        """End the display of steps."""
         if self.steps is not None:
             self.steps.__exit__(*error)
             self.failure = self.failure or self.steps.failure
@@ -177,13 +177,13 @@ class RunDisplay:
 
 
 def _begin(execution: Execution, given: GivenRank | None) -> None:
-    """Make the folder ready with the plan in it, and print what is about to run."""
+    """Write the plan into the folder of the run, and print what is going to run."""
     run, plan, training = execution.run, execution.plan, execution.run.training
     folder, notes = run.folder, list(execution.notes)
     if holds_files(folder):
         if run.resume == "never":
-            what = "holds files already" if folder.is_dir() else "is a file"
-            message = f"{what}, and a run overwrites nothing. Type --out {free_name(folder)}"
+            what = "already holds files" if folder.is_dir() else "is a file"
+            message = f"{what}, which a run never overwrites. Type --out {free_name(folder)}"
             raise InputError.of(f"--out {folder}", message)
         refuse_other_run(folder, plan)
         notes += [f"changed since the last start: {one}" for one in changes_since(folder, training)]
@@ -201,7 +201,7 @@ def _begin(execution: Execution, given: GivenRank | None) -> None:
     if warm_up >= steps:
         notes.append(f"the warm-up of {warm_up} steps does not end within {steps} steps")
     if plan.workload.optimizer == "sgd" and training.adamw != type(training.adamw)():
-        notes.append("the constants of adamw are not used: the plan's optimizer is sgd")
+        notes.append("the options of adamw have no effect: the plan's optimizer is sgd")
     if not execution.tried:
         notes += start_lines(plan, str(folder), socket.gethostname(), tensorboard=training.track.tensorboard)
     for note in notes:
@@ -209,20 +209,20 @@ def _begin(execution: Execution, given: GivenRank | None) -> None:
 
 
 def free_name(folder: Path) -> Path:
-    """Return a name beside a folder that nothing has."""
+    """Return the name of a sibling folder that does not exist yet."""
     names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     return next(name for name in names if not name.exists())
 
 
 def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> int:
-    """Write the measured row, and say how the prediction held; what could not be written is an error at the end."""
+    """Write the measured row, and print prediction and measurement; report files that could not be written last."""
     folder, plan = execution.run.folder, execution.plan
     if only_extracts():
-        print("graphs were extracted and nothing was computed: no losses, no times, no measured row")
+        print("graphs were extracted but not run: there are no losses, no times and no measured row")
         return 0
     failures = [one for one in (display.failure, report.unsaved and f"the state at the end: {report.unsaved}") if one]
     rows, steps = folder / "measured.jsonl", execution.run.training.steps
-    try:  # what goes wrong is told at the end: the tables are still to come
+    try:  # a failure is reported at the end, after the tables
         if report.steps:
             row = _measured_row(execution, report)
             with rows.open("a", encoding="utf-8") as file:
@@ -240,7 +240,7 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
         print(f"next: autoshard validate {rows}")
         print(f"or, after 3 runs of 2 layouts: autoshard calibrate {folder.parent} {clusters}")
     else:
-        print(f"nothing is left to do: all {steps} steps were taken. To take more, type --steps {2 * steps}")
+        print(f"nothing left to do: all {steps} steps are done. For more, type --steps {2 * steps}")
     if failures:
         raise RunFailed("\n".join(failures))
     if report.signal:
@@ -250,7 +250,7 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
 
 
 def _measured_row(execution: Execution, report: RunReport) -> str:
-    """Return the run as a line of measured rows, without what it leaves open."""
+    """Return the run as one measured row, without empty fields."""
     import torch
 
     plan, now = execution.plan, datetime.datetime.now(datetime.UTC)

@@ -1,4 +1,4 @@
-"""The steps of a run on the screen (a line that moves on a terminal, else lines), in a file and in trackers."""
+"""The steps of a run: printed (one redrawn line on a terminal, otherwise lines), in a file and in trackers."""
 
 import sys
 import time
@@ -23,20 +23,20 @@ from autoshard.runtime.metrics.trackers import Trackers, refuse_without_packages
 from autoshard.spec.record import encode
 from autoshard.spec.training import Training
 
-_EVERY = 100  # so many steps are printed one by one, where there is no terminal
-_PAUSE_S = 10.0  # between later ones
+_EVERY = 100  # without a terminal, so many first steps are all printed
+_PAUSE_S = 10.0  # between printed steps after those
 _FRAME_S = 0.1  # between drawings on a terminal
-_FINISH_S = 90.0  # for trackers to upload what they have; after a run that failed, less:
+_FINISH_S = 90.0  # for trackers to finish uploading; after a failed run, less:
 _FAILED_S = 10.0
 
 
 class StepDisplay:
-    """Shows every step, and adds it to ``metrics.jsonl`` and to trackers; used as a context, which ends them all.
+    """Prints every step, and sends it to ``metrics.jsonl`` and to trackers; used as a context, which closes them all.
 
-    It lives in the one process that shows; nothing starts before the first step. Lines of steps after ``num_done`` are
-    dropped, since they are done again. ``platform`` names what runs the plan, ``given_ids`` are the trackers' names of
-    the run in a checkpoint. At the end ``failure`` says what could not be written, without which training goes on, and
-    ``notes`` what trackers had to say.
+    It exists in the printing process only, and starts nothing before the first step. Logged steps after ``num_done``
+    are deleted, because they are done again. ``platform`` names the hardware, ``given_ids`` are the trackers' ids of
+    the run from a checkpoint. At the end ``failure`` says which file could not be written (training continues without
+    it), and ``notes`` are the messages of trackers.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class StepDisplay:
         self._live: Live | None = None
         self._num_shown = 0
         self._drawn_s = float("-inf")
-        self._waiting: tuple[TimedStep, Paced] | None = None  # the last step, if it was not printed
+        self._waiting: tuple[TimedStep, Paced] | None = None  # the last step, if it is not printed yet
         self._summary: dict[str, Any] = {}
         self.notes: list[str] = []
         self.failure: str | None = None
 
     def __call__(self, step: TimedStep) -> None:
-        """Keep and show one step more."""
+        """Log and print one more step."""
         now_s = time.monotonic()
         paced = self._pace(step, now_s)
         record = record_of(step, at=time.time(), mfu=paced.mfu, neuron=neuron_record(self._monitor.taken()))
@@ -79,7 +79,7 @@ class StepDisplay:
         except OSError as error:
             if self.failure is None:
                 self.failure = f"{self._log.path}: step {step.number} was not written: {error.strerror or error}"
-                self.say("warning", f"{self.failure}. The run goes on")
+                self.say("warning", f"{self.failure}. The run continues")
         self._trackers.log(step.number, record)
         for warning in paced.warnings:
             self.say("warning", warning)
@@ -87,7 +87,7 @@ class StepDisplay:
         self._num_shown += 1
         if self._silent:
             return
-        # One that was drawn a moment ago waits, but for the last step and one that took no update.
+        # A step soon after the last drawing waits, except the last one and one without an update.
         pause_s = _FRAME_S if self._console.is_terminal else _PAUSE_S if self._num_shown > _EVERY else 0.0
         if now_s - self._drawn_s < pause_s and step.number < self._num_steps and step.updated:
             self._waiting = (step, paced)
@@ -96,11 +96,11 @@ class StepDisplay:
             self._print(step, paced)
 
     def __enter__(self) -> "StepDisplay":
-        """Begin."""
+        """Return itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        """Leave the last line where it is, and end what has begun."""
+        """Print the last step, and close the display, the log and the trackers."""
         if self._waiting:
             self._print(*self._waiting)
         if self._live is not None:
@@ -112,16 +112,16 @@ class StepDisplay:
         self._log.close()
 
     def conclude(self, plan: Plan, report: RunReport, platform: str) -> None:
-        """Tell trackers, when they end, how the run compares with its prediction."""
+        """Give trackers the comparison of run and prediction, which they log when they close."""
         self._summary = run_summary(plan, report, platform)
 
     def _pass_on(self) -> None:
-        """Say what trackers have to say."""
+        """Print the messages of trackers."""
         for kind, text in self._trackers.notes():
             self.say(kind, text)
 
     def say(self, kind: str, text: str) -> None:
-        """Print a note, or a warning, which is heard in silence as well."""
+        """Print a note or a warning; warnings appear on stderr even in silent mode."""
         if kind == "note":
             self.notes.append(text)
         if not self._silent:
@@ -136,7 +136,7 @@ class StepDisplay:
         if width is None:
             self._console.print(line, soft_wrap=True, markup=False, highlight=False)
             return
-        if self._live is None:  # not before: a thread that draws would not survive in forked ranks
+        if self._live is None:  # not earlier: forked ranks must not inherit a thread that draws
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)

@@ -1,4 +1,4 @@
-"""``autoshard sweep``: many plans or runs, each a row of one table; a sweep that was killed goes on."""
+"""``autoshard sweep``: many plans or runs in one table; an interrupted sweep can be continued."""
 
 import os
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from autoshard.sweep.table import ROWS, RowFile, array_script, stored_rows, task
 from autoshard.sweep.work import Row, SweepJob, jobs_of, rows_of, work_through
 from autoshard.units import format_seconds
 
-_MOST_NAMES = 4  # of points that are under way
+_MOST_NAMES = 4  # of running points
 
 
 def sweep(
@@ -32,20 +32,20 @@ def sweep(
     task: int | None = None,
     json: bool = False,
 ) -> int:
-    """Plan or run every point of a sweep, in parallel, and put all that comes out into one table.
+    """Plan or run every point of a sweep in parallel, and collect the results in one table.
 
-    The same command goes on where a sweep was stopped: points that have a row are not done again.
+    After an interruption, the same command continues: points that have a row are not repeated.
 
     Args:
-        source: The sweep: a YAML file, or the name of one that comes along (see `autoshard list sweeps`).
+        source: A YAML file, or the name of a sweep that comes with autoshard (see `autoshard list sweeps`).
         out: The folder of the sweep: rows.jsonl, plans, runs. Default: sweeps/ and the name of the file.
-        jobs: How many points are done at a time. Default: as many as processors; with mode run one.
-        retry: Do points again that failed before.
-        parquet: Write rows.parquet as well.
-        wandb: The Weights & Biases project that gets the sweep as a group, a run for each point.
-        wandb_agent: Do one point, which the sweep controller of Weights & Biases chooses.
-        scheduler: Do nothing but write a job array for it, a task for each point.
-        task: Do the points of this task of the job array only.
+        jobs: How many points run in parallel. Default: one per processor; with mode run, one.
+        retry: Repeat points that failed.
+        parquet: Also write rows.parquet.
+        wandb: A Weights & Biases project; it receives the sweep as a group with one run per point.
+        wandb_agent: Run one point, which the sweep controller of Weights & Biases names.
+        scheduler: Run nothing; write a job array for this scheduler instead, with one task per point.
+        task: Run only the points of this task of the job array.
         json: Print the rows as one JSON object at the end.
     """
     _refuse(jobs, task, wandb, wandb_agent, scheduler, parquet)
@@ -69,7 +69,7 @@ def sweep(
         left = jobs_of([one for one in points if one.id not in rows.rows], content.mode, folder, content.rehearse)
         num_done = len(points) - sum(len(job.points) for job in left)
         if num_done and not json:
-            print(f"{num_done} of {len(points)} points are done already")
+            print(f"{num_done} of {len(points)} points are already done")
         num_workers = jobs or (1 if content.mode == "run" else os.cpu_count() or 1)
         progress = SweepProgress(len(points), num_done, silent=json)
         for done in work_through(left, min(num_workers, len(left)), progress.begin):
@@ -82,7 +82,7 @@ def sweep(
 def _refuse(
     jobs: int | None, task: int | None, wandb: str | None, agent: bool, scheduler: str | None, parquet: bool
 ) -> None:
-    """Refuse options that exclude each other, and packages that are missing, before any work."""
+    """Refuse options that exclude each other, and options whose package is missing, before any work."""
     alone = {"--wandb-agent": agent, "--scheduler": scheduler is not None, "--task": task is not None}
     has_wandb = not (wandb or agent) or find_spec("wandb") is not None
     has_arrow = not parquet or find_spec("pyarrow") is not None
@@ -96,19 +96,21 @@ def _refuse(
 
 
 def _write_array(content: Sweep, jobs: Sequence[SweepJob], source: Path, folder: Path) -> int:
-    """Write the job array of a sweep instead of doing it."""
+    """Write a sweep as a job array instead of running it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "array.sbatch"
     path.write_text(array_script(content, jobs, source, folder), encoding="utf-8")
     print(f"wrote {path}: {len(jobs)} tasks\nnext: sbatch {path}")
-    print(f"then, for the table and for what is left: autoshard sweep {source} --out {folder}")
+    print(
+        f"afterwards, to print the table and run the points that are missing: autoshard sweep {source} --out {folder}"
+    )
     return 0
 
 
 def _conclude(
     content: Sweep, source: Path, rows: list[Row], folder: Path, *, wandb: str | None, parquet: bool, json: bool
 ) -> int:
-    """Show the table, and write it where it is asked for."""
+    """Print the table, and write it to the places that options name."""
     notes = [f"wrote {folder / ROWS}"]
     if parquet:
         notes.append(f"wrote {write_parquet(rows, folder)}")
@@ -123,17 +125,17 @@ def _conclude(
         print("\n" + "\n".join(notes))
     failures = [row for row in rows if row["status"] == "failed"]
     if failures:
-        what = f"{len(failures)} of {len(rows)} points failed; each row says why. To do them again, type --retry"
+        what = f"{len(failures)} of {len(rows)} points failed; each row says why. To repeat them, type --retry"
         raise RunFailed(what)
     return 0
 
 
 def _task(jobs: Sequence[SweepJob], number: int, folder: Path) -> int:
-    """Do one task of a job array; its rows wait in the folder until a sweep gathers them."""
+    """Run one task of a job array; a later sweep collects its rows from the folder."""
     require((number < len(jobs), "--task", f"the array has tasks 0 to {len(jobs) - 1}"))
     job, name = jobs[number], jobs[number].points[0].id
     if task_file(folder, name).exists() or {point.id for point in job.points} <= stored_rows(folder).keys():
-        print(f"{job.name}: done already")
+        print(f"{job.name}: already done")
         return 0
     rows = rows_of(job)
     write_task(rows, folder, name)
@@ -150,7 +152,7 @@ def _print_rows(rows: Sequence[Row]) -> int:
 
 
 class SweepProgress:
-    """How far a sweep is: a line for each point, and on a terminal one with what is under way."""
+    """The progress of a sweep: one line per finished point, and on a terminal one line with the running points."""
 
     def __init__(self, num_points: int, num_done: int, *, silent: bool) -> None:
         self._count, self._done, self._silent = num_points, num_done, silent
@@ -158,12 +160,12 @@ class SweepProgress:
         self._line = StatusLine(silent=silent)
 
     def begin(self, job: SweepJob) -> None:
-        """Note that a job is under way."""
+        """Add a running job."""
         self._under_way[job.points[0].id] = job.name
         self._draw()
 
     def end(self, rows: Sequence[Row]) -> None:
-        """Print what came of a job."""
+        """Print the results of a job that has ended."""
         self._under_way.pop(rows[0]["id"], None)
         self._line.clear()
         for row in rows:
@@ -184,4 +186,4 @@ class SweepProgress:
         if names:
             more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
             text = ", ".join(names[:_MOST_NAMES]) + more
-            self._line.show(f"{self._done}/{self._count} done; under way: {text}", at_once=True)
+            self._line.show(f"{self._done}/{self._count} done; running: {text}", at_once=True)

@@ -1,4 +1,4 @@
-"""``autoshard tokenize``: text becomes a set of tokens that runs can read."""
+"""``autoshard tokenize``: turn text into token files for training."""
 
 import os
 from pathlib import Path
@@ -30,22 +30,22 @@ def tokenize(
 ) -> int:
     """Turn text into tokens in Megatron's indexed format (.bin and .idx), for the data of a recipe.
 
-    The same command goes on where it was killed; the result depends on neither that nor the number of workers.
+    After an interruption, the same command continues. The result does not depend on that or on --workers.
 
     Args:
-        source: A file, folder or pattern of .txt (one document each), .jsonl, both also as .gz, or .parquet; or the id
-            of a Hugging Face data set.
-        tokenizer: The word bytes (each byte a token, 257 tokens), a folder with a tokenizer.json, or a name on the hub.
-        out: The folder to write. The same folder goes on with what was begun.
-        field: Where a record has its text. Default: text, and messages with --chat.
-        chat: Records hold conversations, as lists of role and content; what the assistant says is marked as answers.
+        source: A file, folder or pattern of .txt files (one document each), .jsonl (both also as .gz) or .parquet; or
+            the id of a Hugging Face data set.
+        tokenizer: `bytes` (one token per byte, 257 tokens), a folder with a tokenizer.json, or a name on the hub.
+        out: The folder to write. With the folder of an interrupted command, that one continues.
+        field: The field of a record that holds its text. Default: text; with --chat, messages.
+        chat: Records hold conversations, as lists of role and content. The assistant's messages are marked as answers.
         chat_template: A file with a chat template in Jinja. Default: that of the tokenizer.
-        eos: The token that closes a document. Default: that of the tokenizer.
-        bos: A token that opens a document. Default: none.
-        subset: Of a data set on the hub.
-        split: Of a data set on the hub.
-        workers: How many processes tokenize. Default: one for each core.
-        json: Print the manifest as JSON instead of a summary.
+        eos: The token at the end of a document. Default: that of the tokenizer.
+        bos: A token at the start of a document. Default: none.
+        subset: The subset of a data set on the hub.
+        split: The split of a data set on the hub.
+        workers: How many processes tokenize. Default: one per core.
+        json: Print the manifest as one JSON object instead of a summary.
     """
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_workers = num_cores if workers is None else workers
@@ -75,13 +75,15 @@ def tokenize(
 def _summary(manifest: Manifest, out: Path) -> str:
     size = format_bytes(sum(file.bytes for file in manifest.files))
     counts = f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {size}"
-    empty = f"\n{manifest.num_empty:,} without text were left out" if manifest.num_empty else ""
+    empty = f"\n{manifest.num_empty:,} documents without text were left out" if manifest.num_empty else ""
     return f"{out}: {counts}, tokens of {manifest.tokenizer.name} (vocabulary {manifest.tokenizer.vocab:,}){empty}"
 
 
 def _tokenizer(text: str, eos: str | None, bos: str | None, template: Path | None) -> TokenizerSpec:
     if text == BYTES:
-        require((not eos and not bos, "--tokenizer", "bytes has no tokens to name by --eos or --bos. Leave them out"))
+        require(
+            (not eos and not bos, "--tokenizer", "the tokenizer `bytes` takes neither --eos nor --bos. Leave them out")
+        )
         return TokenizerSpec(name=text, template=template)
     path = Path(text)
     folder = path.parent if path.name == "tokenizer.json" else path

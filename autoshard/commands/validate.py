@@ -1,4 +1,4 @@
-"""``autoshard validate``: how far predictions of measured runs are off."""
+"""``autoshard validate``: the errors of predictions against measured runs."""
 
 from pathlib import Path
 
@@ -10,13 +10,13 @@ from autoshard.spec.record import encode
 
 
 def validate(rows: Path, calibration: Path | None = None, json: bool = False) -> int:
-    """Predict measured runs from their own layouts alone, and say per data set how far that is off.
+    """Predict measured runs from their layouts, and print the errors per data set.
 
-    Rows that cannot be used are left out, each with a line that says why; those of a folder's rehearsals are.
+    Rows that cannot be used are left out, each with a line that says why; rehearsals in a folder are left out too.
 
     Args:
         rows: A file with one measured run per line of JSON (see benchmarks/data), or a folder of such files or of runs.
-        calibration: A calibration file, made by `autoshard calibrate`. Default: what is known of each row's cluster.
+        calibration: A calibration file, made by `autoshard calibrate`. Default: the one that comes with each cluster.
         json: Print one JSON object instead of tables.
     """
     validation = validated(rows, calibration and load_calibration(calibration))

@@ -1,4 +1,4 @@
-"""``autoshard verify``: why a plan cannot run, and proof that its sharding is right."""
+"""``autoshard verify``: check that a plan can run, and prove that its sharding is right."""
 
 from pathlib import Path
 
@@ -13,10 +13,10 @@ from autoshard.spec.record import encode
 
 
 def verify(plan: Path, json: bool = False) -> int:
-    """Say every reason why a plan file cannot run, and prove by execution that its sharding computes the same.
+    """Print every reason why a plan file cannot run; if there is none, prove that its sharding computes the same.
 
-    A shrunk plan runs on virtual ranks, with the collectives of the plan's own table; loss and every gradient are
-    compared with the unsharded model. Exit code 1 if there is a reason, or a difference.
+    The proof executes a shrunk plan on virtual ranks, with the collectives of the plan's own table, and compares loss
+    and every gradient with the unsharded model. Exit code 1 if the plan cannot run, or if a result differs.
 
     Args:
         plan: The plan file.

@@ -106,8 +106,8 @@ class Diff:
 
     a: Figures
     b: Figures
-    asked: tuple[PlanChange, ...]  # in model, workload, cluster
-    chosen: tuple[PlanChange, ...]
+    question: tuple[PlanChange, ...]  # in model, workload, cluster
+    choices: tuple[PlanChange, ...]  # keys of the candidate, engine, sizes, calibration, prices
     time: Breakdown  # seconds
     memory: Breakdown  # bytes of the fullest pipeline rank
     sent: tuple[Term, ...]  # bytes that the busiest rank sends in a step, per axis
@@ -117,7 +117,7 @@ class Diff:
     @property
     def is_nothing(self) -> bool:
         """Whether the plans are the same, and the same is predicted of them."""
-        return self.a == self.b and not (self.asked or self.chosen or self.lines or self.blocks)
+        return self.a == self.b and not (self.question or self.choices or self.lines or self.blocks)
 
     @property
     def same_tokens(self) -> bool:
@@ -153,8 +153,8 @@ def diff(a: Plan, b: Plan) -> Diff:
     return Diff(
         a=one,
         b=other,
-        asked=tuple(change for change in stated if change.name not in (*_PRICES, "cluster.lnc")),
-        chosen=(*_choices(a, b), *(change for change in stated if change.name in _PRICES)),
+        question=tuple(change for change in stated if change.name not in (*_PRICES, "cluster.lnc")),
+        choices=(*_choices(a, b), *(change for change in stated if change.name in _PRICES)),
         time=Breakdown(total=time, parts=_terms(*times)),
         memory=Breakdown(total=memory, parts=_terms(*fullest)),
         sent=_terms(a.prediction.communication_bytes, b.prediction.communication_bytes),

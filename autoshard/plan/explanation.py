@@ -52,7 +52,7 @@ class Certificate:
         return max(0.0, 1.0 - self.bound / self.value)
 
     @property
-    def claim(self) -> str:
+    def statement(self) -> str:
         """Say in words what was proven."""
         best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[self.objective]
         within = "" if self.gap < 1e-9 else f", or within {self.gap:.2%} of it"
@@ -214,7 +214,7 @@ class Alternatives:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """A change that turns the order: at ``then`` the other is faster, a unit before it is not."""
+    """A change after which the other plan is the faster: at ``then`` it is, one unit before it is not."""
 
     name: str
     now: float
@@ -228,14 +228,14 @@ class Flip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhyNot:
-    """The best plan with some keys, or why there is none; and for each circumstance the change that turns the order."""
+    """The best plan with some keys pinned, or why there is none, and the changes after which it would be the better."""
 
-    asked: str
-    other: Plan | None  # a legal plan with these keys, the one of least memory where none fits
+    pins: str  # keys and values, as given after --why-not
+    other: Plan | None  # the fastest legal plan with these pins; where none fits, the one of least memory
     fits: bool
-    against: tuple[str, ...]  # why it cannot be
+    against: tuple[str, ...]  # why these pins are refused
     flips: tuple[Flip, ...]
-    unmoved: tuple[str, ...]  # circumstances that turn nothing within 16 times as much or as little
+    unmoved: tuple[str, ...]  # numbers that change nothing between a 16th and 16 times their value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Two plans compared, and why a plan is not another: in sentences, for JSON as well, then in tables for a terminal."""
+"""The comparison of two plans, and the answer to --why-not: sentences (also for JSON), then tables."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,9 +14,9 @@ from autoshard.report.terminal import TIME_WORDS, WIDTH, at_commas, make_table
 from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
 
 _MOST_CHANGES, _MOST_LINES, _MOST_REASONS = 16, 6, 2
-_MOST_CHARACTERS = 240  # of a choice: action lists are long
-_LEAST_REASON = 0.1  # of the difference that it explains; what is less does not explain much
-_TIMES = 2.0  # from twice as much on, percentages of time mislead
+_MOST_CHARACTERS = 240  # of a value: action lists are long
+_LEAST_REASON = 0.1  # share of the difference; smaller parts are not named as reasons
+_TIMES = 2.0  # from this ratio on, a factor is clearer than a percentage
 _FIGURES: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = (
     ("step", lambda side: side.step_time_s, format_seconds),
     ("  its interval", lambda side: f"{format_seconds(side.low_s)} to {format_seconds(side.high_s)}", str),
@@ -32,11 +32,11 @@ _FIGURES: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...]
 
 
 def sentences(diff: Diff) -> list[str]:
-    """Return what a person wants to know first, the most important sentence first; ``misfits`` is about memory."""
+    """Return the verdict in sentences, the most important first; ``misfits`` returns the sentences about memory."""
     a_s, b_s = format_seconds(diff.a.step_time_s), format_seconds(diff.b.step_time_s)
     if diff.is_nothing:
         return [f"nothing differs: the plans are the same, {a_s} a step"]
-    if diff.asked:
+    if diff.question:
         lines = _different_questions(diff)
     elif diff.slower_by == 0:
         return [f"b takes as long as a, {a_s} a step"]
@@ -51,14 +51,16 @@ def sentences(diff: Diff) -> list[str]:
         lines = [f"b {verdict} ({b_s} against {a_s} a step){_because(diff.time)}"]
     if diff.is_within_intervals and diff.slower_by:
         widths = f"{diff.a.half_width:.0%} either way for a, {diff.b.half_width:.0%} for b"
-        lines.append(f"each lies within the other's interval ({widths}): which is faster is not known")
+        lines.append(f"each lies within the other's interval ({widths}), so a prediction cannot say which is faster")
     if diff.a.basis != diff.b.basis:
-        lines.append("the predictions rest on different grounds (see the end), which may be part of the difference")
+        lines.append(
+            "the predictions use different calibrations (see the end), which may cause a part of the difference"
+        )
     return lines
 
 
 def misfits(diff: Diff) -> list[str]:
-    """Return which of the plans needs more memory than a rank has."""
+    """Return one sentence for each plan that needs more memory than a rank has."""
     return [
         f"{name} does not fit in memory: {side.peak_bytes / GIB:.2f} of {side.capacity_bytes / GIB:.2f} GiB"
         for name, side in (("a", diff.a), ("b", diff.b))
@@ -67,7 +69,7 @@ def misfits(diff: Diff) -> list[str]:
 
 
 def _percent(share: float) -> str:
-    """Print a share without its sign; what is too small to be seen is not printed as nothing.
+    """Print a share without its sign; a share that would round to 0.0% is printed as "less than 0.1%".
 
     >>> _percent(-0.0316), _percent(0.0001)
     ('3.2%', 'less than 0.1%')
@@ -76,7 +78,7 @@ def _percent(share: float) -> str:
 
 
 def _because(time: Breakdown) -> str:
-    """Name the parts that make the difference, then those that work against it."""
+    """Name the parts of the time that cause the difference, then the parts that reduce it."""
 
     def listed(parts: Sequence[Term]) -> str:
         verb = "take" if parts[0].name in ("pp", "dp") else "takes"  # these are named in the plural
@@ -95,9 +97,9 @@ def _because(time: Breakdown) -> str:
 
 
 def _different_questions(diff: Diff) -> list[str]:
-    """Compare what can be compared of plans for other models, batches or clusters: tokens, per rank and per dollar."""
+    """Compare plans for different models, batches or clusters by tokens per second, per rank and per dollar."""
     a, b = diff.a, diff.b
-    parts = sorted({change.name.partition(".")[0] for change in diff.asked})
+    parts = sorted({change.name.partition(".")[0] for change in diff.question})
     rates = [("tokens/s", a.tokens_per_s, b.tokens_per_s)]
     if a.num_ranks != b.num_ranks:
         rates.append(("tokens/s per rank", a.tokens_per_s / a.num_ranks, b.tokens_per_s / b.num_ranks))
@@ -116,12 +118,12 @@ def _different_questions(diff: Diff) -> list[str]:
     verb = "differs" if len(parts) == 1 else "differ"
     lines = [f"the plans answer different questions: {' and '.join(parts)} {verb}", f"b has {'; '.join(texts)}"]
     if "model" in parts:
-        lines.append("a token of another model is other work: MFU says how well either plan uses its ranks")
+        lines.append("a token costs each model different work: compare MFU to see how well each plan uses its ranks")
     return lines
 
 
 def comparison_report(diff: Diff, names: tuple[str, str], remarks: Sequence[str]) -> Group:
-    """Return what differs in a sentence, then in the choices, then in every part of what is predicted."""
+    """Return the verdict, then tables of the choices that differ and of every part of the predictions."""
     parts: list[RenderableType] = []
     for letter, name, side in zip("ab", names, (diff.a, diff.b), strict=True):
         candidate = at_commas(side.candidate, WIDTH - 3).replace("\n", "\n   ")
@@ -132,8 +134,8 @@ def comparison_report(diff: Diff, names: tuple[str, str], remarks: Sequence[str]
     if diff.is_nothing:
         return Group(*parts)
     tables = [
-        *([_changes("What is asked differently", diff.asked)] if diff.asked else []),
-        *([_changes("What is chosen differently", diff.chosen)] if diff.chosen else []),
+        *([_changes("The questions differ in", diff.question)] if diff.question else []),
+        *([_changes("The plans differ in", diff.choices)] if diff.choices else []),
         _predicted(diff),
     ]
     ranks = diff.a.fullest_rank, diff.b.fullest_rank
@@ -156,13 +158,13 @@ def comparison_report(diff: Diff, names: tuple[str, str], remarks: Sequence[str]
 
 
 def why_not_report(plan: Plan, found: WhyNot) -> Group:
-    """Return what forbids the other, or how it compares; then what would turn the order."""
+    """Return why the other layout is refused, or how it compares, then the changes that would make it the faster."""
     parts: list[RenderableType] = [Text.assemble(("refused ", "bold red"), reason) for reason in found.against]
     if found.other is None:
         return Group(*parts)
     if found.other.candidate == plan.candidate:
-        return Group(Text(f"{found.asked}: this is the plan", "bold"))
-    names = ("the plan", f"the {'best' if found.fits else 'smallest'} with {found.asked}")
+        return Group(Text(f"{found.pins}: the plan has these values already", "bold"))
+    names = ("the plan", f"the {'best' if found.fits else 'smallest'} with {found.pins}")
     parts += [*([""] if parts else []), comparison_report(diff(plan, found.other), names, ()), ""]
     if found.flips:
         title = "The smallest change of one thing after which b is faster, or fits where a does not"
@@ -172,7 +174,7 @@ def why_not_report(plan: Plan, found: WhyNot) -> Group:
         ]
         parts.append(make_table(title, ("what", ">now", ">then", ">times"), rows))
     if found.unmoved:
-        parts.append(Text(f"no change up to 16 times turns the order: {', '.join(found.unmoved)}", "dim"))
+        parts.append(Text(f"a change of up to 16 times does not make b the faster: {', '.join(found.unmoved)}", "dim"))
     return Group(*parts)
 
 
@@ -197,7 +199,7 @@ def _changes(title: str, changes: Sequence[PlanChange]) -> Table:
 
 
 def _predicted(diff: Diff) -> Table:
-    """Return the whole of each plan, side by side; what is known of neither is left out."""
+    """Return the figures of both plans side by side, without those that neither plan has."""
     rows: list[tuple[str, ...]] = []
     for name, value, text in _FIGURES:
         a, b = (value(side) for side in (diff.a, diff.b))
@@ -225,15 +227,15 @@ def _cells(term: Term, text: Callable[[float], str]) -> tuple[str, str, str]:
 
 
 def _lines(diff: Diff) -> Table:
-    """Return the lines of the tables that differ: what is sent otherwise before what is only laid out."""
+    """Return the table lines that differ: first those with other collectives, then those with other layouts only."""
     count, block_column = len(diff.lines), "block, operation"
-    first = f", of which {_MOST_LINES} are shown" if count > _MOST_LINES else ""
+    first = f", the first {_MOST_LINES} are printed" if count > _MOST_LINES else ""
     differs = f": {count} {'line differs' if count == 1 else 'lines differ'}{first}" if count else ""
     rows: list[tuple[str, str, str]] = []
     for line in diff.lines[:_MOST_LINES]:
         rows += [(f"{line.block}, {line.op}", "a", line.a or "-"), ("", "b", line.b or "-")]
     for block in diff.blocks:
         name, lines = ("a", block.a) if block.b is None else ("b", block.b)
-        rows.append((block.name, name, f"only {name} has this block, in {lines} lines"))
+        rows.append((block.name, name, f"only {name} has this block ({lines} lines)"))
     columns = (block_column, "", "line")
-    return make_table(f"How operations are cut{differs}", columns, rows, widths={block_column: 24})
+    return make_table(f"Layouts of operations{differs}", columns, rows, widths={block_column: 24})

@@ -1,4 +1,4 @@
-"""The annotated blocks of a plan, for a terminal."""
+"""The explanation of a plan for a terminal: limits, time, memory, and its blocks operation by operation."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -20,15 +20,15 @@ from autoshard.units import format_bytes, format_seconds
 
 _PASSES = ("F", "I", "W")
 _LEGEND = (
-    "Times of one micro-batch on one rank: F forward, I and W gradients of inputs and of weights. Second best: another "
-    "cut of this operation, all others chosen anew, and how much longer the block takes."
+    "Times of one micro-batch on one rank: F forward pass, I gradients of inputs, W gradients of weights. Second best: "
+    "another way to cut this operation, with all others solved again, and how much longer the block then takes."
 )
 _CANDIDATE = 110  # columns
-_NOTHING = 1e-4  # of a step: what is rounded away
+_NOTHING = 1e-4  # share of a step that rounds to zero
 
 
 def explanation_report(plan: Plan, explanation: Explanation, alternatives: Alternatives) -> Group:
-    """Return where seconds and bytes go, what limits the plan, its blocks line by line, and what comes next to it."""
+    """Return what limits the plan, where time and memory go, every operation of its blocks, and the next best plans."""
     prediction = prediction_of(plan)
     parts: list[RenderableType] = [Text.assemble("plan ", (at_commas(explanation.candidate, _CANDIDATE), "bold green"))]
     parts += [dollars_text(plan.dollars)] if plan.dollars else []
@@ -44,22 +44,22 @@ def explanation_report(plan: Plan, explanation: Explanation, alternatives: Alter
 
 
 def _limits(prediction: Prediction, alternatives: Alternatives) -> list[str]:
-    """Return what keeps the plan from being faster: its largest part, and memory."""
+    """Return what limits the speed of the plan: the largest part of its time, and memory."""
     step_s, unlimited_s = prediction.step_time_s, alternatives.unlimited_s
     part, time_s = max(prediction.time_parts.items(), key=lambda entry: entry[1])
     most = f"most of a step is {TIME_WORDS.get(part, part)}: {time_s / step_s:.0%} of {format_seconds(step_s)}"
     fullest = max(memory.total for memory in prediction.stage_memory) / prediction.capacity_bytes
     less = 1 - unlimited_s / step_s
     if less <= _NOTHING:
-        memory = f"does not limit it: {fullest:.0%} of the fullest rank is used, and more would gain nothing"
+        memory = f"does not limit it: the fullest rank uses {fullest:.0%}, and more memory would not make it faster"
     else:
-        gain = f"with room for everything the same layout would take {format_seconds(unlimited_s)}, {less:.1%} less"
+        gain = f"with unlimited memory the same layout would take {format_seconds(unlimited_s)}, {less:.1%} less"
         memory = f"limits it ({fullest:.0%} of a rank is full): {gain}"
     return [most, f"memory {memory}"]
 
 
 def _block(block: ExplainedBlock) -> Table:
-    """Return a table of a block under what it takes; what most platforms have not is said only where it is."""
+    """Return the table of a block; the title has its times, and those that are zero are left out."""
     times = "once" if block.count == 1 else f"{block.count} times"
     waiting = f", waiting {format_seconds(block.waiting_s)}" if block.waiting_s else ""
     hidden = f", {format_seconds(block.hidden_s)} of it hidden" if block.hidden_s else ""
@@ -73,7 +73,7 @@ def _block(block: ExplainedBlock) -> Table:
         if step.other:
             refused = f", but {step.other.refused}" if step.other.refused else ""
             otherwise = f"{step.other.cut}: {step.other.more_s / block.time_s:+.1%}{refused}"
-        if step.seconds or step.sent or step.other:  # a deliver that changes nothing gives what its maker gives
+        if step.seconds or step.sent or step.other:  # a deliver that changes no layout is left out
             cells = [Text(format_seconds(step.seconds[name]) if name in step.seconds else "") for name in _PASSES]
             table.add_row(Text(step.name, "bold"), Text(step.gives), *cells, Text(otherwise, "dim"))
         for one in step.sent:

@@ -1,4 +1,4 @@
-"""What ``autoshard list`` prints: the names that commands take, each with what one would ask first."""
+"""What ``autoshard list`` prints: the names that options take, each with its main properties."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ Entry = dict[str, str]
 
 
 def entries(what: str) -> list[Entry]:
-    """Return one entry per name; only the catalogue that is asked for is read."""
+    """Return one entry per name; only the catalogue in question is read."""
     sources: dict[str, Callable[[], list[Entry]]] = {
         "models": _models, "recipes": _recipes, "sweeps": _sweeps, "clusters": _clusters, "engines": _engines,
         "schedules": _schedules, "kernels": _kernels, "rules": _rules,
@@ -18,7 +18,7 @@ def entries(what: str) -> list[Entry]:
 
 
 def listing_text(rows: list[Entry]) -> str:
-    """Lay entries out as columns under their keys; the last column is as long as it is.
+    """Lay entries out as columns under their keys; the last column has no limit.
 
     >>> print(listing_text([{"name": "a", "about": "first"}, {"name": "bcd", "about": "second"}]))
     name  about
@@ -71,7 +71,7 @@ def _sweeps() -> list[Entry]:
 
 
 def _as_typed(path: Path) -> str:
-    """Return a path as one would type it here."""
+    """Return a path relative to the current folder, where it lies inside."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
@@ -96,7 +96,7 @@ def _clusters() -> list[Entry]:
 
 
 def _engines() -> list[Entry]:
-    nxd = "neuronx-distributed; held against it on CPUs, not yet on Trainium"
+    nxd = "neuronx-distributed; tested against it on CPUs, not yet on Trainium"
     torch = "PyTorch: gloo on CPUs; NCCL on GPUs, not yet tried on any"
     return [
         {"name": "nxd", "runs on": "trn1, trn1n, trn2, trn2u", "through": nxd},

@@ -1,4 +1,4 @@
-"""A run for a terminal: its steps while it goes on, and predicted beside measured at its end or after a dry run."""
+"""A run for a terminal: its steps, and the comparison of prediction and measurement at its end or after a dry run."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,11 +24,11 @@ _PARTS = {  # what an engine counts -> the predicted parts that it adds up
 _MEMORY, _SENT = "Memory of a rank", "Sent by a rank in a step"
 _COUNTED_KERNELS = "torch_engine"  # the table of what the torch engine keeps, which is what a dry run counts
 
-Pairs = dict[str, dict[str, int | None]]  # name -> predicted and measured bytes; None where nobody measured
+Pairs = dict[str, dict[str, int | None]]  # name -> predicted and measured bytes; None where not measured
 
 
 class AlikeRanks(NamedTuple):
-    """Ranks that held and sent the same, as predicted and as measured."""
+    """Ranks with the same memory and traffic, both predicted and measured."""
 
     ranks: list[int]
     memory: Pairs
@@ -44,9 +44,9 @@ def step_line(
     left_s: float | None = None,
     width: int | None = None,
 ) -> str:
-    """Write a step as a line: what is known of it, or as much as fits a width, the least important left out first.
+    """Write a step as a line; where it does not fit the width, the least important parts are left out first.
 
-    ``ratio`` is that of the step's time to the predicted.
+    ``ratio`` is the step's time over the predicted time.
 
     >>> step_line(TimedStep(number=3, loss=6.25, norm=1.5, time_s=0.125, num_tokens=512), 20)
     'step  3/20   loss 6.2500   norm 1.500   125.0 ms   4.10 ktokens/s'
@@ -78,7 +78,7 @@ def step_line(
 
 
 def start_lines(plan: Plan, folder: str, host: str, *, tensorboard: bool) -> list[str]:
-    """Return what a run does before its first step besides, and how it is watched from elsewhere."""
+    """Return what happens before the first step, and how to watch the run from another machine."""
     lines: list[str] = []
     if plan.prediction and plan.prediction.compiling:
         lines.append(compiled_words(plan.prediction.compiling))
@@ -92,9 +92,9 @@ def start_lines(plan: Plan, folder: str, host: str, *, tensorboard: bool) -> lis
 
 
 def run_report(plan: Plan, report: RunReport, platform: str) -> Group:
-    """Return what was predicted of a run beside what it took, held and sent; ``platform`` names what ran it.
+    """Return a run's predicted and measured time, memory and traffic; ``platform`` names the hardware that ran it.
 
-    Seconds about another machine are not divided by those that were measured.
+    No ratio of times is given where the prediction is for other hardware.
     """
     prediction, measured_s, comparable = prediction_of(plan), report.step_time_s, plan.cluster.name == platform
     inside = prediction.low_s <= measured_s <= prediction.high_s
@@ -118,7 +118,7 @@ def run_report(plan: Plan, report: RunReport, platform: str) -> Group:
 
 
 def run_json(plan: Plan, report: RunReport) -> dict[str, Any]:
-    """Return the same as JSON; a loss or norm that is no number is null, and ``nonfinite`` says what it was."""
+    """Return the same as JSON; a loss or norm that is not finite is null, and ``nonfinite`` says what it was."""
     prediction, steps = prediction_of(plan), list[dict[str, Any]]()
     for one in report.steps:
         found = {"number": one.number, "loss": one.loss, "norm": one.norm, "time_s": one.time_s}
@@ -137,9 +137,9 @@ def run_json(plan: Plan, report: RunReport) -> dict[str, Any]:
 
 
 def run_summary(plan: Plan, report: RunReport, platform: str) -> dict[str, Any]:
-    """Return predicted beside measured as flat names, for those who compare many runs; bytes are of the fullest rank.
+    """Return predictions and measurements under flat names, to compare many runs; bytes are those of the fullest rank.
 
-    Seconds about another machine than ``platform`` are not divided by those that were measured.
+    No ratio of times is given where the prediction is for other hardware than ``platform``.
     """
     step = run_json(plan, report)["step_time_s"]
     found: dict[str, Any] = {f"step_time_s/{name}": value for name, value in step.items()}
@@ -155,7 +155,7 @@ def run_summary(plan: Plan, report: RunReport, platform: str) -> dict[str, Any]:
 
 
 def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> list[AlikeRanks]:
-    """Return the prediction of every rank beside what it counted; ranks of which all is the same are one."""
+    """Return the predicted and measured bytes of every rank; ranks with equal numbers form one group."""
     found: list[AlikeRanks] = []
     for rank, counted in enumerate(measured):
         one = _compared(plan, rank, counted)
@@ -168,7 +168,7 @@ def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> list[AlikeRanks]:
 
 
 def _compared(plan: Plan, rank: int, counted: Measured) -> AlikeRanks:
-    """Return what a rank held beside the prediction for its pipeline rank, and what it sent beside the most of any."""
+    """Return a rank's memory with the prediction for its pipeline rank, and its traffic with the predicted maximum."""
     parts = prediction_of(plan).stage_memory[plan.mesh.coordinates(rank).get("pp", 0)].parts
     memory: Pairs = {
         name: {"predicted": sum(parts.get(part, 0) for part in its), "measured": counted.memory_bytes.get(name)}
@@ -181,7 +181,7 @@ def _compared(plan: Plan, rank: int, counted: Measured) -> AlikeRanks:
 
 
 def _bytes_table(title: str, groups: Sequence[tuple[Sequence[int], Pairs]], counted: str) -> Table:
-    """Return a table of bytes by ranks, predicted and as they were ``counted``."""
+    """Return a table of predicted bytes and ``counted`` ("measured" or "counted") bytes by rank."""
     rows: list[tuple[str, ...]] = []
     for ranks, pairs in groups:
         for number, (name, pair) in enumerate(pairs.items()):
@@ -193,33 +193,33 @@ def _bytes_table(title: str, groups: Sequence[tuple[Sequence[int], Pairs]], coun
 
 
 def dry_report(plan: Plan, ranks: Sequence[DryRank]) -> Group:
-    """Return the bytes of ranks that were tried out without the others, beside what was predicted of them."""
+    """Return the counted bytes of a dry run's ranks and their predictions."""
     groups = [_compared(plan, one.rank, one.measured) for one in ranks]
     memory, sent = [(one.ranks, one.memory) for one in groups], [(one.ranks, one.sent) for one in groups]
     return Group("", _bytes_table(_MEMORY, memory, "counted"), "", _bytes_table(_SENT, sent, "counted"))
 
 
 def dry_notes(plan: Plan, ranks: Sequence[DryRank]) -> list[str]:
-    """Return for whom ranks stand, how much of the step was run, and of whom a prediction is."""
-    notes = [f"rank {one.rank} stands for {len(one.alike)} ranks: {ranks_text(one.alike)}" for one in ranks]
+    """Return which ranks each counted rank represents, how much of the step was executed, and what predictions mean."""
+    notes = [f"rank {one.rank} represents {len(one.alike)} ranks: {ranks_text(one.alike)}" for one in ranks]
     known = {rank for one in ranks for rank in one.alike}
     if missing := [rank for rank in range(plan.mesh.num_ranks) if rank not in known]:
-        notes.append(f"not tried: ranks {ranks_text(missing)}. Leave --dry-ranks out for one of every kind")
+        notes.append(f"not executed: ranks {ranks_text(missing)}. Without --dry-ranks one rank of every kind is")
     whole = plan.schedule.num_micro_batches
     if fewest := sorted({one.num_run for one in ranks if one.num_run < whole}):
         notes.append(
-            f"run: {' or '.join(map(str, fewest))} of {whole} micro-batches, which keep as much for backward as all "
-            "do. What the others send was added: as much as each of these"
+            f"executed: {' or '.join(map(str, fewest))} of {whole} micro-batches, enough to reach the peak of memory; "
+            "the traffic of the others is added"
         )
     if plan.mesh.size("pp") > 1:
         notes.append(
-            "sent: the prediction is of whoever sends most: over pp a stage between two others, "
-            "over tp and dp mostly one with the embedding or the head"
+            "sent: the prediction is that of the rank that sends most: over pp a rank of a middle stage, "
+            "over tp and dp usually one with the embedding or the head"
         )
     if plan.kernels != _COUNTED_KERNELS:
         notes.append(
-            f"saved: the prediction is of the kernels {plan.kernels}, which keep what they need for backward; "
-            "counted is what the torch engine's own keep"
+            f"saved: predicted are the activations that the kernels of {plan.kernels} keep for the backward pass, "
+            "counted are those that the torch engine keeps"
         )
     return notes
 

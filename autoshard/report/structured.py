@@ -12,7 +12,7 @@ from autoshard.spec.record import encode
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Return a plan as its file has it, with its candidate in text first."""
+    """Return the content of a plan file, with the candidate as text first."""
     return {"candidate": str(plan.candidate), **encode(plan)}
 
 
@@ -22,7 +22,7 @@ def _brief_json(plan: Plan) -> dict[str, Any]:
 
 
 def found_json(plans: Sequence[Plan], certificate: Certificate) -> dict[str, Any]:
-    """Return the best plan whole, the runners-up by candidate and prediction, and what was looked at."""
+    """Return the best plan, candidates and predictions of the runners-up, and the certificate."""
     best, *others = plans
     rows = [_brief_json(other) for other in others]
     return {
@@ -34,13 +34,13 @@ def found_json(plans: Sequence[Plan], certificate: Certificate) -> dict[str, Any
 
 
 def frontier_json(plans: Sequence[Plan], gap: float, ended: str) -> dict[str, Any]:
-    """Return plans that trade time, memory and cost against each other."""
+    """Return the plans of a Pareto frontier."""
     rows = [{"nodes": plan.cluster.num_nodes, **_brief_json(plan)} for plan in plans]
     return {"plans": rows, "gap": gap, "ended": ended}
 
 
 def made_json(made: Plan | None, refused: Sequence[Rejection]) -> dict[str, Any]:
-    """Return the plan of exactly one candidate, if it has a shape, after the reasons against it."""
+    """Return why a candidate is refused, then its plan, if its shapes exist."""
     reasons = [rejection_json(reason) for reason in refused]
     return {"rejections": reasons, "plan": made and plan_json(made), "dollars": encode(made and made.dollars)}
 
@@ -51,7 +51,7 @@ def rejection_json(rejection: Rejection) -> dict[str, str]:
 
 
 def explanation_json(plan: Plan, explanation: Explanation, alternatives: Alternatives) -> dict[str, Any]:
-    """Return the annotated blocks of a plan, what it predicts, what its step costs, and what comes next to it."""
+    """Return the explained blocks of a plan, its prediction and cost, and the next best plans."""
     return {
         **encode(explanation),
         **_brief_json(plan),
@@ -61,7 +61,7 @@ def explanation_json(plan: Plan, explanation: Explanation, alternatives: Alterna
 
 
 def comparison_json(diff: Diff, remarks: Sequence[str]) -> dict[str, Any]:
-    """Return two plans compared: the sentences that people read, then what they rest on."""
+    """Return the comparison of two plans: its sentences, then the numbers behind them."""
 
     def whole(both: Breakdown) -> dict[str, Any]:
         parts = [{**term(part), "share": both.share(part)} for part in both.parts]
@@ -84,7 +84,7 @@ def comparison_json(diff: Diff, remarks: Sequence[str]) -> dict[str, Any]:
 
 
 def why_not_json(plan: Plan, found: WhyNot) -> dict[str, Any]:
-    """Return why a plan is not another."""
+    """Return the answer to --why-not."""
     return {
         **encode(found),
         "other": found.other and _brief_json(found.other),

@@ -1,4 +1,4 @@
-"""The summary of a sweep for a terminal: what varies, the best layout of each point, how it scales, what it costs."""
+"""The summary of a sweep for a terminal: what varies, the best layout of each point, its scaling and its cost."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ _MESSAGE = 110
 
 
 def sweep_report(rows: Sequence[Row]) -> Group:
-    """Return a line for every point that has a plan, and why the others have none."""
+    """Return a table of the points that have a plan, and the reasons of those that have none."""
     good = [row for row in rows if row["status"] in ("planned", "ran")]
     bad = [row for row in rows if row["status"] not in ("planned", "ran")]
     parts: list[RenderableType] = ["", _table(good)] if good else []
@@ -31,12 +31,12 @@ def sweep_report(rows: Sequence[Row]) -> Group:
         line = line if len(line) <= _MESSAGE else f"{line[:_MESSAGE]}..."
         parts.append(Text.assemble((f"{row['status']}: ", "bold red"), f"{row['point']}: {line}"))
     if max(len(good), len(bad)) > _MOST:
-        parts.append(Text(f"only {_MOST} rows of each kind are shown; all are in the file", "dim"))
+        parts.append(Text(f"only the first {_MOST} rows are printed; the file has all", "dim"))
     return Group(*parts)
 
 
 def efficiency(rows: Sequence[Row]) -> dict[str, float]:
-    """Return by id the tokens a second of each rank, over those of the fewest ranks on which all else was asked alike.
+    """Return by id the tokens/s per rank, over that of the same question on the fewest ranks.
 
     >>> row = {"choice": 1, "tokens_per_s": 100.0, "ranks": 4, "at.nodes": 1, "at.lnc": 1}
     >>> more = {**row, "id": "b", "ranks": 16, "at.nodes": 4, "tokens_per_s": 300.0}
@@ -51,13 +51,13 @@ def efficiency(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _series(row: Row) -> object:
-    """Return what rows have alike that differ in their size only."""
+    """Return a key that is equal for rows that differ only in the number of nodes or ranks."""
     others = {name: value for name, value in row.items() if name.startswith("at.") and name not in _SIZES}
     return (row["choice"], *sorted(others.items(), key=str))
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    """Return what varies, the plan and its figures; columns that only some sweeps have stand at the end."""
+    """Return a table of what varies, the plan and its figures; columns that few sweeps have come last."""
     ran = any(row["status"] == "ran" for row in rows)
     scales = any(len({row.get(at) for row in rows}) > 1 for at in _SIZES)
     priced = any(row["usd_per_billion_tokens"] is not None for row in rows)
@@ -84,7 +84,7 @@ def _table(rows: Sequence[Row]) -> Table:
 
 
 def _short(row: Row) -> str:
-    """Name a layout by its outer point, and which kinds of recompute it has; those of single stages are long."""
+    """Name a layout by its outer point and its kinds of recompute, without the lists of stages."""
     candidate = Candidate.parse(row["candidate"], row["ranks"])
     kinds = dict.fromkeys(part.kind for recompute in candidate.recompute for part in recompute.kinds)
     again = "" if set(kinds) == {"none"} else f" recompute {'/'.join(kinds)}"

@@ -120,7 +120,7 @@ def plan_report(plan: Plan, runners_up: Sequence[Plan] = (), certificate: Certif
             ordered = sorted(certificate.refusals, key=lambda refusal: -refusal.num_points)
             rows = [(refusal.rule_id, str(refusal.num_points), refusal.example) for refusal in ordered]
             parts += [make_table(title, ("rule", ">points", "for example"), rows), ""]
-        parts += [Text(f"{certificate.claim}\n{certificate.accounting}", style="dim"), ""]
+        parts += [Text(f"{certificate.statement}\n{certificate.accounting}", style="dim"), ""]
     parts.append(Text(f"prediction {prediction.basis}", style="yellow"))
     if prediction.compiling:
         parts.append(Text(compiled_words(prediction.compiling), style="yellow"))

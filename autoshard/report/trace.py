@@ -15,7 +15,7 @@ from autoshard.plan.plan import Plan, rounded
 from autoshard.report.terminal import nodes_of
 from autoshard.spec.record import encode
 
-MOST_BYTES = 20_000_000  # both viewers open that without a pause
+MOST_BYTES = 20_000_000  # both viewers open such a file at once
 _COMPUTE, _AFTER, _SENDS = 1, 2, 3  # lanes; further ones of sends where several are under way at a time
 _TICKS_PER_US = 1024  # binary fractions: Perfetto cuts times to nanoseconds, and drops slices that overlap after that
 _INSIDE = 4  # ticks from where a slice begins to where an arrow meets it: at its very edge is another slice as well
@@ -28,8 +28,8 @@ Begins = dict[tuple[bool, int, int], float]
 def trace_text(plan: Plan, trace: Trace, most_bytes: int = MOST_BYTES) -> str:
     """Write a trace as JSON, one event a line.
 
-    Where that would be too large, the arrows between ranks are left out; where that is not enough, each rank's first
-    and last actions are drawn, and one slice with sums between them.
+    If the text is too large, the arrows between ranks are left out. If it still is, only the first and last actions of
+    each rank are drawn, with one slice for the sums of those between.
     """
     whole = keep = -(-max(len(rank.kinds) for rank in trace.ranks) // 2)
     everything, nothing = _begins(trace), Begins(())
@@ -44,7 +44,7 @@ def trace_text(plan: Plan, trace: Trace, most_bytes: int = MOST_BYTES) -> str:
 
 
 def _text(plan: Plan, trace: Trace, keep: int, begins: Begins) -> str:
-    """Write it with so many actions at each end of each rank; without ``begins`` there are no arrows."""
+    """Write the trace with ``keep`` actions at each end of a rank; without ``begins`` there are no arrows."""
     ranks = [_RankDrawing(trace, number, keep) for number in range(len(trace.ranks))]
     numbers, events, ends = count(), list[Event](), list[Event]()
     for rank in ranks:
@@ -54,13 +54,13 @@ def _text(plan: Plan, trace: Trace, keep: int, begins: Begins) -> str:
         ends += own_ends
     about = {**_about(plan, trace, ranks), "draws_arrows": bool(begins)}
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about}, separators=(",", ":"))
-    # the ends of arrows last: of what happens at one time, a viewer takes first what stands first
+    # the ends of arrows last: a viewer reads events of the same time in the order of the file
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in (*events, *ends))
     return f'{head[:-1]},"traceEvents":[\n{lines}\n]}}\n'
 
 
 def _begins(trace: Trace) -> Begins:
-    """Return when each action begins that takes a message, by direction (F or back), stage and micro-batch."""
+    """Return the start of each action that receives a message, by direction (forward or not), stage and micro-batch."""
     return {
         (kind == "F", stage, micro_batch): begin_s
         for rank in trace.ranks
@@ -87,11 +87,11 @@ def _names(plan: Plan, number: int, sends: Collection[int]) -> Iterator[Event]:
 
 
 def _about(plan: Plan, trace: Trace, ranks: Sequence["_RankDrawing"]) -> Event:
-    """Return what is drawn, what it rests on, and what it adds up to."""
+    """Return the metadata of the trace: plan, prediction, how to read it, and sums per rank."""
     prediction, sends = plan.prediction, "hold the sender, then the receiver" if trace.receive_s else "hold the sender"
     assert prediction, "only predicted plans are traced"
     return {
-        "title": "a predicted training step; nothing in it was measured",
+        "title": "a predicted training step (not measured)",
         "candidate": str(plan.candidate),
         "model": plan.model.name,
         "cluster": f"{plan.cluster.num_nodes} x {plan.cluster.name}",
@@ -104,11 +104,11 @@ def _about(plan: Plan, trace: Trace, ranks: Sequence["_RankDrawing"]) -> Event:
         "reading": {
             "lanes": "ranks that differ only in dp, cp, ep or tp do the same at the same time and share one process",
             "sends": "travel while both ranks compute" if trace.hides_sends else sends,
-            "after the pipeline": "each part begins when the slowest rank has ended the one before; dp is what does "
-            "not hide behind computing" + (", of all micro-batches together" if plan.zero == 3 else ""),
-            "memory": "states, buffers and the most that kernels work with are held all the time; activations from the "
-            "beginning of F to the end of B, or of W. most_bytes is its maximum; predicted_bytes may be more where "
-            "backwards are split, because it adds the most that is kept and the most that waits from I to W",
+            "after the pipeline": "each part starts when the slowest rank has finished the one before; dp is the "
+            "traffic that is not hidden behind compute" + (", of all micro-batches together" if plan.zero == 3 else ""),
+            "memory": "states, buffers and the largest workspace are counted all the time; activations from the "
+            "start of F to the end of B, or of W. most_bytes is the maximum. Where backward passes are split, "
+            "predicted_bytes can be larger, because it adds two maxima: of what is kept, and of what waits for W",
         },
         "left_out_actions": sum(len(rank.left_out) for rank in ranks),
         "pipeline_ranks": [
@@ -130,12 +130,12 @@ def _ticks(time_s: float) -> int:
 
 
 def _seconds(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return the parts that take time, named with their unit."""
+    """Return the parts that are not zero, with the unit in their names."""
     return {f"{part}_s": rounded(time_s) for part, time_s in parts.items() if time_s}
 
 
 class _RankDrawing:
-    """A pipeline rank of which so many actions at each end are drawn."""
+    """Draws one pipeline rank: ``keep`` actions at each end."""
 
     def __init__(self, trace: Trace, number: int, keep: int) -> None:
         self.trace, self.number, self.rank = trace, number, trace.ranks[number]
@@ -154,7 +154,7 @@ class _RankDrawing:
         return self.rank.kinds[position], int(self.rank.stages[position]), int(self.rank.micro_batches[position])
 
     def actions(self) -> Iterator[Event]:
-        """Yield a slice for each drawn action, and one for all that are left out, whose arguments are their sums."""
+        """Yield one slice per drawn action, and one slice with the sums of those that are left out."""
         rank, trace = self.rank, self.trace
         for position in self.drawn:
             kind, stage, micro_batch = self._place(position)
@@ -173,14 +173,14 @@ class _RankDrawing:
             values = {"busy": one.time_s, "sending": sends_s, **one.parts}
             sums.update({part: times * time_s for part, time_s in values.items()})
         args = {f"{kind}{stage}": times for (kind, stage), times in sorted(counts.items())}
-        name = f"{max(counts.values())} micro-batches, not drawn one by one"
+        name = f"{max(counts.values())} micro-batches, drawn as one"
         begin, end = _ticks(rank.start_s[first]), _ticks(rank.end_s[last])
         yield self._slice(_COMPUTE, begin, end, name, {**args, **_seconds(sums)})
 
     def messages(self, begins: Begins, numbers: Iterator[int]) -> tuple[list[Event], list[Event]]:
-        """Return what the drawn actions receive and send as slices, and the ends of arrows to what takes it.
+        """Return messages of the drawn actions as slices, and the ends of arrows to the receiving actions.
 
-        Slices lie on as few lanes as hold them without overlap.
+        The slices use as few tracks as possible without overlap.
         """
         free, slices, ends = list[int](), list[Event](), list[Event]()  # free: when each lane ends
         for begin, end, name, args, taken in self._messages():
@@ -197,7 +197,7 @@ class _RankDrawing:
         return slices, ends
 
     def _messages(self) -> Iterator[tuple[int, int, str, Event, tuple[bool, int, int] | None]]:
-        """Yield begin, end, name, arguments, and which action takes a message that is sent."""
+        """Yield begin, end, name and arguments of each message, and the action that receives it."""
         for position in self.drawn:
             kind, stage, micro_batch = self._place(position)
             one, name = self.trace.passes[kind, stage], f"{kind}{stage}.{micro_batch}"
@@ -210,14 +210,14 @@ class _RankDrawing:
                 yield _ticks(end_s), _ticks(end_s + self.trace.send_s), f"send {name}", {"to": one.sends_to}, taken
 
     def phases(self) -> Iterator[Event]:
-        """Yield what the rank does after the pipeline."""
+        """Yield the slices after the pipeline."""
         for phase in self.trace.phases:
             time_s = phase.seconds[self.number]
             begin, end = _ticks(phase.start_s), _ticks(phase.start_s + time_s)
             yield self._slice(_AFTER, begin, end, phase.name, {"part": phase.part, "time_s": rounded(time_s)})
 
     def memory(self) -> Iterator[Event]:
-        """Yield what the rank holds: at every change that is drawn, and at the fullest moment of what is not."""
+        """Yield the memory of the rank at every drawn change, and at the peak of the part that is not drawn."""
         rank, positions = self.rank, set(self.drawn)
         if self.left_out:
             positions.add(self.left_out[0] + int(rank.held_bytes[self.left_out[0] : self.left_out[-1] + 1].argmax()))

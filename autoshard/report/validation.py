@@ -17,15 +17,16 @@ _COLUMNS = (
     ">regret", ">groups",
 )  # fmt: skip
 _LEGEND = (
-    "Relative errors, predicted over measured less 1: MAPE, median and p90 without their sign, worst and bias with it. "
-    "Noise: the same for the median of each layout that was measured again, which no look at layouts betters by much. "
-    "Inside: measured within the stated interval. Groups: those with a choice, two layouts or more, times taken per "
-    "token; in them Spearman's correlation, and regret: the layout that would have been picked over the best, less 1."
+    "Errors are predicted / measured - 1: MAPE (mean absolute), median and p90 without sign, worst and bias (mean) "
+    "with sign. Noise: the error if each repeated layout were predicted by the median of its own runs. Inside: share "
+    "of runs within the stated interval. Groups: runs that differ only in layout, two layouts or more, compared by "
+    "time per token. Spearman: rank correlation within groups. Regret: time of the layout predicted best over the "
+    "time of the best one, less 1."
 )
 
 
 def validation_report(validation: Validation) -> Group:
-    """Return one table for times and one for memory, then what was assumed."""
+    """Return tables of the errors in time and memory, then the assumptions."""
     sets = validation.sets
     sizes = [(entry.name, entry.peak_memory) for entry in sets if entry.peak_memory]
     stages = [(entry.name, entry.stage_memory) for entry in sets if entry.stage_memory]
@@ -34,14 +35,14 @@ def validation_report(validation: Validation) -> Group:
         parts += [_accuracies(title, found), ""] if found else []
     parts += [Text(_LEGEND, "dim"), ""]
     parts += [
-        Text(f"{what} furthest off in {entry.name}: {errors.worst_id}")
+        Text(f"largest error of {what} in {entry.name}: {errors.worst_id}")
         for entry in sets
         for what, errors in (("time", entry.step_time), ("memory", entry.stage_memory or entry.peak_memory))
         if errors
     ]
     counts = Counter((column, says) for row in validation.rows for column, says in row.assumed.items())
     if counts:
-        title = f"Assumed where rows leave it open, of {len(validation.rows)} predicted"
+        title = f"Assumed where rows do not say, of {len(validation.rows)} predicted rows"
         rows = [(column, says, str(count)) for (column, says), count in sorted(counts.items())]
         parts += ["", make_table(title, ("column", "assumed", ">rows"), rows)]
     bases = dict.fromkeys(entry.basis for entry in sets)
@@ -68,12 +69,14 @@ def _accuracies(title: str, found: Sequence[tuple[str, Accuracy | None]]) -> Tab
 
 
 def calibration_report(calibration: Calibration) -> str:
-    """Return the constants, what they rest on, and the error of each way to tell them apart."""
+    """Return the constants, the rows behind them, and the error of each set of constants that was tried."""
     values = {name: getattr(calibration, name) for name in CONSTANTS}
     constants = {name: format_seconds(value) if name in SECONDS else f"{value:.3f}" for name, value in values.items()}
     lines = [f"{calibration.name}: {calibration.basis}", *_aligned(constants)]
     if calibration.fit:
-        lines.append(f"Constants told apart, and the error of rows whose {calibration.fit.left_out_by} was left out:")
+        lines.append(
+            f"Constants that were fitted, and the error on rows whose {calibration.fit.left_out_by} was left out:"
+        )
         lines += _aligned({split: f"{error:.1%}" for split, error in calibration.fit.tried.items()})
     return "\n".join(lines)
 

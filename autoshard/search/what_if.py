@@ -80,7 +80,7 @@ def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:
         for one in circumstances(request, plan.candidate, other.candidate):
             flips[one.name] = _flip(one, own, theirs)
     return WhyNot(
-        asked=pins_text(pins),
+        pins=pins_text(pins),
         other=other,
         fits=bool(found.plans),
         against=tuple(against),

@@ -33,7 +33,7 @@ def test_a_sweep_is_done_once_and_more_points_are_added(typed: Typed) -> None:
     assert statuses(found["rows"]) == ["planned", "planned", "no plan"]
     assert "8 query heads of tiny-llama do not divide by 3" in found["rows"][2]["message"]
     assert Path("sweeps/tiny/rows.parquet").is_file() and "wrote sweeps/tiny/rows.parquet" in found["notes"]
-    assert "3 of 3 points are done already" in typed(ONE)[1]
+    assert "3 of 3 points are already done" in typed(ONE)[1]
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_a_job_array_does_the_same_points(typed: Typed) -> None:
     for task in (0, 1):
         assert typed(f"{line} --task {task}")[0] == 0
     assert "done already" in typed(f"{line} --task 1")[1] and not Path("out/rows.jsonl").exists()
-    assert "4 of 4 points are done already" in typed(line)[1]
+    assert "4 of 4 points are already done" in typed(line)[1]
     assert statuses(rows_in(Path("out"))) == ["planned"] * 4
     assert "done already" in typed(f"{line} --task 0")[1]
 

@@ -90,7 +90,7 @@ def test_a_job_of_the_same_plan_is_written_anew_and_nothing_else(
     (here / "mine").mkdir()
     (here / "mine" / "notes").touch()
     assert typed(f"{SLURM} --out mine") == 2
-    assert "--out mine: holds files that are no job, and none is overwritten" in capsys.readouterr().err
+    assert "--out mine: holds files that are not a job and are not overwritten" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_job_of_the_same_plan_is_written_anew_and_nothing_else(
         ("--scheduler slurm --run-folder $HOME/x", ["--run-folder: must be a plain path, not '$HOME/x'"]),
         ("--scheduler k8s --image a --claim A_b --mount x", ["--claim: must be the name", "--mount: must be a folder"]),
         ("--scheduler slurm --model llama3-8b", ["--model: is part of the question that plan.json has answered"]),
-        ("--scheduler torchrun --submit", ["--submit: torchrun is started by hand on every node. Leave it out"]),
+        ("--scheduler torchrun --submit", ["--submit: torchrun is started by hand on every node. Leave --submit out"]),
     ],
 )
 def test_what_cannot_be_used_is_said(

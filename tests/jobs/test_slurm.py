@@ -150,7 +150,7 @@ def test_the_tasks_of_a_sweep_leave_their_rows_for_whoever_gathers_them(slurm: S
     number = done.stdout.strip()
     until(lambda: not slurm.call("squeue", "--noheader", "--jobs", number).strip(), "all tasks have ended")
     logs = "\n".join(path.read_text(encoding="utf-8") for path in sorted((tmp_path / "out").glob("task-*.log")))
-    assert "2 of 2 points are done already" in typed(), logs
+    assert "2 of 2 points are already done" in typed(), logs
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     assert sorted((row["ranks"], row["status"], row["num_steps"]) for row in rows) == [(1, "ran", 2), (2, "ran", 2)], (
         logs

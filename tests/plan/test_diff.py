@@ -52,7 +52,7 @@ def test_parts_add_up_and_the_other_way_round_everything_is_negated(a, b):
             assert added == pytest.approx(getattr(one.total, side), abs=1e-9 * most)
         shares = [share for share in map(one.share, one.parts) if share is not None]
         assert not shares or math.fsum(shares) == pytest.approx(1)
-    for name in ("sent", "asked", "chosen", "blocks"):
+    for name in ("sent", "question", "choices", "blocks"):
         assert turned(getattr(there, name)) == {(one.name, one.a, one.b) for one in getattr(back, name)}
     assert there.is_within_intervals == back.is_within_intervals
     same = diff(a, a)
@@ -96,20 +96,20 @@ def named(changes):
 
 def test_what_is_asked_and_what_is_chosen_stand_apart():
     longer = diff(predicted(), predicted(plan_of(ask(seq_len=4096), "tp=32,pp=8,mbs=2")))
-    assert named(longer.asked) == {"workload.seq_len": ("8192", "4096")}
-    assert named(longer.chosen) == {"mbs": ("1", "2")}
+    assert named(longer.question) == {"workload.seq_len": ("8192", "4096")}
+    assert named(longer.choices) == {"mbs": ("1", "2")}
     engine = diff(predicted(), predicted(plan_of(ask(engine="torch"), "tp=32,pp=8,kernels=te,recompute=full")))
     chosen = {"engine": ("nxd", "torch"), "kernels": ("nxd", "te"), "recompute": ("none", "full")}
-    assert named(engine.chosen).items() >= chosen.items() and not engine.asked
+    assert named(engine.choices).items() >= chosen.items() and not engine.question
     other = diff(predicted(), predicted(plan_of(ask("llama3-8b", "h100-80", 8), "tp=8,pp=8")))
-    assert named(other.asked) == {  # of another cluster or model the name says enough
+    assert named(other.question) == {  # of another cluster or model the name says enough
         "model.name": ("llama3-70b", "llama3-8b"),
         "cluster.name": ("trn1.32xlarge", "h100-80"),
         "cluster.num_nodes": ("16", "8"),
     }
     own = dataclasses.replace(ASKED.schedule, actions=ASKED.schedule.action_lists())
     listed = diff(predicted(), predicted(dataclasses.replace(ASKED, schedule=own)))
-    assert not listed.asked and all(name.startswith("schedule.actions") for name in named(listed.chosen))
+    assert not listed.question and all(name.startswith("schedule.actions") for name in named(listed.choices))
     assert not listed.is_nothing
 
 
@@ -120,15 +120,15 @@ def with_cluster(**changes):
 def test_logical_cores_and_prices_are_no_other_question_and_sources_no_difference():
     one, two = (plan_of(ask("llama3-8b", "trn2.48xlarge", 1, lnc), "tp=4") for lnc in (1, 2))
     found = diff(predicted(one), predicted(two))
-    assert not found.asked and named(found.chosen)["lnc"] == ("1", "2")
+    assert not found.question and named(found.choices)["lnc"] == ("1", "2")
     price = diff(predicted(), with_cluster(price_usd_per_node_hour=1.5))
-    assert not price.asked and named(price.chosen) == {"cluster.price_usd_per_node_hour": ("21.5", "1.5")}
+    assert not price.question and named(price.choices) == {"cluster.price_usd_per_node_hour": ("21.5", "1.5")}
     assert not price.slower_by and price.a.dollars and price.b.dollars
     assert price.a.dollars.usd_per_step > price.b.dollars.usd_per_step
     first, *links = ASKED.cluster.links
     links = (dataclasses.replace(first, bandwidth_bytes_per_s=1e9), *links)
     edited = diff(predicted(), with_cluster(links=links, sources={**ASKED.cluster.sources, "note": "my own"}))
-    assert [change.name for change in edited.asked] == ["cluster.links[0].bandwidth_bytes_per_s"]
+    assert [change.name for change in edited.question] == ["cluster.links[0].bandwidth_bytes_per_s"]
 
 
 def test_another_calibration_is_named_once():
@@ -136,8 +136,8 @@ def test_another_calibration_is_named_once():
     theirs = {"calibration": "theirs", "calibration.constants": "2", "model": "elsewhere"}
     notes = (mine, theirs, {**mine, "calibration.constants": "3"})
     a, b, c = (predicted(dataclasses.replace(ASKED, provenance=note)) for note in notes)
-    assert named(diff(a, b).chosen) == {"calibration": ("mine", "theirs")}
-    assert named(diff(a, c).chosen) == {"calibration.constants": ("1", "3")}
+    assert named(diff(a, b).choices) == {"calibration": ("mine", "theirs")}
+    assert named(diff(a, c).choices) == {"calibration.constants": ("1", "3")}
 
 
 def test_lines_that_send_otherwise_come_first():
@@ -150,4 +150,4 @@ def test_lines_that_send_otherwise_come_first():
         ("up", "[ffn] | F all_gather ffn/tp", "[ffn]"), ("act", "[ffn]", "[ffn/tp]"), ("new", None, "z")
     ]  # fmt: skip
     assert found.blocks == (PlanChange(name="layer full", a="1", b=None),)
-    assert not found.is_nothing and not found.chosen
+    assert not found.is_nothing and not found.choices

@@ -87,7 +87,8 @@ def test_equal_plans_and_equal_seconds_are_said_to_be_equal():
 def test_a_difference_inside_the_intervals_is_not_known_to_be_real():
     said = sentences(diff(predicted(parts={"compute": 10.0}), predicted(parts={"compute": 10.5})))
     assert said[1:] == [
-        "each lies within the other's interval (10% either way for a, 10% for b): which is faster is not known"
+        "each lies within the other's interval (10% either way for a, 10% for b), "
+        "so a prediction cannot say which is faster"
     ]
     assert len(sentences(diff(predicted(parts={"compute": 10.0}), predicted(parts={"compute": 12.0})))) == 1
 
@@ -99,19 +100,21 @@ def test_other_questions_are_compared_by_token_rank_and_dollar():
     assert said[0] == "the plans answer different questions: workload differs"
     assert said[1].startswith("b has 33.3% more tokens/s (1.12 M against 838.86 k); 33.3% more tokens per dollar (")
     text = compared(diff(predicted(), longer))
-    assert "Time per million tokens" in text and "What is asked differently" in text
+    assert "Time per million tokens" in text and "The questions differ in" in text
     few = sentences(diff(predicted(), predicted(FEW)))
     assert few[0].endswith("cluster differs")
     assert few[1].startswith("b has as many tokens/s, 838.86 k; 2.0 times the tokens/s per rank (3.28 k against 1.64 k")
     model = sentences(diff(predicted(), predicted(plan_of(question("llama3-8b", nodes=8), "tp=32,pp=8"))))
-    assert model[0].endswith("cluster and model differ") and model[2].startswith("a token of another model")
+    assert model[0].endswith("cluster and model differ") and model[2].startswith(
+        "a token costs each model different work"
+    )
 
 
 def test_what_does_not_fit_and_what_rests_on_other_grounds_is_said():
     large = (StageMemory(num_weights=1, parts={"weights": 20 * 2**30}),) * 8
     found = diff(predicted(), predicted(stage_memory=large, basis="measured by me", parts={"compute": 20.0}))
     assert misfits(found) == ["b does not fit in memory: 20.00 of 16.00 GiB"]
-    assert sentences(found)[1].startswith("the predictions rest on different grounds")
+    assert sentences(found)[1].startswith("the predictions use different calibrations")
     text = compared(found, ["new.json: prediction: was edited"])
     assert "prediction of b measured by me" in text and "note: new.json: prediction: was edited" in text
 
@@ -122,11 +125,11 @@ def with_tables(*tables):
 
 def test_long_lists_and_texts_are_cut_and_counted():
     many = ({"layer": {f"op{number}": f"[{side}]" for number in range(9)}} for side in ("x", "y"))
-    assert "How operations are cut: 9 lines differ, of which 6 are shown" in " ".join(
+    assert "Layouts of operations: 9 lines differ, the first 6 are printed" in " ".join(
         compared(with_tables(*many)).split()
     )
     one = ({"layer": {"op": side}} for side in "xy")
-    assert "How operations are cut: 1 line differs block" in " ".join(compared(with_tables(*one)).split())
+    assert "Layouts of operations: 1 line differs block" in " ".join(compared(with_tables(*one)).split())
     lone = {"layer full": {"op": "x"}}
     assert "only a has this block" in compared(with_tables(lone, {}))
     assert "only b has this block" in compared(with_tables({}, lone))
@@ -153,7 +156,7 @@ FLIPS = (
 
 
 def found_of(other, **changes):
-    values = {"asked": "tp=32", "other": other, "fits": True, "against": (), "flips": (), "unmoved": (), **changes}
+    values = {"pins": "tp=32", "other": other, "fits": True, "against": (), "flips": (), "unmoved": (), **changes}
     return WhyNot(**values)
 
 
@@ -162,12 +165,17 @@ def test_another_layout_is_compared_and_what_would_turn_the_order_follows():
     found = found_of(other, flips=FLIPS, unmoved=("sequence length",))
     text = printed(why_not_report(own, found))
     assert "the best with tp=32" in text and "b takes 2.0 times as long" in text
-    for words in (" 0.125", "8.00 GiB", "250%", "no change up to 16 times turns the order: sequence length"):
+    for words in (
+        " 0.125",
+        "8.00 GiB",
+        "250%",
+        "a change of up to 16 times does not make b the faster: sequence length",
+    ):
         assert words in text
     data = json.loads(json.dumps(why_not_json(own, found)))
-    assert data["other"]["candidate"] == str(other.candidate) and data["asked"] == "tp=32"
+    assert data["other"]["candidate"] == str(other.candidate) and data["pins"] == "tp=32"
     assert [flip["factor"] for flip in data["flips"]] == [0.125, 0.5, 2.5]
-    assert "this is the plan" in printed(why_not_report(own, found_of(own)))
+    assert "the plan has these values already" in printed(why_not_report(own, found_of(own)))
     refused = found_of(None, fits=False, against=("--why-not tp=3: no",))
     assert printed(why_not_report(own, refused)).strip() == "refused --why-not tp=3: no"
     assert why_not_json(own, refused)["other"] is None

@@ -150,7 +150,7 @@ def test_refusals_come_by_number_and_the_claim_names_what_was_minimised_and_why_
     assert "4 points solved (2 fit)" in words and "bound 1.99 s, gap 0.500%" in words
     for objective, word in (("time", "fastest"), ("memory", "smallest"), ("dollars", "cheapest")):
         found = certificate(objective=objective, ended="interrupted")
-        assert found.claim.startswith(f"the {word} by this cost model") and "(interrupted)" in found.claim
+        assert found.statement.startswith(f"the {word} by this cost model") and "(interrupted)" in found.statement
     assert certificate(value=math.inf, bound=math.inf).gap == 0 and certificate(value=math.inf, bound=1.0).gap == 1
 
 

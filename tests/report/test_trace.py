@@ -167,7 +167,7 @@ def test_a_process_says_which_ranks_it_stands_for_and_the_file_what_it_rests_on(
         names = [e["args"]["name"] for e in read(name)["traceEvents"] if e["name"] == "process_name"]
         assert names == [f"pipeline rank {number} ({words}: node {number})" for number in range(count)]
     plan, about = case("1f1b")[0], read("1f1b")["otherData"]
-    assert about["basis"] == predicted(plan).basis and "nothing in it was measured" in about["title"]
+    assert about["basis"] == predicted(plan).basis and "(not measured)" in about["title"]
     assert (about["candidate"], about["cluster"]) == (str(plan.candidate), "4 x trn1.32xlarge")
 
 
@@ -185,7 +185,7 @@ def test_it_is_no_larger_than_allowed_and_leaves_nothing_out_without_need(name, 
 
 def test_what_is_left_out_is_one_slice_per_rank():
     events, count = read("1f1b", 60_000)["traceEvents"], case("1f1b")[0].schedule.num_micro_batches
-    sums = [event for event in events if "not drawn one by one" in event["name"]]
+    sums = [event for event in events if "drawn as one" in event["name"]]
     assert [event["pid"] for event in sums] == [0, 1, 2, 3]
     for event in sums:
         own = [one for one in lanes_of(events)[event["pid"], 1] if one is not event]

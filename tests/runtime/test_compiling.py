@@ -151,8 +151,8 @@ def test_a_graph_that_fails_is_named_with_its_log(
     assert main(["run", "plan.json", "--compile-only", "--out", "a"]) == 1
     said = capsys.readouterr().out
     assert "warning: the largest graph, of stage 0, takes at least 4.11 M instructions" in said
-    assert f"failed: {ONE}: {TOO_MANY}\n  Graphs get smaller with more pp or tp" in said
-    assert f"  log: {LOG_ONE}\n" in said and "1 of 2 graphs failed. All that was said: a/compile.log" in said
+    assert f"failed: {ONE}: {TOO_MANY}\n  More pp or tp" in said
+    assert f"  log: {LOG_ONE}\n" in said and "1 of 2 graphs failed. Full output: a/compile.log" in said
     assert main(["run", "plan.json", "--compile-only", "--out", "b", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["graphs"], found["failed"], found["failures"][0]["graph"]) == (2, 1, ONE)
@@ -199,10 +199,10 @@ def test_a_command_runs_to_its_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("tiny.json",), "--compile-only: the torch engine runs this plan as it is, and compiles nothing ahead."),
+        (("tiny.json",), "--compile-only: the torch engine runs this plan without compiling ahead."),
         (("plan.json",), "--compile-only: neuron_parallel_compile starts the compiler, and comes with torch-neuronx"),
-        (("plan.json", "--steps", "4"), "--steps: must be at least 5 to meet every graph, not 4"),
-        (("plan.json", "--dry-run"), "--compile-only: what is only tried is not compiled."),
+        (("plan.json", "--steps", "4"), "--steps: must be at least 5, so that every graph occurs, not 4"),
+        (("plan.json", "--dry-run"), "--compile-only: cannot be combined with --rehearse or --dry-run."),
     ],
 )
 def test_what_is_not_compiled_is_refused(
@@ -240,7 +240,7 @@ def test_a_run_that_only_extracts_leaves_no_row_to_learn_from(
     write_tiny(here, "tp=1,pp=1,dp=1")
     monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
     assert main(["run", "tiny.json", "--steps", "1"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("graphs were extracted and nothing was computed")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("graphs were extracted but not run")
     assert not list(here.rglob("measured.jsonl"))
 
 

@@ -114,7 +114,7 @@ def test_a_rank_of_512_holds_and_sends_what_was_promised(
         assert one["measured"] == one["predicted"], rank
     assert 2 * sent["pp"]["measured"] == sent["pp"]["predicted"], "the end of the pipeline"
     assert any(note.startswith("engine: nxd needs Neuron devices") for note in said["notes"])
-    assert "not tried: ranks 0-447. Leave --dry-ranks out for one of every kind" in said["notes"]
+    assert "not executed: ranks 0-447. Without --dry-ranks one rank of every kind is" in said["notes"]
     assert not Path("runs").exists()
 
 
@@ -126,9 +126,9 @@ def test_ranks_and_whom_they_stand_for(
     assert main(["run", "tiny.json", "--dry-run"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "tiny-llama: tp=2,pp=2,dp=2, dry: 2 of 8 ranks, shapes without numbers"
-    assert "note: rank 0 stands for 4 ranks: 0-3" in said and "note: rank 4 stands for 4 ranks: 4-7" in said
+    assert "note: rank 0 represents 4 ranks: 0-3" in said and "note: rank 4 represents 4 ranks: 4-7" in said
     assert any(line.startswith("Memory of a rank") for line in said)
     assert main(["run", "tiny.json", "--dry-run", "--dry-ranks", "8"]) == 2
     assert capsys.readouterr().err == "autoshard: --dry-ranks: the plan has the ranks 0 to 7, not 8. Type 0,7\n"
     assert main(["run", "tiny.json", "--dry-ranks", "1"]) == 2
-    assert capsys.readouterr().err.endswith("says which ranks --dry-run tries. Type --dry-run as well\n")
+    assert capsys.readouterr().err.endswith("names the ranks of --dry-run. Type --dry-run as well\n")

@@ -90,7 +90,7 @@ def test_full_disks_name_the_file_after_the_tables_and_notes_say_what_is_not_use
     said = capsys.readouterr()
     assert "Predicted and measured" in said.out and "saved step 3" in said.out
     assert "note: the warm-up of 9 steps does not end within 3 steps\n" in said.out
-    assert "note: the constants of adamw are not used: the plan's optimizer is sgd\n" in said.out
+    assert "note: the options of adamw have no effect: the plan's optimizer is sgd\n" in said.out
     assert "runs/tiny/metrics.jsonl: step 1 was not written: No space left on device" in said.err
     assert "runs/tiny/measured.jsonl: No space left on device" in said.err
 

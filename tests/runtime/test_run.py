@@ -56,9 +56,9 @@ def test_plan_then_run(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["validate", str(path)]) == 0
     assert main(["run", "plan.json", "--steps", "4", "--resume", "never"]) == 2
     errors = capsys.readouterr().err
-    assert errors.endswith("runs/plan: holds files already, and a run overwrites nothing. Type --out runs/plan-2\n")
+    assert errors.endswith("runs/plan: already holds files, which a run never overwrites. Type --out runs/plan-2\n")
     assert main(["run", "plan.json", "--steps", "4"]) == 0
-    assert "nothing is left to do: all 4 steps were taken. To take more, type --steps 8" in capsys.readouterr().out
+    assert "nothing left to do: all 4 steps are done. For more, type --steps 8" in capsys.readouterr().out
     assert main(["run", "plan.json", "--steps", "5", "--learning-rate", "1e-3"]) == 0
     out = capsys.readouterr().out
     assert "note: changed since the last start: learning_rate was 0.0003, now 0.001" in out
@@ -78,7 +78,9 @@ def test_an_edited_plan_is_predicted_again_and_the_answer_is_json(
     said = json.loads(capsys.readouterr().out)
     edited, card, saved = said["notes"]
     assert edited == "prediction: the plan was edited after it was made, so it was predicted again here"
-    assert card.startswith("model: the plan's tiny-llama is run, not the card of this name: ffn 256, on the card 384.")
+    assert card.startswith(
+        "model: the run uses tiny-llama as the plan has it, which differs from the card: ffn 256, on the card 384."
+    )
     assert said["folder"] == "empty" and saved.startswith("saved step 2") and len(said["steps"]) == 2
     assert said["step_time_s"]["low"] <= said["step_time_s"]["predicted"] <= said["step_time_s"]["high"]
     assert said["ranks"][0]["ranks"] == [0]
@@ -96,7 +98,7 @@ def test_a_plan_for_512_ranks_is_rehearsed_on_8(capsys: pytest.CaptureFixture[st
     with pytest.raises(InputError, match=r"512 ranks; one machine runs at most 64.*type --rehearse 8"):
         refuse_too_large(load(Path("plan.json")), 10**15)
     said = refused(capsys, "plan.json", "--rehearse", "1")
-    assert said == ["--rehearse: 1 is no room for tp=8, which the table needs. Type 2 or more"]
+    assert said == ["--rehearse: a plan with tp=8 needs at least 2 ranks, not 1. Type --rehearse 2"]
     assert main(["run", "plan.json", "--rehearse", "8", "--steps", "1"]) == 0
     out = capsys.readouterr().out
     assert "llama3-70b (shrunk) on 8 ranks of this machine: tp=2,pp=2,dp=2" in out

@@ -116,7 +116,7 @@ def test_a_sweep_that_is_killed_at_random_does_each_point_once(tmp_path: Path):
     assert 6 <= len(lines_in(out)) < 12, "killed on its way"
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "of 12 points are done already" in done.stdout
+    assert "of 12 points are already done" in done.stdout
     found = [row["id"] for row in rows_in(out)]
     assert len(found) == len(set(found)) == 12
     asked = points(tiny(grid={key: tuple(values) for key, values in grid.items()}))
