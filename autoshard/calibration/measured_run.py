@@ -1,34 +1,25 @@
-"""From a measured row to the model, cluster, workload and layout that were run; nothing measured is read.
+"""From a measured row to the model, cluster, workload and layout that were run; nothing measured is read."""
 
-What publishers call things is data, ``words.json``: by column, what a word means here, and what has to be assumed where
-it leaves that open. An entry that is ``of`` one framework (or table of kernels) stands before the general one.
-"""
-
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib import resources
 from typing import Any, TypeVar, cast
 
-from autoshard.calibration.rows import ARCH, MeasuredRow
-from autoshard.errors import Fault, InputError, nearest, require
+from autoshard.calibration.rows import ARCH, MeasuredRow, precision_of
+from autoshard.calibration.words import Translation, translated
+from autoshard.errors import Fault, InputError, require
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
-from autoshard.spec import record
 from autoshard.spec.cluster import Cluster
-from autoshard.spec.cluster_catalogue import cluster_names, load_cluster, load_node_type
+from autoshard.spec.cluster_catalogue import load_cluster, load_node_type
 from autoshard.spec.model import MAX_DIM, ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
-from autoshard.spec.workload import Precision, Workload
+from autoshard.spec.workload import Workload
 
 T = TypeVar("T")
 _AXES = ("tp", "pp", "vp", "cp", "ep")
 _FFN_STEP = 256  # gated models round 8/3 of the hidden size up to a multiple of this: meta-llama/llama model.py
-# aws-neuron/neuronx-distributed examples/training/llama: scripts for 4096 tokens do not ask for flash attention
-# (--use_flash_attention is 0 unless given), those for 8192 do; before it came (Neuron 2.19) 4096 were the most.
-_FLASH_FROM = 8192
+_ZERO = {"none": 0, "ZeRO-1": 1, "ZeRO-3": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,33 +30,17 @@ class MeasuredRun:
     cluster: Cluster
     workload: Workload
     candidate: Candidate
+    framework: str | None = field(default=None, compare=False)  # as the row names it
+    release: tuple[int, ...] = field(default=(), compare=False)  # of the platform's software; () where it is not known
     assumed: Mapping[str, str] = field(hash=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
-    """What some words of a column mean, and what is assumed where they leave something open."""
-
-    says: tuple[str, ...]
-    means: str
-    of: str | None = None
-    assumed: str = ""
-    source: str | None = None
-
-
-@cache
-def words(column: str) -> tuple[Word, ...]:
-    """Return the words of a column."""
-    columns = json.loads((resources.files("autoshard.calibration") / "words.json").read_text("utf-8"))
-    return tuple(record.decode(Word, word) for word in columns[column])
 
 
 def run_of(row: MeasuredRow) -> MeasuredRun:
     """Return what was run; an InputError names all columns that are wrong, contradict each other, or are not known."""
-    reader = _Reader(row.unmeasured)
+    reader = _Reader(translated(row.unmeasured))
     model = reader.tried(reader.model)
     workload = reader.tried(reader.workload)
-    cluster = reader.tried(reader.cluster)
+    cluster = None if any(fault.where == "platform" for fault in reader.faults) else reader.tried(reader.cluster)
     candidate = reader.tried(lambda: reader.candidate(cluster)) if cluster else None
     if reader.faults:
         raise InputError(reader.faults)
@@ -79,17 +54,24 @@ def run_of(row: MeasuredRow) -> MeasuredRun:
     if candidate.vp > 1 and count % candidate.pp:
         reader.assumed["vp"] = "1, as 1f1b: micro-batches do not divide by pp"
         candidate = replace(candidate, vp=1, schedule="1f1b")
-    return MeasuredRun(model=model, cluster=cluster, workload=workload, candidate=candidate, assumed=reader.assumed)
+    return MeasuredRun(
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        candidate=candidate,
+        framework=row.framework,
+        release=tuple(map(int, (reader.row.release or "").split("."))) if reader.row.release else (),
+        assumed=reader.assumed,
+    )
 
 
 class _Reader:
     """Reads one row; collects its faults, all to be reported at once, and what had to be assumed, by column."""
 
-    def __init__(self, row: MeasuredRow) -> None:
-        self.row = row
-        self.framework = _key(row.framework)
-        self.faults: list[Fault] = []
-        self.assumed: dict[str, str] = {}
+    def __init__(self, found: Translation) -> None:
+        self.row = found.row
+        self.faults = list(found.faults)
+        self.assumed = dict(found.assumed)
 
     def tried(self, read: Callable[[], T]) -> T | None:
         """Return what can be read, or note why it cannot."""
@@ -101,12 +83,10 @@ class _Reader:
 
     def workload(self) -> Workload:
         """Read batch, sequence, number formats and optimizer."""
-        name, *changes = self._meaning("precision", self.row.precision).split(",")
-        formats: dict[str, Any] = dict(change.split("=") for change in changes)
         return Workload(
             seq_len=self.row.seq_len,
             global_batch=self.row.global_batch_seqs,
-            precision=replace(Precision.named(name), **formats),
+            precision=precision_of(self._stated("precision", "bf16", "bf16 with FP32 gradients, masters and moments")),
             optimizer=self.row.optimizer or "adamw",
             documents=self.row.documents or "joined",
         )
@@ -114,8 +94,7 @@ class _Reader:
     def cluster(self) -> Cluster:
         """Read the nodes of a run; those that were used in part have only the chips that were."""
         row = self.row
-        named = _key(row.platform) in cluster_names() and not _is_word("platform", row.platform)
-        name = _key(row.platform) if named else self._meaning("platform", row.platform, cluster_names())
+        name = row.platform
         whole = load_cluster(name, lnc=row.lnc, ranks=load_node_type(name).max_chips_per_node)
         nodes = row.nodes or math.ceil((row.chips or 0) / whole.chips_per_node)
         chips = row.chips or nodes * whole.chips_per_node
@@ -145,17 +124,19 @@ class _Reader:
         )  # fmt: skip
         return stated
 
-    def _from_columns(self, cluster: Cluster, has: str) -> Candidate | None:
+    def _from_columns(self, cluster: Cluster, has: str) -> Candidate:
         row = self.row
         counts = {name: getattr(row, name) for name in (*_AXES, "micro_batch")}
         self.assumed |= {name: "1" for name, count in counts.items() if count is None}
         sizes: dict[str, Any] = {name: counts[name] or 1 for name in _AXES}
-        kernels = self._kernels(cluster.kernels)
-        recompute = self.tried(lambda: self._recompute(row.recompute or ""))
-        zero = self.tried(lambda: self._meaning("sharding", row.sharding))
-        schedule = self.tried(lambda: self._meaning("pipeline_schedule", row.pipeline_schedule))
+        kernels = row.kernels or cluster.kernels
+        if not row.kernels:
+            self.assumed["framework"] = f"{kernels}: the usual kernels of the platform"
+        recompute = Recompute.parse(self._stated("recompute", "none"))
+        zero = _ZERO[self._stated("sharding", "ZeRO-1", "zero=1")]
+        schedule = self._stated("pipeline_schedule", "1f1b")
         schedule = "interleaved" if schedule == "1f1b" and sizes["vp"] > 1 else schedule
-        if schedule and "pipeline_schedule" in self.assumed:
+        if row.pipeline_schedule is None and self.assumed["pipeline_schedule"] == "1f1b":
             self.assumed["pipeline_schedule"] = schedule
         inner = sizes["tp"] * sizes["pp"] * sizes["cp"]
         dp = row.dp or max(1, cluster.num_ranks // inner)
@@ -166,14 +147,12 @@ class _Reader:
             self.assumed.pop("pipeline_schedule", None)
         self.assumed |= {"sp": "true"} if sizes["tp"] > 1 and row.sp is None else {}
         self.assumed |= {"cp_kind": "ring"} if sizes["cp"] > 1 else {}
-        if recompute is None or zero is None or schedule is None:
-            return None
         return Candidate(
             **sizes,
             dp=dp,
             mbs=counts["micro_batch"] or 1,
             sp=row.sp if sizes["tp"] > 1 else None,
-            zero=cast(Any, int(zero)),
+            zero=cast(Any, zero),
             schedule=schedule,
             recompute=(recompute,),
             kernels=None if kernels == cluster.kernels else kernels,
@@ -181,40 +160,12 @@ class _Reader:
             cp_order="contiguous" if kernels.startswith("nxd") or sizes["cp"] == 1 else "zigzag",
         )
 
-    def _recompute(self, text: str) -> Recompute:
-        """Read what is computed again, in the framework's own sense, or in the words of ``Recompute``."""
-        try:
-            return Recompute.parse(self._meaning("recompute", text) if _is_word("recompute", text) else text)
-        except InputError as error:
-            raise error.under("recompute") from None
-
-    def _meaning(self, column: str, text: str | None, others: tuple[str, ...] = ()) -> str:
-        """Return what a word of a column means, and note what is assumed."""
-        for word in words(column):
-            if _key(text) in word.says and word.of in (None, self.framework):
-                if word.assumed:
-                    self.assumed[column] = word.assumed
-                return word.means
-        known = [one for word in words(column) for one in word.says if one not in ("", "unknown")]
-        raise InputError.of(column, f"cannot read {text!r}. {nearest(_key(text), [*known, *others])}")
-
-    def _kernels(self, usual: str) -> str:
-        """Return which kernels the framework runs, by the longest name that its own begins with."""
-        begins = [(name, word) for word in words("framework") for name in word.says if self.framework.startswith(name)]
-        if not begins:
-            self.assumed["framework"] = f"{usual}: the usual kernels of the platform"
-            return usual
-        _, word = max(begins, key=lambda one: len(one[0]))
-        means, notes = word.means, [word.assumed]
-        if means == "nxd" and self.row.seq_len < _FLASH_FROM:
-            means, notes = "nxd_core", [*notes, f"nxd_core: no flash attention below {_FLASH_FROM} tokens"]
-        for name in reversed(_key(self.row.precision).split()):  # the format of a run may say which kernels it ran
-            for other in words("kernels"):
-                if name in other.says and other.of == means:
-                    return other.means
-        if any(notes):
-            self.assumed["framework"] = "; ".join(filter(None, notes))
-        return means
+    def _stated(self, column: str, default: str, says: str = "") -> str:
+        """Return what a column states, or its default, which is noted as assumed."""
+        text: str | None = getattr(self.row, column)
+        if text is None:
+            self.assumed.setdefault(column, says or default)
+        return text or default
 
     def model(self) -> ModelSpec:
         """Read the model: of the architecture that is stated, or the card of that name."""
@@ -271,11 +222,3 @@ class _Reader:
             mlp_bias=not gated,
             source="a measured row",
         )
-
-
-def _is_word(column: str, text: str) -> bool:
-    return any(_key(text) in word.says for word in words(column))
-
-
-def _key(text: str | None) -> str:
-    return " ".join((text or "").casefold().split())

@@ -1,19 +1,20 @@
 """Measured rows: one run per line of JSON, with what was run, what it took, and where that is written."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from autoshard.errors import Fault, InputError, require
+from autoshard.errors import Fault, InputError, nearest, require
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.files import json_lines
-from autoshard.spec.kernels import load_kernels
+from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.model_catalogue import load_model, model_names
-from autoshard.spec.workload import Documents, Optimizer
+from autoshard.spec.workload import Documents, Optimizer, Precision
 
 Kind = Literal["run", "rehearsal", "short"]  # short: ended, or was stopped, before its times had settled
 SUFFIX = ".jsonl"
@@ -25,6 +26,7 @@ ARCH = {
 }  # fmt: skip
 
 _COUNTS = ("seq_len", "global_batch_seqs", "micro_batch", "nodes", "chips", "lnc", "tp", "pp", "vp", "cp", "ep", "dp")
+_RELEASE = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})*")
 _MOST_FAULTS = 3  # of a row that is left out
 _UNFIT: Mapping[Kind | None, str] = {
     "rehearsal": "is of a rehearsal, which runs a small model in the place of the plan's",
@@ -66,11 +68,15 @@ class MeasuredRow:
     candidate: str | None = None  # the whole layout in text, where it was autoshard that ran; agrees with the columns
     framework: str | None = None
     framework_version: str | None = None
+    release: str | None = None  # of the platform's software, in numbers: 2.18.0 of the Neuron SDK
+    kernels: str | None = None  # the table of what the framework runs as one kernel; that of the platform's usual one
+    flash_attention: bool | None = None
     step_time_s: float | None = None
     peak_memory_gib: float | None = None
     peak_memory_gib_by_stage: tuple[float, ...] | None = None
     confidence: str | None = None
     inferred: Mapping[str, object] | None = field(default=None, hash=False)  # what is not published: field -> from what
+    published: Mapping[str, object] | None = field(default=None, hash=False)  # column -> the publisher's own words
     source: Mapping[str, object] | None = field(default=None, hash=False)
     first_seen: str | None = None
 
@@ -80,10 +86,14 @@ class MeasuredRow:
         measured = [(name, getattr(self, name)) for name in ("step_time_s", "peak_memory_gib")]
         require(
             (bool(self.id.strip()), "id", "must not be empty"),
+            (self.release is None or bool(_RELEASE.fullmatch(self.release)), "release",
+             f"must be a number such as 2.18.0, or null, not {self.release!r}"),
+            (self.kernels is None or self.kernels in kernels_names(), "kernels",
+             f"there is no table {self.kernels!r}. {nearest(self.kernels or '', kernels_names())}"),
             (self.nodes is not None or self.chips is not None, "nodes", "missing; say nodes, chips or both"),
             *((one is None or one >= 1, name, f"must be at least 1, or null, not {one}") for name, one in counts),
             *((one is None or one > 0, name, f"must be positive, or null, not {one}") for name, one in measured),
-        )
+        )  # fmt: skip
 
     @classmethod
     def read(cls, data: object) -> "MeasuredRow":
@@ -119,7 +129,19 @@ class MeasuredRow:
         """What a planner decides about the run: rows of one group that agree here measured the same choice twice."""
         axes = (self.tp, self.pp, self.vp, self.cp, self.ep, self.dp, self.sp)
         texts = (self.recompute, self.sharding, self.precision, self.pipeline_schedule, self.candidate, self.framework)
-        return (*axes, self.micro_batch, *texts)
+        return (*axes, self.micro_batch, *texts, self.kernels, self.flash_attention)
+
+
+def precision_of(text: str) -> Precision:
+    """Read the precision of a row: a name, and what differs from it; plain fp16 leaves the gradients open.
+
+    >>> precision_of("bf16,products=fp8").products, precision_of("fp16,gradients=fp16").masters
+    ('fp8', 'fp32')
+    """
+    name, *changes = text.split(",")
+    formats = {part: dtype for part, _, dtype in (change.partition("=") for change in changes)}
+    require((name != "fp16" or "gradients" in formats, "", "write fp16,gradients=fp16 or fp16,gradients=fp32"))
+    return record.decode(Precision, {**record.encode(Precision.named(name)), **formats})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +276,7 @@ def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:
         **axes,
         sp=layout.sequence_parallel,
         sharding={0: "none", 1: "ZeRO-1", 3: "ZeRO-3"}[layout.zero],
-        precision=workload.precision.name,
+        precision="fp16,gradients=fp32" if workload.precision.name == "fp16" else workload.precision.name,
         optimizer=workload.optimizer,
         documents=None if workload.documents == "joined" else workload.documents,
         candidate=str(layout),

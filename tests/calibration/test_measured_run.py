@@ -6,6 +6,7 @@ import pytest
 
 from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.rows import MeasuredRow, measured_rows
+from autoshard.calibration.words import translated
 from autoshard.errors import InputError
 from tests.calibration.measured_cases import ARCH, DATA, SMALL
 
@@ -25,7 +26,7 @@ def test_every_column_has_its_place():
     model = run.model
     assert (model.num_layers, model.hidden, model.ffn, model.num_heads, model.num_kv_heads) == (4, 512, 1024, 8, 4)
     assert (model.vocab, model.gated_mlp, model.tied_embeddings, model.norm) == (1000, True, False, "rms")
-    assert run.assumed.keys() == {"arch", "platform"}
+    assert run.assumed.keys() == {"arch", "platform", "precision"}
 
 
 def test_every_row_of_this_repository_is_understood_whatever_was_measured():
@@ -53,7 +54,11 @@ def test_precisions(text: str | None, formats: str):
 @pytest.mark.parametrize(
     ("change", "layout", "assumed"),
     [
-        ({"vp": 2, "pipeline_schedule": "interleaved 1F1B"}, "vp=2,schedule=interleaved,kernels=mcore", ""),
+        (
+            {"vp": 2, "pipeline_schedule": "interleaved 1F1B"},
+            "vp=2,schedule=interleaved,kernels=mcore",
+            "pipeline_schedule",
+        ),
         ({"vp": 2}, "vp=2,schedule=interleaved,kernels=mcore", ""),  # 1F1B of several chunks
         ({"cp": 2, "dp": 1}, "cp=2,dp=1,cp_order=zigzag,kernels=mcore", "cp_kind"),
         ({"recompute": "full (uniform, 1 layer)"}, "recompute=full,kernels=mcore", ""),
@@ -65,9 +70,9 @@ def test_precisions(text: str | None, formats: str):
         ({"framework": "my own"}, "", "framework"),
         ({**TITAN, "precision": "bf16"}, "kernels=torch_compiled", "framework"),
         # the format of a run of torchtitan, and of no other framework, says how its kernels were made
-        ({**TITAN, "precision": "bf16 eager"}, "kernels=torch_cuda", ""),
+        ({**TITAN, "precision": "bf16 eager"}, "kernels=torch_cuda", "precision"),
         ({**TITAN, "precision": "float8 compile asyncTP"}, "kernels=torch_async_tp", "precision"),
-        ({"precision": "bf16 eager"}, "kernels=mcore", ""),
+        ({"precision": "bf16 eager"}, "kernels=mcore", "precision"),
         # flash attention on Neuron comes with 8192 tokens
         ({**NEURON, "seq_len": 8191}, "dp=8,kernels=nxd_core", "framework"),
         ({**NEURON, "seq_len": 8192}, "dp=8", ""),
@@ -92,6 +97,45 @@ def test_torchtitan_keeps_every_second_product():
     ((policy,),) = {made(**TITAN, recompute=text).candidate.recompute for text in ("selective", "per-op selective")}
     assert {"k", "o", "up"} <= set(policy.ops)
     assert not {"q", "v", "attend", "gate", "down"} & set(policy.ops)
+
+
+@pytest.mark.parametrize(
+    ("change", "own"),
+    [
+        ({"precision": "FP8 (tensorwise)"}, {"precision": "bf16,products=fp8"}),
+        ({"precision": "Autocast:BF16+SR"}, {"precision": "bf16-sr,gradients=bf16,moments=bf16"}),
+        ({"precision": "fp16,gradients=fp32"}, {"precision": "fp16,gradients=fp32"}),
+        ({"platform": "DGX-H100"}, {"platform": "h100-80"}),
+        ({"platform": "A100 SXM4 40GB"}, {"platform": "a100-40"}),
+        ({"sharding": "Distributed Optimizer (ZeRO-1)"}, {"sharding": "ZeRO-1"}),
+        ({"sharding": "FSDP"}, {"sharding": "ZeRO-3"}),
+        ({"recompute": "Selective (core_attn)"}, {"recompute": "selective[attend]"}),
+        ({"framework": "TransformerEngine with Flash-Attention 2"}, {"kernels": "te", "flash_attention": True}),
+        ({**NEURON, "flash_attention": True, "seq_len": 4096}, {"kernels": "nxd"}),
+        ({**NEURON, "flash_attention": False, "seq_len": 8192}, {"kernels": "nxd_core"}),
+        ({"framework_version": "Neuron 2.3-2.5 (by date)"}, {"release": "2.5"}),
+    ],
+)
+def test_words_become_those_of_the_format_and_stay_beside_it(change: dict[str, Any], own: dict[str, object]):
+    found = translated(MeasuredRow.read({**SMALL, **change}))
+    assert not found.faults and {column: getattr(found.row, column) for column in own} == own
+    kept = {column: text for column, text in change.items() if column in own and text != own[column]}
+    assert kept.items() <= (found.row.published or {}).items()
+    again = translated(found.row)
+    assert again.row == found.row and not {"precision", "sharding", "recompute"} & again.assumed.keys()
+
+
+def test_words_that_nobody_knows_leave_the_row_to_what_is_known():
+    found = made(sharding="zork", pipeline_schedule="1f2b", framework="zork")
+    assert found.assumed["sharding"] == "ZeRO-1: 'zork' is not known"
+    assert found.assumed["pipeline_schedule"] == "1f1b: '1f2b' is not known"
+    assert found.candidate == made(sharding=None, pipeline_schedule=None, framework=None).candidate
+
+
+def test_the_rows_of_this_repository_are_in_the_words_of_the_format():
+    for row in measured_rows(DATA).rows.values():
+        found = translated(row)
+        assert found.row == row and found.assumed.keys() <= {"platform"}, row.id
 
 
 def test_runs_of_one_publisher_are_placed_on_its_machine():
@@ -143,13 +187,19 @@ def test_an_architecture_is_completed_or_that_of_a_card():
     [
         ({"dp": 3}, "dp: tp*pp*cp*dp is 12, but 1 x h100-80 has 8 ranks"),
         ({"platform": "zork"}, "platform: cannot read 'zork'."),
-        ({"recompute": "some"}, "recompute: 'some' is not a recompute."),
+        ({"recompute": "some"}, "recompute: cannot read 'some'. Known: full"),
+        ({"recompute": "full (block, 4 layers)"}, "recompute: cannot read 'full (block, 4 layers)'."),
+        ({"precision": "INT4"}, "precision: cannot read 'INT4'."),
+        (
+            {"precision": "NVFP4 + BF16"},
+            "precision: cannot read 'NVFP4 + BF16'. No cluster here states the rate of FP4",
+        ),
         ({"chips": 9}, "chips: 9 chips on 1 nodes; a node of h100-80 has 8"),
         ({"lnc": 2}, "lnc: h100-80 has no logical NeuronCore configuration."),
         ({"arch": None}, "arch: its architecture is not known"),
         ({"arch": {**ARCH, "mamba": True}}, "arch: its architecture has mamba, which autoshard does not model"),
-        ({"sharding": "zork"}, "sharding: cannot read 'zork'. "),
-        ({"pipeline_schedule": "1f2b"}, "pipeline_schedule: cannot read '1f2b'. Did you mean 1f1b?"),
+        ({"kernels": "zork"}, "kernels: there is no table 'zork'."),
+        ({"release": "Neuron 2.18"}, "release: must be a number such as 2.18.0"),
         ({"arch": {**ARCH, "layers": "4"}}, "arch.layers: expected a whole number, found '4'"),
         ({"arch": {**ARCH, "kv_heads": 3}}, "arch.kv_heads: 8 query heads cannot share 3"),
         ({"seq_len": 2**40}, "seq_len: must be at most"),

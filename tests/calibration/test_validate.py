@@ -146,10 +146,10 @@ def test_unusual_rows_are_predicted_and_what_decides_the_layout_changes_that(tmp
 
 def test_every_fault_of_every_row_comes_at_once(tmp_path: Path):
     with pytest.raises(InputError) as caught:
-        validated(tmp_path, {**SMALL, "sharding": "x"}, {**SMALL, "id": "b", "dp": 3, "platform": "tpu"})
+        validated(tmp_path, {**SMALL, "recompute": "x"}, {**SMALL, "id": "b", "dp": 3, "platform": "tpu"})
     heads = [str(fault).removeprefix(str(tmp_path / "runs.jsonl")) for fault in caught.value.faults]
     assert heads[0].startswith(": holds no measured row that can be used. Run a plan to its end")
-    assert heads[1].startswith(" line 1: sharding: cannot read 'x'.")
+    assert heads[1].startswith(" line 1: recompute: cannot read 'x'.")
     assert heads[2].startswith(" line 2: platform: cannot read 'tpu'.")
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -180,7 +180,7 @@ LEFT: dict[str, tuple[str | bytes | None, str]] = {
     "short": (json.dumps({**SMALL, "id": "c", "kind": "short"}), "line 1: is of a run that ended before its"),
     "steps": ('{"number": 1, "loss": 2.5}\n' * 54, "lines 1 to 54: is no measured row"),
     "twice": (WHOLE, "line 1: id: whole stands in"),
-    "unread": (json.dumps({**SMALL, "id": "d", "sharding": "x"}), "line 1: sharding: cannot read 'x'"),
+    "unread": (json.dumps({**SMALL, "id": "d", "recompute": "x"}), "line 1: recompute: cannot read 'x'"),
 }
 
 

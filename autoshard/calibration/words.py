@@ -1,0 +1,162 @@
+"""Read what publishers write in a row into the words of the row format (docs/accuracy.md).
+
+Rows may state platform, precision, sharding, recompute, schedule and framework in a publisher's own words. The meaning
+of terms in them is data, ``words.json``, by column: the first entry with a term in the text applies; an entry that is
+``of`` a framework applies to its rows only. The publisher's words stay in the row, in the field ``published``.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+
+from autoshard.calibration.rows import MeasuredRow, precision_of
+from autoshard.errors import Fault, InputError, nearest
+from autoshard.plan.recompute import Recompute
+from autoshard.schedule.builders import builders
+from autoshard.spec import record
+from autoshard.spec.cluster_catalogue import cluster_names
+
+_UNSTATED = ("", "unknown", "not stated", "unspecified", "n a")
+_UNKNOWN = {"sharding": "ZeRO-1", "pipeline_schedule": "1f1b"}  # what stands in for words that are not known
+# aws-neuron/neuronx-distributed examples/training/llama: scripts for 4096 tokens do not ask for flash attention
+# (--use_flash_attention is 0 unless given), those for 8192 do; before it came (Neuron 2.19) 4096 were the most.
+_FLASH_FROM = 8192
+_RECOMPUTE = ("none", "full", "full:4", "selective[attend,act]")  # forms of it
+_SYMBOLS = re.compile(r"[^a-z0-9]+")
+_SDK = re.compile(
+    r"neuron ([0-9]+(?:\.[0-9]+)+)(?:[-/]([0-9]+(?:\.[0-9]+)+))?", re.IGNORECASE
+)  # or from one to another
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """What some terms of a column mean, and what is assumed with them."""
+
+    says: tuple[str, ...]
+    means: str  # "" for what autoshard does not model
+    of: str = ""
+    assumed: str = ""
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """A row in the words of the format; by column, what had to be assumed for it; and what could not be read."""
+
+    row: MeasuredRow
+    assumed: Mapping[str, str]
+    faults: tuple[Fault, ...] = field(default=())
+
+
+@cache
+def words(column: str) -> tuple[Word, ...]:
+    """Return the words of a column."""
+    columns = json.loads((resources.files("autoshard.calibration") / "words.json").read_text("utf-8"))
+    return tuple(record.decode(Word, word) for word in columns[column])
+
+
+def translated(row: MeasuredRow) -> Translation:
+    """Return a row in the words of the format.
+
+    >>> asked = {"id": "a", "platform": "H100 SXM", "seq_len": 8, "global_batch_seqs": 8, "nodes": 1}
+    >>> found = translated(MeasuredRow.read({**asked, "precision": "FP8 (tensorwise)"}))
+    >>> found.row.platform, found.row.precision, found.row.published["precision"]
+    ('h100-80', 'bf16,products=fp8', 'FP8 (tensorwise)')
+    """
+    changes: dict[str, object] = {}
+    assumed: dict[str, str] = {}
+    faults: list[Fault] = []
+    columns = ("platform", "precision") if row.candidate else ("platform", "precision", "recompute", *_UNKNOWN)
+    for column in columns:  # a candidate says the others
+        try:
+            changes[column], says = _read(column, getattr(row, column), row)
+        except InputError as error:
+            faults += error.under(column).faults
+            changes[column] = row.platform if column == "platform" else None
+        else:
+            assumed |= {column: says} if says else {}
+    changes["kernels"], changes["flash_attention"], says = _kernels(row)
+    assumed |= {"framework": says} if says else {}
+    changes["release"] = row.release or _release(row.framework_version)
+    before = {name: getattr(row, name) for name in changes}
+    published = {name: text for name, text in before.items() if text is not None and text != changes[name]}
+    published = {**published, **(row.published or {})} or None
+    return Translation(row=replace(row, **changes, published=published), assumed=assumed, faults=tuple(faults))
+
+
+def _read(column: str, text: str | None, row: MeasuredRow) -> tuple[str | None, str]:
+    """Return what the text of a column means, None where it leaves the column open, and what is assumed with it."""
+    key = _key(text)
+    if text is None or (key in _UNSTATED and column != "platform"):
+        return None, ""
+    found = _word(column, key, row)
+    exact = found and key in found.says
+    if not exact and (own := _own(column, text)):
+        return own, ""
+    if found and found.means and (exact or column != "recompute"):  # there every word counts
+        return found.means, found.assumed or ("" if exact else f"{found.means}, of {record.show_value(text)}")
+    if found is None and column in _UNKNOWN:
+        return None, f"{_UNKNOWN[column]}: {record.show_value(text)} is not known"
+    own = {"platform": cluster_names(), "pipeline_schedule": builders(), "recompute": _RECOMPUTE}.get(column, ())
+    terms = dict.fromkeys([*own, *(say for word in words(column) for say in word.says if word.means)])
+    why = f"{found.assumed}. " if found and found.assumed else ""
+    raise InputError.of("", f"cannot read {record.show_value(text)}. {why}{nearest(key, [*terms])}")
+
+
+def _own(column: str, text: str) -> str | None:
+    """Return a text that is in the words of the format; None if it is not."""
+    lower = text.strip().casefold()
+    if column in ("platform", "pipeline_schedule"):
+        return lower if lower in (cluster_names() if column == "platform" else builders()) else None
+    try:
+        if column == "recompute":
+            Recompute.parse(text)
+            return text
+        return lower if precision_of(lower) else None
+    except InputError:
+        return None
+
+
+def _kernels(row: MeasuredRow) -> tuple[str | None, bool | None, str]:
+    """Return the kernels that a framework runs, whether its attention is flash attention, and what is assumed."""
+    text = _key(f"{row.framework or ''} {row.precision or ''}")  # in which some publishers say how they made kernels
+    flash = True if row.flash_attention is None and "flash attention" in text else row.flash_attention
+    if row.kernels or (framework := _word("framework", _key(row.framework), row)) is None:
+        return row.kernels, flash, ""
+    means, notes = framework.means, [framework.assumed]
+    if means == "nxd" and not flash:
+        if flash is None and row.seq_len >= _FLASH_FROM:
+            return means, flash, framework.assumed
+        notes += [] if flash is False else [f"nxd_core: no flash attention below {_FLASH_FROM} tokens"]
+        return "nxd_core", flash, "; ".join(filter(None, notes))
+    if stated := _word("kernels", text, row):
+        return stated.means, flash, ""
+    return means, flash, framework.assumed
+
+
+def _word(column: str, key: str, row: MeasuredRow) -> Word | None:
+    """Return the first word of a column with a term in a text."""
+    framework = _key(row.framework)
+    applicable = (word for word in words(column) if _contains(framework, word.of))
+    return next((word for word in applicable if any(_contains(key, say) for say in word.says)), None)
+
+
+def _release(version: str | None) -> str | None:
+    """Return the release of the Neuron SDK that a text names, the later of two.
+
+    >>> _release("Neuron 2.18.0, torch-neuronx 2.1"), _release("Mar-May 2023 (Neuron 2.9/2.10)"), _release("r0.8.0")
+    ('2.18.0', '2.10', None)
+    """
+    match = _SDK.search(version or "")
+    return (match[2] or match[1]) if match else None
+
+
+def _contains(key: str, term: str) -> bool:
+    return not term or f" {term} " in f" {key} "
+
+
+def _key(text: str | None) -> str:
+    return _SYMBOLS.sub(" ", (text or "").casefold()).strip()
