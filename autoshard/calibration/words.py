@@ -17,7 +17,7 @@ from autoshard.errors import Fault, InputError, nearest
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.builders import builders
 from autoshard.spec import record
-from autoshard.spec.cluster_catalogue import cluster_names
+from autoshard.spec.cluster_catalogue import ALIASES, cluster_names
 
 _UNSTATED = ("", "unknown", "not stated", "unspecified", "n a")
 _UNKNOWN = {"sharding": "ZeRO-1", "pipeline_schedule": "1f1b"}  # what stands in for words that are not known
@@ -110,6 +110,7 @@ def _own(column: str, text: str) -> str | None:
     """Return a text that is in the words of the format; None if it is not."""
     lower = text.strip().casefold()
     if column in ("platform", "pipeline_schedule"):
+        lower = ALIASES.get(lower, lower) if column == "platform" else lower
         return lower if lower in (cluster_names() if column == "platform" else builders()) else None
     try:
         if column == "recompute":

@@ -77,11 +77,14 @@ def _as_typed(path: Path) -> str:
 
 
 def _clusters() -> list[Entry]:
-    from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
+    from autoshard.spec.cluster_catalogue import ALIASES, cluster_names, load_cluster
+
+    aliases = {name: alias for alias, name in ALIASES.items()}
 
     return [
         {
             "name": cluster.name,
+            "alias": aliases.get(cluster.name, "-"),
             "chips a node": f"{cluster.chips_per_node} x {cluster.chip.name}",
             "ranks a node": f"{cluster.ranks_per_node}{f' (lnc {cluster.lnc})' if cluster.lnc else ''}",
             "memory a rank": format_bytes(cluster.rank_memory_bytes),

@@ -25,6 +25,11 @@ from autoshard.spec.kernels import kernels_names
 from autoshard.spec.record import decode
 
 _CATALOGUE = Path(__file__).parent / "clusters"
+ALIASES: Mapping[str, str] = {  # short name -> name; of several machines with a chip, the vendor's own
+    "trn1": "trn1.32xlarge", "trn1n": "trn1n.32xlarge", "trn2": "trn2.48xlarge", "trn2u": "trn2u.48xlarge",
+    "a100": "a100-80", "h100": "h100-80", "p4d": "p4d.24xlarge", "p4de": "p4de.24xlarge", "p5": "p5.48xlarge",
+    "p5en": "p5en.48xlarge", "p6-b200": "p6-b200.48xlarge",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,17 +158,18 @@ def cluster_names() -> tuple[str, ...]:
 
 
 def load_node_type(name_or_path: str) -> NodeType:
-    """Return a node type by name, or from the path of a JSON or YAML file.
+    """Return a node type by name or alias, or from the path of a JSON or YAML file.
 
     EC2 names may carry the prefix ``ml.``, as SageMaker writes them.
     """
     name = name_or_path.removeprefix("ml.") if name_or_path.count(".") > 1 else name_or_path
+    name = ALIASES.get(name, name)
     if name in cluster_names():
         return _read_node_type(_CATALOGUE / f"{name}.json")
     path = Path(name_or_path)
     if path.suffix.lower() in (".json", *YAML_SUFFIXES) or path.is_file():
         return _read_node_type.__wrapped__(path)  # anew each time: a user may have edited it
-    known = f"{nearest(name, cluster_names())} A path to a cluster file also works"
+    known = f"{nearest(name, (*cluster_names(), *ALIASES))} A path to a cluster file also works"
     raise InputError.of("cluster", f"{name_or_path!r} is not a cluster. {known}")
 
 
@@ -212,8 +218,20 @@ def other_lnc(name_or_path: str, cluster: Cluster) -> tuple[Cluster, ...]:
 
 @functools.cache
 def _read_node_type(path: Path) -> NodeType:
-    """Read a cluster file; its chip and links may be names of the catalogue."""
-    data, faults = read_data(path), list[Fault]()
+    """Read a cluster file."""
+    faults = list[Fault]()
+    data = _file_data(path, faults)
+    try:
+        return decode(NodeType, data)
+    except InputError as error:
+        unknown = {fault.where for fault in faults}
+        placed = [Fault(where=f"{path}: {fault.where}".rstrip(": "), message=fault.message) for fault in error.faults]
+        raise InputError([*faults, *(fault for fault in placed if fault.where not in unknown)]) from error
+
+
+def _file_data(path: Path, faults: list[Fault], over: tuple[Path, ...] = ()) -> object:
+    """Return the data of a cluster file; chip and links may be names of the catalogue, ``base`` another cluster."""
+    data = read_data(path)
 
     def found(part: object, folder: str, where: str) -> object:
         known = _names(_CATALOGUE / folder)
@@ -225,18 +243,62 @@ def _read_node_type(path: Path) -> NodeType:
         faults.append(Fault(where=f"{path}: {where}", message=message))
         return None
 
-    if isinstance(data, dict):
-        data = whole = cast(dict[str, Any], data)
-        if "chip" in whole:
-            whole["chip"] = found(whole["chip"], "chips", "chip")
-        if isinstance(links := whole.get("links"), list):
-            whole["links"] = [found(one, "links", f"links[{at}]") for at, one in enumerate(cast(list[Any], links))]
-    try:
-        return decode(NodeType, data)
-    except InputError as error:
-        unknown = {fault.where for fault in faults}
-        placed = [Fault(where=f"{path}: {fault.where}".rstrip(": "), message=fault.message) for fault in error.faults]
-        raise InputError([*faults, *(fault for fault in placed if fault.where not in unknown)]) from error
+    if not isinstance(data, dict):
+        return data
+    whole = cast(dict[str, Any], data)
+    if "chip" in whole:
+        whole["chip"] = found(whole["chip"], "chips", "chip")
+    if isinstance(links := whole.get("links"), list):
+        whole["links"] = [found(one, "links", f"links[{at}]") for at, one in enumerate(cast(list[Any], links))]
+    if "base" not in whole:
+        return whole
+    base, source = whole.pop("base"), whole.pop("source", None)
+    name = ALIASES.get(str(base), str(base))
+    beside = _CATALOGUE / f"{name}.json" if name in cluster_names() else path.parent / name
+    unknown = (
+        f"{base!r} is not a cluster. {nearest(name, (*cluster_names(), *ALIASES))} A path from this file also works"
+    )
+    require(
+        (beside.is_file(), f"{path}: base", unknown),
+        (beside.resolve() not in over, f"{path}: base", "the file is its own base"),
+        (isinstance(source, str) and bool(source.strip()), f"{path}: source", "say where these numbers are from"),
+    )
+    if "price_usd_per_node_hour" in whole:
+        whole.setdefault("price_date", None)
+    below = _file_data(beside, faults, (*over, path.resolve()))
+    decode(NodeType, below, f"{beside}:")  # what is wrong below is not a fault of this file
+    return _overlaid(cast(dict[str, Any], below), whole, source, f"{path}: ")
+
+
+def _overlaid(base: Mapping[str, Any], own: Mapping[str, Any], source: str, where: str) -> dict[str, Any]:
+    """Return data with some of its values replaced, and ``source`` as the source of each."""
+    merged, sources = dict(base), dict[str, Any](base.get("sources") or {})
+    for key, value in own.items():
+        before: Any = base.get(key)
+        if key == "links" and isinstance(value, dict):
+            merged[key] = _overlaid_links(before, cast(dict[str, Any], value), source, f"{where}{key}")
+        elif key == "chip" and isinstance(value, dict) and isinstance(before, dict):
+            merged[key] = _overlaid(cast(Any, before), cast(Any, value), source, f"{where}{key}.")
+        elif isinstance(value, dict) and isinstance(before, dict) and key != "sources":
+            merged[key] = {**before, **value}
+            sources |= {f"{key}.{name}": source for name in cast(Any, value)}
+        elif key != "sources":
+            merged[key] = value
+            sources[key] = source
+    stated: Any = own.get("sources", {})
+    return {**merged, "sources": {**sources, **stated} if isinstance(stated, dict) else stated}
+
+
+def _overlaid_links(base: list[dict[str, Any]], own: Mapping[str, Any], source: str, where: str) -> list[Any]:
+    """Return links of which those of some domains have other values."""
+    links: dict[str, Any] = {one["domain"]: one for one in base}
+    require(
+        *((domain in links, f"{where}.{domain}", f"the base has no link of this domain. {nearest(domain, [*links])}")
+          for domain in own),
+        *((isinstance(value, dict), f"{where}.{domain}", "expected an object") for domain, value in own.items()),
+    )  # fmt: skip
+    changed = {domain: _overlaid(links[domain], value, source, f"{where}.{domain}.") for domain, value in own.items()}
+    return [changed.get(domain, one) for domain, one in links.items()]
 
 
 def _names(folder: Path) -> tuple[str, ...]:

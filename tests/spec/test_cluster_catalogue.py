@@ -14,6 +14,7 @@ from hypothesis import given, strategies as st
 from autoshard.errors import InputError
 from autoshard.spec.cluster import Algorithm, Chip, PlacementRule
 from autoshard.spec.cluster_catalogue import (
+    ALIASES,
     ChipDivision,
     NodeLink,
     NodeType,
@@ -203,6 +204,56 @@ def test_files_that_are_no_data_are_refused(tmp_path: Path, name: str, content: 
     with pytest.raises(InputError, match=says) as caught:
         load_cluster(str(path))
     assert str(path) in str(caught.value)
+
+
+def override(folder: Path, **changes: Any) -> str:
+    path = folder / "ours.yaml"
+    stated = {"base": "p5en", "name": "ours", "source": "a bench", **changes}
+    path.write_text(yaml.safe_dump({key: value for key, value in stated.items() if value is not ...}), encoding="utf-8")
+    return str(path)
+
+
+def test_a_file_with_a_base_states_what_differs_and_its_source(tmp_path: Path):
+    links = {"cluster": {"bandwidth_bytes_per_s": 22e9}}
+    changes = {"links": links, "chip": {"matrix_flops_per_s": {"bf16": 7e14}}, "price_usd_per_node_hour": 51}
+    found, base = load_node_type(override(tmp_path, **changes)), load_node_type("p5en.48xlarge")
+    assert (found.name, found.links[-1].bandwidth_bytes_per_s, found.price_usd_per_node_hour) == ("ours", 22e9, 51)
+    assert found.price_date is None and found.sources["price_usd_per_node_hour"] == "a bench"
+    assert found.links[-1].sources["bandwidth_bytes_per_s"] == "a bench" and found.links[:-1] == base.links[:-1]
+    assert found.chip.matrix_flops_per_s == {**base.chip.matrix_flops_per_s, "bf16": 7e14}
+    assert found.chip.sources == {**base.chip.sources, "matrix_flops_per_s.bf16": "a bench"}
+    assert load_node_type(override(tmp_path, name=...)) == base
+    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8").partition("```yml\n")[2].partition("```")[0]
+    (tmp_path / "docs.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "below.yaml").write_text("base: docs.yaml\nsource: me\nchips_per_node: 4\n", encoding="utf-8")
+    assert load_node_type(str(tmp_path / "docs.yaml")).chip.memory_bytes == 150e9
+    assert load_cluster(str(tmp_path / "below.yaml"), 2).num_ranks == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "says"),
+    [
+        ({"base": "p5n"}, "base", "'p5n' is not a cluster. Did you mean p5"),
+        ({"base": "ours.yaml"}, "base", "the file is its own base"),
+        ({"source": ...}, "source", "say where these numbers are from"),
+        ({"links": {"rack": {}}}, "links.rack", "the base has no link of this domain. Known: cluster, node."),
+        ({"links": {"node": {"latency_s": -1.0}}}, "links[0].latency_s", "must be at least 0"),
+        ({"links": {"node": 3}}, "links.node", "expected an object"),
+        ({"chip": {"memory": 3}}, "chip.memory", "unknown key"),
+        ({"prices": 3}, "prices", "unknown key. Did you mean price"),
+        ({"sources": 3}, "sources", "expected an object"),
+    ],
+)
+def test_a_wrong_override_names_its_key(tmp_path: Path, changes: dict[str, Any], where: str, says: str):
+    path = override(tmp_path, **changes)
+    ((found, message),) = faults_of(path).items()
+    assert found == f"{path}: {where}" and message.startswith(says)
+
+
+def test_an_alias_is_the_cluster_it_stands_for():
+    for alias, name in ALIASES.items():
+        assert alias not in cluster_names() and load_cluster(alias) == load_cluster(name)
+    assert "Did you mean trn2 or trn1" in faults_of("trn")["cluster"]
 
 
 JSON_VALUES = (
