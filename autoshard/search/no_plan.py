@@ -11,7 +11,7 @@ from autoshard.plan.explanation import Refusal
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.check import all_rules
 from autoshard.plan.rules.columns import Engine
-from autoshard.plan.rules.nxd_engine import FLASH_TILE
+from autoshard.plan.rules.nxd_kernels import FLASH_TILE
 from autoshard.search.legal_space import legal_space
 from autoshard.search.planner import SearchResult, search
 from autoshard.search.request import Request, rejections_of

@@ -11,7 +11,7 @@ from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate, parse_pins, pins_text
 from autoshard.plan.explanation import Alternatives, Flip, WhyNot
 from autoshard.plan.plan import Plan
-from autoshard.plan.rules.nxd_engine import FLASH_TILE
+from autoshard.plan.rules.nxd_kernels import FLASH_TILE
 from autoshard.search.no_plan import best_plan, question_faults, why_none
 from autoshard.search.planner import search
 from autoshard.search.request import Request

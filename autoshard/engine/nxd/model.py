@@ -116,13 +116,14 @@ class Recomputed(nn.Module):
 
 
 def flash_attend(kernel: Any, lnc: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend in NxD's kernel, which takes as many keys as queries: [batch, seq, kv_heads, q_group, head_dim].
+    """Attend in NxD's kernel, in the layout that is its default: [batch, head, head_dim, seq].
 
     Over the cores of a logical one it shares whole heads, ``heads // lnc`` for each, and what is left over is never
     computed. Without sharing (``lnc`` 1) its grid has all heads.
     """
     cores = 1 if query.shape[2] * query.shape[3] % lnc else lnc
-    return _attend_in(partial(kernel, transpose_nki_inputs=False), query, key, value, cores)
+    turned = (x.permute(0, 2, 3, 1) for x in _every_head(query, key, value))
+    return _as_queries(kernel(*turned, cores, mixed_precision=_in_bf16(query)), query)
 
 
 def ring_attend(
@@ -130,19 +131,24 @@ def ring_attend(
 ) -> Tensor:
     """Attend with a part of every sequence in NxD's kernel, which passes keys and values around a ring of ranks.
 
-    It finds from the number of this rank which part is its own.
+    It finds from the number of this rank which part is its own. Its layout is [batch, head, seq, head_dim].
     """
-    return _attend_in(kernel, query, key, value, rank, ring)
+    turned = (x.transpose(1, 2) for x in _every_head(query, key, value))
+    return _as_queries(kernel(*turned, rank, ring, mixed_precision=_in_bf16(query)), query)
 
 
-def _attend_in(kernel: Any, query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Tensor:
-    """Give a kernel a key and a value for every query head: [batch, head, seq, head_dim].
+def _every_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Give every query head a key and a value, as the kernels' grids ask: [batch, seq, head, head_dim]."""
+    return query.flatten(2, 3), *(x.repeat_interleave(query.shape[3], dim=2) for x in (key, value))
 
-    It multiplies in BF16 by default, FP32 included.
-    """
-    keys, values = (x.repeat_interleave(query.shape[3], dim=2).transpose(1, 2) for x in (key, value))
-    queries, in_bf16 = query.flatten(2, 3).transpose(1, 2), query.dtype != torch.float32
-    mixed = kernel(queries, keys, values, *given, mixed_precision=in_bf16)
+
+def _in_bf16(query: Tensor) -> bool:
+    """Say whether a kernel may multiply in BF16, which it does by default, FP32 included."""
+    return query.dtype != torch.float32
+
+
+def _as_queries(mixed: Tensor, query: Tensor) -> Tensor:
+    """Bring what a kernel made, [batch, head, seq, head_dim], into the form of the queries."""
     return mixed.transpose(1, 2).unflatten(2, query.shape[2:4])
 
 

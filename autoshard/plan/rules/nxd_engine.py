@@ -1,55 +1,51 @@
-"""Rules of the nxd engine: what neuronx-distributed (release 2.29) executes, and what it gets wrong."""
+"""Rules of the nxd engine: what neuronx-distributed (2.28, the pinned release) executes, and what it gets wrong.
+
+What its kernels for devices ask stands in ``nxd_kernels``. Lines are those of the tag v2.28.0.
+"""
 
 from collections.abc import Callable
 from typing import cast
 
 from autoshard.graph.decoder import num_slots
-from autoshard.plan.rules.columns import Columns, Ints, Mask
+from autoshard.plan.rules.columns import Columns
 from autoshard.plan.rules.neuron import on_trn1
 from autoshard.plan.rules.rule import Rule, Verdict, one_of, rule
 from autoshard.spec.kernels import load_kernels
 
-_NXD = "aws-neuron/neuronx-distributed src/neuronx_distributed/"
-_MOE = _NXD + "modules/moe/"
-_SDK = "aws-neuron/aws-neuron-sdk "
-_NKI = "aws-neuron/nki-samples "  # the last published source of the kernels that come with the compiler
-FLASH_TILE = 2048  # tokens: kernels/flash_attn.py:199
-RING_TILE = 1024  # tokens: kernels/ring_attention_kernel.py:148
-LONG_RING, LONG_RING_TILE = 4096, 2048  # tokens: get_seq_tile_size of the same file
-HEAD_TILE = 128  # partitions of the matrix unit's memory
-HIDDEN_TILE, MOST_HIDDEN = 512, 8192  # blockwise.py:712 of release 2.29
-FFN_TILE = 16  # blockwise.py:893
+NXD = "aws-neuron/neuronx-distributed src/neuronx_distributed/"
+MOE = NXD + "modules/moe/"
+SDK = "aws-neuron/aws-neuron-sdk "
 _PRODUCTS = frozenset(("gate", "up", "act", "product", "down"))  # of experts, and what lies between them
 
 
-def _rule(
+def nxd_rule(
     subject: str, source: str, only: Callable[[Columns], bool] = lambda c: True
 ) -> Callable[[Callable[[Columns], Verdict]], Rule]:
     """Make a Rule that holds on this engine only, and there only for some questions."""
     return rule(subject, source=source, applies=lambda c: c.engine == "nxd" and only(c))
 
 
-@_rule("boundary", _NXD + "parallel_layers/layers.py: a layer gathers and scatters the sequence, or nothing")
+@nxd_rule("boundary", NXD + "parallel_layers/layers.py: a layer gathers and scatters the sequence, or nothing")
 def nxd_boundary(c: Columns) -> Verdict:
     yield c.shared.boundary is None
     yield f"boundary={c.shared.boundary}: NxD's layers hand on hidden states cut along their tokens. Leave it out"
 
 
-@_rule("engine", _NXD + "utils/utils.py: reads the Neuron hardware type of the instance")
+@nxd_rule("engine", NXD + "utils/utils.py: reads the Neuron hardware type of the instance")
 def nxd_cluster(c: Columns) -> Verdict:
     yield c.cluster.engine == "nxd"
     yield f"engine=nxd: runs on Trainium only, not on {c.cluster.name}. Use --engine torch"
 
 
-@_rule("schedule", _NXD + "pipeline/scheduler.py: Train1F1BSchedule and TrainInterleavedSchedule are all there are")
+@nxd_rule("schedule", NXD + "pipeline/scheduler.py: Train1F1BSchedule and TrainInterleavedSchedule are all there are")
 def nxd_schedule(c: Columns) -> Verdict:
     yield one_of(c.schedule, ("1f1b", "interleaved"))
     yield f"schedule={c.schedule}: NxD builds only 1f1b and interleaved. Use schedule=1f1b"
 
 
-@_rule(
+@nxd_rule(
     "zero",
-    _NXD + "trainer/trainer.py: use_master_weights without zero_one_enabled raises; parameters are never sharded. "
+    NXD + "trainer/trainer.py: use_master_weights without zero_one_enabled raises; parameters are never sharded. "
     "torch_xla zero_redundancy_optimizer.py: shards are fp32",
 )
 def nxd_zero(c: Columns) -> Verdict:
@@ -63,9 +59,9 @@ def nxd_zero(c: Columns) -> Verdict:
     yield f"zero={c.zero}: NxD keeps {masters} masters only inside ZeRO-1. Use zero=1"
 
 
-@_rule(
+@nxd_rule(
     "precision",
-    _NXD + "trainer/trainer.py initialize_optimizer_from_class: use_fp32_grad_acc without zero_one_enabled raises; "
+    NXD + "trainer/trainer.py initialize_optimizer_from_class: use_fp32_grad_acc without zero_one_enabled raises; "
     "moments of torch.optim.AdamW have the format of the parameter",
 )
 def nxd_states(c: Columns) -> Verdict:
@@ -76,9 +72,9 @@ def nxd_states(c: Columns) -> Verdict:
     yield f"precision={have.name or have.weights}: has {states}; {rest}"
 
 
-@_rule(
+@nxd_rule(
     "zero,tp",
-    _NXD + "parallel_layers/grads.py bucket_allreduce_gradients: over expert-data-parallel groups, which "
+    NXD + "parallel_layers/grads.py bucket_allreduce_gradients: over expert-data-parallel groups, which "
     "parallel_state.py builds without cp, and does not permute as it does tp and dp",
 )
 def nxd_zero_groups(c: Columns) -> Verdict:
@@ -90,27 +86,16 @@ def nxd_zero_groups(c: Columns) -> Verdict:
     yield f"zero=0,tp={c.tp},cp={c.cp}: NxD adds up gradients over groups of its own, which {wrong}. Use zero=1"
 
 
-@_rule(
-    "pp", _NXD + "parallel_layers/parallel_state.py get_pipeline_model_parallel_sr_group: 3 stages give [0,1], [2,0]"
-)
-def nxd_odd_pp(c: Columns) -> Verdict:
-    yield (c.pp == 1) | (c.pp % 2 == 0)
-    yield (
-        f"pp={c.pp}: NxD sends between stages in groups of two, and with an odd number of them rank 0 would be in two "
-        f"groups of one collective. Use pp={c.pp - 1} or {c.pp + 1}"
-    )
-
-
-@_rule("ep", _MOE + "model.py:227-240 reduces over the world group; router gradients are wrong too (model.py:206)")
+@nxd_rule("ep", MOE + "model.py:229 and 239 reduce over the world group; router gradients are wrong too (model.py:206)")
 def nxd_ep(c: Columns) -> Verdict:
     yield c.ep == 1
     why = "NxD sums what experts make over all ranks instead of tp, which mixes tokens of data-parallel ranks"
     yield f"ep={c.ep}: {why}. Use ep=1"
 
 
-@_rule(
+@nxd_rule(
     "pp",
-    _SDK + "archive/nxd-training/known_issues.rst: weight sharing between embedding and head under a pipeline. "
+    SDK + "archive/nxd-training/known_issues.rst: weight sharing between embedding and head under a pipeline. "
     "NxD's own pipeline code can share weights (pipeline/partition.py); the stated limit is followed",
     only=lambda c: c.model.tied_embeddings,
 )
@@ -120,16 +105,16 @@ def nxd_tied(c: Columns) -> Verdict:
     yield f"pp={c.pp}: {why}. Use pp=1, or a card with untied embeddings"
 
 
-@_rule("cp_kind,cp_order", _NXD + "utils/batch_utils.py cuts contiguous pieces; kernels/ring_attention_kernel.py")
+@nxd_rule("cp_kind,cp_order", NXD + "utils/batch_utils.py cuts contiguous pieces; kernels/ring_attention_kernel.py")
 def nxd_cp_form(c: Columns) -> Verdict:
     yield (c.cp == 1) | ((c.cp_kind == "ring") & (c.cp_order == "contiguous"))
     have = f"cp_kind={c.cp_kind},cp_order={c.cp_order}"
     yield f"{have}: NxD runs cp as a ring over contiguous pieces. Use cp_kind=ring,cp_order=contiguous"
 
 
-@_rule(
+@nxd_rule(
     "cp",
-    _SDK + "release-notes/components/nxd-core.rst and nxd-training.rst, 2.23: context parallelism up to 32k tokens on "
+    SDK + "release-notes/components/nxd-core.rst and nxd-training.rst, 2.23: context parallelism up to 32k tokens on "
     "trn1, beta; nothing is said about trn2",
     only=lambda c: not on_trn1(c),
 )
@@ -138,65 +123,15 @@ def nxd_cp_trn1(c: Columns) -> Verdict:
     yield f"cp={c.cp}: NxD documents ring attention on trn1 only, not on {c.cluster.name}. Use cp=1"
 
 
-def ring_length_allows(length: Ints) -> Mask:
-    """Hold for lengths of a rank's part of a sequence that are whole tiles of the ring kernel."""
-    return (length % RING_TILE == 0) & ((length < LONG_RING) | (length % LONG_RING_TILE == 0))
-
-
-@_rule("cp", _NXD + "kernels/ring_attention_kernel.py:148 wants whole tiles of get_seq_tile_size")
-def nxd_ring_seq(c: Columns) -> Verdict:
-    length = c.workload.seq_len // c.cp
-    yield (c.cp == 1) | ring_length_allows(length)
-    tile = LONG_RING_TILE if length >= LONG_RING else RING_TILE
-    yield (
-        f"cp={c.cp}: NxD's ring attention works on tiles of {tile} tokens, and each rank has {length}. "
-        f"Use a --seq-len that is a multiple of {tile * c.cp}"
-    )
-
-
-@_rule(
-    "kernels",
-    _NKI + "8370e11 src/nki_samples/reference/attention.py:369 (flash_fwd) and 7af4e4d contributed/"
-    "neuron-team-kernels/attention.py (ring_attention_fwd): we do not support head_dim > 128",
-)
-def nxd_head_dim(c: Columns) -> Verdict:
-    yield (c.kernels == "nxd_core") | (c.model.head_dim <= HEAD_TILE)
-    why = f"{c.model.name} has heads of {c.model.head_dim}, and NxD's attention kernels take up to {HEAD_TILE}"
-    yield f"kernels={c.kernels}: {why}. Use kernels=nxd_core with cp=1"
-
-
-@_rule(
-    "cp",
-    _NKI + "7af4e4d contributed/neuron-team-kernels/attention.py:805 (ring_attention_bwd): from the second step on it "
-    "reads the log-sum-exp of head_dim queries in each tile of 128",
-)
-def nxd_ring_head_dim(c: Columns) -> Verdict:
-    # Of heads that are larger nxd-head-dim speaks.
-    yield (c.cp == 1) | (c.model.head_dim >= HEAD_TILE)
-    yield (
-        f"cp={c.cp}: {c.model.name} has heads of {c.model.head_dim}, and where they are smaller than {HEAD_TILE} "
-        "the backward pass of NxD's ring attention normalises with the sums of other queries. Use cp=1"
-    )
-
-
-@_rule("seq_len", _NXD + "kernels/flash_attn.py:199 raises for other lengths")
-def nxd_flash_seq(c: Columns) -> Verdict:
-    length = c.workload.seq_len
-    yield (c.cp > 1) | (c.kernels == "nxd_core") | (length % FLASH_TILE == 0)
-    near = max(1, round(length / FLASH_TILE)) * FLASH_TILE
-    why = f"NxD's flash attention takes multiples of {FLASH_TILE} tokens"
-    yield f"seq_len={length}: {why}. Use --seq-len {near}, or kernels=nxd_core"
-
-
-@_rule("cp,kernels", "aws-neuron/neuronx-distributed examples/training/llama/modeling_llama_nxd.py CoreAttention")
+@nxd_rule("cp,kernels", "aws-neuron/neuronx-distributed examples/training/llama/modeling_llama_nxd.py CoreAttention")
 def nxd_core_cp(c: Columns) -> Verdict:
     yield (c.cp == 1) | (c.kernels != "nxd_core")
     yield f"cp={c.cp},kernels=nxd_core: NxD's CoreAttention knows whole sequences only. Use cp=1 or kernels=nxd"
 
 
-@_rule(
+@nxd_rule(
     "tp",
-    _NXD + "modules/qkv_linear.py:607-631: GQAQKVColumnParallelLinear raises when a bias is made",
+    NXD + "modules/qkv_linear.py:607-631: GQAQKVColumnParallelLinear raises when a bias is made",
     only=lambda c: c.model.qkv_bias,
 )
 def nxd_qkv_bias(c: Columns) -> Verdict:
@@ -206,7 +141,7 @@ def nxd_qkv_bias(c: Columns) -> Verdict:
     yield f"tp={c.tp}: {why}. Use a tp that divides {have}"
 
 
-@_rule("seq_len", _NXD + "kernels/flash_attn.py and ring_attention_kernel.py: causal is the only mask")
+@nxd_rule("seq_len", NXD + "kernels/flash_attn.py and ring_attention_kernel.py: causal is the only mask")
 def nxd_window(c: Columns) -> Verdict:
     window, length = c.model.window, c.workload.seq_len
     yield window is None or length <= window
@@ -214,7 +149,7 @@ def nxd_window(c: Columns) -> Verdict:
     yield f"seq_len={length}: {why}. Use --seq-len {window} or less, where the window hides nothing"
 
 
-@_rule("documents", _NXD + "kernels/flash_attn.py:162 and ring_attention_kernel.py:118: causal is the only mask")
+@nxd_rule("documents", NXD + "kernels/flash_attn.py:162 and ring_attention_kernel.py:118: causal is the only mask")
 def nxd_documents(c: Columns) -> Verdict:
     yield c.workload.documents == "joined"
     other = "" if on_trn1(c) else ", or --engine torch"
@@ -224,18 +159,22 @@ def nxd_documents(c: Columns) -> Verdict:
     )
 
 
-@_rule("precision,tp", _NXD + "parallel_layers/layers.py:363: ParallelEmbedding forces bfloat16 when tp is above 1")
+@nxd_rule("precision,tp", NXD + "parallel_layers/layers.py:364: ParallelEmbedding forces bfloat16 when tp is above 1")
 def nxd_fp16(c: Columns) -> Verdict:
     yield (c.tp == 1) | (c.workload.precision.weights != "fp16")
     why = f"fp16 with tp={c.tp}, but NxD's cut embedding returns bf16 for every type but fp32"
     yield f"precision: {why}. Use bf16, or tp=1"
 
 
-def _drops(c: Columns) -> bool:
+def drops_tokens(c: Columns) -> bool:
     return c.model.num_experts > 0 and c.workload.expert_capacity is not None
 
 
-@_rule("expert_capacity", _MOE + "expert_mlps_v2.py validate_routed_experts_configs: up to num_experts / top_k", _drops)
+@nxd_rule(
+    "expert_capacity",
+    MOE + "expert_mlps_v2.py validate_routed_experts_configs: up to num_experts / top_k",
+    drops_tokens,
+)
 def nxd_expert_capacity(c: Columns) -> Verdict:
     capacity, model = c.workload.expert_capacity or 0, c.model
     yield capacity * model.experts_per_token <= model.num_experts
@@ -246,7 +185,9 @@ def nxd_expert_capacity(c: Columns) -> Verdict:
     )
 
 
-@_rule("dp,cp,mbs", _MOE + "expert_mlps_v2.py forward_capacity_factor: slots for the tokens of one rank", _drops)
+@nxd_rule(
+    "dp,cp,mbs", MOE + "expert_mlps_v2.py forward_capacity_factor: slots for the tokens of one rank", drops_tokens
+)
 def nxd_expert_slots(c: Columns) -> Verdict:
     capacity, ranks = c.workload.expert_capacity or 0, c.dp * c.cp
     slots = num_slots(c.model, cast(int, c.mbs * c.dp) * c.workload.seq_len, capacity)
@@ -257,7 +198,9 @@ def nxd_expert_slots(c: Columns) -> Verdict:
     )
 
 
-@_rule("mbs,sp", _MOE + "model.py: with sequence parallelism tokens queue in the order [seq, batch, hidden]", _drops)
+@nxd_rule(
+    "mbs,sp", MOE + "model.py: with sequence parallelism tokens queue in the order [seq, batch, hidden]", drops_tokens
+)
 def nxd_expert_order(c: Columns) -> Verdict:
     tokens = c.workload.seq_len
     drops_none = num_slots(c.model, tokens, c.workload.expert_capacity) >= tokens
@@ -268,32 +211,15 @@ def nxd_expert_order(c: Columns) -> Verdict:
     )
 
 
-@_rule(
-    "tp",
-    _MOE + "blockwise.py can_use_blockwise_matmul_nki, check_blockwise_mm_kernel_compatibility: otherwise every token "
-    "goes through all experts, with no more than a warning",
-    only=lambda c: c.model.num_experts > 0 and not _drops(c),
-)
-def nxd_dropless(c: Columns) -> Verdict:
-    model = c.model
-    tiled = model.hidden % HIDDEN_TILE == 0 and model.hidden <= MOST_HIDDEN and model.activation == "silu"
-    yield (model.ffn % (FFN_TILE * c.tp) == 0) & tiled
-    yield (
-        f"tp={c.tp}: NxD's kernel for experts that drop no token takes hidden sizes that are multiples of "
-        f"{HIDDEN_TILE} up to {MOST_HIDDEN}, parts of ffn that are multiples of {FFN_TILE}, and silu; not hidden "
-        f"{model.hidden}, ffn {model.ffn} / {c.tp}, {model.activation}. Use a smaller tp, or an expert_capacity"
-    )
-
-
-@_rule(
+@nxd_rule(
     "recompute",
-    _MOE + "experts.py: all products are one module; blockwise.py: one kernel, which is given what it keeps",
+    MOE + "experts.py: all products are one module; blockwise.py: one kernel, which is given what it keeps",
     only=lambda c: c.model.num_experts > 0 and c.kernels in ("nxd", "nxd_core"),
 )
 def nxd_expert_recompute(c: Columns) -> Verdict:
     again = [_PRODUCTS.intersection(load_kernels(c.kernels).resolve(one.ops)) for one in c.shared.recompute]
-    yield all(ops == _PRODUCTS and _drops(c) for ops in again if ops)
-    if not _drops(c):
+    yield all(ops == _PRODUCTS and drops_tokens(c) for ops in again if ops)
+    if not drops_tokens(c):
         yield f"recompute={c.recompute}: the kernel for experts that drop no token keeps all it needs. Use none or full"
     yield (
         f"recompute={c.recompute}: of experts NxD computes all again or nothing. Use selective[LlamaMLP], none or full"

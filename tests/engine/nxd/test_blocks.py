@@ -93,8 +93,8 @@ def mixed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, lnc: int, **options: bool) -> Tensor:
-    assert lnc == 2 and options == {"mixed_precision": True, "transpose_nki_inputs": False}
-    return mixed(query, key, value)
+    assert lnc == 2 and options == {"mixed_precision": True}  # in its default layout, [batch, head, head_dim, seq]
+    return mixed(*(one.transpose(-1, -2) for one in (query, key, value)))
 
 
 def ring(query: Tensor, key: Tensor, value: Tensor, rank_id: int, pairs: Any, *, mixed_precision: bool) -> Tensor:

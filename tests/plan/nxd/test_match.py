@@ -21,8 +21,8 @@ from autoshard.spec.workload import Precision, Workload
 from tests.slower import rest_is_slow
 
 LLAMA = ("llama3-70b", "trn1.32xlarge", "tp=32,pp=8,dp=2")
-MIXTRAL = ("mixtral-8x7b", "trn1.32xlarge", "tp=8,pp=4,dp=4", 4096, "bf16")
-DROPS = (*MIXTRAL, 2.0)
+MIXTRAL = ("mixtral-8x7b", "trn1.32xlarge", "tp=8,pp=4,dp=4,mbs=8", 4096, "bf16")
+DROPS = ("mixtral-8x7b", "trn1.32xlarge", "tp=8,pp=4,dp=4", 4096, "bf16", 2.0)
 
 
 def planned(
