@@ -1,4 +1,4 @@
-"""The JSON Schema of records; it writes ``autoshard/plan/plan.schema.json`` (``pytest --update-golden``)."""
+"""The JSON Schema of records; it writes those of plans and of measured rows (``pytest --update-golden``)."""
 
 import dataclasses
 import json

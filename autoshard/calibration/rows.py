@@ -11,7 +11,7 @@ from autoshard.errors import Fault, InputError, nearest, require
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.cluster import LOCAL
-from autoshard.spec.files import json_lines
+from autoshard.spec.files import json_lines, read_data
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Documents, Optimizer, Precision
@@ -32,6 +32,18 @@ _UNFIT: Mapping[Kind | None, str] = {
     "rehearsal": "is of a rehearsal, which runs a small model in the place of the plan's",
     "short": "is of a run that ended before its times had settled",
 }
+_OTHERS = (  # keys of other files, what each file is, and which command takes it
+    ({"schema", "strategies"}, "a plan", "`autoshard verify {0}` checks it, `autoshard explain {0}` shows its parts, "
+     "and `autoshard run {0}` measures it: the row is measured.jsonl in the folder of the run"),
+    ({"step", "loss"}, "the metrics of a run, a line for each step", "The row of a run is measured.jsonl beside them: "
+     "`autoshard validate {1}`"),
+    ({"id", "status"}, "the table of a sweep", "Name one of its runs, or the folder of its runs"),
+    ({"model", "cluster"}, "a recipe", "`autoshard plan --config {0}` finds its plan"),
+    ({"matrix_efficiency", "interval"}, "a calibration", "`autoshard validate ROWS --calibration {0}` tries it"),
+    ({"variants", "links"}, "a cluster file", "`autoshard plan --cluster {0}` plans for it"),
+    ({"base", "source"}, "a cluster file", "`autoshard plan --cluster {0}` plans for it"),
+    ({"model_type"}, "the config of a model", "`autoshard plan --model {0}` plans for it"),
+)  # fmt: skip
 _UNENDED = "holds a run without a measured row, which is written when it ends"
 _REMEDY = "Run a plan to its end (autoshard run PLAN), and name the file measured.jsonl in its folder, or its folder"
 
@@ -151,6 +163,12 @@ class MeasuredRows:
     rows: Mapping[str, MeasuredRow]
     sets: Mapping[str, str]  # place of a row -> name of its data set
     left_out: Mapping[str, InputError]
+    incomplete: frozenset[str] = frozenset()  # places in left_out of rehearsals, and of runs that did not end
+
+    @property
+    def num_unread(self) -> int:
+        """Rows that are left out though they are of whole runs."""
+        return len(self.left_out.keys() - self.incomplete)
 
     def without(self, faults: Mapping[str, InputError], path: Path | None = None) -> "MeasuredRows":
         """Leave more rows out; given the path that all are of, raise an InputError if none is left."""
@@ -188,6 +206,7 @@ def measured_rows(path: Path) -> MeasuredRows:
     left_out: dict[str, InputError] = {}
     known: dict[tuple[str, str], str] = {}
     unended: Mapping[str, InputError] = _unended_runs(path) if path.is_dir() else {}
+    _refuse_others(path)
     files = [path]  # a file, that of a run, all of a folder, those of its runs
     if (path / OF_A_RUN).is_file():
         files = [path / OF_A_RUN]
@@ -204,11 +223,29 @@ def measured_rows(path: Path) -> MeasuredRows:
                 left_out[where] = InputError.of("id", f"{row.id} stands in {known[name, row.id]} already")
             else:
                 rows[where], sets[where], known[name, row.id] = row, name, where
-    if all(file.parent.parent == path for file in files):
-        left_out |= unended
+    unended = unended if all(file.parent.parent == path for file in files) else {}
     unfit = {where: InputError.of("", row.unfit) for where, row in rows.items() if row.unfit}
     keeps_unfit = files in ([path], [path / OF_A_RUN]) and len(unfit) == len(rows)
-    return MeasuredRows(rows=rows, sets=sets, left_out=left_out).without({} if keeps_unfit else unfit, path)
+    unfit = {} if keeps_unfit else unfit
+    incomplete = frozenset([*unended, *unfit])
+    return MeasuredRows(rows=rows, sets=sets, left_out={**left_out, **unended}, incomplete=incomplete).without(
+        unfit, path
+    )
+
+
+def _refuse_others(path: Path) -> None:
+    """Refuse a file of another kind, and say which command takes it."""
+    if not path.is_file():
+        return
+    try:
+        data: object = next(iter(json_lines(path).values()), None)
+        data = read_data(path) if isinstance(data, InputError) else data
+    except InputError:
+        return
+    keys = set(cast(dict[str, object], data)) if isinstance(data, dict) else set[str]()
+    for others, what, use in _OTHERS:
+        if others <= keys and "platform" not in keys:
+            raise InputError.of(str(path), f"is {what}, not a file of measured rows. {use.format(path, path.parent)}")
 
 
 def _rows_in(file: Path) -> Mapping[str, MeasuredRow | InputError]:

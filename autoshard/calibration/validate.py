@@ -201,6 +201,7 @@ class Validation:
     sets: tuple[SetAccuracy, ...]
     rows: tuple[PredictedRow, ...]
     left_out: tuple[Fault, ...] = ()  # what is no row, or not one that can be predicted
+    num_unread: int = 0  # rows among these that are of whole runs
 
 
 def validate(path: Path, calibration: Calibration | None = None) -> Validation:
@@ -238,7 +239,8 @@ def validate(path: Path, calibration: Calibration | None = None) -> Validation:
     pairs = {name: [(row, predicted[where]) for where, row in rows.rows.items() if rows.sets[where] == name]
              for name in bases}  # fmt: skip
     sets = tuple(_set_accuracy(name, own, " | ".join(bases[name])) for name, own in pairs.items())
-    return Validation(sets=sets, rows=tuple(predicted.values()), left_out=rows.left_out_lines)
+    return Validation(sets=sets, rows=tuple(predicted.values()), left_out=rows.left_out_lines,
+                      num_unread=rows.num_unread)  # fmt: skip
 
 
 def predicted_run(run: MeasuredRun, calibration: Calibration) -> Prediction:

@@ -45,6 +45,12 @@ def validation_report(validation: Validation) -> Group:
         title = f"Assumed where rows do not say, of {len(validation.rows)} predicted rows"
         rows = [(column, says, str(count)) for (column, says), count in sorted(counts.items())]
         parts += ["", make_table(title, ("column", "assumed", ">rows"), rows)]
+    if validation.num_unread:
+        num_rows = len(validation.rows) + validation.num_unread
+        parts += [
+            "",
+            Text(f"{validation.num_unread} of {num_rows} rows could not be used and are in no figure", "yellow"),
+        ]
     bases = dict.fromkeys(entry.basis for entry in sets)
     return Group(*parts, "", *(Text(f"predictions {basis}", "yellow") for basis in bases))
 

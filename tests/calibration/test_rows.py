@@ -1,10 +1,12 @@
 """Rows are read strictly, all that is wrong is told with line and column; a plan's row is read back as the plan."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from autoshard.calibration.measured_run import run_of
@@ -18,8 +20,10 @@ from autoshard.search.api import Search, plan as planned
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.record import encode
 from tests.calibration.measured_cases import DATA, SMALL, written
+from tests.json_schema import json_schema
 from tests.runtime.cases import tiny_plan
 
+ROOT = Path(__file__).parents[2]
 LAYOUTS = (
     "tp=2,pp=1,dp=1",
     "tp=1,pp=2,dp=1,mbs=2,schedule=zb_h1",
@@ -43,6 +47,20 @@ def test_the_rows_of_this_repository_are_read_and_name_their_source():
     assert not found.left_out
     assert all(row.source and row.source["repo"] and row.step_time_s for row in found.rows.values())
     assert [*found.sets.values()].count("trainium") == 42 and {*found.sets.values()} == {"gpu_published", "trainium"}
+
+
+def test_the_schema_and_the_page_have_every_field_and_the_rows_here_satisfy_it(request: pytest.FixtureRequest):
+    text = json.dumps({**json_schema(MeasuredRow), "title": "measured row of autoshard"}, indent=2) + "\n"
+    path = ROOT / "autoshard" / "calibration" / "row.schema.json"
+    if request.config.getoption("--update-golden"):
+        path.write_text(text, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == text, "run pytest --update-golden and read the difference"
+    schema = jsonschema.Draft202012Validator(json.loads(text))
+    for line in (line for file in DATA.glob("*.jsonl") for line in file.read_text("utf-8").splitlines()):
+        schema.validate(json.loads(line))
+    page = (ROOT / "docs" / "accuracy.md").read_text("utf-8").partition("### The form of a row")[2]
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert {*re.findall(r"`(\w+)`", "".join(cells))} == {*MeasuredRow.__dataclass_fields__}
 
 
 def test_a_row_needs_little_and_null_is_absent():

@@ -1,6 +1,7 @@
 """Every row is predicted, from its own layout alone; errors are those of its data set, and as computed by hand."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +106,7 @@ def test_no_measurement_moves_a_prediction(step_time_s: float | None, peak: floa
 
 def test_the_json_has_what_is_promised(tmp_path: Path):
     found = encode(validated(tmp_path, SMALL, {**SMALL, "id": "odd", "arch": None}))
-    assert list(found) == ["sets", "rows", "left_out"]
+    assert list(found) == ["sets", "rows", "left_out", "num_unread"] and found["num_unread"] == 1
     ((row,), (fault,), (entry,)) = found["rows"], found["left_out"], found["sets"]
     assert list(row) == [
         "id", "predicted_step_time_s", "low_s", "high_s", "predicted_peak_memory_gib", "assumed", "parts",
@@ -192,8 +193,15 @@ def test_what_runs_leave_is_left_out_in_a_line_each(tmp_path: Path, capsys: pyte
     found = validate(tmp_path / "runs")
     assert found.rows == expected.rows and [entry.num_rows for entry in found.sets] == [1]
     capsys.readouterr()
+    assert main(["validate", str(tmp_path / "runs")]) == 1
+    out, err = capsys.readouterr()
+    incomplete = ("killed", "rehearsed", "short")
+    num_lines = len(LEFT) - len(incomplete) + 53  # that of steps has many
+    assert f"{num_lines} of {num_lines + 1} rows could not be used and are in no figure" in out
+    said = err.splitlines()
+    for name in LEFT.keys() - set(incomplete):
+        shutil.rmtree(tmp_path / "runs" / name)
     assert main(["validate", str(tmp_path / "runs")]) == 0
-    said = capsys.readouterr().err.splitlines()
     assert len(said) == len(LEFT)
     for name, (text, says) in LEFT.items():
         place = tmp_path / "runs" / name / ("" if text is None else "measured.jsonl")
@@ -211,6 +219,30 @@ def test_a_run_that_has_nothing_to_use_says_what_to_do(name: str, tmp_path: Path
         first, *_ = lines = [str(fault) for fault in caught.value.faults]
         assert "Run a plan to its end (autoshard run PLAN)" in first and len(lines) <= 2
         assert any(says.removeprefix(": ") in line for line in lines)
+
+
+OTHERS: dict[str, tuple[object, str]] = {
+    "plan.json": ({"schema": 2, "model": {}, "cluster": {}, "strategies": {}}, "autoshard run {path}"),
+    "metrics.jsonl": ({"step": 1, "loss": 2.5, "time_s": 0.1}, "autoshard validate {folder}"),
+    "rows.jsonl": ({"id": "a", "status": "planned"}, "Name one of its runs"),
+    "recipe.yaml": ({"model": "a", "cluster": "b", "nodes": 2}, "autoshard plan --config {path}"),
+    "calibration.json": ({"matrix_efficiency": 0.5, "interval": 0.1}, "--calibration {path}"),
+    "lab.json": ({"name": "lab", "variants": [], "links": []}, "autoshard plan --cluster {path}"),
+    "config.json": ({"model_type": "llama"}, "autoshard plan --model {path}"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_file_of_another_kind_is_told_and_the_command_that_takes_it(
+    name: str, indent: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    data, use = OTHERS[name]
+    path = tmp_path / name
+    path.write_text(json.dumps(data, indent=None if path.suffix == ".jsonl" else indent), encoding="utf-8")
+    assert main(["validate", str(path)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "not a file of measured rows" in said and use.format(path=path, folder=tmp_path) in said
 
 
 @pytest.mark.parametrize("name", ["rehearsed", "short"])
