@@ -103,7 +103,7 @@ def test_a_plan_for_512_ranks_is_rehearsed_on_8(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "llama3-70b (shrunk) on 8 ranks of this machine: tp=2,pp=2,dp=2" in out
     assert "note: not kept: 3 of 5 kinds of recompute: there are only 2 stages" in out
-    assert "note: engine: nxd needs Neuron devices, so the torch engine executes the plan's table here" in out
+    assert "note: engine: nxd needs Neuron devices, so here the torch engine executes the plan's table" in out
     assert "note: prediction: its seconds are about trn1.32xlarge (shrunk), not about this machine" in out
     assert load(Path("runs/plan/plan.json")).mesh.num_ranks == 8
     assert main(["validate", "runs/plan/measured.jsonl"]) == 0
