@@ -31,9 +31,10 @@ _MOST_FAULTS = 40  # printed: a file of another kind has one in every line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; every fault the user can mend is one clear message, never a traceback."""
     gc.set_threshold(*_RARELY)
+    encoding = "ascii" if _asks_for_ascii() else None
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # what the terminal cannot show must not stop the command
+            stream.reconfigure(encoding=encoding, errors="replace")  # an odd character must not stop the command
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
@@ -61,6 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def command_of(name: str) -> Callable[..., int]:
     """Return the function of a command; only its own module is imported."""
     return getattr(importlib.import_module(f"autoshard.commands.{name}"), name)
+
+
+def _asks_for_ascii() -> bool:
+    """Say whether the locale is plain C, which Python takes for UTF-8, unless the user chose an encoding for Python."""
+    locale = next((value for name in ("LC_ALL", "LANG") if (value := os.environ.get(name))), "")
+    return locale in ("C", "POSIX") and not {"PYTHONIOENCODING", "PYTHONUTF8"} & os.environ.keys()
 
 
 def _complain(text: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from autoshard.commands.output import place_checks, print_answer, print_refused, write_text
 from autoshard.cost.calibration import calibration_of, load_calibration
 from autoshard.cost.predict import check_plan
-from autoshard.cost.trace import trace as timeline
+from autoshard.cost.trace import rank_times, trace as timeline
 from autoshard.errors import InputError, require
 from autoshard.plan.codec import load
 from autoshard.report.comparison import why_not_report
@@ -48,7 +48,9 @@ def explain(
     known = constants or calibration_of(read.plan)
     if why_not is None:
         found, others = explained(read.plan), alternatives(read.plan, known)
-        print_answer((explanation_json if json else explanation_report)(read.plan, found, others))
+        print_answer(
+            (explanation_json if json else explanation_report)(read.plan, found, others, rank_times(read.plan))
+        )
     else:
         print_answer((why_not_json if json else why_not_report)(read.plan, compared(read.plan, why_not, known)))
     if trace and not json:

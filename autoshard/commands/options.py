@@ -1,5 +1,6 @@
 """Options that commands share: those of a question (model, cluster, work), and those of the search."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from autoshard.spec.recipe import Recipe
 from autoshard.spec.workload import Documents, Optimizer, PrecisionName
 
 _LONGEST_S = 10**6
+_MOST_TOKENS = 1e18  # ten thousand times what any model has read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,19 @@ class QuestionOptions:
         if faults:
             raise InputError(faults)
         return pins
+
+
+def token_total(text: str) -> float:
+    """Read a number of tokens.
+
+    >>> token_total("2T"), token_total("1.5e12"), token_total("300b")
+    (2000000000000.0, 1500000000000.0, 300000000000.0)
+    """
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?)([kmbt]?)", text.strip().lower())
+    count = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]] if match else 0.0
+    message = f"{text!r} is not a number of tokens. Write it like 2T, 300B or 1.5e12"
+    require((0 < count < _MOST_TOKENS, "--tokens", message))
+    return count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

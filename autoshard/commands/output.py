@@ -10,7 +10,8 @@ from rich.console import RenderableType
 from autoshard.errors import Fault, InputError
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.structured import rejection_json
-from autoshard.report.terminal import make_console, rejections_report
+from autoshard.report.tables import make_console
+from autoshard.report.terminal import rejections_report
 
 
 def place_checks(out: Path, option: str = "--out") -> list[tuple[bool, str, str]]:
@@ -43,7 +44,7 @@ def print_answer(answer: Mapping[str, object] | RenderableType) -> None:
     elif isinstance(answer, str):
         print(answer)
     else:
-        make_console().print(answer)
+        make_console().print(answer, crop=False)
 
 
 def print_refused(rejections: Sequence[Rejection], *, json: bool) -> int:

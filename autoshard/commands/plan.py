@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.command_line import is_recipe
-from autoshard.commands.options import QuestionOptions, SearchOptions
+from autoshard.commands.options import QuestionOptions, SearchOptions, token_total
 from autoshard.commands.output import place_checks, print_answer, write_text
 from autoshard.commands.progress import Watcher, watching
 from autoshard.cost.calibration import calibration_of, load_calibration
 from autoshard.cost.predict import check_plan
+from autoshard.cost.trace import rank_times
 from autoshard.cost.update import STORAGE, resuming
 from autoshard.errors import Fault, InputError, NoPlan, require
 from autoshard.extensions import EXTENSIONS
@@ -21,7 +22,7 @@ from autoshard.plan.diff import diff
 from autoshard.plan.plan import Plan
 from autoshard.plan.verify import verify as reasons_against
 from autoshard.report.structured import found_json, frontier_json, made_json
-from autoshard.report.terminal import frontier_report, plan_report, rejections_report
+from autoshard.report.terminal import frontier_report, plan_report, rejections_report, runners_up_of
 from autoshard.search.api import engines_of, pins_of
 from autoshard.search.no_plan import unanswered
 from autoshard.search.planner import SearchResult, frontier, search
@@ -40,6 +41,7 @@ def plan(
     pareto: bool = False,
     at: str | None = None,
     top: int = 3,
+    tokens: str | None = None,
     out: Path = Path("plan.json"),
     json: bool = False,
 ) -> int:
@@ -52,6 +54,7 @@ def plan(
         pareto: Show what no plan betters in step time, memory and dollars at once, over all --nodes; write the fastest.
         at: Evaluate exactly this layout, even one that is refused, and say why.
         top: How many plans to show, the best one included.
+        tokens: How many tokens the whole training reads, e.g. 2T or 300B; the answer says how many days and dollars.
         out: The plan file to write.
         json: Print one JSON object instead of tables.
     """
@@ -75,16 +78,26 @@ def plan(
     if json:
         print_answer({**found_json(found.plans, found.certificate), **change})
         return 0
-    print_answer(plan_report(best, found.plans[1:], found.certificate))
+    total = token_total(tokens) if tokens else None
+    print_answer(
+        plan_report(
+            best,
+            found.certificate,
+            times=rank_times(best),
+            answers=runners_up_of(best, found.plans[1:]),
+            total_tokens=total,
+            next_step=_verify_line(out),
+        )
+    )
     if old:
         print(sentences)
-    _print_written(out)
+    print(f"wrote {out}")
     return 0
 
 
-def _print_written(out: Path) -> None:
-    """Say where the plan is, and what to type next: on one line, however narrow the terminal is."""
-    print(f"wrote {out}\nnext: {shlex.join(['autoshard', 'verify', str(out), *EXTENSIONS.options()])}")
+def _verify_line(out: Path) -> str:
+    """Return what to type next."""
+    return shlex.join(["autoshard", "verify", str(out), *EXTENSIONS.options()])
 
 
 def _frontier(requests: Sequence[Request], options: SearchOptions, out: Path, json: bool) -> int:
@@ -151,12 +164,15 @@ def _one_candidate(request: Request, text: str, out: Path, json: bool) -> int:
         print_answer(made_json(made, refused))
     else:
         print_answer(rejections_report(refused))
-        print_answer(plan_report(made) if made else f"no estimate: {shapeless}")
+        next_step = "" if refused else _verify_line(out)
+        print_answer(
+            plan_report(made, times=rank_times(made), next_step=next_step) if made else f"no estimate: {shapeless}"
+        )
     if refused or made is None:
         return 1
     write_text(dump(made), out)
     if not json:
-        _print_written(out)
+        print(f"wrote {out}")
     return 0
 
 

@@ -15,7 +15,7 @@ from autoshard.engine.base import RunReport, TimedStep
 from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.report.run import run_summary, step_line
-from autoshard.report.terminal import make_console
+from autoshard.report.tables import make_console
 from autoshard.report.trace import trace_text
 from autoshard.runtime.metrics.log import MetricsLog, Pace, Paced, record_of
 from autoshard.runtime.metrics.neuron_monitor import NeuronMonitor, neuron_record

@@ -14,7 +14,7 @@ from autoshard.cost.step import PARTS, PlanPipeline, PlanStep, Price, StageLayer
 from autoshard.cost.terms import term_seconds
 from autoshard.cost.update import gathering_share
 from autoshard.errors import require
-from autoshard.plan.explanation import Pass, Phase, RankTrace, Trace
+from autoshard.plan.explanation import Pass, Phase, RankTime, RankTrace, Trace
 from autoshard.plan.plan import Plan
 from autoshard.schedule.simulate import PipelineTimes, RankRun, simulate
 from autoshard.schedule.waves import KINDS, Coded, Floats, coded
@@ -30,6 +30,19 @@ def trace(plan: Plan) -> Trace:
     found = step_trace(question, *priced(plan, question))
     terms = [(name, name, (time_s,) * len(found.ranks)) for name, time_s in term_seconds(plan.provenance).items()]
     return replace(found, phases=(*found.phases, *_in_turn(terms, found.end_s)))
+
+
+def rank_times(plan: Plan) -> tuple[RankTime, ...]:
+    """Return for how long each pipeline rank computes, sends and waits while the micro-batches of a step run."""
+    question = question_of(plan, calibration_of(plan))
+    step = PlanStep.of(question, *priced(plan, question))
+    count, makespan_s = plan.schedule.num_micro_batches, float(step.seconds.makespan_s[0])
+    columns = np.broadcast_arrays(step.prices.pass_s, step.blocks.hop_s)
+    pairs = zip(*((count * column[:, 0]).tolist() for column in columns), strict=True)
+    return tuple(
+        RankTime(work_s=work_s, sending_s=sending_s, idle_s=max(0.0, makespan_s - work_s - sending_s))
+        for work_s, sending_s in pairs
+    )
 
 
 def step_trace(question: Question, setting: Setting, pipeline: PlanPipeline, price: Price) -> Trace:

@@ -206,10 +206,11 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternatives:
-    """The best plans of other layouts, fastest first; and the plan's own outer point if memory had no end."""
+    """The answer to a plan's question: other layouts, fastest first, its own without a limit of memory, the proof."""
 
     others: tuple[Plan, ...]
     unlimited_s: float
+    certificate: Certificate | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +237,15 @@ class WhyNot:
     against: tuple[str, ...]  # why these pins are refused
     flips: tuple[Flip, ...]
     unmoved: tuple[str, ...]  # numbers that change nothing between a 16th and 16 times their value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTime:
+    """What a pipeline rank does while the micro-batches of a step run, in seconds."""
+
+    work_s: float  # computing, and communication inside its stages
+    sending_s: float  # to other stages, while it computes nothing
+    idle_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,19 +1,21 @@
 """The comparison of two plans, and the answer to --why-not: sentences (also for JSON), then tables."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from autoshard.plan.diff import Breakdown, Diff, Figures, PlanChange, Term, diff
 from autoshard.plan.explanation import Flip, WhyNot
 from autoshard.plan.plan import Plan
-from autoshard.report.terminal import TIME_WORDS, WIDTH, at_commas, make_table
+from autoshard.report.tables import Cell, FittingTable, make_table, prose, unbroken
+from autoshard.report.words import TIME_WORDS
 from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
 
 _MOST_CHANGES, _MOST_LINES, _MOST_REASONS = 16, 6, 2
+_SHORT = 24  # characters of a value that stands in a table
 _MOST_CHARACTERS = 240  # of a value: action lists are long
 _LEAST_REASON = 0.1  # share of the difference; smaller parts are not named as reasons
 _TIMES = 2.0  # from this ratio on, a factor is clearer than a percentage
@@ -126,14 +128,14 @@ def comparison_report(diff: Diff, names: tuple[str, str], remarks: Sequence[str]
     """Return the verdict, then tables of the choices that differ and of every part of the predictions."""
     parts: list[RenderableType] = []
     for letter, name, side in zip("ab", names, (diff.a, diff.b), strict=True):
-        candidate = at_commas(side.candidate, WIDTH - 3).replace("\n", "\n   ")
-        parts.append(Text.assemble((f"{letter}  ", "bold"), name, "\n   ", (candidate, "bold green")))
+        parts.append(unbroken(Text.assemble((f"{letter}  ", "bold"), name)))
+        parts.append(unbroken(Text.assemble("   ", (side.candidate, "bold green"))))
     verdict, *more = sentences(diff)
-    parts += ["", Text(verdict, "bold"), *map(Text, more), *(Text(line, "bold red") for line in misfits(diff))]
-    parts += [Text(f"note: {remark}", "yellow") for remark in remarks]
+    parts += ["", prose(verdict, "bold"), *map(prose, more), *(prose(line, "bold red") for line in misfits(diff))]
+    parts += [prose(f"note: {remark}", "yellow") for remark in remarks]
     if diff.is_nothing:
         return Group(*parts)
-    tables = [
+    tables: list[RenderableType] = [
         *([_changes("The questions differ in", diff.question)] if diff.question else []),
         *([_changes("The plans differ in", diff.choices)] if diff.choices else []),
         _predicted(diff),
@@ -153,17 +155,17 @@ def comparison_report(diff: Diff, names: tuple[str, str], remarks: Sequence[str]
     bases = [f"prediction of {name} {side.basis}" for name, side in (("a", diff.a), ("b", diff.b))]
     bases = [f"predictions {diff.a.basis}"] if diff.a.basis == diff.b.basis else bases
     return Group(
-        *parts, *(part for table in tables for part in ("", table)), "", *(Text(one, "yellow") for one in bases)
+        *parts, *(part for table in tables for part in ("", table)), "", *(prose(one, "yellow") for one in bases)
     )
 
 
 def why_not_report(plan: Plan, found: WhyNot) -> Group:
     """Return why the other layout is refused, or how it compares, then the changes that would make it the faster."""
-    parts: list[RenderableType] = [Text.assemble(("refused ", "bold red"), reason) for reason in found.against]
+    parts: list[RenderableType] = [prose(Text.assemble(("refused ", "bold red"), reason)) for reason in found.against]
     if found.other is None:
         return Group(*parts)
     if found.other.candidate == plan.candidate:
-        return Group(Text(f"{found.pins}: the plan has these values already", "bold"))
+        return Group(unbroken(f"{found.pins}: the plan has these values already", "bold"))
     names = ("the plan", f"the {'best' if found.fits else 'smallest'} with {found.pins}")
     parts += [*([""] if parts else []), comparison_report(diff(plan, found.other), names, ()), ""]
     if found.flips:
@@ -186,19 +188,26 @@ def _quantity(flip: Flip, value: float) -> str:
     return format_count(value) if value >= 1e6 else f"{value:g}"
 
 
-def _changes(title: str, changes: Sequence[PlanChange]) -> Table:
-    def short(text: str | None) -> str:
-        return "-" if text is None else text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+def _changes(title: str, changes: Sequence[PlanChange]) -> Group:
+    """Return a table of what differs; values that are too long for it stand below, so that they can be pasted."""
 
-    table = make_table(title, ("", "a", "b"))
-    for change in changes[:_MOST_CHANGES]:
-        table.add_row(change.name, short(change.a), short(change.b))
+    def text(value: str | float | None) -> str:
+        return "-" if value is None else str(value)
+
+    first = changes[:_MOST_CHANGES]
+    long = [one for one in first if max(len(text(one.a)), len(text(one.b))) > _SHORT]
+    rows = [(one.name, text(one.a), text(one.b)) for one in first if one not in long]
+    parts: list[RenderableType] = [make_table(title, ("", "a", "b"), rows) if rows else Text(title, "bold")]
+    for one in long:
+        values = [text(value) for value in (one.a, one.b)]
+        cut = [value if len(value) <= _MOST_CHARACTERS else f"{value[:_MOST_CHARACTERS]}..." for value in values]
+        parts += [Text(one.name), unbroken(f"  a  {cut[0]}"), unbroken(f"  b  {cut[1]}")]
     if len(changes) > _MOST_CHANGES:
-        table.add_row(Text(f"and {len(changes) - _MOST_CHANGES} more", "dim"), "", "")
-    return table
+        parts.append(Text(f"and {len(changes) - _MOST_CHANGES} more", "dim"))
+    return Group(*parts)
 
 
-def _predicted(diff: Diff) -> Table:
+def _predicted(diff: Diff) -> FittingTable:
     """Return the figures of both plans side by side, without those that neither plan has."""
     rows: list[tuple[str, ...]] = []
     for name, value, text in _FIGURES:
@@ -210,15 +219,16 @@ def _predicted(diff: Diff) -> Table:
     return make_table("What is predicted", ("", ">a", ">b", ">b against a"), rows)
 
 
-def _breakdown(title: str, whole: Breakdown, text: Callable[[float], str]) -> Table:
-    table = make_table(title, ("part", ">a", ">b", ">b - a", ">of the difference"))
+def _breakdown(title: str, whole: Breakdown, text: Callable[[float], str]) -> FittingTable:
+    rows: list[tuple[Cell, ...]] = []
     for part in whole.parts:
         share = whole.share(part)
         share_text = f"{round(share, 3) + 0.0:.1%}" if share else ""
-        table.add_row(TIME_WORDS.get(part.name, part.name), *_cells(part, text), share_text)
-    table.add_section()
-    table.add_row(*(Text(cell, "bold") for cell in (whole.total.name, *_cells(whole.total, text))), "")
-    return table
+        rows.append((TIME_WORDS.get(part.name, part.name), *_cells(part, text), share_text))
+    total = [Text(cell, "bold") for cell in (whole.total.name, *_cells(whole.total, text))]
+    columns = ("part", ">a", ">b", ">b - a", ">of the difference")
+    table = make_table(title, columns, [*rows, (*total, "")], drop=columns[-1:])
+    return replace(table, total=len(rows))
 
 
 def _cells(term: Term, text: Callable[[float], str]) -> tuple[str, str, str]:
@@ -226,16 +236,19 @@ def _cells(term: Term, text: Callable[[float], str]) -> tuple[str, str, str]:
     return text(term.a), text(term.b), f"{'+' if more > 0 else ''}{text(more)}" if more else "same"
 
 
-def _lines(diff: Diff) -> Table:
+def _lines(diff: Diff) -> Group:
     """Return the table lines that differ: first those with other collectives, then those with other layouts only."""
-    count, block_column = len(diff.lines), "block, operation"
+    count = len(diff.lines)
     first = f", the first {_MOST_LINES} are printed" if count > _MOST_LINES else ""
     differs = f": {count} {'line differs' if count == 1 else 'lines differ'}{first}" if count else ""
-    rows: list[tuple[str, str, str]] = []
+    parts = [Text(f"Layouts of operations{differs}", "bold")]
     for line in diff.lines[:_MOST_LINES]:
-        rows += [(f"{line.block}, {line.op}", "a", line.a or "-"), ("", "b", line.b or "-")]
+        parts += [
+            Text(f"{line.block}, {line.op}"),
+            unbroken(f"  a  {line.a or '-'}"),
+            unbroken(f"  b  {line.b or '-'}"),
+        ]
     for block in diff.blocks:
         name, lines = ("a", block.a) if block.b is None else ("b", block.b)
-        rows.append((block.name, name, f"only {name} has this block ({lines} lines)"))
-    columns = (block_column, "", "line")
-    return make_table(f"Layouts of operations{differs}", columns, rows, widths={block_column: 24})
+        parts.append(Text(f"{block.name}: only {name} has this block ({lines} lines)"))
+    return Group(*parts)

@@ -1,21 +1,24 @@
 """The explanation of a plan for a terminal: limits, time, memory, and its blocks operation by operation."""
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan.explanation import Alternatives, ExplainedBlock, Explanation
+from autoshard.plan.explanation import Alternatives, ExplainedBlock, Explanation, RankTime
 from autoshard.plan.plan import Plan, Prediction
+from autoshard.report.tables import Cell, FittingTable, make_table, prose, unbroken
 from autoshard.report.terminal import (
-    TIME_WORDS,
-    at_commas,
-    dollars_text,
-    make_table,
+    answers_parts,
+    certificate_parts,
     memory_table,
     prediction_of,
-    runners_up_parts,
+    price_words,
+    runners_up_of,
+    stage_table,
     time_table,
 )
+from autoshard.report.words import TIME_WORDS
 from autoshard.units import format_bytes, format_seconds
 
 _PASSES = ("F", "I", "W")
@@ -23,24 +26,35 @@ _LEGEND = (
     "Times of one micro-batch on one rank: F forward pass, I gradients of inputs, W gradients of weights. Second best: "
     "another way to cut this operation, with all others solved again, and how much longer the block then takes."
 )
-_CANDIDATE = 110  # columns
 _NOTHING = 1e-4  # share of a step that rounds to zero
 
 
-def explanation_report(plan: Plan, explanation: Explanation, alternatives: Alternatives) -> Group:
+def explanation_report(
+    plan: Plan, explanation: Explanation, alternatives: Alternatives, times: Sequence[RankTime] = ()
+) -> Group:
     """Return what limits the plan, where time and memory go, every operation of its blocks, and the next best plans."""
     prediction = prediction_of(plan)
-    parts: list[RenderableType] = [Text.assemble("plan ", (at_commas(explanation.candidate, _CANDIDATE), "bold green"))]
-    parts += [dollars_text(plan.dollars)] if plan.dollars else []
-    parts += [Text(line) for line in _limits(prediction, alternatives)]
-    parts += ["", time_table(prediction), "", memory_table(plan), "", Text(_LEGEND, "dim")]
+    parts: list[RenderableType] = [unbroken(Text.assemble("layout ", (explanation.candidate, "bold green")))]
+    parts += [prose(f"cost {price_words(plan.dollars)}")] if plan.dollars else []
+    parts += map(prose, _limits(prediction, alternatives))
+    parts += [
+        "",
+        time_table(prediction),
+        "",
+        stage_table(plan, times),
+        "",
+        memory_table(plan),
+        "",
+        prose(_LEGEND, "dim"),
+    ]
     for block in explanation.blocks:
         parts += ["", _block(block)]
     if explanation.rules:
         parts.append("")
-        parts += [Text.assemble((rule, "bold"), f": {remedy}") for rule, remedy in explanation.rules.items()]
-    parts += ["", *runners_up_parts(plan, alternatives.others)] if alternatives.others else []
-    return Group(*parts, "", Text(f"seconds {explanation.basis}", "yellow"))
+        parts += [prose(Text.assemble((rule, "bold"), f": {remedy}")) for rule, remedy in explanation.rules.items()]
+    parts += ["", *answers_parts(plan, runners_up_of(plan, alternatives.others))] if alternatives.others else []
+    parts += ["", *certificate_parts(alternatives.certificate)] if alternatives.certificate else []
+    return Group(*parts, "", prose(f"seconds {explanation.basis}", "yellow"))
 
 
 def _limits(prediction: Prediction, alternatives: Alternatives) -> list[str]:
@@ -58,7 +72,7 @@ def _limits(prediction: Prediction, alternatives: Alternatives) -> list[str]:
     return [most, f"memory {memory}"]
 
 
-def _block(block: ExplainedBlock) -> Table:
+def _block(block: ExplainedBlock) -> FittingTable:
     """Return the table of a block; the title has its times, and those that are zero are left out."""
     times = "once" if block.count == 1 else f"{block.count} times"
     waiting = f", waiting {format_seconds(block.waiting_s)}" if block.waiting_s else ""
@@ -67,7 +81,7 @@ def _block(block: ExplainedBlock) -> Table:
     title = f"{block.name}, {times}: {format_seconds(block.time_s)} ({sums})"
     second = "second best; what is sent"
     columns = ("operation", "gives, or sends", *(f">{name}" for name in _PASSES), second)
-    table = make_table(title, columns, whole=("operation",), widths={second: 31})
+    rows: list[list[Cell]] = []
     for step in block.steps:
         otherwise = ""
         if step.other:
@@ -75,9 +89,9 @@ def _block(block: ExplainedBlock) -> Table:
             otherwise = f"{step.other.cut}: {step.other.more_s / block.time_s:+.1%}{refused}"
         if step.seconds or step.sent or step.other:  # a deliver that changes no layout is left out
             cells = [Text(format_seconds(step.seconds[name]) if name in step.seconds else "") for name in _PASSES]
-            table.add_row(Text(step.name, "bold"), Text(step.gives), *cells, Text(otherwise, "dim"))
+            rows.append([Text(step.name, "bold"), step.gives, *cells, Text(otherwise, "dim")])
         for one in step.sent:
             cells = [Text(format_seconds(one.time_s) if name == one.pass_ else "", "cyan") for name in _PASSES]
             where = f"{format_bytes(one.sent_bytes)}, {one.link} x {one.num_ranks}"
-            table.add_row(Text(), Text(f"  {one.collective}", "cyan"), *cells, Text(where, "cyan"))
-    return table
+            rows.append(["", Text(f"  {one.collective}", "cyan"), *cells, Text(where, "cyan")])
+    return make_table(title, columns, rows, whole=("operation",), widths={second: 31}, drop=(second,))

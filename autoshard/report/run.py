@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from autoshard.engine.base import DryRank, Measured, RunReport, TimedStep
 from autoshard.plan.plan import Plan
-from autoshard.report.terminal import compiled_words, make_table, prediction_of, ranks_text
+from autoshard.report.tables import Cell, FittingTable, make_table
+from autoshard.report.terminal import compiled_words, prediction_of
+from autoshard.report.words import ranks_text
 from autoshard.units import format_bytes, format_count, format_seconds
 
 _PORT = 6006  # TensorBoard's own
@@ -102,13 +103,13 @@ def run_report(plan: Plan, report: RunReport, platform: str) -> Group:
     predicted_s, low, high = map(format_seconds, (prediction.step_time_s, prediction.low_s, prediction.high_s))
     speed = prediction.step_time_s / measured_s
     tokens = [format_count(prediction.tokens_per_s * share, "tokens/s") for share in (1, speed)]
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         ("step", predicted_s, f"{low} to {high}", format_seconds(measured_s),
          Text(ratio, style="green" if inside and comparable else "yellow")),
         ("speed", tokens[0], "", tokens[1], f"{speed:.2f}" if comparable else ""),
     ]  # fmt: skip
     columns = ("", ">predicted", ">interval", ">measured", ">measured / predicted")
-    parts: list[RenderableType] = ["", make_table("Predicted and measured", columns, rows)]
+    parts: list[RenderableType] = ["", make_table("Predicted and measured", columns, rows, drop=(">interval",))]
     groups = alike_ranks(plan, report.ranks)
     if any(counted.memory_bytes for counted in report.ranks):
         parts += ["", _bytes_table(_MEMORY, [(group.ranks, group.memory) for group in groups], "measured")]
@@ -180,7 +181,7 @@ def _compared(plan: Plan, rank: int, counted: Measured) -> AlikeRanks:
     return AlikeRanks([rank], memory, pairs)
 
 
-def _bytes_table(title: str, groups: Sequence[tuple[Sequence[int], Pairs]], counted: str) -> Table:
+def _bytes_table(title: str, groups: Sequence[tuple[Sequence[int], Pairs]], counted: str) -> FittingTable:
     """Return a table of predicted bytes and ``counted`` ("measured" or "counted") bytes by rank."""
     rows: list[tuple[str, ...]] = []
     for ranks, pairs in groups:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.plan.diff import Breakdown, Diff, Term, diff
-from autoshard.plan.explanation import Alternatives, Certificate, Explanation, WhyNot
+from autoshard.plan.explanation import Alternatives, Certificate, Explanation, RankTime, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.comparison import misfits, sentences
@@ -50,12 +50,16 @@ def rejection_json(rejection: Rejection) -> dict[str, str]:
     return {"rule": rejection.rule_id, "message": rejection.message, "source": rejection.source}
 
 
-def explanation_json(plan: Plan, explanation: Explanation, alternatives: Alternatives) -> dict[str, Any]:
+def explanation_json(
+    plan: Plan, explanation: Explanation, alternatives: Alternatives, times: Sequence[RankTime] = ()
+) -> dict[str, Any]:
     """Return the explained blocks of a plan, its prediction and cost, and the next best plans."""
     return {
         **encode(explanation),
         **_brief_json(plan),
+        "pipeline_ranks": encode(list(times)),
         "unlimited_s": alternatives.unlimited_s,
+        "certificate": encode(alternatives.certificate),
         "runners_up": [_brief_json(other) for other in alternatives.others],
     }
 

@@ -5,12 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
-from autoshard.report.terminal import make_table
+from autoshard.report.tables import FittingTable, make_table, prose
 from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
 
 Row = Mapping[str, Any]
@@ -29,7 +28,7 @@ def sweep_report(rows: Sequence[Row]) -> Group:
     for row in bad[:_MOST]:
         line = str(row["message"]).partition("\n")[0]
         line = line if len(line) <= _MESSAGE else f"{line[:_MESSAGE]}..."
-        parts.append(Text.assemble((f"{row['status']}: ", "bold red"), f"{row['point']}: {line}"))
+        parts.append(prose(Text.assemble((f"{row['status']}: ", "bold red"), f"{row['point']}: {line}")))
     if max(len(good), len(bad)) > _MOST:
         parts.append(Text(f"only the first {_MOST} rows are printed; the file has all", "dim"))
     return Group(*parts)
@@ -56,7 +55,7 @@ def _series(row: Row) -> object:
     return (row["choice"], *sorted(others.items(), key=str))
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[Row]) -> FittingTable:
     """Return a table of what varies, the plan and its figures; columns that few sweeps have come last."""
     ran = any(row["status"] == "ran" for row in rows)
     scales = any(len({row.get(at) for row in rows}) > 1 for at in _SIZES)
@@ -80,7 +79,8 @@ def _table(rows: Sequence[Row]) -> Table:
         columns[">/ predicted"] = lambda row: _text(row.get("measured_over_predicted"), "{:.2f}".format)
     cells = [[text(row) for text in columns.values()] for row in rows[:_MOST]]
     widths = {name.removeprefix("at."): 24 for name in varied}
-    return make_table("The points of the sweep", columns, cells, widths=widths)
+    drop = [name for name in (">peak", ">MFU", ">per rank", ">tokens/s", ">$ / 1e9") if name in columns]
+    return make_table("The points of the sweep", columns, cells, widths=widths, drop=drop)
 
 
 def _short(row: Row) -> str:

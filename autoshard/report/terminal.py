@@ -1,129 +1,61 @@
-"""Tables for a terminal, and a plan, a frontier of plans, rejections and proofs shown with them."""
+"""A plan, the answers to a question, a frontier, rejections and proofs for a terminal."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from autoshard.plan.explanation import Certificate
+from autoshard.plan.explanation import Answer, Certificate, RankTime
 from autoshard.plan.plan import Compiling, Dollars, Plan, Prediction
-from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.rule import Rejection
-from autoshard.schedule.simulate import ideal_bubble
+from autoshard.report.tables import Bar, Cell, FittingTable, Labelled, make_table, prose, unbroken
+from autoshard.report.words import (
+    TIME_WORDS,
+    again_of,
+    axes_words,
+    counted,
+    layers_of,
+    layout_words,
+    nodes_of,
+    ranks_text,
+    recompute_words,
+)
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import GIB, format_bytes, format_count, format_dollars, format_seconds
 
-if TYPE_CHECKING:  # plans are shown without what proves them
+if TYPE_CHECKING:  # plans are printed without what proves them
     from autoshard.plan.proof import Proof
 
-WIDTH = 120  # of what is no terminal, so that files do not depend on the machine
 MOST_ROWS = 20  # of pipeline ranks; beyond, neighbours share a row
-TIME_WORDS = {
-    "compute": "compute",
-    "waiting": "waiting for kernels to start",
-    "tp": "tensor-parallel communication",
-    "cp": "context-parallel communication",
-    "ep": "expert-parallel communication",
-    "pp": "sends between stages",
-    "bubble": "waiting in the pipeline",
-    "dp": "gradients and weights over dp",
-    "update": "optimizer update",
-    "fixed": "fixed time of every step",
-}
-_MOST_CHUNKS = 3  # whose layers a row names
 _SIZES = (("weights",), ("gradients",), ("masters", "optimizer"), ("activations", "logits"))  # columns of memory
+_DAY_S = 86_400
+_LEAST_SHARE = 0.005  # of the time that is worth a word
+_LARGE = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
+_LINE = "write: "  # before a line of a plan file that can be pasted
 
 
-def make_console() -> Console:
-    """Return a console; names are never read as markup."""
-    console = Console(markup=False, highlight=False, emoji=False)
-    return console if console.is_terminal else Console(markup=False, highlight=False, emoji=False, width=WIDTH)
-
-
-def make_table(
-    title: str,
-    columns: Iterable[str],
-    rows: Iterable[Sequence[str | Text]] = (),
+def plan_report(
+    plan: Plan,
+    certificate: Certificate | None = None,
     *,
-    whole: Collection[str] = (),
-    widths: Mapping[str, int] | None = None,
-) -> Table:
-    """Return a table as all reports have them.
-
-    A column ``>name`` has numbers, which stand to the right and are never broken, like those of ``whole`` columns.
-    ``widths`` are the most characters of a column.
-    """
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
-    )
-    for column in columns:
-        name, right = column.lstrip(">"), column.startswith(">")
-        table.add_column(
-            name,
-            justify="right" if right else "left",
-            no_wrap=right or name in whole,
-            overflow="fold",
-            max_width=(widths or {}).get(name),
-        )
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def at_commas(text: str, width: int) -> str:
-    """Break a candidate into lines after its commas; pasted as it stands it is still the same candidate.
-
-    >>> print(at_commas("tp=8,pp=16,recompute=selective[attend,act]", 32))
-    tp=8,pp=16,
-    recompute=selective[attend,act]
-    """
-    lines = [""]
-    for piece in text.replace(",", ",\0").split("\0"):
-        if lines[-1] and len(lines[-1]) + len(piece) > width:
-            lines.append("")
-        lines[-1] += piece
-    return "\n".join(lines)
-
-
-def rejections_report(rejections: Sequence[Rejection]) -> Group:
-    """Return why something may not run, one reason per line with its source."""
-    table = Table.grid(padding=(0, 1, 0, 0))
-    for rejection in rejections:
-        table.add_row(Text("refused", style="bold red"), Text(rejection.message))
-        table.add_row("", Text(rejection.source, style="dim"))
-    return Group(*([table, ""] if rejections else []))
-
-
-def proof_report(proof: "Proof") -> Group:
-    """Return per block what was executed and how far it is from the unsharded program."""
-    lines = [Text(f"proof on virtual ranks, shrunk to {proof.candidate}:")]
-    for block in proof.blocks:
-        counts = ", ".join(f"{count} {kind}" for kind, count in block.collectives.items()) or "no collectives"
-        verdict = ("  equal  ", "green") if block.holds else ("  DIFFERS", "bold red")
-        words = f" {block.name}: {block.num_results} results within {block.error:.0e}; {counts}"
-        lines.append(Text.assemble(verdict, words))
-    return Group(*lines, *(Text(f"  not kept: {feature}", style="yellow") for feature in proof.lost))
-
-
-def plan_report(plan: Plan, runners_up: Sequence[Plan] = (), certificate: Certificate | None = None) -> Group:
-    """Return what ``autoshard plan`` prints: the layout first, then time, memory, alternatives, what was refused."""
+    times: Sequence[RankTime] = (),
+    answers: Sequence[Answer] = (),
+    total_tokens: float | None = None,
+    next_step: str = "",
+) -> Group:
+    """Return what ``autoshard plan`` prints: the plan in ten lines, its stages, the other answers, and its basis."""
     prediction = prediction_of(plan)
-    parts: list[RenderableType] = [_headline(plan, prediction), "", time_table(prediction), ""]
-    parts += [memory_table(plan), "", *runners_up_parts(plan, runners_up), *([""] if runners_up else [])]
-    if certificate:
-        if certificate.refusals:
-            title = f"Refused, of {certificate.num_points} outer points (one may be refused by several rules)"
-            ordered = sorted(certificate.refusals, key=lambda refusal: -refusal.num_points)
-            rows = [(refusal.rule_id, str(refusal.num_points), refusal.example) for refusal in ordered]
-            parts += [make_table(title, ("rule", ">points", "for example"), rows), ""]
-        parts += [Text(f"{certificate.statement}\n{certificate.accounting}", style="dim"), ""]
-    parts.append(Text(f"prediction {prediction.basis}", style="yellow"))
+    parts: list[RenderableType] = [*_headline(plan, certificate, total_tokens, next_step), ""]
+    parts += [unbroken(Text.assemble(("layout   ", "dim"), (str(plan.candidate), "bold green")))]
+    parts += [Labelled("time", Text(_time_words(prediction)), "dim"), "", stage_table(plan, times), ""]
+    if answers:
+        parts += [*answers_parts(plan, answers), ""]
+    padded = "".join(f"; {dim} padded to {size}" for dim, size in plan.padding.items())
+    parts.append(prose(f"for engine {plan.engine} with kernels {plan.kernels}{padded}", "dim"))
+    parts.append(prose(f"prediction {prediction.basis}", "yellow"))
     if prediction.compiling:
-        parts.append(Text(compiled_words(prediction.compiling), style="yellow"))
+        parts.append(prose(compiled_words(prediction.compiling), "yellow"))
     return Group(*parts)
 
 
@@ -133,8 +65,31 @@ def prediction_of(plan: Plan) -> Prediction:
     return plan.prediction
 
 
-def _headline(plan: Plan, prediction: Prediction) -> Group:
-    """Return the model and the cluster, the work, the layout, and what it promises."""
+def _headline(
+    plan: Plan, certificate: Certificate | None, total_tokens: float | None, next_step: str
+) -> list[RenderableType]:
+    """Return the question, then the plan in words with its speed, memory, cost, proof, and the next command."""
+    prediction = prediction_of(plan)
+    parts: list[RenderableType] = []
+    if certificate and certificate.stopped:
+        words = f"The search was not finished ({certificate.stopped}): this is the best plan so far, not a proven one"
+        parts.append(prose(words, "bold red"))
+    low, high = format_seconds(prediction.low_s), format_seconds(prediction.high_s)
+    speed = Text.assemble(
+        (format_seconds(prediction.step_time_s), "bold"), f" a step ({low} to {high}), ",
+        (format_count(prediction.tokens_per_s, "tokens/s"), "bold"), f", MFU {prediction.mfu:.1%}",
+    )  # fmt: skip
+    texts = {"plan": Text(layout_words(plan), "bold"), "speed": speed, "memory": _memory_words(prediction)}
+    texts["day"] = Text(_day_words(plan))
+    if total_tokens:
+        texts["total"] = Text(_total_words(plan, total_tokens))
+    if certificate:
+        texts["search"] = Text(_search_words(certificate))
+    parts += [*_question(plan), "", *(Labelled(label, text, "dim") for label, text in texts.items())]
+    return [*parts, *([unbroken(Text.assemble(("next     ", "dim"), next_step))] if next_step else [])]
+
+
+def _question(plan: Plan) -> list[Labelled]:
     cluster, workload, precision = plan.cluster, plan.workload, plan.workload.precision
     lnc = f" at lnc {cluster.lnc}" if cluster.lnc else ""
     place = f"{cluster.num_nodes} x {cluster.name}{lnc}" if cluster.name != LOCAL else "this machine"
@@ -144,82 +99,126 @@ def _headline(plan: Plan, prediction: Prediction) -> Group:
     products = f" and {precision.products} products" if precision.products else ""
     apart = " of separate documents" if workload.documents == "separate" else ""
     work = (
-        f"{_counted(workload.global_batch, 'sequence')} of {_counted(workload.seq_len, 'token')}{apart} a step, "
-        f"{precision.weights}{masters}{products}, {workload.optimizer}, ZeRO-{plan.zero}, engine {plan.engine}, "
-        f"kernels {plan.kernels}"
+        f"{counted(workload.global_batch, 'sequence')} of {counted(workload.seq_len, 'token')}{apart} a step, "
+        f"{precision.weights}{masters}{products}, {workload.optimizer}, ZeRO-{plan.zero}"
     )
-    low, high = format_seconds(prediction.low_s), format_seconds(prediction.high_s)
-    result = Text.assemble(
-        ("step ", ""), (format_seconds(prediction.step_time_s), "bold"), f" ({low} to {high}), ",
-        (f"{format_count(prediction.tokens_per_s, 'tokens/s')}", "bold"), f", MFU {prediction.mfu:.1%}, peak ",
-        (format_bytes(prediction.peak_bytes), "bold"), f" of {format_bytes(prediction.capacity_bytes)} a rank",
-    )  # fmt: skip
-    batches = (
-        f"{plan.schedule.builder}: {_counted(plan.schedule.num_micro_batches, 'micro-batch', 'es')} of "
-        f"{plan.micro_batch} per data-parallel rank, {_counted(len(plan.stages), 'stage')}, "
-        f"ideal bubble {ideal_bubble(plan.schedule):.1%}"
-        + "".join(f"; {dim} padded to {size}" for dim, size in plan.padding.items())
-    )
-    return Group(
-        Text.assemble((plan.model.name, "bold"), f"{size} on {place}: {_counted(cluster.num_ranks, 'rank')}"),
-        Text(work, style="dim"),
-        "",
-        Text.assemble("plan ", (at_commas(str(plan.candidate), WIDTH - 5).replace("\n", "\n     "), "bold green")),
-        result,
-        *([dollars_text(plan.dollars)] if plan.dollars else []),
-        Text(batches, style="dim"),
-    )
+    title = Text.assemble((plan.model.name, "bold"), f"{size} on {place}: {counted(cluster.num_ranks, 'rank')}")
+    return [prose(title), prose(work, "dim")]
 
 
-def _counted(count: int, noun: str, plural: str = "s") -> str:
-    return f"{count} {noun}{'' if count == 1 else plural}"
+def _time_words(prediction: Prediction) -> str:
+    """Name the largest parts of the time."""
+    parts = sorted(prediction.time_parts.items(), key=lambda part: -part[1])
+    shares = [(TIME_WORDS.get(part, part), time_s / prediction.step_time_s) for part, time_s in parts]
+    return ", ".join(f"{words} {share:.0%}" for words, share in shares if share >= _LEAST_SHARE)
 
 
-def dollars_text(dollars: Dollars) -> Text:
-    """Say what a step costs, and how old the price is."""
+def _memory_words(prediction: Prediction) -> Text:
+    """Say how full the fullest rank is."""
+    peak, capacity = prediction.peak_bytes, prediction.capacity_bytes
+    if peak > capacity:
+        left = (f"{format_bytes(peak - capacity)} too much", "bold red")
+    else:
+        left = (f"{format_bytes(capacity - peak)} ({1 - peak / capacity:.1%}) free", "")
+    return Text.assemble((format_bytes(peak), "bold"), f" of {format_bytes(capacity)} on the fullest rank, ", left)
+
+
+def _large(count: float) -> str:
+    """Write a large number as people say it.
+
+    >>> _large(3.574e9), _large(15e12), _large(512)
+    ('3.57 billion', '15 trillion', '512')
+    """
+    unit, word = next(((unit, f" {word}") for unit, word in _LARGE if count >= unit), (1.0, ""))
+    return f"{count / unit:,.2f}".rstrip("0").rstrip(".") + word
+
+
+def _day_words(plan: Plan) -> str:
+    """Say how many tokens a day trains on, and what it costs at which price."""
+    tokens, dollars = f"{_large(prediction_of(plan).tokens_per_s * _DAY_S)} tokens", plan.dollars
+    if not dollars:
+        return tokens
+    usd = dollars.price_usd_per_node_hour * 24 * plan.cluster.num_nodes
+    date, billion = dollars.price_date or "an unknown date", format_dollars(dollars.usd_per_billion_tokens)
+    return f"{tokens} for {format_dollars(usd)}: {billion} a billion (price of {date})"
+
+
+def _total_words(plan: Plan, total_tokens: float) -> str:
+    """Say how long all of the tokens take, and what they cost."""
+    time_s, dollars = total_tokens / prediction_of(plan).tokens_per_s, plan.dollars
+    took = f"{time_s / _DAY_S:,.1f} days" if time_s >= 2 * _DAY_S else format_seconds(time_s)
+    cost = f" and {format_dollars(dollars.usd_per_billion_tokens * total_tokens / 1e9)}" if dollars else ""
+    return f"{_large(total_tokens)} tokens take {took}{cost}"
+
+
+def price_words(dollars: Dollars) -> str:
+    """Say what a billion tokens cost, and how old the price is."""
     date = f"as of {dollars.price_date}" if dollars.price_date else "undated"
     price = f"{format_dollars(dollars.price_usd_per_node_hour)} a node hour on demand, {date}; check yours"
-    return Text.assemble(
-        ("cost ", ""), (format_dollars(dollars.usd_per_step), "bold"), " a step, ",
-        (format_dollars(dollars.usd_per_billion_tokens), "bold"), f" per billion tokens ({price})",
-    )  # fmt: skip
+    return f"{format_dollars(dollars.usd_per_billion_tokens)} per billion tokens ({price})"
+
+
+def _search_words(certificate: Certificate) -> str:
+    """Say how good the plan is among what was searched."""
+    more = {"time": "faster", "memory": "smaller", "dollars": "cheaper"}[certificate.objective]
+    best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[certificate.objective]
+    of = f"{certificate.num_legal:,} legal layouts searched"
+    gap = certificate.gap
+    return f"the {best} of {of}" if gap < 1e-9 else f"{of}: none can be more than {gap:.2%} {more}"
 
 
 def compiled_words(compiling: Compiling) -> str:
     """Say what is compiled before the first step, and how long that takes."""
-    graphs = _counted(compiling.num_graphs, "distinct graph")
+    graphs = counted(compiling.num_graphs, "distinct graph")
     return f"before the first step, {graphs} to compile: {format_seconds(compiling.compile_s)} by {compiling.basis}"
 
 
-def _bar(share: float, width: int = 16) -> str:
-    return "█" * min(width, round(share * width))
+def stage_table(plan: Plan, times: Sequence[RankTime] = ()) -> FittingTable:
+    """Return what each pipeline rank does: its layers, what it computes again, its seconds and its memory."""
+    memories, capacity = prediction_of(plan).stage_memory, prediction_of(plan).capacity_bytes
+    groups, rows = _row_groups(len(memories)), list[list[Cell]]()
+    for ranks in groups:
+        share = max(memories[rank].total for rank in ranks) / capacity
+        seconds: list[Cell] = []
+        if times:
+            busiest = max((times[rank] for rank in ranks), key=lambda own: own.work_s)
+            seconds = [format_seconds(value) for value in (busiest.work_s, busiest.sending_s, busiest.idle_s)]
+        place = [ranks_text(ranks), layers_of(plan, ranks), nodes_of(plan, ranks), again_of(plan, ranks)]
+        rows.append([*place, *seconds, f"{share * capacity / GIB:.2f}", f"{share:.0%}", Bar(share, 10)])
+    shared = "; of ranks that share a row, the most" if len(groups) < len(memories) else ""
+    title = f"Pipeline ranks: seconds of a step, memory in GiB of {capacity / GIB:.2f}{shared}"
+    names = (">work", ">sends", ">idle") if times else ()
+    columns = ("rank", "layers", "nodes", "recomputed", *names, ">memory", ">used", "")
+    drop = ("nodes", *names[1:2], ">used", "recomputed")
+    return make_table(title, columns, rows, whole=("rank", "layers", "nodes"), drop=drop)
 
 
-def time_table(prediction: Prediction) -> Table:
+def time_table(prediction: Prediction) -> FittingTable:
     """Return where the seconds of a step go; the parts add up to it."""
     shares = {part: time_s / prediction.step_time_s for part, time_s in prediction.time_parts.items()}
     rows = [
-        (TIME_WORDS.get(part, part), format_seconds(prediction.time_parts[part]), f"{share:.1%}", _bar(share))
+        (TIME_WORDS.get(part, part), format_seconds(prediction.time_parts[part]), f"{share:.1%}", Bar(share))
         for part, share in sorted(shares.items(), key=lambda item: -item[1])
     ]
     return make_table("Where the time goes", ("part", ">time", ">share", ""), rows)
 
 
-def memory_table(plan: Plan) -> Table:
+def memory_table(plan: Plan) -> FittingTable:
     """Return what each pipeline rank holds, in parts that add up to its peak."""
     memories, capacity = prediction_of(plan).stage_memory, prediction_of(plan).capacity_bytes
-    groups, rows = _row_groups(len(memories)), list[list[str]]()
+    groups, rows = _row_groups(len(memories)), list[list[Cell]]()
     for ranks in groups:
         fullest = max((memories[rank] for rank in ranks), key=lambda memory: memory.total)
         share = fullest.total / capacity
         sizes = [sum(fullest.parts.get(part, 0) for part in parts) for parts in _SIZES]
         cells = [f"{size / GIB:.2f}" for size in (*sizes, fullest.total - sum(sizes), fullest.total)]
-        place = [ranks_text(ranks), _layers(plan, ranks), nodes_of(plan, ranks)]
-        rows.append([*place, *cells, f"{share:4.0%} {_bar(share)}"])
+        place = [ranks_text(ranks), layers_of(plan, ranks), nodes_of(plan, ranks)]
+        rows.append([*place, *cells, f"{share:.0%}", Bar(share)])
     shared = "; of ranks that share a row, the fullest" if len(groups) < len(memories) else ""
     title = f"Memory per pipeline rank in GiB, of {capacity / GIB:.2f}{shared}"
     numbers = (">weights", ">grads", ">optim", ">activ", ">other", ">total")
-    return make_table(title, ("rank", "layers", "nodes", *numbers, "used"), rows, whole=("layers", "nodes", "used"))
+    columns = ("rank", "layers", "nodes", *numbers, ">used", "")
+    return make_table(title, columns, rows, whole=("rank", "layers", "nodes"), drop=("nodes", ">used", "layers"))
 
 
 def _row_groups(num_ranks: int) -> list[range]:
@@ -233,44 +232,10 @@ def _row_groups(num_ranks: int) -> list[range]:
     return [range(1), *middle, *([range(num_ranks - 1, num_ranks)] if num_ranks > 1 else [])]
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Write numbers with runs of neighbours folded.
-
-    >>> ranks_text([0, 1, 2, 5, 7, 8])
-    '0-2,5,7-8'
-    """
-    starts = [rank for rank in ranks if rank - 1 not in ranks]
-    ends = [rank for rank in ranks if rank + 1 not in ranks]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
-
-
-def _layers(plan: Plan, ranks: range) -> str:
-    """Return which layers neighbouring pipeline ranks hold, chunk by chunk, and whether the embedding or the head."""
-    chunks: dict[int, list[int]] = {}
-    for stage in plan.stages:
-        if stage.rank in ranks:
-            chunks.setdefault(stage.chunk, []).extend(range(stage.first_layer, stage.first_layer + stage.num_layers))
-    texts = [ranks_text(layers) for layers in chunks.values()]
-    before = "embed " if plan.stages[0].rank in ranks else ""
-    after = " head" if plan.stages[-1].rank in ranks else ""
-    return f"{before}{','.join(texts[:_MOST_CHUNKS])}{',...' if len(texts) > _MOST_CHUNKS else ''}{after}"
-
-
-def nodes_of(plan: Plan, ranks: range) -> str:
-    """Return on which nodes the layers of neighbouring pipeline ranks lie."""
-    members = (member for rank in ranks for member in plan.mesh.ranks_of({"pp": rank}))
-    nodes = sorted({member // plan.cluster.ranks_per_node for member in members})
-    text = ranks_text(nodes)
-    return f"{len(nodes)} nodes" if "," in text else text
-
-
-def runners_up_parts(plan: Plan, others: Sequence[Plan]) -> list[RenderableType]:
-    """Return the table of the next best plans, by how much each loses and to which part of the time.
-
-    Under it stands which of them, at most two, are so near that only a measurement can tell.
-    """
-    best, rows = prediction_of(plan), list[tuple[str, ...]]()
-    for other in others:
+def runners_up_of(plan: Plan, others: Sequence[Plan]) -> list[Answer]:
+    """Return the next best plans with the part of the time by which each loses most."""
+    best, found = prediction_of(plan), list[Answer]()
+    for number, other in enumerate(others, 2):
         its = prediction_of(other)
         sign = 1 if its.step_time_s >= best.step_time_s else -1
         more = {
@@ -278,30 +243,99 @@ def runners_up_parts(plan: Plan, others: Sequence[Plan]) -> list[RenderableType]
             for part in sorted(best.time_parts.keys() | its.time_parts.keys())
         }
         part = max(more, key=more.__getitem__)  # by which it loses most, or gains
-        slower = f"{its.step_time_s / best.step_time_s - 1:+.1%}"
-        figures = format_seconds(its.step_time_s), slower, TIME_WORDS.get(part, part), format_bytes(its.peak_bytes)
-        rows.append((at_commas(str(other.candidate), 56), *figures))
-    table = make_table("Runners-up", ("plan", ">step", ">slower", "mostly for", ">peak memory"), rows)
-    near = [other for other in others if prediction_of(other).step_time_s <= best.high_s][:2]
-    # recompute and stages are long, so that a plan is named by its outer point
-    names = [str(replace(one.candidate, recompute=(Recompute(),), stages=None)) for one in (plan, *near)]
-    words = f"{len(near)} of these lie within the interval of this prediction, so measure before you rent for long: "
-    return [*([table] if others else []), *([Text(words + "; ".join(names), style="yellow")] if near else [])]
+        why = f"{'more' if sign > 0 else 'less'} {TIME_WORDS.get(part, part)}"
+        found.append(Answer(name=str(number), plan=other, why=why, slower=its.step_time_s / best.step_time_s - 1))
+    return found
+
+
+def answers_parts(plan: Plan, answers: Sequence[Answer]) -> list[RenderableType]:
+    """Return the answers to a question side by side, a line with the candidate of each, and what to measure."""
+    rows: list[list[Cell]] = []
+    for answer in answers:
+        its = prediction_of(answer.plan)
+        share = its.peak_bytes / its.capacity_bytes
+        words = f"{axes_words(answer.plan)}; {answer.plan.schedule.builder}; {recompute_words(answer.plan)}"
+        slower = f"{answer.slower:+.1%}" if answer.slower else ""
+        figures = format_seconds(its.step_time_s), slower, format_count(its.tokens_per_s), f"{share:.0%}"
+        rows.append([answer.name, *figures, words, answer.why])
+    columns = ("name", ">step", ">slower", ">tokens/s", ">memory", "plan", "why")
+    title = "Answers" if any(not answer.name.isdigit() for answer in answers) else "Runners-up"
+    parts: list[RenderableType] = [make_table(title, columns, rows, whole=("name",), drop=(">tokens/s", "why")), ""]
+    named = max(8, *(len(answer.name) for answer in answers)) + 1
+    for answer in answers:
+        if answer.plan.candidate != plan.candidate:
+            parts.append(unbroken(Text.assemble(answer.name.ljust(named), (str(answer.plan.candidate), "green"))))
+        parts += [Labelled("", Text(reason, "red"), indent=named) for reason in answer.against]
+        if answer.source:
+            parts.append(Labelled("", Text(answer.source, "dim"), indent=named))
+        if run := answer.nearest_run:
+            measured = f"{format_seconds(run.low_s)} to {format_seconds(run.high_s)}"
+            words = (
+                f"measured nearby: {run.run}: {counted(run.num_runs, 'run')}, {measured}; "
+                f"this model says {format_seconds(run.predicted_s)} ({run.source})"
+            )
+            parts.append(Labelled("", Text(words, "dim"), indent=named))
+    best = prediction_of(plan)
+    near = [one.name for one in answers if one.plan.candidate != plan.candidate and not one.against
+            and best.low_s <= prediction_of(one.plan).step_time_s <= best.high_s]  # fmt: skip
+    if near:
+        lie = "lies" if len(near) == 1 else "lie"
+        words = f"{len(near)} of these ({', '.join(near)}) {lie} within the interval of this prediction"
+        parts.append(prose(f"{words}, so measure before you rent for long", "yellow"))
+    return parts
+
+
+def certificate_parts(certificate: Certificate) -> list[RenderableType]:
+    """Return what was searched and proven, and what was refused."""
+    parts: list[RenderableType] = [prose(certificate.statement), prose(certificate.accounting, "dim")]
+    if certificate.refusals:
+        title = f"Refused, of {certificate.num_points} outer points (one may be refused by several rules)"
+        ordered = sorted(certificate.refusals, key=lambda refusal: -refusal.num_points)
+        rows = [(refusal.rule_id, str(refusal.num_points), refusal.example) for refusal in ordered]
+        parts += ["", make_table(title, ("rule", ">points", "for example"), rows, whole=("rule",), drop=(">points",))]
+    return parts
+
+
+def rejections_report(rejections: Sequence[Rejection]) -> Group:
+    """Return why something may not run, one reason after the other with its source; lines to paste stay whole."""
+    parts: list[RenderableType] = []
+    for rejection in rejections:
+        reason, mark, line = rejection.message.partition(_LINE)
+        parts.append(Labelled("refused", Text(reason + mark.rstrip()), "bold red", 8))
+        parts += [unbroken(line)] if mark else []
+        parts.append(Labelled("", Text(rejection.source, "dim"), "", 8))
+    return Group(*parts, *([""] if parts else []))
+
+
+def proof_report(proof: "Proof") -> Group:
+    """Return per block what was executed and how far it is from the unsharded program."""
+    lines: list[RenderableType] = [prose("proof on virtual ranks, shrunk to"), unbroken(f"  {proof.candidate}")]
+    for block in proof.blocks:
+        counts = ", ".join(f"{count} {kind}" for kind, count in block.collectives.items()) or "no collectives"
+        label, style = ("  equal", "green") if block.holds else ("  DIFFERS", "bold red")
+        words = f"{block.name}: {block.num_results} results within {block.error:.0e}; {counts}"
+        lines.append(Labelled(label, Text(words), style, 10))
+    return Group(*lines, *(Labelled("", Text(f"not kept: {feature}", "yellow"), indent=2) for feature in proof.lost))
 
 
 def frontier_report(plans: Sequence[Plan], gap: float, ended: str) -> Group:
-    """Return one line per plan, fastest first, with bars that are longer for more."""
-    slowest_s, rows = max(prediction_of(plan).step_time_s for plan in plans), list[list[str]]()
-    for plan in plans:
+    """Return one line per plan, fastest first, with bars that are longer for more, and their candidates."""
+    slowest_s, rows = max(prediction_of(plan).step_time_s for plan in plans), list[list[Cell]]()
+    for number, plan in enumerate(plans, 1):
         prediction, dollars, nodes = prediction_of(plan), plan.dollars, plan.cluster.num_nodes
         step_s, peak = prediction.step_time_s, prediction.peak_bytes
         cost = format_dollars(dollars.usd_per_step) if dollars else f"{nodes * step_s:,.0f}"
-        bars = [_bar(max(share, 1 / 8), 8) for share in (step_s / slowest_s, peak / prediction.capacity_bytes)]
-        candidate = at_commas(str(plan.candidate), 52)
-        rows.append([str(nodes), format_seconds(step_s), bars[0], format_bytes(peak), bars[1], cost, candidate])
+        bars = [Bar(max(share, 1 / 8), 8) for share in (step_s / slowest_s, peak / prediction.capacity_bytes)]
+        figures = [str(nodes), format_seconds(step_s), bars[0], format_bytes(peak), bars[1], cost]
+        rows.append([str(number), *figures, axes_words(plan)])
     cost = "cost a step" if any(plan.dollars for plan in plans) else "node seconds"
-    columns = (">nodes", ">step", "", ">peak memory", "", f">{cost}", "plan")
-    stopped = "" if ended == "complete" else f" ({ended}: there may be more)"
-    words = f"each the fastest of its nodes and memory, within {gap:.2%}; memory in steps of a tenth{stopped}"
-    table = make_table("What no other plan betters in time, memory and cost at once", columns, rows)
-    return Group(table, "", Text(words, style="dim"))
+    columns = (">plan", ">nodes", ">step", "", ">peak memory", "", f">{cost}", "layout")
+    stopped = (
+        [prose(f"The search was not finished ({ended}): there may be more", "bold red")] if ended != "complete" else []
+    )
+    words = f"each the fastest of its nodes and memory, within {gap:.2%}; memory in steps of a tenth"
+    table = make_table("What no other plan betters in time, memory and cost at once", columns, rows, drop=("layout",))
+    lines = [
+        unbroken(Text.assemble(f"{number:<3}", (str(plan.candidate), "green"))) for number, plan in enumerate(plans, 1)
+    ]
+    return Group(*stopped, table, "", *lines, "", prose(words, "dim"))

@@ -12,7 +12,7 @@ from typing import Any
 
 from autoshard.plan.explanation import Trace
 from autoshard.plan.plan import Plan, rounded
-from autoshard.report.terminal import nodes_of
+from autoshard.report.words import nodes_of
 from autoshard.spec.record import encode
 
 MOST_BYTES = 20_000_000  # both viewers open such a file at once

@@ -4,18 +4,18 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from autoshard.calibration.validate import Accuracy, Validation
 from autoshard.cost.calibration import CONSTANTS, SECONDS, Calibration
-from autoshard.report.terminal import make_table
+from autoshard.report.tables import Cell, FittingTable, make_table, prose
 from autoshard.units import format_seconds
 
 _COLUMNS = (
     "set", ">rows", ">layouts", ">noise", ">MAPE", ">median", ">p90", ">worst", ">bias", ">inside", ">Spearman",
     ">regret", ">groups",
 )  # fmt: skip
+_LESS_NEEDED = (">noise", ">groups", ">layouts", ">regret", ">Spearman", ">p90", ">median")
 _LEGEND = (
     "Errors are predicted / measured - 1: MAPE (mean absolute), median and p90 without sign, worst and bias (mean) "
     "with sign. Noise: the error if each repeated layout were predicted by the median of its own runs. Inside: share "
@@ -33,7 +33,7 @@ def validation_report(validation: Validation) -> Group:
     parts: list[RenderableType] = [_accuracies("Step time", [(entry.name, entry.step_time) for entry in sets]), ""]
     for title, found in (("Peak memory", sizes), ("Peak memory by stage", stages)):
         parts += [_accuracies(title, found), ""] if found else []
-    parts += [Text(_LEGEND, "dim"), ""]
+    parts += [prose(_LEGEND, "dim"), ""]
     parts += [
         Text(f"largest error of {what} in {entry.name}: {errors.worst_id}")
         for entry in sets
@@ -52,26 +52,25 @@ def validation_report(validation: Validation) -> Group:
             Text(f"{validation.num_unread} of {num_rows} rows could not be used and are in no figure", "yellow"),
         ]
     bases = dict.fromkeys(entry.basis for entry in sets)
-    return Group(*parts, "", *(Text(f"predictions {basis}", "yellow") for basis in bases))
+    return Group(*parts, "", *(prose(f"predictions {basis}", "yellow") for basis in bases))
 
 
-def _accuracies(title: str, found: Sequence[tuple[str, Accuracy | None]]) -> Table:
+def _accuracies(title: str, found: Sequence[tuple[str, Accuracy | None]]) -> FittingTable:
     def share(value: float | None) -> str:
         return "-" if value is None else f"{value:.1%}"
 
-    table = make_table(title, _COLUMNS)
-    table.padding = (0, 1, 0, 0)  # all columns on a terminal of 120
+    rows: list[tuple[Cell, ...]] = []
     for name, errors in found:
         if errors is None:
-            table.add_row(name, "0", "0", *["-"] * (len(_COLUMNS) - 3))
+            rows.append((name, "0", "0", *["-"] * (len(_COLUMNS) - 3)))
             continue
         counts = str(errors.count), str(errors.num_layouts)
         shares = map(share, (errors.noise_floor, errors.mape, errors.median, errors.p90))
         signed = f"{errors.worst:+.1%}", f"{errors.bias:+.1%}"
         spearman = "-" if errors.spearman is None else f"{errors.spearman:.2f}"
         last = share(errors.coverage), spearman, share(errors.regret), str(len(errors.groups))
-        table.add_row(name, *counts, *shares, *signed, *last)
-    return table
+        rows.append((name, *counts, *shares, *signed, *last))
+    return make_table(title, _COLUMNS, rows, drop=_LESS_NEEDED)
 
 
 def calibration_report(calibration: Calibration) -> str:

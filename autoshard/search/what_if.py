@@ -50,9 +50,10 @@ def best_time_s(request: Request, pins: Mapping[str, Any]) -> float:
 def alternatives(plan: Plan, calibration: Calibration) -> Alternatives:
     """Search a plan's own question again, and its own outer point without a limit of memory."""
     request = request_of_plan(plan, calibration)
-    others = [one for one in search(request, _MOST_RUNNERS_UP + 1).plans if one.candidate != plan.candidate]
+    found = search(request, _MOST_RUNNERS_UP + 1)
+    others = [one for one in found.plans if one.candidate != plan.candidate]
     unlimited_s = best_time_s(replace(request, memory_bytes=math.inf), outer_pins(plan.candidate))
-    return Alternatives(others=tuple(others[:_MOST_RUNNERS_UP]), unlimited_s=unlimited_s)
+    return Alternatives(others=tuple(others[:_MOST_RUNNERS_UP]), unlimited_s=unlimited_s, certificate=found.certificate)
 
 
 def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:

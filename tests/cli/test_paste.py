@@ -40,26 +40,21 @@ def test_every_plan_that_is_shown_can_be_pasted_back(question: str, typed: Typed
         assert {**again, "of": ""} == {**other["prediction"], "of": ""}  # only the plan in the file has its table
 
 
-def test_a_candidate_can_be_pasted_from_the_table_even_where_it_is_broken_over_lines(typed: Typed):
+def test_a_long_candidate_can_be_pasted_from_a_narrow_terminal(typed: Typed, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "60")
     recomputes = "/".join(["selective[norms]", "full:1", "selective[activation,norms]", "none"] * 2)
     card = json.loads((Path(__file__).parents[2] / "models" / "tiny-llama.json").read_text())
     Path("tall.json").write_text(json.dumps({**card, "num_hidden_layers": 8}))
-    question = "--model tall.json --cluster local --ranks 8"
-    text = typed(f"plan {question} --fix pp=8,mbs=1,recompute={recomputes}")[1]
-    original = Path("plan.json").read_bytes()
-    match = re.search(r"^plan (.*?)^step ", text, re.MULTILINE | re.DOTALL)
-    assert match and "\n" in match[1].strip() and max(map(len, text.splitlines())) <= 120
+    question, out = "--model tall.json --cluster local --ranks 8", Path("plan" * 20)
+    text = re.sub(
+        r"\x1b\[[0-9;]*m", "", typed(f"plan {question} --fix pp=8,mbs=1,recompute={recomputes} --out {out}")[1]
+    )
+    original = out.read_bytes()
+    match = re.search(r"^layout +(\S+)$", text, re.MULTILINE)
+    assert match and len(match[1]) > 120 and f"next     autoshard verify {out}\n" in text
     assert typed(f"plan {question} --at {shlex.quote(match[1])}")[0] == 0
     assert Path("plan.json").read_bytes() == original
-
-
-def test_the_next_command_is_one_line_on_a_terminal_of_60_columns(typed: Typed, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Console, "is_terminal", True)
-    monkeypatch.setenv("COLUMNS", "60")
-    out = Path("plan" * 20)
-    text = typed(f"plan --model tiny-llama --cluster local --top 1 --fix tp=1,mbs=8 --out {out}")[1]
-    *report, written, command = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
-    assert max(map(len, report)) <= 60 and (written, command) == (f"wrote {out}", f"next: autoshard verify {out}")
 
 
 ADVISED = [

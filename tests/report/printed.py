@@ -1,15 +1,16 @@
-"""What a report prints where there is no terminal."""
+"""What a report prints where there is no terminal, or on a terminal of any width."""
 
-from rich.console import RenderableType
+import io
 
-from autoshard.report.terminal import WIDTH, make_console
+from rich.console import Console, RenderableType
+
+from autoshard.report.tables import WIDTH
 
 
-def printed(*parts: RenderableType) -> str:
-    """Print to text without spaces at the ends of lines; no line is wider than the width."""
-    console = make_console()
-    with console.capture() as capture:
-        console.print(*parts)
-    lines = [line.rstrip() for line in capture.get().splitlines()]
-    assert max(map(len, lines), default=0) <= WIDTH
-    return "".join(f"{line}\n" for line in lines)
+def printed(*parts: RenderableType, width: int = WIDTH, encoding: str = "utf-8") -> str:
+    """Print to text without spaces at the ends of lines; only lines without a space to break at may be too wide."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(file=file, markup=False, highlight=False, emoji=False, width=width)
+    console.print(*parts, crop=False)
+    file.seek(0)
+    return "".join(f"{line.rstrip()}\n" for line in file.read().splitlines())

@@ -129,7 +129,7 @@ def test_long_lists_and_texts_are_cut_and_counted():
         compared(with_tables(*many)).split()
     )
     one = ({"layer": {"op": side}} for side in "xy")
-    assert "Layouts of operations: 1 line differs block" in " ".join(compared(with_tables(*one)).split())
+    assert "Layouts of operations: 1 line differs layer, op a x b y" in " ".join(compared(with_tables(*one)).split())
     lone = {"layer full": {"op": "x"}}
     assert "only a has this block" in compared(with_tables(lone, {}))
     assert "only b has this block" in compared(with_tables({}, lone))

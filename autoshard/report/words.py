@@ -1,0 +1,117 @@
+"""Choices of a plan in words: how a model is cut, what is computed again, where layers lie."""
+
+from collections.abc import Sequence
+
+from autoshard.plan.plan import Plan
+from autoshard.plan.recompute import Recompute
+
+TIME_WORDS = {
+    "compute": "compute",
+    "waiting": "waiting for kernels to start",
+    "tp": "tensor-parallel communication",
+    "cp": "context-parallel communication",
+    "ep": "expert-parallel communication",
+    "pp": "sends between stages",
+    "bubble": "waiting in the pipeline",
+    "dp": "gradients and weights over dp",
+    "update": "optimizer update",
+    "fixed": "fixed time of every step",
+}
+_AXES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
+_MOST_CHUNKS = 3  # whose layers a row names
+_MOST_KINDS = 2  # of recompute that a row names
+
+
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """Write a number with its noun.
+
+    >>> counted(1, "rank"), counted(2, "micro-batch", "es")
+    ('1 rank', '2 micro-batches')
+    """
+    return f"{count} {noun}{'' if count == 1 else plural}"
+
+
+def axes_words(plan: Plan) -> str:
+    """Say how many ranks work together in which way: ``tensor 8 x pipeline 8 x data 8``."""
+    sizes = [(word, getattr(plan.candidate, axis)) for axis, word in _AXES.items()]
+    words = " x ".join(f"{word} {size}" for word, size in sizes if size > 1) or "one rank"
+    return words + (f", experts over {plan.candidate.ep}" if plan.candidate.ep > 1 else "")
+
+
+def layout_words(plan: Plan) -> str:
+    """Say in words what the candidate of a plan says in keys, but for its lists of stages."""
+    candidate, schedule = plan.candidate, plan.schedule
+    sizes = sorted({stage.num_layers for stage in plan.stages})
+    batches = f"{counted(schedule.num_micro_batches, 'micro-batch', 'es')} of {counted(plan.micro_batch, 'sequence')}"
+    parts = [axes_words(plan), f"{schedule.builder} with {batches}"]
+    if len(plan.stages) > 1:
+        layers = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        parts.append(f"{len(plan.stages)} stages of {layers} layers")
+    parts.append(recompute_words(plan))
+    if candidate.tp > 1 and not plan.sp:
+        parts.append("no sequence parallelism")
+    if candidate.cp > 1:
+        parts.append("attention by " + ("rings" if plan.cp_kind == "ring" else "exchange of heads"))
+    return "; ".join(parts)
+
+
+def recompute_words(plan: Plan) -> str:
+    """Say what a plan computes again for the backward pass, in a few words."""
+    kinds = dict.fromkeys(stage.recompute for stage in plan.stages)
+    if len(kinds) > 1:
+        return "recompute differs by stage"
+    (kind,) = kinds
+    return {"none": "no recompute", "full": "full recompute"}.get(str(kind)) or f"recompute of {again_words(kind)}"
+
+
+def again_words(kind: Recompute) -> str:
+    """Say what a stage computes again: ``nothing``, ``everything``, ``all of 4 layers``, or names of operations."""
+    if kind.kind == "selective":
+        return ", ".join(kind.ops)
+    return "nothing" if kind.kind == "none" else f"all of {kind.num_layers}" if kind.num_layers else "everything"
+
+
+def again_of(plan: Plan, ranks: Sequence[int]) -> str:
+    """Say what the stages of neighbouring pipeline ranks compute again."""
+    texts = list(
+        dict.fromkeys(_again_of_stage(plan, number) for number, stage in enumerate(plan.stages) if stage.rank in ranks)
+    )
+    return "; ".join(texts[:_MOST_KINDS]) + ("; ..." if len(texts) > _MOST_KINDS else "")
+
+
+def _again_of_stage(plan: Plan, number: int) -> str:
+    stage = plan.stages[number]
+    if stage.recompute.num_layers:
+        return f"{min(stage.recompute.num_layers, stage.num_layers)} of {counted(stage.num_layers, 'layer')}"
+    return again_words(stage.recompute)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Write numbers with runs of neighbours folded.
+
+    >>> ranks_text([0, 1, 2, 5, 7, 8])
+    '0-2,5,7-8'
+    """
+    starts = [rank for rank in ranks if rank - 1 not in ranks]
+    ends = [rank for rank in ranks if rank + 1 not in ranks]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def layers_of(plan: Plan, ranks: Sequence[int]) -> str:
+    """Return which layers neighbouring pipeline ranks hold, chunk by chunk, and whether the embedding or the head."""
+    chunks: dict[int, list[int]] = {}
+    for stage in plan.stages:
+        if stage.rank in ranks:
+            chunks.setdefault(stage.chunk, []).extend(range(stage.first_layer, stage.first_layer + stage.num_layers))
+    texts = [ranks_text(layers) for layers in chunks.values()]
+    before = "embed " if plan.stages[0].rank in ranks else ""
+    after = " head" if plan.stages[-1].rank in ranks else ""
+    return f"{before}{','.join(texts[:_MOST_CHUNKS])}{',...' if len(texts) > _MOST_CHUNKS else ''}{after}"
+
+
+def nodes_of(plan: Plan, ranks: Sequence[int]) -> str:
+    """Return on which nodes the layers of neighbouring pipeline ranks lie."""
+    members = (member for rank in ranks for member in plan.mesh.ranks_of({"pp": rank}))
+    nodes = sorted({member // plan.cluster.ranks_per_node for member in members})
+    text = ranks_text(nodes)
+    return f"{len(nodes)} nodes" if "," in text else text
