@@ -107,8 +107,9 @@ def in_range(value: object, *names: str, low: float = 0, high: float = math.inf,
     for name in names:
         number = getattr(value, name)
         if number is not None:
-            limit = "positive" if positive else f"at least {low}" if number < low else f"at most {high}"
-            holds = number > 0 if positive else low <= number <= high
+            above = "positive" if positive and number <= 0 else f"at least {low}"
+            limit = above if number < low or above == "positive" else f"at most {high}"
+            holds = low <= number <= high and (number > 0 or not positive)
             checks.append((holds, name, f"must be {limit}, not {number}"))
     return checks
 

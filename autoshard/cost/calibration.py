@@ -11,16 +11,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
-from autoshard.errors import InputError, require
+from autoshard.errors import InputError, in_range, require
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
-from autoshard.spec.cluster import LOCAL
+from autoshard.spec.cluster import LOCAL, LONGEST_S
 from autoshard.spec.files import read_data
 
 EFFICIENCIES = (
     "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency",
     "near_link_efficiency", "far_link_efficiency",
 )  # fmt: skip
+_LEAST = 1e-6  # efficiency; less is a typing error, under which a step would take for ever
 SECONDS = ("launch_s", "collective_s", "step_s")
 CONSTANTS = (*EFFICIENCIES, *SECONDS)
 _NUMBERS = (*CONSTANTS, "interval")
@@ -98,8 +99,11 @@ class Calibration:
         require(
             (bool(self.name.strip()), "name", "must not be empty"),
             (bool(self.basis.strip()), "basis", "say what the numbers are worth"),
-            *((0 < getattr(self, name) <= most, name, f"must lie in (0, {most:g}]") for name in EFFICIENCIES),
-            *((getattr(self, name) >= 0, name, "must not be negative") for name in SECONDS),
+            *(
+                (_LEAST <= getattr(self, name) <= most, name, f"must lie in [{_LEAST}, {most:g}]")
+                for name in EFFICIENCIES
+            ),
+            *in_range(self, *SECONDS, high=LONGEST_S),
             (0 <= self.interval < 1, "interval", "must lie in [0, 1)"),
             *((bool(self.sources.get(name)), f"sources.{name}", "say where this number is from") for name in _NUMBERS),
         )

@@ -99,7 +99,8 @@ class Prediction:
         interval = f"the interval {self.low_s} to {self.high_s} does not hold step_time_s {self.step_time_s}"
         parts = f"the parts add up to {total}, not to step_time_s {self.step_time_s}"
         require(
-            *in_range(self, "step_time_s", "tokens_per_s", "capacity_bytes", positive=True),
+            *in_range(self, "step_time_s", low=SHORTEST_S, high=LONGEST_STEP_S),
+            *in_range(self, "tokens_per_s", "capacity_bytes", positive=True),
             *in_range(self, "mfu"),
             (self.low_s <= self.step_time_s <= self.high_s, "low_s", interval),
             (math.isclose(total, self.step_time_s, rel_tol=SUM_TOLERANCE), "time_parts", parts),
@@ -114,6 +115,7 @@ class Prediction:
 
 
 SCHEMA = 2
+SHORTEST_S, LONGEST_STEP_S = 1e-12, 1e12  # of a step: beyond, its cluster or its model has a typing error
 _SECONDS_PER_HOUR, _BILLION = 3600, 1e9
 
 

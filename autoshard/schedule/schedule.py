@@ -8,6 +8,8 @@ import numpy as np
 from autoshard.errors import in_range, nearest, require
 from autoshard.schedule.builders import Action, ActionLists, Order, PipelineShape, Step, builders
 
+MAX_STAGES = 65_536  # more than any model has layers; keeps a typing error in a plan from filling memory
+MAX_MICRO_BATCHES = 2**31 - 1
 Counts = tuple[tuple[int, ...], ...]  # of micro-batches by chunk, at several times
 
 
@@ -29,8 +31,13 @@ class Schedule:
 
     def __post_init__(self) -> None:
         unknown = f"{self.builder!r} is not a schedule. {nearest(self.builder, [*builders()])}"
-        counts = in_range(self, "num_ranks", "num_chunks", "num_micro_batches", low=1)
-        require((self.builder in builders(), "builder", unknown), *counts)
+        require(
+            (self.builder in builders(), "builder", unknown),
+            *in_range(self, "num_ranks", "num_chunks", low=1, high=MAX_STAGES),
+            *in_range(self, "num_micro_batches", low=1, high=MAX_MICRO_BATCHES),
+        )
+        many = f"{self.num_stages} stages are more than {MAX_STAGES}"
+        require((self.num_stages <= MAX_STAGES, "num_chunks", many))
         builder, built = builders()[self.builder], self.actions is None
         per_rank = "one stage" if builder.num_chunks == 1 else f"{builder.num_chunks} stages"
         advice = ". Use interleaved" if builder.num_chunks == 1 else ""

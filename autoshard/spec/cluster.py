@@ -20,6 +20,10 @@ Hops = Literal["all", "half", "log", "one"]
 EngineName = Literal["nxd", "torch"]
 KvOrder = Literal["strided", "adjacent"]
 LOCAL = "local"  # the cluster that is the processors of this machine: its rates are set here, not by a data sheet
+# Bytes or operations per second; seconds of a message; bytes. Generous on purpose: the fastest is a thousand exascale
+# machines. Beyond them are typing errors, under which a step would take no time, or for ever.
+SLOWEST, FASTEST, LONGEST_S, LARGEST_BYTES = 1.0, 1e21, 3600.0, 2**60
+MAX_TILE, MAX_PRICE = 2**16, 1e9
 MAX_RANKS_PER_NODE = 4096  # keeps a mistyped placement from filling the memory
 _RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
@@ -56,7 +60,8 @@ class Chip:
     sources: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
-        numbers = ["memory_bytes", "memory_bandwidth_bytes_per_s", "vector_flops_per_s"]
+        rate_names = ("memory_bandwidth_bytes_per_s", "vector_flops_per_s")
+        numbers = ["memory_bytes", *rate_names]
         stated = [*numbers, *(["matrix_tile"] if self.matrix_tile > 1 else [])]
         rates = {f"matrix_flops_per_s.{dtype}": rate for dtype, rate in self.matrix_flops_per_s.items()}
         known = list(DTYPE_BYTES)
@@ -67,8 +72,13 @@ class Chip:
                 (dtype in known, f"matrix_flops_per_s.{dtype}", f"not a dtype. {nearest(dtype, known)}")
                 for dtype in self.matrix_flops_per_s
             ),
-            *in_range(self, *numbers, "matrix_tile", positive=True),
-            *((rate > 0, name, f"must be positive, not {rate}") for name, rate in rates.items()),
+            *in_range(self, "memory_bytes", positive=True, high=LARGEST_BYTES),
+            *in_range(self, *rate_names, positive=True, low=SLOWEST, high=FASTEST),
+            *in_range(self, "matrix_tile", positive=True, high=MAX_TILE),
+            *(
+                (SLOWEST <= rate <= FASTEST, name, f"must lie in [{SLOWEST}, {FASTEST}], not {rate}")
+                for name, rate in rates.items()
+            ),
             *source_checks([*stated, *rates], self.sources),
         )
 
@@ -88,9 +98,9 @@ class Link:
     def __post_init__(self) -> None:
         require(
             (bool(self.name.strip()), "name", "must not be empty"),
-            *in_range(self, "bandwidth_bytes_per_s", positive=True),
+            *in_range(self, "bandwidth_bytes_per_s", positive=True, low=SLOWEST, high=FASTEST),
             *in_range(self, "ranks_per_port", low=1),
-            *in_range(self, "latency_s"),
+            *in_range(self, "latency_s", high=LONGEST_S),
             *source_checks(("bandwidth_bytes_per_s", "ranks_per_port", "latency_s"), self.sources),
         )
 
@@ -236,7 +246,7 @@ class Cluster:
             (bool(self.name.strip()), "name", "must not be empty"),
             (bool(self.kernels.strip()), "kernels", "must name a Kernels table"),
             *in_range(self, *counts, "lnc", low=1),
-            *in_range(self, "price_usd_per_node_hour", positive=True),
+            *in_range(self, "price_usd_per_node_hour", positive=True, high=MAX_PRICE),
             (day is None or price is not None, "price_date", alone),
             (day is None or _is_date(day), "price_date", f"must be a day as YYYY-MM-DD, or null, not {day!r}"),
             *source_checks(numbers, self.sources),

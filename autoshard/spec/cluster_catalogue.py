@@ -9,6 +9,9 @@ from typing import Any, cast
 
 from autoshard.errors import Fault, InputError, in_range, nearest, require
 from autoshard.spec.cluster import (
+    FASTEST,
+    LONGEST_S,
+    SLOWEST,
     Algorithm,
     Chip,
     Cluster,
@@ -52,8 +55,8 @@ class NodeLink:
             (bool(self.name.strip()), "name", "must not be empty"),
             (inside == (self.chips_per_port is None), "chips_per_port", fault),
             *in_range(self, "chips_per_port", low=1),
-            *in_range(self, "bandwidth_bytes_per_s", positive=True),
-            *in_range(self, "latency_s"),
+            *in_range(self, "bandwidth_bytes_per_s", positive=True, low=SLOWEST, high=FASTEST),
+            *in_range(self, "latency_s", high=LONGEST_S),
             *source_checks(numbers, self.sources),
         )
 

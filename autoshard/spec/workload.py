@@ -14,6 +14,7 @@ Optimizer = Literal["adamw", "sgd"]  # sgd: weight - rate * gradient, no momentu
 Documents = Literal["joined", "separate"]  # whether documents in one sequence attend to each other
 
 MOST = 2**31 - 1  # sequences or tokens: products of sizes stay inside the 64 bits of numpy's integers
+MAX_CAPACITY = 1e6  # slots of an expert over its equal share of the tokens: more than there are experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,8 @@ class Workload:
     def __post_init__(self) -> None:
         require(
             *in_range(self, "seq_len", "global_batch", low=1, high=MOST),
-            *in_range(self, "clip_norm", "expert_capacity", positive=True),  # no capacity: no token is dropped
+            *in_range(self, "clip_norm", positive=True),
+            *in_range(self, "expert_capacity", positive=True, high=MAX_CAPACITY),  # None: no token is dropped
         )
 
     @property
