@@ -91,6 +91,8 @@ def plan(
     )
     if old:
         print(sentences)
+    if warning := best.model.beyond_positions(best.workload.seq_len):
+        print(f"warning: {warning}")
     print(f"wrote {out}")
     return 0
 

@@ -106,6 +106,13 @@ class ModelSpec:
         """How many numbers of each head are rotated (rounded down, as in Hugging Face); 0 for learned positions."""
         return int(self.head_dim * self.rotary_fraction) if self.positions == "rotary" else 0
 
+    def beyond_positions(self, seq_len: int) -> str:
+        """Return a warning that a sequence is longer than the positions of the model; "" if it is not."""
+        if seq_len <= self.max_positions:
+            return ""
+        longer = f"sequences of {seq_len} tokens are longer than the {self.max_positions} positions of {self.name}"
+        return f"{longer}: it runs, but the model was not made for positions beyond them (rope_scaling extends them)"
+
     @property
     def num_parameters(self) -> int:
         """Number of trained parameters; those of a tied output head are counted once, in the embedding."""

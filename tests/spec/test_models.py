@@ -196,3 +196,9 @@ def test_transformers_builds_as_many_parameters_from_the_card(name: str):
     with torch.device("meta"):
         module = transformers.AutoModelForCausalLM.from_config(settings)
     assert sum(parameter.numel() for parameter in module.parameters()) == load_model(name).num_parameters
+
+
+def test_a_sequence_beyond_the_positions_is_warned_about():
+    model = load_model("llama3-8b")
+    assert model.beyond_positions(model.max_positions) == ""
+    assert "16384 tokens are longer than the 8192 positions of llama3-8b" in model.beyond_positions(16384)
