@@ -91,10 +91,15 @@ def plan(
     )
     if old:
         print(sentences)
-    if warning := best.model.beyond_positions(best.workload.seq_len):
+    _say_written(best, out)
+    return 0
+
+
+def _say_written(plan: Plan, out: Path) -> None:
+    """Say where the plan is, and what is unusual about its question."""
+    if warning := plan.model.beyond_positions(plan.workload.seq_len):
         print(f"warning: {warning}")
     print(f"wrote {out}")
-    return 0
 
 
 def _verify_line(out: Path) -> str:
