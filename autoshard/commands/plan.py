@@ -179,7 +179,7 @@ def _one_candidate(request: Request, text: str, out: Path, json: bool) -> int:
         return 1
     write_text(dump(made), out)
     if not json:
-        print(f"wrote {out}")
+        _say_written(made, out)
     return 0
 
 
