@@ -1,8 +1,11 @@
-"""The weights before the first step: drawn by name, so that every rank draws the same."""
+"""The weights before the first step: drawn by name and place, so that every rank makes its part, and all the same."""
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -14,6 +17,7 @@ from autoshard.graph.kinds.pointwise import Add
 from autoshard.graph.op import Array
 
 _SCALE = 0.02  # cited: the standard deviation of GPT-2's weights (Radford et al. 2019); Llama's are drawn likewise
+_CHUNK = 1 << 16  # elements in storage order that one generator draws; who wants some of them draws all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,15 +27,69 @@ class InitialWeights:
     graph: OpGraph
     seed: int
 
-    def __call__(self, name: str) -> Array:
-        """Draw a weight; tied ones are drawn as the one that they share their values with."""
+    def __call__(self, name: str) -> Any:
+        """Return a weight, of which any part can be taken; tied ones are the one that they share their values with."""
         name = tied_instances(self.graph).get(name, name)
         kind, _, parameter = name.split(".", 2)
         shape, forward = _shape(self.graph, name), self.graph.block(kind).select("micro_batch", "F")
         op = next(op for op in forward if parameter in op.inputs)
         if isinstance(op.kind, Norm | Add):
-            return np.full(shape, float(isinstance(op.kind, Norm) and parameter == op.inputs[1]))
-        return np.random.default_rng([self.seed, zlib.crc32(name.encode())]).normal(scale=_SCALE, size=shape)
+            value = float(isinstance(op.kind, Norm) and parameter == op.inputs[1])
+            return np.broadcast_to(np.float32(value), shape)
+        return DrawnWeight(shape=shape, seeds=(self.seed, zlib.crc32(name.encode())))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnWeight:
+    """A whole weight that is nowhere: a part of it is drawn when it is taken, in FP32 and the same from any rank.
+
+    >>> whole = DrawnWeight(shape=(700, 3, 100), seeds=(0, 1))
+    >>> part = whole[600:, 1:, 7:9]
+    >>> part.shape, bool((part == np.asarray(whole)[600:, 1:, 7:9]).all())
+    ((100, 2, 2), True)
+    """
+
+    shape: tuple[int, ...]
+    seeds: tuple[int, int]  # of the run, and of the weight's name
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The format of its parts."""
+        return np.dtype(np.float32)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Draw all of it."""
+        return np.asarray(self[()], dtype=dtype)
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Array:
+        """Draw a box; dims that are not named are whole."""
+        whole = (slice(None),) * (len(self.shape) - len(box))
+        bounds = [part.indices(size)[:2] for part, size in zip((*box, *whole), self.shape, strict=True)]
+        made = np.empty([max(stop - start, 0) for start, stop in bounds], dtype=self.dtype)
+        cut = [
+            number for number, (bound, size) in enumerate(zip(bounds, self.shape, strict=True)) if bound != (0, size)
+        ]
+        last = cut[-1] if cut else 0  # all behind it is whole: what lies together in storage is taken together
+        strides = [math.prod(self.shape[number + 1 :]) for number in range(len(self.shape))]
+        runs = made.reshape(*made.shape[:last], math.prod(made.shape[last:]))
+        for place in np.ndindex(runs.shape[:-1]):
+            at = [start + number for (start, _), number in zip(bounds, (*place, 0), strict=False)]
+            self._draw(sum(one * stride for one, stride in zip(at, strides, strict=False)), runs[place])
+        return made
+
+    def _draw(self, first: int, into: Array) -> None:
+        """Fill a run of elements, the first of which has this number in storage order."""
+        done = 0
+        while done < len(into):
+            chunk, skipped = divmod(first + done, _CHUNK)
+            values = _drawn(*self.seeds, chunk)[skipped : skipped + len(into) - done]
+            into[done : done + len(values)] = values
+            done += len(values)
+
+
+@lru_cache(maxsize=8)  # runs that are shorter than a chunk follow each other
+def _drawn(seed: int, name: int, chunk: int) -> Array:
+    return np.random.default_rng([seed, name, chunk]).standard_normal(_CHUNK, dtype=np.float32) * np.float32(_SCALE)
 
 
 def no_weights(graph: OpGraph) -> Callable[[str], Array]:

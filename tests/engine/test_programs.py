@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.engine.initial import InitialWeights
+from autoshard.engine.initial import DrawnWeight, InitialWeights
 from autoshard.engine.placement import MeshRank, dims_of, placed_boxes
 from autoshard.engine.programs import graph_of, programs_of, read_by, written_by
 from autoshard.errors import InputError
@@ -127,12 +127,21 @@ def test_norms_and_biases_begin_without_effect_and_all_else_as_it_is_drawn(name)
     for instance, block in graph.instances():
         for tensor in block.parameters:
             whole = f"{instance}.{tensor.name}"
-            values = weights(whole)
+            values = np.asarray(weights(whole))
             assert values.shape == tuple(graph.sizes[dim] for dim in tensor.dims)
             if values.ndim == 1 or tensor.name.endswith(".bias"):
                 assert (values == (not tensor.name.endswith(".bias"))).all()
             else:
                 assert 0.015 < values.std() < 0.025
                 assert np.array_equal(values, again(whole)) and not np.array_equal(values, other(whole))
+                assert len(np.unique(values)) > 0.99 * values.size
                 drawn.append(values.flat[0])
     assert len(drawn) - len(set(drawn)) == MODELS[name].tied_embeddings
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.data())
+def test_any_part_of_a_drawn_weight_is_that_part_of_the_whole(shape, data):
+    weight = DrawnWeight(shape=(61, *shape), seeds=(7, 3))
+    ends = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in weight.shape]
+    box = tuple(slice(*bounds) for bounds in ends[: data.draw(st.integers(0, len(ends)))])
+    np.testing.assert_array_equal(weight[box], np.asarray(weight)[box])

@@ -175,12 +175,26 @@ def _reduce(kind: Reduce, call: Call) -> Compute:
     return (lambda x: x.sum(axes)) if kind.function == "sum" else (lambda x: x.detach().amax(axes))
 
 
-def rotary_angles(kind: Rotary, positions: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Return cosines and sines of the angles of every position, [2, position, pair]."""
-    wide = torch.promote_types(dtype, torch.float32)
-    frequencies = torch.tensor(kind.frequencies(head_dim).tolist(), dtype=wide, device=positions.device)
-    angles = positions.to(wide)[:, None] * frequencies
-    return torch.stack([angles.cos(), angles.sin()]).to(dtype)
+class RotaryTable:
+    """Cosines and sines of the angles of this rank's positions, [2, position, pair]: made once, for all layers.
+
+    ``positions`` are those of this rank's part of every sequence.
+    """
+
+    def __init__(self, kind: Rotary, head_dim: int, positions: range) -> None:
+        self._kind, self._head_dim, self._positions = kind, head_dim, positions
+        self._made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def like(self, x: Tensor) -> Tensor:
+        """Return the table where a tensor lies and in its format, made of numbers in FP32 at least."""
+        key = x.device, x.dtype
+        if key not in self._made:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            frequencies = torch.tensor(self._kind.frequencies(self._head_dim).tolist(), dtype=wide, device=x.device)
+            angles = torch.arange(self._positions.start, self._positions.stop, dtype=wide, device=x.device)
+            angles = angles[:, None] * frequencies
+            self._made[key] = torch.stack([angles.cos(), angles.sin()]).to(x.dtype)
+        return self._made[key]
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -240,18 +254,15 @@ class FirstStage(nn.Module):
 
 
 class MiddleStage(nn.Module):
-    """A layer. It makes the angles of its positions itself: else they would travel from stage to stage."""
+    """A layer. It looks up the angles of its positions itself: else they would travel from stage to stage."""
 
-    def __init__(self, block: nn.Module, rotary: Rotary | None, head_dim: int, positions: range) -> None:
+    def __init__(self, block: nn.Module, rotary: RotaryTable | None) -> None:
         super().__init__()
-        self.block, self._rotary, self._head_dim, self._positions = block, rotary, head_dim, positions
+        self.block, self._rotary = block, rotary
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the next hidden state."""
-        if self._rotary is None:
-            return self.block(x)
-        positions = torch.arange(self._positions.start, self._positions.stop, device=x.device)
-        return self.block(x, rotary_angles(self._rotary, positions, self._head_dim, x.dtype))
+        return self.block(x, self._rotary.like(x)) if self._rotary else self.block(x)
 
 
 class LastStage(nn.Module):

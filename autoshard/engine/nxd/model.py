@@ -177,12 +177,13 @@ class NxdModel:
         self._plan, self._lowering = plan, lowering
         self._holds: dict[int, ParameterContents] = {}  # by identity
         parts = plan_blocks(plan)
-        rotary = next((op.kind for op in parts["layer"].ops if isinstance(op.kind, Rotary)), None)
+        kind = next((op.kind for op in parts["layer"].ops if isinstance(op.kind, Rotary)), None)
+        rotary = blocks.RotaryTable(kind, plan.model.head_dim, self.positions) if kind else None
         runs = [again.runs for again in lowering.recompute for _ in range(again.num_layers)]
         made = [_recomputing(self._block(parts["layer"], f"layer.{at}"), again) for at, again in enumerate(runs)]
         self.module = NxdDecoder(
             blocks.FirstStage(self._block(parts["embed"], "embed.0"), self.positions),
-            [blocks.MiddleStage(layer, rotary, plan.model.head_dim, self.positions) for layer in made],
+            [blocks.MiddleStage(layer, rotary) for layer in made],
             blocks.LastStage(self._block(parts["head"], "head.0"), lowering.loss_scale),
         )
         self.tie()

@@ -17,6 +17,7 @@ from autoshard.engine.nxd.blocks import (
     Leaf,
     MiddleStage,
     NxdDecoder,
+    RotaryTable,
     attend,
     compute_of,
     module_steps,
@@ -50,12 +51,13 @@ def block_of(graph: OpGraph, kind: str, weights: dict[str, Array], instance: str
 
 
 def decoder_of(graph: OpGraph, model: ModelSpec, weights: dict[str, Array], again: tuple[str, ...]) -> NxdDecoder:
-    rotary = next((op.kind for op in graph.block("layer").ops if isinstance(op.kind, Rotary)), None)
+    kind = next((op.kind for op in graph.block("layer").ops if isinstance(op.kind, Rotary)), None)
+    rotary = RotaryTable(kind, model.head_dim, range(SEQ)) if kind else None
     layers = [block_of(graph, "layer", weights, f"layer.{number}") for number in range(model.num_layers)]
     layers = [layer.grouped(again, lambda module: module) if again else layer for layer in layers]
     return NxdDecoder(
         FirstStage(block_of(graph, "embed", weights, "embed.0"), range(SEQ)),
-        [MiddleStage(layer, rotary, model.head_dim, range(SEQ)) for layer in layers],
+        [MiddleStage(layer, rotary) for layer in layers],
         LastStage(block_of(graph, "head", weights, "head.0"), 1),
     )
 
@@ -111,3 +113,13 @@ def test_a_kernel_gets_every_head_and_gives_them_back_in_our_order(layer: Callab
     found, expected = layer(*inputs), attend(*inputs)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*(torch.autograd.grad(made, inputs, upstream) for made in (found, expected)))
+
+
+def test_angles_are_made_once_for_a_device_and_a_format() -> None:
+    table = RotaryTable(Rotary(fraction=1.0, theta=1e4), 8, range(3, 7))
+    (first, again, other) = (
+        table.like(torch.zeros(1, dtype=dtype)) for dtype in (torch.float32,) * 2 + (torch.float64,)
+    )
+    assert first is again and other.dtype == torch.float64
+    torch.testing.assert_close(first.double(), other)
+    assert first.shape == (2, 4, 4) and first[1, 0, 0] == torch.tensor(3.0).sin()
