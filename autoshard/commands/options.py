@@ -12,6 +12,7 @@ from autoshard.plan.lowering import ATOMS
 from autoshard.search.api import request_of
 from autoshard.search.request import Request
 from autoshard.search.stage_filling import EVERYTHING, Effort
+from autoshard.spec.cluster import headroom_check
 from autoshard.spec.recipe import Recipe
 from autoshard.spec.workload import Documents, Optimizer, PrecisionName
 
@@ -38,6 +39,7 @@ class QuestionOptions:
         documents: How documents packed into one sequence are treated: attention crosses their borders (joined), or
             attention and positions begin anew with each document (separate). Default: joined.
         engine: Search only plans that this engine runs; `any` searches all engines. Default: the cluster's own.
+        headroom: The share of a rank's usable memory that stays free: 0.1 is 10 %, 0 none. Default: 0.1.
         calibration: A calibration file, made by `autoshard calibrate`. Default: the one that comes with the cluster.
         fix: Pin some keys of the layout, e.g. tp=32,pp=8.
         pins: Pin the layout of a tensor, e.g. 'up=[batch/dp, seq, ffn/tp]'; can be given several times.
@@ -54,9 +56,14 @@ class QuestionOptions:
     optimizer: Optimizer | None = None
     documents: Documents | None = None
     engine: Literal["nxd", "torch", "any"] | None = None
+    headroom: float | None = None
     calibration: str | None = None
     fix: str | None = None
     pins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+
+    def __post_init__(self) -> None:
+        """Refuse a headroom that leaves nothing, or less than nothing."""
+        require(headroom_check(self.headroom or 0.0))
 
     @property
     def given(self) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def _one_candidate(request: Request, text: str, out: Path, json: bool) -> int:
 def _request_like(path: Path, question: QuestionOptions, options: SearchOptions) -> tuple[Plan, Request]:
     """Return a plan, and its question for other nodes: the same model, work and global batch."""
     message = f"is part of the question of {path}, which --like repeats. Leave it out"
-    question.refuse(message, "nodes", "ranks", "engine", "calibration", "fix", "pins")
+    question.refuse(message, "nodes", "ranks", "engine", "headroom", "calibration", "fix", "pins")
     read = check_plan(load(path))
     if read.plan.prediction is None:
         raise InputError(Fault(where=f"--like {path}", message=str(one)) for one in read.rejections)
@@ -195,6 +195,7 @@ def _request_like(path: Path, question: QuestionOptions, options: SearchOptions)
         model=old.model,
         cluster=_cluster_left(old, question),
         workload=old.workload,
+        headroom=old.headroom if question.headroom is None else question.headroom,
         engines=engines_of(old.cluster, question.engine or old.engine),
         pins=pins_of(question.fix),
         layouts=question.pinned(),
@@ -211,7 +212,7 @@ def _cluster_left(old: Plan, question: QuestionOptions) -> Cluster:
             (ranks >= 1, "--ranks", "type how many ranks of this machine are left"),
             (nodes <= 1, "--nodes", "this machine is one node. Type --ranks"),
         )
-        return replace(cluster, chips_per_node=ranks // cluster.ranks_per_chip)
+        return cluster.with_local_ranks(ranks)
     need = f"the plan is of {cluster.num_nodes} nodes. Type how many are left: --nodes {cluster.num_nodes - 1}"
     require(
         (nodes >= 1, "--nodes", need),

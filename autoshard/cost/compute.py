@@ -56,7 +56,7 @@ def kernel_work(
         share: Number = 1.0
         if isinstance(op.kind, Attend | AttendGradient):
             if run.skips_masked:
-                share = _unmasked_share(op.kind.window, seq_len, stretches, run.mask_tile)
+                share = unmasked_share(op.kind.window, seq_len, stretches, run.mask_tile)
             attention = attention + run.flops_ratio * share * op.kind.matrix_flops(call)
         else:
             matrix = matrix + _padded_share(op, call, tile) * op.kind.matrix_flops(call)
@@ -105,13 +105,13 @@ def _padded_share(op: Op, call: Call, tile: int) -> Number:
     return summed * np.minimum(rows, columns)
 
 
-def _unmasked_share(window: int | None, seq_len: Number, stretches: Number, tile: int) -> Number:
+def unmasked_share(window: int | None, seq_len: Number, stretches: Number, tile: int) -> Number:
     """Return which share of its (query, key) pairs the slowest cp rank does not skip as masked.
 
     The last of several stretches in a row meets all keys before its own, so without a window it has 2 - 1/stretches
     times the average.
 
-    >>> [float(_unmasked_share(None, 4, stretches, 1)) for stretches in (1, 2)]
+    >>> [float(unmasked_share(None, 4, stretches, 1)) for stretches in (1, 2)]
     [0.625, 0.875]
     """
 

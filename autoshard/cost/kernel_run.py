@@ -69,13 +69,16 @@ def kernel_runs(
             launches = min(1, group.kernel.launches.forward) if apart is None else apart
         score_bytes = group.kernel.score_bytes.forward if forward else group.kernel.score_bytes.backward
         touched = tuple(traffic.forward(ops, group) if forward else traffic.backward(ops, group))
+        scratch = () if forward or plain else [(group.ops[0], save.tensor) for save in group.scratch]
         products = [op.source for op in ops if isinstance(op.kind, Einsum)]
         yield KernelRun(
             pass_=pass_,
             ops=tuple(ops),
             touched=touched,
             fresh=tuple(
-                (op, tensor, traffic.kept_cuts(tensor.name)) for op, tensor in touched if not traffic.is_state(tensor)
+                (op, tensor, traffic.kept_cuts(tensor.name))
+                for op, tensor in (*touched, *scratch)
+                if not traffic.is_state(tensor)
             ),
             skips_masked=group.kernel.skips_masked,
             mask_tile=group.kernel.mask_tile,

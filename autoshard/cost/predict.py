@@ -12,6 +12,7 @@ from autoshard.cost.calibration import (
     uncalibrated,
 )
 from autoshard.cost.collective import Number, mesh_ring
+from autoshard.cost.compute import unmasked_share
 from autoshard.cost.setting import (
     BlockCost,
     Question,
@@ -26,13 +27,15 @@ from autoshard.cost.sharded import Blocks, ListedBlocks
 from autoshard.cost.stages import Sends
 from autoshard.cost.step import PlanPipeline, PlanStep, Price, StageLayers, StepCost, step_cost
 from autoshard.cost.terms import term_entries, term_seconds, user_terms
+from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import num_slots
+from autoshard.graph.kinds.attention import Attend, AttendGradient
 from autoshard.plan.codec import fingerprint
 from autoshard.plan.plan import Compiling, Plan, Prediction, StageMemory, rounded
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.rule import Rejection
 from autoshard.plan.verify import verify
-from autoshard.spec.kernels import load_kernels
+from autoshard.spec.kernels import Kernels, load_kernels
 
 # cited: aws-neuron-sdk issue 987: "[XTP002] Number of instructions (8658944) is over the threshold (5000000)".
 MOST_INSTRUCTIONS = 5_000_000
@@ -55,12 +58,13 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
     seconds = {part: rounded(float(value)) for part, value in sorted(cost.seconds.items()) if float(value) > least_s}
     step_time_s = rounded(sum(seconds.values()))
     interval, basis = interval_and_basis(question.calibration, plan)
-    # As published ones, utilisation counts the model's own FLOPs: with masked pairs, without slots that no token needs.
+    # Utilisation counts the model's own FLOPs, without slots that no token needs; published ones count masked pairs.
     graph, model, workload = question.step.graph, question.model, question.workload
     if model.num_experts:
         graph = replace(graph, sizes={**graph.sizes, "slots": num_slots(model, workload.seq_len, None)})
     flops = graph.model_flops_per_token() * workload.tokens_per_step
-    peak = question.cluster.rank_matrix_flops_per_s(workload.precision.activations)
+    peak = question.cluster.rank_matrix_flops_per_s(workload.precision.activations) * question.cluster.num_ranks
+    masked = _masked_flops_per_token(graph) * workload.tokens_per_step
     return Prediction(
         step_time_s=step_time_s,
         low_s=rounded(step_time_s * (1 - interval)),
@@ -70,14 +74,36 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
             StageMemory(num_weights=int(weights), parts=_whole(parts))
             for weights, parts in zip(cost.weights, cost.memory, strict=True)
         ),
-        capacity_bytes=plan.cluster.rank_memory_bytes,
+        peak_interval_bytes=_peak_interval(cost, load_kernels(plan.kernels)),
+        capacity_bytes=plan.cluster.usable_bytes(plan.headroom),
         tokens_per_s=rounded(workload.tokens_per_step / step_time_s),
-        mfu=rounded(flops / (step_time_s * peak * question.cluster.num_ranks)),
+        mfu=rounded(flops / (step_time_s * peak)),
+        mfu_causal=rounded((flops - masked) / (step_time_s * peak)),
         communication_bytes={axis: size for axis, size in _whole(cost.sent_bytes).items() if size},
         basis=basis,
         of=fingerprint(plan),
         compiling=compiling(plan),
     )
+
+
+def _masked_flops_per_token(graph: OpGraph) -> float:
+    """Return the FLOPs of attention per token that are of pairs which the mask hides."""
+    seq_len, found = graph.sizes["seq"], 0.0
+    for block in graph.blocks:
+        for op in block.select("micro_batch"):
+            if isinstance(op.kind, Attend | AttendGradient) and not op.again:
+                hidden = 1 - float(unmasked_share(op.kind.window, seq_len, 1, 1))
+                found += block.repeat * hidden * op.kind.matrix_flops(block.call(op, graph.sizes))
+    return found / (graph.sizes["batch"] * seq_len)
+
+
+def _peak_interval(cost: StepCost, kernels: Kernels) -> tuple[int, int] | None:
+    """Return what the fullest rank holds at least and at most, as far as what an allocator reserves is known."""
+    if not kernels.reserved:
+        return None
+    reserved, runtime = kernels.reserved, kernels.runtime_bytes
+    allocated = (cost.peak_bytes - runtime) / (1 + reserved.share)
+    return round(allocated * (1 + reserved.low) + runtime), round(allocated * (1 + reserved.high) + runtime)
 
 
 def _whole(parts: Mapping[str, Number]) -> Mapping[str, int]:

@@ -293,17 +293,21 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
         return recomputed + kept + embed + head
 
     saved, waiting = total("saved_bytes"), total("waiting_bytes")
+    memory = {
+        "activations": most_kept(schedule, saved, waiting),
+        **_other_memory(blocks, slots, options.plain_kind),
+        **state_bytes(weights, blocks.setting, blocks.question.workload),
+    }
+    kernels = load_kernels(blocks.question.kernels)
+    if kernels.reserved:
+        memory["reserved"] = kernels.reserved.share * sum(memory.values())
     return StagePrices(
         forward_s=total("forward_s"),
         input_s=total("input_s"),
         weight_s=total("weight_s"),
         saved_bytes=saved,
         waiting_bytes=waiting,
-        memory={
-            "activations": most_kept(schedule, saved, waiting),
-            **_other_memory(blocks, slots, options.plain_kind),
-            **state_bytes(weights, blocks.setting, blocks.question.workload),
-        },
+        memory={**memory, "runtime": kernels.runtime_bytes},
         weights=weights,
         num_blocks=np.broadcast_to(options.num_layers, shape[:2]) + counts.ends[:, None],
     )
@@ -322,10 +326,11 @@ def most_kept(schedule: Schedule, saved: Floats, waiting: Floats) -> Floats:
 
 
 def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot], plain_kind: int) -> Mapping[str, Number]:
-    """Return the parts of a rank's memory beside states and activations.
+    """Return the parts of a rank's memory beside states, activations, and what its platform keeps for itself.
 
-    ZeRO-3 has two whole blocks at a time, one at work and one on its way, and a gradient. Copies in buckets stand ready
-    unless gradients are summed in place, or there is nobody to share them with.
+    ZeRO-3 has two whole blocks at a time, one at work and one on its way, and a gradient; or all blocks of the rank and
+    their gradients in a pipeline, where a framework does not gather and sum them for every micro-batch. Copies in
+    buckets stand ready unless gradients are summed in place, or there is nobody to share them with.
     """
     question, setting, schedule = blocks.question, blocks.setting, blocks.schedule
     precision, kernels = question.workload.precision, load_kernels(question.kernels)
@@ -339,14 +344,16 @@ def _other_memory(blocks: PipelineBlocks, slots: Sequence[Slot], plain_kind: int
     messages = _messages(schedule, keeps_outputs=kernels.keeps_outputs)
     placeholders = layer.placeholder_bytes[plain_kind] + has_embed * embed.placeholder_bytes[0]
     largest = np.maximum(layer.num_weights, np.maximum(has_embed * embed.num_weights, has_head * head.num_weights))
-    gathered = 2 * DTYPE_BYTES[precision.weights] + DTYPE_BYTES[precision.gradients]
+    per_weight, per_gradient = DTYPE_BYTES[precision.weights], DTYPE_BYTES[precision.gradients]
+    gathered = largest * (2 * per_weight + per_gradient)
+    if kernels.keeps_units and schedule.num_ranks > 1:
+        gathered = sum(count.sum(axis=2) * block.num_weights for count, block, _ in slots) * (per_weight + per_gradient)
     replicas = setting.atoms["edp"] * setting.atoms["ep"] * setting.atoms["cp"]
     return {
         "working": working.max(axis=2),
         "placeholders": placeholders + has_head * head.placeholder_bytes[0],
         "pipeline": messages[:, None, None] * blocks.boundary_bytes,
-        "gathered": largest * gathered if setting.zero == 3 else 0,
+        "gathered": gathered if setting.zero == 3 else 0,
         "buckets": blocks.bucket_bytes * (replicas > 1) if kernels.copies_buckets and setting.zero else 0,
         "workspace": kernels.workspace_bytes,
-        "runtime": kernels.runtime_bytes,
     }

@@ -31,6 +31,7 @@ class FusedOps:
     ops: tuple[str, ...]
     kernel: Kernel
     saves: tuple[Saved, ...]
+    scratch: tuple[Saved, ...] = ()  # that its backward has besides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,18 +83,28 @@ def fuse(flow: Flow, kernels: Kernels) -> tuple[FusedOps, ...]:
         taken.update(run)
         saves = [_saved(flow, tensor) for tensor in flow.read_by_backward(run)]
         if kernel.saves is not None:
-            saves = [save for number, text in enumerate(kernel.saves) for save in _named_saves(flow, run, text, number)]
+            copies = [f"{run[0]}.copy{number}" for number in range(len(kernel.saves))]
+            saves = [
+                save
+                for text, own in zip(kernel.saves, copies, strict=True)
+                for save in _named_saves(flow, run, text, own)
+            ]
         kernel = kernel if kernels.eager else replace(kernel, launches=NEVER)
-        groups.append(FusedOps(ops=run, kernel=kernel, saves=tuple(saves)))
+        scratch = [save for text in kernel.scratch for save in _named_saves(flow, run, text, f"{run[0]}.scratch")]
+        groups.append(FusedOps(ops=run, kernel=kernel, saves=tuple(saves), scratch=tuple(scratch)))
     return tuple(groups)
 
 
-def saved_tensors(flow: Flow, fused: Sequence[FusedOps], recomputed: frozenset[str] = frozenset()) -> tuple[Saved, ...]:
+def saved_tensors(
+    flow: Flow, fused: Sequence[FusedOps], recomputed: frozenset[str] = frozenset(), *, remakes: bool = False
+) -> tuple[Saved, ...]:
     """Return all that stays from forward to backward when some operations are computed again.
 
-    What the kernels of those operations keep is dropped; what they read from elsewhere stays.
+    What the kernels of those operations keep is dropped; what they read from elsewhere stays, and what they make for
+    the backward of others, unless a platform ``remakes`` that as well.
     """
     entries = [save for group in fused if not recomputed.intersection(group.ops) for save in group.saves]
+    entries = [save for save in entries if not remakes or save.op not in recomputed]
     entries += [_saved(flow, name) for name in flow.external_inputs(sorted(recomputed))]
     return tuple({entry.storage: entry for entry in entries}.values())
 
@@ -103,11 +113,10 @@ def _saved(flow: Flow, name: str) -> Saved:
     return Saved(storage=flow.root(name), tensor=flow.tensors[name], op=flow.maker(name))
 
 
-def _named_saves(flow: Flow, run: tuple[str, ...], text: str, number: int) -> Iterator[Saved]:
-    """Read one entry of a kernel's ``saves``; memory of its own is named by the number of the entry."""
+def _named_saves(flow: Flow, run: tuple[str, ...], text: str, own: str) -> Iterator[Saved]:
+    """Read one entry of what a kernel saves or has besides; ``own`` is the name of memory of its own."""
     reference, _, dtype = text.partition("@")
     apart, _, which = reference.rpartition(":")
-    own = f"{run[0]}.copy{number}"
     if which == "scores":
         query = next(op.inputs[0] for op in flow.forward if op.name == run[0])
         wanted = cast(Dtype, dtype) if dtype else flow.tensors[query].dtype
@@ -132,7 +141,8 @@ def _named_saves(flow: Flow, run: tuple[str, ...], text: str, number: int) -> It
 def recompute(block: Block, kernels: Kernels, names: tuple[str, ...] | None) -> Block:
     """Return the block with some operations computed again in backward; ``None`` means all of them (full).
 
-    A kernel is computed again as a whole. What these operations make and the backward of others reads, stays.
+    A kernel is computed again as a whole. What these operations make and the backward of others reads, stays, or is
+    made again, as the table says.
     """
     assert block.recompute == "none", f"{block.kind} is recomputed already"
     known = sorted({*(name for group in block.fused for name in group.ops), *kernels.selective})
@@ -147,7 +157,7 @@ def recompute(block: Block, kernels: Kernels, names: tuple[str, ...] | None) -> 
     if not recomputed:
         return block
     flow = Flow(dict(block.tensors), block.ops)
-    saved = saved_tensors(flow, block.fused, recomputed)
+    saved = saved_tensors(flow, block.fused, recomputed, remakes=kernels.remakes_inputs)
     kept = {entry.storage for entry in saved}
     clones = _clones(flow, kernels, recomputed, kept)
     again = {name.removesuffix(".again"): name for op in clones for name in op.outputs}
@@ -181,7 +191,8 @@ def _clones(flow: Flow, kernels: Kernels, recomputed: frozenset[str], kept: set[
         if op.name in recomputed or (isinstance(op.kind, Deliver) and flow.maker(op.inputs[0]) in recomputed)
     ]
     if kernels.clones_end == "last_saved":
-        wanted = {name for name in flow.read_by_backward(sorted(recomputed)) if flow.root(name) not in kept}
+        readers = [op.name for op in flow.forward] if kernels.remakes_inputs else sorted(recomputed)
+        wanted = {name for name in flow.read_by_backward(readers) if flow.root(name) not in kept}
         needed: list[Op] = []
         for op in reversed(inside):
             if wanted.intersection(op.outputs):

@@ -9,7 +9,7 @@ from autoshard.plan.rules import shape
 from autoshard.plan.rules.columns import Columns, Engine
 from autoshard.plan.rules.rule import judge
 from autoshard.schedule.schedule import Schedule
-from autoshard.spec.cluster import Cluster
+from autoshard.spec.cluster import HEADROOM, Cluster
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
@@ -30,6 +30,7 @@ def build_plan(
     workload: Workload,
     engine: Engine,
     *,
+    headroom: float = HEADROOM,
     provenance: Mapping[str, str] | None = None,
 ) -> Plan:
     """Make the plan of a candidate, without a prediction; a candidate that has no shape is an InputError.
@@ -58,6 +59,7 @@ def build_plan(
         model=model,
         cluster=cluster,
         workload=workload,
+        headroom=headroom,
         engine=engine,
         kernels=candidate.kernels or cluster.kernels,
         mesh=mesh,

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +23,12 @@ def _with_documents(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "workload": {**work, "documents": "joined"}} if isinstance(work, dict) else data
 
 
-MIGRATIONS: Migrations = {1: _with_documents}
+def _with_headroom(data: dict[str, Any]) -> dict[str, Any]:
+    """Schema 3 says how much memory a plan leaves free; before, plans filled all of it."""
+    return {"headroom": 0.0, **data}
+
+
+MIGRATIONS: Migrations = {1: _with_documents, 2: _with_headroom}
 
 
 def dump(plan: Plan) -> str:
@@ -77,8 +82,14 @@ def _migrated(data: dict[str, Any], migrations: Migrations) -> dict[str, Any]:
     if number < oldest:
         raise InputError.of("schema", f"{number} cannot be read; this version reads schemas {oldest} to {SCHEMA}")
     for before in range(number, SCHEMA):
-        data = _sealed_again(data, {**migrations[before](data), "schema": before + 1})
+        data = _sealed_again(data, _ordered({**migrations[before](data), "schema": before + 1}))
     return data
+
+
+def _ordered(data: dict[str, Any]) -> dict[str, Any]:
+    """Put the keys of a plan into the order of its fields, in which they are hashed."""
+    names = [name for name in (field.name for field in fields(Plan)) if name in data]
+    return {name: data[name] for name in (*names, *(key for key in data if key not in names))}
 
 
 def _sealed_again(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

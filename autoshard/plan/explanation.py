@@ -38,6 +38,8 @@ class Certificate:
     bound: float = math.inf  # nothing that was left open can be less
     ended: str = "complete"  # or why the search stopped before
     objective: str = "time"
+    # Seconds of the answer's outer point with less headroom, its stages filled again; another point may gain more.
+    by_headroom: Mapping[float, float] = field(default_factory=dict[float, float])
 
     @property
     def stopped(self) -> str:

@@ -9,7 +9,7 @@ from autoshard.errors import in_range, require
 from autoshard.plan.candidate import Candidate, CpKind, CpOrder, Zero, even_stages
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
-from autoshard.spec.cluster import MAX_RANKS_PER_NODE, Cluster
+from autoshard.spec.cluster import MAX_RANKS_PER_NODE, Cluster, headroom_check
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
@@ -86,9 +86,12 @@ class Prediction:
     high_s: float
     time_parts: Mapping[str, float] = field(hash=False)  # seconds; they add up to step_time_s
     stage_memory: tuple[StageMemory, ...]  # one per pipeline rank
-    capacity_bytes: int  # memory of a rank that the plan may fill
+    peak_interval_bytes: tuple[int, int] | None = None  # of the fullest rank, where an allocator's share is estimated
+    capacity_bytes: int  # memory of a rank that the plan may fill: what is usable, less headroom
     tokens_per_s: float
-    mfu: float  # share of the peak that the model's own FLOPs use
+    mfu: float  # share of the peak that the model's own FLOPs use, with all (query, key) pairs of attention
+    mfu_causal: float | None = None  # with those pairs alone that the mask leaves
+    outside: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # feature -> its distance from rows
     communication_bytes: Mapping[str, int] = field(hash=False)  # per axis: sent by one rank in one step
     basis: str  # what the numbers are worth: "uncalibrated", or the calibration they come from
     of: str  # fingerprint of the rest of the plan
@@ -101,7 +104,7 @@ class Prediction:
         require(
             *in_range(self, "step_time_s", low=SHORTEST_S, high=LONGEST_STEP_S),
             *in_range(self, "tokens_per_s", "capacity_bytes", positive=True),
-            *in_range(self, "mfu"),
+            *in_range(self, "mfu", "mfu_causal"),
             (self.low_s <= self.step_time_s <= self.high_s, "low_s", interval),
             (math.isclose(total, self.step_time_s, rel_tol=SUM_TOLERANCE), "time_parts", parts),
             (bool(self.basis), "basis", "say what the numbers are worth"),
@@ -114,7 +117,7 @@ class Prediction:
         return max((memory.total for memory in self.stage_memory), default=0)
 
 
-SCHEMA = 2
+SCHEMA = 3
 SHORTEST_S, LONGEST_STEP_S = 1e-12, 1e12  # of a step: beyond, its cluster or its model has a typing error
 _SECONDS_PER_HOUR, _BILLION = 3600, 1e9
 
@@ -157,6 +160,7 @@ class Plan:
     model: ModelSpec
     cluster: Cluster
     workload: Workload
+    headroom: float  # share of a rank's memory that the plan leaves free
     engine: Literal["nxd", "torch"]
     kernels: str
     mesh: Mesh
@@ -179,6 +183,7 @@ class Plan:
         require(
             (self.schema == SCHEMA, "schema", f"must be {SCHEMA}, not {self.schema}"),
             *in_range(self, "micro_batch", low=1),
+            headroom_check(self.headroom),
             (bool(self.stages), "stages", "must hold at least one stage"),
             *((size >= 1, f"padding.{dim}", f"must be at least 1, not {size}") for dim, size in self.padding.items()),
         )

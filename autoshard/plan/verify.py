@@ -155,6 +155,8 @@ def _tied_misfits(plan: Plan, programs: Mapping[str, Program]) -> Iterator[Rejec
 
 def _prediction_misfits(plan: Plan, prediction: Prediction) -> Iterator[Rejection]:
     capacity, ranks = prediction.capacity_bytes, plan.schedule.num_ranks
+    usable = format_bytes(plan.cluster.rank_memory_bytes)
+    left_free = f" ({usable} less {plan.headroom:.3g} of headroom)" if plan.headroom else ""
     if prediction.of != fingerprint(plan):
         message = (
             "prediction: was made for other choices than those that now stand in the plan. Predict again "
@@ -171,7 +173,7 @@ def _prediction_misfits(plan: Plan, prediction: Prediction) -> Iterator[Rejectio
         if memory.total > capacity:
             message = (
                 f"prediction.stage_memory[{rank}]: pipeline rank {rank} is predicted to need "
-                f"{format_bytes(memory.total)} of {format_bytes(capacity)}, {format_bytes(memory.total - capacity)} "
-                "too much. Use more recompute, a smaller mbs, or more tp or pp"
+                f"{format_bytes(memory.total)} of {format_bytes(capacity)}{left_free}, "
+                f"{format_bytes(memory.total - capacity)} too much. Use more recompute, a smaller mbs, or more tp or pp"
             )
             yield _reject("memory", message, _PREDICTED)

@@ -15,7 +15,7 @@ from autoshard.spec.cluster import LOCAL
 from autoshard.units import format_bytes
 
 XLA = "xla"  # Neuron devices as NxD has them
-_CUDA = "cuda"
+CUDA = "cuda"
 _MOST_RANKS = 64  # more processes than this are no use on one machine, as spec/clusters/local.json says
 _SHARED = ("runtime",)  # memory of a platform itself; here, pages that forks of one process share
 COMPILER = "neuron_parallel_compile"
@@ -68,11 +68,11 @@ def device_of(plan: Plan, *, forked: bool) -> str:
     import torch
 
     if forked:
-        found = _CUDA if torch.cuda.device_count() >= plan.mesh.num_ranks else HOST
+        found = CUDA if torch.cuda.device_count() >= plan.mesh.num_ranks else HOST
     else:
         there = torch.accelerator.current_accelerator(check_available=True)
         found = HOST if there is None or device_backend(there.type) == "gloo" else there.type
-    return HOST if found == _CUDA and plan.cluster.engine == "nxd" else found
+    return HOST if found == CUDA and plan.cluster.engine == "nxd" else found
 
 
 def device_backend(device: str) -> str:
@@ -119,6 +119,17 @@ def refuse_too_large(plan: Plan, available_bytes: int) -> None:
     require((num_ranks <= _MOST_RANKS, "mesh", many))
     large = f"the {num_ranks} ranks are predicted to hold {need}, and this machine has {have} left. {small}"
     require((need_bytes <= available_bytes, "prediction.stage_memory", large))
+
+
+def refuse_full_device(plan: Plan, rank: int, free_bytes: int) -> None:
+    """Refuse a rank whose device has less left than its tensors alone are predicted to take."""
+    assert plan.prediction, "a plan is predicted before it runs"
+    stage = plan.mesh.coordinates(rank).get("pp", 0)
+    need_bytes = plan.prediction.stage_memory[stage].without((*_SHARED, "reserved"))
+    need, have = format_bytes(need_bytes), format_bytes(free_bytes)
+    message = f"rank {rank} is predicted to hold {need} in tensors, and its device has {have} left"
+    remedy = "End what else runs there, or plan again with a larger --headroom"
+    require((need_bytes <= free_bytes, f"prediction.stage_memory[{stage}]", f"{message}. {remedy}"))
 
 
 def available_bytes() -> int:

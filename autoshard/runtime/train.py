@@ -35,6 +35,7 @@ from autoshard.runtime.data.batches import PrefetchLoader, StepShape
 from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.forked import handling
 from autoshard.runtime.launch import only_extracts
+from autoshard.runtime.machine import CUDA, refuse_full_device
 from autoshard.runtime.resume import begin, require_storage, storage_of, usable
 
 Say = Callable[[Started | TimedStep | SavedStep | str], None]
@@ -62,6 +63,8 @@ class _Loop:
 
     def __init__(self, plan: Plan, run: Run, build: Builds, say: Say, signals: list[int]) -> None:
         self._plan, self._run, self._say, self._signals = plan, run, say, signals
+        if run.device == CUDA:  # what is there, not what the cluster's file says
+            refuse_full_device(plan, dist.get_rank(), torch.cuda.mem_get_info()[0])
         # Devices take no Python objects; saving talks while steps do. Loading and compiling may take hours.
         self._hosts: Any = dist.new_group(backend="gloo", timeout=_LONGEST)
         self._saves, keeping = run.training.checkpoint.saves, run.training.checkpoint

@@ -18,7 +18,7 @@ from autoshard.search.no_plan import unanswered
 from autoshard.search.planner import SearchResult, search as search_all
 from autoshard.search.request import Request
 from autoshard.search.space import Pins
-from autoshard.spec.cluster import LOCAL, Cluster
+from autoshard.spec.cluster import HEADROOM, LOCAL, Cluster
 from autoshard.spec.cluster_catalogue import load_cluster, other_lnc
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
@@ -59,6 +59,7 @@ def plan(
     nodes: int | None = None,
     cost: Cost | Calibration | None = None,
     search: Search | None = None,
+    headroom: float = HEADROOM,
 ) -> Plan:
     """Return the best plan, or raise NoPlan; names are looked up in the catalogue, for one node if not told otherwise.
 
@@ -77,6 +78,7 @@ def plan(
         cluster=the_cluster,
         workload=workload or default_workload(the_model, the_cluster),
         engines=(the_cluster.engine,),
+        headroom=headroom,
         pins=pins_of(how.pins or None),
         layouts=layout_pins(how.layouts, "Python"),
         calibration=prices.calibration,
@@ -121,6 +123,7 @@ def request_of(recipe: Recipe, layouts: Sequence[Pin] = ()) -> Request:
             cluster=cluster,
             workload=default_workload(model, cluster, recipe),
             engines=engines_of(cluster, recipe.engine),
+            headroom=recipe.headroom,
             pins=pins,
             layouts=tuple({pin.tensor: pin for pin in (*listed, *layouts)}.values()),
             calibration=constants,

@@ -55,7 +55,8 @@ def least_bytes(priced: PricedLayouts, zero: Zero) -> Floats:
     layers, kernels = -(-question.model.num_layers // priced.space.rows["pp"]), load_kernels(question.kernels)
     blocks = priced.pipeline_blocks(slice(None), _ALONE, Candidate(zero=zero))
     held = layers * (_states_bytes(blocks, priced.layer) + priced.layer.saved_bytes.min(axis=0))
-    return (held + kernels.runtime_bytes + kernels.workspace_bytes) * (1 - SURE)
+    share = kernels.reserved.share if kernels.reserved else 0.0
+    return ((held + kernels.workspace_bytes) * (1 + share) + kernels.runtime_bytes) * (1 - SURE)
 
 
 @cache
@@ -79,7 +80,8 @@ def _least_work(
     blocks, kernels = priced.pipeline_blocks(slice(None), _ALONE, Candidate(zero=zero)), load_kernels(question.kernels)
     embed, layer, head = blocks.embed, blocks.layer, blocks.head
     gathered = layer.num_weights * (2.0 if zero == 3 else 0.0)
-    free = capacity * (1 + 1e-9) - (kernels.workspace_bytes + kernels.runtime_bytes + gathered)
+    share = kernels.reserved.share if kernels.reserved else 0.0
+    free = (capacity * (1 + 1e-9) - kernels.runtime_bytes) / (1 + share) - (kernels.workspace_bytes + gathered)
     of_embed, of_layer, of_head = (_states_bytes(blocks, block) for block in (embed, layer, head))
     order = layer.pass_s.argsort(axis=0)
     pass_s = np.take_along_axis(layer.pass_s, order, axis=0)

@@ -82,13 +82,15 @@ def _changes(request: Request) -> Iterator[Iterable[Change]]:
         yield [(f"--seq-len {tokens}", partial(with_work, seq_len=tokens))]
 
     local = cluster.name == LOCAL
-    option, number = ("--ranks", "chips_per_node") if local else ("--nodes", "num_nodes")
+    option = "--ranks" if local else "--nodes"
     now = cluster.num_ranks if local else cluster.num_nodes
     most = _MOST_LOCAL_RANKS if local else now << _MOST_DOUBLINGS
 
     def resized(size: int) -> Request:
-        others = tuple(replace(other, **{number: size}) for other in request.other_lnc)
-        return replace(request, cluster=replace(cluster, **{number: size}), other_lnc=others)
+        if local:
+            return replace(request, cluster=cluster.with_local_ranks(size))
+        others = tuple(replace(other, num_nodes=size) for other in request.other_lnc)
+        return replace(request, cluster=replace(cluster, num_nodes=size), other_lnc=others)
 
     larger = sorted({min(most, now << power) for power in range(1, _MOST_DOUBLINGS + 1)} - {now})
     yield [(f"{option} {size}", partial(resized, size)) for size in larger]

@@ -77,12 +77,27 @@ def search(request: Request, num_plans: int = 1, watch: Watch = never_stop) -> S
         ((one, solution) for one in results for solution in one.solutions), key=lambda pair: pair[1].order[:3]
     )
     plans = tuple(one.plan(solution, tables=not number) for number, (one, solution) in enumerate(found[:num_plans]))
+    certificate = reduce(Certificate.plus, (one.certificate for one in results), Certificate())
+    if found:
+        certificate = replace(certificate, by_headroom=_with_less_headroom(*found[0]))
     misses = [one.plan(one.nearest_miss, tables=False) for one in results if one.nearest_miss]
     return SearchResult(
         plans=plans,
         nearest_miss=None if plans else min(misses, key=lambda plan: coordinates(plan)[1], default=None),
-        certificate=reduce(Certificate.plus, (one.certificate for one in results), Certificate()),
+        certificate=certificate,
     )
+
+
+def _with_less_headroom(result: _EngineResult, solution: Solution) -> dict[float, float]:
+    """Return what the outer point of a solution takes with half of the headroom and with none."""
+    request, found = result.request, dict[float, float]()
+    if request.memory_bytes is not None or request.objective == "memory":
+        return found
+    for headroom in (request.headroom / 2, 0.0) if request.headroom else ():
+        goal = Goal(capacity=request.cluster.usable_bytes(headroom), effort=request.effort)
+        filled_s = float(solution.point.solved(goal, np.inf).time_s[0])
+        found[headroom] = min(filled_s, *found.values(), solution.value)
+    return found
 
 
 def _search_engine(request: Request, engine: Engine, num_plans: int, watch: Watch) -> _EngineResult:

@@ -22,7 +22,7 @@ from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.tables import with_tables
 from autoshard.search.space import Pins, default_kernels
 from autoshard.search.stage_filling import Effort, Goal
-from autoshard.spec.cluster import Cluster
+from autoshard.spec.cluster import HEADROOM, Cluster, headroom_check
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 from autoshard.version import __version__
@@ -50,7 +50,8 @@ class Request:
     extra_rules: tuple[Rule, ...] = field(default_factory=user_rules)
     effort: Effort = field(default_factory=Effort)
     objective: Objective = "time"
-    memory_bytes: float | None = None  # that a rank may fill, if not all that it has
+    headroom: float = HEADROOM  # share of a rank's memory that plans leave free
+    memory_bytes: float | None = None  # that a rank may fill, whatever it has and the headroom is
     other_lnc: tuple[Cluster, ...] = ()  # the same nodes under other logical cores, searched as well
 
     def __post_init__(self) -> None:
@@ -60,6 +61,7 @@ class Request:
         twice = sorted({term for term in terms if terms.count(term) > 1})
         require(
             (self.cluster.num_nodes <= most, "nodes", f"a search takes at most {most} nodes of {name}"),
+            headroom_check(self.headroom),
             (not twice, "terms", f"two of the name {', '.join(twice)}; each needs its own"),
         )
 
@@ -71,9 +73,13 @@ class Request:
     @property
     def goal(self) -> Goal:
         """What is minimised. On one cluster dollars are time."""
-        capacity = self.cluster.rank_memory_bytes if self.memory_bytes is None else self.memory_bytes
         objective = "memory" if self.objective == "memory" else "time"
-        return Goal(objective=objective, capacity=capacity, effort=self.effort)
+        return Goal(objective=objective, capacity=self.capacity_bytes, effort=self.effort)
+
+    @property
+    def capacity_bytes(self) -> float:
+        """What a plan may fill of a rank's memory."""
+        return self.cluster.usable_bytes(self.headroom) if self.memory_bytes is None else self.memory_bytes
 
     @property
     def constants(self) -> Calibration:
@@ -97,7 +103,8 @@ class Request:
         origin["model"] = self.model.source
         atoms = cut_atoms(candidate, self.model)
         blocks = CutBlocks(step=self.question(candidate).step, cutting=used, atoms=atoms)
-        made = predicted(build_plan(candidate, *facts, provenance=origin), self.constants, blocks)
+        bare = build_plan(candidate, *facts, headroom=self.headroom, provenance=origin)
+        made = predicted(bare, self.constants, blocks)
         if not tables:
             return made
         made = with_tables(made, used)

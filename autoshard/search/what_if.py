@@ -30,6 +30,7 @@ def request_of_plan(plan: Plan, calibration: Calibration) -> Request:
         model=plan.model,
         cluster=plan.cluster,
         workload=plan.workload,
+        headroom=plan.headroom,
         engines=(plan.engine,),
         pins={} if plan.kernels == own else {"kernels": plan.kernels},
         calibration=calibration,
@@ -116,7 +117,7 @@ def circumstances(request: Request, own: Candidate, other: Candidate) -> Iterato
         now, rest = divmod(getattr(workload, key), unit)
         if not rest:
             yield Circumstance(name=name, unit=unit, now=now, changed=partial(with_work, key, unit))
-    capacity = request.memory_bytes or cluster.rank_memory_bytes
+    capacity = request.capacity_bytes
     yield Circumstance(
         name="memory of a rank",
         unit=capacity / _FINE,

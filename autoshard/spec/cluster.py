@@ -6,7 +6,7 @@ A rank is one logical NeuronCore or one GPU. Ranks are numbered node by node, ch
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Literal
 
@@ -24,6 +24,9 @@ LOCAL = "local"  # the cluster that is the processors of this machine: its rates
 # machines. Beyond them are typing errors, under which a step would take no time, or for ever.
 SLOWEST, FASTEST, LONGEST_S, LARGEST_BYTES = 1.0, 1e21, 3600.0, 2**60
 MAX_TILE, MAX_PRICE = 2**16, 1e9
+# A convention: twice what the interval of reserved memory leaves open with TransformerEngine (spec/kernel_tables/te.json),
+# and what a cost model does not count. Ten questions paid 0 to 2.5 % of a step for it (docs/planning.md).
+HEADROOM = 0.1
 MAX_RANKS_PER_NODE = 4096  # keeps a mistyped placement from filling the memory
 _RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
@@ -47,12 +50,18 @@ def source_checks(numbers: Iterable[str], sources: Mapping[str, str]) -> list[Ch
     ]
 
 
+def headroom_check(headroom: float, where: str = "headroom") -> Check:
+    """Make the check (for ``errors.require``) of the share of usable memory that plans leave free."""
+    message = f"is a share of the memory, at least 0 and below 1, for example 0.1 for 10 %, not {headroom:g}"
+    return (0 <= headroom < 1, where, message)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
     """One accelerator package, with a source for every number."""
 
     name: str
-    memory_bytes: int
+    memory_bytes: int  # that its processes can get, what a runtime keeps for itself included
     memory_bandwidth_bytes_per_s: float
     matrix_flops_per_s: Mapping[str, float] = field(hash=False)  # dense peak of the whole chip, by dtype
     vector_flops_per_s: float  # elementwise operations
@@ -267,6 +276,16 @@ class Cluster:
     def rank_memory_bytes(self) -> int:
         """Memory of one rank: its equal share of the chip."""
         return self.chip.memory_bytes // self.ranks_per_chip
+
+    def usable_bytes(self, headroom: float) -> int:
+        """Return what a plan may fill of a rank's memory if it leaves this share free."""
+        return int(self.rank_memory_bytes * (1 - headroom))
+
+    def with_local_ranks(self, count: int) -> "Cluster":
+        """Return this machine with so many ranks, which share the memory that there is."""
+        chips = count // self.ranks_per_chip
+        memory = self.chip.memory_bytes * self.chips_per_node // max(1, chips)
+        return replace(self, chips_per_node=chips, chip=replace(self.chip, memory_bytes=memory))
 
     @property
     def rank_memory_bandwidth_bytes_per_s(self) -> float:

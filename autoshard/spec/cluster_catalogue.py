@@ -2,14 +2,17 @@
 
 import functools
 import math
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from autoshard.errors import Fault, InputError, in_range, nearest, require
 from autoshard.spec.cluster import (
     FASTEST,
+    LOCAL,
     LONGEST_S,
     SLOWEST,
     Algorithm,
@@ -27,6 +30,8 @@ from autoshard.spec.files import YAML_SUFFIXES, read_data
 from autoshard.spec.kernels import kernels_names
 from autoshard.spec.record import decode
 
+# Of control groups, version 2 and version 1: docs.kernel.org/admin-guide/cgroup-v2.html, cgroup-v1/memory.html.
+_MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _CATALOGUE = Path(__file__).parent / "clusters"
 ALIASES: Mapping[str, str] = {  # short name -> name; of several machines with a chip, the vendor's own
     "trn1": "trn1.32xlarge", "trn1n": "trn1n.32xlarge", "trn2": "trn2.48xlarge", "trn2u": "trn2u.48xlarge",
@@ -179,7 +184,8 @@ def load_node_type(name_or_path: str) -> NodeType:
 def load_cluster(name_or_path: str, num_nodes: int = 1, lnc: int | None = None, ranks: int | None = None) -> Cluster:
     """Return a cluster of ``num_nodes`` nodes, by the name of their type or the path of a cluster file.
 
-    ``lnc`` selects the logical NeuronCore configuration on platforms that have one, ``ranks`` the size of ``local``.
+    ``lnc`` selects the logical NeuronCore configuration on platforms that have one, ``ranks`` the size of ``local``,
+    whose memory is that of this machine.
 
     >>> cluster = load_cluster("ml.trn2.48xlarge", num_nodes=2, lnc=1)
     >>> cluster.name, cluster.num_ranks, cluster.rank_memory_bytes // 2**30
@@ -205,7 +211,8 @@ def load_cluster(name_or_path: str, num_nodes: int = 1, lnc: int | None = None, 
         (ranks is None or ranks in sizes, "ranks", f"{name} {odd_ranks}"),
     )
     (variant, *_) = (each for each in node_type.variants if lnc in (None, each.lnc))
-    return node_type.cluster(variant, num_nodes, None if ranks is None else ranks // variant.ranks_per_chip)
+    cluster = node_type.cluster(variant, num_nodes, None if ranks is None else ranks // variant.ranks_per_chip)
+    return cluster if name_or_path != LOCAL else _with_memory(cluster, machine_memory_bytes())
 
 
 def other_lnc(name_or_path: str, cluster: Cluster) -> tuple[Cluster, ...]:
@@ -217,6 +224,24 @@ def other_lnc(name_or_path: str, cluster: Cluster) -> tuple[Cluster, ...]:
     offered = [variant.lnc for variant in load_node_type(name_or_path).variants]
     others = [lnc for lnc in offered if lnc is not None and lnc != cluster.lnc]
     return tuple(load_cluster(name_or_path, cluster.num_nodes, lnc=lnc) for lnc in others)
+
+
+def machine_memory_bytes() -> int:
+    """Return the memory of this machine, or what its control group may have of it."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _MEMORY_LIMITS:
+        with suppress(OSError, ValueError):  # ValueError: max, so no limit
+            sizes.append(int(path.read_text("utf-8")))
+    return min(sizes)
+
+
+def _with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
+    """Return a cluster whose ranks share so much memory."""
+    read = "read: the memory of this machine, or of its control group, in equal shares of its ranks"
+    sources = {**cluster.chip.sources, "memory_bytes": read}
+    return replace(
+        cluster, chip=replace(cluster.chip, memory_bytes=memory_bytes // cluster.chips_per_node, sources=sources)
+    )
 
 
 @functools.cache

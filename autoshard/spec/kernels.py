@@ -33,6 +33,19 @@ class BothWays:
         require(*in_range(self, "forward", "backward", "weights"))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """What a caching allocator holds beside what it has handed out, as a share of that: an estimate, its interval."""
+
+    share: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        ordered = self.low <= self.share <= self.high
+        require(*in_range(self, "share", "high"), (ordered, "share", "must lie between low and high"))
+
+
 ONCE, NEVER = BothWays(forward=1, backward=1), BothWays(forward=0, backward=0)
 
 
@@ -49,11 +62,13 @@ class Kernel:
     ``out0`` (an output of its last operation), ``scores`` (one number for each pair). With ``@dtype`` it is saved in
     that format, and needs memory of its own if the tensor has another. ``copy:in0`` always needs memory of its own.
     ``over:in0`` overwrites the input; backward passes it on as the gradient of the input.
+    ``scratch`` names in the same way what the backward of the kernel allocates beside what it reads and writes.
     """
 
     ops: tuple[str, ...]
     apart: bool = False
     saves: tuple[str, ...] | None = None
+    scratch: tuple[str, ...] = ()
     skips_masked: bool = False
     mask_tile: int = 1  # positions that are skipped together or not at all
     expands_keys: bool = False  # attention that copies keys and values for every query head before it starts
@@ -64,7 +79,7 @@ class Kernel:
     source: str
 
     def __post_init__(self) -> None:
-        unread = [text for text in self.saves or () if not _SAVES.fullmatch(text)]
+        unread = [text for text in (*(self.saves or ()), *self.scratch) if not _SAVES.fullmatch(text)]
         forms = "in0, in*, out0, scores, copy:in0, over:in0 or in0@fp32"
         require(
             (not unread, "saves", f"cannot read {', '.join(unread)}; write {forms}"),
@@ -101,6 +116,10 @@ class Kernels:
     distinct graph ahead of the run. ``hides`` is the share of some traffic that can overlap with compute: of tp with
     the kernels of the same pass, of dp (ZeRO 0 and 1) with the passes of a micro-batch, of unit (ZeRO-3) with the
     passes of a step.
+
+    ZeRO-3: ``keeps_units``: in a pipeline the weights of a stage are gathered once a step, and whole gradients are
+    summed until the last micro-batch. Recompute: ``remakes_inputs``: an output that is recomputed is not kept for the
+    backward of other operations either.
     """
 
     name: str
@@ -115,6 +134,7 @@ class Kernels:
     sources: Mapping[str, str]
     placeholders: tuple[tuple[str, ...], ...] = ()
     workspace_bytes: int = 0  # for matrix products
+    reserved: Reserved | None = None  # by a caching allocator, beside what is in use
     copies_buckets: bool = False
     keeps_outputs: bool = False
     uncounted: tuple[str, ...] = ()
@@ -123,6 +143,8 @@ class Kernels:
     host_computes: bool = False
     pads_experts: bool = False
     settles_experts: bool = False
+    keeps_units: bool = False
+    remakes_inputs: bool = False
 
     def __post_init__(self) -> None:
         settings = [each for each in fields(self) if each.name not in ("name", "kernels", "sources")]

@@ -7,6 +7,7 @@ from typing import Literal, cast
 
 from autoshard.errors import Fault, InputError, nearest, require
 from autoshard.spec import record
+from autoshard.spec.cluster import HEADROOM, headroom_check
 from autoshard.spec.files import read_data, shipped
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Documents, Optimizer, PrecisionName
@@ -29,6 +30,7 @@ class Recipe:
     optimizer: Optimizer = "adamw"
     documents: Documents = "joined"
     engine: EngineChoice | None = None
+    headroom: float = HEADROOM  # share of the memory of a rank that plans leave free
     calibration: str | None = None  # a calibration file; None is the built-in one of the cluster
     fix: str | None = None
     pins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # tensor -> layout
@@ -38,6 +40,7 @@ class Recipe:
         require(
             (bool(self.model.strip()), "model", "must name a card or a config.json"),
             (bool(self.cluster.strip()), "cluster", "must name a cluster or a cluster file"),
+            headroom_check(self.headroom),
         )
 
 

@@ -12,6 +12,7 @@ import autoshard.plan
 from autoshard.errors import InputError
 from autoshard.plan.build import build_plan
 from autoshard.plan.codec import MIGRATIONS, dump, fingerprint, load
+from autoshard.plan.plan import Plan
 from autoshard.plan.verify import notices, verify
 from tests.json_schema import schema_text
 from tests.plan.cases import ask, plan_of, shaped, with_prediction
@@ -100,9 +101,9 @@ def test_all_faults_are_reported_at_once():
         ("{}", "schema", "missing"),
         ('{"schema": "1"}', "schema", "whole number"),
         ('{"schema": true}', "schema", "whole number"),
-        ('{"schema": 0}', "schema", "0 cannot be read; this version reads schemas 1 to 2"),
-        ('{"schema": 3}', "schema", "Use an autoshard that knows schema 3 or later"),
-        ('{"schema": 3, "provenance": {"autoshard": "9.1"}}', "schema", "Use autoshard 9.1 or later"),
+        ('{"schema": 0}', "schema", "0 cannot be read; this version reads schemas 1 to 3"),
+        ('{"schema": 4}', "schema", "Use an autoshard that knows schema 4 or later"),
+        ('{"schema": 4, "provenance": {"autoshard": "9.1"}}', "schema", "Use autoshard 9.1 or later"),
         ('{"schema": 2, "stages": [{"rank": 0, "rank": 1}]}', "plan", "the key 'rank' appears twice"),
     ],
 )
@@ -118,17 +119,21 @@ def test_older_files_go_through_every_migration():
     }
     old = json.loads(dump(plan()))
     assert load(json.dumps({**old, "kernel_table": old.pop("kernels"), "schema": -1}), migrations) == plan()
-    assert "reads schemas -1 to 2" in faults_of(json.dumps({"schema": -2}), migrations=migrations)["schema"]
+    assert "reads schemas -1 to 3" in faults_of(json.dumps({"schema": -2}), migrations=migrations)["schema"]
 
 
-def test_a_plan_of_schema_1_is_read_as_it_was_meant_and_stays_edited_if_it_was():
-    old = (GOLDEN / "plan" / "schema-1.json").read_text()
+@pytest.mark.parametrize("schema", [1, 2])
+def test_a_plan_of_an_old_schema_is_read_as_it_was_meant_and_stays_edited_if_it_was(schema):
+    old = (GOLDEN / "plan" / f"schema-{schema}.json").read_text()
     read = load(old)
-    assert read.workload.documents == "joined"
+    assert (read.workload.documents, read.headroom) == ("joined", 0.0), "it filled all memory"
     assert read.prediction and read.prediction.of == fingerprint(read), "nobody has edited it"
-    seal, last = json.loads(old)["prediction"]["of"], '    "expert_capacity": null\n'
-    expected = old.replace(last, last.replace("null", 'null,\n    "documents": "joined"'))
-    assert dump(read) == expected.replace('"schema": 1', '"schema": 2').replace(seal, read.prediction.of)
+    was, now = json.loads(old), json.loads(dump(read))
+    assert list(now) == [field.name for field in dataclasses.fields(Plan)]
+    was["workload"]["documents"] = "joined"
+    added = {"peak_interval_bytes": None, "mfu_causal": None, "outside": {}}
+    was["prediction"] |= {**added, "of": read.prediction.of}
+    assert now == {**was, "schema": 3, "headroom": 0.0}
     read = load(old.replace('"global_batch": 1024', '"global_batch": 2048'))
     assert read.prediction and read.prediction.of != fingerprint(read)
 
