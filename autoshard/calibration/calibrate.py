@@ -25,6 +25,7 @@ from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.rows import MeasuredRow, measured_rows
 from autoshard.calibration.validate import outlined_run, predicted_run
 from autoshard.cost.calibration import EFFICIENCIES, Calibration, Fit, Reach, uncalibrated
+from autoshard.cost.outside import features_of, seen_in
 from autoshard.cost.predict import step_timer
 from autoshard.errors import Fault, InputError, require
 from autoshard.plan.plan import rounded
@@ -187,16 +188,30 @@ def fit(found: FitSamples, name: str) -> Calibration:
     fitted_to = f"fitted to {len(samples)} rows of {cluster}, constants told apart: {best}"
     within = f"{inside:.0%} of rows are within it when their {found.left_out_by} is left out of the fit"
     fitted = (name for group in splits[best] for name in group)
+
+    def left_out_errors(out: list[int], rest: list[int]) -> Array:
+        those, others = ([samples[number] for number in numbers] for numbers in (out, rest))
+        return np.abs(1 / _ratios(those, fit_constants(splits[best], others)) - 1)
+
+    features = [features_of(one.run.candidate, one.run.cluster, one.run.workload) for one in samples]
     return replace(
         constants,
         name=name,
         interval=interval,
+        seen=seen_in(features, left_out_errors),
+        best_mfu=max(_mfu(sample, constants) for sample in samples),
         basis=f"calibrated on {len(samples)} rows of {cluster} ({num_layouts} layouts, newest {found.newest}): "
         f"mean error {rests_on.in_sample_mape:.1%}, {rests_on.left_out_mape:.1%} where the {found.left_out_by} is left "
         f"out; nominal 80% interval of {interval:.0%} either way, which holds {inside:.0%} of those",
         fit=rests_on,
         sources={**constants.sources, **dict.fromkeys(fitted, fitted_to), "interval": within},
     )
+
+
+def _mfu(sample: Sample, calibration: Calibration) -> float:
+    """Return the utilisation that a row measured, without masked pairs."""
+    found = predicted_run(sample.run, calibration)
+    return rounded((found.mfu_causal or 0.0) * found.step_time_s / sample.step_time_s)
 
 
 def _ratios(samples: Sequence[Sample], calibration: Calibration) -> Array:

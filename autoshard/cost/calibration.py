@@ -4,18 +4,20 @@ None is about memory: what a runtime keeps for itself stands in the table of its
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
+from autoshard.cost.outside import Seen, features_of
 from autoshard.errors import InputError, in_range, require
 from autoshard.plan.plan import Plan
 from autoshard.spec import record
 from autoshard.spec.cluster import LOCAL, LONGEST_S
-from autoshard.spec.files import read_data
+from autoshard.spec.files import parsed_json, read_data
 
 EFFICIENCIES = (
     "matrix_efficiency", "attention_efficiency", "vector_efficiency", "memory_efficiency",
@@ -25,6 +27,7 @@ _LEAST = 1e-6  # efficiency; less is a typing error, under which a step would ta
 SECONDS = ("launch_s", "collective_s", "step_s")
 CONSTANTS = (*EFFICIENCIES, *SECONDS)
 _NUMBERS = (*CONSTANTS, "interval")
+_WIDEST = 0.95  # an interval, of the predicted time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,8 @@ class Calibration:
     interval: float  # relative half-width of what is promised
     basis: str
     reach: Reach | None = None  # None where nothing was measured
+    seen: Mapping[str, Seen] = field(default_factory=dict[str, Seen], hash=False)  # of features, by the rows
+    best_mfu: float | None = None  # of a row, without pairs that are masked
     fit: Fit | None = None
     sources: Mapping[str, str] = field(hash=False)
 
@@ -151,21 +156,43 @@ def calibration_text(calibration: Calibration) -> str:
     return json.dumps(record.encode(calibration), indent=2, allow_nan=False) + "\n"
 
 
-def interval_and_basis(calibration: Calibration, plan: Plan) -> tuple[float, str]:
-    """Return the relative half-width of a plan's prediction, and what it rests on in words.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trust:
+    """How far to trust the seconds of a plan: the relative half-width of its interval, and what it lies outside of."""
 
-    The interval is twice as wide, a convention, where the plan has what no row of the fit has.
+    interval: float
+    basis: str
+    outside: Mapping[str, str]  # feature -> how far outside the rows it is
+
+
+def trust(calibration: Calibration, plan: Plan) -> Trust:
+    """Hold a plan against the rows of a fit.
+
+    The interval widens, in squares, by what rows outside were off by when their value of a feature was left out; by
+    as much as itself in squares three times, so that it doubles, where no fit could tell. Of several features the
+    excesses add up.
     """
-    reach, beyond = calibration.reach, list[str]()
+    reach, outside, base = calibration.reach, dict[str, str](), calibration.interval
+    candidate = plan.candidate
     if reach:
-        beyond += [plan.cluster.name] if plan.cluster.name != reach.cluster else []
-        beyond += [f"kernels {plan.kernels}"] if plan.kernels not in reach.kernels else []
-        axes = ("tp", "pp", "dp", "cp", "ep", "vp")
-        beyond += [axis for axis in axes if getattr(plan.candidate, axis) > 1 and axis not in reach.axes]
-    if not beyond:
-        return calibration.interval, calibration.basis
-    words = f"extrapolated to {', '.join(beyond)}, which none of these rows has, so the interval is twice as wide"
-    return min(0.95, 2 * calibration.interval), f"{calibration.basis}; {words}"
+        if plan.cluster.name != reach.cluster:
+            outside["cluster"] = f"{plan.cluster.name}, and rows have {reach.cluster}"
+        if plan.kernels not in reach.kernels:
+            outside["kernels"] = f"{plan.kernels}, and rows have {', '.join(reach.kernels)}"
+        for axis in ("tp", "pp", "dp", "cp", "ep", "vp"):
+            if getattr(candidate, axis) > 1 and axis not in reach.axes:
+                outside[axis] = f"{getattr(candidate, axis)}, and rows have 1"
+    features = features_of(candidate, plan.cluster, plan.workload)
+    distances = {feature: one.distance(feature, features[feature]) for feature, one in calibration.seen.items()}
+    outside |= {feature: distance for feature, distance in distances.items() if distance}
+    if not outside:
+        return Trust(interval=base, basis=calibration.basis, outside={})
+    offs = [calibration.seen[one].off if one in calibration.seen else None for one in outside]
+    excess = sum(max(0.0, (2 * base if off is None else off) ** 2 - base**2) for off in offs)
+    interval = min(_WIDEST, math.sqrt(base**2 + excess))
+    listed = "; ".join(f"{feature} {distance}" for feature, distance in outside.items())
+    wider = f", so the interval is {interval:.0%} instead of {base:.0%}" if interval > base else ""
+    return Trust(interval=interval, basis=f"{calibration.basis}; outside these rows: {listed}{wider}", outside=outside)
 
 
 def calibration_entries(calibration: Calibration) -> Mapping[str, str]:
@@ -176,7 +203,23 @@ def calibration_entries(calibration: Calibration) -> Mapping[str, str]:
         "calibration.basis": calibration.basis,
         "calibration.constants": numbers,
     }
-    return {**entries, "calibration.reach": str(calibration.reach)} if calibration.reach else entries
+    if calibration.reach:
+        entries["calibration.reach"] = str(calibration.reach)
+    if calibration.seen:
+        seen = {"seen": record.encode(calibration.seen), "best_mfu": calibration.best_mfu}
+        entries["calibration.rows"] = json.dumps(seen)
+    return entries
+
+
+def _seen_of(entries: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return what a plan's provenance says of the rows of its calibration."""
+    text = entries.get("calibration.rows")
+    if text is None:
+        return {}
+    found = parsed_json(text, "provenance.calibration.rows")
+    if not isinstance(found, dict) or not found.keys() <= {"seen", "best_mfu"}:
+        raise InputError.of("provenance.calibration.rows", "must be an object of seen and best_mfu")
+    return cast(dict[str, Any], found)
 
 
 def calibration_of(plan: Plan) -> Calibration:
@@ -198,6 +241,7 @@ def calibration_of(plan: Plan) -> Calibration:
         "name": entries.get("calibration", ""),
         "basis": entries.get("calibration.basis", ""),
         "reach": entries.get("calibration.reach"),
+        **_seen_of(entries),
         "sources": dict.fromkeys(_NUMBERS, "the plan's provenance"),
         **numbers,
     }

@@ -8,7 +8,7 @@ from autoshard.cost.calibration import (
     Calibration,
     calibration_entries,
     calibration_of,
-    interval_and_basis,
+    trust,
     uncalibrated,
 )
 from autoshard.cost.collective import Number, mesh_ring
@@ -57,7 +57,7 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
     least_s = _NOTHING * float(cost.time_s)
     seconds = {part: rounded(float(value)) for part, value in sorted(cost.seconds.items()) if float(value) > least_s}
     step_time_s = rounded(sum(seconds.values()))
-    interval, basis = interval_and_basis(question.calibration, plan)
+    known = trust(question.calibration, plan)
     # Utilisation counts the model's own FLOPs, without slots that no token needs; published ones count masked pairs.
     graph, model, workload = question.step.graph, question.model, question.workload
     if model.num_experts:
@@ -65,10 +65,12 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
     flops = graph.model_flops_per_token() * workload.tokens_per_step
     peak = question.cluster.rank_matrix_flops_per_s(workload.precision.activations) * question.cluster.num_ranks
     masked = _masked_flops_per_token(graph) * workload.tokens_per_step
+    mfu_causal = rounded((flops - masked) / (step_time_s * peak))
+    above = _above(mfu_causal, question.calibration)
     return Prediction(
         step_time_s=step_time_s,
-        low_s=rounded(step_time_s * (1 - interval)),
-        high_s=rounded(step_time_s * (1 + interval)),
+        low_s=rounded(step_time_s * (1 - known.interval)),
+        high_s=rounded(step_time_s * (1 + known.interval)),
         time_parts=seconds,
         stage_memory=tuple(
             StageMemory(num_weights=int(weights), parts=_whole(parts))
@@ -78,12 +80,20 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
         capacity_bytes=plan.cluster.usable_bytes(plan.headroom),
         tokens_per_s=rounded(workload.tokens_per_step / step_time_s),
         mfu=rounded(flops / (step_time_s * peak)),
-        mfu_causal=rounded((flops - masked) / (step_time_s * peak)),
+        mfu_causal=mfu_causal,
+        outside={**known.outside, **above},
         communication_bytes={axis: size for axis, size in _whole(cost.sent_bytes).items() if size},
-        basis=basis,
+        basis="; ".join([known.basis, *(f"MFU {text}: likely too fast" for text in above.values())]),
         of=fingerprint(plan),
         compiling=compiling(plan),
     )
+
+
+def _above(mfu_causal: float, calibration: Calibration) -> Mapping[str, str]:
+    """Say that a plan would use its chips better than any row of the fit does."""
+    best = calibration.best_mfu
+    is_above = best is not None and mfu_causal > best
+    return {"mfu": f"{mfu_causal:.1%} without masked pairs, and the best row has {best:.1%}"} if is_above else {}
 
 
 def _masked_flops_per_token(graph: OpGraph) -> float:

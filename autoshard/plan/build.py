@@ -30,7 +30,6 @@ def build_plan(
     workload: Workload,
     engine: Engine,
     *,
-    headroom: float = HEADROOM,
     provenance: Mapping[str, str] | None = None,
 ) -> Plan:
     """Make the plan of a candidate, without a prediction; a candidate that has no shape is an InputError.
@@ -59,7 +58,7 @@ def build_plan(
         model=model,
         cluster=cluster,
         workload=workload,
-        headroom=headroom,
+        headroom=HEADROOM,
         engine=engine,
         kernels=candidate.kernels or cluster.kernels,
         mesh=mesh,

@@ -53,6 +53,8 @@ def notices(plan: Plan) -> tuple[str, ...]:
         found.append("prediction: there is none, so nothing is said about memory and time")
     elif plan.prediction.basis.startswith("uncalibrated"):
         found.append("prediction: uncalibrated; no number in it was compared with a measurement")
+    if plan.prediction and "mfu" in plan.prediction.outside:
+        found.append(f"prediction.mfu: {plan.prediction.outside['mfu']}: the prediction is likely too fast")
     return tuple(found)
 
 

@@ -40,6 +40,7 @@ class Search:
     pins: str = ""
     layouts: Mapping[str, str] = field(default_factory=dict[str, str])  # tensor -> layout, as after --pin
     rules: tuple[Rule, ...] = ()
+    headroom: float = HEADROOM  # share of a rank's memory that stays free
     method: Callable[[Request], SearchResult] = search_all
 
 
@@ -59,7 +60,6 @@ def plan(
     nodes: int | None = None,
     cost: Cost | Calibration | None = None,
     search: Search | None = None,
-    headroom: float = HEADROOM,
 ) -> Plan:
     """Return the best plan, or raise NoPlan; names are looked up in the catalogue, for one node if not told otherwise.
 
@@ -78,7 +78,7 @@ def plan(
         cluster=the_cluster,
         workload=workload or default_workload(the_model, the_cluster),
         engines=(the_cluster.engine,),
-        headroom=headroom,
+        headroom=how.headroom,
         pins=pins_of(how.pins or None),
         layouts=layout_pins(how.layouts, "Python"),
         calibration=prices.calibration,

@@ -103,7 +103,7 @@ class Request:
         origin["model"] = self.model.source
         atoms = cut_atoms(candidate, self.model)
         blocks = CutBlocks(step=self.question(candidate).step, cutting=used, atoms=atoms)
-        bare = build_plan(candidate, *facts, headroom=self.headroom, provenance=origin)
+        bare = replace(build_plan(candidate, *facts, provenance=origin), headroom=self.headroom)
         made = predicted(bare, self.constants, blocks)
         if not tables:
             return made

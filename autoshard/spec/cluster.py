@@ -24,8 +24,8 @@ LOCAL = "local"  # the cluster that is the processors of this machine: its rates
 # machines. Beyond them are typing errors, under which a step would take no time, or for ever.
 SLOWEST, FASTEST, LONGEST_S, LARGEST_BYTES = 1.0, 1e21, 3600.0, 2**60
 MAX_TILE, MAX_PRICE = 2**16, 1e9
-# A convention: twice what the interval of reserved memory leaves open with TransformerEngine (spec/kernel_tables/te.json),
-# and what a cost model does not count. Ten questions paid 0 to 2.5 % of a step for it (docs/planning.md).
+# A convention: twice what the interval of reserved memory leaves open with TransformerEngine (kernel_tables/te.json).
+# What it costs a plan stands in its certificate.
 HEADROOM = 0.1
 MAX_RANKS_PER_NODE = 4096  # keeps a mistyped placement from filling the memory
 _RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")

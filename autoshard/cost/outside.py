@@ -1,0 +1,106 @@
+"""What the rows of a fit have of each feature of a plan, and how far predictions are off outside of it.
+
+A planner picks among thousands of layouts the one that looks best, which is often one that nobody has measured: there a
+model's errors are all in its favour. So each plan says how far outside the rows it lies, and its interval widens by the
+errors that steps outside have had: those of rows whose value of a feature no row of the fit had.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.errors import in_range, require
+from autoshard.plan.candidate import Candidate
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.workload import Workload
+
+Features = Mapping[str, tuple[str, ...]]  # feature -> what a run has of it
+LeftOut = Callable[[list[int], list[int]], NDArray[np.float64]]  # runs, and those fitted to -> relative errors of runs
+
+_RANGES = ("sequence", "nodes")  # all between the least and the most is inside
+_LEAST_ROWS = 3  # that constants are fitted to
+_INSIDE = 0.8  # of errors that an interval holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What the rows of a fit have of a feature: single values, or the least and the most of a number."""
+
+    values: tuple[str, ...]
+    off: float | None = None  # holds 80 % of the errors of rows whose value was left out of a fit; None: no such fit
+
+    def __post_init__(self) -> None:
+        """Refuse a feature of which nothing was seen."""
+        require((bool(self.values), "values", "must hold at least one"), *in_range(self, "off"))
+
+    def distance(self, feature: str, own: Sequence[str]) -> str:
+        """Say how far outside a run lies; "" if it does not.
+
+        >>> Seen(values=("2048", "8192")).distance("sequence", ("32768",))
+        '32768, and rows have 2048 to 8192: a factor of 4'
+        >>> Seen(values=("8", "32")).distance("tp", ("1",)), Seen(values=("8", "32")).distance("tp", ("8",))
+        ('1, and rows have 8, 32', '')
+        """
+        if feature in _RANGES:
+            (number,), (low, high) = map(int, own), (int(self.values[0]), int(self.values[-1]))
+            factor = max(number / high, low / number)
+            return "" if factor <= 1 else f"{number}, and rows have {low} to {high}: a factor of {factor:.3g}"
+        foreign = [value for value in own if value not in self.values]
+        return f"{', '.join(foreign)}, and rows have {', '.join(self.values)}" if foreign else ""
+
+
+def features_of(candidate: Candidate, cluster: Cluster, workload: Workload) -> Features:
+    """Return what predictions may be off by: tp, kinds of recompute, schedule, kernels, sequence, nodes.
+
+    >>> from autoshard.spec.cluster_catalogue import load_cluster
+    >>> from autoshard.spec.workload import Precision
+    >>> work = Workload(seq_len=4096, global_batch=8, precision=Precision.named("bf16"))
+    >>> some = Candidate.parse("tp=8,pp=4,dp=1,recompute=full:2*3/none", 32)
+    >>> features_of(some, load_cluster("trn1.32xlarge"), work)["recompute"]
+    ('mixed',)
+    """
+    kinds = {str(one).partition("[")[0] for one in candidate.recompute}  # full:2 computes some layers again
+    mixed = len(kinds) > 1 or any(":" in kind for kind in kinds)
+    return {
+        "tp": (str(candidate.tp),),
+        "recompute": ("mixed",) if mixed else tuple(kinds),
+        "schedule": (candidate.schedule,) if candidate.pp > 1 else (),
+        "kernels": (candidate.kernels or cluster.kernels,),
+        "sequence": (str(workload.seq_len),),
+        "nodes": (str(cluster.num_nodes),),
+    }
+
+
+def seen_in(runs: Sequence[Features], left_out: LeftOut) -> dict[str, Seen]:
+    """Return what runs have of every feature, and how far off those are whose value a fit has not seen.
+
+    Of numbers only the least and the most are left out: what lies between others is not outside.
+    """
+    found: dict[str, Seen] = {}
+    for feature in runs[0]:
+        values = sorted({value for run in runs for value in run[feature]}, key=_order)
+        values = [values[0], values[-1]] if feature in _RANGES else values
+        errors: list[float] = []
+        for value in dict.fromkeys(values):
+            out = [number for number, run in enumerate(runs) if value in run[feature]]
+            rest = [number for number in range(len(runs)) if number not in out]
+            if len(rest) >= _LEAST_ROWS:
+                errors += left_out(out, rest).tolist()
+        if values:
+            found[feature] = Seen(values=tuple(dict.fromkeys(values)), off=_holding(errors))
+    return found
+
+
+def _order(value: str) -> tuple[int, str]:
+    return (int(value), "") if value.isdigit() else (0, value)
+
+
+def _holding(errors: Sequence[float]) -> float | None:
+    """Return what holds so many of some errors."""
+    if not errors:
+        return None
+    ordered = sorted(errors)
+    place = min(len(ordered), int(np.ceil(_INSIDE * (len(ordered) + 1))))
+    return float(f"{ordered[place - 1]:.3g}")
