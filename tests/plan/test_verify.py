@@ -177,10 +177,8 @@ def test_a_stale_prediction_and_too_little_memory_are_reasons_of_their_own():
     half = StageMemory(num_weights=1, parts={"weights": 8 * 2**30})
     (rejection,) = verify(with_prediction(plan_of(ask(), "tp=32,pp=8"), stage_memory=(full, *[half] * 7)))
     assert rejection.rule_id == "memory"
-    assert (
-        "pipeline rank 0 is predicted to need 16.50 GiB of 16.00 GiB (16.00 GiB less 0.1 of headroom), 512.00 MiB too much"
-        in rejection.message
-    )
+    assert "rank 0 is predicted to need 16.50 GiB of 16.00 GiB (16.00 GiB less 0.1 of headroom)" in rejection.message
+    assert "512.00 MiB too much" in rejection.message
     none = with_prediction(plan_of(ask(), "tp=32,pp=8"), stage_memory=())
     assert [rejection.rule_id for rejection in verify(none)] == ["prediction-ranks"]
 
