@@ -133,13 +133,15 @@ def why_none(request: Request, found: SearchResult) -> str:
         head = f"no plan: each of the {certificate.num_points} outer points of {question} is refused by a rule"
         return "\n".join([head, *_refusal_lines(certificate.refusals)])
     peak, capacity = miss.prediction.peak_bytes, miss.prediction.capacity_bytes
+    usable, headroom = format_bytes(miss.cluster.rank_memory_bytes), miss.headroom
+    left = f"a headroom of {headroom:.3g} leaves of {usable}" if headroom else "there are"
     fullest = max(miss.prediction.stage_memory, key=lambda memory: memory.total)
     largest = sorted(fullest.parts.items(), key=lambda part: -part[1])[:3]
     return (
         f"no plan: none of the {certificate.num_legal} legal outer points for {question} fits in memory\n"
         f"  the smallest is {miss.candidate}: {format_bytes(peak)} a rank "
         f"({', '.join(f'{part} {format_bytes(size)}' for part, size in largest)}), "
-        f"{format_bytes(peak - capacity)} more than the {format_bytes(capacity)} there are"
+        f"{format_bytes(peak - capacity)} more than the {format_bytes(capacity)} that {left}"
     )
 
 

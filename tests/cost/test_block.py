@@ -193,6 +193,25 @@ def test_columns_of_layouts_give_what_single_layouts_give():
         assert together.memory.working_bytes[row] == alone.memory.working_bytes
 
 
+def test_a_policy_keeps_outputs_alone_and_makes_the_inputs_of_other_products_again():
+    ops = "attn_norm,q_rotary,k_rotary,o,attn_add,mlp_norm,up,act,product"  # what torchtitan's policy does not keep
+    question = ask("llama3-8b", "h100-80", 1, kernels="torch_cuda", seq_len=1024)
+    price = priced(question, "tp=1,dp=8", drop=f"selective[{ops}]").memory
+    plain = priced(question, "tp=1,dp=8").memory
+    token = 1024 * 2  # bytes of a number of every token, in bf16
+    attention = 4096 + 2 * 1024 + 4096  # queries, keys, values and what attention gives
+    assert price.saved_bytes == token * (4096 + attention + 14336) + 1024 * 32 * 4  # and x, gate; logs of attention
+    assert price.saved_bytes + price.remade_bytes == plain.saved_bytes
+
+
+def test_the_gradient_of_the_loss_lies_in_fp32_beside_what_it_is_made_from():
+    question = ask("llama3-8b", "h100-80", 1, kernels="torch_cuda", seq_len=1024)
+    logits = 1024 * 128256
+    head = priced(question, "tp=1,dp=8", kind="head").memory
+    assert head.working_bytes >= logits * (4 + 2), "its FP32 gradient, and that of the logits in bf16"
+    assert priced(question, "tp=8,dp=1", kind="head").memory.working_bytes <= head.working_bytes / 7
+
+
 TABLES = ("nxd", "te", "torch_cuda")
 MODELS = ("llama3-8b", "mixtral-8x7b")
 

@@ -1,10 +1,12 @@
 """Constants: what they may be, what those that come with autoshard rest on, and how plans carry them."""
 
 import json
+import math
 from dataclasses import replace
 from datetime import date
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -22,6 +24,7 @@ from autoshard.cost.calibration import (
     load_calibration,
     uncalibrated,
 )
+from autoshard.cost.outside import Seen
 from autoshard.cost.predict import predict
 from autoshard.errors import InputError
 from autoshard.plan.codec import dump, load
@@ -116,6 +119,9 @@ def plan(text="tp=8,pp=4,dp=4", calibration=None, **changes):
     return replace(made, provenance=calibration_entries(calibration)) if calibration else made
 
 
+SEEN = {"tp": Seen(values=("8",))}
+
+
 class TestProvenance:
     @pytest.mark.parametrize("calibration", [OWN, built_in("trn1.32xlarge"), uncalibrated()], ids=lambda one: one.name)
     def test_a_plan_read_back_predicts_with_the_same_constants(self, calibration: Calibration):
@@ -125,19 +131,41 @@ class TestProvenance:
         assert predict(read) == predict(read, calibration)
 
     @pytest.mark.parametrize(
-        ("text", "changes", "said"),
+        ("text", "changes", "where", "wider"),
         [
-            ("tp=8,pp=2,cp=4,dp=2", {}, "cp"),
-            ("tp=8,pp=4,vp=2,dp=4,schedule=interleaved", {}, "vp"),
-            ("tp=8,pp=4,dp=4", {"cluster_name": "trn1n.32xlarge"}, "trn1n.32xlarge"),
+            ("tp=8,pp=2,cp=2,dp=4", {}, {"cp": "2, and rows have 1"}, 3 * 0.1**2),
+            ("tp=8,pp=4,dp=4", {"cluster_name": "trn1n.32xlarge"}, {"cluster": "trn1n.32xlarge, and rows have"}, 0.03),
+            ("tp=32,pp=4,dp=1", {}, {"tp": "32, and rows have 1, 8"}, 0.2**2 - 0.1**2),
+            ("tp=8,pp=4,dp=4,recompute=full", {}, {"recompute": "full, and rows have none"}, 3 * 0.1**2),
+            ("tp=8,pp=4,dp=4", {"seq_len": 4096}, {"sequence": "4096, and rows have 8192 to 16384: a factor of 2"}, 0),
+            ("tp=32,pp=2,cp=2,dp=1", {}, {"tp": "32", "cp": "2"}, 0.2**2 - 0.1**2 + 0.03),
         ],
     )
-    def test_what_no_row_had_widens_the_interval(self, text: str, changes: dict[str, str], said: str):
-        measured, beyond = predict(plan()), predict(plan(text, built_in("trn1.32xlarge"), **changes))
-        assert f"extrapolated to {said}," in beyond.basis and "extrapolated" not in measured.basis
-        width = measured.high_s / measured.step_time_s - 1
-        assert beyond.high_s / beyond.step_time_s - 1 == pytest.approx(2 * width) and beyond.low_s > 0
-        assert predict(plan(text, uncalibrated(), **changes)).basis == uncalibrated().basis, "reaches nowhere anyway"
+    def test_what_no_row_had_widens_the_interval_by_what_left_out_rows_were_off_by(
+        self, text: str, changes: dict[str, Any], where: dict[str, str], wider: float
+    ):
+        seen = {
+            "tp": Seen(values=("1", "8"), off=0.2),
+            "recompute": Seen(values=("none",)),
+            "sequence": Seen(values=("8192", "16384"), off=0.05),
+        }
+        reach = Reach(cluster="trn1.32xlarge", axes=("tp", "pp", "dp"), kernels=("nxd",))
+        here = replace(OWN, interval=0.1, reach=reach, seen=seen, best_mfu=0.99)
+        inside, beyond = predict(plan(calibration=here)), predict(plan(text, here, **changes))
+        assert not inside.outside and inside.basis == here.basis
+        assert inside.high_s / inside.step_time_s - 1 == pytest.approx(0.1)
+        assert beyond.outside.keys() == where.keys()
+        assert all(beyond.outside[feature].startswith(words) for feature, words in where.items())
+        assert all(f"{feature} {words}" in beyond.basis for feature, words in beyond.outside.items())
+        assert beyond.high_s / beyond.step_time_s - 1 == pytest.approx(math.sqrt(0.1**2 + wider))
+        assert predict(plan(text, uncalibrated(), **changes)).outside == {}, "reaches nowhere anyway"
+
+    def test_a_plan_better_than_the_best_row_says_so(self):
+        own = predict(plan(calibration=replace(OWN, best_mfu=0.99))).mfu_causal
+        assert own and "mfu" not in predict(plan(calibration=replace(OWN, seen=SEEN, best_mfu=own))).outside
+        above = predict(plan(calibration=replace(OWN, seen=SEEN, best_mfu=own / 2)))
+        assert above.outside == {"mfu": f"{own:.1%} without masked pairs, and the best row has {own / 2:.1%}"}
+        assert above.basis.endswith(f"{above.outside['mfu']}: likely too fast")
 
     @pytest.mark.parametrize(
         ("change", "fault"),

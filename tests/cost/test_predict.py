@@ -18,6 +18,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump, fingerprint, load
 from autoshard.plan.rules.columns import Columns
 from autoshard.search.api import Cost
+from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import Precision
 from tests.cost.cases import ask, candidate_of, plan_of, predicted_of
 from tests.json_schema import schema_text
@@ -47,7 +48,7 @@ class TestPrediction:
         assert min(found.time_parts.values()) > 0 and found.capacity_bytes == int(0.9 * 16 * 2**30)
         assert len(found.stage_memory) == plan.schedule.num_ranks
         assert all(min(memory.parts.values()) >= 0 for memory in found.stage_memory)
-        assert {memory.parts["runtime"] for memory in found.stage_memory} == {2**30}
+        assert {memory.parts["runtime"] for memory in found.stage_memory} == {load_kernels("nxd").runtime_bytes}
         assert dump(predicted(plan_of(question, text))) == dump(plan)
 
     def test_tokens_and_utilisation_follow_from_the_step_time(self):

@@ -13,6 +13,7 @@ from autoshard.cost.step import step_cost
 from autoshard.cost.update import num_shards, per_weight, state_bytes, update_cost
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import PipelineTimes, ideal_bubble, simulate
+from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import Precision
 from tests.cost.cases import EVERYONE, ask, block, cost_of, pipeline, plan_of, priced, setting, workload
 
@@ -160,6 +161,22 @@ class TestMemory:
         cost = cost_of(pipeline(made("1f1b", 1, 4), [3]), block(weights={EVERYONE: 100}), ends, zero=3)
         # two of the largest block in bf16 and its gradient in FP32
         assert cost.memory[0]["gathered"] == 100 * (2 * 2 + 4)
+
+    @pytest.mark.parametrize(("kernels", "per_weight"), [("torch_cuda", 2 + 4), ("te", 0)])
+    def test_in_a_pipeline_zero_3_keeps_its_stage_whole_where_a_framework_gathers_once(self, kernels, per_weight):
+        layer, ends = block(weights={EVERYONE: 100}), block(weights={EVERYONE: 7})
+        cost = cost_of(pipeline(made("1f1b", 2, 4), [3, 2]), layer, ends, zero=3, kernels=kernels)
+        largest = 100 * (2 * 2 + 4)
+        whole = [(3 * 100 + 7) * per_weight, (2 * 100 + 7) * per_weight]
+        assert [parts["gathered"] for parts in cost.memory] == (whole if per_weight else [largest, largest])
+
+    @pytest.mark.parametrize("kernels", ["te", "torch_cuda", "nxd", "torch_cpu"])
+    def test_an_allocator_reserves_a_share_of_all_but_the_runtime(self, kernels):
+        table = load_kernels(kernels)
+        (parts,) = cost_of(pipeline(made("1f1b", 1, 4), [3]), block(saved_bytes=1e10), kernels=kernels).memory
+        counted = sum(size for part, size in parts.items() if part not in ("reserved", "runtime"))
+        assert parts.get("reserved", 0.0) == pytest.approx(table.reserved.share * counted if table.reserved else 0.0)
+        assert parts["runtime"] == table.runtime_bytes
 
     @pytest.mark.parametrize(
         ("builder", "num_layers", "price", "part", "expected"),
