@@ -156,17 +156,8 @@ def calibration_text(calibration: Calibration) -> str:
     return json.dumps(record.encode(calibration), indent=2, allow_nan=False) + "\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trust:
-    """How far to trust the seconds of a plan: the relative half-width of its interval, and what it lies outside of."""
-
-    interval: float
-    basis: str
-    outside: Mapping[str, str]  # feature -> how far outside the rows it is
-
-
-def trust(calibration: Calibration, plan: Plan) -> Trust:
-    """Hold a plan against the rows of a fit.
+def trust(calibration: Calibration, plan: Plan) -> tuple[float, Mapping[str, str]]:
+    """Return the relative half-width of a plan's interval, and how far outside the rows it lies, by feature.
 
     The interval widens, in squares, by what rows outside were off by when their value of a feature was left out; by
     as much as itself in squares three times, so that it doubles, where no fit could tell. Of several features the
@@ -186,13 +177,10 @@ def trust(calibration: Calibration, plan: Plan) -> Trust:
     distances = {feature: one.distance(feature, features[feature]) for feature, one in calibration.seen.items()}
     outside |= {feature: distance for feature, distance in distances.items() if distance}
     if not outside:
-        return Trust(interval=base, basis=calibration.basis, outside={})
+        return base, {}
     offs = [calibration.seen[one].off if one in calibration.seen else None for one in outside]
     excess = sum(max(0.0, (2 * base if off is None else off) ** 2 - base**2) for off in offs)
-    interval = min(_WIDEST, math.sqrt(base**2 + excess))
-    listed = "; ".join(f"{feature} {distance}" for feature, distance in outside.items())
-    wider = f", so the interval is {interval:.0%} instead of {base:.0%}" if interval > base else ""
-    return Trust(interval=interval, basis=f"{calibration.basis}; outside these rows: {listed}{wider}", outside=outside)
+    return min(_WIDEST, math.sqrt(base**2 + excess)), outside
 
 
 def calibration_entries(calibration: Calibration) -> Mapping[str, str]:

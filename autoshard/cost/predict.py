@@ -57,7 +57,7 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
     least_s = _NOTHING * float(cost.time_s)
     seconds = {part: rounded(float(value)) for part, value in sorted(cost.seconds.items()) if float(value) > least_s}
     step_time_s = rounded(sum(seconds.values()))
-    known = trust(question.calibration, plan)
+    interval, outside = trust(question.calibration, plan)
     # Utilisation counts the model's own FLOPs, without slots that no token needs; published ones count masked pairs.
     graph, model, workload = question.step.graph, question.model, question.workload
     if model.num_experts:
@@ -66,11 +66,10 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
     peak = question.cluster.rank_matrix_flops_per_s(workload.precision.activations) * question.cluster.num_ranks
     masked = _masked_flops_per_token(graph) * workload.tokens_per_step
     mfu_causal = rounded((flops - masked) / (step_time_s * peak))
-    above = _above(mfu_causal, question.calibration)
     return Prediction(
         step_time_s=step_time_s,
-        low_s=rounded(step_time_s * (1 - known.interval)),
-        high_s=rounded(step_time_s * (1 + known.interval)),
+        low_s=rounded(step_time_s * (1 - interval)),
+        high_s=rounded(step_time_s * (1 + interval)),
         time_parts=seconds,
         stage_memory=tuple(
             StageMemory(num_weights=int(weights), parts=_whole(parts))
@@ -81,9 +80,9 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
         tokens_per_s=rounded(workload.tokens_per_step / step_time_s),
         mfu=rounded(flops / (step_time_s * peak)),
         mfu_causal=mfu_causal,
-        outside={**known.outside, **above},
+        outside={**outside, **_above(mfu_causal, question.calibration)},
         communication_bytes={axis: size for axis, size in _whole(cost.sent_bytes).items() if size},
-        basis="; ".join([known.basis, *(f"MFU {text}: likely too fast" for text in above.values())]),
+        basis=question.calibration.basis,
         of=fingerprint(plan),
         compiling=compiling(plan),
     )

@@ -9,9 +9,12 @@ from autoshard.plan.explanation import Alternatives, ExplainedBlock, Explanation
 from autoshard.plan.plan import Plan, Prediction
 from autoshard.report.tables import Cell, FittingTable, make_table, prose, unbroken
 from autoshard.report.terminal import (
+    NOTHING,
     answers_parts,
     certificate_parts,
+    headroom_words,
     memory_table,
+    outside_lines,
     prediction_of,
     price_words,
     runners_up_of,
@@ -26,7 +29,6 @@ _LEGEND = (
     "Times of one micro-batch on one rank: F forward pass, I gradients of inputs, W gradients of weights. Second best: "
     "another way to cut this operation, with all others solved again, and how much longer the block then takes."
 )
-_NOTHING = 1e-4  # share of a step that rounds to zero
 
 
 def explanation_report(
@@ -37,6 +39,7 @@ def explanation_report(
     parts: list[RenderableType] = [unbroken(Text.assemble("layout ", (explanation.candidate, "bold green")))]
     parts += [prose(f"cost {price_words(plan.dollars)}")] if plan.dollars else []
     parts += map(prose, _limits(prediction, alternatives))
+    parts.append(prose(f"headroom {headroom_words(plan)}"))
     parts += [
         "",
         time_table(prediction),
@@ -54,7 +57,8 @@ def explanation_report(
         parts += [prose(Text.assemble((rule, "bold"), f": {remedy}")) for rule, remedy in explanation.rules.items()]
     parts += ["", *answers_parts(plan, runners_up_of(plan, alternatives.others))] if alternatives.others else []
     parts += ["", *certificate_parts(alternatives.certificate)] if alternatives.certificate else []
-    return Group(*parts, "", prose(f"seconds {explanation.basis}", "yellow"))
+    outside = (prose(line, "yellow") for line in outside_lines(prediction))
+    return Group(*parts, "", prose(f"seconds {explanation.basis}", "yellow"), *outside)
 
 
 def _limits(prediction: Prediction, alternatives: Alternatives) -> list[str]:
@@ -64,7 +68,9 @@ def _limits(prediction: Prediction, alternatives: Alternatives) -> list[str]:
     most = f"most of a step is {TIME_WORDS.get(part, part)}: {time_s / step_s:.0%} of {format_seconds(step_s)}"
     fullest = max(memory.total for memory in prediction.stage_memory) / prediction.capacity_bytes
     less = 1 - unlimited_s / step_s
-    if less <= _NOTHING:
+    if fullest > 1:
+        memory = f"is too small: the fullest rank needs {fullest:.0%} of what a plan may fill"
+    elif less <= NOTHING:
         memory = f"does not limit it: the fullest rank uses {fullest:.0%}, and more memory would not make it faster"
     else:
         gain = f"with unlimited memory the same layout would take {format_seconds(unlimited_s)}, {less:.1%} less"

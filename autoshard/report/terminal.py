@@ -27,6 +27,7 @@ from autoshard.units import GIB, format_bytes, format_count, format_dollars, for
 if TYPE_CHECKING:  # plans are printed without what proves them
     from autoshard.plan.proof import Proof
 
+NOTHING = 1e-4  # share of a step that rounds to zero
 MOST_ROWS = 20  # of pipeline ranks; beyond, neighbours share a row
 _SIZES = (("weights",), ("gradients",), ("masters", "optimizer"), ("activations", "logits"))  # columns of memory
 _DAY_S = 86_400
@@ -54,6 +55,7 @@ def plan_report(
     padded = "".join(f"; {dim} padded to {size}" for dim, size in plan.padding.items())
     parts.append(prose(f"for engine {plan.engine} with kernels {plan.kernels}{padded}", "dim"))
     parts.append(prose(f"prediction {prediction.basis}", "yellow"))
+    parts += [prose(line, "yellow") for line in outside_lines(prediction)]
     if prediction.compiling:
         parts.append(prose(compiled_words(prediction.compiling), "yellow"))
     return Group(*parts)
@@ -77,9 +79,10 @@ def _headline(
     low, high = format_seconds(prediction.low_s), format_seconds(prediction.high_s)
     speed = Text.assemble(
         (format_seconds(prediction.step_time_s), "bold"), f" a step ({low} to {high}), ",
-        (format_count(prediction.tokens_per_s, "tokens/s"), "bold"), f", MFU {prediction.mfu:.1%}",
+        (format_count(prediction.tokens_per_s, "tokens/s"), "bold"), f", {_mfu_words(prediction)}",
     )  # fmt: skip
     texts = {"plan": Text(layout_words(plan), "bold"), "speed": speed, "memory": _memory_words(prediction)}
+    texts["headroom"] = Text(headroom_words(plan, certificate))
     texts["day"] = Text(_day_words(plan))
     if total_tokens:
         texts["total"] = Text(_total_words(plan, total_tokens))
@@ -121,6 +124,42 @@ def _memory_words(prediction: Prediction) -> Text:
     else:
         left = (f"{format_bytes(capacity - peak)} ({1 - peak / capacity:.1%}) free", "")
     return Text.assemble((format_bytes(peak), "bold"), f" of {format_bytes(capacity)} on the fullest rank, ", left)
+
+
+def _mfu_words(prediction: Prediction) -> str:
+    """Return the utilisation by both conventions: with the pairs of attention that the mask hides, and without."""
+    causal = prediction.mfu_causal
+    return f"MFU {prediction.mfu:.1%}" + ("" if causal is None else f" ({causal:.1%} without masked pairs)")
+
+
+def headroom_words(plan: Plan, certificate: Certificate | None = None) -> str:
+    """Say what stays free, what that costs the outer layout of the plan, and how far the peak is an estimate."""
+    prediction, usable = prediction_of(plan), plan.cluster.rank_memory_bytes
+    words = f"{plan.headroom:.3g} of {format_bytes(usable)}"
+    by_headroom = certificate.by_headroom if certificate else {}
+    gains = {headroom: 1 - time_s / prediction.step_time_s for headroom, time_s in by_headroom.items()}
+    if gains and max(gains.values()) < NOTHING:
+        words += "; less would not make this mesh faster"
+    elif gains:
+        each = ", ".join(f"with {headroom:.3g} {gain:.1%}" for headroom, gain in gains.items())
+        words += f"; this mesh, its stages filled again, would be faster {each}"
+    if prediction.peak_interval_bytes:
+        low, high = prediction.peak_interval_bytes
+        words += (
+            f"; by what allocators reserved in published runs the peak is {format_bytes(low)} to {format_bytes(high)}"
+        )
+        words += ": at most more than there is" if high > usable else ""
+    return words
+
+
+def outside_lines(prediction: Prediction) -> list[str]:
+    """Say per feature how far outside the rows of its calibration a plan lies."""
+    features = {feature: text for feature, text in prediction.outside.items() if feature != "mfu"}
+    listed = "; ".join(f"{feature} {text}" for feature, text in features.items())
+    lines = [f"outside these rows: {listed}"] if features else []
+    if "mfu" in prediction.outside:
+        lines.append(f"likely too fast: MFU {prediction.outside['mfu']}")
+    return lines
 
 
 def _large(count: float) -> str:

@@ -9,7 +9,7 @@ from autoshard.blocks.choices import atom_dims, op_cuts, real_cuts
 from autoshard.blocks.cutting import Terms, operator_problem
 from autoshard.blocks.operators import cost_of, totals
 from autoshard.blocks.problem import OperatorProblem
-from autoshard.cost.calibration import calibration_of, trust
+from autoshard.cost.calibration import calibration_of
 from autoshard.cost.compute import kernel_time
 from autoshard.cost.predict import question_of
 from autoshard.cost.setting import PASSES, BlockWork, Question, Setting, block_cost, setting_of, work_of
@@ -48,7 +48,7 @@ def explain(plan: Plan) -> Explanation:
         candidate=str(plan.candidate),
         blocks=found,
         rules={rule.id: rule.remedy for rule in rules if rule.id in named},
-        basis=trust(question.calibration, plan).basis,
+        basis=question.calibration.basis,
     )
 
 

@@ -152,11 +152,10 @@ class TestProvenance:
         reach = Reach(cluster="trn1.32xlarge", axes=("tp", "pp", "dp"), kernels=("nxd",))
         here = replace(OWN, interval=0.1, reach=reach, seen=seen, best_mfu=0.99)
         inside, beyond = predict(plan(calibration=here)), predict(plan(text, here, **changes))
-        assert not inside.outside and inside.basis == here.basis
+        assert not inside.outside and inside.basis == beyond.basis == here.basis
         assert inside.high_s / inside.step_time_s - 1 == pytest.approx(0.1)
         assert beyond.outside.keys() == where.keys()
         assert all(beyond.outside[feature].startswith(words) for feature, words in where.items())
-        assert all(f"{feature} {words}" in beyond.basis for feature, words in beyond.outside.items())
         assert beyond.high_s / beyond.step_time_s - 1 == pytest.approx(math.sqrt(0.1**2 + wider))
         assert predict(plan(text, uncalibrated(), **changes)).outside == {}, "reaches nowhere anyway"
 
@@ -165,7 +164,6 @@ class TestProvenance:
         assert own and "mfu" not in predict(plan(calibration=replace(OWN, seen=SEEN, best_mfu=own))).outside
         above = predict(plan(calibration=replace(OWN, seen=SEEN, best_mfu=own / 2)))
         assert above.outside == {"mfu": f"{own:.1%} without masked pairs, and the best row has {own / 2:.1%}"}
-        assert above.basis.endswith(f"{above.outside['mfu']}: likely too fast")
 
     @pytest.mark.parametrize(
         ("change", "fault"),
