@@ -49,13 +49,14 @@ def plan_report(
     prediction = prediction_of(plan)
     parts: list[RenderableType] = [*_headline(plan, certificate, total_tokens, next_step), ""]
     parts += [unbroken(Text.assemble(("layout   ", "dim"), (str(plan.candidate), "bold green")))]
-    parts += [Labelled("time", Text(_time_words(prediction)), "dim"), "", stage_table(plan, times), ""]
+    parts += [Labelled("time", Text(_time_words(prediction)), "dim"), "", stage_table(plan, times)]
+    parts += [prose(f"headroom {headroom_words(plan, certificate)}"), ""]
     if answers:
         parts += [*answers_parts(plan, answers), ""]
     padded = "".join(f"; {dim} padded to {size}" for dim, size in plan.padding.items())
     parts.append(prose(f"for engine {plan.engine} with kernels {plan.kernels}{padded}", "dim"))
     parts.append(prose(f"prediction {prediction.basis}", "yellow"))
-    parts += [prose(line, "yellow") for line in outside_lines(prediction)]
+    parts += [prose(line, "yellow") for line in (*outside_lines(prediction), *reserved_lines(plan))]
     if prediction.compiling:
         parts.append(prose(compiled_words(prediction.compiling), "yellow"))
     return Group(*parts)
@@ -82,7 +83,6 @@ def _headline(
         (format_count(prediction.tokens_per_s, "tokens/s"), "bold"), f", {_mfu_words(prediction)}",
     )  # fmt: skip
     texts = {"plan": Text(layout_words(plan), "bold"), "speed": speed, "memory": _memory_words(prediction)}
-    texts["headroom"] = Text(headroom_words(plan, certificate))
     texts["day"] = Text(_day_words(plan))
     if total_tokens:
         texts["total"] = Text(_total_words(plan, total_tokens))
@@ -127,29 +127,35 @@ def _memory_words(prediction: Prediction) -> Text:
 
 
 def _mfu_words(prediction: Prediction) -> str:
-    """Return the utilisation by both conventions: with the pairs of attention that the mask hides, and without."""
+    """Return the utilisation by both conventions: with all pairs of attention, and with those that no mask hides."""
     causal = prediction.mfu_causal
-    return f"MFU {prediction.mfu:.1%}" + ("" if causal is None else f" ({causal:.1%} without masked pairs)")
+    return f"MFU {prediction.mfu:.1%}" + ("" if causal is None else f" ({causal:.1%} causal)")
 
 
 def headroom_words(plan: Plan, certificate: Certificate | None = None) -> str:
-    """Say what stays free, what that costs the outer layout of the plan, and how far the peak is an estimate."""
-    prediction, usable = prediction_of(plan), plan.cluster.rank_memory_bytes
-    words = f"{plan.headroom:.3g} of {format_bytes(usable)}"
-    by_headroom = certificate.by_headroom if certificate else {}
-    gains = {headroom: 1 - time_s / prediction.step_time_s for headroom, time_s in by_headroom.items()}
+    """Say what stays free, and what the outer layout of the plan takes if its stages are filled again with less."""
+    words, by_headroom = (
+        f"{plan.headroom:.3g} of {format_bytes(plan.cluster.rank_memory_bytes)}",
+        certificate.by_headroom if certificate else {},
+    )
+    gains = {headroom: 1 - time_s / prediction_of(plan).step_time_s for headroom, time_s in by_headroom.items()}
     if gains and max(gains.values()) < NOTHING:
-        words += "; less would not make this mesh faster"
-    elif gains:
-        each = ", ".join(f"with {headroom:.3g} {gain:.1%}" for headroom, gain in gains.items())
-        words += f"; this mesh, its stages filled again, would be faster {each}"
-    if prediction.peak_interval_bytes:
-        low, high = prediction.peak_interval_bytes
-        words += (
-            f"; by what allocators reserved in published runs the peak is {format_bytes(low)} to {format_bytes(high)}"
+        return f"{words}; this mesh gains nothing with less"
+    if gains:
+        words += "; this mesh with " + ", ".join(
+            f"{headroom:.3g}: {gain:.1%} faster" for headroom, gain in gains.items()
         )
-        words += ": at most more than there is" if high > usable else ""
     return words
+
+
+def reserved_lines(plan: Plan) -> list[str]:
+    """Say how far the peak of memory is known where an allocator reserves more than is in use."""
+    interval, usable = prediction_of(plan).peak_interval_bytes, plan.cluster.rank_memory_bytes
+    if not interval:
+        return []
+    low, high = map(format_bytes, interval)
+    words = f"peak memory is {low} to {high}, by what PyTorch's allocator reserved in published runs"
+    return [f"{words}, and a rank can use {format_bytes(usable)}" if interval[1] > usable else words]
 
 
 def outside_lines(prediction: Prediction) -> list[str]:
