@@ -293,7 +293,7 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
         return recomputed + kept + embed + head
 
     saved, waiting = total("saved_bytes"), total("waiting_bytes")
-    memory = {
+    memory: dict[str, Any] = {
         "activations": most_kept(schedule, saved, waiting),
         **_other_memory(blocks, slots, options.plain_kind),
         **state_bytes(weights, blocks.setting, blocks.question.workload),

@@ -134,11 +134,11 @@ def _mfu_words(prediction: Prediction) -> str:
 
 def headroom_words(plan: Plan, certificate: Certificate | None = None) -> str:
     """Say what stays free, and what the outer layout of the plan takes if its stages are filled again with less."""
-    words, by_headroom = (
-        f"{plan.headroom:.3g} of {format_bytes(plan.cluster.rank_memory_bytes)}",
-        certificate.by_headroom if certificate else {},
+    words = f"{plan.headroom:.3g} of {format_bytes(plan.cluster.rank_memory_bytes)}"
+    step_s = prediction_of(plan).step_time_s
+    gains = (
+        {headroom: 1 - time_s / step_s for headroom, time_s in certificate.by_headroom.items()} if certificate else {}
     )
-    gains = {headroom: 1 - time_s / prediction_of(plan).step_time_s for headroom, time_s in by_headroom.items()}
     if gains and max(gains.values()) < NOTHING:
         return f"{words}; this mesh gains nothing with less"
     if gains:
