@@ -301,13 +301,14 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
     kernels = load_kernels(blocks.question.kernels)
     if kernels.reserved:
         memory["reserved"] = kernels.reserved.share * sum(memory.values())
+    memory["runtime"] = kernels.runtime_bytes
     return StagePrices(
         forward_s=total("forward_s"),
         input_s=total("input_s"),
         weight_s=total("weight_s"),
         saved_bytes=saved,
         waiting_bytes=waiting,
-        memory={**memory, "runtime": kernels.runtime_bytes},
+        memory=memory,
         weights=weights,
         num_blocks=np.broadcast_to(options.num_layers, shape[:2]) + counts.ends[:, None],
     )
