@@ -22,7 +22,8 @@ COMMANDS = {  # each is a function of its name, in a module of its name, whose d
     "convert": "convert weights between forms and layouts",
     "validate": "predict measured runs, and say how far that is off",
     "calibrate": "fit the constants of the cost model to measured runs",
-    "list": "list what can be named: models, clusters, engines, schedules, ...",
+    "list": "list the names that options take: models, clusters, engines, schedules, ...",
+    "completion": "print the script with which bash, zsh or fish completes commands and options",
 }
 _RARELY = (1_000_000, 20, 20)  # measured: looking for cycles of objects takes a twentieth of a planning process
 _MOST_FAULTS = 40  # printed: a file of another kind has one in every line
@@ -82,7 +83,7 @@ def _run(arguments: list[str]) -> int:
     if first in ("", "-h", "--help"):
         title = "autoshard: the fastest way to cut a training run over a cluster that fits in memory."
         usage = "usage: autoshard COMMAND ...      (autoshard COMMAND --help says more)"
-        rows = (f"  {name:<9} {summary}" for name, summary in COMMANDS.items())
+        rows = (f"  {name:<10} {summary}" for name, summary in COMMANDS.items())
         print(title, "", usage, "", *rows, sep="\n", file=sys.stdout if first else sys.stderr)
         return 0 if first else 2
     if first not in COMMANDS:

@@ -19,9 +19,19 @@ from autoshard.errors import Fault, InputError, nearest
 
 Counts = tuple[int, ...]  # one whole number, or several with commas between them
 PlanOrRecipe = NewType("PlanOrRecipe", Path)  # a recipe (.yaml) is a file of options as well
+Pins = NewType("Pins", str)  # keys of a candidate
 Given = dict[str, tuple[str, Any]]  # option -> how faults name the place where it is given, and what stands there
 
-_POSITIONAL = ("plan", "rows", "source", "target", "what", "a", "b")  # `list models`, unlike `plan --model ...`
+_POSITIONAL = (
+    "plan",
+    "rows",
+    "source",
+    "target",
+    "what",
+    "shell",
+    "a",
+    "b",
+)  # `list models`, unlike `plan --model ...`
 _REQUIRED = inspect.Parameter.empty
 _EXPECTED: dict[Any, tuple[str, str]] = {  # type -> how the help and how a fault names it
     bool: ("", "true or false"),
@@ -29,6 +39,7 @@ _EXPECTED: dict[Any, tuple[str, str]] = {  # type -> how the help and how a faul
     float: ("X", "a number like 0.001 or 1e-3"),
     Counts: ("N[,N...]", "a whole number, or several like 4,8,16"),
     Path: ("PATH", "a path"),
+    Pins: ("KEY=VALUE[,...]", "text"),
 }
 
 
@@ -56,7 +67,7 @@ def read_options(name: str, command: Callable[..., int], arguments: Sequence[str
     A parameter whose type is a dataclass stands for its fields: each is an option. Options come from the line, from the
     file after --config, and from a recipe in the place of a plan, in this order.
     """
-    options = {option.name: option for option in _options(command)}
+    options = {option.name: option for option in options_of(command)}
     known = ["--help", "--config", "--extend", *(one.flag for one in options.values() if one.label == one.flag)]
     flags = (argument.partition("=")[0] for argument in arguments if argument.startswith("--") and argument != "--")
     faults = [
@@ -109,13 +120,13 @@ def _is_group(kind: Any) -> bool:
     return isinstance(kind, type) and is_dataclass(kind)
 
 
-def _options(source: Any, before: str = "") -> Iterator[Option]:
+def options_of(source: Any, before: str = "") -> Iterator[Option]:
     """Yield a command's options, or those of a dataclass; dataclasses inside a dataclass put their name before."""
     types = get_type_hints(source)
     for name, parameter in inspect.signature(source).parameters.items():
         kind, default = types[name], parameter.default
         if _is_group(kind):
-            yield from _options(kind, f"{before}{name}." if _is_group(source) else "")
+            yield from options_of(kind, f"{before}{name}." if _is_group(source) else "")
             continue
         if NoneType in get_args(kind):
             kind = Union[tuple(one for one in get_args(kind) if one is not NoneType)]  # noqa: UP007 (as many as there are)
@@ -247,7 +258,7 @@ def _value(option: Option, given: tuple[str, Any] | None, faults: list[Fault]) -
         faults.append(Fault(where=where, message="must not be empty"))
         return None
     reader = ArgumentParser(exit_on_error=False)
-    reader.add_argument("--value", type=Path if kind is PlanOrRecipe else kind)
+    reader.add_argument("--value", type=getattr(kind, "__supertype__", kind))
     try:
         listed = f"[{raw}]" if kind == Counts and isinstance(raw, str) else raw
         value = reader.parse_object({"value": listed}, defaults=False).value

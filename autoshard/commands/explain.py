@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from autoshard.command_line import Pins
 from autoshard.commands.output import place_checks, print_answer, print_refused, write_text
 from autoshard.cost.calibration import calibration_of, load_calibration
 from autoshard.cost.predict import check_plan
@@ -18,7 +19,7 @@ from autoshard.search.what_if import alternatives, why_not as compared
 
 def explain(
     plan: Path,
-    why_not: str | None = None,
+    why_not: Pins | None = None,
     calibration: Path | None = None,
     trace: Path | None = None,
     json: bool = False,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from autoshard.command_line import Counts
+from autoshard.command_line import Counts, Pins
 from autoshard.errors import InputError, require
 from autoshard.layout.pin import Pin, pins_of
 from autoshard.plan.lowering import ATOMS
@@ -58,7 +58,7 @@ class QuestionOptions:
     engine: Literal["nxd", "torch", "any"] | None = None
     headroom: float | None = None
     calibration: str | None = None
-    fix: str | None = None
+    fix: Pins | None = None
     pins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 
     def __post_init__(self) -> None:
@@ -129,5 +129,11 @@ class SearchOptions:
 
     def applied(self, request: Request) -> Request:
         """Return a request with these options."""
+        cluster = request.cluster
+        message = (
+            f"no price of {cluster.name} is known. Put price_usd_per_node_hour into a cluster file, or minimise time: "
+            "on one cluster the fastest plan is the cheapest"
+        )
+        require((self.objective != "dollars" or cluster.price_usd_per_node_hour is not None, "--objective", message))
         effort = replace(EVERYTHING if self.prove else Effort(), exhaustive=self.exhaustive)
         return replace(request, effort=effort, objective=self.objective)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autoshard.command_line import is_recipe
+from autoshard.command_line import Pins, is_recipe
 from autoshard.commands.options import QuestionOptions, SearchOptions, token_total
 from autoshard.commands.output import place_checks, print_answer, write_text
 from autoshard.commands.progress import Watcher, watching
@@ -39,7 +39,7 @@ def plan(
     options: SearchOptions,
     like: Path | None = None,
     pareto: bool = False,
-    at: str | None = None,
+    at: Pins | None = None,
     top: int = 3,
     tokens: str | None = None,
     out: Path = Path("plan.json"),

@@ -12,7 +12,8 @@ from typing import Any
 from autoshard.search.pool import SearchProgress
 from autoshard.units import format_bytes, format_seconds
 
-_PATIENCE_S = 1.0  # before the line of a search
+_PATIENCE_S = 0.2  # before the line of a search: shorter ones need none
+_AT_MOST_S = 0.9  # between Ctrl-C and the end of a search that does not come to its next step
 _FRAME_S = 0.1  # between two drawings on a terminal
 _LINE_S = 10.0  # between two lines of a log
 
@@ -56,6 +57,7 @@ class Watcher:
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
+        signal.setitimer(signal.ITIMER_REAL, _AT_MOST_S)
 
     def __call__(self, progress: SearchProgress) -> str:
         """Draw the progress; return why the search should stop, or an empty string."""
@@ -65,6 +67,7 @@ class Watcher:
             left = f"bound {self._show(progress.bound)}, {progress.num_points - progress.num_done} points open"
             self.line.show(f"searching, {format_seconds(waited_s)}: best {best}, {left} (Ctrl-C takes the best)")
         if self.interrupted:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             return "interrupted"
         return f"stopped after {self._limit_s:g} s" if self._limit_s and waited_s > self._limit_s else ""
 
@@ -73,11 +76,13 @@ class Watcher:
 def watching(time_limit_s: float | None, show: Callable[[float], str]) -> Iterator[Watcher]:
     """Watch a search: Ctrl-C ends it with the best plan so far. ``show`` formats the objective."""
     watcher = Watcher(time_limit_s, show)
-    before = signal.signal(signal.SIGINT, watcher.interrupt)
+    handlers = {one: signal.signal(one, watcher.interrupt) for one in (signal.SIGINT, signal.SIGALRM)}
     try:
         yield watcher
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for one, before in handlers.items():
+            signal.signal(one, before)
         watcher.line.clear()
 
 

@@ -12,6 +12,7 @@ from autoshard.extensions import require_extensions
 from autoshard.plan.plan import SCHEMA, Plan
 from autoshard.spec.files import parsed_json, read_data
 from autoshard.spec.record import decode, encode
+from autoshard.version import __version__
 
 # From a schema number to the function that rewrites a file of that number into the next one's form.
 Migrations = Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]
@@ -74,10 +75,11 @@ def _migrated(data: dict[str, Any], migrations: Migrations) -> dict[str, Any]:
     if number > SCHEMA:
         provenance = data.get("provenance")
         version = cast(Mapping[str, object], provenance).get("autoshard") if isinstance(provenance, dict) else None
-        writer = f"autoshard {version}" if isinstance(version, str) else f"an autoshard that knows schema {number}"
-        raise InputError.of(
-            "schema", f"{number} is newer than {SCHEMA}, the newest that this version reads. Use {writer} or later"
+        writer = (
+            f" It was written by autoshard {version}." if isinstance(version, str) and version != __version__ else ""
         )
+        message = f"{number} is newer than {SCHEMA}, the newest that autoshard {__version__} reads.{writer}"
+        raise InputError.of("schema", f"{message} Install an autoshard that knows schema {number}")
     oldest = min((SCHEMA, *migrations))
     if number < oldest:
         raise InputError.of("schema", f"{number} cannot be read; this version reads schemas {oldest} to {SCHEMA}")

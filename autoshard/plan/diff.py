@@ -9,6 +9,7 @@ from autoshard.plan.plan import Dollars, Plan, Prediction
 from autoshard.spec.record import encode
 
 MILLION = 1_000_000
+Value = str | int | float | bool
 _DIGITS = 9  # of shares: predictions are rounded to as many
 _LEAST_SHARED = 0.01  # a total that is less of what goes up and down has no parts worth a share
 # The question is the same: prices cost no time, and lnc cuts the same nodes otherwise.
@@ -19,11 +20,11 @@ _NAMING = {"cluster": ("name", "lnc", "num_nodes"), "model": ("name",)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChange:
-    """One thing that two plans have otherwise, as text; None: this plan has none."""
+    """One thing that differs between two plans; None: this plan has none."""
 
     name: str
-    a: str | None
-    b: str | None
+    a: Value | None
+    b: Value | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +150,7 @@ def diff(a: Plan, b: Plan) -> Diff:
     time = Term(name="total", a=one.step_time_s * scales[0], b=other.step_time_s * scales[1])
     memory = Term(name="total", a=one.peak_bytes, b=other.peak_bytes)
     stated = list(_stated_changes(a, b))
-    counts = [{name: str(len(table)) for name, table in plan.strategies.items()} for plan in (a, b)]
+    counts = [{name: len(table) for name, table in plan.strategies.items()} for plan in (a, b)]
     return Diff(
         a=one,
         b=other,
@@ -183,7 +184,7 @@ def _terms(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[Term, ...]:
     return tuple(sorted((term for term in terms if term.a or term.b), key=lambda term: -abs(term.difference)))
 
 
-def _changes(a: Mapping[str, str], b: Mapping[str, str]) -> list[PlanChange]:
+def _changes(a: Mapping[str, Value], b: Mapping[str, Value]) -> list[PlanChange]:
     names = dict.fromkeys((*a, *b))
     return [PlanChange(name=name, a=a.get(name), b=b.get(name)) for name in names if a.get(name) != b.get(name)]
 
@@ -201,12 +202,15 @@ def _stated_changes(a: Plan, b: Plan) -> Iterator[PlanChange]:
 def _choices(a: Plan, b: Plan) -> list[PlanChange]:
     """List what two plans choose otherwise: keys of the candidate first, then engine, lists, sizes, calibration."""
 
-    def keys(plan: Plan) -> dict[str, str]:
+    def keys(plan: Plan) -> dict[str, Value]:
         """Return a plan's choices by name; what has a default elsewhere is given as it is here."""
         candidate, schedule = plan.candidate, encode(plan.schedule)
         values = {name: getattr(candidate, name) for name in candidate.__slots__}
-        texts = {key: "default" if value is None else value_text(key, value) for key, value in values.items()}
-        texts |= {"sp": value_text("sp", plan.sp), "kernels": plan.kernels, "engine": plan.engine}
+        texts: dict[str, Value] = {
+            key: "default" if value is None else value if isinstance(value, int) else value_text(key, value)
+            for key, value in values.items()
+        }
+        texts |= {"sp": plan.sp, "kernels": plan.kernels, "engine": plan.engine}
         for key in ("placement", "actions"):  # of a schedule its builder's name does not say
             texts |= _leaves(schedule[key], f"schedule.{key}") if schedule[key] is not None else {}
         return {**texts, **_leaves(encode(plan.buckets), "buckets"), **_leaves(encode(plan.padding), "padding")}
@@ -233,16 +237,16 @@ def _line_changes(a: Plan, b: Plan) -> tuple[LineChange, ...]:
     return tuple(sorted(found, key=order))
 
 
-def _leaves(data: Any, where: str) -> dict[str, str]:
-    """Return every single value of JSON data by its path, as text.
+def _leaves(data: Any, where: str) -> dict[str, Value]:
+    """Return every single value of JSON data by its path.
 
     >>> _leaves({"lnc": None, "links": [{"ports": 2}]}, "cluster")
-    {'cluster.lnc': 'none', 'cluster.links[0].ports': '2'}
+    {'cluster.lnc': 'none', 'cluster.links[0].ports': 2}
     """
     if isinstance(data, dict):
         pairs = [(f"{where}.{key}", value) for key, value in cast(dict[str, Any], data).items()]
     elif isinstance(data, list):
         pairs = [(f"{where}[{index}]", value) for index, value in enumerate(cast(list[Any], data))]
     else:
-        return {where: "none" if data is None else str(data)}
+        return {where: "none" if data is None else data}
     return {name: text for inner, value in pairs for name, text in _leaves(value, inner).items()}

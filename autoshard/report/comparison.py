@@ -192,7 +192,7 @@ def _changes(title: str, changes: Sequence[PlanChange]) -> Group:
     """Return a table of what differs; values that are too long for it stand below, so that they can be pasted."""
 
     def text(value: str | float | None) -> str:
-        return "-" if value is None else str(value)
+        return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
     first = changes[:_MOST_CHANGES]
     long = [one for one in first if max(len(text(one.a)), len(text(one.b))) > _SHORT]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from autoshard.units import format_bytes, format_count
 
-Entry = dict[str, str]
+Cell = str | int | float | None
+Entry = dict[str, Cell]
 
 
 def entries(what: str) -> list[Entry]:
@@ -25,9 +26,25 @@ def listing_text(rows: list[Entry]) -> str:
     a     first
     bcd   second
     """
-    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    lines = [
+        [name.replace("_", " ") for name in rows[0]],
+        *([_text(name, value) for name, value in row.items()] for row in rows),
+    ]
     widths = [*(max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1]), 0]
     return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines)
+
+
+def _text(name: str, value: Cell) -> str:
+    """Print a value of an entry: large numbers with a unit."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    if name == "parameters" or name.endswith("_per_s"):
+        return format_count(value)
+    return f"{value:.2f}" if "_usd_" in name else str(value)
 
 
 def _models() -> list[Entry]:
@@ -36,12 +53,13 @@ def _models() -> list[Entry]:
     return [
         {
             "name": model.name,
-            "parameters": format_count(model.num_parameters),
-            "layers": str(model.num_layers),
-            "hidden": str(model.hidden),
-            "heads": f"{model.num_heads}/{model.num_kv_heads}",
-            "experts": str(model.num_experts or "-"),
-            "context": str(model.max_positions),
+            "parameters": model.num_parameters,
+            "layers": model.num_layers,
+            "hidden": model.hidden,
+            "heads": model.num_heads,
+            "kv_heads": model.num_kv_heads,
+            "experts": model.num_experts or None,
+            "context": model.max_positions,
         }
         for model in map(load_model, model_names())
     ]
@@ -55,7 +73,7 @@ def _recipes() -> list[Entry]:
             "name": _as_typed(path),
             "model": one.model,
             "cluster": one.cluster,
-            "nodes": str(one.nodes),
+            "nodes": one.nodes,
             "about": about(path),
         }
         for path, one in ((path, load_recipe(path)) for path in recipe_files())
@@ -85,14 +103,16 @@ def _clusters() -> list[Entry]:
         {
             "name": cluster.name,
             "alias": aliases.get(cluster.name, "-"),
-            "chips a node": f"{cluster.chips_per_node} x {cluster.chip.name}",
-            "ranks a node": f"{cluster.ranks_per_node}{f' (lnc {cluster.lnc})' if cluster.lnc else ''}",
-            "memory a rank": format_bytes(cluster.rank_memory_bytes),
-            "bf16 a rank": format_count(cluster.rank_matrix_flops_per_s("bf16"), "FLOP/s"),
+            "chips_per_node": cluster.chips_per_node,
+            "chip": cluster.chip.name,
+            "ranks_per_node": cluster.ranks_per_node,
+            "lnc": cluster.lnc,
+            "rank_memory_bytes": cluster.rank_memory_bytes,
+            "rank_bf16_flops_per_s": cluster.rank_matrix_flops_per_s("bf16"),
             "engine": cluster.engine,
             "kernels": cluster.kernels,
-            "USD a node hour": f"{price:.2f}" if (price := cluster.price_usd_per_node_hour) else "-",
-            "on demand as of (check yours)": cluster.price_date or "-",
+            "price_usd_per_node_hour": cluster.price_usd_per_node_hour,
+            "price_date": cluster.price_date,
         }
         for cluster in map(load_cluster, cluster_names())
     ]

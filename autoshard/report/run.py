@@ -8,7 +8,7 @@ from rich.text import Text
 
 from autoshard.engine.base import DryRank, Measured, RunReport, TimedStep
 from autoshard.plan.plan import Plan
-from autoshard.report.tables import Cell, FittingTable, make_table
+from autoshard.report.tables import Cell, FittingTable, make_table, prose
 from autoshard.report.terminal import compiled_words, prediction_of
 from autoshard.report.words import ranks_text
 from autoshard.units import format_bytes, format_count, format_seconds
@@ -113,6 +113,7 @@ def run_report(plan: Plan, report: RunReport, platform: str) -> Group:
     groups = alike_ranks(plan, report.ranks)
     if any(counted.memory_bytes for counted in report.ranks):
         parts += ["", _bytes_table(_MEMORY, [(group.ranks, group.memory) for group in groups], "measured")]
+        parts += map(prose, _saved_notes(plan))
     if any(counted.sent_bytes for counted in report.ranks):
         parts += ["", _bytes_table(_SENT, [(group.ranks, group.sent) for group in groups], "measured")]
     return Group(*parts)
@@ -217,12 +218,16 @@ def dry_notes(plan: Plan, ranks: Sequence[DryRank]) -> list[str]:
             "sent: the prediction is that of the rank that sends most: over pp a rank of a middle stage, "
             "over tp and dp usually one with the embedding or the head"
         )
-    if plan.kernels != _COUNTED_KERNELS:
-        notes.append(
-            f"saved: predicted are the activations that the kernels of {plan.kernels} keep for the backward pass, "
-            "counted are those that the torch engine keeps"
-        )
-    return notes
+    return [*notes, *_saved_notes(plan)]
+
+
+def _saved_notes(plan: Plan) -> list[str]:
+    """Say why saved activations differ from their prediction, where a plan is for the kernels of another framework."""
+    words = (
+        f"saved: predicted are the activations that the kernels {plan.kernels} keep for the backward pass, measured "
+        "are those that the torch engine keeps, which are others: no ratio of 1 is expected here"
+    )
+    return [] if plan.kernels == _COUNTED_KERNELS else [words]
 
 
 def dry_json(plan: Plan, ranks: Sequence[DryRank]) -> dict[str, Any]:

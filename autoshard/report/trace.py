@@ -1,7 +1,7 @@
 """The predicted step as a trace that ui.perfetto.dev and chrome://tracing draw: one process per pipeline rank.
 
-The format is the Trace Event Format: a list of events, times in microseconds. ``X`` is a slice of a lane, ``C`` a value
-of a counter, ``s`` and ``f`` the two ends of an arrow, ``M`` a name.
+The format is the Trace Event Format: a list of events, times in microseconds. ``X`` is a slice of a track, ``C`` a value
+of a counter, ``s`` and ``f`` the two ends of an arrow, ``M`` a name. Categories of slices serve filters and queries.
 """
 
 import json
@@ -20,6 +20,8 @@ _COMPUTE, _AFTER, _SENDS = 1, 2, 3  # lanes; further ones of sends where several
 _TICKS_PER_US = 1024  # binary fractions: Perfetto cuts times to nanoseconds, and drops slices that overlap after that
 _INSIDE = 4  # ticks from where a slice begins to where an arrow meets it: at its very edge is another slice as well
 _MARGIN = 0.98  # of the size that is left: what does not shrink with the actions takes some of it
+
+_CATEGORIES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 
 Event = dict[str, Any]
 Begins = dict[tuple[bool, int, int], float]
@@ -49,7 +51,12 @@ def _text(plan: Plan, trace: Trace, keep: int, begins: Begins) -> str:
     numbers, events, ends = count(), list[Event](), list[Event]()
     for rank in ranks:
         slices, own_ends = rank.messages(begins, numbers)
-        events += [*_names(plan, rank.number, {event["tid"] for event in slices}), *rank.actions(), *slices]
+        events += [
+            *_names(plan, rank.number, {event["tid"] for event in slices}),
+            *rank.actions(),
+            *rank.waiting(),
+            *slices,
+        ]
         events += [*rank.phases(), *rank.memory()]
         ends += own_ends
     about = {**_about(plan, trace, ranks), "draws_arrows": bool(begins)}
@@ -103,6 +110,7 @@ def _about(plan: Plan, trace: Trace, ranks: Sequence["_RankDrawing"]) -> Event:
         "time_parts": encode(prediction.time_parts),
         "reading": {
             "lanes": "ranks that differ only in dp, cp, ep or tp do the same at the same time and share one process",
+            "waiting": "the rank neither computes nor sends: the pipeline fills or drains, or others are slower",
             "sends": "travel while both ranks compute" if trace.hides_sends else sends,
             "after the pipeline": "each part starts when the slowest rank has finished the one before; dp is the "
             "traffic that is not hidden behind compute" + (", of all micro-batches together" if plan.zero == 3 else ""),
@@ -146,8 +154,8 @@ class _RankDrawing:
     def _event(self, phase: str, lane: int, ticks: int, **others: Any) -> Event:
         return {"ph": phase, "pid": self.number, "tid": lane, "ts": ticks / _TICKS_PER_US, **others}
 
-    def _slice(self, lane: int, begin: int, end: int, name: str, args: Event) -> Event:
-        return self._event("X", lane, begin, dur=(end - begin) / _TICKS_PER_US, name=name, args=args)
+    def _slice(self, lane: int, begin: int, end: int, category: str, **others: Any) -> Event:
+        return self._event("X", lane, begin, dur=(end - begin) / _TICKS_PER_US, cat=category, **others)
 
     def _place(self, position: int) -> tuple[str, int, int]:
         """Return the kind, the stage and the micro-batch of an action."""
@@ -160,7 +168,7 @@ class _RankDrawing:
             kind, stage, micro_batch = self._place(position)
             begin, end = _ticks(rank.start_s[position]), _ticks(rank.end_s[position])
             args = {"stage": stage, "micro_batch": micro_batch, **_seconds(trace.passes[kind, stage].parts)}
-            yield self._slice(_COMPUTE, begin, end, f"{kind}{stage}.{micro_batch}", args)
+            yield self._slice(_COMPUTE, begin, end, _CATEGORIES[kind], name=f"{kind}{stage}.{micro_batch}", args=args)
         if not self.left_out:
             return
         first, last = self.left_out[0], self.left_out[-1]
@@ -175,7 +183,26 @@ class _RankDrawing:
         args = {f"{kind}{stage}": times for (kind, stage), times in sorted(counts.items())}
         name = f"{max(counts.values())} micro-batches, drawn as one"
         begin, end = _ticks(rank.start_s[first]), _ticks(rank.end_s[last])
-        yield self._slice(_COMPUTE, begin, end, name, {**args, **_seconds(sums)})
+        yield self._slice(_COMPUTE, begin, end, "not drawn one by one", name=name, args={**args, **_seconds(sums)})
+
+    def waiting(self) -> Iterator[Event]:
+        """Yield a slice wherever the rank neither computes nor sends, between drawn actions and at both ends."""
+        rank, trace, before_s = self.rank, self.trace, 0.0
+        for position in self.drawn:
+            kind, stage, _ = self._place(position)
+            one = trace.passes[kind, stage]
+            takes_s = trace.receive_s if one.takes_from is not None else 0.0
+            if not self.left_out or position != self.left_out[-1] + 1:
+                yield from self._wait(before_s, float(rank.start_s[position]) - takes_s)
+            sends_s = trace.send_s if one.sends_to is not None and not trace.hides_sends else 0.0
+            before_s = float(rank.end_s[position]) + sends_s
+        yield from self._wait(before_s, trace.makespan_s)
+
+    def _wait(self, begin_s: float, end_s: float) -> Iterator[Event]:
+        begin, end = _ticks(begin_s), _ticks(end_s)
+        if end > begin + 1:  # the last tick of two sums of the same times may differ
+            args = {"waiting_s": rounded(end_s - begin_s)}
+            yield self._slice(_COMPUTE, begin, end, "waiting", name="waiting", args=args)
 
     def messages(self, begins: Begins, numbers: Iterator[int]) -> tuple[list[Event], list[Event]]:
         """Return messages of the drawn actions as slices, and the ends of arrows to the receiving actions.
@@ -188,7 +215,8 @@ class _RankDrawing:
             # the last tick of two sums of the same times may differ
             start = max([begin, *free[lane : lane + 1]])
             free[lane : lane + 1] = [max(end, start)]
-            slices.append(self._slice(_SENDS + lane, start, free[lane], name, args))
+            category = name.partition(" ")[0]
+            slices.append(self._slice(_SENDS + lane, start, free[lane], category, name=name, args=args))
             if taken is not None and taken in begins:
                 arrow = {"cat": "sends", "name": "sends", "id": next(numbers)}
                 ends.append(self._event("s", _SENDS + lane, start + _INSIDE, **arrow))
@@ -214,7 +242,8 @@ class _RankDrawing:
         for phase in self.trace.phases:
             time_s = phase.seconds[self.number]
             begin, end = _ticks(phase.start_s), _ticks(phase.start_s + time_s)
-            yield self._slice(_AFTER, begin, end, phase.name, {"part": phase.part, "time_s": rounded(time_s)})
+            args = {"part": phase.part, "time_s": rounded(time_s)}
+            yield self._slice(_AFTER, begin, end, "after the pipeline", name=phase.name, args=args)
 
     def memory(self) -> Iterator[Event]:
         """Yield the memory of the rank at every drawn change, and at the peak of the part that is not drawn."""

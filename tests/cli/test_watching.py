@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.cli.conftest import Typed
 HALF = SearchProgress(num_done=5, num_points=10, best=2.0, bound=1.5)
 
 
-def test_a_line_is_drawn_where_somebody_looks_and_after_a_second(
+def test_a_line_is_drawn_where_somebody_looks_and_after_a_moment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     with watching(None, str) as watch:
@@ -45,3 +46,13 @@ def test_ctrl_c_stops_a_search_at_its_next_step_and_a_second_one_at_once():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_search_that_comes_to_no_next_step_ends_within_a_second_of_ctrl_c():
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(KeyboardInterrupt), watching(None, str):
+        os.kill(os.getpid(), signal.SIGINT)
+        start_s = time.monotonic()
+        while time.monotonic() < start_s + 1.0:
+            pass
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL)[0] == 0

@@ -49,10 +49,10 @@ def predicted(plan):
     return plan.prediction
 
 
-def lanes_of(events):
+def lanes_of(events, but="waiting"):
     lanes = defaultdict(list)
     for event in events:
-        if event["ph"] == "X":
+        if event["ph"] == "X" and event["cat"] != but:
             lanes[event["pid"], event["tid"]].append(event)
     return {key: sorted(own, key=lambda event: event["ts"]) for key, own in lanes.items()}
 
@@ -73,13 +73,13 @@ def test_every_event_has_what_the_format_asks_for_and_slices_of_a_lane_never_ove
         assert event["ts"] >= 0 and (event["ts"] / TICK).is_integer()
         assert event["ph"] in "XCMsf" and (event["pid"], event["tid"]) in named
         if event["ph"] == "X":
-            assert event["dur"] >= 0 and event["args"]
+            assert event["dur"] >= 0 and event["args"] and event["cat"]
         if event["ph"] == "C":
             assert set(event["args"]) == {"bytes"}
         if event["ph"] in "sf":
             ends[event["id"], event["ph"]] += 1
     assert set(ends.values()) <= {1} and len({number for number, _ in ends}) * 2 == len(ends)
-    for own in lanes_of(data["traceEvents"]).values():
+    for own in lanes_of(data["traceEvents"], but="").values():
         for one, after in pairwise(own):  # viewers cut times to nanoseconds
             assert one["ts"] + one["dur"] <= after["ts"]
             assert int(one["ts"] * 1000) + int(one["dur"] * 1000) <= int(after["ts"] * 1000)
@@ -98,6 +98,19 @@ def test_every_action_is_drawn_once_where_and_when_it_runs(name):
             parts = {name: value for name, value in event["args"].items() if name.endswith("_s")}
             assert sum(parts.values()) == pytest.approx(end_s - start_s, rel=1e-6)
             assert (event["args"]["stage"], event["args"]["micro_batch"]) == (action.stage, action.micro_batch)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_what_is_drawn_as_waiting_adds_up_to_what_the_rank_neither_computes_nor_sends(name):
+    data = read(name)
+    for number, sums in enumerate(data["otherData"]["pipeline_ranks"]):
+        own = [event for event in lanes_of(data["traceEvents"], but="")[number, 1] if event["cat"] == "waiting"]
+        waits = sum(event["args"]["waiting_s"] for event in own)
+        assert waits == pytest.approx(sums["bubble_s"], rel=1e-6, abs=1e-7 * (len(own) + 10))
+    categories = {event["cat"] for event in data["traceEvents"] if event["ph"] == "X"}
+    assert categories <= {
+        "forward", "backward", "input gradients", "weight gradients", "waiting", "send", "receive", "after the pipeline",
+    }  # fmt: skip
 
 
 def parts_of(slices):

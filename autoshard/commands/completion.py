@@ -1,0 +1,86 @@
+"""``autoshard completion``: print the script with which a shell completes commands, options and names."""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from autoshard.cli import COMMANDS, command_of
+from autoshard.command_line import Option, PlanOrRecipe, options_of
+from autoshard.spec.cluster_catalogue import cluster_names
+from autoshard.spec.model_catalogue import model_names
+
+_COMMON = ("--config", "--extend", "--help")
+_BASH = """_autoshard() {{
+  local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}} choices=""
+  if (( COMP_CWORD == 1 )); then choices="{commands}"
+{cases}
+  fi
+  COMPREPLY=( $(compgen -W "$choices" -- "$cur") )
+}}
+complete -o default -F _autoshard autoshard"""
+_ZSH = """#compdef autoshard
+_autoshard() {{
+  local cur=$words[CURRENT] prev=$words[CURRENT-1] command=$words[2] choices=""
+  if (( CURRENT == 2 )); then choices="{commands}"
+{cases}
+  fi
+  if [[ -n $choices ]]; then compadd -- ${{=choices}}; else _files; fi
+}}
+compdef _autoshard autoshard"""
+
+
+def completion(shell: Literal["bash", "zsh", "fish"]) -> int:
+    """Print the script that completes commands, options and names in a shell.
+
+    Bash and zsh: source <(autoshard completion bash). Fish: autoshard completion fish | source.
+
+    Args:
+        shell: The shell.
+    """
+    if shell == "fish":
+        print("\n".join(_fish()))
+    else:
+        print({"bash": _BASH, "zsh": _ZSH}[shell].format(commands=" ".join(COMMANDS), cases=_cases()))
+    return 0
+
+
+def _values(option: Option) -> tuple[str, ...]:
+    """Return the words that an option can take, as far as they are known."""
+    names = {"model": model_names, "cluster": cluster_names}
+    return tuple(map(str, option.words)) or (tuple(names[option.name]()) if option.name in names else ())
+
+
+def _cases() -> str:
+    """Return what bash and zsh have in common: the choices by command and word before, then the options."""
+    values, flags, positional = list[str](), list[str](), list[str]()
+    for command in COMMANDS:
+        options = list(options_of(command_of(command)))
+        typed = [one for one in options if one.label == one.flag]
+        values += [
+            f'    "{command} {one.flag}") choices="{" ".join(_values(one))}" ;;' for one in typed if _values(one)
+        ]
+        flags.append(f'      {command}) choices="{" ".join([*(one.flag for one in typed), *_COMMON])}" ;;')
+        words = [word for one in options if one.label != one.flag for word in _values(one)]
+        positional += [f'    "{command} {command}") choices="{" ".join(words)}" ;;'] if words else []
+    return "\n".join([
+        '  elif [[ $cur == -* ]]; then case "$command" in', *flags, "    esac",
+        '  else case "$command $prev" in', *values, *positional, "    esac",
+    ])  # fmt: skip
+
+
+def _fish() -> Iterator[str]:
+    """Yield the lines of fish."""
+    yield "complete -c autoshard -f"
+    for command, summary in COMMANDS.items():
+        yield f"complete -c autoshard -n __fish_use_subcommand -a {command} -d {shlex.quote(summary)}"
+        inside = f"complete -c autoshard -n '__fish_seen_subcommand_from {command}'"
+        for option in options_of(command_of(command)):
+            values = f"-a {shlex.quote(' '.join(_values(option)))}" if _values(option) else ""
+            files = "-F" if option.kind in (Path, PlanOrRecipe) else ""
+            if option.label != option.flag:
+                yield f"{inside} {values or '-F'}"
+            elif option.kind is bool:
+                yield f"{inside} -l {option.flag[2:]}"
+            else:
+                yield " ".join(filter(None, (f"{inside} -l {option.flag[2:]} -r", files, values)))
