@@ -229,11 +229,11 @@ def _line_changes(a: Plan, b: Plan) -> tuple[LineChange, ...]:
         sent = [(text or "").partition(" | ")[2] for text in (line.a, line.b)]
         return sent[0] == sent[1], line.block, line.op
 
-    found = (
-        LineChange(block=block, op=change.name, a=change.a, b=change.b)
-        for block in a.strategies.keys() & b.strategies.keys()
-        for change in _changes(a.strategies[block], b.strategies[block])
-    )
+    found: list[LineChange] = []
+    for block in a.strategies.keys() & b.strategies.keys():
+        one, other = a.strategies[block], b.strategies[block]
+        names = (name for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name))
+        found += (LineChange(block=block, op=name, a=one.get(name), b=other.get(name)) for name in names)
     return tuple(sorted(found, key=order))
 
 

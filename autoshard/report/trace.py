@@ -1,7 +1,8 @@
 """The predicted step as a trace that ui.perfetto.dev and chrome://tracing draw: one process per pipeline rank.
 
-The format is the Trace Event Format: a list of events, times in microseconds. ``X`` is a slice of a track, ``C`` a value
-of a counter, ``s`` and ``f`` the two ends of an arrow, ``M`` a name. Categories of slices serve filters and queries.
+The format is the Trace Event Format: a list of events, times in microseconds. ``X`` is a slice of a track, ``C`` a
+value of a counter, ``s`` and ``f`` the two ends of an arrow, ``M`` a name. Slices have categories for filters and
+queries.
 """
 
 import json
@@ -19,6 +20,7 @@ MOST_BYTES = 20_000_000  # both viewers open such a file at once
 _COMPUTE, _AFTER, _SENDS = 1, 2, 3  # lanes; further ones of sends where several are under way at a time
 _TICKS_PER_US = 1024  # binary fractions: Perfetto cuts times to nanoseconds, and drops slices that overlap after that
 _INSIDE = 4  # ticks from where a slice begins to where an arrow meets it: at its very edge is another slice as well
+_SHORT = 1e-3  # of the pipelined part: waiting that is not drawn where space is short
 _MARGIN = 0.98  # of the size that is left: what does not shrink with the actions takes some of it
 
 _CATEGORIES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
@@ -186,7 +188,10 @@ class _RankDrawing:
         yield self._slice(_COMPUTE, begin, end, "not drawn one by one", name=name, args={**args, **_seconds(sums)})
 
     def waiting(self) -> Iterator[Event]:
-        """Yield a slice wherever the rank neither computes nor sends, between drawn actions and at both ends."""
+        """Yield a slice wherever the rank neither computes nor sends, between drawn actions and at both ends.
+
+        Where actions are left out for want of space, short ones are too.
+        """
         rank, trace, before_s = self.rank, self.trace, 0.0
         for position in self.drawn:
             kind, stage, _ = self._place(position)
@@ -200,7 +205,8 @@ class _RankDrawing:
 
     def _wait(self, begin_s: float, end_s: float) -> Iterator[Event]:
         begin, end = _ticks(begin_s), _ticks(end_s)
-        if end > begin + 1:  # the last tick of two sums of the same times may differ
+        least = _ticks(self.trace.makespan_s * _SHORT) if self.left_out else 1  # one: sums of the same times may differ
+        if end > begin + least:
             args = {"waiting_s": rounded(end_s - begin_s)}
             yield self._slice(_COMPUTE, begin, end, "waiting", name="waiting", args=args)
 

@@ -1,6 +1,9 @@
 """What a user types, the exit code, and the words that must come back; one line per fault and never a traceback."""
 
 import json
+import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,10 +33,10 @@ FINE = [
     (f"{LOCAL} --top 1 --global-batch 1 --seq-len 1 --fix tp=2", "1 sequence of 1 token a step"),
     (f"{LOCAL} --optimizer sgd --precision fp32 --nodes 2 --nodes 1 --fix tp=2,mbs=8 --out o.json", "wrote o.json"),
     (f"{LOCAL} --fix sp=false,zero=3,tp=2,place=3/2/1/0,kernels=te,mbs=8", "zero=3,place=3-0,kernels=te"),
-    (f"{LOCAL} --at tp=2,pp=2,stages=1/3,recompute=full/none", "plan tp=2,pp=2,dp=1"),
-    (f"{LOCAL} --prove --fix tp=2,mbs=8", "the fastest by this cost model, of"),
-    (f"{LOCAL} --exhaustive --fix tp=2,mbs=8", "0 pruned by their bound"),
-    (f"{LOCAL} --objective memory --fix tp=2,mbs=8", "the smallest by this cost model"),
+    (f"{LOCAL} --at tp=2,pp=2,stages=1/3,recompute=full/none", "layout   tp=2,pp=2,dp=1"),
+    (f"{LOCAL} --prove --fix tp=2,mbs=8", "search   the fastest of "),
+    (f"{LOCAL} --exhaustive --fix tp=2,mbs=8", "search   "),
+    (f"{LOCAL} --objective memory --fix tp=2,mbs=8", "smaller\n"),
     (f"{LOCAL} --pareto --fix tp=2,mbs=8", "wrote the fastest"),
 ]
 LONG = [
@@ -266,3 +269,60 @@ def test_json_is_one_object_and_nothing_else(line: str, code: int, keys: set[str
         printed = json.loads(out)["plan"]
         assert printed.pop("candidate") == str(load(Path("plan.json")).candidate)
         assert printed == json.loads(Path("plan.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("autoshard pl", ["plan"]),
+        ("autoshard plan --objective d", ["dollars"]),
+        ("autoshard plan --why", []),
+        ("autoshard explain --why", ["--why-not"]),
+        ("autoshard list mod", ["models"]),
+        ("autoshard plan --model tiny-l", ["tiny-llama"]),
+        ("autoshard run --data.s", ["--data.set"]),
+    ],
+)
+def test_bash_completes_commands_options_and_names(line: str, expected: list[str], typed: Typed):
+    script = typed("completion bash")[1]
+    words = f"COMP_WORDS=({line}); COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 )); _autoshard; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "-c", f"{script}\n{words}"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == expected and not done.stderr
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_know_every_command_and_read_their_script_where_they_are_installed(shell: str, typed: Typed):
+    code, script, _ = typed(f"completion {shell}")
+    assert (
+        code == 0
+        and all(command in script for command in COMMANDS)
+        and "--why-not" in script.replace("-l why", "--why")
+    )
+    if shutil.which(shell):
+        subprocess.run([shell, "-n", "-c", script], check=True, capture_output=True)
+
+
+def test_lists_and_comparisons_are_numbers_as_data(typed: Typed):
+    rows = (
+        json.loads(typed("list models --json")[1])["models"] + json.loads(typed("list clusters --json")[1])["clusters"]
+    )
+    numbers = {
+        "parameters",
+        "layers",
+        "heads",
+        "kv_heads",
+        "ranks_per_node",
+        "rank_memory_bytes",
+        "rank_bf16_flops_per_s",
+    }
+    values = [(name, value) for row in rows for name, value in row.items() if name in numbers]
+    assert len(values) > 100 and all(isinstance(value, int | float) for _, value in values)
+    assert not [row for row in rows if "-" in row.values()], "what is not known is null"
+    assert re.search(r"^llama3-70b +70\.55 G +80 ", typed("list models")[1], re.MULTILINE)
+
+
+def test_dollars_need_a_price(typed: Typed):
+    code, _, err = typed(f"{LOCAL} --objective dollars")
+    assert (
+        code == 2 and "--objective: no price of local is known. Put price_usd_per_node_hour into a cluster file" in err
+    )

@@ -96,8 +96,8 @@ def named(changes):
 
 def test_what_is_asked_and_what_is_chosen_stand_apart():
     longer = diff(predicted(), predicted(plan_of(ask(seq_len=4096), "tp=32,pp=8,mbs=2")))
-    assert named(longer.question) == {"workload.seq_len": ("8192", "4096")}
-    assert named(longer.choices) == {"mbs": ("1", "2")}
+    assert named(longer.question) == {"workload.seq_len": (8192, 4096)}
+    assert named(longer.choices) == {"mbs": (1, 2)}
     engine = diff(predicted(), predicted(plan_of(ask(engine="torch"), "tp=32,pp=8,kernels=te,recompute=full")))
     chosen = {"engine": ("nxd", "torch"), "kernels": ("nxd", "te"), "recompute": ("none", "full")}
     assert named(engine.choices).items() >= chosen.items() and not engine.question
@@ -105,7 +105,7 @@ def test_what_is_asked_and_what_is_chosen_stand_apart():
     assert named(other.question) == {  # of another cluster or model the name says enough
         "model.name": ("llama3-70b", "llama3-8b"),
         "cluster.name": ("trn1.32xlarge", "h100-80"),
-        "cluster.num_nodes": ("16", "8"),
+        "cluster.num_nodes": (16, 8),
     }
     own = dataclasses.replace(ASKED.schedule, actions=ASKED.schedule.action_lists())
     listed = diff(predicted(), predicted(dataclasses.replace(ASKED, schedule=own)))
@@ -120,9 +120,9 @@ def with_cluster(**changes):
 def test_logical_cores_and_prices_are_no_other_question_and_sources_no_difference():
     one, two = (plan_of(ask("llama3-8b", "trn2.48xlarge", 1, lnc), "tp=4") for lnc in (1, 2))
     found = diff(predicted(one), predicted(two))
-    assert not found.question and named(found.choices)["lnc"] == ("1", "2")
+    assert not found.question and named(found.choices)["lnc"] == (1, 2)
     price = diff(predicted(), with_cluster(price_usd_per_node_hour=1.5))
-    assert not price.question and named(price.choices) == {"cluster.price_usd_per_node_hour": ("21.5", "1.5")}
+    assert not price.question and named(price.choices) == {"cluster.price_usd_per_node_hour": (21.5, 1.5)}
     assert not price.slower_by and price.a.dollars and price.b.dollars
     assert price.a.dollars.usd_per_step > price.b.dollars.usd_per_step
     first, *links = ASKED.cluster.links
@@ -149,5 +149,5 @@ def test_lines_that_send_otherwise_come_first():
     assert [(line.op, line.a, line.b) for line in found.lines] == [
         ("up", "[ffn] | F all_gather ffn/tp", "[ffn]"), ("act", "[ffn]", "[ffn/tp]"), ("new", None, "z")
     ]  # fmt: skip
-    assert found.blocks == (PlanChange(name="layer full", a="1", b=None),)
+    assert found.blocks == (PlanChange(name="layer full", a=1, b=None),)
     assert not found.is_nothing and not found.choices

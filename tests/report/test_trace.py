@@ -109,7 +109,8 @@ def test_what_is_drawn_as_waiting_adds_up_to_what_the_rank_neither_computes_nor_
         assert waits == pytest.approx(sums["bubble_s"], rel=1e-6, abs=1e-7 * (len(own) + 10))
     categories = {event["cat"] for event in data["traceEvents"] if event["ph"] == "X"}
     assert categories <= {
-        "forward", "backward", "input gradients", "weight gradients", "waiting", "send", "receive", "after the pipeline",
+        "forward", "backward", "input gradients", "weight gradients", "waiting", "send", "receive",
+        "after the pipeline",
     }  # fmt: skip
 
 

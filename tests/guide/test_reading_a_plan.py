@@ -1,0 +1,113 @@
+"""No notation that is printed is missing in docs/reading-a-plan.md."""
+
+import dataclasses
+import re
+from functools import cache
+
+import pytest
+
+from autoshard.cost.trace import rank_times
+from autoshard.plan.candidate import Candidate
+from autoshard.plan.explanation import Alternatives, Certificate, Explanation, RankTime, Refusal, WhyNot
+from autoshard.plan.plan import Plan
+from autoshard.report.explanation import explanation_report
+from autoshard.report.structured import comparison_json, explanation_json, found_json, why_not_json
+from autoshard.report.terminal import plan_report, runners_up_of
+from autoshard.report.words import TIME_WORDS
+from autoshard.schedule.builders import builders
+from autoshard.search.explain import explain
+from autoshard.search.planner import SearchResult, search
+from tests.report.printed import printed
+from tests.runtime.cases import ROOT
+from tests.search.brute_force import ask as request
+
+PAGE = (ROOT / "docs" / "reading-a-plan.md").read_text(encoding="utf-8")
+WORDS = " ".join(PAGE.split())
+QUESTIONS = {
+    "70b": lambda: request("llama3-70b", "trn1.32xlarge", 16),
+    "tiny": lambda: request("tiny-llama", ranks=4, global_batch=8),
+    "experts": lambda: request("mixtral-8x7b", "a100-80", 2, global_batch=64),
+}
+
+
+@cache
+def found(name: str) -> SearchResult:
+    return search(QUESTIONS[name](), num_plans=3)
+
+
+@cache
+def shown(name: str) -> str:
+    answer = found(name)
+    plan, *others = answer.plans
+    report = plan_report(
+        plan,
+        answer.certificate,
+        times=rank_times(plan),
+        answers=runners_up_of(plan, others),
+        total_tokens=2e12,
+        next_step="x",
+    )
+    alternatives = Alternatives(others=tuple(others), unlimited_s=1.0, certificate=answer.certificate)
+    return printed(report) + printed(explanation_report(plan, explain(plan), alternatives, rank_times(plan)))
+
+
+def headings(text: str) -> set[str]:
+    """The headings of all tables: what stands above a rule."""
+    lines = text.splitlines()
+    above = [lines[number - 1] for number, line in enumerate(lines) if line and set(line) == {"─"}]
+    return {name for line in above for name in re.split(r"\s{2,}", line.strip()) if name}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_labels_headings_and_words_of_the_output_stand_on_the_page(name: str):
+    text = shown(name)
+    labels = set(re.findall(r"^([a-z]+) {2,}\S", text.partition("Pipeline ranks")[0], re.MULTILINE))
+    columns = headings(text)
+    assert {"plan", "speed", "memory", "day", "total", "search", "next", "layout", "time"} <= labels
+    assert {"rank", "work", "idle", "recomputed", "step", "why", "part", "optim", "rule", "operation"} <= columns
+    pieces = {piece for heading in columns for piece in heading.split("; ")}
+    assert (
+        sorted(
+            one for one in labels | pieces if f"`{one}`" not in WORDS and f"`{one}`" not in re.sub("[(;]", "`", WORDS)
+        )
+        == []
+    )
+    for axis in re.findall(r"(tensor|context|pipeline|data) \d+", text):
+        assert f"{axis} " in WORDS
+    for collective in re.findall(r"^ +(\w+) \w+/", text, re.MULTILINE):
+        assert f"`{collective}`" in PAGE
+
+
+def test_every_key_schedule_part_and_word_of_the_certificate_is_explained():
+    names = [f"| `{field.name}` |" for field in dataclasses.fields(Candidate)]
+    names += [f"`{words}`" for words in TIME_WORDS.values()]
+    names += [f"`{name}`" for name in builders()]
+    names += [
+        f"`{field.name}`"
+        for cls in (Certificate, Refusal)
+        for field in dataclasses.fields(cls)
+        if field.name not in ("refusals", "bound")
+    ]
+    assert [name for name in names if name not in PAGE] == []
+    accounting = Certificate(num_solved=2).accounting
+    for words in ("solved", "fit", "pruned by their bound", "too large for memory", "tables solved", "bound", "gap"):
+        assert words in accounting and words in WORDS
+
+
+def test_the_keys_of_json_are_documented():
+    plan, *others = found("tiny").plans
+    certificate = found("tiny").certificate
+    documented = set(re.findall(r"`(\w+)`", PAGE.partition("## As data")[2])) | {
+        "candidate",
+        "basis",
+        "seconds_of",
+        "rank",
+    }
+    alternatives = Alternatives(others=tuple(others), unlimited_s=1.0, certificate=certificate)
+    none = WhyNot(pins="tp=2", other=others[0], fits=True, against=(), flips=(), unmoved=())
+    explained = explanation_json(plan, Explanation(candidate="", blocks=(), rules={}, basis=""), alternatives, ())
+    why = why_not_json(plan, none)
+    for data in (found_json(found("tiny").plans, certificate), explained, why, why["difference"]):
+        assert set(data) - documented == set()
+    assert {field.name for field in dataclasses.fields(RankTime)} <= documented
+    assert comparison_json and isinstance(plan, Plan)
