@@ -7,6 +7,14 @@ from autoshard.units import format_bytes, format_count
 
 Cell = str | int | float | None
 Entry = dict[str, Cell]
+_HEADINGS = {
+    "rank_memory_bytes": "memory a rank",
+    "rank_bf16_flops_per_s": "bf16 FLOP/s a rank",
+    "price_usd_per_node_hour": "USD a node hour",
+    "price_date": "on demand as of (check yours)",
+    "chips_per_node": "chips a node",
+    "ranks_per_node": "ranks a node",
+}
 
 
 def entries(what: str) -> list[Entry]:
@@ -27,7 +35,7 @@ def listing_text(rows: list[Entry]) -> str:
     bcd   second
     """
     lines = [
-        [name.replace("_", " ") for name in rows[0]],
+        [_HEADINGS.get(name, name.replace("_", " ")) for name in rows[0]],
         *([_text(name, value) for name, value in row.items()] for row in rows),
     ]
     widths = [*(max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1]), 0]
@@ -102,7 +110,7 @@ def _clusters() -> list[Entry]:
     return [
         {
             "name": cluster.name,
-            "alias": aliases.get(cluster.name, "-"),
+            "alias": aliases.get(cluster.name),
             "chips_per_node": cluster.chips_per_node,
             "chip": cluster.chip.name,
             "ranks_per_node": cluster.ranks_per_node,

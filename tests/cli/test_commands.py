@@ -36,7 +36,7 @@ FINE = [
     (f"{LOCAL} --at tp=2,pp=2,stages=1/3,recompute=full/none", "layout   tp=2,pp=2,dp=1"),
     (f"{LOCAL} --prove --fix tp=2,mbs=8", "search   the fastest of "),
     (f"{LOCAL} --exhaustive --fix tp=2,mbs=8", "search   "),
-    (f"{LOCAL} --objective memory --fix tp=2,mbs=8", "smaller\n"),
+    (f"{LOCAL} --objective memory --fix tp=2,mbs=8", "search   the smallest of "),
     (f"{LOCAL} --pareto --fix tp=2,mbs=8", "wrote the fastest"),
 ]
 LONG = [

@@ -214,7 +214,7 @@ def test_a_step_of_131072_actions_takes_at_most_20_megabytes():
     request = replace(request, model=replace(request.model, num_layers=128), calibration=built_in("h100-80"))
     plan = plan_at(request, Candidate.parse("tp=8,pp=64,vp=2,schedule=interleaved", 512))
     text = trace_text(plan, trace(plan))
-    assert 0.9 * MOST_BYTES < len(text.encode()) <= MOST_BYTES
+    assert 0.85 * MOST_BYTES < len(text.encode()) <= MOST_BYTES
     events = json.loads(text)["traceEvents"]
     last = max(event["ts"] + event.get("dur", 0.0) for event in events)
     assert last / 1e6 == pytest.approx(predicted(plan).step_time_s, rel=1e-6)
