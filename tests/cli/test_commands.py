@@ -285,7 +285,7 @@ def test_json_is_one_object_and_nothing_else(line: str, code: int, keys: set[str
 )
 def test_bash_completes_commands_options_and_names(line: str, expected: list[str], typed: Typed):
     script = typed("completion bash")[1]
-    words = f"COMP_WORDS=({line}); COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 )); _autoshard; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    words = f"COMP_WORDS=({line}); COMP_CWORD={len(line.split()) - 1}; _autoshard; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     done = subprocess.run(["bash", "-c", f"{script}\n{words}"], capture_output=True, text=True, check=True)
     assert done.stdout.split() == expected and not done.stderr
 
