@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 
 from autoshard.blocks.choices import Atoms, atom_dims, op_cuts
@@ -21,6 +21,8 @@ from autoshard.plan.lowering import ATOMS, KINDS, StepGraph
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.plan.rules.strategy import CpKind, StrategyRule, strategy_rules
+
+_MOST_KEPT = 256  # cuttings: those of a frontier over four sizes of a cluster are fewer, and each is a few kilobytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +52,13 @@ class Terms:
         return boundary_cuts(self.between, sequence_parallel=self.sequence_parallel)
 
 
+@lru_cache(maxsize=_MOST_KEPT)
 def solved_cutting(question: Question, candidate: Candidate, terms: Terms) -> Cutting:
     """Return the cheapest cutting of a candidate's blocks: one table per kind, whatever is computed again.
 
     It also says how dp, cp and ep would cut if they were larger than 1, so that it serves other meshes: the atoms that
     are of size 1 here are added where the Rules leave them just one dim, in the order of the mesh. With tp 1 either way
-    of ``sequence_parallel`` may be given.
+    of ``sequence_parallel`` may be given. They are kept, because a frontier asks for them under every limit of memory.
     """
     found: dict[str, Mapping[str, Cuts]] = {}
     for kind in KINDS:
