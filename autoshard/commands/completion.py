@@ -7,7 +7,7 @@ from typing import Literal
 
 from autoshard.cli import COMMANDS, command_of
 from autoshard.command_line import Option, PlanOrRecipe, options_of
-from autoshard.spec.cluster_catalogue import cluster_names
+from autoshard.spec.cluster_catalogue import ALIASES, cluster_names
 from autoshard.spec.model_catalogue import model_names
 
 _COMMON = ("--config", "--extend", "--help")
@@ -47,8 +47,9 @@ def completion(shell: Literal["bash", "zsh", "fish"]) -> int:
 
 def _values(option: Option) -> tuple[str, ...]:
     """Return the words that an option can take, as far as they are known."""
-    names = {"model": model_names, "cluster": cluster_names}
-    return tuple(map(str, option.words)) or (tuple(names[option.name]()) if option.name in names else ())
+    if option.name == "model":
+        return tuple(model_names())
+    return (*cluster_names(), *ALIASES) if option.name == "cluster" else tuple(map(str, option.words))
 
 
 def _cases() -> str:

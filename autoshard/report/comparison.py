@@ -21,7 +21,8 @@ _LEAST_REASON = 0.1  # share of the difference; smaller parts are not named as r
 _TIMES = 2.0  # from this ratio on, a factor is clearer than a percentage
 _FIGURES: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = (
     ("step", lambda side: side.step_time_s, format_seconds),
-    ("  its interval", lambda side: f"{format_seconds(side.low_s)} to {format_seconds(side.high_s)}", str),
+    ("step, at least", lambda side: side.low_s, format_seconds),
+    ("step, at most", lambda side: side.high_s, format_seconds),
     ("tokens/s", lambda side: side.tokens_per_s, format_count),
     ("tokens/s per rank", lambda side: side.tokens_per_s / side.num_ranks, format_count),
     ("MFU", lambda side: side.mfu, "{:.1%}".format),
@@ -216,7 +217,8 @@ def _predicted(diff: Diff) -> FittingTable:
             share = b / a - 1 if isinstance(a, float | int) and isinstance(b, float | int) else 0.0
             cells = ["-" if one is None else text(one) for one in (a, b)]
             rows.append((name, *cells, f"{share:+.1%}" if round(share, 9) else ""))
-    return make_table("What is predicted", ("", ">a", ">b", ">b against a"), rows)
+    columns = ("", ">a", ">b", ">b against a")
+    return make_table("What is predicted", columns, rows, drop=columns[-1:])
 
 
 def _breakdown(title: str, whole: Breakdown, text: Callable[[float], str]) -> FittingTable:
