@@ -82,3 +82,11 @@ def test_following_the_advice_gives_a_plan(question: str, typed: Typed):
         changed = without_fix(question) if "--fix" in options else question
         assert typed(f"plan {changed} {options if options.startswith('--') else ''}")[0] == 0
         Path("plan.json").unlink()
+
+
+def test_a_plain_c_locale_gets_ascii(typed: Typed, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LC_ALL", "C")
+    for name in ("PYTHONIOENCODING", "PYTHONUTF8"):
+        monkeypatch.delenv(name, raising=False)
+    text = typed("plan --model tiny-llama --cluster local --top 1 --fix tp=2,mbs=8")[1]
+    assert text.isascii() and "\n-----" in text and "#" in text
