@@ -1,1 +1,25 @@
 """The commands, one module each; the docstring of a command is its help."""
+
+import importlib
+from collections.abc import Callable
+
+COMMANDS = {  # each is a function of its name, in a module of its name, whose docstring is its help
+    "plan": "find the fastest layout of a training run that fits in memory",
+    "explain": "show where the time and the memory of a plan go, and what comes next to it",
+    "compare": "say which of two plans is predicted to be faster, and why",
+    "verify": "say why a plan cannot run, or prove that its sharding computes the same",
+    "run": "train as a plan or a recipe says; put the prediction beside the measurement",
+    "launch": "write the files that start a plan on a cluster",
+    "sweep": "plan or run many questions, and put all results into one table",
+    "tokenize": "turn text into tokens that runs can read",
+    "convert": "convert weights between forms and layouts",
+    "validate": "predict measured runs, and say how far that is off",
+    "calibrate": "fit the constants of the cost model to measured runs",
+    "list": "list the names that options take: models, clusters, engines, schedules, ...",
+    "completion": "print the script with which bash, zsh or fish completes commands and options",
+}
+
+
+def command_of(name: str) -> Callable[..., int]:
+    """Return the function of a command; only its own module is imported."""
+    return getattr(importlib.import_module(f"autoshard.commands.{name}"), name)

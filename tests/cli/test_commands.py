@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 import autoshard
-from autoshard.cli import COMMANDS, command_of
 from autoshard.command_line import read_options
+from autoshard.commands import COMMANDS, command_of
 from autoshard.plan.codec import dump, load
 from autoshard.search.api import Search
 from autoshard.spec.cluster_catalogue import load_node_type

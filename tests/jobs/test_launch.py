@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from autoshard.cli import command_of, main
+from autoshard.cli import main
 from autoshard.command_line import read_options
+from autoshard.commands import command_of
 from autoshard.plan.codec import dump, fingerprint, load
 from tests.jobs.cases import FIRST, plan_of
 from tests.runtime.cases import ROOT, write_tiny
