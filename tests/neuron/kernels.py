@@ -1,6 +1,6 @@
 """Stand-ins for NxD's kernels for NeuronCores: ring attention, and experts that drop no token."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -76,11 +76,9 @@ def _first(query: Tensor, ring: list[int]) -> int:
 
 def put_in_place() -> None:
     """Let NxD call the kernels of experts in this process, and believe that they can run."""
-    blockwise: Any = import_module("neuronx_distributed.modules.moe.blockwise")
-    experts: Any = import_module("neuronx_distributed.modules.moe.expert_mlps_v2")
-    blockwise._blockwise_mm_training_nki_call = forward
-    blockwise._blockwise_mm_nki_bwd_call = backward
-    experts.can_use_blockwise_matmul_nki = lambda **_: True
+    for module, functions in REPLACED.items():
+        for name, function in functions.items():
+            setattr(import_module(f"neuronx_distributed.modules.moe.{module}"), name, function)
 
 
 def forward(**given: Any) -> None:
@@ -115,3 +113,10 @@ def _blocks(experts: Tensor, places: Tensor) -> Iterator[tuple[int, int, Tensor]
     """Yield each block with its expert and the rows that it holds."""
     for block, (expert, rows) in enumerate(zip(experts.tolist(), places.long().chunk(len(experts)), strict=True)):
         yield block, expert, rows
+
+
+# What these stand in the place of, in NxD; docs/trainium.md names each.
+REPLACED: Mapping[str, Mapping[str, Any]] = {
+    "blockwise": {"_blockwise_mm_training_nki_call": forward, "_blockwise_mm_nki_bwd_call": backward},
+    "expert_mlps_v2": {"can_use_blockwise_matmul_nki": lambda **_: True},
+}
