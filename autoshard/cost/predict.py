@@ -115,6 +115,11 @@ def _peak_interval(cost: StepCost, kernels: Kernels) -> tuple[int, int] | None:
     return round(allocated * (1 + reserved.low) + runtime), round(allocated * (1 + reserved.high) + runtime)
 
 
+def sent_by_stage(plan: Plan) -> tuple[Mapping[str, int], ...]:
+    """Return by pipeline rank what is sent along each axis, by the rank that has the largest part of its stages."""
+    return tuple(_whole(sent) for sent in plan_cost(plan, question_of(plan, calibration_of(plan))).sent)
+
+
 def _whole(parts: Mapping[str, Number]) -> Mapping[str, int]:
     return {name: round(float(value)) for name, value in sorted(parts.items())}
 

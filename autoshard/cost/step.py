@@ -19,7 +19,8 @@ from autoshard.cost.stages import (
     most_kept,
     price_stages,
 )
-from autoshard.cost.update import UpdateCost, summed_weights, update_cost
+from autoshard.cost.update import UpdateCost, num_shards, summed_weights, update_cost
+from autoshard.plan.lowering import split_pending
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import delays_of, makespan_s
@@ -159,12 +160,17 @@ def plan_blocks(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """One step: seconds by part, memory by pipeline rank and part, bytes sent by axis, weights by pipeline rank."""
+    """One step: seconds by part; memory and bytes sent by pipeline rank, each by part or axis; their weights."""
 
     seconds: Mapping[str, float]
     memory: tuple[Mapping[str, float], ...]
-    sent_bytes: Mapping[str, float]
+    sent: tuple[Mapping[str, float], ...]
     weights: tuple[float, ...]
+
+    @property
+    def sent_bytes(self) -> Mapping[str, float]:
+        """Along each axis what the rank sends that sends most there."""
+        return {axis: max(own.get(axis, 0.0) for own in self.sent) for own in self.sent for axis in own}
 
     @property
     def time_s(self) -> float:
@@ -188,7 +194,7 @@ def step_cost(question: Question, setting: Setting, pipeline: PlanPipeline, pric
     return StepCost(
         seconds=_seconds(step, blocks),
         memory=plan_memory(step),
-        sent_bytes=_sent(step, blocks),
+        sent=_sent(step, blocks),
         weights=tuple(weights[:, 0].tolist()),
     )
 
@@ -224,21 +230,34 @@ def plan_memory(step: PlanStep) -> tuple[Mapping[str, float], ...]:
     return tuple(dict(zip(whole, own, strict=True)) for own in zip(*whole.values(), strict=True))
 
 
-def _sent(step: PlanStep, blocks: Sequence[Sequence[tuple[int, BlockCost]]]) -> Mapping[str, float]:
-    """Return the bytes that the busiest rank sends along each axis, given the blocks of every rank."""
-    schedule, setting = step.blocks.schedule, step.blocks.setting
-    sent: dict[str, float] = {axis: float(np.max(size)) for axis, size in step.seconds.update.sent_bytes.items()}
-    totals: dict[str, list[float]] = {}
+def _sent(step: PlanStep, blocks: Sequence[Sequence[tuple[int, BlockCost]]]) -> tuple[Mapping[str, float], ...]:
+    """Return the bytes that each pipeline rank sends along each axis, given the blocks of every rank."""
+    schedule, setting, count = step.blocks.schedule, step.blocks.setting, step.blocks.schedule.num_micro_batches
+    shape, update = (schedule.num_ranks, 1), step.seconds.update.sent_bytes
+    step_phase = {axis: np.broadcast_to(size, shape)[:, 0] for axis, size in update.items()}
+    # Gradients of tied weights go from one end to the other, unless one rank has both.
+    tied = sum(float(np.max(size)) for size in summed_weights(step.blocks.head.tied_weights, setting).values())
+    tied *= DTYPE_BYTES[step.blocks.question.workload.precision.gradients]
+    hidden_bytes, counts = float(step.blocks.boundary_bytes[0]), counts_of(schedule)
+    found: list[Mapping[str, float]] = []
     for rank, own in enumerate(blocks):
-        for count, cost in own:
+        sent = {axis: float(sizes[rank]) for axis, sizes in step_phase.items()}
+        for number, cost in own:
             for axis, size in cost.sent_bytes.items():
-                totals.setdefault(axis, [0.0] * len(blocks))[rank] += float(count * size)
-    for axis, sizes in totals.items():
-        sent[axis] = sent.get(axis, 0.0) + schedule.num_micro_batches * max(sizes)
-    if schedule.num_ranks > 1:
-        # Gradients of tied weights go from one end to the other, unless one rank has both.
-        tied = sum(float(np.max(count)) for count in summed_weights(step.blocks.head.tied_weights, setting).values())
-        tied *= DTYPE_BYTES[step.blocks.question.workload.precision.gradients]
-        hidden = schedule.num_micro_batches * counts_of(schedule).sends * float(step.blocks.boundary_bytes[0])
-        sent["pp"] = float((hidden + (counts_of(schedule).ends == 1) * tied).max())
-    return sent
+                sent[axis] = sent.get(axis, 0.0) + count * float(number * size)
+        if counts.ends[rank] == 2 and setting.zero == 3:
+            sent["dp"] = sent.get("dp", 0.0) + count * _opened_again(step)
+        if schedule.num_ranks > 1:
+            sent["pp"] = count * float(counts.sends[rank]) * hidden_bytes + float(counts.ends[rank] == 1) * tied
+        found.append(sent)
+    return tuple(found)
+
+
+def _opened_again(step: PlanStep) -> float:
+    """Return what a rank sends per micro-batch under ZeRO-3 because its head opens the table of its embedding, too."""
+    setting, precision, total = step.blocks.setting, step.blocks.question.workload.precision, 0.0
+    for pending, size in step.blocks.head.tied_weights.items():
+        ranks = float(np.max(num_shards(split_pending(pending)[0], setting)))
+        element = DTYPE_BYTES[precision.gradients] + 2 * DTYPE_BYTES[precision.weights]
+        total += float(np.max(size)) * element * (ranks - 1) / ranks
+    return total

@@ -1,11 +1,12 @@
 """A run for a terminal: its steps, and the comparison of prediction and measurement at its end or after a dry run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from autoshard.cost.predict import sent_by_stage
 from autoshard.engine.base import DryRank, Measured, RunReport, TimedStep
 from autoshard.plan.plan import Plan
 from autoshard.report.tables import Cell, FittingTable, make_table, prose
@@ -22,7 +23,7 @@ _PARTS = {  # what an engine counts -> the predicted parts that it adds up
     **{name: (name,) for name in ("weights", "gradients", "masters", "optimizer")},
     "saved": ("activations", "logits"),
 }
-_MEMORY, _SENT = "Memory of a rank", "Sent by a rank in a step"
+_MEMORY, _SENT = "Memory of a rank", "Sent by a rank in a step (predicted for the largest share of its stage)"
 _COUNTED_KERNELS = "torch_engine"  # the table of what the torch engine keeps, which is what a dry run counts
 
 Pairs = dict[str, dict[str, int | None]]  # name -> predicted and measured bytes; None where not measured
@@ -159,8 +160,9 @@ def run_summary(plan: Plan, report: RunReport, platform: str) -> dict[str, Any]:
 def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> list[AlikeRanks]:
     """Return the predicted and measured bytes of every rank; ranks with equal numbers form one group."""
     found: list[AlikeRanks] = []
+    sent = sent_by_stage(plan)
     for rank, counted in enumerate(measured):
-        one = _compared(plan, rank, counted)
+        one = _compared(plan, rank, counted, sent)
         alike = next((group for group in found if group[1:] == one[1:]), None)
         if alike:
             alike.ranks.append(rank)
@@ -169,14 +171,15 @@ def alike_ranks(plan: Plan, measured: Sequence[Measured]) -> list[AlikeRanks]:
     return found
 
 
-def _compared(plan: Plan, rank: int, counted: Measured) -> AlikeRanks:
-    """Return a rank's memory with the prediction for its pipeline rank, and its traffic with the predicted maximum."""
-    parts = prediction_of(plan).stage_memory[plan.mesh.coordinates(rank).get("pp", 0)].parts
+def _compared(plan: Plan, rank: int, counted: Measured, by_stage: Sequence[Mapping[str, int]]) -> AlikeRanks:
+    """Return a rank's memory and traffic with the predictions for its pipeline rank."""
+    place = plan.mesh.coordinates(rank).get("pp", 0)
+    parts = prediction_of(plan).stage_memory[place].parts
     memory: Pairs = {
         name: {"predicted": sum(parts.get(part, 0) for part in its), "measured": counted.memory_bytes.get(name)}
         for name, its in _PARTS.items()
     }
-    predicted, sent = prediction_of(plan).communication_bytes, counted.sent_bytes
+    predicted, sent = by_stage[place], counted.sent_bytes
     axes = sorted(axis for axis in {*predicted, *sent} if predicted.get(axis) or sent.get(axis))
     pairs: Pairs = {axis: {"predicted": predicted.get(axis, 0), "measured": sent.get(axis)} for axis in axes}
     return AlikeRanks([rank], memory, pairs)
@@ -196,7 +199,8 @@ def _bytes_table(title: str, groups: Sequence[tuple[Sequence[int], Pairs]], coun
 
 def dry_report(plan: Plan, ranks: Sequence[DryRank]) -> Group:
     """Return the counted bytes of a dry run's ranks and their predictions."""
-    groups = [_compared(plan, one.rank, one.measured) for one in ranks]
+    by_stage = sent_by_stage(plan)
+    groups = [_compared(plan, one.rank, one.measured, by_stage) for one in ranks]
     memory, sent = [(one.ranks, one.memory) for one in groups], [(one.ranks, one.sent) for one in groups]
     return Group("", _bytes_table(_MEMORY, memory, "counted"), "", _bytes_table(_SENT, sent, "counted"))
 
@@ -213,11 +217,6 @@ def dry_notes(plan: Plan, ranks: Sequence[DryRank]) -> list[str]:
             f"executed: {' or '.join(map(str, fewest))} of {whole} micro-batches, enough to reach the peak of memory; "
             "the traffic of the others is added"
         )
-    if plan.mesh.size("pp") > 1:
-        notes.append(
-            "sent: the prediction is that of the rank that sends most: over pp a rank of a middle stage, "
-            "over tp and dp usually one with the embedding or the head"
-        )
     return [*notes, *_saved_notes(plan)]
 
 
@@ -232,9 +231,9 @@ def _saved_notes(plan: Plan) -> list[str]:
 
 def dry_json(plan: Plan, ranks: Sequence[DryRank]) -> dict[str, Any]:
     """Return the same as JSON."""
-    rows: list[dict[str, Any]] = []
+    rows, by_stage = list[dict[str, Any]](), sent_by_stage(plan)
     for one in ranks:
-        _, memory, sent = _compared(plan, one.rank, one.measured)
+        _, memory, sent = _compared(plan, one.rank, one.measured, by_stage)
         about = {"rank": one.rank, "stands_for": list(one.alike), "micro_batches_run": one.num_run}
         rows.append({**about, "memory_bytes": memory, "sent_bytes": sent})
     return {"candidate": str(plan.candidate), "ranks": rows}

@@ -282,7 +282,7 @@ def hold(task: Task) -> tuple[StepResult, list[StepShare]]:
 def hold_promises(plan: Plan, found: Sequence[Measured]) -> None:
     """Hold what ranks held and sent against the prediction; to the byte where sizes divide.
 
-    A promise is about the fullest rank. A tied table is gathered twice under ZeRO-3, which is not predicted.
+    A promise is about the fullest rank.
     """
     prediction, divides = plan.prediction, plan.model.vocab % 2 == 0
     assert prediction, "a plan that was made has its prediction"
@@ -294,9 +294,8 @@ def hold_promises(plan: Plan, found: Sequence[Measured]) -> None:
         assert held == (promised if divides else pytest.approx(promised, rel=0.06))
     axes = {axis for one in found for axis in one.sent_bytes}
     sent = {axis: max(one.sent_bytes.get(axis, 0) for one in found) for axis in axes}
-    exact = divides and not (plan.zero == 3 and plan.model.tied_embeddings)
     assert sent == (
-        prediction.communication_bytes if exact else pytest.approx(prediction.communication_bytes, rel=0.06)
+        prediction.communication_bytes if divides else pytest.approx(prediction.communication_bytes, rel=0.06)
     )
 
 
