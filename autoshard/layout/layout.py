@@ -30,9 +30,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         """Refuse a dim that stands twice and an atom that cuts twice; ``faults`` checks what depends on the mesh."""
-        names = [dim for dim, _ in self.dims]
         cutting = [atom for _, atoms in self.dims for atom in atoms]
-        if len(set(names)) < len(names) or len(set(cutting)) < len(cutting):  # searches make many thousands
+        if len(dict(self.dims)) < len(self.dims) or len(set(cutting)) < len(cutting):  # searches make many thousands
+            names = [dim for dim, _ in self.dims]
             require(
                 (len(set(names)) == len(names), "layout", f"a dim stands twice in {names}"),
                 (len(set(cutting)) == len(cutting), "layout", f"an atom cuts twice in {cutting}"),
@@ -218,6 +218,8 @@ class Collective:
 
     def __post_init__(self) -> None:
         """Refuse a collective over nothing, and an all-to-all that goes nowhere."""
+        if self.atoms and self.repeat >= 1 and (self.to_dim is None or self.kind == "all_to_all"):
+            return  # searches make many thousands
         require(
             (bool(self.atoms), "atoms", f"{self.kind} needs some to act over"),
             *in_range(self, "repeat", low=1),

@@ -9,6 +9,7 @@ to both inputs, with its own cuts.
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Literal
 
 from autoshard.graph.block import Block
@@ -41,6 +42,7 @@ def lower(
     return Program(instructions=tuple(lowering.instructions), results=results)
 
 
+Atoms = tuple[str, ...]
 Busy = frozenset[str] | None
 When = Pass | Literal["again"]  # whose reading: of a pass, or of what is computed again for backward
 
@@ -260,4 +262,9 @@ def _restricted(cuts: Cuts, dims: Dims) -> Cuts:
 
 
 def _layout(dims: Dims, cuts: Cuts, *, sums: tuple[str, ...] = (), maxima: tuple[str, ...] = ()) -> Layout:
-    return Layout(dims=tuple((dim, tuple(cuts.get(dim, ()))) for dim in dims), sums=sums, maxima=maxima)
+    return _one_layout(tuple([(dim, tuple(cuts.get(dim, ()))) for dim in dims]), sums, maxima)
+
+
+@lru_cache(maxsize=1 << 14)  # a block has many values of few layouts
+def _one_layout(dims: tuple[tuple[str, Atoms], ...], sums: Atoms, maxima: Atoms) -> Layout:
+    return Layout(dims=dims, sums=sums, maxima=maxima)

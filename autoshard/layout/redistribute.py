@@ -164,10 +164,21 @@ def _sums_and_slices(layout: Layout, allowed: Set[str]) -> Iterator[Change]:
         yield _change(layout, Collective(kind="slice", dim=dim, atoms=(atom,)), {dim: (*cut, atom)})
 
 
-def _change(layout: Layout, collective: Collective, cuts: Cuts, **pending: tuple[str, ...]) -> Change:
+def _change(
+    layout: Layout,
+    collective: Collective,
+    cuts: Cuts,
+    *,
+    sums: tuple[str, ...] | None = None,
+    maxima: tuple[str, ...] | None = None,
+) -> Change:
     """Return a collective with the layout after it: some dims cut otherwise, other ``sums`` or ``maxima`` pending."""
-    dims = tuple((name, cuts.get(name, cut)) for name, cut in layout.dims)
-    return Change(collective=collective, before=layout, after=replace(layout, dims=dims, **pending))
+    after = Layout(
+        dims=tuple([(name, cuts.get(name, cut)) for name, cut in layout.dims]),
+        sums=layout.sums if sums is None else sums,
+        maxima=layout.maxima if maxima is None else maxima,
+    )
+    return Change(collective=collective, before=layout, after=after)
 
 
 def _subsets(atoms: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -214,7 +225,7 @@ class ChangePrices:
     ) -> None:
         self._dims, self._sizes, self._price, self._prices = dims, sizes, price, prices
         self._pending: Pending = pending
-        self._known: dict[tuple[_DimCuts, tuple[str, ...]], tuple[LayoutGraph, Matrix]] = {}
+        self._known: dict[tuple[_DimCuts, tuple[str, ...]], tuple[LayoutGraph, Matrix, dict[int, Matrix]]] = {}
 
     def between(self, befores: Sequence[Layout], afters: Sequence[Layout]) -> Matrix:
         """Return the price of every change from one of the first layouts to one of the others; infinity for no way."""
@@ -234,9 +245,12 @@ class ChangePrices:
             )
         if (outer, free) not in self._known:
             graph = _graph(self._dims, free, self._pending, outer)
-            self._known[outer, free] = graph, _all_shortest(graph, self._prices(graph), len(free))
-        graph, matrix = self._known[outer, free]
-        return matrix[np.ix_(*([graph.number[layout] for layout in layouts] for layouts in (befores, afters)))]
+            self._known[outer, free] = graph, self._prices(graph), {}
+        graph, steps, known = self._known[outer, free]
+        starts, goals = ([graph.number[layout] for layout in layouts] for layouts in (befores, afters))
+        new = [start for start in dict.fromkeys(starts) if start not in known]
+        known |= zip(new, _shortest_from(graph, steps, np.array(new, np.intp)), strict=True)
+        return np.array([known[start][goals] for start in starts]).reshape(len(starts), len(goals))
 
 
 def all_layouts(dims: Dims, atoms: Sequence[str], pending: Pending = "sums") -> Iterator[Layout]:
@@ -253,20 +267,30 @@ def all_layouts(dims: Dims, atoms: Sequence[str], pending: Pending = "sums") -> 
             yield Layout(dims=cuts, sums=waiting) if pending == "sums" else Layout(dims=cuts, maxima=waiting)
 
 
-def _all_shortest(graph: LayoutGraph, steps: Matrix, num_atoms: int) -> Matrix:
-    """Find all shortest paths (Floyd and Warshall), each over layouts that name only the atoms of its two ends."""
-    used = graph.touched
-    np.fill_diagonal(steps, 0.0)
-    matrix = np.full(steps.shape, np.inf)
-    for touched in range(1 << num_atoms):
-        inside = np.flatnonzero((used & ~touched) == 0)
-        ways = steps[np.ix_(inside, inside)]
-        for middle in range(len(inside)):
-            np.minimum(ways, ways[:, middle, None] + ways[None, middle], out=ways)
-        exact = (used[inside, None] | used[None, inside]) == touched
-        place = np.ix_(inside, inside)
-        matrix[place] = np.where(exact, ways, matrix[place])
-    return matrix
+def _shortest_from(graph: LayoutGraph, steps: Matrix, starts: NDArray[np.intp]) -> Matrix:
+    """Find the shortest paths from some layouts to all (Bellman and Ford), a row for each layout.
+
+    Each path is over layouts that name only the atoms of its two ends.
+    """
+    used, own = graph.touched, graph.touched[starts]
+    found = np.full((len(starts), graph.size), np.inf)
+    after, before = np.nonzero(np.isfinite(steps.T))
+    price = steps[before, after]
+    for touched in np.unique(own[:, None] | used):
+        inside = ((used[before] | used[after]) & ~touched) == 0
+        rows = np.flatnonzero((own & ~touched) == 0)
+        ways = np.full((len(rows), graph.size), np.inf)
+        ways[np.arange(len(rows)), starts[rows]] = 0.0
+        first = np.flatnonzero(np.diff(after[inside], prepend=-1))
+        goals, come_from, by = after[inside][first], before[inside], price[inside]
+        while len(goals):
+            reached = np.minimum(ways[:, goals], np.minimum.reduceat(ways[:, come_from] + by, first, axis=1))
+            if np.array_equal(reached, ways[:, goals]):
+                break
+            ways[:, goals] = reached
+        exact = (own[rows, None] | used) == touched
+        found[rows] = np.where(exact, ways, found[rows])
+    return found
 
 
 def _common(layouts: Sequence[Layout], dims: Dims, sizes: Mapping[str, int]) -> tuple[_DimCuts, tuple[str, ...]]:
@@ -300,9 +324,9 @@ def _inner_graph(dims: Dims, atoms: tuple[str, ...], pending: Pending) -> Layout
     pairs: dict[tuple[CollectiveKind, tuple[str, ...]], list[tuple[int, int]]] = defaultdict(list)
     for layout, before in number.items():
         for change in single_changes(layout, set(atoms)):
-            after = replace(
-                change.after, sums=tuple(sorted(change.after.sums)), maxima=tuple(sorted(change.after.maxima))
-            )
+            after = change.after
+            if len(after.sums) > 1 or len(after.maxima) > 1:
+                after = replace(after, sums=tuple(sorted(after.sums)), maxima=tuple(sorted(after.maxima)))
             pairs[change.collective.kind, change.collective.atoms].append((before, number[after]))
     masks: list[int] = []
     for layout in layouts:

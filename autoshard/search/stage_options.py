@@ -126,11 +126,12 @@ def stage_options(
     else:
         full = Recompute(kind="full")
         partly_full = choices.partly and full in kinds  # some of a stage's layers in full, the others nothing
+        full_kind = kinds.index(full) if partly_full else 0
         most: list[int] = layers.max(axis=(0, 2)).tolist()
         rows: list[tuple[int, int, int]] = []  # kind, division, layers of a chunk that recompute at most
         for number, some in enumerate(most):
             rows += [(own, number, some) for own in range(len(kinds))]
-            rows += [(kinds.index(full), number, count) for count in range(1, some if partly_full else 1)]
+            rows += [(full_kind, number, count) for count in range(1, some if partly_full else 1)]
         rows_kind, divisions, again = np.array(rows).T
         recomputed = np.minimum(again[:, None], layers[:, divisions])
         some_plain = (again < np.array(most)[divisions])[:, None]
