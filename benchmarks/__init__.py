@@ -13,6 +13,7 @@ BENCHMARKS: Mapping[str, str] = {
     "plan_70b_16": "benchmarks.plan_speed:llama_70b",
     "plan_405b_512": "benchmarks.plan_speed:llama_405b",
     "plan_gpt3_512": "benchmarks.plan_speed:gpt3",
+    "plan_all": "benchmarks.plan_all:run",
     "plan_scaling": "benchmarks.plan_scaling:run",
     "certificate": "benchmarks.certificate:run",
     "solve_block": "benchmarks.solve_block:run",

@@ -18,6 +18,7 @@ from benchmarks import (
     estimate_batch,
     local_prediction,
     metrics_cost,
+    plan_all,
     plan_scaling,
     plan_speed,
     runtime_vs_plain,
@@ -126,6 +127,22 @@ def test_the_median_of_a_search_is_judged_and_the_fastest_told() -> None:
     assert (result.extras["fastest_s"], result.extras["peak_mb"], result.extras["more"]) == (0.4, 100.0, 3)
     for slow in (planned(cpu_s=1.1), planned(gap=0.002), planned(found=False)):
         assert not plan_speed.judge("plan", [one_round(own=slow)], 1.0, {}).holds
+
+
+def answered(nodes: int, cpu_s: float, complaint: str = "") -> plan_all.Answered:
+    question = ("--model", "llama3-8b", "--cluster", "h100-80", "--nodes", str(nodes))
+    return plan_all.Answered(question=question, usage=Usage(cpu_s=cpu_s, peak_bytes=1), complaint=complaint)
+
+
+def test_the_slowest_answer_of_a_thousand_ranks_and_remedies_that_fail_are_judged() -> None:
+    none = "no plan\n  try --nodes 2\n  try --seq-len 512"
+    good = [answered(128, 3.9), answered(129, 9.0), answered(1, 2.9, none)]
+    result = plan_all.judge(good, {}, 0.1)
+    assert result.holds and result.value == 3.9 and result.extras["remedies"] == 2
+    assert result.extras["slowest_larger_s"] == 9.0 and str(result.extras["slowest"]).endswith("--nodes 128")
+    assert not plan_all.judge([*good, answered(8, 4.1)], {}, 0.1).holds
+    assert not plan_all.judge([*good, answered(8, 3.1, none)], {}, 0.1).holds
+    assert not plan_all.judge(good, {"--nodes 2": "no plan"}, 0.1).holds
 
 
 @pytest.mark.parametrize(
