@@ -24,7 +24,7 @@ from autoshard.plan.verify import verify as reasons_against
 from autoshard.report.structured import found_json, frontier_json, made_json
 from autoshard.report.terminal import frontier_report, plan_report, rejections_report, runners_up_of
 from autoshard.search.api import engines_of, pins_of
-from autoshard.search.no_plan import unanswered
+from autoshard.search.no_plan import better_sizes, unanswered
 from autoshard.search.planner import SearchResult, frontier, search
 from autoshard.search.request import Request, rejections_of, resolved
 from autoshard.spec.cluster import LOCAL, Cluster
@@ -89,6 +89,7 @@ def plan(
             next_step=_verify_line(out),
         )
     )
+    _print_better_sizes(request, found, options)
     if old:
         print(sentences)
     _say_written(best, out)
@@ -102,6 +103,13 @@ def _say_written(plan: Plan, out: Path) -> None:
     print(f"wrote {out}")
 
 
+def _print_better_sizes(request: Request, found: SearchResult, options: SearchOptions) -> None:
+    """Say which number of nodes, or batch, the ranks share better, if there is time for that."""
+    with watching(options.time_limit, format_seconds) as watch:
+        for words in () if found.certificate.stopped else better_sizes(request, found.plans[0], watch):
+            print(f"odd number of nodes: {words}")
+
+
 def _verify_line(out: Path) -> str:
     """Return what to type next."""
     return shlex.join(["autoshard", "verify", str(out), *EXTENSIONS.options()])
@@ -111,9 +119,9 @@ def _frontier(requests: Sequence[Request], options: SearchOptions, out: Path, js
     """Show what cannot be bettered; where nothing fits on any number of nodes, say why on the last."""
     with watching(options.time_limit, format_seconds) as watch:
         found = frontier(requests, watch)
-    if not found.plans:
-        _refuse_unfinished(found.ended, watch)
-        raise unanswered(requests[-1], search(requests[-1]), helpful=True)
+        if not found.plans:
+            _refuse_unfinished(found.ended, watch)
+            raise unanswered(requests[-1], search(requests[-1], watch=watch), helpful=True, watch=watch)
     write_text(dump(found.plans[0]), out)
     print_answer((frontier_json if json else frontier_report)(found.plans, found.gap, found.ended))
     if not json:
@@ -136,9 +144,9 @@ def searched(request: Request, num_plans: int, options: SearchOptions) -> Search
     show = format_bytes if options.objective == "memory" else format_seconds
     with watching(options.time_limit, show) as watch:
         found = search(request, num_plans, watch)
-    if not found.plans:
-        _refuse_unfinished(found.certificate.ended, watch)
-        raise unanswered(request, found, helpful=True)
+        if not found.plans:
+            _refuse_unfinished(found.certificate.ended, watch)
+            raise unanswered(request, found, helpful=True, watch=watch)
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from autoshard.search.pool import SearchProgress
+from autoshard.search.watch import SearchProgress
 from autoshard.units import format_bytes, format_seconds
 
 _PATIENCE_S = 0.2  # before the line of a search: shorter ones need none

@@ -33,6 +33,7 @@ class Certificate:
     num_bounded: int = 0  # whose bound was no better than what had been found
     num_solved: int = 0  # whose best layers and recompute of the stages were found, or that there are none
     num_fitting: int = 0  # of the solved ones, that fit in memory
+    num_left: int = 0  # of which nothing is known, because the search was stopped before
     num_tables: int = 0
     value: float = math.inf  # of the answer, in units of the objective; infinite where there is none
     bound: float = math.inf  # nothing that was left open can be less
@@ -58,6 +59,8 @@ class Certificate:
         """Say in words what was proven."""
         best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[self.objective]
         within = "" if self.gap < 1e-9 else f", or within {self.gap:.2%} of it"
+        if not self.bound:
+            within = " that was found, how far from the best is not known"
         stopped = f" ({self.stopped})" if self.stopped else ""
         return (
             f"the {best} by this cost model{within}{stopped}, of {self.num_legal} legal outer points with all layer "
@@ -69,10 +72,12 @@ class Certificate:
     def accounting(self) -> str:
         """Say what became of the legal points."""
         bound = format_bytes(round(self.bound)) if self.objective == "memory" else f"{self.bound:.6g} s"
+        left = f", {self.num_left} not looked at" if self.num_left else ""
+        gap = f"{self.gap:.3%}" if self.bound else "unknown"
         tables = "1 table" if self.num_tables == 1 else f"{self.num_tables} tables"
         return (
             f"{self.num_solved} points solved ({self.num_fitting} fit), {self.num_bounded} pruned by their bound, "
-            f"{self.num_too_large} too large for memory; {tables} solved; bound {bound}, gap {self.gap:.3%}"
+            f"{self.num_too_large} too large for memory{left}; {tables} solved; bound {bound}, gap {gap}"
         )
 
     def plus(self, other: "Certificate") -> "Certificate":

@@ -209,6 +209,8 @@ def _search_words(certificate: Certificate) -> str:
     best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[certificate.objective]
     of = f"{certificate.num_legal:,} legal layouts searched"
     gap = certificate.gap
+    if not certificate.bound:
+        return f"{of} in part: how much {more} another could be is not known"
     return f"the {best} of {of}" if gap < 1e-9 else f"{of}: none can be more than {gap:.2%} {more}"
 
 

@@ -6,6 +6,8 @@ waits no longer than its schedule must; where layers are split evenly, the rank 
 another bound. Every step of this errs to the fast side.
 """
 
+import itertools
+from collections.abc import Sequence
 from functools import cache, lru_cache
 
 import numpy as np
@@ -47,6 +49,17 @@ def least_seconds(priced: PricedLayouts, rows: Ints, space: Space, capacity: flo
         passes_s = np.maximum(passes_s, _near_even_s(blocks, rows, space, counts, held_s))
     fixed_s = priced.fixed_s(rows, base, space.rows["vp"])
     return (passes_s + rest_s + fixed_s) * (1 - SURE), rest_s
+
+
+def least_of_any(priced: PricedLayouts, zeros: Sequence[Zero], capacity: float) -> Floats:
+    """Return what a step of every layout takes at least, with any schedule and, if it has but this, any recompute."""
+    rows = priced.space.rows
+    counts = priced.question.workload.global_batch // (rows["dp"] * rows["mbs"])
+    found = np.full(len(counts), np.inf)
+    for zero, turns in itertools.product(zeros, (False, True)):
+        work_s, rest_s = _least_work(priced, zero, False, turns, capacity)
+        found = np.minimum(found, counts / rows["pp"] * work_s + rest_s)
+    return found * (1 - SURE)
 
 
 def least_bytes(priced: PricedLayouts, zero: Zero) -> Floats:

@@ -25,6 +25,7 @@ from autoshard.schedule.builders import builders
 from autoshard.schedule.waves import Ints
 from autoshard.search.request import Request
 from autoshard.search.space import Pins, Space, whole_space
+from autoshard.search.watch import Watch, go_on, never_stop
 
 VARIANT_KEYS = ("cp_kind", "cp_order", "sp", "zero", "schedule", "vp", "stages")  # keys that a variant decides
 
@@ -107,7 +108,7 @@ def run_choices(space: Space, num_layers: int, pins: Pins) -> Iterator[Choice]:
             yield base, sp, layouts, chunks
 
 
-def legal_space(request: Request, engine: Engine) -> LegalSpace:
+def legal_space(request: Request, engine: Engine, watch: Watch = never_stop) -> LegalSpace:
     """Enumerate all points of an engine and ask every Rule about all of them.
 
     Rules that judge layouts alone are asked first, about each layout once.
@@ -126,6 +127,7 @@ def legal_space(request: Request, engine: Engine) -> LegalSpace:
     number = np.cumsum(alive) - 1
     legal: list[RunVariant] = []
     for base, sp, layouts, chunks in choices:
+        go_on(watch)
         some, vp = layouts[alive[layouts]], chunks[alive[layouts]]
         rows = {key: column[some] for key, column in whole.rows.items()}
         space = replace(whole, rows={**rows, "vp": vp}, base=base, sp=sp)
@@ -139,6 +141,40 @@ def legal_space(request: Request, engine: Engine) -> LegalSpace:
         refusals=tuple(tally.refusals.values()),
         hopeless=frozenset(tally.refusals.keys() - tally.hopeful),
         variants=tuple(legal),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InTheWay:
+    """Rules that alone keep some candidates from being legal, one of these, and how many there are."""
+
+    rules: tuple[str, ...]  # ids
+    candidate: Candidate
+    num_candidates: int
+
+
+def in_the_way(request: Request, engine: Engine) -> tuple[InTheWay, ...]:
+    """Return the smallest sets of Rules against a candidate, those that stand before most candidates first."""
+    model, facts = request.model, (request.model, request.cluster, request.workload)
+    whole = whole_space(*facts, engine, request.pins)
+    rules = [*all_rules(), *request.extra_rules]
+    found: dict[tuple[str, ...], InTheWay] = {}
+    for base, sp, layouts, chunks in run_choices(whole, model.num_layers, request.pins):
+        rows = {key: column[layouts] for key, column in whole.rows.items()}
+        space = replace(whole, rows={**rows, "vp": chunks}, base=base, sp=sp)
+        for kind in range(len(space.recomputes)):
+            columns = space.columns(*facts, kind)
+            against = np.stack([~np.broadcast_to(rule.allows(columns), len(layouts)) for rule in rules])
+            few = np.flatnonzero(against.sum(axis=0) == against.sum(axis=0).min(initial=len(rules)))
+            for row in few.tolist():
+                ids = tuple(rule.id for rule, wrong in zip(rules, against[:, row], strict=True) if wrong)
+                known = found.get(ids)
+                number = known.num_candidates + 1 if known else 1
+                candidate = known.candidate if known else space.candidate(row, kind)
+                found[ids] = InTheWay(rules=ids, candidate=candidate, num_candidates=number)
+    least = min(map(len, found), default=0)
+    return tuple(
+        sorted((one for one in found.values() if len(one.rules) == least), key=lambda one: -one.num_candidates)
     )
 
 

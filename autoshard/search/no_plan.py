@@ -1,104 +1,273 @@
-"""Why a question has no plan, and what would change that: other pins, a larger cluster, a shorter sequence."""
+"""Why a question has no plan, and what would change that: other pins, a larger cluster, a shorter sequence.
+
+What would help is tried, on a small part of the space in which memory is used least: one sequence at a time, 1F1B, and
+everything computed again. A plan that fits there is an answer of the changed question, if not its best.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from typing import Any
 
 from autoshard.errors import AutoshardError, Fault, InputError, NoPlan
 from autoshard.plan.candidate import Candidate, pins_text
 from autoshard.plan.explanation import Refusal
 from autoshard.plan.plan import Plan
+from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.check import all_rules
-from autoshard.plan.rules.columns import Engine
+from autoshard.plan.rules.columns import Engine, kernels_fault
+from autoshard.plan.rules.nxd_engine import nxd_tied
 from autoshard.plan.rules.nxd_kernels import FLASH_TILE
-from autoshard.search.legal_space import legal_space
+from autoshard.search.legal_space import InTheWay, in_the_way, legal_space
 from autoshard.search.planner import SearchResult, search
 from autoshard.search.request import Request, rejections_of
 from autoshard.search.space import default_kernels
+from autoshard.search.watch import SearchProgress, SearchStopped, Watch, go_on, never_stop
 from autoshard.spec.cluster import LOCAL
+from autoshard.spec.kernels import kernels_names
+from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.units import format_bytes
 
-_MOST_DOUBLINGS = 6  # of the nodes
+_MOST_DOUBLINGS = 6  # of the nodes, and of the batch
+_MOST_NEXT = 3  # numbers of nodes that are tried beside powers of two and doublings
 _MOST_LOCAL_RANKS = 64
 _LEAST_TOKENS = 512
-_MOST_REFUSALS = 6  # that are printed
+_MUCH_BETTER = 0.05
+_MOST_REFUSALS = 4  # that are printed
 _OPTIONS = {"seq_len": "--seq-len", "engine": "--engine", "precision": "--precision", "documents": "--documents"}
+_STATES = ("weights", "gradients", "optimizer", "masters", "runtime", "workspace")  # whatever is computed with them
+_SMALL = {"mbs": 1, "vp": 1, "schedule": "1f1b", "recompute": (Recompute(kind="full"),)}
 
 Change = tuple[str, Callable[[], Request]]  # options to type, and the question with them
 
 
-def unanswered(request: Request, found: SearchResult, *, helpful: bool = False) -> AutoshardError:
+def unanswered(
+    request: Request, found: SearchResult, *, helpful: bool = False, watch: Watch = never_stop
+) -> AutoshardError:
     """Return the error of a search that found nothing; to be helpful, search for changes after which a plan exists."""
-    faults = question_faults(request)
+    faults = () if found.certificate.num_legal else question_faults(request)
     if faults:
         return InputError(faults)
     lines = [why_none(request, found)]
     if helpful:
-        nothing = [
-            "  neither more nodes nor a shorter sequence helps; the rules refuse what would be smaller:",
-            *_refusal_lines(found.certificate.refusals),
-        ]
-        lines += [f"  try {remedy}" for remedy in remedies(request)] or nothing
+        why, count = "neither more nodes, a shorter sequence, other kernels nor an untied card helps", len(lines)
+        try:
+            for remedy in remedies(request, found, watch):
+                lines.append(f"  try {remedy}")
+        except SearchStopped as stop:
+            why = f"{stop}, before all that could help was tried"
+        lines += [] if len(lines) > count and why.startswith("neither") else [f"  {why}"]
     return NoPlan("\n".join(lines))
 
 
 def best_plan(ask: Callable[[], Request]) -> Plan | None:
     """Return the best plan of a changed question; None where the change is impossible, or where no plan fits."""
     try:
-        return next(iter(search(ask()).plans), None)
+        return next(iter(search(ask(), nearest=False).plans), None)
     except InputError:
         return None
 
 
-def remedies(request: Request) -> Iterator[str]:
+def any_plan(request: Request, watch: Watch = never_stop) -> Plan | None:
+    """Return some plan that fits, found in the part of the space that needs least memory; None if it has none."""
+    pins, small = request.pins, dict[str, Any](_SMALL)
+    if {"schedule", "vp"} & pins.keys():
+        del small["schedule"], small["vp"]
+    some = replace(request, pins={**small, **pins}, objective="time")
+
+    def until_found(progress: SearchProgress) -> str:
+        return watch(SearchProgress()) or ("found" if math.isfinite(progress.best) else "")
+
+    try:
+        found = search(some, watch=until_found, nearest=False)
+    except InputError:
+        return None
+    go_on(watch)
+    return next(iter(found.plans), None)
+
+
+def remedies(request: Request, found: SearchResult, watch: Watch = never_stop) -> Iterator[str]:
     """Yield changes of one thing at a time after which a plan exists, the least of each, as options to type."""
-    for changes in _changes(request):
-        first = next((words for words, ask in changes if best_plan(ask)), None)
-        if first:
-            yield first
+    yield from _Remedies(request=request, found=found, watch=watch).all()
 
 
-def _changes(request: Request) -> Iterator[Iterable[Change]]:
-    """Yield the changes of each thing, the least change first."""
-    pins, workload, cluster = request.pins, request.workload, request.cluster
+def better_sizes(request: Request, plan: Plan, watch: Watch = never_stop) -> Iterator[str]:
+    """Yield the nearest number of nodes, and batch, of which dp can take the odd part of the ranks, if they are better.
 
-    def with_work(**numbers: int) -> Request:
-        return replace(request, workload=replace(workload, **numbers))
+    Else tp, cp or pp have to take it, which few models and schedules do well.
+    """
+    cluster, batch = request.cluster, request.workload.global_batch
+    good = [count for count in range(1, 2 * cluster.num_nodes + 1) if not batch % _odd(count * cluster.ranks_per_node)]
+    if cluster.num_nodes in good or cluster.name == LOCAL or not plan.prediction:
+        return
+    nodes = min(good, key=lambda count: (abs(count - cluster.num_nodes), -count))
+    size = math.ceil(batch / _odd(cluster.num_ranks)) * _odd(cluster.num_ranks)
+    workload = replace(request.workload, global_batch=size)
+    rate = plan.prediction.tokens_per_s / cluster.num_nodes
+    for words, other in (
+        (f"--nodes {nodes}", _resized(request, nodes)),
+        (f"--global-batch {size}", replace(request, workload=workload)),
+    ):
+        found = next(iter(search(other, 1, watch, nearest=False).plans), None)
+        if found and found.prediction:
+            more = found.prediction.tokens_per_s / found.cluster.num_nodes / rate - 1
+            if more >= _MUCH_BETTER:
+                yield f"{words} would train {more:.0%} more tokens a second on each node"
 
-    without_one: list[Change] = []
-    for key in pins if len(pins) > 1 else ():
-        rest = {name: value for name, value in pins.items() if name != key}
-        words = f"--fix {pins_text(rest)}, so without {pins_text({key: pins[key]})}"
-        without_one.append((words, partial(replace, request, pins=rest)))
-    yield [*without_one, *([("it without --fix", partial(replace, request, pins={}))] if pins else [])]
-    # tp, cp and pp rarely take up the odd part of the ranks, so that dp has to
-    odd = cluster.num_ranks // (cluster.num_ranks & -cluster.num_ranks)
-    batch = math.ceil(workload.global_batch / odd) * odd
-    if batch != workload.global_batch:
-        yield [(f"--global-batch {batch}", partial(with_work, global_batch=batch))]
-    tokens = math.ceil(workload.seq_len / FLASH_TILE) * FLASH_TILE
-    if tokens != workload.seq_len and "nxd" in request.engines:
-        yield [(f"--seq-len {tokens}", partial(with_work, seq_len=tokens))]
 
-    local = cluster.name == LOCAL
-    option = "--ranks" if local else "--nodes"
-    now = cluster.num_ranks if local else cluster.num_nodes
-    most = _MOST_LOCAL_RANKS if local else now << _MOST_DOUBLINGS
+def _odd(number: int) -> int:
+    return number // (number & -number)
 
-    def resized(size: int) -> Request:
-        if local:
-            return replace(request, cluster=cluster.with_local_ranks(size))
-        others = tuple(replace(other, num_nodes=size) for other in request.other_lnc)
-        return replace(request, cluster=replace(cluster, num_nodes=size), other_lnc=others)
 
-    larger = sorted({min(most, now << power) for power in range(1, _MOST_DOUBLINGS + 1)} - {now})
-    yield [(f"{option} {size}", partial(resized, size)) for size in larger]
-    halves = [workload.seq_len >> power for power in range(1, workload.seq_len.bit_length())]
-    yield [(f"--seq-len {half}", partial(with_work, seq_len=half)) for half in halves if half >= _LEAST_TOKENS]
-    engines: tuple[Engine, ...] = ("nxd", "torch")
-    others = [engine for engine in engines if engine not in request.engines]
-    yield [(f"--engine {engine}", partial(replace, request, engines=(engine,))) for engine in others]
+def _resized(request: Request, size: int) -> Request:
+    """Ask for another number of nodes; of this machine, of ranks."""
+    if request.cluster.name == LOCAL:
+        return replace(request, cluster=request.cluster.with_local_ranks(size))
+    others = tuple(replace(other, num_nodes=size) for other in request.other_lnc)
+    return replace(request, cluster=replace(request.cluster, num_nodes=size), other_lnc=others)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Remedies:
+    """Tries changes of a question without a plan."""
+
+    request: Request
+    found: SearchResult
+    watch: Watch
+
+    def all(self) -> Iterator[str]:
+        """Yield the least change of each thing that helps; where none does, of the cluster with another card."""
+        helped = False
+        small = self._pins(), self._batch(), self._kernels(), self._headroom()
+        for words in chain(*small, self._nodes(), self._sequence(), self._engines()):
+            helped = True
+            yield words
+        untied = list(self._untied())
+        yield from untied
+        if not helped and not untied and self.request.model.tied_embeddings:
+            words, ask = self._untied_card()
+            for nodes in replace(self, request=ask())._nodes():
+                yield f"{words} {nodes}"
+
+    def _first(self, changes: Sequence[Change]) -> Iterator[str]:
+        """Yield the first change that helps."""
+        for words, ask in changes:
+            try:
+                helps = any_plan(ask(), self.watch)
+            except InputError:  # no such question
+                continue
+            if helps:
+                yield words
+                return
+
+    def _with_work(self, **numbers: int) -> Request:
+        return replace(self.request, workload=replace(self.request.workload, **numbers))
+
+    def _pins(self) -> Iterator[str]:
+        pins, changes = self.request.pins, list[Change]()
+        for key in pins if len(pins) > 1 else ():
+            rest = {name: value for name, value in pins.items() if name != key}
+            words = f"--fix {pins_text(rest)}, so without {pins_text({key: pins[key]})}"
+            changes.append((words, partial(replace, self.request, pins=rest)))
+        if pins:
+            changes.append(("it without --fix", partial(replace, self.request, pins={})))
+        yield from self._first(changes)
+
+    def _batch(self) -> Iterator[str]:
+        """Try batches of which dp can take the odd part of the ranks, as tp, cp and pp rarely do; and larger ones."""
+        now, odd = self.request.workload.global_batch, _odd(self.request.cluster.num_ranks)
+        sizes = [math.ceil(now / odd) * odd]
+        if not self.found.certificate.num_legal:
+            sizes += [sizes[0] << power for power in range(1, _MOST_DOUBLINGS + 1)]
+        batches = [(f"--global-batch {size}", partial(self._with_work, global_batch=size)) for size in sizes]
+        yield from self._first([one for one, size in zip(batches, sizes, strict=True) if size != now])
+
+    def _kernels(self) -> Iterator[str]:
+        """Try other kernels of the same engine where the Rules leave nothing with the usual ones."""
+        request, changes = self.request, list[Change]()
+        if not self.found.certificate.num_legal and "kernels" not in request.pins:
+            for name in kernels_names():
+                if any(
+                    not kernels_fault(name, one) and name != default_kernels(request.cluster, one)
+                    for one in request.engines
+                ):
+                    pins = {**request.pins, "kernels": name}
+                    changes.append((f"--fix {pins_text(pins)}", partial(replace, request, pins=pins)))
+        yield from self._first(changes)
+
+    def _headroom(self) -> Iterator[str]:
+        """Try half of the headroom, and none, where the smallest plan fits without."""
+        request, miss = self.request, self.found.nearest_miss
+        if miss and miss.prediction and miss.prediction.peak_bytes <= request.cluster.rank_memory_bytes:
+            shares = (float(f"{request.headroom / 2:.3g}"), 0.0) if request.headroom else ()
+            yield from self._first([(f"--headroom {own:g}", partial(replace, request, headroom=own)) for own in shares])
+
+    def _nodes(self) -> Iterator[str]:
+        """Try the next sizes of the cluster that could be enough, powers of two, and doublings; the least first."""
+        cluster = self.request.cluster
+        local = cluster.name == LOCAL
+        option = "--ranks" if local else "--nodes"
+        now = cluster.num_ranks if local else cluster.num_nodes
+        most = _MOST_LOCAL_RANKS if local else now << _MOST_DOUBLINGS
+        least = max(now + 1, math.ceil(now * self._times_more()))
+        doubled = [start << power for start in (1, now) for power in range(most.bit_length())]
+        sizes = sorted({*range(least, least + _MOST_NEXT), *doubled})
+        yield from self._first(
+            [(f"{option} {size}", partial(_resized, self.request, size)) for size in sizes if least <= size <= most]
+        )
+
+    def _times_more(self) -> float:
+        """Return how many times as many ranks would do if all that the smallest plan holds could be cut."""
+        miss = self.found.nearest_miss
+        if miss is None or miss.prediction is None:
+            return 1.0
+        fullest = max(miss.prediction.stage_memory, key=lambda memory: memory.total)
+        kept = sum(fullest.parts.get(part, 0) for part in ("runtime", "workspace"))
+        free = miss.prediction.capacity_bytes - kept
+        return max(1.0, (fullest.total - kept) / free) if free > 0 else 2.0**_MOST_DOUBLINGS
+
+    def _sequence(self) -> Iterator[str]:
+        """Try the next length that kernels take, and halves, unless states alone are too much."""
+        length, miss = self.request.workload.seq_len, self.found.nearest_miss
+        tokens = math.ceil(length / FLASH_TILE) * FLASH_TILE
+        lengths = [tokens] if tokens != length and "nxd" in self.request.engines else []
+        positions = self.request.model.max_positions
+        if self.request.model.positions == "learned":
+            lengths = [one for one in (*lengths, positions) if one <= positions and one != length]
+        states = 0
+        if miss and miss.prediction:
+            fullest = max(miss.prediction.stage_memory, key=lambda memory: memory.total)
+            states = sum(fullest.parts.get(part, 0) for part in _STATES)
+        if miss is None or miss.prediction is None or states <= miss.prediction.capacity_bytes:
+            halves = (length >> power for power in range(1, length.bit_length()))
+            lengths += [half for half in halves if half >= _LEAST_TOKENS]
+        yield from self._first([(f"--seq-len {one}", partial(self._with_work, seq_len=one)) for one in lengths])
+
+    def _engines(self) -> Iterator[str]:
+        engines: tuple[Engine, ...] = ("nxd", "torch")
+        others = [engine for engine in engines if engine not in self.request.engines]
+        yield from self._first(
+            [(f"--engine {engine}", partial(replace, self.request, engines=(engine,))) for engine in others]
+        )
+
+    def _untied(self) -> Iterator[str]:
+        """Try a card with a head of its own, where a Rule is against tied embeddings."""
+        for refusal in self.found.certificate.refusals:
+            if refusal.rule_id == nxd_tied.id:
+                words, ask = self._untied_card()
+                yield from self._first([(f"{words} ({refusal.num_points} layouts refused by {refusal.rule_id})", ask)])
+
+    def _untied_card(self) -> Change:
+        """Return a card that differs in nothing else, or what to write into a copy of the model's own."""
+        model = self.request.model
+        named = (name for name in model_names() if name.startswith(f"{model.name}-"))
+        cards = [one for one in map(load_model, named) if not one.tied_embeddings]
+        untied = replace(model, tied_embeddings=False)
+        own = [one for one in cards if replace(one, name=model.name, source=model.source) == untied]
+        words = f"--model {own[0].name}" if own else "a copy of the card with tie_word_embeddings false"
+        return words, partial(replace, self.request, model=own[0] if own else untied)
 
 
 def question_faults(request: Request, option: str = "--fix") -> tuple[Fault, ...]:
@@ -129,20 +298,36 @@ def why_none(request: Request, found: SearchResult) -> str:
     where = local if cluster.name == LOCAL else f"{cluster.num_nodes} x {cluster.name}"
     question = f"{request.model.name} on {where}{pins}"
     miss, certificate = found.nearest_miss, found.certificate
-    if miss is None or miss.prediction is None:
+    if not certificate.num_legal:
         head = f"no plan: each of the {certificate.num_points} outer points of {question} is refused by a rule"
-        return "\n".join([head, *_refusal_lines(certificate.refusals)])
-    peak, capacity = miss.prediction.peak_bytes, miss.prediction.capacity_bytes
-    usable, headroom = format_bytes(miss.cluster.rank_memory_bytes), miss.headroom
-    left = f"a headroom of {headroom:.3g} leaves of {usable}" if headroom else "there are"
-    fullest = max(miss.prediction.stage_memory, key=lambda memory: memory.total)
-    largest = sorted(fullest.parts.items(), key=lambda part: -part[1])[:3]
-    return (
-        f"no plan: none of the {certificate.num_legal} legal outer points for {question} fits in memory\n"
-        f"  the smallest is {miss.candidate}: {format_bytes(peak)} a rank "
-        f"({', '.join(f'{part} {format_bytes(size)}' for part, size in largest)}), "
-        f"{format_bytes(peak - capacity)} more than the {format_bytes(capacity)} that {left}"
-    )
+        return "\n".join([head, *_binding_lines(request), *_refusal_lines(certificate.refusals)])
+    lines = [f"no plan: none of the {certificate.num_legal} legal outer points for {question} fits in memory"]
+    if miss and miss.prediction:
+        peak, capacity = miss.prediction.peak_bytes, miss.prediction.capacity_bytes
+        usable, headroom = format_bytes(miss.cluster.rank_memory_bytes), miss.headroom
+        left = f"a headroom of {headroom:.3g} leaves of {usable}" if headroom else "there are"
+        fullest = max(miss.prediction.stage_memory, key=lambda memory: memory.total)
+        largest = sorted(fullest.parts.items(), key=lambda part: -part[1])[:3]
+        lines.append(
+            f"  the smallest found is {miss.candidate}: {format_bytes(peak)} a rank "
+            f"({', '.join(f'{part} {format_bytes(size)}' for part, size in largest)}), "
+            f"{format_bytes(peak - capacity)} more than the {format_bytes(capacity)} that {left}"
+        )
+    return "\n".join(lines)
+
+
+def _binding_lines(request: Request) -> Iterator[str]:
+    """Say which Rules alone are in the way of some candidate, for the engine against which least is to be said."""
+    pins = request.pins if {"schedule", "vp"} & request.pins.keys() else {"schedule": "1f1b", "vp": 1, **request.pins}
+    asked = replace(request, pins={**{key: _SMALL[key] for key in ("mbs", "recompute")}, **pins})
+    found: list[tuple[Engine, InTheWay]] = []
+    for engine in request.engines:
+        found.extend((engine, one) for one in in_the_way(asked, engine))
+    fewest = min((len(one.rules) for _, one in found), default=0)
+    for engine, one in [pair for pair in found if len(pair[1].rules) == fewest][:2]:
+        named = "this rule alone stands" if fewest == 1 else f"only these {fewest} rules stand"
+        yield f"  {named} against {replace(one.candidate, recompute=(Recompute(),))}:"
+        yield from (f"    {reason}" for reason in rejections_of(request, one.candidate, engine))
 
 
 def _refusal_lines(refusals: Sequence[Refusal]) -> list[str]:

@@ -4,6 +4,7 @@ A frontier repeats the search with less memory and other sizes of the cluster.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
@@ -16,9 +17,10 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
 from autoshard.search.legal_space import LegalSpace, legal_space
 from autoshard.search.points import Solution
-from autoshard.search.pool import Pool, SearchProgress, Watch
+from autoshard.search.pool import Pool
 from autoshard.search.request import Request
 from autoshard.search.stage_filling import Goal
+from autoshard.search.watch import SearchStopped, Watch, never_stop
 
 _MOST = 16  # plans of one cluster on a frontier
 _STEP = 0.1  # of memory: of plans that differ by less only the faster is wanted
@@ -26,7 +28,7 @@ _STEP = 0.1  # of memory: of plans that differ by less only the faster is wanted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The answer: plans that fit, fastest first; if there is none, the legal one that misses memory by least."""
+    """The answer: plans that fit, fastest first; if there is none, a legal one that misses by little."""
 
     plans: tuple[Plan, ...]
     nearest_miss: Plan | None
@@ -35,7 +37,7 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _EngineResult:
-    """What one engine can do on one cluster: solutions that fit, best first; if there is none, what misses by least."""
+    """What one engine can do on one cluster: solutions that fit, best first; if there is none, one that misses."""
 
     request: Request
     engine: Engine
@@ -49,15 +51,10 @@ class _EngineResult:
         return self.request.plan(solution.candidate, self.engine, cutting, tables=tables)
 
 
-def never_stop(progress: SearchProgress) -> str:
-    """Let a search go on to its end."""
-    return ""
-
-
-def search(request: Request, num_plans: int = 1, watch: Watch = never_stop) -> SearchResult:
+def search(request: Request, num_plans: int = 1, watch: Watch = never_stop, *, nearest: bool = True) -> SearchResult:
     """Price every legal candidate of every engine and return the fastest that fit; the best one with its tables.
 
-    An engine that cannot run what is pinned leaves the answer to the others.
+    An engine that cannot run what is pinned leaves the answer to the others. ``nearest`` asks for the nearest miss.
     """
     results: list[_EngineResult] = []
     faults: list[InputError] = []
@@ -67,7 +64,9 @@ def search(request: Request, num_plans: int = 1, watch: Watch = never_stop) -> S
         own_watch: Watch = (lambda progress, why=stopped: why) if stopped else watch
         try:
             results.append(
-                _search_engine(replace(request, cluster=cluster, other_lnc=()), engine, num_plans, own_watch)
+                _search_engine(
+                    replace(request, cluster=cluster, other_lnc=()), engine, num_plans, own_watch, nearest=nearest
+                )
             )
         except InputError as fault:
             faults.append(fault)
@@ -78,7 +77,7 @@ def search(request: Request, num_plans: int = 1, watch: Watch = never_stop) -> S
     )
     plans = tuple(one.plan(solution, tables=not number) for number, (one, solution) in enumerate(found[:num_plans]))
     certificate = reduce(Certificate.plus, (one.certificate for one in results), Certificate())
-    if found:
+    if found and not certificate.stopped:
         certificate = replace(certificate, by_headroom=_with_less_headroom(*found[0]))
     misses = [one.plan(one.nearest_miss, tables=False) for one in results if one.nearest_miss]
     return SearchResult(
@@ -100,27 +99,26 @@ def _with_less_headroom(result: _EngineResult, solution: Solution) -> dict[float
     return found
 
 
-def _search_engine(request: Request, engine: Engine, num_plans: int, watch: Watch) -> _EngineResult:
-    legal = _keeping_pins(request, legal_space(request, engine))
-    certificate = Certificate(
-        num_points=legal.num_points, refusals=legal.refusals, num_legal=legal.num_legal, objective=request.objective
-    )
-    pool, miss = None, None
-    if legal.variants:
-
-        def explored(goal: Goal, count: int, seen: Watch) -> tuple[Pool, str]:
-            found = Pool(request.question(legal.space.base), legal, goal, request.layouts)
-            return found, found.settle(count, seen)
-
-        pool, ended = explored(request.goal, num_plans, watch)
-        certificate = replace(pool.certificate(certificate), ended=ended or "complete")
-        if not pool.solutions and not ended:
-            goal = Goal(objective="memory", capacity=np.inf)
-            smallest, _ = explored(goal, 1, lambda progress: watch(replace(progress, best=np.inf, bound=np.inf)))
-            miss = next(iter(smallest.solutions), None)
-    solutions = pool.solutions[:num_plans] if pool else ()
+def _search_engine(request: Request, engine: Engine, num_plans: int, watch: Watch, *, nearest: bool) -> _EngineResult:
+    certificate, pool, miss = Certificate(objective=request.objective), None, None
+    try:
+        legal = _keeping_pins(request, legal_space(request, engine, watch))
+        certificate = replace(
+            certificate, num_points=legal.num_points, refusals=legal.refusals, num_legal=legal.num_legal
+        )
+        if legal.variants:
+            pool = Pool(request.question(legal.space.base), legal, request.goal, request.layouts, watch)
+            pool.settle(num_plans)
+            with suppress(SearchStopped):  # that nothing fits is known
+                miss = pool.smallest() if nearest and not pool.solutions else None
+    except SearchStopped as stop:
+        certificate = replace(certificate, bound=0.0, ended=str(stop))
     return _EngineResult(
-        request=request, engine=engine, solutions=solutions, nearest_miss=miss, certificate=certificate
+        request=request,
+        engine=engine,
+        solutions=pool.solutions[:num_plans] if pool else (),
+        nearest_miss=miss,
+        certificate=pool.certificate(certificate) if pool else certificate,
     )
 
 
@@ -154,7 +152,7 @@ def frontier(requests: Sequence[Request], watch: Watch = never_stop) -> Frontier
     for request in requests:
         limit = request.memory_bytes
         for _ in range(0 if stopped else _MOST):
-            answer = search(replace(request, objective="time", memory_bytes=limit), 1, watch)
+            answer = search(replace(request, objective="time", memory_bytes=limit), 1, watch, nearest=False)
             found += answer.plans
             stopped = answer.certificate.stopped
             if stopped or not answer.plans:

@@ -7,8 +7,9 @@ are priced with the best cutting of others. The block solver minimises time alon
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,41 +18,67 @@ from autoshard.blocks.cutting import Terms, solved_cutting
 from autoshard.cost.setting import Question
 from autoshard.errors import InputError
 from autoshard.layout.pin import Pin
-from autoshard.plan.candidate import CpOrder
+from autoshard.plan.candidate import CpOrder, Zero
 from autoshard.plan.explanation import Certificate
 from autoshard.plan.lowering import ATOMS
-from autoshard.schedule.waves import Ints
+from autoshard.schedule.waves import Floats, Ints
+from autoshard.search.bounds import least_bytes, least_of_any
 from autoshard.search.legal_space import LegalSpace, RunVariant
 from autoshard.search.points import Points, Solution
-from autoshard.search.priced_layouts import LayoutPricer, SolvedCutting, atom_columns
+from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedCutting, atom_columns
 from autoshard.search.stage_filling import Goal
+from autoshard.search.watch import SearchProgress, SearchStopped, Watch, go_on, never_stop
 from autoshard.spec.workload import DTYPE_BYTES
 
 _ALWAYS = 3  # best layouts get their own cutting, even if fewer are shown, so that the best one does not depend on it
 _FIRST = 4  # groups of points that are solved before points of the next variant are opened
+_LOOKS = 8  # times that points are opened to find the one that misses memory by least
 _AT_ONCE = 8  # points of a group that are solved together, those with the best bounds
 _TIE = 1e-8  # relative: times that differ by less count as equal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchProgress:
-    """The progress of a search."""
-
-    num_done: int  # points that need no more work
-    num_points: int
-    best: float
-    bound: float
-
-
-Watch = Callable[[SearchProgress], str]  # called between two steps: returns the reason to stop, or nothing
 Row = tuple[Terms, int]  # a layout, cut under some terms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Plain:
+    """Layouts that are priced without recompute only, as which variants they run, and the least bound of these."""
+
+    priced: PricedLayouts
+    variants: Sequence[RunVariant]
+    bounds: Floats
+
+    @classmethod
+    def of(cls, priced: PricedLayouts, variants: Sequence[RunVariant], goal: Goal) -> "_Plain":
+        """Return them with bounds that hold for any recompute and schedule."""
+        zeros: list[Zero] = list({one.space.base.zero: None for one in variants})
+        bounds = least_of_any(priced.at_least, zeros, cast(float, goal.capacity))
+        if goal.objective == "memory":
+            bounds = np.min([least_bytes(priced.at_least, zero) for zero in zeros], axis=0)
+        return cls(priced=priced, variants=variants, bounds=np.zeros_like(bounds) if goal.effort.exhaustive else bounds)
+
+    @property
+    def least(self) -> float:
+        """The least bound of them."""
+        return float(self.bounds.min(initial=np.inf))
+
+    def may_fit(self, variant: RunVariant) -> NDArray[np.bool_]:
+        """Say which points of a variant may fit in memory."""
+        return np.isin(variant.layouts, self.priced.numbers[np.isfinite(self.bounds)])
 
 
 class Pool:
     """The points of a space: waiting, open or solved, and the best solution of each layout."""
 
-    def __init__(self, question: Question, legal: LegalSpace, goal: Goal, pins: tuple[Pin, ...] = ()) -> None:
-        self._question, self._legal, self._goal, self._pins = question, legal, goal, pins
+    def __init__(
+        self,
+        question: Question,
+        legal: LegalSpace,
+        goal: Goal,
+        pins: tuple[Pin, ...] = (),
+        watch: Watch = never_stop,
+    ) -> None:
+        self._question, self._legal, self._goal, self._pins, self._watch = question, legal, goal, pins, watch
         self._pricer = LayoutPricer(question)
         self._variants: dict[Terms, list[RunVariant]] = defaultdict(list)
         self._first: dict[RunVariant, int] = {}  # the number of a variant's first point
@@ -60,6 +87,7 @@ class Pool:
             self._variants[variant.terms].append(variant)
         self._bounded, self._solved, self._fits = np.zeros((3, legal.num_legal), dtype=bool)  # points
         self._waiting: list[tuple[float, Points]] = []  # not opened yet, with the least bound
+        self._plain: list[_Plain] = []
         self._open: list[tuple[float, int, Points]] = []
         self._passed: list[Points] = []  # not better than a known solution: opened again if that solution is dropped
         self._number = self._num_open = 0
@@ -73,27 +101,55 @@ class Pool:
         self._cuttings: dict[Terms, list[SolvedCutting]] = defaultdict(list)
         self._own: dict[Row, SolvedCutting] = {}
         self._refused: dict[Row, InputError] = {}  # layouts that cannot satisfy the pins
+        # Kinds of mesh of which nothing is priced yet.
+        self._unpriced = [(terms, layouts) for terms in self._variants for layouts in self._kinds(terms)]
 
-    def settle(self, count: int, watch: Watch) -> str:
-        """Solve points until the ``count`` best layouts are known, each with its own cutting; return why it ended."""
+    def settle(self, count: int) -> None:
+        """Solve points until the ``count`` best layouts are known, each with its own cutting.
+
+        Whoever watches may stop this between any two steps; then the solutions are those that are known.
+        """
         wanted = max(count, _ALWAYS)
-        for terms in self._variants:
-            for layouts in self._kinds(terms):
-                self._learn(layouts, terms)
-        if self._refused and not self._waiting:
+        while self._unpriced:
+            self._learn(self._unpriced[0][1], self._unpriced[0][0])
+            del self._unpriced[0]
+            if not self._best and self._open_next(np.inf):  # a first answer, in case that the search is stopped
+                self._explore(wanted, most=_FIRST)
+        if self._refused and not self._own:
             raise next(iter(self._refused.values()))
         while True:
             # The first points of a variant give a limit that excludes most points of the next variant.
             while self._open_next(self._limit(wanted)):
-                ended = self._explore(wanted, watch, most=_FIRST)
-                if ended:
-                    return ended
-            ended = self._explore(wanted, watch)
+                self._explore(wanted, most=_FIRST)
+            self._explore(wanted)
             best = [(one.point.variant.terms, one.layout) for one in self.solutions[:wanted]]
             left = next((row for row in best if row not in self._own), None)
-            if ended or not left:
-                return ended
+            if not left:
+                return
             self._learn([left[1]], left[0])
+
+    def smallest(self) -> Solution | None:
+        """Return the smallest solution that a short search finds among points that keep little in flight.
+
+        These are the points under 1F1B with the smallest micro-batches, if there are any.
+        """
+        legal = self._legal
+        plain = [one for one in legal.variants if one.space.base.schedule == "1f1b"] or legal.variants
+        least = min(int(one.space.rows["mbs"].min()) for one in plain)
+        some = (one.only(np.flatnonzero(one.space.rows["mbs"] == least)) for one in plain)
+        few = replace(legal, variants=tuple(one for one in some if len(one.layouts)))
+        goal = Goal(objective="memory", capacity=np.inf)
+        pool = Pool(self._question, few, goal, self._pins, lambda _: self._watch(SearchProgress()))
+        pool._pricer, pool._own, pool._refused, pool._unpriced = self._pricer, self._own, self._refused, []
+        for terms in pool._variants:
+            for cutting in self._cuttings[terms]:
+                pool._cuttings[terms].append(cutting)
+                pool._price(cutting, terms)
+        for _ in range(_LOOKS):
+            if not pool._open_next(pool._limit(1)):
+                break
+            pool._explore(1, most=_FIRST)
+        return next(iter(pool.solutions), None)
 
     @property
     def solutions(self) -> list[Solution]:
@@ -102,18 +158,32 @@ class Pool:
 
     @property
     def bound(self) -> float:
-        """A lower bound of all points: solved, open and waiting."""
+        """A lower bound of all points: solved, open and waiting. Of points that are not priced nothing is known."""
+        if self._unpriced:
+            return 0.0
         opened = self._open[0][0] if self._open else np.inf
-        return min([opened, *self._least.values(), *(least for least, _ in self._waiting)])
+        waiting = [*(least for least, _ in self._waiting), *(one.least for one in self._plain)]
+        return min([opened, *self._least.values(), *waiting])
 
     def certificate(self, legal: Certificate) -> Certificate:
         """Add to a certificate how many points were solved, left out by their bounds, and too large."""
         value = min((one.value for one in self._best.values()), default=np.inf)
-        num_too_large, num_solved = int((~self._bounded).sum()), int(self._solved.sum())
+        num_left = sum(
+            int(np.isin(one.layouts, layouts).sum())
+            for terms, layouts in self._unpriced
+            for one in self._variants[terms]
+        )
+        bounded = self._bounded.copy()
+        for plain in self._plain:
+            for variant in plain.variants:
+                first = self._first[variant]
+                bounded[first : first + len(variant.layouts)] |= plain.may_fit(variant)
+        num_too_large, num_solved = int((~bounded).sum()) - num_left, int(self._solved.sum())
         return replace(
             legal,
             num_too_large=num_too_large,
-            num_bounded=max(0, legal.num_legal - num_too_large - num_solved),
+            num_bounded=max(0, legal.num_legal - num_too_large - num_solved - num_left),
+            num_left=num_left,
             num_solved=num_solved,
             num_fitting=int(self._fits.sum()),
             num_tables=sum(map(len, self._cuttings.values())),
@@ -123,7 +193,18 @@ class Pool:
 
     def _open_next(self, limit: float) -> bool:
         """Open the points below a limit of the variant with the least bound; return whether there was one."""
-        least, points = min(self._waiting, key=lambda one: one[0], default=(np.inf, None))
+        while True:
+            least, points = min(self._waiting, key=lambda one: one[0], default=(np.inf, None))
+            plain = min(self._plain, key=lambda one: one.least, default=None)
+            if plain is None or plain.least >= limit or plain.least > least:
+                break
+            go_on(self._watch, self._progress())
+            priced = self._pricer.with_recompute(plain.priced)
+            self._plain.remove(plain)
+            for variant in plain.variants:
+                points = Points.of(priced, variant, self._goal)
+                self._bounded[self._numbers(points)] = True
+                self._wait(points)
         if points is None or least >= limit:
             return False
         self._waiting.remove((least, points))
@@ -132,12 +213,12 @@ class Pool:
         self._wait(points.only(points.bound >= limit))
         return True
 
-    def _explore(self, count: int, watch: Watch, most: float = np.inf) -> str:
+    def _explore(self, count: int, most: float = np.inf) -> None:
         """Solve the points that may be among the ``count`` best layouts, at most ``most`` groups of them."""
         while self._open and most > 0:
             limit = self._limit(count)
             if self._open[0][0] >= limit:
-                return ""
+                return
             points = heapq.heappop(self._open)[-1]
             self._num_open -= len(points.rows)
             # Only the best point of each layout is wanted.
@@ -150,12 +231,14 @@ class Pool:
             order = order[near]
             at_once = _AT_ONCE if np.isfinite(limit) or everything else 1
             self._push(points.only(order[at_once:]))
-            self._solve(points.only(order[:at_once]), float(limits[order[:at_once]].max(initial=-np.inf)))
+            first = points.only(order[:at_once])
+            try:
+                self._solve(first, float(limits[order[:at_once]].max(initial=-np.inf)))
+            except SearchStopped:
+                self._push(first)  # so that their bound counts
+                raise
             most -= 1
-            ended = watch(self._progress())
-            if ended:
-                return ended
-        return ""
+            go_on(self._watch, self._progress())
 
     def _progress(self) -> SearchProgress:
         best = min((one.value for one in self._best.values()), default=np.inf)
@@ -177,7 +260,7 @@ class Pool:
         found = points.solved(self._goal, limit)
         values = self._goal.value(found)
         fits = np.isfinite(values)
-        numbers = self._first[points.variant] + points.places
+        numbers = self._numbers(points)
         self._solved[numbers] = True
         self._fits[numbers] |= fits
         for number, (layout, bound) in enumerate(zip(points.layouts, found.bound.tolist(), strict=True)):
@@ -201,6 +284,7 @@ class Pool:
     def _learn(self, layouts: Sequence[int], terms: Terms) -> None:
         """Solve the blocks of the first layout that satisfies the pins; price all layouts that a new cutting serves."""
         for layout in layouts:
+            go_on(self._watch, self._progress())
             try:
                 candidate = self._legal.space.candidate(layout, 0)
                 solved = solved_cutting(self._question, candidate, replace(terms, pins=self._pins))
@@ -245,10 +329,12 @@ class Pool:
             fits = np.array([cutting.serves(self._atoms[one], self._exact) for one in each], dtype=bool)
             served[order] = layouts[fits & self._may_use(each, terms, cutting)]
         for priced in self._pricer.priced(space, cutting, served, apart=bool(self._pins)):
-            for variant in variants:
-                points = Points.of(priced, variant, self._goal)
-                self._bounded[self._first[variant] + points.places] = True
-                self._wait(points)
+            go_on(self._watch, self._progress())
+            self._plain.append(_Plain.of(priced, variants, self._goal))
+
+    def _numbers(self, points: Points) -> Ints:
+        """Return the numbers of points in the whole space."""
+        return self._first[points.variant] + points.places
 
     def _may_use(self, layouts: Sequence[int], terms: Terms, cutting: SolvedCutting) -> NDArray[np.bool_]:
         """Say which layouts may use a cutting: their own, or any as long as they have none of their own."""

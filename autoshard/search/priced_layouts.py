@@ -38,14 +38,15 @@ class SolvedCutting:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PricedLayouts(PerCandidate):
-    """Layouts with the blocks of one lowering, each block under every kind of recompute that may be used."""
+    """Layouts with the blocks of one lowering, each block under every kind of recompute that may be used, or none."""
 
     question: Question
     cutting: SolvedCutting
     space: Space
     numbers: Ints  # of the layouts in the space of the search
     orders: NDArray[np.str_]  # of the sequence over cp
-    setting: Setting
+    setting: Setting  # of the step phase
+    priced_in: Setting  # of the blocks
     links: Ring  # of the pipelines
     boundary_bytes: Floats
     bucket_bytes: Floats
@@ -53,6 +54,13 @@ class PricedLayouts(PerCandidate):
     embed: BlockTotals
     layer: BlockTotals
     head: BlockTotals
+
+    @property
+    def at_least(self) -> "PricedLayouts":
+        """What any kind of recompute takes and holds at least: the time of none, and nothing for backward."""
+        none = np.zeros((1, len(self.numbers)))
+        plain = replace(self.layer, saved_bytes=none, moment_bytes=none, waiting_bytes=none)
+        return replace(self, layer=plain)
 
     def pipeline_blocks(self, rows: Rows, schedule: Schedule, base: Candidate) -> PipelineBlocks:
         """Return the blocks of some of its layouts, run with a schedule and the ZeRO of a candidate."""
@@ -94,11 +102,11 @@ class LayoutPricer:
     def priced(
         self, space: Space, cutting: SolvedCutting, layouts: Mapping[CpOrder, Ints], *, apart: bool = False
     ) -> Iterator[PricedLayouts]:
-        """Price the blocks of some layouts as a cutting shards them; ``apart`` as in ``lowered_alike``.
+        """Price the blocks of some layouts as a cutting shards them, without recompute.
 
-        The layouts are given by the order of the sequence over cp.
+        The layouts are given by the order of the sequence over cp; ``apart`` as in ``lowered_alike``.
         """
-        question, model, kinds = self.question, self.question.model, kinds_of(space.recomputes)
+        question, model = self.question, self.question.model
         numbers = np.concatenate(list(layouts.values()))
         orders = np.repeat(list(layouts), [len(one) for one in layouts.values()])
         some = space.only(numbers)
@@ -121,8 +129,7 @@ class LayoutPricer:
                 zero=own.base.zero,
                 cp_order=orders[mine],
             )
-            rows = list(zip(numbers[mine].tolist(), orders[mine].tolist(), strict=True))
-            layer = self._layer(blocks, rows, kinds, setting)
+            layer = self._layer(numbers[mine], orders[mine], (Recompute(),), setting)
             embed, head = (
                 BlockTotals.of([price_block(question, setting, kind, Recompute())], count) for kind in ("embed", "head")
             )
@@ -139,20 +146,27 @@ class LayoutPricer:
                 orders=orders[mine],
                 # The step phase asks for the rings over which sums of gradients are pending, and for no sizes.
                 setting=replace(setting, sizes={}, rings={atoms: rings[atoms] for atoms in rings if atoms in summed}),
+                priced_in=setting,
                 links=rings["pp",],
                 boundary_bytes=np.broadcast_to(boundary_bytes(setting), count),
                 bucket_bytes=buckets[inverse],
-                kinds=kinds,
+                kinds=(Recompute(),),
                 embed=embed,
                 layer=layer,
                 head=head,
             )
 
+    def with_recompute(self, priced: PricedLayouts) -> PricedLayouts:
+        """Price the layers of such layouts under every kind of recompute that may be used."""
+        kinds = kinds_of(priced.space.recomputes)
+        return replace(priced, kinds=kinds, layer=self._layer(priced.numbers, priced.orders, kinds, priced.priced_in))
+
     def _layer(
-        self, blocks: CutBlocks, rows: Sequence[object], kinds: Sequence[Recompute], setting: Setting
+        self, numbers: Ints, orders: NDArray[np.str_], kinds: tuple[Recompute, ...], setting: Setting
     ) -> BlockTotals:
-        """Price a layer under some kinds of recompute; ``rows`` says of which layouts."""
-        key = blocks.cutting.alone("layer").only(blocks.atoms), blocks.atoms
+        """Price a layer under some kinds of recompute; numbers and orders say of which layouts."""
+        blocks, rows = cast(CutBlocks, setting.blocks), list(zip(numbers.tolist(), orders.tolist(), strict=True))
+        key = blocks.cutting.alone("layer").only(blocks.atoms), blocks.atoms, kinds
         if key in self._layers and self._layers[key][0].keys() >= set(rows):
             known, totals = self._layers[key]
             return totals.only(np.array([known[row] for row in rows]))

@@ -4,12 +4,18 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from autoshard.commands import progress as progress_module
 from autoshard.commands.progress import watching
-from autoshard.search.pool import SearchProgress
+from autoshard.search import no_plan
+from autoshard.search.points import Solution
+from autoshard.search.pool import Pool
+from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts
+from autoshard.search.watch import SearchProgress, go_on
 from tests.cli.conftest import Typed
 
 HALF = SearchProgress(num_done=5, num_points=10, best=2.0, bound=1.5)
@@ -31,10 +37,37 @@ def test_a_line_is_drawn_where_somebody_looks_and_after_a_moment(
 
 def test_time_that_is_over_stops_a_search_that_says_so(typed: Typed, monkeypatch: pytest.MonkeyPatch):
     question = "plan --model tiny-llama --cluster local --time-limit 1 --global-batch 8"
-    times = iter([0.0, *[9.0] * 1000])
-    monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(times))
+    now_s, keep = [0.0], Pool._keep
+
+    def kept_after_hours(pool: Pool, one: Solution) -> None:
+        keep(pool, one)
+        now_s[0] = 9e3
+
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(Pool, "_keep", kept_after_hours)
     code, out, _ = typed(question)
     assert code == 0 and "(stopped after 1 s)" in " ".join(out.split())
+    now_s[0] = 0.0
+    monkeypatch.setattr(Pool, "_keep", keep)
+    price = LayoutPricer.priced
+
+    def priced_for_hours(*arguments: Any, **options: Any) -> Iterator[PricedLayouts]:
+        now_s[0] = 9e3
+        yield from price(*arguments, **options)
+
+    monkeypatch.setattr(LayoutPricer, "priced", priced_for_hours)
+    code, out, err = typed(question)
+    assert code == 1 and not out and "stopped after 1 s, before any was found" in err
+
+
+def test_an_answer_that_no_search_could_give_is_not_looked_for_longer_than_the_limit(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch
+):
+    clock = iter(range(10**6))
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(clock) / 1e3)
+    monkeypatch.setattr(no_plan, "any_plan", lambda _, watch: go_on(watch))
+    code, _, err = typed("plan --model llama2-7b --cluster local --fix tp=1,pp=1 --time-limit 9")
+    assert code == 1 and "none of the" in err and "9 s" not in err
 
 
 def test_ctrl_c_stops_a_search_at_its_next_step_and_a_second_one_at_once():

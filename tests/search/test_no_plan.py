@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.errors import InputError, NoPlan
+from autoshard.errors import InputError
 from autoshard.plan.rules.rule import rule
+from autoshard.search.legal_space import in_the_way
 from autoshard.search.no_plan import question_faults, remedies, unanswered, why_none
 from autoshard.search.planner import search
-from autoshard.search.request import Request
+from autoshard.search.request import Request, rejections_of
 from autoshard.units import format_bytes
 from tests.search.brute_force import ask
 from tests.slower import rest_is_slow
@@ -52,7 +53,7 @@ def test_the_message_about_memory_says_by_how_much_the_smallest_plan_misses():
     text = why_none(request, found)
     assert found.nearest_miss and found.nearest_miss.prediction
     peak = found.nearest_miss.prediction.peak_bytes
-    assert f"the smallest is {found.nearest_miss.candidate}: {format_bytes(peak)} a rank" in text
+    assert f"the smallest found is {found.nearest_miss.candidate}: {format_bytes(peak)} a rank" in text
     more = format_bytes(peak - int(0.9 * 16 * 2**30))
     assert f"{more} more than the 14.40 GiB that a headroom of 0.1 leaves of 16.00 GiB" in text
     fullest = max(found.nearest_miss.prediction.stage_memory, key=lambda memory: memory.total)
@@ -80,17 +81,50 @@ HELP = [
 
 @pytest.mark.parametrize(("request_", "expected"), rest_is_slow(HELP, 3))
 def test_a_remedy_is_what_helps(request_: Request, expected: list[str]):
-    assert search(request_).plans == ()
-    found = list(remedies(request_))
+    none = search(request_)
+    assert none.plans == ()
+    found = list(remedies(request_, none))
     assert set(expected) <= set(found), found
 
 
+def test_the_least_number_of_nodes_that_works_is_named():
+    request = ask("gpt3-175b-untied", "trn1.32xlarge", 7)
+    (words,) = remedies(request, search(request))
+    least = int(words.removeprefix("--nodes "))
+    assert least > 8, "no doubling"
+    for count in (least - 1, least):
+        asked = replace(request, cluster=replace(request.cluster, num_nodes=count))
+        assert bool(search(asked, nearest=False).plans) == (count == least)
+
+
+def test_the_rule_that_alone_stands_against_a_layout_is_named_first():
+    request = ask("gpt2-xl", "trn1.32xlarge", 16, pins="mbs=1,vp=1,schedule=1f1b,recompute=full")
+    text = why_none(request, search(request))
+    assert "this rule alone stands against tp=1,pp=1,dp=512" in text.splitlines()[1]
+    assert "Use --seq-len 2048, or kernels=nxd_core [nxd-flash-seq]" in text
+    first = in_the_way(request, "nxd")[0]
+    assert (
+        [one.rule_id for one in rejections_of(request, first.candidate, "nxd")] == ["nxd-flash-seq"] == [*first.rules]
+    )
+
+
 @pytest.mark.slow
-def test_without_a_remedy_the_rules_in_the_way_are_named():
-    request = ask("gpt3-175b", "trn1.32xlarge", 2)
-    error = unanswered(request, search(request), helpful=True)
-    assert isinstance(error, NoPlan) and "  try " not in str(error)
-    assert "by nxd-tied, like pp=2: gpt3-175b ties its output head to its embedding" in str(error)
+def test_a_card_with_a_head_of_its_own_is_named_where_a_rule_is_against_tied_embeddings():
+    request = ask("gpt3-175b", "trn1.32xlarge", 32)
+    (found,) = remedies(request, search(request))
+    assert found.startswith("--model gpt3-175b-untied (") and "nxd-tied" in found
+
+
+@pytest.mark.parametrize("calls", [0, 2, 40])
+def test_what_would_help_is_not_looked_for_when_time_is_over(calls: int):
+    request, left = ask("llama3-8b", "trn1.32xlarge", pins="pp=2,dp=2"), iter(range(calls))
+    none = search(request)
+
+    def stopping(_: object) -> str:
+        return "stopped" if next(left, None) is None else ""
+
+    error = unanswered(request, none, helpful=True, watch=stopping)
+    assert "stopped, before all that could help was tried" in str(error)
 
 
 def test_a_rule_without_a_key_in_its_words_is_still_shown():

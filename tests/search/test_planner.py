@@ -84,6 +84,35 @@ def test_ties_go_to_less_memory_and_then_to_smaller_axes():
     assert [dump(plan) for plan in search(request, num_plans=30).plans] == [dump(plan) for plan in found]
 
 
+STOPPED = [
+    replace(ask("tiny-llama", global_batch=8, pins="mbs=1"), memory_bytes=2.0**34),
+    replace(ask("tiny-mixtral", ranks=8, global_batch=8, pins="mbs=1,zero=1,tp=1,kernels=te"), memory_bytes=2.0**34),
+    replace(ask("llama3-8b", "trn1.32xlarge"), memory_bytes=2.0**34),
+]
+
+
+@pytest.mark.parametrize("request_", rest_is_slow(STOPPED, 2))
+def test_a_search_that_is_stopped_anywhere_says_what_is_true(request_: Request):
+    whole, calls, first = search(request_).certificate, 0, 0
+    assert whole.stopped == ""
+    while True:
+        left = iter(range(calls))
+        found = search(request_, watch=lambda _, left=left: "" if next(left, None) is not None else "stopped")
+        certificate = found.certificate
+        if not certificate.stopped:
+            break
+        assert certificate.bound <= whole.value * (1 + 1e-9) and certificate.value >= whole.value * (1 - 1e-9)
+        assert certificate.num_legal in (0, whole.num_legal)
+        parts = ("num_too_large", "num_bounded", "num_solved", "num_left")
+        assert sum(getattr(certificate, part) for part in parts) == certificate.num_legal * bool(certificate.num_tables)
+        for plan in found.plans:
+            assert not refused(request_, plan.candidate)
+            assert peak(plan) <= 2.0**34
+        first = first or (calls if found.plans else 0)
+        calls += 1 + calls // 2
+    assert certificate == whole and 0 < first < calls
+
+
 @pytest.mark.parametrize(
     "request_",
     [ask("tiny-llama", global_batch=1, pins="tp=1,dp=1"), ask("llama2-7b", "a100-80", pins="tp=1,pp=1", seq_len=32768)],

@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from autoshard.cost.stages import StageOptions, price_stages
 from autoshard.cost.step import step_seconds
 from autoshard.plan.recompute import Recompute
+from autoshard.search.bounds import least_bytes, least_of_any
 from autoshard.search.legal_space import RunVariant, legal_space
 from autoshard.search.points import Points
 from autoshard.search.priced_layouts import LayoutPricer, PricedLayouts, SolvedCutting
@@ -24,8 +25,8 @@ SEVERAL = 2  # random fillings of each point
 SURE = 1 + 1e-9
 
 
-def single_points(truth: Truth) -> Iterator[tuple[Point, RunVariant, PricedLayouts]]:
-    """Yield every legal point as the search has it, alone: a variant of one row, and its layout priced alone."""
+def single_points(truth: Truth) -> Iterator[tuple[Point, RunVariant, PricedLayouts, PricedLayouts]]:
+    """Yield every legal point alone: a variant of one row, and its layout priced without recompute, and with."""
     request, (engine,) = truth.request, truth.request.engines
     legal = legal_space(request, engine)
     for variant in legal.variants:
@@ -33,18 +34,25 @@ def single_points(truth: Truth) -> Iterator[tuple[Point, RunVariant, PricedLayou
             point = truth.point_of(variant.space.candidate(place, 0))
             space = replace(legal.space, base=variant.space.base, sp=variant.space.sp)
             cutting = SolvedCutting(cutting=point.blocks.cutting, atoms=frozenset())
-            (one,) = LayoutPricer(point.question).priced(space, cutting, {space.base.cp_order: np.array([layout])})
-            yield point, variant.only(np.array([place])), one
+            pricer = LayoutPricer(point.question)
+            (plain,) = pricer.priced(space, cutting, {space.base.cp_order: np.array([layout])})
+            one = pricer.with_recompute(plain)
+            yield point, variant.only(np.array([place])), plain, one
 
 
 def is_bounded(request: Request, share: float) -> None:
     """Compare every point's bound with the best way to fill its stages, in as much memory as it needs or some more."""
-    for point, variant, priced in islice(single_points(Truth(request)), 12):
+    for point, variant, plain, priced in islice(single_points(Truth(request)), 12):
         fastest, small = point.fastest(), point.smallest()
         if fastest is None or small is None:
             continue
         capacity = small.peak_bytes + share * max(0.0, fastest.peak_bytes - small.peak_bytes)
         best = point.fastest(capacity)
+        assert (
+            least_of_any(plain.at_least, [point.candidate.zero], capacity)[0]
+            <= (best.time_s if best else np.inf) * SURE
+        )
+        assert least_bytes(plain.at_least, point.candidate.zero)[0] <= small.peak_bytes * SURE
         time, memory = Goal(capacity=capacity), Goal(objective="memory", capacity=capacity)
         for goal, value in ((time, best.time_s if best else np.inf), (memory, small.peak_bytes)):
             found = Points.of(priced, variant, goal)
@@ -104,7 +112,7 @@ def cost_in_columns(point: Point, variant: RunVariant, priced: PricedLayouts, fi
 def agrees(request: Request, seed: int, most: int) -> None:
     """Compare some points of a question."""
     random = np.random.default_rng(seed)
-    for point, variant, priced in islice(single_points(Truth(request)), most):
+    for point, variant, _, priced in islice(single_points(Truth(request)), most):
         for _ in range(SEVERAL):
             split, entries = drawn(point, random)
             if any((one.num_layers or 1) > size for one, size in zip(entries, split, strict=True)):

@@ -34,7 +34,8 @@ def priced(kernels: str, zero: int) -> PricedLayouts:
     space = legal_space(request, "torch").space
     candidate = space.candidate(0, 0)
     cutting = SolvedCutting(cutting=request.cutting(candidate, "torch"), atoms=frozenset({"kv", "edp"}))
-    return next(iter(LayoutPricer(request.question(candidate)).priced(space, cutting, {"contiguous": np.arange(1)})))
+    pricer = LayoutPricer(request.question(candidate))
+    return pricer.with_recompute(next(iter(pricer.priced(space, cutting, {"contiguous": np.arange(1)}))))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

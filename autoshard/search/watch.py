@@ -1,0 +1,34 @@
+"""How far a search is, and how it is stopped: whoever watches is called between any two steps of any phase."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchProgress:
+    """The progress of a search."""
+
+    num_done: int = 0  # points that need no more work
+    num_points: int = 0  # that are known so far
+    best: float = math.inf
+    bound: float = 0.0
+
+
+Watch = Callable[[SearchProgress], str]  # returns the reason to stop, or nothing
+
+
+class SearchStopped(Exception):
+    """Somebody who watches has stopped a search; what it has found so far is kept. The text is the reason."""
+
+
+def never_stop(progress: SearchProgress) -> str:
+    """Let a search go on to its end."""
+    return ""
+
+
+def go_on(watch: Watch, progress: SearchProgress | None = None) -> None:
+    """Tell whoever watches how far a search is, and raise SearchStopped if that is to be the end."""
+    reason = watch(progress or SearchProgress())
+    if reason:
+        raise SearchStopped(reason)
