@@ -82,7 +82,7 @@ def _headline(
         (format_seconds(prediction.step_time_s), "bold"), f" a step ({low} to {high}), ",
         (format_count(prediction.tokens_per_s, "tokens/s"), "bold"), f", {_mfu_words(prediction)}",
     )  # fmt: skip
-    texts = {"plan": Text(layout_words(plan), "bold"), "speed": speed, "memory": _memory_words(prediction)}
+    texts = {"plan": Text(layout_words(plan), "bold"), "speed": speed, "memory": _memory_words(plan)}
     texts["day"] = Text(_day_words(plan))
     if total_tokens:
         texts["total"] = Text(_total_words(plan, total_tokens))
@@ -116,13 +116,14 @@ def _time_words(prediction: Prediction) -> str:
     return ", ".join(f"{words} {share:.0%}" for words, share in shares if share >= _LEAST_SHARE)
 
 
-def _memory_words(prediction: Prediction) -> Text:
+def _memory_words(plan: Plan) -> Text:
     """Say how full the fullest rank is."""
-    peak, capacity = prediction.peak_bytes, prediction.capacity_bytes
+    peak, capacity = prediction_of(plan).peak_bytes, prediction_of(plan).capacity_bytes
     if peak > capacity:
         left = (f"{format_bytes(peak - capacity)} too much", "bold red")
     else:
-        left = (f"{format_bytes(capacity - peak)} ({1 - peak / capacity:.1%}) free", "")
+        kept = f", and a headroom of {plan.headroom:.0%}" if plan.headroom else ""
+        left = (f"{format_bytes(capacity - peak)} free{kept}", "")
     return Text.assemble((format_bytes(peak), "bold"), f" of {format_bytes(capacity)} on the fullest rank, ", left)
 
 
