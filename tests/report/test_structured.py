@@ -1,6 +1,7 @@
 """Plans and reasons for programs, and lists of names: what is encoded can be decoded, and lists are complete."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -70,10 +71,10 @@ def test_a_list_is_complete_and_a_rectangle(what: str, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     rows = entries(what)
     assert [row["name"] for row in rows] == list(NAMES[what])
-    assert len({tuple(row) for row in rows}) == 1 and all(value for row in rows for value in row.values())
+    assert len({tuple(row) for row in rows}) == 1 and all(value != "" for row in rows for value in row.values())
     lines = listing_text(rows).splitlines()
-    for key in list(rows[0])[1:]:
-        column = lines[0].index(key)
+    for heading in re.split(" {2,}", lines[0])[1:]:
+        column = lines[0].index(f"  {heading}") + 2
         assert len(lines) == len(rows) + 1 and all(line[column - 2 : column] == "  " for line in lines)
 
 
@@ -83,9 +84,10 @@ def test_lists_show_numbers_prices_with_their_date_and_recipes_as_one_types_them
         {row["name"]: row for row in entries(one)} for one in ("models", "clusters", "recipes")
     )
     mixtral = models["mixtral-8x7b"]
-    assert (mixtral["parameters"], mixtral["heads"], mixtral["experts"]) == ("46.70 G", "32/8", "8")
-    assert models["gpt2-xl"]["experts"] == "-"
-    assert clusters["trn2.48xlarge"]["ranks a node"] == "64 (lnc 2)"
-    assert list(clusters["trn1.32xlarge"].values())[-2:] == ["21.50", "2026-06-25"]
+    assert (mixtral["heads"], mixtral["kv_heads"], mixtral["experts"]) == (32, 8, 8)
+    assert "  46.70 G  " in listing_text([mixtral]) and models["gpt2-xl"]["experts"] is None
+    assert (clusters["trn2.48xlarge"]["ranks_per_node"], clusters["trn2.48xlarge"]["lnc"]) == (64, 2)
+    assert list(clusters["trn1.32xlarge"].values())[-2:] == [21.5, "2026-06-25"]
+    assert listing_text([clusters["trn1.32xlarge"]]).rstrip().endswith("  2026-06-25")
     recipe = recipes["recipes/llama3-70b-trn1-16.yaml"]
-    assert (recipe["model"], recipe["cluster"], recipe["nodes"]) == ("llama3-70b", "trn1.32xlarge", "16")
+    assert (recipe["model"], recipe["cluster"], recipe["nodes"]) == ("llama3-70b", "trn1.32xlarge", 16)
