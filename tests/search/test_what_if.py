@@ -76,7 +76,7 @@ def test_numbers_of_a_question_are_counted_in_units_that_both_can_take(plan: Pla
     batch, length, memory, bandwidth = known.values()
     assert batch.now * batch.unit == 32 and batch.changed(2).workload.global_batch == 2 * batch.unit
     assert length.now * length.unit == 256 and length.changed(1).workload.seq_len == length.unit
-    assert memory.changed(4).memory_bytes == plan.cluster.rank_memory_bytes / 2
+    assert memory.changed(4).memory_bytes == plan.cluster.usable_bytes(0.1) / 2
     links = [link.bandwidth_bytes_per_s for link in bandwidth.changed(16).cluster.links]
     assert links == [2 * link.bandwidth_bytes_per_s for link in plan.cluster.links]
 
@@ -96,7 +96,7 @@ def test_a_rule_that_forbids_it_is_named_under_its_option(plan: Plan):
 
 def test_bytes_that_forbid_it_are_named(plan: Plan, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(what_if, "circumstances", lambda *_: ())
-    small = replace(plan.cluster, chip=replace(plan.cluster.chip, memory_bytes=2**30))
+    small = replace(plan.cluster, chip=replace(plan.cluster.chip, memory_bytes=2**28))
     found = why_not(replace(plan, cluster=small), "tp=1,pp=1,mbs=8", calibration_of(plan))
     (reason,) = found.against
     assert not found.fits and found.other and "none of the" in reason and "more than the" in reason
