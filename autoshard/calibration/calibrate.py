@@ -12,7 +12,7 @@ square.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 
 from autoshard.calibration.measured_run import MeasuredRun, run_of
 from autoshard.calibration.rows import MeasuredRow, measured_rows
+from autoshard.calibration.splits import FRAMEWORK, LAUNCH, PORTS, RELEASE, SETTLED, Split, physical, splits_for
 from autoshard.calibration.validate import outlined_run, predicted_run
-from autoshard.cost.calibration import EFFICIENCIES, Calibration, Fit, Reach, uncalibrated
+from autoshard.cost.calibration import EFFICIENCIES, Calibration, Fit, Reach, Software, uncalibrated
 from autoshard.cost.outside import features_of, seen_in
 from autoshard.cost.predict import step_timer
 from autoshard.errors import Fault, InputError, require
@@ -33,7 +34,6 @@ from autoshard.spec.cluster_catalogue import load_node_type
 
 Array = NDArray[np.float64]
 Predict = Callable[[Array], Array]  # unknowns -> predicted over measured, row by row
-Split = tuple[tuple[str, ...], ...]  # the constants that share a value, group by group
 
 _LEAST_ROWS = 3
 _DIGITS = 6  # of a constant: far beyond what rows decide, and a file that people can read
@@ -48,32 +48,9 @@ _STEPS, _SWEEPS = 8, 500
 _PULL = 2e-2  # one unit away from where it started counts as much as a row that is 2% off
 _CLOSE = 1e-3  # rows are far from deciding that much
 
-# From one constant for all that is slower than its data sheet to as many as a platform may have. Constants that rows of
-# a few layouts cannot tell apart fit them better and predict others worse, so that the left-out error decides how many
-# there are. The first splits what a chip does from what is sent; then arithmetic from memory.
-_MATRIX, _CHIP, _LINKS = EFFICIENCIES[:2], EFFICIENCIES[:4], EFFICIENCIES[4:]
-_COMPILED: Mapping[str, Split] = {
-    "one for all": (EFFICIENCIES,),
-    "chip, link": (_CHIP, _LINKS),
-    "arithmetic, memory, link": (EFFICIENCIES[:3], ("memory_efficiency",), _LINKS),
-    "matrix, vector, memory, link": (_MATRIX, ("vector_efficiency",), ("memory_efficiency",), _LINKS),
-}
-# Hosts that start kernels one by one take time of their own, and more of it to start what waits for other ranks. Vector
-# units hardly bind where memory is as slow.
-_PASSES = ("vector_efficiency", "memory_efficiency")
-_EACH = (*((name,) for name in _MATRIX), _PASSES, *((name,) for name in _LINKS))
-_LAUNCH, _COLLECTIVE = ("launch_s",), ("collective_s",)
-_EAGER: Mapping[str, Split] = {
-    "one for all": (EFFICIENCIES,),
-    "one for all, launch": (EFFICIENCIES, _LAUNCH),
-    "chip, link, launch": (_CHIP, _LINKS, _LAUNCH),
-    "matrix, memory, link, launch": (_MATRIX, _PASSES, _LINKS, _LAUNCH),
-    "chip, link, launch, collective": (_CHIP, _LINKS, _LAUNCH, _COLLECTIVE),
-    "matrix, attention, memory, near link, far link, launch, collective": (*_EACH, _LAUNCH, _COLLECTIVE),
-}
 _UNEVEN = 4.0  # a machine that is so much faster than declared may be faster by this once more in one of its rates
 _LAUNCHES = (0.5, 1.0, 2.0, 4.0, 8.0)  # tried first, in their unit
-_UNITS = {"launch_s": 1e-5, "collective_s": 1e-4}  # of what is fitted in seconds: what is usual
+_UNITS = {"launch_s": 1e-5, "collective_s": 1e-4, "task_s": 1e-1, RELEASE: 1e-1}  # of what may be nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +78,7 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
 
     Left out together are the rows of a model, or where there is one, of a layout.
     """
-    node_type = load_node_type(cluster).name
+    node_type = load_node_type(cluster)
     rows = measured_rows(path)
     faults: dict[str, InputError] = {}
     runs: list[tuple[MeasuredRow, MeasuredRun]] = []
@@ -111,8 +88,8 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
                 (not row.unfit, "", row.unfit), (bool(row.step_time_s), "step_time_s", "is not there to be fitted to")
             )
             run = run_of(row)
-            found = run.cluster.name
-            require((found == node_type, "platform", f"was run on {found}, not on {node_type}"))
+            found, same = run.cluster.name, run.cluster.chip.name == node_type.chip.name
+            require((same, "platform", f"was run on {found}, not on {node_type.name} or its chips"))
             _timer(run)
         except InputError as error:
             faults[where] = error
@@ -120,7 +97,7 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
             runs.append((row, run))
     rows = rows.without(faults)
     layouts = list(dict.fromkeys(run for _, run in runs))
-    few = f"{len(runs)} rows of {node_type} with a step_time_s are too few; a fit needs {_LEAST_ROWS}"
+    few = f"{len(runs)} rows of {node_type.name} with a step_time_s are too few; a fit needs {_LEAST_ROWS}"
     alone = "all rows are of one layout; a fit needs two, to predict one from the other"
     try:
         require((len(runs) >= _LEAST_ROWS, str(path), few), (len(layouts) > 1 or not runs, str(path), alone))
@@ -149,11 +126,11 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
 def fit(found: FitSamples, name: str) -> Calibration:
     """Fit the constants of a cluster to its runs, and say what they rest on.
 
-    The interval is the one that holds four of five left-out rows, but no wider than twice their mean error: a few rows
-    far out would widen it for all.
+    The interval is the one that holds four of five left-out rows, also where every model counts as much as any other,
+    but no wider than twice their mean error: a few rows far out would widen it for all.
     """
     samples = found.samples
-    num_layouts, cluster = len({sample.run for sample in samples}), samples[0].run.cluster.name
+    num_layouts, cluster = len({sample.run for sample in samples}), ",".join(_clusters(samples))
 
     def left_out_ratios(split: Split) -> Array:
         """Return predicted over measured of each row, under constants fitted to all rows but those of its model."""
@@ -164,7 +141,7 @@ def fit(found: FitSamples, name: str) -> Calibration:
             ratios[out] = _ratios([samples[number] for number in out], fit_constants(split, rest))
         return ratios
 
-    splits = _COMPILED if load_node_type(cluster).engine == "nxd" else _EAGER
+    splits = splits_for([sample.run for sample in samples])
     ratios = {name: left_out_ratios(split) for name, split in splits.items() if len(split) < num_layouts}
     tried = {name: float(np.abs(own - 1).mean()) for name, own in ratios.items()}
     best = next(name for name, error in tried.items() if error <= min(tried.values()) + _NO_WORSE)
@@ -178,10 +155,8 @@ def fit(found: FitSamples, name: str) -> Calibration:
         left_out_mape=rounded(tried[best]),
         tried={name: rounded(error) for name, error in tried.items()},
     )
-    # Of n rows in order the ceil(share * (n + 1))th: the next row is as likely to fall into any gap between them.
-    errors = np.sort(np.abs(1 / ratios[best] - 1))
-    interval = float(errors[min(len(errors), math.ceil(_INTERVAL * (len(errors) + 1))) - 1])
-    interval = rounded(min(interval, _WIDEST * rests_on.left_out_mape))
+    errors = np.abs(1 / ratios[best] - 1)
+    interval = rounded(min(_interval(errors, [sample.apart for sample in samples]), _WIDEST * rests_on.left_out_mape))
     inside = float((errors <= interval).mean())
     far_off = f"rows are {rests_on.left_out_mape:.0%} off when they are left out: the cost model does not describe them"
     require((interval < 1 and rests_on.left_out_mape < 1, "interval", f"{far_off}, and no constants make it"))
@@ -214,10 +189,34 @@ def _mfu(sample: Sample, calibration: Calibration) -> float:
     return rounded((found.mfu_causal or 0.0) * found.step_time_s / sample.step_time_s)
 
 
+def _interval(errors: Array, apart: Sequence[str]) -> float:
+    """Return the half-width that holds a share of errors: of the next row, and of a row of any model.
+
+    Of n rows in order the ceil(share * (n + 1))th: the next row is as likely to fall into any gap between them.
+    """
+    order = np.argsort(errors)
+    of_rows = errors[order[min(len(errors), math.ceil(_INTERVAL * (len(errors) + 1))) - 1]]
+    weights = np.array([1 / apart.count(name) for name in apart])[order]
+    share = weights.cumsum() / weights.sum()
+    of_models = errors[order][share >= _INTERVAL - 1e-9].min()
+    return float(max(of_rows, of_models))
+
+
+def _clusters(samples: Sequence[Sample]) -> tuple[str, ...]:
+    return tuple(sorted({sample.run.cluster.name for sample in samples}))
+
+
 def _ratios(samples: Sequence[Sample], calibration: Calibration) -> Array:
     """Predict rows as ``validate`` does, each with the cutting that is best under these constants."""
     known = {run: predicted_run(run, calibration).step_time_s for run in {sample.run for sample in samples}}
-    return np.array([known[sample.run] / sample.step_time_s for sample in samples])
+    return np.array([known[one.run] / one.step_time_s for one in samples]) * _slowness(samples, calibration)
+
+
+def _slowness(samples: Sequence[Sample], calibration: Calibration) -> Array:
+    """Return how often as long each row's software takes as that of a plan."""
+    software = calibration.software
+    runs = (sample.run for sample in samples)
+    return np.array([software.slowness(run.framework, run.release) if software else 1.0 for run in runs])
 
 
 def fit_constants(split: Split, samples: Sequence[Sample]) -> Calibration:
@@ -225,18 +224,26 @@ def fit_constants(split: Split, samples: Sequence[Sample]) -> Calibration:
     nominal = _nominal(tuple(samples))
     ratios = _predictor(samples, nominal, split)
     names = [group[0] for group in split]
-    values = np.array([getattr(nominal, name) for name in names])
     units = np.array([_UNITS.get(name, 0.0) for name in names])
-    is_time = units > 0
-    start = np.where(is_time, values, 1.0) / np.where(is_time, units, values)
+    may_be_nothing = units > 0
+    values = np.array([getattr(nominal, name, 0.0) for name in names])
+    start = np.where(may_be_nothing, values, 1.0) / np.where(may_be_nothing, units, np.where(values > 0, values, 1.0))
     declared = nominal.most_efficient > 1
-    fastest = np.maximum(start / _UNEVEN, 1 / nominal.most_efficient) if declared else np.ones(len(split))
+    least: Array
+    most: Array
+    if declared:
+        least, most = np.maximum(start / _UNEVEN, 1 / nominal.most_efficient), np.full(len(split), np.inf)
+    else:
+        found: list[Array] = [np.array(side, dtype=np.float64) for side in zip(*map(physical, split), strict=True)]
+        least, most = found
+    least[may_be_nothing] = 0.0
+    least[[group == PORTS for group in split]] = 1.0  # at most all of them
     current = start
-    if _LAUNCH in split:  # from those that fit best: where kernels are longer than launches, nothing says in which way
+    if LAUNCH in split:  # from those that fit best: where kernels are longer than launches, nothing says in which way
         starts = np.tile(start, (len(_LAUNCHES), 1))
-        starts[:, split.index(_LAUNCH)] = _LAUNCHES
+        starts[:, split.index(LAUNCH)] = _LAUNCHES
         current = min(starts, key=lambda one: float(np.abs(np.log(ratios(one))).mean()))
-    return _with(nominal, split, least_squares(ratios, start, np.where(is_time, 0.0, fastest), current))
+    return _with(nominal, split, least_squares(ratios, start, (least, most), current))
 
 
 @cache  # by all splits
@@ -248,16 +255,32 @@ def _nominal(samples: tuple[Sample, ...]) -> Calibration:
     found = [sample.run.candidate for sample in samples]
     axes = ("tp", "pp", "cp", "ep", "dp", "vp")
     reach = Reach(
-        cluster=samples[0].run.cluster.name,
+        cluster=",".join(_clusters(samples)),
         axes=tuple(axis for axis in axes if any(getattr(candidate, axis) > 1 for candidate in found)),
         kernels=tuple(sorted({sample.run.candidate.kernels or sample.run.cluster.kernels for sample in samples})),
     )
-    nominal = replace(uncalibrated(), reach=reach)
+    nominal = replace(uncalibrated(), reach=reach, software=_software(samples))
     if nominal.most_efficient == 1:
         return nominal
-    start, least = np.array([1 / nominal.matrix_efficiency]), np.array([1 / nominal.most_efficient])
+    start, limits = (
+        np.array([1 / nominal.matrix_efficiency]),
+        (np.array([1 / nominal.most_efficient]), np.full(1, np.inf)),
+    )
     one = (EFFICIENCIES,)
-    return _with(nominal, one, least_squares(_predictor(samples, nominal, one), start, least, start))
+    return _with(nominal, one, least_squares(_predictor(samples, nominal, one), start, limits, start))
+
+
+def _software(samples: Sequence[Sample]) -> Software | None:
+    """Return what ran some rows, all of it as fast; None where they do not say."""
+    frameworks = {sample.run.framework for sample in samples if sample.run.framework}
+    releases = sorted({sample.run.release[:2] for sample in samples if sample.run.release})
+    if not frameworks and not releases:
+        return None
+    return Software(
+        frameworks=dict.fromkeys(sorted(frameworks), 1.0),
+        releases=tuple(".".join(map(str, release)) for release in releases),
+        settled=SETTLED if samples[0].run.cluster.engine == "nxd" else "",
+    )
 
 
 def _with(calibration: Calibration, split: Split, unknowns: Array) -> Calibration:
@@ -265,8 +288,13 @@ def _with(calibration: Calibration, split: Split, unknowns: Array) -> Calibratio
     values: dict[str, float] = {}
     for group, one in zip(split, unknowns.tolist(), strict=True):
         for name in group:
-            values[name] = float(f"{one * _UNITS[name] if name in _UNITS else 1 / one:.{_DIGITS}g}")
-    return replace(calibration, **values)
+            scaled = one * _UNITS[name] if name in _UNITS else one if name.startswith(FRAMEWORK) else 1 / one
+            values[name] = float(f"{scaled:.{_DIGITS}g}")
+    slower = {name.removeprefix(FRAMEWORK): values.pop(name) for name in [*values] if name.startswith(FRAMEWORK)}
+    per_release, software = values.pop(RELEASE, 0.0), calibration.software
+    if software and (slower or per_release):
+        software = replace(software, frameworks={**software.frameworks, **slower}, slower_per_release=per_release)
+    return replace(calibration, **values, software=software)
 
 
 def _predictor(samples: Sequence[Sample], nominal: Calibration, split: Split) -> Predict:
@@ -278,7 +306,8 @@ def _predictor(samples: Sequence[Sample], nominal: Calibration, split: Split) ->
 
     def ratios(unknowns: Array) -> Array:
         calibration = _with(nominal, split, unknowns)
-        return np.array([time_s(calibration) for time_s in timers])[positions] / measured
+        known = np.array([time_s(calibration) for time_s in timers])
+        return known[positions] * _slowness(samples, calibration) / measured
 
     return ratios
 
@@ -289,21 +318,23 @@ def _timer(run: MeasuredRun) -> Callable[[Calibration], float]:
     return step_timer(*outlined_run(run, uncalibrated()))
 
 
-def least_squares(predict: Predict, start: Array, least: Array, current: Array) -> Array:
-    """Return the unknowns, each at or above its least, under which the predictions come closest to 1.
+def least_squares(predict: Predict, start: Array, limits: tuple[Array, Array], current: Array) -> Array:
+    """Return the unknowns, each between its limits, under which the predictions come closest to 1.
 
     Unknowns are pulled to ``start``. The search begins at ``current`` and ends where they do not move any more, or
     after some steps at the best of them.
 
     >>> one = np.ones(2)
     >>> measured = np.array([3.5, 5.0])
-    >>> least_squares(lambda x: np.array([x[0] + x[1], 2 * x[0] + x[1]]) / measured, one, one, one).round(1).tolist()
+    >>> predicted = lambda x: np.array([x[0] + x[1], 2 * x[0] + x[1]])
+    >>> least_squares(lambda x: predicted(x) / measured, one, (one, 9 * one), one).round(1).tolist()
     [1.5, 2.0]
     """
 
     def loss_at(unknowns: Array, residuals: Array) -> float:
         return float(np.abs(residuals).sum()) + _PULL * float(np.abs(unknowns - start).sum())
 
+    least, most = limits
     here, best, best_loss = current.astype(np.float64), current, np.inf
     for _ in range(_STEPS):
         residuals = np.log(predict(here))
@@ -313,27 +344,28 @@ def least_squares(predict: Predict, start: Array, least: Array, current: Array) 
         sizes = np.abs(residuals)
         reach = _HUBER * max(_LEAST_SCALE, _SCALE * float(np.median(sizes)))
         root = np.sqrt(reach / np.maximum(sizes, reach))  # of the weights
-        # Differences towards larger unknowns, which are always allowed; what may be nothing changes by its unit.
+        # Differences to the side that is allowed; what may be nothing changes by its unit.
         steps = _STEP * np.maximum(here, np.where(least > 0, least, 1.0))
+        steps = np.where(here + steps > most, -steps, steps)
         slopes = np.stack([np.log(predict(one)) - residuals for one in here + np.diag(steps)], axis=1) / steps
         matrix = np.vstack([root[:, None] * slopes, _PULL * np.eye(len(here))])
         target = np.concatenate([root * (slopes @ here - residuals), _PULL * start])
-        following = _bounded(matrix, target, here, least)
+        following = _bounded(matrix, target, here, limits)
         if np.max(np.abs(following - here)) < _CLOSE:
             return following
         here = following
     return here if loss_at(here, np.log(predict(here))) < best_loss else best
 
 
-def _bounded(matrix: Array, target: Array, current: Array, least: Array) -> Array:
-    """Minimise ``|matrix x - target|`` over x >= least one coordinate after the other, which ends at its minimum."""
+def _bounded(matrix: Array, target: Array, current: Array, limits: tuple[Array, Array]) -> Array:
+    """Minimise ``|matrix x - target|`` between limits one coordinate after the other, which ends at its minimum."""
     gram, wanted = matrix.T @ matrix, matrix.T @ target
     found = current.copy()
     for _ in range(_SWEEPS):
         before = found.copy()
         for number in range(len(found)):
             rest = wanted[number] - gram[number] @ found + gram[number, number] * found[number]
-            found[number] = max(least[number], rest / gram[number, number])
+            found[number] = min(max(limits[0][number], rest / gram[number, number]), limits[1][number])
         if np.max(np.abs(found - before)) < _CLOSE * 1e-3:
             break
     return found

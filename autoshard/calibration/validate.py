@@ -210,15 +210,16 @@ def validate(path: Path, calibration: Calibration | None = None) -> Validation:
     Without a calibration, each row is predicted with the constants of its own cluster.
     """
     rows = measured_rows(path)
-    known: dict[MeasuredRun, Prediction] = {}  # many rows measure one layout again
+    known: dict[object, Prediction] = {}  # many rows measure one layout again
     predicted: dict[str, PredictedRow] = {}
     bases: dict[str, dict[str, None]] = {}
     faults: dict[str, InputError] = {}
     for where, row in rows.rows.items():
         try:
             run = run_of(row)
-            constants = calibration or built_in(run.cluster.name)
-            found = known[run] = known.get(run) or predicted_run(run, constants)
+            constants = (calibration or built_in(run.cluster.name)).running(run.framework, run.release)
+            key = run, run.framework, run.release
+            found = known[key] = known.get(key) or predicted_run(run, constants)
         except InputError as error:
             faults[where] = error
             continue

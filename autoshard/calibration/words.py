@@ -80,6 +80,8 @@ def translated(row: MeasuredRow) -> Translation:
             assumed |= {column: says} if says else {}
     changes["kernels"], changes["flash_attention"], says = _kernels(row)
     assumed |= {"framework": says} if says else {}
+    changes["sp"], says = _sequence_parallel(row)
+    assumed |= {"sp": says} if says else {}
     changes["release"] = row.release or _release(row.framework_version)
     before = {name: getattr(row, name) for name in changes}
     published = {name: text for name, text in before.items() if text is not None and text != changes[name]}
@@ -136,6 +138,12 @@ def _kernels(row: MeasuredRow) -> tuple[str | None, bool | None, str]:
     if stated := _word("kernels", text, row):
         return stated.means, flash, ""
     return means, flash, framework.assumed
+
+
+def _sequence_parallel(row: MeasuredRow) -> tuple[bool | None, str]:
+    """Return whether a run cut the sequence over tp, where its framework says so, and what is assumed."""
+    never = _word("no_sp", _key(row.framework), row) if row.sp is None and row.candidate is None else None
+    return (False, never.assumed) if never else (row.sp, "")
 
 
 def _word(column: str, key: str, row: MeasuredRow) -> Word | None:

@@ -6,7 +6,7 @@ None is about memory: what a runtime keeps for itself stands in the table of its
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -26,8 +26,10 @@ EFFICIENCIES = (
 _LEAST = 1e-6  # efficiency; less is a typing error, under which a step would take for ever
 SECONDS = ("launch_s", "collective_s", "step_s")
 CONSTANTS = (*EFFICIENCIES, *SECONDS)
+OUTSIDE = 0.25  # the least interval where software is outside a fit: releases of one layout differ by up to a quarter
 _NUMBERS = (*CONSTANTS, "interval")
 _WIDEST = 0.95  # an interval, of the predicted time
+_OPTIONAL = ("shared_ports", "task_s")  # of plans and files that do not state it, nothing was known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,50 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """What ran the rows of a fit, and how much longer steps take under other software than a plan is predicted for."""
+
+    frameworks: Mapping[str, float] = field(hash=False)  # of the rows -> how often as long their steps take
+    releases: tuple[str, ...] = ()  # of the rows, oldest first
+    settled: str = ""  # the release from which on steps take what the constants say
+    slower_per_release: float = 0.0  # for each release before that one
+
+    def __post_init__(self) -> None:
+        """Refuse factors that are no factors, and releases that are no numbers."""
+        numbers = [part for text in (*self.releases, *filter(None, [self.settled])) for part in text.split(".")]
+        require(
+            (all(0 < factor < 100 for factor in self.frameworks.values()), "frameworks", "must lie in (0, 100)"),
+            (0 <= self.slower_per_release < 1, "slower_per_release", "must lie in [0, 1)"),
+            (all(part.isdecimal() for part in numbers), "releases", "must be numbers such as 2.18"),
+        )
+
+    def slowness(self, framework: str | None, release: tuple[int, ...]) -> float:
+        """Return how often as long a step takes.
+
+        >>> old = Software(frameworks={"a": 1.5}, settled="2.18", slower_per_release=0.5)
+        >>> old.slowness("a", (2, 17, 1)), old.slowness("b", (2, 20))
+        (2.25, 1.0)
+        """
+        older = 0
+        if release and self.settled:
+            major, minor = (*_numbers(self.settled), 0)[:2]
+            older = max(0, minor - (*release, 0)[1]) if release[0] == major else 0
+        return self.frameworks.get(framework or "", 1.0) * (1 + self.slower_per_release) ** older
+
+    def beyond(self, framework: str | None, release: tuple[int, ...]) -> list[str]:
+        """Say what of some software no row has; a release that lies between those of the rows counts as theirs."""
+        found = [f"framework {framework}"] if framework and framework not in self.frameworks else []
+        if release and self.releases:
+            within = _numbers(self.releases[0])[:2] <= release[:2] <= _numbers(self.releases[-1])[:2]
+            found += [] if within else [f"release {'.'.join(map(str, release))}"]
+        return found
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """What constants were fitted to, and how far their predictions are off."""
 
@@ -90,11 +136,14 @@ class Calibration:
     launch_s: float  # of a host, for each kernel that it starts
     collective_s: float  # of hosts, for each send or collective, whatever its size
     step_s: float  # of every step, whatever it does
+    task_s: float = 0.0  # of each stage and micro-batch: forward and backward are graphs of their own
+    shared_ports: float = 1.0  # of far_link_efficiency, where several groups of a node send at once
     interval: float  # relative half-width of what is promised
     basis: str
     reach: Reach | None = None  # None where nothing was measured
     seen: Mapping[str, Seen] = field(default_factory=dict[str, Seen], hash=False)  # of features, by the rows
     best_mfu: float | None = None  # of a row, without pairs that are masked
+    software: Software | None = None  # None where rows do not say
     fit: Fit | None = None
     sources: Mapping[str, str] = field(hash=False)
 
@@ -108,7 +157,8 @@ class Calibration:
                 (_LEAST <= getattr(self, name) <= most, name, f"must lie in [{_LEAST}, {most:g}]")
                 for name in EFFICIENCIES
             ),
-            *in_range(self, *SECONDS, high=LONGEST_S),
+            *in_range(self, *SECONDS, "task_s", high=LONGEST_S),
+            (_LEAST <= self.shared_ports <= 1, "shared_ports", f"must lie in [{_LEAST}, 1]"),
             (0 <= self.interval < 1, "interval", "must lie in [0, 1)"),
             *((bool(self.sources.get(name)), f"sources.{name}", "say where this number is from") for name in _NUMBERS),
         )
@@ -117,6 +167,21 @@ class Calibration:
     def most_efficient(self) -> float:
         """What an efficiency is at most; a machine may be faster than declared."""
         return 100.0 if self.reach and self.reach.cluster == LOCAL else 1.0
+
+    def running(self, framework: str | None, release: tuple[int, ...]) -> "Calibration":
+        """Return the constants under some software, with an interval that is wide where no row has such software."""
+        if not self.software:
+            return self
+        slowness, beyond = self.software.slowness(framework, release), self.software.beyond(framework, release)
+        changes: dict[str, Any] = {}
+        if slowness != 1:
+            changes |= {name: getattr(self, name) / slowness for name in EFFICIENCIES}
+            changes |= {name: getattr(self, name) * slowness for name in (*SECONDS, "task_s")}
+        if beyond:
+            changes["interval"] = interval = max(self.interval, OUTSIDE)
+            words = f"none of these rows has {' and '.join(beyond)}, so the interval is {interval:.0%}"
+            changes["basis"] = f"{self.basis}; {words}"
+        return replace(self, **changes)
 
 
 @cache
@@ -166,7 +231,7 @@ def trust(calibration: Calibration, plan: Plan) -> tuple[float, Mapping[str, str
     reach, outside, base = calibration.reach, dict[str, str](), calibration.interval
     candidate = plan.candidate
     if reach:
-        if plan.cluster.name != reach.cluster:
+        if plan.cluster.name not in reach.cluster.split(","):
             outside["cluster"] = f"{plan.cluster.name}, and rows have {reach.cluster}"
         if plan.kernels not in reach.kernels:
             outside["kernels"] = f"{plan.kernels}, and rows have {', '.join(reach.kernels)}"
@@ -185,7 +250,7 @@ def trust(calibration: Calibration, plan: Plan) -> tuple[float, Mapping[str, str
 
 def calibration_entries(calibration: Calibration) -> Mapping[str, str]:
     """Return the entries of a plan's provenance from which ``calibration_of`` reads the same constants."""
-    numbers = ",".join(f"{name}={getattr(calibration, name)!r}" for name in _NUMBERS)
+    numbers = ",".join(f"{name}={getattr(calibration, name)!r}" for name in (*_NUMBERS, *_OPTIONAL))
     entries = {
         "calibration": calibration.name,
         "calibration.basis": calibration.basis,
@@ -216,7 +281,7 @@ def calibration_of(plan: Plan) -> Calibration:
     if "calibration.constants" not in entries:
         return built_in(plan.cluster.name)
     pairs = [part.partition("=") for part in entries["calibration.constants"].split(",")]
-    if sorted(name for name, _, _ in pairs) != sorted(_NUMBERS):
+    if sorted(name for name, _, _ in pairs if name not in _OPTIONAL) != sorted(_NUMBERS):
         names = ", ".join(_NUMBERS)
         raise InputError.of("provenance.calibration.constants", f"must be NAME=NUMBER,... for each of {names}")
     numbers: dict[str, float | str] = {}

@@ -106,12 +106,18 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
     on_torus = len(group) > 1 and cluster.link_of(group).kind == "torus"
     num_chips = len({rank // cluster.ranks_per_chip for rank in group}) if on_torus else 0
     wires = 0.5 if num_chips % cluster.chips_per_node else 1.0
+    inner, num_nodes = cluster.inside(group), len({rank // cluster.ranks_per_node for rank in group})
+    # Rings of several groups that leave a node at once get less of its ports than one ring that has them all.
+    shared = calibration.shared_ports if len(inner) < cluster.ranks_per_node else 1.0
+    reached = {
+        link.domain: efficiency(link, calibration) * (shared if link.domain == "cluster" else 1.0)
+        for link in cluster.links
+    }
     speeds: dict[Domain, float] = {
-        link.domain: speed * efficiency(link, calibration) * (wires if link.kind == "torus" else 1.0)
+        link.domain: speed * reached[link.domain] * (wires if link.kind == "torus" else 1.0)
         for link, speed in zip(cluster.links, axis_levels_bytes_per_s(cluster, mesh, cut), strict=True)
     }
     to_neighbours = "edp" not in atoms and any(atom in _NEIGHBOUR_AXES for atom in atoms)
-    inner, num_nodes = cluster.inside(group), len({rank // cluster.ranks_per_node for rank in group})
     num_inside = len(group) - num_nodes
     near_s = cluster.link_of(inner).latency_s if num_inside else 0.0
     far_s = (num_nodes - 1) * cluster.link_of(group).latency_s if num_nodes > 1 else 0.0
@@ -121,7 +127,7 @@ def mesh_ring(cluster: Cluster, mesh: Mesh, atoms: tuple[str, ...], calibration:
     peers += [(cluster.link_of(group), len(group) - len(inner))] if len(group) > len(inner) else []
     latencies = [link.latency_s for link, _ in peers]
     per_byte = [
-        count / len(group) * link.ranks_per_port / (link.bandwidth_bytes_per_s * efficiency(link, calibration))
+        count / len(group) * link.ranks_per_port / (link.bandwidth_bytes_per_s * reached[link.domain])
         for link, count in peers
     ]
     return Ring(

@@ -75,20 +75,28 @@ def kernel_work(
     )
 
 
-def kernel_time(work: KernelWork, rates: Rates) -> tuple[Number, Number]:
-    """Return the seconds of a kernel at work, and the seconds for which its device waits for hosts to start it.
+def kernel_time(work: KernelWork, rates: Rates) -> Number:
+    """Return the seconds of a kernel at work.
 
     It takes as long as the slowest of matrix unit, vector unit and memory. Attention that writes its scores is products
-    and passes over memory one after the other. A device cannot start kernels faster than hosts launch them; a host that
-    is the device starts one after the other has run.
+    and passes over memory one after the other.
     """
     flops = work.matrix_flops + work.products_flops / rates.products_ratio
     products_s = (flops + work.attention_flops / rates.attention_ratio) / rates.matrix_flops_per_s
     vector_s, memory_s = work.vector_flops / rates.vector_flops_per_s, work.moved_bytes / rates.memory_bytes_per_s
     others_s = np.maximum(vector_s, memory_s)
-    work_s = products_s + others_s if work.in_turn else np.maximum(products_s, others_s)
-    started_s = work.launches * rates.launch_s
-    return work_s, started_s + 0.0 * work_s if rates.host_computes else np.maximum(0.0, started_s - work_s)
+    return products_s + others_s if work.in_turn else np.maximum(products_s, others_s)
+
+
+def waiting_time(busy_s: Number, launches: int, rates: Rates) -> Number:
+    """Return for how long a device waits for hosts to start kernels, beside what keeps it busy.
+
+    Launches run ahead of the device where it is the slower one, and it waits for each where it is the faster one. In
+    between both happen by turns, so that together they take the root of the sum of their squares. A host that is the
+    device starts one kernel after the other has run.
+    """
+    started_s = launches * rates.launch_s
+    return started_s + 0.0 * busy_s if rates.host_computes else np.hypot(busy_s, started_s) - busy_s
 
 
 def _padded_share(op: Op, call: Call, tile: int) -> Number:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number, Ring, mesh_ring
-from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work
+from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work, waiting_time
 from autoshard.cost.kernel_run import KernelRun, bytes_in, rank_sizes, saved_bytes, working_bytes
 from autoshard.cost.sharded import Blocks, LoweredBlock, atom_groups
 from autoshard.cost.terms import CostTerm
@@ -181,10 +181,11 @@ def block_work(sharded: LoweredBlock, whole: LoweredBlock, setting: Setting, til
 def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Rates) -> BlockCost:
     """Price a block: every kernel by its roofline, every message by its ring."""
     seconds: dict[str, dict[str, Number]] = {name: defaultdict(float) for name in PASSES}
+    launches: dict[str, int] = defaultdict(int)
     for run, kernel in work.kernels:
-        parts, (work_s, waiting_s) = seconds[run.pass_], kernel_time(kernel, rates)
-        parts["compute"] = parts["compute"] + work_s
-        parts["waiting"] = parts["waiting"] + waiting_s
+        parts = seconds[run.pass_]
+        parts["compute"] = parts["compute"] + kernel_time(kernel, rates)
+        launches[run.pass_] += kernel.launches
     sent: dict[str, Number] = defaultdict(float)
     hidden: dict[str, Number] = defaultdict(float)
     for message, message_bytes in work.messages:
@@ -194,10 +195,13 @@ def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Ra
         sent[axis] = sent[axis] + ring.sent_bytes(message.collective, message_bytes)
         if work.hides_tp and axis == "tp" and message.collective.kind in _IN_PIECES:
             hidden[message.pass_] = hidden[message.pass_] + work.hides_tp * (1 - 1 / ring.size) * time_s
-    for pass_, most_s in hidden.items():  # traffic goes on while a device waits for hosts
+    for pass_, most_s in hidden.items():
         parts = seconds[pass_]
-        hidden[pass_] = np.minimum(most_s, parts["compute"] + parts["waiting"])
+        hidden[pass_] = np.minimum(most_s, parts["compute"])
         parts["tp"] = parts["tp"] - hidden[pass_]
+    for pass_, count in launches.items():
+        if count:
+            seconds[pass_]["waiting"] = waiting_time(sum(seconds[pass_].values()), count, rates)
     return BlockCost(seconds=seconds, sent_bytes=sent, memory=work.memory, hidden_s=sum(hidden.values()))
 
 

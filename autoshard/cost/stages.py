@@ -292,6 +292,7 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
         embed, recomputed, kept, head = (count * getattr(block, name)[row] for count, block, row in slots)
         return recomputed + kept + embed + head
 
+    started_s = blocks.question.calibration.task_s / 2  # forward and backward of a stage are a graph each
     saved, waiting = total("saved_bytes"), total("waiting_bytes")
     memory: dict[str, Any] = {
         "activations": most_kept(schedule, saved, waiting),
@@ -303,8 +304,8 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
         memory["reserved"] = kernels.reserved.share * sum(memory.values())
     memory["runtime"] = kernels.runtime_bytes
     return StagePrices(
-        forward_s=total("forward_s"),
-        input_s=total("input_s"),
+        forward_s=total("forward_s") + started_s,
+        input_s=total("input_s") + started_s,
         weight_s=total("weight_s"),
         saved_bytes=saved,
         waiting_bytes=waiting,

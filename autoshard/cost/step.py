@@ -210,6 +210,7 @@ def _seconds(step: PlanStep, blocks: Sequence[Sequence[tuple[int, BlockCost]]]) 
     rank = int((step.prices.pass_s[:, 0] + sends_s).argmax())
     count = step.blocks.schedule.num_micro_batches
     seconds = {part: count * sum(float(number * cost.part_s(part)) for number, cost in blocks[rank]) for part in PARTS}
+    seconds["waiting"] += count * step.blocks.schedule.num_chunks * step.blocks.question.calibration.task_s
     seconds["pp"] = count * float(sends_s[rank])
     seconds["bubble"] = max(0.0, float(step.seconds.makespan_s[0]) - sum(seconds.values()))
     seconds["fixed"] = float(step.seconds.fixed_s[0])

@@ -70,7 +70,7 @@ def step_trace(question: Question, setting: Setting, pipeline: PlanPipeline, pri
     # By kind and stage by how much an action changes what its rank keeps of micro-batches.
     changes = {"F": kept, "B": -kept, "I": waiting - kept, "W": -waiting}
     return Trace(
-        passes=_passes(pipeline, price),
+        passes=_passes(pipeline, price, question.calibration.task_s),
         ranks=tuple(
             _rank_trace(coded(schedule.steps_of(number)), rank, np.array([changes[kind] for kind in KINDS]), parts)
             for number, (rank, parts) in enumerate(zip(run.ranks, plan_memory(step), strict=True))
@@ -82,7 +82,7 @@ def step_trace(question: Question, setting: Setting, pipeline: PlanPipeline, pri
     )
 
 
-def _passes(pipeline: PlanPipeline, price: Price) -> Mapping[tuple[str, int], Pass]:
+def _passes(pipeline: PlanPipeline, price: Price, task_s: float) -> Mapping[tuple[str, int], Pass]:
     """Return what each kind of action takes at each stage; stages that hold the same are priced once."""
     ranks = counts_of(pipeline.schedule).ranks.tolist()
 
@@ -90,7 +90,8 @@ def _passes(pipeline: PlanPipeline, price: Price) -> Mapping[tuple[str, int], Pa
     def parts_of(stage: StageLayers, kind: str) -> Mapping[str, float]:
         blocks = [(count, price(block, drop).seconds) for block, drop, count in stage.contents()]
         halves = [(count, seconds[half]) for count, seconds in blocks for half in _HALVES[kind]]
-        return {part: sum(float(count * seconds.get(part, 0.0)) for count, seconds in halves) for part in PARTS}
+        parts = {part: sum(float(count * seconds.get(part, 0.0)) for count, seconds in halves) for part in PARTS}
+        return {**parts, "waiting": parts["waiting"] + ("F" in _HALVES[kind] or "I" in _HALVES[kind]) * task_s / 2}
 
     def neighbour(stage: int, towards: int) -> int | None:
         """Return the rank of the next stage, if that is another rank."""

@@ -178,13 +178,13 @@ class ExplainedBlock:
     name: str
     count: int
     steps: tuple[ExplainedOp, ...]
-    waiting_s: float  # of the time of its kernels: until hosts have started them
+    waiting_s: float  # until hosts have started its kernels
     hidden_s: float  # of what it sends: while it computes
 
     @property
     def compute_s(self) -> float:
         """The time of all kernels, at work."""
-        return sum(sum(step.seconds.values()) for step in self.steps) - self.waiting_s
+        return sum(sum(step.seconds.values()) for step in self.steps)
 
     @property
     def sending_s(self) -> float:

@@ -40,6 +40,7 @@ def least_seconds(priced: PricedLayouts, rows: Ints, space: Space, capacity: flo
         priced, base.zero, _holds_as_1f1b(base.schedule), builders()[base.schedule].turns, capacity
     )
     work_s, rest_s = (column[rows] for column in least_work)
+    work_s = work_s + pp * space.rows["vp"] * question.calibration.task_s
     blocks = priced.pipeline_blocks(slice(None), _ALONE, base)
     kernels = load_kernels(question.kernels)
     hidden = kernels.hides_sends(base.schedule)
@@ -148,7 +149,8 @@ def _near_even_s(blocks: PipelineBlocks, rows: Ints, space: Space, counts: Ints,
         before, layers = layers_by_rank(schedule, blocks.question.model.num_layers, space.base.stages)
         stages, sends = counts_of(schedule).stages, counts_of(schedule).sends[:, None]
         first, last = ((stages == stage).any(axis=1)[:, None] for stage in (0, schedule.num_stages - 1))
-        ends = (first * embed[mine] + last * head[mine] + sends * held_s[mine])[:, None]
+        ends = first * embed[mine] + last * head[mine] + sends * held_s[mine]
+        ends = (ends + vp * blocks.question.calibration.task_s)[:, None]
         each_s = layers[..., None] * layer[mine] + ends
         found[mine] = (before[..., None] * ahead[mine] + counts[mine] * each_s).max(axis=0).min(axis=0)
     return found

@@ -98,11 +98,8 @@ def _explained(
     # a kernel stands with its first operation, whatever its backward runs first
     first = {own: group.ops[0] for group in block.fused for own in group.ops}
     computes: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    waiting_s = 0.0
     for run, kernel in work.kernels:
-        work_s, kernel_waiting_s = kernel_time(kernel, question.rates)
-        computes[first[run.ops[0].source]][run.pass_] += float(work_s + kernel_waiting_s)
-        waiting_s += float(kernel_waiting_s)
+        computes[first[run.ops[0].source]][run.pass_] += float(kernel_time(kernel, question.rates))
     sent, others = _sent(plan, work, setting), _others(plan, question, setting, kind)
     ordered = [op.name for op in block.select("micro_batch", "F")]
     steps = tuple(
@@ -115,7 +112,8 @@ def _explained(
         )
         for entry in (*ordered, *(entry for entry in lines if entry not in ordered))
     )
-    hidden_s = float(block_cost(work, setting.rings, question.rates).hidden_s)
+    cost = block_cost(work, setting.rings, question.rates)
+    waiting_s, hidden_s = float(cost.part_s("waiting")), float(cost.hidden_s)
     return ExplainedBlock(name=name, count=count, steps=steps, waiting_s=waiting_s, hidden_s=hidden_s)
 
 

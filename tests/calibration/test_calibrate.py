@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from autoshard.calibration import calibrate as module
-from autoshard.calibration.calibrate import Sample, Split, fit, fit_constants, least_squares, samples_in
+from autoshard.calibration.calibrate import Sample, fit, fit_constants, least_squares, samples_in
+from autoshard.calibration.splits import Split, splits_for
 from autoshard.calibration.validate import outlined_run, validate
 from autoshard.cli import main
 from autoshard.cost.calibration import (
     EFFICIENCIES,
     Calibration,
+    Software,
     built_in,
     calibration_text,
     load_calibration,
@@ -37,7 +39,7 @@ LARGE = {"arch": {**ARCH, "hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads":
 OWN = [{**SMALL, **LARGE, **layout, "id": str(number)} for number, layout in enumerate(LAYOUTS)]
 LINKS = EFFICIENCIES[4:]
 ARITHMETIC_MEMORY_LINK: Split = (EFFICIENCIES[:3], ("memory_efficiency",), LINKS)
-share = st.floats(0.3, 1)  # less than this of a data sheet no platform reaches
+share = st.floats(0.45, 0.9)  # what is outside of this no platform reaches
 
 
 def rows_of(shipped: Calibration, folder: Path) -> Path:
@@ -64,7 +66,7 @@ def made_by(samples: Sequence[Sample], calibration: Calibration) -> list[Sample]
 
 WORK = np.array([[5.0, 1.0, 2.0], [1.0, 4.0, 1.0], [2.0, 2.0, 7.0], [6.0, 3.0, 0.5], [1.0, 1.0, 9.0], [3.0, 8.0, 2.0]])
 PULL = 2e-2  # one unit away from the start counts as much as a row that is 2% off
-START = np.full(3, 1.4)
+START, LIMITS = np.full(3, 1.4), (np.ones(3), np.full(3, 9.0))
 slownesses = st.lists(st.floats(1, 3), min_size=3, max_size=3).map(np.array)
 
 
@@ -76,7 +78,7 @@ class TestLeastSquares:
         return WORK @ x + np.maximum(x[0], 1.5 * x[1])
 
     def found(self, measured):
-        return least_squares(lambda x: self.seconds(x) / measured, START, np.ones(3), START)
+        return least_squares(lambda x: self.seconds(x) / measured, START, LIMITS, START)
 
     @given(slownesses)
     def test_known_slownesses_are_found_again_but_for_what_the_pull_moves(self, true):
@@ -88,12 +90,12 @@ class TestLeastSquares:
     def test_one_gross_outlier_moves_the_others_little(self, true, place, factor):
         measured = np.tile(self.seconds(true), 2)
         measured[place] *= factor
-        found = least_squares(lambda x: np.tile(self.seconds(x), 2) / measured, START, np.ones(3), START)
+        found = least_squares(lambda x: np.tile(self.seconds(x), 2) / measured, START, LIMITS, START)
         assert np.abs(self.seconds(found) / self.seconds(true) - 1).max() < 0.1
 
     def test_what_the_rows_do_not_decide_stays_where_it_was(self):
         measured = 3.0 * WORK[:, 0]
-        found = least_squares(lambda x: WORK[:, 0] * x[0] / measured, START, np.ones(3), START)
+        found = least_squares(lambda x: WORK[:, 0] * x[0] / measured, START, LIMITS, START)
         # The rows' log(x / 3) weighs 1/9 for each of them; the pull towards 1.4 weighs PULL^2.
         moved = PULL**2 * (3.0 - 1.4) / (len(WORK) / 9)
         assert found == pytest.approx([3.0 - moved, 1.4, 1.4], rel=1e-5)
@@ -121,10 +123,10 @@ def test_constants_that_made_the_rows_are_found_again(
 
 def test_what_starting_takes_is_found_from_nothing(tmp_path: Path):
     path = written(tmp_path, *({**row, "arch": ARCH} for row in OWN[:3]))  # so small that starts are all
-    true = replace(uncalibrated(), launch_s=1e-5, collective_s=1e-3)
+    true = replace(uncalibrated(), launch_s=4e-5, collective_s=1e-3)
     samples = made_by(samples_in(path, "h100-80").samples, true)
     found = fit_constants((EFFICIENCIES, ("launch_s",), ("collective_s",)), samples)
-    assert found.launch_s == pytest.approx(1e-5, rel=0.1) and found.collective_s == pytest.approx(1e-3, rel=0.1)
+    assert found.launch_s == pytest.approx(4e-5, rel=0.2) and found.collective_s == pytest.approx(1e-3, rel=0.1)
 
 
 @pytest.mark.slow
@@ -132,9 +134,16 @@ def test_what_starting_takes_is_found_from_nothing(tmp_path: Path):
 def test_the_shipped_constants_are_those_of_their_rows(cluster: str, tmp_path: Path):
     """Hold every figure against the other; a fit goes down to the fifth digit, what follows is the processor's."""
     shipped = built_in(cluster)
-    ours, theirs = (
-        record.encode(one) for one in (fit(samples_in(rows_of(shipped, tmp_path), cluster), cluster), shipped)
-    )
+    assert shipped.fit
+    found = samples_in(rows_of(shipped, tmp_path), cluster)
+    if cluster == "a100-80":  # 72 rows of ten models: to leave each out takes minutes
+        split = splits_for([one.run for one in found.samples])[next(iter(shipped.fit.tried))]
+        again = fit_constants(split, found.samples)
+        assert {one: getattr(again, one) for group in split for one in group} == pytest.approx(
+            {one: getattr(shipped, one) for group in split for one in group}, rel=2e-4
+        )
+        return
+    ours, theirs = (record.encode(one) for one in (fit(found, cluster), shipped))
     for part in (ours, theirs):
         part |= part.pop("fit")
         part |= part.pop("tried")
@@ -154,16 +163,34 @@ def test_rows_without_noise_tell_the_constants_apart_and_what_is_left_out_is_not
         return real(split, samples)
 
     monkeypatch.setattr(module, "fit_constants", spied)
-    path = own_rows(tmp_path, **dict.fromkeys(EFFICIENCIES[:4], 0.5), **dict.fromkeys(LINKS, 0.25))
+    path = own_rows(tmp_path, **dict.fromkeys(EFFICIENCIES[:4], 0.5), **dict.fromkeys(LINKS, 0.5))
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     found = fit(samples_in(written(tmp_path, *rows, {**rows[0], "id": "idle", "step_time_s": None}), "h100-80"), "mine")
     every = tuple(str(number) for number in range(len(OWN)))
     assert found.fit and (found.fit.rows, found.fit.left_out_by, found.fit.date) == (every, "layout", "2026-01-02")
-    assert found.fit.left_out_mape < 0.02 and found.near_link_efficiency == pytest.approx(0.25, rel=0.1)
+    assert found.fit.left_out_mape < 0.02 and found.near_link_efficiency == pytest.approx(0.5, rel=0.1)
     folds = {every, *(tuple(one for one in every if one != out) for out in every)}
-    assert set(seen) == folds and len(seen) == len(found.fit.tried) * len(OWN) + 1
+    layouts = len(found.fit.tried) * len(OWN) + 1
+    assert set(seen[:layouts]) == folds, "what follows leaves out values of features"
     (tmp_path / "mine.json").write_text(calibration_text(found), "utf-8")
     assert load_calibration(tmp_path / "mine.json") == found
+
+
+def test_what_older_releases_and_other_frameworks_take_longer_is_found_beside_the_constants(
+    published: Sequence[Sample], tmp_path: Path
+):
+    true = replace(uncalibrated(), **dict.fromkeys(EFFICIENCIES, 0.6), task_s=0.03)
+    software = Software(frameworks={"neuronx-nemo-megatron": 1.3}, settled="2.18", slower_per_release=0.05)
+    rows = [
+        replace(one, step_time_s=one.step_time_s * software.slowness(one.run.framework, one.run.release))
+        for one in made_by(published, true)
+    ]
+    split = (EFFICIENCIES, ("slower_per_release",), ("framework neuronx-nemo-megatron",), ("task_s",))
+    found = fit_constants(split, rows)
+    assert found.software and found.matrix_efficiency == pytest.approx(0.6, rel=0.03)
+    assert found.software.slower_per_release == pytest.approx(0.05, abs=0.005)
+    assert found.software.frameworks["neuronx-nemo-megatron"] == pytest.approx(1.3, rel=0.03)
+    assert found.task_s == pytest.approx(0.03, abs=0.006)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ class TestBuiltIn:
     def test_it_says_what_it_rests_on_and_tells_few_constants_apart(self, path: Path):
         found, nominal = load_calibration(path), uncalibrated()
         assert found == built_in(path.stem) and found.name == path.stem and found is not nominal
-        assert found.fit and found.reach and found.reach.cluster == path.stem
+        assert found.fit and found.reach and path.stem in found.reach.cluster.split(",")
         assert len(set(found.fit.rows)) == len(found.fit.rows) >= found.fit.num_layouts >= 2
         year, month, day = (*map(int, found.fit.date.split("-")), 1, 1)[:3]  # publishers may leave out the day
         assert date(year, month, day).isoformat().startswith(found.fit.date) and year > 2020
@@ -122,12 +122,41 @@ def plan(text="tp=8,pp=4,dp=4", calibration=None, **changes):
 SEEN = {"tp": Seen(values=("8",))}
 
 
+class TestSoftware:
+    def test_older_releases_are_slower_by_as_much_each_and_what_no_row_has_is_wide(self):
+        found = built_in("trn1.32xlarge")
+        assert found.software
+        rate = 1 + found.software.slower_per_release
+        settled, old = found.running("neuronx-distributed", (2, 20)), found.running("neuronx-distributed", (2, 16, 1))
+        assert settled == found and old.interval == found.interval and old.basis == found.basis
+        for name in EFFICIENCIES:
+            assert getattr(old, name) == pytest.approx(getattr(found, name) / rate**2)
+        assert old.task_s == pytest.approx(found.task_s * rate**2)
+        for framework, release, named in (("my own", (2, 20), "framework my own"), (None, (2, 99), "release 2.99")):
+            beyond = found.running(framework, release)
+            assert beyond.interval >= 0.25 and named in beyond.basis
+        assert found.running(None, ()) == found, "a row that says nothing ran on what plans are for"
+
+    def test_steps_take_as_much_longer_as_their_software(self):
+        found, made = built_in("trn1.32xlarge"), plan()
+        old = found.running("neuronx-nemo-megatron", (2, 14))
+        ratio = predict(made, old).step_time_s / predict(made, found).step_time_s
+        assert found.software
+        assert ratio == pytest.approx(found.software.slowness("neuronx-nemo-megatron", (2, 14)), rel=1e-3)
+
+    def test_a_plan_of_before_ports_were_shared_reads_as_it_was(self):
+        entries = dict(calibration_entries(OWN))
+        before = entries["calibration.constants"].split(",")
+        entries["calibration.constants"] = ",".join(one for one in before if "shared" not in one and "task" not in one)
+        assert calibration_of(replace(plan(), provenance=entries)).shared_ports == 1
+
+
 class TestProvenance:
     @pytest.mark.parametrize("calibration", [OWN, built_in("trn1.32xlarge"), uncalibrated()], ids=lambda one: one.name)
     def test_a_plan_read_back_predicts_with_the_same_constants(self, calibration: Calibration):
         read = load(dump(plan(calibration=calibration)))
         same = replace(calibration_of(read), sources=calibration.sources)
-        assert same == replace(calibration, fit=None)
+        assert same == replace(calibration, fit=None, software=None)
         assert predict(read) == predict(read, calibration)
 
     @pytest.mark.parametrize(
