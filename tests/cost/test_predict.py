@@ -42,7 +42,7 @@ class TestPrediction:
         plan = predicted(plan_of(question, text))
         found = plan.prediction
         assert found and found.of == fingerprint(plan)
-        assert found.basis.startswith("calibrated on 15 rows of trn1.32xlarge")
+        assert found.basis.startswith("calibrated on 42 rows of trn1.32xlarge")
         assert predict(plan, question.calibration).basis.startswith("uncalibrated")
         assert sum(found.time_parts.values()) == pytest.approx(found.step_time_s, rel=1e-8)
         assert min(found.time_parts.values()) > 0 and found.capacity_bytes == int(0.9 * 16 * 2**30)
